@@ -329,7 +329,7 @@ def test_goodput_covers_all_runs_of_a_job(train: Any, tmp_path: Path):
     shutil.rmtree(tmp_path / "job" / "checkpoints" / "checkpoint_00000005")
     output = train("job", max_steps=6)
     (line,) = [line for line in output.splitlines() if line.startswith("goodput: ")]
-    assert re.search(r"lost .*; 2 runs, 0:00:\d\d between them, 1 step done again$", line)
+    assert re.search(r"lost .*; 2 runs, 0:00:\d\d between them, 1 step repeated$", line)
     record = json.loads((tmp_path / "job" / "goodput.json").read_text())
     assert (record["step"], record["num_steps"], record["num_lost_steps"]) == (6, 6, 1)
     spent = {name for name, seconds in record["seconds"].items() if seconds > 0}

@@ -9,7 +9,7 @@ from layerkit_runner.observers import RunInfo
 
 @pytest.fixture
 def run_info() -> Callable[..., RunInfo]:
-    """Makes the facts of a small training run, with the given ones changed."""
+    """Return a function that makes the facts of a small training run, with changes."""
 
     def make(**changes) -> RunInfo:
         facts = {

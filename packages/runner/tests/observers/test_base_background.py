@@ -7,7 +7,7 @@ import pytest
 from layerkit_runner.observers.base import Background
 
 
-def test_jobs_run_in_order_and_the_caller_does_not_wait():
+def test_jobs_run_in_order_without_blocking_submit():
     background, gate, done = Background(), threading.Event(), []
     background.submit(gate.wait, 20)
     for number in range(5):
@@ -19,7 +19,7 @@ def test_jobs_run_in_order_and_the_caller_does_not_wait():
     assert done == [0, 1, 2, 3, 4]
 
 
-def test_a_failure_reaches_the_caller_and_ends_the_work():
+def test_close_raises_the_failure_of_a_job():
     background, gate, done = Background(), threading.Event(), []
 
     def fail():
@@ -36,7 +36,7 @@ def test_a_failure_reaches_the_caller_and_ends_the_work():
     assert done == []
 
 
-def test_no_job_runs_after_one_that_failed():
+def test_no_job_runs_after_a_failure():
     background, done = Background(), []
 
     def fail():
@@ -52,7 +52,7 @@ def test_no_job_runs_after_one_that_failed():
     assert done == []
 
 
-def test_a_failure_is_raised_by_the_next_job_too():
+def test_submit_raises_the_failure_of_an_earlier_job():
     background = Background()
 
     def fail():

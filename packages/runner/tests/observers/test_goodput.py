@@ -26,7 +26,7 @@ def counted(goodput):
     return {name: value for name, value in goodput.seconds().items() if value}
 
 
-def test_phases_add_up_to_the_time_that_passed(clock):
+def test_phases_add_up_to_the_elapsed_time(clock):
     goodput = Goodput(clock=clock)
     clock.now += 2
     with goodput.phase("compile"):
@@ -56,7 +56,7 @@ def test_phases_add_up_to_the_time_that_passed(clock):
     assert sum(goodput.seconds().values()) == clock.now - 1000
 
 
-def test_a_phase_that_fails_ends_too(clock):
+def test_phase_ends_if_its_block_raises(clock):
     goodput = Goodput(clock=clock)
 
     def save():
@@ -70,7 +70,7 @@ def test_a_phase_that_fails_ends_too(clock):
     assert counted(goodput) == {"save": 2, "start": 1}
 
 
-def test_shares_are_of_all_time_and_leave_out_what_did_not_happen(clock):
+def test_shares_omit_empty_phases(clock):
     goodput = Goodput(clock=clock)
     clock.now += 1
     with goodput.phase("steps"):
@@ -78,7 +78,7 @@ def test_shares_are_of_all_time_and_leave_out_what_did_not_happen(clock):
     assert goodput.shares() == {"goodput/steps": 0.75, "goodput/start": 0.25}
 
 
-def test_the_summary_names_the_largest_first(clock):
+def test_summary_lists_the_largest_phases_first(clock):
     goodput = Goodput(clock=clock)
     clock.now += 100
     with goodput.phase("steps"):
@@ -86,7 +86,7 @@ def test_the_summary_names_the_largest_first(clock):
         with goodput.phase("save"):
             clock.now += 400
             with goodput.phase("decode"):
-                clock.now += 0.1  # too little to be told
+                clock.now += 0.1  # too short to be printed
     assert goodput.summary() == "goodput: 87.5% of 1:06:40 in steps; save 10.0%, start 2.5%"
 
 
@@ -101,29 +101,29 @@ def train(clock, folder, run_info, *, start_step, until, seconds_per_step=2.0, d
             clock.now += seconds_per_step
             log.progress(step)
     if dies:
-        log._background.close()  # what was handed over gets written, and nothing else
+        log._background.close()  # writes the submitted records only
     else:
         log.close()
     return goodput
 
 
-def test_steps_that_were_not_saved_are_lost(clock, run_info, tmp_path):
+def test_repeated_steps_count_as_lost(clock, run_info, tmp_path):
     # Written every 30 seconds: after steps 15, 30 and 45. The save was at step 40.
     train(clock, tmp_path, run_info, start_step=0, until=50, dies=True)
     killed = json.loads((tmp_path / "goodput.json").read_text())
     assert (killed["step"], killed["num_steps"]) == (45, 45)
     clock.now += 300
     goodput = train(clock, tmp_path, run_info, start_step=40, until=60)
-    # 45 steps of the first run were told of, and 5 of them done again.
+    # 45 steps of the first run were recorded, and 5 of them repeated.
     expected = {"start": 20, "steps": 80 + 40, "lost": 10}
     assert counted(goodput) == expected
     assert (goodput.num_steps, goodput.num_lost_steps, goodput.num_runs) == (60, 5, 2)
-    # The steps after the last record cannot be told from the time until the next start.
+    # The steps after the last record count as time between runs.
     assert goodput.seconds_between_runs == 300 + 10
-    assert goodput.summary().endswith("; 2 runs, 0:05:10 between them, 5 steps done again")
+    assert goodput.summary().endswith("; 2 runs, 0:05:10 between them, 5 steps repeated")
 
 
-def test_a_run_that_ended_in_order_loses_nothing(clock, run_info, tmp_path):
+def test_run_after_a_completed_one_loses_no_steps(clock, run_info, tmp_path):
     train(clock, tmp_path, run_info, start_step=0, until=20)
     clock.now += 5
     train(clock, tmp_path, run_info, start_step=20, until=30)
@@ -133,36 +133,36 @@ def test_a_run_that_ended_in_order_loses_nothing(clock, run_info, tmp_path):
     assert (goodput.num_runs, goodput.seconds_between_runs) == (3, 10)
 
 
-def test_a_run_that_begins_anew_loses_all_that_was_done(clock, run_info, tmp_path):
+def test_run_that_restarts_from_step_0_loses_all_steps(clock, run_info, tmp_path):
     train(clock, tmp_path, run_info, start_step=0, until=20)
     goodput = train(clock, tmp_path, run_info, start_step=0, until=1)
     assert counted(goodput) == {"start": 20, "steps": 2, "lost": 40}
 
 
-def test_a_run_killed_before_its_first_step(clock, run_info, tmp_path):
+def test_run_killed_before_its_first_step_loses_no_steps(clock, run_info, tmp_path):
     train(clock, tmp_path, run_info, start_step=0, until=0, dies=True)
     goodput = train(clock, tmp_path, run_info, start_step=0, until=2)
     assert counted(goodput) == {"start": 20, "steps": 4}
     assert goodput.num_lost_steps == 0
 
 
-def test_the_record_names_every_phase(clock, run_info, tmp_path):
+def test_record_contains_every_phase(clock, run_info, tmp_path):
     train(clock, tmp_path, run_info, start_step=0, until=3)
     record = json.loads((tmp_path / "goodput.json").read_text())
     assert tuple(record["seconds"]) == PHASES
     assert record["time"] == clock.now
 
 
-def test_a_record_that_cannot_be_read_ends_no_run(clock, run_info, tmp_path, capsys):
+def test_unreadable_record_does_not_end_the_run(clock, run_info, tmp_path, capsys):
     (tmp_path / "goodput.json").write_text("{")
     observers = Observers([Progress(), GoodputLog(Goodput(clock=clock), clock=clock)])
     observers.start(run_info(job_log_dir=epath.Path(tmp_path)))
     observers.progress(1)
     observers.close()
-    assert "GoodputLog failed and is left out" in capsys.readouterr().out
+    assert "GoodputLog failed and was removed" in capsys.readouterr().out
 
 
-def test_other_modes_write_nothing(clock, run_info, tmp_path):
+def test_evaluation_job_writes_no_goodput(clock, run_info, tmp_path):
     log = GoodputLog(Goodput(clock=clock), clock=clock)
     log.start(run_info(job_log_dir=epath.Path(tmp_path), mode="eval"))
     log.close()

@@ -6,6 +6,7 @@ import struct
 
 import pytest
 
+from layerkit.errors import ConfigError
 from layerkit_runner.observers import draw_loss_curve
 from layerkit_runner.observers.loss_curve import smooth
 
@@ -27,7 +28,7 @@ def png_size(path):
     return struct.unpack(">II", content[16:24])
 
 
-def test_the_picture_lies_beside_the_record(tmp_path):
+def test_picture_is_written_beside_the_metrics_file(tmp_path):
     path = write_record(tmp_path, steps=range(1, 200))
     picture = draw_loss_curve(path, baselines={"trigram table": 1.98})
     assert str(picture) == str(tmp_path / "loss_curve.png")
@@ -35,7 +36,7 @@ def test_the_picture_lies_beside_the_record(tmp_path):
     assert draw_loss_curve(tmp_path) == picture  # the job folder does as well
 
 
-def test_each_choice_changes_the_picture(tmp_path):
+def test_picture_depends_on_label_and_baselines_only(tmp_path):
     path = write_record(tmp_path, steps=range(1, 200))
     plain = draw_loss_curve(path, tmp_path / "plain.png").read_bytes()
     again = draw_loss_curve(path, tmp_path / "again.png").read_bytes()
@@ -50,7 +51,7 @@ def test_short_runs_can_be_drawn(tmp_path, steps):
     assert png_size(draw_loss_curve(write_record(tmp_path, steps=steps))) == (960, 576)
 
 
-def test_training_programs_have_curves_of_their_own(tmp_path):
+def test_each_training_program_has_a_curve(tmp_path):
     path = write_record(tmp_path, steps=range(1, 5))
     mixed = draw_loss_curve(path).read_bytes()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -66,7 +67,7 @@ def test_training_programs_have_curves_of_their_own(tmp_path):
     assert draw_loss_curve(path).read_bytes() not in (apart, mixed)
 
 
-def test_losses_that_are_not_finite_are_left_out(tmp_path):
+def test_non_finite_losses_are_omitted(tmp_path):
     path = write_record(tmp_path, steps=range(1, 60))
     expected = draw_loss_curve(path, tmp_path / "expected.png").read_bytes()
     with path.open("a") as file:
@@ -74,19 +75,19 @@ def test_losses_that_are_not_finite_are_left_out(tmp_path):
     assert draw_loss_curve(path, tmp_path / "with_nan.png").read_bytes() == expected
 
 
-def test_nothing_to_draw_is_an_error_that_says_so(tmp_path):
+def test_draw_loss_curve_without_finite_values_raises(raises, tmp_path):
     path = write_record(tmp_path, steps=[])
-    with pytest.raises(ValueError, match=r"metrics\.jsonl holds no finite 'loss' to draw"):
+    with raises(ConfigError, owner=str(path), field="key", value="loss"):
         draw_loss_curve(path)
 
 
-def test_smoothing_by_hand():
+def test_smooth_returns_windowed_means():
     values = [9.0, 3.0, 6.0, 0.0, 3.0, 9.0]
     assert smooth(values, half_width=1) == pytest.approx([9, 6, 3, 3, 4, 6])
     assert smooth(values, half_width=2) == pytest.approx([9, 6, 21 / 5, 21 / 5, 18 / 4, 4])
 
 
-def test_smoothing_does_not_lag_and_calms_noise():
+def test_smooth_keeps_a_line_and_reduces_noise():
     line = [5 - 0.01 * i for i in range(400)]
     assert smooth(line, half_width=10)[:-10] == pytest.approx(line[:-10])
     noisy = [2 + math.sin(37 * i) for i in range(400)]

@@ -6,6 +6,7 @@ import math
 import pytest
 from etils import epath
 
+from layerkit.errors import ConfigError
 from layerkit_runner.observers import MetricsLog, Observers, read_metrics
 
 
@@ -29,7 +30,7 @@ def losses(records):
     return [(record["step"], record["loss"]) for record in records]
 
 
-def test_lines_as_written(train, tmp_path):
+def test_metrics_log_writes_start_step_and_evaluation_lines(train, tmp_path):
     train(tmp_path, [10])
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [
@@ -54,7 +55,7 @@ def test_lines_as_written(train, tmp_path):
     ]
 
 
-def test_reading_gives_each_series_in_order(train, tmp_path):
+def test_read_metrics_returns_each_series_in_order(train, tmp_path):
     train(tmp_path, [1, 10, 20])
     metrics = read_metrics(tmp_path)
     assert losses(metrics.train) == [(1, 1.0), (10, 0.1), (20, 0.05)]
@@ -81,7 +82,7 @@ def test_work_lost_before_a_resume_is_left_out_but_stays_in_the_file(train, tmp_
     ]
 
 
-def test_a_run_killed_before_its_first_checkpoint_begins_anew(train, tmp_path):
+def test_run_resumed_from_step_0_drops_all_earlier_records(train, tmp_path):
     train(tmp_path, [1, 10, 20])
     train(tmp_path, [1], loss=lambda step: 5.0)
     metrics = read_metrics(tmp_path)
@@ -89,7 +90,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(train, tmp_path):
     assert metrics.evals == {}
 
 
-def test_the_later_record_of_a_step_counts(train, run_info, tmp_path):
+def test_read_metrics_keeps_the_later_record_of_a_step(train, run_info, tmp_path):
     train(tmp_path, [5])
     train(tmp_path, [], start_step=10)
     log = MetricsLog()
@@ -100,7 +101,7 @@ def test_the_later_record_of_a_step_counts(train, run_info, tmp_path):
     assert losses(read_metrics(tmp_path).evals["held_out"]) == [(10, 2.0)]
 
 
-def test_numbers_that_are_not_finite_come_back(train, tmp_path):
+def test_non_finite_numbers_round_trip(train, tmp_path):
     values = {1: math.inf, 2: -math.inf, 3: math.nan}
     train(tmp_path, values, loss=values.get)
     read = [record["loss"] for record in read_metrics(tmp_path).train]
@@ -108,18 +109,18 @@ def test_numbers_that_are_not_finite_come_back(train, tmp_path):
     assert math.isnan(read[2])
 
 
-def test_a_line_still_being_written_is_passed_over_and_any_other_damage_is_not(train, tmp_path):
+def test_read_metrics_ignores_an_incomplete_last_line_only(raises, train, tmp_path):
     train(tmp_path, [1, 2])
     path = tmp_path / "metrics.jsonl"
     whole = path.read_text()
     path.write_text(whole + '{"step": 3, "lo')
     assert losses(read_metrics(path).train) == [(1, 1.0), (2, 0.5)]
     path.write_text('{"step": 1, "lo\n' + whole)
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1 is not JSON: '\{\"step\": 1, "):
+    with raises(ConfigError, owner=f"{path}, line 1", value='{"step": 1, "lo'):
         read_metrics(path)
 
 
-def test_an_evaluation_job_beside_the_training_writes_its_own_file(train, run_info, tmp_path):
+def test_evaluation_job_writes_a_separate_file(train, run_info, tmp_path):
     train(tmp_path, [1, 20])
     log = MetricsLog()
     log.start(run_info(job_log_dir=epath.Path(tmp_path), mode="eval", start_step=10))
@@ -129,21 +130,21 @@ def test_an_evaluation_job_beside_the_training_writes_its_own_file(train, run_in
     assert losses(read_metrics(tmp_path / "metrics_eval.jsonl").evals["held_out"]) == [(10, 2.0)]
 
 
-def test_without_a_folder_nothing_is_written(train, tmp_path, monkeypatch):
+def test_metrics_log_without_a_folder_writes_nothing(train, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train(None, [1, 10])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_reserved_names_are_refused(run_info, tmp_path):
+def test_scalar_with_a_reserved_name_raises(raises, run_info, tmp_path):
     log = MetricsLog()
     log.start(run_info(job_log_dir=epath.Path(tmp_path)))
-    with pytest.raises(ValueError, match="a scalar is named 'time', which metrics"):
+    with raises(ConfigError, field="scalar", value="time"):
         log.train_metrics(1, {"time": 3.0})
     log.close()
 
 
-def test_a_record_that_cannot_be_written_does_not_end_the_run(run_info, tmp_path):
+def test_failure_of_the_metrics_log_does_not_end_the_run(run_info, tmp_path):
     blocked = tmp_path / "a_file"
     blocked.write_text("")
     observers = Observers([MetricsLog()])

@@ -54,7 +54,7 @@ def wait_for(path, lines):
         time.sleep(0.01)
 
 
-def test_encoding_is_strict_json_and_exact():
+def test_encode_returns_strict_and_exact_json():
     line = metrics_log.encode(
         {
             "step": 3,
@@ -77,7 +77,7 @@ def test_encoding_is_strict_json_and_exact():
     assert (record["name"], record["step"], record["none"]) == ("é\n", 3, None)
 
 
-def test_local_lines_are_readable_at_once_and_kept_by_the_next_writer(tmp_path):
+def test_local_lines_are_written_at_once_and_kept_by_the_next_writer(tmp_path):
     path = epath.Path(tmp_path) / "new" / "lines.jsonl"
     first = metrics_log.open_lines(path)
     first.write("1")
@@ -90,7 +90,7 @@ def test_local_lines_are_readable_at_once_and_kept_by_the_next_writer(tmp_path):
     assert lines_of(path) == ["1", "2"]
 
 
-def test_a_line_cut_off_by_a_kill_is_removed_before_the_next_is_added(tmp_path):
+def test_incomplete_last_line_is_removed_before_appending(tmp_path):
     path = epath.Path(tmp_path) / "lines.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "lo')
     writer = metrics_log.open_lines(path)
@@ -99,7 +99,7 @@ def test_a_line_cut_off_by_a_kill_is_removed_before_the_next_is_added(tmp_path):
     assert lines_of(path) == ['{"step": 1}', '{"step": 2}']
 
 
-def test_written_lines_survive_kill_minus_nine(tmp_path):
+def test_written_lines_survive_sigkill(tmp_path):
     path = tmp_path / "lines.jsonl"
     code = (
         "import os, signal; from layerkit_runner.observers import metrics_log;"
@@ -111,7 +111,7 @@ def test_written_lines_survive_kill_minus_nine(tmp_path):
     assert path.read_text().splitlines() == [str(i) for i in range(50)]
 
 
-def test_remote_lines_are_rewritten_whole_and_kept_by_the_next_writer(remote_dir):
+def test_remote_lines_are_kept_by_the_next_writer(remote_dir):
     path = remote_dir / "lines.jsonl"
     first = metrics_log.open_lines(path)
     assert isinstance(first, metrics_log.StoredLines)
@@ -139,7 +139,7 @@ def test_remote_lines_wait_for_the_interval_or_a_flush(remote_dir):
     writer.close()
 
 
-def test_a_failed_rewrite_is_raised_not_swallowed(remote_dir, monkeypatch):
+def test_close_raises_the_error_of_a_rewrite(remote_dir, monkeypatch):
     def refuse(*args, **kwargs):
         raise PermissionError("no write access to the bucket")
 

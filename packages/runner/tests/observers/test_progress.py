@@ -44,7 +44,7 @@ def simulate(run_info):
     return simulate
 
 
-def test_first_and_last_lines_by_hand(simulate):
+def test_lines_contain_step_loss_rate_and_remaining_time(simulate):
     lines = simulate(steps=1000, seconds_per_step=0.5, summary_interval=100)
     assert lines[0] == "step 1/1000 | loss 1000.0000 | 1,234 tokens/s"
     # 100 steps done in 50 s, of which the first 0.5 s lie before the clock of the estimate.
@@ -91,20 +91,20 @@ def test_no_step_is_printed_twice(simulate):
     assert len(set(steps)) == len(steps)
 
 
-def test_slow_steps_get_signs_of_life_with_the_age_of_their_metrics(simulate):
+def test_slow_steps_print_lines_with_the_step_of_their_metrics(simulate):
     lines = simulate(steps=400, seconds_per_step=60, summary_interval=400)
     assert lines[1].startswith("step 2/400 | loss 1000.0000 | 1,234 tokens/s | (as of step 1)")
     assert len(lines) < 100
     assert "as of" not in lines[-1]
 
 
-def test_a_run_that_ends_off_the_interval_shows_its_last_step(simulate):
+def test_run_that_ends_off_the_interval_prints_its_last_step(simulate):
     lines = simulate(steps=105, seconds_per_step=0.01, summary_interval=100)
     assert lines[-1].startswith("step 105/105 | loss 10.0000")
     assert lines[-1].endswith("(as of step 100)")
 
 
-def test_a_resumed_run_paces_and_estimates_what_is_left(simulate):
+def test_resumed_run_paces_and_estimates_the_remaining_steps(simulate):
     lines = simulate(steps=1000, seconds_per_step=1, summary_interval=10, start_step=900)
     assert lines[0].startswith("step 901/1000 | ")
     assert lines[1].startswith("step 910/1000 | ")
@@ -112,7 +112,7 @@ def test_a_resumed_run_paces_and_estimates_what_is_left(simulate):
 
 
 @pytest.mark.parametrize(("hours", "most"), [(1, 90), (24, 130), (24 * 30, 900)])
-def test_the_pacer_is_never_silent_for_long_nor_loud(hours, most):
+def test_pacer_bounds_gaps_and_number_of_lines(hours, most):
     seconds = hours * 3600
     pacer = LinePacer(0, seconds // 10)  # ten seconds a step
     due = [step * 10 for step in range(1, seconds // 10 + 1) if pacer.due(step, step * 10.0)]
@@ -121,7 +121,7 @@ def test_the_pacer_is_never_silent_for_long_nor_loud(hours, most):
     assert max(gaps) <= min(3600, max(30, seconds / 10)) + 10
 
 
-def test_messages_and_evaluations_without_a_training_are_plain_lines(run_info):
+def test_evaluation_job_prints_plain_lines(run_info):
     stream = io.StringIO()
     progress = Progress(stream=stream)
     progress.start(run_info(mode="eval"))
@@ -135,7 +135,7 @@ def test_messages_and_evaluations_without_a_training_are_plain_lines(run_info):
     ]
 
 
-def test_a_terminal_gets_a_bar_that_messages_do_not_break(run_info):
+def test_terminal_shows_a_bar_with_messages_above_it(run_info):
     stream = Terminal()
     progress = Progress(stream=stream)
     progress.start(run_info(num_train_steps=10, start_step=4))
@@ -155,7 +155,7 @@ def test_a_terminal_gets_a_bar_that_messages_do_not_break(run_info):
 
 
 @pytest.mark.parametrize("num_metrics", [1, 4, 30])
-def test_an_evaluation_breaks_between_its_metrics_and_fits_a_terminal(run_info, num_metrics):
+def test_evaluation_wraps_between_metrics_on_a_terminal(run_info, num_metrics):
     scalars = {f"metric_{i:02d}": 1234.5678 / (i + 1) for i in range(num_metrics)}
     stream = Terminal()
     progress = Progress(stream=stream)

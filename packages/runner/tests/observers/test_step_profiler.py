@@ -1,4 +1,4 @@
-"""Traces of training steps: those asked for, no others, and readable."""
+"""Profiler traces of training steps, requested by a field or a signal."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def experiment_class(tiny: SimpleNamespace) -> Any:
     return Tiny
 
 
-def test_the_steps_that_were_asked_for(profiled: Any, tmp_path: Path):
+def test_capture_step_traces_the_requested_steps(profiled: Any, tmp_path: Path):
     output = profiled(profiler_capture_step=3, profiler_num_steps=2)
     folder = tmp_path / "job" / "profile" / "step_00000003"
     assert traced_steps(folder) == [3, 4]
@@ -80,7 +80,7 @@ def test_the_steps_that_were_asked_for(profiled: Any, tmp_path: Path):
     }
     (line,) = [line for line in output.splitlines() if line.startswith("profile of")]
     assert line.startswith("profile of steps 3 to 4 (")
-    assert line.endswith(f"look at it with: tensorboard --logdir={tmp_path}/job/profile")
+    assert line.endswith(f"view it with: tensorboard --logdir={tmp_path}/job/profile")
     # The run resumes from step 6, after the capture.
     again = profiled(max_steps=7, profiler_capture_step=3, profiler_num_steps=2)
     assert "no profile: this run starts after task.train.profiler_capture_step=3" in again
@@ -92,21 +92,25 @@ def test_capture_after_the_last_step_is_an_error(raises: Any, profiled: Any, tmp
     assert not (tmp_path / "job").exists()
 
 
-def test_nothing_is_traced_unasked(profiled: Any, tmp_path: Path):
+def test_no_trace_without_a_request(profiled: Any, tmp_path: Path):
     assert "profile of" not in profiled()
     assert not (tmp_path / "job" / "profile").exists()
 
 
-def test_a_run_that_ends_within_a_capture_writes_what_it_has(profiled: Any, tmp_path: Path):
+def test_capture_beyond_the_last_step_is_written(profiled: Any, tmp_path: Path):
     profiled(profiler_capture_step=5, profiler_num_steps=100)
     assert traced_steps(tmp_path / "job" / "profile" / "step_00000005") == [5, 6]
 
 
 @pytest.mark.parametrize(
-    "field", ["profiler_capture_step", "profiler_num_steps", "profiler_max_num_hosts"]
+    "field",
+    [
+        *("profiler_capture_step", "profiler_num_steps", "profiler_max_num_hosts"),
+        "weight_summary_interval_steps",
+    ],
 )
-def test_counts_start_at_one(profiled: Any, field: str):
-    with pytest.raises(UsageError, match=rf"task\.train\.{field}=0 must be at least 1"):
+def test_interval_or_count_below_one_raises(raises: Any, profiled: Any, field: str):
+    with raises(UsageError, field=field, value=0):
         profiled(**{field: 0})
 
 
@@ -130,7 +134,7 @@ def run_steps(profiler: StepProfiler, steps: range) -> None:
             profiler.stop(step)
 
 
-def test_a_signal_captures_the_next_steps(make: Any, tmp_path: Path):
+def test_signal_captures_the_next_steps(make: Any, tmp_path: Path):
     profiler, lines = make()
     before = signal.getsignal(CAPTURE_SIGNAL)
     with profiler:
@@ -145,7 +149,7 @@ def test_a_signal_captures_the_next_steps(make: Any, tmp_path: Path):
     assert len(lines) == 2
 
 
-def test_a_process_that_takes_no_part_still_hears_its_own_signal(make: Any, tmp_path: Path):
+def test_process_without_capture_step_still_handles_the_signal(make: Any, tmp_path: Path):
     profiler, _ = make(capture_step=1, captures_by_step=False)
     with profiler:
         run_steps(profiler, range(1, 3))
@@ -155,17 +159,17 @@ def test_a_process_that_takes_no_part_still_hears_its_own_signal(make: Any, tmp_
     assert traced_steps(tmp_path / "profile" / "step_00000003") == [3, 4]
 
 
-def test_a_trace_that_cannot_be_kept_ends_no_run(make: Any, tmp_path: Path):
+def test_failure_to_write_a_trace_does_not_end_the_run(make: Any, tmp_path: Path):
     (tmp_path / "profile").write_text("a file where a folder should be")
     profiler, lines = make(capture_step=2)
     with profiler:
         run_steps(profiler, range(1, 5))
         assert not profiler.starts_before(5)
     (line,) = lines
-    assert line.startswith("profile of steps 2 to 3 is lost: ")
+    assert line.startswith("cannot write the profile of steps 2 to 3: ")
 
 
-def test_a_trace_beside_another_one_ends_no_run(make: Any, tmp_path: Path):
+def test_another_active_trace_does_not_end_the_run(make: Any, tmp_path: Path):
     profiler, lines = make(capture_step=2)
     with profiler, jax.profiler.trace(tmp_path / "other"):
         run_steps(profiler, range(1, 5))
@@ -174,16 +178,17 @@ def test_a_trace_beside_another_one_ends_no_run(make: Any, tmp_path: Path):
     assert not (tmp_path / "profile").exists()
 
 
-def test_a_server_for_traces_at_any_time():
+@pytest.mark.parametrize("port", ["in use", 99999])
+def test_profiler_server_at_an_unavailable_port_raises(port: str | int):
     with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
-        refusal = rf"^--jax_profiler_port={port}: .*in use"
-        with pytest.raises(UsageError, match=refusal), profiler_server(port):
+        number = taken.getsockname()[1] if isinstance(port, str) else port
+        with pytest.raises(UsageError) as caught, profiler_server(number):
             pass
+    assert (caught.value.field, caught.value.value) == ("--jax_profiler_port", number)
+
+
+def test_profiler_server_listens_at_its_port():
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
     with profiler_server(port), socket.create_connection(("localhost", port), timeout=10):
-        pass
-    with (
-        pytest.raises(UsageError, match=r"--jax_profiler_port=99999: .*above 65535"),
-        profiler_server(99999),
-    ):
         pass

@@ -56,7 +56,7 @@ def test_scalars_go_to_the_folder_of_their_kind(run_info, tmp_path):
     assert len(list(summaries.iterdir())) == 3
 
 
-def test_a_step_is_one_event_with_names_that_tensorboard_allows(run_info, tmp_path):
+def test_scalars_of_a_step_are_one_event_with_allowed_tags(run_info, tmp_path):
     board = TensorBoard()
     board.start(run_info(job_log_dir=epath.Path(tmp_path)))
     board.train_metrics(3, {"/loss of all": 2.5, "a/b-c.d": np.float32(0.25)})
@@ -66,7 +66,7 @@ def test_a_step_is_one_event_with_names_that_tensorboard_allows(run_info, tmp_pa
     assert found == {"loss_of_all": 2.5, "a/b-c.d": 0.25}
 
 
-def test_texts_are_kept_as_they_are(run_info, tmp_path):
+def test_texts_are_written_verbatim(run_info, tmp_path):
     board = TensorBoard()
     board.start(run_info(job_log_dir=epath.Path(tmp_path)))
     board.text(5, "prompts", "def f():\n    return *x*")
@@ -78,7 +78,7 @@ def test_texts_are_kept_as_they_are(run_info, tmp_path):
     assert value.tensor.string_val[0].decode() == "    def f():\n        return *x*"
 
 
-def test_histograms_stand_beside_the_curves_of_norms(run_info, tmp_path):
+def test_histograms_and_their_norms_are_written(run_info, tmp_path):
     edges, counts = np.array([-1.0, 0.0, 2.0]), np.array([3.0, 1.0])
     board = TensorBoard()
     board.start(run_info(job_log_dir=epath.Path(tmp_path)))
@@ -122,7 +122,7 @@ def test_images_and_the_histograms_of_an_evaluation(run_info, tmp_path):
     assert [list(v.histo.bucket) for v in values if v.tag == "scores"] == [[2.0]]
 
 
-def test_a_resumed_run_hides_the_steps_it_does_anew(run_info, tmp_path):
+def test_resumed_run_hides_earlier_events_of_repeated_steps(run_info, tmp_path):
     board = TensorBoard()
     board.start(run_info(job_log_dir=epath.Path(tmp_path), start_step=40))
     board.train_metrics(41, {"loss": 1.0})
@@ -135,7 +135,7 @@ def test_a_resumed_run_hides_the_steps_it_does_anew(run_info, tmp_path):
     assert session_starts == [41]  # TensorBoard drops events of this step and later ones
 
 
-def test_without_a_folder_nothing_is_written(run_info, tmp_path, monkeypatch):
+def test_tensorboard_without_a_folder_writes_nothing(run_info, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     board = TensorBoard()
     board.start(run_info())
@@ -145,7 +145,7 @@ def test_without_a_folder_nothing_is_written(run_info, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_store_that_refuses_is_told_once_and_the_run_goes_on(run_info, tmp_path, capsys):
+def test_unwritable_folder_is_reported_once_and_the_run_continues(run_info, tmp_path, capsys):
     (tmp_path / "summaries").write_text("a file where a folder should be")
     observers = Observers([Progress(), TensorBoard()])
     observers.start(run_info(job_log_dir=epath.Path(tmp_path)))
@@ -156,7 +156,7 @@ def test_a_store_that_refuses_is_told_once_and_the_run_goes_on(run_info, tmp_pat
     assert "NotADirectoryError" in told[0]
 
 
-def test_a_full_disk_is_an_error_and_nobody_waits(run_info, tmp_path):
+def test_full_disk_removes_the_observer_without_blocking(run_info, tmp_path):
     lines = []
 
     class Heard(Observer):
@@ -175,5 +175,5 @@ def test_a_full_disk_is_an_error_and_nobody_waits(run_info, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     assert len(lines) == 1
-    assert lines[0].startswith("TensorBoard failed and is left out from here on")
+    assert lines[0].startswith("TensorBoard failed and was removed")
     assert "File too large" in lines[0]

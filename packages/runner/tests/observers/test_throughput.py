@@ -36,7 +36,7 @@ def run_steps(throughput, clock, steps, *, seconds):
         throughput.completed(step)
 
 
-def test_rates_by_hand(timed, clock):
+def test_rates_of_equal_steps(timed, clock):
     throughput = timed()
     rates = throughput.rates_since_asked()
     run_steps(throughput, clock, [1], seconds=60)  # with compilation
@@ -71,7 +71,7 @@ def test_steps_of_several_sizes(timed, clock):
     assert found["tflops_per_sec_per_device"] == pytest.approx(16 / 1.5 / 4)
 
 
-def test_each_who_asks_has_a_window_of_its_own(timed, clock):
+def test_each_rates_function_has_a_separate_window(timed, clock):
     throughput = timed()
     one, other = throughput.rates_since_asked(), throughput.rates_since_asked()
     run_steps(throughput, clock, [1, 2], seconds=1)
@@ -81,7 +81,7 @@ def test_each_who_asks_has_a_window_of_its_own(timed, clock):
     assert other()["step_time"] == 2.5
 
 
-def test_unknown_quantities_are_left_out(timed, clock):
+def test_unknown_rates_are_omitted(timed, clock):
     throughput = timed(tokens_per_step=0, flops_per_step=None)
     rates = throughput.rates_since_asked()
     run_steps(throughput, clock, [1, 2], seconds=1)
@@ -99,7 +99,7 @@ def test_unknown_quantities_are_left_out(timed, clock):
     assert "mfu" not in found
 
 
-def test_each_window_stands_alone_and_overall_joins_them(timed, clock):
+def test_overall_covers_all_windows(timed, clock):
     throughput = timed()
     rates = throughput.rates_since_asked()
     run_steps(throughput, clock, [1, 2, 3], seconds=1)
@@ -116,7 +116,7 @@ def test_a_resumed_run_does_not_count_the_steps_before_it(timed, clock):
     assert throughput.overall()["steps_per_sec"] == 0.5
 
 
-def test_pauses_take_no_time_even_nested_and_between_windows(timed, clock):
+def test_nested_pauses_are_excluded(timed, clock):
     throughput = timed()
     rates = throughput.rates_since_asked()
     run_steps(throughput, clock, [1, 2], seconds=1)
@@ -130,7 +130,7 @@ def test_pauses_take_no_time_even_nested_and_between_windows(timed, clock):
     assert rates()["step_time"] == 1
 
 
-def test_the_part_of_a_step_before_a_pause_still_counts(timed, clock):
+def test_time_of_a_step_before_a_pause_counts(timed, clock):
     throughput = timed()
     rates = throughput.rates_since_asked()
     throughput.completed(1)
@@ -142,7 +142,7 @@ def test_the_part_of_a_step_before_a_pause_still_counts(timed, clock):
     assert rates()["step_time"] == 1
 
 
-def test_steps_that_end_within_a_pause_count_neither_way(timed, clock):
+def test_steps_that_end_within_a_pause_are_not_counted(timed, clock):
     throughput = timed()
     throughput.completed(1)
     with throughput.pause():
@@ -152,7 +152,7 @@ def test_steps_that_end_within_a_pause_count_neither_way(timed, clock):
     assert throughput.overall()["steps_per_sec"] == 0.5
 
 
-def test_a_pause_before_the_first_step_is_harmless(timed, clock):
+def test_pause_before_the_first_step_has_no_effect(timed, clock):
     throughput = timed()
     with throughput.pause():
         clock.now += 5
@@ -160,7 +160,7 @@ def test_a_pause_before_the_first_step_is_harmless(timed, clock):
     assert throughput.overall()["step_time"] == 2
 
 
-def test_waiting_for_input_is_a_share_of_the_time_of_the_steps(timed, clock):
+def test_input_wait_is_a_share_of_the_time_of_steps(timed, clock):
     throughput = timed()
     rates = throughput.rates_since_asked()
     throughput.waited(30)  # for the first batch, which no step is timed with

@@ -6,19 +6,19 @@ import numpy as np
 from layerkit_runner.observers import memory_scalars
 
 
-def test_what_a_cpu_does_not_tell_is_left_out():
+def test_cpu_reports_host_memory_only():
     assert jax.devices()[0].memory_stats() is None
     assert set(memory_scalars()) == {"memory/host_rss_bytes"}
 
 
-def test_resident_memory_grows_by_what_is_held():
+def test_resident_memory_grows_by_allocated_bytes():
     before = memory_scalars()["memory/host_rss_bytes"]
     held = np.ones(200_000_000, np.uint8)
     after = memory_scalars()["memory/host_rss_bytes"]
     assert 0.9 * held.nbytes < after - before < 1.5 * held.nbytes
 
 
-def test_of_several_devices_the_fullest_counts(monkeypatch):
+def test_device_memory_is_the_maximum_over_devices(monkeypatch):
     class Device:
         def __init__(self, in_use: int) -> None:
             self._in_use = in_use

@@ -31,12 +31,12 @@ from layerkit_runner.observers import peak_flops
         ("Tesla V100-SXM2-16GB", 125),
     ],
 )
-def test_each_kind_meets_its_own_line(device_kind, teraflops):
+def test_peak_flops_of_known_devices(device_kind, teraflops):
     assert peak_flops(device_kind) == pytest.approx(teraflops * 1e12)
 
 
 @pytest.mark.parametrize(
     "device_kind", ["cpu", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "TPU v99", "NVIDIA T400", ""]
 )
-def test_what_is_not_known_is_none(device_kind):
+def test_peak_flops_of_unknown_devices_is_none(device_kind):
     assert peak_flops(device_kind) is None

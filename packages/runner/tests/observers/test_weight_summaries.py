@@ -1,9 +1,8 @@
-"""Norms and histograms of weights against NumPy, however the weights are laid out."""
+"""Norms and histograms of weights, compared with NumPy, for several shardings."""
 
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -31,7 +30,7 @@ def summarize(request: pytest.FixtureRequest) -> Any:
     return run
 
 
-def test_equal_to_numpy(summarize: Any):
+def test_histograms_equal_those_of_numpy(summarize: Any):
     w = np.random.default_rng(0).normal(size=(16, 30)).astype(np.float32)
     found = summarize(layer={"w": w, "count": np.arange(8)}, half=jnp.asarray(w, jnp.bfloat16))
     assert set(found) == {"vars/layer/w", "vars/half"}  # whole numbers are no weights
@@ -45,20 +44,15 @@ def test_equal_to_numpy(summarize: Any):
     assert found["vars/half"].counts.sum() == w.size
 
 
-def test_of_equal_numbers_all_are_in_one_bucket(summarize: Any):
+def test_equal_numbers_fall_into_one_bucket(summarize: Any):
     spread = summarize(w=np.full((8, 2), 0.5, np.float32))["vars/w"]
     assert sorted(spread.counts)[-2:] == [0, 16]
     assert spread.is_finite
 
 
-def test_one_number_that_is_none_leaves_no_histogram(summarize: Any):
+def test_nan_weight_makes_the_histogram_non_finite(summarize: Any):
     w = np.ones((8, 2), np.float32)
     w[3, 1] = np.nan
     spread = summarize(w=w)["vars/w"]
     assert math.isnan(spread.norm)
     assert not spread.is_finite
-
-
-def test_an_interval_of_no_steps(tiny: SimpleNamespace):
-    with pytest.raises(ValueError, match=r"weight_summary_interval_steps=0 must be at least 1"):
-        tiny.task_config(train={"weight_summary_interval_steps": 0}).Instantiate()

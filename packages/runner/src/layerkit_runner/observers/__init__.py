@@ -1,7 +1,7 @@
-"""Observers: what watches a run and records it, see `base` for the protocol.
+"""Observers, which record a run; `base` has their protocol.
 
 They import only `files` and `errors` of the runner. Importing this package loads neither JAX,
-tensorboardX, matplotlib nor tqdm: each is imported when it is first used.
+tensorboardX, matplotlib nor tqdm: the first use imports each of them.
 """
 
 from layerkit_runner.observers.base import (

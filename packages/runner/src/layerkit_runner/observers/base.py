@@ -1,9 +1,8 @@
-"""The observer protocol: what a run reports, and how reports reach several observers.
+"""The observer protocol: the reports of a run, and their delivery to several observers.
 
 Programs report host values only: plain numbers and NumPy arrays that the program has fetched from
-the device. An observer therefore never waits for a device, and this file needs no JAX. Only
-process 0 has observers. `Observers` calls each one with `in_background` on a thread of its own, so
-that its work does not delay a training step.
+the device. So an observer never waits for a device, and this module needs no JAX. Only process 0
+has observers.
 """
 
 from __future__ import annotations
@@ -17,45 +16,45 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from etils import epath
 
-from layerkit_runner.errors import UsageError
+from layerkit_runner.errors import UsageError, to_usage_error
 
 if TYPE_CHECKING:
     from layerkit.config import Config
 
 DECODE_PREFIX = "decode/"
-"""Prefix of a data set's name where the scalars describe what was decoded of it."""
+"""Prefix of a data set's name if the scalars describe its decoded outputs."""
 
 TOTAL_WEIGHT = "total_weight"
-"""Name of the scalar by which an evaluation reports the weight behind its loss."""
+"""Name of the scalar with the total weight of the examples of an evaluation."""
 
-# Reports that may wait for an observer before it counts as too slow.
+# Limit of pending reports, beyond which an observer counts as failed.
 _MAX_PENDING_REPORTS = 10_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What is known about a run before its first step.
+    """Facts about a run that are known before its first step.
 
     Attributes:
-      job_log_dir: Folder of the run's files; None keeps nothing on disk.
-      experiment: Name of the experiment, as the user gave it.
+      job_log_dir: Folder of the run's files; None for a run without files.
+      experiment: Name of the experiment, as on the command line.
       mode: 'train', 'eval', 'decode', …
       num_params: Number of trained scalars.
       num_train_steps: Step at which training ends.
-      start_step: Number of completed steps; above 0 when a run is resumed.
-      tokens_per_step: Tokens of one global batch, the mean where several data sets take turns; 0
-        if the batches hold no tokens.
-      examples_per_step: Examples of one global batch, likewise.
+      start_step: Number of completed steps; above 0 for a resumed run.
+      tokens_per_step: Tokens of one global batch, 0 if it has none. The mean over the steps of
+        several training programs.
+      examples_per_step: Examples of one global batch; the mean, as for tokens.
       flops_per_step: Model FLOPs of one global training step; None if they are unknown.
-      num_devices: Number of devices that share a step.
-      device_kind: Name that JAX gives the devices, such as 'TPU v5 lite'.
+      num_devices: Number of devices of all processes.
+      device_kind: JAX's name of the devices, such as 'TPU v5 lite'.
       peak_flops_per_device: Dense bfloat16 FLOP/s (see `peak_flops`); None if it is unknown.
-      train_programs: Names of the training programs, where there are several.
+      train_programs: Names of the training programs if there are several, else empty.
     """
 
     job_log_dir: epath.Path | None
@@ -92,95 +91,95 @@ class Histogram:
 
     @property
     def norm(self) -> float:
-        """√Σ x²."""
+        """The Euclidean norm √Σ x²."""
         return math.sqrt(self.sum_of_squares)
 
     @property
     def is_finite(self) -> bool:
-        """Whether the buckets can be drawn; False if any number is NaN or infinite."""
+        """True if all numbers are finite, so that the buckets can be drawn."""
         return math.isfinite(self.sum_of_squares) and bool(np.isfinite(self.edges).all())
 
 
 class Observer:
-    """Base class of everything that watches a run. Each hook does nothing unless it is overridden.
+    """Base class of observers, which record a run. By default each hook does nothing.
 
     `Observers` calls the hooks in the order of the reports, on process 0 only.
 
     Attributes:
-      in_background: Whether the hooks run one after another on a thread of the observer's own;
-        False runs them on the main thread, between the training steps. The first call of a
-        background observer is `start`; it receives no report from before.
-      optional: Whether the run continues without this observer after it raised an exception or
-        fell behind by 10,000 reports; False ends the run with its exception.
+      in_background: True to run the hooks one after another on a separate thread, so that they
+        delay no training step; False to run them on the main thread, between the steps. The first
+        call of a background observer is `start`; it receives no earlier report.
+      optional: True if the run continues without this observer after it raised an exception or
+        fell behind by 10,000 reports; False if its exception ends the run.
     """
 
     in_background: bool = True
     optional: bool = True
 
     def start(self, info: RunInfo) -> None:
-        """Prepare for the run. It is called once, before the first step."""
+        """Prepare for the run; called once, before the first step."""
 
     def train_metrics(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Take the scalars of a training step; called at step 1 and every summary interval."""
+        """Record the scalars of a training step; called at step 1 and every summary interval."""
 
     def progress(self, step: int) -> None:
-        """Take note of a completed training step; called after each."""
+        """Record that a training step has been completed; called after each step."""
 
     def eval_metrics(self, step: int, dataset: str, scalars: Mapping[str, float]) -> None:
-        """Take the scalars of one evaluation of the weights after `step` steps."""
+        """Record the scalars of one evaluation of the weights after `step` steps."""
 
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Take histograms of metrics in a training step, and of weights after it, by path."""
+        """Record histograms of metrics in a training step, and of weights after it, by path."""
 
     def eval_histograms(self, step: int, dataset: str, histograms: Mapping[str, Histogram]) -> None:
-        """Take histograms of metrics over the examples of one evaluation, by name."""
+        """Record histograms of metrics over the examples of one evaluation, by name."""
 
     def images(self, step: int, images: Mapping[str, np.ndarray]) -> None:
-        """Take images that layers reported in a step, uint8 `[height, width, channels]`."""
+        """Record images that layers reported in a step, uint8 `[height, width, channels]`."""
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Take a text, such as a sample of what was decoded of the data set `name`."""
+        """Record a text, such as a decoded sample of the data set `name`."""
 
     def message(self, text: str) -> None:
-        """Take a line for people, such as 'resuming from step 500'."""
+        """Print a line, such as 'resuming from step 500'."""
 
     def flush(self) -> None:
-        """Start writing out all earlier reports; called with each save, does not wait."""
+        """Start writing all earlier reports, without waiting; called with each save."""
 
     def close(self) -> None:
-        """Write out what is left, and release files and threads."""
+        """Write the remaining reports, and release files and threads."""
 
 
 class Background:
-    """A thread that runs jobs one after another, in the order given.
+    """A thread that runs jobs in the order of their submission.
 
-    No job runs after one that failed. The failure is raised by the next call of `submit` or
-    `close`, on the thread of the caller.
+    No job runs after one that failed. The next call of `submit` or `close` raises the failure.
     """
 
     def __init__(self) -> None:
+        """Start without jobs."""
         self._executor = concurrent.futures.ThreadPoolExecutor(max_workers=1)
         self._jobs: collections.deque[concurrent.futures.Future[Any]] = collections.deque()
         self._has_failed = False
 
     @property
     def num_pending(self) -> int:
-        """Number of jobs that have not ended, as far as the last `submit` knew."""
+        """Number of jobs that had not ended at the last `submit`."""
         return len(self._jobs)
 
     @property
     def is_idle(self) -> bool:
-        """Whether every job has ended."""
+        """True if every job has ended."""
         return all(job.done() for job in self._jobs)
 
     def submit(self, job: Callable[..., Any], *args: Any) -> None:
-        """Append `job(*args)` to the work, without waiting."""
+        """Schedule `job(*args)`, without waiting."""
         while self._jobs and self._jobs[0].done():
             self._jobs.popleft().result()
         self._jobs.append(self._executor.submit(self._run, job, *args))
 
     def close(self, last: Callable[[], object] | None = None) -> None:
-        """Wait for the work that is left, or cancel it after a failure; then run `last`."""
+        """Wait for the pending jobs, or cancel them after a failure; then run `last`."""
         try:
             while self._jobs:
                 self._jobs.popleft().result()
@@ -190,7 +189,7 @@ class Background:
         ending.result()
 
     def abandon(self, last: Callable[[], object]) -> None:
-        """Cancel the work that has not begun, and run `last` after the rest, without waiting."""
+        """Cancel the pending jobs, and run `last` after the current one, without waiting."""
         self._end(last)
         self._executor.shutdown(wait=False)
 
@@ -210,52 +209,47 @@ class Background:
         return self._executor.submit(last or (lambda: None))
 
 
-class Observers(Observer):
-    """Passes every report on to several observers, in the order given.
+_Hook = TypeVar("_Hook", bound=Callable[..., None])
 
-    When an `optional` observer fails, the others receive one message; it is then closed and
+
+def _of_all(hook: _Hook) -> _Hook:
+    """Return the method of `Observers` that calls a hook of every observer."""
+    name = hook.__name__
+
+    def call(self: Observers, *args: Any) -> None:
+        self._report(name, *args)
+
+    return cast(_Hook, call)
+
+
+class Observers(Observer):
+    """An observer that passes every report on to several others, in their order.
+
+    If an `optional` observer fails, the others receive one message; it is then closed and
     removed, and the run continues. The exceptions of other observers are raised.
     """
 
     in_background = False
 
     def __init__(self, observers: Iterable[Observer]) -> None:
+        """Store the observers, each with its thread."""
         self._callers = [_Caller(observer) for observer in observers]
 
-    def start(self, info: RunInfo) -> None:
-        self._report("start", info)
-
-    def train_metrics(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._report("train_metrics", step, scalars)
-
-    def progress(self, step: int) -> None:
-        self._report("progress", step)
-
-    def eval_metrics(self, step: int, dataset: str, scalars: Mapping[str, float]) -> None:
-        self._report("eval_metrics", step, dataset, scalars)
-
-    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        self._report("histograms", step, histograms)
-
-    def eval_histograms(self, step: int, dataset: str, histograms: Mapping[str, Histogram]) -> None:
-        self._report("eval_histograms", step, dataset, histograms)
-
-    def images(self, step: int, images: Mapping[str, np.ndarray]) -> None:
-        self._report("images", step, images)
-
-    def text(self, step: int, name: str, text: str) -> None:
-        self._report("text", step, name, text)
-
-    def message(self, text: str) -> None:
-        self._report("message", text)
-
-    def flush(self) -> None:
-        self._report("flush")
+    start = _of_all(Observer.start)
+    train_metrics = _of_all(Observer.train_metrics)
+    progress = _of_all(Observer.progress)
+    eval_metrics = _of_all(Observer.eval_metrics)
+    histograms = _of_all(Observer.histograms)
+    eval_histograms = _of_all(Observer.eval_histograms)
+    images = _of_all(Observer.images)
+    text = _of_all(Observer.text)
+    message = _of_all(Observer.message)
+    flush = _of_all(Observer.flush)
 
     def close(self) -> None:
-        """Close every observer, also when one fails; raise the first failure that counts."""
+        """Close every observer; then raise the first failure of one that is not optional."""
         failure: Exception | None = None
-        # Last first: the observer that shows messages usually comes first.
+        # In reverse order, since the observer that prints messages usually comes first.
         while self._callers:
             caller = self._callers.pop()
             try:
@@ -284,7 +278,7 @@ class Observers(Observer):
 
 
 class _Caller:
-    """Calls the hooks of one observer, on its own thread if it is a background observer."""
+    """The calls of one observer's hooks, on a separate thread for a background observer."""
 
     def __init__(self, observer: Observer) -> None:
         self.observer = observer
@@ -299,21 +293,21 @@ class _Caller:
         if self._background is None:
             method(*args)
             return
-        # The program that reported may change its dicts afterwards.
+        # The program may change its dicts after the report.
         copies = [dict(arg) if isinstance(arg, Mapping) else arg for arg in args]
         self._background.submit(method, *copies)
         if self._background.num_pending > _MAX_PENDING_REPORTS:
-            raise RuntimeError(f"it is {_MAX_PENDING_REPORTS} reports behind the training")
+            raise RuntimeError(f"{_MAX_PENDING_REPORTS} reports are pending")
 
     def close(self) -> None:
-        """Close the observer after the calls that wait for its thread."""
+        """Close the observer after its pending calls."""
         if self._background is None:
             self.observer.close()
         else:
             self._background.close(self.observer.close if self._is_started else None)
 
     def abandon(self) -> None:
-        """Close the observer without the calls that wait for its thread, and without an error."""
+        """Close the observer without its pending calls, and drop its errors."""
         if self._background is None:
             with contextlib.suppress(Exception):
                 self.observer.close()
@@ -322,12 +316,12 @@ class _Caller:
 
 
 def _removed(observer: Observer, error: Exception) -> str:
-    """Return the message about an optional observer that failed, with the line of its code."""
+    """Return the message about an observer that failed, with the failing line of its module."""
     frames = traceback.extract_tb(error.__traceback__)
     own_file = getattr(sys.modules.get(type(observer).__module__), "__file__", None)
     frame = next((each for each in reversed(frames) if each.filename == own_file), frames[-1])
     return (
-        f"{type(observer).__name__} failed and is left out from here on; the run continues. "
+        f"{type(observer).__name__} failed and was removed; the run continues. "
         f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}:{frame.lineno})"
     )
 
@@ -336,18 +330,17 @@ def build_observers(configs: Iterable[Config]) -> list[Observer]:
     """Build the observers that an experiment lists.
 
     Raises:
-      UsageError: A config is not of an `Observer`, or its class refuses its fields.
+      UsageError: A config is not of an `Observer`, or its class rejects its fields.
     """
     observers = []
     for index, config in enumerate(configs):
+        field = f"observers.{index}"
         try:
             observer = config.Instantiate()
         except (TypeError, ValueError) as error:
-            raise UsageError(f"observers.{index}: {error}") from error
+            raise to_usage_error(error, owner=field) from error
         if not isinstance(observer, Observer):
-            raise UsageError(
-                f"observers.{index}: {type(observer).__qualname__} is no observer. Expected a class"
-                " derived from layerkit_runner.observers.Observer."
-            )
+            expected = "a class derived from layerkit_runner.observers.Observer"
+            raise UsageError(field=field, value=type(observer), expected=expected)
         observers.append(observer)
     return observers

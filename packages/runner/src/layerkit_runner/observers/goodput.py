@@ -1,19 +1,19 @@
-"""Goodput: what the time of a job was spent on, over all its runs.
+"""Goodput, the wall-clock accounting of a job by phase, over all its runs.
 
-At every moment the main thread is in one phase, so the phases add up to the time that passed. The
-share of `steps` is the goodput; in all other time the model learns nothing:
+At every moment the main thread is in one phase, so the phases add up to the elapsed time. The
+goodput is the share of `steps`, the only phase in which the model is trained:
 
     start        before the first step: building, restoring, opening the data
     compile      tracing and compiling the training step
-    input_wait   the devices were idle because there was no batch
-    save         the loop waited for a checkpoint (writing itself continues in the background)
-    eval         held-out data, the compilation of their step included
-    decode       the same for prompts
+    input_wait   idle devices for lack of a batch
+    save         waiting for a checkpoint (writing continues in the background)
+    eval         evaluation, including the compilation of its step
+    decode       decoding, including the compilation of its step
     profile      starting, stopping and writing a trace
-    lost         steps that a later run repeated, as they were not saved
+    lost         steps that were not saved, and that a later run repeated
     other        everything else, such as the report at the end
 
-Time between two runs is counted apart, since the job may not have been meant to run.
+Time between two runs is counted separately, since the job may have been paused on purpose.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ _SECONDS_BETWEEN_WRITES = 30.0
 
 
 class Goodput:
-    """Splits time into phases; a phase inside another takes its time from it.
+    """A clock that splits time into phases; a nested phase interrupts the one around it.
 
     Attributes:
-      num_steps: Completed steps whose time is in `steps`.
-      num_lost_steps: Steps that a later run repeated.
+      num_steps: Number of completed steps whose time is in `steps`.
+      num_lost_steps: Number of steps that a later run repeated.
       seconds_between_runs: Time from the last record of a run to the start of the next.
-      num_runs: Runs of this job, this one included.
+      num_runs: Number of runs of this job, including this one.
 
     >>> ticks = iter([0.0, 4.0, 5.0, 8.0, 10.0, 10.0])
-    >>> goodput = Goodput(clock=lambda: next(ticks))  # at 0, in `start`
-    >>> with goodput.phase('steps'):  # from 4 to 10
-    ...     with goodput.phase('save'):  # from 5 to 8
+    >>> goodput = Goodput(clock=lambda: next(ticks))  # time 0, phase `start`
+    >>> with goodput.phase('steps'):  # from time 4 to 10
+    ...     with goodput.phase('save'):  # from time 5 to 8
     ...         pass
     >>> goodput.seconds()  # doctest: +NORMALIZE_WHITESPACE
     {'steps': 3.0, 'compile': 0.0, 'input_wait': 0.0, 'save': 3.0, 'eval': 0.0, 'decode': 0.0,
@@ -65,6 +65,7 @@ class Goodput:
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Start the phase `start`; `clock` returns seconds."""
         self._clock = clock
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._stack = ["start"]
@@ -101,7 +102,7 @@ class Goodput:
         return dict(self._seconds)
 
     def shares(self) -> dict[str, float]:
-        """Return the share of each phase that took any time, by `goodput/<phase>`."""
+        """Return the share of each phase that is not empty, by `goodput/<phase>`."""
         seconds = self.seconds()
         total = max(sum(seconds.values()), 1e-9)
         return {f"goodput/{name}": value / total for name, value in seconds.items() if value > 0}
@@ -111,7 +112,7 @@ class Goodput:
     ) -> None:
         """Add the `record()` of earlier runs of the job.
 
-        Their steps after `start_step` are lost. Each counts with the mean time of their steps.
+        The time of their steps after `start_step` is lost, at the mean time of a step.
         """
         done = record["num_steps"]
         lost = min(done, max(0, record["step"] - start_step))
@@ -126,7 +127,7 @@ class Goodput:
         self.seconds_between_runs += record["seconds_between_runs"] + max(0.0, seconds_between)
 
     def record(self) -> dict[str, Any]:
-        """Return everything counted so far, as JSON values."""
+        """Return all counts as JSON values."""
         return {
             "seconds": {name: round(value, 3) for name, value in self.seconds().items()},
             "num_steps": self.num_steps,
@@ -151,7 +152,7 @@ class Goodput:
             text += f"; {self.num_runs} runs, {_clock_text(self.seconds_between_runs)} between them"
         if self.num_lost_steps:
             word = "step" if self.num_lost_steps == 1 else "steps"
-            text += f", {self.num_lost_steps} {word} done again"
+            text += f", {self.num_lost_steps} {word} repeated"
         return text
 
     def _count(self) -> None:
@@ -161,16 +162,17 @@ class Goodput:
 
 
 class GoodputLog(Observer):
-    """Keeps the record of a training job in `goodput.json`, over all its runs.
+    """An observer that records the goodput of a training job, over all its runs, in goodput.json.
 
-    It is rewritten every 30 seconds, with each save and at the end. A killed run loses at most what
-    came after the last of these, which counts as time between runs. The hooks run on the main
-    thread, whose time they read; the file is written in the background.
+    The file is rewritten every 30 seconds, with each save and at the end. The time of a killed run
+    after its last record counts as time between runs. The hooks run on the main thread, whose time
+    they read; the file is written in the background.
     """
 
     in_background = False
 
     def __init__(self, goodput: Goodput, *, clock: Callable[[], float] = time.time) -> None:
+        """Store the goodput to record; `clock` returns Unix time in seconds."""
         self._goodput = goodput
         self._clock = clock
         self._background = Background()
@@ -179,6 +181,7 @@ class GoodputLog(Observer):
         self._last_write = clock()
 
     def start(self, info: RunInfo) -> None:
+        """Add the record of earlier runs, and write the first one."""
         if info.job_log_dir is None or info.mode != "train":
             return
         self._step = info.start_step
@@ -193,12 +196,14 @@ class GoodputLog(Observer):
         self.flush()
 
     def progress(self, step: int) -> None:
+        """Count the step, and write the record every 30 seconds."""
         self._step = step
         self._goodput.num_steps += 1
         if self._clock() - self._last_write >= _SECONDS_BETWEEN_WRITES:
             self.flush()
 
     def flush(self) -> None:
+        """Start writing the record."""
         if self._path is not None:
             self._last_write = self._clock()
             head = {"step": self._step, "time": round(self._last_write, 3)}
@@ -206,6 +211,7 @@ class GoodputLog(Observer):
             self._background.submit(atomic_write, self._path, text)
 
     def close(self) -> None:
+        """Write the last record."""
         try:
             self.flush()
         finally:

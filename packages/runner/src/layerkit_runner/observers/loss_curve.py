@@ -1,7 +1,6 @@
-"""loss_curve.png: the loss of a run, drawn from its metrics.jsonl.
+"""loss_curve.png, the plot of a run's losses from its metrics.jsonl.
 
-matplotlib is imported only when a picture is drawn, and without its window system. It comes with
-the extra `plots`.
+The extra `plots` installs matplotlib, which is imported when a picture is drawn.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from etils import epath
 
+from layerkit.errors import ConfigError
 from layerkit_inputs.extras import MissingExtraError
 from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.observers.metrics_log import Metrics, Record, read_metrics
@@ -27,17 +27,17 @@ _POINTS_PER_HALF_WIDTH = 40
 
 
 def require_matplotlib() -> None:
-    """Raise an error that says how to get the picture if matplotlib is not installed.
+    """Raise an error if matplotlib is not installed.
 
     Raises:
-      MissingExtraError: It is not installed.
+      MissingExtraError: It is not installed; the message has the command that installs it.
     """
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:
         raise MissingExtraError(
-            "drawing needs matplotlib. To get the picture, pip install 'layerkit-runner[plots]' and"
-            " run the same command again."
+            "drawing requires matplotlib. Run pip install 'layerkit-runner[plots]' and then the"
+            " same command."
         ) from error
 
 
@@ -53,16 +53,16 @@ def draw_loss_curve(
 
     Args:
       metrics_path: metrics.jsonl, or the job folder that holds it.
-      picture_path: Path of the PNG; None means loss_curve.png beside the record.
-      baselines: Losses to compare with, by name, each drawn as a dashed line with name and value.
+      picture_path: Path of the PNG; None for loss_curve.png beside the record.
+      baselines: Reference losses by name, each drawn as a dashed line with name and value.
       key: Scalar to draw.
-      y_label: Label of the y axis; None means `key`.
+      y_label: Label of the y axis; None for `key`.
 
     Returns:
       The path of the picture.
 
     Raises:
-      ValueError: The record holds no finite value of `key`.
+      ConfigError: The record has no finite value of `key`.
       MissingExtraError: matplotlib is not installed.
     """
     require_matplotlib()
@@ -78,7 +78,9 @@ def draw_loss_curve(
     axes = figure.add_subplot()
     heights = _draw_training(axes, metrics, key) + _draw_evals(axes, metrics, key)
     if not heights:
-        raise ValueError(f"{record_path} holds no finite {key!r} to draw")
+        raise ConfigError(
+            owner=str(record_path), field="key", value=key, expected="a scalar with finite values"
+        )
     _draw_baselines(axes, baselines or {})
     # Limits that keep single raw spikes from flattening the curve.
     heights += (baselines or {}).values()
@@ -101,8 +103,8 @@ def draw_loss_curve(
 def smooth(values: Sequence[float], *, half_width: int) -> list[float]:
     """Return the means over a window of up to `half_width` values on either side of each value.
 
-    The window is centred, so that a falling curve is not drawn late; at the start it shrinks. At
-    the end, where a curve is flat and noise would mislead, it is cut off on one side instead.
+    The window is centred, so that the curve does not lag, and shrinks at the start. At the end,
+    where curves are flat and noise misleads, only its right side shrinks.
 
     >>> smooth([9.0, 6.0, 3.0, 0.0], half_width=1)
     [9.0, 6.0, 3.0, 1.5]
@@ -124,7 +126,7 @@ def _points(records: Sequence[Record], key: str) -> tuple[list[float], list[floa
 def _draw_training(axes: Axes, metrics: Metrics, key: str) -> list[float]:
     """Draw one curve, or one for each of several training programs; return the heights drawn."""
     paths = {name: f"{name}/{key}" for name in metrics.info.get("train_programs") or []}
-    # There may have been one data set before there were several.
+    # Records from before the job had several programs.
     alone = [each for each in metrics.train if not any(path in each for path in paths.values())]
     curves = {"train": _points(alone, key)}
     curves |= {f"train {name}": _points(metrics.train, path) for name, path in paths.items()}

@@ -1,4 +1,4 @@
-"""metrics.jsonl: the record of a run that needs nothing but a JSON reader.
+"""metrics.jsonl, the record of a run as JSON lines.
 
 One object per line, in the order of events:
 
@@ -7,10 +7,10 @@ One object per line, in the order of events:
     {"step": 100, "time": …, "dataset": "held_out", "loss": …, …}
     {"event": "resume", "step": 500, "time": …, …}
 
-`time` is Unix time in seconds. A training run that finds an earlier record writes `resume` with the
-step it continues from, also if that is step 0. Earlier lines of later steps come from lost work;
-they stay in the file, and `read_metrics` leaves them out. Other modes than training write a file of
-their own, metrics_<mode>.jsonl, since they may watch the same folder at the same time.
+`time` is Unix time in seconds. A training run that finds an earlier record writes `resume` with its
+start step, which may be 0. Earlier lines of later steps come from lost work: they stay in the file,
+and `read_metrics` omits them. Modes other than training write metrics_<mode>.jsonl, since they may
+run at the same time in the same folder.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 
 from etils import epath
 
+from layerkit.errors import ConfigError
 from layerkit_runner.files.atomic_write import atomic_write, is_remote, open_append
 from layerkit_runner.observers.base import Background, Observer, RunInfo
 
@@ -35,7 +36,7 @@ Record = dict[str, Any]
 
 
 class MetricsLog(Observer):
-    """Writes every scalar of a run as JSON lines into its folder; see the module's docstring.
+    """An observer that writes every scalar of a run as JSON lines into its folder.
 
     It runs on the main thread, so that a killed process loses at most the line being written.
     """
@@ -43,10 +44,12 @@ class MetricsLog(Observer):
     in_background = False
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
+        """Start without a file; `clock` returns Unix time in seconds."""
         self._clock = clock
         self._lines: LocalLines | StoredLines | None = None
 
     def start(self, info: RunInfo) -> None:
+        """Open the file, and write the facts about the run."""
         if info.job_log_dir is None:
             return
         self._lines = open_lines(metrics_path(info.job_log_dir, mode=info.mode))
@@ -59,16 +62,20 @@ class MetricsLog(Observer):
         self._write({"event": "resume" if resumes else "start", "step": info.start_step}, facts)
 
     def train_metrics(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write one line."""
         self._write({"step": step}, scalars)
 
     def eval_metrics(self, step: int, dataset: str, scalars: Mapping[str, float]) -> None:
+        """Write one line with the name of the data set."""
         self._write({"step": step, "dataset": dataset}, scalars)
 
     def flush(self) -> None:
+        """Start writing all earlier lines to a remote store."""
         if self._lines is not None:
             self._lines.flush()
 
     def close(self) -> None:
+        """Write the remaining lines, and close the file."""
         lines, self._lines = self._lines, None
         if lines is not None:
             lines.close()
@@ -78,9 +85,12 @@ class MetricsLog(Observer):
             return
         for name in scalars:
             if name in _RESERVED:
-                raise ValueError(
-                    f"a scalar is named {name!r}, which metrics.jsonl keeps for itself (as it does "
-                    f"{', '.join(map(repr, _RESERVED))}): give it another name"
+                raise ConfigError(
+                    "reserved name",
+                    owner="metrics.jsonl",
+                    field="scalar",
+                    value=name,
+                    expected=f"a name other than {', '.join(_RESERVED)}",
                 )
         head["time"] = round(self._clock(), 3)
         self._lines.write(encode({**head, **scalars}))
@@ -93,10 +103,10 @@ def metrics_path(job_log_dir: epath.PathLike, *, mode: str = "train") -> epath.P
 
 
 def encode(record: Mapping[str, Any]) -> str:
-    """Return a record as one line of valid JSON, without its end.
+    """Return a record as one line of valid JSON, without a line end.
 
-    JSON has no NaN or infinity: they become the strings "NaN", "Infinity" and "-Infinity" (the
-    convention of protocol buffers), which `float` parses.
+    JSON has no NaN or infinity. They become the strings "NaN", "Infinity" and "-Infinity", as in
+    protocol buffers, which `float` parses.
     """
     return json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False)
 
@@ -117,22 +127,21 @@ def _plain(value: Any) -> Any:
 
 
 def open_lines(path: epath.PathLike) -> LocalLines | StoredLines:
-    """Return the writer for the kind of store that holds `path`; create the folder."""
+    """Create the folder of a file, and return the writer for its kind of store."""
     path = epath.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     return StoredLines(path) if is_remote(path) else LocalLines(path)
 
 
 class LocalLines:
-    """Appends lines to a file on a local disk, after removing one that an earlier kill cut off.
-
-    Each line is passed to the operating system at once.
+    """A writer that appends lines to a local file, each at once.
 
     Attributes:
-      resumed: Whether the file held lines before.
+      resumed: True if the file had lines before.
     """
 
     def __init__(self, path: epath.Path) -> None:
+        """Open the file, and remove an incomplete last line, which a killed process leaves."""
         self._file = open_append(path)
         self._file.seek(0)
         whole = _whole_lines(self._file.read())
@@ -140,12 +149,12 @@ class LocalLines:
         self._file.truncate(len(whole))
 
     def write(self, line: str) -> None:
-        """Add one line, given without its end."""
+        """Append one line, given without a line end."""
         self._file.write(line.encode() + b"\n")
         self._file.flush()
 
     def flush(self) -> None:
-        """Do nothing, since no line is held back."""
+        """Do nothing, since no line is buffered."""
 
     def close(self) -> None:
         """Close the file."""
@@ -153,16 +162,17 @@ class LocalLines:
 
 
 class StoredLines:
-    """Adds lines to a file in a store without append, such as `gs://…`, by rewriting all of it.
+    """A writer of lines to a store without append, such as `gs://…`, which rewrites the file.
 
-    It does so in the background, every `interval` seconds and on `flush`. The error of a rewrite is
-    raised by a later call.
+    The rewrite runs in the background, every `interval` seconds and on `flush`. A later call raises
+    its error.
 
     Attributes:
-      resumed: Whether the file held lines before.
+      resumed: True if the file had lines before.
     """
 
     def __init__(self, path: epath.Path, *, interval: float = _SECONDS_BETWEEN_REWRITES) -> None:
+        """Read the lines of the file, if it exists."""
         self._path = path
         self._interval = interval
         self._content = bytearray(_whole_lines(path.read_bytes() if path.exists() else b""))
@@ -172,7 +182,7 @@ class StoredLines:
         self._next_rewrite = 0.0
 
     def write(self, line: str) -> None:
-        """Add one line, given without its end."""
+        """Append one line, given without a line end."""
         self._content += line.encode() + b"\n"
         if self._background.is_idle and time.monotonic() >= self._next_rewrite:
             self.flush()
@@ -185,7 +195,7 @@ class StoredLines:
             self._next_rewrite = time.monotonic() + self._interval
 
     def close(self) -> None:
-        """Write out what is left, and wait for it."""
+        """Write the remaining lines, and wait."""
         try:
             self.flush()
         finally:
@@ -193,18 +203,18 @@ class StoredLines:
 
 
 def _whole_lines(content: bytes) -> bytes:
-    """Return the content up to its last line end."""
+    """Return the content up to and including its last line end."""
     return content[: content.rfind(b"\n") + 1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Metrics:
-    """The series of one record, without lost work.
+    """The series of a metrics file, without lost work.
 
     Attributes:
-      info: The newest `start` or `resume` line: experiment, num_params, tokens_per_step, …
+      info: Newest `start` or `resume` line: experiment, num_params, tokens_per_step, …
       train: One record per logged step, in order: step, time, loss, …
-      evals: The same for each evaluated data set, by its name.
+      evals: One record per evaluated step, in order, by name of the data set.
     """
 
     info: Record
@@ -213,15 +223,15 @@ class Metrics:
 
 
 def read_metrics(path: epath.PathLike) -> Metrics:
-    """Read metrics.jsonl, or that of a job folder, as series.
+    """Read the series of metrics.jsonl, given by its path or by its job folder.
 
-    Lines of steps after the one that a later run resumed from are left out. Of two records of one
-    step (and data set) the later one counts. A last line without its end, which a killed or still
-    writing process leaves, is ignored.
+    Records of steps after the start step of a later run are omitted. Of two records of one step
+    (and data set), the later one counts. An incomplete last line, which a killed or running process
+    leaves, is ignored.
 
     Raises:
-      FileNotFoundError: There is no such file.
-      ValueError: A line is not JSON; the file and the line's number are named.
+      FileNotFoundError: The file does not exist.
+      ConfigError: A line is not JSON.
     """
     path = epath.Path(path)
     if path.is_dir():
@@ -234,7 +244,8 @@ def read_metrics(path: epath.PathLike) -> Metrics:
         try:
             record = parse_record(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {line[:80]!r}") from error
+            owner = f"{path}, line {number}"
+            raise ConfigError(owner=owner, value=line, expected="JSON") from error
         step = record["step"]
         if "event" in record:
             info = record
@@ -258,7 +269,7 @@ def _by_step(series: dict[int, Record]) -> list[Record]:
 
 
 def parse_record(line: str) -> Record:
-    """Parse one line; the strings for NaN and infinity become numbers again."""
+    """Parse one line; convert the strings for NaN and infinity to numbers."""
     return {
         key: float(value) if value in _NON_FINITE else value
         for key, value in json.loads(line).items()

@@ -1,7 +1,7 @@
-"""Progress of a run for people: a bar on a terminal, a few plain lines anywhere else.
+"""Progress of a run: a bar on a terminal, a few plain lines elsewhere.
 
-A log file should get some dozens of lines from a run, whether it takes a minute or a month, and no
-long silence in between; `LinePacer` decides which steps get a line.
+`LinePacer` selects the steps that are printed, so that a log file gets some dozens of lines from a
+run of a minute or a month, without long gaps.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _BAR_FORMAT = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaini
 
 
 class Progress(Observer):
-    """Shows steps, loss, tokens per second and the time left.
+    """An observer that prints steps, loss, tokens per second and the remaining time.
 
-    All messages and evaluations are printed here, since a `print` would break the bar.
+    It also prints messages and evaluations, since a `print` elsewhere would break the bar.
     """
 
     in_background = False
@@ -35,62 +35,70 @@ class Progress(Observer):
     def __init__(
         self, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        """Store the stream, by default standard output, and the clock, in seconds."""
         self._stream = sys.stdout if stream is None else stream
         self._clock = clock
         self._view: _Bar | _Lines | None = None
 
     def start(self, info: RunInfo) -> None:
+        """Create the bar or the pacing of lines for a training run."""
         if info.mode != "train":
-            return  # there are no steps to count, and each evaluation is printed
+            return  # each evaluation is printed
         if self._stream.isatty():
             self._view = _Bar(info, self._stream)
         else:
             self._view = _Lines(info, self._stream, self._clock)
 
     def train_metrics(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Print the scalars if a line is due, or show them in the bar."""
         if self._view is not None:
             self._view.train_metrics(step, scalars)
 
     def progress(self, step: int) -> None:
+        """Advance the bar, or print a line after a long gap."""
         if self._view is not None:
             self._view.progress(step)
 
     def eval_metrics(self, step: int, dataset: str, scalars: Mapping[str, float]) -> None:
+        """Print the scalars of an evaluation."""
         if isinstance(self._view, _Lines) and not self._view.eval_is_due(step, dataset):
             return
         parts = [f"step {step}", f"eval {dataset}"]
-        # The weight is the same each time, and in every record of the evaluation.
+        # The weight is the same each time, and in the metrics file.
         parts += [f"{name} {value:.4g}" for name, value in scalars.items() if name != TOTAL_WEIGHT]
         self.message(_join(parts, width=_terminal_width(self._stream)))
 
     def message(self, text: str) -> None:
+        """Print the line, above the bar if there is one."""
         if isinstance(self._view, _Bar):
             self._view.message(text)
         else:
             print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
+        """Print the last step, and close the bar."""
         view, self._view = self._view, None
         if view is not None:
             view.close()
 
 
 class LinePacer:
-    """Decides which steps get a line.
+    """A selection of the steps that are printed.
 
-    These are the first step offered, the last step of the run, each further fortieth of the steps,
-    and any step after a silence: of a tenth of the time passed, at least 30 seconds and at most an
-    hour. So runs of an hour print some 40 lines, and none is silent for long.
+    They are the first step, the last step, each fortieth of the steps, and any step after a gap of
+    a tenth of the elapsed time, which is at least 30 seconds and at most an hour. So a run of an
+    hour prints some 40 lines.
 
     Args:
       start_step: Number of steps that were completed before this run.
       num_train_steps: Step at which the run ends.
 
     Attributes:
-      last_step: The newest step that got a line; -1 before the first.
+      last_step: Newest printed step; -1 before the first.
     """
 
     def __init__(self, start_step: int, num_train_steps: int) -> None:
+        """Start without printed steps; see the class for the arguments."""
         self._stride = max(1.0, (num_train_steps - start_step) / _LINES_PER_RUN)
         self._num_train_steps = num_train_steps
         self._began: float | None = None
@@ -98,7 +106,7 @@ class LinePacer:
         self.last_step = -1
 
     def due(self, step: int, now: float) -> bool:
-        """Return whether `step` gets a line at the time `now` (seconds of any clock)."""
+        """Return whether to print `step` at the time `now` (seconds), and count it as printed."""
         if self._began is None:
             self._began = now
             is_due = True
@@ -113,7 +121,7 @@ class LinePacer:
         return is_due
 
     def is_overdue(self, now: float) -> bool:
-        """Return whether the silence is longer than twice what `due` allows."""
+        """Return whether the gap is longer than twice the limit of `due`."""
         return self._began is not None and now - self._last_time >= 2 * self._patience(now)
 
     def _patience(self, now: float) -> float:
@@ -122,7 +130,7 @@ class LinePacer:
 
 
 class _Lines:
-    """Plain lines, paced."""
+    """Plain lines for the steps that `LinePacer` selects."""
 
     def __init__(self, info: RunInfo, stream: TextIO, clock: Callable[[], float]) -> None:
         self._info = info
@@ -131,7 +139,7 @@ class _Lines:
         self._pacer = LinePacer(info.start_step, info.num_train_steps)
         self._eval_pacers: dict[str, LinePacer] = {}
         self._metrics: tuple[int, Mapping[str, float]] | None = None
-        self._first: tuple[int, float] | None = None  # step, time: compilation lies before it
+        self._first: tuple[int, float] | None = None  # step, time; excludes compilation
         self._step = info.start_step
 
     def train_metrics(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -143,7 +151,7 @@ class _Lines:
         now = self._clock()
         self._first = self._first or (step, now)
         self._step = step
-        # If metrics come seldom, a line with older ones is better than silence.
+        # If metrics are rare, a line with older ones fills a long gap.
         if self._pacer.is_overdue(now) and self._pacer.due(step, now):
             self._print(step)
 
@@ -173,7 +181,7 @@ class _Lines:
 
 
 class _Bar:
-    """A tqdm bar, with messages above it."""
+    """A tqdm bar with messages above it."""
 
     def __init__(self, info: RunInfo, stream: TextIO) -> None:
         import tqdm  # only a terminal needs it
@@ -187,7 +195,7 @@ class _Bar:
             file=stream,
             bar_format=_BAR_FORMAT,
             ncols=_terminal_width(stream),
-            nrows=24,  # else a terminal without a known height hides the bar
+            nrows=24,  # tqdm hides the bar on a terminal of unknown height
             mininterval=0.2,
         )
 
@@ -198,7 +206,7 @@ class _Bar:
 
     def progress(self, step: int) -> None:
         if not self._started:
-            # Compilation lies before the first step; neither may change the estimate.
+            # The estimate excludes compilation and the first step.
             self._started = True
             self._bar.initial = self._bar.n = self._bar.last_print_n = step
             self._bar.unpause()
@@ -214,19 +222,19 @@ class _Bar:
 
 
 def _terminal_width(stream: TextIO) -> int | None:
-    """Return the columns of a terminal, 80 if it does not report them; None for other streams."""
+    """Return the columns of a terminal, 80 if unknown; None for other streams."""
     if not stream.isatty():
         return None
     try:
         return os.get_terminal_size(stream.fileno()).columns or 80
-    except (OSError, ValueError):  # not backed by a terminal device
+    except (OSError, ValueError):  # no terminal device
         return 80
 
 
 def _join(parts: Sequence[str], *, width: int | None) -> str:
-    """Return the parts in one line, or in several of at most `width` columns.
+    """Join the parts in one line, or in several lines of at most `width` columns.
 
-    A line is broken between parts only, and those after the first are indented.
+    Lines after the first are indented.
     """
     lines = [parts[0]]
     for part in parts[1:]:
@@ -238,7 +246,7 @@ def _join(parts: Sequence[str], *, width: int | None) -> str:
 
 
 def _highlights(scalars: Mapping[str, float], programs: Sequence[str]) -> list[str]:
-    """Return the main scalars as text, with the name of their program if there are several."""
+    """Format the main scalars, with the name of their program if there are several."""
     shown = []
     if "loss" in scalars:
         of = next((f" ({name})" for name in programs if f"{name}/loss" in scalars), "")

@@ -1,12 +1,12 @@
-"""A trace of a few training steps, for TensorBoard's profile tab or xprof.
+"""Profiler traces of a few training steps, for TensorBoard's profile tab or xprof.
 
-It is requested by a field (`task.train.profiler_capture_step`) or, at any time, by the signal
-SIGUSR2, whose process captures its next steps. Without a capture it costs a comparison a step.
+The field `task.train.profiler_capture_step` requests a trace; so does the signal SIGUSR2, at any
+time, for the next steps of the process. Without a capture, a step costs one comparison.
 
     DIR/profile/step_00000010/plugins/profile/step_00000010/process_0000.xplane.pb
 
-`tensorboard --logdir=DIR/profile` or `xprof DIR/profile/step_00000010` shows it. Files are named by
-process, so that all processes of a job write to one session.
+`tensorboard --logdir=DIR/profile` or `xprof DIR/profile/step_00000010` shows the trace. All
+processes of a job write to one session, since their number is in the file name.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from layerkit_runner.files.byte_sizes import megabytes
 
 CAPTURE_SIGNAL = signal.SIGUSR2
 STEP_EVENT = "train"
-"""Name of the host's part of a step in a trace; its `step_num` is the number of the step."""
+"""Name of the event of a step on the host, whose `step_num` is the number of the step."""
 
 
 class StepProfiler:
-    """Captures traces of training steps; catches the signal while it is entered.
+    """A context manager that captures traces of training steps, and handles the signal.
 
     Args:
       directory: Folder of the job.
       capture_step: First step of the capture; None captures only on the signal.
       num_steps: Number of steps of a capture.
-      captures_by_step: Whether this process takes part in the capture at `capture_step`.
-      report: Takes a line for people.
+      captures_by_step: True if this process takes part in the capture at `capture_step`.
+      report: Function that prints a line.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class StepProfiler:
         captures_by_step: bool,
         report: Callable[[str], None],
     ) -> None:
+        """Store the settings; see the class for the arguments."""
         self._directory = directory
         self._capture_step = capture_step if captures_by_step else None
         self._num_steps = num_steps
@@ -61,11 +62,13 @@ class StepProfiler:
         self._previous: Any = None
 
     def __enter__(self) -> StepProfiler:
+        """Handle the signal, if this is the main thread."""
         if threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(CAPTURE_SIGNAL, self._request)
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        """Restore the signal handler, and end a capture without writing it."""
         if self._previous is not None:
             signal.signal(CAPTURE_SIGNAL, self._previous)
         if self._first is not None:
@@ -73,28 +76,28 @@ class StepProfiler:
             self._release()
 
     def starts_before(self, step: int) -> bool:
-        """Return whether a capture should start now, with `step` as its first."""
+        """Return whether a capture should start with `step`."""
         return self._first is None and (self._is_requested or step == self._capture_step)
 
     def start(self, step: int) -> None:
-        """Start a capture with the step `step`; earlier steps must have ended."""
+        """Start a capture with `step`; earlier steps must have ended."""
         self._is_requested = False
-        # To a folder of this machine: the tracer cannot write to a store, and names files by host.
+        # In a local folder, since the tracer cannot write to a store, and names files by host.
         self._traced = tempfile.TemporaryDirectory(prefix="profile")
         try:
             jax.profiler.start_trace(self._traced.name)
-        except RuntimeError as error:  # another trace of this process is under way
+        except RuntimeError as error:  # another trace of this process is active
             self._report(f"no profile of step {step}: {error}")
             self._release()
             return
         self._first = step
 
     def ends_after(self, step: int) -> bool:
-        """Return whether `step` is the last one of the capture under way."""
+        """Return whether `step` is the last one of the active capture."""
         return self._first is not None and step >= self._first + self._num_steps - 1
 
     def stop(self, step: int) -> None:
-        """End the capture after `step`, which must have ended, and write it."""
+        """End the capture and write it; `step` must have ended."""
         if self._first is None or self._traced is None:
             return
         name = f"step_{self._first:08d}"
@@ -105,11 +108,11 @@ class StepProfiler:
             size = _move_trace(epath.Path(self._traced.name), session)
             self._report(
                 f"profile of steps {self._first} to {step} ({megabytes(size)}) in {folder};"
-                f" look at it with: tensorboard --logdir={folder.parent}"
+                f" view it with: tensorboard --logdir={folder.parent}"
             )
         except (OSError, RuntimeError) as error:
-            # A trace that cannot be written must not end the training.
-            self._report(f"profile of steps {self._first} to {step} is lost: {error}")
+            # Training continues without the trace.
+            self._report(f"cannot write the profile of steps {self._first} to {step}: {error}")
         finally:
             self._release()
 
@@ -136,25 +139,24 @@ def _move_trace(traced: epath.Path, session: epath.Path) -> int:
 
 @contextlib.contextmanager
 def profiler_server(port: int | None) -> Iterator[None]:
-    """Serve traces to xprof or TensorBoard at a port; None does nothing.
+    """Serve traces to xprof or TensorBoard at a port, or nothing if it is None.
 
-    Everyone who reaches the port, on any network of this machine, can ask for a trace.
+    The server listens on all interfaces, without authentication.
 
     Raises:
-      UsageError: There is no such port, or it is taken. JAX itself would only log a line.
+      UsageError: The port is invalid or in use. JAX itself would only log a line.
     """
     if port is None:
         yield
         return
     if port > 65535:
-        raise UsageError(f"--jax_profiler_port={port}: there are no ports above 65535")
+        raise UsageError(field="--jax_profiler_port", value=port, expected="a port below 65536")
     try:
         with socket.create_server(("", port)):
             pass
     except OSError as error:
-        raise UsageError(
-            f"--jax_profiler_port={port}: {error}; each process on a machine needs one of its own"
-        ) from error
+        expected = f"a free port, different for each process of a machine ({error})"
+        raise UsageError(field="--jax_profiler_port", value=port, expected=expected) from error
     jax.profiler.start_server(port)
     try:
         yield

@@ -1,11 +1,11 @@
-"""Summaries for TensorBoard, written by tensorboardX and thus without TensorFlow.
+"""Summaries for TensorBoard, written by tensorboardX without TensorFlow.
 
 Folders below the job's folder, as in Pax:
 
     summaries/train                    scalars, histograms and images of the training steps
     summaries/eval_train               evaluation on the training data
     summaries/eval_test_<name>         evaluation on the held-out data set <name>
-    summaries/decode_test_<name>       what was decoded of the data set <name>: metrics, a sample
+    summaries/decode_test_<name>       metrics and a sample of the decoded data set <name>
 """
 
 from __future__ import annotations
@@ -30,65 +30,75 @@ _SECONDS_BETWEEN_FLUSHES = 30
 
 
 class TensorBoard(Observer):
-    """Writes scalars, histograms, images and texts as TensorBoard events.
+    """An observer that writes scalars, histograms, images and texts as TensorBoard events.
 
-    A resumed run begins new event files that tell TensorBoard to hide what an earlier run logged
-    after the step it resumes from. On remote stores tensorboardX needs the store's own client, such
-    as google-cloud-storage for `gs://`.
+    A resumed run begins new event files, with a mark that makes TensorBoard hide earlier events
+    after its start step. On remote stores tensorboardX requires the client of the store, such as
+    google-cloud-storage for `gs://`.
     """
 
     def __init__(self) -> None:
+        """Start without files."""
         self._summaries: epath.Path | None = None
         self._purge_step: int | None = None
         self._files: dict[str, RecordWriter] = {}
         self._next_flush = 0.0
 
     def start(self, info: RunInfo) -> None:
+        """Set the folder; each file is created by its first event."""
         if info.job_log_dir is not None:
             self._summaries = info.job_log_dir / "summaries"
-            # An evaluation job reads one checkpoint after another, and repeats none.
+            # An evaluation job repeats no step.
             self._purge_step = info.start_step + 1 if info.mode == "train" else None
 
     def train_metrics(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write the scalars to `summaries/train`."""
         self._add_scalars("train", step, scalars)
 
     def eval_metrics(self, step: int, dataset: str, scalars: Mapping[str, float]) -> None:
+        """Write the scalars to the folder of the data set."""
         self._add_scalars(eval_folder(dataset), step, scalars)
 
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Write norms and histograms to `summaries/train`."""
         self._add_histograms("train", step, histograms)
 
     def eval_histograms(self, step: int, dataset: str, histograms: Mapping[str, Histogram]) -> None:
+        """Write norms and histograms to the folder of the data set."""
         self._add_histograms(eval_folder(dataset), step, histograms)
 
     def images(self, step: int, images: Mapping[str, np.ndarray]) -> None:
+        """Write the images to `summaries/train`."""
         from tensorboardX import summary
 
         for name, image in images.items():
             self._add("train", step, summary.image(name, image, dataformats="HWC"))
 
     def text(self, step: int, name: str, text: str) -> None:
+        """Write the text, verbatim, to the folder of the decoded data set."""
         from tensorboardX import summary
 
-        # TensorBoard renders Markdown: four spaces keep the text as it is.
+        # TensorBoard renders Markdown, in which four spaces mark verbatim text.
         verbatim = "\n".join("    " + line for line in text.splitlines())
         self._add(eval_folder(DECODE_PREFIX + name), step, summary.text("sample", verbatim))
 
     def flush(self) -> None:
+        """Flush all files."""
         self._next_flush = time.monotonic() + _SECONDS_BETWEEN_FLUSHES
         for file in self._files.values():
             file.flush()
 
     def close(self) -> None:
+        """Close all files."""
         self._summaries = None
-        with contextlib.ExitStack() as stack:  # closes all, though one may fail
+        with contextlib.ExitStack() as stack:  # closes all, even if one fails
             while self._files:
                 stack.callback(self._files.popitem()[1].close)
 
     def _add_scalars(self, folder: str, step: int, scalars: Mapping[str, float]) -> None:
         from tensorboardX.proto.summary_pb2 import Summary
 
-        # One event for all. By `tensorboardX.summary.scalar` it would take four times as long.
+        # One event for all scalars; `tensorboardX.summary.scalar` takes four times as long.
         values = [
             Summary.Value(tag=_tag(name), simple_value=float(scalars[name])) for name in scalars
         ]
@@ -98,7 +108,7 @@ class TensorBoard(Observer):
         from tensorboardX import summary
 
         for name, histogram in histograms.items():
-            # Not the tag of the histogram: TensorBoard shows a tag in one of its tabs only.
+            # TensorBoard shows a tag in one tab only, so the norm has a tag of its own.
             self._add(folder, step, summary.scalar(f"{name}/norm", histogram.norm))
             if histogram.is_finite:
                 stored = summary.histogram_raw(
@@ -114,7 +124,7 @@ class TensorBoard(Observer):
                 self._add(folder, step, stored)
 
     def _add(self, folder: str, step: int, summary: Any) -> None:
-        """Add what a function of `tensorboardX.summary` made to the event file of a folder."""
+        """Append a summary to the event file of a folder."""
         if self._summaries is None:
             return
         if folder not in self._files:
@@ -124,15 +134,17 @@ class TensorBoard(Observer):
             self.flush()
 
     def _new_file(self, folder: str, path: str) -> None:
-        # Not a `SummaryWriter`, whose thread ends with an error such as a full disk; whoever adds
-        # an event then waits forever. Here the error is raised.
-        from tensorboardX.proto.event_pb2 import SessionLog  # a second, if it imports PyTorch
+        # An error such as a full disk is raised here. It would end the thread of a
+        # `SummaryWriter`, and adding an event would then wait forever.
+        from tensorboardX.proto.event_pb2 import (
+            SessionLog,  # a second, if tensorboardX imports PyTorch
+        )
         from tensorboardX.record_writer import RecordWriter, directory_check
 
         directory_check(path)
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         self._files[folder] = RecordWriter(os.path.join(path, name))
-        self._next_flush = 0.0  # at once, so that TensorBoard sees the run
+        self._next_flush = 0.0  # at once, so that TensorBoard shows the run
         self._write(folder, file_version="brain.Event:2")
         if self._purge_step is not None:
             restart = SessionLog(status=SessionLog.START)
@@ -145,12 +157,12 @@ class TensorBoard(Observer):
 
 
 def _tag(name: str) -> str:
-    """Return a name with the characters that TensorBoard allows, as tensorboardX does."""
+    """Replace the characters that TensorBoard does not allow, as tensorboardX does."""
     return re.sub(r"[^-/\w.]", "_", name).lstrip("/")
 
 
 def eval_folder(dataset: str) -> str:
-    """Return the summary folder of a data set; 'train' and 'train/…' mean training data.
+    """Return the summary folder of a data set; 'train' and 'train/…' are training data.
 
     >>> eval_folder('train'), eval_folder('held_out'), eval_folder('c4/en')
     ('eval_train', 'eval_test_held_out', 'eval_test_c4_en')

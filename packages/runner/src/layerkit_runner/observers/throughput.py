@@ -1,7 +1,7 @@
-"""Training speed and memory: rates of the completed steps, peaks of devices, bytes in use.
+"""Training speed and memory: rates of completed steps, peak rates of devices, bytes in use.
 
-The clock of the rates starts when the first step ends, since that step includes compilation. Time
-spent on other work (evaluation, a blocking save) is left out by `pause()`.
+The rates start at the end of the first step, which includes compilation. `pause` excludes the time
+of other work, such as an evaluation or a blocking save.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from layerkit_runner.observers.base import RunInfo
 
 @dataclasses.dataclass(frozen=True)
 class StepWork:
-    """The work of one training step; programs may have batches of several sizes.
+    """The work of one training step, which may differ between training programs.
 
     Attributes:
       examples: Examples of the global batch.
@@ -34,7 +34,7 @@ class StepWork:
 
 
 class Throughput:
-    """Counts completed steps and the time between them.
+    """A counter of completed steps and of the time between them.
 
     >>> from layerkit_runner.observers.base import RunInfo
     >>> info = RunInfo(
@@ -52,21 +52,22 @@ class Throughput:
     """
 
     def __init__(self, info: RunInfo, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Start without steps; `clock` returns seconds."""
         self._info = info
         self._usual = StepWork(info.examples_per_step, info.tokens_per_step, info.flops_per_step)
         self._clock = clock
-        self._mark: tuple[int, float] | None = None  # step, time up to which all is counted
+        self._mark: tuple[int, float] | None = None  # newest counted step and time
         self._pause_depth = 0
         self._total = _Counts()
 
     def completed(self, step: int, work: StepWork | None = None) -> None:
-        """Count a step that has ended on the device now.
+        """Count a step that has just ended on the device.
 
         A step that ends within a pause is not counted, since it shared its time with other work.
 
         Args:
           step: Number of the step.
-          work: Work of the step; None for the one that `info` describes.
+          work: Work of the step; None for that of `info`.
         """
         now = self._clock()
         if self._mark is not None and self._pause_depth == 0:
@@ -83,13 +84,13 @@ class Throughput:
         self._mark = (step, now)
 
     def waited(self, seconds: float) -> None:
-        """Count time in which the devices were idle because there was no batch."""
+        """Count time in which the devices were idle for lack of a batch."""
         if self._mark is not None and self._pause_depth == 0:
             self._add(_Counts(input_wait=seconds))
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave the time of the `with` block out of every rate; may be nested."""
+        """Exclude the time of the `with` block, which may be nested, from every rate."""
         began = self._clock()
         self._pause_depth += 1
         try:
@@ -98,16 +99,15 @@ class Throughput:
             self._pause_depth -= 1
             if self._pause_depth == 0 and self._mark is not None:
                 step, marked = self._mark
-                # The time between the mark and the pause belongs to the step under way.
+                # The time between the mark and the pause belongs to the current step.
                 self._mark = (step, self._clock() - max(0.0, began - marked))
 
     def rates_since_asked(self) -> Callable[[], dict[str, float]]:
-        """Return a function that returns the rates since its last call, at first since now.
+        """Return a function that returns the rates since its last call, the first time since now.
 
-        They are empty if no timed step ended since then. Else they are step_time (seconds),
-        steps_per_sec, input_wait (share of the time in which the devices had no batch) and
-        examples_per_sec; tokens_per_sec, tflops_per_sec_per_device (model FLOPs, 1e12) and mfu (a
-        fraction) if known.
+        The rates are step_time (seconds), steps_per_sec, examples_per_sec and input_wait (the
+        fraction of time without a batch); if known, also tokens_per_sec, tflops_per_sec_per_device
+        (model FLOPs, 1e12) and mfu (a fraction). They are empty if no timed step has ended.
         """
         last = self._total
 
@@ -119,7 +119,7 @@ class Throughput:
         return rates
 
     def overall(self) -> dict[str, float]:
-        """Return the same rates over all timed steps of this run."""
+        """Return the rates over all timed steps of this run."""
         return _rates(self._info, self._total)
 
     def _add(self, more: _Counts) -> None:
@@ -127,7 +127,7 @@ class Throughput:
 
 
 class _Counts(NamedTuple):
-    """What was done in `seconds`, of which `input_wait` were spent waiting for data."""
+    """Work done in `seconds`, which include `input_wait` seconds of waiting for data."""
 
     steps: float = 0
     seconds: float = 0.0
@@ -157,14 +157,14 @@ def _rates(info: RunInfo, done: _Counts) -> dict[str, float]:
 
 
 def memory_scalars() -> dict[str, float]:
-    """Return the bytes in use by name; unknown ones are left out.
+    """Return the bytes in use by name, without unknown ones.
 
     Returns:
-      memory/device_bytes_in_use and memory/device_peak_bytes_in_use (since the process began) of
-      the fullest device of this process, unknown for a CPU; memory/host_rss_bytes, the resident
-      memory of this process, known where the system has /proc.
+      memory/device_bytes_in_use and memory/device_peak_bytes_in_use (since the process began),
+      the maximum over the devices of this process, unknown for CPUs; memory/host_rss_bytes, the
+      resident memory of this process, known on systems with /proc.
     """
-    import jax  # observers are imported without it
+    import jax  # importing the observers does not load it
 
     scalars = {}
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
@@ -179,8 +179,8 @@ def memory_scalars() -> dict[str, float]:
 
 
 # Dense (no structured sparsity) bfloat16 FLOP/s of one JAX device, float16 for V100 and T4. Vendors
-# print double that for GPUs since Ampere, with sparsity. Where a TPU chip is two JAX devices, each
-# has half. The first pattern that matches the whole device kind wins, so variants come first.
+# print double that for GPUs since Ampere, with sparsity. If a TPU chip is two JAX devices, each has
+# half. The first pattern that matches the whole device kind applies, so variants come first.
 _TERA = 1e12
 _PEAKS: tuple[tuple[str, float | None], ...] = (
     # Cloud TPU documentation, "Peak compute per chip (bf16)", one page per version.
@@ -194,8 +194,8 @@ _PEAKS: tuple[tuple[str, float | None], ...] = (
     (r"TPU v5|TPU v5p", 459 * _TERA),
     (r"TPU v6 lite|TPU v6e", 918 * _TERA),
     (r"TPU7x", 2307 / 2 * _TERA),
-    # NVIDIA data sheets and architecture white papers of each product. A slice of a partitioned
-    # GPU (MIG) has less than the whole, and its peak is left to the user.
+    # NVIDIA data sheets and architecture white papers of each product. The peak of a slice of a
+    # partitioned GPU (MIG) is unknown.
     (r".*\bMIG\b.*", None),
     (r".*\b(GB300|GB200)\b.*", 2500 * _TERA),
     (r".*\b(B300|B200)\b.*", 2250 * _TERA),
@@ -211,7 +211,7 @@ _PEAKS: tuple[tuple[str, float | None], ...] = (
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Return dense bfloat16 FLOP/s of one device, or None if unknown, as for any CPU.
+    """Return the dense bfloat16 FLOP/s of one device, or None if unknown, as for CPUs.
 
     Args:
       device_kind: Value of `jax.Device.device_kind`.

@@ -1,8 +1,7 @@
-"""A norm and a histogram of each weight, for the curves.
+"""Norm and histogram of each weight.
 
-They are computed by a program of their own, every `weight_summary_interval_steps`: a run that asks
-for none pays nothing, and one that asks pays at those steps alone. Every device reads its own part
-of a weight; none is gathered.
+A separate program computes them every `weight_summary_interval_steps`, so that other steps cost
+nothing. Every device reads its own shard of a weight; no weight is gathered.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ _NUM_BUCKETS = 64
 
 
 def weight_summary_fn(replicated: jax.sharding.Sharding) -> Callable[[Any], dict[str, Any]]:
-    """Return a jitted function from the weights to what `histograms` takes.
+    """Return a jitted function from the weights to the argument of `histograms`.
 
     Args:
-      replicated: Sharding of the results, which every device holds whole.
+      replicated: Sharding of the results, which are replicated.
     """
 
     def summarize(params: Any) -> dict[str, Any]:
@@ -40,7 +39,7 @@ def weight_summary_fn(replicated: jax.sharding.Sharding) -> Callable[[Any], dict
 
 def _histogram(x: jax.Array) -> dict[str, jax.Array]:
     edges = jnp.linspace(jnp.min(x), jnp.max(x), _NUM_BUCKETS + 1)
-    # One pass for each edge, which partitions like any sum; scattering into buckets would not.
+    # One sum for each edge, which XLA partitions; it does not partition a scatter into buckets.
     below = jax.lax.map(lambda edge: jnp.sum(x <= edge, dtype=jnp.float32), edges[1:-1])
     ends = jnp.zeros(1), jnp.full(1, x.size, jnp.float32)
     counts = jnp.diff(jnp.concatenate([ends[0], below, ends[1]]))
@@ -53,7 +52,7 @@ def _histogram(x: jax.Array) -> dict[str, jax.Array]:
 
 
 def histograms(fetched: Mapping[str, Any]) -> dict[str, Histogram]:
-    """Return computed histograms, fetched to the host, as observers take them."""
+    """Convert the computed histograms, fetched to the host, for observers."""
     return {
         name: Histogram(
             edges=np.asarray(values["edges"], np.float64),

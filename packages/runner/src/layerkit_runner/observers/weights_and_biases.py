@@ -1,8 +1,7 @@
-"""Reports to Weights & Biases, where the extra `wandb` is installed.
+"""Reports to Weights & Biases, which require the extra `wandb`.
 
-The id of the run is kept in the job's folder, so a resumed job continues the same run. wandb's own
-environment variables set the owner and whether reports are sent, such as WANDB_ENTITY,
-WANDB_API_KEY and WANDB_MODE=offline.
+The job's folder stores the id of the run, so a resumed job continues the same run. wandb's
+environment variables, such as WANDB_ENTITY, WANDB_API_KEY and WANDB_MODE=offline, apply.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from layerkit_runner.observers.base import Histogram, Observer, RunInfo
 
 
 class WeightsAndBiases(Observer):
-    """Writes scalars, texts, images and histograms to a run of a Weights & Biases project.
+    """An observer that writes scalars, texts, images and histograms to a run of a project.
 
     Names are `train/…`, `eval/<data set>/…` and `decode/<data set>/…`, over `step`. Steps that are
     repeated after a kill are reported again.
@@ -34,7 +33,7 @@ class WeightsAndBiases(Observer):
     Args:
       project: Name of the project.
       config: Configuration of the run, by path.
-      report: Takes a line for people, which says where the run is.
+      report: Function that prints a line with the address of the run.
 
     Raises:
       UsageError: wandb is not installed.
@@ -43,25 +42,30 @@ class WeightsAndBiases(Observer):
     def __init__(
         self, project: str, *, config: Mapping[str, Any], report: Callable[[str], None]
     ) -> None:
+        """Store the settings, without importing wandb; see the class for the arguments."""
         if importlib.util.find_spec("wandb") is None:
             raise UsageError(
-                f"--wandb_project={project} needs wandb: pip install 'layerkit-runner[wandb]'"
+                field="--wandb_project",
+                value=project,
+                expected="wandb to be installed",
+                hint="Install it with pip install 'layerkit-runner[wandb]'",
             )
         self._project = project
         self._config = dict(config)
         self._report = report
         self._run: Any = None
         self._temporary: str | None = None
-        # The folder of an offline run, whose reports are still to be sent.
+        # Folder of an offline run, which has not been sent.
         self._unsent: str | None = None
 
     def start(self, info: RunInfo) -> None:
+        """Create the run of a training job, or resume it."""
         if info.job_log_dir is None or info.mode != "train":
             return
         import wandb  # about a second
 
         directory = info.job_log_dir
-        # wandb appends to files of its own, which a remote store does not support.
+        # wandb appends to its files, which a remote store does not support.
         if "://" in os.fspath(directory):
             self._temporary = tempfile.mkdtemp(prefix="wandb")
         self._run = wandb.init(
@@ -74,22 +78,25 @@ class WeightsAndBiases(Observer):
             # Capturing the output would break the progress bar.
             settings=wandb.Settings(console="off", silent=True),
         )
-        # wandb's own count of steps only grows; it rejects steps that are repeated.
+        # wandb's default count of steps rejects repeated steps.
         self._run.define_metric("*", step_metric="step")
         if self._run.offline:
             self._unsent = self._run.settings.sync_dir
             self._report(f"wandb        offline run in {self._unsent}")
-        elif self._run.url is not None:  # None where wandb is disabled
+        elif self._run.url is not None:  # None if wandb is disabled
             self._report(f"wandb        {self._run.url}")
 
     def train_metrics(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Log the scalars as `train/…`."""
         self._log(step, {f"train/{name}": value for name, value in scalars.items()})
 
     def eval_metrics(self, step: int, dataset: str, scalars: Mapping[str, float]) -> None:
+        """Log the scalars as `eval/<data set>/…` or `decode/<data set>/…`."""
         prefix = dataset if "/" in dataset else f"eval/{dataset}"
         self._log(step, {f"{prefix}/{name}": value for name, value in scalars.items()})
 
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Log the norms, and the histograms that are finite."""
         import wandb
 
         values: dict[str, Any] = {}
@@ -100,23 +107,27 @@ class WeightsAndBiases(Observer):
         self._log(step, values)
 
     def eval_histograms(self, step: int, dataset: str, histograms: Mapping[str, Histogram]) -> None:
+        """Log the histograms as `eval/<data set>/…`."""
         self.histograms(step, {f"eval/{dataset}/{name}": h for name, h in histograms.items()})
 
     def images(self, step: int, images: Mapping[str, np.ndarray]) -> None:
+        """Log the images as `train/…`."""
         import wandb
 
         self._log(step, {f"train/{name}": wandb.Image(image) for name, image in images.items()})
 
     def text(self, step: int, name: str, text: str) -> None:
+        """Log the text as `decode/<data set>/sample`."""
         import wandb
 
         self._log(step, {f"decode/{name}/sample": wandb.Html(f"<pre>{html.escape(text)}</pre>")})
 
     def close(self) -> None:
+        """Finish the run, and print the command that sends an offline run."""
         run, self._run = self._run, None
         if run is not None:
             run.finish()
-        # An offline run stays, since there is no other copy.
+        # The folder of an offline run is its only copy.
         if self._temporary is not None and self._unsent is None:
             shutil.rmtree(self._temporary, ignore_errors=True)
         if self._unsent is not None:
@@ -128,7 +139,7 @@ class WeightsAndBiases(Observer):
 
 
 def _run_id(directory: epath.Path) -> str:
-    """Return the id of the job's run, the same whenever the job is resumed."""
+    """Return the id of the job's run, and store it for resumed runs."""
     path = directory / "wandb_run_id.txt"
     if not path.exists():
         atomic_write(path, secrets.token_hex(4) + "\n")
