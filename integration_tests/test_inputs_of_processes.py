@@ -83,7 +83,7 @@ def test_a_process_that_is_killed_is_named_by_the_others(
         outputs = ends_of_others(processes, victim)
     for code, output in outputs:
         assert code != 0, output
-        assert f"runner: {name_of(processes, victim)} ended without a word" in output, output
+        assert f"runner: {name_of(processes, victim)} ended without a report" in output, output
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Processes that join, each with what a launcher says in its environment and no flag at all."""
+"""Processes that join a job by the environment variables of a launcher, without flags."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ with joined(RunOptions(job_log_dir=sys.argv[1])) as process:
         print_surroundings()
     print(f"I am {process.identity.process} of {process.identity.num_processes}", file=sys.stderr)
     if "forced" in sys.argv and process.identity.process == 0:
-        forced_exit.say("hung")
-        forced_exit.tell("it hung")
-        forced_exit.end(70)
+        forced_exit.print_error("hung")
+        forced_exit.notify_others("it hung")
+        forced_exit.exit_now(70)
     if "fails" in sys.argv and process.identity.process == 1:
         raise UsageError("the data are gone")
     if "fails" in sys.argv or "forced" in sys.argv:
@@ -115,7 +115,7 @@ def run(environs: list[dict[str, str]], *words: str) -> list[subprocess.Complete
         pytest.param(torchrun, "the launcher", marks=pytest.mark.slow),
     ],
 )
-def test_two_processes_find_each_other(tmp_path: Path, launcher, name: str):
+def test_processes_of_each_launcher_join_one_job(tmp_path: Path, launcher, name: str):
     port = free_port()
     done = run([launcher(port, index, 2) for index in (0, 1)], str(tmp_path))
     assert [process.returncode for process in done] == [0, 0], done
@@ -127,7 +127,7 @@ def test_two_processes_find_each_other(tmp_path: Path, launcher, name: str):
         assert f"I am {index} of 2\n" in (tmp_path / f"logs/process_{index:04d}.log").read_text()
 
 
-def test_job_on_one_machine_listens_at_loopback_alone_and_keeps_its_key_to_itself(tmp_path: Path):
+def test_job_on_one_machine_listens_at_loopback_only_and_hides_its_key(tmp_path: Path):
     port = free_port()
     environs = [torchrun(port, index, 2) for index in (0, 1)]
     done = run(environs, str(tmp_path), "--listeners")
@@ -140,27 +140,27 @@ def test_job_on_one_machine_listens_at_loopback_alone_and_keeps_its_key_to_itsel
     assert "key" not in arguments
 
 
-def test_a_lone_task_of_slurm_stays_alone(tmp_path: Path):
+def test_single_slurm_task_starts_no_peer_monitor(tmp_path: Path):
     (done,) = run([slurm(free_port(), 0, 1)], str(tmp_path))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "I am 0 of 1\n")
     assert not list(tmp_path.iterdir())
 
 
-def test_one_that_refuses_ends_the_others_and_a_store_keeps_no_logs(tmp_path: Path):
+def test_failed_process_ends_the_others_with_logs_in_a_local_folder(tmp_path: Path):
     port, folder = free_port(), "gs://bucket/run"
     environs = [{**slurm(port, index, 2), "TMPDIR": str(tmp_path)} for index in (0, 1)]
     done = run(environs, folder, "fails")
     assert [process.returncode for process in done] == [75, 2], done
     assert "runner: the data are gone\n" in done[1].stderr
-    assert "failed: the data are gone. No step can be made without it" in done[0].stderr
+    assert "failed: the data are gone. Every step needs all processes" in done[0].stderr
     (local,) = tmp_path.glob("layerkit_logs_*")
     assert f"logs         in {local} of each process's machine, not in {folder}" in done[0].stdout
     assert "runner: the data are gone" in (local / "process_0001.log").read_text()
 
 
-def test_forced_exit_of_process_0_leaves_the_others_time_to_name_it(tmp_path: Path):
+def test_forced_exit_of_process_0_is_reported_by_the_others(tmp_path: Path):
     port = free_port()
     done = run([torchrun(port, index, 2) for index in (0, 1)], str(tmp_path), "forced")
     # Process 0 has JAX's coordinator, without which JAX aborts the others.
     assert [process.returncode for process in done] == [70, 75], done
-    assert "failed: it hung. No step can be made without it" in done[1].stderr
+    assert "failed: it hung. Every step needs all processes" in done[1].stderr

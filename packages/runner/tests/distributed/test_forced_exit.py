@@ -1,4 +1,4 @@
-"""Ends of real processes that must not wait for what they leave open."""
+"""Forced exits of processes with contexts that cannot be closed."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import sys
 
 PROCESS = """
 import contextlib, threading
-from layerkit_runner.distributed.forced_exit import forced_exit_on, told_to_others
+from layerkit_runner.distributed.forced_exit import forced_exit_on, notifying_others
 
 def tell(reason):
     print("told", reason, flush=True)
 
 with contextlib.ExitStack() as stack:
     stack.callback(threading.Event().wait)  # a file that cannot be closed
-    stack.enter_context(told_to_others(tell))
+    stack.enter_context(notifying_others(tell))
     stack.enter_context(forced_exit_on(TimeoutError, exit_code=7))
     raise TimeoutError("the disk does not answer")
 """
 
 
-def test_process_leaves_before_anything_outside_is_closed():
+def test_forced_exit_on_an_error_closes_no_outer_context():
     done = subprocess.run(
         [sys.executable, "-c", PROCESS], capture_output=True, text=True, timeout=60, check=False
     )

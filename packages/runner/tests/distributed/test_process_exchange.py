@@ -1,4 +1,4 @@
-"""What processes tell one another: four of them, each with something of its own to say."""
+"""Exchange of values between processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ jax.distributed.shutdown()
 """
 
 
-def test_three_processes():
+def test_three_processes_exchange_values_and_errors():
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
@@ -52,7 +52,7 @@ def test_three_processes():
         assert "ValueError process 0: KeyError: 'nowhere'" in output
 
 
-def test_one_process_asks_nobody():
+def test_single_process_exchanges_nothing():
     assert gather_values({1, 2}) == [{1, 2}]
     assert from_process_0(lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):

@@ -1,4 +1,4 @@
-"""Processes that agree on a step, as threads that share a store."""
+"""Agreement of processes on a step, as threads that share a store."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def processes(store: Store) -> Iterator[list[Process]]:
 
 
 def all_reach(processes: list[Process], step: int) -> list[Requests | None]:
-    """What `reached` answers to each, asked by all at once."""
+    """Return the results of concurrent calls of `reached`."""
     answers: list[Requests | None] = [None] * len(processes)
 
     def ask(index: int) -> None:

@@ -1,4 +1,4 @@
-"""Signals, sent to a real process that is in its loop."""
+"""Signals to a process in its loop."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def start() -> Iterator:
 @pytest.mark.parametrize(
     ("number", "code", "hint"),
     [
-        (signal.SIGINT, 130, "; once more leaves at once"),
+        (signal.SIGINT, 130, "; press Ctrl-C again to exit at once"),
         (signal.SIGTERM, 143, ""),
         (signal.SIGHUP, 129, ""),
     ],
 )
-def test_the_first_signal_lets_the_loop_finish(start, number: int, code: int, hint: str):
+def test_first_signal_ends_the_loop_after_its_step(start, number: int, code: int, hint: str):
     process = start()
     process.send_signal(number)
     stdout, stderr = process.communicate(timeout=60)
@@ -82,7 +82,7 @@ def test_hangup_is_ignored_under_nohup(start):
     assert "SIGHUP" not in stderr
 
 
-def test_closed_terminal_stops_the_loop_whose_output_then_goes_nowhere():
+def test_closed_terminal_stops_the_loop_and_drops_its_output():
     terminal, end = pty.openpty()
     take_terminal = "import fcntl, termios; fcntl.ioctl(2, termios.TIOCSCTTY, 0)\n"
     loop = LOOP.replace('    print("saw', "    print('here', file=sys.stderr)\n    print(\"saw")
@@ -102,7 +102,7 @@ def test_closed_terminal_stops_the_loop_whose_output_then_goes_nowhere():
     assert process.returncode == 129
 
 
-def test_a_second_ctrl_c_leaves_at_once(start):
+def test_second_ctrl_c_exits_at_once(start):
     process = start("stubborn")
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == "saw SIGINT\n"
@@ -110,7 +110,7 @@ def test_a_second_ctrl_c_leaves_at_once(start):
     assert process.wait(timeout=60) == 130
 
 
-def test_a_signal_to_save_is_seen_once_and_stops_nothing(start):
+def test_sigusr1_requests_one_save_and_the_loop_continues(start):
     process = start("saves")
     process.send_signal(signal.SIGUSR1)
     assert process.stdout.readline() == "saves\n"
@@ -122,7 +122,7 @@ def test_a_signal_to_save_is_seen_once_and_stops_nothing(start):
     assert stderr.count("SIGUSR1: saving after this step\n") == 2
 
 
-def test_a_second_sigterm_changes_nothing_and_ctrl_c_still_leaves_at_once(start):
+def test_second_sigterm_is_ignored_and_ctrl_c_still_exits_at_once(start):
     process = start("stubborn")
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == "saw SIGTERM\n"
@@ -133,10 +133,10 @@ def test_a_second_sigterm_changes_nothing_and_ctrl_c_still_leaves_at_once(start)
     assert process.wait(timeout=60) == 130
 
 
-def test_a_signal_inside_a_print_does_no_harm(
+def test_signal_during_a_print_is_handled(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    """Python's streams cannot be entered twice, so the handler must go past them."""
+    """Python's streams are not reentrant, so the handler does not use them."""
 
     class Interrupted(io.RawIOBase):
         def writable(self) -> bool:
@@ -195,7 +195,7 @@ if number != signal.SIGTERM:
         ("SIGINT", "received None\nchild ended False"),
     ],
 )
-def test_signal_to_a_forked_child_is_no_signal_to_its_parent(name: str, child: str):
+def test_signal_to_a_forked_child_does_not_reach_its_parent(name: str, child: str):
     done = subprocess.run(
         [sys.executable, "-c", FORK, name],
         capture_output=True,
@@ -206,7 +206,7 @@ def test_signal_to_a_forked_child_is_no_signal_to_its_parent(name: str, child: s
     assert (done.stdout, done.stderr) == (f"{child}\n", "")
 
 
-def test_handlers_are_put_back():
+def test_exit_restores_the_handlers():
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with StopSignals() as signals:
         assert signal.getsignal(signal.SIGTERM) != before[1]

@@ -1,4 +1,4 @@
-"""The watchdog, in real processes that stand still in different ways."""
+"""The watchdog, in processes that hang in different ways."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from layerkit_runner.distributed.watchdog import HUNG_EXIT_CODE, progress
 PROCESS = """
 import sys, threading, time
 from pathlib import Path
-from layerkit_runner.distributed.forced_exit import told_to_others
+from layerkit_runner.distributed.forced_exit import notifying_others
 from layerkit_runner.distributed.watchdog import progress, watched
 
 log, seconds, what = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
@@ -26,7 +26,7 @@ def reads_forever():
 def tell(reason):
     print(reason, flush=True)
 
-with told_to_others(tell), watched(seconds, process="process 3 of 4", log=lambda: log):
+with notifying_others(tell), watched(seconds, process="process 3 of 4", log=lambda: log):
     if what == "busy":
         for step in range(30):
             progress(f"step {step}")
@@ -41,7 +41,7 @@ with told_to_others(tell), watched(seconds, process="process 3 of 4", log=lambda
         time.sleep(2 * seconds)
         progress("a step")
 print("done")
-time.sleep(2 * seconds)  # it looks no longer
+time.sleep(2 * seconds)  # the watchdog has ended
 """
 
 
@@ -54,28 +54,28 @@ def run(log: Path, seconds: float, what: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_what_hung_is_named_and_where_each_thread_stands(tmp_path: Path):
+def test_hung_phase_is_reported_with_stacks_in_the_log(tmp_path: Path):
     log = tmp_path / "process_0003.log"
     done = run(log, 1.0, "hang")
     assert done.returncode == HUNG_EXIT_CODE
     hung = "hung: reading the batch of step 7 has taken "
     assert done.stdout.startswith(hung)
     assert f"runner: process 3 of 4 {hung}" in done.stderr
-    assert f"{log} says where each of its threads stands" in done.stderr
+    assert f"stacks of its threads are in {log}" in done.stderr
     stacks = log.read_text()
     assert "in reads_forever" in stacks
     assert "is reader" in stacks.splitlines()[0]
 
 
-def test_stacks_are_printed_where_no_file_can_be_written(tmp_path: Path):
+def test_stacks_are_printed_if_the_log_cannot_be_written(tmp_path: Path):
     done = run(tmp_path / "nowhere" / "log", 1.0, "hang")
     assert done.returncode == HUNG_EXIT_CODE
     assert "in reads_forever" in done.stderr
 
 
-def test_process_ends_and_speaks_although_its_log_does_not_answer(tmp_path: Path):
+def test_process_reports_and_ends_while_its_log_blocks(tmp_path: Path):
     log = tmp_path / "log"
-    os.mkfifo(log)  # to open it waits for a reader, as a frozen file system lets all wait
+    os.mkfifo(log)  # opening it blocks until there is a reader, as on a frozen file system
     done = run(log, 1.0, "hang")
     assert done.returncode == HUNG_EXIT_CODE
     hung = "hung: reading the batch of step 7 has taken "
@@ -84,7 +84,7 @@ def test_process_ends_and_speaks_although_its_log_does_not_answer(tmp_path: Path
     assert "in reads_forever" in done.stderr
 
 
-def test_process_ends_although_its_standard_error_does_not_answer(tmp_path: Path):
+def test_process_ends_while_its_standard_error_blocks(tmp_path: Path):
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     with contextlib.suppress(BlockingIOError):
@@ -108,10 +108,10 @@ def test_process_ends_although_its_standard_error_does_not_answer(tmp_path: Path
 
 
 @pytest.mark.parametrize("what", [pytest.param("busy", marks=pytest.mark.slow), "start"])
-def test_nothing_ends_what_goes_on(tmp_path: Path, what: str):
+def test_watchdog_does_not_end_a_process_with_progress(tmp_path: Path, what: str):
     done = run(tmp_path / "log", 2.0, what)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
-def test_progress_without_a_watchdog_does_nothing():
+def test_progress_without_a_watchdog_has_no_effect():
     progress("a step")

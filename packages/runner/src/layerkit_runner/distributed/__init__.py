@@ -1,1 +1,1 @@
-"""The processes of one job: how they meet, tell one another things, watch one another and stop."""
+"""The processes of one job: their connection, values, monitoring, signals and devices."""

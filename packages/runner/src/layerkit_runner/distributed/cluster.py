@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, NoReturn
 import jax
 
 from layerkit.errors import UserError
-from layerkit_runner.distributed.forced_exit import told_to_others
+from layerkit_runner.distributed.forced_exit import notifying_others
 from layerkit_runner.distributed.launchers import (
     SEPARATE_JOBS,
     check_processes,
@@ -128,7 +128,7 @@ def joined(flags: RunOptions) -> Iterator[JoinedProcess]:
         # Without the coordinator in this process, JAX aborts the others before they report.
         wait_for_others = functools.partial(monitor.wait_for_others, _SECONDS_TO_LEARN)
     try:
-        with told_to_others(monitor.failed, wait_for_others):
+        with notifying_others(monitor.failed, wait_for_others):
             yield JoinedProcess(identity, flags.job_log_dir, log)
     except Exception as error:
         _end(error, monitor, wait_for_others)

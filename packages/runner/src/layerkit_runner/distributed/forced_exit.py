@@ -1,8 +1,8 @@
-"""Ending the process without waiting for its threads, a disk, a device or another process.
+"""Exit of the process without waiting for its threads, a disk, a device or another process.
 
-The main thread may be in compiled code for minutes and cannot be interrupted there, and standard
-error may be a file on a disk that does not answer. So everything that comes before the end has a
-time limit. This file imports only the standard library, since the peer monitor uses it.
+The main thread may be in compiled code for minutes, where it cannot be interrupted, and standard
+error may be a file on a disk that does not answer. So every action before the exit has a time
+limit. This module imports only the standard library, since the peer monitor uses it.
 """
 
 from __future__ import annotations
@@ -15,29 +15,27 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-# Time limit of one message or file. All of them together take less time than the other processes
-# have before they end as well, with the coordinator.
+# Time limit of one message or file. Their sum is below the time after which the other processes end
+# with the coordinator.
 SECONDS_TO_WRITE = 2.0
 
 _SECONDS_TO_CLOSE = 20.0
 _STDERR = 2
 
 _callbacks: list[Callable[[], None]] = []
-_tell_others: Callable[[str], None] | None = None
+_notify: Callable[[str], None] | None = None
 _wait_for_others: Callable[[], None] | None = None
 
 
 def finished_within(seconds: float, act: Callable[[], object]) -> bool:
-    """Call `act`, which may never return, on a daemon thread, and wait for it.
-
-    An exception of `act` is dropped; an `act` that must report its errors catches them itself.
+    """Call a function that may never return on a daemon thread, and drop its exceptions.
 
     Args:
-      seconds: How long to wait. Afterwards the thread is left to itself.
-      act: What to do.
+      seconds: Time limit, after which the thread is abandoned.
+      act: Function to call.
 
     Returns:
-      Whether `act` returned in time, without an exception.
+      True if `act` returned in time, without an exception.
     """
     has_returned = threading.Event()
 
@@ -54,9 +52,9 @@ def finished_within(seconds: float, act: Callable[[], object]) -> bool:
 
 @contextlib.contextmanager
 def before_forced_exit(callback: Callable[[], None]) -> Iterator[None]:
-    """Have `forced_exit` call `callback` first, while this is entered.
+    """Register a function for the block that `forced_exit` calls before it ends the process.
 
-    The callbacks are called in reverse order of registration, on a thread that is not the main one.
+    The functions are called in reverse order of registration, on another thread than the main one.
     """
     _callbacks.append(callback)
     try:
@@ -66,39 +64,39 @@ def before_forced_exit(callback: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def told_to_others(
-    tell_others: Callable[[str], None], wait_for_others: Callable[[], None] | None = None
+def notifying_others(
+    notify: Callable[[str], None], wait_for_others: Callable[[], None] | None = None
 ) -> Iterator[None]:
-    """Let the other processes of the job know why this one ends, if it does inside the block.
+    """Report the reason to the other processes if this one ends inside the block.
 
     Args:
-      tell_others: Called with the reason.
-      wait_for_others: Called last if the others need this process until they know the reason; it
-        has a time limit of its own.
+      notify: Function that sends the reason.
+      wait_for_others: Function, with a time limit, that is called last if the others need this
+        process until they have the reason.
     """
-    global _tell_others, _wait_for_others
-    _tell_others, _wait_for_others = tell_others, wait_for_others
+    global _notify, _wait_for_others
+    _notify, _wait_for_others = notify, wait_for_others
     try:
         yield
     finally:
-        _tell_others = _wait_for_others = None
+        _notify = _wait_for_others = None
 
 
-def say(text: str) -> None:
-    """Write a line to standard error, past Python's streams, whose locks may be held."""
+def print_error(text: str) -> None:
+    """Write a line to standard error without Python's streams, whose locks may be held."""
     line = f"{text}\n".encode()
     finished_within(SECONDS_TO_WRITE, lambda: os.write(_STDERR, line))
 
 
-def tell(reason: str) -> None:
-    """Tell the other processes why this one ends."""
-    tell_others = _tell_others
-    if tell_others is not None:
-        finished_within(SECONDS_TO_WRITE, lambda: tell_others(reason))
+def notify_others(reason: str) -> None:
+    """Send the reason of the exit to the other processes."""
+    notify = _notify
+    if notify is not None:
+        finished_within(SECONDS_TO_WRITE, lambda: notify(reason))
 
 
-def end(exit_code: int) -> NoReturn:
-    """End the process, after the others had time to learn why if they need it for that."""
+def exit_now(exit_code: int) -> NoReturn:
+    """End the process, after the wait for the others that `notifying_others` set."""
     if _wait_for_others is not None:
         _wait_for_others()
     # Threads that wait for a disk would keep the interpreter alive.
@@ -106,31 +104,31 @@ def end(exit_code: int) -> NoReturn:
 
 
 def forced_exit(exit_code: int, reason: str) -> NoReturn:
-    """Call what `before_forced_exit` was given, tell the other processes, and end the process."""
+    """Call the functions of `before_forced_exit`, tell the other processes, and exit."""
     finished_within(_SECONDS_TO_CLOSE, _close)
-    tell(reason)
-    end(exit_code)
+    notify_others(reason)
+    exit_now(exit_code)
 
 
 @contextlib.contextmanager
 def forced_exit_on(*kinds: type[Exception], exit_code: int) -> Iterator[None]:
-    """End the process on an error of these kinds, before anything outside the block is closed.
+    """End the process on an error of these kinds, before contexts outside the block are closed.
 
-    Closing files would wait for the same disk.
+    Closing their files would wait for the same disk.
     """
     try:
         yield
     except kinds as error:
-        say(f"runner: {error}")
-        tell(str(error))
-        end(exit_code)
+        print_error(f"runner: {error}")
+        notify_others(str(error))
+        exit_now(exit_code)
 
 
 def _close() -> None:
     for callback in reversed(list(_callbacks)):
         try:
             callback()
-        except Exception:  # the others have their turn all the same
+        except Exception:  # the other functions are still called
             traceback.print_exc()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):

@@ -1,7 +1,7 @@
-"""Small values that the processes of one job exchange on the host, as JSON.
+"""Exchange of small JSON values between the processes of one job.
 
-`gather_values` and `from_process_0` must be called by all processes, in the same order; with a
-single process nothing is sent.
+All processes must call `gather_values` and `from_process_0` in the same order. A single process
+sends nothing.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def coordinator_store() -> KeyValueStore:
 
 
 def all_arrive(name: str) -> bool:
-    """Return whether all processes of the job call this with the same name at about the same time.
+    """Return whether all processes of the job call this with the same name within 30 seconds.
 
-    Processes meet at the coordinator, not on their devices. So a process can ask this while others
-    wait in a collective that it never enters.
+    The barrier uses the coordinator and no device. So a process can call this while others wait in
+    a collective that it never enters.
     """
     client = distributed_state().client
     if client is None:
@@ -58,12 +58,12 @@ def all_arrive(name: str) -> bool:
 
 
 def gather_values(value: Any) -> list[Any]:
-    """Return the JSON values that the processes gave, in the order of their numbers."""
+    """Return the JSON values of all processes, in the order of their numbers."""
     if jax.process_count() == 1:
         return [value]
     message = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(message.size))
-    # Powers of two, since each new size is compiled anew.
+    # Powers of two, since each new size is compiled.
     room = _SMALLEST_MESSAGE
     while room < sizes.max():
         room *= 2
@@ -77,13 +77,14 @@ def from_each_process(make: Callable[[], Any]) -> list[Any]:
     """Call a function on every process and return the JSON values in the order of the processes.
 
     Raises:
-      Exception: What `make` raised here; a ValueError with its text where another process raised.
+      Exception: The error of `make` on this process.
+      ValueError: The text of an error on another process.
     """
     value: Any = None
     error: BaseException | None = None
     try:
         value = make()
-    except BaseException as problem:  # the other processes would wait for this one
+    except BaseException as problem:  # raised below, since the other processes wait for this one
         error = problem
     answers = gather_values([value, error and f"{type(error).__name__}: {error}"])
     if error is not None:
@@ -98,6 +99,6 @@ def from_process_0(make: Callable[[], Any]) -> Any:
     """Call a function on process 0 alone and return its JSON value on every process.
 
     Raises:
-      Exception: What `make` raised; a ValueError with its text on the other processes.
+      Exception: The error of `make`; on the other processes, a ValueError with its text.
     """
     return from_each_process(lambda: make() if jax.process_index() == 0 else None)[0]

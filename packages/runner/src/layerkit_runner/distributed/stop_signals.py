@@ -1,15 +1,14 @@
-"""Ctrl-C, SIGTERM and SIGHUP: finish the step, save, leave. SIGUSR1: save, and continue.
+"""Signals: Ctrl-C, SIGTERM and SIGHUP finish the step, save and exit; SIGUSR1 saves and continues.
 
-The first signal only sets a flag, which the loop reads between steps and while it waits for its
-input. A second Ctrl-C leaves at once, without saving. Work that a signal may cut off, such as the
-report at the end of training, is done inside `StopSignals.leaving_at_once`.
+The first signal sets a flag, which the loop reads between steps and while it waits for its input. A
+second Ctrl-C exits at once, without saving. Work that a signal may interrupt, such as the report at
+the end of training, runs inside `StopSignals.leaving_at_once`.
 
 If several processes train together, all act on a signal to any of them, after the same step. A
 process that learns of a signal starts no further step and publishes the last step that it has
-started. When all have done so, all act after the newest of these steps, since a step that one
+started. When all have published, all act after the newest of these steps, since a step that one
 process has started ends only when all others start it, too. The exchange uses the key-value store
-of JAX's coordinator and no device: a process can take part while it waits for its input or for the
-other processes.
+of JAX's coordinator and no device, so it works while a process waits for input or other processes.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from layerkit_runner.distributed.forced_exit import forced_exit, say
+from layerkit_runner.distributed.forced_exit import forced_exit, print_error
 from layerkit_runner.distributed.process_exchange import KeyValueStore, gather_values
 from layerkit_runner.distributed.watchdog import progress
 
@@ -33,19 +32,19 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAVE_SIGNAL = signal.SIGUSR1
 _SIGNALS = (*_STOP_SIGNALS, _SAVE_SIGNAL)
 
-# How a process takes part in the agreement on the last step.
+# Intervals and keys of the agreement on the last step.
 _POLL_SECONDS = 1.0
 _WAIT_SECONDS = 0.05
 _SECONDS_TO_CLOSE = 5.0
 _KEY = "layerkit_runner/stop"
-# Step of a process that has left the loop of steps: a signal comes too late for all.
+# Step of a process that has left the loop of steps, after which all ignore a signal.
 _FINISHED = 2**62
 
 _active: StopSignals | None = None
 
 
 def active_signals() -> StopSignals | None:
-    """Return the signals that this process catches at the moment; None if it catches none."""
+    """Return the active signal handler of this process; None if there is none."""
     return _active
 
 
@@ -58,24 +57,24 @@ def _forget_in_child() -> None:
 
 @functools.cache
 def _register_at_fork() -> None:
-    """Register once for the process, since there is no way to take it back."""
+    """Register the handler once, since Python cannot unregister it."""
     os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class StopRequestedError(Exception):
-    """The work under way was given up because of a signal; what was completed can be saved."""
+    """Work that was canceled because of a signal; completed steps can be saved."""
 
 
 class StopSignals:
-    """Catches signals while it is entered, on the main thread.
+    """A context manager that handles the signals, entered on the main thread.
 
     Args:
-      leaving: What the job does after a signal to stop, for the message.
-      saving: What it does after a signal to save.
+      leaving: Action after a signal to stop, for the message.
+      saving: Action after a signal to save, for the message.
 
     Attributes:
-      received: The signal to stop that came first; None if none came.
-      save_received: Whether a signal to save came that the processes have not agreed on yet.
+      received: First signal to stop; None if none was received.
+      save_received: True if a signal to save was received that the processes have not agreed on.
     """
 
     def __init__(
@@ -84,6 +83,7 @@ class StopSignals:
         leaving: str = "finishing this step, saving, leaving",
         saving: str = "saving after this step",
     ) -> None:
+        """Store the texts of the messages; see the class for the arguments."""
         self._leaving = leaving
         self._saving = saving
         self._stop = threading.Event()
@@ -92,22 +92,23 @@ class StopSignals:
         self._save_agreed = False
         self._at_once: str | None = None
         self._agreement: StopAgreement | None = None
-        # Signal to stop that the other processes have not been told about; 0 for none.
+        # Signal to stop that has not been published to the other processes; 0 for none.
         self._unpublished = 0
         self._terminals: list[int] = []
         self.received: signal.Signals | None = None
         self.save_received = False
 
     def __enter__(self) -> StopSignals:
-        # Python runs a handler in the main thread, which may wait in compiled code for long. The C
-        # level writes to this pipe at once, and a thread reads it.
+        """Handle the signals, on a thread."""
+        # Python runs a handler in the main thread, which may be in compiled code for minutes. The C
+        # handler writes to this pipe at once, and a thread reads it.
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._terminals = [number for number in (1, 2) if os.isatty(number)]
         for number in _SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # as `nohup` has it
+                continue  # set by `nohup`
             self._previous[number] = signal.signal(number, lambda *_: None)
         global _active
         _active = self
@@ -117,6 +118,7 @@ class StopSignals:
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        """Restore the previous handlers."""
         global _active
         _active = None
         if self._agreement is not None:
@@ -139,7 +141,7 @@ class StopSignals:
         )
 
     def agreed(self, step: int) -> bool:
-        """Return whether all processes stop after `step` steps; to be called between all steps."""
+        """Return whether all processes stop after `step` steps; must be called after each step."""
         if self._agreement is None:
             self._agreed = self.received
             self._save_agreed |= self._take_received_save()
@@ -149,29 +151,29 @@ class StopSignals:
         return self._agreed is not None
 
     def agreed_now(self) -> bool:
-        """Return whether all processes stop now; all must call it at the same place."""
+        """Return whether all processes stop now; all must call this at the same place."""
         latest = max(gather_values(0 if self.received is None else int(self.received)))
         self._agreed = signal.Signals(latest) if latest else None
         self._save_agreed |= self._take_received_save()
         return self._agreed is not None
 
     def gives_up_waiting(self) -> bool:
-        """Return whether to stop waiting for the next step's input, and to call `agreed` again."""
+        """Return whether to cancel the wait for the next batch, and to call `agreed` again."""
         if self._agreement is None:
             return self.received is not None
         return self._agreement.is_open
 
     def may_start(self, step: int) -> bool:
-        """Return whether to start a step whose batch is there; if not, call `agreed` again."""
+        """Return whether to start a step; if not, the caller must call `agreed` again."""
         return self._agreement is None or self._agreement.may_start(step)
 
     def finish(self) -> bool:
-        """Leave the loop of steps; return False if a signal came, and `agreed` is to be called."""
+        """Leave the loop of steps; return False if a signal requires a call of `agreed` first."""
         return self._agreement is None or self._agreement.finish()
 
     @property
     def gives_up_evaluation(self) -> bool:
-        """Whether an evaluation may end without its result, so that the process can leave."""
+        """True if an evaluation may end without a result, so that the process can exit."""
         return self.received is not None and self._at_once is None
 
     def _take_requests(self) -> Requests:
@@ -180,17 +182,14 @@ class StopSignals:
 
     @contextlib.contextmanager
     def leaving_at_once(self, what: str) -> Iterator[None]:
-        """End the process on a signal to stop, while this is entered, without waiting for anything.
-
-        It is for work that a signal may cut off at any point. A signal that came before and was not
-        acted on ends the process, too.
+        """End the process at once on a signal to stop inside the block, or on a pending one.
 
         Args:
-          what: What the process leaves out and what to do about it, for the message.
+          what: Description of the omitted work and its remedy, for the message.
         """
         self._at_once = what
         if self.received is not None:
-            say(f"\n{self.received.name}: leaving at once; {what}")
+            print_error(f"\n{self.received.name}: leaving at once; {what}")
             self._leave(self.received)
         try:
             yield
@@ -198,11 +197,11 @@ class StopSignals:
             self._at_once = None
 
     def wait(self, seconds: float) -> None:
-        """Wait for so long, or until this process receives a signal to stop."""
+        """Wait for `seconds`, or until this process receives a signal to stop."""
         self._stop.wait(seconds)
 
     def take_save_request(self) -> bool:
-        """Return whether all processes save now, as `agreed` found; once for each signal."""
+        """Return whether all processes save now, as `agreed` found; True once for each signal."""
         is_agreed, self._save_agreed = self._save_agreed, False
         return is_agreed
 
@@ -212,14 +211,14 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a process that stopped for a signal; 0 if none was agreed on."""
+        """Exit code of a process that stopped for a signal; 0 if none was agreed on."""
         return 0 if self._agreed is None else 128 + self._agreed
 
     def forget_in_child(self) -> None:
-        """Undo what a forked child inherits, whose signals would be taken for this process's.
+        """Restore the handlers in a forked child, whose signals would reach its parent.
 
-        The child ends on SIGTERM, by which a parent ends its workers. It outlives Ctrl-C and a
-        closed terminal, which reach all processes at once, since the job may need its data to save.
+        SIGTERM, which a parent sends to its workers, ends the child. Ctrl-C and a closed terminal,
+        which signal all processes at once, do not, since the job may need its data to save.
         """
         signal.set_wakeup_fd(-1)
         os.close(self._writer)
@@ -234,7 +233,7 @@ class StopSignals:
                     self._note(signal.Signals(number))
                 elif number == _SAVE_SIGNAL:
                     self.save_received = True
-                    say(f"\n{_SAVE_SIGNAL.name}: {self._saving}")
+                    print_error(f"\n{_SAVE_SIGNAL.name}: {self._saving}")
 
     def _note(self, number: signal.Signals) -> None:
         if self.received is not None and number == signal.SIGINT:
@@ -246,15 +245,15 @@ class StopSignals:
             self.received, self._unpublished = number, int(number)
             self._stop.set()
             if (what := self._at_once) is not None:
-                say(f"\n{number.name}: leaving at once; {what}")
-                # On a thread, so that a second Ctrl-C is still seen.
+                print_error(f"\n{number.name}: leaving at once; {what}")
+                # On a thread, so that a second Ctrl-C is still handled.
                 threading.Thread(target=self._leave, args=(number,), name="leaving").start()
                 return
-            again = "; once more leaves at once" if number == signal.SIGINT else ""
-            say(f"\n{number.name}: {self._leaving}{again}")
+            again = "; press Ctrl-C again to exit at once" if number == signal.SIGINT else ""
+            print_error(f"\n{number.name}: {self._leaving}{again}")
 
     def _drop_lost_terminals(self) -> None:
-        """Redirect output to a closed terminal to nowhere, since printing would be an error."""
+        """Redirect output to a closed terminal to /dev/null, since printing would raise errors."""
         for number in self._terminals:
             if not os.isatty(number):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -262,16 +261,16 @@ class StopSignals:
                 os.close(nowhere)
 
     def _leave(self, number: signal.Signals) -> None:
-        forced_exit(128 + number, f"it was stopped by {number.name}")
+        forced_exit(128 + number, f"stopped by {number.name}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Requests:
-    """What signals request of the processes.
+    """Requests of signals to the processes.
 
     Attributes:
       stop: Number of the signal to stop; 0 for none.
-      saves: Whether to save, and continue.
+      saves: True to save and continue.
     """
 
     stop: int = 0
@@ -279,14 +278,14 @@ class Requests:
 
 
 class StopAgreement:
-    """The agreement of this process with the others, from one request to the next.
+    """The agreement between processes on the step after which they act on requests.
 
     Args:
-      store: Shared by all processes.
+      store: Key-value store that all processes share.
       process: Number of this process.
       num_processes: Number of processes.
-      take_requests: Returns the requests that this process received since the last call.
-      has_requests: Returns whether `take_requests` would return any.
+      take_requests: Function that returns the requests to this process since its last call.
+      has_requests: Function that returns whether there are such requests.
     """
 
     def __init__(
@@ -298,6 +297,7 @@ class StopAgreement:
         take_requests: Callable[[], Requests],
         has_requests: Callable[[], bool],
     ) -> None:
+        """Start the thread that watches for requests; see the class for the arguments."""
         self._store = store
         self._process = process
         self._num_processes = num_processes
@@ -305,10 +305,10 @@ class StopAgreement:
         self._has_requests = has_requests
         self._lock = threading.Lock()
         self._round = 0
-        # The last step that this process has started; None before its loop.
+        # Newest step that this process has started; None before its loop.
         self._started: int | None = None
         self._is_frozen = False
-        # What this process publishes in this round, the same at each attempt.
+        # Record that this process publishes in this round, the same at each attempt.
         self._at: dict[str, Any] | None = None
         self._is_published = False
         self._decision: tuple[int, Requests] | None = None
@@ -323,7 +323,7 @@ class StopAgreement:
 
     @property
     def is_open(self) -> bool:
-        """Whether a request came whose step is not decided yet."""
+        """True if there is a request whose step is not decided yet."""
         return self._is_frozen and self._decision is None
 
     def may_start(self, step: int) -> bool:
@@ -335,12 +335,12 @@ class StopAgreement:
             return True
 
     def reached(self, step: int) -> Requests | None:
-        """Return what all processes do after this step, or None if they do nothing.
+        """Return the requests that all processes meet after this step, or None.
 
-        Waits for the other processes while a request is open. To be called between steps.
+        The call waits for the other processes while a request is open.
 
         Args:
-          step: The last step that this process has started.
+          step: Newest step that this process has started.
         """
         with self._lock:
             if self._started is None:
@@ -360,7 +360,7 @@ class StopAgreement:
         return requests
 
     def finish(self) -> bool:
-        """Leave the loop of steps; return False if a request came that is to be met first."""
+        """Leave the loop of steps; return False if a request must be met first."""
         with self._lock:
             is_over = self._decision is not None and self._decision[0] == _FINISHED
             if self._is_frozen and not is_over:
@@ -379,12 +379,12 @@ class StopAgreement:
     def _watch(self) -> None:
         while not self._ended.wait(_POLL_SECONDS):
             try:
-                self._look()
+                self._poll()
             except Exception:
-                # The coordinator may answer next time; where it is gone, the job ends.
+                # The coordinator may answer the next time; if it is lost, the job ends.
                 continue
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         if self._is_frozen:
             with self._lock:
                 self._publish()
@@ -408,7 +408,7 @@ class StopAgreement:
 
     def _set(self, name: str, value: Any) -> None:
         key = f"{_KEY}/{self._round}/{name}/{self._process}"
-        # An attempt that failed may have stored it.
+        # A failed attempt may have stored the value.
         self._store.key_value_set(key, json.dumps(value), allow_overwrite=True)
 
     def _list(self, name: str) -> list[Any]:

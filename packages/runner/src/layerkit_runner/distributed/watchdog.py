@@ -1,8 +1,8 @@
-"""The watchdog: ends a process that no longer makes progress, and reports what it was doing.
+"""The watchdog, which ends a process without progress and reports its last phase.
 
 A reader may never return, a collective may wait for a device that never enters it, a store may not
-answer. Code that makes progress calls `progress`; a thread looks at the time of the last call.
-A process has one watchdog.
+answer. Code that makes progress calls `progress`; a thread checks the time of the last call. A
+process has one watchdog.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from pathlib import Path
 
 from layerkit_runner.distributed.forced_exit import (
     SECONDS_TO_WRITE,
-    end,
+    exit_now,
     finished_within,
-    say,
-    tell,
+    notify_others,
+    print_error,
 )
 from layerkit_runner.files.atomic_write import open_append
 
 # Exit code of a process that the watchdog ends: sysexits.h's "internal software error".
 HUNG_EXIT_CODE = 70
 
-# Compiling a large step and reading a large checkpoint may take so many seconds, or so many times
-# the limit of anything else if that is longer.
+# Limit of a phase that compiles or reads a large checkpoint: seconds, or a multiple of the ordinary
+# limit if that is longer.
 STARTING_SECONDS = 7200.0
 STARTING_TIMES = 4
 
 _STDERR = 2
-# If the watchdog's own thread did not run for so long, the whole process was stopped.
-_STOOD_STILL_SECONDS = 30.0
+# If the thread of the watchdog did not run for this time, the whole process was stopped.
+_STOPPED_SECONDS = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
 class _Phase:
-    """What the process is doing, since when, and what it may wait for."""
+    """The current phase of the process."""
 
     name: str
     since: float
@@ -48,7 +48,7 @@ class _Phase:
     waits_for_others: bool
 
     def limit(self, seconds: float) -> float:
-        """Return how long it may last if ordinary work may last `seconds`."""
+        """Return the limit of this phase if that of an ordinary one is `seconds`."""
         if self.compiles:
             return _longest(seconds)
         return 1.25 * seconds if self.waits_for_others else seconds
@@ -62,13 +62,13 @@ _current: _Phase | None = None
 
 
 def progress(phase: str, *, compiles: bool = False, waits_for_others: bool = False) -> None:
-    """Report to the watchdog that the last phase has ended; takes a microsecond.
+    """Report the start of a phase to the watchdog; takes a microsecond.
 
     Args:
-      phase: Name of the next phase, such as `reading the batch of step 7`.
-      compiles: Whether it may last longer: `STARTING_SECONDS`, or `STARTING_TIMES` the limit.
-      waits_for_others: Whether it may wait for another process. It then lasts a bit longer, so that
-        the process that keeps all waiting reports first.
+      phase: Name of the phase, such as `reading the batch of step 7`.
+      compiles: True to extend the limit to `STARTING_SECONDS`, or `STARTING_TIMES` the limit.
+      waits_for_others: True if the phase may wait for another process. Its limit is then a quarter
+        longer, so that the process that causes the wait reports first.
     """
     global _current
     if _current is not None:
@@ -77,14 +77,14 @@ def progress(phase: str, *, compiles: bool = False, waits_for_others: bool = Fal
 
 @contextlib.contextmanager
 def watched(seconds: float | None, *, process: str, log: Callable[[], Path]) -> Iterator[None]:
-    """End the process with `HUNG_EXIT_CODE` if nothing calls `progress` for long in the block.
+    """End the process with `HUNG_EXIT_CODE` if a phase in the block exceeds its limit.
 
-    The time before the first call is the start of a job, and may compile.
+    The phase before the first call of `progress` may compile.
 
     Args:
-      seconds: Longest duration of a phase; None for no limit.
+      seconds: Limit of a phase; None for no limit.
       process: Name of this process, for messages.
-      log: Returns the file to which the stacks of all threads are appended.
+      log: Function that returns the file to which the stacks of all threads are appended.
     """
     global _current
     if seconds is None:
@@ -106,18 +106,18 @@ def watched(seconds: float | None, *, process: str, log: Callable[[], Path]) -> 
 def _watch(seconds: float, ended: threading.Event, process: str, log: Callable[[], Path]) -> None:
     global _current
     pause = min(10.0, seconds / 10)
-    looked = time.monotonic()
+    checked = time.monotonic()
     try:
         while not ended.wait(pause):
-            looked, before = time.monotonic(), looked
-            # Compiled code may hold Python's lock, and then this thread stands still as well; this
-            # call sets a timer that needs no lock, and ends the process with exit code 1.
+            checked, before = time.monotonic(), checked
+            # Compiled code may hold Python's lock, which blocks this thread. This timer needs no
+            # lock, and ends the process with exit code 1.
             faulthandler.dump_traceback_later(
                 _longest(seconds) + pause + 60, exit=True, file=_STDERR
             )
             phase = _current
-            if phase is not None and looked - before > pause + _STOOD_STILL_SECONDS:
-                _current = dataclasses.replace(phase, since=looked)  # Ctrl-Z, and back
+            if phase is not None and checked - before > pause + _STOPPED_SECONDS:
+                _current = dataclasses.replace(phase, since=checked)  # continued after Ctrl-Z
             elif phase is not None and time.monotonic() - phase.since > phase.limit(seconds):
                 _end(phase, process, log)
     finally:
@@ -127,26 +127,26 @@ def _watch(seconds: float, ended: threading.Event, process: str, log: Callable[[
 def _end(phase: _Phase, process: str, log: Callable[[], Path]) -> None:
     lasted = time.monotonic() - phase.since
     hung = f"hung: {phase.name} has taken {lasted:.0f} s"
-    say(
-        f"runner: {process} {hung}, and nothing else was done. The same command resumes from the"
-        " newest checkpoint; --hung_step_timeout_secs sets how long to wait."
+    print_error(
+        f"runner: {process} {hung} without progress. The same command resumes from the newest"
+        " checkpoint; --hung_step_timeout_secs sets the limit."
     )
-    tell(hung)
+    notify_others(hung)
     written: list[Path] = []
 
     def write() -> None:
         path = log()
         with io.TextIOWrapper(open_append(path), encoding="utf-8") as file:
             names = ", ".join(f"0x{t.ident or 0:016x} is {t.name}" for t in threading.enumerate())
-            file.write(f"{process} {hung}; its threads stand here; of the threads, {names}\n")
+            file.write(f"{process} {hung}; stacks of its threads, of which {names}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
         written.append(path)
 
     # The disk of the log may be what hangs.
     if finished_within(SECONDS_TO_WRITE, write):
-        say(f"runner: {written[0]} says where each of its threads stands.")
+        print_error(f"runner: the stacks of its threads are in {written[0]}.")
     else:
         finished_within(SECONDS_TO_WRITE, lambda: faulthandler.dump_traceback(_STDERR))
-        say("runner: where its threads stand is above, since its log cannot be written.")
-    end(HUNG_EXIT_CODE)
+        print_error("runner: the stacks of its threads are above, since the log cannot be written.")
+    exit_now(HUNG_EXIT_CODE)

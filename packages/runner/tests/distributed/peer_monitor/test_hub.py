@@ -1,4 +1,4 @@
-"""The hub's judgement, with members that are sockets and seconds that are values."""
+"""Detection of losses by the hub, with sockets as members and a simulated clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEY = b"secret of the job"
 
 
 class Members:
-    """A hub of three, and the other ends of its links."""
+    """A hub of three members, and the other ends of its links."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -32,23 +32,23 @@ class Members:
         for process, link in enumerate(self.links):
             link.send(hello=process, host=f"host{process}", pid=100 + process)
         while self.hub.num_members < 3:
-            self.hear(0.0)
+            self.receive(0.0)
 
     def connect(self, *, key: bytes | None = KEY) -> Link:
         """Connect to the hub, as a member unless the key is another."""
         connection = socket.create_connection(self._listener.getsockname())
         return Link(connection, key=key, sends_as=MEMBER, receives_from=HUB)
 
-    def hear(self, now: float) -> None:
-        """Lets the hub read whatever has arrived."""
+    def receive(self, now: float) -> None:
+        """Let the hub read the messages that have arrived."""
         for source in select.select(self.hub.sources(), [], [], 0.2)[0]:
             self.hub.receive(source, now)
 
     def beat(self, now: float, *processes: int) -> None:
-        """A second in which these members speak."""
+        """Simulate a second in which these members report."""
         for process in processes:
             self.links[process].send(beat=True)
-        self.hear(now)
+        self.receive(now)
         self.hub.check(now)
 
     def close(self) -> None:
@@ -63,28 +63,28 @@ def members() -> Iterator[Members]:
     made.close()
 
 
-def told(link: Link) -> list[Loss]:
-    """The losses that arrive, after beats and whatever else."""
+def received_losses(link: Link) -> list[Loss]:
+    """Return the first losses that arrive."""
     losses: list[Loss] = []
     while not losses and select.select([link], [], [], 10.0)[0]:
         losses += [Loss(**message["loss"]) for message in link.receive() if "loss" in message]
     return losses
 
 
-def test_silence_is_a_loss_once_it_lasts(members: Members):
+def test_silent_member_is_lost_after_the_limit(members: Members):
     for second in range(1, int(SILENT_SECONDS) + 1):
         members.beat(float(second), 0, 1)
         assert members.hub.loss is None
     members.beat(SILENT_SECONDS + 1, 0, 1)
     loss = Loss(2, "host2", 102, SILENT)
     assert members.hub.loss == loss
-    assert told(members.links[0]) == told(members.links[1]) == [loss]
+    assert received_losses(members.links[0]) == received_losses(members.links[1]) == [loss]
     assert loss.sentence(3).startswith(
-        "process 2 of 3 (host host2, pid 102) is silent: nothing was heard of it for 20 s"
+        "process 2 of 3 (host host2, pid 102) is silent: no message arrived for 20 s"
     )
 
 
-def test_a_hub_that_stood_still_itself_blames_nobody(members: Members):
+def test_hub_that_was_stopped_reports_no_loss(members: Members):
     members.beat(1.0, 0, 1, 2)
     members.hub.check(1000.0)
     assert members.hub.loss is None
@@ -93,20 +93,20 @@ def test_a_hub_that_stood_still_itself_blames_nobody(members: Members):
     assert members.hub.loss is None
 
 
-def test_the_first_loss_is_the_one_that_is_told(members: Members):
+def test_hub_reports_the_first_loss_only(members: Members):
     members.links[1].send(how=FAILED, text="no data")
-    members.hear(1.0)
+    members.receive(1.0)
     members.links[0].close()
-    members.hear(2.0)
+    members.receive(2.0)
     assert members.hub.loss == Loss(1, "host1", 101, FAILED, "no data")
-    assert told(members.links[2]) == [members.hub.loss]
+    assert received_losses(members.links[2]) == [members.hub.loss]
 
 
-def test_who_is_done_may_leave(members: Members):
+def test_member_that_is_done_may_disconnect(members: Members):
     members.links[1].send(done=True)
-    members.hear(1.0)
+    members.receive(1.0)
     members.links[1].close()
-    members.hear(2.0)
+    members.receive(2.0)
     assert (members.hub.num_members, members.hub.loss) == (2, None)
 
 
@@ -134,18 +134,18 @@ def test_unsigned_input_closes_the_connection_and_changes_nothing(members: Membe
     stranger.socket.settimeout(10.0)
     stranger.socket.sendall(line)
     for now in (1.0, 1.1, 1.2):
-        members.hear(now)
+        members.receive(now)
     assert is_closed(stranger)
     stranger.close()
     assert (members.hub.num_members, members.hub.loss) == (3, None)
 
 
-def test_message_with_another_key_is_not_heard(members: Members):
+def test_message_with_another_key_is_rejected(members: Members):
     stranger = members.connect(key=b"another")
     stranger.send(hello=1, host="host1", pid=101)
     stranger.send(how=FAILED, text="no data")
     for now in (1.0, 1.1):
-        members.hear(now)
+        members.receive(now)
     assert is_closed(stranger)
     stranger.close()
     assert members.hub.loss is None
@@ -156,7 +156,7 @@ def test_recorded_introduction_is_not_accepted_again(members: Members):
     replay.send(hello=1, host="host1", pid=101)
     replay.send(how=FAILED, text="no data")
     for now in (1.0, 1.1):
-        members.hear(now)
+        members.receive(now)
     assert is_closed(replay)
     replay.close()
     assert (members.hub.num_members, members.hub.loss) == (3, None)
@@ -178,7 +178,7 @@ def test_signed_message_that_is_no_introduction_closes_the_connection(
     stranger = members.connect()
     stranger.send(**message)
     for now in (1.0, 1.1):
-        members.hear(now)
+        members.receive(now)
     assert is_closed(stranger)
     stranger.close()
     assert (members.hub.num_members, members.hub.loss) == (3, None)
@@ -186,7 +186,7 @@ def test_signed_message_that_is_no_introduction_closes_the_connection(
 
 def test_connection_without_introduction_is_closed_after_a_while(members: Members):
     idle = members.connect()
-    members.hear(1.0)
+    members.receive(1.0)
     for second in range(2, 14):
         members.beat(float(second), 0, 1, 2)
     assert is_closed(idle)
@@ -197,17 +197,17 @@ def test_connection_without_introduction_is_closed_after_a_while(members: Member
 def test_connections_without_introduction_are_bounded(members: Members):
     idle = [members.connect() for _ in range(80)]
     for _ in range(2 * len(idle)):
-        members.hear(1.0)
+        members.receive(1.0)
     assert len(members.hub.sources()) < 1 + 3 + len(idle)
     assert is_closed(idle[0])
     for link in idle:
         link.close()
     for _ in range(2 * len(idle)):
-        members.hear(1.0)
+        members.receive(1.0)
     assert (members.hub.num_members, members.hub.loss) == (3, None)
 
 
-def test_hub_with_another_key_is_not_heard():
+def test_message_of_a_hub_with_another_key_is_rejected():
     ours, theirs = socket.socketpair()
     hub = Link(theirs, key=b"another", sends_as=HUB, receives_from=MEMBER)
     member = Link(ours, key=KEY, sends_as=MEMBER, receives_from=HUB)

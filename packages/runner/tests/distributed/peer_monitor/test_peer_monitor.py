@@ -1,6 +1,6 @@
-"""Peer monitors beside real processes that are killed, stopped, or fail: all others say who.
+"""Peer monitors beside processes that are killed, stopped or fail.
 
-The processes here do nothing but wait, so that no library of compiled code speaks first.
+The processes only wait, so that no compiled library reports first.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def thread_states(pid: int) -> set[str]:
 
 
 class Group:
-    """Processes with peer monitors, of which some are started at once."""
+    """Processes with peer monitors."""
 
     def __init__(self, count: int, folder: Path, *, started: int) -> None:
         self.folder = folder
@@ -85,7 +85,7 @@ class Group:
             self.wait_for_log(index, f"from a child of {index}")
 
     def start(self, listener: int = 0) -> None:
-        """Starts the next process; process 0 with the socket of the hub."""
+        """Start the next process; process 0 with the socket of the hub."""
         index = len(self.processes)
         hub_pid = self.processes[0].pid if index else 0
         words = [index, self.count, self._port, listener, hub_pid, self.folder]
@@ -126,7 +126,7 @@ class Group:
         stdin.flush()
 
     def end(self, index: int) -> tuple[int, str, str]:
-        """Its exit code and what it printed to output and error."""
+        """Return the exit code, standard output and standard error."""
         process = self.processes[index]
         process.wait(timeout=60)
         assert process.stdout is not None
@@ -157,26 +157,26 @@ def group(tmp_path: Path) -> Iterator[Callable[..., Group]]:
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_killed_process_is_named_by_all_others(group: Callable[[int], Group], victim: int):
+def test_killed_process_is_named_by_all_others(group: Callable[[int], Group], victim: int):
     processes = group(4)
     processes.processes[victim].kill()
     for index in {0, 1, 2, 3} - {victim}:
         code, _, error = processes.end(index)
         assert code == EXIT_CODE
-        assert f"runner: {processes.name(victim)} ended without a word" in error
+        assert f"runner: {processes.name(victim)} ended without a report" in error
         assert processes.name(victim) in processes.log(index).read_text()
 
 
-def test_one_that_aborts_is_named_too(group: Callable[[int], Group]):
+def test_aborted_process_is_named_by_the_others(group: Callable[[int], Group]):
     processes = group(2)
     processes.tell(0, "abort")
     assert processes.end(0)[0] == -signal.SIGABRT
     code, _, error = processes.end(1)
     assert code == EXIT_CODE
-    assert f"{processes.name(0)} ended without a word" in error
+    assert f"{processes.name(0)} ended without a report" in error
 
 
-def test_what_a_process_says_of_its_failure_is_passed_on(group: Callable[[int], Group]):
+def test_reason_of_a_failed_process_is_reported_by_the_others(group: Callable[[int], Group]):
     processes = group(3)
     processes.tell(1, "fail")
     code, _, error = processes.end(1)
@@ -186,17 +186,17 @@ def test_what_a_process_says_of_its_failure_is_passed_on(group: Callable[[int], 
     for index in (0, 2):
         code, _, error = processes.end(index)
         assert code == EXIT_CODE
-        assert f"runner: {processes.name(1)} failed: its data is gone. No step" in error
+        assert f"runner: {processes.name(1)} failed: its data is gone. Every step" in error
 
 
-def test_a_machine_that_takes_its_monitor_along_is_named(group: Callable[[int], Group]):
+def test_process_killed_with_its_monitor_is_named_by_the_others(group: Callable[[int], Group]):
     processes = group(3)
     processes.kill_monitor(0)
     processes.processes[0].kill()
     for index in (1, 2):
         code, _, error = processes.end(index)
         assert code == EXIT_CODE
-        assert f"runner: {processes.name(0)} ended without a word" in error
+        assert f"runner: {processes.name(0)} ended without a report" in error
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -213,7 +213,7 @@ def test_killed_monitor_ends_its_process_and_all_others(group: Callable[[int], G
     for index in {0, 1, 2} - {victim}:
         code, _, error = processes.end(index)
         assert code == EXIT_CODE
-        assert f"runner: {processes.name(victim)} ended without a word" in error
+        assert f"runner: {processes.name(victim)} ended without a report" in error
 
 
 def test_output_of_a_process_is_complete_when_its_monitor_is_killed(
@@ -233,7 +233,7 @@ def test_output_of_a_process_is_complete_when_its_monitor_is_killed(
     assert "Traceback" not in error
 
 
-def test_those_that_fail_alike_speak_for_themselves(group: Callable[[int], Group]):
+def test_processes_that_fail_alike_report_their_own_failures(group: Callable[[int], Group]):
     processes = group(2)
     for index in (0, 1):
         processes.tell(index, "fail")
@@ -243,7 +243,7 @@ def test_those_that_fail_alike_speak_for_themselves(group: Callable[[int], Group
         assert "runner:" not in error
 
 
-def test_a_stopped_process_is_named_and_ended(group: Callable[[int], Group]):
+def test_stopped_process_is_named_and_killed(group: Callable[[int], Group]):
     processes = group(3)
     processes.processes[1].send_signal(signal.SIGSTOP)
     for index in (0, 2):
@@ -253,7 +253,7 @@ def test_a_stopped_process_is_named_and_ended(group: Callable[[int], Group]):
     assert processes.end(1)[0] == -signal.SIGKILL
 
 
-def test_an_end_in_order_is_no_loss(group: Callable[[int], Group]):
+def test_completed_processes_are_not_lost(group: Callable[[int], Group]):
     processes = group(3)
     for index in (2, 0, 1):
         processes.tell(index, "leave")
@@ -263,7 +263,7 @@ def test_an_end_in_order_is_no_loss(group: Callable[[int], Group]):
         assert output.endswith("after the monitor\n")
 
 
-def test_one_that_comes_when_process_0_is_done_is_let_in(group: Callable[..., Group]):
+def test_process_that_connects_after_process_0_is_done_completes(group: Callable[..., Group]):
     processes = group(2, started=1)
     processes.tell(0, "leave")
     assert processes.processes[0].wait(timeout=60) == 0
@@ -274,7 +274,7 @@ def test_one_that_comes_when_process_0_is_done_is_let_in(group: Callable[..., Gr
         assert (code, "runner:" in error) == (0, False), error
 
 
-def test_people_see_process_0_and_the_errors_of_others(group: Callable[[int], Group]):
+def test_terminal_shows_process_0_and_errors_of_the_others(group: Callable[[int], Group]):
     processes = group(2)
     for index in (1, 0):
         processes.tell(index, "leave")
@@ -294,7 +294,7 @@ def test_people_see_process_0_and_the_errors_of_others(group: Callable[[int], Gr
         assert texts >= set(words)
 
 
-def test_log_that_does_not_answer_keeps_nothing_from_being_passed_on(tmp_path: Path):
+def test_blocked_log_does_not_delay_the_terminal(tmp_path: Path):
     os.mkfifo(tmp_path / "process_0000.log")
     os.mkfifo(tmp_path / "process_0001.log")
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -319,7 +319,7 @@ def test_log_that_does_not_answer_keeps_nothing_from_being_passed_on(tmp_path: P
     assert "failed: its data is gone" in processes[0].communicate()[1]
 
 
-def test_a_process_that_cannot_reach_the_hub_says_so(tmp_path: Path):
+def test_process_that_cannot_reach_the_hub_prints_a_warning(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     words = [1, 2, port, 0, os.getpid(), tmp_path]

@@ -1,12 +1,13 @@
-"""A small process beside each process of a job of several: it keeps the log and names lost peers.
+"""Peer monitors: small processes beside those of a job, which keep logs and name lost processes.
 
-    start.py      starting it, from the process that it monitors
-    program.py    what it runs: its one loop, and when it ends
-    hub.py        signed messages between peer monitors; the hub that finds the first loss
-    log_tee.py    copies what the process prints to its log, and parts of it to people
+    start.py      start of the peer monitor, from the process that it monitors
+    program.py    loop and end of the peer monitor
+    hub.py        signed messages between peer monitors; the hub that finds the first lost process
+    log_tee.py    copies of the output of the process, to its log and to the terminal
 
-It is a separate process because it acts when the other cannot: aborted from C++, killed, stopped,
-or in compiled code that holds Python's lock. It imports nothing but the standard library.
+A peer monitor is a separate process, so that it can act when the monitored one cannot: aborted from
+C++, killed, stopped, or in compiled code that holds Python's lock. Besides the two packages, which
+are light until a name of theirs is used, it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """A process as its peers name it.
+    """A process of the job, as messages name it.
 
     Attributes:
       process: Number of the process.
@@ -31,4 +32,5 @@ class Identity:
     pid: int
 
     def __str__(self) -> str:
+        """Return the name for messages."""
         return f"process {self.process} of {self.num_processes} (host {self.host}, pid {self.pid})"

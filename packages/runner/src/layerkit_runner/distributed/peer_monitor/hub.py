@@ -1,12 +1,12 @@
-"""Messages between peer monitors, and the hub that finds the first process that a job lost.
+"""Messages between peer monitors, and the hub that finds the first lost process.
 
 Messages are JSON objects, one on a line, over a non-blocking socket. Over a network each line is
 signed with a key that the processes of a job share. A line that is too long, unsigned or wrongly
 signed closes the connection before its content is parsed. The messages are not encrypted.
 
-The hub is beside process 0; a member beside each process reports to it each second, and at once
-when its process ends, fails or is stopped. A silent member means that the machine or the network is
-gone, since nothing that the process does can keep its peer monitor from reporting.
+The hub is beside process 0. A member beside each process reports to it each second, and at once
+when its process ends, fails or is stopped. A silent member means that the machine or the network
+failed, since no action of the process can silence its peer monitor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_LINE_BYTES = 1 << 14
 _MAX_READ_BYTES = 1 << 16
 _SIGNATURE_CHARACTERS = 2 * hashlib.sha256().digest_size
 
-# A connection that has not introduced itself yet: for how long it may stay, and how many may.
+# Limits of connections without introduction: their age, and their number.
 _SECONDS_TO_INTRODUCE = 10.0
 _MAX_STRANGERS = 64
 
@@ -42,15 +42,14 @@ class Link:
     """One end of a connection.
 
     Args:
-      connection: A connected socket.
-      key: Secret that both ends share; None sends plain lines, for a socket pair whose two ends
-        trust each other.
+      connection: Connected socket.
+      key: Secret that both ends share; None for unsigned lines over a trusted socket pair.
       sends_as: Role of this end, which its signatures include.
       receives_from: Role of the other end.
 
     Attributes:
       socket: The socket, set to non-blocking.
-      is_open: Whether the other end is still connected.
+      is_open: True while the other end is connected.
     """
 
     def __init__(
@@ -61,6 +60,7 @@ class Link:
         sends_as: str = "",
         receives_from: str = "",
     ) -> None:
+        """Set the socket to non-blocking; see the class for the arguments."""
         connection.settimeout(0)
         self.socket = connection
         self.is_open = True
@@ -76,9 +76,9 @@ class Link:
         return self.socket.fileno()
 
     def send(self, **message: Any) -> None:
-        """Send a message, or nothing from the first one on that does not fit into the buffers.
+        """Send a message; after the first one that does not fit into the buffers, send nothing.
 
-        A receiver with that much unread input does not listen; the others notice its silence.
+        A receiver with that much unread input does not run, and becomes silent itself.
         """
         if self._is_stuck:
             return
@@ -93,7 +93,7 @@ class Link:
             self._is_stuck = True
 
     def receive(self) -> list[dict[str, Any]]:
-        """Return the complete messages that have arrived; close the link at its end.
+        """Return the complete messages that have arrived; mark a link that has ended as closed.
 
         Malformed messages of a trusted sender are dropped.
         """
@@ -112,7 +112,7 @@ class Link:
             if content is None:
                 self.is_open = False
                 break
-            # JSON that is nested deeply ends in a RecursionError.
+            # Deeply nested JSON raises a RecursionError.
             with contextlib.suppress(ValueError, RecursionError):
                 message = json.loads(content)
                 if isinstance(message, dict):
@@ -126,7 +126,7 @@ class Link:
             self.socket.close()
 
     def _content(self, line: bytes) -> bytes | None:
-        """Return what a line says, or None if the signature is not that of the other end."""
+        """Return the content of a line, or None without a valid signature of the other end."""
         if len(line) > _MAX_LINE_BYTES:
             return None
         if self._key is None:
@@ -140,21 +140,21 @@ class Link:
 
 
 def _signature(key: bytes, role: str, number: int, content: bytes) -> bytes:
-    """Return the signature of the message with this number that `role` sends."""
+    """Return the signature of a message of `role` by its number."""
     signed = f"{role} {number} ".encode() + content
     return hmac.digest(key, signed, "sha256").hex().encode()
 
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """The end of a process without which no step can be made.
+    """The loss of a process, after which the job cannot continue.
 
     Attributes:
       process: Number of the process.
       host: Name of its machine; empty if unknown.
       pid: Process id on that machine.
-      how: One of the words above.
-      text: Reason that the process gave itself, if any.
+      how: `ENDED`, `FAILED`, `STALLED` or `SILENT`.
+      text: Reason that the process reported, if any.
     """
 
     process: int
@@ -164,23 +164,23 @@ class Loss:
     text: str = ""
 
     def sentence(self, num_processes: int) -> str:
-        """Return a sentence that names the process and what became of it."""
+        """Return a sentence that names the process and the kind of its loss."""
         place = f" (host {self.host}, pid {self.pid})" if self.host else ""
         name = f"process {self.process} of {num_processes}{place}"
         return {
-            ENDED: f"{name} ended without a word: it or its peer monitor was killed or ran out of"
-            f" memory, or logs/process_{self.process:04d}.log says why",
+            ENDED: f"{name} ended without a report: it or its peer monitor was killed or ran out of"
+            f" memory, or logs/process_{self.process:04d}.log has the reason",
             FAILED: f"{name} failed: {self.text}",
             STALLED: f"{name} is stalled: it has been stopped for {STALLED_SECONDS:.0f} s",
-            SILENT: f"{name} is silent: nothing was heard of it for {SILENT_SECONDS:.0f} s, so its"
-            " machine is down or stalled, or the network between",
+            SILENT: f"{name} is silent: no message arrived for {SILENT_SECONDS:.0f} s, so its"
+            " machine is down or stalled, or the network failed",
         }[self.how]
 
 
 @dataclasses.dataclass
 class _Member:
     link: Link
-    heard: float
+    last_message: float
     # None until it has introduced itself.
     process: int | None = None
     host: str = ""
@@ -189,13 +189,13 @@ class _Member:
 
 
 class Hub:
-    """The hub of a job, which listens to the members and finds the first loss.
+    """The hub of a job, which receives the messages of members and finds the first loss.
 
-    Members introduce themselves by a message that is signed with the key of the job, each process
-    once. A connection that does not is closed after some seconds, and earlier where there are many.
+    Each member introduces its process once, by a message that is signed with the key of the job. A
+    connection without introduction is closed after some seconds, or earlier if there are many.
 
     Args:
-      listener: Listening socket that the members connect to.
+      listener: Listening socket for the members.
       num_processes: Number of processes of the job.
       now: Seconds of a monotonic clock.
       key: Secret of the job, for the signatures.
@@ -204,6 +204,7 @@ class Hub:
     def __init__(
         self, listener: socket.socket, num_processes: int, now: float, *, key: bytes
     ) -> None:
+        """Set the socket to non-blocking; see the class for the arguments."""
         listener.settimeout(0)
         self._listener = listener
         self._num_processes = num_processes
@@ -214,21 +215,21 @@ class Hub:
         self.loss: Loss | None = None
 
     def sources(self) -> list[Link | socket.socket]:
-        """Return the sockets for which to call `receive` when they can be read."""
+        """Return the sockets that require a call of `receive` when they are readable."""
         return [self._listener, *self._members]
 
     @property
     def num_members(self) -> int:
-        """Number of members that are connected and have introduced themselves."""
+        """Number of connected members that have introduced themselves."""
         return len(self._known())
 
     @property
     def knows_all(self) -> bool:
-        """Whether every process of the job has introduced itself, connected still or not."""
+        """True if every process of the job has introduced itself, even if it has left since."""
         return len(self._introduced) == self._num_processes
 
-    def say_goodbye(self) -> None:
-        """Tell the members that the hub leaves because its process is done."""
+    def announce_end(self) -> None:
+        """Notify the members that the hub closes because its process is done."""
         for member in self._known():
             member.link.send(hub_leaves=True)
 
@@ -240,7 +241,7 @@ class Hub:
         assert isinstance(source, Link)
         member = self._members.get(source)
         if member is None:
-            return  # closed since it was found ready
+            return  # closed in the meantime
         for message in source.receive():
             self._handle(member, message, now)
         if not member.link.is_open:
@@ -249,18 +250,18 @@ class Hub:
                 self._mark_lost(member, ENDED)
 
     def check(self, now: float) -> None:
-        """Find silent members and close idle connections; to be called each second."""
+        """Find silent members and close idle connections; called each second."""
         if now - self._checked > 5 * BEAT_SECONDS:
-            # It was this process that stood still, and what the others said waits to be read.
+            # This process was stopped, and has not read the messages of the others.
             for member in self._members.values():
-                member.heard = now
+                member.last_message = now
         self._checked = now
         for member in [*self._members.values()]:
-            if member.process is None and now - member.heard > _SECONDS_TO_INTRODUCE:
+            if member.process is None and now - member.last_message > _SECONDS_TO_INTRODUCE:
                 self._drop(member)
         for member in self._known():
             member.link.send(beat=True)
-            if not member.is_done and now - member.heard > SILENT_SECONDS:
+            if not member.is_done and now - member.last_message > SILENT_SECONDS:
                 self._mark_lost(member, SILENT)
 
     def _known(self) -> list[_Member]:
@@ -270,7 +271,7 @@ class Hub:
         try:
             connection, _ = self._listener.accept()
         except OSError:
-            return  # it left before it was let in
+            return  # the peer has disconnected
         link = Link(connection, key=self._key, sends_as=HUB, receives_from=MEMBER)
         self._members[link] = _Member(link, now)
         strangers = [member for member in self._members.values() if member.process is None]
@@ -282,7 +283,7 @@ class Hub:
         member.link.close()
 
     def _handle(self, member: _Member, message: dict[str, Any], now: float) -> None:
-        member.heard = now
+        member.last_message = now
         if member.process is None:
             self._introduce(member, message)
             return
@@ -296,7 +297,7 @@ class Hub:
         if not (isinstance(process, int) and isinstance(pid, int)) or (
             process in self._introduced or process not in range(self._num_processes)
         ):
-            # Signed, but no introduction, or a recorded one that is sent again.
+            # A signed message that is no introduction, or a replayed introduction.
             member.link.is_open = False
             return
         member.process, member.host, member.pid = process, str(host), pid
@@ -306,7 +307,7 @@ class Hub:
 
     def _mark_lost(self, member: _Member, how: str, text: str = "") -> None:
         if self.loss is not None:
-            return  # those that follow are consequences
+            return  # later losses are consequences
         assert member.process is not None
         self.loss = Loss(member.process, member.host, member.pid, how, text)
         for other in self._known():

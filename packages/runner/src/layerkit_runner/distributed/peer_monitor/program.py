@@ -1,7 +1,7 @@
-"""What the peer monitor of one process runs: its one loop, and when it ends.
+"""The program of a peer monitor: its loop, and its end.
 
 `layerkit_runner.distributed.peer_monitor.start` runs it and writes the fields of `Task` as JSON to
-its standard input: the arguments of a command are visible to other users, and the key is secret.
+its standard input, since the key is secret and other users can see the arguments of a command.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from layerkit_runner.distributed.peer_monitor.hub import (
 from layerkit_runner.distributed.peer_monitor.log_tee import LogTee
 from layerkit_runner.files.atomic_write import open_append
 
-# How long the others wait to name a process that failed: often all fail alike, and each should
+# Delay before the others name a process that failed, since often all fail alike and each should
 # report its own failure.
-_SECONDS_TO_SPEAK = 3.0
+_SECONDS_TO_REPORT = 3.0
 _SECONDS_TO_END = 10.0
 _SECONDS_TO_DRAIN = 2.0
 # The hub of a job of thousands receives thousands of beats a second, and reads many at a time.
@@ -51,14 +51,14 @@ class Task:
     """The settings of a peer monitor.
 
     Attributes:
-      identity: The process that it monitors.
+      identity: The monitored process.
       control: Descriptor of the socket to the process.
-      streams: Descriptors from which its standard output and error are read.
+      streams: Descriptors of the pipes from its standard output and error.
       log: Path of its log.
       header: First line of this run in the log.
       hub_address: (host, port) of the hub.
-      hub: Process 0, beside which the hub is.
-      listener: Descriptor on which the hub listens, beside process 0; None elsewhere.
+      hub: Process 0, whose peer monitor has the hub.
+      listener: Descriptor of the hub's listening socket, beside process 0; None elsewhere.
       key: Secret of the job, hexadecimal, that signs the messages between peer monitors.
     """
 
@@ -74,9 +74,10 @@ class Task:
 
 
 class Monitor:
-    """Runs beside a process until it ends."""
+    """The peer monitor of a process, which runs until the process ends."""
 
     def __init__(self, task: Task) -> None:
+        """Open the log and the hub, connect to the hub, and start to copy the output."""
         now = time.monotonic()
         is_first = task.identity.process == 0
         self._task = task
@@ -98,10 +99,10 @@ class Monitor:
         self._announce_at: float | None = None
         self._kill_at: float | None = None
         # State of the process.
-        self._has_spoken = self._is_done = self._is_gone = False
+        self._has_reported = self._is_done = self._is_gone = False
 
     def run(self) -> None:
-        """Work until the process has ended, and every peer that needs to know it has heard."""
+        """Run until the process has ended, and the peers have been notified."""
         while not (self._is_gone or self._is_done):
             sources: list[Link | socket.socket] = [self._control]
             if self._member is not None:
@@ -110,7 +111,7 @@ class Monitor:
                 sources += self._hub.sources()
             self._serve(sources, BEAT_SECONDS / 4)
             self._act_on_time(time.monotonic())
-        if self._is_gone and not (self._is_done or self._has_spoken):
+        if self._is_gone and not (self._is_done or self._has_reported):
             self._tell_hub(ENDED)
         if self._is_done and self._member is not None:
             self._member.send(done=True)
@@ -151,7 +152,7 @@ class Monitor:
         self._ticked = now
         if self._hub is not None:
             self._hub.check(now)
-            # Of the members, one is that of process 0 itself.
+            # The members include that of process 0 itself.
             if self._hub.num_members <= 1:
                 self._control.send(is_last=True)
         if os.getppid() != self._identity.pid:
@@ -173,7 +174,7 @@ class Monitor:
     def _receive_from_process(self, control: Link) -> None:
         for message in control.receive():
             if "failed" in message:
-                self._has_spoken = True
+                self._has_reported = True
                 self._tell_hub(FAILED, message["failed"])
             if message.get("done"):
                 self._is_done = True
@@ -184,7 +185,7 @@ class Monitor:
         for message in member.receive():
             self._heard_hub = now
             if "loss" in message:
-                self._take_loss(Loss(**message["loss"]))
+                self._receive_loss(Loss(**message["loss"]))
             if message.get("hub_leaves"):
                 member.close()
                 self._member = None
@@ -194,13 +195,13 @@ class Monitor:
 
     def _lose_hub(self, how: str) -> None:
         self._member = None
-        self._take_loss(Loss(0, self._task.hub.host, self._task.hub.pid, how))
+        self._receive_loss(Loss(0, self._task.hub.host, self._task.hub.pid, how))
 
     def _tell_hub(self, how: str, text: str = "") -> None:
         if self._member is not None:
             self._member.send(how=how, text=text)
 
-    def _take_loss(self, loss: Loss) -> None:
+    def _receive_loss(self, loss: Loss) -> None:
         if self._loss is not None:
             return
         self._loss = loss
@@ -209,41 +210,41 @@ class Monitor:
             if loss.how in (STALLED, SILENT):
                 self._kill()
             return
-        delay = _SECONDS_TO_SPEAK if loss.how == FAILED else 0.0
+        delay = _SECONDS_TO_REPORT if loss.how == FAILED else 0.0
         self._announce_at = time.monotonic() + delay
 
     def _announce(self) -> None:
-        """End the process and name the lost one, unless it reports a failure of its own."""
+        """End the process and name the lost one, unless it has reported its own failure."""
         assert self._loss is not None
         self._announce_at = None
-        if self._has_spoken or self._is_gone:
+        if self._has_reported or self._is_gone:
             return
-        self._has_spoken = True  # all that it reports from here on are consequences
+        self._has_reported = True  # later failures are consequences
         self._control.send(end=True)
         self._kill_at = time.monotonic() + _SECONDS_TO_END
         own = f"process {self._identity.process}"
         text = (
-            f"runner: {self._loss.sentence(self._identity.num_processes)}. No step can be made"
-            f" without it, so {own} ends as well; the same command in every process resumes from"
+            f"runner: {self._loss.sentence(self._identity.num_processes)}. Every step needs all"
+            f" processes, so {own} ends as well; the same command in every process resumes from"
             " the newest checkpoint."
         )
         self._log.note(text)
-        _tell(text)
+        _print_error(text)
 
     def _kill(self) -> None:
-        """Kill a process that does not end by itself: it may be stopped, or stuck."""
+        """Kill a process that does not end by itself, since it is stopped or blocked."""
         if os.getppid() == self._identity.pid:
             with contextlib.suppress(OSError):
                 os.kill(self._identity.pid, signal.SIGKILL)
 
     def _leave_hub(self, hub: Hub) -> None:
-        """Let the members know how the process ended."""
+        """Notify the members of the end of the process."""
         deadline = time.monotonic() + _SECONDS_TO_END
-        # In a short job a peer monitor may still have to connect; it would take the end for a loss.
+        # In a short job a peer monitor may connect late, and would then report a lost process.
         while self._is_done and not (hub.knows_all or hub.loss) and time.monotonic() < deadline:
             self._serve([*hub.sources()], BEAT_SECONDS / 4)
         if self._is_done and hub.loss is None:
-            hub.say_goodbye()
+            hub.announce_end()
             return
         deadline = time.monotonic() + _SECONDS_TO_END
         while time.monotonic() < deadline and hub.num_members > 1:
@@ -259,11 +260,11 @@ class Monitor:
         except OSError as error:
             text = (
                 f"runner: process {task.identity.process} cannot reach process 0 at"
-                f" {task.hub_address[0]}:{task.hub_address[1]} ({error}); should a process be lost,"
-                " JAX notices it, but does not name it."
+                f" {task.hub_address[0]}:{task.hub_address[1]} ({error}); if a process is lost, JAX"
+                " ends the job without its name."
             )
             self._log.note(text)
-            _tell(text)
+            _print_error(text)
             return None
         key = bytes.fromhex(task.key)
         link = Link(connection, key=key, sends_as=MEMBER, receives_from=HUB)
@@ -272,13 +273,13 @@ class Monitor:
         return link
 
 
-def _tell(text: str) -> None:
+def _print_error(text: str) -> None:
     # Standard error may be a file, on a disk that does not answer.
     finished_within(_SECONDS_TO_DRAIN, lambda: os.write(2, text.encode() + b"\n"))
 
 
 def _is_stopped(pid: int) -> bool:
-    """Return whether a signal stopped the process; False where the system has no /proc."""
+    """Return whether a signal stopped the process; False on systems without /proc."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state = file.read().rpartition(b")")[2].split()[0]
@@ -291,20 +292,19 @@ def _open_log(task: Task) -> BinaryIO | None:
     try:
         return open_append(task.log, is_buffered=False)
     except OSError as error:
-        _tell(f"runner: process {task.identity.process} keeps no log: {error}")
+        _print_error(f"runner: process {task.identity.process} cannot open its log: {error}")
         return None
 
 
 def main() -> None:
-    """Run the peer monitor that the standard input describes."""
-    # What asks the process to stop may be sent to the whole group; the peer monitor outlives it.
+    """Run the peer monitor with the task from standard input."""
+    # Signals to stop the process may be sent to the whole group; the peer monitor outlives it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    # Beside process 0, a connection for each process of the job.
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # The hub has a connection for each process of the job.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    del soft
     fields = json.load(sys.stdin)
     for name in ("streams", "hub_address"):
         fields[name] = tuple(fields[name])

@@ -1,4 +1,4 @@
-"""Starting the peer monitor of this process, and the messages between the two."""
+"""Start of the peer monitor of this process, and the messages between the two."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from layerkit_runner.distributed.peer_monitor.hub import Link
 from layerkit_runner.distributed.peer_monitor.program import Task
 from layerkit_runner.files.atomic_write import open_append
 
-_SECONDS_FOR_LAST_LINES = 3.0
+_SECONDS_TO_END = 3.0
 _SECONDS_TO_WRITE = 2.0
 _MAX_TEXT = 1000
 
 PROGRAM = "layerkit_runner.distributed.peer_monitor.program"
-"""Module that Python runs as the peer monitor."""
+"""Module that runs as the peer monitor."""
 
 
 class PeerMonitor:
-    """The peer monitor of this process, through which all that the process prints goes.
+    """The peer monitor of this process, which receives the output of the process.
 
     Args:
-      identity: This process.
+      identity: Identity of this process.
       hub_address: (host, port) of the hub.
-      hub: The process beside which the hub is.
+      hub: Process whose peer monitor has the hub.
       listener: Listening socket of the hub, in process 0; None elsewhere.
       key: Secret of the job, the same in all processes.
       log: File to append to.
-      exit_code: Exit code of this process when another process, or this peer monitor, was lost.
+      exit_code: Exit code of this process if another process, or this peer monitor, is lost.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class PeerMonitor:
         log: Path,
         exit_code: int,
     ) -> None:
+        """Start the peer monitor, and redirect standard output and error to it."""
         ours, theirs = socket.socketpair()
         pipes = [os.pipe(), os.pipe()]
         streams = (pipes[0][0], pipes[1][0])
@@ -88,10 +89,10 @@ class PeerMonitor:
         self._log = log
         self._exit_code = exit_code
         self._is_closing = False
-        # Kept open, so that printing meets no broken pipe if the peer monitor ends.
+        # Open reading ends avoid broken pipes if the peer monitor ends.
         self._streams = streams
         self._control = Link(ours)
-        ours.settimeout(None)  # a thread waits for it
+        ours.settimeout(None)  # a thread reads it
         self._is_last = threading.Event()
         self._saved = _redirect([pipe[1] for pipe in pipes])
         for _, writer in pipes:
@@ -99,30 +100,30 @@ class PeerMonitor:
         threading.Thread(target=self._listen, name="peer-monitor", daemon=True).start()
 
     def failed(self, text: str) -> None:
-        """Tell the other processes why this one ends."""
+        """Send the reason of this process's end to the other processes."""
         self._control.send(failed=text[:_MAX_TEXT])
 
     def wait_for_others(self, seconds: float) -> None:
-        """Wait in process 0 until no other process is there, for at most `seconds`."""
+        """Wait in process 0 for at most `seconds` until all other processes have left."""
         self._is_last.clear()  # the message is repeated each second
         self._is_last.wait(seconds)
 
     def close(self) -> None:
-        """Tell the peer monitor that this process is done, and print without it again."""
+        """End the peer monitor, and print directly again."""
         self._is_closing = True
         self._control.send(done=True)
         sys.stdout.flush()
         sys.stderr.flush()
         self._print_directly()
-        # Its last lines come before those that this process may still print.
+        # The peer monitor prints its last lines before this process prints further ones.
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._program.wait(_SECONDS_FOR_LAST_LINES)
+            self._program.wait(_SECONDS_TO_END)
 
     def _listen(self) -> None:
         while self._control.is_open:
             for message in self._control.receive():
                 if message.get("end"):
-                    # The main thread may wait for the lost process in compiled code.
+                    # The main thread may be in compiled code, waiting for the lost process.
                     os._exit(self._exit_code)
                 if message.get("is_last"):
                     self._is_last.set()
@@ -130,22 +131,22 @@ class PeerMonitor:
             self._end_without_monitor()
 
     def _end_without_monitor(self) -> None:
-        """End this process, which the others take for lost, and end for, at the same moment."""
+        """End this process; without its peer monitor the others count it as lost, and end."""
         code = self._program.wait()
         name = f"signal {-code}" if code < 0 else f"exit code {code}"
         text = (
-            f"runner: {self._identity} lost its peer monitor, which ended with {name}. No other"
-            " process hears of this one any more, so it ends as well; the same command in every"
+            f"runner: {self._identity} lost its peer monitor, which ended with {name}. The other"
+            " processes count this one as lost, so it ends as well; the same command in every"
             " process resumes from the newest checkpoint.\n"
         ).encode()
         self._print_directly()
         for stream, target in zip(self._streams, (1, 2), strict=True):
-            finished_within(_SECONDS_TO_WRITE, functools.partial(_pass_on_rest, stream, target))
+            finished_within(_SECONDS_TO_WRITE, functools.partial(_copy_rest, stream, target))
         finished_within(_SECONDS_TO_WRITE, lambda: os.write(2, text))
         finished_within(_SECONDS_TO_WRITE, lambda: _append(self._log, text))
         if self._identity.process == 0:
-            # The coordinator is in this process; without it the others abort before they can speak.
-            time.sleep(_SECONDS_FOR_LAST_LINES)
+            # Without the coordinator in this process, JAX aborts the others before they report.
+            time.sleep(_SECONDS_TO_END)
         os._exit(self._exit_code)
 
     def _print_directly(self) -> None:
@@ -163,8 +164,8 @@ def _import_path() -> list[str]:
     return [os.path.dirname(module.__path__[0]) for module in (layerkit_runner, layerkit)]
 
 
-def _pass_on_rest(stream: int, target: int) -> None:
-    """Copy what the peer monitor left unread in a pipe."""
+def _copy_rest(stream: int, target: int) -> None:
+    """Copy the unread rest of a pipe."""
     os.set_blocking(stream, False)
     with contextlib.suppress(BlockingIOError):
         while data := os.read(stream, 1 << 16):
@@ -177,7 +178,7 @@ def _append(log: Path, text: bytes) -> None:
 
 
 def _redirect(targets: list[int]) -> dict[int, int]:
-    """Redirect standard output and error, also of compiled code; return copies of the old ones."""
+    """Redirect standard output and error, also of compiled code; return copies of both."""
     saved = {}
     for stream, number, target in zip((sys.stdout, sys.stderr), (1, 2), targets, strict=True):
         stream.flush()
