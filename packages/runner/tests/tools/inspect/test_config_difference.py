@@ -47,10 +47,10 @@ def resolved(tiny: SimpleNamespace) -> Any:
 def test_differences_of_a_recorded_run_and_the_experiment(resolved: Any, tmp_path: Path):
     write_config(epath.Path(tmp_path), resolved(DIMS=4), RunOptions(), report=lambda line: None)
     there = recorded_side(str(tmp_path))
-    assert differences(resolved_side(resolved(DIMS=4)), there) == []
+    assert differences(resolved_side(resolved(DIMS=4)), there) == {}
     found = differences(resolved_side(resolved()), there)
-    assert [each.path for each in found] == ["experiment.DIMS", "task.model.dims"]
-    assert all(each.values == {"here": 2, "there": 4} for each in found)
+    assert list(found) == ["experiment.DIMS", "task.model.dims"]
+    assert all(values == {"here": 2, "there": 4} for values in found.values())
 
 
 def test_text_and_json_of_differences():
@@ -70,7 +70,7 @@ def test_text_and_json_of_differences():
         "",
         "4 of 5 fields differ",
     ]
-    assert difference_text(here, here, []).splitlines()[2:] == ["nothing differs"]
+    assert difference_text(here, here, {}).splitlines()[2:] == ["nothing differs"]
     record = json.loads(difference_json(here, there, differences(here, there)))
     assert record["differences"]["only"] == {"here": None}
     assert record["differences"]["a"] == {"here": 1, "there": None}

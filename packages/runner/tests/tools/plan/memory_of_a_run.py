@@ -1,8 +1,8 @@
-"""A process that plans a step, runs it, and prints what it predicted and how far its memory grew.
+"""A process that plans a step, runs it, and prints the predicted and the measured memory.
 
-What is left out of the growth is what the process had before there was a state: code, libraries and
-compiled programs. XLA gives the memory of a step back a moment after its results are ready, and on
-a busy machine the next step has begun by then; so of some steps the one that grew least counts.
+The measured memory excludes that of the process before the state was created: code, libraries and
+compiled programs. XLA frees the memory of a step shortly after its results are ready, and on a busy
+machine the next step may have begun by then. The least growth of several steps is reported.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ STEPS = 3
 
 
 def resident(name: str) -> int:
-    """Bytes of `VmRSS`, what is in memory now, or `VmHWM`, the most there was."""
+    """Return the bytes of `VmRSS` (current memory) or `VmHWM` (peak memory)."""
     (kilobytes,) = re.findall(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(kilobytes) * 1024
 
 
 def main() -> None:
-    from small_lm_experiment import SmallLm  # beside this file, for a process of its own
+    from small_lm_experiment import SmallLm  # beside this file
 
     overrides = [parse_override(*flag.split("=", 1)) for flag in sys.argv[1:]]
     resolved = resolve(SmallLm(MESH=[1, 1, 1], MODEL_DIMS=512, NUM_LAYERS=6), overrides)

@@ -1,4 +1,4 @@
-"""A language model small enough to run, as an experiment that a process of its own can import."""
+"""An experiment with a small language model, which a separate process can import."""
 
 from __future__ import annotations
 

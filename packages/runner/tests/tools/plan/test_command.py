@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def runner(experiment_folder, tmp_path):
-    """Runs `runner` in an empty folder and a process of its own, as a user does."""
+    """Return a function that runs `runner` as a process in an empty folder."""
 
     def run(*flags):
         return subprocess.run(
@@ -26,7 +26,7 @@ def runner(experiment_folder, tmp_path):
 
 
 def test_plan_for_sixteen_simulated_devices(runner, tmp_path):
-    # The environment of the tests says 8 devices, which must not matter.
+    # The number of devices is independent of the 8 in the environment of the tests.
     result = runner("--exp=small_lm_experiment.SmallLm", "--fdl.MESH=[2,4,2]", "--json")
     assert result.returncode == 0, result.stderr
     plan = json.loads(result.stdout)

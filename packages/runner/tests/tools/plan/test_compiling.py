@@ -35,7 +35,7 @@ GIB = 2**30
     [
         (ESTIMATED, round(828.98 * GIB)),
         (COUNTED, round(16.5 * GIB)),  # a GiB of them is the arguments'
-        ("RESOURCE_EXHAUSTED: words that nobody has seen", 0),
+        ("RESOURCE_EXHAUSTED: a message of an unknown form", 0),
     ],
 )
 def test_refused_sizes_are_read_from_the_compilers_message(refusal, temporaries):

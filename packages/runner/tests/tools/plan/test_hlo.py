@@ -8,7 +8,7 @@ from jax import lax
 from layerkit_runner.tools.plan.hlo import instructions
 
 # `work` is called twice by the body of an outer loop (3 times), once of them in an inner loop of
-# unknown length; `branch` by a conditional; `unused` by nobody.
+# unknown length; `branch` by a conditional; `unused` is not called.
 PROGRAM = """HloModule test, is_scheduled=true
 
 %unused (p.0: f32[]) -> f32[] {

@@ -70,7 +70,15 @@ def describe_layers(resolved: ResolvedExperiment, options: RunOptions) -> str:
         raise to_usage_error(error, owner=resolved.name) from error
     mesh = {str(axis): size for axis, size in partitioner.mesh.shape.items()}
     if options.json:
-        described = [_as_json(layer) for layer in layers]
+        described = [
+            {
+                "path": layer.path,
+                "class": f"{layer.cls.__module__}.{layer.cls.__qualname__}",
+                "fields": {name: plain_value(value) for name, value in layer.fields.items()},
+                "changed": [name for name in layer.fields if name in layer.changed],
+            }
+            for layer in layers
+        ]
         return json.dumps({"experiment": resolved.name, "mesh": mesh, "layers": described})
     return "\n".join(_lines(resolved.name, mesh, layers))
 
@@ -113,7 +121,12 @@ def built_layers(model: BaseModel) -> list[BuiltLayer]:
 
 def _built_layer(path: str, layer: BaseLayer, sharding: BoundSharding | None) -> BuiltLayer:
     cls = type(layer)
-    defaults = {field.name: _default(field) for field in dataclasses.fields(cls)}
+    defaults = {
+        field.name: field.default
+        if field.default_factory is dataclasses.MISSING
+        else field.default_factory()
+        for field in dataclasses.fields(cls)
+    }
     names = [name for name in field_names(cls) if name not in (*_COMMON, "name")]
     fields = {name: getattr(layer, name) for name in (*names, *_COMMON)}
     for name in INHERITED_FIELDS:
@@ -125,12 +138,6 @@ def _built_layer(path: str, layer: BaseLayer, sharding: BoundSharding | None) ->
     changed = frozenset(name for name in fields if _differ(fields[name], defaults[name]))
     named = {name: _named(value) for name, value in fields.items()}
     return BuiltLayer(path, cls, named, changed)
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
 
 
 def _differ(value: Any, default: Any) -> bool:
@@ -159,15 +166,6 @@ def _named(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return type(value)(_named(item) for item in value)
     return value
-
-
-def _as_json(layer: BuiltLayer) -> dict[str, Any]:
-    return {
-        "path": layer.path,
-        "class": f"{layer.cls.__module__}.{layer.cls.__qualname__}",
-        "fields": {name: plain_value(value) for name, value in layer.fields.items()},
-        "changed": [name for name in layer.fields if name in layer.changed],
-    }
 
 
 def _lines(experiment: str, mesh: dict[str, int], layers: Sequence[BuiltLayer]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from layerkit_runner.config.config_text import config_json
@@ -34,14 +34,6 @@ class Side:
     """
 
     name: str
-    values: Mapping[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """A field that differs. `values` has keys `here` and `there`, or one if the other lacks it."""
-
-    path: str
     values: Mapping[str, Any]
 
 
@@ -94,64 +86,53 @@ def _side(name: str, fields: Mapping[str, Any], config: Mapping[str, Any]) -> Si
     return Side(name, {**{f"experiment.{path}": v for path, v in fields.items()}, **config})
 
 
-def differences(here: Side, there: Side) -> list[Difference]:
-    """Return the fields that differ, in the order of `here`, then those of `there` only."""
-    found = []
+def differences(here: Side, there: Side) -> dict[str, dict[str, Any]]:
+    """Return the values of each field that differs, by path and by `here` and `there`.
+
+    A side that lacks the field has no key. Fields of `here` come first.
+    """
+    found = {}
     for path in {**here.values, **there.values}:
         sides = {"here": here.values, "there": there.values}
         values = {name: side[path] for name, side in sides.items() if path in side}
         # 1, 1.0 and True are equal in Python, but not as the value of a field.
         if len(values) < 2 or json.dumps(values["here"]) != json.dumps(values["there"]):
-            found.append(Difference(path, values))
+            found[path] = values
     return found
 
 
-def difference_text(here: Side, there: Side, found: Sequence[Difference]) -> str:
+def difference_text(here: Side, there: Side, found: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a line for each difference, or three if the values are long."""
-    return "\n".join(_lines(here, there, found))
-
-
-def _lines(here: Side, there: Side, found: Sequence[Difference]) -> Iterator[str]:
-    yield f"here   {here.name}"
-    yield f"there  {there.name}"
+    lines = [f"here   {here.name}", f"there  {there.name}"]
     if not found:
-        yield "nothing differs"
-        return
-    yield ""
-    rows = [(each, {side: _shown(value) for side, value in each.values.items()}) for each in found]
-    short = [(each.path, values) for each, values in rows if _is_short(values)]
-    width = max([len("field"), *(len(path) for path, _ in short)])
-    middle = max([len("here"), *(len(values["here"]) for _, values in short)])
+        return "\n".join([*lines, "nothing differs"])
+    rows = {path: {side: _shown(each) for side, each in found[path].items()} for path in found}
+    short = {
+        path: values
+        for path, values in rows.items()
+        if len(values) == 2 and all(len(value) <= _COLUMN for value in values.values())
+    }
+    width = max(map(len, ["field", *short]))
+    middle = max(map(len, ["here", *(values["here"] for values in short.values())]))
+    lines.append("")
     if short:
-        yield f"{'field':<{width}}  {'here':<{middle}}  there"
-    for each, values in rows:
-        if _is_short(values):
-            yield f"{each.path:<{width}}  {values['here']:<{middle}}  {values['there']}"
+        lines.append(f"{'field':<{width}}  {'here':<{middle}}  there")
+    for path, values in rows.items():
+        if path in short:
+            lines.append(f"{path:<{width}}  {values['here']:<{middle}}  {values['there']}")
         elif len(values) == 1:
             [(side, value)] = values.items()
-            yield f"{each.path:<{width}}  only {side}: {value}"
+            lines.append(f"{path:<{width}}  only {side}: {value}")
         else:
-            yield each.path
-            yield f"    here   {values['here']}"
-            yield f"    there  {values['there']}"
-    yield ""
-    yield f"{len(found)} of {len({**here.values, **there.values})} fields differ"
-
-
-def _is_short(values: Mapping[str, str]) -> bool:
-    return len(values) == 2 and all(len(value) <= _COLUMN for value in values.values())
+            lines += [path, f"    here   {values['here']}", f"    there  {values['there']}"]
+    count = len({**here.values, **there.values})
+    return "\n".join([*lines, "", f"{len(found)} of {count} fields differ"])
 
 
 def _shown(value: Any) -> str:
     return value if isinstance(value, str) else repr(value)
 
 
-def difference_json(here: Side, there: Side, found: Sequence[Difference]) -> str:
+def difference_json(here: Side, there: Side, found: Mapping[str, Mapping[str, Any]]) -> str:
     """Return one JSON object: `here` and `there`, and the `differences` by path."""
-    return json.dumps(
-        {
-            "here": here.name,
-            "there": there.name,
-            "differences": {each.path: dict(each.values) for each in found},
-        }
-    )
+    return json.dumps({"here": here.name, "there": there.name, "differences": found})

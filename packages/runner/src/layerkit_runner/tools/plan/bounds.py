@@ -19,6 +19,8 @@ from layerkit_runner.tools.plan.collectives import Traffic
 from layerkit_runner.tools.plan.hardware import DeviceKind
 from layerkit_runner.tools.plan.memory import Memory
 
+_PIPELINES = (Pipeline, PipelinedTransformer)
+
 
 @dataclasses.dataclass(frozen=True)
 class DeviceWork:
@@ -80,7 +82,7 @@ def device_work(memory: Memory, collectives: Iterable[Traffic], *, flops: float)
     # received data are written and read once.
     sent = list(collectives)
     total, slow = sum(each.bytes_sent for each in sent), sum(each.bytes_slow for each in sent)
-    # Most of what is received lands in temporaries.
+    # Most received data are temporaries.
     between = 2 * max(memory.temporaries, total)
     moved = memory.arguments + memory.outputs + 2 * memory.weights + between
     return DeviceWork(flops, moved, fast_bytes=total - slow, slow_bytes=slow)
@@ -144,7 +146,7 @@ def _ratio(amount: float, rate: float | None) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class PipelinePlan:
-    """One pipeline of a task, scheduled as `layerkit.layers.pipeline_schedule` does.
+    """One pipeline of a task; `layerkit.layers.pipeline_schedule` defines the schedule.
 
     Attributes:
       rows_per_microbatch: Rows of each microbatch, over all devices.
@@ -165,26 +167,22 @@ def pipeline_plans(task: Any, *, rows: int) -> list[PipelinePlan]:
     """Return the pipelines of a task's config, in the order of the config.
 
     Args:
-      task: Config of the task, whose layers have accepted their sizes.
+      task: Config of the task, with valid sizes.
       rows: Rows of the global batch, or of one part of it under gradient accumulation.
     """
-    found = {}
+    found: dict[int, PipelinePlan] = {}  # by the identity of the config, which may be shared
     for config in walk_configs(task):
         target = target_of(config)
-        if isinstance(target, type) and issubclass(target, (Pipeline, PipelinedTransformer)):
-            found[id(config)] = config
-    plans = []
-    for config in found.values():
+        if not isinstance(target, type) or not issubclass(target, _PIPELINES):
+            continue
         count = config.num_microbatches or rows // config.microbatch_size
         schedule = PipelineSchedule(config.num_stages, count, config.circular_repeats)
-        plans.append(
-            PipelinePlan(
-                num_stages=schedule.num_stages,
-                num_microbatches=schedule.num_microbatches,
-                rows_per_microbatch=rows // count,
-                circular_repeats=schedule.circular_repeats,
-                num_ticks=schedule.num_ticks,
-                bubble_fraction=schedule.bubble_fraction,
-            )
+        found[id(config)] = PipelinePlan(
+            schedule.num_stages,
+            count,
+            rows // count,
+            schedule.circular_repeats,
+            schedule.num_ticks,
+            schedule.bubble_fraction,
         )
-    return plans
+    return list(found.values())

@@ -92,8 +92,7 @@ def planned_target(
             value=target,
             expected=f"{dcn} slice(s), as the mesh has ({_sizes(partitioner)})",
             hint=f"For {asked.num_slices} slices set"
-            f" {_slices_flag(partitioner, asked.num_slices)} and, for the chips of one slice,"
-            " --fdl.partitioner.ici_mesh_shape",
+            f" {_mesh_flags(partitioner, asked, asked.num_devices or 1)}",
         )
     if asked.num_devices is None:
         count = count or needed or default
@@ -118,17 +117,13 @@ def start_simulated(
 
 
 def _mesh_flags(partitioner: Partitioner, asked: Target, count: int) -> str:
+    """Return flags that put `count` devices, and the slices of a target, on the first mesh axis."""
     num_axes = len(getattr(partitioner, "mesh_axis_names", ("data",)))
     if asked.num_slices == 1:
         return flags_for(count, num_axes, getattr(partitioner, "dcn_mesh_shape", None))
     one_slice = flags_for(count // asked.num_slices, num_axes, None)
-    return f"{one_slice} {_slices_flag(partitioner, asked.num_slices)}"
-
-
-def _slices_flag(partitioner: Partitioner, num_slices: int) -> str:
-    num_axes = len(getattr(partitioner, "mesh_axis_names", ("data",)))
-    sizes = ",".join(map(str, [num_slices, *[1] * (num_axes - 1)]))
-    return f"--fdl.partitioner.dcn_mesh_shape=[{sizes}]"
+    slices = ",".join(map(str, [asked.num_slices, *[1] * (num_axes - 1)]))
+    return f"{one_slice} --fdl.partitioner.dcn_mesh_shape=[{slices}]"
 
 
 def _sizes(partitioner: Partitioner) -> str:

@@ -61,7 +61,7 @@ class Candidate:
       flags: Flags to add to the command; empty for the experiment's own values.
       remat: Rematerialisation policy; None if the experiment has none to choose.
       across: Number of slices along each mesh axis that spans several.
-      accumulation: Number of parts of the batch whose gradients are added up one after another.
+      accumulation: Number of parts of the batch under gradient accumulation.
       peak: Peak bytes per device; None if it was not compiled.
       fits: Whether the peak is within the device's memory; None if that is unknown.
       bounds: Lower bounds of the step time; None if there is no program to read.
@@ -201,7 +201,7 @@ class _Searcher:
         self.first = make_plan(resolved, devices, target=target, effort=effort)
         self._axes = tuple(self.first.mesh)
         self._start = self._own_point()
-        self.candidates = {self._start: self._candidate(self._start, [], self.first)}
+        self.candidates = {self._start: self._candidate(self._start, [], **_measured(self.first))}
         self.left_out: collections.Counter[str] = collections.Counter()
         self._tried = {self._start}
         self._moves: dict[Point, str] = {}
@@ -267,7 +267,7 @@ class _Searcher:
                 dataset=self.first.dataset,
                 check_state=True,
             )
-            self.candidates[point] = self._candidate(point, flags, plan)
+            self.candidates[point] = self._candidate(point, flags, **_measured(plan))
         except StateTooLargeError as error:
             self.left_out[str(error)] += 1
         except UsageError:
@@ -275,7 +275,7 @@ class _Searcher:
         except (ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
             source = "the compiler: " if isinstance(error, jax.errors.JaxRuntimeError) else ""
             reason = (source + " ".join(str(error).split()))[:_REASON_LENGTH]
-            self.candidates[point] = self._candidate(point, flags, None, reason)
+            self.candidates[point] = self._candidate(point, flags, reason=reason)
         finally:
             # JAX caches programs that will never run again; they add up to gigabytes.
             jax.clear_caches()
@@ -303,9 +303,7 @@ class _Searcher:
         more = [Override(path, text) for path, text in edits.items()]
         return resolve(self._resolved.experiment, [*kept, *more])
 
-    def _candidate(
-        self, point: Point, flags: list[str], plan: Plan | None, reason: str | None = None
-    ) -> Candidate:
+    def _candidate(self, point: Point, flags: list[str], **measured: Any) -> Candidate:
         dcn = point.dcn or (1,) * len(point.ici)
         sizes = zip(self._axes, point.ici, dcn, strict=True)
         return Candidate(
@@ -314,11 +312,12 @@ class _Searcher:
             point.remat,
             across={axis: n for axis, n in zip(self._axes, dcn, strict=True) if n > 1},
             accumulation=point.accumulation,
-            peak=None if plan is None else plan.memory.peak,
-            fits=None if plan is None else plan.fits,
-            bounds=None if plan is None else plan.bounds,
-            reason=reason,
+            **measured,
         )
+
+
+def _measured(plan: Plan) -> dict[str, Any]:
+    return {"peak": plan.memory.peak, "fits": plan.fits, "bounds": plan.bounds}
 
 
 def search(
