@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("lingvo")
 
+from layerkit.errors import ConfigError
 from layerkit_inputs.lingvo_adaptor import (
     LingvoEvalAdaptor,
     LingvoInputAdaptor,
@@ -41,9 +42,10 @@ def random_records(numbers, **fields):
     return LingvoInputAdaptor(input=params, is_training=True, **fields)
 
 
-def assert_refused(whole, make):
-    with pytest.raises(ValueError, match=f"^{re.escape(whole)}$"):
+def assert_raises(make, **data):
+    with pytest.raises(ConfigError) as caught:
         make()
+    assert {name: getattr(caught.value, name) for name in data} == data
 
 
 def test_records_come_in_order_to_their_end(numbers):
@@ -147,13 +149,7 @@ def test_text_of_ids_comes_from_the_native_tokenizer(native, tmp_path):
 
 def test_random_records_have_no_exact_state(numbers, caplog):
     source = random_records(numbers)
-    assert_refused(
-        "LingvoInputAdaptor: this Lingvo input reads records at random, as its threads get to "
-        "them, so no state can bring its batches back. Set on_inexact_resume='new_order' to let a "
-        "restored run go on in a new random order (records of the epoch may come again), or use a "
-        "reader with exact states.",
-        source.get_state,
-    )
+    assert_raises(source.get_state, field="on_inexact_resume", value="refuse")
     assert source.peek().num.shape == (2,)
     lenient = random_records(numbers, on_inexact_resume="new_order")
     laws.take(lenient, 3)
@@ -162,47 +158,40 @@ def test_random_records_have_no_exact_state(numbers, caplog):
     fresh = random_records(numbers, on_inexact_resume="new_order")
     with caplog.at_level(logging.WARNING, "layerkit.inputs"):
         fresh.set_state(state)
-    assert "goes on in a new random order; records may come again." in caplog.text
+    assert "resumes in a new random order; records may repeat." in caplog.text
     assert fresh.get_state() == state
     assert len(laws.take(fresh, 3)) == 3
-    with pytest.raises(ValueError, match="so it cannot go on from a state. Set on_inexact_resume"):
-        source.set_state({**state})
+    assert_raises(lambda: source.set_state({**state}), field="on_inexact_resume")
 
 
-# What would have ended the process, or hung.
+# Arguments and files that would abort or hang.
 
 
 @pytest.mark.parametrize(
-    ("params", "fields", "text"),
+    ("params", "fields", "field"),
     [
-        ({}, {}, "repeat_count=1, but the records are read at random, without end. Set "),
-        ({"repeat_count": -1}, {"cluster_do_eval": True}, "one epoch is to be read, but the Ling"),
-        ({"repeat_count": 0}, {"cluster_do_eval": True}, "repeat_count=0; expected 1 or more pas"),
-        ({"file_pattern": "tfrecord:/no/such"}, {"cluster_do_eval": True}, "no file matches '/no/"),
-        ({"file_pattern": "/no/such"}, {"cluster_do_eval": True}, "file_pattern='/no/such' begins"),
-        ({"file_buffer_size": 0, "repeat_count": -1}, {"is_training": True}, "file_buffer_size=0;"),
+        ({}, {}, "repeat_count"),
+        ({"repeat_count": -1}, {"cluster_do_eval": True}, "cluster_do_eval"),
+        ({"repeat_count": 0}, {"cluster_do_eval": True}, "repeat_count"),
+        ({"file_pattern": "tfrecord:/no/such"}, {"cluster_do_eval": True}, "file_pattern"),
+        ({"file_pattern": "/no/such"}, {"cluster_do_eval": True}, "file_pattern"),
+        ({"file_buffer_size": 0, "repeat_count": -1}, {"is_training": True}, "file_buffer_size"),
     ],
 )
-def test_an_abort_becomes_an_error(numbers, params, fields, text):
+def test_arguments_that_would_abort_raise(numbers, params, fields, field):
     source = LingvoInputAdaptor(input=numbers(4, **params), **fields)
-    with pytest.raises(ValueError, match=f"^LingvoInputAdaptor: {re.escape(text)}") as caught:
-        source.get_next()
-    assert "\n" not in str(caught.value)
+    assert_raises(source.get_next, owner="LingvoInputAdaptor", field=field)
 
 
-def test_a_dtype_that_cannot_be_merged_is_refused(numbers, native):
+def test_unsupported_dtype_raises(numbers, native):
     source = LingvoInputAdaptor(
         input=numbers(4, number_type=native.tf.float64), cluster_do_eval=True
     )
-    assert_refused(
-        "LingvoInputAdaptor: the processor of the records returns float64; Lingvo's batcher takes "
-        "only float32, bfloat16, uint8, int32, int64, bool, string. Cast it in the processor.",
-        source.get_next,
-    )
+    assert_raises(source.get_next, field="dtypes", value=["float64"])
 
 
 @pytest.mark.parametrize("damage", ["truncated", "altered"])
-def test_a_damaged_record_is_named(numbers, damage):
+def test_damaged_record_raises_with_file_and_number(numbers, damage):
     params = numbers(5)
     path = params.file_pattern.removeprefix("tfrecord:")
     with open(path, "r+b") as file:
@@ -215,15 +204,12 @@ def test_a_damaged_record_is_named(numbers, damage):
         file.truncate()
         file.write(data)
     source = LingvoInputAdaptor(input=params, cluster_do_eval=True)
-    whole = rf"^LingvoInputAdaptor: {re.escape(path)}, record 4: .*\. Lingvo cannot skip damaged "
-    with pytest.raises(ValueError, match=whole):
+    with pytest.raises(ValueError, match=rf"^LingvoInputAdaptor: {re.escape(path)}, record 4: "):
         source.get_next()
 
 
-def test_a_file_without_records_is_refused(numbers, write_records):
+def test_file_without_records_raises(numbers, write_records):
     path = write_records([], "none")
     params = numbers(1, file_pattern=f"tfrecord:{path}")
-    assert_refused(
-        f"LingvoInputAdaptor: every file that matches {str(path)!r} is empty.",
-        LingvoInputAdaptor(input=params, cluster_do_eval=True).get_next,
-    )
+    source = LingvoInputAdaptor(input=params, cluster_do_eval=True)
+    assert_raises(source.get_next, field="file_pattern")

@@ -40,7 +40,7 @@ def test_patterns_name_the_files_that_lingvo_would_read(tmp_path):
     assert read("iota:7").files == ()
 
 
-def test_order_and_end_are_told():
+def test_native_read_has_order_and_end():
     assert read("iota:7").in_order and not read("iota:7").is_endless
     assert read("iota:7", repeat_count=-1).is_endless
     assert not check_native_read({"file_pattern": "iota:7"}).in_order
@@ -51,77 +51,37 @@ RANDOM = {"require_sequential_order": False, "repeat_count": -1}
 
 
 @pytest.mark.parametrize(
-    ("pattern", "arguments", "text"),
+    ("pattern", "arguments", "field"),
     [
-        (
-            "text:FOLDER/none",
-            {},
-            "no file matches 'FOLDER/none', of file_pattern='text:FOLDER/none'.",
-        ),
-        (
-            "text:FOLDER/a,FOLDER/none*",
-            {},
-            "no file matches 'FOLDER/none*', of file_pattern='text:FOLDER/a,FOLDER/none*'.",
-        ),
-        ("text:FOLDER", {}, "no file matches 'FOLDER', of file_pattern='text:FOLDER'."),
-        (
-            "FOLDER/a",
-            {},
-            "file_pattern='FOLDER/a' begins with the type ''. Expected TYPE:PATH, where TYPE is "
-            "one of tfrecord, tfrecord_gzip, text, iota.",
-        ),
-        (
-            "tf_record:FOLDER/a",
-            {},
-            "file_pattern='tf_record:FOLDER/a' begins with the type 'tf_record'; did you mean "
-            "'tfrecord'? Expected TYPE:PATH, where TYPE is one of tfrecord, tfrecord_gzip, text, "
-            "iota.",
-        ),
-        ("text:a@many", {}, "'a@many': expected a number of shards, or *, after the @."),
-        ("iota:0", {}, "file_pattern='iota:0'; expected iota:COUNT, at least 1."),
-        (
-            "iota:7",
-            {"require_sequential_order": False},
-            "repeat_count=1, but the records are read at random, without end. Set "
-            "cluster_do_eval=True on the adaptor (with is_training=False) to read them in order, "
-            "or leave repeat_count at -1.",
-        ),
-        (
-            "iota:7",
-            {"repeat_count": -2},
-            "repeat_count=-2; expected 1 or more passes, or -1 for no end.",
-        ),
-        ("iota:7", {**RANDOM, "file_parallelism": 0}, "file_parallelism=0; expected at least 1."),
-        ("iota:7", {"num_threads": 0}, "num_threads=0; expected at least 1."),
+        ("text:FOLDER/none", {}, "file_pattern"),
+        ("text:FOLDER/a,FOLDER/none*", {}, "file_pattern"),
+        ("text:FOLDER", {}, "file_pattern"),
+        ("FOLDER/a", {}, "file_pattern"),
+        ("tf_record:FOLDER/a", {}, "file_pattern"),
+        ("text:a@many", {}, "file_pattern"),
+        ("iota:0", {}, "file_pattern"),
+        ("iota:7", {"require_sequential_order": False}, "repeat_count"),
+        ("iota:7", {"repeat_count": -2}, "repeat_count"),
+        ("iota:7", {**RANDOM, "file_parallelism": 0}, "file_parallelism"),
+        ("iota:7", {"num_threads": 0}, "num_threads"),
         (
             "iota:7",
             {"bucket_batch_limit": [2, 2], "bucket_upper_bound": [9]},
-            "bucket_batch_limit=[2, 2] with bucket_upper_bound=[9]; expected a batch size of at "
-            "least 1 for each bucket.",
+            "bucket_batch_limit",
         ),
-        (
-            "iota:7",
-            {"input_source_weights": [1.0, 2.0]},
-            "file_pattern='iota:7' has 1 parts, with 2 weights; expected one weight for each part.",
-        ),
-        (
-            "iota:7,iota:8",
-            {"input_source_weights": [1.0, 2.0]},
-            "file_pattern='iota:7,iota:8' mixes 2 sources by weight, which Lingvo cannot do in "
-            "order. Evaluate each source by an input of its own.",
-        ),
+        ("iota:7", {"input_source_weights": [1.0, 2.0]}, "file_pattern"),
+        ("iota:7,iota:8", {"input_source_weights": [1.0, 2.0]}, "file_pattern"),
     ],
 )
-def test_what_would_end_the_process_is_refused(tmp_path, pattern, arguments, text):
+def test_arguments_that_would_abort_raise(raises, tmp_path, pattern, arguments, field):
     write(tmp_path, "a")
-    whole = text.replace("FOLDER", str(tmp_path))
-    with pytest.raises(NativeReadError, match=f"^{re.escape(whole)}$"):
+    with raises(NativeReadError, field=field):
         read(pattern.replace("FOLDER", str(tmp_path)), **arguments)
 
 
-def test_files_that_are_all_empty_are_refused(tmp_path):
+def test_empty_files_raise(tmp_path):
     (tmp_path / "a").touch()
-    with pytest.raises(NativeReadError, match="^every file that matches '.*/a' is empty.$"):
+    with pytest.raises(NativeReadError, match="every file that matches '.*/a' is empty"):
         read(f"text:{tmp_path}/a")
 
 
@@ -143,20 +103,17 @@ def test_records_are_counted(write_records, tmp_path):
 
 
 @pytest.mark.parametrize("cut", [1, 4, 17, 19, 30])
-def test_a_file_cut_short_is_named_with_the_record(write_records, cut):
+def test_truncated_file_raises_with_the_record(write_records, cut):
     path = write_records([b"%04d" % i for i in range(4)])  # 20 bytes each
     path.write_bytes(path.read_bytes()[:-cut])
     record = 3 - (cut - 1) // 20
-    whole = (
-        rf"^{re.escape(str(path))}, record {record}: truncated record at {20 * record}.*\. Lingvo "
-        r"cannot skip damaged records: write the file again\.$"
-    )
+    whole = rf"^{re.escape(str(path))}, record {record}: truncated record at {20 * record}"
     with pytest.raises(BadRecordError, match=whole):
         check_records([RecordFile(str(path), "tfrecord")])
 
 
 @pytest.mark.parametrize("at", [2, 9, 13, 18])
-def test_a_changed_byte_is_found(write_records, at):
+def test_changed_byte_raises_with_the_record(write_records, at):
     path = write_records([b"%04d" % i for i in range(4)])
     data = bytearray(path.read_bytes())
     data[40 + at] ^= 1
@@ -165,7 +122,7 @@ def test_a_changed_byte_is_found(write_records, at):
         check_records([RecordFile(str(path), "tfrecord")])
 
 
-def test_a_file_of_another_kind_is_found(tmp_path):
+def test_file_of_another_format_raises(tmp_path):
     path = tmp_path / "lines"
     path.write_text("one line\n" * 10)
     with pytest.raises(BadRecordError, match=f"^{re.escape(str(path))}, record 0: corrupted recor"):

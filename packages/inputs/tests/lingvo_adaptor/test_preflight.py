@@ -45,7 +45,7 @@ def test_a_missing_lingvo_is_an_error_with_the_remedy():
     )
 
 
-def test_an_old_glibc_is_named_with_what_is_needed():
+def test_old_glibc_is_reported_with_the_needed_version():
     here = os.confstr("CS_GNU_LIBC_VERSION").removeprefix("glibc ")
     assert preflight.why_ops_do_not_load(GLIBC) == (
         f"they need glibc 2.99 or newer, and this machine has {here} (Ubuntu 24.04 and Debian 13 "
@@ -53,10 +53,10 @@ def test_an_old_glibc_is_named_with_what_is_needed():
     )
 
 
-def test_ops_that_do_not_fit_tensorflow_are_named():
+def test_ops_of_another_tensorflow_are_reported():
     assert preflight.why_ops_do_not_load("x_ops.so: undefined symbol: _ZN3tsl\nmore") == (
-        "they do not load: x_ops.so: undefined symbol: _ZN3tsl. Lingvo and TensorFlow must fit "
-        f"each other: {preflight.INSTALL}"
+        "they do not load: x_ops.so: undefined symbol: _ZN3tsl. Install matching "
+        f"versions of Lingvo and TensorFlow: {preflight.INSTALL}"
     )
 
 
@@ -77,8 +77,8 @@ def test_without_native_ops_a_call_of_one_says_what_is_missing(lingvo):
     assert hyps_pb2.__name__ == "lingvo.core.ops.hyps_pb2"
     whole = (
         "this input calls pack_sequences, one of Lingvo's native ops, which cannot be used here: "
-        f"{problem}. Inputs that read by tf.data, such as those of DefineTFDataInput and "
-        "TFDataSequenceInputGenerator, work."
+        f"{problem}. Use an input of tf.data, such as those of DefineTFDataInput and "
+        "TFDataSequenceInputGenerator."
     )
     for op in (ops.pack_sequences, ops.gen_x_ops.pack_sequences):
         with pytest.raises(preflight.NativeOpsError, match=f"^{re.escape(whole)}$"):

@@ -1,4 +1,4 @@
-"""Lingvo's input generators as readers: the params of one in, batches out; see docs/lingvo.md."""
+"""Inputs of Lingvo input generators, which are made from params; see docs/lingvo.md."""
 
 from __future__ import annotations
 

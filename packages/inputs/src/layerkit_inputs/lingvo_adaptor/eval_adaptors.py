@@ -1,8 +1,8 @@
-"""One epoch of a Lingvo input over several hosts, each row once, padded to whole batches.
+"""Adaptors that read one epoch of a Lingvo input on several hosts, padded to whole batches.
 
-Every host reads the whole stream, in one order, and keeps the rows that are its own: so all know
-without a word to one another where the epoch ends. Rows are dealt out as everywhere: of each global
-batch, host h has the block `[h * batch_size, (h + 1) * batch_size)`.
+Each host reads the whole stream in one order and keeps its own rows, so all hosts know the end of
+the epoch without communication. Host h has rows `[h * batch_size, (h + 1) * batch_size)` of each
+global batch.
 """
 
 from __future__ import annotations
@@ -11,35 +11,41 @@ from typing import Any
 
 import numpy as np
 
+from layerkit.checks import check_sizes, require
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.eval_padding import empty_batch, num_rows_of
 from layerkit_inputs.lingvo_adaptor.adaptor import LingvoInputAdaptor, rows_of_params
 
 
 class _OneEpochOfAllHosts(LingvoInputAdaptor):
-    """Reads any rows of the stream, in rising order, and refuses what has no order or no end."""
+    """Base of adaptors that read rows of a finite stream with a fixed order."""
 
     def __post_init__(self) -> None:
         self._restart_stream()
         super().__post_init__()
         if self.is_training or self.repeat:
+            field = "is_training" if self.is_training else "repeat"
             raise self._config_error(
-                f"is_training={self.is_training}, repeat={self.repeat}; it reads one epoch. Use "
-                "LingvoInputAdaptor to train, or to evaluate on a number of batches."
+                field=field,
+                value=True,
+                expected="False, since this adaptor reads one epoch",
+                hint="Use LingvoInputAdaptor to train, or to evaluate on a number of batches.",
             )
-        # Outside of training, Lingvo's bucketing drops the batches that stay short at the end.
+        # In evaluation, Lingvo's bucketing drops incomplete batches at the end.
         limits = "bucket_batch_limit" in self._params and self._params.bucket_batch_limit
         if limits and any(limit != 1 for limit in limits) and self._batches_by_tf_data():
             raise self._config_error(
-                f"input.bucket_batch_limit={limits}; Lingvo drops the rows of a last, short batch. "
-                "Set it to 1 for each bucket, and batch_size to the rows that are wanted here."
+                field="input.bucket_batch_limit",
+                value=limits,
+                expected="1 for each bucket, since Lingvo drops the rows of an incomplete batch",
+                hint="Set the rows of a batch by batch_size of this adaptor.",
             )
 
     def _batches_by_tf_data(self) -> bool:
         return hasattr(self._params.cls, "ProcessDataset")
 
     def _set_file_random_seed(self) -> None:
-        """All hosts read the same stream, so their seeds stay the same."""
+        """Keep the seed, since all hosts read the same stream."""
 
     def _restart_stream(self) -> None:
         self._template: NestedMap | None = None
@@ -56,12 +62,14 @@ class _OneEpochOfAllHosts(LingvoInputAdaptor):
         if not self._reads_in_order and self.num_infeed_hosts > 1:
             self._stop_reading()
             raise self._config_error(
-                "its Lingvo input reads records at random, so hosts would not share one epoch. Set "
-                "cluster_do_eval=True, and repeat_count=1."
+                "the Lingvo input reads records in random order, so hosts cannot share an epoch",
+                field="cluster_do_eval",
+                value=self.cluster_do_eval,
+                hint="Set cluster_do_eval=True, and repeat_count=1.",
             )
 
     def _rows(self, start: int, stop: int) -> NestedMap:
-        """Rows `[start, stop)` of the stream, as far as there are any; `start` only rises."""
+        """Return the existing rows in `[start, stop)` of the stream; `start` must not decrease."""
         parts = []
         while True:
             if self._current is not None:
@@ -72,7 +80,7 @@ class _OneEpochOfAllHosts(LingvoInputAdaptor):
             if self._current_stop >= stop or not self._read_more():
                 break
         if self._template is None:
-            raise self._config_error("there are no rows to read.")
+            raise self._config_error("the Lingvo input has no rows")
         return _concatenate(parts) if parts else self._template.copy()
 
     def _read_more(self) -> bool:
@@ -92,16 +100,16 @@ class _OneEpochOfAllHosts(LingvoInputAdaptor):
 
 
 class LingvoEvalAdaptor(_OneEpochOfAllHosts):
-    """One epoch of a Lingvo input that ends, in batches of `batch_size` rows on each host.
+    """An input of one epoch of a finite Lingvo input, in batches of `batch_size` rows per host.
 
-    The generator must give the same rows in the same order on every host: set
-    `cluster_do_eval=True`. Nothing is held but the generator's last batch; each host reads all of
-    the data. With `num_batches`, the epoch is that many batches of the generator.
+    The generator must give the same rows in the same order on every host, so set
+    `cluster_do_eval=True`. Each host reads all data and keeps one batch of the generator in memory.
+    With `num_batches`, the epoch is that many batches of the generator.
     """
 
     @classmethod
     def get_batch_size(cls, config: Any) -> int | None:
-        """The config's own `batch_size`."""
+        """Return `batch_size` of the config."""
         return config.batch_size
 
     def _takes_batch_size_from_params(self) -> bool:
@@ -117,32 +125,31 @@ class LingvoEvalAdaptor(_OneEpochOfAllHosts):
 
 
 class LingvoLazyEvalAdaptor(_OneEpochOfAllHosts):
-    """One epoch of `input.num_samples` rows, in whole batches of the Lingvo input.
+    """An input of one epoch of `input.num_samples` rows, in whole batches of the Lingvo input.
 
-    For a generator that begins again when its data end, or that knows only by the number of rows
-    where to stop. Host h has every batch of the generator whose number is h modulo the hosts; the
-    batch size is the generator's. Rows beyond `num_samples` are made padding. With `num_batches`,
-    each host makes at most as many.
+    It is for a generator that repeats its data. Host h of n has batches h, h + n, and so on, with
+    the batch size of the generator. Rows beyond `num_samples` become padding. With `num_batches`,
+    each host makes at most that many batches.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        samples = self._params.num_samples if "num_samples" in self._params else 0
-        if not samples or samples < 1 or rows_of_params(self._params) is None:
-            raise self._config_error(
-                f"input.num_samples={samples}, input.batch_size={rows_of_params(self._params)}; "
-                "expected both, at least 1."
-            )
+        samples = self._params.num_samples if "num_samples" in self._params else None
+        rows = rows_of_params(self._params)
+        fields = {"input.num_samples": samples, "input.batch_size": rows}
+        for field, value in fields.items():
+            require(value, self._label, field, value, "a positive integer")
+        check_sizes(self._label, **fields)
 
     @property
     def num_samples(self) -> int:
-        """Rows of the epoch that are this host's."""
+        """Number of rows of the epoch on this host."""
         total, size = self._params.num_samples, self.local_batch_size
         whole, rest = divmod(total, self.global_batch_size)
         return whole * size + min(max(rest - self.infeed_host_index * size, 0), size)
 
     def _refuse_endless_epoch(self) -> None:
-        """It ends by the number of samples."""
+        """Accept an endless input, since `num_samples` ends the epoch."""
 
     def _most_reads(self) -> int | None:
         return None
@@ -157,8 +164,9 @@ class LingvoLazyEvalAdaptor(_OneEpochOfAllHosts):
         rows = self._rows(min(start, total), stop)
         if self._rows_total is not None and self._rows_total < total and stop > self._rows_total:
             raise self._config_error(
-                f"input.num_samples={total}, but the Lingvo input ended after {self._rows_total} "
-                "rows."
+                field="input.num_samples",
+                value=total,
+                expected=f"at most {self._rows_total}, the number of rows of the Lingvo input",
             )
         return self._number(rows, range(start, start + num_rows_of(rows)))
 

@@ -1,11 +1,10 @@
-"""Batches of a traced generator, let go in the only way that does not hang.
+"""NativeStream: batches of a traced generator, which are drained before the generator is deleted.
 
-A native reader with an end runs ahead of its consumer, and once it has met the end it waits for the
-last batches to be taken: also in its destructor, where nobody takes them any more. So a stream that
-was begun is read to its end before it is dropped. `reset` and `close` do that at once. The garbage
-collector may come at any moment, inside TensorFlow too, so what it finds is read to the end by a
-thread; and what is left when the interpreter exits is read to its end then. A stream without end
-has no such wait, and is not for here.
+A finite native reader prefetches, and at its end it waits until the last batches are read, also in
+its destructor, which then hangs. So a stream that was started is read to its end before it is
+dropped. `reset` and `close` do so at once. A stream that is garbage collected is drained by a
+thread, since garbage collection may run inside TensorFlow. Streams that are left at the exit of the
+interpreter are drained then. An endless stream does not wait and needs no NativeStream.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ _reader: threading.Thread | None = None
 
 
 class NativeStream:
-    """A function that makes the next batch, and remembers whether it was called and has ended."""
+    """A callable that returns the next batch and that can be drained."""
 
     def __init__(self, read: Callable[[], Any], *, errors: Any, owner: object):
-        """Makes a stream that is drained after its owner has gone.
+        """Create a stream that is drained when its owner is garbage collected.
 
         Args:
-          read: A traced function.
+          read: Traced function that returns the next batch.
           errors: The module `tensorflow.errors`.
-          owner: Whoever reads; held weakly.
+          owner: Object that reads the stream, held by a weak reference.
         """
         self._read = read
         self._errors = errors
@@ -41,7 +40,7 @@ class NativeStream:
         _start_reader()
 
     def __call__(self) -> Any:
-        """The next batch; raises what TensorFlow raises."""
+        """Return the next batch; raise the errors of TensorFlow."""
         _running.add(self)
         try:
             return self._read()
@@ -50,7 +49,7 @@ class NativeStream:
             raise
 
     def drain(self) -> None:
-        """Reads on to the end, where it has begun."""
+        """Read the stream to its end, if it was started."""
         with self._draining:
             while self in _running:
                 try:
@@ -69,7 +68,7 @@ def _start_reader() -> None:
 
 def _drain_abandoned() -> None:
     while True:
-        # In a call of its own, so that no variable here keeps the stream while the next is awaited.
+        # A single expression, so that no variable keeps the stream while waiting for the next.
         _abandoned.get().drain()
 
 

@@ -1,17 +1,18 @@
-"""Lingvo made ready: its native ops where this machine can load them, else the rest without them.
+"""Preparation of Lingvo, with or without its native ops.
 
-Lingvo's modules all import its native ops, whose binary (Lingvo 0.14.2) needs glibc 2.38. Where
-they do not load, a stand-in takes their place: inputs made of tf.data then work, and the first call
-of a native op is an error that says what is missing. Where they load, the op that reads files is
-called through checks, since what it does not like ends the process; see `native_reads`.
+All modules of Lingvo import its native ops, whose binary (Lingvo 0.14.2) needs glibc 2.38. If the
+ops do not load, a substitute module replaces them: inputs of tf.data work, and a call of a native
+op raises an error that says what is missing. If they load, the op that reads files is called after
+checks, since it aborts the process on invalid arguments; see `native_reads`.
 
-Call `prepare` before the first import of Lingvo; the adaptors do it themselves, later.
+Call `prepare` before the first import of Lingvo; the adaptors call it themselves.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import importlib
 import importlib.util
 import os
@@ -33,22 +34,22 @@ from layerkit_inputs.lingvo_adaptor.native_reads import (
 INSTALL = (
     "pip install 'tensorflow==2.21.*' sympy matplotlib, then pip install --no-deps lingvo==0.14.2"
 )
-"""The smallest set that was tested; Lingvo's own dependencies bring Beam, Jupyter and more."""
+"""Installation of the smallest tested set; Lingvo's dependencies include Beam and Jupyter."""
 
 _OPS = "lingvo.core.ops"
 _LOCK = threading.Lock()
 
 
 class NativeOpsError(OSError):
-    """A native op of Lingvo was called where they cannot be loaded."""
+    """An error about a call of a native op of Lingvo, which could not be loaded."""
 
 
+@dataclasses.dataclass
 class NativeReads:
-    """What happened in the native ops while an input was made: see `watch_native_reads`."""
+    """Record of the native reads while an input was made; see `watch_native_reads`."""
 
-    def __init__(self) -> None:
-        self.checked: list[NativeRead] = []
-        self.error: Exception | None = None
+    checked: list[NativeRead] = dataclasses.field(default_factory=list)
+    error: Exception | None = None
 
 
 _WATCHER: contextvars.ContextVar[NativeReads | None] = contextvars.ContextVar(
@@ -58,7 +59,7 @@ _WATCHER: contextvars.ContextVar[NativeReads | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def watch_native_reads() -> Iterator[NativeReads]:
-    """Takes note of native reads; TensorFlow wraps errors of a traced function, here they stay."""
+    """Record native reads and their errors, which TensorFlow wraps in a traced function."""
     reads = NativeReads()
     token = _WATCHER.set(reads)
     try:
@@ -68,16 +69,16 @@ def watch_native_reads() -> Iterator[NativeReads]:
 
 
 def prepare() -> Any:
-    """Makes `import lingvo...` work on this machine; may be called again.
+    """Make Lingvo importable on this machine; further calls do nothing.
 
-    TensorFlow is left the CPU alone, since the accelerators belong to JAX.
+    Accelerators are hidden from TensorFlow, since JAX uses them.
 
     Returns:
-      The module tensorflow.
+      The module `tensorflow`.
 
     Raises:
-      MissingExtraError: Lingvo or TensorFlow is not installed; the message tells how to do it.
-      RuntimeError: TensorFlow's eager execution is off.
+      MissingExtraError: Lingvo or TensorFlow is not installed.
+      RuntimeError: Eager execution of TensorFlow is off.
     """
     with _LOCK:
         missing = [name for name in ("tensorflow", "lingvo") if not importlib.util.find_spec(name)]
@@ -88,17 +89,17 @@ def prepare() -> Any:
         tensorflow = importlib.import_module("tensorflow")
         if not tensorflow.executing_eagerly():
             raise RuntimeError(
-                "Lingvo inputs need TensorFlow's eager execution, which this program has turned "
-                "off; remove disable_eager_execution() or disable_v2_behavior()."
+                "Lingvo inputs need TensorFlow's eager execution, which is disabled. Remove "
+                "disable_eager_execution() or disable_v2_behavior()."
             )
-        with contextlib.suppress(RuntimeError):  # TensorFlow is in use already, on what it found
+        with contextlib.suppress(RuntimeError):  # TensorFlow has already initialised the devices
             tensorflow.config.set_visible_devices([], "GPU")
         _install_ops(tensorflow.errors.NotFoundError)
         return tensorflow
 
 
 def native_ops_problem() -> str | None:
-    """Why Lingvo's native ops cannot be used on this machine; None where they can."""
+    """Return why Lingvo's native ops cannot be used on this machine, or None if they can."""
     prepare()
     ops = sys.modules[_OPS]
     return ops.problem if isinstance(ops, _MissingOps) else None
@@ -115,17 +116,17 @@ def _install_ops(not_found: type[Exception]) -> None:
     except not_found as error:
         sys.modules[_OPS] = _MissingOps(why_ops_do_not_load(str(error)))
     else:
-        # GenericInput looks the op up by this name each time it is called.
+        # GenericInput looks up the op by this name in each call.
         ops.gen_x_ops = _CheckedOps(ops.gen_x_ops)  # type: ignore[attr-defined]
 
 
 def why_ops_do_not_load(loader_message: str) -> str:
-    """What to tell a user, from what the dynamic loader said."""
+    """Return a description for users of an error message of the dynamic loader."""
     needed = re.search(r"version `GLIBC_([\d.]+)' not found", loader_message)
     if needed is None:
         return (
-            f"they do not load: {loader_message.strip().splitlines()[0]}. Lingvo and TensorFlow "
-            f"must fit each other: {INSTALL}"
+            f"they do not load: {loader_message.strip().splitlines()[0]}. Install matching "
+            f"versions of Lingvo and TensorFlow: {INSTALL}"
         )
     here = (os.confstr("CS_GNU_LIBC_VERSION") or "another C library").removeprefix("glibc ")
     return (
@@ -135,14 +136,14 @@ def why_ops_do_not_load(loader_message: str) -> str:
 
 
 class _MissingOps(types.ModuleType):
-    """Stands in for `lingvo.core.ops`: has every op, and each is an error when called."""
+    """A substitute of `lingvo.core.ops` in which each op raises an error when it is called."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(_OPS)
         self.problem = problem
         spec = importlib.util.find_spec("lingvo.core")
         assert spec is not None and spec.submodule_search_locations
-        # The folder also holds plain Python modules, which stay importable.
+        # The folder also holds Python modules, which stay importable.
         self.__path__ = [str(Path(next(iter(spec.submodule_search_locations))) / "ops")]
         self.gen_x_ops = self
 
@@ -152,20 +153,20 @@ class _MissingOps(types.ModuleType):
         return self._op(name)
 
     def _op(self, name: str) -> Callable[..., Any]:
-        def refuse(*unused_args: Any, **unused_arguments: Any) -> Any:
+        def fail(*unused_args: Any, **unused_arguments: Any) -> Any:
             error = NativeOpsError(
                 f"this input calls {name}, one of Lingvo's native ops, which cannot be used here: "
-                f"{self.problem}. Inputs that read by tf.data, such as those of DefineTFDataInput "
-                "and TFDataSequenceInputGenerator, work."
+                f"{self.problem}. Use an input of tf.data, such as those of DefineTFDataInput and "
+                "TFDataSequenceInputGenerator."
             )
-            _note_error(error)
+            _record_error(error)
             raise error
 
-        return refuse
+        return fail
 
 
 class _CheckedOps:
-    """The generated ops; those that read files are called only after a check."""
+    """The native ops of Lingvo, with checks before those that read files."""
 
     def __init__(self, ops: Any) -> None:
         self._ops = ops
@@ -174,12 +175,12 @@ class _CheckedOps:
         return getattr(self._ops, name)
 
     def generic_input(self, **arguments: Any) -> Any:
-        """The op, after the check."""
+        """Check the arguments and call the op."""
         _check(arguments)
         return self._ops.generic_input(**arguments)
 
     def generic_input_v2_create(self, **arguments: Any) -> Any:
-        """The op, after the check."""
+        """Check the arguments and call the op."""
         _check(arguments)
         return self._ops.generic_input_v2_create(**arguments)
 
@@ -188,14 +189,14 @@ def _check(arguments: dict[str, Any]) -> None:
     try:
         read = check_native_read(arguments)
     except NativeReadError as error:
-        _note_error(error)
+        _record_error(error)
         raise
     watcher = _WATCHER.get()
     if watcher is not None:
         watcher.checked.append(read)
 
 
-def _note_error(error: Exception) -> None:
+def _record_error(error: Exception) -> None:
     watcher = _WATCHER.get()
     if watcher is not None:
         watcher.error = error

@@ -1,8 +1,8 @@
-"""tf.data inside Lingvo, made the same each time it is read.
+"""Deterministic `tf.data` pipelines of Lingvo.
 
-Lingvo turns tf.data's order loose and shuffles without a seed. A run that is to go on where another
-stopped needs the stream to come again as it was, and hosts that share an epoch need it in one
-order; so datasets are made here with a fixed order and under a seed.
+Lingvo disables the deterministic order of `tf.data` and shuffles without a seed. Resuming needs the
+same stream again, and hosts that share an epoch need one order. So this module makes datasets with
+a fixed order and a seed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _LOCK = threading.RLock()
 
 @contextlib.contextmanager
 def tensorflow_seed(seed: int) -> Iterator[None]:
-    """Gives what is built inside the seed `seed`; the program's own one is put back after it.
+    """Set TensorFlow's global seed while pipelines are built, and restore it afterwards.
 
-    Shuffles and random ops draw their seeds when they are built, so it matters no longer then.
+    Shuffles and random ops draw their seeds when they are built.
     """
-    # The public tf.random.set_seed cannot be undone, and it throws away all kernels, which waits
-    # forever on those of Lingvo's native ops that are at work.
+    # The public tf.random.set_seed cannot be undone. It also drops all kernels, which hangs on
+    # running kernels of Lingvo's native ops.
     context = importlib.import_module("tensorflow.python.eager.context").context()
     with _LOCK:
         before = {name: getattr(context, name, _MISSING) for name in ("_seed", "_rng")}
@@ -43,25 +43,26 @@ def tensorflow_seed(seed: int) -> Iterator[None]:
 
 
 def is_tf_data(lingvo_input: Any) -> bool:
-    """Whether the generator reads from a Lingvo data source that is a tf.data pipeline."""
+    """Return True if the data source of a generator is a tf.data pipeline."""
     datasource = importlib.import_module("lingvo.core.datasource")
     return isinstance(getattr(lingvo_input, "datasource", None), datasource.TFDatasetSource)
 
 
 def start_over(tensorflow: Any, source: Any) -> Any:
-    """Makes the tf.data pipeline of a Lingvo data source anew, at its first element.
+    """Make the tf.data pipeline of a Lingvo data source again, at its first element.
 
-    It stands where the source looks for it, so that the generator's own way to read goes on.
+    The pipeline is stored in the source, so that the generator reads from it. Call this within the
+    cluster and the infeed context of the input.
 
     Args:
-      tensorflow: The module.
-      source: A `TFDatasetSource`; call within the cluster and the infeed context of the input.
+      tensorflow: The module `tensorflow`.
+      source: The `TFDatasetSource`.
 
     Returns:
       The dataset.
     """
     py_utils = importlib.import_module("lingvo.core.py_utils")
-    # Else a variable of Lingvo's global step becomes part of the pipeline.
+    # Otherwise a variable of Lingvo's global step becomes part of the pipeline.
     with py_utils.GlobalStepContext(None):
         dataset = source.GetDataset()
     options = tensorflow.data.Options()
@@ -73,14 +74,14 @@ def start_over(tensorflow: Any, source: Any) -> Any:
 
 
 class _Batches:
-    """Stands in for an iterator of TensorFlow, whose Python takes as long as a batch."""
+    """A replacement of TensorFlow's iterator, whose Python code takes as long as a batch."""
 
     def __init__(self, tensorflow: Any, dataset: Any):
         self._spec = dataset.element_spec
         self._tensors = TensorIterator(tensorflow, dataset)
 
     def get_next(self) -> Any:
-        """The next batch; raises what TensorFlow raises."""
+        """Return the next batch; raise the errors of TensorFlow."""
         return _packed(self._spec, iter(self._tensors.get_next()))
 
 
@@ -91,7 +92,7 @@ def _batches_of(tensorflow: Any, dataset: Any) -> Any:
 
 
 def _is_map_of_fields(spec: Any) -> bool:
-    """Whether it is a dict or a NestedMap of Lingvo, and so are the maps in it."""
+    """Return True for a dict or Lingvo NestedMap of tensors or of such maps."""
     maps = (dict, importlib.import_module("lingvo.core.nested_map").NestedMap)
     if type(spec) not in maps:
         return False
@@ -99,7 +100,7 @@ def _is_map_of_fields(spec: Any) -> bool:
 
 
 def _packed(spec: Any, tensors: Iterator[Any]) -> Any:
-    """The tensors, which come in the order of sorted names, in the form of `spec`."""
+    """Return tensors in the structure of `spec`; they are in the order of sorted names."""
     if not isinstance(spec, dict):
         return next(tensors)
     parts = {name: _packed(spec[name], tensors) for name in sorted(spec)}
@@ -107,15 +108,15 @@ def _packed(spec: Any, tensors: Iterator[Any]) -> Any:
 
 
 def stop(source: Any) -> None:
-    """Ends the threads of a source's pipeline.
+    """Stop the threads of the pipeline of a source.
 
-    Source and generator hold each other, so without this they would run until the garbage collector
-    comes; and the older they are, the longer TensorFlow takes to stop them, up to a minute.
+    Source and generator form a reference cycle, so the threads would run until garbage collection.
+    TensorFlow takes up to a minute to stop old pipelines.
     """
     source._iterator = {}
     source._dataset = {}
 
 
 def is_endless(tensorflow: Any, dataset: Any) -> bool:
-    """Whether tf.data knows that the dataset never ends."""
+    """Return True if tf.data reports an infinite dataset."""
     return int(dataset.cardinality()) == tensorflow.data.INFINITE_CARDINALITY
