@@ -231,7 +231,7 @@ def test_flags_are_checked_against_the_launcher(place: Path, monkeypatch: pytest
     for name, value in launched.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     text = usage_error(place, "--exp=lm.Large", "--num_processes=4")
-    assert "--num_processes=4" in text and "SLURM_NTASKS=8" in text
+    assert "--num_processes=4" in text and "SLURM_NTASKS" in text
 
 
 def test_list_prints_the_catalogue(place: Path):
