@@ -1,4 +1,7 @@
-"""What cannot run is refused with one sentence and exit code 2, and nothing is written."""
+"""Tests of requests that cannot run: exit code 2, one error message, and no file written.
+
+The packages assert each rule; these tests run one case of each package and way of failing.
+"""
 
 from __future__ import annotations
 
@@ -18,159 +21,95 @@ NAME = "layerkit_experiments.lm.lm_cloud.LmCloudSpmdTest"
 ON_8 = {"ICI_MESH_SHAPE": "[8,1,1]"}
 
 
-def refusal(job: Any, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    """What is said, without `runner: `; nothing may be written."""
+def error_of(job: Any, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """Return the printed error of a run that fails with exit code 2 and writes nothing."""
     before = {path: path.stat().st_mtime_ns for path in job.folder.rglob("*")}
+    capsys.readouterr()
     assert job.run_here(*flags) == 2
     assert {path: path.stat().st_mtime_ns for path in job.folder.rglob("*")} == before
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("runner: ")
-    return said.err.removeprefix("runner: ").rstrip("\n")
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("runner: ")
+    return printed.err
 
 
 @pytest.mark.parametrize(
-    ("fields", "text"),
+    ("fields", "owner", "value"),
     [
-        (
-            {"ICI_MESH_SHAPE": "[1,4,1]"},
-            "partitioner: the mesh needs 4 devices, but there are 8 (cpu): (ici_mesh_shape,"
-            " dcn_mesh_shape)=([1, 4, 1], [1, 1, 1]). For these devices, use"
-            " --fdl.ICI_MESH_SHAPE=[8,1,1]",
-        ),
-        (
-            {"PERCORE_BATCH_SIZE": 0.25},
-            "train: rows of the global batch=2. Expected a positive multiple of 8, the number of"
-            " devices of data × fsdp.",
-        ),
-        (
-            {"PERCORE_BATCH_SIZE": 0.3},
-            "train: percore_batch_size=0.3. Expected an integer number of rows on 8 devices, not"
-            " 2.4.",
-        ),
-        (
-            {"CHECKPOINT_POLICY": "fulll"},
-            f"{NAME}: StackedTransformerRepeated(lm/stack): remat='fulll'. Did you mean 'full'?",
-        ),
-        (
-            {"ACTIVATION": "geluu"},
-            "LmCloudSpmdTest: ACTIVATION='geluu'; did you mean 'gelu'? It is"
-            " one of relu, gelu, gelu_exact, silu.",
-        ),
-        (
-            {"FPROP_DTYPE": "bfloat15"},
-            "LmCloudSpmdTest: FPROP_DTYPE='bfloat15'. Expected a dtype. Did you"
-            " mean 'bfloat16' or 'float16'?",
-        ),
-        (
-            {"FPROP_DTYPE": "int32"},
-            "LmCloudSpmdTest: FPROP_DTYPE='int32' is not a floating dtype, such as bfloat16",
-        ),
-        (
-            {"MODEL_DIMS": 0},
-            "LmCloudSpmdTest: MODEL_DIMS=0 must be at least 1",
-        ),
-        (
-            {"MAX_STEPS": 0},
-            "LmCloudSpmdTest: MAX_STEPS=0: expected a positive integer",
-        ),
-        (
-            {"NUM_LAYERS": -1, "SCALE_RESIDUAL_INIT": True},
-            "LmCloudSpmdTest: NUM_LAYERS=-1 must be at least 1",
-        ),
-        (
-            {"task.loss_name": "xentt"},
-            f"{NAME}: task: loss_name='xentt'. Expected a metric of the model. Did you mean"
-            " 'xent'?",
-        ),
-        (
-            {"ICI_MESH_SHAPE": "[1,1,8]", "PERCORE_BATCH_SIZE": 0.125},
-            f"{NAME}: .params['lm']['stack']['repeat']['sub']['attention']['key']['w']: cannot be"
-            " split evenly: dimension 'kv_heads'=2. Expected a multiple of 8, the size of mesh axes"
-            " ('tensor',). Use another mesh, another size, or"
-            " ShardingRules.replace(kv_heads=None).",
-        ),
-        (
-            {"ATTENTION_BACKEND": "cudnn", "ATTENTION_LOGIT_CAP": "None"},
-            f"{NAME}: MultiHeadAttention(",
-        ),
-        (
-            {"CHECKPOINT_EVERY_N_STEPS": 0},
-            f"{NAME}: task.train: save_interval_steps=0. Expected a positive integer.",
-        ),
-        (
-            {"DECAY_END": 8},
-            f"{NAME}: linear_warmup_exponential_decay: (warmup_steps, decay_start, decay_end)=(4,"
-            " 8, 8). Expected 0 <= warmup_steps <= decay_start < decay_end. A shorter run needs a"
-            " shorter warmup, such as warmup_steps=1, decay_start=1. Flags: --fdl.WARMUP_STEPS=1"
-            " --fdl.DECAY_START=1",
-        ),
+        # Fields of experiments.
+        ({"MODEL_DIMS": 0}, "LmCloudSpmdTest", "MODEL_DIMS=0"),
+        ({"ACTIVATION": "geluu"}, "LmCloudSpmdTest", "ACTIVATION='geluu'"),
+        ({"FPROP_DTYPE": "int32"}, "LmCloudSpmdTest", "FPROP_DTYPE='int32'"),
+        # Fields of layers, and what their devices cannot run.
+        ({"CHECKPOINT_POLICY": "fulll"}, "StackedTransformerRepeated(lm/stack)", "remat='fulll'"),
+        ({"ATTENTION_BACKEND": "cudnn", "ATTENTION_LOGIT_CAP": "None"}, "attention", "cudnn"),
+        ({"ICI_MESH_SHAPE": "[1,1,8]", "PERCORE_BATCH_SIZE": 0.125}, "'key'", "'kv_heads'=2"),
+        # Fields of the task, the data and the partitioner.
+        ({"CHECKPOINT_EVERY_N_STEPS": 0}, "task.train", "save_interval_steps=0"),
+        ({"DECAY_END": 8}, "linear_warmup_exponential_decay", "(4, 8, 8)"),
+        ({"PERCORE_BATCH_SIZE": 0.25}, "train", "rows of the global batch=2"),
+        ({"ICI_MESH_SHAPE": "[1,4,1]"}, "partitioner", "--fdl.ICI_MESH_SHAPE=[8,1,1]"),
     ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_fields_that_do_not_fit(
-    jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: dict, text: str
+def test_invalid_field_is_an_error(
+    jobs: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    fields: dict,
+    owner: str,
+    value: str,
 ):
     job = jobs.make(EXP, tmp_path / "job", **{**ON_8, **fields})
-    # A layer that refuses is named after what it says.
-    assert refusal(job, capsys).startswith(text)
+    error = error_of(job, capsys)
+    assert owner in error
+    assert value in error
     assert not job.folder.exists()
 
 
 @pytest.mark.parametrize(
-    ("flags", "text"),
+    ("fields", "value"),
     [
-        (["--restore_checkpoint_dir=/nowhere"], "/nowhere/checkpoints: found no checkpoint"),
-        (["--restore_checkpoint_step=3"], "--restore_checkpoint_step=(3,)"),
+        ({"VOCAB_SIZE": 256}, "VOCAB_SIZE=256"),
+        # One position too many: 8 of the prompt, 9 after it.
+        ({"POSITIONS": "trainable", "MAX_DECODE_STEPS": 9}, "MAX_DECODE_STEPS=9"),
+        ({"TEXT_FILES": "['/nowhere/*.txt']"}, "--fdl.TEXT_FILES="),
     ],
+    ids=["vocabulary", "positions", "files"],
 )
-def test_flags_that_do_not_fit(
-    jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], text: str
-):
-    assert text in refusal(jobs.make(EXP, tmp_path / "job", **ON_8), capsys, *flags)
-
-
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        (
-            {"VOCAB_SIZE": 256},
-            "LocalText: VOCAB_SIZE=256 is less than the 259 ids of"
-            " TOKENIZER='bytes', special ones included",
-        ),
-        (
-            # One position too many: 8 of the prompt, 9 after it.
-            {"POSITIONS": "trainable", "MAX_DECODE_STEPS": 9},
-            "LocalText: MAX_DECODE_STEPS=9 after prompts of 8 ids need 17"
-            " positions, and POSITIONS='trainable' has MAX_SEQ_LEN=16",
-        ),
-        (
-            {"datasets.1.batch_padding_size": 1},
-            "heldout with batch_padding_size=1: rows of the global batch=9. Expected a positive"
-            " multiple of 8, the number of devices of data × fsdp. Change batch_size or"
-            " percore_batch_size of the input.",
-        ),
-    ],
-)
-def test_a_model_that_does_not_fit_its_data(
-    jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: dict, text: str
+def test_model_that_does_not_fit_its_data_is_an_error(
+    jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: dict, value: str
 ):
     job = jobs.make("lm.quickstart.LocalText", tmp_path / "job", **fields)
-    assert refusal(job, capsys) == text
+    assert value in error_of(job, capsys)
     assert not job.folder.exists()
 
 
-def test_a_folder_that_is_a_file(jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--restore_checkpoint_dir=/nowhere", "/nowhere/checkpoints"),
+        ("--restore_checkpoint_step=3", "--restore_checkpoint_step="),
+    ],
+)
+def test_invalid_flag_is_an_error(
+    jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, value: str
+):
+    assert value in error_of(jobs.make(EXP, tmp_path / "job", **ON_8), capsys, flag)
+
+
+def test_job_folder_that_is_a_file_is_an_error(
+    jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     (tmp_path / "job").write_text("mine")
     job = jobs.make(EXP, tmp_path / "job", **ON_8)
-    assert f"--job_log_dir='{job.folder}'" in refusal(job, capsys)
+    assert f"--job_log_dir='{job.folder}'" in error_of(job, capsys)
     assert job.folder.read_text() == "mine"
 
 
 @pytest.mark.slow
-def test_what_a_run_recommends_is_not_refused(
-    jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    """Each of the next commands runs as it is printed, also after overrides of what it changes."""
+def test_printed_next_commands_run(jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Run each of the printed commands, after overrides of the fields that they change."""
     fields = {
         "MAX_STEPS": 4,
         "PERCORE_BATCH_SIZE": 1.0,
@@ -182,7 +121,7 @@ def test_what_a_run_recommends_is_not_refused(
     job = jobs.make("lm.quickstart.LocalText", tmp_path / "job", **fields)
     assert job.run_here() == 0
     output = capsys.readouterr().out
-    # What is reported is the cross-entropy, and not the objective.
+    # The reported metric is the cross-entropy without the z-loss.
     (record,) = read_metrics(job.folder).evals["heldout"]
     assert record["loss"] > record["xent"] + 0.1
     assert f"heldout: xent {record['xent']:.4f} nats per byte = " in output
@@ -200,15 +139,6 @@ def test_what_a_run_recommends_is_not_refused(
     assert "data 2 × fsdp 4 × tensor 1" in page
 
 
-def test_text_that_is_not_there(jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    job = jobs.make(
-        "lm.quickstart.LocalText", tmp_path / "job", TEXT_FILES="['/nowhere/*.txt']", NUM_HEADS=2
-    )
-    text = refusal(job, capsys)
-    assert "nothing to read at '/nowhere/*.txt'" in text
-    assert text.endswith("""Flags: --fdl.TEXT_FILES='["FILE_OR_PATTERN"]'""")
-
-
 @pytest.fixture(scope="module")
 def finished(jobs: Any, tmp_path_factory: Any) -> Any:
     job = jobs.make(EXP, tmp_path_factory.mktemp("finished") / "job", MAX_STEPS=2, **ON_8)
@@ -216,46 +146,42 @@ def finished(jobs: Any, tmp_path_factory: Any) -> Any:
     return job
 
 
-def test_the_folder_of_another_experiment(
+def test_folder_of_another_experiment_is_an_error(
     finished: Any, jobs: Any, capsys: pytest.CaptureFixture[str]
 ):
-    capsys.readouterr()
     other = jobs.make("lm.lm_cloud.LmCloudTransformerAdamLimitSteps", finished.folder)
-    assert f"holds a run of {NAME}: --job_log_dir='{finished.folder}'" in refusal(other, capsys)
+    error = error_of(other, capsys)
+    assert NAME in error
+    assert f"--job_log_dir='{finished.folder}'" in error
 
 
-def test_a_checkpoint_of_another_size(finished: Any, jobs: Any, capsys: pytest.CaptureFixture[str]):
-    capsys.readouterr()
-    other = jobs.make(EXP, finished.folder, MAX_STEPS=2, HIDDEN_DIMS=64, **ON_8)
-    said = refusal(other, capsys)
-    assert "params/lm/stack/repeat/sub/feed_forward/down/w: shape [1, 32, 16]" in said
-    assert said.startswith(
-        f"{finished.folder} was written with other fields (recorded → now):\n"
-        "  HIDDEN_DIMS: 32 → 64\n"
-    )
-    assert len(said.splitlines()) < 12  # few of the arrays that differ
+def test_checkpoint_of_another_size_is_an_error(
+    finished: Any, jobs: Any, capsys: pytest.CaptureFixture[str]
+):
+    error = error_of(jobs.make(EXP, finished.folder, MAX_STEPS=2, HIDDEN_DIMS=64, **ON_8), capsys)
+    assert "  HIDDEN_DIMS: 32 → 64\n" in error
+    assert "params/lm/stack/repeat/sub/feed_forward/down/w: shape [1, 32, 16]" in error
+    assert len(error.splitlines()) < 12  # few of the arrays that differ
 
 
-def test_a_step_that_was_not_saved(
+def test_step_that_was_not_saved_is_an_error(
     finished: Any, jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    capsys.readouterr()
     job = jobs.make(EXP, tmp_path / "job", **ON_8)
     flags = [f"--restore_checkpoint_dir={finished.folder}", "--restore_checkpoint_step=7"]
-    assert refusal(job, capsys, *flags) == (
-        f"{finished.checkpoints} has no checkpoint of step 7; it has 2."
-    )
+    error = error_of(job, capsys, *flags)
+    assert str(finished.checkpoints) in error
+    assert "step 7" in error
 
 
-def test_other_data_than_the_run_began_with(
+def test_other_data_than_that_of_the_checkpoint_is_an_error(
     finished: Any, jobs: Any, capsys: pytest.CaptureFixture[str]
 ):
-    capsys.readouterr()
     other = jobs.make(EXP, finished.folder, MAX_STEPS=4, MAX_SEQ_LEN=8, **ON_8)
-    assert "seq_length was 16 and is 8" in refusal(other, capsys)
+    assert "seq_length" in error_of(other, capsys)
 
 
-def test_changes_that_do_fit_are_reported(
+def test_compatible_changes_are_reported(
     finished: Any, jobs: Any, capsys: pytest.CaptureFixture[str]
 ):
     capsys.readouterr()

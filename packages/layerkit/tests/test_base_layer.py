@@ -1,4 +1,4 @@
-"""The base layer: initialisation, weights, what is never lost, and modules as values."""
+"""Tests of the base layer: initialization, weights, collections and modules as values."""
 
 from __future__ import annotations
 
@@ -28,18 +28,12 @@ def shapes(variables):
     return jax.tree.map(jnp.shape, variables)
 
 
-def refusal(error, call):
-    with pytest.raises(error) as caught:
-        call()
-    return str(caught.value)
-
-
 def square(**fields):
     return Linear.HParams.config(**SQUARE, **fields)
 
 
 class Chain(BaseLayer):
-    """Runs the layers built with it, in any container, then `num_copies` of a template."""
+    """A sequence of built layers in any container, then `num_copies` of a template."""
 
     first: Any = None
     second: Any = None
@@ -58,7 +52,7 @@ class Chain(BaseLayer):
 
 
 class Assigning(BaseLayer):
-    """Makes children as plain Flax does, by assignment."""
+    """A layer that assigns its children in setup, as Flax modules do."""
 
     def setup(self):
         self.one = Linear(**SQUARE)
@@ -70,7 +64,7 @@ class Assigning(BaseLayer):
 
 
 class Declaring(BaseLayer):
-    """Has the weight that it is told to have, and gives the one that it is asked for."""
+    """A layer with one declared weight, which returns the weight of a given name."""
 
     weight: Any = None
 
@@ -82,7 +76,7 @@ class Declaring(BaseLayer):
 
 
 class Counter(BaseLayer):
-    """Counts its calls in a variable that is not trained."""
+    """A layer that counts its calls in a variable that is not trained."""
 
     def setup(self):
         start = WeightHParams((1,), axes=("norm",), init=WeightInit.Constant(0.0))
@@ -94,7 +88,7 @@ class Counter(BaseLayer):
 
 
 class Setting(BaseLayer):
-    """Sets a float16 variable of two entries to what it is given."""
+    """A layer that assigns its input to a float16 variable of two entries."""
 
     def setup(self):
         start = WeightHParams((2,), ("norm",), WeightInit.Constant(0.0), dtype="float16")
@@ -105,7 +99,7 @@ class Setting(BaseLayer):
 
 
 class Reporting(BaseLayer):
-    """Two auxiliary losses of one name and two summaries of one name."""
+    """A layer with two auxiliary losses of one name and two summaries of one name."""
 
     def fprop(self, x):
         for factor in (1.0, 2.0):
@@ -134,159 +128,161 @@ INITIALISED = {
 }
 
 
-class TestInit:
-    @pytest.mark.parametrize("train", [False, True])
-    @pytest.mark.parametrize("config", INITIALISED.values(), ids=INITIALISED.keys())
-    def test_without_and_with_inputs_gives_the_same_bits(self, config, train):
-        layer = config.Instantiate(train=train)
-        bare, run = layer.init(KEY), layer.init(KEY, X)
-        assert shapes(bare) == shapes(run)
-        jax.tree.map(np.testing.assert_array_equal, bare, run)
-
-    def test_by_another_method(self):
-        class Other(Chain):
-            def backwards(self, x):
-                return self.links[0](self.links[1](x))
-
-        layer = Other(num_copies=2)
-        bare = layer.init(KEY)
-        jax.tree.map(np.testing.assert_array_equal, bare, layer.init(KEY, X, method="backwards"))
-        jax.tree.map(
-            np.testing.assert_array_equal, bare, layer.init(KEY, X, method=Other.backwards)
-        )
-
-    def test_takes_a_key_by_stream(self):
-        jax.tree.map(
-            np.testing.assert_array_equal,
-            Linear(**SQUARE).init({"params": KEY}),
-            Linear(**SQUARE).init(KEY),
-        )
-
-    def test_of_a_layer_without_weights(self):
-        assert Reporting().init(KEY) == Reporting().init(KEY, X) == {"params": {}}
-
-    def test_every_weight_draws_from_a_stream_of_its_own(self):
-        params = Chain(num_copies=3).init(KEY)["params"]
-        drawn = np.stack([params[f"links_{i}"]["w"] for i in range(3)])
-        assert len(np.unique(drawn)) == drawn.size
-
-    def test_a_weight_depends_on_its_path_not_on_its_neighbours(self):
-        few, many = (Chain(num_copies=n).init(KEY)["params"] for n in (1, 3))
-        np.testing.assert_array_equal(few["links_0"]["w"], many["links_0"]["w"])
-
-    def test_another_key_gives_other_weights(self):
-        layer = Linear(**SQUARE)
-        other = layer.init(jax.random.key(1))["params"]["w"]
-        assert np.all(layer.init(KEY)["params"]["w"] != other)
-
-    def test_boxed_tells_the_axes_without_drawing(self):
-        boxed = jax.eval_shape(FeedForward(**SQUARE).init_boxed, KEY)
-        assert logical_axes(boxed) == {
-            "params": {"linear": {"w": ("embed", "mlp")}, "bias": {"b": ("mlp",)}}
-        }
-        assert logical_axes(Counter().init_boxed(KEY, X)["non_trainable"]) == {"calls": ("norm",)}
-
-    def test_a_plain_flax_module_below_is_refused(self):
-        text = refusal(TypeError, lambda: Chain(first=nn.Dense(2)).init(KEY))
-        assert text == (
-            "Chain(): Dense is a plain Flax module, whose weights cannot be created without inputs"
-        )
-
-    def test_a_layer_works_as_an_ordinary_flax_module(self):
-        class Net(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                return nn.Dense(3)(Linear(**SQUARE, name="in")(x))
-
-        variables = nn.meta.unbox(Net().init(KEY, X))
-        assert shapes(variables["params"]["in"]) == W
-        assert Net().apply(variables, X).shape == (2, 3)
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("config", INITIALISED.values(), ids=INITIALISED.keys())
+def test_init_without_inputs_equals_init_with_inputs(config, train):
+    layer = config.Instantiate(train=train)
+    bare, run = layer.init(KEY), layer.init(KEY, X)
+    assert shapes(bare) == shapes(run)
+    jax.tree.map(np.testing.assert_array_equal, bare, run)
 
 
-class TestWeights:
-    def test_theta_is_cast_to_the_compute_dtype(self):
-        layer = Declaring(weight=WeightHParams((2,), axes=("norm",)), fprop_dtype="bfloat16")
-        variables = layer.init(KEY)
-        assert variables["params"]["scale"].dtype == jnp.float32
-        assert layer.apply(variables, "scale").dtype == jnp.bfloat16
+def test_init_accepts_another_method():
+    class Other(Chain):
+        def backwards(self, x):
+            return self.links[0](self.links[1](x))
 
-    def test_a_weight_may_have_a_dtype_of_its_own(self):
-        weight = WeightHParams((2,), axes=("norm",), dtype="float16")
-        drawn = Declaring(weight=weight, dtype=jnp.bfloat16).init(KEY)["params"]["scale"]
-        assert drawn.dtype == jnp.float16
+    layer = Other(num_copies=2)
+    bare = layer.init(KEY)
+    jax.tree.map(np.testing.assert_array_equal, bare, layer.init(KEY, X, method="backwards"))
+    jax.tree.map(np.testing.assert_array_equal, bare, layer.init(KEY, X, method=Other.backwards))
 
-    def test_a_parent_may_read_a_weight_of_a_child_that_it_has_not_called(self):
-        class Tied(BaseLayer):
-            def setup(self):
-                self.create_child("linear", square())
-                self.create_child("counter", Counter.HParams.config())
 
-            def fprop(self, x):
-                return x @ self.linear.theta.w.T + self.counter.get_var("calls")
-
-        variables = Tied().init(KEY)
-        w = np.asarray(variables["params"]["linear"]["w"])
-        np.testing.assert_allclose(Tied().apply(variables, X), X @ w.T, rtol=1e-6)
-
-    def test_an_unknown_weight_names_the_near_one(self):
-        layer = Declaring(weight=WeightHParams((2,), axes=("norm",)))
-        text = refusal(AttributeError, lambda: layer.apply(layer.init(KEY), "scael"))
-        assert text == (
-            "Declaring() has no weight 'scael'; did you mean 'scale'? Its weights: scale."
-        )
-
-    @pytest.mark.parametrize(
-        ("weight", "text"),
-        [
-            (
-                WeightHParams((2, 3), axes=("embed",)),
-                "Declaring().scale: axes ('embed',) do not name the dimensions of (2, 3)",
-            ),
-            (
-                WeightHParams((2, 0), axes=("embed", "mlp")),
-                "Declaring().scale: every size of its shape must be at least 1, got embed=2, mlp=0",
-            ),
-        ],
+def test_init_accepts_keys_by_stream():
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        Linear(**SQUARE).init({"params": KEY}),
+        Linear(**SQUARE).init(KEY),
     )
-    def test_a_wrong_declaration_is_refused(self, weight, text):
-        assert refusal(ValueError, lambda: Declaring(weight=weight).init(KEY)) == text
-
-    def test_a_variable_counts_and_is_handed_back(self):
-        variables = Counter().init(KEY)
-        assert shapes(variables) == {"params": {}, "non_trainable": {"calls": (1,)}}
-        for calls in (1.0, 2.0):
-            _, updated = Counter().apply(variables, X, mutable=["non_trainable"])
-            variables = {**variables, **updated}
-            assert float(variables["non_trainable"]["calls"][0]) == calls
-
-    def test_an_update_is_never_lost(self):
-        text = refusal(ValueError, lambda: Counter().apply(Counter().init(KEY), X))
-        assert text == (
-            "Counter().calls: the update would be lost; apply with mutable=['non_trainable', …]"
-        )
-
-    def test_an_update_keeps_the_declared_shape_and_dtype(self):
-        def updated(value):
-            _, changed = Setting().apply(Setting().init(KEY), value, mutable=["non_trainable"])
-            return changed["non_trainable"]["mean"]
-
-        mean = updated(np.array([1.0, 2.5], np.float32))
-        assert mean.dtype == jnp.float16 and mean.tolist() == [1.0, 2.5]
-        assert refusal(ValueError, lambda: updated(jnp.zeros(()))) == (
-            "Setting().mean: the update has the shape (), but the variable was declared with (2,)"
-        )
-        refusal(ValueError, lambda: Setting().init(KEY, jnp.zeros((3,))))
 
 
-class TestCast:
-    def test_floats_take_the_compute_dtype_and_the_rest_stays(self):
-        layer = Reporting(fprop_dtype=jnp.bfloat16)
-        assert layer.cast(X).dtype == jnp.bfloat16
-        assert layer.cast(np.arange(3)).dtype == jnp.int32
-        assert layer.cast(np.array([True])).dtype == jnp.bool_
+def test_init_of_a_layer_without_weights_is_empty():
+    assert Reporting().init(KEY) == Reporting().init(KEY, X) == {"params": {}}
 
-    def test_a_numpy_input_does_not_leave_the_compute_dtype_again(self):
-        assert (Reporting(fprop_dtype=jnp.bfloat16).cast(X) * 0.5).dtype == jnp.bfloat16
+
+def test_weights_are_drawn_from_different_streams():
+    params = Chain(num_copies=3).init(KEY)["params"]
+    drawn = np.stack([params[f"links_{i}"]["w"] for i in range(3)])
+    assert len(np.unique(drawn)) == drawn.size
+
+
+def test_initial_weight_depends_only_on_its_path():
+    few, many = (Chain(num_copies=n).init(KEY)["params"] for n in (1, 3))
+    np.testing.assert_array_equal(few["links_0"]["w"], many["links_0"]["w"])
+
+
+def test_initial_weights_depend_on_the_key():
+    layer = Linear(**SQUARE)
+    other = layer.init(jax.random.key(1))["params"]["w"]
+    assert np.all(layer.init(KEY)["params"]["w"] != other)
+
+
+def test_init_boxed_returns_the_axes_abstractly():
+    boxed = jax.eval_shape(FeedForward(**SQUARE).init_boxed, KEY)
+    assert logical_axes(boxed) == {
+        "params": {"linear": {"w": ("embed", "mlp")}, "bias": {"b": ("mlp",)}}
+    }
+    assert logical_axes(Counter().init_boxed(KEY, X)["non_trainable"]) == {"calls": ("norm",)}
+
+
+def test_child_that_is_a_plain_flax_module_raises(raises):
+    with raises(TypeError):
+        Chain(first=nn.Dense(2)).init(KEY)
+
+
+def test_layer_runs_inside_a_flax_module():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3)(Linear(**SQUARE, name="in")(x))
+
+    variables = nn.meta.unbox(Net().init(KEY, X))
+    assert shapes(variables["params"]["in"]) == W
+    assert Net().apply(variables, X).shape == (2, 3)
+
+
+def test_theta_is_cast_to_the_compute_dtype():
+    layer = Declaring(weight=WeightHParams((2,), axes=("norm",)), fprop_dtype="bfloat16")
+    variables = layer.init(KEY)
+    assert variables["params"]["scale"].dtype == jnp.float32
+    assert layer.apply(variables, "scale").dtype == jnp.bfloat16
+
+
+def test_dtype_of_a_weight_overrides_the_dtype_of_the_layer():
+    weight = WeightHParams((2,), axes=("norm",), dtype="float16")
+    drawn = Declaring(weight=weight, dtype=jnp.bfloat16).init(KEY)["params"]["scale"]
+    assert drawn.dtype == jnp.float16
+
+
+def test_parent_can_read_weights_of_an_uncalled_child():
+    class Tied(BaseLayer):
+        def setup(self):
+            self.create_child("linear", square())
+            self.create_child("counter", Counter.HParams.config())
+
+        def fprop(self, x):
+            return x @ self.linear.theta.w.T + self.counter.get_var("calls")
+
+    variables = Tied().init(KEY)
+    w = np.asarray(variables["params"]["linear"]["w"])
+    np.testing.assert_allclose(Tied().apply(variables, X), X @ w.T, rtol=1e-6)
+
+
+def test_unknown_weight_raises_with_the_nearest_name(raises):
+    layer = Declaring(weight=WeightHParams((2,), axes=("norm",)))
+    with raises(AttributeError):
+        layer.apply(layer.init(KEY), "scael")
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        WeightHParams((2, 3), axes=("embed",)),
+        WeightHParams((2, 0), axes=("embed", "mlp")),
+    ],
+    ids=["axes", "size"],
+)
+def test_invalid_weight_declaration_raises(raises, weight):
+    with raises(ValueError):
+        Declaring(weight=weight).init(KEY)
+
+
+def test_updated_variable_is_returned():
+    variables = Counter().init(KEY)
+    assert shapes(variables) == {"params": {}, "non_trainable": {"calls": (1,)}}
+    for calls in (1.0, 2.0):
+        _, updated = Counter().apply(variables, X, mutable=["non_trainable"])
+        variables = {**variables, **updated}
+        assert float(variables["non_trainable"]["calls"][0]) == calls
+
+
+def test_update_of_an_immutable_variable_raises(raises):
+    with raises(ValueError):
+        Counter().apply(Counter().init(KEY), X)
+
+
+def test_update_has_the_declared_shape_and_dtype(raises):
+    def updated(value):
+        _, changed = Setting().apply(Setting().init(KEY), value, mutable=["non_trainable"])
+        return changed["non_trainable"]["mean"]
+
+    mean = updated(np.array([1.0, 2.5], np.float32))
+    assert mean.dtype == jnp.float16 and mean.tolist() == [1.0, 2.5]
+    with raises(ValueError):
+        updated(jnp.zeros(()))
+    with raises(ValueError):
+        Setting().init(KEY, jnp.zeros((3,)))
+
+
+def test_cast_changes_floats_only():
+    layer = Reporting(fprop_dtype=jnp.bfloat16)
+    assert layer.cast(X).dtype == jnp.bfloat16
+    assert layer.cast(np.arange(3)).dtype == jnp.int32
+    assert layer.cast(np.array([True])).dtype == jnp.bool_
+
+
+def test_cast_numpy_array_keeps_the_compute_dtype():
+    assert (Reporting(fprop_dtype=jnp.bfloat16).cast(X) * 0.5).dtype == jnp.bfloat16
 
 
 class Stochastic(BaseLayer):
@@ -294,149 +290,155 @@ class Stochastic(BaseLayer):
         return self.next_prng_key()
 
 
-class TestCollections:
-    def test_auxiliary_losses_of_one_name_are_all_kept(self):
-        _, sown = Reporting(train=True).apply({}, X, mutable=["aux_loss"])
-        mean = X.mean()
-        assert sown == {"aux_loss": {"size": (mean, 2.0 * mean)}}
-        assert all(value.dtype == jnp.float32 for value in jax.tree.leaves(sown))
-
-    def test_an_auxiliary_loss_of_training_is_never_lost(self):
-        text = refusal(ValueError, lambda: Reporting(train=True).apply({}, X))
-        assert text == (
-            "Reporting(): auxiliary loss 'size' would be lost; apply with mutable=['aux_loss', …]"
-        )
-
-    def test_evaluation_needs_no_collection_for_it(self):
-        np.testing.assert_array_equal(Reporting().apply({}, X), X)
-
-    def test_auxiliary_losses_have_gradients_and_summaries_none(self):
-        def total(x, collection):
-            _, sown = Reporting(train=True).apply({}, x, mutable=[collection, "aux_loss"])
-            sown = sown[collection]
-            return sum(jnp.sum(value) for value in jax.tree.leaves(sown))
-
-        # Two values, 1·mean and 2·mean, of four elements.
-        np.testing.assert_allclose(jax.grad(total)(X, "aux_loss"), np.full((2, 2), 3.0 / 4.0))
-        np.testing.assert_array_equal(jax.grad(total)(X, "summaries"), np.zeros((2, 2)))
-
-    def test_summaries_of_one_name_are_all_kept_under_the_path_of_the_layer(self):
-        layer = Chain.HParams.config(first=Reporting.HParams.config()).Instantiate()
-        _, sown = layer.apply({}, X, mutable=["summaries"])
-        assert sown == {"summaries": {"first": {"mean": (X.mean(), 2.0 * X.mean())}}}
-
-    def test_a_layer_that_needs_random_numbers_says_so(self):
-        layer = Chain.HParams.config(first=Stochastic.HParams.config()).Instantiate()
-        assert refusal(ValueError, lambda: layer.apply({}, X)) == (
-            "Stochastic(first) needs random numbers: apply with rngs={'random': key}"
-        )
-
-    def test_random_keys_are_of_the_step_and_the_layer(self):
-        layer = Chain.HParams.config(first=Stochastic.HParams.config()).Instantiate()
-
-        def draw(seed, layer=layer):
-            return jax.random.key_data(layer.apply({}, X, rngs={"random": jax.random.key(seed)}))
-
-        np.testing.assert_array_equal(draw(0), draw(0))
-        assert np.any(draw(0) != draw(1))
-        assert np.any(draw(0) != draw(0, Stochastic()))
+def test_auxiliary_losses_of_one_name_are_collected():
+    _, sown = Reporting(train=True).apply({}, X, mutable=["aux_loss"])
+    mean = X.mean()
+    assert sown == {"aux_loss": {"size": (mean, 2.0 * mean)}}
+    assert all(value.dtype == jnp.float32 for value in jax.tree.leaves(sown))
 
 
-class TestStatic:
-    """Modules are values: they hash, compare, copy, and key JAX's caches."""
-
-    def feed_forward(self):
-        config = FeedForward.HParams.config(**SQUARE, sharding=BoundSharding(None))
-        config.linear_tpl.weight_init = WeightInit.Gaussian(0.5)
-        return config
-
-    def test_modules_of_equal_configs_are_equal_and_hash_alike(self):
-        first, second = self.feed_forward().Instantiate(), self.feed_forward().Instantiate()
-        assert first == second and hash(first) == hash(second)
-        other = self.feed_forward()
-        other.linear_tpl.weight_init = WeightInit.Gaussian(0.6)
-        assert other.Instantiate() != first
-
-    def test_jit_takes_a_module_as_a_static_argument_and_traces_once_per_value(self):
-        traced = []
-
-        @jax.jit
-        def weights_of(key):
-            return self.feed_forward().Instantiate().init(key)
-
-        def apply(layer, variables, x):
-            traced.append(layer)
-            return layer.apply(variables, x)
-
-        run = jax.jit(apply, static_argnums=0)
-        variables = weights_of(KEY)
-        outputs = run(self.feed_forward().Instantiate(), variables, X)
-        run(self.feed_forward().Instantiate(), variables, X)
-        assert len(traced) == 1
-        run(self.feed_forward().Instantiate().clone(train=True), variables, X)
-        assert len(traced) == 2
-        eager = self.feed_forward().Instantiate().apply(variables, X)
-        np.testing.assert_allclose(outputs, eager, rtol=1e-6)
-
-    @pytest.mark.parametrize(
-        "duplicate", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
-    )
-    def test_copies_and_pickles(self, duplicate):
-        layer = self.feed_forward().Instantiate()
-        twin = duplicate(layer)
-        assert twin == layer and hash(twin) == hash(layer)
-        jax.tree.map(np.testing.assert_array_equal, twin.init(KEY), layer.init(KEY))
-
-    def test_edits_of_the_config_do_not_reach_the_module(self):
-        config = self.feed_forward()
-        layer = config.Instantiate()
-        before = layer.init(KEY)
-        config.output_dims = 7
-        config.linear_tpl.weight_init = WeightInit.Constant(0.0)
-        jax.tree.map(np.testing.assert_array_equal, before, layer.init(KEY))
-
-    def test_one_module_serves_many_calls(self):
-        layer = Chain.HParams.config(num_copies=2, link_tpl=square(shared_weight_id="a"))
-        built = layer.Instantiate()
-        first, second = built.init(KEY), built.init(jax.random.key(1))
-        assert np.any(jax.tree.leaves(first)[0] != jax.tree.leaves(second)[0])
-        np.testing.assert_array_equal(built.apply(first, X), layer.Instantiate().apply(first, X))
+def test_training_raises_if_an_auxiliary_loss_is_not_collected(raises):
+    with raises(ValueError):
+        Reporting(train=True).apply({}, X)
 
 
-class TestFields:
-    def test_are_keyword_only(self):
-        with pytest.raises(TypeError, match="positional"):
-            Linear(2, 3)
-        with pytest.raises(TypeError, match="unexpected keyword argument 'input_dimz'"):
-            Linear(input_dimz=2)
+def test_evaluation_ignores_auxiliary_losses():
+    np.testing.assert_array_equal(Reporting().apply({}, X), X)
 
-    def test_nested_hparams_and_direct_fields_are_the_same_thing(self):
-        class Direct(BaseLayer):
+
+def test_auxiliary_losses_have_gradients_and_summaries_have_none():
+    def total(x, collection):
+        _, sown = Reporting(train=True).apply({}, x, mutable=[collection, "aux_loss"])
+        sown = sown[collection]
+        return sum(jnp.sum(value) for value in jax.tree.leaves(sown))
+
+    # Two values, 1·mean and 2·mean, of four elements.
+    np.testing.assert_allclose(jax.grad(total)(X, "aux_loss"), np.full((2, 2), 3.0 / 4.0))
+    np.testing.assert_array_equal(jax.grad(total)(X, "summaries"), np.zeros((2, 2)))
+
+
+def test_summaries_of_one_name_are_collected_by_layer_path():
+    layer = Chain.HParams.config(first=Reporting.HParams.config()).Instantiate()
+    _, sown = layer.apply({}, X, mutable=["summaries"])
+    assert sown == {"summaries": {"first": {"mean": (X.mean(), 2.0 * X.mean())}}}
+
+
+def test_layer_without_its_random_key_raises(raises):
+    layer = Chain.HParams.config(first=Stochastic.HParams.config()).Instantiate()
+    with raises(ValueError):
+        layer.apply({}, X)
+
+
+def test_random_keys_depend_on_key_and_layer():
+    layer = Chain.HParams.config(first=Stochastic.HParams.config()).Instantiate()
+
+    def draw(seed, layer=layer):
+        return jax.random.key_data(layer.apply({}, X, rngs={"random": jax.random.key(seed)}))
+
+    np.testing.assert_array_equal(draw(0), draw(0))
+    assert np.any(draw(0) != draw(1))
+    assert np.any(draw(0) != draw(0, Stochastic()))
+
+
+def feed_forward():
+    config = FeedForward.HParams.config(**SQUARE, sharding=BoundSharding(None))
+    config.linear_tpl.weight_init = WeightInit.Gaussian(0.5)
+    return config
+
+
+def test_modules_of_equal_configs_are_equal_with_equal_hashes():
+    first, second = feed_forward().Instantiate(), feed_forward().Instantiate()
+    assert first == second and hash(first) == hash(second)
+    other = feed_forward()
+    other.linear_tpl.weight_init = WeightInit.Gaussian(0.6)
+    assert other.Instantiate() != first
+
+
+def test_jit_traces_once_per_value_of_a_static_module():
+    traced = []
+
+    @jax.jit
+    def weights_of(key):
+        return feed_forward().Instantiate().init(key)
+
+    def apply(layer, variables, x):
+        traced.append(layer)
+        return layer.apply(variables, x)
+
+    run = jax.jit(apply, static_argnums=0)
+    variables = weights_of(KEY)
+    outputs = run(feed_forward().Instantiate(), variables, X)
+    run(feed_forward().Instantiate(), variables, X)
+    assert len(traced) == 1
+    run(feed_forward().Instantiate().clone(train=True), variables, X)
+    assert len(traced) == 2
+    eager = feed_forward().Instantiate().apply(variables, X)
+    np.testing.assert_allclose(outputs, eager, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
+)
+def test_copies_of_a_module_are_equal(duplicate):
+    layer = feed_forward().Instantiate()
+    twin = duplicate(layer)
+    assert twin == layer and hash(twin) == hash(layer)
+    jax.tree.map(np.testing.assert_array_equal, twin.init(KEY), layer.init(KEY))
+
+
+def test_edits_of_a_config_do_not_change_its_module():
+    config = feed_forward()
+    layer = config.Instantiate()
+    before = layer.init(KEY)
+    config.output_dims = 7
+    config.linear_tpl.weight_init = WeightInit.Constant(0.0)
+    jax.tree.map(np.testing.assert_array_equal, before, layer.init(KEY))
+
+
+def test_module_can_be_called_repeatedly():
+    layer = Chain.HParams.config(num_copies=2, link_tpl=square(shared_weight_id="a"))
+    built = layer.Instantiate()
+    first, second = built.init(KEY), built.init(jax.random.key(1))
+    assert np.any(jax.tree.leaves(first)[0] != jax.tree.leaves(second)[0])
+    np.testing.assert_array_equal(built.apply(first, X), layer.Instantiate().apply(first, X))
+
+
+def test_fields_of_a_layer_are_keyword_only():
+    with pytest.raises(TypeError, match="positional"):
+        Linear(2, 3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'input_dimz'"):
+        Linear(input_dimz=2)
+
+
+def test_nested_hparams_equal_direct_fields():
+    class Direct(BaseLayer):
+        dims: int = 3
+
+    class Nested(BaseLayer):
+        class HParams(BaseHParams):
             dims: int = 3
 
-        class Nested(BaseLayer):
-            class HParams(BaseHParams):
-                dims: int = 3
+    assert Direct().dims == Nested().dims == 3
+    assert Direct.HParams.config(dims=4).Instantiate().dims == 4
+    assert Nested.HParams.config(dims=4).Instantiate().dims == 4
 
-        assert Direct().dims == Nested().dims == 3
-        assert Direct.HParams.config(dims=4).Instantiate().dims == 4
-        assert Nested.HParams.config(dims=4).Instantiate().dims == 4
 
-    def test_a_subclass_changes_a_default_without_annotation_even_to_a_callable(self):
-        class Half(Linear):
-            class HParams(Linear.HParams):
-                fprop_dtype = jnp.bfloat16
-
-        class AlsoHalf(Linear):
+def test_subclass_changes_a_default_without_annotation():
+    class Half(Linear):
+        class HParams(Linear.HParams):
             fprop_dtype = jnp.bfloat16
 
-        for cls in (Half, AlsoHalf):
-            layer = cls.HParams.config(**SQUARE).Instantiate()
-            assert layer.apply(layer.init(KEY), X).dtype == jnp.bfloat16
+    class AlsoHalf(Linear):
+        fprop_dtype = jnp.bfloat16
 
-    def test_a_layer_without_fprop_says_so(self):
-        class Empty(BaseLayer):
-            pass
+    for cls in (Half, AlsoHalf):
+        layer = cls.HParams.config(**SQUARE).Instantiate()
+        assert layer.apply(layer.init(KEY), X).dtype == jnp.bfloat16
 
-        text = refusal(NotImplementedError, lambda: Empty().apply({}, X))
-        assert text.endswith("Empty does not define fprop")
+
+def test_layer_without_fprop_raises(raises):
+    class Empty(BaseLayer):
+        pass
+
+    with raises(NotImplementedError):
+        Empty().apply({}, X)

@@ -76,7 +76,7 @@ class FeedForward(base_layer.BaseLayer):
         return self.activation(outputs)
 
 
-def test_hyperparameters():
+def test_sample_of_hyperparameters():
     layer = Linear.HParams.config(input_dims=2, output_dims=3).Instantiate()
     assert isinstance(layer, Linear)
     assert (layer.input_dims, layer.output_dims) == (2, 3)
@@ -85,7 +85,7 @@ def test_hyperparameters():
     np.testing.assert_allclose(layer.apply(weights, X), X @ weights["params"]["w"], rtol=1e-6)
 
 
-def test_nesting():
+def test_sample_of_nesting():
     config = FeedForward.HParams.config(input_dims=2, output_dims=3)
     assert is_config(config.linear_tpl) and is_config(config.activation_tpl)
     config.has_bias = False
@@ -96,7 +96,7 @@ def test_nesting():
     np.testing.assert_allclose(layer.apply(weights, X), expected, rtol=1e-6)
 
 
-def test_nesting_another_activation():
+def test_sample_of_another_activation():
     config = FeedForward.HParams.config(input_dims=2, output_dims=3, has_bias=False)
     config.activation_tpl = activations.Tanh.HParams.config()
     layer = config.Instantiate()
@@ -105,14 +105,14 @@ def test_nesting_another_activation():
     np.testing.assert_allclose(layer.apply(weights, X), expected, rtol=1e-5)
 
 
-def test_eager_error_checking():
+def test_sample_of_eager_error_checking():
     fdl_config = Linear.HParams.config(input_dims=1, output_dims=1)
-    with pytest.raises(AttributeError, match="did you mean 'input_dims'"):
+    with pytest.raises(AttributeError):
         fdl_config.input_dimz = 31337
     assert fdl_config.Instantiate().input_dims == 1
 
 
-def test_partial():
+def test_sample_of_partial():
     fdl_partial = Linear.HParams.partial(input_dims=1)
     make = build(fdl_partial)
     assert make(output_dims=4).output_dims == 4
@@ -130,7 +130,7 @@ class Siamese(base_layer.BaseLayer):
         return self.left(inputs), self.right(inputs)
 
 
-def test_shared_layers():
+def test_sample_of_shared_layers():
     linear = Linear.HParams.config(input_dims=2, output_dims=3)
     shared = Siamese.HParams.config(left=linear, right=linear).Instantiate()
     weights = shared.init(KEY)
@@ -139,7 +139,7 @@ def test_shared_layers():
     np.testing.assert_array_equal(left, right)
 
 
-def test_equal_configs_do_not_share_weights():
+def test_sample_of_unshared_layers():
     linear = Linear.HParams.config(input_dims=2, output_dims=3)
     apart = Siamese.HParams.config(left=linear, right=linear.clone()).Instantiate()
     weights = apart.init(KEY)

@@ -242,7 +242,7 @@ BASES = {BaseLayer, L.BaseActivation, L.BaseNormalization, ClassSoftmax}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.layer_class.__name__)
-def test_no_field_is_dead(example, sharding):
+def test_changing_a_field_has_an_effect(example, sharding):
     assert dead_fields(example, sharding=sharding) == []
 
 
@@ -257,11 +257,11 @@ TOLERATED = {
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.layer_class.__name__)
-def test_no_field_is_ignored(example, sharding):
+def test_ignored_field_raises(example, sharding):
     assert set(ignored_fields(example, sharding=sharding)) <= TOLERATED
 
 
-def test_every_layer_has_an_example_here_or_elsewhere():
+def test_every_layer_has_an_example():
     shown = {example.layer_class for example in EXAMPLES} | BASES
     missing = []
     for info in pkgutil.walk_packages(L.__path__, "layerkit.layers."):
@@ -274,7 +274,7 @@ def test_every_layer_has_an_example_here_or_elsewhere():
     assert all((Path(__file__).parent / file).exists() for file in ELSEWHERE.values())
 
 
-def test_a_field_that_nobody_reads_is_found():
+def test_check_finds_an_unused_field():
     class Doubled(BaseLayer):
         times: float = 2.0
         nobody_reads: float = 1.0
@@ -288,7 +288,7 @@ def test_a_field_that_nobody_reads_is_found():
     assert dead_fields(example) == ["nobody_reads"]
 
 
-def test_a_field_that_another_switches_off_is_found_unless_it_raises():
+def test_check_finds_an_ignored_field_unless_it_raises():
     class Doubled(BaseLayer):
         times: float = 2.0
         use_times: bool = True
@@ -310,7 +310,7 @@ def test_a_field_that_another_switches_off_is_found_unless_it_raises():
     assert ignored_fields(example) == []
 
 
-def test_changes_must_be_of_fields_and_refusals_must_happen():
+def test_check_requires_existing_fields_and_errors():
     example = of(L.RmsNorm, {"dims": DIMS}, on_inputs("dims"), epsilom=1.0)
     with pytest.raises(ValueError, match=r"RmsNorm has no fields \['epsilom'\]"):
         dead_fields(example)

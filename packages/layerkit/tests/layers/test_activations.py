@@ -58,7 +58,7 @@ def test_result_has_the_compute_dtype(layer, expected):
     np.testing.assert_allclose(np.asarray(result, np.float32), expected, rtol=0.03, atol=0.01)
 
 
-def test_every_activation_is_under_test():
+def test_every_activation_is_tested():
     named = {value for value in vars(activations).values() if isinstance(value, type)}
     concrete = {
         cls
@@ -68,17 +68,17 @@ def test_every_activation_is_under_test():
     assert concrete == {type(layer) for layer, _ in EXPECTED}
 
 
-def test_an_activation_has_no_weights():
+def test_activation_has_no_weights():
     assert activations.GELU().init(jax.random.key(0)) == {"params": {}}
 
 
-def test_the_approximate_gelu_stays_within_the_bound_it_documents():
+def test_approximate_gelu_is_within_its_documented_bound():
     x = np.linspace(-6.0, 6.0, 4001)
     error = np.max(np.abs(gelu_tanh(x) - x * NORMAL_CDF(x)))
     assert 4e-4 < error < 5e-4
 
 
-def test_the_base_says_what_a_new_activation_lacks():
+def test_activation_without_fprop_raises():
     class Cube(activations.BaseActivation):
         pass
 

@@ -72,7 +72,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_outputs_are_those_of_the_formula(name):
+def test_outputs_equal_their_formula(name):
     config, x, equation, _, _ = LAYERS[name]
     layer = with_lora(config, rank=RANK, alpha=ALPHA).Instantiate()
     params = drawn(jax.eval_shape(layer.init, KEY)[PARAMS])
@@ -89,7 +89,7 @@ def test_outputs_are_those_of_the_formula(name):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_the_model_starts_as_what_it_was(name):
+def test_initial_adapters_do_not_change_outputs(name):
     config, x, *_ = LAYERS[name]
     adapted = with_lora(config, rank=RANK).Instantiate()
     plain = config.Instantiate()
@@ -117,13 +117,13 @@ def test_the_model_starts_as_what_it_was(name):
         ("group", ("expert", "embed", None), ("expert", None, "mlp")),
     ],
 )
-def test_adapters_are_laid_out_as_the_weight(name, a, b):
+def test_adapters_have_the_axes_of_the_weight(name, a, b):
     layer = with_lora(LAYERS[name][0], rank=RANK).Instantiate()
     axes = logical_axes(jax.eval_shape(layer.init_boxed, KEY))[PARAMS]["dot"]
     assert axes == {"lora_a": a, "lora_b": b}
 
 
-def test_a_starts_with_the_deviation_of_its_fan_in():
+def test_lora_a_has_the_standard_deviation_of_its_fan_in():
     config = OutputProjection.HParams.config(output_dims=6, num_heads=16, head_dim=16)
     a = with_lora(config, rank=64).Instantiate().init(KEY)[PARAMS]["dot"]["lora_a"]
     assert a.shape == (16, 16, 64)
@@ -153,7 +153,7 @@ REPEATED = Repeat.HParams.config(sub_tpl=BLOCK.clone(), num_repeats=2)
 
 @pytest.mark.parametrize("plain", [BLOCK, REPEATED], ids=["alone", "repeated"])
 @pytest.mark.parametrize("only", [".*", ".*(query|linear)_tpl"])
-def test_merged_weights_give_the_plain_model_with_the_same_outputs(plain, only):
+def test_merged_weights_give_the_same_outputs_without_adapters(plain, only):
     config = with_lora(plain, rank=RANK, alpha=ALPHA, only=only)
     adapted, model = config.Instantiate(), plain.Instantiate()
     variables = drawn(jax.eval_shape(adapted.init, KEY))
@@ -176,7 +176,7 @@ def without_adapters(params: Any) -> Any:
     )
 
 
-def test_only_the_layers_that_match_are_adapted():
+def test_only_matching_layers_are_adapted():
     stack = StackedTransformerRepeated.HParams.config(num_layers=2, input_dims=8)
     stack.set(hidden_dims=12, num_heads=2)
     layer = with_lora(stack, only=r".*\.(query|value)_tpl").Instantiate()
@@ -187,7 +187,7 @@ def test_only_the_layers_that_match_are_adapted():
     assert sum(bool(re.fullmatch(LORA_WEIGHTS, name)) for name in names) == 4
 
 
-def test_a_combined_projection_is_adapted_as_one():
+def test_combined_projection_has_one_adapter():
     config = CombinedProjection.HParams.config(input_dims=8, num_heads=4, num_kv_heads=2)
     config.head_dim = 3
     adapted = with_lora(config, rank=RANK, alpha=ALPHA)
@@ -201,7 +201,7 @@ def test_a_combined_projection_is_adapted_as_one():
     )
 
 
-def test_adapters_stand_around_quantised_products_in_either_order():
+def test_adapters_wrap_quantized_products_in_either_order():
     plain = Linear.HParams.config(input_dims=8, output_dims=8)
     fp8 = Fp8Dot.HParams.config(amax_history_length=2)
     config = with_lora(with_dots(plain, fp8), rank=2)
@@ -217,7 +217,7 @@ def test_adapters_stand_around_quantised_products_in_either_order():
     assert jax.tree.structure(again) == jax.tree.structure(variables)
 
 
-def test_dropout_is_of_the_adapter_alone_and_of_training_alone():
+def test_dropout_acts_on_the_adapter_in_training_only():
     config = with_lora(Linear.HParams.config(input_dims=8, output_dims=6), dropout_rate=0.5)
     layer = config.Instantiate()
     variables = drawn(jax.eval_shape(layer.init, KEY))
@@ -239,7 +239,7 @@ def test_dropout_is_of_the_adapter_alone_and_of_training_alone():
     np.testing.assert_array_equal(evaluated, layer.apply(variables, X))
 
 
-def test_a_mesh_changes_nothing():
+def test_outputs_on_a_mesh_equal_one_device():
     auto = (jax.sharding.AxisType.Auto,) * 3
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=auto)
     layer = with_lora(REPEATED, rank=RANK).Instantiate()

@@ -38,7 +38,7 @@ def train_on(layer, variables, x, **kwargs):
 
 
 @pytest.mark.parametrize("is_token", [None, IS_TOKEN], ids=["full", "padded"])
-def test_batch_norm_normalises_by_the_tokens_of_the_batch(is_token):
+def test_batch_norm_normalises_by_batch_statistics_in_training(is_token):
     layer = BatchNorm(dims=DIMS, decay=0.9)
     variables = with_weights(layer)
     tokens = X.reshape(-1, DIMS) if is_token is None else X[is_token]
@@ -53,7 +53,7 @@ def test_batch_norm_normalises_by_the_tokens_of_the_batch(is_token):
     assert layer.init(KEY, X)[NON_TRAINABLE]["moving_mean"].sum() == 0.0
 
 
-def test_batch_norm_evaluates_by_what_it_kept():
+def test_batch_norm_normalises_by_moving_averages_in_evaluation():
     layer = BatchNorm(dims=DIMS)
     variables = with_weights(layer)
     mean, variance = X[0, 0], np.square(X[0, 1]) + 0.5
@@ -66,7 +66,7 @@ def test_batch_norm_evaluates_by_what_it_kept():
         assert (moving["moving_mean"] == mean).all() == (field == "force_evaluation")
 
 
-def test_batch_norm_keeps_its_averages_where_there_are_no_tokens():
+def test_batch_norm_keeps_its_averages_for_a_batch_of_padding():
     layer = BatchNorm(dims=DIMS)
     variables = with_weights(layer)
     y, moving = train_on(layer, variables, X, is_token=np.zeros_like(IS_TOKEN))
@@ -74,7 +74,7 @@ def test_batch_norm_keeps_its_averages_where_there_are_no_tokens():
     jax.tree.map(np.testing.assert_array_equal, moving, variables[NON_TRAINABLE])
 
 
-def test_batch_norm_on_a_mesh_sees_the_global_batch():
+def test_batch_norm_on_a_mesh_uses_the_global_batch():
     layer = BatchNorm(dims=DIMS, train=True)
     variables = layer.init(KEY)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -109,7 +109,7 @@ def test_group_norm_normalises_each_example_in_groups(is_token):
 
 
 @pytest.mark.parametrize("layer", [BatchNorm(dims=DIMS), GroupNorm(dims=DIMS, num_groups=4)])
-def test_what_lies_in_padding_does_not_matter(layer):
+def test_values_of_padding_have_no_effect(layer):
     layer = layer.clone(train=True)
     variables = with_weights(layer)
     poisoned = np.where(IS_TOKEN[..., None], X, np.nan)

@@ -15,7 +15,7 @@ KEY = jax.random.key(0)
 X = np.random.default_rng(0).normal(size=(2, 5, 3)).astype(np.float32)
 
 
-def test_sequential_hands_on_from_layer_to_layer(raises):
+def test_sequential_applies_its_layers_in_order(raises):
     config = Sequential.HParams.config(
         layer_tpls=(
             Linear.HParams.config(input_dims=3, output_dims=4),
@@ -33,7 +33,7 @@ def test_sequential_hands_on_from_layer_to_layer(raises):
 
 
 @pytest.mark.parametrize("activate_output", [False, True])
-def test_an_mlp_block_is_its_formula(activate_output):
+def test_mlp_block_equals_its_formula(activate_output):
     layer = MLPBlock(
         input_dims=3,
         hidden_dims=(4, 5),
@@ -68,7 +68,7 @@ def test_mlp_block_raises_for_a_layer_with_other_fields(raises, field):
 
 
 @pytest.mark.parametrize(("left", "right", "stride"), [(0, 0, 1), (2, 1, 1), (1, 0, 2), (0, 3, 3)])
-def test_stacking_lays_neighbours_side_by_side(left, right, stride):
+def test_stacking_concatenates_neighbours(left, right, stride):
     layer = StackingOverTime(left=left, right=right, stride=stride)
     length = X.shape[1]
     expected = []

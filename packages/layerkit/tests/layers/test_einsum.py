@@ -42,7 +42,7 @@ def make(equation, **fields):
 
 
 @pytest.mark.parametrize("equation", EQUATIONS)
-def test_values_and_gradients_are_those_of_einsum(equation):
+def test_values_and_gradients_equal_einsum(equation):
     layer, random = make(equation), np.random.default_rng(0)
     inputs, weight = equation.split("->")[0].split(",")
     w, x = (random.normal(size=shape_of(of)).astype(np.float32) for of in (weight, inputs))
@@ -66,7 +66,7 @@ def test_values_and_gradients_are_those_of_einsum(equation):
     ("equation", "fan_in", "fan_out"),
     [("btd,dnh->btnh", 4, 30), ("btnh,ndh->btd", 30, 4), ("ebd,edh->ebh", 4, 6)],
 )
-def test_the_initialiser_sees_the_fans_of_the_equation(equation, fan_in, fan_out):
+def test_initializer_uses_the_fans_of_the_equation(equation, fan_in, fan_out):
     w = np.asarray(make(equation).init(KEY)["params"]["w"])
     limit = np.sqrt(6 / (fan_in + fan_out))
     assert 0.85 * limit < np.abs(w).max() <= limit

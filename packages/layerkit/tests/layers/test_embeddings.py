@@ -46,7 +46,7 @@ def class_vectors(layer: BaseLayer, variables: Any) -> jax.Array:
 # Looking ids up.
 
 
-def test_embedding_gives_rows_of_its_weight() -> None:
+def test_embedding_returns_rows_of_its_weight() -> None:
     layer = Embedding(num_classes=7, input_dims=3)
     variables = layer.init(KEY)
     assert weight(variables).shape == (7, 3)
@@ -72,7 +72,7 @@ def test_scaled_embedding_has_unit_variance() -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, 7, 100])
-def test_id_out_of_range_is_nan_not_another_row(bad: int) -> None:
+def test_id_out_of_range_returns_nan(bad: int) -> None:
     layer = Embedding(num_classes=7, input_dims=3)
     vectors = layer.apply(layer.init(KEY), jnp.array([[2, bad]]))
     assert np.isfinite(vectors[0, 0]).all()
@@ -97,7 +97,7 @@ def test_gradient_of_a_frequent_row_is_summed_in_float32() -> None:
 
 
 @pytest.mark.parametrize("cls", [Embedding, SharedEmbeddingSoftmax])
-def test_vectors_start_with_deviation_one_over_sqrt_dims_unless_told_otherwise(cls: Any) -> None:
+def test_weight_init_of_an_embedding_defaults_to_one_over_sqrt_dims(cls: Any) -> None:
     sizes = {"num_classes": 300, "input_dims": 64}
     np.testing.assert_allclose(weight(cls(**sizes).init(KEY)).std(), 1 / 8, rtol=0.03)
     inherited = cls(**sizes, params_init=WeightInit.Constant(2.0))
@@ -106,7 +106,7 @@ def test_vectors_start_with_deviation_one_over_sqrt_dims_unless_told_otherwise(c
     np.testing.assert_array_equal(weight(own.init(KEY)), 3.0)
 
 
-def test_full_softmax_starts_as_xavier_unless_told_otherwise() -> None:
+def test_weight_init_of_full_softmax_defaults_to_xavier() -> None:
     sizes = {"input_dims": 20, "num_classes": 30}
     w = weight(FullSoftmax(**sizes).init(KEY))
     bound = np.sqrt(6 / 50)
@@ -132,7 +132,7 @@ def test_logical_axes_are_fields() -> None:
 
 
 @pytest.mark.parametrize("cls", SOFTMAXES)
-def test_logits_are_products_with_the_class_vectors(cls: Any) -> None:
+def test_logits_equal_products_with_the_weight(cls: Any) -> None:
     layer = cls(input_dims=3, num_classes=5, use_bias=True)
     variables = layer.init(KEY)
     assert weight(variables).shape == ((3, 5) if cls is FullSoftmax else (5, 3))
@@ -144,7 +144,7 @@ def test_logits_are_products_with_the_class_vectors(cls: Any) -> None:
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_tied_softmax_embeds_with_the_vectors_it_classifies_by() -> None:
+def test_tied_softmax_embeds_with_its_class_vectors() -> None:
     layer = SharedEmbeddingSoftmax(input_dims=3, num_classes=5)
     variables, ids = layer.init(KEY), draw_ids(2, 4, classes=5)
     vectors = layer.apply(variables, ids, method="embed")
@@ -185,7 +185,7 @@ def contractions(jaxpr: Any) -> Iterator[Any]:
                 yield from contractions(inner)
 
 
-def test_low_precision_logits_have_low_precision_products_backward_too() -> None:
+def test_gradients_of_low_precision_logits_have_low_precision_products() -> None:
     hidden, vectors = draw(2, 3, 8).astype(jnp.bfloat16), draw(5, 8).astype(jnp.bfloat16)
     cotangent = draw(2, 3, 5, seed=2)
 
@@ -203,7 +203,7 @@ def test_low_precision_logits_have_low_precision_products_backward_too() -> None
 
 
 @pytest.mark.parametrize("cls", SOFTMAXES)
-def test_losses_are_those_of_the_logits(cls: Any) -> None:
+def test_losses_equal_those_of_the_logits(cls: Any) -> None:
     layer = cls(input_dims=3, num_classes=5, label_smoothing=0.1, z_loss_weight=0.01)
     variables, hidden = layer.init(KEY), draw(2, 4, 3)
     labels, weights = draw_ids(2, 4, classes=5), jnp.array([[1.0, 2, 0, 1], [0.5, 0, 0, 1]])
@@ -221,7 +221,7 @@ def test_losses_are_those_of_the_logits(cls: Any) -> None:
     np.testing.assert_allclose(out.loss, (expected.loss * weights).sum() / 5.5, rtol=1e-5)
 
 
-def test_z_loss_is_a_curve_of_its_own() -> None:
+def test_z_loss_is_reported_separately() -> None:
     layer = FullSoftmax(input_dims=3, num_classes=5, z_loss_weight=0.01)
     batch = (draw(1, 2, 3), draw_ids(1, 2, classes=5), jnp.ones((1, 2)))
     out, curves = layer.apply(layer.init(KEY), *batch, mutable=[SUMMARIES])
@@ -231,7 +231,7 @@ def test_z_loss_is_a_curve_of_its_own() -> None:
     assert not without
 
 
-def test_no_weights_mean_no_loss_and_no_gradient() -> None:
+def test_batch_without_weight_has_no_loss_and_no_gradient() -> None:
     layer = SharedEmbeddingSoftmax(input_dims=3, num_classes=5, z_loss_weight=0.01)
     hidden, labels = draw(1, 2, 3), jnp.array([[-100, -100]])
 

@@ -49,7 +49,7 @@ def relu(x):
         (True, SiLU, lambda x: x * sigmoid(x)),
     ],
 )
-def test_the_equation(has_bias, use_gate, activation, reference):
+def test_fprop_equals_its_formula(has_bias, use_gate, activation, reference):
     layer = TransformerFeedForward(
         input_dims=DIMS,
         hidden_dims=12,
@@ -71,7 +71,7 @@ def test_the_equation(has_bias, use_gate, activation, reference):
     np.testing.assert_allclose(layer.apply(variables, X), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_padding_changes_nothing():
+def test_padding_has_no_effect():
     layer = TransformerFeedForward(input_dims=DIMS, hidden_dims=12)
     variables = layer.init(KEY)
     is_token = jnp.arange(6)[None] < jnp.array([[6], [2], [0]])
@@ -79,7 +79,7 @@ def test_padding_changes_nothing():
     np.testing.assert_array_equal(found, layer.apply(variables, X))
 
 
-def test_dropout_acts_on_the_wide_activation():
+def test_dropout_acts_on_the_hidden_activation():
     layer = TransformerFeedForward(input_dims=1, hidden_dims=1000, dropout_rate=0.25, train=True)
     variables = jax.tree.map(jnp.ones_like, layer.init(KEY))
     output = layer.apply(variables, jnp.ones((1, 1, 1)), rngs={"random": KEY})
@@ -88,7 +88,7 @@ def test_dropout_acts_on_the_wide_activation():
     assert abs(kept - round(kept)) < 1e-2 and 690 < kept < 810
 
 
-def test_weights_say_their_axes():
+def test_weights_have_axes():
     layer = TransformerFeedForward(input_dims=8, hidden_dims=12, has_bias=True, use_gate=True)
     axes = logical_axes(jax.eval_shape(layer.init_boxed, KEY))["params"]
     assert axes == {
@@ -101,7 +101,7 @@ def test_weights_say_their_axes():
     }
 
 
-def test_the_projection_back_may_start_otherwise_than_the_others():
+def test_down_init_overrides_weight_init():
     config = TransformerFeedForward.HParams.config(input_dims=2, hidden_dims=3)
     config.linear_tpl.weight_init = WeightInit.Constant(1.0)
     config.down_init = WeightInit.Constant(2.0)

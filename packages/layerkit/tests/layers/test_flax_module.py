@@ -39,7 +39,7 @@ def block(**fields):
     )
 
 
-def test_it_is_the_module_with_weights_made_without_inputs():
+def test_outputs_equal_the_module_and_init_needs_no_inputs():
     layer = block().Instantiate()
     init = jax.jit(layer.init)
     variables = init(KEY)
@@ -52,7 +52,7 @@ def test_it_is_the_module_with_weights_made_without_inputs():
     np.testing.assert_array_equal(found, expected)
 
 
-def test_training_keeps_statistics_and_draws_random_numbers(raises):
+def test_training_updates_statistics_and_draws_random_numbers(raises):
     layer = block(train=True).Instantiate()
     variables = jax.jit(layer.init)(KEY)
 
@@ -71,13 +71,13 @@ def test_training_keeps_statistics_and_draws_random_numbers(raises):
         layer.apply(variables, X, rngs={"random": KEY})
 
 
-def test_names_that_the_module_gave_its_axes_are_logical_axes():
+def test_axis_names_of_the_module_are_logical_axes():
     boxed = jax.eval_shape(block().Instantiate().init_boxed, KEY)
     axes = logical_axes(boxed)["params"]["module"]
     assert axes["Dense_0"] == {"kernel": ("embed", "mlp"), "bias": (None,)}
 
 
-def test_it_stands_among_other_layers_and_in_a_loop():
+def test_flax_module_runs_in_sequential_and_repeat():
     class Wrapped(BaseLayer):
         inner_tpl: object = sub_config_field(None)
 
@@ -102,7 +102,7 @@ def test_it_stands_among_other_layers_and_in_a_loop():
     np.testing.assert_allclose(jax.jit(repeat.apply)(variables, X), expected, rtol=1e-6)
 
 
-def test_a_deterministic_argument_is_false_in_training():
+def test_deterministic_argument_is_false_in_training():
     config = FlaxModule.HParams.config(
         module_tpl=Config(nn.Dropout, rate=0.5),
         example_shapes=((2, 3),),

@@ -132,7 +132,7 @@ def test_feed_forward_bias_follows_the_axes_of_the_weight():
     }
 
 
-def test_gradients_are_those_of_the_formula():
+def test_gradients_equal_their_formula():
     layer = Linear(input_dims=4, output_dims=5)
     variables = layer.init(KEY)
     gradient = jax.grad(lambda v: jnp.sum(layer.apply(v, X)))(variables)["params"]["w"]

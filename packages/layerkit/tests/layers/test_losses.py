@@ -31,7 +31,7 @@ def target_cross_entropy(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
     return -(targets * log_p).sum(-1)
 
 
-def test_two_even_classes_cost_log_two() -> None:
+def test_loss_of_two_equal_classes_is_log_two() -> None:
     losses = cross_entropy(jnp.zeros((3, 2)), jnp.array([0, 1, 0]))
     np.testing.assert_allclose(losses.xent, np.full(3, np.log(2.0)), rtol=1e-6)
 
@@ -47,7 +47,7 @@ def test_loss_is_cross_entropy_with_the_smoothed_target(smoothing: float) -> Non
     np.testing.assert_array_equal(losses.z_loss, 0.0)
 
 
-def test_z_loss_is_added_to_what_is_trained_and_reported_apart() -> None:
+def test_z_loss_is_added_to_the_objective_and_reported_separately() -> None:
     logits, labels = draw(4, 6), draw_labels(4, classes=6)
     plain = cross_entropy(jnp.array(logits), jnp.array(labels))
     losses = cross_entropy(jnp.array(logits), jnp.array(labels), z_loss_weight=0.01)
@@ -64,12 +64,12 @@ def test_gradient_is_softmax_minus_target() -> None:
     np.testing.assert_allclose(gradient, softmax - np.eye(6)[labels], atol=1e-6)
 
 
-def test_large_logits_neither_overflow_nor_lose_the_difference() -> None:
+def test_large_logits_give_finite_exact_losses() -> None:
     losses = cross_entropy(jnp.array([[1e4, 1e4 + 1.0]]), jnp.array([0]))
     np.testing.assert_allclose(losses.xent, [np.log1p(np.exp(1.0))], rtol=1e-3)
 
 
-def test_low_precision_logits_are_computed_on_in_float32() -> None:
+def test_low_precision_logits_are_cast_to_float32() -> None:
     logits, labels = jnp.array(draw(4, 6), jnp.bfloat16), jnp.array(draw_labels(4, classes=6))
     losses = cross_entropy(logits, labels)
     assert losses.xent.dtype == losses.loss.dtype == losses.z_loss.dtype == jnp.float32
@@ -122,7 +122,7 @@ def test_soft_cap_raises_unless_the_cap_is_positive(raises):
 
 # Lengths that divide, that do not, that are shorter than a chunk, and chunks of one.
 @pytest.mark.parametrize(("length", "chunk_size"), [(8, 4), (7, 3), (7, 4), (3, 8), (5, 1)])
-def test_chunked_equals_full_in_value_and_gradient(length: int, chunk_size: int) -> None:
+def test_chunked_loss_equals_full_loss_in_value_and_gradient(length: int, chunk_size: int) -> None:
     hidden = jnp.array(draw(2, length, 4))
     weight = jnp.array(draw(4, 6, seed=2))
     labels = jnp.array(draw_labels(2, length, classes=6))
@@ -144,7 +144,7 @@ def test_chunked_equals_full_in_value_and_gradient(length: int, chunk_size: int)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
 
 
-def test_chunked_never_holds_the_logits_of_more_than_a_chunk() -> None:
+def test_chunked_loss_holds_logits_of_one_chunk() -> None:
     batch, length, dims, classes = 2, 64, 4, 512
     labels = jnp.array(draw_labels(batch, length, classes=classes))
     shapes = [
@@ -167,7 +167,7 @@ def test_chunked_never_holds_the_logits_of_more_than_a_chunk() -> None:
     assert temporary_bytes(chunked) < bytes_of_all_logits / 2
 
 
-def test_chunks_are_even_and_no_larger_than_asked() -> None:
+def test_chunks_are_equal_and_at_most_chunk_size() -> None:
     sizes = []
 
     def project(hidden: jax.Array) -> jax.Array:
@@ -185,7 +185,7 @@ def test_chunked_cross_entropy_raises_for_hidden_states_without_a_length_axis(ra
         chunked_cross_entropy(jnp.zeros((4, 3)), lambda h: h, jnp.zeros(4, jnp.int32), chunk_size=2)
 
 
-def test_weighted_mean_by_hand() -> None:
+def test_weighted_mean_equals_its_formula() -> None:
     mean = weighted_mean(jnp.array([[1.0, 2.0], [3.0, 9.0]]), jnp.array([[1.0, 0.5], [2.0, 0.0]]))
     np.testing.assert_allclose(mean, (1.0 + 1.0 + 6.0) / 3.5, rtol=1e-6)
     assert mean.dtype == jnp.float32
@@ -199,7 +199,7 @@ def test_weighted_mean_without_weights_is_zero_with_finite_gradients() -> None:
     assert np.isfinite(gradients[1]).all()
 
 
-def test_weighted_mean_is_taken_in_float32() -> None:
+def test_weighted_mean_is_computed_in_float32() -> None:
     # In bfloat16 a sum of ones stops at 256.
     values = jnp.ones(1000, jnp.bfloat16)
     np.testing.assert_allclose(weighted_mean(values, jnp.full(1000, 0.5, jnp.bfloat16)), 1.0)
@@ -221,7 +221,7 @@ def test_losses_raise_for_options_out_of_range(raises):
 
 
 @pytest.mark.filterwarnings("error")
-def test_labels_may_be_the_whole_numbers_of_numpy() -> None:
+def test_labels_may_be_numpy_integers() -> None:
     logits, labels = draw(4, 6), draw_labels(4, classes=6)
     wide = cross_entropy(jnp.array(logits), labels.astype(np.int64))
     np.testing.assert_array_equal(wide.loss, cross_entropy(jnp.array(logits), labels).loss)

@@ -21,7 +21,7 @@ def hide(layer, ids, can_mask, key=KEY):
     return layer.apply({}, ids, can_mask=can_mask, rngs={"random": key})
 
 
-def test_the_parts_are_those_of_the_paper_and_only_chosen_tokens_change():
+def test_masking_follows_the_rates_of_bert_and_changes_only_chosen_tokens():
     random = np.random.default_rng(0)
     ids = random.integers(0, MASK, (200, 500)).astype(np.int32)
     can_mask = random.random(ids.shape) < 0.5
@@ -39,7 +39,7 @@ def test_the_parts_are_those_of_the_paper_and_only_chosen_tokens_change():
     assert abs(replaced.mean() - VOCAB / 2) < 30
 
 
-def test_evaluation_hides_the_same_tokens_every_time_and_training_others():
+def test_evaluation_masks_are_fixed_and_training_masks_are_random():
     ids = np.arange(400, dtype=np.int32).reshape(4, 100)
     everywhere = np.ones(ids.shape, bool)
     layer = augmenter(train=False)

@@ -72,7 +72,7 @@ def test_bidirectional_mask_allows_everything() -> None:
     np.testing.assert_array_equal(dense, np.ones((2, 1, 3, 3), bool))
 
 
-def test_a_prefix_is_seen_by_the_whole_row() -> None:
+def test_prefix_is_visible_to_the_whole_row() -> None:
     in_prefix = first_tokens(jnp.array([3, 0]), 4)
     dense = AttentionMask.causal_mask(2, 4, in_prefix=in_prefix).dense()[:, 0]
     expected = np.tri(4, dtype=bool)
@@ -121,7 +121,7 @@ def packed_lengths(draw: st.DrawFn) -> tuple[list[int], int]:
 
 @pytest.mark.parametrize("make", SELF_ATTENTION)
 @given(packed_lengths())
-def test_packed_row_is_its_documents_side_by_side(
+def test_mask_of_a_packed_row_is_block_diagonal(
     make: Callable[..., AttentionMask], packing: tuple[list[int], int]
 ) -> None:
     lengths, padding = packing
@@ -146,7 +146,7 @@ def test_positions_in_the_row_and_in_the_segment_give_the_same_mask() -> None:
 
 
 @pytest.mark.parametrize("make", SELF_ATTENTION)
-def test_padding_attends_padding_alone_and_no_row_is_empty(
+def test_padding_attends_only_to_padding_and_no_row_is_empty(
     make: Callable[..., AttentionMask],
 ) -> None:
     paddings = jnp.array([[0.0, 0.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
@@ -157,27 +157,27 @@ def test_padding_attends_padding_alone_and_no_row_is_empty(
     assert dense.any(-1).all()
 
 
-def test_segments_from_paddings() -> None:
+def test_segment_ids_from_paddings_are_zero_for_padding() -> None:
     segments = segments_from_paddings(jnp.array([[0.0, 1.0], [0.0, 0.0]]))
     assert segments.dtype == jnp.int32
     np.testing.assert_array_equal(segments, [[1, 0], [1, 1]])
 
 
 @pytest.mark.parametrize("time_step", [0, 2, np.int32(3)])
-def test_decoding_mask_is_the_next_rows_of_the_causal_mask(time_step: int) -> None:
+def test_decoding_mask_equals_rows_of_the_causal_mask(time_step: int) -> None:
     whole = AttentionMask.causal_mask(2, 6).dense()
     newest = AttentionMask.decoding_mask(2, 3, 6, time_step=time_step)
     np.testing.assert_array_equal(newest.dense(), whole[:, :, time_step : time_step + 3])
 
 
-def test_decoding_mask_takes_a_step_for_each_row_and_a_traced_one() -> None:
+def test_decoding_mask_accepts_steps_per_row_and_traced_steps() -> None:
     whole = AttentionMask.causal_mask(2, 4).dense()
     mask = jax.jit(lambda t: AttentionMask.decoding_mask(2, 1, 4, time_step=t))(jnp.array([0, 3]))
     np.testing.assert_array_equal(mask.dense()[0], whole[0, :, 0:1])
     np.testing.assert_array_equal(mask.dense()[1], whole[1, :, 3:4])
 
 
-def test_causal_is_static_under_jit_and_the_arrays_are_leaves() -> None:
+def test_mask_is_a_pytree_with_static_causal_flag() -> None:
     mask = AttentionMask.causal_mask(1, 3, segment_ids=jnp.ones((1, 3), jnp.int32))
     assert len(jax.tree.leaves(mask)) == 4
     traced = []

@@ -20,7 +20,7 @@ from layerkit.layers.microbatches import (
 )
 
 
-def test_each_microbatch_has_rows_from_all_over_the_batch():
+def test_microbatches_take_strided_rows_of_the_batch():
     x = np.arange(12).reshape(6, 2)
     microbatches = split_microbatches(x, 3)
     # Of two devices with three rows each, both have a row of every microbatch.
@@ -29,7 +29,7 @@ def test_each_microbatch_has_rows_from_all_over_the_batch():
 
 
 @pytest.mark.parametrize(("holders", "slots"), [(1, 1), (1, 4), (3, 1), (3, 2), (2, 3)])
-def test_a_queue_is_first_in_first_out(holders, slots):
+def test_queue_returns_items_in_order(holders, slots):
     stages, length = 3, holders * slots
     if holders not in (1, stages):
         stages = holders
@@ -43,7 +43,7 @@ def test_a_queue_is_first_in_first_out(holders, slots):
         waiting.append(joining)
 
 
-def test_arguments_are_told_apart_by_their_first_axis():
+def test_arguments_are_split_if_their_first_axis_is_the_batch():
     mask = AttentionMask.causal_mask(6, 3)
     bias, scale = np.ones((1, 2)), jnp.float32(2.0)
     arguments = Arguments((bias, "name"), {"mask": mask, "scale": scale}, batch=6, owner="Pipe()")

@@ -57,7 +57,7 @@ def test_layer_norm_without_bias():
     )
 
 
-def test_defaults_are_the_public_numbers():
+def test_defaults_equal_published_values():
     rms, layer = RmsNorm(dims=1), LayerNorm(dims=1)
     assert (rms.epsilon, rms.scale_offset) == (1e-6, 0.0)
     assert (layer.epsilon, layer.scale_offset, layer.use_bias) == (1e-6, 1.0, True)
@@ -65,20 +65,20 @@ def test_defaults_are_the_public_numbers():
 
 @pytest.mark.parametrize("offset", [0.0, 1.0, 0.25])
 @pytest.mark.parametrize("norm", [RmsNorm, LayerNorm])
-def test_the_effective_scale_starts_at_one(norm, offset):
+def test_effective_scale_starts_at_one(norm, offset):
     weights = norm(dims=8, scale_offset=offset).init(KEY)["params"]
     np.testing.assert_array_equal(weights["scale"], np.full(8, 1.0 - offset))
     np.testing.assert_array_equal(weights.get("bias", np.zeros(8)), np.zeros(8))
 
 
 @pytest.mark.parametrize("norm", [RmsNorm, LayerNorm])
-def test_weights_are_named_norm(norm):
+def test_weights_have_the_norm_axis(norm):
     boxes = jax.eval_shape(norm(dims=8).init_boxed, KEY)["params"]
     assert {box.axes for box in boxes.values()} == {("norm",)}
 
 
 @given(factor=st.floats(0.01, 100.0), shift=st.floats(-10.0, 10.0), seed=st.integers(0, 2**16))
-def test_invariances(factor, shift, seed):
+def test_norms_are_invariant_to_scale_and_shift(factor, shift, seed):
     """Scaling a row changes neither norm, shifting it does not change LayerNorm (ε aside)."""
     x = np.random.default_rng(seed).normal(size=(2, 8)).astype(np.float32)
     rms, layer = RmsNorm(dims=8, epsilon=0.0), LayerNorm(dims=8, epsilon=0.0)
@@ -95,7 +95,7 @@ def test_invariances(factor, shift, seed):
 
 
 @pytest.mark.parametrize("norm", [RmsNorm, LayerNorm])
-def test_padding_never_counts(norm):
+def test_padding_has_no_effect(norm):
     layer = norm(dims=8)
     variables = layer.init(KEY)
     padded = X.copy()
@@ -115,7 +115,7 @@ def test_constant_and_zero_rows_are_finite_with_finite_gradients(norm):
 
 
 @pytest.mark.parametrize("norm", [RmsNorm, LayerNorm])
-def test_statistics_are_float32_under_a_bfloat16_compute_dtype(norm):
+def test_statistics_are_float32_for_bfloat16_inputs(norm):
     """4096 ones and a 64: a bfloat16 sum of squares would stop growing at 256."""
     x = np.ones((1, 4097), np.float32)
     x[0, 0] = 64.0
@@ -128,7 +128,7 @@ def test_statistics_are_float32_under_a_bfloat16_compute_dtype(norm):
     np.testing.assert_allclose(np.asarray(outputs, np.float32), expected, rtol=2**-8, atol=1e-6)
 
 
-def test_the_offset_is_added_in_float32():
+def test_offset_is_added_in_float32():
     layer = RmsNorm(dims=2, scale_offset=1.0, epsilon=0.0, fprop_dtype=jnp.bfloat16)
     # 1 + 0.0039 rounds to 1 in bfloat16; times 1.5 it would give 1.5 instead of 1.5078125 (the
     # bfloat16 next to 1.50585).
@@ -139,13 +139,13 @@ def test_the_offset_is_added_in_float32():
     np.testing.assert_array_equal(outputs, expected)
 
 
-def test_the_examples_in_the_docstrings_run():
+def test_docstring_examples_run():
     results = doctest.testmod(normalizations)
     assert results.attempted == 4
     assert results.failed == 0
 
 
-def test_rms_norm_without_scale_is_rms_norm_at_its_start():
+def test_rms_norm_without_scale_equals_initial_rms_norm():
     x = np.random.default_rng(0).normal(size=(2, 3, 8)).astype(np.float32)
     norm = RmsNorm(dims=8, epsilon=1e-3)
     expected = norm.apply(norm.init(jax.random.key(0)), x)

@@ -131,7 +131,7 @@ def count_microbatches(layer, batch):
     return layer.num_microbatches or batch // layer.microbatch_size
 
 
-def test_a_block_computes_what_is_not_a_number_in_a_bubble():
+def test_bubbles_with_nan_have_no_effect():
     block = Block.HParams.config(train=False).Instantiate()
     run = lambda variables, x: jnp.sum(block.apply(variables, x, shift=0.0))  # noqa: E731
     value, gradient = jax.value_and_grad(run)(block.init(KEY), jnp.zeros((1, DIMS)))
@@ -141,7 +141,7 @@ def test_a_block_computes_what_is_not_a_number_in_a_bubble():
 @pytest.mark.parametrize(
     ("stages", "microbatches"), [(4, 16), pytest.param(4, 4, marks=pytest.mark.slow)]
 )
-def test_gpipe_is_a_row_of_layers(stages, microbatches):
+def test_gpipe_equals_sequential_layers(stages, microbatches):
     check_against_a_row(pipeline(stages, microbatches), leading=1, batch=2 * microbatches)
 
 
@@ -149,7 +149,7 @@ def test_gpipe_is_a_row_of_layers(stages, microbatches):
     ("repeats", "stages", "microbatches"),
     [pytest.param(2, 2, 4, marks=pytest.mark.slow), (2, 4, 8), (3, 2, 2)],
 )
-def test_a_circular_pipeline_is_a_row_of_layers(repeats, stages, microbatches):
+def test_circular_pipeline_equals_sequential_layers(repeats, stages, microbatches):
     layer = pipeline(stages, microbatches, repeats)
     check_against_a_row(layer, leading=2, batch=2 * microbatches)
 
@@ -158,23 +158,23 @@ def test_a_circular_pipeline_is_a_row_of_layers(repeats, stages, microbatches):
     ("stages", "microbatches", "repeats"),
     [pytest.param(4, 2, 1, marks=pytest.mark.slow), (3, 5, 2)],
 )
-def test_microbatches_need_not_be_spread_over_the_stages(stages, microbatches, repeats):
+def test_stream_inputs_does_not_change_outputs(stages, microbatches, repeats):
     layer = pipeline(stages, microbatches, repeats, stream_inputs=False)
     check_against_a_row(layer, leading=1 + (repeats > 1), batch=2 * microbatches)
 
 
-def test_a_stage_of_several_layers_and_microbatches_of_a_given_size():
+def test_stage_of_several_layers_with_microbatch_size():
     layer = pipeline(2, None, layers=2, microbatch_size=3)
     check_against_a_row(layer, leading=2, batch=6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("repeats", "remat"), [(1, "none"), (2, "dots")])
-def test_values_and_gradients_do_not_know_remat(repeats, remat):
+def test_remat_does_not_change_values_and_gradients(repeats, remat):
     check_against_a_row(pipeline(2, 2, repeats, remat=remat), leading=repeats, batch=4)
 
 
-def test_weights_are_stacked_in_the_order_of_the_depth():
+def test_weights_are_stacked_in_order_of_depth():
     layer = pipeline(3, 3, repeats=2, layers=5)
     variables = layer.init(KEY)
     w = variables[PARAMS]["stage"]["sub"]["w"]
@@ -195,7 +195,7 @@ def test_init_with_and_without_inputs_draw_the_same_weights():
     jax.tree.map(np.testing.assert_array_equal, layer.init(KEY, x, shift=shift), layer.init(KEY))
 
 
-def test_an_auxiliary_loss_that_would_be_lost_is_refused_in_training():
+def test_training_raises_if_an_auxiliary_loss_is_not_collected():
     layer, (x, shift) = pipeline(2, 2, train=True), inputs(2)
     variables = jax.eval_shape(layer.init, KEY)
     with pytest.raises(ValueError, match="auxiliary loss 'mean' would be lost"):
@@ -214,7 +214,7 @@ class Twice(BaseLayer):
         return self.pipeline(self.pipeline(x, shift=shift), shift=shift)
 
 
-def test_a_pipeline_that_runs_twice_reports_twice():
+def test_pipeline_that_runs_twice_reports_twice():
     stage = Block.HParams.config()
     inner = Pipeline.HParams.config(stage_tpl=stage, num_stages=2, num_microbatches=2)
     layer, (x, shift) = Twice(pipeline_tpl=inner, train=False), inputs(2)
@@ -236,7 +236,7 @@ class Mark(BaseLayer):
         return x.at[:, column].set(jax.random.uniform(self.next_prng_key())) if is_on else x
 
 
-def test_every_stage_round_and_microbatch_has_random_numbers_of_its_own():
+def test_stages_rounds_and_microbatches_have_different_random_numbers():
     fields = {"num_stages": 2, "num_microbatches": 4, "circular_repeats": 3}
     layer = Pipeline.HParams.config(stage_tpl=Mark.HParams.config(), **fields).Instantiate()
     each = {"column": np.arange(6)}
@@ -248,7 +248,7 @@ def test_every_stage_round_and_microbatch_has_random_numbers_of_its_own():
     assert np.all(layer.apply({}, jnp.zeros((8, 6)), each=each, is_on=False) == 0)
 
 
-def test_methods_run_stage_after_stage_on_the_whole_batch():
+def test_methods_run_sequentially_on_the_whole_batch():
     layer, (x, shift) = pipeline(2, 3, repeats=2, stream_inputs=False), inputs(5)
     variables = layer.init(KEY)
     _, state = layer.apply(variables, 5, method="init_cache", mutable=[CACHE])
@@ -331,7 +331,7 @@ def wide_pipeline(stages, microbatches, repeats=1, **fields):
     ],
     ids=["gpipe", "circular, two stages a device", "not streamed"],
 )
-def test_a_mesh_does_not_change_values_and_gradients(mesh, layer):
+def test_values_and_gradients_on_a_mesh_equal_one_device(mesh, layer):
     random = np.random.default_rng(2)
     batch = 4 * layer.num_microbatches
     arguments = (layer.init(KEY), *random.normal(size=(2, batch, 5, 8)).astype(np.float32))
@@ -347,7 +347,7 @@ def test_a_mesh_does_not_change_values_and_gradients(mesh, layer):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_streaming_needs_no_other_collective_in_the_loop(stream):
+def test_streamed_loop_has_only_collective_permutes(stream):
     layer = wide_pipeline(4, 8, repeats=2, stream_inputs=stream)
     shapes = (jax.eval_shape(layer.init, KEY), *2 * [jax.ShapeDtypeStruct((8, 5, 8), np.float32)])
     layer = layer.clone(sharding=bound(stage=4))
@@ -362,7 +362,7 @@ def test_streaming_needs_no_other_collective_in_the_loop(stream):
     assert (collectives == {"collective-permute"}) == stream
 
 
-def test_no_tick_keeps_a_copy_of_the_weights():
+def test_loop_saves_no_copy_of_the_weights():
     layer = pipeline(2, 4, remat="none")
     x, shift = inputs(4)
     variables = layer.init(KEY)

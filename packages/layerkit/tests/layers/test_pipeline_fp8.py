@@ -30,7 +30,7 @@ class Unit(BaseLayer):
 
 
 @pytest.mark.parametrize("repeats", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_the_state_of_8_bit_products_is_that_of_a_row(repeats):
+def test_fp8_state_of_a_pipeline_equals_that_of_a_stack(repeats):
     fields = {"num_stages": 2, "num_microbatches": 4, "circular_repeats": repeats}
     layer = Pipeline.HParams.config(stage_tpl=Unit.HParams.config(), **fields).Instantiate()
     shape = (2, 2) if repeats == 2 else 2

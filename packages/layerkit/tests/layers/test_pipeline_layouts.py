@@ -43,7 +43,7 @@ def sharded(first_axis, rules):
         pytest.param("stage", FEATURES_SPLIT, marks=pytest.mark.slow),
     ],
 )
-def test_a_mesh_does_not_change_gradients(first_axis, rules):
+def test_gradients_on_a_mesh_equal_one_device(first_axis, rules):
     split, layer = sharded(first_axis, rules)
     boxed = layer.init_boxed(KEY)
     variables, bound = unbox(boxed), split.sharding

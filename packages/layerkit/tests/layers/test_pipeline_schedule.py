@@ -23,7 +23,7 @@ def table(schedule):
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_every_piece_of_work_is_done_once_when_what_it_needs_is_there(sizes):
+def test_schedule_runs_each_task_once_after_its_inputs(sizes):
     stages, microbatches, repeats = sizes
     schedule = PipelineSchedule(*sizes)
     work, done = table(schedule), {}
@@ -43,14 +43,14 @@ def test_every_piece_of_work_is_done_once_when_what_it_needs_is_there(sizes):
     np.testing.assert_allclose(schedule.bubble_fraction, (cells - len(work)) / cells, rtol=1e-12)
 
 
-def test_serial_numbers_are_all_different():
+def test_serial_numbers_are_unique():
     schedule = PipelineSchedule(3, 4, 2)
     work = schedule.work_at(np.arange(schedule.num_ticks)[:, None])
     numbers = np.asarray(work.serial)[np.asarray(work.is_real)]
     assert len(np.unique(numbers)) == 3 * 4 * 2
 
 
-def test_bubbles_of_known_schedules():
+def test_number_of_bubbles_equals_known_schedules():
     # Narayanan et al. (2021), section 2.2: (p - 1) / (v·m) of the ideal time, so of the whole time
     # (p - 1) / (v·m + p - 1). Huang et al. (2019): negligible where there are 4 times as many
     # microbatches as stages.

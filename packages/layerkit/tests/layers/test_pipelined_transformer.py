@@ -139,7 +139,7 @@ def loss_and_gradients(stack, *, has_memory):
 
 
 @pytest.mark.parametrize("kind", ["gpipe", pytest.param("circular", marks=pytest.mark.slow)])
-def test_it_computes_what_the_repeated_stack_computes_on_packed_rows(kind):
+def test_outputs_equal_those_of_the_repeated_stack_on_packed_rows(kind):
     fields, of_pipeline, has_memory = KINDS[kind]
     pipelined = make(PipelinedTransformer, **fields, **of_pipeline)
     repeated = make(StackedTransformerRepeated, **fields)
@@ -161,7 +161,7 @@ def test_it_computes_what_the_repeated_stack_computes_on_packed_rows(kind):
 
 
 @pytest.mark.parametrize(("policy", "kept"), [("full", (5, 2, 2)), ("residual", (5, 3, 2, 2))])
-def test_stages_keep_their_inputs_or_those_of_each_layer(policy, kept):
+def test_stage_remat_saves_inputs_of_stages_or_layers(policy, kept):
     """`kept`: ticks, the layers of a run, stages, rows of a microbatch."""
     fields = {"num_stages": 2, "num_microbatches": 2, "circular_repeats": 2}
     stack = make(PipelinedTransformer, num_layers=12, stage_remat=policy, **fields)
@@ -188,7 +188,7 @@ class Report(BaseLayer):
         return x
 
 
-def test_each_layer_has_the_droppath_rate_of_its_depth():
+def test_droppath_rate_of_a_layer_depends_on_its_depth():
     stack = make(
         PipelinedTransformer,
         layer_tpl=Report.HParams.config(),
@@ -215,7 +215,7 @@ def language_model(**fields):
 
 
 @pytest.mark.parametrize("repeats", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_cached_steps_give_the_logits_of_whole_rows(repeats):
+def test_cached_steps_equal_the_logits_of_whole_rows(repeats):
     model = language_model(num_stages=2, num_microbatches=2, circular_repeats=repeats)
     variables = random_weights(model)
     ids = np.random.default_rng(1).integers(1, 16, (2, 5)).astype(np.int32)
@@ -236,7 +236,7 @@ def test_cached_steps_give_the_logits_of_whole_rows(repeats):
 
 @pytest.mark.slow  # test_all_meshes has a smoke case
 @pytest.mark.parametrize("kind", ["gpipe", "circular"])
-def test_training_on_a_mesh_is_training_on_one_device(kind):
+def test_training_on_a_mesh_equals_one_device(kind):
     fields = {"gpipe": {"stage_remat": "dots"}, "circular": {"circular_repeats": 2}}[kind]
     model = language_model(num_stages=2, num_microbatches=2, **fields).clone(train=True)
     auto = (jax.sharding.AxisType.Auto,) * 3

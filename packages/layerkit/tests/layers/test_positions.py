@@ -21,7 +21,7 @@ def draw(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def test_sinusoids_by_hand() -> None:
+def test_sinusoids_equal_their_formula() -> None:
     # Three timescales from 1 to 10000 in geometric steps: 1, 100, 10000.
     layer = PositionalEmbedding(dims=6)
     expected = [
@@ -32,18 +32,18 @@ def test_sinusoids_by_hand() -> None:
     np.testing.assert_allclose(vectors, [expected], atol=1e-4)
 
 
-def test_sinusoids_between_other_timescales() -> None:
+def test_sinusoids_have_custom_timescales() -> None:
     layer = PositionalEmbedding(dims=4, min_timescale=2.0, max_timescale=8.0)
     expected = [np.sin(1.5), np.sin(3 / 8), np.cos(1.5), np.cos(3 / 8)]
     np.testing.assert_allclose(layer.apply({}, jnp.array([[3]]))[0, 0], expected, rtol=1e-5)
 
 
-def test_sinusoids_of_the_smallest_size() -> None:
+def test_sinusoids_of_two_dims_are_sine_and_cosine() -> None:
     vectors = PositionalEmbedding(dims=2).apply({}, jnp.array([[3]]))
     np.testing.assert_allclose(vectors, [[[np.sin(3.0), np.cos(3.0)]]], rtol=1e-5)
 
 
-def test_sinusoids_are_computed_in_float32_and_given_in_the_compute_dtype() -> None:
+def test_sinusoids_are_computed_in_float32_and_cast() -> None:
     positions = jnp.array([[1001]])
     exact = PositionalEmbedding(dims=8).apply({}, positions)
     rounded = PositionalEmbedding(dims=8, fprop_dtype=jnp.bfloat16).apply({}, positions)
@@ -60,7 +60,7 @@ def test_trainable_positions_are_rows_of_the_weight() -> None:
     np.testing.assert_array_equal(layer.apply(variables, positions), table[positions])
 
 
-def test_trainable_position_beyond_the_table_is_nan_not_the_last_row() -> None:
+def test_trainable_position_beyond_the_table_is_nan() -> None:
     layer = TrainablePositionalEmbedding(dims=3, max_length=5)
     vectors = layer.apply(layer.init(jax.random.key(0)), jnp.array([[4, 5]]))
     assert np.isfinite(vectors[0, 0]).all()
@@ -102,7 +102,7 @@ def rotate_by_complex_numbers(
 
 
 @pytest.mark.parametrize(("smallest", "largest"), [(1.0, 10_000.0), (0.5, 500_000.0)])
-def test_rotary_turns_split_halves_as_complex_numbers(smallest: float, largest: float) -> None:
+def test_rotary_rotates_halves_as_complex_numbers(smallest: float, largest: float) -> None:
     layer = RotaryPositionalEmbedding(dims=6, min_timescale=smallest, max_timescale=largest)
     x, positions = draw(2, 3, 2, 6), np.array([[0, 1, 2], [5, 300, 41]])
     expected = rotate_by_complex_numbers(x, positions, smallest, largest)
@@ -110,7 +110,7 @@ def test_rotary_turns_split_halves_as_complex_numbers(smallest: float, largest: 
     np.testing.assert_allclose(got, expected, atol=1e-4)
 
 
-def test_rotary_of_neighbours_is_rotary_of_halves_with_coordinates_reordered() -> None:
+def test_rotary_of_neighbours_is_a_permutation_of_rotary_of_halves() -> None:
     x, positions = draw(2, 3, 2, 8), jnp.array([[0, 1, 2], [5, 300, 41]])
     neighbours = RotaryPositionalEmbedding(dims=8, pairing="neighbours").apply({}, x, positions)
     # Neighbours (2i, 2i + 1) in the places of halves (i, i + 4).
@@ -120,7 +120,7 @@ def test_rotary_of_neighbours_is_rotary_of_halves_with_coordinates_reordered() -
 
 
 @pytest.mark.parametrize("pairing", ["halves", "neighbours"])
-def test_rotary_of_a_fraction_turns_the_first_coordinates_alone(pairing: str) -> None:
+def test_rotary_of_a_fraction_rotates_only_the_first_coordinates(pairing: str) -> None:
     x, positions = draw(1, 3, 2, 12), jnp.array([[3, 4, 90]])
     part = RotaryPositionalEmbedding(dims=12, fraction=0.5, pairing=pairing)
     alone = RotaryPositionalEmbedding(dims=6, pairing=pairing)
@@ -137,7 +137,7 @@ def test_rotary_raises_for_an_invalid_field(raises, field, value):
         RotaryPositionalEmbedding(dims=4, **{field: value}).init(jax.random.key(0))
 
 
-def test_two_dimensional_sinusoids_are_those_of_row_and_column() -> None:
+def test_two_dimensional_sinusoids_concatenate_row_and_column() -> None:
     rows, columns = jnp.divmod(jnp.arange(6)[None], 3)
     both = PositionalEmbedding2D(dims=8, max_timescale=50.0).apply({}, rows, columns)
     one = PositionalEmbedding(dims=4, max_timescale=50.0)
@@ -151,7 +151,7 @@ def test_two_dimensional_sinusoids_raise_unless_dims_are_a_multiple_of_four(rais
 
 
 @given(st.integers(0, 2000), st.integers(0, 2000), st.integers(0, 2000))
-def test_rotary_products_depend_on_the_distance_alone(query: int, key: int, shift: int) -> None:
+def test_rotary_products_depend_only_on_the_distance(query: int, key: int, shift: int) -> None:
     layer = RotaryPositionalEmbedding(dims=8)
     q, k = draw(1, 1, 1, 8, seed=1), draw(1, 1, 1, 8, seed=2)
 
@@ -172,13 +172,13 @@ def test_rotary_keeps_norms(position: int) -> None:
     np.testing.assert_allclose(np.linalg.norm(turned, axis=-1), norms, rtol=1e-5)
 
 
-def test_rotary_at_position_zero_is_the_identity_to_the_bit() -> None:
+def test_rotary_at_position_zero_is_the_identity() -> None:
     x = jnp.array(draw(2, 3, 2, 4))
     turned = RotaryPositionalEmbedding(dims=4).apply({}, x, jnp.zeros((2, 3), jnp.int32))
     np.testing.assert_array_equal(turned, x)
 
 
-def test_rotary_keeps_the_dtype_and_turns_in_float32() -> None:
+def test_rotary_keeps_the_dtype_and_computes_in_float32() -> None:
     x, positions = jnp.array(draw(1, 2, 1, 4), jnp.bfloat16), jnp.array([[999, 1001]])
     layer = RotaryPositionalEmbedding(dims=4)
     turned = layer.apply({}, x, positions)

@@ -69,7 +69,7 @@ def test_tokens_are_merged_unless_the_length_is_split(name):
         np.testing.assert_array_equal(merged, np.asarray(X).reshape(BATCH * LENGTH, IN))
 
 
-def test_any_leading_axes_and_empty_batches_are_merged():
+def test_leading_axes_and_empty_batches_are_merged():
     for shape in [(IN,), (3, IN), (2, 3, 4, IN), (0, LENGTH, IN)]:
         merged = apply(Calling(), merge_tokens, jnp.zeros(shape))
         assert merged.shape == (int(np.prod(shape[:-1])), IN)
@@ -77,7 +77,7 @@ def test_any_leading_axes_and_empty_batches_are_merged():
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_values_and_gradients_are_those_of_the_plain_product(name):
+def test_values_and_gradients_equal_the_plain_product(name):
     def loss(product, x, w):
         outputs = product(x, w)
         return jnp.sum(jnp.sin(outputs)), outputs
@@ -93,7 +93,7 @@ def test_values_and_gradients_are_those_of_the_plain_product(name):
     )
 
 
-def test_merged_tokens_are_laid_out_as_batch_and_others_as_batch_and_length():
+def test_merged_tokens_have_the_batch_axis_and_others_batch_and_length():
     def spec(layer, x):
         laid_out = jax.jit(lambda x: apply(layer, constrain_tokens, x, "act_mlp"))(x)
         return laid_out.sharding.spec
@@ -129,7 +129,7 @@ class Experts(BaseLayer):
         return batched_matmul(self, batched_matmul(self, x, self.theta.up, name="up"), self.theta.w)
 
 
-def test_groups_are_multiplied_each_with_its_own_weight():
+def test_groups_are_multiplied_with_their_weights():
     x = jax.random.normal(KEY, (3, 4, IN))
     variables = Experts().init(KEY)
     up, down = variables["params"]["up"], variables["params"]["w"]
@@ -155,7 +155,7 @@ PROJECTIONS = {
 
 
 @pytest.mark.parametrize("name", PROJECTIONS)
-def test_every_projection_goes_through_its_dot(name):
+def test_every_projection_uses_its_dot(name):
     layer, x = PROJECTIONS[name]
     variables = layer.init(KEY)
     doubled = layer.clone(dot_tpl=Doubled.HParams.config())
@@ -165,7 +165,7 @@ def test_every_projection_goes_through_its_dot(name):
 
 
 @pytest.mark.parametrize("name", PROJECTIONS)
-def test_the_plain_product_is_one_contraction_of_merged_tokens(name):
+def test_plain_product_is_one_contraction_of_merged_tokens(name):
     layer, x = PROJECTIONS[name]
     variables = layer.init(KEY)
 
@@ -181,7 +181,7 @@ def small_model():
     return config.set(input_dims=8, hidden_dims=12, num_heads=2)
 
 
-def test_a_whole_model_is_switched_by_one_call():
+def test_with_dots_replaces_all_dots_of_a_model():
     config = small_model()
     switched = with_dots(config, Doubled.HParams.config())
     layer = switched.layer_tpl
@@ -192,7 +192,7 @@ def test_a_whole_model_is_switched_by_one_call():
     assert with_dots(switched, None) == config
 
 
-def test_a_pattern_chooses_the_layers():
+def test_with_dots_replaces_dots_of_matching_layers():
     pattern = r"layer_tpl\.attention_tpl\.(query|value)_tpl"
     switched = with_dots(small_model(), Doubled.HParams.config(), only=pattern)
     attention = switched.layer_tpl.attention_tpl
@@ -201,7 +201,7 @@ def test_a_pattern_chooses_the_layers():
     assert switched.layer_tpl.feed_forward_tpl.linear_tpl.dot_tpl is None
 
 
-def test_the_layer_that_a_pattern_of_layers_replaces_stays_as_it_is():
+def test_with_dots_ignores_layer_tpl_beside_block_tpls():
     config = small_model()
     config.set(block_tpls=(config.layer_tpl.clone(), config.layer_tpl.clone()))
     switched = with_dots(config, Doubled.HParams.config())
@@ -214,7 +214,7 @@ def test_the_layer_that_a_pattern_of_layers_replaces_stays_as_it_is():
         with_dots(config, None, only=r"layer_tpl\..*")
 
 
-def test_layers_in_lists_and_dicts_are_found():
+def test_with_dots_finds_layers_in_lists_and_dicts():
     class Holder(Configurable):
         layers: Any = None
 

@@ -54,14 +54,14 @@ def residual_shapes(policy):
     return {shape for shape in shapes if shape and shape not in (X.shape, W.shape)}
 
 
-def test_each_policy_keeps_what_it_names():
+def test_policy_saves_its_named_values():
     assert residual_shapes("none") == {(2, 3, 5), (2, 3, 3)}
     assert residual_shapes("dots") == {(2, 3, 5), (2, 3, 3)}
     assert residual_shapes("dots_no_batch") == {(2, 3, 5)}
     assert residual_shapes("full") == set()
 
 
-def test_dots_recomputes_what_bends():
+def test_dots_policy_recomputes_elementwise_operations():
     def count(policy, name):
         def gradient(x, w):
             return jax.grad(lambda x: Attends(policy).apply({}, x, w))(x)
@@ -86,7 +86,7 @@ def attended(policy, in_scan):
 
 @pytest.mark.parametrize("in_scan", [False, True])
 @pytest.mark.parametrize("policy", REMAT_POLICIES[1:])
-def test_values_and_gradients_stay(policy, in_scan):
+def test_policies_do_not_change_values_and_gradients(policy, in_scan):
     def assert_close(a, b):  # XLA merges other operations where less is kept
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
@@ -128,7 +128,7 @@ def kept_by_scan(policy, **fields):
 HEADS, MODEL = f"[2,{BATCH},{LENGTH},4,2]", f"[2,{BATCH},{LENGTH},{DIMS}]"
 
 
-def test_named_policies_keep_just_what_they_name_of_a_transformer():
+def test_named_policies_save_only_their_values_of_a_transformer():
     # Beside the input: queries, keys, values; what attention gave, which the second norm needs.
     # What the feed-forward gave is only added, so its gradient needs nothing.
     assert kept_by_scan("full") == kept_by_scan("residual") == {f"f32{MODEL}": 1}
@@ -161,7 +161,7 @@ def test_named_policies_keep_just_what_they_name_of_a_transformer():
         pytest.param(StackedTransformerRepeated, "offload_residual", marks=pytest.mark.slow),
     ],
 )
-def test_values_and_gradients_of_a_transformer_stay(stack, policy):
+def test_policies_do_not_change_a_transformer(stack, policy):
     def assert_close(a, b):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
@@ -187,7 +187,7 @@ def test_name_activation_raises_for_an_unknown_name(raises):
         name_activation(X, "querry")
 
 
-def test_none_leaves_the_function_alone():
+def test_none_policy_returns_the_function():
     def body(module, x):
         return x
 

@@ -104,7 +104,7 @@ def five():
     return layer, layer.init(KEY)
 
 
-def test_weights_get_a_leading_axis_named_layers(five):
+def test_weights_have_a_leading_layers_axis(five):
     layer, variables = five
     assert variables["params"]["sub"]["linear"]["w"].shape == (5, 2, 2)
     assert variables["non_trainable"]["sub"]["count"].shape == (5,)
@@ -120,7 +120,7 @@ def test_copies_run_in_order(five):
     np.testing.assert_allclose(layer.apply(variables, X), expected, rtol=1e-5)
 
 
-def test_further_arguments_reach_every_copy(five):
+def test_extra_arguments_are_passed_to_every_copy(five):
     layer, variables = five
     w = np.asarray(variables["params"]["sub"]["linear"]["w"])
     expected = X
@@ -143,7 +143,7 @@ def test_auxiliary_losses_summaries_and_state_are_kept_per_copy(five):
     np.testing.assert_allclose(updates[SUMMARIES]["sub"]["mean"][0], means, rtol=1e-5)
 
 
-def test_a_lost_auxiliary_loss_is_refused_in_training_also_in_the_loop(five):
+def test_training_raises_if_an_auxiliary_loss_in_the_loop_is_not_collected(five):
     layer, variables = five
     assert refusal(lambda: layer.clone(train=True).apply(variables, X)) == (
         "Block(sub): auxiliary loss 'half' would be lost; apply with mutable=['aux_loss', …]"
@@ -155,7 +155,7 @@ def test_init_with_and_without_inputs_draw_the_same_weights(five):
     jax.tree.map(np.testing.assert_array_equal, layer.init(KEY, X), variables)
 
 
-def test_every_copy_draws_weights_of_its_own_with_the_fans_of_one_layer():
+def test_copies_have_different_weights_with_the_fans_of_one_layer():
     linear = Linear.HParams.config(input_dims=32, output_dims=32)
     w = np.asarray(repeated(5, linear).init(KEY)["params"]["sub"]["w"])
     bound = np.sqrt(6.0 / (32 + 32))
@@ -165,7 +165,7 @@ def test_every_copy_draws_weights_of_its_own_with_the_fans_of_one_layer():
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_every_copy_draws_random_numbers_of_its_own(remat):
+def test_copies_have_different_random_numbers(remat):
     layer = repeated(4, Noise.HParams.config(), remat=remat, train=True)
     total = np.asarray(layer.apply({}, jnp.zeros((4096,)), rngs={"random": KEY}))
     # One mask for all would leave 0 and 8 alone. Four give 2·Binomial(4, 1/2), so 1, 4, 6, 4, 1
@@ -176,13 +176,13 @@ def test_every_copy_draws_random_numbers_of_its_own(remat):
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_an_argument_that_is_not_an_array_stays_one(remat):
+def test_static_argument_stays_static(remat):
     layer = repeated(2, Noise.HParams.config(), remat=remat, train=True)
     np.testing.assert_array_equal(layer.apply({}, X, is_on=False), X)
 
 
 @pytest.mark.parametrize(("remat", "unroll"), [("dots_no_batch", 1), ("none", 2), ("full", 9)])
-def test_values_and_gradients_know_neither_remat_nor_unroll(five, remat, unroll):
+def test_remat_and_unroll_do_not_change_values_and_gradients(five, remat, unroll):
     layer, variables = five
     other = repeated(5, remat=remat, unroll=unroll)
 
@@ -193,7 +193,7 @@ def test_values_and_gradients_know_neither_remat_nor_unroll(five, remat, unroll)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), run(other), run(layer))
 
 
-def test_any_method_can_be_run_and_caches_are_stacked(five):
+def test_run_method_calls_any_method_and_stacks_caches(five):
     layer, variables = five
     _, state = layer.apply(variables, 3, method="init_cache", mutable=[CACHE])
     assert state[CACHE]["sub"]["memory"].shape == (5, 3)
@@ -206,7 +206,7 @@ def test_any_method_can_be_run_and_caches_are_stacked(five):
     np.testing.assert_array_equal(state[CACHE]["sub"]["memory"], expected)
 
 
-def test_repeat_of_repeat_is_a_longer_row():
+def test_nested_repeat_equals_a_longer_repeat():
     inner = Repeat.HParams.config(sub_tpl=Block.HParams.config(), num_repeats=3)
     layer = repeated(2, inner)
     variables = layer.init(KEY)
@@ -221,7 +221,7 @@ def test_repeat_of_repeat_is_a_longer_row():
 
 
 @pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
-def test_a_grid_of_copies_is_a_longer_row(remat):
+def test_stacked_shape_equals_a_longer_repeat(remat):
     flat, grid = repeated(6, train=False), repeated((2, 3), remat=remat, train=False)
     variables = flat.init(KEY)
     stacked = jax.tree.map(lambda leaf: leaf.reshape(2, 3, *leaf.shape[1:]), variables)
@@ -251,7 +251,7 @@ def test_a_grid_of_copies_is_a_longer_row(remat):
     assert updates[AUX_LOSS]["sub"]["half"][0].shape == (2, 3)
 
 
-def test_a_grid_draws_as_many_weights_and_random_numbers_as_it_has_copies():
+def test_stacked_shape_draws_weights_and_random_numbers_per_copy():
     w = np.asarray(repeated((2, 3)).init(KEY)["params"]["sub"]["linear"]["w"]).reshape(6, 4)
     assert np.unique(w, axis=0).shape == (6, 4)
     layer = repeated((2, 2), Noise.HParams.config(), train=True)
@@ -261,7 +261,7 @@ def test_a_grid_draws_as_many_weights_and_random_numbers_as_it_has_copies():
 
 
 @pytest.mark.parametrize("shape", [(6, 1), (2, 3)])
-def test_arguments_can_differ_from_copy_to_copy(shape):
+def test_scanned_arguments_differ_between_copies(shape):
     layer = repeated(shape)
     variables = layer.init(KEY)
     w = np.asarray(variables["params"]["sub"]["linear"]["w"]).reshape(6, 2, 2)
@@ -273,7 +273,7 @@ def test_arguments_can_differ_from_copy_to_copy(shape):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_grid_has_caches_of_every_copy():
+def test_stacked_shape_has_caches_of_every_copy():
     layer = repeated((2, 2))
     variables = layer.init(KEY)
     _, state = layer.apply(variables, 3, method="init_cache", mutable=[CACHE])
@@ -292,7 +292,7 @@ def mesh():
 
 
 @pytest.mark.parametrize("tokens", [(8,), (8, 4)])
-def test_gradients_on_a_mesh_are_those_of_one_device(mesh, tokens):
+def test_gradients_on_a_mesh_equal_one_device(mesh, tokens):
     # Nothing in a linear layer says how its outputs lie. Were it left to the compiler, they would
     # be split like the weights, and XLA would get the gradient wrong.
     linear = Linear.HParams.config(input_dims=16, output_dims=16)
@@ -322,7 +322,7 @@ def test_gradients_on_a_mesh_are_those_of_one_device(mesh, tokens):
     )
 
 
-def test_the_layout_of_what_is_handed_on_is_that_of_the_rules(mesh):
+def test_carry_has_the_sharding_of_the_rules(mesh):
     rules = DEFAULT_RULES.replace(act_embed="tensor")
     linear = Linear.HParams.config(input_dims=3, output_dims=3, weight_axes=(None, None))
     layer = repeated(2, linear, sharding=BoundSharding(mesh, rules))
@@ -330,14 +330,14 @@ def test_the_layout_of_what_is_handed_on_is_that_of_the_rules(mesh):
         layer.init(KEY, jnp.ones((2, 3)))
 
 
-def test_what_is_inherited_reaches_the_copies():
+def test_inherited_fields_reach_the_copies():
     layer = repeated(3, dtype="bfloat16", fprop_dtype="bfloat16")
     variables = layer.init(KEY)
     assert variables["params"]["sub"]["linear"]["w"].dtype == jnp.bfloat16
     assert layer.apply(variables, jnp.asarray(X, jnp.bfloat16)).dtype == jnp.bfloat16
 
 
-def test_the_program_does_not_grow_with_depth():
+def test_program_size_does_not_depend_on_depth():
     def program(times):
         layer = repeated(times)
         weights = jax.eval_shape(layer.init, KEY)
@@ -347,7 +347,7 @@ def test_the_program_does_not_grow_with_depth():
     assert len(program(64).splitlines()) == len(program(4).splitlines())
 
 
-def test_copies_can_share_weights_within_themselves():
+def test_copy_can_share_weights_internally():
     layer = repeated(3, Tied.HParams.config())
     variables = layer.init(KEY)
     assert jax.tree.map(jnp.shape, variables) == {"params": {"sub": {"first": {"w": (3, 2, 2)}}}}
@@ -356,7 +356,7 @@ def test_copies_can_share_weights_within_themselves():
     np.testing.assert_allclose(layer.apply(variables, X), expected, rtol=1e-5)
 
 
-def test_weights_are_not_shared_across_the_border_of_the_loop(raises):
+def test_weights_are_not_shared_between_loop_and_outside(raises):
     outside = Linear.HParams.config(input_dims=2, output_dims=2, shared_weight_id="tied")
     inside = Repeat.HParams.config(sub_tpl=Tied.HParams.config(), num_repeats=2)
 

@@ -43,7 +43,7 @@ def by_hand(params: Any, x: Any) -> np.ndarray:
     return x + hidden @ np.asarray(up["linear"]["w"]) + np.asarray(up["bias"]["b"])
 
 
-def test_the_formula_and_its_start():
+def test_outputs_equal_their_formula_and_start_at_zero():
     layer = ADAPTER.clone(input_dims=8).Instantiate()
     variables = layer.init(KEY)
     np.testing.assert_array_equal(layer.apply(variables, X), X)
@@ -70,7 +70,7 @@ def test_the_formula_and_its_start():
         ),
     ],
 )
-def test_an_adapter_stands_behind_the_branch(adapted: Any, plain: Any, x: Any):
+def test_adapter_follows_the_branch(adapted: Any, plain: Any, x: Any):
     params = drawn(jax.eval_shape(adapted.init, KEY)[PARAMS])
     base = {name: value for name, value in params.items() if name != "adapter"}
     branch = np.asarray(plain.apply({PARAMS: base}, x))
@@ -79,7 +79,7 @@ def test_an_adapter_stands_behind_the_branch(adapted: Any, plain: Any, x: Any):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_keeps_its_weights_and_starts_as_what_it_was():
+def test_adapted_model_keeps_weights_and_initial_outputs():
     plain = StackedTransformerRepeated.HParams.config(num_layers=2, input_dims=8, num_heads=2)
     plain.set(hidden_dims=12)
     config = with_residual_adapters(plain, bottleneck_dims=4)
@@ -99,7 +99,7 @@ def test_a_model_keeps_its_weights_and_starts_as_what_it_was():
     ].shape == (2, 8, 4)
 
 
-def test_layers_of_a_pattern_are_adapted():
+def test_blocks_of_a_pattern_are_adapted():
     plain = StackedTransformerRepeated.HParams.config(num_layers=2, input_dims=8, num_heads=2)
     layer = plain.layer_tpl
     plain.set(hidden_dims=12, block_tpls=(layer.clone(), layer.clone(dropout_rate=0.5)))

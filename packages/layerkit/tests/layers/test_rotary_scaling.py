@@ -99,7 +99,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", list(CASES))
-def test_frequencies_and_magnitude_are_those_of_transformers(case: str) -> None:
+def test_frequencies_and_magnitude_equal_transformers(case: str) -> None:
     scaling, (kind, parameters) = CASES[case]
     if kind == "longrope":
         parameters = {
@@ -117,7 +117,7 @@ def test_frequencies_and_magnitude_are_those_of_transformers(case: str) -> None:
     assert np.abs(frequencies / plain - 1).max() > 0.1
 
 
-def test_part_of_a_head_has_the_frequencies_of_a_head_of_that_size() -> None:
+def test_partial_rotary_has_the_frequencies_of_a_smaller_head() -> None:
     frequencies, _ = reference("yarn", dims=2 * DIMS, partial_rotary_factor=0.5, **of_yarn())
     layer = RotaryPositionalEmbedding(
         dims=2 * DIMS, max_timescale=BASE, fraction=0.5, scaling=yarn()
@@ -125,7 +125,7 @@ def test_part_of_a_head_has_the_frequencies_of_a_head_of_that_size() -> None:
     np.testing.assert_allclose(layer.frequencies(), frequencies, rtol=1e-6)
 
 
-def test_scaled_positions_are_what_the_names_say() -> None:
+def test_scaling_changes_frequencies_as_documented() -> None:
     x = np.random.default_rng(0).normal(size=(1, 3, 2, DIMS)).astype(np.float32)
     far, near = jnp.array([[8, 24, 400]]), jnp.array([[1, 3, 50]])
     scaled = RotaryPositionalEmbedding(dims=DIMS, scaling=LinearScaling(8.0)).apply({}, x, far)
@@ -174,6 +174,6 @@ def test_init_raises_for_a_scaling_of_another_number_of_pairs(raises):
         RotaryPositionalEmbedding(dims=8, scaling=scaling).init(jax.random.key(0))
 
 
-def test_lists_from_files_become_values() -> None:
+def test_lists_are_converted_to_hashable_values() -> None:
     scaling = LongRopeScaling(list(SHORT), list(LONG), TRAINED, 128)  # type: ignore[arg-type]
     assert hash(scaling) == hash(LongRopeScaling(SHORT, LONG, TRAINED, 128))

@@ -16,7 +16,7 @@ LABELS = RANDOM.integers(0, 2, (5, 3)).astype(np.float32)
 WEIGHTS = np.array([1, 1, 0, 2, 1], np.float32)
 
 
-def test_the_loss_is_the_sum_over_classes_of_two_way_losses():
+def test_loss_is_the_sum_of_binary_losses():
     layer = SigmoidCrossEntropy(input_dims=4, num_classes=3)
     variables = layer.init(KEY)
     logits = np.asarray(X @ variables["params"]["w"], np.float64)
@@ -28,14 +28,14 @@ def test_the_loss_is_the_sum_over_classes_of_two_way_losses():
     assert outputs.total_weight == 5.0
 
 
-def test_the_bias_starts_at_the_initial_probability():
+def test_bias_starts_at_the_initial_probability():
     layer = SigmoidCrossEntropy(input_dims=4, num_classes=3, initial_probability=0.01)
     variables = layer.init(KEY)
     logits = layer.apply(variables, np.zeros((1, 4), np.float32), method="logits")
     np.testing.assert_allclose(1 / (1 + np.exp(-logits)), 0.01, rtol=1e-5)
 
 
-def test_large_logits_stay_finite():
+def test_large_logits_give_finite_losses():
     layer = SigmoidCrossEntropy(input_dims=1, num_classes=1, use_bias=False)
     variables = {"params": {"w": np.full((1, 1), 1e4, np.float32)}}
     outputs = layer.apply(variables, np.ones((1, 1)), np.zeros((1, 1)), np.ones(1))

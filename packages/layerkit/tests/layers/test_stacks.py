@@ -188,7 +188,7 @@ def row(request):
     return fields, extra, layer, params, values_and_gradients(layer, params, extra)
 
 
-def test_a_scan_is_a_row(row):
+def test_scan_equals_unrolled_stack(row):
     fields, extra, layer, params, (outputs, gradients) = row
     scan = make(StackedTransformerRepeated, **fields, remat="projections")
     found, (of_weights, *others) = values_and_gradients(scan, moved(params, layer, scan), extra)
@@ -197,7 +197,7 @@ def test_a_scan_is_a_row(row):
     assert_close(others, list(gradients[1:]))
 
 
-def test_cached_steps_are_the_whole_row(row):
+def test_cached_steps_of_a_scan_equal_fprop(row):
     fields, extra, layer, params, _ = row
     expected = jax.jit(
         lambda params: layer.apply({"params": params}, X, mask=CAUSAL, positions=ROW, **extra)
@@ -241,7 +241,7 @@ def decoded(layer, params, extra):
     return jnp.concatenate(found, axis=1)
 
 
-def test_cached_steps_of_a_row_are_the_whole_row():
+def test_cached_steps_of_an_unrolled_stack_equal_fprop():
     fields, extra = KINDS["shared bias"]
     layer = make(StackedTransformer, **fields)
     params = random_weights(layer)["params"]
@@ -269,7 +269,7 @@ def test_weights_can_be_stacked_on_several_axes():
     assert_close(run(grid, there), run(flat, params))
 
 
-def test_every_layer_of_a_pattern_is_the_block_of_its_turn():
+def test_layers_of_a_pattern_alternate_its_blocks():
     layer = make(StackedTransformer, block_tpls=(LOCAL, LOCAL, GLOBAL), num_layers=8)
     bound = layer.bind(random_weights(layer))
     windows = [block.attention.window for block in bound.layers]
@@ -277,7 +277,7 @@ def test_every_layer_of_a_pattern_is_the_block_of_its_turn():
 
 
 @pytest.mark.parametrize("stack", STACKS)
-def test_rows_of_another_dtype_are_taken(stack):
+def test_inputs_of_another_dtype_are_cast(stack):
     layer = make(stack, num_layers=2, fprop_dtype="bfloat16")
 
     def run(key):
@@ -294,7 +294,7 @@ def test_rows_of_another_dtype_are_taken(stack):
     assert [rows.dtype for rows in jax.eval_shape(run, KEY)] == [jnp.bfloat16] * 2
 
 
-def test_layers_are_located():
+def test_locate_layer_returns_the_layers_variables():
     fields = {"block_tpls": (LOCAL, LOCAL, GLOBAL), "num_layers": 8}
     assert make(StackedTransformer, **fields).locate_layer(5) == (("layers_5",), ())
     scan = make(StackedTransformerRepeated, **fields)
@@ -309,7 +309,7 @@ def test_layers_are_located():
         alike.locate_layer(6)
 
 
-def test_the_loop_can_hold_several_layers_at_a_time():
+def test_unroll_puts_several_layers_into_an_iteration():
     one, two = (make(StackedTransformerRepeated, num_layers=4, unroll=unroll) for unroll in (1, 2))
     lines = [
         len(jax.jit(run).lower(jax.eval_shape(layer.init, KEY)).as_text().splitlines())
@@ -325,7 +325,7 @@ def test_the_loop_can_hold_several_layers_at_a_time():
 @pytest.mark.parametrize(
     ("kind", "period"), [pytest.param("alike", 1, marks=pytest.mark.slow), ("remainder", 2)]
 )
-def test_the_program_of_a_loop_does_not_grow_with_depth(kind, period):
+def test_program_size_of_a_scan_does_not_depend_on_depth(kind, period):
     fields = KINDS[kind][0]
 
     def num_lines(more_periods):
@@ -338,7 +338,7 @@ def test_the_program_of_a_loop_does_not_grow_with_depth(kind, period):
     assert num_lines(40) == num_lines(0)
 
 
-def test_an_encoder_sees_both_ways():
+def test_encoder_attends_in_both_directions():
     layer = make(StackedTransformerRepeated, layer_tpl=GLOBAL, num_layers=2)
     variables = random_weights(layer)
     mask = AttentionMask.bidirectional_mask(BATCH, LENGTH, segment_ids=SEGMENTS)
@@ -348,7 +348,7 @@ def test_an_encoder_sees_both_ways():
     np.testing.assert_array_equal(changed, SEGMENTS[:, 4:5] == SEGMENTS)
 
 
-def test_a_shared_bias_is_one_table_that_every_layer_reads():
+def test_shared_bias_is_one_table_of_all_layers():
     table = RelativeBias.HParams.config(num_buckets=4, max_distance=5)
     fields = {"layer_tpl": UNROTATED, "num_layers": 2}
     layer = make(StackedTransformer, **fields, relative_bias_tpl=table)
@@ -368,21 +368,21 @@ def test_a_shared_bias_is_one_table_that_every_layer_reads():
     assert_close(gradients[0]["relative_bias"]["w"], tables[0] + tables[1])
 
 
-def test_fewer_kv_heads_and_another_head_size_are_handed_down():
+def test_num_kv_heads_and_dim_per_head_reach_the_layers():
     for stack in STACKS:
         layer = make(stack, num_kv_heads=2, dim_per_head=6, num_layers=1)
         shapes = [leaf.shape[-3:] for leaf in jax.tree.leaves(jax.eval_shape(layer.init, KEY))]
         assert shapes.count((DIMS, 4, 6)) == 1 and shapes.count((DIMS, 2, 6)) == 2
 
 
-def test_sizes_that_the_stack_leaves_open_are_the_layers_own():
+def test_sizes_of_the_layer_template_are_kept():
     config = StackedTransformer.HParams.config(**SIZES)
     config.layer_tpl.num_kv_heads = 1
     shapes = jax.eval_shape(config.Instantiate().init, KEY)["params"]["layers_0"]
     assert shapes["attention"]["key"]["w"].shape == (DIMS, 1, 2)
 
 
-def test_parameter_paths_of_a_pattern():
+def test_pattern_has_parameter_paths_per_block():
     layer = make(StackedTransformerRepeated, block_tpls=(LOCAL, GLOBAL), num_layers=5)
     paths = traverse_util.flatten_dict(jax.eval_shape(layer.init, KEY)["params"], sep="/")
     queries = {path: leaf.shape for path, leaf in paths.items() if path.endswith("query/w")}
@@ -397,7 +397,7 @@ def weights_refused(stack, **fields):
     return refusal(lambda: jax.eval_shape(make(stack, **fields).init, KEY))
 
 
-def test_contradictions_are_refused_naming_both_sides():
+def test_contradicting_fields_raise_with_both_values():
     three = Transformer.HParams.config(num_heads=3)
     inside = Transformer.HParams.config()
     inside.attention_tpl.num_heads = 3

@@ -62,7 +62,7 @@ NOISE = Noise.HParams.config()
         (StackedTransformerRepeated, {"block_tpls": (NOISE, NOISE, NOISE), "remat": "full"}),
     ],
 )
-def test_every_layer_and_every_step_drops_its_own(stack, fields):
+def test_layers_and_steps_have_different_masks(stack, fields):
     layer = make(stack, num_layers=4, train=True, **fields)
     zeros = jnp.zeros((BATCH, LENGTH, 256))
 

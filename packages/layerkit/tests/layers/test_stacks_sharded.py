@@ -89,7 +89,7 @@ def case(request):
     ("shape", "axes"),
     [MESHES[0], pytest.param(*MESHES[1], marks=pytest.mark.slow)],
 )
-def test_values_and_gradients_are_those_of_one_device(case, shape, axes):
+def test_values_and_gradients_equal_one_device(case, shape, axes):
     layer, variables, extra, expected = case
     bound = BoundSharding(jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes)))
     boxed = jax.eval_shape(layer.init_boxed, KEY)

@@ -22,22 +22,22 @@ def dropped(layer, x=ONES, *, seed=0):
     return np.asarray(layer.apply({}, x, rngs={"random": jax.random.key(seed)}))
 
 
-def test_is_the_identity_without_training_and_needs_no_key():
+def test_evaluation_is_the_identity_without_a_key():
     np.testing.assert_array_equal(Dropout(rate=0.9).apply({}, ONES), ONES)
     np.testing.assert_array_equal(Dropout(rate=0.9, train=False).apply({}, ONES), ONES)
 
 
-def test_is_the_identity_at_rate_zero_and_needs_no_key():
+def test_rate_zero_is_the_identity_without_a_key():
     np.testing.assert_array_equal(Dropout(rate=0.0, train=True).apply({}, ONES), ONES)
 
 
-def test_needs_a_key_in_training():
+def test_training_raises_without_a_key():
     with pytest.raises(ValueError, match=r"Dropout\(\) needs random numbers: apply with rngs="):
         Dropout(rate=0.5, train=True).apply({}, ONES)
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
-def test_drops_the_rate_and_scales_up_what_it_keeps(rate):
+def test_dropout_drops_the_rate_and_scales_the_rest(rate):
     outputs = dropped(Dropout(rate=rate, train=True))
     kept = outputs != 0.0
     np.testing.assert_allclose(outputs[kept], 1.0 / (1.0 - rate), rtol=1e-6)
@@ -45,13 +45,13 @@ def test_drops_the_rate_and_scales_up_what_it_keeps(rate):
     assert abs(kept.mean() - (1.0 - rate)) < 4.0 * np.sqrt(rate * (1.0 - rate) / ONES.size)
 
 
-def test_the_same_key_gives_the_same_mask_and_another_key_another():
+def test_mask_depends_on_the_key():
     layer = Dropout(rate=0.5, train=True)
     np.testing.assert_array_equal(dropped(layer), dropped(layer))
     assert np.any(dropped(layer) != dropped(layer, seed=1))
 
 
-def test_a_dropped_value_does_not_reach_the_result_even_if_it_is_not_finite():
+def test_dropped_nan_does_not_reach_the_outputs():
     layer = Dropout(rate=0.5, train=True)
     dead = dropped(layer) == 0.0
     outputs = dropped(layer, np.where(dead, np.nan, 1.0).astype(np.float32))
@@ -59,7 +59,7 @@ def test_a_dropped_value_does_not_reach_the_result_even_if_it_is_not_finite():
 
 
 @pytest.mark.parametrize("dims", [(1,), (-2,)])
-def test_broadcast_dims_share_one_draw(dims):
+def test_broadcast_dims_share_one_mask(dims):
     outputs = dropped(Dropout(rate=0.5, broadcast_dims=dims, train=True))
     assert outputs.shape == ONES.shape
     np.testing.assert_array_equal(outputs, np.repeat(outputs[:, :1], 8, axis=1))
@@ -78,7 +78,7 @@ def test_dropout_raises_for_an_invalid_rate(raises):
         Dropout(rate=1.5).apply({}, ONES)
 
 
-def test_computes_in_the_compute_dtype():
+def test_dropout_keeps_the_compute_dtype():
     layer = Dropout(rate=0.5, train=True, fprop_dtype=jnp.bfloat16)
     outputs = layer.apply({}, ONES, rngs={"random": jax.random.key(0)})
     assert outputs.dtype == jnp.bfloat16
@@ -97,7 +97,7 @@ class TwoDropouts(BaseLayer):
         return self.first(x), self.first(x), self.second(x)
 
 
-def test_every_layer_and_every_call_draws_its_own_mask():
+def test_layers_and_calls_have_different_masks():
     masks = TwoDropouts(train=True).apply({}, ONES, rngs={"random": jax.random.key(0)})
     assert not np.array_equal(masks[0], masks[1])
     assert not np.array_equal(masks[0], masks[2])
@@ -105,7 +105,7 @@ def test_every_layer_and_every_call_draws_its_own_mask():
 
 
 @pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1), (2, 2, 2)])
-def test_the_mask_is_the_same_on_every_mesh(shape):
+def test_mask_does_not_depend_on_the_mesh(shape):
     mesh = jax.make_mesh(
         shape, ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
     )
@@ -129,7 +129,7 @@ def add(layer, x, branch, seed=0, **fields):
 
 
 @pytest.mark.parametrize("by_argument", [False, True])
-def test_droppath_leaves_the_branch_of_an_example_out_as_a_whole(by_argument):
+def test_droppath_drops_the_whole_branch_of_an_example(by_argument):
     layer = StochasticResidual(rate=0.0 if by_argument else 0.25, train=True)
     fields = {"rate": jnp.float32(0.25)} if by_argument else {}
     x = np.arange(4096, dtype=np.float32)[:, None, None] * np.ones((1, 2, 3), np.float32)
@@ -141,7 +141,7 @@ def test_droppath_leaves_the_branch_of_an_example_out_as_a_whole(by_argument):
     assert np.any(found != np.asarray(add(layer, x, np.full_like(x, 3.0), seed=1, **fields)) - x)
 
 
-def test_droppath_is_the_plain_sum_without_training_or_rate():
+def test_droppath_is_a_sum_in_evaluation_or_at_rate_zero():
     x, branch = jnp.ones((4, 2)), jnp.full((4, 2), 3.0)
     for layer in (StochasticResidual(rate=0.5), StochasticResidual(rate=0.0, train=True)):
         np.testing.assert_array_equal(layer.apply({}, x, branch), x + branch)
@@ -149,7 +149,7 @@ def test_droppath_is_the_plain_sum_without_training_or_rate():
     np.testing.assert_array_equal(evaluated, x + branch)
 
 
-def test_droppath_stays_in_the_compute_dtype():
+def test_droppath_keeps_the_compute_dtype():
     layer = StochasticResidual(rate=0.5, train=True, fprop_dtype=jnp.bfloat16)
     found = add(layer, jnp.ones((2, 2)), jnp.ones((2, 2)), rate=jnp.float32(0.25))
     assert found.dtype == jnp.bfloat16

@@ -111,7 +111,7 @@ EQUATIONS = {
 
 
 @pytest.mark.parametrize(("fields", "equation"), EQUATIONS.values(), ids=EQUATIONS)
-def test_the_equation(fields, equation):
+def test_fprop_equals_its_formula(fields, equation):
     layer = make(**fields)
     variables = random_weights(layer)
     named = set()
@@ -133,7 +133,7 @@ def test_the_equation(fields, equation):
 
 
 @pytest.mark.parametrize("policy", [pytest.param("post", marks=pytest.mark.slow), "pre_post"])
-def test_cross_attention_stands_between(policy):
+def test_cross_attention_runs_between_attention_and_feed_forward(policy):
     layer = make(norm_policy=policy, **CROSS)
     variables = random_weights(layer)
 
@@ -179,7 +179,7 @@ _SLOW = ("post", "branch")
     "fields",
     [pytest.param(CASES[k], id=k, marks=[pytest.mark.slow] * (k in _SLOW)) for k in CASES],
 )
-def test_cached_steps_are_the_whole_row(fields):
+def test_cached_steps_equal_fprop(fields):
     layer = make(**fields)
     variables = random_weights(layer)
     has_memory = layer.cross_attention_tpl is not None
@@ -218,7 +218,7 @@ def test_cached_steps_are_the_whole_row(fields):
     np.testing.assert_allclose(jnp.concatenate(found, axis=1), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_later_token_changes_nothing_before_it():
+def test_later_token_does_not_change_earlier_outputs():
     layer = make(norm_policy="pre_post", parallel=True)
     variables = random_weights(layer)
     # One feature alone: normalization would take away what is added to all of them.
@@ -227,7 +227,7 @@ def test_a_later_token_changes_nothing_before_it():
     assert np.all(np.any(before[:, 3:] != after[:, 3:], axis=-1))
 
 
-def test_branches_that_give_nothing_leave_the_residual():
+def test_zero_branches_return_the_residual():
     layer = make(**CROSS)
     variables = random_weights(layer)
     for name in ("attention", "cross_attention"):
@@ -246,7 +246,7 @@ class TokensAlone(BaseLayer):
         return jnp.where(is_token[:, :, None], jnp.ones_like(x), 0.0)
 
 
-def test_the_feed_forward_is_told_what_is_padding():
+def test_feed_forward_receives_paddings():
     layer = make(feed_forward_tpl=TokensAlone.HParams.config())
     variables = random_weights(layer)
     variables["params"]["attention"]["output"]["w"] *= 0.0
@@ -265,7 +265,7 @@ class PlainFeedForward(BaseLayer):
         return x
 
 
-def test_a_feed_forward_that_knows_no_padding_serves_rows_without():
+def test_feed_forward_without_paddings_argument_runs_on_unpadded_rows():
     layer = make(feed_forward_tpl=PlainFeedForward.HParams.config())
     assert run(layer, random_weights(layer)).shape == X.shape
 
@@ -289,7 +289,7 @@ def constant_branches(**fields):
     return layer, add
 
 
-def test_dropout_acts_on_both_branches_in_training_alone():
+def test_dropout_acts_on_both_branches_in_training_only():
     layer, add = constant_branches(dropout_rate=0.5)
     assert np.unique(add(layer, (BATCH, LENGTH))).size == 1
     trained = add(layer.clone(train=True), (BATCH, LENGTH))
@@ -299,7 +299,7 @@ def test_dropout_acts_on_both_branches_in_training_alone():
 
 
 @pytest.mark.parametrize("handed_in", [False, True])
-def test_droppath_drops_each_branch_of_an_example_as_a_whole(handed_in):
+def test_droppath_drops_whole_branches_of_examples(handed_in):
     layer, add = constant_branches(droppath_rate=0.0 if handed_in else 0.25)
     rate = {"droppath_rate": jnp.float32(0.25)} if handed_in else {}
     shape = (400, 2)

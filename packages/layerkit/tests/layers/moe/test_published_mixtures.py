@@ -55,7 +55,7 @@ def check(block, layer, variables):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_mixtral():
+def test_layer_equals_mixtral():
     from transformers.models.mixtral import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
@@ -72,7 +72,7 @@ def test_mixtral():
 
 
 @pytest.mark.parametrize("renormalize", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_qwen2_moe(renormalize):
+def test_layer_equals_qwen2_moe(renormalize):
     from transformers.models.qwen2_moe import Qwen2MoeConfig
     from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
@@ -101,7 +101,7 @@ def test_qwen2_moe(renormalize):
     check(block, layer, {"params": params})
 
 
-def test_deepseek_v3():
+def test_layer_equals_deepseek_v3():
     from transformers.models.deepseek_v3 import DeepseekV3Config
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 

@@ -176,7 +176,7 @@ def test_jitter_scales_inputs_within_its_bounds():
     assert 0.75 <= logits[:, 0].min() < 0.76 and 1.24 < logits[:, 0].max() <= 1.25
 
 
-def test_the_score_bias_moves_against_the_load():
+def test_score_bias_decreases_for_overloaded_experts():
     layer, variables = make(
         num_experts_per_token=1, use_score_bias=True, score_bias_rate=0.125, train=True
     )
