@@ -247,7 +247,7 @@ def test_misspelt_field_of_a_child_names_the_line_that_creates_it(monkeypatch: A
     assert text.startswith(
         f"test_run.py:{line}: Misspelt: unknown field: 'sise'. Did you mean 'size'?"
     )
-    assert text.endswith("'size'? In layer MisspeltChildren().")
+    assert text.endswith(" In layer MisspeltChildren().")
 
 
 @pytest.mark.parametrize(

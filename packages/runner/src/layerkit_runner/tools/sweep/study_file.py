@@ -265,7 +265,7 @@ def parse_space(document: Any) -> dict[str, Parameter]:
     A path may also be written as nested tables, which is how TOML reads dots without quotes.
     """
     is_table = isinstance(document, dict) and bool(document)
-    expected = "a table of fields, such as LEARNING_RATE = {low = 1e-4, high = 1e-2}"
+    expected = "a table of fields, such as RATE = {low = 1e-4, high = 1e-2}"
     require(is_table, None, "space", document, expected)
     return {path: _parameter(f"space.{path}", given) for path, given in _flat("", document)}
 
