@@ -1,4 +1,4 @@
-"""What the tests of this folder share: a mesh on which layouts show."""
+"""Fixture of the tests in this folder: a mesh that shows the layout of arrays."""
 
 from __future__ import annotations
 

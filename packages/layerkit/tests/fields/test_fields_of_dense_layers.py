@@ -1,4 +1,4 @@
-"""Every field of every layer that has no folder or file of its own here changes something."""
+"""Tests that each field has an effect, for layers without a separate test file."""
 
 from __future__ import annotations
 

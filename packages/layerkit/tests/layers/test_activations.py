@@ -1,4 +1,4 @@
-"""Activations against NumPy, element by element."""
+"""Tests of activations, compared with NumPy."""
 
 from __future__ import annotations
 

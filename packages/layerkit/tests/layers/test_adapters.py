@@ -1,4 +1,4 @@
-"""LoRA against its formula in NumPy; merged and unmerged; beside base weights that stay put."""
+"""Tests of LoRA, compared with its formula, and of merged and unmerged weights."""
 
 from __future__ import annotations
 

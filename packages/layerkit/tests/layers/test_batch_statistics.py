@@ -1,4 +1,4 @@
-"""BatchNorm and GroupNorm against NumPy in float64, with padding and without."""
+"""Tests of BatchNorm and GroupNorm, compared with NumPy in float64."""
 
 from __future__ import annotations
 

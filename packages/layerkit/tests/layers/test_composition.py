@@ -1,4 +1,4 @@
-"""Layers made of layers, against what they are made of."""
+"""Tests of layers that are composed of other layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Einsum against jnp.einsum, over all kinds of letters, and what it refuses."""
+"""Tests of the Einsum layer, compared with jnp.einsum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The feed-forward block against its equation."""
+"""Tests of the feed-forward block, compared with its formula."""
 
 from __future__ import annotations
 

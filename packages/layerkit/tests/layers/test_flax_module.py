@@ -1,4 +1,4 @@
-"""FlaxModule runs a module of Flax as Flax does, with its weights in our tree."""
+"""Tests of FlaxModule, compared with the module that it contains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear, Bias and FeedForward against NumPy; every field shows what it does."""
+"""Tests of Linear, Bias and FeedForward, compared with NumPy."""
 
 from __future__ import annotations
 

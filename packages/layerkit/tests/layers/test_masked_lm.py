@@ -1,4 +1,4 @@
-"""MaskedLmAugmenter: how much it hides, how, and where it must not."""
+"""Tests of MaskedLmAugmenter: rates and positions of masked tokens."""
 
 from __future__ import annotations
 

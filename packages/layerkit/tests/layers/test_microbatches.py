@@ -1,4 +1,4 @@
-"""Microbatches: cut and joined, queued as `collections.deque` does it, and told from the rest."""
+"""Tests of microbatches: split, merge, queue and selection of batch arguments."""
 
 from __future__ import annotations
 

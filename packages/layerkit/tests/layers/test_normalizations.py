@@ -1,4 +1,4 @@
-"""Norms against float64 NumPy, and what they promise whatever the numbers."""
+"""Tests of normalizations, compared with NumPy in float64, and their invariances."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipeline: stages side by side compute what layers in a row do, and bubbles leave no trace."""
+"""Tests of pipelines, compared with sequential layers."""
 
 from __future__ import annotations
 

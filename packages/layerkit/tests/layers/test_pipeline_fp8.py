@@ -1,4 +1,4 @@
-"""8-bit products in a pipeline: their scales follow all microbatches, and no bubble."""
+"""Tests of fp8 products in a pipeline: scales cover all microbatches and no bubbles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of a pipeline whose layers say nothing about the layout of what they hand on."""
+"""Tests of pipeline gradients for layers without sharding constraints on their outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipeline's schedule, against a simulation that hands work from stage to stage."""
+"""Tests of the pipeline schedule, compared with a simulation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipelined stack is the repeated one: values, gradients, caches, on one device and on eight."""
+"""Tests of a pipelined stack, compared with a repeated stack."""
 
 from __future__ import annotations
 

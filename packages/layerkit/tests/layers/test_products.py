@@ -1,4 +1,4 @@
-"""Products over merged tokens are the plain ones, with their gradients; all can be replaced."""
+"""Tests of products over merged tokens, and of their replacement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies of rematerialisation: the same results, and just the residuals that each one names."""
+"""Tests of rematerialization policies: equal results, and the residuals of each policy."""
 
 from __future__ import annotations
 

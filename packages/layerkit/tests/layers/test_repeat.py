@@ -1,4 +1,4 @@
-"""Repeat: N layers in one loop are N layers in a row."""
+"""Tests of Repeat, compared with sequential layers."""
 
 from __future__ import annotations
 

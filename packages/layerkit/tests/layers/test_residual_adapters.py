@@ -1,4 +1,4 @@
-"""Residual adapters against their formula; a model that starts as it was, with paths that stay."""
+"""Tests of residual adapters: formula, initial outputs and parameter paths."""
 
 from __future__ import annotations
 

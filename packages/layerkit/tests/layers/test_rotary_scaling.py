@@ -1,4 +1,4 @@
-"""Scaled rotary frequencies, against the code that published models were trained and run with."""
+"""Tests of scaled rotary frequencies, compared with published code."""
 
 from __future__ import annotations
 

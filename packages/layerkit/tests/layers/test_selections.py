@@ -1,4 +1,4 @@
-"""Selections have the values and gradients of NumPy's, and stop what is not a number."""
+"""Tests of selections: values, gradients, and gradients beside NaN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SigmoidCrossEntropy against its formula."""
+"""Tests of SigmoidCrossEntropy, compared with its formula."""
 
 from __future__ import annotations
 

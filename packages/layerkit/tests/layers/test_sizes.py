@@ -1,4 +1,4 @@
-"""Layers check their sizes and the shape of their inputs by `layerkit.checks`."""
+"""Tests of the checks of sizes and input shapes by layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stack as a scan is the stack in a row: values, gradients, caches, patterns and all."""
+"""Tests of scanned stacks, compared with unrolled stacks."""
 
 from __future__ import annotations
 

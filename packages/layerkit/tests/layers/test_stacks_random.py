@@ -1,4 +1,4 @@
-"""What stacks draw in training: each layer, copy and step its own, and droppath by depth."""
+"""Tests of random numbers of stacks: masks by layer and step, and droppath by depth."""
 
 from __future__ import annotations
 

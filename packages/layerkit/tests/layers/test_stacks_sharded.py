@@ -1,4 +1,4 @@
-"""Stacks on eight devices are stacks on one, whatever norms, patterns, biases and policies."""
+"""Tests of stacks on eight devices, compared with one device."""
 
 from __future__ import annotations
 

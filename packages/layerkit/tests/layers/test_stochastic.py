@@ -1,4 +1,4 @@
-"""Dropout: when it acts, what it keeps, and that its mask knows no mesh."""
+"""Tests of dropout and droppath."""
 
 from __future__ import annotations
 

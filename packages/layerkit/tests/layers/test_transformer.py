@@ -1,4 +1,4 @@
-"""One Transformer layer: where norms and branches stand, and that cached steps are whole rows."""
+"""Tests of a Transformer layer: order of norms and branches, and cached steps."""
 
 from __future__ import annotations
 

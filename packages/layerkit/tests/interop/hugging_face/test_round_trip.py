@@ -1,4 +1,4 @@
-"""Import then export gives back every tensor, bit for bit, and a config.json of the same model."""
+"""Tests that import and export give back all tensors bitwise and an equivalent config.json."""
 
 from __future__ import annotations
 
