@@ -57,6 +57,7 @@ class GrainIterInput(BaseInput):
     """Policy for rows that cannot be read: `refuse` raises, `skip` counts them."""
 
     def __post_init__(self) -> None:
+        """Check the fields and start before the first row."""
         super().__post_init__()
         self._seed = self.input_random_seed or 0
         check_integers(

@@ -56,6 +56,7 @@ class GrainMapInput(IndexedInput):
     """Policy for rows that cannot be read: `refuse` raises, `skip` counts them."""
 
     def __post_init__(self) -> None:
+        """Check the fields; the data set is made when it is first needed."""
         super().__post_init__()
         check_integers(self._label, minimum=0, num_threads=self.num_threads)
         check_choice(self._label, get_args(OnBadRecord), on_bad_record=self.on_bad_record)

@@ -63,6 +63,7 @@ class ParquetRows(GrainIterInput):
     memory."""
 
     def __post_init__(self) -> None:
+        """Check the fields and set the default of `shuffle_window`."""
         super().__post_init__()
         if self.shuffle_window is None:
             self.shuffle_window = 1024 if self.is_training else 1

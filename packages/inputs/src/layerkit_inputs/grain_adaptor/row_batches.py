@@ -63,7 +63,7 @@ def stack_rows(rows: Sequence[NestedMap], *, name_of: Callable[[int], str]) -> N
     """Stack rows with the same fields, shapes and dtypes.
 
     Args:
-      rows: At least one row from `check_row`.
+      rows: One or more rows from `check_row`.
       name_of: Function from an index of `rows` to the place of the row, for errors.
 
     Raises:

@@ -37,6 +37,7 @@ class HuggingFaceColumns(HuggingFaceData, IndexedInput):
     """Names of the columns. Required."""
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         super().__post_init__()
         is_list = self.columns and not isinstance(self.columns, str)
         require(is_list, self._label, "columns", self.columns, "a list of at least one column")

@@ -53,6 +53,7 @@ class HuggingFaceData(BaseInput):
     """Largest size in bytes that a row group of a Parquet file may declare."""
 
     def __post_init__(self) -> None:
+        """Check the fields; no file is opened."""
         super().__post_init__()
         label, files = self._label, self.data_files
         require(self.path is not None, label, "path", None, f"a folder, or one of {_FORMATS}")

@@ -142,6 +142,7 @@ class HuggingFaceInput(TokenisedText):
     """True to cut examples to their first `seq_length` predictions, with `packing="none"`."""
 
     def __post_init__(self) -> None:
+        """Check the fields of rows."""
         super().__post_init__()
         check_row_fields(self, packing=self.packing, trim=self.trim)
 
@@ -198,6 +199,7 @@ class HuggingFacePrompts(TokenisedText):
     """Number of examples to read from the start. None: all."""
 
     def __post_init__(self) -> None:
+        """Check the lengths."""
         super().__post_init__()
         self._check_at_least(1, "prompt_length", "num_prompts")
 

@@ -35,6 +35,7 @@ class HuggingFacePairs(TokenisedText):
     """True to cut longer inputs and targets before EOS. False: they raise ConfigError."""
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         super().__post_init__()
         label, inputs_field = self._label, self.inputs_field
         require(inputs_field is not None, label, "inputs_field", None, "the column of the inputs")

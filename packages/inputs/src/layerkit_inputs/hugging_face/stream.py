@@ -71,6 +71,7 @@ class HuggingFaceStream(HuggingFaceText):
     """Number of examples of a window, which are kept in memory."""
 
     def __post_init__(self) -> None:
+        """Check the fields and start before the first example."""
         super().__post_init__()
         check_row_fields(self, packing=self.packing, trim=self.trim)
         self._check_at_least(1, "shuffle_window")

@@ -40,6 +40,7 @@ class HuggingFaceText(HuggingFaceData):
     """Tokenizer of the text, or the one that made a column of ids. None: bytes."""
 
     def __post_init__(self) -> None:
+        """Set the default of the tokenizer and the token unit."""
         super().__post_init__()
         self._tokenizer = ByteTokenizer() if self.tokenizer is None else self.tokenizer
         if isinstance(self._tokenizer, ByteTokenizer):

@@ -76,6 +76,7 @@ class LingvoInputAdaptor(BaseInput):
     in a new random order, in which records of the epoch may repeat."""
 
     def __post_init__(self) -> None:
+        """Check the fields and read the batch size from the params."""
         self._tf = prepare()
         self._check_lingvo_fields()
         self._params = self.input.Copy()
@@ -426,6 +427,7 @@ class LingvoInputAdaptorNewBatchSize(LingvoInputAdaptor):
     """
 
     def __post_init__(self) -> None:
+        """Check the fields, without a current batch."""
         self._current: NestedMap | None = None
         self._current_start = 0
         super().__post_init__()

@@ -133,6 +133,7 @@ class LingvoLazyEvalAdaptor(_OneEpochOfAllHosts):
     """
 
     def __post_init__(self) -> None:
+        """Check the number of samples and the batch size."""
         super().__post_init__()
         samples = self._params.num_samples if "num_samples" in self._params else None
         rows = rows_of_params(self._params)

@@ -187,6 +187,7 @@ class StreamMixture(_WeightedInput):
     state_scope: ClassVar[Scope] = "host"
 
     def __post_init__(self) -> None:
+        """Check that the mixture is endless, and create the streams of rows."""
         super().__post_init__()
         if not self.endless:
             raise self._config_error(

@@ -18,6 +18,7 @@ class CompositeInput(BaseInput):
     """Base of inputs over built components, which a subclass puts into `_components`."""
 
     def __post_init__(self) -> None:
+        """Create an input without components, which the subclass adds."""
         super().__post_init__()
         self._components: dict[str, BaseInput] = {}
 

@@ -67,6 +67,7 @@ class Mixture(IndexedInput):
     """Weight of each component, above 0, in any unit. None: equal weights."""
 
     def __post_init__(self) -> None:
+        """Check the fields and build the components."""
         for field in ("shuffle", "shuffle_window"):
             if getattr(self, field) is not None:
                 raise self._config_error(

@@ -38,6 +38,7 @@ class MultiInput(CompositeInput):
     """Input that `ids_to_strings` uses unless its key names one."""
 
     def __post_init__(self) -> None:
+        """Check the fields and build the inner inputs."""
         configs = check_configs(self, self.input_to_params, "input_to_params")
         for name in configs:
             valid = name.isidentifier()

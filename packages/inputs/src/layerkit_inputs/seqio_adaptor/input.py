@@ -96,6 +96,7 @@ class SeqIOInput(BaseInput):
     """Policy for records that cannot be read: `refuse` raises, `skip` counts them."""
 
     def __post_init__(self) -> None:
+        """Set defaults, check the fields and find the tasks."""
         super().__post_init__()
         if self.use_packing is None:
             self.use_packing = self.is_training and self.feature_converter != "prompts"

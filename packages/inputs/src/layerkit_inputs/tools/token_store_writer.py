@@ -96,7 +96,7 @@ class SplitWriter:
         """Write a document.
 
         Args:
-          ids: At least two token ids `[length]`, with the start id and the end id, if any.
+          ids: Two or more token ids `[length]`, with the start id and the end id, if any.
           place: Number of the part of the input. A new number begins a new shard.
         """
         if self._shard is None or place != self._place:
