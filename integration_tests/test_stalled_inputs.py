@@ -1,4 +1,4 @@
-"""Signals to jobs whose input does not answer: they save what is completed, and leave."""
+"""Signals to jobs whose input does not answer, which save the completed steps and exit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Two processes of four devices train and decode as one process of eight does.
 
-Each reads its own share of the same global batches, or the same rows where both hold them. The
-checkpoint is one, and a single process goes on from it. So are the outputs of decoding, and a stop.
+Each reads its share of the same global batches, or the same rows if both hold them. Both write one
+checkpoint, from which a single process resumes, and one output of decoding. Both stop on a signal.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CASES = ["each its own rows", pytest.param("both the same rows", marks=pytest.ma
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_processes_are_one_run(jobs: Any, tmp_path: Path, name: str):
+def test_two_processes_train_as_one(jobs: Any, tmp_path: Path, name: str):
     fields = {**MESHES[name], "MAX_STEPS": STEPS}
     alone = jobs.make(EXP, tmp_path / "alone", num_devices=8, **fields)
     assert alone.run_here() == 0
@@ -57,7 +57,7 @@ def test_two_processes_are_one_run(jobs: Any, tmp_path: Path, name: str):
 
 
 @pytest.mark.slow
-def test_what_four_processes_saved_goes_on_anywhere(jobs: Any, tmp_path: Path):
+def test_checkpoint_of_four_processes_resumes_on_other_processes(jobs: Any, tmp_path: Path):
     def job(folder: Path, mesh: str, steps: int, *, devices: int) -> Any:
         num_devices = math.prod(json.loads(mesh))
         fields = {"ICI_MESH_SHAPE": mesh, "MAX_STEPS": steps, "PERCORE_BATCH_SIZE": 8 / num_devices}
@@ -84,8 +84,8 @@ def test_what_four_processes_saved_goes_on_anywhere(jobs: Any, tmp_path: Path):
 
 @pytest.mark.slow  # test_inputs_of_processes.py decodes an uneven data set
 @pytest.mark.parametrize("name", list(MESHES))
-def test_two_processes_decode_one_output(jobs: Any, tmp_path: Path, name: str):
-    # Two batches, so that of twelve prompts each process holds some where the rows are split.
+def test_two_processes_decode_as_one(jobs: Any, tmp_path: Path, name: str):
+    # Two batches, so that each process holds some of twelve prompts if the rows are split.
     fields = {
         **MESHES[name],
         "MAX_STEPS": STEPS,
@@ -111,14 +111,14 @@ def test_two_processes_decode_one_output(jobs: Any, tmp_path: Path, name: str):
     ):
         sums = {name: pytest.approx(expected[name], rel=1e-4) for name in ("log_prob", "score")}
         assert record == {**expected, **sums}
-    # Both read what is finished, and leave it as it is.
+    # Both reuse the finished output.
     written = ours.stat().st_mtime_ns
     outputs = together.run_as(2, "--mode=decode_once")
     assert f"reusing {ours}: " in outputs[0]
     assert ours.stat().st_mtime_ns == written
 
 
-def test_a_signal_to_one_stops_both(jobs: Any, tmp_path: Path):
+def test_signal_to_one_process_stops_both(jobs: Any, tmp_path: Path):
     endless = {**MESHES["each its own rows"], "MAX_STEPS": 100_000, "DECAY_END": 200_000}
     job = jobs.make(EXP, tmp_path / "job", num_devices=4, **endless)
     with job.started_as(2) as processes:

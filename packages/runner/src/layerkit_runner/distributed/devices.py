@@ -141,7 +141,10 @@ def _start_error(platforms: str | None, error: Exception) -> UsageError:
     known = {*_NEEDS, *_registered()}
     for name in names:
         if name not in known:
-            return UsageError("unknown platform", field="JAX_PLATFORMS", value=name, choices=known)
+            choices = sorted(known)
+            return UsageError(
+                "unknown platform", field="JAX_PLATFORMS", value=name, choices=choices
+            )
     version = importlib.metadata.version("jax")
     for name in names:
         modules, command = _NEEDS.get(name, ((), ""))
