@@ -1,12 +1,11 @@
-"""What attention costs: each backend here against plain array code, in one run.
+"""Compare the speed and memory of each attention backend with plain array code.
 
-Measured is one attention, forward and backward, as jitted by `dot_product_attention`; each backend
-takes turns with `xla` on the same arrays. Printed are the ratio of speeds (above 1: faster than
-xla) as the median over pairs, tokens per second, and each compiler's count of temporary memory per
-device. On a GPU or TPU these are the fused kernels that can do the call; the others are named with
-the reason. Where there is no accelerator, eight simulated devices share the length: there the two
-ways of context parallelism are compared with array code left to the compiler, and only memory says
-something about real devices.
+The benchmark runs one jitted `dot_product_attention`, forward and backward; each backend alternates
+with `xla` on the same arrays. The output has the speed ratio (above 1: faster than xla) as the
+median over pairs, tokens per second, and temporary memory per device. On a GPU or TPU it compares
+the fused kernels that support the call, and prints why the others do not. Without an accelerator,
+eight simulated devices shard the length: both kinds of context parallelism are compared with
+compiler-partitioned array code, and only the memory figures apply to real devices.
 
     python benchmarks/attention.py
     python benchmarks/attention.py --length 8192 --heads 32 --kv-heads 8 --window 1024
@@ -22,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-os.environ.setdefault("NPROC", "32")  # XLA's simulated devices wait for one another
+os.environ.setdefault("NPROC", "32")  # a thread for each simulated device in a collective
 DEVICES = "--xla_force_host_platform_device_count"
 if DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
@@ -40,7 +39,7 @@ Inputs = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def draw(args: argparse.Namespace, sharding: BoundSharding | None) -> Inputs:
-    """Random queries, keys and values, laid out as the model would."""
+    """Return random queries, keys and values with the sharding of a model."""
     random = np.random.default_rng(0)
     heads = (args.heads, "act_heads"), *[(args.kv_heads, "act_kv_heads")] * 2
     arrays = []
@@ -55,7 +54,7 @@ def draw(args: argparse.Namespace, sharding: BoundSharding | None) -> Inputs:
 
 
 def step(args: argparse.Namespace, **options: Any) -> Callable[..., Any]:
-    """Attention forward and backward, to be jitted."""
+    """Return the function that computes attention, forward and backward."""
     mask = AttentionMask.causal_mask(args.batch, args.length).within(args.window)
 
     def total(inputs: Inputs) -> jax.Array:
@@ -66,14 +65,14 @@ def step(args: argparse.Namespace, **options: Any) -> Callable[..., Any]:
 
 
 def seconds(run: Callable[[Inputs], Any], inputs: Inputs) -> float:
-    """Of one step."""
+    """Return the seconds of one step."""
     began = time.perf_counter()
     jax.block_until_ready(run(inputs))
     return time.perf_counter() - began
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Compiles every rival, runs each in turns with xla, prints a line for each."""
+    """Compile every backend, alternate each with xla, and print a line for each."""
     rivals: dict[str, dict[str, Any]] = {"cudnn": {"backend": "cudnn"}}
     rivals["pallas"] = {"backend": "pallas"}
     sharding = None
@@ -101,14 +100,14 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def report(name: str, compiled: Any, times: list[float], args: argparse.Namespace) -> None:
-    """One line: speed and memory."""
+    """Print speed and memory in one line."""
     tokens = args.batch * args.length / statistics.median(times)
     megabytes = compiled.memory_analysis().temp_size_in_bytes / 1e6
     print(f"{name}, {tokens:.0f} tokens/s, {megabytes:.1f} MB temporary per device")
 
 
 def main() -> None:
-    """Parses the sizes, compares, prints."""
+    """Parse the sizes and compare the backends."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     on_cpu = jax.default_backend() == "cpu"
     defaults = {

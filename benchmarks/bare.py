@@ -1,7 +1,6 @@
-"""A bare program: the hand-written model of the quickstart's size, to its first printed loss.
+"""Train one step of the hand-written model with the quickstart's sizes, and print the loss.
 
-It does what `benchmarks/startup.py` measures of the runner, with nothing around it: no
-configuration, no checkpoints, no reports.
+This is the baseline of `benchmarks/startup.py`. It has no configuration, checkpoints or reports.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ BATCH, LENGTH = 8, 128
 
 
 def main() -> None:
-    """Takes one training step on text and prints the loss."""
+    """Train one step on text and print the loss."""
     config = handwritten.Config(vocab_size=259, dims=128, num_layers=5, num_heads=4, mlp_dims=384)
     optimizer = handwritten.make_optimizer(
         peak_learning_rate=1e-3, num_steps=1000, warmup_steps=100

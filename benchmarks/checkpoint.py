@@ -1,11 +1,11 @@
-"""Compares saving and restoring checkpoints of this project with bare Orbax, in one run.
+"""Compare saving and restoring checkpoints of this project with plain Orbax.
 
-Every round saves the same state with both, in turns, and restores it from disk, not from the page
-cache. Printed are medians in seconds and the median of the rounds' ratios:
+Each round saves the same state with both, and restores it from disk, not from the page cache. The
+output has medians in seconds and the median ratio of the rounds:
 
-    blocked    until `save` returns, while training cannot continue
-    saved      until the step is committed, checksums included
-    restored   until the arrays are there, verification included
+    blocked    until `save` returns; training waits
+    saved      until the step is committed, including checksums
+    restored   until the arrays are restored, including verification
 
     python benchmarks/checkpoint.py                           1 GB in one process and in two
     python benchmarks/checkpoint.py --gigabytes 4 --rounds 1
@@ -36,7 +36,7 @@ BARS = {"blocked": 1.2, "saved": 1.2, "restored": 1.1}
 
 
 def make_state(num_bytes: float) -> dict[str, Any]:
-    """Return weights and two moments for each, split over the processes by rows."""
+    """Return weights and their two moments, sharded by rows over the processes."""
     import jax
 
     mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
@@ -51,8 +51,8 @@ def make_state(num_bytes: float) -> dict[str, Any]:
     return jax.block_until_ready(state)
 
 
-class Layerkit:
-    """Checkpoints of this project."""
+class _Layerkit:
+    """A writer and reader of this project's checkpoints."""
 
     def __init__(self, folder: Path) -> None:
         from layerkit_runner.checkpointing import CheckpointManager
@@ -74,8 +74,8 @@ class Layerkit:
         self._manager.close()
 
 
-class Orbax:
-    """Orbax with its defaults."""
+class _Orbax:
+    """A writer and reader of Orbax checkpoints with default options."""
 
     def __init__(self, folder: Path) -> None:
         import orbax.checkpoint as ocp
@@ -97,7 +97,7 @@ class Orbax:
 
 
 def drop_from_page_cache(folder: Path) -> None:
-    """Have the next reader of these files read the disk."""
+    """Evict the files of a folder from the page cache, so that the next read is from disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -111,7 +111,7 @@ def measure_round(
     """Return the seconds of one save and one restore."""
     import jax
 
-    make = {"layerkit": Layerkit, "orbax": Orbax}[kind]
+    make = {"layerkit": _Layerkit, "orbax": _Orbax}[kind]
     sync()
     manager = make(folder)
     sync()
@@ -142,7 +142,7 @@ def measure_round(
 
 
 def work(options: argparse.Namespace) -> None:
-    """Measure as one of the processes; process 0 prints one line of JSON for each measurement."""
+    """Measure as one process of a job; process 0 prints a line of JSON for each measurement."""
     import jax
     from jax.experimental import multihost_utils
 
@@ -167,7 +167,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 def measure(count: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run the processes and return what process 0 measured after the first round."""
+    """Run `count` processes and return the measurements of process 0 after the first round."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
@@ -187,13 +187,13 @@ def measure(count: int, options: argparse.Namespace) -> list[dict[str, Any]]:
         outputs = [worker.communicate()[0] for worker in workers]
     for worker in workers:
         if worker.returncode != 0:
-            raise RuntimeError(f"a worker ended with exit code {worker.returncode}")
+            raise RuntimeError(f"a worker failed with exit code {worker.returncode}")
     lines = [json.loads(line) for line in outputs[0].splitlines() if line.startswith("{")]
     return [line for line in lines if line["round"] >= 0]
 
 
 def report(count: int, gigabytes: float, found: Sequence[dict[str, Any]]) -> None:
-    """Print medians and ratios of one number of processes."""
+    """Print the medians and ratios of a job with `count` processes."""
     print(f"{gigabytes:g} GB, {count} process{'' if count == 1 else 'es'}:")
     for what, bar in BARS.items():
         ours, theirs = ([line[what] for line in found if line["kind"] == kind] for kind in KINDS)
@@ -209,10 +209,10 @@ def report(count: int, gigabytes: float, found: Sequence[dict[str, Any]]) -> Non
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", help="where to write (default: the temporary folder)")
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the state")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="job sizes")
+    parser.add_argument("--rounds", type=int, default=5, help="number of measured rounds")
+    parser.add_argument("--folder", help="folder to write to (default: the temporary folder)")
     for name in ("--worker", "--address", "--count", "--index"):
         is_number = name in ("--count", "--index")
         settings: dict[str, Any] = {"type": int} if is_number else {}

@@ -1,9 +1,9 @@
-"""What the cache is worth: decoding with it against running whole rows again for every token.
+"""Compare decoding with a cache with recomputing the whole row for every token.
 
-One model, the same greedy continuations (checked), one process, taking turns. Printed are tokens
-per second of each way and their ratio; filling the cache with a prompt in one go against token by
-token; four samples and four beams of a prompt against one greedy continuation; and what the cache
-takes.
+Both ways decode the same greedy continuations with one model, alternating in one process. The
+output has the tokens per second of each way and their ratio; the speed of prefilling the cache at
+once relative to token by token; the time of four samples and of four beams relative to one greedy
+continuation; and the size of the cache.
 
     python benchmarks/decode.py
     python benchmarks/decode.py --dims 1024 --layers 12 --heads 16 --prompt 512 --steps 256 --bf16
@@ -30,7 +30,7 @@ from layerkit.nested_map import NestedMap
 
 
 def make_model(args: argparse.Namespace) -> LanguageModel:
-    """A rotary decoder with grouped queries and gates, whose embedding is the softmax's."""
+    """Return a decoder with rotary positions, grouped queries, gates and a tied embedding."""
     config = LanguageModel.HParams.config(fprop_dtype=jnp.bfloat16 if args.bf16 else None)
     norm = RmsNorm.HParams.config()
     config.lm_tpl.set(
@@ -52,7 +52,7 @@ def make_model(args: argparse.Namespace) -> LanguageModel:
 
 
 def cached(model: LanguageModel, decoder: Any) -> Callable[..., jax.Array]:
-    """Jitted `(variables, prompts) -> ids`, by the model's own decode."""
+    """Return a jitted `(variables, prompts) -> ids` that calls the model's `decode`."""
     model = model.clone(decoder=decoder)
 
     @jax.jit
@@ -66,7 +66,7 @@ def cached(model: LanguageModel, decoder: Any) -> Callable[..., jax.Array]:
 
 
 def recomputed(model: LanguageModel, steps: int) -> Callable[..., jax.Array]:
-    """The same greedy continuations, by whole rows."""
+    """Return a jitted `(variables, prompts) -> ids` that recomputes whole rows greedily."""
 
     @jax.jit
     def run(variables: Any, prompts: jax.Array) -> jax.Array:
@@ -85,7 +85,7 @@ def recomputed(model: LanguageModel, steps: int) -> Callable[..., jax.Array]:
 
 
 def fill(model: LanguageModel, max_length: int, chunk: int) -> Callable[..., Any]:
-    """Jitted `(variables, prompts) -> cache`, filled by so many tokens at a time."""
+    """Return a jitted `(variables, prompts) -> cache` that fills `chunk` tokens at a time."""
 
     @jax.jit
     def run(variables: Any, prompts: jax.Array) -> Any:
@@ -113,7 +113,7 @@ def fill(model: LanguageModel, max_length: int, chunk: int) -> Callable[..., Any
 def seconds_in_turns(
     runs: dict[str, Callable[..., Any]], *args: Any, rounds: int
 ) -> dict[str, list[float]]:
-    """How long each took, round after round; the first call, which compiles, does not count."""
+    """Return the seconds of each function per round, after one call that compiles."""
     for run in runs.values():
         jax.block_until_ready(run(*args))
     taken: dict[str, list[float]] = {name: [] for name in runs}
@@ -126,12 +126,12 @@ def seconds_in_turns(
 
 
 def ratio(taken: dict[str, list[float]], slow: str, fast: str) -> float:
-    """Median over the rounds of how many times `fast` is faster."""
+    """Return the median over the rounds of the time of `slow` divided by that of `fast`."""
     return statistics.median(a / b for a, b in zip(taken[slow], taken[fast], strict=True))
 
 
 def parse_args() -> argparse.Namespace:
-    """The sizes, from the command line."""
+    """Parse the sizes from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     defaults = {"vocab": 1024, "dims": 256, "layers": 4, "heads": 8}
     defaults |= {"batch": 4, "prompt": 128, "steps": 64, "rounds": 5}
@@ -142,7 +142,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print."""
     args = parse_args()
     model = make_model(args)
     variables = jax.jit(model.init)(jax.random.key(0))
@@ -161,11 +161,11 @@ def main() -> None:
     for name, seconds in taken.items():
         print(f"{name:11} {tokens / statistics.median(seconds):9.1f} tokens/s")
     times = ratio(taken, "recomputed", "cached")
-    print(f"the cache: {times:.1f} times as fast, {100 * same:.1f} % of the ids the same")
+    print(f"cached decoding: {times:.1f} times as fast, {100 * same:.1f} % of the ids are equal")
 
     chunks = {name: fill(model, max_length, n) for name, n in [("whole", args.prompt), ("one", 1)]}
     taken = seconds_in_turns(chunks, variables, prompts, rounds=args.rounds)
-    print(f"a prompt in one go: {ratio(taken, 'one', 'whole'):.1f} times as fast as token by token")
+    print(f"prefill at once: {ratio(taken, 'one', 'whole'):.1f} times as fast as token by token")
 
     several = {
         "greedy": greedy,
@@ -177,7 +177,7 @@ def main() -> None:
         print(f"four {name} take {ratio(taken, name, 'greedy'):.2f} times one continuation")
     cache = jax.eval_shape(chunks["one"], variables, prompts)
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
-    print(f"the cache holds {held / 2**20:.1f} MiB for {args.batch} rows of {max_length} tokens")
+    print(f"cache size: {held / 2**20:.1f} MiB for {args.batch} rows of {max_length} tokens")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""How fast GPT-3's shapes train on NVIDIA GPUs, and what they need of their memory.
+"""Measure the training speed and memory use of GPT-3 shapes on NVIDIA GPUs.
 
-Swept are the number format of the products, attention backends, what the backward pass keeps, and
-rows per device, doubled until the memory is full. Each case runs in a process of its own
-(`gpu_case.py`), so that none inherits memory from another; its line is printed, and appended to
-`--json`, as soon as it is there, and a time limit loses nothing. A case that does not fit, is
-refused or fails is a line like the others.
+The sweep covers the dtype of matrix products, attention backends, remat policies, and rows per
+device, which are doubled until the memory is full. Each case runs in its own process
+(`gpu_case.py`), so no case inherits memory from another. Its line is printed, and appended to
+`--json`, as soon as the case ends. A case that does not fit, is not supported or fails gets a line,
+too.
 
-    python benchmarks/gpu.py --quick --json=quick.jsonl       # six cases: a first answer
+    python benchmarks/gpu.py --quick --json=quick.jsonl       # six cases
     python benchmarks/gpu.py --models=126m,1.3b --remat=none,full --rows=8..
-    python benchmarks/gpu.py --devices=8 --models=5b          # all is split over 8 GPUs
+    python benchmarks/gpu.py --devices=8 --models=5b          # shard over 8 GPUs
     python benchmarks/gpu.py --compile_only --target=h100     # on a machine without a GPU
 
-MFU is the share of the dense bfloat16 peak, for fp8 too, and counts model FLOPs only: causal
-attention half, and nothing that rematerialisation repeats.
+MFU is relative to the dense bfloat16 peak, also for fp8. It counts model FLOPs only: half of the
+attention matrix if causal, and no rematerialized operations.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _MEASURED_COLUMNS = (
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """Options, and overrides of the experiment such as `--fdl.MAX_SEQ_LEN=4096`."""
+    """Return the options, and the experiment overrides such as `--fdl.MAX_SEQ_LEN=4096`."""
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
         epilog="Fields of the experiment: --fdl.NAME=VALUE",
@@ -73,38 +73,44 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     }
     for flag, (names, default) in listed.items():
         parser.add_argument(
-            flag, type=_names(names), default=default, help=f"of {', '.join(names)}"
+            flag, type=_names(names), default=default, help=f"comma-separated: {', '.join(names)}"
         )
     parser.add_argument(
         "--rows",
         type=_rows,
         default=_rows("1.."),
-        help="per device: 8, or 4,16, or 4..64 (doubled), or 4.. (doubled until memory is full)",
+        help="rows per device: 8, 4,16, 4..64 (doubled), or 4.. (doubled until memory is full)",
     )
-    parser.add_argument("--devices", type=int, default=1, help="all is split over so many GPUs")
-    parser.add_argument("--packed", action="store_true", help="rows of several documents")
-    parser.add_argument("--steps", type=int, default=10, help="of a group that is timed")
-    parser.add_argument("--groups", type=int, default=9, help="that are timed")
+    parser.add_argument("--devices", type=int, default=1, help="number of GPUs to shard over")
+    parser.add_argument("--packed", action="store_true", help="pack several documents in a row")
+    parser.add_argument("--steps", type=int, default=10, help="training steps per timed group")
+    parser.add_argument("--groups", type=int, default=9, help="number of timed groups")
     parser.add_argument(
-        "--quick", action="store_true", help="other defaults: 126m, 8 rows, no remat"
+        "--quick", action="store_true", help="change the defaults to 126m, 8 rows, no remat"
     )
-    parser.add_argument("--compile_only", action="store_true", help="for GPUs that are not here")
-    parser.add_argument("--target", default=None, help="which: h100 (default), a100, h200, b200")
-    parser.add_argument("--json", type=Path, help="file to append a line of JSON to for each case")
-    parser.add_argument("--case_seconds", type=int, default=1800, help="that a case may take")
+    parser.add_argument(
+        "--compile_only", action="store_true", help="compile for --target; needs no GPU"
+    )
+    parser.add_argument(
+        "--target",
+        default=None,
+        help="GPU kind of --compile_only: h100 (default), a100, h200, b200",
+    )
+    parser.add_argument("--json", type=Path, help="file that gets a line of JSON for each case")
+    parser.add_argument("--case_seconds", type=int, default=1800, help="time limit of a case")
     if "--quick" in sys.argv[1:]:
         parser.set_defaults(**_QUICK)
     args, overrides = parser.parse_known_args()
     for each in overrides:
         if not each.startswith("--fdl.") or "=" not in each:
-            parser.error(f"{each} is no option; fields of the experiment are --fdl.NAME=VALUE")
+            parser.error(f"unknown option {each}. Experiment fields are set by --fdl.NAME=VALUE.")
     for field in ("devices", "steps", "case_seconds"):
         if getattr(args, field) < 1:
-            parser.error(f"--{field}={getattr(args, field)} must be at least 1")
+            parser.error(f"--{field}={getattr(args, field)}: expected at least 1")
     if args.groups < 2:
-        parser.error(f"--groups={args.groups} must be at least 2, to tell quartiles")
+        parser.error(f"--groups={args.groups}: expected at least 2, to compute quartiles")
     if args.target is not None and not args.compile_only:
-        parser.error(f"--target={args.target} is for --compile_only")
+        parser.error(f"--target={args.target} requires --compile_only")
     if args.compile_only and args.target is None:
         args.target = "h100"
     return args, overrides
@@ -123,7 +129,7 @@ def _names(known: Sequence[str]) -> Any:
 
 
 def _rows(text: str) -> list[int]:
-    """`8`, `4,16`, `4..64`, `4..`."""
+    """Return the row counts of `8`, `4,16`, `4..64` or `4..`."""
     first, dots, last = text.partition("..")
     try:
         if not dots:
@@ -135,12 +141,12 @@ def _rows(text: str) -> list[int]:
     except ValueError:
         rows = []
     if not rows or rows[0] < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of 8, 4,16, 4..64 and 4..")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a form such as 8, 4,16, 4..64 or 4..")
     return rows
 
 
 def run(script: str, arguments: Sequence[str], *, seconds: int) -> dict[str, Any]:
-    """What a script beside this one printed, in a process of its own; or how it failed."""
+    """Run a script of this folder in a new process; return its JSON result or its failure."""
     command = [sys.executable, str(_FOLDER / script), *arguments]
     environment = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ}
     set_gpu_memory_share(environment)
@@ -158,7 +164,7 @@ def run(script: str, arguments: Sequence[str], *, seconds: int) -> dict[str, Any
 
 
 def rows_of_cases(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Runs the cases. Where one of them finds no memory, those with more rows are left out."""
+    """Run the cases and yield their rows. Skip larger row counts after a case that failed."""
     sizes = [f"--steps={args.steps}", f"--groups={args.groups}"]
     if args.target is not None:
         sizes.append(f"--target={args.target}")
@@ -173,7 +179,7 @@ def rows_of_cases(args: argparse.Namespace, overrides: Sequence[str]) -> Iterato
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """A row of the table."""
+    """Return a line of the table."""
     case, asked = row["case"], row["case"]["backend"]
     taken = row.get("attention", asked).split(" ")[0]
     attention = asked if asked in (taken, "") else f"{asked}: {taken}"
@@ -191,7 +197,7 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def _compiled_numbers(row: dict[str, Any]) -> str:
-    # The bound is that of bfloat16, and none for fp8.
+    # The lower bound uses the bfloat16 peak, so it does not apply to fp8.
     least = f"{row['least_ms']:.2f}" if row["case"]["dtype"] == "bf16" else ""
     return (
         f"{row['predicted_bytes'] / _GIGA:>9.2f}{row['state_bytes'] / _GIGA:>10.2f}"
@@ -200,7 +206,7 @@ def _compiled_numbers(row: dict[str, Any]) -> str:
 
 
 def _fp8_text(row: dict[str, Any]) -> str:
-    """`18 of 21`: how many products are in fp8 in the compiled program."""
+    """Return the count of fp8 products in the compiled program, such as `18 of 21`."""
     return f"{row['products']['fp8']} of {row['products']['all']}"
 
 
@@ -217,21 +223,19 @@ def _measured_numbers(row: dict[str, Any]) -> str:
 
 
 def check_devices(found: dict[str, Any], args: argparse.Namespace) -> str | None:
-    """Why nothing can be measured or compiled with these devices; None if it can."""
+    """Return why these devices cannot be used, or None if they can."""
     if "devices" not in found:
         return str(found["reason"])
     here = len(found["devices"])
     if here == 0:
-        return (
-            "no GPU that JAX can use is here; --compile_only compiles all cases for one that is not"
-        )
+        return "JAX found no GPU. Use --compile_only to compile for a GPU of another machine."
     if here < args.devices:
-        return f"--devices={args.devices}, but there are {here}"
+        return f"--devices={args.devices}: expected at most {here}, the number of GPUs found"
     return None
 
 
 def main() -> int:
-    """Runs all cases; returns the exit code."""
+    """Run all cases and return the exit code."""
     args, overrides = parse_arguments()
     target = [] if args.target is None else [f"--target={args.target}"]
     asked = [*target, f"--devices={args.devices}"]
@@ -242,7 +246,7 @@ def main() -> int:
     for name, value in found.items():
         print(f"{name}: {value}")
     if not found["has_cudnn"]:
-        print("note: cuDNN is not installed; its cases are refused, and auto takes xla")
+        print("note: cuDNN is not installed; its cases are not supported, and auto selects xla")
     columns = _MEASURED_COLUMNS if args.target is None else _COMPILED_COLUMNS
     print(_CASE_COLUMNS + columns, flush=True)
     with args.json.open("a") if args.json else contextlib.nullcontext() as file:

@@ -1,8 +1,8 @@
-"""One case of `gpu.py`, in a process of its own: a training step, compiled, timed, measured.
+"""Compile, time and measure one training step of `gpu.py` in its own process.
 
-The step is that of a run (`Partitioner.train_step_fn`) on GPT-3 as `lm.pile` has it, with made-up
-tokens that lie on the device. Its state is donated. The clock is read only at the ends of a group
-of steps, of which the device has the next one before the last has ended.
+The step is `Partitioner.train_step_fn` of a training run, on the GPT-3 model of `lm.pile`, with
+synthetic tokens that are on the device. Its state is donated. The clock is read only at the end of
+each group of steps; steps of a group are dispatched without waiting for each other.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ DTYPES = ("bf16", "fp8")
 _NUM_BATCHES = 4
 _WARM_UP_STEPS, _WARM_UP_SECONDS = 3, 2.0
 _CUSTOM_CALL = re.compile(r'custom_call_target="([^"]+)"')
-# What XLA calls cuBLAS for, `__cublas$lt$matmul$f8` among it; other products are `dot`s in kernels.
+# Prefix of XLA's cuBLAS calls, such as `__cublas$lt$matmul$f8`. Other products are `dot` ops.
 _CUBLAS = "__cublas$"
 _COMPUTATION = re.compile(r"\n(?=%|ENTRY)")
 _DOT = re.compile(r"= \S+ dot\((%[\w.-]+), (%[\w.-]+)\)")
@@ -84,17 +84,17 @@ _DOT = re.compile(r"= \S+ dot\((%[\w.-]+), (%[\w.-]+)\)")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """The settings of one measured training step.
 
     Attributes:
       model: A name of `MODELS`.
-      dtype: Of the products in the layers: `bf16`, or `fp8` for 8-bit floats with delayed scaling;
-        all else is bfloat16, weights and optimizer float32.
-      backend: Of attention.
-      remat: What the backward pass keeps; a policy of `layerkit.layers.remat`.
-      rows: Per device, of 2048 tokens.
-      devices: How many GPUs; weights, optimizer and batch are split over all of them.
-      packed: Whether rows say which document each token belongs to, as those of most runs do.
+      dtype: Dtype of the matrix products in the layers: `bf16`, or `fp8` for 8-bit floats with
+        delayed scaling. Other activations are bfloat16; weights and optimizer state are float32.
+      backend: Name of the attention backend.
+      remat: Name of a policy of `layerkit.layers.remat`.
+      rows: Number of rows of 2048 tokens per device.
+      devices: Number of GPUs. Weights, optimizer state and batch are sharded over all of them.
+      packed: Whether the batch has segment ids, as packed batches do.
     """
 
     model: str
@@ -107,7 +107,7 @@ class Case:
 
 
 class WholeRows(SyntheticInput):
-    """Rows that are one document each, and so without fields that say where documents begin."""
+    """A synthetic input whose rows are one document each, without segment ids and positions."""
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
         batch = super()._read_rows(rows)
@@ -115,23 +115,23 @@ class WholeRows(SyntheticInput):
 
 
 class Gpt(Gpt126M):
-    """GPT-3 on made-up tokens, its layers in a scan: depth costs no time to compile."""
+    """GPT-3 on synthetic tokens, with a scan over its layers to compile faster."""
 
     USE_REPEATED_LAYER = True
     PERCORE_BATCH_SIZE: float = 1.0
     PACKED: bool = False
     FP8: bool = False
-    """Products of the layers in 8-bit floats; the head stays as it is."""
+    """Whether the layers compute matrix products in 8-bit floats. The output head does not."""
 
     def task(self) -> Config:
-        """The task."""
+        """Return the task config, with fp8 products if `FP8` is set."""
         task = super().task()
         if self.FP8:
             task.model = with_dots(task.model, Fp8Dot.HParams.config(), only=r"lm_tpl\.stack_tpl.*")
         return task
 
     def datasets(self) -> list[Config]:
-        """The config of the training input."""
+        """Return the config of the training input."""
         rows = SyntheticInput if self.PACKED else WholeRows
         return [
             rows.HParams.config(
@@ -145,7 +145,7 @@ class Gpt(Gpt126M):
 
 
 def experiment_of(case: Case, overrides: Sequence[str] = ()) -> ResolvedExperiment:
-    """The experiment of a case; `overrides` are as in `--fdl.NUM_LAYERS=2`."""
+    """Return the experiment of a case; `overrides` have the form `--fdl.NUM_LAYERS=2`."""
     given = [parse_override(*each.removeprefix("--fdl.").split("=", 1)) for each in overrides]
     fields = {
         **MODELS[case.model],
@@ -162,16 +162,16 @@ def experiment_of(case: Case, overrides: Sequence[str] = ()) -> ResolvedExperime
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A training step before it is compiled.
+    """A traced training step that is not compiled yet.
 
     Attributes:
-      resolved: The experiment.
-      partitioner: Started with the devices.
-      task: Bound to it.
-      state: Shapes and shardings.
-      batch: Likewise, of the global batch.
-      program: Traced.
-      notes: What layers said meanwhile.
+      resolved: Resolved experiment.
+      partitioner: Partitioner, started with the devices.
+      task: Task, bound to the partitioner.
+      state: Shapes and shardings of the train state.
+      batch: Shapes and shardings of the global batch.
+      program: Traced JAX program.
+      notes: Lines that layers logged while tracing.
     """
 
     resolved: ResolvedExperiment
@@ -184,7 +184,7 @@ class Traced:
 
 
 def trace(resolved: ResolvedExperiment, devices: Sequence[jax.Device]) -> Traced:
-    """Traces the step of an experiment for devices, which need not be here."""
+    """Trace the training step of an experiment for devices, which may be on another machine."""
     partitioner, task = build_parts(resolved)
     partitioner.start(devices)
     partitioner.bind(task)
@@ -201,7 +201,7 @@ def trace(resolved: ResolvedExperiment, devices: Sequence[jax.Device]) -> Traced
 
 
 def predictions(traced: Traced, step: CompiledStep, device: DeviceKind) -> dict[str, Any]:
-    """What is known before anything runs: sizes, FLOPs and bounds, as `--mode=plan` has them."""
+    """Return sizes, FLOPs and bounds before execution, as `--mode=plan` computes them."""
     mesh = traced.partitioner.mesh
     memory = step_memory(tensor_memory(traced.state, traced.batch), step)
     rows, length = traced.batch.ids.shape
@@ -223,14 +223,14 @@ def predictions(traced: Traced, step: CompiledStep, device: DeviceKind) -> dict[
         "temporary_bytes": memory.temporaries,
         "predicted_bytes": memory.peak,
         "usable_bytes": device.usable_bytes,
-        # At the peak of bfloat16, which fp8 may pass.
+        # The bound uses the bfloat16 peak, which fp8 may exceed.
         "least_ms": None if bounds.step_seconds is None else 1e3 * bounds.step_seconds,
         "most_mfu": bounds.mfu,
     }
 
 
 def products(hlo_text: str) -> dict[str, int]:
-    """How many products of matrices a program has (a scan's body once), and how many are of fp8."""
+    """Count the matrix products of a program, and those in fp8. A scan body counts once."""
     calls = [call for call in _CUSTOM_CALL.findall(hlo_text) if call.startswith(_CUBLAS)]
     found = {"all": len(calls), "fp8": sum(call.endswith("$f8") for call in calls)}
     for computation in _COMPUTATION.split(hlo_text):
@@ -242,7 +242,7 @@ def products(hlo_text: str) -> dict[str, int]:
 
 
 def compiled_row(resolved: ResolvedExperiment, target: Target) -> dict[str, Any]:
-    """The row of a case that is compiled for a GPU that need not be here."""
+    """Compile a case for a GPU, which may be on another machine, and return its row."""
     devices = target_devices(target)
     with tracing_for(devices[0]):
         traced = trace(resolved, devices)
@@ -258,7 +258,7 @@ def compiled_row(resolved: ResolvedExperiment, target: Target) -> dict[str, Any]
 def measured_row(
     resolved: ResolvedExperiment, devices: Sequence[jax.Device], *, steps: int, groups: int
 ) -> dict[str, Any]:
-    """The row of a case that is run on devices that are here."""
+    """Run a case on local devices and return its row."""
     device = described_kind(Target(None), devices)
     traced = trace(resolved, devices)
     began = time.perf_counter()
@@ -276,7 +276,7 @@ def measured_row(
     first_loss = float(first[0]["loss"].value)
     seconds, last_loss = timed(step, state, batches, steps=steps, groups=groups)
     at_end = _peak_bytes(devices)
-    # A step that needs less than what came before it leaves no trace of what it needs.
+    # The peak shows the memory of the step only if it exceeds the peak before the steps.
     is_known = at_end is not None and at_start is not None and at_end > at_start
     low, median, high = statistics.quantiles([1e3 * each for each in seconds], n=4)
     flops_per_second = row["flops_per_device"] / (median / 1e3)
@@ -297,14 +297,14 @@ def measured_row(
 def timed(
     step: Any, state: Any, batches: Sequence[NestedMap], *, steps: int, groups: int
 ) -> tuple[list[float], float]:
-    """Seconds of a step in each group of `steps`, after a warm-up; and the last loss.
+    """Return the seconds per step of each group of `steps`, after a warm-up, and the last loss.
 
     Args:
-      step: Compiled `(state, batch) -> (state, (metrics, scalars))`.
-      state: Consumed.
-      batches: On the devices, taken in turns.
-      steps: Of a group.
-      groups: How many.
+      step: Compiled function `(state, batch) -> (state, (metrics, scalars))`.
+      state: Initial train state; it is donated.
+      batches: Batches on the devices, used round-robin.
+      steps: Number of steps per group.
+      groups: Number of timed groups.
     """
     seconds: list[float] = []
     began, warm_up, warm_steps = time.perf_counter(), True, 0
@@ -323,14 +323,14 @@ def timed(
 
 
 def _peak_bytes(devices: Sequence[jax.Device]) -> int | None:
-    """The most that was in use on any of the devices; None where they do not tell."""
+    """Return the peak memory use of any device, or None if the devices do not report it."""
     stats = [device.memory_stats() or {} for device in devices]
     peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
     return max(peaks, default=None)
 
 
 def row_of(case: Case, overrides: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
-    """The row of a case; what it cannot have is a row, too."""
+    """Return the row of a case. An unsupported case or one without memory has a row, too."""
     try:
         resolved = experiment_of(case, overrides)
         if args.target is not None:
@@ -346,12 +346,12 @@ def row_of(case: Case, overrides: Sequence[str], args: argparse.Namespace) -> di
 
 
 def main() -> None:
-    """Prints one line of JSON: the row of the case."""
+    """Print the row of the case as one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--case", required=True, help="the fields of Case, as JSON")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--groups", type=int, default=9)
-    parser.add_argument("--target", help="compile for such a GPU, and run nothing")
+    parser.add_argument("--case", required=True, help="fields of Case, as JSON")
+    parser.add_argument("--steps", type=int, default=10, help="training steps per timed group")
+    parser.add_argument("--groups", type=int, default=9, help="number of timed groups")
+    parser.add_argument("--target", help="GPU kind to compile for without running")
     args, overrides = parser.parse_known_args()
     print(json.dumps(row_of(Case(**json.loads(args.case)), overrides, args)))
 

@@ -1,4 +1,4 @@
-"""The GPUs that the figures of `gpu.py` are of, their driver, and versions; as a line of JSON."""
+"""Print the GPUs, their driver and package versions as a line of JSON, for `gpu.py`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DISTRIBUTIONS = (
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of what is installed of that which decides the numbers."""
+    """Return the versions of Python and of the installed packages that affect the figures."""
     found = {"python": platform.python_version()}
     for name in _DISTRIBUTIONS:
         try:
@@ -44,11 +44,11 @@ def versions() -> dict[str, str]:
 
 
 def environment(target: str | None, num_devices: int) -> dict[str, Any]:
-    """What the figures are of: devices, driver, versions; or `reason`, why there can be none.
+    """Return devices, driver and versions, or `reason` if the devices cannot be used.
 
     Args:
-      target: A kind of GPU that need not be here; None for those that are.
-      num_devices: How many of that kind.
+      target: GPU kind of another machine, such as "h100". None means the local GPUs.
+      num_devices: Number of GPUs of that kind.
     """
     more: dict[str, Any] = {}
     try:
@@ -81,7 +81,7 @@ def _gpus() -> list[jax.Device]:
 
 
 def _driver() -> str | None:
-    """Driver, power limit and highest clock of the first GPU, as `nvidia-smi` says them."""
+    """Return driver, power limit and maximum clock of the first GPU, printed by `nvidia-smi`."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None
@@ -92,10 +92,10 @@ def _driver() -> str | None:
 
 
 def main() -> None:
-    """Prints the environment."""
+    """Print the environment."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", help="a kind of GPU that need not be here")
-    parser.add_argument("--devices", type=int, default=1, help="of that kind")
+    parser.add_argument("--target", help="GPU kind of another machine, such as h100")
+    parser.add_argument("--devices", type=int, default=1, help="number of GPUs of that kind")
     args = parser.parse_args()
     print(json.dumps(environment(args.target, args.devices)))
 

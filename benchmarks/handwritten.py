@@ -1,20 +1,20 @@
 """A decoder-only language model and its training step, written by hand in JAX and Optax.
 
-The framework is measured against this file: `benchmarks/step.py` runs both side by side, and
-`benchmarks/startup.py` takes it as the bare program. So it imports nothing of the project, and is
-what an expert writes for one model when speed and clarity are all that count: parameters stacked
-by layer, one `lax.scan` over the layers, one jitted step that donates its state.
+The benchmarks compare the framework with this file: `benchmarks/step.py` runs both side by side,
+and `benchmarks/startup.py` uses it as the baseline program. It imports nothing of the project. It
+is written for speed and clarity: parameters stacked by layer, one `lax.scan` over the layers, and
+one jitted step that donates its state.
 
 The model: pre-norm decoder layers with RMSNorm, rotary positions, multi-head or grouped-query
-causal attention that keeps packed documents apart, a gated SiLU feed-forward, no biases, and an
+causal attention within each packed document, a gated SiLU feed-forward, no biases, and an
 embedding that is also the output projection.
 
 A batch is a dict of arrays `[batch, length]`:
 
-    ids, labels   int32     the tokens, and for each the one that follows it
-    weights       float32   what each label counts for in the loss; 0 on padding
-    segment_ids   int32     documents of a row, from 1; 0 is padding
-    segment_pos   int32     position within the document, from 0
+    ids, labels   int32     tokens, and the next token of each
+    weights       float32   weight of each label in the loss; 0 on padding
+    segment_ids   int32     one-based document number within the row; 0 is padding
+    segment_pos   int32     zero-based position within the document
 
 Letters in the einsum strings: b batch, l and m length (of queries, of keys), t tokens (batch times
 length), d model dims, k key-value heads, g query heads per key-value head, h head dims,
@@ -39,29 +39,29 @@ TrainStep = Callable[[Params, optax.OptState, Batch], tuple[Params, optax.OptSta
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The sizes of a model, and the choices about how it is computed.
+    """The sizes and the computation options of a model.
 
     Attributes:
       vocab_size: Number of token ids.
       dims: Width of the residual stream.
       num_layers: Number of decoder layers.
       num_heads: Number of query heads.
-      num_kv_heads: Number of key and value heads; it divides `num_heads`. None means as many.
+      num_kv_heads: Number of key and value heads; it divides `num_heads`. None means `num_heads`.
       head_dims: Width of one head, even. None means `dims // num_heads`.
       mlp_dims: Width of the gated feed-forward layer.
-      rope_timescale: Base of the rotary timescales: pair i of a head turns by
+      rope_timescale: Base of the rotary timescales. Pair i of a head is rotated by
         `position / rope_timescale ** (2 * i / head_dims)` radians.
-      scale_embedding: Multiply the embedded tokens by the square root of `dims`.
+      scale_embedding: Whether embedded tokens are multiplied by the square root of `dims`.
       embedding_stddev: Standard deviation of the initial embedding. None means `dims ** -0.5`.
-      norm_epsilon: Added to the mean square in RMSNorm.
-      compute_dtype: Type of the activations and matrix products. Parameters, norms, both softmaxes
-        and the loss are float32.
-      remat: Recompute each layer in the backward pass rather than keep its activations. On a CPU
-        this can also be the faster choice, as fresh memory costs more than arithmetic.
-      remat_policy: With `remat`, what is kept nonetheless: one of `jax.checkpoint_policies`. None
-        keeps only what enters a layer.
-      loss_chunk: Compute logits and loss for this many tokens at a time, so that the logits of a
-        whole batch never exist at once. It divides batch times length. None means all at once.
+      norm_epsilon: Constant added to the mean square in RMSNorm.
+      compute_dtype: Dtype of the activations and matrix products. Parameters, norms, both
+        softmaxes and the loss are float32.
+      remat: Whether the backward pass recomputes each layer instead of storing its activations.
+        On a CPU this can be faster, because allocating memory costs more than arithmetic.
+      remat_policy: One of `jax.checkpoint_policies`, which selects the values to store with
+        `remat`. None stores only the inputs of each layer.
+      loss_chunk: Number of tokens per chunk of the logits and the loss, which limits their memory.
+        It divides batch times length. None means one chunk.
     """
 
     vocab_size: int
@@ -82,11 +82,10 @@ class Config:
 
 
 def init_params(key: jax.Array, config: Config) -> Params:
-    """Draws the parameters, all float32; those under `layers` have a leading `[layer]` axis.
+    """Draw the float32 parameters. Those under `layers` have a leading `[layer]` axis.
 
-    Weights are normal with the variance 1/fan_in; the two projections which write into the
-    residual stream are divided by sqrt(2 · num_layers) as in GPT-2, so that its variance does not
-    grow with depth.
+    Weights are normal with variance 1/fan_in. The two projections into the residual stream are
+    divided by sqrt(2 · num_layers) as in GPT-2, so its variance does not grow with depth.
     """
     layers, dims, mlp = config.num_layers, config.dims, config.mlp_dims
     heads, kv_heads, head = _head_sizes(config)
@@ -115,18 +114,18 @@ def init_params(key: jax.Array, config: Config) -> Params:
 
 
 def _head_sizes(config: Config) -> tuple[int, int, int]:
-    """Returns the numbers of query heads and of key-value heads, and the width of a head."""
+    """Return the numbers of query heads and of key-value heads, and the width of a head."""
     kv_heads = config.num_heads if config.num_kv_heads is None else config.num_kv_heads
     head = config.dims // config.num_heads if config.head_dims is None else config.head_dims
     if config.num_heads % kv_heads:
-        raise ValueError(f"num_kv_heads={kv_heads} does not divide num_heads={config.num_heads}")
+        raise ValueError(f"num_kv_heads={kv_heads}: expected a divisor of {config.num_heads}")
     if head % 2:
-        raise ValueError(f"head_dims={head} is odd; rotary positions turn pairs")
+        raise ValueError(f"head_dims={head}: expected an even number")
     return config.num_heads, kv_heads, head
 
 
 def token_losses(params: Params, batch: Batch, config: Config) -> jax.Array:
-    """Returns the cross-entropy of each label in nats, float32 `[batch, length]`, unweighted."""
+    """Return the cross-entropy of each label in nats, float32 `[batch, length]`, unweighted."""
     hidden = _decode_hidden(params, batch, config)
     embedding = params["embedding"].astype(config.compute_dtype)
 
@@ -139,9 +138,7 @@ def token_losses(params: Params, batch: Batch, config: Config) -> jax.Array:
     if config.loss_chunk is None:
         return cross_entropy(hidden, labels).reshape(shape)
     if labels.size % config.loss_chunk:
-        raise ValueError(
-            f"loss_chunk={config.loss_chunk} does not divide the {labels.size} tokens of a batch"
-        )
+        raise ValueError(f"loss_chunk={config.loss_chunk}: expected a divisor of {labels.size}")
     hidden = hidden.reshape(-1, config.loss_chunk, config.dims)
     labels = labels.reshape(-1, config.loss_chunk)
     losses = jax.lax.map(lambda chunk: jax.checkpoint(cross_entropy)(*chunk), (hidden, labels))
@@ -149,23 +146,23 @@ def token_losses(params: Params, batch: Batch, config: Config) -> jax.Array:
 
 
 def loss_fn(params: Params, batch: Batch, config: Config) -> jax.Array:
-    """Returns the mean cross-entropy in nats per label, weighted by `batch['weights']`."""
+    """Return the mean cross-entropy in nats per label, weighted by `batch['weights']`."""
     weights = batch["weights"]
     return jnp.sum(token_losses(params, batch, config) * weights) / jnp.sum(weights)
 
 
 def _decode_hidden(params: Params, batch: Batch, config: Config) -> jax.Array:
-    """Runs the embedding, the layers and the last norm: `[tokens, dims]`.
+    """Return the output of the final norm, `[tokens, dims]`.
 
-    Between the attentions the tokens of a batch form one axis. The products are then plain
-    matrix products in the backward pass too; with two axes to contract, XLA on a CPU first copies
-    both operands into transposed form, which makes the feed-forward layer three times as slow.
+    Outside of attention the tokens of a batch form one axis, so that the backward pass has plain
+    matrix products, too. For two contracted axes, XLA on a CPU first transposes both operands,
+    which makes the feed-forward layer three times as slow.
     """
     dtype = config.compute_dtype
     hidden = params["embedding"][batch["ids"].reshape(-1)].astype(dtype)
     if config.scale_embedding:
         hidden = hidden * jnp.asarray(config.dims**0.5, dtype)
-    # The same for every layer, so made once, outside of the scan.
+    # All layers share these, so they are computed outside of the scan.
     rotation = _rotation(batch["segment_pos"], config)
     mask = _attention_mask(batch["segment_ids"])
 
@@ -181,7 +178,7 @@ def _decode_hidden(params: Params, batch: Batch, config: Config) -> jax.Array:
         return hidden, None
 
     if config.remat:
-        # Inside a scan nothing can merge the two computations, so the barrier is not needed.
+        # XLA cannot merge the two computations inside a scan, so the barrier is not needed.
         layer = jax.checkpoint(layer, prevent_cse=False, policy=config.remat_policy)
     hidden, _ = jax.lax.scan(layer, hidden, params["layers"])
     return _rms_norm(hidden, params["final_norm"], config)
@@ -195,7 +192,7 @@ def _rms_norm(inputs: jax.Array, scale: jax.Array, config: Config) -> jax.Array:
 
 
 def _rotation(positions: jax.Array, config: Config) -> tuple[jax.Array, jax.Array]:
-    """Returns the sines and cosines of the rotary angles, each `[batch, 1, length, head / 2]`."""
+    """Return the sines and cosines of the rotary angles, each `[batch, 1, length, head / 2]`."""
     _, _, head = _head_sizes(config)
     exponents = jnp.arange(0, head, 2, dtype=jnp.float32) / head
     angles = positions[:, None, :, None] / config.rope_timescale**exponents
@@ -203,7 +200,7 @@ def _rotation(positions: jax.Array, config: Config) -> tuple[jax.Array, jax.Arra
 
 
 def _rotate(heads: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turns each pair (i, i + head / 2) of `[batch, heads, length, head]` by its angle."""
+    """Rotate each pair (i, i + head / 2) of `[batch, heads, length, head]` by its angle."""
     sin, cos = rotation
     first, second = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
@@ -211,7 +208,7 @@ def _rotate(heads: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Arra
 
 
 def _attention_mask(segment_ids: jax.Array) -> jax.Array:
-    """Returns which key each query may see: boolean `[batch, 1, 1, length, length]`."""
+    """Return the attention mask, boolean `[batch, 1, 1, length, length]`."""
     length = segment_ids.shape[1]
     causal = jnp.tril(jnp.ones((length, length), jnp.bool_))
     same_segment = segment_ids[:, :, None] == segment_ids[:, None, :]
@@ -225,7 +222,7 @@ def _attention(
     mask: jax.Array,
     config: Config,
 ) -> jax.Array:
-    """Attends within documents: `[tokens, dims]` to `[tokens, dims]`."""
+    """Apply attention within documents: `[tokens, dims]` to `[tokens, dims]`."""
     batch, length = mask.shape[0], mask.shape[-1]
     heads, kv_heads, head = _head_sizes(config)
 
@@ -247,7 +244,7 @@ def _attention(
 
 
 def _gated_mlp(inputs: jax.Array, weights: Params) -> jax.Array:
-    """Applies the feed-forward layer: `[tokens, dims]` to `[tokens, dims]`."""
+    """Apply the feed-forward layer: `[tokens, dims]` to `[tokens, dims]`."""
     gated = jax.nn.silu(inputs @ weights["mlp_gate"]) * (inputs @ weights["mlp_up"])
     return gated @ weights["mlp_down"]
 
@@ -263,17 +260,17 @@ def make_optimizer(
     weight_decay: float = 0.1,
     max_grad_norm: float = 1.0,
 ) -> optax.GradientTransformation:
-    """Returns AdamW behind a clip by global norm, with a linear warm-up and a cosine decay.
+    """Return AdamW with global-norm clipping, a linear warm-up and a cosine decay.
 
     Args:
-      peak_learning_rate: Reached after the warm-up.
-      num_steps: Steps of the whole schedule, its warm-up included.
-      warmup_steps: Steps from 0 up to the peak.
-      final_fraction: Share of the peak at which the cosine ends.
+      peak_learning_rate: Learning rate after the warm-up.
+      num_steps: Number of steps of the schedule, including the warm-up.
+      warmup_steps: Number of steps from zero to the peak.
+      final_fraction: Final learning rate as a fraction of the peak.
       betas: Decay rates of AdamW's first and second moments.
-      epsilon: AdamW's guard against a division by zero.
-      weight_decay: Per unit of learning rate; norm scales are left out.
-      max_grad_norm: Gradients with a longer global norm are scaled down to this one.
+      epsilon: Constant that avoids a division by zero in AdamW.
+      weight_decay: Weight decay per unit of learning rate; norm scales do not decay.
+      max_grad_norm: Maximum global norm; larger gradients are scaled to this norm.
     """
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
@@ -298,10 +295,10 @@ def _is_decayed(params: Params) -> Params:
 
 
 def make_train_step(config: Config, optimizer: optax.GradientTransformation) -> TrainStep:
-    """Returns the jitted step: `params, opt_state, batch` to new `params, opt_state` and the loss.
+    """Return the jitted function `(params, opt_state, batch) -> (params, opt_state, loss)`.
 
-    The parameters and the optimizer's state that go in are donated: their buffers are reused for
-    what comes out and must not be read again. The loss is that of the parameters that went in.
+    The input parameters and optimizer state are donated: their buffers are reused for the outputs
+    and must not be read again. The loss belongs to the input parameters.
     """
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))

@@ -1,12 +1,11 @@
-"""What a reader costs: its examples per second against those of the bare library.
+"""Compare the examples per second of each reader with those of the plain library.
 
-A reader and its rival (`input_rivals/`) read the same data in one process by the same transforms,
-with the same batch, workers and prefetch, taking turns; their batches are compared first. Printed
-are, for each reader: examples per second; the ratio of speeds (above 1: the reader is faster), by
-the clock as the median over the rounds with quartiles, and by processor time of this process;
-bytes of its state as JSON; and seconds from making it to its first batch beside the rival's, with
-libraries imported and caches filled. With `--wait` instead: the share of its time that the
-quickstart's training waits for input.
+A reader and its rival (`input_rivals/`) alternate in one process on the same data, with the same
+transforms, batch size, workers and prefetch. Their first batches are compared. The output has for
+each reader: examples per second; the speed ratio (above 1: the reader is faster), by wall-clock
+time as the median over the rounds with quartiles, and by CPU time of this process; bytes of its
+state as JSON; and seconds to the first batch of both, with libraries imported and caches filled.
+`--wait` prints the share of time that the quickstart's training waits for input instead.
 
     python benchmarks/input.py
     python benchmarks/input.py --readers TokenRecords GrainMapInput --rounds 60
@@ -41,18 +40,18 @@ from layerkit_inputs import BaseInput
 
 SLICE_SECONDS = 0.2
 STARTS, START_SECONDS = 5, 10.0
-"""Most starts that are timed, and most seconds after which another one begins."""
+"""Limits of the start-up measurement: number of starts, and total seconds to begin another."""
 SIDES = ("ours", "bare")
 
 
 class Entry(NamedTuple):
-    """Where a contest is defined."""
+    """The location of a contest and its requirements."""
 
     module: str
     function: str
     rival: str
     extra: str | None = None
-    """What of layerkit-inputs both sides need."""
+    """Extra of layerkit-inputs that both sides need."""
 
 
 CONTESTS = {
@@ -94,32 +93,32 @@ PACKAGES = (
 
 
 class Turn(NamedTuple):
-    """A slice of a round."""
+    """The time of one side in a round."""
 
     seconds: float
     cpu_seconds: float
 
 
 class Figures(NamedTuple):
-    """What was measured of a reader."""
+    """The measured figures of a reader."""
 
     examples_per_second: float
     ratios: list[float]
     cpu_ratio: float
-    """Of all rounds together."""
+    """Ratio of the CPU times, summed over all rounds."""
     state_bytes: int
     start_seconds: tuple[float, float]
 
 
 class Side(NamedTuple):
-    """A reader or its rival, at work."""
+    """A started reader or rival."""
 
     batches: Iterator[Any]
     close: Callable[[], None]
 
 
 def start(contest: Contest, name: str) -> Side:
-    """Makes the side `ours` or `bare`."""
+    """Start the side `ours` or `bare`."""
     if name == "bare":
         batches = contest.bare()
         return Side(batches, getattr(batches, "close", lambda: None))
@@ -128,7 +127,7 @@ def start(contest: Contest, name: str) -> Side:
 
 
 def endless(reader: BaseInput, contest: Contest) -> Iterator[Mapping[str, Any]]:
-    """The batches of a reader: of its stream, or of one evaluation after the other."""
+    """Yield the batches of a reader: its training stream, or repeated evaluation epochs."""
     while True:
         if contest.is_evaluation:
             yield from reader.eval_batches()
@@ -137,9 +136,9 @@ def endless(reader: BaseInput, contest: Contest) -> Iterator[Mapping[str, Any]]:
 
 
 def check_alike(contest: Contest) -> None:
-    """Compares the first batches: fields, shapes and dtypes, and values where the order is one."""
+    """Compare the fields, shapes and dtypes of the first batches, and values if `is_same_order`."""
     sides = [start(contest, name) for name in SIDES]
-    # Those of an evaluation to the end of its epoch, which is padded, and into the next one.
+    # For an evaluation these include the padded end of the epoch and the next epoch.
     compared = 2 * EVAL_ROWS // BATCH_SIZE if contest.is_evaluation else 3
     batches = zip(*(side.batches for side in sides), strict=False)
     for left, right in itertools.islice(batches, compared):
@@ -159,7 +158,7 @@ def check_alike(contest: Contest) -> None:
 
 
 def take(batches: Iterator[Any], count: int) -> Turn:
-    """The time that so many batches took, by the clock and of the processors."""
+    """Read `count` batches; return the wall-clock and CPU time."""
     began, cpu_began = time.perf_counter(), time.process_time()
     for _ in range(count):
         next(batches)
@@ -167,7 +166,7 @@ def take(batches: Iterator[Any], count: int) -> Turn:
 
 
 def start_seconds(contest: Contest) -> tuple[float, float]:
-    """Seconds to the first batch: median of the reader's and of the rival's, in turns."""
+    """Return the median seconds to the first batch of the reader and of the rival."""
     taken: dict[str, list[float]] = {name: [] for name in SIDES}
     while len(taken["bare"]) < STARTS and sum(map(sum, taken.values())) < START_SECONDS:
         for name in SIDES:
@@ -180,7 +179,7 @@ def start_seconds(contest: Contest) -> tuple[float, float]:
 
 
 def measure(contest: Contest, rounds: int) -> Figures:
-    """Has both read in turns; who begins alternates."""
+    """Measure both sides in alternating order."""
     check_alike(contest)
     started = start_seconds(contest)
     reader = contest.ours()
@@ -210,7 +209,7 @@ def measure(contest: Contest, rounds: int) -> Figures:
 
 
 def line_of(name: str, rival: str, figures: Figures) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     low, middle, high = statistics.quantiles(figures.ratios, n=4)
     ours, bare = figures.start_seconds
     return (
@@ -221,7 +220,7 @@ def line_of(name: str, rival: str, figures: Figures) -> str:
 
 
 def run_contest(name: str, rounds: int) -> str:
-    """Measures one reader; says what is missing where it cannot be measured."""
+    """Measure one reader and return its line, or the reason why it is skipped."""
     entry = CONTESTS[name]
     try:
         module = importlib.import_module(f"input_rivals.{entry.module}")
@@ -236,7 +235,7 @@ def run_contest(name: str, rounds: int) -> str:
 
 
 def print_wait(steps: int) -> None:
-    """Trains the quickstart and prints how much of its time it waited for input."""
+    """Train the quickstart and print the share of time that it waited for input."""
     with tempfile.TemporaryDirectory() as folder:
         runner = [sys.executable, "-m", "layerkit_runner.cli", "--exp=lm.quickstart.LocalText"]
         fields = [f"--fdl.MAX_STEPS={steps}", "--fdl.WARMUP_STEPS=10"]
@@ -248,12 +247,12 @@ def print_wait(steps: int) -> None:
     times = [record["step_time"] for record in records if "step_time" in record]
     print(
         f"{steps} steps of {1e3 * statistics.median(times):.1f} ms (median): waited for input "
-        f"{statistics.mean(waits):.2%} of the time, at most {max(waits):.2%} of a stretch"
+        f"{statistics.mean(waits):.2%} of the time, at most {max(waits):.2%} of a summary interval"
     )
 
 
 def versions(names: Sequence[str]) -> str:
-    """Those that are installed."""
+    """Return the versions of the installed packages among `names`."""
     found = {}
     for name in names:
         try:
@@ -264,22 +263,24 @@ def versions(names: Sequence[str]) -> str:
 
 
 def parse_args() -> argparse.Namespace:
-    """What to measure, from the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--readers", nargs="+", metavar="NAME", help="names, or beginnings of them")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--wait", action="store_true", help="only how long a training step waits")
-    parser.add_argument("--wait_steps", type=int, default=200)
+    parser.add_argument("--readers", nargs="+", metavar="NAME", help="names or prefixes of names")
+    parser.add_argument("--rounds", type=int, default=30, help="number of measured rounds")
+    parser.add_argument(
+        "--wait", action="store_true", help="only measure how long a training step waits for input"
+    )
+    parser.add_argument("--wait_steps", type=int, default=200, help="training steps of --wait")
     args = parser.parse_args()
     wanted = args.readers or list(CONTESTS)
     args.names = [n for n in CONTESTS if any(n.startswith(begin) for begin in wanted)]
     if not args.names:
-        parser.error(f"--readers {wanted}: none of {list(CONTESTS)}")
+        parser.error(f"--readers {wanted}: expected prefixes of {list(CONTESTS)}")
     return args
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print."""
     args = parse_args()
     cores = os.cpu_count()
     print(f"{platform.machine()}, {cores} cores, Python {platform.python_version()}")

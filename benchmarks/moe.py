@@ -1,10 +1,10 @@
-"""What a mixture of experts costs: dropless and with a capacity, against a dense block.
+"""Compare the speed of mixtures of experts, dropless and with a capacity, with a dense block.
 
 python benchmarks/moe.py
 
-Each expert layer has eight experts, of which a token uses two, so that the dense feed-forward block
-of twice the width of one expert multiplies as much for a token. What is timed is a forward and a
-backward pass of one layer in training; all variants run in turns, and ratios are to the dense one.
+Each expert layer has eight experts, of which a token uses two. The dense feed-forward block has
+twice the width of one expert, so it has the same multiplications per token. A round runs a forward
+and a backward pass of each layer in training mode. Ratios are relative to the dense layer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from layerkit.layers.moe.feed_forward import MoeFeedForward
 
 
 def layers(dims: int, hidden: int) -> dict[str, Any]:
-    """The layers to compare, by name; the dense one first."""
+    """Return the layers to compare by name, the dense one first."""
     sizes = {"input_dims": dims, "hidden_dims": hidden, "train": True}
     experts = {**sizes, "num_experts": 8, "num_experts_per_token": 2}
     silu = SiLU.HParams.config()
@@ -40,7 +40,7 @@ def layers(dims: int, hidden: int) -> dict[str, Any]:
 
 
 def step_of(layer: Any, x: jax.Array) -> tuple[Any, int, float]:
-    """(forward and backward pass of no arguments, bytes of temporaries, fraction dropped)."""
+    """Return (function of a forward and backward pass, temporary bytes, fraction dropped)."""
     variables = layer.init(jax.random.key(0))
 
     def loss(variables: Any, x: jax.Array) -> tuple[jax.Array, Any]:
@@ -56,7 +56,7 @@ def step_of(layer: Any, x: jax.Array) -> tuple[Any, int, float]:
 
 
 def main() -> None:
-    """Measures in turns and prints."""
+    """Measure the layers round-robin and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dims", type=int, default=256)
     parser.add_argument("--hidden", type=int, default=512)

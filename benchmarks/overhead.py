@@ -1,17 +1,16 @@
-"""What the runner costs: a whole training run against the bare compiled step.
+"""Compare the speed of a training run with that of the bare compiled step.
 
-The run goes through everything a user's run does: the input with its prefetching, metrics.jsonl,
-TensorBoard and plain lines with summaries at every step, goodput, watchdog, signals, and a
-checkpoint every 20 steps, written while training goes on. Before each save it stands still while 20
-steps of the bare program are timed: the same compiled step on batches that lie on the device. So
-both are timed in turns of seconds, and a machine that is now faster and now slower tells on both.
-Printed is the ratio of speeds (1: the runner costs nothing) as the median over these turns with a
-95 % interval, and how long the loop stood still for a save.
+The run has all parts of a user's run: prefetched input, metrics.jsonl, TensorBoard and log lines
+with summaries at every step, goodput, watchdog, signal handlers, and an asynchronous checkpoint
+every 20 steps. Before each save it pauses while 20 steps of the bare program are timed: the same
+compiled step on batches that are on the device. Both alternate within seconds, so changes of the
+machine's speed affect both. The output has the speed ratio (1: no overhead) as the median over the
+rounds with a 95 % interval, and how long the loop blocks for a save.
 
     python benchmarks/overhead.py                        # the quickstart's sizes
-    python benchmarks/overhead.py --dims 256             # a step that takes longer
-    python benchmarks/overhead.py --all                  # Weights & Biases, histograms of weights
-    python benchmarks/overhead.py --memory --steps 2000  # one run, and whether its memory grows
+    python benchmarks/overhead.py --dims 256             # longer steps
+    python benchmarks/overhead.py --all                  # Weights & Biases and weight histograms
+    python benchmarks/overhead.py --memory --steps 2000  # memory growth of one run
 """
 
 from __future__ import annotations
@@ -53,31 +52,36 @@ SAVE_INTERVAL = 20
 
 
 class Quickstart(LocalText):
-    """The quickstart without evaluation and decoding, which are no part of the question."""
+    """The quickstart experiment without evaluation and decoding."""
 
     def datasets(self) -> list[Config]:
+        """Return the configs of the training data sets."""
         return [config for config in super().datasets() if config.is_training]
 
     def decode_datasets(self) -> list[Config]:
+        """Return no configs."""
         return []
 
 
 class BesideBareSteps(Quickstart):
-    """The quickstart, which stands still before each save while bare steps are timed."""
+    """The quickstart with a program that times bare steps before each save."""
 
     def eval_programs(self) -> list[Config]:
+        """Return the config of `BareSteps`."""
         dims = self.MODEL_DIMS
         return [Config(BareSteps, name="bare", interval_steps=SAVE_INTERVAL, dims=dims)]
 
 
 class BareSteps(BaseProgram):
-    """Runs the bare program, and reports when it began and ended."""
+    """A program that runs bare steps and reports when they began and ended."""
 
     def __init__(self, *given: Any, dims: int, **named: Any) -> None:
+        """Compile the bare step of a model of width `dims`."""
         super().__init__(*given, **named)
         self._bare = Bare(dims)
 
     def run(self, state: TrainState, step: int, observers: Observer) -> dict[str, float]:
+        """Run the bare steps and report their times."""
         began = time.perf_counter()
         self._bare.run(SAVE_INTERVAL)
         times = {"began": began, "ended": time.perf_counter()}
@@ -86,23 +90,25 @@ class BareSteps(BaseProgram):
 
 
 class WithHeapReadings(Quickstart):
-    """The quickstart, whose heap is looked at half way between two saves, when none is written."""
+    """The quickstart with a heap reading midway between two saves, when none is being written."""
 
     def eval_programs(self) -> list[Config]:
+        """Return the config of `HeapReading`."""
         return [Config(HeapReading, name="heap", interval_steps=SAVE_INTERVAL // 2)]
 
 
 class HeapReading(BaseProgram):
-    """Reports how many bytes of the heap hold something."""
+    """A program that reports the allocated bytes of the heap."""
 
     def run(self, state: TrainState, step: int, observers: Observer) -> dict[str, float]:
+        """Report the heap size, except at saves."""
         if step % SAVE_INTERVAL:
             observers.eval_metrics(step, self.name, {"live_bytes": live_heap_bytes()})
         return {}
 
 
 class _MallInfo(ctypes.Structure):
-    """What glibc's mallinfo2 returns."""
+    """The result of glibc's mallinfo2."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -114,19 +120,20 @@ class _MallInfo(ctypes.Structure):
 
 
 def live_heap_bytes() -> float:
-    """What is allocated and not freed: resident memory without the gaps that glibc keeps."""
+    """Return the allocated bytes, without the free memory that glibc keeps."""
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo is None:
-        raise RuntimeError("only glibc 2.33 or later tells what its heap holds")
+        raise RuntimeError("--memory requires glibc 2.33 or later")
     mallinfo.restype = _MallInfo
     info = mallinfo()
     return float(info.uordblks + info.hblkhd)
 
 
 class Bare:
-    """The same compiled step, called in a loop on batches that are on the device."""
+    """The compiled step of the quickstart, with batches that are on the device."""
 
     def __init__(self, dims: int) -> None:
+        """Compile the step of a model of width `dims` and run a warm-up."""
         resolved = resolved_for(Quickstart, steps=1, dims=dims)
         partitioner, task = build_parts(resolved)
         partitioner.start()
@@ -141,7 +148,7 @@ class Bare:
         self.run(SAVE_INTERVAL)
 
     def run(self, steps: int) -> None:
-        """Trains for some steps, and waits for them."""
+        """Train for `steps` and block until they are done."""
         for batch in itertools.islice(self._batches, steps):
             self._state, reported = self._step(self._state, batch)
         jax.block_until_ready(reported)
@@ -150,7 +157,14 @@ class Bare:
 def resolved_for(
     experiment: type[Quickstart], *, steps: int, dims: int, histograms: bool = False
 ) -> ResolvedExperiment:
-    """The experiment with a summary at every step; histograms of weights before each save."""
+    """Resolve an experiment with a summary at every step.
+
+    Args:
+      experiment: Experiment class.
+      steps: Number of training steps.
+      dims: Model width.
+      histograms: Whether to write weight histograms before each save.
+    """
     resolved = resolve(experiment(MODEL_DIMS=dims, HIDDEN_DIMS=4 * dims))
     resolved.task.train.set(
         num_train_steps=steps,
@@ -166,7 +180,7 @@ def resolved_for(
 
 
 def record_of_run(resolved: ResolvedExperiment, *, wandb: bool = False) -> Metrics:
-    """What a new run reported of each of its steps; to Weights & Biases too, without a network."""
+    """Train a new run and return its metrics. `wandb` also logs to Weights & Biases offline."""
     if wandb:
         os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true")
     project = "overhead" if wandb else None
@@ -177,12 +191,12 @@ def record_of_run(resolved: ResolvedExperiment, *, wandb: bool = False) -> Metri
 
 
 def compare(*, steps: int, dims: int, all_observers: bool) -> dict[str, Any]:
-    """One run, in which training and bare steps take turns."""
+    """Train one run that alternates training and bare steps; return the figures."""
     resolved = resolved_for(BesideBareSteps, steps=steps, dims=dims, histograms=all_observers)
     record = record_of_run(resolved, wandb=all_observers)
     turns = record.evals["bare"]
     bare = np.array([turn["ended"] - turn["began"] for turn in turns[1:]])
-    # From the end of one turn to the beginning of the next: a save, and as many training steps.
+    # The time between two bare rounds has one save and the same number of training steps.
     runner = np.array([b["began"] - a["ended"] for a, b in itertools.pairwise(turns)])
     ratios = (bare / runner).tolist()
     low, high = median_interval(ratios)
@@ -200,7 +214,7 @@ def compare(*, steps: int, dims: int, all_observers: bool) -> dict[str, Any]:
 
 
 def save_stalls(record: Metrics) -> list[float]:
-    """How much longer than usual the steps took before which there was a save."""
+    """Return the seconds by which each step after a save exceeds the usual step time."""
     reported = {logged["step"]: logged["time"] for logged in record.train}
     before = {turn["step"]: turn["time"] for turn in record.evals["bare"]}
     usual = np.median([reported[n] - reported[n - 1] for n in reported if n - 1 in reported])
@@ -208,7 +222,7 @@ def save_stalls(record: Metrics) -> list[float]:
 
 
 def memory(*, steps: int, dims: int) -> dict[str, Any]:
-    """Of one run from its second quarter on: what the heap holds, and what is resident."""
+    """Return the growth of heap and resident memory of one run, without its first quarter."""
     record = record_of_run(resolved_for(WithHeapReadings, steps=steps, dims=dims))
     live = {turn["step"]: turn["live_bytes"] for turn in record.evals["heap"]}
     resident = {logged["step"]: logged["memory/host_rss_bytes"] for logged in record.train}
@@ -216,7 +230,7 @@ def memory(*, steps: int, dims: int) -> dict[str, Any]:
 
 
 def _growth(bytes_by_step: Mapping[int, float]) -> dict[str, float]:
-    """Megabytes at a quarter and at the end of the run, and the slope between."""
+    """Return the megabytes at a quarter and at the end of the run, and the slope between."""
     numbers = np.array(list(bytes_by_step.items()))[len(bytes_by_step) // 4 :]
     per_step, _ = np.polyfit(numbers[:, 0], numbers[:, 1], 1)
     return {
@@ -227,16 +241,16 @@ def _growth(bytes_by_step: Mapping[int, float]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Parses the sizes, measures, prints."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=1000, help="of the run")
-    parser.add_argument("--dims", type=int, default=128)
-    parser.add_argument("--all", action="store_true", help="every observer there is")
-    parser.add_argument("--memory", action="store_true", help="one run, and its memory")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--steps", type=int, default=1000, help="training steps of the run")
+    parser.add_argument("--dims", type=int, default=128, help="model width")
+    parser.add_argument("--all", action="store_true", help="enable all observers")
+    parser.add_argument("--memory", action="store_true", help="measure the memory of one run")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
     args = parser.parse_args()
     if args.steps < 4 * SAVE_INTERVAL:
-        parser.error(f"--steps={args.steps} must be at least {4 * SAVE_INTERVAL}, to see saves")
+        parser.error(f"--steps={args.steps}: expected at least {4 * SAVE_INTERVAL}")
     if args.memory:
         result = memory(steps=args.steps, dims=args.dims)
     else:

@@ -1,10 +1,10 @@
-"""What bubbles cost: a GPipe and a circular pipeline against the same layers without a pipeline.
+"""Compare a GPipe and a circular pipeline with the same layers without a pipeline.
 
-The same stack of layers and the same batch, on simulated devices of this machine: a mesh `stage=4`
-for the pipelines, `data=4` for the plain stack. All keep the inputs of layers for the backward pass
-and recompute the rest. A simulated device computes on nothing while it is in a bubble, and all of
-them share the machine's cores, so bubbles cost here what they cost on a real machine: the ratio
-that the formula expects stands beside the one found. What real links cost is not measured.
+All variants run the same layers and batch on simulated devices: a mesh `stage=4` for the pipelines,
+`data=4` for the plain stack. All store the layer inputs for the backward pass and recompute the
+rest. A simulated device also computes during a bubble, and all devices share the cores, so bubbles
+take the same share of time as on real devices. The output has the ratio that the formula predicts
+beside the measured one. The benchmark does not measure the cost of real links.
 
     python benchmarks/pipeline.py
     python benchmarks/pipeline.py --microbatches 16 --repeats 4
@@ -16,7 +16,7 @@ import argparse
 import os
 
 STAGES = 4
-# Before JAX is imported: simulated devices, and threads enough for those that wait for each other.
+# JAX reads these at import. NPROC gives each simulated device a thread while it waits.
 os.environ.update(XLA_FLAGS=f"--xla_force_host_platform_device_count={STAGES}", NPROC="32")
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -39,7 +39,13 @@ from layerkit.weights import logical_axes, unbox  # noqa: E402
 
 
 def prepare(stack: StackedTransformer, axis: str, x: np.ndarray) -> tuple[Callable[[], Any], float]:
-    """(one training pass over `x` `[batch, length, dims]`, megabytes of temporaries per device)."""
+    """Return (function of a training pass over `x`, temporary megabytes per device).
+
+    Args:
+      stack: Layers to run.
+      axis: Name of the mesh axis of all devices.
+      x: Inputs, float32 `[batch, length, dims]`.
+    """
     auto = (jax.sharding.AxisType.Auto,)
     sharding = BoundSharding(jax.make_mesh((STAGES,), (axis,), axis_types=auto))
     stack = stack.clone(sharding=sharding)
@@ -65,7 +71,7 @@ def prepare(stack: StackedTransformer, axis: str, x: np.ndarray) -> tuple[Callab
 
 
 def main() -> None:
-    """Measures in turns and prints."""
+    """Measure the variants round-robin and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in [
         ("microbatches", 8), ("repeats", 2), ("layers", 8), ("dims", 256), ("heads", 4),
@@ -90,7 +96,7 @@ def main() -> None:
         **sizes, **schedule, circular_repeats=args.repeats
     )
     plain = StackedTransformerRepeated.HParams.config(**sizes, remat="full")
-    # What to run, on which mesh, and the part of the time that a device has work.
+    # Config, mesh axis and expected busy fraction of each variant.
     variants = {
         "no pipeline": (plain, "data", 1.0),
         "GPipe": (pipelined, "stage", 1 - bubble_fraction(**schedule)),
@@ -108,7 +114,7 @@ def main() -> None:
         for name, (run, _) in ready.items():
             began = time.perf_counter()
             run()
-            if round_:  # the first one warms up
+            if round_:  # the first round is a warm-up
                 seconds[name].append(time.perf_counter() - began)
 
     print(

@@ -1,8 +1,8 @@
-"""From the start of the process to the first printed loss: the runner's against a bare program's.
+"""Compare the time from process start to the first printed loss with that of a bare program.
 
-Both train a model of the quickstart's size; they take turns, with an empty compilation cache (cold)
-and with a filled one (warm). Printed are medians in seconds, their ratio, and how much of the
-runner's time goes into imports.
+The runner and the bare program train a model of the quickstart's size. They alternate, with an
+empty compilation cache (cold) and a filled one (warm). The output has medians in seconds, their
+ratio, and the share of imports in the runner's time.
 
     python benchmarks/startup.py
     python benchmarks/startup.py --rounds 5
@@ -32,7 +32,7 @@ IMPORTS = (
 
 
 def seconds_to_first_loss(command: Sequence[str], cache: str) -> float:
-    """Starts `command`, waits for a line with a loss, ends it."""
+    """Return the seconds from the start of `command` to its first line with a loss; kill it."""
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache, "PYTHONUNBUFFERED": "1"}
     environment |= {
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -51,30 +51,30 @@ def seconds_to_first_loss(command: Sequence[str], cache: str) -> float:
             process.kill()
             process.wait()
             return seconds
-    raise RuntimeError(f"{command} ended without a loss:\n{''.join(lines)}")
+    raise RuntimeError(f"{command} printed no loss:\n{''.join(lines)}")
 
 
 def import_seconds() -> float:
-    """Of everything that the runner imports before it trains."""
+    """Return the seconds of all imports of the runner before training."""
     began = time.perf_counter()
     subprocess.run([sys.executable, "-c", IMPORTS], check=True)
     return time.perf_counter() - began
 
 
 def runner_command(folder: str) -> list[str]:
-    """The quickstart in an empty folder."""
+    """Return the command that runs the quickstart in `folder`."""
     runner = [sys.executable, "-m", "layerkit_runner.cli", "--exp=lm.quickstart.LocalText"]
     return [*runner, f"--job_log_dir={folder}"]
 
 
 def measure(rounds: int) -> dict[str, list[float]]:
-    """Seconds of every program, cold and warm, in turns."""
+    """Return the seconds of each program, cold and warm, over the rounds."""
     bare = [sys.executable, str(HERE / "bare.py")]
     seconds: dict[str, list[float]] = {}
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as scratch:
             for state in ("cold", "warm"):
-                # A program's second start finds what its first one compiled.
+                # The second start of a program reads the compilation cache of its first start.
                 for name in ("bare", "runner"):
                     job = tempfile.mkdtemp(dir=scratch)
                     command = bare if name == "bare" else runner_command(job)
@@ -85,7 +85,7 @@ def measure(rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     seconds = measure(parser.parse_args().rounds)

@@ -1,10 +1,10 @@
-"""What a training step costs: layerkit's against a hand-written one.
+"""Compare the speed of layerkit's training step with that of a hand-written step.
 
-Both train the same model from the same weights on the same batches, in one process, taking turns;
-the hand-written step (`benchmarks/handwritten.py`) imports nothing of this project, scans over
-layers and donates its state. Printed are the ratio of speeds (above 1: layerkit is faster) as the
-median over pairs with a 95 % interval, both losses, and each compiler's count of FLOPs and
-temporary memory.
+Both train the same model from the same weights on the same batches, alternating in one process.
+The hand-written step (`benchmarks/handwritten.py`) imports nothing of this project, scans over
+layers and donates its state. The output has the speed ratio (above 1: layerkit is faster) as the
+median over pairs with a 95 % interval, both losses, and the FLOPs and temporary memory of each
+compiled program.
 
     python benchmarks/step.py                       # the quickstart's sizes
     python benchmarks/step.py --dims 1024 --layers 12 --heads 16 --length 1024 --batch 8 --bf16
@@ -51,7 +51,7 @@ CLIP = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The model and the batch."""
+    """The sizes of the model and of the batch."""
 
     vocab: int
     dims: int
@@ -66,7 +66,7 @@ class Sizes:
 
 
 def layerkit_step(sizes: Sizes, params: Any, batch: NestedMap) -> tuple[Any, TrainState]:
-    """Our compiled step, and the state that holds the hand-written model's weights."""
+    """Return layerkit's compiled step, and a train state with the hand-written model's weights."""
     lm: Config = TransformerLm.HParams.config(
         vocab_size=sizes.vocab,
         model_dims=sizes.dims,
@@ -110,7 +110,7 @@ def layerkit_step(sizes: Sizes, params: Any, batch: NestedMap) -> tuple[Any, Tra
 
 
 def to_layerkit(params: Any, sizes: Sizes) -> Any:
-    """The hand-written model's weights under layerkit's names and shapes."""
+    """Convert the hand-written model's weights to layerkit's names and shapes."""
     stacked = params["layers"]
     head = sizes.dims // sizes.heads
 
@@ -143,7 +143,7 @@ def to_layerkit(params: Any, sizes: Sizes) -> Any:
 
 
 def handwritten_step(sizes: Sizes, params: Any, batch: dict[str, Any]) -> tuple[Any, Any]:
-    """The rival's compiled step and the optimizer's first state."""
+    """Return the hand-written compiled step and the initial optimizer state."""
     config = rival_config(sizes)
     optimizer = optax.chain(
         optax.clip_by_global_norm(CLIP),
@@ -155,7 +155,7 @@ def handwritten_step(sizes: Sizes, params: Any, batch: dict[str, Any]) -> tuple[
 
 
 def rival_config(sizes: Sizes) -> handwritten.Config:
-    """The sizes as the hand-written model takes them."""
+    """Return the config of the hand-written model."""
     return handwritten.Config(
         vocab_size=sizes.vocab,
         dims=sizes.dims,
@@ -169,7 +169,7 @@ def rival_config(sizes: Sizes) -> handwritten.Config:
 
 
 def make_batch(sizes: Sizes, seed: int) -> dict[str, np.ndarray]:
-    """Random tokens; two documents in each row."""
+    """Return a batch of random tokens with two documents in each row."""
     draw = np.random.default_rng(seed).integers(3, sizes.vocab, (sizes.batch, sizes.length + 1))
     position = np.broadcast_to(np.arange(sizes.length), (sizes.batch, sizes.length))
     half = sizes.length // 2
@@ -183,14 +183,14 @@ def make_batch(sizes: Sizes, seed: int) -> dict[str, np.ndarray]:
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, float]:
-    """(seconds, loss) of one step."""
+    """Run one step; return its (seconds, loss)."""
     began = time.perf_counter()
     loss = jax.block_until_ready(run())
     return time.perf_counter() - began, float(loss)
 
 
 def compare(sizes: Sizes, *, pairs: int) -> dict[str, Any]:
-    """Runs both in turn, in random order within each pair."""
+    """Run pairs of both steps, in random order within each pair, and return the figures."""
     params = handwritten.init_params(jax.random.key(0), rival_config(sizes))
     batch = make_batch(sizes, 0)
     ours, our_state = layerkit_step(sizes, params, NestedMap(batch))
@@ -237,14 +237,14 @@ def compare(sizes: Sizes, *, pairs: int) -> dict[str, Any]:
 
 
 def median_interval(values: list[float]) -> tuple[float, float]:
-    """A 95 % interval of the median by the bootstrap."""
+    """Return a 95 % bootstrap interval of the median."""
     rng = np.random.default_rng(0)
     draws = np.median(rng.choice(values, (2000, len(values))), axis=1)
     return float(np.quantile(draws, 0.025)), float(np.quantile(draws, 0.975))
 
 
 def compiler_counts(compiled: Any) -> dict[str, float]:
-    """FLOPs (a scan's body once) and temporary bytes."""
+    """Return the FLOPs, with a scan body counted once, and the temporary bytes."""
     cost = compiled.cost_analysis()
     cost = cost[0] if isinstance(cost, list) else cost
     memory = compiled.memory_analysis()
@@ -252,7 +252,7 @@ def compiler_counts(compiled: Any) -> dict[str, float]:
 
 
 def main() -> None:
-    """Parses the sizes, compares, prints."""
+    """Compare both steps and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (
         ("vocab", 259),

@@ -114,7 +114,7 @@ class Job:
         return [f"--exp={self.exp}", *words, *folders, *self.flags, *more]
 
     def start(self, *more: str) -> subprocess.Popen[str]:
-        """Starts the command as a process of its own."""
+        """Start the command as a process of its own."""
         return self.start_with(self.arguments(*more))
 
     def environment(self) -> dict[str, str]:
@@ -123,7 +123,7 @@ class Job:
         return {**os.environ, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {devices}"}
 
     def start_with(self, arguments: Sequence[str]) -> subprocess.Popen[str]:
-        """Starts a command with these words and this job's devices."""
+        """Start a command with these words and this job's devices."""
         return subprocess.Popen(
             [sys.executable, "-m", "layerkit_runner.cli", *arguments],
             cwd=Path(__file__).parent,  # where experiments of these tests are found
@@ -151,7 +151,7 @@ class Job:
                 process.stdout.close()
 
     def run_as(self, count: int, *more: str, code: int = 0) -> list[str]:
-        """Runs the command as so many processes to their ends; returns what each printed."""
+        """Run the command as so many processes to their ends; returns what each printed."""
         with self.started_as(count, *more) as processes:
             outputs = [process.communicate(timeout=TIMEOUT)[0] for process in processes]
         for process, output in zip(processes, outputs, strict=True):
@@ -159,14 +159,14 @@ class Job:
         return outputs
 
     def run(self, *more: str, code: int = 0) -> str:
-        """Runs the command to its end and returns what it printed."""
+        """Run the command to its end and returns what it printed."""
         process = self.start(*more)
         output, _ = process.communicate(timeout=TIMEOUT)
         assert process.returncode == code, output
         return output
 
     def run_here(self, *more: str) -> int:
-        """Runs the command in this process, on all its devices; returns the exit code."""
+        """Run the command in this process, on all its devices; returns the exit code."""
         return cli.main(self.arguments(*more))
 
     @property
@@ -182,7 +182,7 @@ class Job:
         return [r["step"] for r in records if "event" not in r and "dataset" not in r]
 
     def wait_for(self, process: subprocess.Popen[str], condition: Callable[[], Any]) -> bool:
-        """Waits until `condition` holds; False if the process ended before."""
+        """Wait until `condition` holds; False if the process ended before."""
         deadline = time.monotonic() + TIMEOUT
         while process.poll() is None:
             if condition():
@@ -208,7 +208,7 @@ class Saved:
 
 
 def read_checkpoint(job: Job, step: int) -> Saved:
-    """Reads a checkpoint without knowing whose it is."""
+    """Read a checkpoint without knowing whose it is."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target: dict[str, Any] = {}
     folder = job.checkpoints / f"checkpoint_{step:08d}"
@@ -242,7 +242,7 @@ def unfinished(job: Job) -> list[Path]:
 
 
 def kill_inside_a_save(job: Job, process: subprocess.Popen[str]) -> None:
-    """Kills the process while a checkpoint is half written."""
+    """Kill the process while a checkpoint is half written."""
     while job.wait_for(process, lambda: unfinished(job)):
         process.send_signal(signal.SIGSTOP)
         # Stopped, it can no longer finish between this look and the kill.
@@ -289,7 +289,7 @@ def text_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class Jobs:
-    """Makes jobs; holds the functions of this file, which tests cannot import."""
+    """Make jobs; holds the functions of this file, which tests cannot import."""
 
     cache: Path
     text_files: Path

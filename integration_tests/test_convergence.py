@@ -36,7 +36,7 @@ TINY = {
 
 @pytest.fixture(scope="module")
 def part() -> Any:
-    """Imports a module of the script."""
+    """Import a module of the script."""
     sys.path.insert(0, str(SCRIPTS))
     yield importlib.import_module
     sys.path.remove(str(SCRIPTS))

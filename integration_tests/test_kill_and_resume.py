@@ -80,7 +80,7 @@ def test_killed_at_many_moments(
 
 
 def kill_after(job: Any, steps: int, running: list) -> None:
-    """Kills the job once it has reported that many steps since it was started."""
+    """Kill the job once it has reported that many steps since it was started."""
     before = len(job.steps_logged())
     process = job.start()
     running.append(process)
@@ -90,7 +90,7 @@ def kill_after(job: Any, steps: int, running: list) -> None:
 
 
 def kill_after_seconds(job: Any, seconds: float, running: list) -> None:
-    """Kills the job that many seconds after its start: while it imports, compiles, trains, ends."""
+    """Kill the job that many seconds after its start: while it imports, compiles, trains, ends."""
     process = job.start()
     running.append(process)
     try:

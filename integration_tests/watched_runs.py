@@ -29,7 +29,7 @@ class Told(StoppingRule):
 
 
 class Reporting(LanguageModel):
-    """Reports its ids as a histogram and as pictures."""
+    """Report its ids as a histogram and as pictures."""
 
     def compute_predictions(self, batch: NestedMap) -> Any:
         ids = batch.ids.astype(jnp.float32)
@@ -68,7 +68,7 @@ class Watched(LmCloudSpmdTest):
 
 
 class TakingTurns(Watched):
-    """Trains two steps on rows of one length, then one on longer ones, to its last step."""
+    """Train two steps on rows of one length, then one on longer ones, to its last step."""
 
     MAX_STEPS = 8
     STOP_AT = 100

@@ -1,11 +1,11 @@
-"""Installs Lingvo for layerkit's adaptors: the smallest set of packages that was tested.
+"""Install Lingvo and the smallest tested set of packages for layerkit's adaptors.
 
     python scripts/install_lingvo.py [arguments of pip install]
 
-Lingvo's own requirements bring Apache Beam, Jupyter and more, and through Beam a protobuf that
-other readers cannot use. Its input generators need none of these. So TensorFlow, of the release
-that Lingvo was built for, and the few packages that Lingvo imports come first, and Lingvo itself
-without its requirements. They go into the environment of the Python that runs this script.
+Lingvo requires Apache Beam, Jupyter and more, and Beam requires a protobuf version that other
+readers do not support. Lingvo's input generators need none of these. This script installs the
+TensorFlow release that Lingvo was built for and the few packages that Lingvo imports, and then
+Lingvo without its requirements, into the environment of the Python that runs the script.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-# Lingvo's binary fits one release of TensorFlow. sympy: shapes in lingvo.core, which also imports
-# sentencepiece (0.2.3 wants a protobuf that others forbid); matplotlib (which brings pillow): its
-# summaries, and lingvo.tasks.lm.
+# Lingvo's binary requires one release of TensorFlow. lingvo.core imports sympy and sentencepiece
+# (0.2.3 requires a protobuf version that other packages exclude). Its summaries and lingvo.tasks.lm
+# import matplotlib, which brings pillow.
 NEEDED = ("tensorflow==2.21.*", "sympy", "sentencepiece>=0.2.1,<0.2.3", "matplotlib")
 LINGVO = "lingvo==0.14.2"
-# What must work afterwards; imports of Lingvo go through layerkit where its native ops do not load.
+# Imports that must work afterwards. layerkit enables them where Lingvo's native ops do not load.
 CHECK = """
 import importlib.util
 if importlib.util.find_spec("layerkit_inputs") is None:
@@ -33,9 +33,9 @@ else:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Installs in two steps, then imports; returns the exit code of the first step that failed."""
+    """Install in two steps and import; return the exit code of the first step that failed."""
     if not (3, 10) <= sys.version_info < (3, 14):
-        print("Lingvo 0.14.2 is built for Python 3.10 to 3.13.", file=sys.stderr)
+        print("Lingvo 0.14.2 requires Python 3.10 to 3.13.", file=sys.stderr)
         return 2
     pip = ["-m", "pip", "install", *arguments]
     for step in ([*pip, *NEEDED], [*pip, "--no-deps", LINGVO], ["-c", CHECK]):

@@ -1,12 +1,11 @@
-"""Runs the tests of Lingvo's native ops, also on a system whose C library is too old for them.
+"""Run the tests of Lingvo's native ops, also on a system with an older C library.
 
     python scripts/lingvo_native.py [arguments of pytest]
 
-Lingvo's native ops need glibc 2.38. Where this machine has it, the tests simply run. On an older
-Debian, `apt-get` fetches the C library of a newer one, from the mirror that this machine uses, into
-a folder; nothing is installed. Python is then started by the dynamic loader in that folder, and
-sees the newer library before the machine's own. The interpreter that runs this script must have
-been installed as `install_lingvo.py` does it, with pytest and hypothesis beside.
+Lingvo's native ops require glibc 2.38. On an older Debian, `apt-get` downloads the C library of a
+newer release into a temporary folder, from the mirror of this machine; nothing is installed. The
+dynamic loader of that folder then starts Python with the newer library. The interpreter that runs
+this script needs the packages of `install_lingvo.py`, pytest and hypothesis.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ TESTS = ROOT / "packages/inputs/tests/lingvo_adaptor"
 NEEDED = (2, 38)
 SUITE = "trixie"  # Debian 13, with glibc 2.41
 PACKAGES = ("libc6", "libstdc++6", "libgcc-s1")
-# Run first: a test that is skipped for want of the ops must not pass for one that ran.
+# This check runs first, because the tests are skipped if the ops do not load.
 OPS_LOAD = """
 import sys
 from layerkit_inputs.lingvo_adaptor import preflight
@@ -35,7 +34,7 @@ sys.exit(problem and f"Lingvo's native ops: {problem}")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code of pytest, or that of the first step that failed."""
+    """Return the exit code of pytest, or that of the first step that failed."""
     with tempfile.TemporaryDirectory(prefix="lingvo_native_") as folder:
         if glibc_version() >= NEEDED:
             python, environment = [sys.executable], dict(os.environ)
@@ -52,22 +51,22 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def glibc_version() -> tuple[int, ...]:
-    """Version of the C library that this interpreter runs on."""
+    """Return the version of the C library of this interpreter."""
     found = re.fullmatch(r"glibc (\d+)\.(\d+).*", os.confstr("CS_GNU_LIBC_VERSION") or "")
     if found is None:
-        sys.exit("Lingvo's native ops need Linux with glibc.")
+        sys.exit("Lingvo's native ops require Linux with glibc.")
     return int(found[1]), int(found[2])
 
 
 def fetch_c_library(folder: Path) -> Path:
-    """Downloads and unpacks the packages; returns the folder that stands for `/`."""
+    """Download and unpack the packages; return the root folder of their files."""
     state, root = folder / "apt", folder / "root"
     for part in ("state/lists/partial", "cache/archives/partial"):
         (state / part).mkdir(parents=True)
     root.mkdir()
     sources = state / "newer.sources"
     sources.write_text(source_of(SUITE))
-    # Everything that apt remembers is in the folder: the machine's own state is not touched.
+    # apt keeps its whole state in the folder, so the system's state does not change.
     options = {
         "Dir::State": state / "state",
         "Dir::State::status": "/dev/null",
@@ -87,15 +86,15 @@ def fetch_c_library(folder: Path) -> Path:
 
 
 def source_of(suite: str) -> str:
-    """An apt source for another suite of Debian, from where this machine gets its packages."""
+    """Return an apt source for another Debian suite on the mirror of this machine."""
     policy = subprocess.run(["apt-cache", "policy"], capture_output=True, text=True, check=True)
-    # A line holds a priority, the mirror's address, `bookworm/main`, the architecture, `Packages`.
+    # Line format: priority, mirror address, `bookworm/main`, architecture, `Packages`.
     mirrors = re.findall(r"^ *\d+ (\S+:/\S*) [\w-]+/main ", policy.stdout, flags=re.MULTILINE)
     debian = [mirror for mirror in mirrors if mirror.rstrip("/").endswith("/debian")]
     if not debian:
         sys.exit(
-            "apt on this machine has no source of Debian; run this where glibc is 2.38 or newer, "
-            "such as on Ubuntu 24.04 or Debian 13."
+            "apt on this machine has no Debian source. Use a machine with glibc 2.38 or newer, "
+            "such as Ubuntu 24.04 or Debian 13."
         )
     keyring = "/usr/share/keyrings/debian-archive-keyring.gpg"
     return (
@@ -104,7 +103,7 @@ def source_of(suite: str) -> str:
 
 
 def interpreter_on(root: Path) -> tuple[list[str], dict[str, str]]:
-    """Command and environment of this Python on the C library under `root`."""
+    """Return the command and environment that run this Python with the C library of `root`."""
     triplet = sysconfig.get_config_var("MULTIARCH") or "x86_64-linux-gnu"
     newer = root / "usr/lib" / triplet
     libraries = [
@@ -113,7 +112,7 @@ def interpreter_on(root: Path) -> tuple[list[str], dict[str, str]]:
         f"/lib/{triplet}",
         f"/usr/lib/{triplet}",
     ]
-    # A virtual environment is found by the name of the interpreter; the loader loses that name.
+    # Python finds a virtual environment by the name of its executable, which the loader hides.
     python = Path(sys.executable).resolve()
     environment = dict(os.environ)
     paths = [*sorted(ROOT.glob("packages/*/src")), sysconfig.get_path("purelib")]

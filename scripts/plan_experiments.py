@@ -1,12 +1,12 @@
-"""Plans every named experiment on the devices that it is made for, and prints them as one table.
+"""Plan every named experiment on its target devices and print the plans as one table.
 
     python scripts/plan_experiments.py [--folder=runs/plans] [NAME …]
 
-The devices are those that the summary of an experiment names in parentheses, as `--target` takes
-them; one that runs on any is planned for `--otherwise` (h100). Needs the compilers of TPUs and GPUs
-(`pip install 'layerkit-runner[plan-tpu,plan-cuda]'`), and neither devices nor data. Plans are kept
-as JSON in the folder, and those that are there are not made again. Exit code 1: one of them failed,
-or does not fit.
+The summary of an experiment names its devices in parentheses, in the form of `--target`. An
+experiment without a target uses `--otherwise` (h100). The script requires the compilers for TPUs
+and GPUs (`pip install 'layerkit-runner[plan-tpu,plan-cuda]'`), but neither devices nor data. It
+stores plans as JSON in the folder and reuses them. The exit code is 1 if a plan failed or does not
+fit.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _HEADER = (
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """What came of planning an experiment.
+    """The result of planning an experiment.
 
     Attributes:
-      target: As `--target` takes it.
-      plan: The JSON form; None where it failed.
-      error: What the command said then.
-      cpu_seconds: Of the process, on all cores.
-      resident_bytes: The most that it had in memory.
-      seconds: On the clock.
+      target: Target devices in the form of `--target`.
+      plan: Plan in JSON form; None if the command failed.
+      error: Error output of the command if it failed.
+      cpu_seconds: CPU time of the process on all cores.
+      resident_bytes: Peak resident memory of the process.
+      seconds: Wall-clock time.
     """
 
     target: str
@@ -62,13 +62,13 @@ class Made:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Plans what is asked for, prints the table, and returns the exit code."""
+    """Plan the selected experiments, print the table and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", help="experiments; all of them by default")
+    parser.add_argument("names", nargs="*", help="names of experiments (default: all)")
     parser.add_argument(
-        "--folder", type=Path, default=Path("runs/plans"), help="where the JSON goes"
+        "--folder", type=Path, default=Path("runs/plans"), help="folder of the stored plans"
     )
-    parser.add_argument("--otherwise", default="h100", help="target of those that run on any")
+    parser.add_argument("--otherwise", default="h100", help="target of experiments without one")
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
     made = {}
@@ -80,9 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _targets(names: Sequence[str], *, otherwise: str) -> Iterator[tuple[str, str]]:
-    """Experiments and their targets.
+    """Yield the names of experiments and their targets.
 
-    Left out are second names of others, what needs a folder of the user's, and what only evaluates.
+    Aliases, experiments that require a folder of the user, and pure evaluations are skipped.
     """
     for entry in catalogue_json(list_experiments()):
         if names and entry["name"] not in names:
@@ -97,7 +97,7 @@ def _targets(names: Sequence[str], *, otherwise: str) -> Iterator[tuple[str, str
 
 
 def _planned(name: str, target: str, folder: Path) -> Made:
-    """The plan of an experiment, made in a process of its own where it is not in the folder."""
+    """Return the stored plan of an experiment, or run the plan command in a new process."""
     kept = folder / f"{name}.json"
     if kept.exists():
         return Made(**json.loads(kept.read_text()))
@@ -109,7 +109,7 @@ def _planned(name: str, target: str, folder: Path) -> Made:
     printed, said = folder / f"{name}.out", folder / f"{name}.err"
     with printed.open("wb") as out, said.open("wb") as err:
         process = subprocess.Popen(command, stdout=out, stderr=err)
-        # Not `process.wait`, which does not tell what this one process used.
+        # `os.wait4` reports the resources of this process, `process.wait` does not.
         _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     made = Made(
@@ -127,7 +127,7 @@ def _planned(name: str, target: str, folder: Path) -> Made:
 
 
 def _table(made: Mapping[str, Made]) -> str:
-    """In Markdown."""
+    """Return the table in Markdown."""
     rows = [_HEADER, ("---",) * len(_HEADER), *(_row(name, each) for name, each in made.items())]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -159,7 +159,7 @@ def _bound(bounds: Mapping[str, Any]) -> str:
 
 
 def _share(bounds: Mapping[str, Any]) -> str:
-    """MFU where nothing of what is sent hides behind arithmetic, and where all does."""
+    """Return the MFU range from no overlap of communication to full overlap."""
     low, high = bounds.get("mfu_no_overlap"), bounds.get("mfu")
     if low is None or high is None:
         return ""

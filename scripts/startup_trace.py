@@ -1,4 +1,4 @@
-"""Print how much of the project a short training run loads and enters before its first step.
+"""Print how much code of the project a short training run imports and calls before its first step.
 
 Two figures of a three-step quickstart that runs in this process:
 
@@ -25,13 +25,14 @@ PACKAGES = ("layerkit", "layerkit_inputs", "layerkit_runner", "layerkit_experime
 
 
 class EnteredFunctions:
-    """The functions of the project that are entered while this is active.
+    """A recorder of the project's functions that are called while it is active.
 
     Attributes:
       functions: (file relative to its `src` folder, qualified name) of each function.
     """
 
     def __init__(self) -> None:
+        """Create an inactive recorder."""
         self.functions: set[tuple[str, str]] = set()
         self._files: dict[CodeType, str | None] = {}
         self._is_active = False
@@ -43,7 +44,7 @@ class EnteredFunctions:
         sys.setprofile(self._on_event)
 
     def stop(self) -> None:
-        """Record no more calls."""
+        """Stop recording."""
         self._is_active = False
         threading.setprofile(None)
         sys.setprofile(None)
@@ -70,7 +71,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def trace_quickstart(folder: str) -> EnteredFunctions:
-    """Train three steps in `folder`; return what was entered up to the end of step 1."""
+    """Train three steps in `folder`; return the functions called up to the end of step 1."""
     from layerkit_runner import cli
     from layerkit_runner.modes import run as run_module
     from layerkit_runner.observers import Progress
@@ -97,7 +98,7 @@ def trace_quickstart(folder: str) -> EnteredFunctions:
 def main() -> None:
     """Run the quickstart and print both figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--list", action="store_true", help="name the modules and files")
+    parser.add_argument("--list", action="store_true", help="print the modules and files")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         entered = trace_quickstart(folder)

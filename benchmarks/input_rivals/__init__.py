@@ -1,1 +1,1 @@
-"""What `benchmarks/input.py` compares readers with: the same work without this project."""
+"""Baselines of `benchmarks/input.py` that read the same batches without this project."""

@@ -1,4 +1,4 @@
-"""A reader and its rival, and the text that both read."""
+"""The definition of a contest between a reader and its rival, and their shared text."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from layerkit_inputs.text_files import standard_library_files
 BATCH_SIZE = 32
 LENGTH = 512
 EVAL_ROWS = 1000
-"""About as many in an epoch of an evaluation; no whole batches."""
+"""Approximate rows of an evaluation epoch, not a multiple of the batch size."""
 SHUFFLED = 1024
-"""Examples in the window or buffer of readers that shuffle so."""
+"""Examples in the shuffle window or buffer."""
 
 
 Batch = Mapping[str, Any]
 
 
 class Contest(NamedTuple):
-    """Two ways to the same batches."""
+    """Two ways to read the same batches."""
 
     ours: Callable[[], BaseInput]
-    """Makes the reader; endless."""
+    """Factory of the reader, which is endless."""
     bare: Callable[[], Iterator[Batch]]
-    """Makes the rival; endless."""
+    """Factory of the rival's endless iterator."""
     is_same_order: bool = False
-    """Both give the same batches, so that values are compared and not only shapes."""
+    """Whether both read the same batches, so that values are compared, too."""
     least_batches: int = 1
-    """Batches of a turn at least, where a side works ahead or in bursts."""
+    """Minimum number of batches per slice, for sides that prefetch or work in bursts."""
     is_evaluation: bool = False
-    """Both read one epoch after the other from the start to the end, which is padded."""
+    """Whether both read padded evaluation epochs in order."""
     renamed: Mapping[str, str] | None = None
-    """Field of the rival -> ours, of those that both have; None: all fields, by their names."""
+    """The reader's field name by the rival's, for the shared fields. None: all, same names."""
 
 
 @functools.cache
 def texts(characters: int = 2000) -> list[str]:
-    """The standard library's sources in pieces of so many characters, as documents."""
+    """Return the standard library's sources, cut into documents of `characters` characters."""
     pieces = []
     for file in standard_library_files():
         text = file.path.read_text("utf-8", "replace")
@@ -53,7 +53,7 @@ def texts(characters: int = 2000) -> list[str]:
 
 
 def write_json_lines(folder: Path, *, num_files: int, most: int | None = None) -> list[str]:
-    """Writes the first `texts` as `{"text": …}` lines; returns the files."""
+    """Write the first `most` texts as `{"text": …}` lines; return the paths."""
     paths = [folder / f"text-{number}.jsonl" for number in range(num_files)]
     for number, path in enumerate(paths):
         lines = [json.dumps({"text": text}) for text in texts()[:most][number::num_files]]
@@ -62,13 +62,13 @@ def write_json_lines(folder: Path, *, num_files: int, most: int | None = None) -
 
 
 def token_rows() -> np.ndarray:
-    """Rows of bytes of the texts, int32 `[rows, LENGTH + 1]`."""
+    """Return the bytes of the texts as token rows, int32 `[rows, LENGTH + 1]`."""
     ids = np.frombuffer("".join(texts()).encode(), np.uint8).astype(np.int32) + 3
     return ids[: len(ids) // (LENGTH + 1) * (LENGTH + 1)].reshape(-1, LENGTH + 1)
 
 
 def fields_of_batch(batch: Batch, path: str = "") -> dict[str, np.ndarray]:
-    """Arrays of a batch by their dotted names."""
+    """Return the arrays of a batch by dotted name."""
     fields: dict[str, np.ndarray] = {}
     for name, value in batch.items():
         if isinstance(value, Mapping):
@@ -79,7 +79,7 @@ def fields_of_batch(batch: Batch, path: str = "") -> dict[str, np.ndarray]:
 
 
 def evaluations(epoch: Callable[[], Iterable[Batch]]) -> Iterator[Batch]:
-    """Epochs of a rival, its rows numbered and its last batches filled up."""
+    """Yield the epochs of a rival endlessly, with row numbers and a padded last batch."""
     while True:
         first = 0
         for batch in epoch():
@@ -100,6 +100,6 @@ def _filled_up(name: str, array: np.ndarray, missing: int) -> np.ndarray:
 
 
 def fields_of_row(row: np.ndarray) -> dict[str, np.ndarray]:
-    """The transform that readers of rows and their rivals share."""
+    """Return the batch fields of a token row; row readers and their rivals share this transform."""
     ones = np.ones(LENGTH, np.float32)
     return {"ids": row[:-1], "labels": row[1:], "weights": ones, "paddings": 1 - ones}

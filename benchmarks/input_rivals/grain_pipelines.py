@@ -1,4 +1,4 @@
-"""Grain's own batches of the same rows, by the same transform."""
+"""Contests with plain Grain pipelines on the same rows, with the same transform."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from layerkit_inputs.grain_adaptor.iter_input import GrainIterInput
 from layerkit_inputs.grain_adaptor.map_input import ArrayRecordRows, GrainMapInput
 from layerkit_inputs.grain_adaptor.parquet_rows import ParquetRows
 
-# Grain's worker processes ask for flags, which a program without absl never parses.
+# Grain's worker processes read absl flags, which a program without absl.app does not parse.
 if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()
 
@@ -66,7 +66,7 @@ def _bare_map(paths: list[str], options: grain.ReadOptions) -> Iterator[Batch]:
 
 
 def map_input(folder: Path) -> Contest:
-    """Rows by number, on the thread that asks."""
+    """Compare random access to rows on the calling thread."""
     paths = _write_array_record(folder)
     config = GrainMapInput.HParams.config(dataset=lambda: _source(paths), batch_size=BATCH_SIZE)
     return Contest(
@@ -76,7 +76,7 @@ def map_input(folder: Path) -> Contest:
 
 
 def map_input_evaluated(folder: Path) -> Contest:
-    """Epochs of a few rows in order."""
+    """Compare evaluation epochs of a few rows in order."""
     paths = _write_array_record(folder, most=EVAL_ROWS)
     config = GrainMapInput.HParams.config(dataset=lambda: _source(paths), batch_size=BATCH_SIZE)
 
@@ -89,7 +89,7 @@ def map_input_evaluated(folder: Path) -> Contest:
 
 
 def map_input_on_threads(folder: Path) -> Contest:
-    """The same on threads, four batches ahead."""
+    """Compare random access to rows on threads, with a prefetch of four batches."""
     paths = _write_array_record(folder)
     options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=THREADS)
     config = GrainMapInput.HParams.config(
@@ -103,7 +103,7 @@ def map_input_on_threads(folder: Path) -> Contest:
 
 
 def array_record_rows(folder: Path) -> Contest:
-    """Rows of ArrayRecord files; the rival reads them by Grain's source."""
+    """Compare readers of ArrayRecord files; the rival uses Grain's data source."""
     paths = _write_array_record(folder)
     config = ArrayRecordRows.HParams.config(paths=paths, parse=_parse, batch_size=BATCH_SIZE)
     return Contest(
@@ -140,17 +140,17 @@ def _iter_contest(folder: Path, *, num_workers: int) -> Contest:
 
 
 def iter_input(folder: Path) -> Contest:
-    """Rows one after the other, some filtered out."""
+    """Compare sequential rows with a filter."""
     return _iter_contest(folder, num_workers=0)
 
 
 def iter_input_by_worker(folder: Path) -> Contest:
-    """The same made by a process of its own; the rival's makes whole batches."""
+    """Compare filtered rows of one worker process; the rival's worker builds whole batches."""
     return _iter_contest(folder, num_workers=1)
 
 
 def iter_input_evaluated(folder: Path) -> Contest:
-    """Epochs of a few rows, some filtered out."""
+    """Compare evaluation epochs of a few filtered rows."""
     paths = _write_array_record(folder, most=EVAL_ROWS)
 
     def rows(*, host_index: int, num_hosts: int, seed: int) -> grain.IterDataset:
@@ -167,7 +167,7 @@ def iter_input_evaluated(folder: Path) -> Contest:
 
 
 def parquet_rows(folder: Path) -> Contest:
-    """Interleaved Parquet files in a window; the rival reads them by Grain's ParquetIterDataset."""
+    """Compare interleaved Parquet files in a shuffle window; the rival is ParquetIterDataset."""
     paths = [str(folder / f"rows-{number}.parquet") for number in range(8)]
     rows = token_rows()
     for number, path in enumerate(paths):

@@ -1,4 +1,4 @@
-"""`datasets` alone: text tokenised, grouped into rows, shuffled and batched."""
+"""Contests with plain `datasets`: tokenized text, grouped into rows, shuffled and batched."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _tokens(text: str) -> np.ndarray:
 
 
 def _grouped(examples: dict[str, list[str]]) -> dict[str, Any]:
-    """Inputs and labels of examples laid end to end, in whole rows; the rest is dropped."""
+    """Concatenate examples and return inputs and labels in full rows; drop the remainder."""
     framed = [_tokens(text) for text in examples["text"]]
     inputs = np.concatenate([ids[:-1] for ids in framed])
     labels = np.concatenate([ids[1:] for ids in framed])
@@ -73,7 +73,7 @@ def _text_config(files: list[str], cache: str) -> Any:
 
 
 def mapped_text(folder: Path) -> Contest:
-    """Rows of tokenised text in a memory-mapped cache."""
+    """Compare rows of tokenized text in a memory-mapped cache."""
     files, cache = write_json_lines(folder, num_files=4), str(folder / "cache")
     return Contest(
         ours=_text_config(files, cache).set(is_training=True).Instantiate,
@@ -82,7 +82,7 @@ def mapped_text(folder: Path) -> Contest:
 
 
 def mapped_text_evaluated(folder: Path) -> Contest:
-    """Epochs of a few rows; the rival drops the end of each thousand texts."""
+    """Compare evaluation epochs; the rival drops the remainder of each thousand texts."""
     files = write_json_lines(folder, num_files=1, most=EVAL_ROWS * LENGTH // 2000)
     cache = str(folder / "cache")
 
@@ -101,7 +101,7 @@ def _pair_of(text: str) -> dict[str, str]:
 
 
 def _packed_pairs(examples: dict[str, list[str]]) -> dict[str, Any]:
-    """Rows of as many pairs as fit one after the other; the last of a thousand may stay short."""
+    """Pack consecutive pairs into rows; the last row of each thousand pairs may be short."""
     names = ("inputs", "inputs_segments", "inputs_positions")
     names += ("targets", "targets_segments", "targets_positions")
     limits = {"inputs": INPUTS_LENGTH, "targets": TARGETS_LENGTH}
@@ -149,7 +149,7 @@ def _batch_of_pairs(rows: dict[str, np.ndarray]) -> Batch:
 
 
 def pairs(folder: Path) -> Contest:
-    """Inputs and targets, several a row; the rival packs them once, into its cache."""
+    """Compare packed input-target pairs; the rival packs them once, into its cache."""
     path, cache = folder / "pairs.jsonl", str(folder / "cache")
     path.write_text("".join(json.dumps(_pair_of(text)) + "\n" for text in texts()))
     files = [str(path)]
@@ -191,7 +191,7 @@ def _streamed(files: list[str]) -> Iterator[Batch]:
 
 
 def streamed_text(folder: Path) -> Contest:
-    """Text tokenised and packed as it comes, through a shuffle buffer."""
+    """Compare streamed text that is tokenized and packed after a shuffle buffer."""
     files = write_json_lines(folder, num_files=4)
     config = HuggingFaceStream.HParams.config(
         path="json",
@@ -206,7 +206,7 @@ def streamed_text(folder: Path) -> Contest:
 
 
 def columns(folder: Path) -> Contest:
-    """Columns of numbers as arrays."""
+    """Compare numeric columns that are read as arrays."""
     saved, rows = str(folder / "saved"), token_rows()
     table = {"ids": rows[:, :-1].tolist(), "labels": rows[:, 1:].tolist()}
     ids = datasets.List(datasets.Value("int32"), length=LENGTH)

@@ -1,4 +1,4 @@
-"""Lingvo alone: the generator's own batches, as NumPy arrays."""
+"""A contest with the batches of a plain Lingvo generator, as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ tensorflow = prepare()
 
 
 def _rows(path: str = "") -> Any:
-    """Rows of a file of fixed-length records, shuffled and batched."""
+    """Return shuffled batches of rows from a file of fixed-length records."""
     records = tensorflow.data.FixedLengthRecordDataset(path, 4 * (LENGTH + 1))
     records = records.repeat().shuffle(SHUFFLED).batch(BATCH_SIZE, drop_remainder=True)
 
@@ -28,7 +28,7 @@ def _rows(path: str = "") -> Any:
 
 
 def generator(folder: Path) -> Contest:
-    """A generator of tf.data."""
+    """Compare a tf.data input generator."""
     from lingvo.core.base_input_generator import DefineTFDataInput
 
     path = folder / "rows.bin"

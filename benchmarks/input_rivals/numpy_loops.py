@@ -1,4 +1,4 @@
-"""Hand-written NumPy loops, for readers that stand on no library."""
+"""Contests with hand-written NumPy loops, for readers without a data library."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ BOS, EOS, FIRST_BYTE = 1, 2, 3
 VOCABULARY = 32_000
 NOISE = 0.1
 HELDOUT = 1e-9
-"""One file."""
+"""Fraction that holds out one file."""
 
 
 class PackedText:
-    """Documents laid end to end in memory, with inputs and labels as two streams."""
+    """Concatenated documents in memory, as rows of inputs and of labels."""
 
     def __init__(self, documents: Sequence[bytes]):
+        """Tokenize the documents as bytes, add BOS and EOS, and pad the last row."""
         framed = [
             np.concatenate([[BOS], np.frombuffer(text, np.uint8) + np.int16(FIRST_BYTE), [EOS]])
             for text in documents
@@ -46,24 +47,24 @@ class PackedText:
         self._labels = np.pad(labels, (0, missing)).reshape(-1, LENGTH)
 
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Rows by number, with the fields of a language model's batch."""
+        """Return the rows by number, with the batch fields of a language model."""
         ids, labels = self._inputs[rows].astype(np.int32), self._labels[rows].astype(np.int32)
         return {"ids": ids, "labels": labels, **masks_and_segments(ids)}
 
     def epoch(self) -> Iterator[dict[str, np.ndarray]]:
-        """All rows in order; the last batch may be short."""
+        """Yield all rows in order; the last batch may be short."""
         for start in range(0, self.num_rows, BATCH_SIZE):
             yield self.read(np.arange(start, min(start + BATCH_SIZE, self.num_rows)))
 
     def batches(self) -> Iterator[dict[str, np.ndarray]]:
-        """Shuffled epochs that run on into one another."""
+        """Yield batches of endless shuffled epochs; a batch may span two epochs."""
         numbers = shuffled_epochs(self.num_rows)
         while True:
             yield self.read(np.array([next(numbers) for _ in range(BATCH_SIZE)]))
 
 
 def masks_and_segments(ids: np.ndarray) -> dict[str, np.ndarray]:
-    """What follows from ids `[rows, length]` in which each document begins with `BOS`."""
+    """Return masks, segment ids and positions of ids `[rows, length]`; `BOS` opens a document."""
     valid = ids > 0
     begins = ids == BOS
     segments = np.cumsum(begins, axis=1) + 1 - begins[:, :1]
@@ -78,7 +79,7 @@ def masks_and_segments(ids: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def shuffled_epochs(num_rows: int) -> Iterator[int]:
-    """Row numbers, each epoch in an order drawn from its number."""
+    """Yield row numbers endlessly; the epoch number seeds the order of each epoch."""
     epoch = 0
     while True:
         generator = np.random.Generator(np.random.Philox(key=np.array([0, epoch], np.uint64)))
@@ -103,7 +104,7 @@ def _packed(paths: Sequence[str]) -> PackedText:
 
 
 def local_text(folder: Path) -> Contest:
-    """Rows cut from documents in memory."""
+    """Compare rows of documents in memory."""
     paths = _write_files(folder)
     return Contest(
         ours=_local_text(paths).set(batch_size=BATCH_SIZE, is_training=True).Instantiate,
@@ -113,7 +114,7 @@ def local_text(folder: Path) -> Contest:
 
 
 def local_text_evaluated(folder: Path) -> Contest:
-    """Epochs of a few rows."""
+    """Compare evaluation epochs of a few rows."""
     paths = _write_files(folder)[: EVAL_ROWS * LENGTH // 2000]
 
     def bare() -> Iterator[Batch]:
@@ -147,7 +148,7 @@ def _walks() -> Iterator[Batch]:
 
 
 def synthetic(folder: Path) -> Contest:
-    """Random walks; the rival draws a batch at once, so its rows have no numbers."""
+    """Compare random walks; the rival draws whole batches, so its rows have no numbers."""
     config = SyntheticInput.HParams.config(
         vocab_size=VOCABULARY, seq_length=LENGTH, noise=NOISE, batch_size=BATCH_SIZE
     )
@@ -190,7 +191,7 @@ def _mixing(kind: type[BaseInput], halves: Mapping[str, Sequence[str]]) -> Any:
 
 
 def mixture(folder: Path) -> Contest:
-    """Rows of two corpora, 70 and 30 of a hundred; the rival draws whose turn it is."""
+    """Compare rows of two corpora with weights 0.7 and 0.3; the rival samples the corpus."""
     halves = _halves(folder)
     return Contest(
         ours=_mixing(Mixture, halves).Instantiate,
@@ -199,7 +200,7 @@ def mixture(folder: Path) -> Contest:
 
 
 def stream_mixture(folder: Path) -> Contest:
-    """The same, of readers that are taken for streams; the rival jumps as before."""
+    """Compare a mixture of streams; the rival has random access."""
     halves = _halves(folder)
     return Contest(
         ours=_mixing(StreamMixture, halves).Instantiate,
@@ -208,7 +209,7 @@ def stream_mixture(folder: Path) -> Contest:
 
 
 def batch_mixture(folder: Path) -> Contest:
-    """Whole batches of two corpora; the rival draws whose turn it is."""
+    """Compare whole batches of two corpora; the rival samples the corpus."""
     halves = _halves(folder)
 
     def bare() -> Iterator[Batch]:
@@ -227,7 +228,7 @@ def _side_by_side(one: Iterator[Batch], other: Iterator[Batch]) -> Iterator[Batc
 
 
 def multi_input(folder: Path) -> Contest:
-    """Batches of two corpora in one."""
+    """Compare combined batches of two corpora."""
     halves = _halves(folder)
     return Contest(
         ours=MultiInput.HParams.config(

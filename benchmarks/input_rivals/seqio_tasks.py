@@ -1,6 +1,6 @@
-"""SeqIO alone: the task's data set, SeqIO's feature converter, batches as NumPy arrays.
+"""Contests with plain SeqIO: a task's data set and feature converter, batches as NumPy arrays.
 
-This is what `seqio.get_dataset` does, without the cache in memory that it has for small data alone.
+The rival does the same as `seqio.get_dataset`, without its in-memory cache for small data.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from layerkit_inputs.seqio_adaptor.input import SeqIOInput
 from layerkit_inputs.testing.tfds_folders import write_tfds_folder
 
 CHARACTERS = 120
-"""Of a text, so that several share a row."""
+"""Length of a text, so that several fit in a row."""
 EXAMPLES = 10_000
 _RENAMED = {
     "decoder_input_tokens": "ids",
@@ -30,7 +30,7 @@ _RENAMED_PACKED = {
 
 
 def _task(folder: Path) -> seqio.Task:
-    """Bytes of a folder in the format of C4."""
+    """Write a folder in the format of C4 and return its byte-level task."""
     write_tfds_folder(
         folder, "c4/en:3.0.1", texts={"train": texts(CHARACTERS)[:EXAMPLES]}, num_shards=8
     )
@@ -69,10 +69,10 @@ def _contest(folder: Path, *, pack: bool) -> Contest:
 
 
 def packed(folder: Path) -> Contest:
-    """Several examples in a row."""
+    """Compare packed rows of several examples."""
     return _contest(folder, pack=True)
 
 
 def unpacked(folder: Path) -> Contest:
-    """An example a row."""
+    """Compare rows of one example each."""
     return _contest(folder, pack=False)

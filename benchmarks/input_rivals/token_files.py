@@ -1,4 +1,4 @@
-"""array_record and NumPy on the files of TokenRecords."""
+"""A contest with plain array_record and NumPy on the files of TokenRecords."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from layerkit_inputs.tools.build_token_records import build_token_records
 
 
 def _rows(split: Path) -> Iterator[Batch]:
-    """Rows of the stream in the store's one shard, nothing checked."""
+    """Yield batches from the store's only shard without checks."""
     ends = np.memmap(split / ENDS_FILE, "<i8", mode="r")
     begins = np.concatenate([[0], ends[:-1]])
     (shard,) = split.glob("*.array_record")
@@ -29,7 +29,7 @@ def _rows(split: Path) -> Iterator[Batch]:
         valid = position < ends[-1]
         position = np.minimum(position, ends[-1] - 1)
         document = np.searchsorted(ends, position, side="right")
-        at = position + document  # every document has one id that is not predicted
+        at = position + document  # the first id of each document is not a label
         at = np.stack([at, at + 1])
         blocks, place = np.unique(at // BLOCK_LENGTH, return_inverse=True)
         held = np.zeros((len(blocks), BLOCK_LENGTH), np.int32)
@@ -49,7 +49,7 @@ def _rows(split: Path) -> Iterator[Batch]:
 
 
 def token_records(folder: Path) -> Contest:
-    """Packed rows of a token store."""
+    """Compare packed rows of a token store."""
     store = folder / "tokens"
     build_token_records(write_json_lines(folder, num_files=1), store, tokenizer="bytes")
     config = TokenRecords.HParams.config(path=str(store), seq_length=LENGTH, batch_size=BATCH_SIZE)

@@ -1,4 +1,4 @@
-"""Kills a run over and over, at moments that are seen and not guessed, and looks at what is left.
+"""Kill a run over and over, at moments that are seen and not guessed, and looks at what is left.
 
 `Turn` is the command started once, as one process or several; it can hold all of them still while
 it looks where they are, so that a kill inside a save or an evaluation is inside. `Chaos` is a whole
@@ -124,7 +124,7 @@ class Turn:
         return "\n".join(path.read_text(errors="replace") for path in self._outputs)
 
     def look(self) -> None:
-        """Reads what was reported since the last look."""
+        """Read what was reported since the last look."""
         if not self._log.exists():
             return
         with self._log.open("rb") as log:
@@ -153,7 +153,7 @@ class Turn:
         return True
 
     def wait_for(self, condition: Callable[[], Any]) -> bool:
-        """Waits until `condition` holds; False if a process ended before."""
+        """Wait until `condition` holds; False if a process ended before."""
         deadline = time.monotonic() + SECONDS_TO_MOVE
         while all(process.poll() is None for process in self.processes):
             if condition():
@@ -164,7 +164,7 @@ class Turn:
         return False
 
     def strike(self, kill: Kill, num_steps: int) -> str | None:
-        """Waits for the moment and sends the signal.
+        """Wait for the moment and sends the signal.
 
         Returns:
           The moment, which is `step` where a kill at the start came late; None if all had ended.
@@ -189,7 +189,7 @@ class Turn:
         return None
 
     def end(self, lost: int | None = None) -> list[int]:
-        """Waits until all processes have ended; returns their exit codes.
+        """Wait until all processes have ended; returns their exit codes.
 
         Before processes have met, none can know that another is lost: there, what started them
         ends the others.
@@ -263,7 +263,7 @@ class Chaos:
         self._committed: set[int] = set()
 
     def turn(self, kill: Kill | None) -> bool:
-        """Starts the command and kills it; without a kill it must come to its end.
+        """Start the command and kills it; without a kill it must come to its end.
 
         Returns:
           Whether the signal met a run that was under way.
@@ -338,7 +338,7 @@ class Reference:
 
 
 def run_reference(job: Any, count: int, outputs: Path, num_steps: int) -> Reference:
-    """Runs a job to its end and measures it."""
+    """Run a job to its end and measures it."""
     begun = time.monotonic()
     turn = Turn(job, count, outputs / "reference")
     try:

@@ -1,19 +1,19 @@
-"""Trains what docs/convergence.md shows: three runs, each beside what its loss is to be judged by.
+"""Train the three runs of docs/convergence.md and compute the reference values of their losses.
 
     python scripts/convergence data pile c4 lambada --folder=runs/convergence
 
-- `data`: made-up passages (`passages`) as TFDS folders of C4, The Pile and LAMBADA, and a
-  SentencePiece vocabulary of them.
-- `pile`: `lm.pile.Pile126M`, narrower, on the bytes of Python's own sources; and the same run once
-  more, killed half way and resumed.
-- `c4`: `lm.c4.C4Spmd1BAdam4Replicas`, narrower, on the passages, through SeqIO.
-- `lambada`: `lm.pile.Pile126M`, narrower, on the passages, and beside it `lm.pile.Lambada126M`,
-  which asks each of its checkpoints for last words.
+- `data`: write synthetic passages (`passages`) as TFDS folders of C4, The Pile and LAMBADA, and
+  their SentencePiece vocabulary.
+- `pile`: train `lm.pile.Pile126M`, narrower, on the bytes of Python's standard library; train it
+  again with a kill half way and a resume.
+- `c4`: train `lm.c4.C4Spmd1BAdam4Replicas`, narrower, on the passages, through SeqIO.
+- `lambada`: train `lm.pile.Pile126M`, narrower, on the passages, and evaluate each of its
+  checkpoints on last words with `lm.pile.Lambada126M`.
+- `draw`: draw the records and write them into the page.
 
-Every command is printed before it runs, and what is done already is not done again. A record of
-each run goes to docs/convergence/NAME.json, is drawn to NAME.png beside it (`pictures`) and written
-into the page (`page`); `draw` does only this, from the records. Words such as `--fdl.MAX_STEPS=20`
-change a field of every run.
+The script prints each command before it runs and skips completed work. Each run writes a record to
+docs/convergence/NAME.json, a picture to NAME.png (`pictures`) and a section of the page (`page`).
+Arguments such as `--fdl.MAX_STEPS=20` override a field of every run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "convergence.md"
 
 
 def record(subject: str, runner: Runner, *, docs: Path) -> Path:
-    """Trains a subject, and writes its record to `docs`."""
+    """Train a subject, write its record to `docs` and return the path."""
     found = {
         "experiment": RUNS[subject][0],
         **SUBJECTS[subject](runner),
@@ -54,7 +54,7 @@ def record(subject: str, runner: Runner, *, docs: Path) -> Path:
 
 
 def circumstances() -> dict[str, Any]:
-    """When, where and with what."""
+    """Return the date, the machine and the package versions."""
     names = ("jax", "jaxlib", "flax", "optax", "numpy")
     return {
         "date": datetime.date.today().isoformat(),
@@ -75,28 +75,38 @@ def _processor() -> str:
 
 
 def as_text(found: Mapping[str, Any]) -> str:
-    """JSON with a line for each entry, so that a change of a figure is seen in review."""
+    """Return JSON with a line for each entry, for readable diffs."""
     entries = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in found.items())
     return "{\n" + ",\n".join(entries) + "\n}\n"
 
 
 def main() -> None:
-    """Does what the words of the command say."""
+    """Run the subjects of the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n\n")[0], epilog="--fdl.NAME=VALUE: a field of every run"
+        description=__doc__.partition("\n\n")[0], epilog="--fdl.NAME=VALUE: override in every run"
     )
     parser.add_argument("subjects", nargs="+", choices=["data", *SUBJECTS, "draw"])
-    parser.add_argument("--folder", type=Path, default=Path("runs/convergence"), help="of the runs")
-    parser.add_argument("--page", type=Path, default=PAGE, help="beside the folder of its records")
     parser.add_argument(
-        "--passages", type=int, default=levels.NUM_PASSAGES["train"], help="to train on"
+        "--folder", type=Path, default=Path("runs/convergence"), help="folder of the runs"
+    )
+    parser.add_argument(
+        "--page",
+        type=Path,
+        default=PAGE,
+        help="page to update; records are in the folder PAGE names",
+    )
+    parser.add_argument(
+        "--passages",
+        type=int,
+        default=levels.NUM_PASSAGES["train"],
+        help="number of training passages",
     )
     args, words = parser.parse_known_args()
     overrides = {}
     for word in words:
         name, equals, value = word.removeprefix("--fdl.").partition("=")
         if not (word.startswith("--fdl.") and equals):
-            parser.error(f"unknown word {word!r}")
+            parser.error(f"unknown argument {word!r}; expected --fdl.NAME=VALUE")
         overrides[name] = value
     docs = args.page.with_suffix("")
     docs.mkdir(parents=True, exist_ok=True)

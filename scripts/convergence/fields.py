@@ -1,4 +1,4 @@
-"""The experiments that are run, and what is set in them: every flag of the commands."""
+"""The experiments of the runs and the overrides of their fields."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 from levels import VOCAB_SIZE
 
 ONE_DEVICE = {"FPROP_DTYPE": "float32", "ICI_MESH_SHAPE": "[1,1,1]"}
-# What a checkpoint of lm.pile.Pile126M and lm.pile.Lambada126M must have in common.
+# lm.pile.Pile126M and lm.pile.Lambada126M share checkpoints, so these fields must agree.
 NARROW_PILE = {
     **ONE_DEVICE,
     "DCN_MESH_SHAPE": "[1,1,1]",
     "MODEL_DIMS": 72,
     "HIDDEN_DIMS": 288,
     "DIMS_PER_HEAD": 6,
-    # 0.023 · √(768 / 72): sums over fewer inputs keep the size that they have at full width.
+    # 0.023 · √(768 / 72): the variance of products is the same as at full width.
     "INIT_STD": 0.075,
 }
 OF_PASSAGES = {"VOCAB_PATH": "DATA/vocab.model", "VOCAB_SIZE": VOCAB_SIZE}
@@ -23,7 +23,7 @@ OF_PASSAGES = {"VOCAB_PATH": "DATA/vocab.model", "VOCAB_SIZE": VOCAB_SIZE}
 def schedule(
     learning_rate: float, *, warmup: int, steps: int, summaries: int, saves: int
 ) -> dict[str, Any]:
-    """Fields of a run of `steps` that warms up and then decays to its end."""
+    """Return the fields of a run of `steps` with a warm-up and a decay to the last step."""
     return {
         "LEARNING_RATE": learning_rate,
         "WARMUP_STEPS": warmup,
@@ -36,7 +36,7 @@ def schedule(
     }
 
 
-# Of each run: its experiment and its fields. DATA stands for the folder that `data` fills.
+# Experiment and fields of each run. DATA is replaced by the folder that `data` writes.
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "pile": (
         "lm.pile.Pile126M",

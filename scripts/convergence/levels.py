@@ -1,7 +1,7 @@
-"""What a loss of docs/convergence.md is to be judged by, found from the data alone.
+"""Reference values of the losses in docs/convergence.md, computed from the data alone.
 
-All levels are nats per prediction: of each token (byte) of the held-out text and of the end of each
-document, as the models predict them.
+All levels are nats per prediction. Predictions are the tokens (bytes) of the held-out text and the
+end of each document.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NUM_PASSAGES = {"train": 8000, "heldout": 200, "asked": 400}
 
 
 def draw_splits(num_train: int = NUM_PASSAGES["train"]) -> dict[str, list[Passage]]:
-    """The passages to train on, those held out and those whose last word is asked for."""
+    """Return the training passages, the held-out passages and those of the last-word task."""
     counts = {**NUM_PASSAGES, "train": num_train}
     drawn = {
         name: draw_passages(count, seed=seed) for seed, (name, count) in enumerate(counts.items())
@@ -41,7 +41,7 @@ def draw_splits(num_train: int = NUM_PASSAGES["train"]) -> dict[str, list[Passag
 
 
 def write_data(folder: Path, *, num_train: int) -> None:
-    """Passages in the true format of three data sets in `tfds`, and `vocab.model` of them."""
+    """Write the passages in the formats of three data sets to `tfds`, and `vocab.model`."""
     import sentencepiece
 
     from layerkit_inputs.testing.tfds_folders import write_tfds_folder
@@ -68,10 +68,10 @@ def write_data(folder: Path, *, num_train: int) -> None:
 
 
 def of_local_text(num_read: int) -> dict[str, float]:
-    """Of Python's own sources: tables of the training files, and `xz` that has read them.
+    """Return the levels of Python's sources: tables of the training files, and `xz` after them.
 
     Args:
-      num_read: How many bytes the model was trained on; one table is of files of that size in all.
+      num_read: Number of bytes that the model was trained on. One table uses the same amount.
     """
     fraction = LocalText.heldout_fraction
     files = split_files(standard_library_files(), heldout_fraction=fraction)
@@ -85,13 +85,13 @@ def of_local_text(num_read: int) -> dict[str, float]:
         "frequencies of bytes": _unigram_loss(_counts(train), _counts(heldout)),
         "trigrams of as much text as the model read": trigram_loss(as_much, heldout),
         "trigrams of the whole training text": trigram_loss(train, heldout),
-        # A window of 64 MiB: a repetition of anything that it has read costs next to nothing.
+        # xz has a window of 64 MiB, so a repetition of any training text is nearly free.
         "xz after the whole training text": added * math.log(2) / (len(after) + len(heldout)),
     }
 
 
 def _counts(documents: Sequence[bytes]) -> collections.Counter[int]:
-    """How often each byte occurs, and the end of a document, which is 256."""
+    """Count each byte value, and the document ends as value 256."""
     found = np.bincount(np.frombuffer(b"".join(documents), np.uint8), minlength=257)
     found[256] = len(documents)
     return collections.Counter(dict(enumerate(found.tolist())))
@@ -102,7 +102,7 @@ def _xz_bits(text: bytes) -> int:
 
 
 def of_passages(folder: Path) -> dict[str, float]:
-    """Of made-up passages: frequencies of tokens, two forgetful readers, the generator itself."""
+    """Return the levels of the passages: token frequencies, two forgetful readers, the entropy."""
     import sentencepiece
 
     vocabulary = sentencepiece.SentencePieceProcessor(model_file=str(folder / "vocab.model"))
@@ -126,7 +126,7 @@ def of_passages(folder: Path) -> dict[str, float]:
 
 
 def of_last_words(folder: Path) -> dict[str, float]:
-    """Shares of the last words that are found by guessing."""
+    """Return the last-word accuracy of two kinds of guesses."""
     splits = draw_splits(json.loads((folder / "num_train.json").read_text()))
     asked = splits["asked"]
     counts = collections.Counter(passage.last_word for passage in splits["train"])
@@ -139,7 +139,7 @@ def of_last_words(folder: Path) -> dict[str, float]:
 
 
 def _unigram_loss(train: Mapping[Any, int], heldout: Mapping[Any, int]) -> float:
-    """Mean -ln of the frequency in `train`, one added to each, over the symbols of `heldout`."""
+    """Return the mean -ln of the add-one frequency in `train` over the symbols of `heldout`."""
     total = math.log(sum(train.values()) + len({*train, *heldout}))
     losses = (n * (total - math.log(train[symbol] + 1)) for symbol, n in heldout.items())
     return sum(losses) / sum(heldout.values())

@@ -1,7 +1,6 @@
-"""The parts of docs/convergence.md that a run makes: its picture, figures and commands.
+"""Write the generated parts of docs/convergence.md: pictures, figures and commands.
 
-A part stands between `<!-- NAME -->` and `<!-- end of NAME -->`; what is around it is written by
-hand.
+A part is between `<!-- NAME -->` and `<!-- end of NAME -->`. The text around it is hand-written.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ WIDTH = 110
 
 
 def with_records(page: str, folder: Path) -> str:
-    """The page with the parts of all records in `folder`; those of others stay as they are."""
+    """Return the page with the parts of all records in `folder` replaced."""
     for path in sorted(folder.glob("*.json")):
         name = path.stem
         part = (
@@ -29,7 +28,7 @@ def with_records(page: str, folder: Path) -> str:
 
 
 def section(name: str, record: Mapping[str, Any]) -> str:
-    """What a run has to say for itself, in Markdown."""
+    """Return the part of a run in Markdown."""
     blocks = [
         f"![Loss over steps](convergence/{name}.png)",
         table(losses(record)),
@@ -42,7 +41,7 @@ def section(name: str, record: Mapping[str, Any]) -> str:
 
 
 def losses(record: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """Held-out loss of the model and its levels; of bytes in bits."""
+    """Yield the held-out loss of the model and its levels; byte losses are in bits."""
     of_bytes = record["unit"] == "nats per byte"
     step, loss = record["all_heldout"] if "all_heldout" in record else record["heldout"][-1]
     found = {f"the model, {record['num_params']:,} weights, step {step}": loss, **record["levels"]}
@@ -52,33 +51,34 @@ def losses(record: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 
 def last_words(record: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """Shares of last words that are right."""
+    """Yield the last-word accuracy of the model and of guesses."""
     (first, untrained), *_, (last, trained) = record["last_word_accuracy"]
-    yield "last words that are right", ""
+    yield "last-word accuracy", ""
     yield f"the model, step {first}", f"{untrained:.1%}"
     for what, share in record["guesses"].items():
         yield f"guess: {what}", f"{share:.1%}"
     yield f"the model, step {last}", f"{trained:.1%}"
-    yield f"the same by `eval_once`, step {record['eval_once'][0]}", f"{record['eval_once'][1]:.1%}"
+    step, accuracy = record["eval_once"]
+    yield f"the model by `--mode=eval_once`, step {step}", f"{accuracy:.1%}"
 
 
 def resumed(found: Mapping[str, Any]) -> str:
-    """How the run that was killed compares."""
+    """Return the comparison of the killed and resumed run with the uninterrupted one."""
     return (
-        f"Killed after step {found['killed_after']}, resumed from step {found['from_step']}: over"
-        f" the whole curve the largest difference to the unbroken run is"
+        f"Killed after step {found['killed_after']}, resumed from step {found['from_step']}. The"
+        f" largest difference between the training losses of this run and the uninterrupted run is"
         f" {found['largest_difference']:g}."
     )
 
 
 def table(rows: Iterable[tuple[str, str]]) -> str:
-    """Rows of Markdown, the first of them as head."""
+    """Return a Markdown table; the first row is the header."""
     (head, *_), *body = rows
     return "\n".join([f"| {head} | |", "|---|---|", *(f"| {what} | {n} |" for what, n in body)])
 
 
 def folded(command: str) -> str:
-    """A command in lines of at most WIDTH."""
+    """Return a command, wrapped to lines of at most WIDTH characters."""
     lines = [""]
     for word in command.split(" "):
         if len(lines[-1]) + len(word) + 3 > WIDTH and lines[-1]:
@@ -89,7 +89,7 @@ def folded(command: str) -> str:
 
 
 def circumstances(record: Mapping[str, Any]) -> str:
-    """When, where and with what."""
+    """Return the line with the date, the training size, the machine and the versions."""
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     tokens = f"{record['tokens']:,} {record['unit'].rpartition(' ')[2]}s trained on"
     return f"{record['date']}; {tokens}; {record['machine']}; {versions}."

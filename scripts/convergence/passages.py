@@ -1,12 +1,11 @@
-"""Made-up passages whose every probability is known, and whose last word only the passage tells.
+"""Synthetic passages with a known probability, whose last word only the passage determines.
 
     Greta hides the red violin. Frank paints the old anchor. At noon Anna asks about the old anchor.
 
-Two or three things are introduced, each with a word of its own before it; then something happens to
-some of them again. Which thing it is that is old follows from nothing but the beginning of the
-passage, so a model that knows only which words follow one another guesses one of the sixteen. That
-is what LAMBADA asks of a language model (Paperno et al., 2016). Since the generator is known, so is
-the least loss that any model can reach: its entropy.
+A passage introduces two or three things, each with its own adjective, and later sentences mention
+some of them again. Only the beginning of the passage determines which thing is old, so a model that
+knows only word statistics guesses one of sixteen things. LAMBADA tests the same ability of language
+models (Paperno et al., 2016). The lowest possible loss is the entropy of the generator.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from typing import NamedTuple
 
 
 class Grammar(NamedTuple):
-    """What passages are drawn from; each choice is uniform.
+    """The words and counts of passages; each choice is uniform.
 
-    A passage introduces `introduced` things, all different and with different words before them,
-    and then returns `returned` times to one of them. Who does it is anyone, each time.
+    A passage introduces `introduced` different things with different adjectives, and mentions one
+    of them again in each of `returned` sentences. The person is drawn for each sentence.
     """
 
     names: Sequence[str] = ("Anna", "Boris", "Clara", "David", "Elena", "Frank", "Greta", "Henry")
@@ -38,16 +37,16 @@ class Grammar(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """A text and what is known of it.
+    """A text and its probabilities.
 
     Attributes:
-      text: Sentences.
-      nats: -ln of the probability with which the grammar draws it.
-      forgetful_nats: The same by who knows the grammar, but has forgotten what the passage said
-        before: each thing, and the word before it, is one of all.
-      unsorted_nats: The same by who remembers which things were introduced and which words, but not
-        what belongs together: each thing that is returned to is one of the things introduced.
-      candidates: How many things the passage names.
+      text: Sentences of the passage.
+      nats: Value of -ln of the probability that the grammar draws the text.
+      forgetful_nats: Value of -ln of the probability for a reader that knows the grammar but not
+        the earlier sentences: each thing and each adjective is one of all.
+      unsorted_nats: Value of -ln of the probability for a reader that remembers the introduced
+        things and adjectives, but not which belong together.
+      candidates: Number of things that the passage names.
     """
 
     text: str
@@ -58,17 +57,17 @@ class Passage(NamedTuple):
 
     @property
     def last_word(self) -> str:
-        """The thing that the passage ends with."""
+        """Return the last word, which is a thing."""
         return self.text.split()[-1].rstrip(".")
 
     @property
     def question(self) -> str:
-        """The text as LAMBADA has it: up to its last word, without the full stop."""
+        """Return the text without the final full stop, as in LAMBADA."""
         return self.text.rstrip(".")
 
 
 def draw_passages(count: int, *, seed: int, grammar: Grammar | None = None) -> list[Passage]:
-    """Passages, the same ones for the same seed."""
+    """Draw passages; the same seed gives the same passages."""
     generator = random.Random(seed)
     return [_draw(generator, grammar or Grammar()) for _ in range(count)]
 

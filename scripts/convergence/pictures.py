@@ -1,4 +1,4 @@
-"""Draws the records of this script: loss over steps, and the levels that it is judged by."""
+"""Draw the records: loss over steps and its reference levels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRAINED, HELD_OUT, RESUMED, LEVEL = "tab:blue", "tab:orange", "black", "0.35"
 
 
 def draw(record_path: Path) -> Path:
-    """Draws a record into a PNG of 800 pixels beside it; returns its path."""
+    """Draw a record as a PNG of 800 pixels width beside it; return its path."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from PIL import Image
@@ -42,12 +42,12 @@ def draw(record_path: Path) -> Path:
     picture = record_path.with_suffix(".png")
     canvas.draw()
     colors = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(64)
-    colors.save(picture, optimize=True)  # a third of the size of all colors
+    colors.save(picture, optimize=True)  # the palette reduces the size to a third
     return picture
 
 
 def draw_losses(axes: Axes, record: Mapping[str, Any]) -> None:
-    """Training and held-out loss, and levels; bits instead of nats where the record is of bytes."""
+    """Draw training loss, held-out loss and levels; byte losses are in bits instead of nats."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
     of_bytes = record["unit"] == "nats per byte"
@@ -71,7 +71,7 @@ def draw_losses(axes: Axes, record: Mapping[str, Any]) -> None:
     reached_late = {name for name, loss in levels.items() if loss < smoothed[len(smoothed) // 3]}
     draw_levels(axes, levels, left=reached_late)
     heights = [*smoothed[len(smoothed) // 50 :], *levels.values()]
-    axes.set_yscale("log")  # levels that are near to one another at the bottom stay apart
+    axes.set_yscale("log")  # separates close levels at the bottom
     axes.set_ylim(0.85 * min(heights), 1.4 * max(heights))
     axes.yaxis.set_major_locator(FixedLocator([0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8]))
     axes.yaxis.set_minor_locator(NullLocator())
@@ -81,7 +81,7 @@ def draw_losses(axes: Axes, record: Mapping[str, Any]) -> None:
 
 
 def draw_resumed(axes: Axes, resumed: Mapping[str, Any], scale: float) -> None:
-    """The run that was killed, over the unbroken one, and where it was."""
+    """Draw the killed and resumed run over the uninterrupted one, and mark both steps."""
     steps, raw = columns(resumed["train"], scale)
     label = (
         f"killed after step {resumed['killed_after']}, resumed from {resumed['from_step']}:\n"
@@ -93,7 +93,7 @@ def draw_resumed(axes: Axes, resumed: Mapping[str, Any], scale: float) -> None:
 
 
 def draw_accuracy(axes: Axes, record: Mapping[str, Any]) -> None:
-    """Share of last words that are right, and of those that are guessed right."""
+    """Draw the last-word accuracy of the model and of guesses."""
     steps, shares = columns(record["last_word_accuracy"], 0.01)
     axes.plot(
         steps, shares, color=HELD_OUT, marker="o", markersize=4, label="last words that are right"
@@ -108,13 +108,13 @@ def draw_accuracy(axes: Axes, record: Mapping[str, Any]) -> None:
 def draw_levels(
     axes: Axes, levels: Mapping[str, float], *, left: Collection[str], form: str = "{:.2f}"
 ) -> None:
-    """Dashed lines with name and height; the lower of two near ones is named below its line.
+    """Draw dashed lines with name and height; the lower of two close ones is labelled below.
 
     Args:
-      axes: What to draw on.
-      levels: Heights by name.
-      left: Those to name at the left, where the curve is elsewhere; the others are at the right.
-      form: Of a height.
+      axes: Axes to draw on.
+      levels: Height of each level by name.
+      left: Names of the levels that are labelled at the left; the others are at the right.
+      form: Format of a height.
     """
     above = math.inf
     for name, height in sorted(levels.items(), key=lambda level: -level[1]):
@@ -136,5 +136,5 @@ def draw_levels(
 
 
 def columns(points: Sequence[Sequence[float]], scale: float) -> tuple[list[float], list[float]]:
-    """Steps, and heights divided by `scale`."""
+    """Return the steps, and the heights divided by `scale`."""
     return [step for step, _ in points], [height / scale for _, height in points]

@@ -1,4 +1,4 @@
-"""The command `runner`, run again and again in one folder, and killed where that is wanted."""
+"""Run and kill `runner` commands, whose jobs are in one folder."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from layerkit_runner.observers import read_metrics
 
 
 class Runner:
-    """Runs commands in a folder, saying each before.
+    """A folder of jobs and the commands that ran in it.
 
     Args:
-      folder: Where jobs and data go.
-      overrides: Fields that are set in every run, by name.
+      folder: Folder of jobs and data.
+      overrides: Values of fields that are set in every run, by name.
     """
 
     def __init__(self, folder: Path, overrides: Mapping[str, str]) -> None:
+        """Create a runner without commands."""
         self.folder = folder
         self.overrides = overrides
         self.commands: list[str] = []
 
     def words(self, name: str, exp: str, fields: Mapping[str, Any], *flags: str) -> list[str]:
-        """The words after `runner` of a job."""
+        """Return the arguments of `runner` for a job."""
         settings = {**fields, **self.overrides}
         data = str(self.folder / "data")
         return [
@@ -43,42 +44,42 @@ class Runner:
         ]
 
     def start(self, words: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Starts a command, whose output goes to this one's."""
+        """Print and start a command that writes to the output of this process."""
         print(f"\n$ {shlex.join(['runner', *words])}", flush=True)
         return subprocess.Popen([sys.executable, "-m", "layerkit_runner.cli", *words])
 
     def note(self, words: Sequence[str], remark: str = "") -> None:
-        """Keeps a command for the record."""
+        """Add a command to the record."""
         self.commands.append(shlex.join(["runner", *words]) + remark)
 
     def run(self, words: Sequence[str]) -> None:
-        """Runs a command to its end, which must be a good one."""
+        """Run a command to its end; exit if it failed."""
         self.note(words)
         check(self.start(words))
 
     def run_with_a_kill(self, words: Sequence[str], job: Path, *, at_step: int) -> int:
-        """Kills the command once it has reported `at_step`; returns the last step in its record."""
+        """Kill the command after it reported `at_step`, and resume it; return its last step before the kill."""
         process = self.start(words)
         while last_step(job) < at_step:
             if process.poll() is not None:
-                sys.exit(f"the run ended before step {at_step}, at which it was to be killed")
+                sys.exit(f"the run ended before step {at_step}, the step of the kill")
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
         process.wait()
         killed = last_step(job)
-        print(f"killed after step {killed}; the same command goes on:", flush=True)
+        print(f"killed after step {killed}; resuming by the same command:", flush=True)
         check(self.start(words))
         return killed
 
 
 def check(process: subprocess.Popen[bytes]) -> None:
-    """Waits for a process, whose exit code must be 0."""
+    """Wait for a process; exit if it failed."""
     if process.wait():
         sys.exit(f"exit code {process.returncode}")
 
 
 def last_step(job: Path) -> int:
-    """The newest training step in the record of a job; 0 where there is none."""
+    """Return the newest training step in the metrics of a job, or 0 if there is none."""
     with contextlib.suppress(FileNotFoundError):
         return max((record["step"] for record in read_metrics(job).train), default=0)
     return 0

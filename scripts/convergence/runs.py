@@ -1,4 +1,4 @@
-"""What is run for each subject, one command after the other, and what of it is recorded."""
+"""The commands of each subject and the figures that are recorded."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from layerkit_runner.observers import read_metrics
 
 
 def curve(records: Sequence[Mapping[str, Any]], key: str = "loss") -> list[list[float]]:
-    """Pairs of step and value."""
+    """Return pairs of step and value."""
     return [[record["step"], record[key]] for record in records]
 
 
 def sizes(job: Path) -> dict[str, int]:
-    """How many weights are trained on how many tokens."""
+    """Return the numbers of weights and of training tokens."""
     metrics = read_metrics(job)
     steps = metrics.train[-1]["step"]
     return {
@@ -31,7 +31,7 @@ def sizes(job: Path) -> dict[str, int]:
 
 
 def train_pile(runner: Runner) -> dict[str, Any]:
-    """The unbroken run, the broken one, and an evaluation of all that is held out."""
+    """Train without interruption, train with a kill, and evaluate all held-out text."""
     exp, fields = RUNS["pile"]
     runner.run(runner.words("pile", exp, fields))
     whole = {**fields, "EVAL_NUM_BATCHES": None}
@@ -46,7 +46,7 @@ def train_pile(runner: Runner) -> dict[str, Any]:
         once.write_text(json.dumps({"killed_after": killed}))
     resumed = read_metrics(broken)
     unbroken = read_metrics(runner.folder / "pile")
-    # The first step after a resumption is reported besides.
+    # A resumed run reports its first step in addition to the summary steps.
     losses = dict(curve(resumed.train))
     differences = [abs(loss - losses[step]) for step, loss in curve(unbroken.train)]
     heldout = read_metrics(runner.folder / "pile" / "metrics_eval_once.jsonl").evals["heldout"]
@@ -67,7 +67,7 @@ def train_pile(runner: Runner) -> dict[str, Any]:
 
 
 def train_c4(runner: Runner) -> dict[str, Any]:
-    """The recipe of C4 on passages."""
+    """Train the recipe of C4 on the passages."""
     exp, fields = RUNS["c4"]
     runner.run(runner.words("c4", exp, fields))
     metrics = read_metrics(runner.folder / "c4")
@@ -80,7 +80,7 @@ def train_c4(runner: Runner) -> dict[str, Any]:
 
 
 def train_lambada(runner: Runner) -> dict[str, Any]:
-    """A model of passages, and at the same time the evaluation that follows it."""
+    """Train on the passages while a second job evaluates the checkpoints."""
     exp, fields = RUNS["lambada"]
     asked = "lm.pile.Lambada126M"
     source = f"--restore_checkpoint_dir={runner.folder / 'lambada_trained'}"
@@ -94,11 +94,11 @@ def train_lambada(runner: Runner) -> dict[str, Any]:
         follow.kill()
     trained = read_metrics(runner.folder / "lambada_trained")
     followed = read_metrics(runner.folder / "lambada" / "metrics_eval.jsonl").evals["lambada"]
-    # What was saved while an earlier checkpoint was evaluated, the last one in any case.
+    # Checkpoints that the second job missed, and the last one in any case.
     saved = [0, *(record["step"] for record in trained.evals["heldout"])]
     missed = sorted({*saved} - {record["step"] for record in followed[:-1]})
     which = f"--restore_checkpoint_step={','.join(map(str, missed))}"
-    # A folder of its own, so that the last checkpoint is evaluated a second time.
+    # A separate folder, so that the last checkpoint is evaluated a second time.
     words = runner.words("lambada_once", asked, LAST_WORDS, "--mode=eval_once", source, which)
     runner.run(words)
     path = runner.folder / "lambada_once" / "metrics_eval_once.jsonl"
@@ -117,5 +117,5 @@ def train_lambada(runner: Runner) -> dict[str, Any]:
 
 
 SUBJECTS = {"pile": train_pile, "c4": train_c4, "lambada": train_lambada}
-# Of each, the job that trains.
+# Training job of each subject.
 JOBS = {"pile": "pile", "c4": "c4", "lambada": "lambada_trained"}

@@ -61,7 +61,7 @@ class Regression(BaseModel):
         return metrics, NestedMap(errors=errors, scores=-errors)
 
     def decode(self, batch: NestedMap) -> NestedMap:
-        """Repeats each prompt's first id as often as there is room."""
+        """Repeat each prompt's first id as often as there is room."""
         width = batch.ids.shape[1] + 3
         lengths = batch.prompt_lengths + 3
         first = jnp.broadcast_to(batch.ids[:, :1], (batch.ids.shape[0], width))
