@@ -1,6 +1,6 @@
-"""The ground on which every test of the repository stands; it acts before JAX is imported.
+"""Configuration of all tests, which must run before JAX is imported.
 
-Tests run on eight simulated CPU devices, so that meshes and collectives are real without hardware.
+Tests run on eight simulated CPU devices, so meshes and collectives need no accelerator.
 """
 
 from __future__ import annotations
@@ -24,65 +24,65 @@ from packaging.version import Version
 
 PACKAGES = ("layerkit", "layerkit_inputs", "layerkit_runner", "layerkit_experiments")
 DEVICES = "--xla_force_host_platform_device_count"
-# Compiling takes most of the time of a test, and the compiled code runs only for a moment, so it
-# need not be fast. Several parts that are compiled side by side take more work in all.
+# Compilation dominates the time of a test, so the compiled code need not be fast. Parallel code
+# generation takes more CPU time in total.
 QUICK_COMPILES = [
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
     "--xla_cpu_parallel_codegen_split_count=1",
 ]
 # Without fusion emitters a layer compiles in less than half the time. jaxlib 0.11.1 removed the
-# flag, and XLA ends the process for a flag that it does not know.
+# flag, and XLA ends the process for an unknown flag.
 if Version(importlib.metadata.version("jaxlib")) < Version("0.11.1"):
     QUICK_COMPILES.append("--xla_cpu_use_fusion_emitters=false")
 
 COLLECTIVES = [
-    # XLA's scheduler for more concurrency lets each device start independent collectives in an
-    # order of its own. Devices that wait in different collectives wait for ever, as in pipelines.
+    # XLA's concurrency-optimized scheduler lets each device start independent collectives in a
+    # different order. Devices that wait in different collectives deadlock, as in pipelines.
     "--xla_cpu_enable_concurrency_optimized_scheduler=false",
-    # A collective whose devices wait longer than this for one another ends the process. XLA's own
-    # limit of 40 seconds is reached by a sound program on a busy machine.
+    # A collective that waits longer than this ends the process. XLA's default of 40 seconds is too
+    # short on a busy machine.
     "--xla_cpu_collective_call_terminate_timeout_seconds=300",
 ]
 
 if "jax" in sys.modules:
     raise pytest.UsageError(
-        "JAX was imported before conftest.py could ask for eight simulated devices; "
-        "find the plugin or PYTHONSTARTUP file that imports it."
+        "JAX was imported before conftest.py could request eight simulated devices. "
+        "Find the plugin or PYTHONSTARTUP file that imports it."
     )
 if DEVICES not in os.environ.get("XLA_FLAGS", ""):
     flags = [os.environ.get("XLA_FLAGS", ""), f"{DEVICES}=8", *QUICK_COMPILES, *COLLECTIVES]
     os.environ["XLA_FLAGS"] = " ".join(flags).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# XLA sizes the thread pool of its simulated devices by NPROC. With fewer threads than devices that
-# wait for one another, a collective never ends and the process aborts.
+# NPROC is the size of XLA's thread pool. A collective with more waiting devices than threads never
+# ends, and the process aborts.
 os.environ.setdefault("NPROC", "32")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# Shells start what runs in the background with SIGINT ignored, and nohup ignores SIGHUP. Whatever
-# the tests start would inherit that: a script of bash could not even trap the signal.
+# Shells start background processes with SIGINT ignored, and nohup ignores SIGHUP. Child processes
+# of the tests inherit ignored signals, and a bash script cannot trap them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# How long an example takes says nothing where its first one compiles. For more of them:
-# `--hypothesis-profile=thorough`; a number at a test is its own.
+# There is no deadline, because the first example compiles. `--hypothesis-profile=thorough` runs
+# more examples; a test that sets a number keeps it.
 hypothesis.settings.register_profile("ordinary", deadline=None, max_examples=25)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=200)
 hypothesis.settings.load_profile("ordinary")
 
 
 def package_origins() -> dict[str, Path]:
-    """Where each package of the project that this interpreter can import comes from."""
+    """Return the origin of each package of the project that this interpreter can import."""
     specs = {name: importlib.util.find_spec(name) for name in PACKAGES}
     return {name: Path(spec.origin) for name, spec in specs.items() if spec and spec.origin}
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuses to test a source folder where installed wheels are to be tested.
+    """Fail if installed wheels are to be tested and a package comes from a source folder.
 
-    `LAYERKIT_TEST_INSTALLED` holds the names of the packages that must be installed, separated by
-    commas; no other package of the project may then be importable.
+    `LAYERKIT_TEST_INSTALLED` is a comma-separated list of the packages that must be installed. No
+    other package of the project may be importable.
     """
     wanted = os.environ.get("LAYERKIT_TEST_INSTALLED")
     if wanted is None:
@@ -91,7 +91,8 @@ def pytest_configure(config: pytest.Config) -> None:
     origins = package_origins()
     if set(origins) != set(wanted.split(",")):
         raise pytest.UsageError(
-            f"the packages to test are {wanted}, those importable are {','.join(origins)}"
+            f"LAYERKIT_TEST_INSTALLED={wanted}: expected the importable packages,"
+            f" {','.join(origins)}"
         )
     for name, origin in origins.items():
         if installed not in origin.resolve().parents:
@@ -99,7 +100,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Says which copies of the packages are under test."""
+    """Report the folders of the packages under test."""
     return [f"{name}: {origin.parent}" for name, origin in package_origins().items()]
 
 
@@ -111,7 +112,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-messages",
         action="store_true",
-        help=f"rewrite the messages in {MESSAGES} of the tests that run, then review them by git",
+        help=f"rewrite the messages in {MESSAGES} of the tests that run; review them with git",
     )
 
 

@@ -1,7 +1,6 @@
-"""Small jobs, run by the command that people use, and what is left in their folders.
+"""Fixtures that run small jobs by the command `runner` and read their folders.
 
-Every process of a test session keeps its compiled programs in one folder, so that only the first of
-its kind compiles.
+All processes of a test session share a compilation cache.
 """
 
 from __future__ import annotations
@@ -91,12 +90,12 @@ class Job:
     """A command line, its folder and its devices.
 
     Attributes:
-      exp: The experiment.
-      folder: Its --job_log_dir.
-      cache: Where compiled programs are kept.
-      num_devices: How many are simulated.
-      fields: Overrides, besides those that make it small.
-      flags: Other words of the command.
+      exp: Name of the experiment.
+      folder: Job folder, `--job_log_dir`.
+      cache: Folder of the compilation cache.
+      num_devices: Number of simulated devices.
+      fields: Overrides in addition to those that make the experiment small.
+      flags: Other arguments of the command.
     """
 
     exp: str
@@ -107,23 +106,23 @@ class Job:
     flags: tuple[str, ...] = ()
 
     def arguments(self, *more: str) -> list[str]:
-        """The words after `runner`."""
+        """Return the arguments of `runner`."""
         fields = {**SMALL.get(self.exp, {}), **self.fields}
         words = [f"--fdl.{name}={value}" for name, value in fields.items()]
         folders = [f"--job_log_dir={self.folder}", f"--jax_compilation_cache={self.cache}"]
         return [f"--exp={self.exp}", *words, *folders, *self.flags, *more]
 
     def start(self, *more: str) -> subprocess.Popen[str]:
-        """Start the command as a process of its own."""
+        """Start the command as a new process."""
         return self.start_with(self.arguments(*more))
 
     def environment(self) -> dict[str, str]:
-        """That of the tests, with this job's number of devices; the last of equal flags counts."""
+        """Return the environment of the tests with this job's number of devices."""
         devices = f"--xla_force_host_platform_device_count={self.num_devices}"
         return {**os.environ, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {devices}"}
 
     def start_with(self, arguments: Sequence[str]) -> subprocess.Popen[str]:
-        """Start a command with these words and this job's devices."""
+        """Start a command with these arguments and this job's devices."""
         return subprocess.Popen(
             [sys.executable, "-m", "layerkit_runner.cli", *arguments],
             cwd=Path(__file__).parent,  # where experiments of these tests are found
@@ -135,7 +134,7 @@ class Job:
 
     @contextlib.contextmanager
     def started_as(self, count: int, *more: str) -> Iterator[list[subprocess.Popen[str]]]:
-        """The command as so many processes of one job, which end with the block."""
+        """Start the command as `count` processes of one job; kill them at the end of the block."""
         with socket.socket() as free:
             free.bind(("localhost", 0))
             address = f"localhost:{free.getsockname()[1]}"
@@ -151,7 +150,7 @@ class Job:
                 process.stdout.close()
 
     def run_as(self, count: int, *more: str, code: int = 0) -> list[str]:
-        """Run the command as so many processes to their ends; returns what each printed."""
+        """Run the command as `count` processes to the end; return the output of each."""
         with self.started_as(count, *more) as processes:
             outputs = [process.communicate(timeout=TIMEOUT)[0] for process in processes]
         for process, output in zip(processes, outputs, strict=True):
@@ -159,30 +158,30 @@ class Job:
         return outputs
 
     def run(self, *more: str, code: int = 0) -> str:
-        """Run the command to its end and returns what it printed."""
+        """Run the command to its end and return its output."""
         process = self.start(*more)
         output, _ = process.communicate(timeout=TIMEOUT)
         assert process.returncode == code, output
         return output
 
     def run_here(self, *more: str) -> int:
-        """Run the command in this process, on all its devices; returns the exit code."""
+        """Run the command in this process, on all its devices; return the exit code."""
         return cli.main(self.arguments(*more))
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of its checkpoints."""
+        """Return the folder of its checkpoints."""
         return self.folder / "checkpoints"
 
     def steps_logged(self) -> list[int]:
-        """Steps in metrics.jsonl, in order of writing; those of lost work too."""
+        """Return the steps in metrics.jsonl in order of writing, including repeated ones."""
         path = self.folder / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         records = [json.loads(line) for line in lines if line.endswith("}")]
         return [r["step"] for r in records if "event" not in r and "dataset" not in r]
 
     def wait_for(self, process: subprocess.Popen[str], condition: Callable[[], Any]) -> bool:
-        """Wait until `condition` holds; False if the process ended before."""
+        """Wait until `condition` holds; return False if the process ended before."""
         deadline = time.monotonic() + TIMEOUT
         while process.poll() is None:
             if condition():
@@ -196,11 +195,11 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A checkpoint as plain values.
+    """The contents of a checkpoint as NumPy arrays and plain values.
 
     Attributes:
-      leaves: Path to array, of weights, optimizer state and all else.
-      input_states: Where the inputs stood.
+      leaves: Arrays of the train state by path.
+      input_states: States of the inputs.
     """
 
     leaves: dict[str, np.ndarray]
@@ -208,7 +207,7 @@ class Saved:
 
 
 def read_checkpoint(job: Job, step: int) -> Saved:
-    """Read a checkpoint without knowing whose it is."""
+    """Read a checkpoint without its experiment."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target: dict[str, Any] = {}
     folder = job.checkpoints / f"checkpoint_{step:08d}"
@@ -228,7 +227,7 @@ def read_checkpoint(job: Job, step: int) -> Saved:
 
 
 def assert_same_bits(ours: Saved, reference: Saved) -> None:
-    """Weights, optimizer state, step and input state, to the last bit."""
+    """Assert that two checkpoints have bitwise equal train states and input states."""
     assert ours.leaves.keys() == reference.leaves.keys()
     for name, leaf in reference.leaves.items():
         assert ours.leaves[name].dtype == leaf.dtype
@@ -237,7 +236,7 @@ def assert_same_bits(ours: Saved, reference: Saved) -> None:
 
 
 def unfinished(job: Job) -> list[Path]:
-    """Folders of saves that are under way, or never ended."""
+    """Return the folders of unfinished saves."""
     return list(job.checkpoints.glob("*orbax-checkpoint-tmp*"))
 
 
@@ -245,7 +244,7 @@ def kill_inside_a_save(job: Job, process: subprocess.Popen[str]) -> None:
     """Kill the process while a checkpoint is half written."""
     while job.wait_for(process, lambda: unfinished(job)):
         process.send_signal(signal.SIGSTOP)
-        # Stopped, it can no longer finish between this look and the kill.
+        # A stopped process cannot finish the save between this check and the kill.
         if unfinished(job):
             process.kill()
             process.communicate()
@@ -257,13 +256,13 @@ def kill_inside_a_save(job: Job, process: subprocess.Popen[str]) -> None:
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compiled programs, for all processes of this session."""
+    """Return the folder of the compilation cache of this session."""
     return tmp_path_factory.mktemp("compiled")
 
 
 @pytest.fixture(scope="session")
 def text_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of small texts, which decides what LocalText reads."""
+    """Return a folder of small texts for LocalText."""
     folder = tmp_path_factory.mktemp("texts")
     draw = random.Random(0)
     words = [
@@ -289,7 +288,7 @@ def text_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class Jobs:
-    """Make jobs; holds the functions of this file, which tests cannot import."""
+    """A factory of jobs, with the functions of this file, which tests cannot import."""
 
     cache: Path
     text_files: Path
@@ -299,7 +298,7 @@ class Jobs:
     unfinished: Callable[[Job], list[Path]] = unfinished
 
     def make(self, exp: str, folder: Path, *flags: str, num_devices: int = 1, **fields: Any) -> Job:
-        """A small job in `folder`."""
+        """Return a small job in `folder`."""
         if exp in ("lm.quickstart.LocalText", "text_anywhere.TextAnywhere"):
             fields = {"TEXT_FILES": f"['{self.text_files}']", **fields}
         return Job(exp, folder, self.cache, num_devices, fields, flags)
@@ -312,7 +311,7 @@ def jobs(cache: Path, text_files: Path) -> Jobs:
 
 @pytest.fixture
 def running() -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes to end when the test ends, whatever happened."""
+    """Return a list for processes that are killed when the test ends."""
     processes: list[subprocess.Popen[str]] = []
     yield processes
     for process in processes:

@@ -1,4 +1,4 @@
-"""Inputs that stop answering at a row, as an experiment that processes of their own import."""
+"""An experiment for subprocesses, with inputs that block at a row."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from layerkit_inputs.synthetic import SyntheticInput
 
 
 class StallingInput(SyntheticInput):
-    """Synthetic tokens up to a row, then nothing, as of storage that does not answer."""
+    """A synthetic input that blocks at a row, like storage that does not respond."""
 
     stalls_at: int | None = None
-    """The first row that is never read; None reads all."""
+    """The first row that blocks; None reads all rows."""
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
         if self.stalls_at is not None and rows.max() >= self.stalls_at:
@@ -25,7 +25,7 @@ class StallingInput(SyntheticInput):
 
 
 class Stalling(LmCloudSpmdTest):
-    """Two rows a step; held-out data are read only if they are evaluated."""
+    """An experiment with two rows per step, whose inputs may block."""
 
     NUM_LAYERS = 1
     MODEL_DIMS = 16

@@ -1,4 +1,4 @@
-"""docs/convergence.md: what its levels rest on, that it is up to date, and its runs, made tiny."""
+"""Tests of docs/convergence.md: its reference levels, its records, and its runs at tiny size."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def part() -> Any:
     sys.path.remove(str(SCRIPTS))
 
 
-def test_the_probabilities_of_all_passages_add_up_to_one(part: Any):
+def test_probabilities_of_all_passages_sum_to_one(part: Any):
     passages: ModuleType = part("passages")
     grammar = passages.Grammar(
         names=("Anna",),
@@ -55,16 +55,16 @@ def test_the_probabilities_of_all_passages_add_up_to_one(part: Any):
         returned=(1, 2),
     )
     drawn = passages.draw_passages(20_000, seed=0, grammar=grammar)
-    # 6 openings with one thing, to which 2 or 4 endings return; 12 with two, and 4 or 16.
+    # 6 beginnings with one thing have 2 or 4 endings; 12 beginnings with two have 4 or 16.
     assert len({p.text for p in drawn}) == 6 * (2 + 4) + 12 * (4 + 16)
     probabilities = {passage.text: math.exp(-passage.nats) for passage in drawn}
     assert sum(probabilities.values()) == pytest.approx(1)
-    # Who has forgotten gives some of the probability to passages that there are not.
+    # A forgetful reader also gives probability to passages that the grammar excludes.
     assert all(passage.nats < passage.forgetful_nats for passage in drawn)
     assert all(passage.nats <= passage.unsorted_nats for passage in drawn)
 
 
-def test_the_last_word_is_named_before_and_only_the_passage_tells_it(part: Any):
+def test_last_word_is_one_of_the_things_that_the_passage_names(part: Any):
     passages: ModuleType = part("passages")
     things = passages.Grammar().things
     for passage in passages.draw_passages(200, seed=3):
@@ -74,7 +74,7 @@ def test_the_last_word_is_named_before_and_only_the_passage_tells_it(part: Any):
         assert last in named and len(named) == passage.candidates
 
 
-def test_the_page_says_what_the_records_say(part: Any):
+def test_page_equals_its_records(part: Any):
     page = PAGE.read_text()
     folder = PAGE.with_suffix("")
     assert {path.stem for path in folder.glob("*.json")} == set(SUBJECTS)
@@ -85,7 +85,7 @@ def test_the_page_says_what_the_records_say(part: Any):
 
 
 def run(tmp_path: Path, *subjects: str) -> dict[str, Any]:
-    """The script on tiny models; returns its records."""
+    """Run the script on tiny models and return its records."""
     page = tmp_path / "page.md"
     page.write_text("".join(f"<!-- {name} -->\n<!-- end of {name} -->\n" for name in subjects))
     done = subprocess.run(
@@ -112,7 +112,7 @@ def run(tmp_path: Path, *subjects: str) -> dict[str, Any]:
 
 
 @pytest.mark.experiments
-def test_a_killed_run_lies_on_the_unbroken_one(tmp_path: Path):
+def test_killed_and_resumed_run_equals_uninterrupted_run(tmp_path: Path):
     found = run(tmp_path, "pile")["pile"]
     resumed = found["resumed"]
     assert resumed["largest_difference"] == 0.0
@@ -122,7 +122,7 @@ def test_a_killed_run_lies_on_the_unbroken_one(tmp_path: Path):
 
 
 @pytest.mark.experiments
-def test_passages_and_their_last_words(tmp_path: Path):
+def test_c4_and_lambada_runs_reach_their_levels(tmp_path: Path):
     pytest.importorskip("seqio")
     pytest.importorskip("sentencepiece")
     found = run(tmp_path, "data", "c4", "lambada")
@@ -134,5 +134,5 @@ def test_passages_and_their_last_words(tmp_path: Path):
     steps = [step for step, _ in lambada["last_word_accuracy"]]
     assert steps == list(range(0, TINY["MAX_STEPS"] + 1, TINY["CHECKPOINT_EVERY_N_STEPS"]))
     last = lambada["last_word_accuracy"][-1]
-    # By the job that followed, and by one that was started afterwards.
+    # The job that watched the checkpoints and the later job agree.
     assert last == lambada["eval_once"] and lambada["followed"][-1] == TINY["MAX_STEPS"]

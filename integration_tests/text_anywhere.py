@@ -1,7 +1,4 @@
-"""LocalText as one experiment that runs under either partitioner, and so goes on under the other.
-
-A folder holds runs of one experiment. Which partitioner spreads the work is a field of this one.
-"""
+"""An experiment that can resume under the other partitioner, which one of its fields selects."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ class TextAnywhere(LocalText):
     """A tiny model on small texts, over a mesh or under pmap."""
 
     UNDER_PMAP: bool = False
-    """Whether the state is whole on every device; ICI_MESH_SHAPE then says nothing."""
+    """Whether the state is replicated on all devices, which ignores ICI_MESH_SHAPE."""
 
     VOCAB_SIZE = 264
     NUM_LAYERS = 1
@@ -30,9 +27,9 @@ class TextAnywhere(LocalText):
     SUMMARY_INTERVAL_STEPS = 1
 
     def decode_datasets(self) -> list[Config]:
-        """None: what is decoded, the weights tell."""
+        """Return no configs, since the tests compare the weights."""
         return []
 
     def partitioner(self) -> Config:
-        """The config of the partitioner."""
+        """Return the config of the partitioner."""
         return PmapPartitioner.HParams.config() if self.UNDER_PMAP else super().partitioner()

@@ -1,7 +1,7 @@
-"""Thirteen examples in several splits, as an experiment that processes of their own import.
+"""An experiment for subprocesses, with thirteen examples in several splits.
 
-Every row counts with weight 1, so an evaluation that reads each exactly once has a total weight of
-13, whatever the number of processes and however the rows lie.
+Every row has weight 1, so an evaluation that reads each row once has a total weight of 13 for any
+number of processes and shards.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LENGTH = 8
 
 
 def rows_of(numbers: np.ndarray) -> NestedMap:
-    """Row n is the ids n + 1, n + 2, …; only its last prediction counts, with weight 1."""
+    """Return rows with the ids n + 1, n + 2, …; only the last prediction has weight 1."""
     tokens = numbers[:, None] + 1 + np.arange(LENGTH + 1)
     weights = np.zeros((len(numbers), LENGTH), np.float32)
     weights[:, -1] = 1
@@ -38,7 +38,7 @@ def rows_of(numbers: np.ndarray) -> NestedMap:
 
 
 class _Metrics(BaseInput):
-    """Metrics that tell which examples they were made of."""
+    """An input whose metrics identify their examples."""
 
     has_score_metrics = True
     has_prediction_metrics = True
@@ -54,7 +54,7 @@ class _Metrics(BaseInput):
 
 
 class Indexed(_Metrics, IndexedInput):
-    """Rows by number: every process plans its share from one index."""
+    """An input with random access to the rows."""
 
     def _num_rows(self) -> int:
         return NUM_ROWS
@@ -64,7 +64,7 @@ class Indexed(_Metrics, IndexedInput):
 
 
 class Shards(_Metrics):
-    """Each host has a shard of its own; no shard knows how long the others are."""
+    """An input with a separate shard per host, of different lengths."""
 
     shard_sizes: Sequence[int] = (NUM_ROWS,)
 
@@ -90,7 +90,7 @@ class Shards(_Metrics):
 
 
 class FailsOnOneHost(Indexed):
-    """After a few batches, the file of the last host turns out to be damaged."""
+    """An input that raises BadRecordError on the last host after a few batches."""
 
     def get_next(self) -> NestedMap:
         batch = super().get_next()
@@ -101,7 +101,7 @@ class FailsOnOneHost(Indexed):
 
 
 class HangsOnOneHost(Indexed):
-    """After a few batches, the file of the last host is never read to its end."""
+    """An input that blocks on the last host after a few batches."""
 
     def get_next(self) -> NestedMap:
         is_last = self.infeed_host_index == self.num_infeed_hosts - 1
@@ -111,7 +111,7 @@ class HangsOnOneHost(Indexed):
 
 
 class Thirteen(LmCloudSpmdTest):
-    """A tiny model: trains on the rows, evaluates them in three splits, decodes one of them."""
+    """A tiny model that trains on the rows, evaluates three splits and decodes one of them."""
 
     SHARDS: list[int] = [NUM_ROWS]
     EMPTY_SHARDS: list[int] = [NUM_ROWS]

@@ -1,4 +1,4 @@
-"""A run that is closely watched, as an experiment that processes of their own import."""
+"""Experiments for subprocesses, with early stopping, custom metrics and several programs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from layerkit_runner.training.task_metrics import Max, Mean
 
 
 class Told(StoppingRule):
-    """Stops when process 0 says so; the others would go on."""
+    """A rule that is true on process 0 only, to test that all processes agree."""
 
     at_step: int
 
@@ -29,7 +29,7 @@ class Told(StoppingRule):
 
 
 class Reporting(LanguageModel):
-    """Report its ids as a histogram and as pictures."""
+    """A language model that reports its ids as a histogram and as images."""
 
     def compute_predictions(self, batch: NestedMap) -> Any:
         ids = batch.ids.astype(jnp.float32)
@@ -39,7 +39,7 @@ class Reporting(LanguageModel):
 
 
 class Watched(LmCloudSpmdTest):
-    """Evaluates its training batches, and stops early."""
+    """An experiment that evaluates its training batches and stops early."""
 
     NUM_LAYERS = 1
     MODEL_DIMS = 16
@@ -68,7 +68,7 @@ class Watched(LmCloudSpmdTest):
 
 
 class TakingTurns(Watched):
-    """Train two steps on rows of one length, then one on longer ones, to its last step."""
+    """An experiment that alternates two steps on short rows with one step on longer rows."""
 
     MAX_STEPS = 8
     STOP_AT = 100
@@ -93,7 +93,7 @@ class TakingTurns(Watched):
 
 
 class BadLabels(TakingTurns):
-    """Stops when so many steps in a row were skipped; see `SyntheticWithBadLabels`."""
+    """An experiment that fails after consecutive skipped steps; see `SyntheticWithBadLabels`."""
 
     MAX_SKIPPED: int = 2
 
@@ -108,7 +108,7 @@ class BadLabels(TakingTurns):
 
 
 class SyntheticWithBadLabels(SyntheticInput):
-    """From the third batch on, the last host has one label outside the vocabulary."""
+    """An input with one label outside the vocabulary on the last host, from the third batch on."""
 
     def get_next(self) -> NestedMap:
         batch = super().get_next()

@@ -1,8 +1,8 @@
-"""Kill a run over and over, at moments that are seen and not guessed, and looks at what is left.
+"""Fixtures that kill a run repeatedly at observed moments and check its folder.
 
-`Turn` is the command started once, as one process or several; it can hold all of them still while
-it looks where they are, so that a kill inside a save or an evaluation is inside. `Chaos` is a whole
-run of many turns, with what must hold after each.
+`Turn` is one start of the command, as one process or several. It pauses all of them while it checks
+their progress, so a kill inside a save or an evaluation is certainly inside. `Chaos` is a run of
+many turns with checks after each.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ FIELDS = {
     "task.train.save_keep_interval_steps": POLICY.keep_interval_steps,
     "task.train.save_best_metric": f"'{BEST}'",
 }
-# What a checkpoint has in its folder, whatever its format, from its commit to its deletion.
+# Contents of the folder of a committed checkpoint in any format.
 PARTS = ("_CHECKPOINT_METADATA", "state", "input_states", "metadata", "integrity/manifest.json")
 
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """What is to happen to a turn.
+    """A signal to one process of a turn.
 
     Attributes:
       moment: `start`, `step`, `save`, `deletion`, `evaluation` or `end`.
-      signal: Sent to one process.
-      victim: Which.
-      steps: Made by the turn before the moment is waited for.
-      delay: Seconds to wait besides, at the moments that last.
+      signal: Signal to send.
+      victim: Index of the process.
+      steps: Number of steps of the turn before the moment.
+      delay: Additional seconds to wait.
     """
 
     moment: str
@@ -74,7 +74,7 @@ class Kill:
 
 
 class Turn:
-    """The command, started once.
+    """One start of the command.
 
     Args:
       job: What to run.
@@ -82,14 +82,14 @@ class Turn:
       outputs: Where what they print is kept.
 
     Attributes:
-      went_on_from: The step that it said to go on from; None before.
-      trained: Steps that it reported, in order.
-      evaluated: Steps whose evaluation it reported.
-      seconds_to_notice: From the end of a lost process to that of all others.
+      resumed_from: Step that it resumed from; None before its report.
+      trained: Reported training steps, in order.
+      evaluated: Steps with a reported evaluation.
+      seconds_to_notice: Seconds from the end of a lost process to the end of all others.
     """
 
     def __init__(self, job: Any, count: int, outputs: Path):
-        self.went_on_from: int | None = None
+        self.resumed_from: int | None = None
         self.trained: list[int] = []
         self.evaluated: list[int] = []
         self.seconds_to_notice = 0.0
@@ -120,11 +120,11 @@ class Turn:
 
     @property
     def output(self) -> str:
-        """What all processes printed."""
+        """Return the output of all processes."""
         return "\n".join(path.read_text(errors="replace") for path in self._outputs)
 
     def look(self) -> None:
-        """Read what was reported since the last look."""
+        """Read the records since the last call."""
         if not self._log.exists():
             return
         with self._log.open("rb") as log:
@@ -134,14 +134,14 @@ class Turn:
         self._offset += len(lines)
         for record in map(json.loads, lines.splitlines()):
             if "event" in record:
-                self.went_on_from = record["step"]
+                self.resumed_from = record["step"]
             elif "dataset" in record:
                 self.evaluated.append(record["step"])
             else:
                 self.trained.append(record["step"])
 
     def is_at(self, moment: str) -> bool:
-        """Whether the turn is there now."""
+        """Return whether the turn is at the moment now."""
         self.look()
         if moment == "save":
             return any(self._job.checkpoints.glob("*orbax-checkpoint-tmp*"))
@@ -153,7 +153,7 @@ class Turn:
         return True
 
     def wait_for(self, condition: Callable[[], Any]) -> bool:
-        """Wait until `condition` holds; False if a process ended before."""
+        """Wait until `condition` holds; return False if a process ended before."""
         deadline = time.monotonic() + SECONDS_TO_MOVE
         while all(process.poll() is None for process in self.processes):
             if condition():
@@ -164,10 +164,10 @@ class Turn:
         return False
 
     def strike(self, kill: Kill, num_steps: int) -> str | None:
-        """Wait for the moment and sends the signal.
+        """Wait for the moment and send the signal.
 
         Returns:
-          The moment, which is `step` where a kill at the start came late; None if all had ended.
+          The moment, which is `step` if a kill at the start was late; None if a process had ended.
         """
         if kill.moment == "start":
             begun = time.monotonic()
@@ -223,7 +223,7 @@ class Turn:
 
     def _has_come_to(self, step: int) -> bool:
         self.look()
-        return step in (self.went_on_from, *self.trained[-1:])
+        return step in (self.resumed_from, *self.trained[-1:])
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
@@ -280,8 +280,8 @@ class Chaos:
         finally:
             turn.kill()
         self._note(turn, kill, moment, codes)
-        if turn.went_on_from is not None:
-            assert turn.went_on_from == newest, "a committed step was lost"
+        if turn.resumed_from is not None:
+            assert turn.resumed_from == newest, "a committed step was lost"
             for path in left:
                 assert f"Deleted the unfinished checkpoint {path}, " in turn.output
         self._check_checkpoints()
@@ -320,14 +320,14 @@ class Chaos:
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """A run that nobody stopped.
+    """An uninterrupted run.
 
     Attributes:
-      job: It.
-      num_steps: Of the run.
-      held_out: Loss of each evaluation, by step.
-      seconds_to_first_step: From the start of the command.
-      seconds_at_end: From the report of the last step to the end of the command.
+      job: Job of the run.
+      num_steps: Number of training steps.
+      held_out: Loss of each evaluation by step.
+      seconds_to_first_step: Seconds from the start of the command to the first step.
+      seconds_at_end: Seconds from the report of the last step to the end of the command.
     """
 
     job: Any
@@ -338,7 +338,7 @@ class Reference:
 
 
 def run_reference(job: Any, count: int, outputs: Path, num_steps: int) -> Reference:
-    """Run a job to its end and measures it."""
+    """Run a job to its end and measure it."""
     begun = time.monotonic()
     turn = Turn(job, count, outputs / "reference")
     try:
@@ -356,24 +356,24 @@ def run_reference(job: Any, count: int, outputs: Path, num_steps: int) -> Refere
 
 
 def check_codes(codes: list[int], kill: Kill | None, moment: str | None, output: str) -> None:
-    """Whether the processes ended as they should."""
+    """Assert that the exit codes of the processes fit the kill."""
     if kill is None or moment is None:
         assert codes == [0] * len(codes), output
     elif kill.signal == signal.SIGKILL:
         others = [code for index, code in enumerate(codes) if index != kill.victim]
         assert codes[kill.victim] == -signal.SIGKILL
-        # After the last step, another process may have been done.
+        # After the last step, another process may have ended before.
         assert moment == "end" or all(code != 0 for code in others), output
     else:
-        # Before the handler is there, the signal ends the process as it ends any; after the last
-        # step, what is left to do is done.
+        # Before the handler is installed, the default action ends the process. After the last step,
+        # the process completes.
         allowed = {128 + signal.SIGTERM}
         allowed |= {"start": {-signal.SIGTERM}, "end": {0}}.get(moment, set())
         assert codes[kill.victim] in allowed, output
 
 
 def verify(job: Any) -> dict[int, bool]:
-    """What the tool says of every committed step: whether it is sound."""
+    """Return whether each committed step is intact, as `runner checkpoints verify` reports."""
     if not folders.committed_steps(epath.Path(job.checkpoints)):
         return {}
     with contextlib.redirect_stdout(io.StringIO()) as said:
@@ -383,7 +383,7 @@ def verify(job: Any) -> dict[int, bool]:
 
 
 def half_deleted(checkpoints: Path) -> list[Path]:
-    """Steps of which something is gone already."""
+    """Return the folders of steps whose deletion has begun."""
     steps = folders.committed_steps(epath.Path(checkpoints))
     paths = [Path(folders.step_folder(epath.Path(checkpoints), step)) for step in steps]
     return [
@@ -394,7 +394,7 @@ def half_deleted(checkpoints: Path) -> list[Path]:
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """Return a free TCP port."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return free.getsockname()[1]
@@ -402,7 +402,7 @@ def free_port() -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Driver:
-    """What the tests of this folder need of this file, which they cannot import."""
+    """The classes and functions of this file for the tests of this folder."""
 
     fields: Mapping[str, Any]
     kill: type[Kill] = Kill

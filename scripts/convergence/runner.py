@@ -58,7 +58,7 @@ class Runner:
         check(self.start(words))
 
     def run_with_a_kill(self, words: Sequence[str], job: Path, *, at_step: int) -> int:
-        """Kill the command after it reported `at_step`, and resume it; return its last step before the kill."""
+        """Kill the command after `at_step` and resume it; return the last step before the kill."""
         process = self.start(words)
         while last_step(job) < at_step:
             if process.poll() is not None:

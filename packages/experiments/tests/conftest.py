@@ -1,4 +1,4 @@
-"""Experiments are tested as they are written, whatever this machine's environment says of data."""
+"""Fixture that hides the data folders of this machine from the tests of experiments."""
 
 from __future__ import annotations
 

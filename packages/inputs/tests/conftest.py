@@ -11,7 +11,7 @@ LINES = [f"line {number} of some text, and {number * 7} words more of it" for nu
 
 @pytest.fixture(scope="session")
 def sentencepiece_file(tmp_path_factory):
-    """A SentencePiece model with T5's special ids: padding 0, EOS 1, no BOS."""
+    """Return the path of a SentencePiece model with T5's special ids: padding 0, EOS 1, no BOS."""
     sentencepiece = pytest.importorskip("sentencepiece")
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -31,7 +31,7 @@ def sentencepiece_file(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tokenizer_json(tmp_path_factory):
-    """A byte-level BPE as GPT-2's, `<|endoftext|>` being its only special token."""
+    """Return the path of a byte-level BPE like GPT-2's, with one special token, `<|endoftext|>`."""
     tokenizers = pytest.importorskip("tokenizers")
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

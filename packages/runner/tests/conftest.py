@@ -1,4 +1,4 @@
-"""A model so small that its numbers can be worked out by hand, and what is needed to train it."""
+"""A regression model whose results can be computed by hand, with its inputs and task config."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from layerkit_runner.training.train_hparams import TrainHParams
 
 
 class Regression(BaseModel):
-    """½·(x·w − y)², weighted; `aux` times the mean of (x·w)² is an auxiliary loss."""
+    """A model with the weighted loss ½·(x·w − y)² and the auxiliary loss `aux` · mean((x·w)²)."""
 
     dims: int = 2
     aux: float = 0.0
@@ -61,7 +61,7 @@ class Regression(BaseModel):
         return metrics, NestedMap(errors=errors, scores=-errors)
 
     def decode(self, batch: NestedMap) -> NestedMap:
-        """Repeat each prompt's first id as often as there is room."""
+        """Append the first id of each prompt three times."""
         width = batch.ids.shape[1] + 3
         lengths = batch.prompt_lengths + 3
         first = jnp.broadcast_to(batch.ids[:, :1], (batch.ids.shape[0], width))
@@ -85,7 +85,7 @@ class Counter(BaseLayer):
 
 
 class Points(IndexedInput):
-    """Row n is x = (n mod 5, 1), y = n mod 3, weight 1; x is NaN in bad rows."""
+    """An input whose row n is x = (n mod 5, 1), y = n mod 3, weight 1. x is NaN in bad rows."""
 
     num_rows: int = 7
     bad_rows: Sequence[int] = ()
@@ -101,7 +101,7 @@ class Points(IndexedInput):
 
 
 class Prompts(IndexedInput):
-    """Prompt n is n + 1 times the id n + 1."""
+    """An input whose prompt n is the id n + 1, repeated n + 1 times."""
 
     num_rows: int = 3
 
@@ -120,7 +120,7 @@ class Prompts(IndexedInput):
 
 
 def task_config(*, learner: dict[str, Any] | None = None, train: Any = None, **model: Any) -> Any:
-    """The config of a task that trains a Regression, by SGD with rate 1 unless told otherwise."""
+    """Return the config of a task that trains a Regression, by default by SGD with rate 1."""
     settings = {"optimizer": Partial(optax.sgd), "learning_rate": 1.0, **(learner or {})}
     return SingleTask.HParams.config(
         model=Regression.HParams.config(**model),
@@ -132,7 +132,7 @@ def task_config(*, learner: dict[str, Any] | None = None, train: Any = None, **m
 
 @pytest.fixture(scope="session")
 def tiny() -> SimpleNamespace:
-    """`task_config` and the classes of this file, which tests cannot import."""
+    """Return `task_config` and the classes of this file, which tests cannot import."""
     return SimpleNamespace(
         task_config=task_config,
         Regression=Regression,
