@@ -52,7 +52,7 @@ class Written:
 
 
 def started(cls: type, job: Any, *flags: str, mode: str = "train") -> Job:
-    """A job of a class, with the fields and folders of the command line of `job`."""
+    """Return a job of a class, with the fields and folders of the command line of `job`."""
     resolved, options = understood(cls, job, *flags)
     return start_job(mode, resolved, options)
 

@@ -29,7 +29,7 @@ EXPERIMENTS = {
 
 @pytest.fixture(scope="module", params=EXPERIMENTS)
 def resumed(request: pytest.FixtureRequest, jobs: Any, tmp_path_factory: Any) -> tuple[str, Any]:
-    """A copy of an earlier job folder, resumed from step 4 to step 8 by its own command."""
+    """Copy an earlier job folder and resume it from step 4 to step 8 by its own command."""
     name = request.param
     folder = tmp_path_factory.mktemp(name) / "job"
     shutil.copytree(FOLDERS / name, folder)

@@ -61,7 +61,7 @@ PATHS = {
 
 
 def make(jobs: Any, folder: Path, leg: Leg, *, dropout: float = 0.0, **more: Any) -> Any:
-    """The command of a leg; schedules know of `STEPS` steps, wherever the leg ends."""
+    """Return the command of a leg; schedules have `STEPS` steps for each end of the leg."""
     fields = {
         "MAX_STEPS": STEPS,
         "DROPOUT_RATE": dropout,

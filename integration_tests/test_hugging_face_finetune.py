@@ -64,7 +64,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small GPT-2 with random weights, for byte-level text."""
+    """Return a small GPT-2 with random weights, for byte-level text."""
     from layerkit.interop.hugging_face.gpt2 import GPT2
 
     content = {"model_type": "gpt2", "vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 2}

@@ -27,14 +27,14 @@ SECONDS_TO_NOTICE = 30.0
 
 
 def make(jobs: Any, folder: Path, count: int, **fields: Any) -> Any:
-    """A job for `count` processes of one device each; each device holds rows of its own."""
+    """Return a job for `count` processes of one device each; each device has its own rows."""
     fields = {**SHARDS[count], "ICI_MESH_SHAPE": [count, 1, 1], **fields}
     return jobs.make(EXP, folder, num_devices=1, **fields)
 
 
 @pytest.fixture(scope="module")
 def alone(jobs: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What one process says of the examples, with the batches that all of them have together."""
+    """Return the report of one process, with the global batches of all processes."""
     job = make(jobs, tmp_path_factory.mktemp("alone"), 1, PERCORE_BATCH_SIZE=4.0)
     job.run()
     return job

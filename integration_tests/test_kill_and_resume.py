@@ -32,7 +32,7 @@ def place(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def never_stopped(jobs: Any, place: dict[str, Any], tmp_path_factory: Any) -> Any:
-    """The final checkpoint of a run that nobody killed."""
+    """Return the final checkpoint of an uninterrupted run."""
     job = jobs.make(EXP, tmp_path_factory.mktemp("whole") / "job", **place)
     job.run()
     final = jobs.read_checkpoint(job, STEPS)

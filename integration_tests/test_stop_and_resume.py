@@ -20,14 +20,14 @@ LENGTH = {"MAX_STEPS": STEPS, "CHECKPOINT_EVERY_N_STEPS": 24, "EVAL_INTERVAL_STE
 
 @pytest.fixture(scope="module")
 def twin(jobs: Any, tmp_path_factory: Any) -> tuple[Any, str]:
-    """A finished job and what it printed."""
+    """Run a job; return it and its output."""
     job = jobs.make(EXP, tmp_path_factory.mktemp("twin") / "job", **LENGTH)
     return job, job.run()
 
 
 @pytest.fixture(scope="module")
 def disturbed(jobs: Any, tmp_path_factory: Any) -> tuple[Any, dict[str, str]]:
-    """A job that was stopped by SIGTERM and by Ctrl-C, lost its newest checkpoint, and finished."""
+    """Return a finished job that was stopped twice and then lost its newest checkpoint."""
     job = jobs.make(EXP, tmp_path_factory.mktemp("disturbed") / "job", **LENGTH)
     said = {
         "SIGTERM": stopped_by(job, signal.SIGTERM, code=143),
@@ -44,7 +44,7 @@ def disturbed(jobs: Any, tmp_path_factory: Any) -> tuple[Any, dict[str, str]]:
 
 
 def stopped_by(job: Any, number: int, *, code: int) -> str:
-    """What a process printed that was sent a signal once it had trained a step of its own."""
+    """Send a signal to a process after its first own step; return its output."""
     before = len(job.steps_logged())
     process = job.start()
     assert job.wait_for(process, lambda: len(job.steps_logged()) > before)

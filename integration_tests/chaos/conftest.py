@@ -189,13 +189,13 @@ class Turn:
         return None
 
     def end(self, lost: int | None = None) -> list[int]:
-        """Wait until all processes have ended; returns their exit codes.
+        """Wait until all processes have ended; return their exit codes.
 
-        Before processes have met, none can know that another is lost: there, what started them
-        ends the others.
+        Before the cluster is initialized, a process cannot detect that another is lost. In that
+        case this method kills the others, as a launcher does.
 
         Args:
-          lost: A process that ends first, if any.
+          lost: Index of the killed process, if any.
         """
         try:
             if lost is not None:
@@ -212,7 +212,7 @@ class Turn:
         return codes
 
     def kill(self) -> None:
-        """Ends all processes at once."""
+        """Kill all processes."""
         for process in self.processes:
             process.kill()
             process.wait()
@@ -227,7 +227,7 @@ class Turn:
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
-        """Within the block no process moves; what is sent to one arrives at its end."""
+        """Pause all processes within the block; signals are delivered at its end."""
         for process in self.processes:
             process.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
@@ -239,17 +239,17 @@ class Turn:
 
 
 class Chaos:
-    """A run of many turns, each cut short, and what must hold after each.
+    """A run of many killed turns, with checks after each.
 
     Args:
-      job: What to run.
-      count: As how many processes.
-      outputs: Where what they print is kept.
-      reference: The same run, never stopped.
+      job: Job to run.
+      count: Number of processes.
+      outputs: Folder of the outputs of the processes.
+      reference: Uninterrupted run of the same job.
 
     Attributes:
-      history: What happened, a line each turn.
-      kills: How many by moment and signal.
+      history: One line per turn.
+      kills: Number of kills by moment and signal.
     """
 
     def __init__(self, job: Any, count: int, outputs: Path, reference: Reference):
@@ -263,10 +263,10 @@ class Chaos:
         self._committed: set[int] = set()
 
     def turn(self, kill: Kill | None) -> bool:
-        """Start the command and kills it; without a kill it must come to its end.
+        """Start the command and kill it; without a kill it must end successfully.
 
         Returns:
-          Whether the signal met a run that was under way.
+          Whether the signal reached a running process.
         """
         left = sorted(self._job.checkpoints.glob("*orbax-checkpoint-tmp*"))
         newest = max(folders.committed_steps(epath.Path(self._job.checkpoints)), default=0)
@@ -283,7 +283,7 @@ class Chaos:
         if turn.resumed_from is not None:
             assert turn.resumed_from == newest, "a committed step was lost"
             for path in left:
-                assert f"Deleted the unfinished checkpoint {path}, " in turn.output
+                assert f"Deleted the unfinished checkpoint {path} " in turn.output
         self._check_checkpoints()
         check_codes(codes, kill, moment, turn.output)
         return moment is not None
@@ -302,7 +302,7 @@ class Chaos:
         print(line, flush=True)
 
     def _check_checkpoints(self) -> None:
-        """Every step that was ever committed, and that the policy wants, is there and sound."""
+        """Assert that every committed step that the policy keeps exists and is intact."""
         verified = verify(self._job)
         self._committed |= verified.keys()
         began = datetime.datetime.fromtimestamp(0, datetime.UTC)

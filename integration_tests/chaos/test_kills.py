@@ -149,7 +149,7 @@ def assert_same_metrics(ours: Any, reference: Any, num_steps: int) -> None:
 
 
 def computed(record: dict[str, Any]) -> dict[str, Any]:
-    """What does not depend on the clock."""
+    """Return the values that do not depend on the clock."""
     names = ("loss", "xent", "accuracy", "total_weight")
     return {
         name: value
