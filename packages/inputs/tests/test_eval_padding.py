@@ -1,4 +1,4 @@
-"""Padding for evaluation: as many batches on every host, and rows that count for nothing."""
+"""Tests of padding for evaluation."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.eval_padding import (
-    agree_on_num_batches,
     agreed_num_batches,
     empty_batch,
     end_together,
     mark_rows,
     num_rows_of,
-    pad_epoch,
     pad_rows,
     split_rows,
 )
@@ -37,8 +36,11 @@ def test_padding_is_zeros_but_for_provenance_and_paddings():
     assert padded.inner.provenance.tolist() == [5, -1, -1]
     assert padded.inner.paddings.tolist() == [[0, 0], [1, 1], [1, 1]]
     assert empty_batch(batch, 2).inner.provenance.tolist() == [-1, -1]
-    with pytest.raises(ValueError, match="num_rows=-1"):
-        pad_rows(batch, -1)
+
+
+def test_negative_number_of_padded_rows_raises(raises):
+    with raises(ConfigError, field="num_rows", value=-1):
+        pad_rows(NestedMap(ids=np.ones(2)), -1)
 
 
 def test_without_padding_arrays_are_copies_unless_they_are_the_callers():
@@ -93,52 +95,18 @@ def test_hosts_split_an_epoch_without_loss_in_as_many_batches(num_rows, batch_si
     assert agreed_num_batches(counts, batch_size) == -(-num_rows // (batch_size * num_hosts))
 
 
-def test_the_fullest_host_decides_and_the_counts_come_from_one_exchange():
+def test_host_with_the_most_rows_determines_the_number_of_batches():
     assert agreed_num_batches([11, 10, 10, 10], 2) == 6
     assert agreed_num_batches([0, 0], 2) == 0
-    assert agree_on_num_batches(10, 2, lambda own: [11, own, own, own]) == 6
-    with pytest.raises(ValueError, match="one count >= 0 per host"):
-        agreed_num_batches([], 2)
 
 
-def test_forty_one_examples_on_four_uneven_hosts_make_six_batches_each():
-    shards = [np.arange(host, 41, 4) for host in range(4)]
-    num_batches = agreed_num_batches([len(shard) for shard in shards], 2)
-    template = NestedMap(provenance=np.zeros(1, np.int32), weights=np.ones(1))
-    seen: list[int] = []
-    for shard in shards:
-        own = (
-            NestedMap(provenance=shard[at : at + 2], weights=np.ones(len(shard[at : at + 2])))
-            for at in range(0, len(shard), 2)
-        )
-        batches = list(pad_epoch(own, batch_size=2, num_batches=num_batches, template=template))
-        assert len(batches) == 6 and all(num_rows_of(batch) == 2 for batch in batches)
-        for batch in batches:
-            assert ((batch.provenance >= 0) == (batch.weights > 0)).all()
-            seen += [int(row) for row in batch.provenance if row >= 0]
-    assert sorted(seen) == list(range(41))
-
-
-def test_an_empty_shard_pads_from_the_template():
-    template = NestedMap(ids=np.ones((4, 3), np.int32), weights=np.ones((4, 3), np.float32))
-    batches = list(pad_epoch([], batch_size=2, num_batches=2, template=template))
-    assert [batch.ids.shape for batch in batches] == [(2, 3), (2, 3)]
-    assert not any(batch.weights.any() or batch.ids.any() for batch in batches)
-
-
-def test_more_batches_than_agreed_is_an_error():
-    batch = NestedMap(ids=np.ones(2))
-    with pytest.raises(ValueError, match="batch 2 with 2 rows, but the hosts agreed on 1 batches"):
-        list(pad_epoch([batch, batch], batch_size=2, num_batches=1, template=batch))
-
-
-def test_arrays_that_disagree_about_rows_are_no_batch():
-    with pytest.raises(ValueError, match="share their leading dimension"):
+def test_arrays_with_different_leading_dimensions_raise(raises):
+    with raises(ConfigError, value={"ids": (2,), "weights": (3,)}):
         num_rows_of(NestedMap(ids=np.ones(2), weights=np.ones(3)))
 
 
 def in_lockstep(streams):
-    """What `end_together` makes of the batches of several hosts that run side by side."""
+    """Return the batches or error of `end_together` on each of several hosts."""
     count = len(streams)
     barrier = threading.Barrier(count, timeout=30)
     told = [None] * count
@@ -154,8 +122,8 @@ def in_lockstep(streams):
 
         try:
             made[host] = list(end_together(streams[host], all_gather))
-        except ValueError as error:
-            made[host] = str(error)
+        except ConfigError as error:
+            made[host] = error
 
     threads = [threading.Thread(target=run, args=(host,)) for host in range(count)]
     for thread in threads:
@@ -191,15 +159,13 @@ def test_hosts_whose_data_end_apart_end_together(sizes):
             assert spec_of(batch) == spec_of(batches_of([0])[0])
 
 
-def test_hosts_with_batches_of_unlike_shapes_all_hear_of_it():
+def test_batches_of_different_shapes_raise_on_every_host():
     wider = NestedMap(provenance=np.zeros(2, np.int32))
     narrow = NestedMap(provenance=np.zeros(1, np.int32))
     made = in_lockstep([[narrow, narrow], [narrow, wider], [narrow]])
-    text = (
-        "hosts 0 and 1 have batches of unlike shapes: {'provenance': [[1], 'int32']} and "
-        "{'provenance': [[2], 'int32']}."
-    )
-    assert made == [text] * 3
+    for error in made:
+        assert error.field == "batch of host 1" and error.value == {"provenance": [[2], "int32"]}
+        assert str({"provenance": [[1], "int32"]}) in error.expected
 
 
 def test_rows_that_a_reader_does_not_mark_are_marked_where_hosts_end_apart():

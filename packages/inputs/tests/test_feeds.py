@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerkit.errors import ConfigError
 from layerkit_inputs.feeds import Feed, plan_feeds
 
 
@@ -78,21 +79,22 @@ def test_feeds_cover_the_batch_once_and_every_process_gets_what_it_holds(
 
 
 @pytest.mark.parametrize(
-    ("rows_by_process", "text"),
+    ("rows_by_process", "field", "value"),
     [
-        ({0: [(0, 2)], 1: [(3, 4)]}, "rows 2 to 3 of the batch are held by no process"),
-        ({0: [(1, 2)]}, "rows 0 to 1 of the batch are held by no process"),
-        ({0: [(0, 2)], 1: [(1, 3)]}, "rows 1 to 2 of the batch are held by unlike processes"),
-        ({0: [(0, 2)], 1: [(2, 3)]}, "every feed must hold as many rows as the others"),
-        ({0: [(0, 2)], 1: []}, "process 1 holds no rows of the batch"),
-        ({0: [slice(None)]}, r"process 0: expected rows \(start, stop\), got \(None, None\)"),
+        ({0: [(0, 2)], 1: [(3, 4)]}, "rows", (2, 3)),
+        ({0: [(1, 2)]}, "rows", (0, 1)),
+        ({0: [(0, 2)], 1: [(1, 3)]}, "rows", (1, 2)),
+        ({0: [(0, 2)], 1: [(2, 3)]}, "rows of each feed", [2, 1]),
+        ({0: [(0, 2)], 1: []}, "rows of process 1", []),
+        ({0: [slice(None)]}, "rows of process 0", (None, None)),
     ],
+    ids=["gap", "no first row", "overlap", "different sizes", "no rows", "open slice"],
 )
-def test_rows_that_no_equal_readers_could_feed_are_refused(rows_by_process, text):
-    with pytest.raises(ValueError, match=text):
+def test_rows_that_do_not_form_feeds_raise(raises, rows_by_process, field, value):
+    with raises(ConfigError, field=field, value=value):
         plan_feeds(rows_by_process)
 
 
-def test_a_process_without_rows_is_named():
-    with pytest.raises(ValueError, match="process 7 holds no rows"):
+def test_process_without_rows_raises(raises):
+    with raises(ConfigError, field="process_index", value=7, choices=(0,)):
         plan_feeds({0: [(0, 1)]}).infeed_host_index(7)

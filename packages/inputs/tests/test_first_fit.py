@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerkit.errors import ConfigError
 from layerkit_inputs.first_fit import cut_documents, plan_packing
 from layerkit_inputs.packing import pack_documents
 
@@ -67,30 +66,21 @@ def test_cut_documents_are_whole_again_end_to_end(lengths, row_length):
 def test_a_row_by_its_number():
     plan = plan_packing([3, 4, 1], 4)
     assert plan.num_rows == 2 and plan.documents_of(0).tolist() == [0, 2]
-    with pytest.raises(IndexError, match=r"^row 2 of a plan of 2 rows\.$"):
+    with pytest.raises(IndexError, match="row=2"):
         plan.documents_of(2)
     assert plan_packing([], 4).num_rows == 0
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("arguments", "field", "value"),
     [
-        (
-            {"lengths": [1, 5, 7], "row_length": 4},
-            "plan_packing: document 1 has 5 tokens, a row holds 4 (2 documents are too long); cut "
-            "them first, or use longer rows.",
-        ),
-        (
-            {"lengths": [[1, 2]], "row_length": 4},
-            "plan_packing: lengths of shape [1, 2], but row_length=4; expected [documents], or "
-            "[documents, features] and as many row lengths.",
-        ),
-        (
-            {"lengths": [1], "row_length": 4, "open_rows": 0},
-            "rows of length [4], 0 of them open; expected at least one position and one row.",
-        ),
+        ({"lengths": [1, 5, 7], "row_length": 4}, "tokens of document 1", 5),
+        ({"lengths": [[1, 2]], "row_length": 4}, "shape of lengths", [1, 2]),
+        ({"lengths": [1], "row_length": 4, "open_rows": 0}, "open_rows", 0),
+        ({"lengths": [1], "row_length": 0}, "row lengths", [0]),
     ],
+    ids=["too long", "shape", "open_rows", "row_length"],
 )
-def test_what_cannot_be_packed_is_refused(arguments, text):
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+def test_wrong_arguments_raise(raises, arguments, field, value):
+    with raises(ConfigError, field=field, value=value):
         plan_packing(**arguments)

@@ -1,4 +1,4 @@
-"""The package's face: every name is there, and importing it stays cheap."""
+"""Tests of the public names of the package and of its imports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_every_exported_name_exists():
         assert getattr(layerkit_inputs, name).__name__ == name
 
 
-def test_an_unknown_name_is_answered_with_the_nearest_one():
+def test_unknown_name_suggests_the_nearest_one():
     with pytest.raises(AttributeError, match="no name 'LocalTexts'; did you mean 'LocalText'"):
         _ = layerkit_inputs.LocalTexts
 

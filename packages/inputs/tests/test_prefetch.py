@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import pytest
 
+from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 from layerkit_inputs import LocalText, Prefetch, SyntheticInput
 from layerkit_inputs.base_input import BaseInput
@@ -103,15 +104,14 @@ def test_forgetting_the_input_ends_the_thread():
     assert prefetch_threads() == before
 
 
-def test_fields_are_those_of_the_source():
+def test_fields_are_those_of_the_source(raises):
     source = Gated(batch_size=3, name="dev", infeed_host_index=1, num_infeed_hosts=2)
     ahead = Prefetch(source=source)
     assert (ahead.batch_size, ahead.name, ahead.reset_for_eval) == (3, "dev", True)
     assert ahead.global_batch_size == 6
-    with pytest.raises(ValueError, match=r"batch_size=4, but source.batch_size=3; set it on the"):
-        Prefetch(source=source, batch_size=4)
-    with pytest.raises(ValueError, match="depth=0; expected at least 1"):
-        Prefetch(source=source, depth=0)
+    for field, value in (("batch_size", 4), ("depth", 0)):
+        with raises(ConfigError, field=field, value=value):
+            Prefetch(source=source, **{field: value})
 
 
 def test_what_its_tokens_and_states_are_is_told_by_the_source(tmp_path):

@@ -1,4 +1,4 @@
-"""TokenRecords: the rows of LocalText from files of any size, and damage told by its place."""
+"""Tests of TokenRecords: equality with LocalText, resumption and damaged files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from layerkit.errors import ConfigError
 from layerkit_inputs import LocalText
-from layerkit_inputs.bad_records import BadRecordError
+from layerkit_inputs.bad_records import BadRecordError, MissingFileError
 from layerkit_inputs.mixing.mixture import Mixture
 from layerkit_inputs.testing import laws
 from layerkit_inputs.token_records import TokenRecords
@@ -42,13 +42,13 @@ def texts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def train_files(texts):
-    """Those that LocalText trains on."""
+    """Return the training files of LocalText."""
     return [file.path for file in LocalText(batch_size=1, paths=[str(texts)])._files("train")]
 
 
 @pytest.fixture(scope="module")
 def folder(train_files, tmp_path_factory):
-    """Small blocks, so that rows cross blocks, documents cross rows and shards are several."""
+    """Build records of small blocks in several shards, so that rows span blocks."""
     output = tmp_path_factory.mktemp("built") / "tokens"
     paths = [str(path) for path in train_files]
     build_token_records(paths, output, tokenizer="bytes", num_shards=3, block_length=32)
@@ -57,7 +57,7 @@ def folder(train_files, tmp_path_factory):
 
 @pytest.fixture
 def copied(folder, tmp_path):
-    """A copy to be damaged."""
+    """Copy the records, so that a test can damage them."""
     for path in folder.rglob("*.*"):
         target = tmp_path / "copy" / path.relative_to(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def reader(folder, **fields):
 
 
 def documents_of(train_files):
-    """The ids of each document."""
+    """Return the ids of each document."""
     return [[1, *(byte + 3 for byte in path.read_bytes()), 2] for path in train_files]
 
 
@@ -196,12 +196,12 @@ def test_what_a_batch_takes_in_memory_does_not_grow_with_the_data(tmp_path):
     assert most < 1 << 19 < 2 * text.stat().st_size
 
 
-def test_ids_become_text_by_the_tokenizer(folder, train_files):
+def test_ids_become_text_by_the_tokenizer(raises, folder, train_files):
     source = reader(folder, batch_size=1, seq_length=20, tokenizer=ByteTokenizer())
     batch = source.get_next()
     assert source.ids_to_strings(batch.labels, [12]) == [train_files[0].read_text()[:12]]
     assert source.token_unit == "byte"
-    with pytest.raises(ValueError, match=r"^TokenRecords: tokenizer is not set"):
+    with raises(ConfigError, owner="TokenRecords", field="tokenizer", value=None):
         reader(folder).ids_to_strings(batch.labels, [20])
 
 
@@ -216,7 +216,7 @@ def shard_of(copied, number=1):
 
 
 def damage_a_block(copied):
-    """Damages the second shard; returns the number of the damaged record."""
+    """Damage the second shard and return the number of the damaged record."""
     flip(shard_of(copied), 1000)
     with pytest.raises(BadRecordError) as caught:
         list(reader(copied).eval_batches())
@@ -248,113 +248,60 @@ def test_rows_of_a_damaged_block_are_refused_or_skipped_and_counted(copied, fold
     assert training.num_skipped >= 1
 
 
-def damage_index(copied):
-    flip(copied / "train" / "document_ends.int64", 9)
-    return "document_ends.int64: the index is damaged."
-
-
-def truncate_index(copied):
-    path = copied / "train" / "document_ends.int64"
-    path.write_bytes(path.read_bytes()[:-3])
-    return "document_ends.int64: 309 bytes, but 312 were written; the index is truncated or another"
-
-
-def remove_index(copied):
-    (copied / "train" / "document_ends.int64").unlink()
-    return "document_ends.int64: the index is missing."
-
-
-def truncate_shard(copied):
-    path = shard_of(copied)
-    path.write_bytes(path.read_bytes()[:-1000])
-    return (
-        "tokens-00001.array_record: 130072 bytes, but 131072 were written; the shard is truncated"
-    )
-
-
-def remove_shard(copied):
-    shard_of(copied).unlink()
-    return "tokens-00001.array_record: the shard is missing."
-
-
-def swap_shard(copied):
-    """With another one of the same size."""
-    shard_of(copied).write_bytes(shard_of(copied, 2).read_bytes())
-    return "tokens-00001.array_record: not the shard that about.json describes; files of two builds"
-
-
-def damage_about(copied):
+def change_about(copied, old, new):
     path = copied / "about.json"
-    path.write_text(path.read_text()[:-30])
-    return "about.json: damaged"
+    path.write_text(path.read_text().replace(old, new))
 
 
-def lose_a_field_of_about(copied):
-    path = copied / "about.json"
-    path.write_text(path.read_text().replace("num_ids", "num_idx"))
-    return "about.json: damaged .*num_idx"
+DAMAGES = {
+    "damaged index": lambda copied: flip(copied / INDEX, 9),
+    "truncated index": lambda copied: truncate(copied / INDEX, 3),
+    "missing index": lambda copied: (copied / INDEX).unlink(),
+    "truncated shard": lambda copied: truncate(shard_of(copied), 1000),
+    "missing shard": lambda copied: shard_of(copied).unlink(),
+    "shard of another build": lambda copied: shutil.copy(shard_of(copied, 2), shard_of(copied)),
+    "damaged about.json": lambda copied: truncate(copied / "about.json", 30),
+    "renamed field": lambda copied: change_about(copied, "num_ids", "num_idx"),
+    "other version": lambda copied: change_about(copied, '"version": 1', '"version": 2'),
+    "missing about.json": lambda copied: (copied / "about.json").unlink(),
+}
+INDEX = "train/document_ends.int64"
 
 
-def change_version(copied):
-    path = copied / "about.json"
-    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
-    return "about.json: 'layerkit token store' of version 2; this reader knows"
+def truncate(path, num_bytes):
+    path.write_bytes(path.read_bytes()[:-num_bytes])
 
 
-def remove_about(copied):
-    (copied / "about.json").unlink()
-    return "no about.json there, so this is no folder of token records, or its build was not fin"
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        damage_index,
-        truncate_index,
-        remove_index,
-        truncate_shard,
-        remove_shard,
-        swap_shard,
-        damage_about,
-        lose_a_field_of_about,
-        change_version,
-        remove_about,
-    ],
-    ids=lambda damage: damage.__name__,
-)
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("policy", ["refuse", "skip"])
-def test_files_that_are_not_whole_are_refused(copied, damage, policy):
-    text = damage(copied)
-    with pytest.raises((ValueError, OSError), match=text):
+def test_damaged_or_missing_files_raise(raises, copied, damage, policy):
+    DAMAGES[damage](copied)
+    is_missing = damage.startswith("missing")
+    with raises(MissingFileError if is_missing else BadRecordError):
         list(reader(copied, on_bad_record=policy).eval_batches())
 
 
-def test_fields_that_cannot_work(folder):
+def test_wrong_fields_raise(raises, copied):
     class OtherTokenizer(ByteTokenizer):
         def fingerprint(self):
             return "other"
 
-    for fields, text in (
-        ({"path": None}, "path is not set; give the folder of token records."),
-        ({"seq_length": 0}, "seq_length=0; expected at least 1."),
-        (
-            {"packing": "streams"},
-            "packing='streams'; did you mean 'stream'? Expected one of ('stre",
-        ),
-        ({"on_bad_record": "drop"}, "on_bad_record='drop'. Expected one of ('refuse', 'skip')."),
+    for field, value in (
+        ("path", None),
+        ("seq_length", 0),
+        ("packing", "streams"),
+        ("on_bad_record", "drop"),
     ):
-        with pytest.raises(ValueError, match="^" + re.escape(f"TokenRecords: {text}")):
-            reader(folder, **fields)
-    with pytest.raises(ValueError, match=r"split='trian' is none of .*; did you mean 'train'\?"):
-        reader(folder, split="trian").get_next()
-    with pytest.raises(ValueError, match="fingerprint 'other', but .* was made with 'bytes'"):
-        reader(folder, tokenizer=OtherTokenizer()).get_next()
-    text = "vocab_size=258, but .* was made with a tokenizer of 259 ids: the loss of the others"
-    with pytest.raises(ValueError, match=text):
-        reader(folder, vocab_size=258).get_next()
-    reader(folder, vocab_size=259).get_next()
-    with pytest.raises(FileNotFoundError, match=r"no about.json there"):
-        reader(folder / "train").get_next()
+        with raises(ConfigError, owner="TokenRecords", field=field, value=value):
+            reader(copied, **{field: value})
+    for fields, field, value in (
+        ({"split": "trian"}, "split", "trian"),
+        ({"tokenizer": OtherTokenizer()}, "fingerprint of tokenizer", "other"),
+        ({"vocab_size": 258}, "vocab_size", 258),
+    ):
+        with raises(ConfigError, field=field, value=value):
+            reader(copied, **fields).get_next()
+    reader(copied, vocab_size=259).get_next()
 
 
 def mixed(*folders, **fields):

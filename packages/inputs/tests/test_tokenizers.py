@@ -16,6 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerkit.errors import ConfigError
+from layerkit_inputs.bad_records import BadRecordError, MissingFileError
 from layerkit_inputs.tokenizers import (
     ByteTokenizer,
     HuggingFaceTokenizer,
@@ -104,16 +106,17 @@ def test_special_tokens_are_named_or_stand_beside_the_file(tokenizer_json, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("content", "named"),
-    [('{"bos_token": 7}', "bos_token=7"), ("[" * 100_000, "tokenizer_config.json")],
+    ("content", "error", "field"),
+    [
+        ('{"bos_token": 7}', ConfigError, "bos_token"),
+        ("[" * 100_000, BadRecordError, "path"),
+    ],
     ids=["a number", "nested too deeply"],
 )
-def test_damaged_tokenizer_config_is_a_value_error_that_names_it(
-    tokenizer_json, tmp_path, content, named
-):
+def test_damaged_tokenizer_config_raises(raises, tokenizer_json, tmp_path, content, error, field):
     shutil.copy(tokenizer_json, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(content)
-    with pytest.raises(ValueError, match=named):
+    with raises(error, owner="HuggingFaceTokenizer", field=field):
         _ = HuggingFaceTokenizer(path=str(tmp_path)).bos_id
 
 
@@ -134,13 +137,13 @@ def test_special_token_in_text_becomes_its_id_or_stays_text(tokenizer_json, sent
     assert pieces.eos_id not in pieces.encode("a</s>b")
 
 
-def test_special_tokens_in_text_are_part_of_the_fingerprint_and_of_the_note(tokenizer_json):
+def test_fingerprint_and_note_depend_on_special_tokens_in_text(raises, tokenizer_json):
     as_ids = HuggingFaceTokenizer(path=tokenizer_json)
     as_text = HuggingFaceTokenizer(path=tokenizer_json, special_tokens_in_text="text")
     assert as_ids.fingerprint() != as_text.fingerprint()
     for tokenizer, value in ((as_ids, "ids"), (as_text, "text")):
         assert END in tokenizer.note and repr(value) in tokenizer.note
-    with pytest.raises(ValueError, match="special_tokens_in_text='txt'; did you mean 'text'"):
+    with raises(ConfigError, field="special_tokens_in_text", value="txt"):
         HuggingFaceTokenizer(path=tokenizer_json, special_tokens_in_text="txt")
 
 
@@ -181,44 +184,31 @@ def test_a_config_describes_one(sentencepiece_file):
     assert config.Instantiate().vocab_size == 60
 
 
-def test_a_file_that_is_not_there_is_refused_when_built(tmp_path):
+def test_missing_file_raises_when_built(raises, tmp_path):
     (tmp_path / "c4.model").touch()
-    whole = (
-        f"SentencePieceTokenizer: there is no file path='{tmp_path}/c4.modl'; did you mean "
-        "'c4.model'?"
-    )
-    with pytest.raises(FileNotFoundError, match=f"^{re.escape(whole)}$"):
+    with raises(MissingFileError, field="path", value="c4.modl", choices=("c4.model",)):
         SentencePieceTokenizer(path=str(tmp_path / "c4.modl"))
-    with pytest.raises(FileNotFoundError, match=r"HuggingFaceTokenizer: there is no file"):
+    with raises(MissingFileError, field="path", value="tokenizer.json"):
         HuggingFaceTokenizer(path=str(tmp_path))
 
 
-@pytest.mark.parametrize("content", [b"", b"no model", b"\x00" * 100])
+@pytest.mark.parametrize("content", [b"", b"no model", b"\x00" * 100, None])
 @pytest.mark.parametrize("kind", [SentencePieceTokenizer, HuggingFaceTokenizer])
-def test_a_file_that_is_no_model_is_named(kind, content, tmp_path):
-    pytest.importorskip("sentencepiece")
-    pytest.importorskip("tokenizers")
+def test_damaged_files_raise(kind, content, tmp_path, sentencepiece_file, tokenizer_json):
     path = tmp_path / "broken"
+    if content is None:  # truncated
+        file = sentencepiece_file if kind is SentencePieceTokenizer else tokenizer_json
+        content = Path(file).read_bytes()[:-100]
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=re.escape(f"{kind.__name__}: {path} is not a")):
+    with pytest.raises(BadRecordError) as caught:
         kind(path=str(path)).encode("text")
+    assert (caught.value.field, caught.value.value) == ("path", str(path))
 
 
-def test_a_truncated_model_is_named(sentencepiece_file, tokenizer_json, tmp_path):
-    for kind, file in (
-        (SentencePieceTokenizer, sentencepiece_file),
-        (HuggingFaceTokenizer, tokenizer_json),
-    ):
-        path = tmp_path / "cut"
-        path.write_bytes(Path(file).read_bytes()[:-100])
-        with pytest.raises(ValueError, match=re.escape(f"{path} is not a")):
-            kind(path=str(path)).encode("text")
-
-
-def test_an_unknown_special_token_is_refused(tokenizer_json):
-    whole = f"eos_token='<|endoftxt|>' is no token of {tokenizer_json}; did you mean '{END}'?"
-    with pytest.raises(ValueError, match=f"^{re.escape(whole)}$"):
+def test_unknown_special_token_raises_with_the_nearest(tokenizer_json):
+    with pytest.raises(ConfigError, match=re.escape(f"Did you mean '{END}'?")) as caught:
         _ = HuggingFaceTokenizer(path=tokenizer_json, eos_token="<|endoftxt|>").eos_id
+    assert (caught.value.field, caught.value.value) == ("eos_token", "<|endoftxt|>")
 
 
 def test_importing_the_module_loads_no_library():

@@ -27,7 +27,7 @@ def test_a_tokenizer_is_that_of_the_folder_or_is_named(folder: Path):
     assert experiment.VOCAB_SIZE == 300
     named = resolve(FineTune(HF_FOLDER=str(folder), TOKENIZER="bytes"))
     assert target_of(named.datasets[0].tokenizer).__name__ == "ByteTokenizer"
-    with pytest.raises(UsageError, match=re.escape(f"there is no file path='{folder}")):
+    with pytest.raises(UsageError, match=re.escape(f"file not found in {folder}")):
         resolve(experiment)
 
 

@@ -85,5 +85,5 @@ def test_tokenizer_is_required_without_initial_weights(raises):
 
 
 def test_a_tokenizer_that_is_there_has_to_fit(tmp_path: Path):
-    with pytest.raises(UsageError, match=r"there is no file path='.*tokenizer.json'"):
+    with pytest.raises(UsageError, match=r"file not found in .*tokenizer.json'"):
         resolve(llama.Llama7BLora(INIT_FROM=str(tmp_path)))

@@ -1,7 +1,7 @@
-"""layerkit_inputs: where batches come from.
+"""Inputs: readers that produce batches of NumPy arrays for training, evaluation and decoding.
 
-The names below are the package's face. They are looked up when first used, so that importing the
-package costs nothing and a reader's own dependencies are loaded only by those who use it.
+The public names below are imported when first used. So importing the package is fast, and the
+dependencies of a reader are loaded only if it is used.
 """
 
 from __future__ import annotations

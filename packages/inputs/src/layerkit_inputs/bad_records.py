@@ -1,8 +1,8 @@
-"""Records that cannot be read: refused by file and number, or skipped and counted.
+"""Errors about data, and the policy for records that cannot be read.
 
-Data that are silently dropped spoil a run as surely as data that are wrong. So a reader refuses
-what it cannot read, and says where it stands; only where the user asked for it does it go on, and
-then it counts, and keeps the first few to be shown.
+A record that is silently dropped harms a run as much as wrong data. So by default a reader raises
+for a record that it cannot read, and names the file and the record. With `on_bad_record="skip"` it
+counts such records instead and keeps the problems of the first ones for reports.
 """
 
 from __future__ import annotations
@@ -11,41 +11,46 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from layerkit.errors import ConfigError
+from layerkit.errors import ConfigError, UserError
 
 OnBadRecord = Literal["refuse", "skip"]
-"""What a reader does with a record that it cannot read."""
+"""Policy for records that a reader cannot read: `refuse` raises, `skip` counts."""
 
-_MOST_KEPT = 8
+_MAX_KEPT = 8
+
+
+class MissingFileError(UserError, FileNotFoundError):
+    """A file or folder that does not exist."""
 
 
 class UnfitFieldError(ConfigError):
     """A field of a reader that does not fit the data.
 
     Attributes:
-      remedies: Fields of the reader, each with a value that would let the data be read. Programs
-        that know how fields are set, such as the runner, add the flags to the message.
+      remedies: Fields of the reader, each with a value with which the data can be read. Programs
+        that know how fields are set, such as the runner, add flags to the message.
     """
 
     def __init__(
         self, problem: str = "", *, remedies: Mapping[str, Any] | None = None, **data: Any
     ):
+        """Store the remedies and the data of `ConfigError`."""
         super().__init__(problem, **data)
         self.remedies: Mapping[str, Any] = {} if remedies is None else dict(remedies)
 
 
 class BadRecordError(UnfitFieldError):
-    """A record cannot be read; the message names the file, the record and what is wrong."""
+    """A record that cannot be read. Its owner is the file, with the number of the record."""
 
 
 @dataclasses.dataclass
 class BadRecords:
-    """Refuses bad records, or counts those that are left out.
+    """The policy for bad records, and the count of skipped ones.
 
     Attributes:
       policy: `refuse` or `skip`.
-      num_skipped: How many were left out.
-      first: What was wrong with the first few of them.
+      num_skipped: Number of records that were skipped.
+      first: Problems of the first skipped records.
     """
 
     policy: OnBadRecord = "refuse"
@@ -53,23 +58,25 @@ class BadRecords:
     first: list[str] = dataclasses.field(default_factory=list)
 
     def report(self, *, file: str, record: int | None, problem: str) -> None:
-        """Takes note of a record that was left out.
+        """Count a record that cannot be read, or raise.
 
         Args:
-          file: Where it stands.
-          record: Its number in the file, from 0; None where the whole file cannot be read.
-          problem: What is wrong with it.
+          file: File that holds the record.
+          record: Zero-based number of the record in the file, or None if the whole file cannot be
+            read.
+          problem: Sentence that describes what is wrong with the record.
 
         Raises:
-          BadRecordError: unless the policy is to skip.
+          BadRecordError: The policy is `refuse`.
         """
         where = file if record is None else f"{file}, record {record}"
         if self.policy == "refuse":
             raise BadRecordError(
-                f"{where}: {problem} Set on_bad_record='skip' to leave such records out and count "
-                "them.",
+                problem,
+                owner=where,
+                hint="Set on_bad_record='skip' to skip and count such records.",
                 remedies={"on_bad_record": "skip"},
             )
         self.num_skipped += 1
-        if len(self.first) < _MOST_KEPT:
+        if len(self.first) < _MAX_KEPT:
             self.first.append(f"{where}: {problem}")

@@ -1,10 +1,11 @@
-"""BaseInput: what every source of batches looks like to a training, eval or decode program.
+"""BaseInput, the base class of all inputs of training, evaluation and decoding programs.
 
-A reader writes few lines: `_next` makes a batch or raises StopIteration, `_reset` goes back to the
-start, and, where it can jump, `_reader_state` and `_set_reader_state` tell and take a position. All
-else (peek, exact states, padding, the evaluation loop, passes over finite data) is here, once.
+A reader defines `_next`, which returns a batch or raises StopIteration, and `_reset`, which returns
+to the start. A reader with random access also defines `_reader_state` and `_set_reader_state`,
+which return and restore a position. BaseInput provides everything else: peeking, exact states,
+padding, the evaluation loop and passes over finite data.
 
-A subclass may also change batches the way Pax's users do, by overriding `get_next`:
+A subclass may also change batches as in Pax, by overriding `get_next`:
 
     class MyInput(SomeInput):
         def get_next(self):
@@ -12,10 +13,10 @@ A subclass may also change batches the way Pax's users do, by overriding `get_ne
             batch.new_field = ...
             return batch
 
-Only the outermost `get_next` of a call is a delivery: peek keeps what it returned, so the change is
-seen by peek, made once, and counted once. A class that defines nothing but `get_next` and `reset`,
-the whole interface in Pax, has all the rest too: where the stream is to be endless, its
-StopIteration makes it begin again.
+Only the outermost `get_next` of a call counts as a delivered batch. `peek` caches its result, so
+the change is visible to `peek`, applied once and counted once. A class that defines only `get_next`
+and `reset`, the complete interface in Pax, has all other features too. If its stream is endless,
+its StopIteration restarts it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from layerkit.checks import check_integers, require
 from layerkit.config import Configurable
 from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
@@ -38,8 +40,8 @@ from layerkit_inputs.eval_padding import AllGather, end_together, mark_rows, pad
 def exit_as_error(source: BaseInput, error: BaseException) -> BaseException:
     """Return an error that names the input in place of SystemExit and GeneratorExit.
 
-    Python gives these two a meaning of their own: the first ends a process with an exit code, the
-    second ends a generator. Raised by an input, they are faults of the input.
+    SystemExit would end the process with an exit code, and GeneratorExit would end a generator. An
+    input that raises one of them has a bug.
 
     Args:
       source: Input that raised `error`.
@@ -59,7 +61,7 @@ def exit_as_error(source: BaseInput, error: BaseException) -> BaseException:
 
 
 def _delivers(get_next: Callable[..., NestedMap]) -> Callable[..., NestedMap]:
-    """Makes the outermost of a chain of `get_next` calls serve and count what is delivered."""
+    """Decorate a `get_next` method so that the outermost call returns peeked batches and counts."""
 
     @functools.wraps(get_next)
     def deliver(self: BaseInput) -> NestedMap:
@@ -90,7 +92,7 @@ def _delivers(get_next: Callable[..., NestedMap]) -> Callable[..., NestedMap]:
 
 
 def _starts_over(reset: Callable[..., None]) -> Callable[..., None]:
-    """Makes a `reset` method forget what was peeked and counted, also one that replaces ours."""
+    """Decorate a `reset` method so that it discards the peeked batch and the count of batches."""
 
     @functools.wraps(reset)
     def start_over(self: BaseInput) -> None:
@@ -102,10 +104,10 @@ def _starts_over(reset: Callable[..., None]) -> Callable[..., None]:
 
 
 class BaseInput(Configurable):
-    """A source of batches: NestedMaps of numpy arrays `[batch, ...]`, one after the other.
+    """A source of batches, which are NestedMaps of NumPy arrays `[batch, ...]`.
 
-    Every host builds its own, told apart by `infeed_host_index`. `StopIteration` is the only end.
-    What evaluation reads follows from three fields; left unset they mean one epoch each time:
+    Every host builds its own instance with its own `infeed_host_index`. StopIteration marks the end
+    of the data. Three fields determine what an evaluation reads. The default is one epoch:
 
     | reset_for_eval | repeat | an evaluation reads |
     |---|---|---|
@@ -116,35 +118,36 @@ class BaseInput(Configurable):
     """
 
     name: str | None = None
-    """Shown in logs and summaries."""
+    """Name in logs and summaries."""
     batch_size: int | None = None
-    """Rows of a batch on this host. Required; the runner derives it from `percore_batch_size`."""
+    """Rows of a batch on this host. Required. The runner derives it from `percore_batch_size`."""
     percore_batch_size: float | None = None
-    """Rows per device, a fraction where several devices share a row; read by the runner alone."""
+    """Rows per device, a fraction if several devices share a row. Read only by the runner."""
     infeed_host_index: int = 0
-    """Which of the hosts that feed data this is; the runner sets it."""
+    """Index of this host among the hosts that feed data. Set by the runner."""
     num_infeed_hosts: int = 1
-    """How many hosts feed data; the runner sets it."""
+    """Number of hosts that feed data. Set by the runner."""
     is_training: bool = False
-    """Endless, and shuffled where the reader shuffles."""
+    """Whether the stream is endless, and shuffled if the reader supports it."""
     reset_for_eval: bool | None = None
-    """Each evaluation begins at the start. None: True unless the stream is endless."""
+    """Whether each evaluation begins at the start. None: True unless the stream is endless."""
     repeat: bool | None = None
-    """Begin again at the end of the data. None: as the other fields imply."""
+    """Whether to restart at the end of the data. None: derived from the other fields."""
     eval_loop_num_batches: int | None = None
-    """Batches of one evaluation, where the stream is endless."""
+    """Number of batches of one evaluation of an endless stream."""
     input_random_seed: int | None = None
-    """Seed of order and contents. None: 0, since a resumed run goes on and repeats nothing."""
+    """Seed of order and contents. None: 0, since a resumed run continues and repeats no batch."""
     batch_padding_size: int = 0
-    """Rows of padding that `get_next_padded` appends to each batch."""
+    """Number of rows of padding that `get_next_padded` appends to each batch."""
 
     token_unit: ClassVar[str] = "token"
-    """What one predicted token is, for reports; nats per `byte` compare across models."""
+    """Unit of one predicted token in reports. Nats per `byte` can be compared across models."""
 
     state_scope: ClassVar[state_lib.Scope] = "host"
-    """`global` for a reader whose state is the same on every host and fits any number of them."""
+    """`global` if the state is the same on every host and fits any number of hosts."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Decorate the `get_next` and `reset` methods of a subclass."""
         super().__init_subclass__(**kwargs)
         if "get_next" in cls.__dict__:
             cls.get_next = _delivers(cls.__dict__["get_next"])  # type: ignore[method-assign]
@@ -152,42 +155,43 @@ class BaseInput(Configurable):
             cls.reset = _starts_over(cls.__dict__["reset"])  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
+        """Check the fields and derive `reset_for_eval` and `repeat`."""
         self._peeked: NestedMap | None = None
         self._state_before_peek: dict[str, Any] | None = None
         self._is_delivering = False
         self._is_closed = False
         self._num_delivered = 0
         self._check_fields()
-        self._settle_passes()
+        self._resolve_passes()
 
-    # What a reader writes.
+    # Methods that a reader defines.
 
     def _next(self) -> NestedMap:
-        """The next batch of this host; raises StopIteration at the end of the data."""
+        """Return the next batch of this host, or raise StopIteration at the end of the data."""
         raise NotImplementedError(f"{type(self).__qualname__} must define _next() or get_next().")
 
     def _reset(self) -> None:
-        """Goes back to the first batch."""
+        """Return to the first batch."""
         raise NotImplementedError(f"{type(self).__qualname__} must define _reset().")
 
     def _reader_state(self) -> dict[str, Any]:
-        """The reader's position, as JSON values. Default: the number of batches delivered."""
+        """Return the reader's position as JSON values. Default: number of batches delivered."""
         return {"num_delivered": self._num_delivered}
 
     def _set_reader_state(self, position: dict[str, Any]) -> None:
-        """Goes to a position. Default: from the start, reading past what was delivered."""
+        """Restore a position. Default: read and discard the delivered batches from the start."""
         self.reset()
         for _ in range(position["num_delivered"]):
             self.get_next()
 
     def _close(self) -> None:
-        """Lets go of files and threads."""
+        """Release files and threads."""
 
-    # What programs call.
+    # Methods that programs call.
 
     @_delivers
     def get_next(self) -> NestedMap:
-        """The next batch, arrays `[batch, ...]`.
+        """Return the next batch, arrays `[batch, ...]`.
 
         Raises:
           StopIteration: the data has ended (never while training or repeating).
@@ -197,15 +201,15 @@ class BaseInput(Configurable):
         except StopIteration:
             if not self.endless:
                 raise
-        # Here already, so that a subclass's `get_next` may put together a batch across the end.
+        # Restarting here lets a subclass's `get_next` build a batch across the end of the data.
         return self._begin_again(lambda self: self._next())
 
     def get_next_padded(self) -> NestedMap:
-        """`get_next` and `batch_padding_size` rows of padding (weight 0, provenance -1)."""
+        """Return the next batch with `batch_padding_size` more rows (weight 0, provenance -1)."""
         return pad_rows(self.get_next(), self.batch_padding_size, copy=False)
 
     def peek(self) -> NestedMap:
-        """The batch that `get_next` will return, without consuming it; the map is a copy."""
+        """Return a copy of the next batch without consuming it."""
         if self._peeked is None:
             before = self._envelope()
             batch = self.get_next()
@@ -214,11 +218,11 @@ class BaseInput(Configurable):
 
     @_starts_over
     def reset(self) -> None:
-        """Back to the first batch; what was peeked is forgotten."""
+        """Return to the first batch and discard a peeked batch."""
         self._reset()
 
     def get_state(self) -> dict[str, Any]:
-        """Where the stream stands, as JSON values; a batch only peeked at is still to come."""
+        """Return the position of the stream as JSON values. A peeked batch is not yet consumed."""
         if self._peeked is not None:
             assert self._state_before_peek is not None
             return self._state_before_peek
@@ -226,24 +230,26 @@ class BaseInput(Configurable):
             return self._envelope()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to where `get_state` was called, on an input of the same fields.
+        """Restore a position that `get_state` returned, on an input with the same fields.
 
         Raises:
-          ValueError: the state is of another kind of reader, another host or other data.
+          ConfigError: The state belongs to another kind of reader, another host or other data.
         """
         self._peeked = None
         with naming_input(self._label):
             self._set_envelope(state)
 
     def _begin_again(self, get_next: Callable[[Any], NestedMap]) -> NestedMap:
-        """The first batch of the next pass; the count of what was delivered goes on."""
+        """Return the first batch of the next pass, and keep the count of delivered batches."""
         num_delivered = self._num_delivered
         self.reset()
         self._num_delivered = num_delivered
         try:
             return get_next(self)
         except StopIteration:
-            raise ValueError(f"{self!r} is to repeat its data, but there is none.") from None
+            raise self._config_error(
+                "an endless input has no batch to repeat", hint="Check that its data are not empty."
+            ) from None
 
     def _envelope(self) -> dict[str, Any]:
         return state_lib.pack_state(self._reader_state(), **self._state_owner())
@@ -260,16 +266,16 @@ class BaseInput(Configurable):
         }
 
     def eval_batches(self, all_gather: AllGather | None = None) -> Iterator[NestedMap]:
-        """The padded batches of one evaluation: an epoch, or the next `eval_loop_num_batches`.
+        """Return the padded batches of an epoch, or the next `eval_loop_num_batches` of a stream.
 
         Args:
-          all_gather: Takes a JSON value of this host and returns those of all hosts, in order. With
-            it, epochs of readers whose shares are not planned from an index (`state_scope` is
-            `host`) end together: a host whose data have ended goes on with batches of padding.
+          all_gather: Function from a JSON value of this host to those of all hosts, in order. If
+            given, all hosts return the same number of batches. A host at the end of its data
+            returns batches of padding. Readers with `state_scope` `global` do not need it.
 
         Returns:
-          The batches. Where there may be rows of padding, `eval_sample_weights` marks them, unless
-          the reader marks them itself (by `provenance` or `eval_sample_weights`).
+          The batches. If a batch may have rows of padding, `eval_sample_weights` marks them, unless
+          the reader marks them itself by `provenance` or `eval_sample_weights`.
         """
         if self.reset_for_eval:
             self.reset()
@@ -283,7 +289,7 @@ class BaseInput(Configurable):
         for _ in itertools.count() if most is None else range(most):
             try:
                 batch = self.get_next_padded()
-            except StopIteration:  # the end of an epoch; a stream that repeats has none
+            except StopIteration:  # the end of an epoch
                 return
             has_padding = self.batch_padding_size > 0
             yield mark_rows(batch, self.batch_padding_size) if has_padding else batch
@@ -292,45 +298,45 @@ class BaseInput(Configurable):
 
     @property
     def has_score_metrics(self) -> bool:
-        """Whether `score_metrics` wants the scores of an evaluation."""
+        """Whether `score_metrics` reads the scores of an evaluation."""
         return False
 
     @property
     def has_prediction_metrics(self) -> bool:
-        """Whether `prediction_metrics` wants what was decoded."""
+        """Whether `prediction_metrics` reads decoded text."""
         return False
 
     def score_metrics(self, scores: Mapping[int, float]) -> dict[str, float]:
-        """Metrics of one evaluation of this data, from the scores that a model gave its examples.
+        """Compute metrics of one evaluation of this data from a model's scores of its examples.
 
         Args:
-          scores: By `provenance`, each example of all hosts exactly once: log-probability of its
-            labels in nats, summed under their weights.
+          scores: Log-probability of an example's labels in nats, summed with their weights, by
+            `provenance`. Each example of all hosts occurs exactly once.
         """
         return {}
 
     def prediction_metrics(self, predictions: Mapping[int, str]) -> dict[str, float]:
-        """Metrics of what a model continued the examples of this data with.
+        """Compute metrics of a model's continuations of the examples of this data.
 
         Args:
-          predictions: By `provenance`, each example of all hosts exactly once: the text.
+          predictions: Decoded text by `provenance`. Each example of all hosts occurs exactly once.
         """
         return {}
 
     @property
     def num_skipped(self) -> int:
-        """Records that this host could not read and left out so far; see `bad_records`."""
+        """Number of unreadable records that this host has skipped so far; see `bad_records`."""
         return 0
 
     def ids_to_strings(
         self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
     ) -> list[str]:
-        """Text of token ids.
+        """Decode token ids.
 
         Args:
           ids: int `[batch, length]`.
-          lengths: int `[batch]`; ids beyond them are not read.
-          key: Which vocabulary, where a reader has several (such as `src` and `tgt`).
+          lengths: int `[batch]`. Ids beyond them are ignored.
+          key: Vocabulary of a reader that has several, such as `src` or `tgt`.
         """
         raise NotImplementedError(
             f"{type(self).__qualname__} has no vocabulary to decode ids with."
@@ -340,16 +346,16 @@ class BaseInput(Configurable):
         """Return the tokenizer that made the ids, or None if the input has none.
 
         Args:
-          key: As for `ids_to_strings`.
+          key: Same as in `ids_to_strings`.
         """
         return None
 
     def baselines(self) -> dict[str, float]:
-        """Losses to compare a model's with on this data: name -> nats per token. Default: none."""
+        """Return reference losses on this data in nats per token, by name. Default: none."""
         return {}
 
     def close(self) -> None:
-        """Lets go of files and threads; may be called again."""
+        """Release files and threads. Further calls have no effect."""
         if not self._is_closed:
             self._is_closed = True
             self._peeked = None
@@ -362,98 +368,89 @@ class BaseInput(Configurable):
 
     @classmethod
     def blank_batch(cls, config: Any, rows: int) -> NestedMap | None:
-        """What a training batch looks like, told by the fields alone: all zeros, nothing read.
+        """Return a training batch of zeros without reading data.
 
-        So a training step can be planned where the data are not.
+        With it, a training step can be compiled on a machine that does not have the data.
 
         Args:
-          config: Of this class; its data need not be there.
-          rows: Rows of the batch.
+          config: Config of this class. Its data need not exist.
+          rows: Number of rows of the batch.
 
         Returns:
-          The names, shapes and dtypes of what `get_next` returns; None where only the data tell.
+          A batch with the names, shapes and dtypes of `get_next`, or None if they depend on the
+          data.
         """
         return None
 
     @classmethod
     def get_batch_size(cls, config: Any) -> int | None:
-        """Rows of a batch on each host that a config asks for; None where it does not say.
+        """Return the rows of a batch on each host by a config, or None if it does not define them.
 
-        A reader whose batches are made by something else, which has a size of its own, tells that.
+        Readers of batches that another library makes return the batch size of that library.
         """
         return config.batch_size
 
     @property
     def local_batch_size(self) -> int:
-        """Rows of a batch on this host."""
+        """Number of rows of a batch on this host."""
         assert self.batch_size is not None
         return self.batch_size
 
     @property
     def global_batch_size(self) -> int:
-        """Rows of a batch over all hosts."""
+        """Number of rows of a batch over all hosts."""
         return self.local_batch_size * self.num_infeed_hosts
 
-    # Field values that cannot work are refused when the input is built.
+    # Checks of fields, which run when the input is built.
 
     @property
     def _label(self) -> str:
-        """Class and name, as error messages show them: `LocalText 'train'`."""
+        """Class and name in error messages, such as `LocalText 'train'`."""
         return type(self).__qualname__ + (f" {self.name!r}" if self.name else "")
 
     def _config_error(self, problem: str = "", **data: Any) -> ConfigError:
         """Return a `ConfigError` of this input; `data` are attributes of the error."""
         return ConfigError(problem, owner=self._label, **data)
 
-    def _check_at_least(self, least: int, *fields: str) -> None:
-        """Refuses fields that are set, to less than `least`."""
-        for field in fields:
-            value = getattr(self, field)
-            if value is not None and value < least:
-                raise self._config_error(f"{field}={value}; expected at least {least}.")
+    def _check_at_least(self, minimum: int, *fields: str) -> None:
+        """Raise `ConfigError` unless each field is an integer of at least `minimum`, or None."""
+        values = {field: getattr(self, field) for field in fields}
+        check_integers(self._label, minimum=minimum, **values)
 
     def _check_fields(self) -> None:
-        if self.batch_size is None:
-            raise self._config_error(
-                "batch_size is not set; give the rows of a batch on each host."
-            )
-        self._check_at_least(1, "batch_size")
-        if not 0 <= self.infeed_host_index < self.num_infeed_hosts:
-            raise self._config_error(
-                f"infeed_host_index={self.infeed_host_index} with num_infeed_hosts="
-                f"{self.num_infeed_hosts}; expected 0 <= infeed_host_index < num_infeed_hosts."
-            )
-        if self.eval_loop_num_batches is not None and self.eval_loop_num_batches < 1:
-            raise self._config_error(
-                f"eval_loop_num_batches={self.eval_loop_num_batches}; expected at least 1, or None "
-                "for one epoch."
-            )
-        if self.batch_padding_size < 0:
-            raise self._config_error(
-                f"batch_padding_size={self.batch_padding_size}; expected >= 0."
-            )
+        rows = "the number of rows of a batch on each host"
+        require(self.batch_size is not None, self._label, "batch_size", None, rows)
+        self._check_at_least(1, "batch_size", "eval_loop_num_batches")
+        self._check_at_least(0, "batch_padding_size")
+        index, count = self.infeed_host_index, self.num_infeed_hosts
+        expected = f"an index in [0, num_infeed_hosts={count})"
+        require(0 <= index < count, self._label, "infeed_host_index", index, expected)
 
-    def _settle_passes(self) -> None:
-        """Fills in `reset_for_eval` and `repeat` where unset, and refuses what cannot work."""
+    def _resolve_passes(self) -> None:
+        """Derive `reset_for_eval` and `repeat` if they are None, and check the combination."""
         if self.is_training:
-            self._settle_training()
+            self._resolve_training()
         else:
-            self._settle_eval()
+            self._resolve_eval()
 
-    def _settle_training(self) -> None:
+    def _resolve_training(self) -> None:
         if self.reset_for_eval:
             raise self._config_error(
-                "reset_for_eval=True with is_training=True; training data is never reset. Leave "
-                "reset_for_eval unset, or set is_training=False for evaluation."
+                field="reset_for_eval",
+                value=True,
+                expected="None with is_training=True, since training data is never reset",
+                hint="Set is_training=False for evaluation.",
             )
         if self.repeat is False:
             raise self._config_error(
-                "repeat=False with is_training=True; training data is endless. Leave repeat unset "
-                "and end training by its number of steps."
+                field="repeat",
+                value=False,
+                expected="None with is_training=True, since training data is endless",
+                hint="End training by its number of steps.",
             )
         self.reset_for_eval, self.repeat = False, True
 
-    def _settle_eval(self) -> None:
+    def _resolve_eval(self) -> None:
         reset, repeat = self.reset_for_eval, self.repeat
         if reset is None and repeat is None:
             repeat = self.eval_loop_num_batches is not None
@@ -461,24 +458,33 @@ class BaseInput(Configurable):
         repeat = not reset if repeat is None else repeat
         if reset and repeat:
             raise self._config_error(
-                "reset_for_eval=True with repeat=True; an epoch that repeats never ends. Set "
-                "repeat=False for one epoch, or reset_for_eval=False with eval_loop_num_batches."
+                field="repeat",
+                value=True,
+                expected="False with reset_for_eval=True, since a repeated epoch never ends",
+                hint="Set repeat=False for one epoch, or reset_for_eval=False with"
+                " eval_loop_num_batches.",
             )
         if not reset and not repeat:
             raise self._config_error(
-                "reset_for_eval=False with repeat=False; the data would run out. Set repeat=True "
-                "with eval_loop_num_batches, or reset_for_eval=True for one epoch each time."
+                field="repeat",
+                value=False,
+                expected="True with reset_for_eval=False, since the data would end",
+                hint="Set repeat=True with eval_loop_num_batches, or reset_for_eval=True for one"
+                " epoch each time.",
             )
         if repeat and self.eval_loop_num_batches is None:
             raise self._config_error(
-                "repeat=True without eval_loop_num_batches; an evaluation would never end. Set "
-                "eval_loop_num_batches, or reset_for_eval=True and repeat=False for one epoch."
+                field="eval_loop_num_batches",
+                value=None,
+                expected="a positive integer with repeat=True, since an evaluation would never end",
+                hint="Set eval_loop_num_batches, or reset_for_eval=True and repeat=False for one"
+                " epoch.",
             )
         self.reset_for_eval, self.repeat = reset, repeat
 
 
 def __getattr__(name: str) -> Any:
-    """The adaptors for Lingvo, which Praxis keeps in this module; loaded when one is asked for."""
+    """Import an adaptor for Lingvo on first use. Praxis defines these classes in this module."""
     if name.startswith("Lingvo"):
         from layerkit_inputs import lingvo_adaptor
 

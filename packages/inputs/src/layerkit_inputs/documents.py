@@ -1,8 +1,8 @@
-"""Documents of token ids, laid end to end, and the rows and prompts cut from them by number.
+"""Concatenated documents of token ids, and the rows and prompts that are cut from them by number.
 
-Each document stands as its start id, its tokens and, where the tokenizer has one, its end id. So n
-ids hold n - 1 predictions, each of an id from the one before it. Readers differ in where the ids
-lie (in memory, in a mapped file); how rows are made of them is here.
+A document consists of its start id, its tokens and, if the tokenizer has one, its end id. So n ids
+give n - 1 predictions, each of an id from the one before it. The ids may be in memory or in a
+memory-mapped file.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from layerkit_inputs.tokenizers import Tokenizer
 
 
 class TokenStream(Protocol):
-    """Ids that can be read at any positions."""
+    """Token ids with random access."""
 
     def __getitem__(self, at: Any) -> np.ndarray:
-        """The ids at positions int64 `[...]`, or of a slice, of any integer dtype."""
+        """Return the ids at positions int64 `[...]` or in a slice, of any integer dtype."""
         ...
 
 
 class PiecewiseStream:
-    """Several arrays as one stream, without copying them."""
+    """A stream of several arrays, which are not copied."""
 
     def __init__(self, pieces: Sequence[np.ndarray]):
+        """Store the arrays, int `[tokens]` each."""
         self._pieces = [piece for piece in pieces if len(piece)]
         self._ends = np.cumsum([len(piece) for piece in self._pieces], dtype=np.int64)
         self._stops = self._ends.tolist()
 
     def __getitem__(self, at: Any) -> np.ndarray:
-        """The ids at positions int64 `[...]`, or from one position to another, as int32."""
+        """Return the ids at positions int64 `[...]` or in a slice, as int32."""
         if isinstance(at, slice):
             return self._between(at.start, at.stop)
         found = np.empty(at.shape, np.int32)
@@ -61,49 +62,56 @@ class PiecewiseStream:
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """Where each document stands in a stream of ids."""
+    """Documents in a stream of ids."""
 
     ids: TokenStream
-    """All documents, one after the other."""
+    """Ids of all documents, concatenated."""
     begins: np.ndarray
-    """int64 `[documents]`: where each begins in `ids`."""
+    """Position of each document in `ids`, int64 `[documents]`."""
     ends: np.ndarray
-    """int64 `[documents]`: running sum of their predictions."""
+    """Cumulative sum of the documents' predictions, int64 `[documents]`."""
     num_inputs: np.ndarray | None = None
-    """int64 `[documents]`: how many tokens of each are inputs, which count for no loss."""
+    """Number of input tokens of each document, which have no loss, int64 `[documents]`."""
 
     @classmethod
     def of(
         cls, ids: TokenStream, sizes: np.ndarray, *, num_inputs: np.ndarray | None = None
     ) -> Documents:
-        """Documents of `sizes` ids (int64 `[documents]`, each at least 1)."""
+        """Return the documents of a stream.
+
+        Args:
+          ids: Ids of all documents, concatenated.
+          sizes: Number of ids of each document, int64 `[documents]`, at least 1.
+          num_inputs: Number of input tokens of each document, int64 `[documents]`.
+        """
         sizes = np.asarray(sizes, np.int64)
         stops = np.cumsum(sizes)
         return cls(ids, stops - sizes, np.cumsum(sizes - 1), num_inputs)
 
     def __len__(self) -> int:
+        """Return the number of documents."""
         return len(self.ends)
 
     def num_predictions_of(self, documents: np.ndarray) -> np.ndarray:
-        """int64 `[documents]`, of these."""
+        """Return the number of predictions of some documents by number, int64 `[documents]`."""
         begins = self.ends[documents - 1]
         begins[documents == 0] = 0
         return self.ends[documents] - begins
 
     @property
     def num_predictions(self) -> np.ndarray:
-        """int64 `[documents]`."""
+        """Number of predictions of each document, int64 `[documents]`."""
         return np.diff(self.ends, prepend=0)
 
     def num_stream_rows(self, length: int) -> int:
-        """Rows of `length` positions that hold all predictions."""
+        """Return the number of rows of `length` positions that hold all predictions."""
         return num_stream_rows(self.ends, length)
 
     def stream_rows(self, rows: np.ndarray, *, length: int, pad_id: int) -> NestedMap:
-        """Rows cut from the documents laid end to end, as `features.lm_features` has packed rows.
+        """Return rows of the concatenated documents, packed as in `features.lm_features`.
 
         Args:
-          rows: int64 `[rows]`, each below `num_stream_rows`.
+          rows: Row numbers, int64 `[rows]`, each below `num_stream_rows`.
           length: Positions of a row.
           pad_id: Id of padded positions.
         """
@@ -111,11 +119,11 @@ class Documents:
         return self.rows_of(pieces, num_rows=len(rows), length=length, pad_id=pad_id)
 
     def rows_of(self, pieces: RowPieces, *, num_rows: int, length: int, pad_id: int) -> NestedMap:
-        """Rows of these pieces of documents, as `features.lm_features` has packed rows.
+        """Return rows of pieces of documents, packed as in `features.lm_features`.
 
         Args:
-          pieces: What the rows hold.
-          num_rows: How many rows there are.
+          pieces: Pieces of documents in the rows.
+          num_rows: Number of rows.
           length: Positions of a row.
           pad_id: Id of padded positions.
         """
@@ -138,11 +146,11 @@ class Documents:
         )
 
     def read(self, begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """Stretches of ids, end to end; those that follow one another are read as one.
+        """Return concatenated stretches of ids. Adjacent stretches are read at once.
 
         Args:
-          begins: int64 `[stretches]`: where each begins in `ids`.
-          sizes: int64 `[stretches]`: how many ids it has.
+          begins: Position of each stretch in `ids`, int64 `[stretches]`.
+          sizes: Number of ids of each stretch, int64 `[stretches]`.
         """
         if not sizes.all():
             begins, sizes = begins[sizes > 0], sizes[sizes > 0]
@@ -156,19 +164,19 @@ class Documents:
         return np.concatenate([self.ids[start:stop] for start, stop in found])
 
     def segment(self, document: int, start: int, length: int) -> Segment:
-        """`length` predictions of a document from its prediction `start` on."""
+        """Return `length` predictions of a document, from its prediction `start` on."""
         begin = self.begins[document] + start
         ids = self.ids[int(begin) : int(begin) + length + 1].astype(np.int32)
         num_inputs = 0 if self.num_inputs is None else int(self.num_inputs[document]) - start
         return Segment(ids[1:], num_inputs=num_inputs, first_id=int(ids[0]))
 
     def prompts(self, rows: np.ndarray, *, length: int, tokenizer: Tokenizer) -> NestedMap:
-        """Beginnings of documents, or their inputs; never the end id.
+        """Return the beginnings of documents, or their inputs, without the end id.
 
         Args:
-          rows: int64 `[rows]`: numbers of documents.
-          length: Positions of a row; what is longer is cut on the right.
-          tokenizer: Whose ids these are.
+          rows: Numbers of documents, int64 `[rows]`.
+          length: Positions of a row. Longer prompts are cut on the right.
+          tokenizer: Tokenizer of the ids.
 
         Returns:
           `ids` int32 and `paddings` float32 `[rows, length]`, `prompt_lengths` int32 `[rows]`.
@@ -189,14 +197,14 @@ class Documents:
 
 
 def ids_and_labels(tokens: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Stretches of ids taken apart into what is predicted from and what is predicted.
+    """Split stretches of ids into model inputs and labels.
 
     Args:
-      tokens: int `[tokens + stretches]`: the stretches, end to end.
-      sizes: int `[stretches]`: predictions of each, one less than its ids.
+      tokens: Concatenated stretches, int `[tokens + stretches]`.
+      sizes: Predictions of each stretch, one less than its ids, int `[stretches]`.
 
     Returns:
-      Both of the dtype of `tokens`, `[tokens]`.
+      (ids, labels), both `[tokens]` with the dtype of `tokens`.
     """
     is_followed = np.ones(len(tokens), bool)
     is_followed[np.cumsum(sizes + 1) - 1] = False
@@ -204,29 +212,31 @@ def ids_and_labels(tokens: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, n
 
 
 class DocumentBuilder:
-    """Documents added one after the other, in one buffer that grows in place.
+    """A buffer to which documents are appended, and which grows in place.
 
-    Each is framed as a stream has it: start id, tokens, and the end id where there is one. The
-    buffer takes two bytes an id, or four in a vocabulary of more than 65,536.
+    A start id and, if the tokenizer has one, an end id are added to each document. An id takes two
+    bytes, or four with a vocabulary of more than 65,536.
     """
 
     def __init__(self, tokenizer: Tokenizer):
+        """Start an empty buffer for the ids of a tokenizer."""
         self._dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32)
         self._start = np.array([tokenizer.start_id])
         eos_id = tokenizer.eos_id
         self._end = np.array([] if eos_id is None else [eos_id], np.int64)
-        # Grows by the system's realloc, which moves pages and copies nothing.
+        # A bytearray grows by realloc, which moves pages instead of copying.
         self._data = bytearray()
         self._sizes = array.array("q")
 
     def __len__(self) -> int:
+        """Return the number of documents."""
         return len(self._sizes)
 
     def add(self, parts: Iterable[np.ndarray]) -> None:
-        """Append a document; where `parts` raises, nothing is appended.
+        """Append a document. If iterating over `parts` raises, nothing is appended.
 
         Args:
-          parts: Its tokens, int `[tokens]` each, end to end.
+          parts: Consecutive tokens of the document, int `[tokens]` each.
         """
         begin = len(self._data)
         try:
@@ -238,13 +248,13 @@ class DocumentBuilder:
         self._sizes.append((len(self._data) - begin) // self._dtype.itemsize)
 
     def build(self) -> Documents:
-        """Return the documents; nothing can be added afterwards."""
+        """Return the documents. No more can be added afterwards."""
         ids = np.frombuffer(self._data, self._dtype)
         return Documents.of(ids, np.frombuffer(self._sizes, np.int64))
 
 
 def framed(tokens: Sequence[np.ndarray], tokenizer: Tokenizer) -> np.ndarray:
-    """Return a document as a stream has it: start id, `tokens` (end to end), end id; int32."""
+    """Return a document with start id, concatenated `tokens` and end id, int32."""
     end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     parts = [[tokenizer.start_id], *tokens, end]
     return np.concatenate([np.asarray(part, np.int32) for part in parts])

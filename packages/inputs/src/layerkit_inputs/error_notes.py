@@ -1,19 +1,22 @@
-"""Errors know the input that they come from; loads neither NumPy nor JAX."""
+"""Labels of inputs in their errors. This module loads neither NumPy nor JAX."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 
+from layerkit.errors import UserError
+
 _ATTRIBUTE = "layerkit_input"
 
 
 @contextlib.contextmanager
 def naming_input(label: str) -> Iterator[None]:
-    """Record the label of an input in errors, except in the end of its data.
+    """Record the label of an input in its errors, except StopIteration.
 
-    Errors of values and files say what is wrong with the data, and whoever reports them adds the
-    label by `input_of`. All others carry it as a note, which a traceback shows.
+    A `UserError` without an owner gets the label as its owner. Errors of values and files keep
+    their text, and reports add the label by `input_of`. Other errors get a note, which tracebacks
+    show.
 
     Args:
       label: Class and name, such as `LocalText 'train'`.
@@ -23,10 +26,12 @@ def naming_input(label: str) -> Iterator[None]:
     except StopIteration:
         raise
     except Exception as error:
-        # An input that reads others is not where the error comes from.
+        # An input that reads another input does not replace the label of that input.
         if input_of(error) is None:
             setattr(error, _ATTRIBUTE, label)
-            if not isinstance(error, (OSError, ValueError)):
+            if isinstance(error, UserError):
+                error.owner = error.owner or label
+            elif not isinstance(error, (OSError, ValueError)):
                 error.add_note(f"In input {label}")
         raise
 

@@ -1,9 +1,9 @@
-"""Padding for evaluation: rows that count for nothing, so that every host makes the same batches.
+"""Padding for evaluation, so that every host makes the same number of batches.
 
-One pass over finite data rarely divides by hosts and batch size, and a host that stops early leaves
-the others waiting in a collective. So the last batches are filled with rows of weight 0 and
-provenance -1. How many batches there are is decided by pure functions of the counts; whoever has to
-learn the other hosts' counts passes in the one exchange that does it.
+The rows of an epoch are rarely a multiple of hosts and batch size, and a host that stops early
+leaves the others waiting in a collective. So the last batches are filled with rows of weight 0 and
+provenance -1. Pure functions compute the number of batches from the counts of rows. A caller that
+does not know the counts of other hosts passes a function that exchanges them.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from typing import Any
 
 import numpy as np
 
+from layerkit.checks import check_integers
+from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 
 AllGather = Callable[[Any], Sequence[Any]]
-"""Takes a JSON value of this host and returns those of all hosts, in order."""
+"""A function from a JSON value of this host to those of all hosts, in order."""
 
-# What a row of padding holds, by the last part of the field's path; everything else is 0, weights
-# above all.
+# Values of padded rows by the last part of the field's path. Other fields, such as weights, are 0.
 PADDING_VALUES = {"provenance": -1, "paddings": 1}
 
 
 def pad_rows(batch: NestedMap, num_rows: int, *, copy: bool = True) -> NestedMap:
-    """`batch` with `num_rows` rows of padding appended to every array `[batch, ...]`.
+    """Return a batch with rows of padding appended to every array `[batch, ...]`.
 
     Args:
-      batch: The rows, at least 0 of them.
-      num_rows: How many to append.
-      copy: False for a batch that was made for the caller: where nothing is to be appended, arrays
-        that own their memory are handed on. Views are copied all the same.
+      batch: Batch of any number of rows.
+      num_rows: Number of rows to append.
+      copy: Whether to copy arrays if `num_rows` is 0. With False, arrays that own their memory are
+        returned without a copy. Views are always copied.
     """
-    if num_rows < 0:
-        raise ValueError(f"pad_rows(num_rows={num_rows}): expected a number >= 0.")
+    check_integers("pad_rows", minimum=0, num_rows=num_rows)
 
     def pad(name: str, value: object) -> object:
         if isinstance(value, NestedMap):
@@ -49,11 +49,11 @@ def pad_rows(batch: NestedMap, num_rows: int, *, copy: bool = True) -> NestedMap
 
 
 def mark_rows(batch: NestedMap, num_padding: int) -> NestedMap:
-    """Return `batch` with `eval_sample_weights` float32 `[batch]`, unless its rows are marked.
+    """Return a batch with `eval_sample_weights` float32 `[batch]`, unless its rows are marked.
 
     Args:
-      batch: Rows, the last of which are padding.
-      num_padding: How many are.
+      batch: Batch with rows of padding at its end.
+      num_padding: Number of rows of padding.
     """
     if "provenance" in batch or "eval_sample_weights" in batch:
         return batch
@@ -63,7 +63,7 @@ def mark_rows(batch: NestedMap, num_padding: int) -> NestedMap:
 
 
 def example_rows(batch: NestedMap) -> np.ndarray | None:
-    """Return bool `[batch]`, False in rows of padding; None if `batch` does not mark its rows."""
+    """Return bool `[batch]`, False in rows of padding, or None if the batch marks no rows."""
     if "provenance" in batch:
         return np.asarray(batch.provenance) >= 0
     if "eval_sample_weights" in batch:
@@ -72,20 +72,26 @@ def example_rows(batch: NestedMap) -> np.ndarray | None:
 
 
 def empty_batch(template: NestedMap, num_rows: int) -> NestedMap:
-    """A batch of `num_rows` rows of padding, shaped like `template`."""
+    """Return a batch of `num_rows` rows of padding with the fields of `template`."""
     return pad_rows(template.transform(lambda array: np.asarray(array)[:0]), num_rows)
 
 
 def split_rows(
     first_row: int, num_rows: int | None, *, batch_size: int, host_index: int
 ) -> np.ndarray:
-    """Which rows one host reads of the global batch that starts at `first_row`.
+    """Return the rows that one host reads of the global batch that starts at `first_row`.
 
-    Host `h` takes the block `[h * batch_size, (h + 1) * batch_size)` of each global batch, so the
-    hosts' blocks one after the other are the same global batch however many hosts there are.
+    Host `h` reads the block `[h * batch_size, (h + 1) * batch_size)` of each global batch. So the
+    concatenated blocks of all hosts are the same global batch for any number of hosts.
+
+    Args:
+      first_row: First row of the global batch.
+      num_rows: Rows of the data, or None if they are endless.
+      batch_size: Rows of a batch on each host.
+      host_index: Index of the host.
 
     Returns:
-      int64 `[rows]`, at most `batch_size`; fewer, or none, where `num_rows` (None: endless) ends.
+      int64 `[rows]`, `batch_size` rows, or fewer at the end of the data.
     """
     start = first_row + host_index * batch_size
     stop = start + batch_size
@@ -95,66 +101,24 @@ def split_rows(
 
 
 def agreed_num_batches(rows_per_host: Sequence[int], batch_size: int) -> int:
-    """How many batches of `batch_size` every host makes, so that the fullest one gets through."""
-    if batch_size < 1 or not rows_per_host or min(rows_per_host) < 0:
-        raise ValueError(
-            f"agreed_num_batches({rows_per_host!r}, {batch_size}): expected one count >= 0 per "
-            "host and a batch size >= 1."
-        )
+    """Return the number of batches of `batch_size` for the host with the most rows."""
     return -(-max(rows_per_host) // batch_size)
 
 
-def agree_on_num_batches(local_rows: int, batch_size: int, all_gather: AllGather) -> int:
-    """`agreed_num_batches`, the other hosts' counts being fetched by `all_gather`.
-
-    Args:
-      local_rows: Rows on this host.
-      batch_size: Rows of a batch on each host.
-      all_gather: Takes this host's number and returns that of every host.
-    """
-    return agreed_num_batches([int(count) for count in all_gather(local_rows)], batch_size)
-
-
-def pad_epoch(
-    batches: Iterable[NestedMap], *, batch_size: int, num_batches: int, template: NestedMap
-) -> Iterator[NestedMap]:
-    """Exactly `num_batches` full batches: a short one is filled up, missing ones are all padding.
-
-    Args:
-      batches: This host's own batches, each with at most `batch_size` rows.
-      batch_size: Rows of every batch that comes out.
-      num_batches: What the hosts agreed on.
-      template: Any batch of the data set; an empty shard has no other way to know the shapes.
-
-    Raises:
-      ValueError: `batches` holds more than `num_batches`, or one with too many rows.
-    """
-    count = 0
-    for count, batch in enumerate(batches, start=1):
-        rows = num_rows_of(batch)
-        if count > num_batches or rows > batch_size:
-            raise ValueError(
-                f"pad_epoch: batch {count} with {rows} rows, but the hosts agreed on {num_batches} "
-                f"batches of {batch_size}."
-            )
-        yield pad_rows(batch, batch_size - rows)
-    for _ in range(num_batches - count):
-        yield empty_batch(template, batch_size)
-
-
 def end_together(batches: Iterable[NestedMap], all_gather: AllGather) -> Iterator[NestedMap]:
-    """The batches of this host, and batches of padding after them until those of all hosts ended.
+    """Yield the batches of this host, then batches of padding until all hosts have ended.
 
-    For readers that do not know before how many batches they will make. Before each batch the hosts
-    ask one another who has one; what they tell is its shapes, so that even a host that never had a
-    batch knows what to pad with. Rows are marked; see `mark_rows`.
+    This is for readers that do not know their number of batches in advance. Before each batch the
+    hosts exchange the shapes of their next batches. So a host without any batch can make padding.
+    Rows of padding are marked by `mark_rows`.
 
     Args:
-      batches: Those of this host, all of the same shapes.
-      all_gather: See `AllGather`; asked once more than the longest host has batches.
+      batches: Batches of this host, all of the same shapes.
+      all_gather: Function that exchanges JSON values; see `AllGather`. It is called once more than
+        the host with the most batches has batches.
 
     Raises:
-      ValueError: hosts have batches of unlike shapes; on every host.
+      ConfigError: Hosts have batches of different shapes. Every host raises it.
     """
     own = iter(batches)
     while True:
@@ -166,9 +130,11 @@ def end_together(batches: Iterable[NestedMap], all_gather: AllGather) -> Iterato
         first = specs[having[0]]
         for host in having[1:]:
             if specs[host] != first:
-                raise ValueError(
-                    f"hosts {having[0]} and {host} have batches of unlike shapes: {first} and "
-                    f"{specs[host]}."
+                raise ConfigError(
+                    "hosts have batches of different shapes",
+                    field=f"batch of host {host}",
+                    value=specs[host],
+                    expected=f"{first}, as on host {having[0]}",
                 )
         if batch is not None:
             yield mark_rows(batch, 0)
@@ -178,7 +144,7 @@ def end_together(batches: Iterable[NestedMap], all_gather: AllGather) -> Iterato
 
 
 def _describe(batch: NestedMap) -> dict[str, Any]:
-    """Shapes and dtypes as JSON values, nested as the batch is."""
+    """Return shapes and dtypes as JSON values, nested like the batch."""
     return {
         name: _describe(value)
         if isinstance(value, NestedMap)
@@ -188,7 +154,7 @@ def _describe(batch: NestedMap) -> dict[str, Any]:
 
 
 def _padding_like(description: dict[str, Any]) -> NestedMap:
-    """A batch of padding, of the shapes and dtypes that `_describe` gave."""
+    """Return a batch of padding with the shapes and dtypes of a description by `_describe`."""
 
     def make(name: str, value: Any) -> Any:
         if isinstance(value, dict):
@@ -200,12 +166,16 @@ def _padding_like(description: dict[str, Any]) -> NestedMap:
 
 
 def num_rows_of(batch: NestedMap) -> int:
-    """Size of the leading dimension that all arrays of `batch` share.
+    """Return the size of the leading dimension of all arrays of a batch.
 
     Raises:
-      ValueError: no arrays, or they disagree.
+      ConfigError: The batch has no arrays, or they differ in their leading dimension.
     """
     sizes = {path: np.shape(leaf)[:1] for path, leaf in batch.flatten_items()}
     if not sizes or len(set(sizes.values())) != 1 or () in sizes.values():
-        raise ValueError(f"a batch needs arrays that share their leading dimension, got {sizes}.")
+        raise ConfigError(
+            field="leading dimensions of a batch",
+            value=sizes,
+            expected="arrays with the same leading dimension",
+        )
     return next(iter(sizes.values()))[0]

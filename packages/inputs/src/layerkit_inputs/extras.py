@@ -1,7 +1,7 @@
-"""What a reader needs beyond the package's own dependencies, and how to get it.
+"""Imports of optional dependencies, which extras of layerkit-inputs install.
 
-Nothing of an extra is imported before a reader that uses it is built, and where it is missing the
-error is the command that installs it.
+An optional dependency is imported when a reader that needs it is built. If it is missing, the error
+message has the command that installs it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-# Importable name -> the extra of layerkit-inputs that brings it.
+from layerkit.errors import UserError
+
+# Importable name -> extra of layerkit-inputs that installs it.
 _EXTRA_OF = {
     "array_record": "grain",
     "datasets": "hf",
@@ -23,28 +25,28 @@ _EXTRA_OF = {
 }
 
 
-class MissingExtraError(ImportError):
-    """A package that a reader stands on is not installed."""
+class MissingExtraError(UserError, ImportError):
+    """An optional dependency that is not installed."""
 
 
 def require(module: str, *, needed_by: str) -> ModuleType:
-    """Imports `module`, which an extra of layerkit-inputs brings.
+    """Import and return a module that an extra of layerkit-inputs installs.
 
     Args:
       module: Dotted name, such as `grain.sources`.
-      needed_by: Who asks, for the message.
+      needed_by: Class or feature that needs the module, for the message.
 
     Raises:
-      MissingExtraError: it is not installed; the message is the command that installs it.
+      MissingExtraError: The module is not installed. The message has the command to install it.
     """
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # A module that is missing inside an installed package is another fault, shown as it is.
+        # A missing module inside an installed package is a different error.
         if error.name is None or error.name.partition(".")[0] != package:
             raise
     raise MissingExtraError(
-        f"{needed_by} needs the package {package}: "
-        f"pip install 'layerkit-inputs[{_EXTRA_OF[package]}]'"
+        f"{needed_by} needs the package {package}",
+        hint=f"Install it: pip install 'layerkit-inputs[{_EXTRA_OF[package]}]'",
     )

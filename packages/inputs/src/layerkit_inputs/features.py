@@ -1,14 +1,13 @@
-"""Features: examples of token ids become the arrays that models read, in plain NumPy.
+"""Conversion of examples of token ids to the arrays that models read, in plain NumPy.
 
-An example is a sequence of targets, or inputs and targets. A decoder-only model reads both as one
-sequence (`lm_features`), an encoder-decoder each on its own side (`encoder_decoder_features`). A
-row holds one example, or several as `segment_ids` tell; which ones is decided elsewhere
-(`packing`).
+An example is a sequence of targets, or of inputs and targets. A decoder-only model reads both as
+one sequence (`lm_features`), an encoder-decoder model as two (`encoder_decoder_features`). A row
+holds one or several examples, which `segment_ids` distinguish; see `packing`.
 
-Layout and edges are those of SeqIO's feature converters and of Pax's models, so that a data set
-moved from there trains the same: `labels` is what is predicted, `ids` what it is predicted from,
-one position later and beginning with `bos_id`. What is padding follows from lengths, never from an
-id, so id 0 may be a real token.
+The layout is that of SeqIO's feature converters and of Pax's models, so a data set from there
+trains the same way. `labels` are the predicted tokens. `ids` are the tokens that they are predicted
+from: `labels` shifted by one position, with `bos_id` first. Padding is determined by lengths and
+never by an id, so id 0 may be a real token.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 
 Tokens = Sequence[int] | np.ndarray
@@ -29,15 +29,15 @@ class Segment(NamedTuple):
     """A stretch of an example within a row."""
 
     tokens: np.ndarray
-    """int32 `[tokens]`: what is predicted."""
+    """Predicted tokens, int32 `[tokens]`."""
     num_inputs: int = 0
-    """How many of the first tokens are inputs; below 0 where the inputs ended that far before."""
+    """Number of input tokens at the beginning; negative if the inputs ended before the stretch."""
     first_id: int = 0
-    """What the first token is predicted from."""
+    """Id that the first token is predicted from."""
 
 
 def trim_tokens(tokens: Tokens, *, length: int, eos_id: int | None = None) -> np.ndarray:
-    """The first tokens, ended by `eos_id` where one is given, `length` in all at most.
+    """Return at most `length` tokens, the last of which is `eos_id` unless it is None.
 
     >>> trim_tokens([7, 8, 5, 6], length=3, eos_id=1).tolist()
     [7, 8, 1]
@@ -63,38 +63,37 @@ def lm_features(
     weights_on_targets_only: bool = False,
     negative_ids_have_no_weight: bool = False,
 ) -> NestedMap:
-    """Rows for a decoder-only model: each example's inputs and targets as one sequence.
+    """Return rows for a decoder-only model, with inputs and targets as one sequence.
 
     >>> batch = lm_features([[7, 8, 1]], [[3, 1]], length=6, weights_on_targets_only=True)
     >>> batch.ids.tolist(), batch.labels.tolist(), batch.weights.tolist()
     ([[0, 7, 8, 1, 3, 1]], [[7, 8, 1, 3, 1, 0]], [[0.0, 0.0, 0.0, 1.0, 1.0, 0.0]])
 
-    Without packing `ids` is `labels` moved by one, so where there is room the last token stands in
-    the first padded position; in packed rows padding is `pad_id` throughout.
+    Without packing, `ids` is `labels` shifted by one, so the first padded position of a short row
+    holds the last token. In packed rows all padding is `pad_id`.
 
     Args:
-      inputs: Of each example, ids to predict from; None where there are only targets.
-      targets: Of each example, ids to predict. End-of-sequence ids are the caller's to set
-        (`trim_tokens`).
+      inputs: Input ids of each example, or None if there are only targets.
+      targets: Target ids of each example. The caller adds end-of-sequence ids (`trim_tokens`).
       length: Positions of a row.
-      rows: For each row, the numbers of the examples in it. None: one example a row.
-      bos_id: What an example's first token is predicted from.
+      rows: Numbers of the examples in each row. None: one example a row.
+      bos_id: Id that an example's first token is predicted from.
       pad_id: Id of padded positions.
-      first_ids: Instead of `bos_id`, one for each example, such as the token before the piece of a
-        document. None: `bos_id`.
-      weights_on_targets_only: Inputs count for no loss, as where the probability of a continuation
-        is asked for (LAMBADA).
-      negative_ids_have_no_weight: A negative id stands for its absolute value and counts for no
-        loss, as some data sets of Pax have it. Otherwise negative ids are refused.
+      first_ids: Ids in place of `bos_id`, one for each example, such as the token before the piece
+        of a document. None: `bos_id`.
+      weights_on_targets_only: Whether inputs have weight 0, for example to score continuations
+        (LAMBADA).
+      negative_ids_have_no_weight: Whether a negative id denotes its absolute value with weight 0,
+        as in some data sets of Pax. Otherwise a negative id is an error.
 
     Returns:
       `ids`, `labels`, `segment_ids`, `segment_pos` int32 `[rows, length]`, `weights`, `paddings`
-      float32 `[rows, length]`; with `inputs` also `inputs_indicator` int32 `[rows, length]`, 1 on
-      the inputs and on the position that reads the last of them, whose keys a prefix LM lets every
-      query see.
+      float32 `[rows, length]`. With `inputs` also `inputs_indicator` int32 `[rows, length]`, 1 on
+      the inputs and on the position that reads the last of them. In a prefix LM, all queries attend
+      to these positions.
 
     Raises:
-      ValueError: the examples of a row are longer than it, or one holds what is not an id.
+      ConfigError: The examples of a row are longer than the row, or not token ids.
     """
     if inputs is None:
         inputs = [()] * len(targets)
@@ -133,10 +132,20 @@ def segment_features(
     has_inputs: bool = False,
     weights_on_targets_only: bool = False,
 ) -> NestedMap:
-    """As `lm_features` for packed rows, from what each row holds; `has_inputs` adds the indicator.
+    """Return packed rows for a decoder-only model from the segments of each row.
+
+    Args:
+      rows: Segments of each row.
+      length: Positions of a row.
+      pad_id: Id of padded positions.
+      has_inputs: Whether to add `inputs_indicator`.
+      weights_on_targets_only: Whether inputs have weight 0.
+
+    Returns:
+      The arrays of `lm_features`.
 
     Raises:
-      ValueError: the segments of a row are longer than it.
+      ConfigError: The segments of a row are longer than the row.
     """
     segments = [segment for row in rows for segment in row]
     sizes = _sizes_that_fit(rows, length=length)
@@ -171,19 +180,22 @@ def stretch_features(
     has_inputs: bool = False,
     weights_on_targets_only: bool = False,
 ) -> NestedMap:
-    """As `segment_features`, from all segments laid end to end, row after row.
+    """Return packed rows for a decoder-only model from concatenated segments, row after row.
 
     Args:
-      ids: int `[tokens]`: what is predicted from.
-      labels: int `[tokens]`: what is predicted.
-      rows: int `[segments]`: the row of each, not falling.
-      sizes: int `[segments]`: how many tokens it has; those of a row sum to `length` at most.
-      num_rows: How many rows there are.
+      ids: Ids that labels are predicted from, int `[tokens]`.
+      labels: Predicted tokens, int `[tokens]`.
+      rows: Row of each segment, int `[segments]`, in ascending order.
+      sizes: Tokens of each segment, int `[segments]`. Those of a row sum to at most `length`.
+      num_rows: Number of rows.
       length: Positions of a row.
       pad_id: Id of padded positions.
-      num_inputs: int `[segments]`, as in `Segment`; None: there are no inputs.
-      has_inputs: Adds `inputs_indicator`.
-      weights_on_targets_only: Inputs count for no loss.
+      num_inputs: Input tokens of each segment, int `[segments]`, as in `Segment`. None: no inputs.
+      has_inputs: Whether to add `inputs_indicator`.
+      weights_on_targets_only: Whether inputs have weight 0.
+
+    Returns:
+      The arrays of `lm_features`.
     """
     totals = np.bincount(rows, sizes, minlength=num_rows).astype(np.int32)
     valid = np.arange(length, dtype=np.int32) < totals[:, None]
@@ -211,13 +223,13 @@ def stretch_features(
 def in_rows(
     values: np.ndarray, valid: np.ndarray, dtype: npt.DTypeLike, *, fill: int = 0
 ) -> np.ndarray:
-    """A new array of `values` (`[tokens]`) where `valid` says, in order, and `fill` elsewhere.
+    """Return a new array with `values` at the valid positions, in order, and `fill` elsewhere.
 
     Args:
-      values: As many as `valid` is true.
+      values: One value for each valid position, `[tokens]`.
       valid: bool `[rows, length]`.
-      dtype: What they are cast to.
-      fill: What stands in the other places.
+      dtype: Dtype of the array.
+      fill: Value at the other positions.
     """
     if values.size == valid.size:
         return values.reshape(valid.shape).astype(dtype)
@@ -236,26 +248,26 @@ def encoder_decoder_features(
     bos_id: int = 0,
     pad_id: int = 0,
 ) -> NestedMap:
-    """Rows for an encoder-decoder model: inputs on the side `src`, targets on the side `tgt`.
+    """Return rows for an encoder-decoder model, with inputs in `src` and targets in `tgt`.
 
-    In packed rows an example has the same number in `segment_ids` on both sides.
+    In packed rows an example has the same number in `segment_ids` of both sides.
 
     Args:
-      inputs: Of each example, the ids that the encoder reads.
-      targets: Of each example, the ids to predict.
+      inputs: Ids of each example for the encoder.
+      targets: Ids to predict of each example.
       inputs_length: Positions of a row of `src`.
       targets_length: Positions of a row of `tgt`.
-      rows: For each row, the numbers of the examples in it. None: one example a row.
-      bos_id: What an example's first target is predicted from.
+      rows: Numbers of the examples in each row. None: one example a row.
+      bos_id: Id that an example's first target is predicted from.
       pad_id: Id of padded positions.
 
     Returns:
-      `src`: `ids`, `segment_ids` int32 and `paddings` float32 `[rows, inputs_length]`; `tgt`: these
-      and `labels` int32, `weights` float32 `[rows, targets_length]`; in packed rows both also
-      `segment_pos` int32.
+      `src` with `ids`, `segment_ids` int32 and `paddings` float32 `[rows, inputs_length]`, and
+      `tgt` with the same and `labels` int32, `weights` float32 `[rows, targets_length]`. In packed
+      rows both also have `segment_pos` int32.
 
     Raises:
-      ValueError: the examples of a row are longer than it, or one holds what is not an id.
+      ConfigError: The examples of a row are longer than the row, or not token ids.
     """
     _check_counts(inputs, targets)
     if rows is not None:
@@ -287,20 +299,23 @@ def stretch_pair_features(
     bos_id: int = 0,
     pad_id: int = 0,
 ) -> NestedMap:
-    """As `encoder_decoder_features`, from all examples laid end to end, row after row.
+    """Return rows for an encoder-decoder model from concatenated examples, row after row.
 
     Args:
-      inputs: int `[tokens]`: what the encoder reads.
-      targets: int `[tokens]`: what is predicted.
-      rows: int `[examples]`: the row of each, not falling.
-      input_sizes: int `[examples]`: how many of `inputs` it has; those of a row fit into it.
-      target_sizes: int `[examples]`: how many of `targets`; those of a row fit into it.
-      num_rows: How many rows there are.
+      inputs: Ids for the encoder, int `[tokens]`.
+      targets: Ids to predict, int `[tokens]`.
+      rows: Row of each example, int `[examples]`, in ascending order.
+      input_sizes: Number of inputs of each example, int `[examples]`. Those of a row fit into it.
+      target_sizes: Number of targets of each example, int `[examples]`. Those of a row fit into it.
+      num_rows: Number of rows.
       inputs_length: Positions of a row of `src`.
       targets_length: Positions of a row of `tgt`.
-      is_packed: Rows may hold several examples.
-      bos_id: What an example's first target is predicted from.
+      is_packed: Whether rows may hold several examples.
+      bos_id: Id that an example's first target is predicted from.
       pad_id: Id of padded positions.
+
+    Returns:
+      The arrays of `encoder_decoder_features`.
     """
     source = stretch_features(
         inputs,
@@ -328,13 +343,13 @@ def _two_sides(source: NestedMap, target: NestedMap, *, is_packed: bool) -> Nest
     del source.weights
     if not is_packed:
         target.ids[:, 1:] = target.labels[:, :-1]
-        # Positions of a row alone follow from the row; a model that decodes takes them for packing.
+        # Rows of one example need no positions. A model that decodes takes positions for packing.
         del source.segment_pos, target.segment_pos
     return NestedMap(src=source, tgt=target)
 
 
 def _predicted_from(labels: np.ndarray, sizes: np.ndarray, first_ids: np.ndarray) -> np.ndarray:
-    """`labels` moved by one, each stretch of `sizes` beginning with its own of `first_ids`."""
+    """Return labels shifted by one, with the first id of each stretch at its beginning."""
     ids = np.roll(labels, 1)
     is_there = sizes > 0
     ids[(np.cumsum(sizes) - sizes)[is_there]] = first_ids[is_there]
@@ -344,12 +359,12 @@ def _predicted_from(labels: np.ndarray, sizes: np.ndarray, first_ids: np.ndarray
 def prompt_features(
     prompts: Sequence[Tokens], *, length: int, bos_id: int | None = None, pad_id: int = 0
 ) -> NestedMap:
-    """Beginnings for a model to go on from.
+    """Return prompts for a model to continue.
 
     Args:
-      prompts: Ids of each.
+      prompts: Ids of each prompt.
       length: Positions of a row.
-      bos_id: Put before every prompt; None: nothing is.
+      bos_id: Id to put before every prompt, or None for no id.
       pad_id: Id of padded positions.
 
     Returns:
@@ -357,7 +372,7 @@ def prompt_features(
       `prompt_lengths` int32 `[rows]`, `bos_id` included.
 
     Raises:
-      ValueError: a prompt is longer than a row, or holds what is not an id.
+      ConfigError: A prompt is longer than a row, or not token ids.
     """
     begin = np.array([] if bos_id is None else [bos_id], np.int32)
     rows = []
@@ -375,34 +390,39 @@ def prompt_features(
 
 
 def as_tokens(tokens: Tokens, *, where: str, may_be_negative: bool = False) -> np.ndarray:
-    """`tokens` as int32 `[tokens]`.
+    """Return tokens as int32 `[tokens]`.
+
+    Args:
+      tokens: Token ids.
+      where: Name of the tokens in messages.
+      may_be_negative: Whether negative ids are valid.
 
     Raises:
-      ValueError: they are no integers, no vector, too large for int32, or negative; `where` begins
-        the message.
+      ConfigError: The tokens are not integers in one dimension, or not in the range of ids.
     """
     array = np.asarray(tokens)
     if array.ndim == 1 and not array.size:
         return np.zeros(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(
-            f"{where}: {array.dtype.name}{list(array.shape)}; expected token ids, integers of one "
-            "dimension."
+        raise ConfigError(
+            field=where,
+            value=f"{array.dtype.name}{list(array.shape)}",
+            expected="token ids, integers in one dimension",
         )
     least, most = int(array.min()), int(array.max())
     if most >= 2**31 or least <= -(2**31) or (least < 0 and not may_be_negative):
-        raise ValueError(
-            f"{where}: ids from {least} to {most}; expected token ids from 0 to 2**31 - 1."
+        raise ConfigError(
+            field=where,
+            value=f"ids from {least} to {most}",
+            expected="token ids in [0, 2**31)",
         )
     return array.astype(np.int32)
 
 
 def _check_counts(inputs: Sequence[Tokens], targets: Sequence[Tokens]) -> None:
     if len(inputs) != len(targets):
-        raise ValueError(
-            f"{len(inputs)} examples have inputs and {len(targets)} have targets; expected one of "
-            "each for every example."
-        )
+        expected = f"{len(targets)}, the number of targets"
+        raise ConfigError(field="number of inputs", value=len(inputs), expected=expected)
 
 
 def _rows_of(
@@ -414,17 +434,19 @@ def _rows_of(
 
 
 def _sizes_that_fit(rows: Sequence[Sequence[Segment]], *, length: int) -> np.ndarray:
-    """int64 `[segments]`; refuses rows that hold more than `length` tokens."""
+    """Return the sizes of segments, int64, and raise if a row has more than `length` tokens."""
     sizes = [[len(segment.tokens) for segment in row] for row in rows]
     for number, of_row in enumerate(sizes):
         if sum(of_row) > length:
-            raise ValueError(
-                f"row {number} is to hold {sum(of_row)} tokens (examples of {of_row}), but its "
-                f"length is {length}; trim the examples, or use longer rows."
+            raise ConfigError(
+                field=f"tokens of row {number}",
+                value=sum(of_row),
+                expected=f"at most {length} tokens; its examples have {of_row}",
+                hint="Trim the examples, or use longer rows.",
             )
     return np.array([size for of_row in sizes for size in of_row], np.int64)
 
 
 def _end_to_end(tokens: Sequence[np.ndarray]) -> np.ndarray:
-    """int32 `[tokens]`: all of them, one after the other."""
+    """Return concatenated tokens, int32 `[tokens]`."""
     return np.concatenate([np.zeros(0, np.int32), *tokens])

@@ -1,10 +1,10 @@
-"""Feeds: which process reads which rows of the global batch.
+"""Assignment of the rows of the global batch to processes.
 
-How a batch is sharded decides who must read what. Where every process holds rows of its own, each
-is a feed; where a batch is smaller than the number of devices (a fractional batch per core),
-several processes hold the same rows and must read the same. The sharding is given as the rows that
-the devices of each process hold (with JAX: from `NamedSharding.devices_indices_map`), so this
-module needs no JAX and its answers no machine.
+The sharding of a batch determines the rows that each process reads. If every process holds
+different rows, each process is a feed. If a batch is smaller than the number of devices (a
+fractional batch per core), several processes hold the same rows and form one feed. The sharding is
+given as the rows of each process's devices (in JAX: `NamedSharding.devices_indices_map`), so this
+module needs neither JAX nor devices.
 """
 
 from __future__ import annotations
@@ -12,22 +12,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
+from layerkit.errors import ConfigError
+
 RowRange = tuple[int, int]
-"""Rows `[start, stop)`."""
+"""Start and end of a half-open range of rows, `[start, stop)`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Feed:
-    """One stream of input, read alike by every process that needs its rows."""
+    """A stream of batches that all processes with the same rows read."""
 
     rows: tuple[RowRange, ...]
-    """Rows of the global batch, in order; neighbours are joined."""
+    """Rows of the global batch in order. Adjacent ranges are merged."""
     processes: tuple[int, ...]
-    """Processes that hold exactly these rows."""
+    """Indices of the processes that hold exactly these rows."""
 
     @property
     def num_rows(self) -> int:
-        """Rows of each batch of this feed."""
+        """Number of rows of each batch of this feed."""
         return sum(stop - start for start, stop in self.rows)
 
 
@@ -39,42 +41,45 @@ class FeedPlan:
 
     @property
     def num_infeed_hosts(self) -> int:
-        """What an input's `num_infeed_hosts` should be."""
+        """Value for the field `num_infeed_hosts` of an input."""
         return len(self.feeds)
 
     @property
     def batch_size(self) -> int:
-        """What an input's `batch_size` should be: rows of each feed."""
+        """Value for the field `batch_size` of an input: rows of each feed."""
         return self.feeds[0].num_rows
 
     def infeed_host_index(self, process_index: int) -> int:
-        """What an input's `infeed_host_index` should be on this process.
+        """Return the value for the field `infeed_host_index` of an input on a process.
 
         Raises:
-          ValueError: the process holds no rows.
+          ConfigError: The process holds no rows.
         """
         for index, feed in enumerate(self.feeds):
             if process_index in feed.processes:
                 return index
-        raise ValueError(
-            f"process {process_index} holds no rows of the batch; feeds: {self.feeds}."
+        raise ConfigError(
+            "a process holds no rows of the batch",
+            field="process_index",
+            value=process_index,
+            choices=[process for feed in self.feeds for process in feed.processes],
         )
 
 
 def plan_feeds(rows_by_process: Mapping[int, Iterable[RowRange | slice]]) -> FeedPlan:
-    """Groups processes into feeds.
+    """Group processes into feeds.
 
     Args:
-      rows_by_process: For each process the rows that its devices hold, `(start, stop)` or slices
-        with both ends given; repetitions (replicas in one process) are welcome.
+      rows_by_process: Rows of the devices of each process, as `(start, stop)` or as slices with
+        both ends. Ranges may occur several times, for replicas in one process.
 
     Raises:
-      ValueError: the rows do not begin at 0 or leave gaps, or processes hold rows that overlap
-        without being equal, or unlike numbers of rows: no set of equal readers feeds such a batch.
+      ConfigError: The rows do not begin at 0 or have gaps, rows of processes overlap without being
+        equal, or processes hold different numbers of rows.
     """
     processes_of: dict[tuple[RowRange, ...], list[int]] = {}
     for process, ranges in sorted(rows_by_process.items()):
-        processes_of.setdefault(_joined(process, ranges), []).append(process)
+        processes_of.setdefault(_merged(process, ranges), []).append(process)
     feeds = tuple(
         Feed(rows=rows, processes=tuple(processes))
         for rows, processes in sorted(processes_of.items())
@@ -83,30 +88,39 @@ def plan_feeds(rows_by_process: Mapping[int, Iterable[RowRange | slice]]) -> Fee
     return FeedPlan(feeds)
 
 
-def _joined(process: int, ranges: Iterable[RowRange | slice]) -> tuple[RowRange, ...]:
+def _merged(process: int, ranges: Iterable[RowRange | slice]) -> tuple[RowRange, ...]:
     plain = {(r.start, r.stop) if isinstance(r, slice) else tuple(r) for r in ranges}
     for bounds in plain:
         if not all(isinstance(bound, int) for bound in bounds) or not 0 <= bounds[0] < bounds[1]:
-            raise ValueError(f"process {process}: expected rows (start, stop), got {bounds}.")
-    joined: list[RowRange] = []
+            raise ConfigError(
+                field=f"rows of process {process}", value=bounds, expected="(start, stop)"
+            )
+    merged: list[RowRange] = []
     for start, stop in sorted(plain):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
         else:
-            joined.append((start, stop))
-    if not joined:
-        raise ValueError(f"process {process} holds no rows of the batch.")
-    return tuple(joined)
+            merged.append((start, stop))
+    if not merged:
+        raise ConfigError(
+            field=f"rows of process {process}", value=[], expected="rows of the batch"
+        )
+    return tuple(merged)
 
 
 def _check_cover(feeds: tuple[Feed, ...]) -> None:
     at = 0
     for start, stop in sorted(bounds for feed in feeds for bounds in feed.rows):
         if start != at:
-            problem = "are held by no process" if start > at else "are held by unlike processes"
-            raise ValueError(
-                f"rows {min(start, at)} to {max(start, at)} of the batch {problem}; feeds: {feeds}."
+            problem = "no process holds" if start > at else "processes with different rows hold"
+            raise ConfigError(
+                f"{problem} some rows of the batch",
+                field="rows",
+                value=(min(start, at), max(start, at)),
+                expected="rows of exactly one feed",
+                hint=f"Feeds: {feeds}.",
             )
         at = stop
-    if len({feed.num_rows for feed in feeds}) != 1:
-        raise ValueError(f"every feed must hold as many rows as the others; feeds: {feeds}.")
+    sizes = [feed.num_rows for feed in feeds]
+    if len(set(sizes)) != 1:
+        raise ConfigError(field="rows of each feed", value=sizes, expected="equal numbers of rows")

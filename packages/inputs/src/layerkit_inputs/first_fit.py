@@ -1,7 +1,7 @@
-"""First fit: whole documents into rows, each into the first row with room for it.
+"""First-fit packing: each document is placed whole into the first row with room for it.
 
-A plan is made from lengths alone, so that a reader of rows by number can pack: row number in, the
-numbers of its documents out, the same on every host.
+A plan depends only on the lengths of documents. So every host makes the same plan, and a reader of
+rows by number can look up the documents of a row.
 """
 
 from __future__ import annotations
@@ -12,20 +12,23 @@ from typing import NamedTuple
 
 import numpy as np
 
+from layerkit.checks import check_sizes, require
+from layerkit.errors import ConfigError
+
 
 class DocumentPieces(NamedTuple):
-    """Pieces of documents, in the documents' order; every array is int64 `[pieces]`."""
+    """Pieces of documents, in the order of the documents. Every array is int64 `[pieces]`."""
 
     document: np.ndarray
     """Number of the document."""
     start: np.ndarray
-    """Position inside that document."""
+    """Position of the piece inside the document."""
     length: np.ndarray
-    """How many positions."""
+    """Number of positions."""
 
 
 def cut_documents(lengths: np.ndarray | Sequence[int], row_length: int) -> DocumentPieces:
-    """Cuts documents into pieces of at most `row_length` positions; empty ones have no piece.
+    """Cut documents into pieces of at most `row_length` positions. Empty ones have no piece.
 
     >>> cut_documents([3, 0, 5], 4).length.tolist()
     [3, 4, 1]
@@ -40,40 +43,40 @@ def cut_documents(lengths: np.ndarray | Sequence[int], row_length: int) -> Docum
 
 @dataclasses.dataclass(frozen=True)
 class PackingPlan:
-    """Which documents make up which row."""
+    """The documents of each row."""
 
     documents: np.ndarray
-    """int64 `[placed]`: document numbers, row after row."""
+    """Document numbers, row after row, int64 `[placed]`."""
     row_ends: np.ndarray
-    """int64 `[rows]`: where each row's documents end in `documents`."""
+    """End of each row in `documents`, int64 `[rows]`."""
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return len(self.row_ends)
 
     def documents_of(self, row: int) -> np.ndarray:
-        """Numbers of the documents in a row, int64 `[documents]`, in the order they stand in."""
+        """Return the numbers of the documents in a row, int64 `[documents]`, in order."""
         if not 0 <= row < self.num_rows:
-            raise IndexError(f"row {row} of a plan of {self.num_rows} rows.")
+            raise IndexError(f"row={row}: expected a row of a plan of {self.num_rows} rows.")
         start = self.row_ends[row - 1] if row else 0
         return self.documents[start : self.row_ends[row]]
 
     def documents_of_rows(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers of the documents in rows, one row after the other.
+        """Return the documents of several rows, row after row.
 
         Args:
-          rows: int `[rows]`, at least one.
+          rows: int `[rows]`, at least one row.
 
         Returns:
-          Document numbers, int64 `[documents]`, and at which place of `rows` each one's row stands.
+          (numbers of the documents, int64 `[documents]`; index into `rows` of each document's row).
         """
         by_row = [self.documents_of(row) for row in rows.tolist()]
         places = np.arange(len(rows)).repeat([len(documents) for documents in by_row])
         return np.concatenate(by_row), places
 
     def rows(self) -> list[np.ndarray]:
-        """The documents of every row."""
+        """Return the documents of every row."""
         return [self.documents_of(row) for row in range(self.num_rows)]
 
 
@@ -83,40 +86,45 @@ def plan_packing(
     *,
     open_rows: int = 16,
 ) -> PackingPlan:
-    """Which documents make up which row: each goes whole into the first row with room for it.
+    """Plan rows of whole documents. Each document is placed into the first row with room for it.
 
-    The plan depends on nothing but its arguments, so every host makes the same, and a reader of
-    rows by number can pack. Only the last `open_rows` rows that are not full are looked at, so the
-    time is proportional to the number of documents, a few microseconds each.
+    The plan depends only on the arguments, so every host makes the same plan. Only the last
+    `open_rows` rows that are not full are searched. So the time is proportional to the number of
+    documents, a few microseconds each.
 
     >>> [row.tolist() for row in plan_packing([3, 4, 1, 2], 4).rows()]
     [[0, 2], [1], [3]]
 
     Args:
-      lengths: int `[documents]`, or `[documents, features]` where each has several sequences, such
-        as inputs and targets, that are packed side by side. Documents of length 0 are left out.
-      row_length: Positions of a row, for several features one number each.
-      open_rows: How many rows may be waiting for documents that fit; more waste less.
+      lengths: int `[documents]`, or `[documents, features]` if a document has several sequences
+        that are packed side by side, such as inputs and targets. Documents of length 0 are skipped.
+      row_length: Positions of a row, or the positions of each feature.
+      open_rows: Maximum number of rows that wait for documents. A larger number wastes less space.
 
     Raises:
-      ValueError: a document is longer than a row; `cut_documents` makes pieces that are not.
+      ConfigError: A document is longer than a row. `cut_documents` cuts documents into pieces.
     """
     limits = (row_length,) if isinstance(row_length, int) else tuple(row_length)
     rows = OpenRows(limits, open_rows)
     sizes = np.asarray(lengths, np.int64)
     if sizes.size != len(sizes) * len(limits):
-        raise ValueError(
-            f"plan_packing: lengths of shape {list(sizes.shape)}, but row_length={row_length!r}; "
-            "expected [documents], or [documents, features] and as many row lengths."
+        raise ConfigError(
+            owner="plan_packing",
+            field="shape of lengths",
+            value=list(sizes.shape),
+            expected=f"[documents], or [documents, {len(limits)}] with row_length={row_length!r}",
         )
     sizes = sizes.reshape(len(sizes), len(limits))
     for feature, limit in enumerate(limits):
         too_long = np.flatnonzero(sizes[:, feature] > limit)
         if len(too_long):
-            raise ValueError(
-                f"plan_packing: document {too_long[0]} has {sizes[too_long[0], feature]} tokens, a "
-                f"row holds {limit} ({len(too_long)} documents are too long); cut them first, or "
-                "use longer rows."
+            raise ConfigError(
+                f"{len(too_long)} documents are longer than a row",
+                owner="plan_packing",
+                field=f"tokens of document {too_long[0]}",
+                value=int(sizes[too_long[0], feature]),
+                expected=f"at most row_length={limit}",
+                hint="Cut the documents by cut_documents, or use longer rows.",
             )
     kept = np.flatnonzero(sizes.any(axis=1))
     row_of = np.array([rows.place(size)[0] for size in sizes[kept].tolist()], np.int64)
@@ -129,35 +137,43 @@ _FEATURE_BITS = 32
 
 
 class OpenRows:
-    """Rows that still have room, a bounded number of them, and the choice among them.
+    """A bounded number of rows with room, and the placement of documents into them.
 
-    A document goes into the first of them with room. Where there is none a new row is begun, and if
-    that is one too many, the oldest is closed. So the work for a document is bounded, and no row
-    waits for long.
+    A document is placed into the first open row with room for it. If there is none, a new row is
+    opened, and if there are too many open rows then, the oldest is closed. So the work for each
+    document is bounded, and no row stays open for long.
 
-    Lengths are those of a document's features, such as inputs and targets, which must all fit. They
-    are joined to one whole number, 32 bits each, of which the last is a guard: subtracting a length
-    that is too great clears it, so that one operation compares them all.
+    All features of a document, such as inputs and targets, must fit. Their lengths are joined to
+    one integer of 32 bits each, of which the highest bit is a guard bit. Subtracting a length that
+    is too large clears it, so one operation compares all features.
     """
 
-    def __init__(self, row_lengths: Sequence[int], most: int):
-        if most < 1 or not row_lengths or min(row_lengths) < 1 or max(row_lengths) >= 1 << 31:
-            raise ValueError(
-                f"rows of length {list(row_lengths)}, {most} of them open; expected at least one "
-                "position and one row."
-            )
+    def __init__(self, row_lengths: Sequence[int], max_open: int):
+        """Start without open rows.
+
+        Args:
+          row_lengths: Positions of a row for each feature.
+          max_open: Maximum number of open rows.
+        """
+        check_sizes("first-fit packing", open_rows=max_open)
+        is_valid = row_lengths and min(row_lengths) >= 1 and max(row_lengths) < 1 << 31
+        expected = "positive integers below 2**31"
+        require(is_valid, "first-fit packing", "row lengths", list(row_lengths), expected)
         self._guards = _joined([1 << (_FEATURE_BITS - 1)] * len(row_lengths))
         self._whole = _joined(row_lengths) | self._guards
-        self._most = most
+        self._max_open = max_open
         self._room: dict[int, int] = {}
         self._num_rows = 0
 
     def place(self, lengths: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-        """Where a document of these lengths goes, each at most that of a row.
+        """Place a document.
+
+        Args:
+          lengths: Length of each feature, at most that of a row.
 
         Returns:
-          The number of its row (rows count from 0 in the order they are begun), and those of the
-          rows closed by it: the oldest where there was one too many, its own where it is full now.
+          (number of the document's row, counted from 0 in the order of opening; numbers of the rows
+          that are closed by it: the oldest if there were too many, and its own if it is full).
         """
         needed, guards = _joined(lengths), self._guards
         rooms = self._room.items()
@@ -167,7 +183,7 @@ class OpenRows:
         else:
             self._room[row] -= needed
         closed: tuple[int, ...] = ()
-        if len(self._room) > self._most:
+        if len(self._room) > self._max_open:
             closed += (next(iter(self._room)),)
         if self._room[row] == guards:
             closed += (row,)
@@ -176,7 +192,7 @@ class OpenRows:
         return row, closed
 
     def begin_row(self, lengths: Sequence[int]) -> int:
-        """Begins a row that holds these lengths already, and returns its number."""
+        """Open a row that holds these lengths already, and return its number."""
         row = self._num_rows
         self._num_rows += 1
         self._room[row] = self._whole - _joined(lengths)

@@ -1,9 +1,10 @@
-"""IdxImages: labelled pictures from the IDX files of MNIST and its kin.
+"""IdxImages, an input of labelled images from IDX files, the format of MNIST.
 
-Two files hold a split, images and labels: `train-images-idx3-ubyte` and `train-labels-idx1-ubyte`,
-or `t10k-…` for the test split, as they are or compressed (`.gz`). Fashion-MNIST and KMNIST come in
-the same form. An IDX file begins with two zero bytes, a byte for the type of its numbers
-and one for the number of dimensions, then has the sizes as big-endian int32, and then the numbers.
+A split consists of two files, images and labels: `train-images-idx3-ubyte` and
+`train-labels-idx1-ubyte`, or `t10k-…` for the test split, plain or compressed (`.gz`).
+Fashion-MNIST and KMNIST have the same format. An IDX file begins with two zero bytes, a byte for
+the type of its numbers and a byte for the number of dimensions. The sizes as big-endian int32 and
+the numbers follow.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from layerkit.near_names import near_names
+from layerkit.checks import check_choice, require
 from layerkit.nested_map import NestedMap
+from layerkit_inputs.bad_records import BadRecordError, MissingFileError
 from layerkit_inputs.generated_digits import blank_images
 from layerkit_inputs.indexed_input import IndexedInput
 
@@ -28,58 +30,59 @@ _UNSIGNED_BYTES = 0x08
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """The numbers of an IDX file: uint8, of the shape that it says.
+    """Return the array of an IDX file, uint8.
 
     Raises:
-      ValueError: the file is cut off, is no IDX file, or holds other numbers than unsigned bytes.
+      BadRecordError: The file is truncated, is no IDX file, or does not hold unsigned bytes.
     """
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     if len(data) < 4 or data[:2] != b"\0\0" or data[2] != _UNSIGNED_BYTES:
-        raise ValueError(
-            f"{path} begins with {data[:4].hex(' ') or 'nothing'}; an IDX file of unsigned bytes"
-            " begins with 00 00 08 and the number of its dimensions."
+        raise BadRecordError(
+            "not an IDX file of unsigned bytes",
+            owner=str(path),
+            field="first bytes",
+            value=data[:4].hex(" "),
+            expected="00 00 08 and the number of dimensions",
         )
     begin = 4 + 4 * data[3]
-    if len(data) < begin:
-        raise ValueError(f"{path} has {len(data)} bytes, too few for its {data[3]} sizes.")
-    shape = np.frombuffer(data[4:begin], ">i4").tolist()
-    expected = begin + math.prod(shape)
-    if len(data) != expected:
-        raise ValueError(f"{path} has {len(data)} bytes; its shape {shape} takes {expected}.")
+    shape = np.frombuffer(data[4:begin], ">i4").tolist() if len(data) >= begin else None
+    size = begin if shape is None else begin + math.prod(shape)
+    if len(data) != size:
+        raise BadRecordError(
+            owner=str(path),
+            field="size in bytes",
+            value=len(data),
+            expected=f"{size} for {data[3]} dimensions" + (f" of {shape}" if shape else ""),
+        )
     return np.frombuffer(data, np.uint8, offset=begin).reshape(shape)
 
 
 class IdxImages(IndexedInput):
-    """Rows of `inputs` float32 `[batch, height, width, 1]` in 0 … 1, and `labels` int32 `[batch]`.
+    """An input of `inputs` float32 `[batch, height, width, 1]` and `labels` int32 `[batch]`.
 
-    Outside of training also `provenance` and `eval_sample_weights`, each `[batch]`. The files are
-    read when they are first needed, and kept in memory.
+    Pixels are in [0, 1]. Outside of training batches also have `provenance` and
+    `eval_sample_weights`, each `[batch]`. The files are read on first use and kept in memory.
     """
 
     folder: str | None = None
-    """Where the files lie."""
+    """Folder of the files. Required."""
     split: str = "train"
     """`train` or `test`."""
     image_size: Sequence[int] = (28, 28)
-    """Height and width of the pictures."""
+    """Height and width of the images."""
 
     rows_in_memory: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         super().__post_init__()
-        if self.folder is None:
-            raise self._config_error(
-                "folder is not set; expected one with the IDX files of a data set."
-            )
-        if self.split not in _PREFIXES:
-            raise self._config_error(
-                f"split={self.split!r}{near_names(str(self.split), _PREFIXES)} Expected one of "
-                f"{', '.join(_PREFIXES)}."
-            )
+        expected = "a folder with the IDX files of a data set"
+        require(self.folder is not None, self._label, "folder", None, expected)
+        check_choice(self._label, _PREFIXES, split=self.split)
 
     @classmethod
     def blank_batch(cls, config: Any, rows: int) -> NestedMap:
-        """Black pictures of 0."""
+        """Return a batch of black images with the label 0."""
         return blank_images(rows, config.image_size)
 
     @functools.cached_property
@@ -90,8 +93,10 @@ class IdxImages(IndexedInput):
         )
         if images.shape != (*labels.shape, *self.image_size):
             raise self._config_error(
-                f"images of shape {list(images.shape)} and labels of shape {list(labels.shape)}; "
-                f"expected [examples, height, width] and [examples], image_size={self.image_size}."
+                field="shape of the images",
+                value=list(images.shape),
+                expected=f"{[*labels.shape, *self.image_size]} for labels of shape"
+                f" {list(labels.shape)} and image_size={self.image_size}",
             )
         return images, labels
 
@@ -100,8 +105,12 @@ class IdxImages(IndexedInput):
         for path in (plain, plain.with_name(f"{plain.name}.gz")):
             if path.is_file():
                 return path
-        raise FileNotFoundError(
-            f"{type(self).__qualname__}: there is neither {plain} nor {plain.name}.gz beside it."
+        raise MissingFileError(
+            "file not found",
+            owner=self._label,
+            field="folder",
+            value=self.folder,
+            expected=f"a folder with {plain.name} or {plain.name}.gz",
         )
 
     def _num_rows(self) -> int:

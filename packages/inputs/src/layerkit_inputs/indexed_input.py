@@ -1,11 +1,10 @@
-"""IndexedInput: a reader of rows by number, whose whole state is one global count.
+"""IndexedInput, the base class of readers of rows by number. Its state is one global count.
 
-The global stream is a sequence of row numbers; batch after batch takes the next of them, and each
-host reads its own block. So any number of hosts makes the same global batches, and a run may go on
-with another number of them. Order within an epoch follows from seed and epoch alone, so nothing has
-to be remembered to find it again: a permutation drawn from Philox with the key [seed, epoch], or,
-for more rows than should be held in memory, and for windows, one computed place by place
-(`index_shuffle`).
+The global stream is a sequence of row numbers. Each global batch consists of the next ones, and
+each host reads its own block of it. So any number of hosts makes the same global batches, and a run
+can resume on another number of hosts. The order of an epoch depends only on seed and epoch. It is a
+permutation by Philox with the key [seed, epoch]. For windows, and for more rows than fit into
+memory, it is a permutation whose elements are computed separately (`index_shuffle`).
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from layerkit.checks import require
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import pad_rows, split_rows
@@ -21,79 +21,77 @@ from layerkit_inputs.index_shuffle import shuffled_rows, window_shuffled_rows
 from layerkit_inputs.state import Scope, why_data_differ
 
 MOST_ROWS_DRAWN = 1 << 22
-"""Rows up to which the order of an epoch is drawn whole, 8 bytes a row."""
+"""Maximum number of rows of which the order of an epoch is kept in memory, 8 bytes a row."""
 
 
 def epoch_order(num_rows: int, *, seed: int, epoch: int) -> np.ndarray:
-    """The order in which an epoch visits its rows: int64 `[num_rows]`, a permutation."""
+    """Return the order of the rows of an epoch, int64 `[num_rows]`, a permutation."""
     key = np.array([seed, epoch], np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).permutation(num_rows)
 
 
 class IndexedInput(BaseInput):
-    """Base of readers that can read any row by its number.
+    """Base class of readers that can read any row by its number.
 
-    A subclass defines `_num_rows` and `_read_rows`, and `_fingerprint` where its rows depend on
-    fields or files. While training, batches run on from one epoch into the next, so every epoch
-    visits each row exactly once and no batch is short. An evaluation of one epoch fills its last
-    batches with padding, as many on every host. `provenance` (int32 `[batch]`, the row's number, -1
-    for padding) and `eval_sample_weights` (float32 `[batch]`) say which rows
-    count.
+    A subclass defines `_num_rows` and `_read_rows`, and `_fingerprint` if its rows depend on fields
+    or files. While training, a batch may contain the end of one epoch and the beginning of the
+    next, so every epoch visits each row exactly once and all batches are full. An evaluation of one
+    epoch fills its last batches with padding, the same number of batches on every host.
+    `provenance` (int32 `[batch]`, the number of the row, -1 for padding) and `eval_sample_weights`
+    (float32 `[batch]`, 0 for padding) mark the rows.
     """
 
     shuffle: bool | None = None
-    """Visit the rows of each epoch in a new random order. None: while training."""
+    """Whether each epoch visits its rows in a new random order. None: only while training."""
     shuffle_window: int | None = None
-    """Where rows are shuffled, how many that are stored next to each other are visited together,
-    for the sake of disks. None: any row may come at any place."""
+    """Number of consecutive stored rows that are shuffled among each other and visited together,
+    for sequential reads of a disk. None: rows are shuffled over the whole epoch."""
 
     state_scope: ClassVar[Scope] = "global"
 
     rows_in_memory: ClassVar[bool] = False
-    """Whether `_read_rows` takes no storage and refuses no row, so that a `Mixture` may read the
-    rows of a few batches at once."""
+    """Whether `_read_rows` needs no storage and never fails, so that a `Mixture` may read the rows
+    of a few batches at once."""
 
     def __post_init__(self) -> None:
+        """Check the fields and derive `shuffle`."""
         super().__post_init__()
-        window = self.shuffle_window
-        if window is not None and (window < 1 or self.shuffle is False):
-            raise self._config_error(
-                f"shuffle_window={window} with shuffle={self.shuffle}; expected at least 1 row, or "
-                "None where nothing is shuffled."
-            )
+        self._check_at_least(1, "shuffle_window")
+        window, is_ordered = self.shuffle_window, self.shuffle is False
+        is_valid = window is None or not is_ordered
+        require(is_valid, self._label, "shuffle_window", window, "None with shuffle=False")
         if self.shuffle is None:
             self.shuffle = self.is_training
         self._seed = self.input_random_seed or 0
-        if not 0 <= self._seed < 2**64:
-            raise self._config_error(
-                f"input_random_seed={self._seed}; expected 0 or more, below 2**64."
-            )
+        in_range = 0 <= self._seed < 2**64
+        expected = "an integer in [0, 2**64)"
+        require(in_range, self._label, "input_random_seed", self._seed, expected)
         self._rows_done = 0
         self._orders: dict[int, np.ndarray] = {}
 
-    # What a reader writes.
+    # Methods that a reader defines.
 
     def _num_rows(self) -> int | None:
-        """Rows of an epoch; None for a stream that never ends."""
+        """Return the number of rows of an epoch, or None for an endless stream."""
         raise NotImplementedError(f"{type(self).__qualname__} must define _num_rows().")
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        """The rows with these numbers (int64 `[rows]`, never empty), as arrays `[rows, ...]`.
+        """Return the rows with these numbers (int64 `[rows]`, never empty), arrays `[rows, ...]`.
 
-        The arrays become the caller's: new ones, or views, which are copied; none that is kept.
+        The caller may modify the arrays. They must be new arrays, or views, which are copied.
         """
         raise NotImplementedError(f"{type(self).__qualname__} must define _read_rows().")
 
     def _fingerprint(self) -> dict[str, Any]:
-        """What decides which rows there are, as JSON values; a state fits where it is equal."""
+        """Return JSON values that identify the rows. A state fits only if they are equal."""
         return {}
 
-    # What BaseInput asks for.
+    # Methods of BaseInput.
 
     def _next(self) -> NestedMap:
         num_rows = self._num_rows()
         if num_rows == 0:
-            raise self._config_error("there are no rows to read.")
+            raise self._config_error("the data have no rows", hint="Check that they are not empty.")
         limit = None if self.endless else num_rows
         if limit is not None and self._rows_done >= limit:
             raise StopIteration
@@ -111,32 +109,33 @@ class IndexedInput(BaseInput):
         rows = self._rows_at(positions, num_rows)
         if len(rows):
             batch = self._read_rows(rows)
-        else:  # this host's share is used up: some row gives the shapes
+        else:  # This host has no rows left. Any row gives the shapes.
             batch = self._read_rows(np.zeros(1, np.int64)).transform(lambda array: array[:0])
         return self._finished(batch, rows)
 
     def _finished(self, batch: NestedMap, rows: np.ndarray) -> NestedMap:
-        """`batch` as it is handed out: outside of training numbered, and always full."""
+        """Return a full batch with padding and, outside of training, with `provenance`."""
         if not self.is_training:
             if len(rows) and rows.max() >= 2**31:
                 raise self._config_error(
-                    f"row {rows.max()} has no provenance; int32 ends at 2**31 - 1."
+                    "too many rows for provenance, which is int32",
+                    field="row",
+                    value=int(rows.max()),
+                    expected="a number below 2**31",
                 )
             batch.provenance = rows.astype(np.int32)
             batch.eval_sample_weights = np.ones(len(rows), np.float32)
         return pad_rows(batch, self.local_batch_size - len(rows), copy=False)
 
     def _rows_at(self, positions: np.ndarray, num_rows: int | None) -> np.ndarray:
-        """Row numbers at these positions of the stream, which runs through epoch after epoch."""
+        """Return the row numbers at these positions of the stream of all epochs."""
         if num_rows is None:
             return positions
         epochs, within = np.divmod(positions, num_rows)
-        if not self.shuffle:
-            return within
-        if not len(positions):
+        if not self.shuffle or not len(positions):
             return within
         first, last = int(epochs.min()), int(epochs.max())
-        # Orders of epochs that are over are let go.
+        # Orders of past epochs are deleted.
         self._orders = {n: order for n, order in self._orders.items() if first <= n <= last}
         if first == last:
             return self._shuffled(within, num_rows, first)

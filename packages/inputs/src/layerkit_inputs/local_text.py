@@ -1,18 +1,16 @@
-"""LocalText: language modelling over text files of this machine, by bytes or any tokenizer.
+"""LocalText and LocalTextPrompts, inputs of local text files, by bytes or any tokenizer.
 
-By default the files are the running interpreter's own standard library, sources and documentation
-topics, so a model of real text can be trained anywhere without a download. Bytes and special ids in
-`byte_vocabulary`, other vocabularies in `tokenizers`; files and splits in `text_files`.
+The default files are the standard library of the running interpreter, sources and documentation
+topics, so a model can be trained on real text without a download.
 
-A document (a file, or with `text_field` a line of JSON) of n tokens gives n + 1 predictions: its
-tokens, the first of them from the id of a beginning, and the id of its end. The documents are laid
-end to end and cut into rows, so an epoch predicts every token and every end exactly once. A row
-that begins inside a document begins with the true token before it, and that token is all its
-context: nothing is predicted twice to warm up.
+A document is a file, or with `text_field` a line of JSON. A document of n tokens gives n + 1
+predictions: its tokens, the first of them from the start id, and its end id. The documents are
+concatenated and cut into rows, so an epoch predicts every token and every end exactly once. A row
+that begins inside a document has only the token before it as context.
 
-The files are tokenised when first needed, and their ids are kept in memory: with bytes as tokens
-two bytes an id, and while they are read little more. For more text than that allows, build token
-records once (`layerkit_inputs.tools.build_token_records`) and read them by TokenRecords.
+The files are tokenised on first use, and their ids are kept in memory: with bytes as tokens two
+bytes an id. For larger data, build token records once by
+`layerkit_inputs.tools.build_token_records` and read them with TokenRecords.
 """
 
 from __future__ import annotations
@@ -25,7 +23,8 @@ from typing import Any, ClassVar, get_args
 
 import numpy as np
 
-from layerkit.near_names import near_names
+from layerkit.checks import check_choice, require
+from layerkit.errors import UserError, first_names
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.bad_records import (
     BadRecordError,
@@ -61,13 +60,13 @@ from layerkit_inputs.trigram import trigram_loss
 
 _SPLITS = ("train", "heldout", "all")
 _TABLE_BYTES = 1 << 26
-"""Most bytes of training text that the table of `baselines` counts, which takes some seconds."""
+"""Maximum bytes of training text that the table of `baselines` counts, which takes seconds."""
 _PART_BYTES = 1 << 20
-"""Bytes of a file that are read at once where bytes are the tokens."""
+"""Bytes of a file that are read at once if tokens are bytes."""
 
 
 def _first_bytes(files: Sequence[TextFile], limit: int) -> Iterator[bytes]:
-    """Contents of the files, one at a time, up to `limit` bytes in all."""
+    """Yield the contents of the files, one at a time, up to `limit` bytes in total."""
     for file in files:
         if limit <= 0:
             return
@@ -82,50 +81,46 @@ def _digest(text: bytes) -> bytes:
 
 
 class _TextFilesInput(IndexedInput):
-    """Fields and files that readers of local text share; the files are read when first needed."""
+    """Base class of inputs of local text files. The files are read on first use."""
 
     token_unit: ClassVar[str] = "byte"
     rows_in_memory: ClassVar[bool] = True
 
     paths: Sequence[str] | None = None
-    """Files, folders or patterns. None: the running interpreter's standard library."""
+    """Files, folders or patterns. None: the standard library of the running interpreter."""
     split: str = "train"
-    """`train` or `heldout`, see `heldout_fraction`. `all` takes everything."""
+    """`train`, `heldout` (see `heldout_fraction`) or `all`."""
     heldout_fraction: float = 0.05
-    """Share of the files (by a hash of their names) that is held out. Of a single file, with
-    `text_field` the share of its documents (by a hash of what they say), without it of its end."""
+    """Share of the files that is held out, by a hash of their names. For a single file with
+    `text_field`, share of its documents, by a hash of their text; without it, share of its end."""
     max_bytes: int = 1 << 28
-    """Most bytes that the files of a split may hold, unpacked where they are packed. Their tokens
-    are kept in memory, two bytes a token, four in a vocabulary of more than 65,536."""
+    """Maximum bytes of the decompressed files of a split. Their tokens are kept in memory, two
+    bytes a token, or four with a vocabulary of more than 65,536."""
     tokenizer: Tokenizer | None = None
-    """What turns text into ids. None: bytes."""
+    """Tokenizer of the text. None: bytes."""
     text_field: str | None = None
-    """Files are JSON lines (or Parquet), each a document, with the text in this field. None: each
+    """Field of the text in JSON lines (or Parquet), in which each line is a document. None: each
     file is a document."""
     json_as_text: bool = False
-    """With `text_field` None, read JSON lines as they are, braces included. False: raise."""
+    """Whether JSON lines are read as plain text if `text_field` is None. False: they raise."""
     on_bad_record: OnBadRecord = "refuse"
-    """`refuse` documents that cannot be read, such as broken UTF-8 where the tokenizer needs text,
-    or `skip` and count them."""
+    """`refuse` raises for unreadable documents, such as invalid UTF-8 if the tokenizer needs text;
+    `skip` skips and counts them."""
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         super().__post_init__()
-        for field, known in (("split", _SPLITS), ("on_bad_record", get_args(OnBadRecord))):
-            value = getattr(self, field)
-            if value not in known:
-                raise self._config_error(
-                    f"{field}={value!r}{near_names(str(value), known)} Expected one of {known}."
-                )
-        if not 0 < self.heldout_fraction < 1:
-            raise self._config_error(
-                f"heldout_fraction={self.heldout_fraction}; expected a number between 0 and 1."
-            )
-        if isinstance(self.paths, str) or (self.paths is not None and not self.paths):
-            raise self._config_error(f"paths={self.paths!r}; expected a list of at least one path.")
+        check_choice(self._label, _SPLITS, split=self.split)
+        check_choice(self._label, get_args(OnBadRecord), on_bad_record=self.on_bad_record)
+        fraction = self.heldout_fraction
+        expected = "a number in (0, 1)"
+        require(0 < fraction < 1, self._label, "heldout_fraction", fraction, expected)
+        is_valid = self.paths is None or (len(self.paths) and not isinstance(self.paths, str))
+        require(is_valid, self._label, "paths", self.paths, "a list of at least one path")
         self._tokenizer = ByteTokenizer() if self.tokenizer is None else self.tokenizer
         self._of_bytes = isinstance(self._tokenizer, ByteTokenizer)
         if not self._of_bytes:
-            self.token_unit = "token"  # type: ignore[misc]  # this reader's own
+            self.token_unit = "token"  # type: ignore[misc]
         self._bad = BadRecords(self.on_bad_record)
         self._all_files: list[TextFile] | None = None
         self._documents: Documents | None = None
@@ -134,18 +129,18 @@ class _TextFilesInput(IndexedInput):
 
     @property
     def num_skipped(self) -> int:
-        """Documents and files that were left out."""
+        """Number of documents and files that were skipped."""
         return self._bad.num_skipped
 
     def _found(self) -> list[TextFile]:
-        """All files, of every split; looked for once."""
+        """Return the files of all splits, which are searched once."""
         if self._all_files is None:
             found = standard_library_files() if self.paths is None else find_text_files(self.paths)
             self._all_files = found
         return self._all_files
 
     def _files(self, split: str) -> list[TextFile]:
-        """Those that a split reads; one that is alone has something of each."""
+        """Return the files of a split. A single file belongs to both splits."""
         found = self._found()
         if split == "all" or len(found) == 1:
             return found
@@ -163,16 +158,19 @@ class _TextFilesInput(IndexedInput):
         return self._documents
 
     def _too_large(self, size: int | None) -> UnfitFieldError:
-        """Return the error of too much text; `size` is None where it is not known before."""
-        given = "unpack to more" if size is None else f"hold {size} bytes"
+        """Return the error of too much text; `size` is None if it is unknown before reading."""
+        given = "decompress to more bytes" if size is None else f"hold {size} bytes"
         return UnfitFieldError(
-            f"{self._label}: the {self.split} files {given}: max_bytes={self.max_bytes}. Their "
-            "tokens are kept in memory. Name fewer files by paths, or raise max_bytes.",
+            f"the {self.split} files {given}",
+            owner=self._label,
+            field="max_bytes",
+            value=self.max_bytes,
+            hint="Their tokens are kept in memory. Set paths to fewer files, or raise max_bytes.",
             remedies={} if size is None else {"max_bytes": size},
         )
 
     def _read_corpus(self, files: Sequence[TextFile]) -> Documents:
-        """Read and tokenise the files, a document, or with bytes as tokens a part, at a time."""
+        """Read and tokenise the files, one document or part of a document at a time."""
         self._bad, self._checksum = BadRecords(self.on_bad_record), 0
         builder = DocumentBuilder(self._tokenizer)
         is_alone = len(self._found()) == 1
@@ -189,8 +187,10 @@ class _TextFilesInput(IndexedInput):
                 self._add(builder, where, parts)
         if not builder:
             raise self._config_error(
-                f"no document of the {self.split} files can be read; {self.num_skipped} were left "
-                f"out{': ' + self._bad.first[0] if self._bad.first else '.'}"
+                f"no document of the {self.split} files can be read",
+                field="number of skipped documents",
+                value=self.num_skipped,
+                hint=f"First problem: {self._bad.first[0]}" if self._bad.first else None,
             )
         return builder.build()
 
@@ -214,9 +214,9 @@ class _TextFilesInput(IndexedInput):
         self._checksum = zlib.crc32(data, self._checksum)
 
     def _whole_file(self, file: TextFile, *, is_alone: bool) -> tuple[str, Iterator[bytes]]:
-        """Return where a document that is a file stands, and its bytes in parts.
+        """Return the place of a document that is a file, and its bytes in parts.
 
-        Of the only file, a split has the part before or after a line near its end.
+        In a single file, a split is the part before or after a line near its end.
         """
         where = str(file.path)
         if not is_alone or self.split == "all":
@@ -227,7 +227,7 @@ class _TextFilesInput(IndexedInput):
         return f"{where} after {cut}", self._parts(file.path, start=cut)
 
     def _parts(self, path: Path, *, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
-        """Yield bytes of a file; as one, where a token may span two parts."""
+        """Yield bytes of a file, in one part if a token may span several."""
         left = (path.stat().st_size if stop is None else stop) - start
         size = _PART_BYTES if self._of_bytes else max(left, 1)
         with path.open("rb") as file:
@@ -237,32 +237,39 @@ class _TextFilesInput(IndexedInput):
                 yield part
 
     def _check_plain(self, file: TextFile) -> None:
-        """Raise for a file whose bytes are not its text."""
+        """Raise for a file that is not plain text."""
         if is_packed(file):
             raise self._config_error(
-                f"{file.path} is no plain text: text_field={self.text_field}. Unpack it, or set "
-                "text_field to the field of its documents."
+                f"{file.path} is not plain text",
+                field="text_field",
+                value=self.text_field,
+                expected="the field that holds the text",
+                hint="Set text_field, or decompress the file.",
             )
         if self.json_as_text or not (fields := json_line_fields(file.path)):
             return
         raise UnfitFieldError(
-            f"{self._label}: {file.path} holds a JSON object on each line: text_field=None. "
-            f"Expected the field that holds the text, one of {', '.join(map(repr, fields))}. Set "
-            "text_field to it, or json_as_text=True to read the lines as they are, braces "
-            "included.",
+            f"{file.path} holds a JSON object in each line",
+            owner=self._label,
+            field="text_field",
+            value=None,
+            expected="the field that holds the text",
+            choices=fields,
+            hint="Set text_field, or json_as_text=True to read the lines as plain text.",
             remedies={"text_field": fields[0], "json_as_text": True},
         )
 
     def _split_position(self, file: TextFile) -> int:
-        """Return where the held-out part of the only file, which is one document, begins."""
+        """Return the position of the held-out part of a single file that is one document."""
         self._check_plain(file)
         try:
             return split_position_of_file(file.path, heldout_fraction=self.heldout_fraction)
-        except ValueError as error:
-            raise self._config_error(f"{file.path} is the only file, and {error}") from None
+        except UserError as error:
+            error.owner = f"{self._label}: {file.path}"
+            raise
 
     def _split_texts(self, file: TextFile) -> Iterator[tuple[str, bytes]]:
-        """Yield the documents that a split has of the only file, which is read twice."""
+        """Yield the documents of a split of a single file, which is read twice."""
         if self.split == "all":
             yield from self._texts(file)
             return
@@ -276,8 +283,9 @@ class _TextFilesInput(IndexedInput):
         self._bad, self._bytes_left = bad, bytes_left
         if count and len(shares) < 2:
             raise self._config_error(
-                f"{file.path} is the only file, and all its documents ({count}) say the same: none"
-                " can be held out."
+                f"all {count} documents of {file.path}, the only file, have the same text, so none"
+                " can be held out",
+                hint="Add a second file to paths, or set split='all'.",
             )
         chosen = held_out_shares(list(shares.values()), fraction=self.heldout_fraction)
         wanted = {
@@ -288,7 +296,7 @@ class _TextFilesInput(IndexedInput):
         yield from (text for text in self._texts(file) if _digest(text[1]) in wanted)
 
     def _texts(self, file: TextFile) -> Iterator[tuple[str, bytes]]:
-        """Yield the documents of a file by `text_field`, and where they stand."""
+        """Yield the place and text of each document of a file, by `text_field`."""
         assert self.text_field is not None
         size = self._bytes_left if is_packed(file) else self.max_bytes
         documents = read_raw_documents(file, field=self.text_field, max_document_bytes=size)
@@ -315,16 +323,19 @@ class _TextFilesInput(IndexedInput):
     def _check_text_field(self, file: TextFile, *, max_document_bytes: int) -> None:
         """Raise if none of the first documents of a file has `text_field`.
 
-        Leaving out such records would leave out the whole file.
+        Such a field is a mistake, since `on_bad_record="skip"` would skip the whole file.
         """
         assert self.text_field is not None
         fields = first_fields(file, max_document_bytes=max_document_bytes)
         if self.on_bad_record == "skip" or self.text_field in fields or not fields:
             return
         raise UnfitFieldError(
-            f"{self._label}: the first lines of {file.path} have no field of this name:"
-            f" text_field={self.text_field!r}{near_names(self.text_field, fields)} Expected the"
-            f" field that holds the text, one of {', '.join(map(repr, fields))}.",
+            f"the first lines of {file.path} do not have this field",
+            owner=self._label,
+            field="text_field",
+            value=self.text_field,
+            expected=f"the field that holds the text, one of {first_names(map(repr, fields))}",
+            choices=fields,
             remedies={"text_field": nearest_field(self.text_field, fields)},
         )
 
@@ -340,29 +351,30 @@ class _TextFilesInput(IndexedInput):
     def ids_to_strings(
         self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
     ) -> list[str]:
-        """Text of ids int `[batch, length]`; special ids vanish, broken UTF-8 is replaced."""
+        """Decode ids int `[batch, length]`. Special ids are dropped, invalid UTF-8 is replaced."""
         return [self._tokenizer.decode(row[:n]) for row, n in zip(ids, lengths, strict=True)]
 
 
 class LocalText(_TextFilesInput):
-    """Packed rows of text for language modelling.
+    """An input of packed rows of text for language modelling.
 
-    Batches hold, each `[batch, length]`: `ids` and `labels` (int32; `labels` is the document's next
-    token, or its end), `weights` (float32, 1 where a label counts), `paddings` (float32, 1 where
-    padded), `segment_ids` and `segment_pos` (int32, as in `packing`). Outside of training also
-    `provenance` and `eval_sample_weights`, each `[batch]`.
+    Batches hold arrays `[batch, length]`: `ids` and `labels` (int32; a label is the document's next
+    token or its end id), `weights` (float32, 1 where a label counts), `paddings` (float32, 1 where
+    padded), `segment_ids` and `segment_pos` (int32; see `packing`). Outside of training batches
+    also have `provenance` and `eval_sample_weights`, each `[batch]`.
     """
 
     seq_length: int = 256
     """Positions of a row."""
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         super().__post_init__()
         self._check_at_least(1, "seq_length")
 
     @classmethod
     def blank_batch(cls, config: Any, rows: int) -> NestedMap:
-        """Whatever the text is, rows have the same arrays."""
+        """Return a batch of empty rows, whose arrays do not depend on the text."""
         nothing = np.zeros(0, np.int64)
         return stretch_features(
             nothing, nothing, rows=nothing, sizes=nothing, num_rows=rows, length=config.seq_length
@@ -379,10 +391,10 @@ class LocalText(_TextFilesInput):
         return {**super()._fingerprint(), "seq_length": self.seq_length}
 
     def baselines(self) -> dict[str, float]:
-        """For held-out files of bytes: the loss of a trigram table of the training files.
+        """Return the loss of a trigram table of the training files, in nats per byte.
 
-        In nats per byte. The table counts the first 64 MiB of training text, in the order of the
-        files' names. Files are read one at a time, so any number of them will do.
+        It is available for held-out files of bytes. The table counts the first 64 MiB of training
+        text, in the order of the files' names. Files are read one at a time.
         """
         if self.split != "heldout" or not self._of_bytes or self.text_field is not None:
             return {}
@@ -399,22 +411,23 @@ class LocalText(_TextFilesInput):
 
 
 class LocalTextPrompts(_TextFilesInput):
-    """Beginnings of documents, for a model to go on from.
+    """An input of beginnings of documents, for a model to continue.
 
-    Batches hold `ids` (int32 `[batch, length]`: the id of a beginning and the document's first
-    tokens, from the left, padding after them), `paddings` (float32 `[batch, length]`, 1 where
-    padded) and `prompt_lengths` (int32 `[batch]`, the id of a beginning included); `provenance` and
+    Batches hold `ids` (int32 `[batch, length]`: the start id and the first tokens of the document,
+    padded on the right), `paddings` (float32 `[batch, length]`, 1 where padded) and
+    `prompt_lengths` (int32 `[batch]`, including the start id), and `provenance` and
     `eval_sample_weights` as in LocalText.
     """
 
     split: str = "heldout"
     """`train`, `heldout` or `all`."""
     prompt_length: int = 64
-    """Most ids of a prompt, that of a beginning included."""
+    """Maximum number of ids of a prompt, including the start id."""
     num_prompts: int | None = None
-    """How many; one a document, from the first on. None: one for every document."""
+    """Number of prompts, one for each of the first documents. None: all documents."""
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         super().__post_init__()
         self._check_at_least(1, "prompt_length", "num_prompts")
 

@@ -1,7 +1,7 @@
-"""NumberWords: numbers in English words, and the same numbers in German words or digits.
+"""NumberWords, an input of numbers in English words and in German words or digits.
 
-A translation that can be made up without a corpus and judged without doubt. The German word order
-is not the English one, since units come before tens:
+It is a translation task without a corpus, in which each source has exactly one correct target. The
+German word order differs from the English one, since units are said before tens:
 
 >>> english_words(4321), german_words(4321)
 ('four thousand three hundred and twenty-one', 'viertausenddreihunderteinundzwanzig')
@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from layerkit.near_names import near_names
+from layerkit.checks import check_choice, require
 from layerkit_inputs.text_pairs import TextPairs
 
-_END = 1_000_000
+_MAX_END = 1_000_000
 _words = str.split
 _ENGLISH_UNITS = _words(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
@@ -32,7 +32,7 @@ _GERMAN_TENS = _words("zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig
 
 
 def english_words(number: int) -> str:
-    """A number from 0 to 999,999 as it is said in (British) English."""
+    """Return a number from 0 to 999,999 in (British) English words."""
     if number >= 1000:
         thousands, rest = divmod(number, 1000)
         words = f"{english_words(thousands)} thousand"
@@ -51,8 +51,8 @@ def english_words(number: int) -> str:
 
 
 def german_words(number: int) -> str:
-    """A number from 0 to 999,999 as it is written out in German."""
-    # One is `ein` before anything else, and `eins` at the end.
+    """Return a number from 0 to 999,999 in German words."""
+    # One is `eins` at the end, and `ein` elsewhere.
     return f"{_german(number)}s" if number % 100 == 1 else _german(number)
 
 
@@ -72,35 +72,30 @@ _TARGETS: dict[str, Callable[[int], str]] = {"german": german_words, "digits": s
 
 
 class NumberWords(TextPairs):
-    """Pairs of a number in English words and the same in German words, or in digits.
+    """An input of numbers in English words and the same numbers in German words or digits.
 
-    The numbers come in an order of their own, in which the first ones are held out; the others are
-    to train on. So what is held out was never seen, but all of its parts were.
+    The numbers are in a fixed random order. The first ones are held out, and the others are the
+    training split. So held-out numbers are new, but all of their parts occur in training.
     """
 
     target: str = "german"
     """`german` or `digits`."""
     end: int = 10_000
-    """Numbers are below it; at most 1,000,000."""
+    """Exclusive upper bound of the numbers, at most 1,000,000."""
     split: str = "train"
     """`train` or `heldout`."""
     num_heldout: int = 500
-    """How many numbers are held out."""
+    """Number of numbers that are held out."""
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         super().__post_init__()
-        for field, known in (("target", tuple(_TARGETS)), ("split", ("train", "heldout"))):
-            value = getattr(self, field)
-            if value not in known:
-                raise self._config_error(
-                    f"{field}={value!r}{near_names(str(value), known)} Expected one of {known}."
-                )
-        if not 2 <= self.end <= _END:
-            raise self._config_error(f"end={self.end}; expected 2 to {_END:,}.")
-        if not 1 <= self.num_heldout < self.end:
-            raise self._config_error(
-                f"num_heldout={self.num_heldout}; expected at least 1, below end={self.end}."
-            )
+        check_choice(self._label, _TARGETS, target=self.target)
+        check_choice(self._label, ("train", "heldout"), split=self.split)
+        require(2 <= self.end <= _MAX_END, self._label, "end", self.end, "2 to 1,000,000")
+        is_valid = 1 <= self.num_heldout < self.end
+        expected = f"a positive integer below end={self.end}"
+        require(is_valid, self._label, "num_heldout", self.num_heldout, expected)
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         order = np.random.Generator(np.random.Philox(key=self.end)).permutation(self.end)

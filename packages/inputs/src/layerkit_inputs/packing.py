@@ -1,13 +1,12 @@
-"""Packing: documents of any length into rows of one length, told apart by segments.
+"""Packing of documents of any length into rows of one length, in plain NumPy.
 
-Two ways, both in plain NumPy. Documents laid end to end are cut every `length` positions, so that
-nothing is padded but the end of the last row; `stream_rows` finds any such row by its number. Or
-documents are kept whole, and each goes into the first row with room for it: `plan_packing` tells
-from lengths alone which documents make up which row, `pack_documents` packs a few that are here.
-`StreamPacker` does either for documents that come one after the other.
+There are two methods. Concatenated documents are cut every `length` positions, so only the last row
+has padding; `stream_rows` computes any row by its number. Or each document is placed whole into the
+first row with room for it: `plan_packing` plans the rows from lengths, and `pack_documents` packs a
+few documents in memory. `StreamPacker` supports both methods for a stream of documents.
 
-In all of them, `segment_ids` count a row's documents from 1, 0 being padding, and `segment_pos`
-counts positions from 0 where a segment begins in the row.
+In all rows, `segment_ids` number the documents of a row from 1, with 0 for padding, and
+`segment_pos` are positions from 0 at the beginning of each segment in the row.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from layerkit.errors import ConfigError
 from layerkit_inputs.features import in_rows
 from layerkit_inputs.first_fit import cut_documents as cut_documents
 from layerkit_inputs.first_fit import plan_packing as plan_packing
@@ -24,46 +24,46 @@ from layerkit_inputs.stream_packer import StreamPacker as StreamPacker
 
 
 class StreamRows(NamedTuple):
-    """Where each position of some rows comes from; every array is `[rows, length]`."""
+    """Source of each position of some rows. Every array is `[rows, length]`, 0 where padded."""
 
     document: np.ndarray
-    """int64: number of the document; 0 where padded."""
+    """Number of the document, int64."""
     offset: np.ndarray
-    """int64: position inside that document; 0 where padded."""
+    """Position inside the document, int64."""
     segment_ids: np.ndarray
-    """int32: from 1 in each row; 0 where padded."""
+    """Number of the segment in the row, int32, from 1."""
     segment_pos: np.ndarray
-    """int32: from 0 in each segment of the row; 0 where padded."""
+    """Position in the segment of the row, int32, from 0."""
 
 
 def num_stream_rows(document_ends: np.ndarray, length: int) -> int:
-    """Rows of `length` positions that hold documents ending at `document_ends`."""
+    """Return the number of rows of `length` positions that hold documents by their ends."""
     total = int(document_ends[-1]) if len(document_ends) else 0
     return -(-total // length)
 
 
 class RowPieces(NamedTuple):
-    """What some rows hold, row after row from the left; every array is int64 `[pieces]`."""
+    """Pieces of documents in some rows, in order. Every array is int64 `[pieces]`."""
 
     row: np.ndarray
-    """Which of the rows, counted from 0."""
+    """Index of the row, from 0."""
     document: np.ndarray
     """Number of the document."""
     start: np.ndarray
-    """Position inside that document."""
+    """Position of the piece inside the document."""
     length: np.ndarray
-    """How many positions, at least 1."""
+    """Number of positions, at least 1."""
 
 
 def stream_pieces(rows: np.ndarray, document_ends: np.ndarray, length: int) -> RowPieces:
-    """The pieces of documents in rows cut from documents laid end to end, by number.
+    """Return the pieces of documents in rows that are cut from concatenated documents.
 
-    Of `document_ends`, which may be larger than the memory, only what the rows need is touched.
+    Only the needed part of `document_ends` is read, since it may be larger than the memory.
 
     Args:
-      rows: int `[rows]`, each below `num_stream_rows`.
-      document_ends: int64 `[documents]`: the running sum of the documents' lengths.
-      length: Positions of a row. A document may begin in one row and go on in later ones.
+      rows: Row numbers, int `[rows]`, each below `num_stream_rows`.
+      document_ends: Cumulative sum of the documents' lengths, int64 `[documents]`.
+      length: Positions of a row. A document may span several rows.
     """
     begins = np.asarray(rows, np.int64) * length
     ends = np.minimum(begins + length, document_ends[-1])
@@ -76,13 +76,13 @@ def stream_pieces(rows: np.ndarray, document_ends: np.ndarray, length: int) -> R
     starts = np.maximum(begins[row], document_begins)
     lengths = np.minimum(document_ends[document], ends[row]) - starts
     pieces = RowPieces(row, document, starts - document_begins, lengths)
-    # A document without positions, as an empty file may be, has no piece.
+    # A document without positions, such as an empty file, has no piece.
     is_real = lengths > 0
     return pieces if is_real.all() else RowPieces(*(array[is_real] for array in pieces))
 
 
 def stream_rows(rows: np.ndarray, document_ends: np.ndarray, length: int) -> StreamRows:
-    """Where each position of the rows of `stream_pieces` comes from; takes the same arguments."""
+    """Return the source of each position of rows; see `stream_pieces` for the arguments."""
     pieces = stream_pieces(rows, document_ends, length)
     sizes = pieces.length
     valid = np.arange(length) < np.bincount(pieces.row, sizes, minlength=len(rows))[:, None]
@@ -96,7 +96,7 @@ def stream_rows(rows: np.ndarray, document_ends: np.ndarray, length: int) -> Str
 
 
 def ranges(begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Whole numbers from each of `begins` on, so many as `sizes` says, end to end: int64.
+    """Concatenate ranges of `sizes` integers that start at `begins`, int64.
 
     >>> ranges(np.array([7, 2]), np.array([3, 2])).tolist()
     [7, 8, 9, 2, 3]
@@ -107,7 +107,7 @@ def ranges(begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 
 class PackedRows(NamedTuple):
-    """Whole documents in rows; every array is int32 `[rows, length]`."""
+    """Rows of whole documents. Every array is int32 `[rows, length]`."""
 
     ids: np.ndarray
     segment_ids: np.ndarray
@@ -115,26 +115,29 @@ class PackedRows(NamedTuple):
 
 
 def pack_documents(documents: Sequence[np.ndarray | Sequence[int]], *, length: int) -> PackedRows:
-    """Puts each document whole into the first row with room for it (first fit, in order).
+    """Pack each document whole into the first row with room for it (first fit, in order).
 
     >>> pack_documents([[7, 6, 9], [18, 14], [23]], length=5).ids.tolist()
     [[7, 6, 9, 18, 14], [23, 0, 0, 0, 0]]
 
     Args:
-      documents: Token ids of each document; empty ones are left out.
+      documents: Token ids of each document. Empty documents are skipped.
       length: Positions of a row.
 
     Raises:
-      ValueError: a document is longer than a row.
+      ConfigError: A document is longer than a row.
     """
     contents = [np.asarray(document, np.int32) for document in documents]
     room = np.zeros(len(contents), np.int64)
     placed: list[list[np.ndarray]] = []
     for number, document in enumerate(contents):
         if len(document) > length:
-            raise ValueError(
-                f"pack_documents: document {number} has {len(document)} tokens, a row holds "
-                f"length={length}; cut it first, or use longer rows."
+            raise ConfigError(
+                owner="pack_documents",
+                field=f"tokens of document {number}",
+                value=len(document),
+                expected=f"at most length={length}",
+                hint="Cut the document, or use longer rows.",
             )
         if not len(document):
             continue

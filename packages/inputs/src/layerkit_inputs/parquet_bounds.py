@@ -1,12 +1,13 @@
-"""Bounds on what a row group of a Parquet file decodes to.
+"""Bounds on the decoded size of row groups of Parquet files.
 
-A few hundred bytes of Parquet can stand for gigabytes: a value that all rows share is stored once.
-Sizes that a file declares are checked before it is read, and what it decodes to while it is read, a
-few rows at a time. The number of rows follows from the sizes of the dictionaries: a value that is
-stored once and read many times lies in one, and all other values take the bytes that are declared.
+A few hundred bytes of Parquet can decode to gigabytes, since a value that all rows share is stored
+once. The declared sizes of a file are checked before it is read. The decoded size is checked while
+the file is read, a few rows at a time. The sizes of the dictionaries determine the number of rows:
+a value that is stored once and read many times is in a dictionary, and other values take the
+declared bytes.
 
-Arrow unpacks a whole page at once, of at most 2 GiB, whose size only the page itself declares. So a
-file that lies about its sizes can take that much memory before it is refused.
+Arrow decompresses a whole page at once, of at most 2 GiB. Only the page itself declares its size.
+So a file with wrong sizes can take that much memory before the check fails.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from layerkit_inputs.extras import require
 MAX_ROW_GROUP_BYTES = 1 << 30
 """Default bound on the bytes of a decoded row group."""
 
-_MOST_ROWS = 1 << 13
+_MAX_ROWS = 1 << 13
 _OFFSET_BYTES = 4
 _VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
 _DICTIONARY_ENCODINGS = frozenset({"PLAIN_DICTIONARY", "RLE_DICTIONARY"})
-# Encodings that store each value with all of its bytes, or levels and indices. With another one,
-# such as DELTA_BYTE_ARRAY, values share bytes.
+# Encodings that store each value with all of its bytes, or levels and indices. In others, such as
+# DELTA_BYTE_ARRAY, values share bytes.
 _WHOLE_VALUE_ENCODINGS = frozenset(
     {"PLAIN", "RLE", "BIT_PACKED", "DELTA_LENGTH_BYTE_ARRAY", "BYTE_STREAM_SPLIT"}
 )
-# The longest beginning of a page header that is read: two fields of at most 1 + 5 bytes.
+# Number of bytes that are read of a page header: two fields of at most 1 + 5 bytes.
 _HEADER_BYTES = 12
 
 
 def open_parquet(path: Any) -> Any:
-    """Open a Parquet file whose page checksums, where there are any, are verified on reading."""
+    """Open a Parquet file, and verify its page checksums on reading if it has any."""
     parquet = require("pyarrow.parquet", needed_by="Parquet files")
     return parquet.ParquetFile(path, page_checksum_verification=True)
 
@@ -56,9 +57,9 @@ def row_group_batches(
       file: The file, opened by `open_parquet`.
       number: Index of the row group.
       columns: Names of columns to read. None: all.
-      max_bytes: Most bytes that values in dictionaries may take in a batch of more than one row,
-        beside the declared bytes of the row group.
-      most_rows: Most rows of a batch.
+      max_bytes: Maximum bytes of values from dictionaries in a batch of more than one row, in
+        addition to the declared bytes of the row group.
+      most_rows: Maximum number of rows of a batch.
     """
     largest_value = max(
         (
@@ -84,21 +85,21 @@ def read_row_group(
       max_bytes: Bound on the bytes of the table.
 
     Raises:
-      BadRecordError: it declares, or decodes to, more.
+      BadRecordError: The row group declares more bytes, or decodes to more.
     """
     arrow = require("pyarrow", needed_by="Parquet files")
     size = declared_bytes(file.metadata, number, columns=columns)
     if size > max_bytes:
-        raise BadRecordError(_too_large(size, max_bytes))
-    if not _text_columns(file.metadata, number, columns):  # the size of numbers is declared
+        raise _too_large("the row group", size, max_bytes)
+    if not _text_columns(file.metadata, number, columns):  # Sizes of numbers are exact.
         return file.read_row_group(number, columns=columns)
     batches, size = [], 0
     for batch in row_group_batches(
-        path, file, number, columns=columns, max_bytes=max_bytes, most_rows=_MOST_ROWS
+        path, file, number, columns=columns, max_bytes=max_bytes, most_rows=_MAX_ROWS
     ):
         size += batch.nbytes
         if size > max_bytes:
-            raise BadRecordError(_too_large(size, max_bytes))
+            raise _too_large("the row group", size, max_bytes)
         batches.append(batch)
     return arrow.Table.from_batches(batches, None if batches else file.schema_arrow)
 
@@ -111,16 +112,16 @@ def check_row_groups(metadata: Any, *, max_bytes: int) -> None:
       max_bytes: Bound on the bytes of a decoded row group.
 
     Raises:
-      BadRecordError: one does.
+      BadRecordError: A row group declares more.
     """
     for number in range(metadata.num_row_groups):
         size = declared_bytes(metadata, number, columns=None)
         if size > max_bytes:
-            raise BadRecordError(f"row group {number} {_too_large(size, max_bytes)}")
+            raise _too_large(f"row group {number}", size, max_bytes)
 
 
 def declared_bytes(metadata: Any, number: int, *, columns: Sequence[str] | None) -> int:
-    """Return the least size of a decoded row group in bytes.
+    """Return a lower bound of the size of a decoded row group in bytes.
 
     Args:
       metadata: `pyarrow.parquet.FileMetaData`.
@@ -146,7 +147,7 @@ def _read_columns(group: Any, columns: Sequence[str] | None) -> list[int]:
 
 
 def _text_columns(metadata: Any, number: int, columns: Sequence[str] | None) -> list[int]:
-    """Return the indices of the columns that are read and hold byte arrays, of any length."""
+    """Return the indices of the columns that are read and hold byte arrays of any length."""
     group = metadata.row_group(number)
     read = _read_columns(group, columns)
     return [index for index in read if group.column(index).physical_type not in _VALUE_BYTES]
@@ -155,10 +156,11 @@ def _text_columns(metadata: Any, number: int, columns: Sequence[str] | None) -> 
 def _largest_value(
     path: str | Path, metadata: Any, number: int, index: int, *, max_bytes: int
 ) -> int:
-    """Return the most bytes that one value of a column can take without being stored anew.
+    """Return the maximum size in bytes of a value that is stored once and read many times.
 
-    That is the size of its dictionary. Where values may share bytes in other ways, where a row may
-    hold several, or where the declared bytes are too many for one batch, it is the declared bytes.
+    This is the size of the column's dictionary. It is the declared size of the column if values may
+    share bytes in other ways, if a row may hold several values, or if the declared size is too
+    large for one batch.
     """
     column = metadata.row_group(number).column(index)
     encodings = set(column.encodings)
@@ -173,15 +175,15 @@ def _largest_value(
 
 
 def _dictionary_bytes(path: str | Path, column: Any) -> int | None:
-    """Return the unpacked size of the dictionary that a column begins with; None without one."""
+    """Return the decompressed size of a column's dictionary, or None if it has no dictionary."""
     begin = column.data_page_offset
     if column.has_dictionary_page and 0 < column.dictionary_page_offset < begin:
         begin = column.dictionary_page_offset
     with open(path, "rb") as file:
         file.seek(begin)
         header = file.read(_HEADER_BYTES)
-    # Thrift's compact protocol: 0x15 is a 32-bit integer in the next field, in zigzag order. The
-    # first is the kind of page, 2 (4 in zigzag order) for a dictionary, and the second its size.
+    # In Thrift's compact protocol, 0x15 is a 32-bit integer in the next field, zigzag-encoded. The
+    # first field is the kind of page, 2 (encoded as 4) for a dictionary. The second is its size.
     if header[:3] != b"\x15\x04\x15":
         return None
     size = 0
@@ -192,9 +194,10 @@ def _dictionary_bytes(path: str | Path, column: Any) -> int | None:
     return size >> 1
 
 
-def _too_large(size: int, max_bytes: int) -> str:
-    """Return what is wrong with a row group of `size` bytes."""
-    return (
-        f"takes {size:,} bytes or more in memory, and max_row_group_bytes={max_bytes:,}. Write the "
-        "file with smaller row groups, or raise max_row_group_bytes."
+def _too_large(name: str, size: int, max_bytes: int) -> BadRecordError:
+    return BadRecordError(
+        f"{name} takes at least {size:,} bytes in memory",
+        field="max_row_group_bytes",
+        value=max_bytes,
+        hint="Write the file with smaller row groups, or raise max_row_group_bytes.",
     )

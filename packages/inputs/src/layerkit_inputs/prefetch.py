@@ -1,9 +1,9 @@
-"""Prefetch: the next batches are made on a thread while the device works on this one.
+"""Prefetch, an input that makes the next batches of another input on a thread.
 
-The state it tells is that of the batches it *delivered*: each batch travels with the state that the
-source had after making it, so what waits in the queue is made again after a restore. The thread is
-a daemon that holds no reference to its owner: dropping the input, closing it or leaving the
-interpreter stops it, and none of them waits for a source that hangs.
+Its state is that of the *delivered* batches. Each batch is queued with the state of the source
+after it, so batches in the queue are made again after a restore. The thread is a daemon without a
+reference to its owner. Deleting the input, closing it or exiting the interpreter stops the thread,
+and none of them waits for a source that hangs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from layerkit.checks import require
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput, exit_as_error
 from layerkit_inputs.state import Scope
@@ -26,7 +27,7 @@ _CLOSE_SECONDS = 5.0
 
 
 class _Worker:
-    """A thread that reads ahead until the source ends, fails, or is no longer wanted."""
+    """A thread that reads ahead until the source ends or fails, or until it is stopped."""
 
     def __init__(self, source: BaseInput, depth: int):
         self._source = source
@@ -42,7 +43,7 @@ class _Worker:
         while self._wait_for_room():
             try:
                 item = (self._source.get_next(), self._source.get_state())
-            except BaseException as error:  # a thread that ends in silence would hang `take`
+            except BaseException as error:  # Without it, `take` would wait forever.
                 with self._changed:
                     self._end = exit_as_error(self._source, error)
                     self._changed.notify_all()
@@ -57,7 +58,7 @@ class _Worker:
             return not self._is_stopped
 
     def take(self) -> tuple[NestedMap, dict[str, Any]]:
-        """The next batch and the state after it; raises what the source raised."""
+        """Return the next batch and the state after it, or raise the error of the source."""
         with self._changed:
             self._changed.wait_for(self._can_take)
             if not self._ready:
@@ -69,12 +70,12 @@ class _Worker:
 
     @property
     def num_ready(self) -> int:
-        """How many batches are made."""
+        """Number of batches in the queue."""
         with self._changed:
             return len(self._ready)
 
     def wait(self, timeout: float) -> bool:
-        """Whether `take` would return or raise at once, after at most `timeout` seconds."""
+        """Wait until `take` would not block, at most `timeout` seconds; return whether it is so."""
         with self._changed:
             return self._changed.wait_for(self._can_take, timeout)
 
@@ -82,36 +83,35 @@ class _Worker:
         return bool(self._ready) or self._end is not None
 
     def stop(self, timeout: float | None) -> bool:
-        """Ends the thread; whether it was out of the source after at most `timeout` seconds."""
+        """Stop the thread; return whether it has ended after at most `timeout` seconds."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
-        # The collector may finalize the owner on this very thread.
+        # The garbage collector may finalize the owner on this thread.
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
 
 class Prefetch(BaseInput):
-    """An input that reads `source` ahead on a thread; batches and states are those of `source`.
+    """An input that reads `source` ahead on a thread and returns its batches and states.
 
-    The fields of BaseInput are taken from `source`, which nobody else may read meanwhile.
+    The fields of BaseInput are taken from `source`. No other code may read `source`.
     """
 
     source: BaseInput
-    """What to read."""
+    """Input to read."""
     depth: int = 2
-    """Batches kept ready."""
+    """Maximum number of batches in the queue."""
 
     def __post_init__(self) -> None:
+        """Check the fields and copy those of `source`."""
         self._check_at_least(1, "depth")
         for field in dataclasses.fields(BaseInput):
             given, derived = getattr(self, field.name), getattr(self.source, field.name)
-            if given not in (field.default, derived):
-                raise self._config_error(
-                    f"{field.name}={given!r}, but source.{field.name}={derived!r}; set it on the "
-                    "source alone."
-                )
+            expected = f"no value here, since source.{field.name}={derived!r}"
+            is_valid = given in (field.default, derived)
+            require(is_valid, self._label, field.name, given, expected)
             setattr(self, field.name, derived)
         super().__post_init__()
         self._worker: _Worker | None = None
@@ -120,35 +120,38 @@ class Prefetch(BaseInput):
 
     @property
     def token_unit(self) -> str:  # type: ignore[override]
-        """That of `source`."""
+        """Token unit of `source`."""
         return self.source.token_unit
 
     @property
     def state_scope(self) -> Scope:  # type: ignore[override]
-        """That of `source`, whose states these are."""
+        """Scope of the states of `source`."""
         return self.source.state_scope
 
     def _check_fields(self) -> None:
-        """The source has checked its fields."""
+        """Do nothing, since the source has checked its fields."""
 
-    def _settle_passes(self) -> None:
-        """The source has settled them."""
+    def _resolve_passes(self) -> None:
+        """Do nothing, since the source has resolved them."""
 
     def get_next(self) -> NestedMap:
-        """The next batch of `source`; waits until it is made, raises what making it raised."""
+        """Wait for the next batch of `source` and return it, or raise the error of `source`."""
         batch, self._position = self._started().take()
         return batch
 
     @property
     def num_ready(self) -> int:
-        """How many batches `get_next` would return without waiting."""
+        """Number of batches that `get_next` would return without waiting."""
         waiting = 0 if self._worker is None else self._worker.num_ready
         return waiting + (self._peeked is not None)
 
     def wait(self, timeout: float) -> bool:
-        """Whether `get_next` would answer at once, after at most `timeout` seconds.
+        """Wait until `get_next` would not block, and return whether it is so.
 
-        The answer may be the end of the data, or what making the next batch raised.
+        The next call may return a batch, or raise StopIteration or the error of the source.
+
+        Args:
+          timeout: Maximum time to wait, in seconds.
         """
         return self._peeked is not None or self._started().wait(timeout)
 
@@ -179,43 +182,43 @@ class Prefetch(BaseInput):
         self.source.reset()
 
     def _close(self) -> None:
-        # A source that hangs inside get_next is left to end with the process.
+        # A source that hangs inside get_next is not closed.
         if self._stop(_CLOSE_SECONDS):
             self.source.close()
 
     def text_tokenizer(self, key: str | None = None) -> Any:
-        """Return that of `source`."""
+        """Return the tokenizer of `source`."""
         return self.source.text_tokenizer(key)
 
     def ids_to_strings(
         self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
     ) -> list[str]:
-        """As `source` does."""
+        """Decode token ids with `source`."""
         return self.source.ids_to_strings(ids, lengths, key)
 
     def baselines(self) -> dict[str, float]:
-        """Those of `source`."""
+        """Return the reference losses of `source`."""
         return self.source.baselines()
 
     @property
     def num_skipped(self) -> int:
-        """Those of `source`, which is read ahead."""
+        """Number of skipped records of `source`, including those of queued batches."""
         return self.source.num_skipped
 
     @property
     def has_score_metrics(self) -> bool:
-        """As `source` has."""
+        """Whether `source` has them."""
         return self.source.has_score_metrics
 
     @property
     def has_prediction_metrics(self) -> bool:
-        """As `source` has."""
+        """Whether `source` has them."""
         return self.source.has_prediction_metrics
 
     def score_metrics(self, scores: Mapping[int, float]) -> dict[str, float]:
-        """Those of `source`."""
+        """Compute the metrics of `source`."""
         return self.source.score_metrics(scores)
 
     def prediction_metrics(self, predictions: Mapping[int, str]) -> dict[str, float]:
-        """Those of `source`."""
+        """Compute the metrics of `source`."""
         return self.source.prediction_metrics(predictions)

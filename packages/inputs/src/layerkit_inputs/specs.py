@@ -1,7 +1,7 @@
-"""Shapes and dtypes of batches, to compile a step before training and to name a wrong batch early.
+"""Shapes and dtypes of batches, to compile a step before training and to check batches.
 
-A batch that is wrong usually shows deep inside a compiled step, or not at all. Here it is compared
-with what was expected, and every field that is wrong is listed at once.
+A wrong batch usually fails inside a compiled step, or not at all. `check_batch` compares it with
+the expected specs before that, and reports all wrong fields at once.
 """
 
 from __future__ import annotations
@@ -10,47 +10,49 @@ from typing import NamedTuple
 
 import numpy as np
 
+from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import pad_rows
 
 
 class ArraySpec(NamedTuple):
-    """Shape and dtype of an array, without its values."""
+    """Shape and dtype of an array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
 
     def __str__(self) -> str:
+        """Return dtype and shape, such as `int32[8, 128]`."""
         return f"{self.dtype.name}{list(self.shape)}"
 
 
 def spec_of(batch: NestedMap) -> NestedMap:
-    """`batch` with an ArraySpec in place of each array."""
+    """Return a batch with an ArraySpec in place of each array."""
     return batch.transform(lambda array: ArraySpec(np.shape(array), np.asarray(array).dtype))
 
 
 def batch_specs(source: BaseInput) -> NestedMap:
-    """Specs of what `source.get_next_padded()` returns; nothing is consumed."""
+    """Return the specs of the batches of `source.get_next_padded()` without consuming a batch."""
     return spec_of(pad_rows(source.peek(), source.batch_padding_size))
 
 
 def check_batch(batch: NestedMap, expected: NestedMap | None = None, *, num_rows: int) -> None:
-    """Checks a batch before it goes to devices.
+    """Check a batch before it is sent to devices.
 
     Args:
-      batch: What an input returned.
-      expected: Specs that it must have, where they are known.
+      batch: Batch of an input.
+      expected: Specs of the batch, or None if they are unknown.
       num_rows: Size of the leading dimension.
 
     Raises:
-      ValueError: an array without rows, with another number of them, of a dtype that is no number,
-        or unlike `expected`; all of them are listed.
+      ConfigError: An array has another number of rows, a dtype that is not numeric, or another
+        spec than expected. The message lists all wrong arrays.
     """
     problems = []
     found = dict(spec_of(batch).flatten_items())
     if not found:
-        problems.append("there are no arrays in it")
+        problems.append("no arrays")
     for path, spec in found.items():
         if spec.shape[:1] != (num_rows,):
             problems.append(f"{path}: {spec}; expected {num_rows} rows, [batch={num_rows}, ...]")
@@ -65,4 +67,4 @@ def check_batch(batch: NestedMap, expected: NestedMap | None = None, *, num_rows
                     f"{wanted.get(path, 'no such field')}"
                 )
     if problems:
-        raise ValueError("a batch cannot be used:\n  " + "\n  ".join(dict.fromkeys(problems)))
+        raise ConfigError("invalid batch:\n  " + "\n  ".join(dict.fromkeys(problems)))

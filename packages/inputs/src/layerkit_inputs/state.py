@@ -1,18 +1,20 @@
-"""The envelope around a reader's state, as it stands in a checkpoint.
+"""The state of an input in a checkpoint: the position of a reader in an envelope.
 
-A reader knows only its own position. The envelope says whose position it is: which class wrote it,
-and whether it is that of the whole global stream (scope `global`; any number of hosts may go on
-from it) or that of one host's share (scope `host`; only the same host of as many hosts may).
-Everything in it is plain JSON.
+The envelope names the class that wrote the position, and its scope. A position of the scope
+`global` describes the whole global stream, and any number of hosts can resume from it. A position
+of the scope `host` describes the share of one host, and only the same host of as many hosts can
+resume from it. The envelope holds JSON values only.
 
-A subclass counts as another reader, since its batches may be others; a reader around another one,
-such as Prefetch, hands on the envelope of the inner one and is not named in it.
+A subclass is a different reader, since its batches may differ. A reader around another one, such as
+Prefetch, returns the envelope of the inner reader.
 """
 
 from __future__ import annotations
 
 import copy
 from typing import Any, Literal
+
+from layerkit.errors import ConfigError
 
 Scope = Literal["global", "host"]
 
@@ -25,14 +27,14 @@ def pack_state(
     host_index: int,
     num_hosts: int,
 ) -> dict[str, Any]:
-    """Wraps a reader's position.
+    """Return the envelope of a reader's position.
 
     Args:
-      position: What the reader needs to go on, as JSON values; it is copied.
+      position: Data that the reader needs to resume, as JSON values. It is copied.
       reader: Class name of the reader.
-      scope: `global` when the position is the same on every host and fits any number of them.
-      host_index: Which host this is.
-      num_hosts: Among how many.
+      scope: `global` if the position is the same on every host and fits any number of hosts.
+      host_index: Index of this host.
+      num_hosts: Number of hosts.
     """
     envelope: dict[str, Any] = {
         "reader": reader,
@@ -52,41 +54,51 @@ def unpack_state(
     host_index: int,
     num_hosts: int,
 ) -> dict[str, Any]:
-    """The position inside `envelope`, if it fits this reader on this host.
+    """Return the position in an envelope; see `pack_state` for the arguments.
 
     Raises:
-      ValueError: not an envelope, of another reader, with another scope, or of another host.
+      ConfigError: The envelope is not one, or belongs to another reader, scope or host.
     """
-    expected = ["reader", "scope", "position", *(["host"] if scope == "host" else [])]
-    if not isinstance(envelope, dict) or not {"reader", "scope", "position"} <= envelope.keys():
-        raise _not_an_envelope(envelope, reader, expected)
+    keys = ["reader", "scope", "position"]
+    _check_keys(envelope, keys)
     if envelope["reader"] != reader:
-        raise ValueError(
-            f"the state was written by {envelope['reader']} and does not fit {reader}; use the "
-            "reader that wrote it, or start a new run from the weights alone."
+        raise ConfigError(
+            "cannot restore",
+            field="state.reader",
+            value=envelope["reader"],
+            expected=f"a state of {reader}",
+            hint="Use the reader that wrote the state, or start a new run from the weights alone.",
         )
     if envelope["scope"] != scope:
-        raise ValueError(
-            f"the state was written by {reader} with scope {envelope['scope']!r}, but it keeps "
-            f"states of scope {scope!r} now; use the version of it that wrote the state."
+        raise ConfigError(
+            "cannot restore",
+            field="state.scope",
+            value=envelope["scope"],
+            expected=f"the scope {scope!r} of {reader}",
+            hint="Use the version of the reader that wrote the state.",
         )
-    if not set(expected) <= envelope.keys():
-        raise _not_an_envelope(envelope, reader, expected)
-    if scope == "host" and list(envelope["host"]) != [host_index, num_hosts]:
-        index, count = envelope["host"]
-        raise ValueError(
-            f"the state belongs to host {index} of {count}, but {reader} is host {host_index} of "
-            f"{num_hosts}; a state of scope 'host' fits only the same host of as many hosts."
-        )
+    if scope == "host":
+        _check_keys(envelope, [*keys, "host"])
+        if list(envelope["host"]) != [host_index, num_hosts]:
+            raise ConfigError(
+                "cannot restore",
+                field="state.host",
+                value=envelope["host"],
+                expected=f"[{host_index}, {num_hosts}], host {host_index} of {num_hosts}",
+                hint="A state of the scope 'host' fits only the same host of as many hosts.",
+            )
     return copy.deepcopy(envelope["position"])
 
 
 def why_data_differ(then: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """Why a state of the data `then` does not fit the data `now`; None where it does.
+    """Return a sentence with the differences between the data of a state and of a reader.
 
     Args:
-      then: What decided which rows there were, name -> JSON value, as the state holds it.
-      now: The same of the reader that is to go on.
+      then: JSON values that identify the data of the state, by name.
+      now: JSON values that identify the data of the reader, by name.
+
+    Returns:
+      The sentence, or None if the data are the same.
     """
     differing = [
         f"{name} was {then.get(name)!r} and is {now.get(name)!r}"
@@ -96,13 +108,12 @@ def why_data_differ(then: dict[str, Any], now: dict[str, Any]) -> str | None:
     if not differing:
         return None
     return (
-        f"the state does not fit this data: {'; '.join(differing)}. Restore with the data and "
-        "fields it was written with, or start a new run from the weights alone."
+        f"the state does not fit this data: {'; '.join(differing)}. Restore with the same "
+        "data and fields, or start a new run from the weights alone."
     )
 
 
-def _not_an_envelope(envelope: Any, reader: str, expected: list[str]) -> ValueError:
-    return ValueError(
-        f"{reader}.set_state() needs what get_state() returned, a dict with {expected}; got "
-        f"{envelope!r}."
-    )
+def _check_keys(envelope: Any, keys: list[str]) -> None:
+    if not isinstance(envelope, dict) or not set(keys) <= envelope.keys():
+        expected = f"a state that get_state() returned, with the keys {', '.join(keys)}"
+        raise ConfigError("cannot restore", field="state", value=envelope, expected=expected)

@@ -1,8 +1,8 @@
-"""StreamPacker: rows of language modelling from documents that come one after the other.
+"""StreamPacker, which packs a stream of documents into rows for language modelling.
 
-A reader that only knows "the next document" feeds it and takes rows from it. Its state, JSON of a
-few kilobytes, holds the tokens that were fed and not yet taken, so that together with the reader's
-own position the same rows come out after a restore, to the bit.
+A reader with sequential access adds documents and takes rows. The state of the packer, JSON of a
+few kilobytes, holds the tokens that were added and not yet taken. With the position of the reader,
+it reproduces the same rows after a restore, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from layerkit.near_names import near_names
+from layerkit.checks import check_choice
+from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.features import Segment, Tokens, as_tokens, segment_features
 from layerkit_inputs.first_fit import OpenRows, cut_documents
 
 PackingMode = Literal["cut", "first_fit"]
-"""`cut`: documents end to end, cut every row; `first_fit`: documents whole where they can be."""
+"""`cut`: concatenate documents and cut rows; `first_fit`: keep documents whole if possible."""
 
 
 class StreamPacker:
-    """Packs documents as they come.
+    """A packer of documents that are added one at a time.
 
     >>> packer = StreamPacker(4)
     >>> packer.add([5, 6, 7])
@@ -33,8 +34,9 @@ class StreamPacker:
     >>> packer.take().labels.tolist(), packer.take()
     ([5, 6, 7, 8], None)
 
-    In both modes a piece that begins inside a document is predicted from the true token before it,
-    and `segment_pos` begins at 0. A document longer than a row is cut in mode `first_fit` too.
+    In both modes, the first token of a piece that begins inside a document is predicted from the
+    token before it, and `segment_pos` begins at 0. The mode `first_fit` also cuts documents that
+    are longer than a row.
     """
 
     def __init__(
@@ -48,29 +50,25 @@ class StreamPacker:
         has_inputs: bool = False,
         weights_on_targets_only: bool = False,
     ):
-        """Makes a packer that holds nothing.
+        """Start without documents.
 
         Args:
           length: Positions of a row.
           mode: `cut` or `first_fit`.
-          open_rows: In mode `first_fit`, how many rows may wait for documents that fit; the state
-            holds their tokens.
-          bos_id: What a document's first token is predicted from.
+          open_rows: Maximum number of rows that wait for documents in the mode `first_fit`. The
+            state holds their tokens.
+          bos_id: Id that a document's first token is predicted from.
           pad_id: Id of padded positions.
-          has_inputs: Documents have inputs, and rows `inputs_indicator`.
-          weights_on_targets_only: Inputs count for no loss.
+          has_inputs: Whether documents have inputs and rows have `inputs_indicator`.
+          weights_on_targets_only: Whether inputs have weight 0.
 
         Raises:
-          ValueError: a mode that is none, or a number below 1.
+          ConfigError: The mode is unknown, or a number is not positive.
         """
-        modes = get_args(PackingMode)
-        if mode not in modes:
-            raise ValueError(
-                f"mode={mode!r}{near_names(str(mode), modes)} Expected one of {modes}."
-            )
+        check_choice("StreamPacker", get_args(PackingMode), mode=mode)
         self._length = length
         self._mode = mode
-        self._most_open = open_rows if mode == "first_fit" else 1
+        self._max_open = open_rows if mode == "first_fit" else 1
         self._bos_id = bos_id
         self._row_fields: dict[str, Any] = {
             "length": length,
@@ -82,27 +80,29 @@ class StreamPacker:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all documents."""
-        # In mode `cut` one row is open at most, of number 0, with `_num_open` tokens in it.
-        self._fit = OpenRows([self._length], self._most_open)
+        """Discard all documents."""
+        # In the mode `cut` at most one row is open, with the number 0 and `_num_open` tokens.
+        self._fit = OpenRows([self._length], self._max_open)
         self._open: dict[int, list[Segment]] = {}
         self._num_open = 0
         self._ready: collections.deque[list[Segment]] = collections.deque()
 
     def add(self, targets: Tokens, inputs: Tokens | None = None) -> None:
-        """Feeds the next document; an empty one is left out.
+        """Add the next document. An empty document is skipped.
 
         Args:
-          targets: Ids to predict, the end-of-sequence id included where there is to be one.
-          inputs: Ids to predict from, with `has_inputs`.
+          targets: Ids to predict, including an end-of-sequence id if there is one.
+          inputs: Input ids of the document; required with `has_inputs`, and otherwise None.
 
         Raises:
-          ValueError: not token ids, or inputs where none, or no inputs where some are expected.
+          ConfigError: Inputs are missing or not expected, or ids are not token ids.
         """
         if (inputs is not None) != self._has_inputs:
-            raise ValueError(
-                f"StreamPacker(has_inputs={self._has_inputs}) was fed a document "
-                f"{'with' if inputs is not None else 'without'} inputs."
+            raise ConfigError(
+                f"a document {'with' if inputs is not None else 'without'} inputs was added",
+                owner="StreamPacker",
+                field="has_inputs",
+                value=self._has_inputs,
             )
         tokens = as_tokens(targets, where="the next document, targets")
         num_inputs = 0
@@ -111,36 +111,36 @@ class StreamPacker:
             num_inputs, tokens = len(before), np.concatenate([before, tokens])
         for start, stop in self._cuts(len(tokens)):
             first_id = int(tokens[start - 1]) if start else self._bos_id
-            # A copy, or one short piece would keep its whole document alive.
+            # Without a copy, a short piece would keep its whole document in memory.
             self._place(Segment(tokens[start:stop].copy(), num_inputs - start, first_id))
 
     def take(self) -> NestedMap | None:
-        """The next row, as `lm_features` has it but arrays `[length]`; None: feed more first."""
+        """Return the next row, the arrays of `lm_features` with shape `[length]`, or None."""
         row = self.take_segments()
         return None if row is None else self.features([row]).transform(lambda array: array[0])
 
     def take_segments(self) -> list[Segment] | None:
-        """What the next row holds, for `features`; None: feed more first."""
+        """Return the segments of the next row, for `features`, or None if no row is complete."""
         return self._ready.popleft() if self._ready else None
 
     def features(self, rows: Sequence[Sequence[Segment]]) -> NestedMap:
-        """Rows of `take_segments` as a batch, which costs less than taking each by itself."""
+        """Return a batch of rows of `take_segments`. It is faster than `take` for each row."""
         return segment_features(rows, **self._row_fields)
 
     def finish(self) -> None:
-        """Makes the rows that are still open ready too, at the end of the documents."""
+        """Complete all open rows, at the end of the documents."""
         self._ready.extend(self._open.values())
         self._open.clear()
         self._num_open = 0
-        self._fit = OpenRows([self._length], self._most_open)
+        self._fit = OpenRows([self._length], self._max_open)
 
     @property
     def num_ready(self) -> int:
-        """How many rows can be taken."""
+        """Number of rows that can be taken."""
         return len(self._ready)
 
     def state(self) -> dict[str, Any]:
-        """What was fed and not yet taken, as JSON values."""
+        """Return the tokens that were added and not yet taken, as JSON values."""
         return {
             "mode": self._mode,
             "length": self._length,
@@ -149,17 +149,20 @@ class StreamPacker:
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to where `state` was called.
+        """Restore a state that `state` returned.
 
         Raises:
-          ValueError: it was another mode or row length.
+          ConfigError: The state has another mode or row length.
         """
-        if (state["mode"], state["length"]) != (self._mode, self._length):
-            raise ValueError(
-                f"the state is of rows of {state['length']} in mode {state['mode']!r} and does not "
-                f"fit rows of {self._length} in mode {self._mode!r}; restore with the fields it "
-                "was written with, or start a new run from the weights alone."
-            )
+        for field, expected in (("mode", self._mode), ("length", self._length)):
+            if state[field] != expected:
+                raise ConfigError(
+                    "cannot restore",
+                    field=f"{field} of packed rows",
+                    value=state[field],
+                    expected=repr(expected),
+                    hint="Restore with the same fields, or start a new run from the weights alone.",
+                )
         self.clear()
         self._ready.extend(_decode_rows(state["ready"]))
         for segments in _decode_rows(state["open"]):
@@ -168,7 +171,7 @@ class StreamPacker:
             self._open[row] = segments
 
     def _cuts(self, size: int) -> list[tuple[int, int]]:
-        """Where the pieces of a document of `size` tokens begin and end."""
+        """Return (start, stop) of the pieces of a document of `size` tokens."""
         if self._mode == "first_fit":
             pieces = cut_documents([size], self._length)
             return [(int(s), int(s + n)) for s, n in zip(pieces.start, pieces.length, strict=True)]

@@ -1,10 +1,10 @@
-"""SyntheticInput: made-up rows of tokens, to measure speed and to watch a model learn something.
+"""SyntheticInput, an input of random tokens for benchmarks and for tests of learning.
 
-Learnable text walks a cycle through the whole vocabulary, drawn by the seed: each token has one
-successor, and now and then (`noise`) the next token is a random one. A model that has learned the
-cycle reaches the entropy of that chain, which `baselines` states. Each row has a stretch of its own
-of a random stream that can be entered anywhere, so any row can be made anywhere, those that follow
-one another are drawn at once, and the rows of training and evaluation never coincide.
+Learnable text follows a random cycle through the vocabulary, which depends on the seed: each token
+has one successor. With the probability `noise`, the next token is random. A model that has learned
+the cycle reaches the entropy of this chain, which `baselines` returns. Each row uses its own
+stretch of a random stream with random access. So any row can be generated independently,
+consecutive rows are drawn at once, and rows of training and evaluation never coincide.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from layerkit.checks import check_integers, require
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.indexed_input import IndexedInput
 
@@ -24,36 +25,32 @@ _TRAINING_ROWS, _EVAL_ROWS, _CYCLE = range(3)
 
 
 def _bits(seed: int, stream: int) -> np.random.PCG64DXSM:
-    """The generator of a stream, which can advance by any number of words at once."""
+    """Return the generator of a stream. It can advance by any number of words at once."""
     return np.random.PCG64DXSM(np.random.SeedSequence([seed, stream]))
 
 
 class SyntheticInput(IndexedInput):
-    """Rows of random tokens with the fields of LocalText; nothing is padded but a last batch."""
+    """An input of random tokens with the fields of LocalText. Only a last batch has padding."""
 
     vocab_size: int = 32_000
-    """Tokens are in `[0, vocab_size)`."""
+    """Size of the vocabulary. Tokens are in `[0, vocab_size)`."""
     seq_length: int = 1024
     """Positions of a row."""
     num_examples: int | None = None
-    """Rows of an epoch. None: no end; an evaluation of one epoch needs a number."""
+    """Rows of an epoch. None: endless. An evaluation of one epoch needs a number."""
     learnable: bool = True
-    """Walk a fixed cycle; False: every token is drawn alone and nothing can be learned."""
+    """Whether tokens follow a fixed cycle. False: tokens are independent and cannot be learned."""
     noise: float = 0.1
-    """How often a learnable row's next token is a random one."""
+    """Probability that the next token of a learnable row is random."""
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         super().__post_init__()
-        if self.vocab_size < 2 or self.seq_length < 1:
-            raise self._config_error(
-                f"vocab_size={self.vocab_size}, seq_length={self.seq_length}; expected at least 2 "
-                "tokens and 1 position."
-            )
-        if not 0 <= self.noise <= 1:
-            raise self._config_error(f"noise={self.noise}; expected a probability.")
-        if self.num_examples is None and not self.endless:
-            raise self._config_error("num_examples is not set; one epoch needs a number of rows.")
-        self._check_at_least(1, "num_examples")
+        check_integers(self._label, minimum=2, vocab_size=self.vocab_size)
+        self._check_at_least(1, "seq_length", "num_examples")
+        require(0 <= self.noise <= 1, self._label, "noise", self.noise, "a probability in [0, 1]")
+        is_valid = self.num_examples is not None or self.endless
+        require(is_valid, self._label, "num_examples", None, "the number of rows of an epoch")
         self._bits_of_rows = _bits(self._seed, _TRAINING_ROWS if self.is_training else _EVAL_ROWS)
         self._first_state = self._bits_of_rows.state
 
@@ -74,28 +71,28 @@ class SyntheticInput(IndexedInput):
         )
 
     def _tokens(self, rows: np.ndarray) -> np.ndarray:
-        """Tokens of rows by number: int32 `[rows, length + 1]`."""
+        """Return the tokens of rows by number, int32 `[rows, length + 1]`."""
         words = self._words(rows)
         if not self.learnable:
             return self._drawn(words).astype(np.int32)
-        # The lower half of a word says whether a token is drawn, the upper half which one.
+        # The lower half of a word determines whether a token is random, the upper half its value.
         is_drawn = words.astype(np.uint32) < round(self.noise * 2**32)
         is_drawn[:, 0] = True
         draws = np.flatnonzero(is_drawn)
-        # Where each draw puts a row on the cycle; from there it takes one step a token.
+        # Each random token sets the place on the cycle, which advances by one a token.
         starts = self._drawn(words.reshape(-1)[draws]).astype(np.int64) - draws
         places = np.repeat(starts, np.diff(draws, append=words.size))
         places += np.arange(words.size)
         return self._cycle[places].reshape(words.shape)
 
     def _words(self, rows: np.ndarray) -> np.ndarray:
-        """The random words of rows: uint64 `[rows, length + 1]`."""
+        """Return the random words of rows, uint64 `[rows, length + 1]`."""
         width = self.seq_length + 1
         begins = np.append(0, np.flatnonzero(np.diff(rows) != 1) + 1)
         ends = np.append(begins[1:], len(rows))
         parts = []
         for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-            # Rows that follow one another.
+            # Consecutive rows are drawn at once.
             self._bits_of_rows.state = self._first_state
             self._bits_of_rows.advance(int(rows[begin]) * width)
             parts.append(self._bits_of_rows.random_raw((end - begin) * width))
@@ -103,13 +100,13 @@ class SyntheticInput(IndexedInput):
         return words.reshape(len(rows), width)
 
     def _drawn(self, words: np.ndarray) -> np.ndarray:
-        """The tokens that words stand for, uint64: their upper halves as fractions."""
+        """Return tokens, uint64: the upper halves of words as fractions of the vocabulary."""
         half = np.uint64(32)
         return (words >> half) * np.uint64(self.vocab_size) >> half
 
     @functools.cached_property
     def _cycle(self) -> np.ndarray:
-        """int32: the cycle, and as much of it again as a row may go on from its last place."""
+        """Return the cycle, extended by the length of a row, int32."""
         order = np.random.Generator(_bits(self._seed, _CYCLE)).permutation(self.vocab_size)
         return np.resize(order.astype(np.int32), self.vocab_size + self.seq_length)
 
@@ -121,11 +118,11 @@ class SyntheticInput(IndexedInput):
     def ids_to_strings(
         self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
     ) -> list[str]:
-        """The numbers themselves: there are no words."""
+        """Return the ids as numbers, since there is no vocabulary."""
         return [" ".join(str(int(i)) for i in row[:n]) for row, n in zip(ids, lengths, strict=True)]
 
     def baselines(self) -> dict[str, float]:
-        """The loss that nothing can beat: the entropy of the next token, in nats per token."""
+        """Return the lowest possible loss: the entropy of the next token, in nats per token."""
         size = self.vocab_size
         if not self.learnable:
             return {"entropy of the source": math.log(size)}

@@ -1,8 +1,8 @@
-"""The elements of a `tf.data` pipeline, by TensorFlow's own op.
+"""TensorIterator, a fast iterator over a `tf.data` pipeline by TensorFlow's op.
 
-The iterators of `tf.data` wrap each element anew: they pack it, look for ragged tensors and set
-shapes, all in Python. For a batch of a few fields that can take as long as making it: about a tenth
-of a millisecond. The op itself checks types and shapes.
+The iterators of `tf.data` convert each element in Python: they pack it, check for ragged tensors
+and set shapes. For a batch of a few fields this takes about a tenth of a millisecond, as long as
+making the batch. The op itself checks types and shapes.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 
 
 class TensorIterator:
-    """Reads a dataset of tensors from its first element on; its threads end with this object."""
+    """An iterator over a dataset of tensors. Its threads end when the object is deleted."""
 
     def __init__(self, tensorflow: ModuleType, dataset: Any):
-        """Opens the dataset, with the options that are set on it.
+        """Open the dataset with its options.
 
         Args:
-          tensorflow: The module.
-          dataset: A `tf.data.Dataset` of which `has_tensors_only` is true.
+          tensorflow: The TensorFlow module.
+          dataset: A `tf.data.Dataset` for which `has_tensors_only` is true.
         """
         specs = tensorflow.nest.flatten(dataset.element_spec)
         self._types = [spec.dtype for spec in specs]
         self._shapes = [spec.shape for spec in specs]
-        self._dataset = dataset  # holds the Python functions that the pipeline calls
+        self._dataset = dataset  # It holds the Python functions of the pipeline.
         self._get_next = tensorflow.raw_ops.IteratorGetNext
         self._iterator = tensorflow.raw_ops.AnonymousIteratorV3(
             output_types=self._types, output_shapes=self._shapes
@@ -34,11 +34,11 @@ class TensorIterator:
         tensorflow.raw_ops.MakeIterator(dataset=variant, iterator=self._iterator)
 
     def get_next(self) -> Sequence[Any]:
-        """The tensors of the next element, in the order of `tf.nest.flatten`.
+        """Return the tensors of the next element, in the order of `tf.nest.flatten`.
 
         Raises:
-          tf.errors.OutOfRangeError: there is none.
-          tf.errors.OpError: it could not be made, or has not the shapes that were promised.
+          tf.errors.OutOfRangeError: The dataset has no more elements.
+          tf.errors.OpError: The pipeline failed, or the element has other shapes than declared.
         """
         tensors: Sequence[Any] = self._get_next(
             iterator=self._iterator, output_types=self._types, output_shapes=self._shapes
@@ -47,6 +47,6 @@ class TensorIterator:
 
 
 def has_tensors_only(tensorflow: ModuleType, dataset: Any) -> bool:
-    """Whether its elements hold nothing ragged, sparse or of another kind."""
+    """Return whether all components of a dataset's elements are dense tensors."""
     specs = tensorflow.nest.flatten(dataset.element_spec)
     return bool(specs) and all(type(spec) is tensorflow.TensorSpec for spec in specs)

@@ -1,10 +1,10 @@
-"""Which local files a text reader reads, and which of them are held out.
+"""Local text files, and their split into training and held-out files.
 
-Files are named relative to the place they were found in and sorted by name, so the same folder
-gives the same data wherever it lies. Whether a file is held out depends on its name alone, so that
-adding files does not move others from one split to the other; except where a split would be empty
-otherwise, as among few files, and except where there is one file: its documents are split likewise,
-by what they say, and a text that is one document is held out from a line near its end on.
+Names of files are relative to the folder in which they were found, and files are sorted by name. So
+a folder gives the same data at any location. Only the name of a file determines whether it is held
+out, so adding files does not move other files between the splits. The exception is a split that
+would be empty otherwise, for example with few files. The documents of a single file are split by
+their content. If the file is one document, its end is held out, from a line break on.
 """
 
 from __future__ import annotations
@@ -18,67 +18,75 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-# Tests are many and alike, `encodings` holds tables of characters, `_sysconfigdata` describes this
-# machine, and the rest is not the standard library.
-_LEFT_OUT_FOLDERS = frozenset(
+from layerkit.errors import ConfigError
+from layerkit_inputs.bad_records import MissingFileError
+
+# Tests are many and similar, `encodings` holds tables of characters, `_sysconfigdata` describes the
+# machine, and the other folders are not part of the standard library.
+_SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
 )
-_LEFT_OUT_PREFIX = "_sysconfigdata"
-# How many times the wanted share of a text is held out at most, where its lines are long.
-_MOST_HELD_OUT = 3
+_SKIPPED_PREFIX = "_sysconfigdata"
+# Maximum ratio of the held-out share of a text to the requested share, if its lines are long.
+_MAX_HELD_OUT_RATIO = 3
 
 
-class NothingToReadError(FileNotFoundError):
-    """An entry of `paths` that names no file.
+class NothingToReadError(MissingFileError):
+    """An entry of `paths` that matches no file.
 
     Attributes:
-      remedies: As in `bad_records.UnfitFieldError`.
+      remedies: Fields and values with which files can be read; see `bad_records.UnfitFieldError`.
     """
 
     remedies: ClassVar[Mapping[str, Any]] = {"paths": ["FILE_OR_PATTERN"]}
 
 
 class TextFile(NamedTuple):
-    """A file, and its name relative to the place it was found in (with `/` on every system)."""
+    """A file, and its name relative to the folder in which it was found, with `/` as separator."""
 
     name: str
     path: Path
 
 
 def standard_library_files() -> list[TextFile]:
-    """The running interpreter's own Python sources, its documentation topics among them.
+    """Return the Python sources of the running interpreter, with its documentation topics.
 
     Raises:
-      FileNotFoundError: this interpreter comes without its sources.
+      MissingFileError: The interpreter is installed without its sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = [
         file
-        for file in _below(root, left_out=_LEFT_OUT_FOLDERS)
-        if file.path.suffix == ".py" and not file.path.name.startswith(_LEFT_OUT_PREFIX)
+        for file in _below(root, skipped=_SKIPPED_FOLDERS)
+        if file.path.suffix == ".py" and not file.path.name.startswith(_SKIPPED_PREFIX)
     ]
     if not files:
-        raise FileNotFoundError(
-            f"the standard library's sources are not in {root}; name text files by `paths`."
+        raise MissingFileError(
+            f"the sources of the standard library are not in {root}",
+            field="paths",
+            value=None,
+            expected="text files",
         )
     return sorted(files)
 
 
 def find_text_files(paths: Sequence[str]) -> list[TextFile]:
-    """Files that `paths` names: files, folders (read through and through) and `glob` patterns.
+    """Return the files that `paths` matches: files, folders (recursively) and `glob` patterns.
 
-    Hidden files are left out of folders; a file found twice counts once.
+    Hidden files in folders are skipped. A file that matches twice is returned once.
 
     Raises:
-      NothingToReadError: one of `paths` names nothing.
+      NothingToReadError: An entry of `paths` matches no file.
     """
     found: dict[Path, TextFile] = {}
     for entry in paths:
         matches = sorted(_matches(str(entry)))
         if not matches:
             raise NothingToReadError(
-                f"paths: nothing to read at {str(entry)!r}; expected a file, a folder with files, "
-                "or a pattern such as 'notes/**/*.txt'."
+                "no file found",
+                field="paths",
+                value=str(entry),
+                expected="a file, a folder with files, or a pattern such as 'notes/**/*.txt'",
             )
         for file in matches:
             found.setdefault(file.path.resolve(), file)
@@ -100,10 +108,10 @@ def _matches(entry: str) -> Iterator[TextFile]:
                 yield TextFile(Path(match).relative_to(root).as_posix(), Path(match))
 
 
-def _below(folder: Path, *, left_out: frozenset[str] = frozenset()) -> Iterator[TextFile]:
+def _below(folder: Path, *, skipped: frozenset[str] = frozenset()) -> Iterator[TextFile]:
     for parent, folders, names in os.walk(folder):
-        # What is cut here is not walked through; site-packages can be large.
-        folders[:] = [name for name in folders if name not in left_out and name[0] != "."]
+        # Removing folders here prevents walking through them; site-packages can be large.
+        folders[:] = [name for name in folders if name not in skipped and name[0] != "."]
         for name in names:
             path = Path(parent, name)
             if name[0] != "." and path.is_file():
@@ -113,16 +121,7 @@ def _below(folder: Path, *, left_out: frozenset[str] = frozenset()) -> Iterator[
 def split_files(
     files: Sequence[TextFile], *, heldout_fraction: float
 ) -> tuple[list[TextFile], list[TextFile]]:
-    """Files to train on and files held out, each in the order given; see `held_out`.
-
-    Raises:
-      ValueError: there are fewer than two files.
-    """
-    if len(files) < 2:
-        raise ValueError(
-            f"{len(files)} file(s) cannot be split into training and held-out files; name at "
-            "least two by `paths`."
-        )
+    """Return (training files, held-out files) of two or more files, in order; see `held_out`."""
     names = [file.name.encode("utf-8", "surrogateescape") for file in files]
     chosen = held_out(names, fraction=heldout_fraction)
     return (
@@ -137,14 +136,14 @@ def held_out(names: Sequence[bytes], *, fraction: float) -> set[int]:
 
 
 def held_out_shares(shares: Sequence[float], *, fraction: float) -> set[int]:
-    """Return the indices of those of two or more that are held out.
+    """Return the indices of the held-out elements among two or more.
 
-    Neither part is empty: where no share (or every one) is below `fraction`, the lowest alone is
-    held out (the highest alone is kept).
+    Neither split is empty. If no share is below `fraction`, only the lowest is held out. If all
+    shares are below it, all but the highest are held out.
 
     Args:
-      shares: `share_of` the name or content of each.
-      fraction: Share below which one is held out.
+      shares: `share_of` the name or content of each element.
+      fraction: Share below which an element is held out.
     """
     by_share = sorted(range(len(shares)), key=lambda index: (shares[index], index))
     count = sum(share < fraction for share in shares)
@@ -152,33 +151,34 @@ def held_out_shares(shares: Sequence[float], *, fraction: float) -> set[int]:
 
 
 def split_position(text: bytes | mmap.mmap, *, heldout_fraction: float) -> int:
-    """Return where the held-out end of a text begins: at the beginning of a line.
+    """Return the position of the held-out end of a text, which is the beginning of a line.
 
     Raises:
-      ValueError: the text is empty, or no line begins where it could be cut.
+      ConfigError: The text is empty, or no line begins near the position.
     """
     if not len(text):
-        raise ValueError("it is empty (0 bytes). Expected text to train on. Name another file.")
+        raise ConfigError(field="size in bytes", value=0, expected="text to train on")
     wanted = int(len(text) * (1 - heldout_fraction))
     lines = (text.rfind(b"\n", 0, wanted) + 1, text.find(b"\n", wanted) + 1)
     cuts = [begin for begin in lines if 0 < begin < len(text)]
     cut = min(cuts, key=lambda cut: abs(cut - wanted), default=0)
-    if not cut or len(text) - cut > _MOST_HELD_OUT * heldout_fraction * len(text):
-        raise ValueError(
-            f"no line begins near the last {heldout_fraction:.0%} of its {len(text)} bytes, which"
-            " are held out; give it lines, or a second file."
+    if not cut or len(text) - cut > _MAX_HELD_OUT_RATIO * heldout_fraction * len(text):
+        raise ConfigError(
+            f"no line begins near the last {heldout_fraction:.0%} of {len(text)} bytes, which are"
+            " held out",
+            hint="Split the text into lines, or add a second file to paths.",
         )
     return cut
 
 
 def split_position_of_file(path: Path, *, heldout_fraction: float) -> int:
-    """Return `split_position` of the contents of a file, of which only parts are read."""
-    if not path.stat().st_size:  # nothing can be mapped
+    """Return `split_position` of the contents of a file. Only parts of the file are read."""
+    if not path.stat().st_size:  # An empty file cannot be memory-mapped.
         return split_position(b"", heldout_fraction=heldout_fraction)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         return split_position(mapped, heldout_fraction=heldout_fraction)
 
 
 def share_of(content: bytes) -> float:
-    """Return a number in [0, 1) that depends on nothing but the content: part of its hash."""
+    """Return a number in [0, 1) from a hash of the content."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") / 2**64

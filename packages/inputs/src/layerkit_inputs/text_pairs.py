@@ -1,8 +1,8 @@
-"""TextPairs and ParallelText: rows of source and target for an encoder-decoder model.
+"""TextPairs and ParallelText, inputs of sources and targets for an encoder-decoder model.
 
-`TextPairs` makes rows of whatever pairs of texts a subclass has; `ParallelText` reads them from two
-files whose lines belong together, the form in which translations are published. Everything is
-tokenised when first needed and kept in memory.
+`TextPairs` makes rows of the pairs of texts of a subclass. `ParallelText` reads pairs from two
+files with corresponding lines, the usual format of translations. All texts are tokenised on first
+use and kept in memory.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 
-from layerkit.near_names import near_names
+from layerkit.checks import check_choice, require
 from layerkit.nested_map import NestedMap
+from layerkit_inputs.bad_records import MissingFileError
 from layerkit_inputs.documents import Documents
 from layerkit_inputs.features import stretch_pair_features
 from layerkit_inputs.first_fit import PackingPlan, plan_packing
@@ -24,21 +25,21 @@ from layerkit_inputs.indexed_input import IndexedInput
 from layerkit_inputs.tokenizers import ByteTokenizer, Tokenizer
 
 PairPacking = Literal["first_fit", "none"]
-"""How pairs share rows: whole pairs, several to a row, or one a row."""
+"""`first_fit`: several whole pairs in a row; `none`: one pair in a row."""
 
 
 class TextPairs(IndexedInput):
-    """Base of readers of pairs of texts, each side ended by EOS.
+    """Base class of readers of pairs of texts. Each side ends with EOS.
 
     Batches hold `src` with `ids` (int32), and `tgt` with `ids`, `labels` (int32) and `weights`
     (float32), both with `segment_ids` (int32) and `paddings` (float32), `[batch, inputs_length]`
-    and `[batch, targets_length]`. In packed rows both sides have `segment_pos` (int32) too, and a
-    pair the same number in their `segment_ids`; rows of one pair can be decoded. Outside of
-    training also `provenance` and `eval_sample_weights`, each `[batch]`.
+    and `[batch, targets_length]`. In packed rows both sides also have `segment_pos` (int32), and a
+    pair has the same number in `segment_ids` of both sides. Only rows of one pair can be decoded.
+    Outside of training batches also have `provenance` and `eval_sample_weights`, each `[batch]`.
     """
 
     tokenizer: Tokenizer | None = None
-    """What turns both sides into ids. None: bytes."""
+    """Tokenizer of both sides. None: bytes."""
     inputs_length: int = 64
     """Positions of a row of sources, EOS included."""
     targets_length: int = 64
@@ -46,26 +47,22 @@ class TextPairs(IndexedInput):
     packing: PairPacking | None = None
     """`first_fit` (several pairs a row) or `none`. None: `first_fit` while training."""
     trim: bool = False
-    """Of longer sources or targets read only the beginning, and EOS. False: they are refused."""
+    """Whether longer sources and targets are cut. False: they raise an error."""
 
     rows_in_memory: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        """Check the fields and derive `packing`."""
         super().__post_init__()
         if self.packing is None:
             self.packing = "first_fit" if self.is_training else "none"
-        known = get_args(PairPacking)
-        if self.packing not in known:
-            raise self._config_error(
-                f"packing={self.packing!r}{near_names(str(self.packing), known)} Expected one of "
-                f"{known}."
-            )
+        check_choice(self._label, get_args(PairPacking), packing=self.packing)
         self._check_at_least(1, "inputs_length", "targets_length")
         self._tokenizer = ByteTokenizer() if self.tokenizer is None else self.tokenizer
 
     @classmethod
     def blank_batch(cls, config: Any, rows: int) -> NestedMap:
-        """As many rows without a pair."""
+        """Return a batch of rows without pairs."""
         nothing = np.zeros(0, np.int32)
         is_packed = config.is_training if config.packing is None else config.packing != "none"
         return stretch_pair_features(
@@ -81,12 +78,12 @@ class TextPairs(IndexedInput):
         )
 
     def _texts(self) -> Iterator[tuple[str, str]]:
-        """Source and target of each pair, in a fixed order."""
+        """Yield the source and target of each pair, in a fixed order."""
         raise NotImplementedError(f"{type(self).__qualname__} must define _texts().")
 
     @functools.cached_property
     def _sides(self) -> tuple[Documents, Documents]:
-        """All sources and all targets as ids, each ended by EOS."""
+        """Return the ids of all sources and of all targets. Each text ends with EOS."""
         limits = (self.inputs_length, self.targets_length)
         eos_id = self._tokenizer.eos_id
         end = [] if eos_id is None else [eos_id]
@@ -96,15 +93,21 @@ class TextPairs(IndexedInput):
                 tokens = self._tokenizer.encode(text)
                 if len(tokens) + len(end) > limit and not self.trim:
                     raise self._config_error(
-                        f"pair {number} has a side of {len(tokens) + len(end)} positions, EOS "
-                        f"included, and a row holds {list(limits)} (inputs_length, "
-                        "targets_length); use longer rows, or trim=True to read only beginnings."
+                        f"a text is too long for inputs_length={limits[0]} and"
+                        f" targets_length={limits[1]}",
+                        field=f"length of a text of pair {number}, EOS included",
+                        value=len(tokens) + len(end),
+                        expected=f"at most {limit}",
+                        hint="Use longer rows, or trim=True to cut longer texts.",
                     )
                 if not len(tokens) and not end:
-                    raise self._config_error(f"pair {number} has a side of no tokens, {text!r}.")
+                    expected = "at least one token, since the tokenizer has no EOS"
+                    raise self._config_error(
+                        field=f"text of pair {number}", value=text, expected=expected
+                    )
                 side.append(np.append(tokens[: limit - len(end)], end).astype(np.int32))
         if not pieces[0]:
-            raise self._config_error("there are no pairs to read.")
+            raise self._config_error("the data have no pairs")
         sources, targets = (
             Documents.of(np.concatenate(side), np.array([len(piece) for piece in side]))
             for side in pieces
@@ -113,7 +116,8 @@ class TextPairs(IndexedInput):
 
     @functools.cached_property
     def _sizes(self) -> np.ndarray:
-        """int64 `[pairs, 2]`: positions of both sides. (A document of n ids has n - 1 labels.)"""
+        """Return the positions of both sides of each pair, int64 `[pairs, 2]`."""
+        # A document of n ids has n - 1 predictions.
         return np.stack([side.num_predictions + 1 for side in self._sides], axis=1)
 
     @functools.cached_property
@@ -167,16 +171,16 @@ class TextPairs(IndexedInput):
     def ids_to_strings(
         self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
     ) -> list[str]:
-        """Text of ids int `[batch, length]`; both sides have one vocabulary."""
+        """Decode ids int `[batch, length]`. Both sides have the same vocabulary."""
         return [self._tokenizer.decode(row[:n]) for row, n in zip(ids, lengths, strict=True)]
 
     @property
     def has_prediction_metrics(self) -> bool:
-        """Whether rows are single pairs, which can be decoded."""
+        """Whether rows hold single pairs, which can be decoded."""
         return self.packing == "none"
 
     def prediction_metrics(self, predictions: Mapping[int, str]) -> dict[str, float]:
-        """`exact_match`: the share of the decoded targets that are the reference to the letter."""
+        """Return `exact_match`, the share of decoded targets that are equal to the reference."""
         _, targets = self._sides
         found = np.array(sorted(predictions))
         sizes = self._sizes[found, 1]
@@ -190,35 +194,39 @@ class TextPairs(IndexedInput):
 
 
 class ParallelText(TextPairs):
-    """Pairs from two files of UTF-8 text: line n of one is the translation of line n of the other.
+    """An input of pairs from two UTF-8 files, in which equal line numbers belong together.
 
-    Pairs with a blank side are left out.
+    Pairs with a blank side are skipped.
     """
 
     source_file: str | None = None
-    """What the encoder reads."""
+    """File of the encoder's texts, one a line. Required."""
     target_file: str | None = None
-    """What is to be written."""
+    """File of the target texts, one a line. Required."""
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         super().__post_init__()
         for field in ("source_file", "target_file"):
-            if getattr(self, field) is None:
-                raise self._config_error(f"{field} is not set; expected a file of a text per line.")
+            file = getattr(self, field)
+            require(file is not None, self._label, field, file, "a file with one text in each line")
 
     def _texts(self) -> Iterator[tuple[str, str]]:
-        sources, targets = (self._lines(str(f)) for f in (self.source_file, self.target_file))
+        sources, targets = self._lines("source_file"), self._lines("target_file")
         if len(sources) != len(targets):
             raise self._config_error(
-                f"{self.source_file} has {len(sources)} lines and {self.target_file}"
-                f" {len(targets)}; expected as many, each the translation of the other."
+                f"the files have {len(sources)} and {len(targets)} lines",
+                field="target_file",
+                value=self.target_file,
+                expected=f"a translation of each line of {self.source_file}",
             )
         for source, target in zip(sources, targets, strict=True):
             if source.strip() and target.strip():
                 yield source.strip(), target.strip()
 
-    def _lines(self, file: str) -> list[str]:
-        """Lines by `\n` alone: texts hold other characters that Python takes for a line's end."""
+    def _lines(self, field: str) -> list[str]:
+        """Return the lines of a file, split only at newlines. Texts may hold other breaks."""
+        file = str(getattr(self, field))
         if not Path(file).is_file():
-            raise FileNotFoundError(f"{type(self).__qualname__}: there is no file {file!r}.")
+            raise MissingFileError("file not found", owner=self._label, field=field, value=file)
         return Path(file).read_text(encoding="utf-8").removesuffix("\n").split("\n")

@@ -1,27 +1,27 @@
-"""TokenRecords: language modelling over tokenised documents of any amount.
+"""TokenRecords, an input of tokenised documents for language modelling.
 
-The files are those of `token_store`, made by `python -m layerkit_inputs.tools.build_token_records`.
-Any row is found by its number, so the state of a run is one count, which any number of hosts goes
-on from; each host reads the blocks that its own rows need, and the index is memory-mapped.
+`python -m layerkit_inputs.tools.build_token_records` makes the files; see `token_store` for their
+format. Rows have random access, so the state is one count, from which any number of hosts can
+resume. Each host reads only the blocks of its own rows, and the index is memory-mapped.
 
-What a row holds is settled by `packing`:
+The field `packing` determines the contents of rows:
 
-- `stream`: the documents are laid end to end and cut every `seq_length` predictions. Nothing is
-  lost, and only the last row has padding; a document may go on in the next row.
-- `first_fit`: documents are kept whole, several to a row, those longer than a row being cut first.
-  Every host plans all rows when it first reads, which takes two seconds and some 200 MB for each
-  million documents; beyond some ten millions prefer `stream`.
+- `stream`: documents are concatenated and cut every `seq_length` predictions. Only the last row has
+  padding. A document may span several rows.
+- `first_fit`: documents are kept whole, several in a row. Documents longer than a row are cut
+  first. Every host plans all rows on first use, which takes two seconds and some 200 MB for each
+  million documents. For more than some ten million documents use `stream`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
-from layerkit.near_names import near_names
+from layerkit.checks import check_choice, require
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.bad_records import BadRecords, OnBadRecord
 from layerkit_inputs.documents import ids_and_labels
@@ -34,46 +34,42 @@ from layerkit_inputs.token_store import TokenStore
 from layerkit_inputs.tokenizers import ByteTokenizer, Tokenizer
 
 Packing = Literal["stream", "first_fit"]
-_PACKINGS = ("stream", "first_fit")
+"""`stream`: documents are cut anywhere, without padding; `first_fit`: documents are kept whole."""
 
 
 class TokenRecords(IndexedInput):
-    """Packed rows of tokenised documents.
+    """An input of packed rows of tokenised documents.
 
-    Batches hold, each `[batch, length]`: `ids` and `labels` (int32; `labels` is the document's next
+    Batches hold arrays `[batch, length]`: `ids` and `labels` (int32; a label is the document's next
     id), `weights` (float32, 1 where a label counts), `paddings` (float32, 1 where padded),
     `segment_ids` (int32, from 1 in each row, 0 where padded) and `segment_pos` (int32). Outside of
-    training also `provenance` and `eval_sample_weights`, each `[batch]`.
+    training batches also have `provenance` and `eval_sample_weights`, each `[batch]`.
 
-    A row of which a block is damaged is refused or, with `on_bad_record="skip"`, all padding: it
-    weighs nothing, and its `provenance` is -1.
+    A row with a damaged block raises an error. With `on_bad_record="skip"` it is all padding, with
+    weights of 0 and a `provenance` of -1.
     """
 
     path: str | None = None
-    """The folder. Required."""
+    """Folder of token records. Required."""
     split: str = "train"
-    """Which of the folder's splits."""
+    """Name of a split of the folder."""
     seq_length: int = 1024
     """Positions of a row."""
     packing: Packing = "stream"
     """`stream` (cut anywhere, no padding) or `first_fit` (whole documents)."""
     tokenizer: Tokenizer | None = None
-    """What the documents were made with, for `ids_to_strings`; another one is refused."""
+    """Tokenizer for `ids_to_strings`. It must be the tokenizer of the documents."""
     vocab_size: int | None = None
-    """How many ids the model knows; documents made with more are refused. None: whatever is there.
-    """
+    """Vocabulary size of the model. A larger vocabulary of the documents raises. None: no check."""
     on_bad_record: OnBadRecord = "refuse"
-    """`refuse` damaged blocks, or `skip` the rows that need them, and count the blocks."""
+    """`refuse` raises for damaged blocks; `skip` skips their rows and counts the blocks."""
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         super().__post_init__()
-        if self.path is None:
-            raise self._config_error("path is not set; give the folder of token records.")
-        for field, known in (("packing", _PACKINGS), ("on_bad_record", ("refuse", "skip"))):
-            value = getattr(self, field)
-            if value not in known:
-                near = near_names(str(value), known)
-                raise self._config_error(f"{field}={value!r}{near} Expected one of {known}.")
+        require(self.path is not None, self._label, "path", None, "a folder of token records")
+        check_choice(self._label, get_args(Packing), packing=self.packing)
+        check_choice(self._label, get_args(OnBadRecord), on_bad_record=self.on_bad_record)
         self._check_at_least(1, "seq_length", "vocab_size")
         self._bad = BadRecords(self.on_bad_record)
         self._unreadable = np.zeros(0, bool)
@@ -82,46 +78,50 @@ class TokenRecords(IndexedInput):
     def _store(self) -> TokenStore:
         assert self.path is not None
         store = TokenStore(self.path, self.split)
-        made_with = store.about.tokenizer["fingerprint"]
-        if self.tokenizer is not None and self.tokenizer.fingerprint() != made_with:
+        stored = store.about.tokenizer
+        if self.tokenizer is not None and self.tokenizer.fingerprint() != stored["fingerprint"]:
             raise self._config_error(
-                f"tokenizer has the fingerprint {self.tokenizer.fingerprint()!r}, but {self.path} "
-                f"was made with {made_with!r}. Set the tokenizer it was made with, or build it "
-                "again with this one."
+                f"{self.path} was made with another tokenizer",
+                field="fingerprint of tokenizer",
+                value=self.tokenizer.fingerprint(),
+                expected=repr(stored["fingerprint"]),
+                hint="Set the tokenizer of the folder, or build the folder again with this one.",
             )
-        if self.vocab_size is not None and store.about.tokenizer["vocab_size"] > self.vocab_size:
+        if self.vocab_size is not None and stored["vocab_size"] > self.vocab_size:
             raise self._config_error(
-                f"vocab_size={self.vocab_size}, but {self.path} was made with a tokenizer of "
-                f"{store.about.tokenizer['vocab_size']} ids: the loss of the others would be NaN."
+                field="vocab_size",
+                value=self.vocab_size,
+                expected=f"at least {stored['vocab_size']}, the vocabulary size of {self.path}",
+                hint="The loss of larger ids would be NaN.",
             )
         return store
 
     @functools.cached_property
     def _plan(self) -> tuple[DocumentPieces, PackingPlan]:
-        """For `first_fit`: pieces of all documents, and which of them make up which row."""
+        """Return the pieces of all documents and their rows, for `first_fit`."""
         pieces = cut_documents(np.diff(self._store.document_ends, prepend=0), self.seq_length)
         return pieces, plan_packing(pieces.length, self.seq_length)
 
     @property
     def num_skipped(self) -> int:
-        """Damaged blocks that were met so far; one that is read again counts again."""
+        """Number of damaged blocks so far. A block that is read twice counts twice."""
         return self._bad.num_skipped
 
     @property
     def tokenizer_fingerprint(self) -> str:
-        """That of the tokenizer the documents were made with."""
+        """Fingerprint of the tokenizer of the documents."""
         fingerprint: str = self._store.about.tokenizer["fingerprint"]
         return fingerprint
 
     @property
     def token_unit(self) -> str:  # type: ignore[override]
-        """`byte` where the documents were made with the ByteTokenizer."""
+        """Unit `byte` if the documents were made with the ByteTokenizer, else `token`."""
         is_bytes = self.tokenizer_fingerprint == ByteTokenizer().fingerprint()
         return "byte" if is_bytes else "token"
 
     @classmethod
     def blank_batch(cls, config: Any, rows: int) -> NestedMap:
-        """Whatever the documents are, rows have the same arrays."""
+        """Return a batch of empty rows, whose arrays do not depend on the documents."""
         nothing = np.zeros(0, np.int64)
         return stretch_features(
             nothing, nothing, rows=nothing, sizes=nothing, num_rows=rows, length=config.seq_length
@@ -133,7 +133,7 @@ class TokenRecords(IndexedInput):
         return self._plan[1].num_rows
 
     def _pieces_of(self, rows: np.ndarray) -> RowPieces:
-        """The pieces of documents that make these rows."""
+        """Return the pieces of documents in some rows."""
         if self.packing == "stream":
             return stream_pieces(rows, self._store.document_ends, self.seq_length)
         pieces, plan = self._plan
@@ -166,7 +166,7 @@ class TokenRecords(IndexedInput):
         return blank_rows(batch, is_blank)
 
     def _begins(self, documents: np.ndarray) -> np.ndarray:
-        """Where the ids of documents begin in the stream, which has a start id for each."""
+        """Return the positions of documents in the stream, which has a start id for each."""
         ends = self._store.document_ends
         return np.where(documents > 0, ends[np.maximum(documents - 1, 0)], 0) + documents
 
@@ -182,15 +182,15 @@ class TokenRecords(IndexedInput):
             self._store.close()
 
     def text_tokenizer(self, key: str | None = None) -> Tokenizer | None:
-        """Return the tokenizer that made the ids, where it is set."""
+        """Return the tokenizer that made the ids, or None if it is not set."""
         return self.tokenizer
 
     def ids_to_strings(
         self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
     ) -> list[str]:
-        """Text of ids int `[batch, length]`, by `tokenizer`."""
+        """Decode ids int `[batch, length]` with `tokenizer`."""
         if self.tokenizer is None:
             raise self._config_error(
-                "tokenizer is not set; set the one that made the data to turn ids into text."
+                "cannot decode ids", field="tokenizer", value=None, expected="that of the documents"
             )
         return [self.tokenizer.decode(row[:n]) for row, n in zip(ids, lengths, strict=True)]

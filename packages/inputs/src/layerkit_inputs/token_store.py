@@ -1,20 +1,19 @@
-"""A folder of tokenised documents, any token of which is found by its number.
+"""TokenStore, a folder of tokenised documents with random access to tokens.
 
     FOLDER/
-      about.json                     what the files hold; written last
-      train/                         a folder for each split
+      about.json                     description of the files, written last
+      train/                         one folder for each split
         document_ends.int64          [documents], little-endian, memory-mapped
-        tokens-00000.array_record    the shards
+        tokens-00000.array_record    shards
 
-The ids of a split are one stream: each document's start id, tokens and (where the tokenizer has
-one) end id, one after the other. A document of n + 1 ids gives n predictions, each of an id from
-those before it, and `document_ends` is the running sum of these, so it alone says where documents
-and their ids lie. A shard holds whole documents, cut into blocks of `block_length` ids (the last
-one shorter); a record is a block, little-endian. So however long or short documents are, a row of
-a batch costs one or two reads, and what a process holds in memory does not grow with the data.
+The ids of a split are one stream: start id, tokens and end id (if the tokenizer has one) of each
+document. A document of n + 1 ids gives n predictions. `document_ends` is the cumulative sum of the
+predictions, and determines the positions of documents and ids. A shard holds whole documents, cut
+into blocks of `block_length` ids; the last block is shorter. A record is a block, little-endian. So
+a row of a batch takes one or two reads, and memory does not grow with the data.
 
-ArrayRecord keeps a hash of every block. `about.json` adds the shards' sizes and CRC-32s, and its
-own SHA-256 is the identity of the data in the states of readers.
+ArrayRecord stores a hash of every block. `about.json` adds the sizes and CRC-32s of shards. The
+states of readers identify the data by a SHA-256 of this description.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from layerkit.near_names import near_names
-from layerkit_inputs.bad_records import BadRecordError, BadRecords
+from layerkit.checks import check_choice
+from layerkit_inputs.bad_records import BadRecordError, BadRecords, MissingFileError
 from layerkit_inputs.grain_adaptor.array_records import ArrayRecordFiles
 from layerkit_inputs.packing import ranges
 
@@ -40,57 +39,58 @@ ENDS_FILE = "document_ends.int64"
 FORMAT = "layerkit token store"
 VERSION = 1
 BLOCK_LENGTH = 4096
-"""Ids of a block: 8 or 16 KiB, of which a row of some thousand ids needs one or two."""
+"""Ids of a block, 8 or 16 KiB. A row of some thousand ids needs one or two blocks."""
 
 _DTYPES = ("uint16", "int32")
-_CHECKED_AT_ONCE = 1 << 17
+_CHECKSUM_STEP = 1 << 17
+_COPY_AGAIN = "Copy the folder again."
 
 
 class Shard(NamedTuple):
     """A file of a split."""
 
     file: str
-    """Its name in the folder of the split."""
+    """Name in the folder of the split."""
     num_bytes: int
     num_ids: int
     crc32: int
-    """Of the ids as they are written."""
+    """CRC-32 of the ids in the file."""
     last_block_crc32: int
-    """Of the last block alone; tells a file of another build when it is first read from."""
+    """CRC-32 of the last block, which detects a file of another build on first use."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitAbout:
-    """What a split holds."""
+    """Description of a split."""
 
     num_documents: int
     num_ids: int
-    """Ids of the stream: those that are predicted, and one start id for every document."""
+    """Number of ids of the stream: predicted ids and one start id for each document."""
     ends_crc32: int
     """CRC-32 of the bytes of `document_ends`."""
     shards: tuple[Shard, ...]
 
     @property
     def num_predictions(self) -> int:
-        """Labels of the split."""
+        """Number of labels of the split."""
         return self.num_ids - self.num_documents
 
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """What `about.json` says."""
+    """Contents of `about.json`."""
 
     dtype: str
-    """`uint16` or `int32`; little-endian."""
+    """Dtype of ids, `uint16` or `int32`, little-endian."""
     block_length: int
     tokenizer: dict[str, Any]
-    """`fingerprint`, `vocab_size`, `pad_id`, `start_id` and `eos_id` (or None)."""
+    """Properties `fingerprint`, `vocab_size`, `pad_id`, `start_id` and `eos_id` (or None)."""
     num_skipped: int
-    """Documents that could not be read and were left out."""
+    """Number of documents that could not be read and were skipped."""
     splits: dict[str, SplitAbout]
 
     def write(self, folder: Path) -> None:
-        """Writes `about.json`, to the disk itself."""
+        """Write `about.json` and flush it to disk."""
         content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
         for split in content["splits"].values():
             split["shards"] = [Shard(*shard)._asdict() for shard in split["shards"]]
@@ -101,62 +101,63 @@ class About:
 
     @staticmethod
     def read(folder: str | Path) -> About:
-        """Reads `about.json`.
+        """Read `about.json`.
 
         Raises:
-          FileNotFoundError: the folder is none that was built to its end.
-          BadRecordError: the file is damaged, or of another version.
+          MissingFileError: The folder is no folder of token records, or its build did not finish.
+          BadRecordError: The file is damaged, or has another version.
         """
         path = Path(folder, ABOUT_FILE)
         if not path.is_file():
-            raise FileNotFoundError(
-                f"{folder}: no {ABOUT_FILE} there, so this is no folder of token records, or its "
-                "build was not finished; python -m layerkit_inputs.tools.build_token_records makes "
-                "one."
+            raise MissingFileError(
+                f"{ABOUT_FILE} not found",
+                field="path",
+                value=str(folder),
+                expected="a folder of token records whose build has finished",
+                hint="Build one: python -m layerkit_inputs.tools.build_token_records",
             )
         try:
             content = json.loads(path.read_bytes())
-            named = content.pop("format"), content.pop("version")
-            if named == (FORMAT, VERSION):
+            version = [content.pop("format"), content.pop("version")]
+            if version == [FORMAT, VERSION]:
                 for split in content["splits"].values():
                     split["shards"] = tuple(Shard(**shard) for shard in split["shards"])
                 content["splits"] = {
                     name: SplitAbout(**split) for name, split in content["splits"].items()
                 }
                 about = About(**content)
-                if about.dtype not in _DTYPES:
-                    raise ValueError(f"dtype {about.dtype!r}, expected one of {_DTYPES}")
+                check_choice(None, _DTYPES, dtype=about.dtype)
                 return about
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise BadRecordError(f"{path}: damaged ({error}).") from None
+            raise BadRecordError(
+                f"the file is damaged ({error})", owner=str(path), hint=_COPY_AGAIN
+            ) from None
         raise BadRecordError(
-            f"{path}: {named[0]!r} of version {named[1]}; this reader knows {FORMAT!r} of version "
-            f"{VERSION}. Build the folder again."
+            owner=str(path),
+            field="format and version",
+            value=version,
+            expected=f"{[FORMAT, VERSION]}",
+            hint="Build the folder again.",
         )
 
 
 class TokenStore:
-    """One split of a folder, for reading.
+    """A reader of one split of a folder.
 
-    Opening it reads `about.json`, checks the sizes of the files and reads through the index to
-    check that too, about a second for a hundred million documents. Nothing else is read before it
-    is asked for.
+    Opening it reads `about.json` and checks the sizes of the files and the checksum of the index,
+    which takes about a second for a hundred million documents. Shards are read on demand.
     """
 
     def __init__(self, folder: str | Path, split: str):
-        """Opens a split.
+        """Open a split.
 
         Raises:
-          FileNotFoundError: the folder, a shard or the index is missing.
-          ValueError: there is no such split.
-          BadRecordError: a file is truncated or damaged.
+          MissingFileError: The folder, a shard or the index is missing.
+          ConfigError: The folder has no such split.
+          BadRecordError: A file is truncated or damaged.
         """
         self.about = About.read(folder)
-        if split not in self.about.splits:
-            raise ValueError(
-                f"split={split!r} is none of {folder}{near_names(split, self.about.splits)} Its "
-                f"splits: {', '.join(sorted(self.about.splits))}."
-            )
+        check_choice(str(folder), sorted(self.about.splits), split=split)
         self.split = self.about.splits[split]
         self._folder = Path(folder, split)
         self.document_ends = self._open_ends()
@@ -175,7 +176,7 @@ class TokenStore:
 
     @functools.cached_property
     def identity(self) -> str:
-        """SHA-256 of what the split holds and how it was tokenised; not of where it lies."""
+        """Return a SHA-256 of the contents and tokenizer of the split, at any location."""
         held = [
             self.about.tokenizer,
             self.split.num_documents,
@@ -187,19 +188,19 @@ class TokenStore:
     def read(
         self, begins: np.ndarray, sizes: np.ndarray, bad: BadRecords
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Stretches of ids from any places of the stream.
+        """Read stretches of ids at any positions of the stream.
 
         Args:
-          begins: int64 `[stretches]`: where each begins.
-          sizes: int64 `[stretches]`: how many ids it has, at least 1.
-          bad: What to do with damaged blocks.
+          begins: Position of each stretch, int64 `[stretches]`.
+          sizes: Number of ids of each stretch, at least 1, int64 `[stretches]`.
+          bad: Policy for damaged blocks.
 
         Returns:
-          Ids, int32 `[sum of sizes]`, end to end, and bool `[stretches]`: whether all of it could
-          be read; what could not is 0.
+          (concatenated ids, int32 `[sum of sizes]`, 0 in damaged blocks; bool `[stretches]`,
+          whether all ids of a stretch could be read).
 
         Raises:
-          BadRecordError: a block is damaged and `bad` refuses it, or a file cannot be opened.
+          BadRecordError: A block is damaged and the policy is `refuse`, or a file cannot be opened.
         """
         first, within = self._locate(begins)
         last, _ = self._locate(begins + sizes - 1)
@@ -210,18 +211,18 @@ class TokenStore:
         before = (blocks - self._block_begins[shards]) * self.about.block_length
         block_sizes = np.minimum(self._shard_sizes[shards] - before, self.about.block_length)
         ids, is_read = self._read_blocks(blocks, block_sizes, bad)
-        # The blocks of a stretch lie side by side, so it is whole in what was read.
+        # The blocks of a stretch are adjacent, so the stretch is contiguous in `ids`.
         places = np.searchsorted(blocks, first)
         at = ranges((np.cumsum(block_sizes) - block_sizes)[places] + within, sizes)
         missing = np.append(0, np.cumsum(~is_read))
         return ids[at].astype(np.int32), missing[places + counts] == missing[places]
 
     def close(self) -> None:
-        """Lets go of the shards; they are opened again when needed."""
+        """Close the shards. They are opened again on demand."""
         self._files.close()
 
     def _locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which blocks ids are in, and where in them."""
+        """Return (blocks of some positions, positions within the blocks)."""
         shards = np.searchsorted(self._shard_ends, positions, side="right")
         inner = positions - (self._shard_ends - self._shard_sizes)[shards]
         blocks, within = np.divmod(inner, self.about.block_length)
@@ -230,7 +231,7 @@ class TokenStore:
     def _read_blocks(
         self, blocks: np.ndarray, sizes: np.ndarray, bad: BadRecords
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of blocks of these sizes, end to end, and whether each could be read."""
+        """Return (concatenated ids of blocks, whether each block could be read)."""
         dtype = np.dtype(self.about.dtype).newbyteorder("<")
         contents = []
         is_read = np.zeros(len(blocks), bool)
@@ -249,7 +250,7 @@ class TokenStore:
         return np.concatenate(contents), is_read
 
     def _check_shards(self, shards: np.ndarray, bad: BadRecords) -> None:
-        """Refuses, when they are first read from, shards that are whole but of another build."""
+        """Raise on the first use of a shard that is not damaged but from another build."""
         for shard in shards[~self._is_checked[shards]].tolist():
             self._is_checked[shard] = True
             (record,) = self._files.read([self._block_ends[shard] - 1], bad)
@@ -258,35 +259,37 @@ class TokenStore:
                 and zlib.crc32(record) != self.split.shards[shard].last_block_crc32
             ):
                 raise BadRecordError(
-                    f"{self._files.paths[shard]}: not the shard that {ABOUT_FILE} describes; files "
-                    "of two builds are mixed. Copy the folder again."
+                    f"the shard is from another build than {ABOUT_FILE}",
+                    owner=str(self._files.paths[shard]),
+                    hint=_COPY_AGAIN,
                 )
 
     def _open_ends(self) -> np.ndarray:
         path = self._folder / ENDS_FILE
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: the index is missing.")
-        size, expected = path.stat().st_size, self.split.num_documents * 8
-        if size != expected:
-            raise BadRecordError(
-                f"{path}: {size} bytes, but {expected} were written; the index is truncated or "
-                "another. Copy the folder again."
-            )
+        _check_size(path, self.split.num_documents * 8)
         ends = np.asarray(np.memmap(path, "<i8", mode="r"))
         crc32 = 0
-        for begin in range(0, len(ends), _CHECKED_AT_ONCE):
-            crc32 = zlib.crc32(ends[begin : begin + _CHECKED_AT_ONCE].data, crc32)
+        for begin in range(0, len(ends), _CHECKSUM_STEP):
+            crc32 = zlib.crc32(ends[begin : begin + _CHECKSUM_STEP].data, crc32)
         if crc32 != self.split.ends_crc32:
-            raise BadRecordError(f"{path}: the index is damaged. Copy the folder again.")
+            raise BadRecordError("the index is damaged", owner=str(path), hint=_COPY_AGAIN)
         return ends
 
     def _check_sizes(self) -> None:
         for shard in self.split.shards:
-            path = self._folder / shard.file
-            if not path.is_file():
-                raise FileNotFoundError(f"{path}: the shard is missing.")
-            if path.stat().st_size != shard.num_bytes:
-                raise BadRecordError(
-                    f"{path}: {path.stat().st_size} bytes, but {shard.num_bytes} were written; the "
-                    "shard is truncated or another. Copy the folder again."
-                )
+            _check_size(self._folder / shard.file, shard.num_bytes)
+
+
+def _check_size(path: Path, num_bytes: int) -> None:
+    if not path.is_file():
+        raise MissingFileError("the file is missing", owner=str(path), hint=_COPY_AGAIN)
+    size = path.stat().st_size
+    if size != num_bytes:
+        raise BadRecordError(
+            "the file is truncated or from another build",
+            owner=str(path),
+            field="size in bytes",
+            value=size,
+            expected=f"{num_bytes}",
+            hint=_COPY_AGAIN,
+        )

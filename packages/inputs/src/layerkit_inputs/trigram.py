@@ -1,12 +1,12 @@
-"""A table of trigrams: what a model must beat to have learned more than three-letter habits.
+"""A trigram table, a baseline for language models of bytes.
 
 Interpolated Witten-Bell smoothing (Witten and Bell, 1991; the recursive form of Chen and Goodman,
-1999): with n(h, c) how often symbol c followed context h, n(h) the sum over c and T(h) the number
-of different c,
+1999): let n(h, c) be the count of symbol c after context h, n(h) its sum over c, and T(h) the
+number of different c. Then
 
     p(c | h) = (n(h, c) + T(h) * p(c | h')) / (n(h) + T(h)),
 
-h' being h without its oldest symbol, and below the empty context the uniform distribution.
+where h' is h without its oldest symbol. The recursion ends with the uniform distribution.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import numpy as np
 
 _NUM_OUTPUTS = 257  # the bytes and the end of a document
 _END = 256
-_BEGIN = 257  # stands before a document, twice; is never predicted
+_BEGIN = 257  # precedes a document twice; is never predicted
 _BASE = 258
 _PIECE = 1 << 20
 
 
 def trigram_loss(train: Iterable[bytes], heldout: Iterable[bytes]) -> float:
-    """Mean loss on `heldout` of a trigram table of `train`, in nats per byte.
+    """Return the mean loss on `heldout` of a trigram table of `train`, in nats per byte.
 
-    Every byte of a document is predicted from the two before it, and so is the document's end.
-    Memory does not grow with the text: under 200 MB for the table, and one document at a time.
+    Every byte and the end of a document are predicted from the two symbols before. The memory is
+    under 200 MB for the table, plus one document.
 
     Args:
-      train: Documents to count, below 2³¹ bytes in all.
-      heldout: Documents to predict; together at least one.
+      train: Documents to count, below 2³¹ bytes in total.
+      heldout: Documents to predict, at least one.
     """
     counts = np.zeros(_BASE**3, np.int32)
     for document in train:
@@ -50,7 +50,7 @@ def trigram_loss(train: Iterable[bytes], heldout: Iterable[bytes]) -> float:
 
 
 def _trigrams(document: bytes) -> Iterator[np.ndarray]:
-    """For each prediction `(oldest * _BASE + older) * _BASE + symbol`; int32, in pieces."""
+    """Yield `(oldest * _BASE + older) * _BASE + symbol` of all predictions, int32, in pieces."""
     data = np.frombuffer(document, np.uint8)
     before = np.full(2, _BEGIN, np.int32)
     for start in range(0, len(data) + 1, _PIECE):
@@ -65,22 +65,22 @@ class _Order(NamedTuple):
     """Counts of one length of context."""
 
     pairs: np.ndarray
-    """n(h, c) at `h * _BASE + c`."""
+    """Counts n(h, c) at `h * _BASE + c`."""
     totals: np.ndarray
-    """n(h)."""
+    """Counts n(h)."""
     kinds: np.ndarray
-    """T(h); 1 for a context that never occurred, which says nothing: the shorter one's p stays."""
+    """Counts T(h), or 1 for a context that never occurred, which gives the p of the shorter one."""
 
     @classmethod
     def of(cls, counts: np.ndarray, *, num_symbols: int) -> _Order:
-        """The table of the last `num_symbols` of each trigram, context and symbol together."""
+        """Return the table of the last `num_symbols` of each trigram, context and symbol."""
         size = _BASE**num_symbols
         pairs = counts.reshape(-1, size).sum(0, dtype=np.int32) if num_symbols < 3 else counts
         table = pairs.reshape(-1, _BASE)
         return cls(pairs, table.sum(1), np.maximum(np.count_nonzero(table, axis=1), 1))
 
     def interpolate(self, keys: np.ndarray, lower: np.ndarray) -> np.ndarray:
-        """p(symbol | context) of trigrams, from these counts and a shorter context's p."""
+        """Return p(symbol | context) of trigrams from the p of the shorter context."""
         pair = keys % len(self.pairs)
         kinds, total = self.kinds[pair // _BASE], self.totals[pair // _BASE]
         return (self.pairs[pair] + kinds * lower) / (total + kinds)

@@ -1,9 +1,10 @@
-"""WindowShuffle: the rows of a stream in random order, for readers that cannot jump.
+"""WindowShuffle, which shuffles the rows of a stream, for readers without random access.
 
-A stream is read a window of batches at a time, and the rows of the window are delivered in random
-order. Unlike the usual shuffle buffer, of which each row stays for a random while, a window is over
-at a known moment. So the state is the source's before the window, the number of the window and how
-much of it is done: a few bytes more than the source's, and exact. Going on reads one window again.
+A window of batches is read at a time, and its rows are delivered in random order. In a shuffle
+buffer each row stays for a random time, but a window ends at a known batch. So the state consists
+of the state of the source before the window, the number of the window and the number of delivered
+batches. It is exact, and a few bytes larger than that of the source. Resuming reads one window
+again.
 """
 
 from __future__ import annotations
@@ -20,21 +21,23 @@ from layerkit_inputs.state import Scope
 
 
 class WindowShuffle(CompositeInput):
-    """Batches of `source` while training, their rows shuffled within windows; else as they are.
+    """An input that shuffles the rows of `source` within windows while training.
 
-    Each host shuffles its own stream, so a state fits the same host of as many hosts. Readers of
-    rows by number have `shuffle` and `shuffle_window` of their own, without these bounds.
+    Outside of training it returns the batches of `source` unchanged. Each host shuffles its own
+    stream, so a state fits only the same host of as many hosts. Readers of rows by number have
+    their own fields `shuffle` and `shuffle_window`, without this restriction.
     """
 
     state_scope: ClassVar[Scope] = "host"
 
     source: Config | None = sub_config_field(None)
-    """Config of the reader. It is built with the batch size, the place among the hosts and the kind
-    of pass given here."""
+    """Config of the reader. It is built with the batch size, host index and kind of pass of this
+    input."""
     window_batches: int = 16
-    """Batches of a window, which is kept in memory."""
+    """Number of batches of a window, which is kept in memory."""
 
     def __post_init__(self) -> None:
+        """Check the fields and build the source."""
         super().__post_init__()
         self._check_at_least(1, "window_batches")
         self._components = build_components(
@@ -88,9 +91,11 @@ class WindowShuffle(CompositeInput):
     def _set_reader_state(self, position: dict[str, Any]) -> None:
         if position["window_batches"] != self.window_batches:
             raise self._config_error(
-                f"the state was written with window_batches={position['window_batches']}, here "
-                f"window_batches={self.window_batches}; restore with the fields it was written "
-                "with, or start a new run from the weights alone."
+                "cannot restore",
+                field="window_batches",
+                value=self.window_batches,
+                expected=f"{position['window_batches']}, as in the state",
+                hint="Restore with the same fields, or start a new run from the weights alone.",
             )
         self._source.set_state(position["source"])
         self._begin_at(position["window"])

@@ -209,7 +209,7 @@ def test_killed_build_leaves_no_output(tmp_path):
     assert not output.exists()
     (left,) = (entry for entry in tmp_path.iterdir() if entry.name != "in")
     assert left.name.startswith(".out.partial-")
-    with pytest.raises(FileNotFoundError, match="its build was not finished"):
+    with pytest.raises(FileNotFoundError, match="whose build has finished"):
         TokenStore(left, "train")
     build_token_records([path], output, tokenizer="bytes")
     assert texts_of(output) == ["one"] * 9
