@@ -1,7 +1,7 @@
-"""Continuation of prompts with a cached model, and the decoder that samples.
+"""Continuation of prompts with a cached model, and the decoder for sampling and greedy decoding.
 
-`extend_prompts` runs any decoder. `SampleDecoder` samples or is greedy; its loop stops when all
-rows have ended. `layerkit.decoding.beam_search` has the other decoder.
+`extend_prompts` runs any decoder. `SampleDecoder` samples tokens or chooses the most likely ones.
+Its loop stops when all rows have ended. `BeamSearch` is in `layerkit.decoding.beam_search`.
 """
 
 from __future__ import annotations
@@ -56,35 +56,36 @@ def extend_prompts(
     Args:
       decoder: Decoder that chooses tokens.
       extend: Function `(cache, ids [rows, t], time_step) -> (cache, logits [rows, t, vocab])`.
-      cache: Empty cache of `batch` rows for prompt width + `max_decode_steps` tokens, rounded up to
-        a multiple of `row_parts`.
+      cache: Empty cache of `batch` rows. Its length is width + `max_decode_steps` tokens, rounded
+        up to a multiple of `row_parts`.
       prompts: Left-aligned token ids int32 `[batch, width]`; ids after a row's length are ignored.
       prompt_lengths: Number of tokens of each prompt, int32 `[batch]`, at most `width`. A row of
-        length 0 is padding: it gets no tokens, and no other row waits for it.
-      key: Random key, a scalar; None if the decoder does not draw. A token is drawn with the key's
-        fold-in of row id, sample and column, independently of the other rows.
-      cache_axes: Row axis of each array of the cache (see `row_axes`), for decoders with several
-        continuations of a prompt.
-      row_ids: Ids of the rows for the random numbers, int32 `[batch]`; None for their indices.
-      max_steps: Limit of each row's number of tokens, int32 `[batch]`; None for
-        `max_decode_steps`, which is also the largest.
-      row_parts: Number of devices over which rows are split. The width of prompts is padded to a
-        multiple of it; see `layerkit.decoding.split_rows`.
+        length 0 is padding: no tokens are decoded for it, and it does not prolong the loop.
+      key: Scalar random key; None if the decoder draws no random numbers. Each token is drawn with
+        a key that folds in the row id, the sample index and the column. A row's tokens therefore
+        do not depend on the other rows.
+      cache_axes: Row axis of each array of the cache (see `row_axes`). Only decoders that compute
+        several continuations of a prompt need it.
+      row_ids: Row ids that are folded into the random key, int32 `[batch]`; None for row indices.
+      max_steps: Maximal number of decoded tokens of each row, int32 `[batch]`. Values are clipped
+        to 0 … `max_decode_steps`. None for `max_decode_steps`.
+      row_parts: Number of devices over which the tokens of a row are split. The width of prompts is
+        padded to a multiple of it; see `layerkit.decoding.split_rows`.
 
     Returns:
       A NestedMap:
         ids: Prompt, chosen tokens and zeros, int32 `[batch, width + max_decode_steps]`.
         lengths: Number of tokens of prompt and continuation, int32 `[batch]`.
-        log_probs: Log-probabilities of the chosen tokens under the model before processors, float32
-          like `ids`; 0 elsewhere.
+        log_probs: Log-probabilities of the chosen tokens under the model, before logit processors,
+          float32 with the shape of `ids`; 0 for all other tokens.
         scores: Scores by which the decoder ranks continuations, float32 `[batch]`. The sum of
           `log_probs` by default.
-        candidates: The four entries above with an axis n after `batch`, best first, if the decoder
-          returns n > 1 continuations of a prompt. The entries above hold the first.
+        candidates: The four entries above for all n continuations, with an axis n after `batch`,
+          best first. It exists only if n > 1. The entries above hold the best continuation.
         prompt_lengths: Number of tokens of the prompt, int32 `[batch]`.
 
     Raises:
-      ConfigError: The decoder needs a key or the axes of the cache, which are None.
+      ConfigError: The decoder needs `key` or `cache_axes`, and the argument is None.
     """
     require(
         key is not None or not decoder.needs_key,
@@ -95,8 +96,8 @@ def extend_prompts(
     )
     batch, width = prompts.shape
     lengths = jnp.minimum(prompt_lengths, width)
-    # The model also runs on padding. An id outside of its vocabulary would write NaN to the cache,
-    # which masks do not remove: 0 · NaN is NaN.
+    # The model also runs on padding. An id outside of its vocabulary would write NaN to the cache.
+    # A mask does not remove a NaN, since 0 · NaN is NaN.
     prompts = jnp.where(jnp.arange(width) < lengths[:, None], prompts, 0).astype(jnp.int32)
     # The logits of this pass are unused, so the compiler removes their computation.
     cache, _ = extend(cache, pad_columns(prompts, row_parts), jnp.int32(0))
@@ -121,7 +122,8 @@ def extend_prompts(
     return outputs
 
 
-# Fields of SampleDecoder, the processor that each adds and the processor's field, in order.
+# (Field of SampleDecoder, processor that it adds, field of that processor), in the order in which
+# the processors run.
 _PROCESSOR_OF_FIELD: tuple[tuple[str, type[LogitProcessor], str], ...] = (
     ("repetition_penalty", RepetitionPenalty, "penalty"),
     ("temperature", Temperature, "temperature"),
@@ -132,25 +134,29 @@ _PROCESSOR_OF_FIELD: tuple[tuple[str, type[LogitProcessor], str], ...] = (
 
 
 class SampleDecoder(Decoder):
-    """A decoder that samples tokens from the model's distribution, or takes the most likely ones.
+    """A decoder that samples tokens from the model's distribution or chooses the most likely ones.
 
-    The fields `repetition_penalty`, `temperature`, `top_k`, `top_p` and `min_p` add a processor
-    each, in this order, after those in `processors`, as in Hugging Face's `generate`. For another
-    order leave the fields out and list the processors.
+    Each of the fields `repetition_penalty`, `temperature`, `top_k`, `top_p` and `min_p` adds a
+    logit processor. They run in this order, as in Hugging Face's `generate`, after those in
+    `processors`. For another order, leave these fields out and list all processors in `processors`.
 
     Attributes:
-      temperature: Divisor of the logits; 0 is greedy and 1 samples from the model's distribution.
-      repetition_penalty: Penalty of tokens that are in the row, prompt included. Values above 1
-        make them less likely.
+      temperature: Divisor of the logits. 0 chooses the most likely token, and 1 samples from the
+        model's distribution.
+      repetition_penalty: Penalty of tokens that already occur in the row, prompt included. Values
+        above 1 make them less likely. None for no penalty.
       top_k: Number of most likely tokens to sample from; None for all.
-      top_p: Smallest total probability of the most likely tokens to sample from; None for all.
-      min_p: Smallest probability of tokens to sample from, relative to the most likely token.
-      stop_sequences: Sequences of drawn tokens that end a row, which includes them.
+      top_p: Total probability of the fewest most likely tokens to sample from (nucleus sampling);
+        None for all tokens.
+      min_p: Minimal probability of a token, as a fraction of that of the most likely token; None
+        for no minimum.
+      stop_sequences: Token sequences. A row ends after its drawn tokens contain one of them; the
+        output includes the sequence.
       num_samples: Number of continuations per prompt.
 
     Raises:
       ConfigError: A value is out of range, a stop sequence is empty or longer than
-        `max_decode_steps`, or several samples are greedy.
+        `max_decode_steps`, or `num_samples` is above 1 with a temperature of 0.
     """
 
     temperature: float = 1.0
@@ -213,11 +219,11 @@ class SampleDecoder(Decoder):
         cache_axes: Any,
         keys: jax.Array | None,
     ) -> NestedMap:
-        """Continue rows whose prompts `[batch, max_length]` are in the cache; see `Decoder`."""
+        """Continue the prompts `[batch, max_length]`, which are in the cache; see `Decoder`."""
         batch, num_samples = len(prompts.lengths), self.num_samples
         if num_samples > 1:
             require_cache_axes(self, cache_axes)
-            assert keys is not None  # several samples are not greedy
+            assert keys is not None  # several samples need a temperature above 0
             cache = repeat_rows(cache, cache_axes, num_samples)
             prompts = Prompts(*(jnp.repeat(x, num_samples, axis=0) for x in prompts))
             keys = jax.vmap(row_keys, in_axes=(0, None))(keys, jnp.arange(num_samples))
@@ -236,7 +242,7 @@ class SampleDecoder(Decoder):
 
 
 class _State(struct.PyTreeNode):
-    column: jax.Array  # of the next tokens
+    column: jax.Array  # scalar, column of the next tokens
     ids: jax.Array  # [rows, max_length]
     log_probs: jax.Array  # [rows, max_length]
     lengths: jax.Array  # [rows]
@@ -293,7 +299,7 @@ def _sample(
 def _ends(
     decoder: SampleDecoder, ids: jax.Array, column: jax.Array, num_drawn: jax.Array
 ) -> jax.Array:
-    """Return whether rows `[rows]` end with the token drawn for `column`."""
+    """Return for each row whether it ends with its token in `column`, bool `[rows]`."""
     ends = jnp.zeros(len(ids), bool)
     for sequence in (*((token,) for token in decoder.eos_ids), *decoder.stop_sequences):
         size = len(sequence)

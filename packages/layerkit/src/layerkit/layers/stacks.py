@@ -1,9 +1,10 @@
 """Stacks of Transformer layers: in sequence, or as a scan over stacked weights.
 
 Set sizes once, on the stack or the model; the layers inherit them. A stack repeats one layer
-(`layer_tpl`) or a pattern of layers (`block_tpls`): layer i is block i % period. Five local layers
-and a global one form the stack of Gemma 3; a dense layer and a mixture of experts that of GShard.
-`locate_layer` returns where the variables of a layer are in any stack.
+(`layer_tpl`) or a pattern of layers (`block_tpls`). With a pattern of n blocks, layer i has the
+template `block_tpls[i % n]`. One repetition of the pattern is called a period. Gemma 3 repeats five
+layers with local attention and one with global attention. GShard repeats a dense layer and a
+mixture of experts. `locate_layer` locates a layer's variables in either kind of stack.
 """
 
 from __future__ import annotations
@@ -33,23 +34,23 @@ from layerkit.layers.transformer import Transformer, drop_none
 class StackedTransformer(BaseLayer):
     """A sequence of `num_layers` layers, each compiled separately.
 
-    The layers inherit the sizes. Templates must leave them out or agree; they may set
-    `num_kv_heads` and `dim_per_head` if these are None on the stack.
+    The layers inherit the sizes of the stack. A template must leave a size out or set the same
+    value. It may set `num_kv_heads` and `dim_per_head` if these are None on the stack.
 
     Attributes:
-      layer_tpl: Layer that is stacked.
-      block_tpls: Layers of a pattern that is repeated over the depth, instead of `layer_tpl`. The
-        last period may be incomplete. None for a single layer.
+      layer_tpl: Layer that is repeated `num_layers` times.
+      block_tpls: Layers of one period, to repeat a pattern instead of `layer_tpl`. The last period
+        may be incomplete. None to repeat `layer_tpl`.
       num_layers: Number of layers.
       remat: Name of the rematerialisation policy of each layer; see `layerkit.layers.remat`.
-      relative_bias_tpl: Bias of the attention logits by distance (T5, ALiBi), which all layers
-        share and which is computed once per call; None for no bias.
-      droppath_rate: Probability that training drops a branch of an example in the last layer. It
-        grows linearly: layer i of n (from 1) has i/n of it (Huang et al., 2016).
+      relative_bias_tpl: Bias of the attention logits that depends on the distance (T5, ALiBi). It
+        is computed once per call and shared by all layers. None for no bias.
+      droppath_rate: Probability that training drops a residual branch of an example in the last
+        layer. Layer i of n, counted from 1, has the rate droppath_rate·i/n (Huang et al., 2016).
 
     Raises:
-      ConfigError: A size below one, an unknown policy, a rate outside [0, 1) or also set on a
-        layer, or both `layer_tpl` and `block_tpls`.
+      ConfigError: A size is below one, the policy is unknown, `droppath_rate` is outside [0, 1) or
+        also set on a layer, or `layer_tpl` and `block_tpls` are both set.
     """
 
     used_only_if: ClassVar[Conditions] = {"layer_tpl": "not block_tpls"}
@@ -87,7 +88,7 @@ class StackedTransformer(BaseLayer):
 
     @nn.nowrap
     def locate_layer(self, layer: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Return where the variables of a layer are in those of the stack.
+        """Return the location of a layer's variables within the variables of the stack.
 
         Args:
           layer: Index of the layer, counted from 0 at the input.
@@ -122,8 +123,8 @@ class StackedTransformer(BaseLayer):
           bias: float32 `[batch or 1, heads, length, length]`, added to the attention logits.
           memory: `[batch, memory_length, memory_dims]`, for cross attention.
           memory_mask: Mask of cross attention.
-          droppath_rates: float32 `[num_layers]`, from an owner that repeats this stack; None for
-            rates by the field `droppath_rate`.
+          droppath_rates: float32 `[num_layers]`, one rate per layer, passed by a stack that repeats
+            this one; None to compute the rates from the field `droppath_rate`.
 
         Returns:
           Array with the shape of `x` in the compute dtype.
@@ -145,12 +146,12 @@ class StackedTransformer(BaseLayer):
 
         Args:
           batch_size: Number of rows.
-          max_length: Number of tokens of a row.
+          max_length: Maximal number of tokens of a row.
           memory: `[batch, memory_length, memory_dims]`, from which the keys and values of cross
             attention are computed.
         """
         if self.relative_bias_tpl is not None:
-            # The bias of a step depends on the number of slots of the layers' caches.
+            # `extend_step` needs the number of slots of the layers' caches to compute the bias.
             self.put_variable(CACHE, "slots", row_positions(batch_size, max_length))
         self._init_layer_caches(batch_size, max_length, **drop_none(memory=memory))
 
@@ -171,9 +172,10 @@ class StackedTransformer(BaseLayer):
           time_step: int32 scalar, number of tokens in the cache.
           positions: int32 `[batch, t]`, for rotary embeddings.
           bias: float32 `[batch or 1, heads, t, max_length]`, added to the attention logits.
-          memory_mask: Mask of cross attention of the t positions.
-          prefix_lengths: int32 `[batch]`, number of first tokens that attend one another, in a
-            prefix language model; the first step must contain all of them. None for no prefix.
+          memory_mask: Mask of cross attention from the t positions to the memory.
+          prefix_lengths: int32 `[batch]`, length of the prefix, in a prefix language model. The
+            tokens of the prefix attend to one another in both directions. The first step must
+            contain all of them. None for no prefix.
 
         Returns:
           Array with the shape of `x` in the compute dtype.
@@ -195,7 +197,7 @@ class StackedTransformer(BaseLayer):
     def _run_layers(
         self, method: str, x: jax.Array, rates: jax.Array | None, shared: dict[str, Any]
     ) -> jax.Array:
-        """Run a method of all layers with `shared` arguments and one droppath rate for each."""
+        """Call `method` on each layer with the `shared` arguments and the layer's droppath rate."""
         return self._run_in_sequence(self.layers, method, x, rates, shared)
 
     @nn.nowrap
@@ -217,7 +219,8 @@ class StackedTransformer(BaseLayer):
             check_same_shape(layer, x, outputs=outputs)
             return outputs
 
-        # in_scan=False, because a stack may or may not be a period in the scan of another.
+        # This stack may be a period in the scan of another or run outside of a scan. Only
+        # in_scan=False is valid for both.
         run = remat(body, self.remat, in_scan=False)
         for index, layer in enumerate(layers):
             x = run(layer, x, {} if rates is None else {"droppath_rate": rates[index]})
@@ -231,7 +234,7 @@ class StackedTransformer(BaseLayer):
         check_rates(self, droppath_rate=self.droppath_rate)
         of_layers = [getattr(template, "droppath_rate", 0.0) for template in self.pattern]
         for template in self.pattern if self.droppath_rate else ():
-            self._check_takes_droppath(template)
+            self._check_supports_droppath(template)
         is_valid = not (self.droppath_rate and any(of_layers))
         expected = f"0, since a layer template sets droppath_rate={max(of_layers, default=0.0)}"
         require(is_valid, self, "droppath_rate", self.droppath_rate, expected)
@@ -246,11 +249,11 @@ class StackedTransformer(BaseLayer):
         }
 
     @nn.nowrap
-    def _check_takes_droppath(self, template: Any) -> None:
+    def _check_supports_droppath(self, template: Any) -> None:
         """Raise `ConfigError` if the `fprop` of a layer has no argument `droppath_rate`."""
         layer = target_of(template) if is_config(template) else None
         if layer is None or not hasattr(layer, "fprop"):
-            return  # not a layer, for which `create_child` raises
+            return  # `create_child` raises for a template that is not a layer
         parameters = inspect.signature(layer.fprop).parameters.values()
         if not any(p.name == "droppath_rate" or p.kind is p.VAR_KEYWORD for p in parameters):
             raise ConfigError(
@@ -270,14 +273,16 @@ class StackedTransformer(BaseLayer):
 
 
 class StackedTransformerRepeated(StackedTransformer):
-    """A stack as a scan: weights are stacked on a `layers` axis, and the layer is compiled once.
+    """A stack that scans over weights stacked on a `layers` axis, so the layer is compiled once.
 
-    With a pattern, the scan is over whole periods, and the remaining layers follow in sequence.
+    With a pattern, each iteration of the scan runs a period. The layers of an incomplete last
+    period run in sequence after the scan.
 
     Attributes:
-      unroll: Number of layers, or periods, in one iteration of the loop.
-      stacked_shape: Sizes of several axes on which the weights are stacked, outermost first. Their
-        product is the number of layers, or periods. None for one axis. See `Repeat.num_repeats`.
+      unroll: Number of layers, or of periods with a pattern, in one iteration of the loop.
+      stacked_shape: Sizes of the axes on which the weights are stacked, outermost first. Their
+        product is the number of layers, or of whole periods with a pattern. None for a single
+        axis. See `Repeat.num_repeats`.
     """
 
     unroll: int = 1
@@ -305,7 +310,7 @@ class StackedTransformerRepeated(StackedTransformer):
 
     @nn.nowrap
     def locate_layer(self, layer: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Return where the variables of a layer are; see `StackedTransformer.locate_layer`."""
+        """Return the location of a layer's variables; see `StackedTransformer.locate_layer`."""
         self._check_layer(layer)
         period, block = divmod(layer, len(self.pattern))
         if period == self._num_periods:
@@ -340,7 +345,7 @@ class StackedTransformerRepeated(StackedTransformer):
 
     @nn.nowrap
     def _sized_pattern(self, sizes: dict[str, Any]) -> tuple[Config, ...]:
-        """Return the templates of a period with their sizes."""
+        """Return the templates of a period, with the sizes of the stack filled in."""
         if self.block_tpls is None:
             return (derive_fields(self.layer_tpl, f"{self.path_name}.layer_tpl", **sizes),)
         sized = []

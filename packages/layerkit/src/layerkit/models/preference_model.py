@@ -1,13 +1,13 @@
 """DpoModel: a language model trained on preferences between two answers, without a reward model.
 
-Let r be log p(answer) under the model minus log p(answer) under a fixed reference model, and
-h = r(chosen) − r(rejected). The losses are
+Let r(answer) be log p(answer) under the trained model (the policy) minus log p(answer) under a
+fixed reference model, and h = r(chosen) − r(rejected). The losses are
 
     sigmoid   −(1 − ε)·log σ(β·h) − ε·log σ(−β·h)     DPO (Rafailov et al., 2023, arXiv:2305.18290);
-                                                      ε > 0 is its conservative form
+                                                      ε > 0 gives conservative DPO
     hinge     max(0, 1 − β·h)                         SLiC (Zhao et al., 2023, arXiv:2305.10425)
-    ipo       (h − 1/(2β))²                           IPO (Azar et al., 2023, arXiv:2310.12036); its
-                                                      log p is the mean over the answer's tokens
+    ipo       (h − 1/(2β))²                           IPO (Azar et al., 2023, arXiv:2310.12036);
+                                                      here log p is a mean over tokens
 """
 
 from __future__ import annotations
@@ -62,27 +62,29 @@ _LOSSES: dict[str, Callable[[jax.Array, float, float], jax.Array]] = {
 class DpoModel(BaseModel):
     """A language model trained by direct preference optimization.
 
-    A batch has `chosen` and `rejected`. Each has `ids`, `labels` int32 and `weights` float32
-    `[batch, length]` with prompt and answer in one row; `weights` are 0 on the prompt and on
-    padding. `segment_ids` and `segment_pos` may mask padding. Optional entries of the batch are
-    `weights` float32 `[batch]` of the pairs and `eval_sample_weights` float32 `[batch]`, which is 0
-    for rows of padding. `reference="batch"` needs `chosen_reference_log_probs` and
-    `rejected_reference_log_probs` float32 `[batch]`. For decoding a batch has `ids` and
+    For training and evaluation, a batch has the entries `chosen` and `rejected`. Each has `ids`
+    int32, `labels` int32 and `weights` float32, all `[batch, length]`, with prompt and answer in
+    one row. These `weights` are 0 on the prompt and on padding. Each may also have `segment_ids`
+    and `segment_pos`, which mask padding. The batch itself may have `weights` float32 `[batch]`,
+    the weights of the pairs, and `eval_sample_weights` float32 `[batch]`, which is 0 for rows of
+    padding. `reference="batch"` requires `chosen_reference_log_probs` and
+    `rejected_reference_log_probs` float32 `[batch]`. For decoding, a batch has `ids` and
     `prompt_lengths`, as for `LanguageModel`.
 
     Attributes:
       lm_tpl: Trained network, the policy.
-      reference: Source of the reference's log p. `frozen` keeps a second network, `reference_lm`,
-        which is initialized with the weights of `lm` (drawn or loaded) and which the learner must
-        freeze. `batch` reads precomputed values from the batch. `none` takes 0.
+      reference: Source of the log-probabilities of the reference model. `frozen` keeps a second
+        network, `reference_lm`, which starts with the initial weights of `lm`, random or loaded.
+        The learner must freeze it. `batch` reads precomputed values from the batch. `none` uses 0.
       loss: `sigmoid`, `hinge` or `ipo`.
-      beta: Strength of the penalty on deviations from the reference, above 0.
-      label_smoothing: ε, the share of wrong preferences, in [0, 0.5); only for `sigmoid`.
+      beta: Strength β of the penalty on deviations from the reference; a positive number.
+      label_smoothing: ε, the assumed fraction of pairs whose preference is wrong, in [0, 0.5). Only
+        `sigmoid` supports values above 0.
       decoder: Decoder of the policy, a `SampleDecoder` or `BeamSearch`.
 
     Raises:
-      ConfigError: The reference or loss is unknown, `beta` is not positive, or `label_smoothing` is
-        out of range or set for a loss without it.
+      ConfigError: `reference` or `loss` is unknown, `beta` is not positive, or `label_smoothing` is
+        out of range or not supported by the loss.
     """
 
     reported_metric: ClassVar[str | None] = "reward_accuracy"
@@ -104,13 +106,13 @@ class DpoModel(BaseModel):
     @property
     @nn.nowrap
     def frozen_weights(self) -> tuple[str, ...]:
-        """Regular expression of the paths of the reference model's weights."""
+        """Regular expression of the paths of `reference_lm`; empty if there is no such network."""
         return ("reference_lm/.*",) if self.reference == "frozen" else ()
 
     @property
     @nn.nowrap
     def initial_copies(self) -> Mapping[str, str]:
-        """The reference model, which is initialized with the policy's weights."""
+        """Map of the copy `reference_lm` to its original `lm`; empty without a `reference_lm`."""
         return {"reference_lm": "lm"} if self.reference == "frozen" else {}
 
     def compute_predictions(self, batch: NestedMap) -> NestedMap:
@@ -135,7 +137,7 @@ class DpoModel(BaseModel):
         )
         policy = self._log_probs(self.lm, pairs)
         if self.reference == "frozen":
-            # Unbound, so that auxiliary losses and summaries of the reference are not collected.
+            # The network is unbound so that its auxiliary losses and summaries are not collected.
             reference_lm, variables = self.reference_lm.unbind()
             reference = self._log_probs(partial(reference_lm.apply, variables), pairs)
         elif self.reference == "batch":
@@ -145,10 +147,11 @@ class DpoModel(BaseModel):
         return NestedMap(policy=policy, reference=jax.lax.stop_gradient(reference))
 
     def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:
-        """Compute metrics over pairs, and the rewards β·r of each pair `[batch]`.
+        """Compute the metrics over pairs, and the rewards β·r of both answers of each pair.
 
         `reward_accuracy` is the share of pairs whose chosen answer has the higher reward.
-        `reward_margin` is the mean difference of the rewards.
+        `reward_margin` is the mean of the chosen answer's reward minus that of the rejected one.
+        The second result has `chosen_rewards` and `rejected_rewards`, both float32 `[batch]`.
         """
         rewards = self.beta * (predictions.policy - predictions.reference)
         margin = rewards[0] - rewards[1]

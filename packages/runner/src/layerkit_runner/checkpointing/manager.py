@@ -1,16 +1,16 @@
-"""Saves and restores the state, input states and metadata of a training step.
+"""Manager that saves and restores the state, input states and metadata of training steps.
 
-`CheckpointManager` writes asynchronously with Orbax. It adds a manifest of checksums to every step
-(`integrity.py`), the single-file format (`formats.py`), a strict comparison of structures
-(`structure.py`), and messages about all files that it deletes or moves.
+`CheckpointManager` writes asynchronously with Orbax. It adds to Orbax a manifest of checksums in
+every step (`integrity.py`), a single-file format (`formats.py`), a strict comparison of structures
+on restore (`structure.py`), and messages about all files that it deletes or moves.
 
     DIR/checkpoint_00000042/            a committed step
         state/  input_states/  metadata/  integrity/
     DIR/damaged_checkpoint_00000042/    a damaged step, moved aside for inspection
     DIR/evaluations.json                recorded evaluations of the saved steps
 
-Orbax is imported with the first save, restore or clean-up, not with this file: a new job can
-import it in the background (`import orbax.checkpoint`) while its first step compiles.
+Orbax is imported by the first save or restore, and not when this module is imported. A new job can
+therefore import `orbax.checkpoint` in the background while its first step compiles.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.005
-# Orbax has the same time limit, and its error says more.
-_SECONDS_BEYOND_DEADLINE = 1.0
+# Orbax has the same time limit and a more precise error, so it gets one more second to raise it.
+_DEADLINE_GRACE_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +53,10 @@ class RestoredCheckpoint:
     """The content of a step.
 
     Attributes:
-      state: Tree of the target, with `jax.Array` leaves under the target's shardings.
+      state: Tree with the structure of the target; its leaves are `jax.Array` with the target's
+        shardings.
       input_states: Input states of this process by input name.
-      metadata: Metadata that were passed to `save`.
+      metadata: Metadata that was passed to `save`.
       state_format: Format of the stored state.
     """
 
@@ -68,23 +69,25 @@ class RestoredCheckpoint:
 class CheckpointManager:
     """A writer and reader of the checkpoints of one folder.
 
-    All processes of a job make one and call its methods in the same order. Saves run in the
-    background, one at a time; the next call that waits raises their errors. Close the manager, or
-    use it as a context manager, so that the last save is complete.
+    Every process of a job creates a manager and calls its methods in the same order. Saves run in
+    the background, one at a time. The next call that waits for a save raises its error. Close the
+    manager, or use it as a context manager, so that the last save is completed.
 
     Args:
       directory: Folder of the checkpoints; local, or a store that epath supports (`gs://…`). The
         first save creates it.
-      policy: Policy of saving and keeping.
+      policy: Policy that determines which steps are saved and kept; None for the default policy.
       state_format: Format of new checkpoints. Both formats are read.
       async_timeout_secs: Time limit of a save, in seconds.
-      read_only: True to write, delete and move nothing, as beside a training job.
-      report: Called with messages for the user.
-      on_commit: Called on process 0, unless read-only, with each step that is committed.
+      read_only: True if this manager must not write, delete or move files, for example because a
+        training job owns the folder.
+      report: Function that receives messages for the user.
+      on_commit: Function that process 0 calls with each committed step. It is not called if
+        `read_only` is set.
 
     Raises:
       ConfigError: `async_timeout_secs` is below 1, or the record of evaluations is malformed.
-      SaveError: The folder of a killed save cannot be deleted.
+      SaveError: The unfinished folder of a killed save cannot be deleted.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class CheckpointManager:
         report: Callable[[str], None] = _LOG.warning,
         on_commit: Callable[[int], None] | None = None,
     ):
-        """Open the folder; delete the folders of killed saves unless read-only."""
+        """Open the folder and, unless `read_only` is set, delete the folders of killed saves."""
         check_sizes("CheckpointManager", async_timeout_secs=async_timeout_secs)
         self._directory = absolute(directory)
         self._policy = policy if policy is not None else CheckpointPolicy()
@@ -107,11 +110,11 @@ class CheckpointManager:
         self._read_only = read_only
         self._report = report
         self._on_commit = None if read_only else on_commit
-        self._being_saved: int | None = None
-        self._check: structure.FiniteCheck | None = None  # of the save in progress
+        self._step_in_progress: int | None = None
+        self._check: structure.FiniteCheck | None = None  # check of the save in progress
         self._orbax: ocp.CheckpointManager | None = None
         self._sound: set[int] = set()
-        self._deadline = 0.0  # of the save in progress
+        self._deadline = 0.0  # time.monotonic() at which the save in progress is overdue
         self._evaluations: documents.Evaluations = {}
         if not read_only:
             self._evaluations.update(documents.read_evaluations(self._directory))
@@ -124,7 +127,7 @@ class CheckpointManager:
         return self._directory
 
     def should_save(self, step: int) -> bool:
-        """Return whether a checkpoint is due at `step`; False when read-only.
+        """Return whether a checkpoint is due at `step`; always False if read-only.
 
         Raises:
           NonFiniteError: The state of the save in progress is not finite; see `save`.
@@ -134,7 +137,8 @@ class CheckpointManager:
         if self._orbax is not None and (
             self._is_overdue() or not self._orbax.is_saving_in_progress()
         ):
-            self.wait_until_finished()  # returns at once; Orbax raises its errors here alone
+            # This returns at once. Orbax raises the errors of a finished save only in this call.
+            self.wait_until_finished()
         return not self._read_only and self._policy.should_save(step, last_saved=self._last_saved)
 
     def save(
@@ -148,25 +152,27 @@ class CheckpointManager:
     ) -> bool:
         """Start to save a step; return once the state is copied and may be donated.
 
-        The devices check meanwhile that the state is finite. If it is not, the step is never
+        During the save, the devices check that the state is finite. If it is not, the step is never
         committed, and the next call of `should_save`, `save`, `wait_until_finished` or `close`
-        raises NonFiniteError on every process. The committed steps stay.
+        raises NonFiniteError on every process. Steps committed before are kept.
 
         Args:
-          step: Training step, which is the number of updates of `state`.
+          step: Training step: the number of updates that `state` has had.
           state: Any tree of `jax.Array`.
           input_states: Input states of this process by input name, as JSON values. A state with
             `"scope": "global"` is valid for any number of processes.
           metadata: JSON values to store, such as versions and the configuration.
-          force: True to save although no checkpoint is due, as at the end or on preemption.
+          force: True to save even if no checkpoint is due, as at the end of training or on
+            preemption.
 
         Returns:
           True if a save was started; False if none is due, or the step is already saved.
 
         Raises:
-          NonFiniteError: Weights of the previous save held NaN or infinities, or other parts NaN.
+          NonFiniteError: In the previous save, weights were NaN or infinite, or other parts were
+            NaN.
           PermissionError: The manager is read-only.
-          SaveError: The previous save failed, or this one cannot begin.
+          SaveError: The previous save failed, or this one cannot be started.
           TypeError: A leaf, input state or metadata value cannot be stored.
           ConfigError: The format does not support the sharding of the state.
         """
@@ -193,7 +199,7 @@ class CheckpointManager:
 
         from layerkit_runner.checkpointing import handlers
 
-        # Dispatched before anything can donate the arrays.
+        # The check is dispatched before the caller can donate the arrays.
         check = structure.FiniteCheck(leaves)
         items = ocp.args.Composite(
             state=handlers.StateSave(leaves, self._state_format, check),
@@ -203,29 +209,29 @@ class CheckpointManager:
         )
         try:
             self._last_saved = step
-            # First, so that a kill leaves no step without its recorded evaluation.
+            # Evaluations are written before the step, so that a kill leaves no step without them.
             self._write_evaluations()
             storage = self._storage()
             self._deadline = time.monotonic() + self._async_timeout_secs
             storage.save(step, args=items, force=True)
-            self._being_saved, self._check = step, check
+            self._step_in_progress, self._check = step, check
         except STORAGE_ERRORS as error:
-            raise self._failed(error) from error
+            raise self._discard_failed_save(error) from error
         return True
 
     def record_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of an evaluation of a step that is saved, or is going to be.
+        """Record the evaluation metrics of a step that is or will be saved.
 
         Args:
           step: The training step.
-          metrics: Values by `data set/metric`, equal on all processes.
+          metrics: Values by name `DATASET/METRIC`, equal on all processes.
 
         Raises:
           SaveError: The record cannot be written.
         """
         known = self._evaluations.get(step, {})
         if all(known.get(name) == value for name, value in metrics.items()):
-            return  # as when a finished run is started again
+            return  # for example because a finished run was started again
         self._evaluations[step] = {**known, **metrics}
         if not self._read_only and step == self._last_saved:
             try:
@@ -244,8 +250,8 @@ class CheckpointManager:
         """Return the newest step whose files are undamaged; None if there is none.
 
         Each process reads a share of the files. Newer, damaged steps are reported and, unless
-        read-only, moved aside, so that they block neither the policy nor a new save of the step.
-        If all steps are damaged, none is moved.
+        read-only, moved aside. They then neither count for the policy nor prevent a new save of the
+        step. If all steps are damaged, none is moved.
 
         Raises:
           NewerManifestError: A later version of this package wrote the newest step.
@@ -272,26 +278,26 @@ class CheckpointManager:
         cast_dtypes: bool = False,
         with_input_states: bool = True,
     ) -> RestoredCheckpoint:
-        """Restore a step, placing its arrays by the shardings of the target.
+        """Restore a step, with the shardings of the target.
 
-        The mesh, the number of devices and the format may all differ from those of the save.
+        The mesh, the number of devices and the format may differ from those of the saving job.
 
         Args:
           step: A committed step.
           target: Tree of `jax.ShapeDtypeStruct` with shardings.
           leave_out: Parts of the stored state that the target does not have, such as `opt_state`;
             their arrays are not read.
-          cast_dtypes: True to convert floating-point numbers to the target's dtypes, which is
-            reported.
-          with_input_states: True to read the input states. Without them, any number of processes
-            can restore.
+          cast_dtypes: True to convert floating-point numbers to the target's dtypes. Conversions
+            are reported.
+          with_input_states: True to read the input states. False allows a restore with any number
+            of processes.
 
         Raises:
           FileNotFoundError: The step does not exist.
           DamagedCheckpointError: Files of the step are damaged.
           LayoutVersionError: A later version of this package wrote the step.
-          StructureMismatchError: Names, shapes or dtypes differ.
-          ProcessCountError: The input states belong to another number of processes.
+          StructureMismatchError: Names, shapes or dtypes differ from those of the target.
+          ProcessCountError: The input states require the number of processes that saved them.
         """
         self.wait_until_finished()
         self._require_sound(step)
@@ -333,14 +339,14 @@ class CheckpointManager:
         try:
             self._wait_for_orbax()
         except STORAGE_ERRORS as error:
-            raise self._failed(error) from error
-        step, self._being_saved = self._being_saved, None
+            raise self._discard_failed_save(error) from error
+        step, self._step_in_progress = self._step_in_progress, None
         self._announce_commit(step)
 
     def _wait_for_orbax(self) -> None:
         if self._orbax is None:
             return
-        # Orbax has a time limit for only some of the work.
+        # The time limit of Orbax covers only a part of a save.
         while self._orbax.is_saving_in_progress():
             if self._is_overdue():
                 raise TimeoutError
@@ -350,29 +356,31 @@ class CheckpointManager:
     def _require_finite(self) -> None:
         """Raise NonFiniteError and delete the unfinished step if its state is not finite.
 
-        After a later training step, the wait for the check is short: the devices run it first.
+        The devices run the check before any later training step, so a call after such a step waits
+        only briefly.
         """
         check, self._check = self._check, None
         found = [] if check is None else check.nonfinite()
         if not found:
             return
-        step = self._being_saved
+        step = self._step_in_progress
 
         def wait() -> None:
             try:
                 self._wait_for_orbax()
             except TimeoutError as error:
-                raise self._failed(error) from error
+                raise self._discard_failed_save(error) from error
             except STORAGE_ERRORS:
-                pass  # as the handlers raise for a state that is not finite
+                pass  # The handlers raise these errors for a state that is not finite.
 
-        # No folder is deleted while another process still writes to it.
+        # All processes wait here, so that no folder is deleted while another process writes to it.
         from_each_process(wait)
         for path in folders.unfinished(self._directory) if jax.process_index() == 0 else ():
             if folders.step_in_name(path) == step:
-                with contextlib.suppress(OSError):  # the next start deletes it
+                # If this fails, the next manager that is not read-only deletes the folder.
+                with contextlib.suppress(OSError):
                     path.rmtree()
-        self._orbax = self._being_saved = None
+        self._orbax = self._step_in_progress = None
         self._last_saved = newest = self.latest_step()
         raise structure.nonfinite_error(
             f"The checkpoint of step {step} is not written to {self._directory}",
@@ -385,13 +393,13 @@ class CheckpointManager:
             self._on_commit(step)
 
     def _is_overdue(self) -> bool:
-        return time.monotonic() >= self._deadline + _SECONDS_BEYOND_DEADLINE
+        return time.monotonic() >= self._deadline + _DEADLINE_GRACE_SECONDS
 
-    def _failed(self, error: Exception) -> SaveError:
-        """Abandon the failed save in progress and return the error to raise."""
+    def _discard_failed_save(self, error: Exception) -> SaveError:
+        """Discard the failed save and return the error that the caller has to raise."""
         step, newest = self._last_saved, self.latest_step()
-        # Orbax would raise the same error again and again.
-        self._orbax = self._being_saved = self._check = None
+        # A new Orbax manager is needed, since this one would raise the same error in every call.
+        self._orbax = self._step_in_progress = self._check = None
         self._last_saved = newest
         return save_error(
             error,
@@ -402,7 +410,7 @@ class CheckpointManager:
         )
 
     def close(self) -> None:
-        """Complete the save in progress and release all threads."""
+        """Wait for the save in progress and stop all threads of Orbax."""
         self.wait_until_finished()
         if self._orbax is not None:
             self._orbax.close()
@@ -417,7 +425,7 @@ class CheckpointManager:
         self.close()
 
     def _storage(self) -> ocp.CheckpointManager:
-        """Return Orbax's manager, which the first call makes."""
+        """Return Orbax's manager; create it in the first call."""
         if self._orbax is None:
             import orbax.checkpoint as ocp
 
@@ -430,10 +438,11 @@ class CheckpointManager:
                 ),
                 preservation_policy=_Preservation(self._policy, self._evaluations),
                 create=not self._read_only,
-                # A reader does not read other steps, which may be deleted at that moment.
+                # The training job may delete steps while a reader lists them, so a reader does not
+                # read the steps at start-up.
                 lightweight_initialize=self._read_only,
-                # So that errors of making folders are raised at once. In the background, all other
-                # work would wait for the folders for minutes.
+                # Folders are created synchronously, so that an error is raised at once. With
+                # folders created in the background, all other work would wait for them for minutes.
                 async_options=ocp.AsyncOptions(
                     timeout_secs=self._async_timeout_secs, create_directories_asynchronously=False
                 ),
@@ -446,7 +455,7 @@ class CheckpointManager:
     def _clean_unfinished(self) -> None:
         """Delete the folders of killed saves."""
         left_over = folders.unfinished(self._directory)
-        # JAX starts only if there is a folder of a killed save.
+        # `jax.process_index` starts JAX, so it is called only if there is a folder to delete.
         for path in left_over if left_over and jax.process_index() == 0 else ():
             try:
                 path.rmtree()
@@ -457,7 +466,7 @@ class CheckpointManager:
             self._report(f"Deleted the unfinished checkpoint {path} of a killed save.")
 
     def _write_evaluations(self) -> None:
-        """Write the evaluations of the saved steps, and remove the others."""
+        """Write the evaluations of saved steps and drop those of deleted steps."""
         if not self._evaluations:
             return
         saved = {*folders.committed_steps(self._directory), self._last_saved}
@@ -476,7 +485,7 @@ class CheckpointManager:
         """Report damaged steps; move them aside unless read-only or all steps are damaged."""
         for step, findings in damaged.items():
             path = folders.step_folder(self._directory, step)
-            # The job that owns the folder may delete steps while they are read here.
+            # A step may look damaged because the job that owns the folder deletes it meanwhile.
             if not folders.is_there(path) or (self._read_only and self.latest_step() != listed[-1]):
                 continue
             message = integrity.damage_message(
@@ -514,7 +523,7 @@ class CheckpointManager:
 
 @dataclasses.dataclass(frozen=True)
 class _Preservation:
-    """Adapter of our policy to Orbax's interface."""
+    """Adapter of a `CheckpointPolicy` to the preservation policy of Orbax."""
 
     policy: CheckpointPolicy
     evaluated: documents.Evaluations

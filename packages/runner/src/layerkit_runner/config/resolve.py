@@ -1,8 +1,9 @@
 """Resolution of an experiment into configs, with all overrides applied.
 
-Fields are overridden when the experiment is made. `resolve` calls `validate()`, then the methods
-that return configs, and sets the deep paths on those. Nothing is built, so that an unknown path is
-reported before any device is used.
+There are two kinds of overrides. Those of the experiment's own fields are applied when the
+experiment is created. Deep overrides have a path into a config, such as `task.train.NAME`.
+`resolve` calls `validate()` and the methods that return configs, and then sets the deep overrides.
+It instantiates no config, so an unknown path is reported before any device is used.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ from layerkit_runner.errors import UsageError, to_usage_error
 class ResolvedExperiment:
     """An experiment and the configs that its methods return, with all overrides applied.
 
-    A config object that the methods return in several places is one object here, too.
+    If the methods return the same config object in several places, it is one shared object here
+    too.
 
     Attributes:
-      experiment: The experiment.
-      task: Config of a SingleTask.
+      experiment: Experiment with its own fields overridden.
+      task: Config of the `SingleTask`.
       datasets: Configs of inputs to train on (`is_training=True`) and to evaluate.
       decode_datasets: Configs of inputs to decode.
       partitioner: Config of the partitioner.
@@ -48,7 +50,7 @@ class ResolvedExperiment:
       decode_programs: Configs of decoding programs; None for one program per data set.
       executor: Config of the executor; None for `layerkit_runner.trainer.executor.Executor`.
       observers: Configs of observers that run beside the built-in ones.
-      deep_overrides: Overrides that were set below the configs.
+      deep_overrides: Overrides of fields in the configs, which are already applied.
     """
 
     experiment: BaseExperiment
@@ -65,7 +67,7 @@ class ResolvedExperiment:
 
     @property
     def name(self) -> str:
-        """The full dotted name of the experiment's class, which `--exp` takes."""
+        """Full dotted name of the experiment's class, a valid value of `--exp`."""
         cls = type(self.experiment)
         return f"{cls.__module__}.{cls.__qualname__}"
 
@@ -80,16 +82,16 @@ def resolve(
       deep_overrides: Paths that start with one of `overrides.ROOTS`.
 
     Raises:
-      UsageError: `validate()` raises an error, or needs a file or package that is missing; a path
-        does not exist; a value does not fit its field; two overrides contradict each other.
-      TypeError: A method of the experiment returns something else than configs.
+      UsageError: `validate()` raises an error or needs a missing file or package, a path does not
+        exist, a value does not fit its field, or two overrides contradict each other.
+      TypeError: A method of the experiment returns something other than configs.
     """
     try:
         experiment.validate()
     except (ValueError, OSError, MissingExtraError) as error:
         raise to_usage_error(error, owner=type(experiment).__qualname__) from error
-    # One copy for all, so that shared configs stay shared, and overrides do not change an object
-    # that the experiment returns again.
+    # All roots are copied in one call, so that shared configs stay shared. The overrides are set on
+    # the copy, because the experiment may return the same object again.
     roots = copy_config({root: _checked(experiment, root) for root in ROOTS})
     overrides = check_consistent(deep_overrides)
     setter = PathSetter()
@@ -105,15 +107,16 @@ def resolve(
 def resolve_entry(
     entry: ExperimentEntry, overrides: Sequence[Override], *, reduced: bool = False
 ) -> ResolvedExperiment:
-    """Import an experiment and apply overrides of its fields and of deeper paths.
+    """Import an experiment and apply the overrides of its own fields and the deep overrides.
 
     Args:
-      entry: The experiment.
+      entry: Registry entry of the experiment.
       overrides: `--fdl.PATH=TEXT` flags.
-      reduced: Whether its `reduced_fields` are set, where no override sets them.
+      reduced: True to set the experiment's `reduced_fields`. Overrides take precedence.
 
     Raises:
-      UsageError: The experiment cannot be imported, or an override does not fit.
+      UsageError: The experiment cannot be imported, `reduced` is set without `reduced_fields`, or
+        an override does not fit.
     """
     cls = load_experiment(entry)
     fields = parse_fields(entry.name, experiment_fields(cls), overrides)
@@ -130,11 +133,11 @@ def resolve_entry(
 
 
 def resolve_flags(flags: ParsedFlags) -> ResolvedExperiment:
-    """Return the experiment that a command line names, with all its overrides applied.
+    """Resolve the experiment of `--exp` with all overrides of the command line.
 
     Raises:
-      UsageError: There is no such experiment, an override does not fit, or a mode that writes has
-        no folder.
+      UsageError: The experiment is unknown, an override does not fit, or the mode writes files and
+        no job folder is given.
     """
     entry = find_experiment(flags.exp or "")
     check_folder(flags)

@@ -1,7 +1,7 @@
-"""Watch the checkpoints of a training job and process each new one, for `--mode=eval, decode`.
+"""Evaluation or decoding of each new checkpoint of a running training job.
 
-The wait ends after the last step of the training job, on Ctrl-C or SIGTERM, and after
-`--follow_timeout_secs` without a new checkpoint.
+`--mode=eval` and `--mode=decode` use it. Watching ends after the last step of the training job, on
+Ctrl-C or SIGTERM, or after `--follow_timeout_secs` without a new checkpoint.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ _FIRST_REMINDER_SECS, _MAX_REMINDER_SECS = 60.0, 3600.0
 
 @dataclasses.dataclass
 class PollSchedule:
-    """The times at which to poll the folder and to repeat that the job is waiting.
+    """A schedule of the polls of a folder and of the reminders that the job is still waiting.
 
-    Poll intervals double from half a second to ten. Reminders come after a minute, then after
-    twice as long as before each, at least hourly.
+    The poll interval doubles from half a second up to ten seconds. The first reminder is due after
+    a minute. The interval between reminders then doubles, up to an hour.
+
+    Attributes:
+      began: Value of `time.monotonic()` at the start of the wait.
     """
 
     began: float
@@ -47,7 +50,7 @@ class PollSchedule:
         return self._interval
 
     def reminds(self, now: float) -> bool:
-        """Return whether a reminder is due."""
+        """Return whether a reminder is due; if so, schedule the next one."""
         if self._next_reminder is None:
             self._next_reminder = self.began + self._reminder_interval
         if now < self._next_reminder:
@@ -67,22 +70,22 @@ def watch_checkpoints(
     signals: StopSignals,
     report: Callable[[str], None],
 ) -> None:
-    """Call `process_newest` for each new checkpoint, until the training job ends.
+    """Call `process_newest` whenever there is a new checkpoint, until the training job ends.
 
     Args:
       directory: Folder of the checkpoints, which may not exist yet.
-      process_newest: Processes the newest sound checkpoint unless that is done; returns its step,
-        or None if none could be read.
-      has_outputs: Function that returns whether outputs of a step exist. Older steps without them
-        are reported.
-      own_last_step: Last step in this job's configuration. The training job's record of its last
-        step takes precedence.
+      process_newest: Function that processes the newest undamaged checkpoint, unless it is already
+        processed. It returns the step of that checkpoint, or None if no checkpoint could be read.
+      has_outputs: Function that returns whether the outputs of a step exist. Skipped older steps
+        without outputs are reported.
+      own_last_step: Last training step according to this job's config. It is used only if the
+        training job has not recorded its own last step.
       timeout_secs: Longest wait for a new checkpoint; None for no limit.
       signals: Active signal handler.
       report: Function that receives messages.
 
     Raises:
-      UsageError: No first checkpoint came in time.
+      UsageError: The first checkpoint did not appear within `timeout_secs`.
     """
     watcher, done = CheckpointWatcher(directory), None
     while True:
@@ -119,7 +122,14 @@ def watch_checkpoints(
 
 
 def _training_end(directory: epath.Path, done: int | None, own_last_step: int) -> dict[str, Any]:
-    """Return the last step of training, whether it is processed, and the reason of an early end."""
+    """Return whether `done` is the last step of training, from process 0.
+
+    Returns:
+      A dict:
+        last_step: Configured last step of training.
+        is_last: True if no checkpoint will follow step `done`.
+        reason: Reason why `done` is the last step, to report; empty if none has to be reported.
+    """
 
     def find() -> dict[str, Any]:
         last = recorded_num_train_steps(directory.parent)
@@ -145,7 +155,7 @@ def _early_end(directory: epath.Path, step: int) -> str:
     try:
         user = documents.read(step_folder(directory, step))["user"]
     except (OSError, ValueError, KeyError):
-        return ""  # deleted meanwhile, so the job is running
+        return ""  # The checkpoint was just deleted, so the training job is still running.
     if (user.get(EARLY_STOPPING) or {}).get("stopped_at") is not None:
         return "early stopping ended the training job"
     return "the training job ended early" if user.get(ENDED) else ""
@@ -162,7 +172,7 @@ def _wait(
 ) -> dict[str, Any] | None:
     """Wait for a new checkpoint; return None after the timeout or a signal.
 
-    Process 0 polls the folder and reads the clock; the other processes ask it.
+    Process 0 polls the folder, reads the clock and sends the result to the other processes.
     """
     schedule = PollSchedule(began=time.monotonic())
 
@@ -186,7 +196,7 @@ def _wait(
         until = time.monotonic() + schedule.next_interval()
         if timeout_secs is not None:
             until = min(until, schedule.began + timeout_secs)
-        # Short waits keep the watchdog informed, whatever its timeout is.
+        # Short waits report progress often enough for any timeout of the watchdog.
         while (left := until - time.monotonic()) > 0 and signals.received is None:
             progress(waits, waits_for_others=True)
             signals.wait(min(left, _MIN_POLL_SECS))

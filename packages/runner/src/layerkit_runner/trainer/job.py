@@ -1,4 +1,4 @@
-"""Job: devices, task, partitioner and observers of a run, which every mode of `runner` uses."""
+"""Start-up of a run: devices, task, partitioner and observers, as every `--mode` needs them."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ class Job:
 
     @property
     def given_directory(self) -> epath.Path:
-        """The job folder as it was given, for messages."""
+        """Job folder as written in `--job_log_dir`, for messages."""
         return epath.Path(self.options.job_log_dir or self.directory)
 
     def checkpoints(self, *, read_only: bool, directory: str | None = None) -> CheckpointManager:
         """Open the checkpoints of this job or of another job.
 
         Args:
-          read_only: True to save and delete nothing.
+          read_only: True to open the folder without saving or deleting checkpoints.
           directory: Folder of another job, or the `checkpoints` folder in it; None for this job.
 
         Raises:
@@ -140,21 +140,26 @@ class Job:
             ) from error
 
     def abstract_state(self) -> TrainState:
-        """Return the state on the devices as shapes, dtypes and shardings.
+        """Return the shapes, dtypes and shardings of the state on the devices.
 
         Raises:
-          UsageError: The fields of a layer are wrong, or the mesh does not divide a weight.
+          UsageError: A field of a layer is wrong, or an axis of a weight is not divisible by the
+            mesh.
         """
-        with self._naming_experiment():
+        with self._errors_name_experiment():
             return self.partitioner.abstract_state(self.task)
 
     def abstract_stored_state(self) -> TrainState:
-        """Return the state as a checkpoint holds it; see `abstract_state`."""
-        with self._naming_experiment():
+        """Return the shapes, dtypes and shardings of the state in the form that checkpoints store.
+
+        Raises:
+          UsageError: As for `abstract_state`.
+        """
+        with self._errors_name_experiment():
             return self.partitioner.abstract_stored_state(self.task)
 
     @contextlib.contextmanager
-    def _naming_experiment(self) -> Iterator[None]:
+    def _errors_name_experiment(self) -> Iterator[None]:
         try:
             yield
         except ValueError as error:
@@ -171,8 +176,8 @@ class Job:
           for_training: True to restore the optimizer state and the input positions too.
 
         Raises:
-          NonFiniteError: The state is to be trained and holds values that are not finite.
-          UsageError: The step does not exist, is damaged, or belongs to another model.
+          NonFiniteError: `for_training` is set, and the state has values that are not finite.
+          UsageError: The step does not exist, is damaged, or has the structure of another model.
         """
         abstract = self.abstract_stored_state()
         try:
@@ -204,7 +209,7 @@ class Job:
 
 
 def _check_step(state: TrainState, directory: epath.Path, step: int) -> None:
-    """Raise an error if a checkpoint holds the state of another step than its folder's name."""
+    """Raise an error if the step in the stored state differs from the step in the folder's name."""
     saved = int(np.asarray(state.step.addressable_data(0)))
     if saved != step:
         raise DamagedCheckpointError(
@@ -214,10 +219,10 @@ def _check_step(state: TrainState, directory: epath.Path, step: int) -> None:
 
 
 def choose_step(checkpoints: CheckpointManager, wanted: int | None) -> int:
-    """Return the step to restore: `wanted`, or the newest sound one if it is None.
+    """Return the step to restore: `wanted`, or the newest undamaged step if `wanted` is None.
 
     Raises:
-      UsageError: No checkpoint is sound.
+      UsageError: `wanted` is None, and there is no undamaged checkpoint.
     """
     step = checkpoints.newest_sound_step() if wanted is None else wanted
     if step is None:
@@ -229,7 +234,7 @@ def start_job(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> J
     """Start the devices and build partitioner, task and observers.
 
     Raises:
-      UsageError: Fields or flags are wrong, contradict one another or do not fit the devices.
+      UsageError: A field or flag is wrong, contradicts another one, or does not fit the devices.
     """
     goodput = Goodput()
     enable_compilation_cache(options.jax_compilation_cache)
@@ -237,7 +242,7 @@ def start_job(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> J
         raise UsageError(f"--mode={mode} writes files", hint="Give a folder: --job_log_dir=DIR.")
     directory = absolute(options.job_log_dir)
     start_devices()
-    if jax.process_index() == 0:  # Process 0 alone writes; two attempts would collide.
+    if jax.process_index() == 0:  # Only process 0 writes; two processes would collide.
         check_writable(directory)
     check_same_experiment(directory, resolved)
     check_devices(options, jax.devices()[0].device_kind)
@@ -249,7 +254,7 @@ def start_job(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> J
             expected=f"PmapPartitioner, not {type(partitioner).__name__}, which always writes"
             " TensorStore checkpoints",
         )
-    # Every process builds them, so that all processes report wrong fields.
+    # Every process builds the observers, so that all processes fail if a field is wrong.
     observers = build_observers(resolved.observers)
     partitioner.start()
     partitioner.bind(task)
@@ -263,7 +268,7 @@ def start_job(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> J
 def _built_in_observers(
     resolved: ResolvedExperiment, options: RunOptions, goodput: Goodput
 ) -> list[Observer]:
-    """Return the observers of every run, and those that flags enable."""
+    """Return the observers that every run has, and those that flags enable."""
     progress = Progress()
     observers: list[Observer] = [progress, MetricsLog()]
     if options.enable_summary_writer:
@@ -292,7 +297,7 @@ def build_parts(resolved: ResolvedExperiment) -> tuple[Partitioner, SingleTask]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages on which the numbers of a run depend."""
+    """Return the versions of the packages that determine the numerical results of a run."""
     found = {}
     for name in _DISTRIBUTIONS:
         try:

@@ -1,4 +1,4 @@
-"""The training steps of a job: its data sets, round robin, and the compiled step of each.
+"""Training programs of a job, which run compiled steps on their data sets, round robin.
 
     TrainInput      a training data set that is prefetched to the devices
     TrainInputs     the training data sets of a job, and the order in which steps use them
@@ -6,8 +6,8 @@
     TrainProgram    runs the compiled step on a data set and reports its results
     TrainPrograms   runs each step with the program of its data set
 
-Batches are sent ahead of the steps, and results of a step are fetched after later steps have
-started, so neither stalls the device.
+Batches are sent to the devices before their steps start. The results of a step are fetched after
+later steps have started. The devices therefore wait for neither.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ IS_VALID = "learning/is_valid_step"
 
 _KEY_PREFIX = "train/"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
-# Number of steps by which batches are sent ahead to the devices.
+# Number of future steps whose batches are already sent to the devices.
 _STEPS_AHEAD = 2
 
 
@@ -56,7 +56,7 @@ class TrainInput:
     """A training data set whose batches are sent to the devices ahead of the steps.
 
     Args:
-      dataset: Endless input. From the first step on, only `feed` reads it.
+      dataset: Endless input. After the first step has started, only `feed` may read it.
       partitioner: Started partitioner.
       name: Name of the training program; None if the job has only one.
       steps: Number of steps in a row before the next data set is used.
@@ -68,7 +68,7 @@ class TrainInput:
     def __init__(
         self, dataset: Prefetch, partitioner: Partitioner, name: str | None = None, steps: int = 1
     ) -> None:
-        """Create the device feed, which reads nothing yet."""
+        """Create the device feed without reading any batch."""
         self.dataset = dataset
         self.name = name
         self.steps = steps
@@ -83,14 +83,14 @@ class TrainInput:
 
     @functools.cached_property
     def abstract_batch(self) -> NestedMap:
-        """Shapes, dtypes and shardings of a global batch; the input position does not change."""
+        """Shapes, dtypes and shardings of a global batch, found without advancing the input."""
         return self._partitioner.abstract_batch(peek_batch(self.dataset))
 
 
 class TrainInputs:
     """The training data sets of a job, used round robin.
 
-    The step number alone determines the data set, so a resumed run continues the same order.
+    The data set of a step depends only on the step number, so a resumed run uses the same order.
 
     Args:
       inputs: One or more data sets, in the order of their use.
@@ -107,7 +107,7 @@ class TrainInputs:
         return self._ends[-1]
 
     def index_of_step(self, step: int) -> int:
-        """Return the index of the data set of a step; the first step is number 1."""
+        """Return the index of the data set that a step uses; steps are counted from 1."""
         place = (step - 1) % self.num_turn_steps
         return next(index for index, end in enumerate(self._ends) if place < end)
 
@@ -116,18 +116,19 @@ class TrainInputs:
         return self.inputs[index].steps / self.num_turn_steps
 
     def by_key(self) -> dict[str, Prefetch]:
-        """Return the data sets by their keys in a checkpoint."""
+        """Return the data sets by the checkpoint key of their input position."""
         return {each.key: each.dataset for each in self.inputs}
 
     def set_states(self, states: Mapping[str, Any]) -> list[str]:
-        """Restore the input positions of a checkpoint, before the first step.
+        """Restore the input positions of a checkpoint; call this before the first step.
 
         Returns:
-          Keys of data sets without a position in the checkpoint; they start at their beginning.
+          Keys of the data sets that have no position in the checkpoint. They are read from the
+          beginning.
         """
         known = [key for key in states if key == "train" or key.startswith(_KEY_PREFIX)]
         if len(known) == len(self.inputs) == 1:
-            # The data set may have been renamed; the oldest checkpoints have no name.
+            # The data set may have been renamed. The oldest checkpoints have the key "train".
             self.inputs[0].dataset.set_state(states[known[0]])
             return []
         for each in self.inputs:
@@ -147,10 +148,11 @@ class CompiledStep:
 
     Attributes:
       task: Task that is trained.
-      partitioner: Partitioner that spreads the step.
-      run: `(state, batch) -> (state, (metrics, scalars))`; consumes the given state.
+      partitioner: Partitioner for which the step is compiled.
+      run: Function `(state, batch) -> (state, (metrics, scalars))`. It donates the given state.
       batch: Shapes, dtypes and shardings of the batches.
-      summarize_layers: `(state, batch) -> (histograms, images)`; None if layers report none.
+      summarize_layers: Function `(state, batch) -> (histograms, images)`; None if the layers report
+        neither.
       is_from_cache: True if the step was loaded from the compilation cache.
     """
 
@@ -165,7 +167,7 @@ class CompiledStep:
 def trace_step(
     task: SingleTask, partitioner: Partitioner, state: TrainState, batch: NestedMap
 ) -> Callable[[], CompiledStep]:
-    """Trace the training step; return a function that compiles it.
+    """Trace the training step and return a function that compiles it.
 
     Args:
       task: Task, bound to the partitioner.
@@ -208,8 +210,8 @@ class StepReports:
 
     Attributes:
       observers: Observers of the job.
-      throughput: Clock of the steps of all programs.
-      work: Examples, tokens and FLOPs of one step; None for the values of `throughput`.
+      throughput: Timing of the steps of all programs.
+      work: Examples, tokens and FLOPs of one step; None for the defaults of `throughput`.
       goodput: Wall-clock accounting by phase.
     """
 
@@ -220,11 +222,11 @@ class StepReports:
 
 
 class _StartedStep(NamedTuple):
-    """A step that is not reported yet."""
+    """A step that has started and is not reported yet."""
 
     step: int
     is_summarized: bool
-    # On the devices: metrics, scalars, weight summaries, layer summaries.
+    # (metrics, scalars, weight summaries, layer summaries), as arrays on the devices.
     reported: Any
 
 
@@ -236,8 +238,8 @@ class TrainProgram:
     three steps on "web", one on "code", and so on.
 
     Args:
-      compiled: Compiled step. The job sets all arguments but `dataset` and `steps`.
-      dataset: Training data set; in the config of an experiment, its name.
+      compiled: Compiled step. A config sets only `dataset` and `steps`; the job sets the others.
+      dataset: Training data set. The config of an experiment gives the name of the data set.
       name: Name of the program; None if the job has only one.
       reports: Objects to which steps are reported.
       steps: Number of steps in a row before the next program runs.
@@ -252,7 +254,7 @@ class TrainProgram:
         *,
         steps: int = 1,
     ) -> None:
-        """Store the arguments; nothing is read or started."""
+        """Store the arguments without reading a batch or starting a step."""
         self.data = dataset
         self.name = name
         self.steps = steps
@@ -277,12 +279,14 @@ class TrainProgram:
         Args:
           state: State before the step; its buffers are donated.
           step: Number of the step in the job, from 1.
-          is_idle: Function that returns whether every started step of all programs has ended.
-          signals: Signals that end the wait for a batch; None waits without a limit.
+          is_idle: Function that returns whether all started steps of all programs have ended.
+          signals: Signal handler that can cancel the wait for a batch; None to wait without a
+            limit.
 
         Raises:
-          StopRequestedError: The step was not started because of a signal.
-          UsageError: The data cannot be read, or the batch is not like the first one.
+          StopRequestedError: A signal was received, so the step was not started.
+          UsageError: The data cannot be read, or the fields, shapes or dtypes of the batch differ
+            from those of the first batch.
         """
         batch = self._next_batch(step, is_idle, signals)
         progress(f"starting step {step}", waits_for_others=True)
@@ -290,42 +294,42 @@ class TrainProgram:
         self._last_step = step
         layers = None
         if self._compiled.summarize_layers is not None and is_summarized:
-            # The step donates the state.
+            # This must precede the step, which donates the state.
             layers = self._compiled.summarize_layers(state, batch)
         with jax.profiler.StepTraceAnnotation(STEP_EVENT, step_num=step):
             try:
                 state, reported = self._compiled.run(state, batch)
             except TypeError as error:
-                self._check_like_first(batch, step)
+                self._check_same_spec(batch, step)
                 raise error from None
-        # The host reads this scalar of every step, so it is sent while later steps run.
+        # The host reads this scalar after every step, so the copy starts now, while the step runs.
         reported[1][IS_VALID].copy_to_host_async()
         every, weights = self._train.weight_summary_interval_steps, None
         if every is not None and step % every == 0:
-            # The next step donates the state.
+            # This must precede the next step, which donates the state.
             weights = self._summarize_weights(self.stored_state(state.for_inference()).params)
         self._pending.append(_StartedStep(step, is_summarized, (*reported, weights, layers)))
         return state
 
     @functools.cached_property
     def _summarize_weights(self) -> Callable[[Any], dict[str, Any]]:
-        # Few runs ask for summaries of the weights.
+        # Imported late, because few runs enable summaries of the weights.
         from layerkit_runner.observers.weight_summaries import weight_summary_fn
 
         return weight_summary_fn(self._compiled.partitioner.replicated())
 
     def stored_state(self, state: TrainState) -> TrainState:
-        """Return a state as checkpoints store it, without the padding for the mesh."""
+        """Return a state in the form that checkpoints store, without the padding for the mesh."""
         return self._compiled.partitioner.stored_state(self._compiled.task, state)
 
     def is_idle(self) -> bool:
-        """Return whether every step that was started has ended."""
+        """Return whether all started steps of this program have ended."""
         return all(
             x.is_ready() for started in self._pending for x in jax.tree.leaves(started.reported)
         )
 
     def report_oldest(self, skipped: SkippedSteps) -> None:
-        """Wait for the oldest unreported step, report it, and count it in `skipped` if invalid."""
+        """Wait for the oldest unreported step, report it and add it to the counts of `skipped`."""
         step, is_summarized, (metrics, scalars, weights, layers) = self._pending.popleft()
         observers = self._reports.observers
         progress(f"waiting for the devices to end step {step}", waits_for_others=True)
@@ -389,7 +393,7 @@ class TrainProgram:
                 self._reports.observers.message(line)
         if is_summarized:
             values |= self._since_summary.means() | self._skipped_records.scalars()
-        values = self._of_this_program(values)
+        values = self._with_prefix(values)
         values |= {n: float(v) for n, v in scalars.items() if not isinstance(v, Summary)}
         values["learning/skipped_steps"] = float(skipped.in_all)
         if is_summarized:
@@ -398,18 +402,21 @@ class TrainProgram:
         self._reports.observers.train_metrics(step, values)
         if is_summarized:
             if histograms := self._since_summary.histograms():
-                self._reports.observers.histograms(step, self._of_this_program(histograms))
+                self._reports.observers.histograms(step, self._with_prefix(histograms))
             self._since_summary = OverBatches()
 
-    def _of_this_program(self, found: Mapping[str, T]) -> dict[str, T]:
-        """Prefix names by the program if there are several; keep the plain name of the loss too."""
+    def _with_prefix(self, found: Mapping[str, T]) -> dict[str, T]:
+        """Return values with names prefixed by the program's name, if the job has several programs.
+
+        The loss is also returned without the prefix.
+        """
         if self.name is None:
             return dict(found)
         loss = self._compiled.task.loss_name
         both = {loss: found[loss]} if loss in found else {}
         return both | {f"{self.name}/{name}": value for name, value in found.items()}
 
-    def _check_like_first(self, batch: NestedMap, step: int) -> None:
+    def _check_same_spec(self, batch: NestedMap, step: int) -> None:
         """Raise `UsageError` if fields, shapes or dtypes differ from those of the first batch."""
         first, now = (
             {name: f"{x.dtype.name}{list(x.shape)}" for name, x in b.flatten_items()}
@@ -425,9 +432,10 @@ class TrainProgram:
                 )
 
     def _is_summarized(self, step: int) -> bool:
-        """Return whether the metrics of a step are written.
+        """Return whether a summary of a step is due.
 
-        They are at this program's first step, the run's last, and the first of each interval.
+        It is due at this program's first step after a start, at its first step in each interval,
+        and at the last step of training.
         """
         if self._last_step is None or step == self._train.num_train_steps:
             return True
@@ -436,13 +444,13 @@ class TrainProgram:
 
 
 class TrainPrograms:
-    """The training programs of a job, run round robin and reported in the order of the steps.
+    """The training programs of a job, which run round robin and report steps in order.
 
     Args:
       inputs: Training data sets.
-      programs: One program for each data set, in their order.
+      programs: One program for each data set, in the order of `inputs`.
       max_inflight_steps: Maximal number of started steps that are not reported yet.
-      skipped: Counts of the steps that were not valid; None counts without a limit.
+      skipped: Counts of the steps that were not valid; None for new counts without a limit.
     """
 
     def __init__(
@@ -453,7 +461,7 @@ class TrainPrograms:
         max_inflight_steps: int,
         skipped: SkippedSteps | None = None,
     ) -> None:
-        """Store the arguments; nothing is started."""
+        """Store the arguments without starting a step."""
         self.inputs = inputs
         self.programs = tuple(programs)
         self.skipped = SkippedSteps() if skipped is None else skipped
@@ -471,23 +479,23 @@ class TrainPrograms:
         self._started.append(program)
         for later in range(step + 1, step + 1 + _STEPS_AHEAD):
             self.inputs.inputs[self.inputs.index_of_step(later)].feed.fill()
-        # Wait for the first step, so that its loss is reported at once.
+        # Do not start a second step before the first is reported, so that its loss appears at once.
         limit = self._max_inflight_steps if self._has_reported else 0
         while len(self._started) > limit:
             self._report_oldest()
         return state
 
     def drain(self) -> None:
-        """Wait for all steps and report them."""
+        """Wait for all started steps and report them."""
         while self._started:
             self._report_oldest()
 
     def stored_state(self, state: TrainState) -> TrainState:
-        """Return a state as checkpoints store it; see `TrainProgram.stored_state`."""
+        """Return a state in the form that checkpoints store; see `TrainProgram.stored_state`."""
         return self.programs[0].stored_state(state)
 
     def input_states(self) -> dict[str, Any]:
-        """Return the input positions after the started steps, by key in a checkpoint."""
+        """Return the input positions after all started steps, by checkpoint key."""
         return {each.key: each.feed.state() for each in self.inputs.inputs}
 
     def _is_idle(self) -> bool:

@@ -1,7 +1,8 @@
-"""The gradient of a task's loss, computed from a whole batch or from one microbatch after another.
+"""Gradients of a task's loss, computed from a whole batch or accumulated over microbatches.
 
-The functions see the rows of one shard and return shares: the shares of the loss and of its
-gradient add up, over all shards and microbatches, to those of the global batch.
+The functions process the rows of one shard. They return this shard's share of the loss and of its
+gradient. The sum of the shares over all shards and microbatches is the loss, or gradient, of the
+global batch.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from layerkit_runner.training.metrics import Reported, StepContext, reduce_micro
 
 
 class Variables(NamedTuple):
-    """The variables of a model, nested dicts of arrays `[...]`.
+    """The variables of a model by their treatment in a step; nested dicts of arrays `[...]`.
 
     Attributes:
-      trained: Weights to differentiate with respect to.
-      overwritten: Variables whose gradient is their next value.
-      non_trainable: Variables that a call of the model changes.
+      trained: Weights with respect to which the loss is differentiated.
+      overwritten: Variables that are replaced by their gradient, such as the state of FP8 scaling.
+      non_trainable: Variables that the forward pass updates.
     """
 
     trained: Any
@@ -32,10 +33,13 @@ class Variables(NamedTuple):
 
 
 Run = Callable[[Variables, Any, jax.Array], tuple[Mapping[str, Any], Mapping[str, Any]]]
-"""`(variables, batch, key) -> (metrics, see `training.metrics`; changed collections)`."""
+"""Function `(variables, batch, key) -> (metrics, collections that the call has changed)`.
+
+`layerkit_runner.training.metrics` describes the metrics.
+"""
 
 LossTerms = Callable[[Mapping[str, Any]], Mapping[str, float]]
-"""Function from metrics to the factors of those that make up the loss, by name."""
+"""Function from metrics to loss factors: `{name of a metric in the loss: its factor}`."""
 
 
 class GradientResult(NamedTuple):
@@ -45,9 +49,9 @@ class GradientResult(NamedTuple):
       gradients: Gradient of this shard's share of the loss, shaped like `Variables.trained`.
       overwriting: Gradient with respect to `Variables.overwritten`.
       metrics: Metrics over this shard's rows.
-      aux: Share of this shard in the auxiliary losses; None if the model has none.
+      aux: This shard's share of the sum of auxiliary losses; None if the model has none.
       non_trainable: Next values of the non-trainable variables.
-      summaries: Summaries of the layers, `[microbatches, ...]` if there are several microbatches.
+      summaries: Summaries of the layers, with a leading axis `microbatches` if there are several.
     """
 
     gradients: Any
@@ -70,14 +74,14 @@ def compute_gradients(
 ) -> GradientResult:
     """Compute the metrics of a batch and the gradient of its loss.
 
-    With several microbatches, the activations of one exist at a time. Loss and gradient are those
-    of the whole batch: each microbatch counts by its weight, and auxiliary losses count by the
-    number of microbatches. The non-trainable variables that one microbatch returns are passed to
-    the next. Each microbatch has its own random key.
+    With several microbatches, only the activations of one are in memory at a time. Loss and
+    gradient are those of the whole batch: each microbatch is weighted by its share of the total
+    weight. Auxiliary losses are averaged over the microbatches. The non-trainable variables that
+    one microbatch returns are passed to the next. Each microbatch has its own random key.
 
     Args:
       run: Function that runs the model.
-      terms: Function that returns the terms of the loss.
+      terms: Function that returns the factors of the metrics in the loss; see `LossTerms`.
       variables: Variables of the model.
       batch: Arrays `[rows, ...]`.
       key: Random key of this shard.
@@ -94,15 +98,16 @@ def compute_gradients(
 
 
 def split_rows(batch: Any, microbatches: int, *, multiple: int = 1) -> Any:
-    """Return arrays `[rows, ...]` as `[microbatches, rows / microbatches, ...]`.
+    """Reshape arrays `[rows, ...]` to `[microbatches, rows / microbatches, ...]`.
 
-    A microbatch takes every n-th row, not a block of rows. Each device holds a block of the batch,
-    so it already has its part of every microbatch.
+    Microbatch i of n has the rows i, i + n, i + 2n, …, and not a block of rows. Since each device
+    holds a block of the batch, every device already has its rows of each microbatch.
 
     Args:
       batch: Arrays `[rows, ...]`.
       microbatches: Number of microbatches.
-      multiple: Required divisor of the rows of each microbatch, such as the number of devices.
+      multiple: Number by which the rows of each microbatch must be divisible, such as the number of
+        devices.
 
     Raises:
       UsageError: The rows cannot be divided into that many parts.
@@ -126,7 +131,7 @@ def split_rows(batch: Any, microbatches: int, *, multiple: int = 1) -> Any:
 
 
 def microbatch_keys(key: jax.Array, microbatches: int) -> jax.Array:
-    """Return the random keys of microbatches, `[microbatches]`."""
+    """Return one random key for each microbatch, `[microbatches]`."""
     return jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.arange(microbatches))
 
 
@@ -139,14 +144,15 @@ def _accumulate(
     context: StepContext,
     microbatches: int,
 ) -> GradientResult:
-    """Return the result of microbatches `[microbatches, rows, ...]`, computed one by one."""
+    """Accumulate the gradients of microbatches `[microbatches, rows, ...]` in a scan."""
     keys = microbatch_keys(key, microbatches)
 
     def weights(part: tuple[Any, jax.Array]) -> dict[str, jax.Array]:
         metrics, _ = run(variables, *part)
         return {name: metrics[name].weight for name in terms(metrics)}
 
-    # The weights depend on the batch only, so the compiler removes the network from this loop.
+    # Only the weights of the metrics are used, and they depend on the batch alone. The compiler
+    # therefore removes the network from this loop.
     totals = context.batch_sum(jax.tree.map(jnp.sum, jax.lax.map(weights, (parts, keys))))
 
     def add(carry: GradientResult, part: tuple[Any, jax.Array]) -> tuple[Any, Any]:
@@ -203,12 +209,16 @@ def _compute_batch_gradients(
 ) -> GradientResult:
     """Return the result of one batch or microbatch.
 
-    A microbatch needs `totals`, the global weights of the loss terms, and `share`, its weight in
-    the auxiliary loss. See `compute_gradients` for the other arguments.
+    See `compute_gradients` for the other arguments.
+
+    Args:
+      totals: Sum of the weights of each loss term over the global batch; None to compute it from
+        this batch, which is then not a microbatch.
+      share: Factor of the auxiliary loss, 1 / microbatches.
     """
 
     def loss_share(trained: Any, overwritten: Any) -> tuple[jax.Array, Any]:
-        """Return this shard's share of the global loss, and other results."""
+        """Return (this shard's share of the global loss, (metrics, aux, changed collections))."""
         if overwritten:
             from layerkit.layers.quantization.fp8 import accumulate_by_max
 
@@ -244,5 +254,5 @@ def _compute_batch_gradients(
 
 
 def sum_leaves(tree: Any) -> jax.Array:
-    """Return the sum of auxiliary losses; those of repeated layers are stacked `[layers]`."""
+    """Return the sum of all elements of a tree, such as auxiliary losses stacked `[layers]`."""
     return sum((jnp.sum(leaf) for leaf in jax.tree.leaves(tree)), start=jnp.float32(0))

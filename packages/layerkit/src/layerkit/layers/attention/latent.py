@@ -1,17 +1,18 @@
 """Multi-head latent attention: keys and values from one small latent per token.
 
 DeepSeek-V2 (2024, arXiv:2405.04434). A token's hidden state is compressed to a latent, from which
-the keys and values of all heads are expanded; queries may have a latent as well. Keys that are not
-yet expanded cannot be rotated, so a separate part of the key, shared by all heads, is rotated:
+the keys and values of all heads are expanded. Queries may have a latent as well. Keys cannot be
+rotated before they are expanded, and the cache holds latents. Each key therefore has a separate
+rotated part, which all heads share. Here x is the hidden state and h is a head:
 
     latent = norm(x·w_down)                  rotary_key = rotate(x·w_rotary)
     key_h  = [latent·w_key_h, rotary_key]    value_h    = latent·w_value_h
     query_h = [plain_h, rotate(rotary_h)]
 
 The cache holds latent and rotary key, a few hundred numbers per token instead of two vectors per
-head, and `extend_step` does not expand it. Since query·(latent·w) = (query·wᵀ)·latent, w_key is
-folded into the queries and w_value into the outputs: all heads attend to a single key per token,
-the latent with its rotary key.
+head. `extend_step` does not expand the cached latents. Since query·(latent·w) = (query·wᵀ)·latent,
+it multiplies the queries by w_keyᵀ and the attention outputs by w_value (it folds the weights). All
+heads then attend to a single key per token, the latent concatenated with the rotary key.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _LATENT_AXES = ("batch", "length", None)
 
 
 class MultiHeadLatentAttention(BaseLayer):
-    """Self-attention with a cache of latents; see the module docstring.
+    """Multi-head latent attention, which caches latents; see the module docstring.
 
     Attributes:
       input_dims: Size of the model dimension.
@@ -53,28 +54,31 @@ class MultiHeadLatentAttention(BaseLayer):
         (`qk_nope_head_dim`).
       rotary_dim_per_head: Number of coordinates that are rotated (`qk_rope_head_dim`).
       value_dim_per_head: Size of a value (`v_head_dim`).
-      use_bias: Adds a bias in the projections to latents and in the output projection.
-      rotary_tpl: Rotation of queries and keys; its default pairs neighbours, as in DeepSeek.
+      use_bias: True to add a bias to the projections to latents and to the output projection.
+      rotary_tpl: Rotary embedding of queries and keys. By default it rotates pairs of neighbouring
+        coordinates, as in DeepSeek.
       norm_tpl: Norm of both latents.
       logit_scale: Factor of the products of queries and keys; None for
-        1/√(plain_dim_per_head + rotary_dim_per_head). DeepSeek models with YaRN multiply it by the
-        square of `yarn_magnitude(factor, mscale_all_dim)`.
-      logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
-      window: Number of positions that a query sees, itself and those before it; None for all.
+        1/√(plain_dim_per_head + rotary_dim_per_head). For DeepSeek models with YaRN, set that
+        default multiplied by the square of `yarn_magnitude(factor, mscale_all_dim)`.
+      logit_cap: Bound of the logits, applied as logit_cap·tanh(logits / logit_cap); None for no
+        bound.
+      window: Number of positions that a query may attend to, its own and those before it; None for
+        all.
       dropout_rate: Dropout rate of the attention probabilities in training.
-      zero_fully_masked_rows: True for an output of exactly 0, instead of a mean, where a query may
-        attend no key.
+      zero_fully_masked_rows: True for an output of exactly 0 for queries whose keys are all masked;
+        False for a mean of the values.
       backend: Name of the implementation of `fprop`; see `layerkit.layers.attention.backends`.
         Cached steps always run on `xla`.
-      context_parallel: `all_gather` or `ring`, for whole rows that are split over devices; see
-        `layerkit.layers.attention.context_parallel`.
-      down_tpl: Projections to latents, and to the rotary key.
-      up_tpl: Projections from latents, or inputs, to heads.
+      context_parallel: `all_gather` or `ring`, used by `fprop` if the length axis is split over
+        devices; see `layerkit.layers.attention.context_parallel`.
+      down_tpl: Projections of the inputs to the latents and to the rotary key.
+      up_tpl: Projections to heads, from latents or (queries without a latent) from the inputs.
       bias_tpl: Bias of the projections to latents.
       output_tpl: Projection of the heads to the output.
 
     Raises:
-      ConfigError: sizes below one, numbers out of range, an unknown backend.
+      ConfigError: A size is below one, a number is out of range, or the backend is unknown.
     """
 
     used_only_if: ClassVar[Conditions] = {"bias_tpl": "use_bias"}
@@ -140,11 +144,11 @@ class MultiHeadLatentAttention(BaseLayer):
         positions: jax.Array,
         bias: jax.Array | None = None,
     ) -> jax.Array:
-        """Compute attention within whole rows.
+        """Compute attention within whole rows, without a cache.
 
         Args:
           x: `[batch, length, input_dims]`.
-          mask: Mask of the pairs of positions that may attend.
+          mask: Mask of the pairs (query position, key position) that may attend.
           positions: int32 `[batch, length]`, for the rotation.
           bias: float32 `[batch or 1, heads or 1, length, length]`, added to the logits.
 
@@ -152,8 +156,8 @@ class MultiHeadLatentAttention(BaseLayer):
           `[batch, length, input_dims]` in the compute dtype.
 
         Raises:
-          ConfigError: shapes that do not fit.
-          UnsupportedBackendError: the backend does not support this attention.
+          ConfigError: The shapes of the arguments do not match.
+          UnsupportedBackendError: The backend does not support this attention.
         """
         query = jnp.concatenate(self._queries(x, positions), axis=-1)
         key, value = self._expand(*self._compress(x, positions))
@@ -167,11 +171,11 @@ class MultiHeadLatentAttention(BaseLayer):
     def init_cache(self, batch_size: int, max_length: int) -> None:
         """Create an empty cache.
 
-        `latent` `[batch, max_length, latent_dims]` and `rotary_key` `[batch, max_length,
-        rotary_dim_per_head]` are in the collection `CACHE`, in the compute dtype.
+        The collection `CACHE` gets `latent` `[batch, max_length, latent_dims]` and `rotary_key`
+        `[batch, max_length, rotary_dim_per_head]`, both in the compute dtype.
 
         Raises:
-          ConfigError: sizes below one, or the collection is not mutable.
+          ConfigError: A size is below one, or the collection is not mutable.
         """
         check_sizes(self, batch_size=batch_size, max_length=max_length)
         for name, dims in (("latent", self.latent_dims), ("rotary_key", self.rotary_dim_per_head)):
@@ -187,26 +191,27 @@ class MultiHeadLatentAttention(BaseLayer):
         bias: jax.Array | None = None,
         prefix_lengths: jax.Array | None = None,
     ) -> jax.Array:
-        """Compute attention of the next tokens to all tokens before them and themselves.
+        """Compute causal attention of the next tokens to the cached tokens and themselves.
 
-        See `MultiHeadAttention.extend_step`. If `up_tpl` has a `dot_tpl`, such as LoRA, or a bias,
-        weights cannot be folded, and each step expands the cached latents.
+        See `MultiHeadAttention.extend_step`. Weights cannot be folded if `up_tpl` has a bias or a
+        `dot_tpl`, such as LoRA. Each step then expands the cached latents.
 
         Args:
-          x: `[batch, t, input_dims]`, of a prompt or of one new token per row.
+          x: `[batch, t, input_dims]`, the t tokens of a prompt or one new token per row.
           time_step: int32 scalar, the number of tokens in the cache.
           positions: int32 `[batch, t]`, for the rotation.
           bias: float32 `[batch or 1, heads or 1, t, max_length]`, added to the logits.
-          prefix_lengths: int32 `[batch]`, the number of first tokens that see one another, in a
-            prefix language model. The first step must contain all of them. None for no prefix.
+          prefix_lengths: int32 `[batch]`, the length of the prefix, in a prefix language model. The
+            tokens of the prefix attend to one another in both directions. The first step must
+            contain all of them. None for no prefix.
 
         Returns:
-          `[batch, t, input_dims]` in the compute dtype; NaN if time_step + t exceeds the length of
-          the cache, since the time step is known at run time only.
+          `[batch, t, input_dims]` in the compute dtype. All values are NaN if time_step + t exceeds
+          the length of the cache. The time step is known only at run time, so no error is raised.
 
         Raises:
-          ConfigError: the cache is missing, has other sizes or is not mutable, or a time step is
-            given per row.
+          ConfigError: The cache is missing, has other sizes or is not mutable, or `time_step` has
+            one value per row.
         """
         check_time_step(self, time_step)
         latent, rotary_key = (
@@ -234,7 +239,7 @@ class MultiHeadLatentAttention(BaseLayer):
 
     @nn.nowrap
     def _queries(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return queries `[batch, length, heads, plain]` and rotated `[…, heads, rotary]`."""
+        """Return plain queries `[batch, length, heads, plain]`, rotated ones `[…, rotary]`."""
         x = self.cast(x)
         if self.query_latent_dims is not None:
             x = self.query_norm(self._project_down("query_down", x))
@@ -243,7 +248,7 @@ class MultiHeadLatentAttention(BaseLayer):
 
     @nn.nowrap
     def _compress(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the values of the cache, `[batch, length, latent]`, `[batch, length, rotary]`."""
+        """Return latents `[batch, length, latent]` and rotary keys `[batch, length, rotary]`."""
         x = self.cast(x)
         latent = self.latent_norm(self._project_down("latent_down", x))
         rotary_key = self._project_down("rotary_key", x)[:, :, None]
@@ -259,13 +264,13 @@ class MultiHeadLatentAttention(BaseLayer):
 
     @nn.nowrap
     def _fold_key(self, plain: jax.Array) -> jax.Array:
-        """Map queries `[batch, t, heads, plain]` to queries of latents `[…, heads, latent]`."""
+        """Multiply queries `[batch, t, heads, plain]` by w_keyᵀ, to `[…, latent]`."""
         folded = jnp.einsum("btnh,lnh->btnl", plain, self.key.theta.w)
         return self.constrain(folded, "batch", "length", "act_heads", None)
 
     @nn.nowrap
     def _fold_value(self, read: jax.Array) -> jax.Array:
-        """Map outputs of attention `[batch, t, heads, latent]` to `[batch, t, heads, value]`."""
+        """Multiply outputs `[batch, t, heads, latent]` by w_value, to `[…, value]`."""
         return jnp.einsum("btnl,lnv->btnv", read, self.value.theta.w)
 
     @nn.nowrap
@@ -279,7 +284,7 @@ class MultiHeadLatentAttention(BaseLayer):
         *,
         cached: bool,
     ) -> jax.Array:
-        # The scale is that of expanded heads, also if weights are folded.
+        # The logit scale depends on the expanded head size, even if weights are folded.
         head_dim = self.plain_dim_per_head + self.rotary_dim_per_head
         return attend(
             self, query, key, value, mask=mask, bias=bias, head_dim=head_dim, cached=cached
