@@ -225,6 +225,7 @@ def lint(session: nox.Session) -> None:
     install_sources(session, LINT_TOOLS)
     session.run("ruff", "format", "--check", ".")
     session.run("ruff", "check", ".")
+    session.run("python", "scripts/check_prose.py")
     session.run("mypy")
     session.run("lint-imports")
     for folder in PACKAGES:

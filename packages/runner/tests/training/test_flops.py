@@ -139,7 +139,7 @@ def test_ragged_products_count_each_row_with_its_own_group():
 
 def test_shard_map_counts_all_shards():
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    P = jax.P
+    spec = jax.P
 
     def product(in_specs, out_specs, **options):
         return jax.shard_map(
@@ -148,10 +148,10 @@ def test_shard_map_counts_all_shards():
 
     x, w = shape(8, 16), shape(16, 4)
     whole = 2 * 8 * 16 * 4
-    by_both = product((P("data"), P(None, "tensor")), P("data", "tensor"))
-    by_data = product((P("data"), P()), P("data"))
-    one_axis_manual = product((P("data"), P()), P("data"), axis_names={"data"})
-    together = product((P(("data", "tensor")), P()), P(("data", "tensor")))
+    by_both = product((spec("data"), spec(None, "tensor")), spec("data", "tensor"))
+    by_data = product((spec("data"), spec()), spec("data"))
+    one_axis_manual = product((spec("data"), spec()), spec("data"), axis_names={"data"})
+    together = product((spec(("data", "tensor")), spec()), spec(("data", "tensor")))
     for fn in (by_both, by_data, one_axis_manual, together):
         assert forward_flops(fn, x, w) == whole
 
