@@ -209,12 +209,9 @@ def _compute_batch_gradients(
 ) -> GradientResult:
     """Return the result of one batch or microbatch.
 
-    See `compute_gradients` for the other arguments.
-
-    Args:
-      totals: Sum of the weights of each loss term over the global batch; None to compute it from
-        this batch, which is then not a microbatch.
-      share: Factor of the auxiliary loss, 1 / microbatches.
+    `totals` is the sum of the weights of each loss term over the global batch, or None to compute
+    it from this batch, which is then not a microbatch. `share` is the factor of the auxiliary loss,
+    1 / microbatches. See `compute_gradients` for the other arguments.
     """
 
     def loss_share(trained: Any, overwritten: Any) -> tuple[jax.Array, Any]:
