@@ -41,7 +41,9 @@ def test_notes_are_logged_if_tracing_fails(caplog: pytest.LogCaptureFixture):
     assert caplog.messages == ["slow"]
 
 
-@pytest.mark.parametrize(("value", "become"), [("ids", "become their ids"), ("text", "stay text")])
+@pytest.mark.parametrize(
+    ("value", "become"), [("ids", "encoded as their ids"), ("text", "encoded as text")]
+)
 def test_special_tokens_in_text_are_reported_at_the_start(tmp_path: Path, value: str, become: str):
     tokenizers = pytest.importorskip("tokenizers")
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, "?"))
