@@ -16,7 +16,7 @@ import enum
 from collections.abc import Iterable
 from typing import Any
 
-from layerkit.near_names import near_names
+from layerkit.near_names import find_near_names
 
 _MAX_VALUE_LENGTH = 100
 _MAX_CHOICES = 12
@@ -101,12 +101,12 @@ def render(error: UserError) -> str:
 def _choice_sentence(error: UserError) -> str:
     choices = list(dict.fromkeys(map(str, error.choices)))
     listed = f"Choices: {first_names(choices)}"
-    suggestion = near_names(error.value, choices) if isinstance(error.value, str) else "."
-    if suggestion == ".":
+    near = find_near_names(error.value, choices) if isinstance(error.value, str) else []
+    if not near:
         return listed
-    suggestion = f"Did{suggestion.removeprefix('; did')}"
+    suggestion = f"Did you mean {' or '.join(map(repr, near))}?"
     # Of many choices, the nearest ones are enough.
-    is_complete = len(choices) > _MAX_CHOICES or suggestion.count("'") == 2 * len(choices)
+    is_complete = len(choices) > _MAX_CHOICES or len(near) == len(choices)
     return suggestion if is_complete else f"{suggestion} {listed}"
 
 

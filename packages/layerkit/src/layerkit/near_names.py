@@ -9,11 +9,30 @@ import difflib
 from collections.abc import Iterable
 
 
-def near_names(name: str, valid: Iterable[str], *, prefix: str = "") -> str:
-    """Return the end of a sentence about an unknown name: `"; did you mean 'x'?"`.
+def find_near_names(name: str, valid: Iterable[str]) -> list[str]:
+    """Return the valid names, at most two, that are similar to an unknown name.
 
     Case, leading dashes, and the difference between dashes and underscores are ignored, and so is a
     folder that all names share, which would make any two paths similar.
+
+    Args:
+      name: Unknown name.
+      valid: Names that exist.
+    """
+    valid = list(valid)
+    folder = name[: name.rfind("/") + 1]
+    if not all(candidate.startswith(folder) for candidate in valid):
+        folder = ""
+    folded = {_fold(candidate.removeprefix(folder)): candidate for candidate in valid}
+    wanted = _fold(name.removeprefix(folder))
+    matches = difflib.get_close_matches(wanted, folded, n=2, cutoff=0.6)
+    # Suggest a second name only if it is about as similar as the first.
+    ratios = [difflib.SequenceMatcher(None, match, wanted).ratio() for match in matches]
+    return [folded[m] for m, ratio in zip(matches, ratios, strict=True) if ratio > ratios[0] - 0.1]
+
+
+def near_names(name: str, valid: Iterable[str], *, prefix: str = "") -> str:
+    """Return the end of a sentence about an unknown name: `"; did you mean 'x'?"`.
 
     Args:
       name: Unknown name.
@@ -23,19 +42,8 @@ def near_names(name: str, valid: Iterable[str], *, prefix: str = "") -> str:
     Returns:
       The end of the sentence, which is `"."` if no valid name is similar.
     """
-    valid = list(valid)
-    folder = name[: name.rfind("/") + 1]
-    if not all(candidate.startswith(folder) for candidate in valid):
-        folder = ""
-    folded = {_fold(candidate.removeprefix(folder)): candidate for candidate in valid}
-    wanted = _fold(name.removeprefix(folder))
-    matches = difflib.get_close_matches(wanted, folded, n=2, cutoff=0.6)
-    if not matches:
-        return "."
-    # Suggest a second name only if it is about as similar as the first.
-    ratios = [difflib.SequenceMatcher(None, match, wanted).ratio() for match in matches]
-    matches = [m for m, ratio in zip(matches, ratios, strict=True) if ratio > ratios[0] - 0.1]
-    return "; did you mean " + " or ".join(repr(prefix + folded[match]) for match in matches) + "?"
+    near = find_near_names(name, valid)
+    return f"; did you mean {' or '.join(repr(prefix + each) for each in near)}?" if near else "."
 
 
 def _fold(name: str) -> str:

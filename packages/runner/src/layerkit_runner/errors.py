@@ -77,12 +77,11 @@ def to_usage_error(error: Exception, *, owner: str | None = None) -> UsageError:
       owner: Name to put before the owner of the error, such as that of the experiment.
     """
     layer, source = layer_of(error), input_of(error)
-    found = UsageError(str(error), owner=owner)
     if isinstance(error, UserError):
-        vars(found).update(vars(error))
         names = (owner, error.owner or layer or source)
-        found.owner = ": ".join(name for name in names if name) or None
-    elif layer is not None:
+        return with_data(UsageError, error, owner=": ".join(filter(None, names)) or None)
+    found = UsageError(str(error), owner=owner)
+    if layer is not None:
         found.problem = _first_paragraph(error)
         if not found.problem.startswith(layer):
             place = f", {origin[1]}" if (origin := _origin(error)) else ""
