@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import signal
 import sys
 import sysconfig
@@ -149,13 +150,12 @@ class _Messages:
         self._key = f"{path.relative_to(tests)}::{request.node.name}"
         self._count = 0
         self._update = request.config.getoption("--update-messages")
-        has_folder = "tmp_path" in request.fixturenames
-        self._folder = str(request.getfixturevalue("tmp_path")) if has_folder else None
+        base = request.getfixturevalue("tmp_path_factory").getbasetemp()
+        self._folder = re.compile(rf"{re.escape(str(base))}/\w+")
 
     def check(self, message: str) -> None:
         """Compare a message with its record, or replace the record."""
-        if self._folder:
-            message = message.replace(self._folder, "TMP")
+        message = self._folder.sub("TMP", message)
         self._count += 1
         key = self._key if self._count == 1 else f"{self._key} #{self._count}"
         if self._update:

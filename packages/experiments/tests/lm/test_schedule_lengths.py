@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from layerkit.errors import ConfigError
 from layerkit_experiments.lm.bert import BertBase
 from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_experiments.vision.digits import Digits
 from layerkit_runner.config.experiment import BaseExperiment, reduced_values
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
-from layerkit_runner.optim.schedules import UnfitStepsError
 
 
 def schedule(resolved: ResolvedExperiment) -> tuple[int, int, int]:
@@ -54,12 +54,12 @@ def test_a_schedule_that_fits_is_left_alone(fields: dict[str, Any]):
         {"MAX_STEPS": 60, "DECAY_END": 60},
     ],
 )
-def test_contradicting_lengths_raise(fields: dict[str, Any]):
-    with pytest.raises(UnfitStepsError):
+def test_contradicting_lengths_raise(raises, fields: dict[str, Any]):
+    with raises(ConfigError, field="(warmup_steps, decay_start, decay_end)"):
         schedule(resolve(LocalText(**fields)))
 
 
-def test_class_with_fewer_steps_has_a_shorter_warmup():
+def test_class_with_fewer_steps_has_a_shorter_warmup(raises):
     class Short(LocalText):
         MAX_STEPS = 50
 
@@ -68,15 +68,15 @@ def test_class_with_fewer_steps_has_a_shorter_warmup():
         WARMUP_STEPS = 50
 
     assert schedule(resolve(Short())) == (5, 5, 50)
-    with pytest.raises(UnfitStepsError):
+    with raises(ConfigError, field="(warmup_steps, decay_start, decay_end)"):
         schedule(resolve(Both()))
     # Fields of an instance are set after those of its class.
     assert schedule(resolve(Both(MAX_STEPS=40))) == (4, 4, 40)
 
 
-def test_lengths_of_reduced_fields_are_shortened_for_a_shorter_run():
+def test_lengths_of_reduced_fields_are_shortened_for_a_shorter_run(raises):
     reduced = reduced_values(LocalText)
     assert reduced["WARMUP_STEPS"] == 5
     assert schedule(resolve(LocalText(**{**reduced, "MAX_STEPS": 4})))[0] == 1
-    with pytest.raises(UnfitStepsError):
+    with raises(ConfigError, field="(warmup_steps, decay_start, decay_end)"):
         schedule(resolve(LocalText(**{**reduced, "MAX_STEPS": 4, "WARMUP_STEPS": 6})))

@@ -13,7 +13,9 @@ This module imports nothing that takes time, so that command lines and data work
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+import json
+import shlex
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from layerkit.near_names import find_near_names
@@ -44,6 +46,8 @@ class UserError(Exception):
       choices: Valid values or names. The message names the nearest ones and, unless there are more
         than 12, lists them.
       hint: Remedy, as one or more sentences or a command.
+      settings: Values that together resolve the error, by configuration path or by name of a field.
+        The text "…" stands for a value that the user has to choose.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class UserError(Exception):
         expected: str | None = None,
         choices: Iterable[Any] = (),
         hint: str | None = None,
+        settings: Mapping[str, Any] | None = None,
     ):
         """Store the data; see the attributes of the class."""
         super().__init__(problem)
@@ -66,6 +71,7 @@ class UserError(Exception):
         self.expected = expected
         self.choices = tuple(choices)
         self.hint = hint
+        self.settings = dict(settings or {})
 
     def __str__(self) -> str:
         """Return the rendered message."""
@@ -81,21 +87,23 @@ class ConfigError(UserError, ValueError):
 
 
 def render(error: UserError) -> str:
-    """Return the message, `owner: problem: field=value. Expected …. Did you mean …? Hint`."""
+    """Return the message, `owner: problem: field=value. Expected …. Did you mean …? Hint Set …`."""
     subject = error.field or ""
     if error.value is not MISSING:
         value = short_repr(error.value)
         subject = f"{subject}={value}" if subject else value
     sentences = [": ".join(part for part in (error.owner, error.problem, subject) if part)]
-    if not (error.expected or error.choices or error.hint):
+    if not (error.expected or error.choices or error.hint or error.settings):
         return sentences[0]
     if error.expected:
         sentences.append(f"Expected {error.expected}")
     if error.choices:
         sentences.append(_choice_sentence(error))
     text = " ".join(as_sentence(sentence) for sentence in sentences if sentence)
-    # As it stands, since it may end with a command.
-    return f"{text} {error.hint}" if error.hint else text
+    if error.hint:
+        # As it stands, since it may end with a command.
+        text = f"{text} {error.hint}"
+    return f"{text} Set {setting_words(error.settings)}" if error.settings else text
 
 
 def _choice_sentence(error: UserError) -> str:
@@ -108,6 +116,18 @@ def _choice_sentence(error: UserError) -> str:
     # Of many choices, the nearest ones are enough.
     is_complete = len(choices) > _MAX_CHOICES or len(near) == len(choices)
     return suggestion if is_complete else f"{suggestion} {listed}"
+
+
+def setting_words(settings: Mapping[str, Any]) -> str:
+    """Return `name=value` of each setting as words of a shell."""
+    # JSON without spaces, so that a shell reads each setting as one word.
+    texts = {
+        name: json.dumps(value, separators=(",", ":")) if isinstance(value, list) else str(value)
+        for name, value in settings.items()
+    }
+    return " ".join(
+        f"{name}={text if text == '…' else shlex.quote(text)}" for name, text in texts.items()
+    )
 
 
 def short_repr(value: Any) -> str:

@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
-import re
-import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from layerkit.errors import UserError
+from layerkit.errors import UserError, setting_words
 from layerkit_runner.config.config_text import plain_value
 from layerkit_runner.config.config_tree import NOT_SET, value_at, walk
 from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.config.overrides import ROOTS
 from layerkit_runner.config.resolve import ResolvedExperiment
-
-_FLAG = re.compile(r"--fdl\.([a-z]\w*(?:\.\w+)+)")
 
 
 def source_field(resolved: ResolvedExperiment, path: str) -> str | None:
@@ -85,10 +80,9 @@ def _mark(value: Any) -> str | None:
 def naming_flags(resolved: ResolvedExperiment) -> Iterator[None]:
     """Name the flags of the experiment's own fields in errors about configuration paths.
 
-    A `field` that is a configuration path, and flags of such paths in the text, become the flag of
-    the field behind the path. Flags are added for the `remedies` of a cause (see
-    `layerkit_inputs.bad_records.UnfitFieldError`), one of which helps, and for `settings` of the
-    error, which help together.
+    A `field` that is a configuration path, and the `settings` of the error, become the flags of the
+    fields behind them. Flags are added for the `remedies` of a cause (see
+    `layerkit_inputs.bad_records.UnfitFieldError`), one of which helps.
     """
     try:
         yield
@@ -96,14 +90,10 @@ def naming_flags(resolved: ResolvedExperiment) -> Iterator[None]:
         root, dot, _ = (error.field or "").partition(".")
         if error.field and dot and root in ROOTS and error.owner is None:
             error.field = f"--fdl.{override_path(resolved, error.field)}"
-        for name in ("problem", "field", "hint"):
-            if text := getattr(error, name):
-                renamed = _FLAG.sub(lambda flag: f"--fdl.{override_path(resolved, flag[1])}", text)
-                setattr(error, name, renamed)
+        error.settings = _flags(resolved, error.settings) or error.settings
         flags = [_flags(resolved, {name: value}) for name, value in _remedies(error).items()]
-        flags.append(_flags(resolved, getattr(error, "settings", {})))
         if any(flags):
-            suggestion = f"Flags: {', or '.join(filter(None, flags))}"
+            suggestion = f"Flags: {', or '.join(setting_words(each) for each in flags if each)}"
             error.hint = f"{error.hint} {suggestion}" if error.hint else suggestion
         raise
 
@@ -117,14 +107,12 @@ def _remedies(error: BaseException) -> Mapping[str, Any]:
     return {}
 
 
-def _flags(resolved: ResolvedExperiment, settings: Mapping[str, Any]) -> str:
-    """Return the flags that set fields wherever the configuration has another value for them."""
-    texts: dict[str, str] = {}
+def _flags(resolved: ResolvedExperiment, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return flags and their values for paths, and for names wherever another value is set."""
+    values = {path: value for path, value in settings.items() if "." in path}
     for root in ("task", "datasets", "decode_datasets"):
         for path, current in walk(getattr(resolved, root), root):
             name = path.rpartition(".")[2]
             if name in settings and current != settings[name]:
-                value = settings[name]
-                text = shlex.quote(json.dumps(value) if isinstance(value, list) else str(value))
-                texts[override_path(resolved, path)] = f"={text}"
-    return " ".join(f"--fdl.{path}{text}" for path, text in texts.items())
+                values[path] = settings[name]
+    return {f"--fdl.{override_path(resolved, path)}": value for path, value in values.items()}

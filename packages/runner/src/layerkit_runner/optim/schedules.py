@@ -16,7 +16,7 @@ A linear warmup starts at 0, so the first step changes only the optimizer's stat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,16 +28,6 @@ from layerkit.errors import ConfigError
 
 # Largest int32, in which a training state counts its steps.
 _LAST_STEP = 2**31 - 1
-
-
-class UnfitStepsError(ConfigError):
-    """An error about steps of a schedule that are out of order.
-
-    Attributes:
-      settings: Steps in order by argument, which the command line shows as flags.
-    """
-
-    settings: Mapping[str, int]
 
 
 def linear_warmup_exponential_decay(
@@ -241,16 +231,14 @@ def _check_decay(
         fields["decay_start"] = shorter
     if decay_end <= shorter:
         fields["decay_end"] = shorter + 1
-    shown = ", ".join(f"{name}={steps}" for name, steps in fields.items())
-    error = UnfitStepsError(
+    raise ConfigError(
         owner=owner,
         field="(warmup_steps, decay_start, decay_end)",
         value=(warmup_steps, decay_start, decay_end),
         expected="0 <= warmup_steps <= decay_start < decay_end",
-        hint=f"A shorter run needs a shorter warmup, such as {shown}.",
+        hint="A shorter run needs a shorter warmup.",
+        settings=fields,
     )
-    error.settings = fields
-    raise error
 
 
 def _check_boundaries(owner: str, boundaries: Sequence[int]) -> None:

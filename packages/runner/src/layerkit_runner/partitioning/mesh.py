@@ -61,25 +61,43 @@ def make_mesh(
     needed = math.prod(ici_mesh_shape) * math.prod(dcn_mesh_shape)
     if needed != len(devices):
         kind = devices[0].device_kind if devices else "none"
-        flags = flags_for(len(devices), len(axis_names), dcn_mesh_shape)
         raise UsageError(
             f"the mesh needs {needed} devices, but there are {len(devices)} ({kind})",
             owner="partitioner",
             field="(ici_mesh_shape, dcn_mesh_shape)",
             value=(list(ici_mesh_shape), list(dcn_mesh_shape)),
-            hint=f"For these devices, use {flags}",
+            settings=mesh_settings(len(devices), len(axis_names), dcn_mesh_shape),
         )
     arranged = _arrange(list(ici_mesh_shape), list(dcn_mesh_shape), devices)
     return Mesh(arranged, tuple(axis_names), axis_types=(AxisType.Auto,) * len(axis_names))
 
 
-def flags_for(num_devices: int, num_axes: int, dcn_mesh_shape: Sequence[int] | None) -> str:
-    """Return flags that put all devices on the first of `num_axes` mesh axes."""
-    # There are no spaces, so that a shell reads each flag as one word.
-    sizes = ",".join(map(str, [num_devices, *[1] * (num_axes - 1)]))
-    flags = f"--fdl.partitioner.ici_mesh_shape=[{sizes}]"
-    has_slices = math.prod(dcn_mesh_shape or ()) > 1
-    return f"{flags} --fdl.partitioner.dcn_mesh_shape=None" if has_slices else flags
+def mesh_settings(
+    num_devices: int,
+    num_axes: int,
+    dcn_mesh_shape: Sequence[int] | None = None,
+    *,
+    num_slices: int = 1,
+) -> dict[str, list[int] | None]:
+    """Return the fields of a mesh that has all devices and slices on the first of its axes.
+
+    Args:
+      num_devices: Number of devices.
+      num_axes: Number of mesh axes.
+      dcn_mesh_shape: The present shape, which is kept if it fits.
+      num_slices: Number of slices of TPUs.
+
+    Returns:
+      Values by configuration path.
+    """
+    ones = [1] * (num_axes - 1)
+    fields: dict[str, list[int] | None] = {}
+    fields["partitioner.ici_mesh_shape"] = [num_devices // num_slices, *ones]
+    if num_slices > 1:
+        fields["partitioner.dcn_mesh_shape"] = [num_slices, *ones]
+    elif math.prod(dcn_mesh_shape or ()) > 1:
+        fields["partitioner.dcn_mesh_shape"] = None
+    return fields
 
 
 def num_tpu_slices(devices: Sequence[Any]) -> int:
@@ -91,15 +109,16 @@ def num_tpu_slices(devices: Sequence[Any]) -> int:
 def _arrange(ici: list[int], dcn: list[int], devices: list[Any]) -> np.ndarray:
     num_slices = num_tpu_slices(devices)
     if math.prod(dcn) % num_slices:
-        sizes = ",".join(map(str, [num_slices, *dcn[1:]]))
         raise UsageError(
             owner="partitioner",
             field="dcn_mesh_shape",
             value=dcn,
             expected=f"sizes whose product is a multiple of {num_slices}, the number of slices",
-            hint=f"Use --fdl.partitioner.dcn_mesh_shape=[{sizes}], and"
-            f" --fdl.partitioner.ici_mesh_shape=… for the {len(devices) // num_slices} devices of"
-            " one slice",
+            hint=f"A slice has {len(devices) // num_slices} devices.",
+            settings={
+                "partitioner.dcn_mesh_shape": [num_slices, *dcn[1:]],
+                "partitioner.ici_mesh_shape": "…",
+            },
         )
     on_tpu = bool(devices) and devices[0].platform == "tpu"
     if math.prod(dcn) == 1 or (on_tpu and num_slices == 1):

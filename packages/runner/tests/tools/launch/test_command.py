@@ -185,7 +185,7 @@ def test_mesh_error_names_the_fields_of_the_experiment(
     assert launch("slurm", *words) == 2
     error = capsys.readouterr().err
     assert "--nodes=1 --gpus_per_node=7" in error
-    assert f"Set {names[0]} and {names[1]}, or" in error
+    assert f"Set {names[0]}=… {names[1]}=…" in error
 
 
 def test_missing_program_is_an_error(tmp_path: Path, capsys, monkeypatch):

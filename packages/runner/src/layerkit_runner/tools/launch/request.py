@@ -26,7 +26,7 @@ Resolve = Callable[[ParsedFlags], "ResolvedExperiment"]
 LONGEST_NAME = 40
 
 _SET_BY_LAUNCHER = ("coordinator_address", "num_processes", "process_id", "multiprocess_gpu")
-_SET_THE_MESH = "Set --fdl.partitioner.ici_mesh_shape and --fdl.partitioner.dcn_mesh_shape"
+_MESH_SETTINGS = {"partitioner.ici_mesh_shape": "…", "partitioner.dcn_mesh_shape": "…"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,8 @@ class Request:
                     field=f"{name} of the mesh",
                     value=value,
                     expected=f"{expected}, as requested by {flags}",
-                    hint=f"{_SET_THE_MESH}, or request {value} {name}.",
+                    hint=f"Request {value} {name}, or change the mesh.",
+                    settings=_MESH_SETTINGS,
                 )
 
     def check_cpus(self, num_processes: int, flags: str, variables: Mapping[str, str]) -> None:
@@ -117,7 +118,8 @@ class Request:
                 field="devices of the mesh",
                 value=count,
                 expected=f"at most {num_processes}, one CPU for each process of {flags}",
-                hint=f"Request GPUs by --gpus_per_node. {_SET_THE_MESH} to run on CPUs.",
+                hint="Request GPUs by --gpus_per_node, or change the mesh to run on CPUs.",
+                settings=_MESH_SETTINGS,
             )
 
 

@@ -11,14 +11,14 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.partitioning.mesh import flags_for
+from layerkit_runner.partitioning.mesh import mesh_settings
 from layerkit_runner.tools.plan.hardware import DeviceKind, kind_of_device, target_config
 from layerkit_runner.tools.plan.targets import Target, parse_target, sized
 
@@ -82,8 +82,8 @@ def planned_target(
             field=field,
             value=value,
             expected=f"the {needed} devices of the mesh ({_sizes(partitioner)})",
-            hint=f"{other} to plan for the mesh as it is, or give it {count} devices:"
-            f" {_mesh_flags(partitioner, asked, count)}",
+            hint=f"{other} to plan for the mesh as it is, or change the mesh.",
+            settings=_mesh_settings(partitioner, asked, count),
         )
     # Slices are connected by another network than their chips, so a mesh must know of them.
     if asked.topology and dcn % asked.num_slices and (ici is not None or dcn > 1):
@@ -91,8 +91,7 @@ def planned_target(
             field="--target",
             value=target,
             expected=f"{dcn} slice(s), as the mesh has ({_sizes(partitioner)})",
-            hint=f"For {asked.num_slices} slices set"
-            f" {_mesh_flags(partitioner, asked, asked.num_devices or 1)}",
+            settings=_mesh_settings(partitioner, asked, asked.num_devices or 1),
         )
     if asked.num_devices is None:
         count = count or needed or default
@@ -116,14 +115,11 @@ def start_simulated(
     return devices
 
 
-def _mesh_flags(partitioner: Partitioner, asked: Target, count: int) -> str:
-    """Return flags that put `count` devices, and the slices of a target, on the first mesh axis."""
+def _mesh_settings(partitioner: Partitioner, asked: Target, count: int) -> Mapping[str, Any]:
+    """Return the fields of a mesh with `count` devices and the slices of a target."""
     num_axes = len(getattr(partitioner, "mesh_axis_names", ("data",)))
-    if asked.num_slices == 1:
-        return flags_for(count, num_axes, getattr(partitioner, "dcn_mesh_shape", None))
-    one_slice = flags_for(count // asked.num_slices, num_axes, None)
-    slices = ",".join(map(str, [asked.num_slices, *[1] * (num_axes - 1)]))
-    return f"{one_slice} --fdl.partitioner.dcn_mesh_shape=[{slices}]"
+    dcn = getattr(partitioner, "dcn_mesh_shape", None)
+    return mesh_settings(count, num_axes, dcn, num_slices=asked.num_slices)
 
 
 def _sizes(partitioner: Partitioner) -> str:
