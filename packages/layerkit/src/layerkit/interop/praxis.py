@@ -1,0 +1,239 @@
+"""The names and layouts of the weights of a Praxis TransformerLm, mapped to those of this library.
+
+`match_weights` returns, for each weight of a model of this library, the weights of Praxis that it
+consists of. The result reads arrays, and everything that has the same tree: averages and moments of
+an optimizer.
+
+Names are paths joined by `/` and start at the model, such as `lm/softmax/w`. Praxis keeps layers as
+`x_layers_<i>`, as one weight per repetition (`repeat/sub`) or per pipeline stage
+(`pipeline/body`); the axes of repetitions, in both libraries, come first and are in the order of
+the layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from layerkit.errors import ConfigError
+
+
+class PraxisWeight(NamedTuple):
+    """A weight of Praxis from which a weight of this library is read.
+
+    Attributes:
+      name: Path in Praxis, from the model or from the layer.
+      rank: Number of axes in Praxis without those over layers.
+      part: Index on the first axis, for a weight that holds several; None for the whole weight.
+      transpose: Axis of Praxis, after `part`, of each axis of this library; None for equal axes.
+    """
+
+    name: str
+    rank: int
+    part: int | None = None
+    transpose: tuple[int, ...] | None = None
+
+
+_Choices = dict[str, tuple[PraxisWeight, ...]]
+
+
+def _projection(name: str, part: int) -> _Choices:
+    """Return the sources of a projection to heads, which Praxis may combine with two others."""
+    return {
+        f"attention/{name}/{weight}": (
+            PraxisWeight(f"self_attention/combined_qkv/{weight}", rank + 1, part),
+            PraxisWeight(f"self_attention/{name}/{weight}", rank),
+        )
+        for weight, rank in (("w", 3), ("b", 2))
+    }
+
+
+def _dense(name: str, praxis_name: str) -> _Choices:
+    """Return the sources of a projection of the feed-forward block and of its bias."""
+    return {
+        f"feed_forward/{name}/w": (PraxisWeight(f"ff_layer/{praxis_name}/linear/w", 2),),
+        f"feed_forward/{name}_bias/b": (PraxisWeight(f"ff_layer/{praxis_name}/bias/b", 1),),
+    }
+
+
+def _norm(name: str, praxis_name: str) -> _Choices:
+    return {
+        f"{name}/{weight}": (PraxisWeight(f"{praxis_name}/{weight}", 1),)
+        for weight in ("scale", "bias")
+    }
+
+
+# Weights outside the layers. The first name that Praxis has is the source.
+LM_WEIGHTS: _Choices = {
+    **_norm("lm/final_norm", "lm/final_ln"),
+    "lm/softmax/b": (PraxisWeight("lm/softmax/logits_ffn/bias/b", 1),),
+    "lm/softmax/w": (PraxisWeight("lm/softmax/logits_ffn/linear/w", 2),),
+    "lm/embedding/w": (PraxisWeight("lm/embedding_lookup/emb_var", 2),),
+    "lm/position/w": (PraxisWeight("lm/position_emb/emb_var", 2),),
+}
+# A tied weight is [num_classes, dims] here and [dims, num_classes] in Praxis.
+TIED_SOFTMAX = PraxisWeight("lm/softmax/logits_ffn/linear/w", 2, transpose=(1, 0))
+
+# Weights of a layer, by paths within it.
+LAYER_WEIGHTS: _Choices = {
+    **_norm("attention_norm", "layer_norm"),
+    **_projection("query", 0),
+    **_projection("key", 1),
+    **_projection("value", 2),
+    # [3, dims, heads, head_dim] in Praxis, [dims, heads, 3, head_dim] here.
+    "attention/qkv/w": (PraxisWeight("self_attention/combined_qkv/w", 4, transpose=(1, 2, 0, 3)),),
+    "attention/qkv/b": (PraxisWeight("self_attention/combined_qkv/b", 3, transpose=(1, 0, 2)),),
+    # [dims, heads, head_dim] in Praxis, [heads, head_dim, dims] here.
+    "attention/output/w": (PraxisWeight("self_attention/post/w", 3, transpose=(1, 2, 0)),),
+    "attention/output/b": (PraxisWeight("self_attention/post/b", 1),),
+    "attention/scale": (PraxisWeight("self_attention/per_dim_scale/per_dim_scale", 1),),
+    **_norm("feed_forward_norm", "ff_layer/layer_norm"),
+    **_dense("up", "ffn_layer1"),
+    **_dense("gate", "ffn_layer1_gate"),
+    **_dense("down", "ffn_layer2"),
+}
+
+_OUR_LAYER = re.compile(
+    r"lm/stack/(?P<stacked>(?:pipeline/stage/)?repeat/sub/)?(?:layers_(?P<index>\d+)/)?(?P<name>.+)"
+)
+_PRAXIS_LAYER = re.compile(
+    r"lm/transformer/(?:pipeline/body/)?(?:repeat/sub/)?x_layers_(?P<index>\d+)/(?P<name>.+)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightSource:
+    """The weights of Praxis that make one weight of this library.
+
+    Attributes:
+      names: Names of the weights in Praxis: one, or one for each layer of a repetition.
+      weight: Part and order of the axes that are read from each.
+      is_stacked: True if the weight of this library has axes over layers.
+      layers: Layers that it holds; None for a weight outside the layers.
+    """
+
+    names: tuple[str, ...]
+    weight: PraxisWeight
+    is_stacked: bool = False
+    layers: slice | None = None
+
+    def read(self, source: Mapping[str, Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        """Return the weight.
+
+        Args:
+          source: Arrays of Praxis by name.
+          shape: Shape `[...]` of the weight in this library.
+
+        Returns:
+          An array of that shape.
+
+        Raises:
+          ConfigError: The weights of Praxis have another shape.
+        """
+        arrays = [np.asarray(source[name]) for name in self.names]
+        weight = self.weight
+        if self.layers is None:
+            value = self._rearrange(arrays[0][None])[0]
+        else:
+            # [...layers, ...] of each layer of a repetition → [layers, ...]
+            leading = arrays[0].ndim - weight.rank
+            stacked = np.stack(arrays, axis=leading)
+            value = self._rearrange(stacked.reshape(-1, *stacked.shape[leading + 1 :]))
+            value = value[self.layers]
+            value = value if self.is_stacked else value[0]
+        own = value.shape[1:] if self.is_stacked else value.shape
+        if value.size != math.prod(shape) or own != tuple(shape[len(shape) - len(own) :]):
+            raise ConfigError(
+                owner="Praxis", field=self.names[0], value=value.shape, expected=f"{tuple(shape)}"
+            )
+        return value.reshape(shape)
+
+    def _rearrange(self, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return `[layers, ...]` of Praxis in the order of axes of this library."""
+        if self.weight.part is not None:
+            value = value[:, self.weight.part]
+        if self.weight.transpose is not None:
+            value = np.transpose(value, (0, *(1 + axis for axis in self.weight.transpose)))
+        return value
+
+
+def match_weights(ours: Collection[str], praxis: Collection[str]) -> dict[str, WeightSource]:
+    """Return the source of each weight of a model.
+
+    Args:
+      ours: Names of the weights of a LanguageModel of this library, without `params/`.
+      praxis: Names of the weights of the model in Praxis, without `params/`.
+
+    Raises:
+      ConfigError: A weight has no counterpart in Praxis, or a weight of Praxis none here.
+    """
+    layers = _praxis_layers(praxis)
+    pattern_length = 1 + max((_block_of(name) for name in ours), default=0)
+    sources = {
+        name: _source(name, praxis, layers, pattern_length, is_tied="lm/embedding/w" not in ours)
+        for name in ours
+    }
+    read = {name for source in sources.values() for name in source.names}
+    for name in praxis:
+        if name not in read:
+            raise ConfigError(
+                "weight of Praxis without a counterpart in the model", owner="Praxis", field=name
+            )
+    return sources
+
+
+def _praxis_layers(praxis: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Return the names of each weight of a layer, for the layers of a repetition in order."""
+    found: dict[str, dict[int, str]] = {}
+    for name in praxis:
+        match = _PRAXIS_LAYER.fullmatch(name)
+        if match is not None:
+            found.setdefault(match["name"], {})[int(match["index"])] = name
+    return {name: tuple(names[index] for index in sorted(names)) for name, names in found.items()}
+
+
+def _block_of(name: str) -> int:
+    """Return the index in the repeated pattern of a stacked weight."""
+    match = _OUR_LAYER.fullmatch(name)
+    if match is None or match["stacked"] is None or match["index"] is None:
+        return 0
+    return int(match["index"])
+
+
+def _source(
+    name: str,
+    praxis: Collection[str],
+    layers: Mapping[str, tuple[str, ...]],
+    pattern_length: int,
+    *,
+    is_tied: bool,
+) -> WeightSource:
+    match = _OUR_LAYER.fullmatch(name)
+    if match is None:
+        choices = (TIED_SOFTMAX,) if name == "lm/softmax/w" and is_tied else LM_WEIGHTS.get(name)
+        for weight in choices or ():
+            if weight.name in praxis:
+                return WeightSource((weight.name,), weight)
+    else:
+        choices = LAYER_WEIGHTS.get(match["name"])
+        for weight in choices or ():
+            if weight.name in layers:
+                names = layers[weight.name]
+                if match["stacked"] is None:
+                    layer = int(match["index"])
+                    if not any(part in names[0] for part in ("pipeline/body/", "repeat/sub/")):
+                        names, layer = names[layer : layer + 1], 0
+                    return WeightSource(names, weight, layers=slice(layer, layer + 1))
+                held = slice(_block_of(name), None, pattern_length)
+                return WeightSource(names, weight, is_stacked=True, layers=held)
+    raise ConfigError(
+        "weight of the model that Praxis lacks",
+        owner="Praxis",
+        field=name,
+        expected=" or ".join(weight.name for weight in choices or ()) or None,
+    )

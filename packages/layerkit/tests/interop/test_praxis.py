@@ -1,0 +1,185 @@
+"""Weights of Praxis, however it stacks its layers, become those of each stack of this library."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+
+from layerkit.config import build
+from layerkit.errors import ConfigError
+from layerkit.interop.praxis import match_weights
+from layerkit.layers import StackedTransformer, StackedTransformerRepeated, TransformerFeedForward
+from layerkit.layers.pipelined_transformer import PipelinedTransformer
+from layerkit.models import LanguageModel
+
+LAYERS, DIMS, HIDDEN, HEADS, HEAD_DIM, VOCAB = 8, 6, 10, 2, 3, 11
+STACKS = {
+    "unrolled": StackedTransformer.HParams.config(),
+    "repeated": StackedTransformerRepeated.HParams.config(),
+    "pipelined": PipelinedTransformer.HParams.config(num_stages=2, num_microbatches=2),
+    "circular": PipelinedTransformer.HParams.config(
+        num_stages=2, circular_repeats=2, num_microbatches=2
+    ),
+}
+
+
+@functools.cache
+def model(stack: str, *, combined_qkv: bool) -> Any:
+    config = LanguageModel.HParams.config()
+    config.lm_tpl.set(
+        vocab_size=VOCAB,
+        model_dims=DIMS,
+        hidden_dims=HIDDEN,
+        num_layers=LAYERS,
+        num_heads=HEADS,
+        dim_per_head=HEAD_DIM,
+        stack_tpl=STACKS[stack].clone(),
+    )
+    config.lm_tpl.softmax_tpl.use_bias = True
+    layer = config.lm_tpl.stack_tpl.layer_tpl
+    layer.attention_tpl.set(use_bias=True, per_dim_scale=True, combined_qkv=combined_qkv)
+    layer.feed_forward_tpl = TransformerFeedForward.HParams.config(has_bias=True, use_gate=True)
+    return build(config)
+
+
+@functools.cache
+def shapes_of(stack: str, *, combined_qkv: bool) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights by name, without `params/`."""
+    made = model(stack, combined_qkv=combined_qkv)
+    params = jax.eval_shape(made.init, jax.random.key(0))["params"]
+    return {name: leaf.shape for name, leaf in flatten_dict(params, sep="/").items()}
+
+
+def praxis_layers() -> list[dict[str, np.ndarray]]:
+    """The weights of each layer as Praxis declares them."""
+    rng = np.random.default_rng(3)
+    dense = {"ffn_layer1": (DIMS, HIDDEN), "ffn_layer1_gate": (DIMS, HIDDEN)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "self_attention/combined_qkv/w": (3, DIMS, HEADS, HEAD_DIM),
+        "self_attention/combined_qkv/b": (3, HEADS, HEAD_DIM),
+        "self_attention/post/w": (DIMS, HEADS, HEAD_DIM),
+        "self_attention/post/b": (DIMS,),
+        "self_attention/per_dim_scale/per_dim_scale": (HEAD_DIM,),
+    }
+    for name, (ins, outs) in {**dense, "ffn_layer2": (HIDDEN, DIMS)}.items():
+        shapes |= {f"ff_layer/{name}/linear/w": (ins, outs), f"ff_layer/{name}/bias/b": (outs,)}
+    for norm in ("layer_norm", "ff_layer/layer_norm"):
+        shapes |= {f"{norm}/scale": (DIMS,), f"{norm}/bias": (DIMS,)}
+    return [{name: rng.normal(size=shape) for name, shape in shapes.items()} for _ in range(LAYERS)]
+
+
+def stored(layers: list[dict[str, np.ndarray]], stack: str) -> dict[str, np.ndarray]:
+    """The layers under the names of Praxis, with a leading axis per kind of repetition."""
+
+    def stacked(name: str, indices: np.ndarray) -> np.ndarray:
+        flat = np.stack([layers[index][name] for index in indices.reshape(-1)])
+        return flat.reshape(*indices.shape, *flat.shape[1:])
+
+    numbers = np.arange(LAYERS)
+    # Indices of layers: [..., layers of a block] after the axes of the prefix.
+    prefix, blocks = {
+        "unrolled": ("", numbers),
+        "repeated": ("repeat/sub/", numbers.reshape(LAYERS, 1)),
+        "repeated pairs": ("repeat/sub/", numbers.reshape(LAYERS // 2, 2)),
+        "pipelined": ("pipeline/body/", numbers.reshape(2, LAYERS // 2)),
+        "circular": ("pipeline/body/", numbers.reshape(2, 2, LAYERS // 4)),
+    }[stack]
+    rng = np.random.default_rng(4)
+    found = {
+        "lm/final_ln/scale": rng.normal(size=DIMS),
+        "lm/final_ln/bias": rng.normal(size=DIMS),
+        "lm/softmax/logits_ffn/linear/w": rng.normal(size=(DIMS, VOCAB)),
+        "lm/softmax/logits_ffn/bias/b": rng.normal(size=VOCAB),
+    }
+    for name in layers[0]:
+        for block in range(blocks.shape[-1]):
+            path = f"lm/transformer/{prefix}x_layers_{block}/{name}"
+            found[path] = stacked(name, blocks[..., block])
+    return found
+
+
+@pytest.mark.parametrize(
+    "theirs", ["unrolled", "repeated", "repeated pairs", "pipelined", "circular"]
+)
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("combined_qkv", [False, True])
+def test_every_layer_has_the_weights_of_its_layer(stack: str, theirs: str, combined_qkv: bool):
+    layers = praxis_layers()
+    source = stored(layers, theirs)
+    shapes = shapes_of(stack, combined_qkv=combined_qkv)
+    sources = match_weights(shapes, source)
+    read = {name: sources[name].read(source, shape) for name, shape in shapes.items()}
+    assert {name: value.shape for name, value in read.items()} == shapes
+    assert sum(value.size for value in read.values()) == sum(v.size for v in source.values())
+    np.testing.assert_array_equal(read["lm/softmax/w"], source["lm/softmax/logits_ffn/linear/w"].T)
+    lm = model(stack, combined_qkv=combined_qkv).bind({}).lm
+    for number, layer in enumerate(layers):
+        path, indices = lm.locate_layer(number)
+        own = {
+            name.removeprefix("/".join(("lm", *path, ""))): value[indices]
+            for name, value in read.items()
+            if name.startswith("/".join(("lm", *path, "")))
+        }
+        x = np.arange(DIMS, dtype=float)
+        combined = np.einsum("d,pdnh->pnh", x, layer["self_attention/combined_qkv/w"])
+        if combined_qkv:
+            projected = np.einsum("d,dnph->pnh", x, own["attention/qkv/w"])
+            biases = own["attention/qkv/b"].swapaxes(0, 1)
+        else:
+            names = ("query", "key", "value")
+            projected = np.stack(
+                [np.einsum("d,dnh->nh", x, own[f"attention/{name}/w"]) for name in names]
+            )
+            biases = np.stack([own[f"attention/{name}/b"] for name in names])
+        np.testing.assert_allclose(projected, combined)
+        np.testing.assert_array_equal(biases, layer["self_attention/combined_qkv/b"])
+        heads = combined[0]
+        np.testing.assert_allclose(
+            np.einsum("nh,nhd->d", heads, own["attention/output/w"]),
+            np.einsum("nh,dnh->d", heads, layer["self_attention/post/w"]),
+        )
+        for name, theirs_name in {"up": "1", "gate": "1_gate", "down": "2"}.items():
+            weight = layer[f"ff_layer/ffn_layer{theirs_name}/linear/w"]
+            np.testing.assert_array_equal(own[f"feed_forward/{name}/w"], weight)
+        np.testing.assert_array_equal(own["attention_norm/scale"], layer["layer_norm/scale"])
+        np.testing.assert_array_equal(
+            own["feed_forward_norm/bias"], layer["ff_layer/layer_norm/bias"]
+        )
+
+
+def test_separate_projections_and_embeddings_are_read():
+    ours = {f"lm/stack/layers_0/attention/{name}/w": (2, 1, 2) for name in ("query", "key")}
+    ours |= {"lm/embedding/w": (5, 2), "lm/softmax/w": (2, 5), "lm/position/w": (4, 2)}
+    praxis = {
+        "lm/transformer/x_layers_0/self_attention/query/w": np.full((2, 1, 2), 1.0),
+        "lm/transformer/x_layers_0/self_attention/key/w": np.full((2, 1, 2), 2.0),
+        "lm/embedding_lookup/emb_var": np.full((5, 2), 3.0),
+        "lm/softmax/logits_ffn/linear/w": np.arange(10.0).reshape(2, 5),
+        "lm/position_emb/emb_var": np.full((4, 2), 5.0),
+    }
+    sources = match_weights(ours, praxis)
+    for (name, shape), expected in zip(ours.items(), praxis.values(), strict=True):
+        np.testing.assert_array_equal(sources[name].read(praxis, shape), expected)
+
+
+def test_weight_of_praxis_without_counterpart_raises(raises):
+    known = "lm/final_ln/scale"
+    with raises(ConfigError, owner="Praxis", field="lm/ngrammer/table"):
+        match_weights({"lm/final_norm/scale"}, {known, "lm/ngrammer/table"})
+
+
+def test_weight_that_praxis_lacks_raises(raises):
+    with raises(ConfigError, owner="Praxis", field="lm/softmax/b"):
+        match_weights({"lm/softmax/b"}, set())
+
+
+def test_weight_of_another_shape_raises(raises):
+    source = {"lm/final_ln/scale": np.zeros(4)}
+    found = match_weights({"lm/final_norm/scale"}, source)["lm/final_norm/scale"]
+    with raises(ConfigError, owner="Praxis", field="lm/final_ln/scale", value=(4,)):
+        found.read(source, (5,))
