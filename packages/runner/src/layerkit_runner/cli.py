@@ -99,6 +99,9 @@ def _run(words: Sequence[str]) -> int:
     resolved = _resolve(flags)
     if flags.given.get("print_config"):
         return _print_config(resolved, flags)
+    from layerkit_runner.observers.library_logs import configure_library_logs
+
+    configure_library_logs(flags.options)
     # The experiment has imported the modules that this import needs.
     from layerkit_runner.config.field_paths import naming_flags
 
@@ -141,6 +144,9 @@ def _resolve(flags: ParsedFlags) -> ResolvedExperiment:
     find_experiment(flags.exp or "")
     # A configuration that is only printed needs no other processes.
     if flags.mode in MODES and not flags.only_prints:
+        from layerkit_runner.distributed.removed_flags import check_removed_flags
+
+        check_removed_flags(os.environ)
         # Looks for the clusters that JAX supports, without importing JAX.
         from layerkit_runner.distributed.launchers import check_alone, check_processes
 

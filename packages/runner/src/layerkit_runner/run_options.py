@@ -29,8 +29,8 @@ _READING_MODES = (*JOINING_MODES, "export")
 _TRAIN, _PLAN, _INSPECT = ("train",), ("plan",), ("inspect",)
 
 _PRESETS = (
-    *("gpu_latency_hiding", "gpu_pipelined_collectives", "tpu_v5e_collective_fusion"),
-    *("tpu_fsdp", "tpu_multislice", "tpu_v6e_dense", "tpu_v6e_moe"),
+    *("gpu_latency_hiding", "gpu_pipelined_collectives", "gpu_nvidia_pax"),
+    *("tpu_v5e_collective_fusion", "tpu_fsdp", "tpu_multislice", "tpu_v6e_dense", "tpu_v6e_moe"),
 )
 
 AUTO_ADDRESS = "auto"
@@ -41,6 +41,7 @@ OTHER_NAMES = {
     "fdl_config": "exp",
     "server_addr": "coordinator_address",
     "host_idx": "process_id",
+    "verbosity": "v",
 }
 
 # Flags of Pax that no flag of another name replaces.
@@ -91,6 +92,13 @@ def _positive_or_off(text: str) -> int | None:
     if not text.isdecimal() or int(text) == 0:
         raise ValueError("a positive integer, or off")
     return int(text)
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("an integer") from None
 
 
 def _positive_number(text: str) -> float:
@@ -163,7 +171,7 @@ def _option(help: str, metavar: str, modes: tuple[str, ...] = (), **row: Any) ->
     return dataclasses.field(default=default, metadata={"row": row})
 
 
-def _switch(help: str, modes: tuple[str, ...], *, default: bool = False) -> Any:  # noqa: A002
+def _switch(help: str, modes: tuple[str, ...] = (), *, default: bool = False) -> Any:  # noqa: A002
     return _option(help, "", modes, default=default)
 
 
@@ -315,6 +323,19 @@ class RunOptions:
     enable_summary_writer: bool = _switch(
         "write DIR/summaries for TensorBoard", JOINING_MODES, default=True
     )
+    alsologtostderr: bool = _switch("log messages of libraries to stderr too, not only --log_dir")
+    logtostderr: bool = _switch("log messages of libraries to stderr only")
+    v: int | None = _option(
+        "verbosity of the messages of libraries: -1 warnings, 0 information, 1 and more debugging",
+        "LEVEL",
+        read=_integer,
+    )
+    stderrthreshold: str | None = _option(
+        "with --log_dir: lowest level of the messages that also go to stderr",
+        "LEVEL",
+        choices=("debug", "info", "warning", "error", "fatal"),
+    )
+    log_dir: str | None = _option("folder for the messages of libraries, not stderr", "DIR")
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     """Values of the flags that a mode of another package has, by name."""
 

@@ -259,8 +259,8 @@ def test_flags_that_libraries_define_through_absl_are_unknown():
     absl_flags.DEFINE_string("job_log_dir", "theirs", "of a library")
     try:
         assert parse_flags([EXP, "--job_log_dir=ours"]).options.job_log_dir == "ours"
-        assert "verbosity" in absl_flags.FLAGS
+        assert "logger_levels" in absl_flags.FLAGS
         with pytest.raises(UsageError):
-            parse_flags([EXP, "--verbosity=1"])
+            parse_flags([EXP, "--logger_levels=x:1"])
     finally:
         delattr(absl_flags.FLAGS, "job_log_dir")

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
@@ -17,7 +16,6 @@ from layerkit_runner.config.flags import RunOptions, parse_flags
 from layerkit_runner.distributed.devices import (
     PRESETS,
     check_devices,
-    check_no_automatic_profile,
     flag_lines,
     set_compiler_flags,
     set_gpu_memory_share,
@@ -91,7 +89,11 @@ def test_tpu_preset_sets_libtpu_init_args():
         ("tpu_v5e_collective_fusion", V5P, "tpu_multislice"),
         ("tpu_v5e_collective_fusion", "TPU v5 lite", None),
         ("tpu_multislice", V5P, None),
-        ("tpu_multislice", H100, "gpu_latency_hiding or gpu_pipelined_collectives"),
+        (
+            "tpu_multislice",
+            H100,
+            "gpu_latency_hiding or gpu_pipelined_collectives or gpu_nvidia_pax",
+        ),
         ("tpu_fsdp", "TPU v4", None),
         ("gpu_pipelined_collectives", H100, None),
         ("tpu_v6e_moe", V6E, None),
@@ -125,22 +127,11 @@ def test_profile_sets_its_scheduler_and_requires_a_file_and_a_gpu(raises, tmp_pa
         check_devices(RunOptions(pgle_profile=str(path)), V5P)
 
 
-def test_automatic_profiles_raise_since_they_would_have_no_effect(raises):
-    check_no_automatic_profile()
-    jax.config.update("jax_enable_pgle", True)  # noqa: FBT003
-    try:
-        with raises(UsageError, field="jax_enable_pgle", value=True):
-            check_no_automatic_profile()
-    finally:
-        jax.config.update("jax_enable_pgle", False)  # noqa: FBT003
-
-
-def test_installed_xla_accepts_every_gpu_flag(tmp_path: Path):
+@pytest.mark.parametrize("preset", ["gpu_pipelined_collectives", "gpu_nvidia_pax"])
+def test_installed_xla_accepts_every_gpu_flag(tmp_path: Path, preset: str):
     """XLA of any platform knows the flags of GPUs, and ends the process for one it does not."""
     (tmp_path / "steps.pb").touch()
-    options = RunOptions(
-        xla_flags_preset="gpu_pipelined_collectives", pgle_profile=str(tmp_path / "steps.pb")
-    )
+    options = RunOptions(xla_flags_preset=preset, pgle_profile=str(tmp_path / "steps.pb"))
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     set_compiler_flags(options, environment)
     command = [sys.executable, "-c", "import jax; print(jax.devices())"]

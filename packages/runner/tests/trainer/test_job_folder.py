@@ -73,6 +73,19 @@ def test_folder_of_another_experiment_is_an_error(raises: Any, folder: epath.Pat
         check_same_experiment(folder, resolve(Other()))
 
 
+def test_experiment_that_only_evaluates_uses_the_folder_of_its_trainer(
+    raises: Any, folder: epath.Path
+):
+    class Scores(Mesh):
+        trained_by = Mesh
+
+    write_config(folder, resolved(), RunOptions(), report=pytest.fail)
+    check_same_experiment(folder, resolve(Scores()))
+    write_config(folder, resolve(Other()), RunOptions(), report=lambda line: None)
+    with raises(UsageError, value=str(folder)):
+        check_same_experiment(folder, resolve(Scores()))
+
+
 def test_check_writable_leaves_the_folder_unchanged(folder: epath.Path):
     check_writable(folder / "a" / "b")
     assert not folder.exists()

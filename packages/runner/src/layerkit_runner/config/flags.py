@@ -38,7 +38,14 @@ _ABSL_FLAGS = ("flagfile", "undefok")
 # Flags that a printed command omits: its reader chooses where to write, a sweep sets its own, some
 # differ between the processes of a job, and one overrides a single error.
 _OMITTED = (
-    *("job_log_dir", "allow_restart_from_scratch", "study", "num_trials", "study_storage"),
+    *(
+        "job_log_dir",
+        "log_dir",
+        "allow_restart_from_scratch",
+        "study",
+        "num_trials",
+        "study_storage",
+    ),
     *("coordinator_address", "num_processes", "process_id", "multiprocess_gpu"),
 )
 # Flags that need another one.

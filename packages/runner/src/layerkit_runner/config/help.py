@@ -45,6 +45,7 @@ GROUPS = {
     "observing": (
         "metrics, logs and profiles",
         *("enable_summary_writer", "wandb_project", "peak_tflops_per_device", "jax_profiler_port"),
+        *("alsologtostderr", "logtostderr", "v", "stderrthreshold", "log_dir"),
     ),
 }
 _ROWS = {

@@ -85,6 +85,19 @@ PRESETS: Mapping[str, FlagSet] = {
             "--xla_gpu_enable_while_loop_double_buffering=true",
         ),
     ),
+    # The flags of NVIDIA's scripts for Pax that XLA still has. Collectives are asynchronous by
+    # default; the scripts' flags for that, xla_gpu_enable_async_*, no longer exist.
+    "gpu_nvidia_pax": FlagSet(
+        _GPU,
+        r"NVIDIA .*",
+        (
+            "--xla_gpu_enable_latency_hiding_scheduler=true",
+            "--xla_gpu_enable_triton_gemm=false",
+            "--xla_gpu_enable_highest_priority_async_stream=true",
+            "--xla_gpu_all_reduce_combine_threshold_bytes=51200",
+            "--xla_gpu_enable_command_buffer=",
+        ),
+    ),
     # All-gathers of sharded weights overlap with the products around them. Later TPUs reject it.
     "tpu_v5e_collective_fusion": FlagSet(
         _TPU,
@@ -219,22 +232,6 @@ def check_devices(options: RunOptions, device_kind: str) -> None:
             field="--pgle_profile",
             value=options.pgle_profile,
             expected=f"NVIDIA GPUs, whose scheduler reads the profile, not {device_kind}",
-        )
-
-
-def check_no_automatic_profile() -> None:
-    """Raise an error if JAX's automatic profile guidance is set, which would have no effect.
-
-    Raises:
-      UsageError: `jax_enable_pgle` is set.
-    """
-    if getattr(jax.config, "jax_enable_pgle", False):
-        raise UsageError(
-            field="jax_enable_pgle",
-            value=True,
-            expected="False, since the training step is compiled ahead of time",
-            hint="Capture a profile and set --pgle_profile=FILE;"
-            " see python -m layerkit_runner.tools.pgle_profile --help",
         )
 
 

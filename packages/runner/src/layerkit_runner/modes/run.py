@@ -50,15 +50,9 @@ class OutOfMemoryError(UsageError):
 def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
     """Run one job and return its exit code. Only the modules of this mode are imported."""
     from layerkit_runner.distributed.cluster import joined
-    from layerkit_runner.distributed.devices import (
-        check_no_automatic_profile,
-        set_compiler_flags,
-        set_gpu_memory_share,
-    )
+    from layerkit_runner.distributed.devices import set_compiler_flags, set_gpu_memory_share
     from layerkit_runner.distributed.watchdog import watched
 
-    if mode == "train":
-        check_no_automatic_profile()
     set_compiler_flags(options)
     set_gpu_memory_share()
     run_mode = _mode_function(mode)

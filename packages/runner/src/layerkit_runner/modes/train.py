@@ -97,7 +97,7 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
         info = train_run_info(job, programs.data, prepared.works, start_step=first.step)
         executor = _build_executor(job, programs, prepared, info, checkpoints, signals, profiler)
         _record_start(job, first, is_new=checkpoints.latest_step() is None)
-        compiled = compiled_lines([each.run for each in prepared.compiled])
+        compiled = compiled_lines([c.run for c in prepared.compiled if not c.is_jitted])
         report_start(job, programs.data, first, info, [*prepared.notes, *compiled])
         if options.enable_checkpoint_saving:
             # The first save needs Orbax, which takes a second to import.

@@ -48,9 +48,16 @@ _FIRST_START_FLAGS = (
 
 
 def check_same_experiment(directory: epath.Path, resolved: ResolvedExperiment) -> None:
-    """Raise `UsageError` if the folder holds a run of another experiment."""
+    """Raise `UsageError` if the folder holds a run of another experiment.
+
+    An experiment that only evaluates may use the folder of the one that trains its model.
+    """
     before = read_recorded_config(os.fspath(directory))
-    if before is not None and before.experiment != resolved.name:
+    trainer = resolved.experiment.trained_by
+    names = {resolved.name}
+    if trainer is not None:
+        names.add(f"{trainer.__module__}.{trainer.__qualname__}")
+    if before is not None and before.experiment not in names:
         raise UsageError(
             f"the folder holds a run of {before.experiment}",
             owner=resolved.name,

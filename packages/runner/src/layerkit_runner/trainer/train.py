@@ -154,6 +154,7 @@ class CompiledStep:
       summarize_layers: Function `(state, batch) -> (histograms, images)`; None if the layers report
         neither.
       is_from_cache: True if the step was loaded from the compilation cache.
+      is_jitted: True if `run` is compiled when it is called, and may be compiled again.
     """
 
     task: SingleTask
@@ -162,6 +163,7 @@ class CompiledStep:
     batch: NestedMap
     summarize_layers: Callable[[TrainState, NestedMap], Any] | None = None
     is_from_cache: bool = False
+    is_jitted: bool = False
 
 
 def trace_step(
@@ -169,17 +171,23 @@ def trace_step(
 ) -> Callable[[], CompiledStep]:
     """Trace the training step and return a function that compiles it.
 
+    With `jax_enable_pgle` the step is compiled by its first call instead, because JAX profiles and
+    recompiles only functions that are not compiled ahead of time.
+
     Args:
       task: Task, bound to the partitioner.
       partitioner: Started partitioner.
       state: Shapes, dtypes and shardings of the state on the devices.
       batch: Shapes, dtypes and shardings of a global batch.
     """
-    lowered = partitioner.train_step_fn(task).lower(state, batch)
+    jitted = partitioner.train_step_fn(task)
+    lowered = jitted.lower(state, batch)
     _, (_, scalars) = lowered.out_info
     summarize = partitioner.summary_step_fn(task) if has_arrays(scalars) else None
 
     def compile_step() -> CompiledStep:
+        if getattr(jax.config, "jax_enable_pgle", False):
+            return CompiledStep(task, partitioner, jitted, batch, summarize, is_jitted=True)
         with _cache_hits() as hits:
             run = lowered.compile()
         return CompiledStep(task, partitioner, run, batch, summarize, is_from_cache=bool(hits))
@@ -289,6 +297,9 @@ class TrainProgram:
             from those of the first batch.
         """
         batch = self._next_batch(step, is_idle, signals)
+        if self._compiled.is_jitted:
+            # It would be compiled for a batch of another shape, which is an error otherwise.
+            self._check_same_spec(batch, step)
         progress(f"starting step {step}", waits_for_others=True)
         is_summarized = self._is_summarized(step)
         self._last_step = step
