@@ -25,8 +25,7 @@ from typing import Any
 
 from layerkit_runner.config.catalogue import catalogue_json
 from layerkit_runner.config.registry import list_experiments
-from layerkit_runner.files.byte_sizes import size_text
-from layerkit_runner.tools.plan.page import seconds_text
+from layerkit_runner.files.text import seconds_text, size_text
 
 _TARGET = re.compile(r"\(((?:v\d\w*:[\dx]+(?:\*\d+)?)|(?:[abh]\d+x\d+))\)")
 _HEADER = (

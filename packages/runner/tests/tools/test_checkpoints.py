@@ -115,7 +115,7 @@ def test_list_prints_the_steps_and_why_they_are_kept(written, capsys, folder):
     for row in rows:
         saved = datetime.datetime.fromisoformat(f"{row[1]}+00:00")
         assert abs(today - saved) < datetime.timedelta(hours=1)
-        assert row[2].endswith(" KiB")
+        assert row[2].endswith(" kB")
     assert [[row[0], *row[3:]] for row in rows] == [
         ["10", "tensorstore", "yes", "heldout/loss 1.5", "best heldout/loss, one per 12:00:00"],
         ["20", "tensorstore", "yes", "heldout/loss 2.5", "newest"],

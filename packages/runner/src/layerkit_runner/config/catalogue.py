@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from layerkit_runner.errors import UsageError
+from layerkit_runner.files.text import aligned, cut
 
 if TYPE_CHECKING:
     from layerkit_runner.config.registry import ExperimentEntry
@@ -25,7 +26,6 @@ _HEADINGS = ("NAME", "WEIGHTS", "MESH", "DATA", "SUMMARY")
 # Columns that are dropped for a narrow terminal, in this order; then summaries are cut.
 _LEFT_OUT_FIRST = ("DATA", "MESH", "WEIGHTS")
 _LEAST_SUMMARY = 24
-_GAP = "  "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,16 +94,16 @@ def catalogue_text(
         if any(column)
     }
     if width is None:
-        return _aligned(list(table.values()))
+        return _text(table)
     shown = {heading: (heading, *column) for heading, column in table.items()}
     if wide or _width(shown) <= width:
-        return _aligned(list(shown.values()))
+        return _text(shown)
     for heading in _LEFT_OUT_FIRST:
         if _width(shown) - _longest(shown["SUMMARY"]) + _LEAST_SUMMARY > width:
             shown.pop(heading, None)
     left = width - _width(shown) + _longest(shown["SUMMARY"])
-    shown["SUMMARY"] = tuple(_cut(text, max(left, _LEAST_SUMMARY)) for text in shown["SUMMARY"])
-    return _aligned(list(shown.values())) + "\n\nrunner --list --wide shows all of each."
+    shown["SUMMARY"] = tuple(cut(text, max(left, _LEAST_SUMMARY)) for text in shown["SUMMARY"])
+    return _text(shown) + "\n\nrunner --list --wide shows all of each."
 
 
 def _longest(column: Sequence[str]) -> int:
@@ -112,19 +112,11 @@ def _longest(column: Sequence[str]) -> int:
 
 def _width(table: Mapping[str, Sequence[str]]) -> int:
     """Return the width of a table in characters."""
-    return sum(_longest(column) + len(_GAP) for column in table.values()) - len(_GAP)
+    return sum(_longest(column) + 2 for column in table.values()) - 2
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1].rstrip() + "…"
-
-
-def _aligned(columns: Sequence[Sequence[str]]) -> str:
-    widths = [_longest(column) for column in columns]
-    return "\n".join(
-        _GAP.join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in zip(*columns, strict=True)
-    )
+def _text(table: Mapping[str, Sequence[str]]) -> str:
+    return "\n".join(aligned(list(zip(*table.values(), strict=True))))
 
 
 def catalogue_json(entries: Sequence[ExperimentEntry]) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from layerkit_runner.config.field_paths import override_path
 from layerkit_runner.distributed.process_exchange import all_arrive
 from layerkit_runner.errors import unknown_name_text
 from layerkit_runner.files.atomic_write import atomic_write
-from layerkit_runner.files.byte_sizes import megabytes
+from layerkit_runner.files.text import megabytes
 from layerkit_runner.observers import draw_loss_curve, memory_scalars, metrics_path
 from layerkit_runner.observers.metrics_log import encode
 from layerkit_runner.trainer.executor import Executor

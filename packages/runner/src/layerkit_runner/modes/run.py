@@ -26,7 +26,7 @@ from layerkit_runner.errors import (
     unknown_name_text,
 )
 from layerkit_runner.files.atomic_write import open_append
-from layerkit_runner.files.byte_sizes import size_text
+from layerkit_runner.files.text import size_text
 
 if TYPE_CHECKING:
     from layerkit_runner.distributed.cluster import JoinedProcess

@@ -17,7 +17,7 @@ from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.data.batch_checks import cast_text
 from layerkit_runner.data.infeed import peek_batch
 from layerkit_runner.distributed.devices import flag_lines
-from layerkit_runner.files.byte_sizes import megabytes
+from layerkit_runner.files.text import megabytes
 from layerkit_runner.init_from.provenance import FirstState
 from layerkit_runner.observers import RunInfo, StepWork, peak_flops
 from layerkit_runner.trainer.job import Job, versions

@@ -24,7 +24,7 @@ from etils import epath
 
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import atomic_write
-from layerkit_runner.files.byte_sizes import megabytes
+from layerkit_runner.files.text import megabytes
 
 CAPTURE_SIGNAL = signal.SIGUSR2
 STEP_EVENT = "train"

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from layerkit.errors import first_names
-from layerkit_runner.files.byte_sizes import size_text
+from layerkit_runner.files.text import size_text
 from layerkit_runner.partitioning.state_axes import Axes
 
 

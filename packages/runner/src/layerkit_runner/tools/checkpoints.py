@@ -29,6 +29,7 @@ from layerkit.errors import UserError, first_names
 from layerkit_runner.checkpointing import documents, errors, folders, formats, integrity, inventory
 from layerkit_runner.errors import StorageError, UsageError, with_data
 from layerkit_runner.files.atomic_write import absolute
+from layerkit_runner.files.text import aligned, size_text
 
 _SAFETENSORS = "safetensors"
 _TARGETS = (*(kind.value for kind in formats.StateFormat), _SAFETENSORS)
@@ -105,14 +106,14 @@ def _list(options: argparse.Namespace) -> int:
         row = (
             str(summary.step),
             f"{summary.time:%Y-%m-%d %H:%M:%S}",
-            _size(summary.num_bytes),
+            size_text(summary.num_bytes),
             summary.state_format.value,
             f"NO, {len(summary.damage)} file(s)" if summary.damage else "yes",
             _metric(summary),
             "unknown" if reasons is None else ", ".join(reasons) or "deleted at the next save",
         )
         rows.append(row)
-    _print_table(rows)
+    print("\n".join(aligned(rows)))
     for summary in summaries:
         for finding in summary.damage:
             print(f"step {summary.step}: {finding}")
@@ -167,9 +168,9 @@ def _show(options: argparse.Namespace) -> int:
         sizes[path[0]] += spec.num_bytes
         shape = " × ".join(map(str, spec.shape)) or "scalar"
         rows.append((structure.join(path), shape, spec.dtype.name, f"{spec.num_bytes:,}"))
-    _print_table(rows)
-    parts = ", ".join(f"{part} {_size(size)}" for part, size in sizes.items())
-    print(f"step {step}: {len(leaves)} arrays, {_size(sizes.total())} ({parts})")
+    print("\n".join(aligned(rows)))
+    parts = ", ".join(f"{part} {size_text(size)}" for part, size in sizes.items())
+    print(f"step {step}: {len(leaves)} arrays, {size_text(sizes.total())} ({parts})")
     return 0
 
 
@@ -277,19 +278,6 @@ def _steps(directory: epath.Path, wanted: int | None) -> list[int]:
 
 def _step_names(steps: Sequence[int]) -> str:
     return f"{'step' if len(steps) == 1 else 'steps'} {first_names(map(str, steps))}"
-
-
-def _size(num_bytes: int) -> str:
-    power = min(max(num_bytes.bit_length() - 1, 0) // 10, 4)
-    unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
-    return f"{num_bytes / 1024**power:.{1 if power else 0}f} {unit}"
-
-
-def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        print("  ".join(cells).rstrip())
 
 
 def _use_cpu() -> None:

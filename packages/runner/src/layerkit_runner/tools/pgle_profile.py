@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from etils import epath
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.files.byte_sizes import megabytes
+from layerkit_runner.files.text import megabytes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

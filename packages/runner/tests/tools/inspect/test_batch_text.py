@@ -9,7 +9,7 @@ import pytest
 from layerkit.nested_map import NestedMap
 from layerkit_inputs import LocalText
 from layerkit_inputs.base_input import BaseInput
-from layerkit_runner.tools.inspect.batch_text import field_table, real_rows, row_lines, summary
+from layerkit_runner.tools.inspect.batches import field_table, real_rows, row_lines, summary
 
 
 class Letters(BaseInput):

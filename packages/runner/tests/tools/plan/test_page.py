@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from layerkit_runner.files.byte_sizes import size_text
+from layerkit_runner.files.text import size_text
 from layerkit_runner.tools.plan import BatchPlan, Plan
 from layerkit_runner.tools.plan.bounds import PipelinePlan, device_work, step_bounds
 from layerkit_runner.tools.plan.collectives import Traffic

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from layerkit_runner.files.byte_sizes import size_text
+from layerkit_runner.files.text import size_text
 from layerkit_runner.tools.doctor.machine import Finding, Problem
 
 # The driver creates these folders, whether JAX uses the devices or not.

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from layerkit_runner.files.byte_sizes import size_text
+from layerkit_runner.files.text import size_text
 
 _OWN_PACKAGES = ("layerkit", "layerkit-inputs", "layerkit-runner", "layerkit-experiments")
 # Each plugin has the version number of its jaxlib.

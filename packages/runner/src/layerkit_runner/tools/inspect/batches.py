@@ -16,6 +16,7 @@ import numpy as np
 from layerkit.config import Config, target_of
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.eval_padding import num_rows_of
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.batch_checks import check_batch, skipped_line
@@ -27,18 +28,16 @@ from layerkit_runner.data.infeed import (
     plan_input,
 )
 from layerkit_runner.errors import UsageError
+from layerkit_runner.files.text import aligned
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.tools.inspect.batch_text import (
-    SPECIAL,
-    UNWEIGHTED,
-    field_table,
-    real_rows,
-    row_lines,
-    summary,
-)
 from layerkit_runner.tools.plan.devices import start_simulated
 
 _ROWS_SHOWN = 2
+_MOST_CHARACTERS = 160
+UNWEIGHTED = "⟦{}⟧"
+"""Mark of labels of weight 0."""
+SPECIAL = "⟪{}⟫"
+"""Mark of special ids, which distinguishes them from the same characters in the text."""
 
 
 def print_batches(resolved: ResolvedExperiment, options: RunOptions) -> None:
@@ -157,16 +156,122 @@ def _other_hosts(batches: list[NestedMap | None], hosts: list[int]) -> Iterator[
             continue
         yield f"    host {host}: {summary(batch)}"
         for earlier, other in zip(hosts[:position], batches, strict=False):
-            if other is not None and _is_same(batch, other):
+            if other is None or not real_rows(batch).any():
+                continue
+            arrays, others = dict(batch.flatten_items()), dict(other.flatten_items())
+            if arrays.keys() == others.keys() and all(
+                np.array_equal(array, others[path]) for path, array in arrays.items()
+            ):
                 yield f"    WARNING: hosts {earlier} and {host} read the same rows"
                 break
 
 
-def _is_same(batch: NestedMap, other: NestedMap) -> bool:
-    """Return whether two batches are equal and a row of them holds data."""
-    if not real_rows(batch).any():
-        return False
-    arrays, others = dict(batch.flatten_items()), dict(other.flatten_items())
-    return arrays.keys() == others.keys() and all(
-        np.array_equal(array, others[path]) for path, array in arrays.items()
-    )
+def real_rows(batch: NestedMap) -> np.ndarray:
+    """Return bool `[batch]`: True for rows that hold data, False for padding."""
+    if "provenance" in batch:
+        return np.asarray(batch.provenance >= 0)
+    if "eval_sample_weights" in batch:
+        return np.asarray(batch.eval_sample_weights > 0)
+    return np.ones(num_rows_of(batch), bool)
+
+
+def summary(batch: NestedMap) -> str:
+    """Return text such as `8 of 8 rows hold data | 3.1% padding | weights 1,987`."""
+    rows = real_rows(batch)
+    parts = [f"{rows.sum()} of {len(rows)} rows hold data"]
+    for side, part in _sides(batch):
+        label = f"{side}: " if side else ""
+        valid = _valid(part)
+        if valid is not None:
+            parts.append(f"{label}{1 - valid.mean():.1%} padding")
+        if "weights" in part:
+            parts.append(f"{label}weights {np.sum(part.weights, dtype=np.float64):,.6g}")
+    return " | ".join(parts)
+
+
+def field_table(batch: NestedMap) -> list[str]:
+    """Return a line for each field: shape, dtype, least and greatest value."""
+    rows: list[tuple[str, ...]] = [("field", "shape", "dtype", "min", "max")]
+    for path, value in batch.flatten_items():
+        array = np.asarray(value)
+        ends = [f"{f(array).item():.6g}" if array.size else "" for f in (np.min, np.max)]
+        rows.append((path, str(list(array.shape)), array.dtype.name, *ends))
+    return aligned(rows)
+
+
+def row_lines(dataset: BaseInput, batch: NestedMap, row: int) -> Iterator[str]:
+    """Yield the text of each sequence of ids in a row, by segments."""
+    number = f" (example {batch.provenance[row]})" if "provenance" in batch else ""
+    if not real_rows(batch)[row]:
+        yield f"row {row}: padding"
+        return
+    yield f"row {row}{number}"
+    for side, part in _sides(batch):
+        valid = _valid(part)
+        length = part.ids.shape[1]
+        here = np.ones(length, bool) if valid is None else valid[row]
+        segments = part.segment_ids[row] if "segment_ids" in part else here.astype(np.int32)
+        for segment in np.unique(segments[here]):
+            where = here & (segments == segment)
+            suffix = f"[{segment}]" if segments.max(initial=0) > 1 else ""
+            prefix = f"{side}." if side else ""
+            yield f"  {prefix}ids{suffix}: {_shown(_decode(dataset, part.ids[row][where], side))}"
+            if "labels" in part and "weights" in part:
+                has_weight = part.weights[row][where] > 0
+                text = "".join(
+                    ("{}" if is_weighted else UNWEIGHTED).format(_decode(dataset, piece, side))
+                    for is_weighted, piece in _runs(has_weight, part.labels[row][where])
+                )
+                yield f"  {prefix}labels{suffix}: {_shown(text)}"
+
+
+def _sides(batch: NestedMap) -> Iterator[tuple[str, NestedMap]]:
+    """Yield the parts of a batch that hold ids `[batch, length]`: itself, or `src` and `tgt`."""
+    if "ids" in batch and np.ndim(batch.ids) == 2:
+        yield "", batch
+    for name in sorted(batch):
+        part = batch[name]
+        if isinstance(part, NestedMap) and "ids" in part and np.ndim(part.ids) == 2:
+            yield name, part
+
+
+def _valid(part: NestedMap) -> np.ndarray | None:
+    """Return bool `[batch, length]`, True for tokens; None if the batch does not mark them."""
+    if "paddings" in part:
+        return np.asarray(part.paddings == 0)
+    if "segment_ids" in part:
+        return np.asarray(part.segment_ids > 0)
+    if "prompt_lengths" in part:
+        return np.arange(part.ids.shape[1]) < np.asarray(part.prompt_lengths)[:, None]
+    return None
+
+
+def _decode(dataset: BaseInput, ids: np.ndarray, side: str) -> str:
+    """Return the text of ids, with special ids marked by their names."""
+    names = getattr(dataset.text_tokenizer(side or None), "special_tokens", {})
+    pieces = []
+    for is_special, piece in _runs(np.isin(ids, list(names)), ids):
+        if is_special:
+            pieces += [SPECIAL.format(names[token]) for token in piece.tolist()]
+            continue
+        try:
+            pieces += dataset.ids_to_strings(piece[None], [len(piece)], key=side or None)
+        except NotImplementedError:  # the input has no vocabulary
+            pieces.append(" ".join(map(str, piece)))
+    return "".join(pieces)
+
+
+def _runs(flags: np.ndarray, ids: np.ndarray) -> Iterator[tuple[bool, np.ndarray]]:
+    """Yield consecutive ids with equal flags, with that flag."""
+    begins = np.flatnonzero(np.diff(flags, prepend=~flags[:1]))
+    for begin, end in zip(begins, [*begins[1:], len(ids)], strict=True):
+        yield bool(flags[begin]), ids[begin:end]
+
+
+def _shown(text: str) -> str:
+    """Return the text in quotes on one line, without the middle of a long text."""
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    if len(line) > _MOST_CHARACTERS:
+        half = _MOST_CHARACTERS // 2
+        line = f"{line[:half]} … {line[-half:]}"
+    return f"“{line}”"

@@ -19,6 +19,7 @@ from layerkit_runner.config.recorded import FILE_NAME, read_recorded_config
 from layerkit_runner.config.registry import find_experiment
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve_entry, resolve_flags
 from layerkit_runner.errors import UsageError
+from layerkit_runner.files.text import aligned
 
 # Longer values are printed on separate lines.
 _COLUMN = 32
@@ -106,31 +107,28 @@ def difference_text(here: Side, there: Side, found: Mapping[str, Mapping[str, An
     lines = [f"here   {here.name}", f"there  {there.name}"]
     if not found:
         return "\n".join([*lines, "nothing differs"])
-    rows = {path: {side: _shown(each) for side, each in found[path].items()} for path in found}
+    rows = {
+        path: {side: v if isinstance(v, str) else repr(v) for side, v in values.items()}
+        for path, values in found.items()
+    }
     short = {
         path: values
         for path, values in rows.items()
         if len(values) == 2 and all(len(value) <= _COLUMN for value in values.values())
     }
-    width = max(map(len, ["field", *short]))
-    middle = max(map(len, ["here", *(values["here"] for values in short.values())]))
-    lines.append("")
-    if short:
-        lines.append(f"{'field':<{width}}  {'here':<{middle}}  there")
+    pairs = [(path, values["here"], values["there"]) for path, values in short.items()]
+    heading, *table = aligned([("field", "here", "there"), *pairs])
+    lines += ["", heading] if short else [""]
     for path, values in rows.items():
         if path in short:
-            lines.append(f"{path:<{width}}  {values['here']:<{middle}}  {values['there']}")
+            lines.append(table.pop(0))
         elif len(values) == 1:
             [(side, value)] = values.items()
-            lines.append(f"{path:<{width}}  only {side}: {value}")
+            lines.append(f"{path.ljust(heading.index('  here'))}  only {side}: {value}")
         else:
             lines += [path, f"    here   {values['here']}", f"    there  {values['there']}"]
     count = len({**here.values, **there.values})
     return "\n".join([*lines, "", f"{len(found)} of {count} fields differ"])
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else repr(value)
 
 
 def difference_json(here: Side, there: Side, found: Mapping[str, Mapping[str, Any]]) -> str:

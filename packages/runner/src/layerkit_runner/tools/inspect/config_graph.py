@@ -8,30 +8,23 @@ different boxes is one config object in several fields.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from layerkit.config import assigned_fields, target_of
+from layerkit_runner.config.config_text import value_text
 from layerkit_runner.config.config_tree import NOT_SET, children, configs_in, target_name
 from layerkit_runner.config.overrides import ROOTS
 from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.files.text import cut
 
 _VALUES_SHOWN = 6
 _VALUE_LENGTH = 32
 
 
-@dataclasses.dataclass(frozen=True)
-class Node:
-    """A box.
-
-    Attributes:
-      key: Unique name in the diagram.
-      title: Name of the class or function.
-      values: Changed values, such as `num_layers = 2`.
-      is_class: Whether the config is of a class, not of a function.
-    """
+class Node(NamedTuple):
+    """A box: a unique key, the name of the class or function, and values as `num_layers = 2`."""
 
     key: str
     title: str
@@ -39,17 +32,15 @@ class Node:
     is_class: bool = True
 
 
-@dataclasses.dataclass(frozen=True)
-class Edge:
-    """An arrow between two boxes, for fields such as `query_tpl` or `datasets.0`."""
+class Edge(NamedTuple):
+    """An arrow between the boxes of two keys, for fields such as `query_tpl` or `datasets.0`."""
 
     parent: str
     child: str
     fields: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class ConfigGraph:
+class ConfigGraph(NamedTuple):
     """Boxes and arrows, from the experiment down."""
 
     nodes: list[Node]
@@ -89,49 +80,31 @@ def _draw(graph: ConfigGraph, key: str, held: list[tuple[str, Any]], known: dict
         child = known.setdefault(id(config), f"n{len(graph.nodes)}")
         graph.edges.append(Edge(key, child, tuple(names)))
         if is_new:
-            values = tuple(f"{name} = {_text(value)}" for name, value in _set_values(config))
             is_class = isinstance(target_of(config), type)
+            values = tuple(_set_values(config))
             graph.nodes.append(Node(child, target_name(config), values, is_class))
             below = [each for name, value in children(config) for each in configs_in(value, name)]
             _draw(graph, child, below, known)
 
 
-def _set_values(config: Any) -> Iterator[tuple[str, Any]]:
-    """Yield fields that differ from the defaults of the class, except those that hold configs."""
-    defaults = _defaults(target_of(config))
-    for name, value in assigned_fields(config).items():
-        if any(configs_in(value)) or value is None or value is NOT_SET:
-            continue
-        default = defaults.get(str(name), NOT_SET)
-        if type(default) is not type(value) or default != value:
-            yield str(name), value
-
-
-def _defaults(target: Any) -> dict[str, Any]:
-    if dataclasses.is_dataclass(target):
-        fields = dataclasses.fields(target)
-        made = {
-            f.name: f.default_factory for f in fields if f.default_factory in (list, dict, tuple)
-        }
-        given = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
-        return {**given, **{name: make() for name, make in made.items() if callable(make)}}
+def _set_values(config: Any) -> Iterator[str]:
+    """Yield the fields that differ from the defaults of the class and hold no config."""
+    target = target_of(config)
     try:
-        parameters = inspect.signature(target).parameters.values()
+        parameters = dict(inspect.signature(target).parameters)
     except ValueError:  # some built-in types have no signature
-        return {}
-    return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+        parameters = {}
+    for name, value in assigned_fields(config).items():
+        default = parameters[name].default if name in parameters else NOT_SET
+        is_default = type(default) is type(value) and default == value
+        if not (is_default or value is None or value is NOT_SET or any(configs_in(value))):
+            yield f"{name} = {_text(value)}"
 
 
 def _text(value: Any) -> str:
-    text = str(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = (getattr(value, field.name) for field in dataclasses.fields(value))
-        text = f"{type(value).__name__}({', '.join(map(_text, parts))})"
-    elif isinstance(value, float):
-        text = f"{value:.4g}"
-    elif hasattr(value, "__name__"):
-        text = value.__name__
-    return text if len(text) <= _VALUE_LENGTH else f"{text[: _VALUE_LENGTH - 1]}…"
+    if isinstance(value, str):
+        return cut(value, _VALUE_LENGTH)
+    return cut(getattr(value, "__name__", None) or value_text(value), _VALUE_LENGTH)
 
 
 def mermaid(graph: ConfigGraph) -> str:
@@ -151,6 +124,5 @@ def mermaid(graph: ConfigGraph) -> str:
 
 def _escaped(text: str) -> str:
     """Return a label with entity codes for characters that end it or are read as HTML."""
-    for character, code in (("#", "#35;"), ('"', "#quot;"), ("<", "#lt;"), (">", "#gt;")):
-        text = text.replace(character, code)
-    return text
+    codes = {"#": "#35;", '"': "#quot;", "<": "#lt;", ">": "#gt;"}
+    return "".join(codes.get(character, character) for character in text)

@@ -18,7 +18,7 @@ from layerkit.weights import WeightBox, WeightInit, is_box
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.errors import to_usage_error
-from layerkit_runner.files.byte_sizes import size_text
+from layerkit_runner.files.text import aligned, size_text
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.tools.inspect.built_layers import joint_path, simulated_parts, without_number
 from layerkit_runner.tools.plan.memory import TensorMemory, tensor_memory
@@ -272,29 +272,20 @@ def _size_text(total: Total) -> str:
     return f"{size_text(total.bytes)}, {size_text(total.bytes_per_device)} on each device"
 
 
-def _rows(parameters: Sequence[Parameter]) -> Iterator[str]:
-    """Yield a line for each weight; equal weights of numbered layers share one."""
+def _rows(parameters: Sequence[Parameter]) -> list[str]:
+    """Return a line for each weight; equal weights of numbered layers share one."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for row in parameters:
+        # Such as `layers 18 × embed 3072/fsdp`.
+        dimensions = " × ".join(
+            " ".join(filter(None, (axis, "/".join([str(size), *split]))))
+            for size, axis, split in zip(row.shape, row.axes, row.sharding, strict=True)
+        )
         starts_as = f"{row.starts_as}{' (frozen)' if row.is_frozen else ''}"
-        others = (f"{row.count:,}", row.dtype, _dimensions_text(row), starts_as)
+        others = (f"{row.count:,}", row.dtype, dimensions or "scalar", starts_as)
         groups.setdefault((without_number(row.path), *others), []).append(row.path)
     cells = [
         (joint_path(paths), f"{len(paths)} × {count}" if len(paths) > 1 else count, *others)
         for (_, count, *others), paths in groups.items()
     ]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for path, count, dtype, dimensions, starts_as in cells:
-        yield (
-            f"{path:<{widths[0]}}  {count:>{widths[1]}}  {dtype:<{widths[2]}}"
-            f"  {dimensions:<{widths[3]}}  {starts_as}"
-        ).rstrip()
-
-
-def _dimensions_text(row: Parameter) -> str:
-    """Return text such as `layers 18 × embed 3072/fsdp`; `scalar` for no dimension."""
-    parts = []
-    for size, axis, split in zip(row.shape, row.axes, row.sharding, strict=True):
-        over = "".join(f"/{name}" for name in split)
-        parts.append(f"{size}{over}" if axis is None else f"{axis} {size}{over}")
-    return " × ".join(parts) or "scalar"
+    return aligned(cells, right=[1])

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 
-from layerkit_runner.files.byte_sizes import size_text
+from layerkit_runner.files.text import cut, seconds_text, size_text
 from layerkit_runner.tools.plan.bounds import Bounds, PipelinePlan
 from layerkit_runner.tools.plan.memory import Memory, TensorMemory
 from layerkit_runner.tools.plan.plan import BatchPlan, Plan
@@ -70,7 +70,7 @@ def _verdict(plan: Plan) -> Iterator[str]:
     if plan.fits is None or device is None:
         return
     if plan.refusal is not None:
-        yield f"DOES NOT FIT: {_cut(' '.join(plan.refusal.split()), _WIDTH - 14)}"
+        yield f"DOES NOT FIT: {cut(' '.join(plan.refusal.split()), _WIDTH - 14)}"
     elif device.usable_bytes is not None and device.memory_bytes is not None:
         usable = f"{size_text(device.usable_bytes)} that a program can have"
         if device.reserved_bytes:
@@ -96,7 +96,7 @@ def _batch_lines(batch: BatchPlan, num_devices: int) -> Iterator[str]:
         yield f"             in {batch.parts} parts of {each} rows, gradients added up"
     if batch.tokens is not None:
         yield f"             × {batch.length} positions = {batch.tokens:,} tokens per step"
-    yield f"             {_cut(', '.join(batch.fields), _WIDTH - 13)}"
+    yield f"             {cut(', '.join(batch.fields), _WIDTH - 13)}"
 
 
 def _pipeline_line(pipeline: PipelinePlan) -> str:
@@ -134,7 +134,7 @@ def _tensor_lines(tensors: list[TensorMemory]) -> Iterator[str]:
         sizes = zip(tensor.shape, tensor.sharding, strict=True)
         shape = ", ".join("/".join([str(size), *axes]) for size, axes in sizes)
         size = size_text(tensor.bytes_per_device)
-        yield _cut(f"  {size:>10}  {tensor.path}  {tensor.dtype}[{shape}]", _WIDTH)
+        yield cut(f"  {size:>10}  {tensor.path}  {tensor.dtype}[{shape}]", _WIDTH)
 
 
 def _temporary_lines(plan: Plan) -> Iterator[str]:
@@ -225,19 +225,3 @@ def _ends(bounds: Bounds) -> Iterator[str]:
         speed = "" if tokens is None else f"{tokens:,.0f} tokens/s, "
         part = "" if mfu is None else f"MFU {100 * mfu:.0f} %, "
         yield f"  {name:<14}{seconds_text(seconds):>10}  {speed}{part}{condition}"
-
-
-def seconds_text(seconds: float) -> str:
-    """Return a time such as `1.23 s`, `45.6 ms` or `7.89 µs`.
-
-    >>> seconds_text(0.0456)
-    '45.6 ms'
-    """
-    for scale, unit in ((1, "s"), (1e-3, "ms")):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} µs"
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"

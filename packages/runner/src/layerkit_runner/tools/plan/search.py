@@ -26,10 +26,9 @@ from layerkit_runner.config.config_text import config_json
 from layerkit_runner.config.overrides import Override
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
 from layerkit_runner.errors import UsageError
-from layerkit_runner.files.byte_sizes import size_text
+from layerkit_runner.files.text import seconds_text, size_text
 from layerkit_runner.tools.plan.bounds import Bounds
 from layerkit_runner.tools.plan.compiling import QUICK_NOTE
-from layerkit_runner.tools.plan.page import seconds_text
 from layerkit_runner.tools.plan.plan import Plan, StateTooLargeError, make_plan
 from layerkit_runner.tools.plan.targets import Target
 

@@ -14,6 +14,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from layerkit_inputs.extras import MissingExtraError
 from layerkit_runner.files.atomic_write import atomic_write
+from layerkit_runner.files.text import aligned
 from layerkit_runner.observers.loss_curve import require_matplotlib
 from layerkit_runner.tools.sweep.study_file import StudyFile, Value
 from layerkit_runner.tools.sweep.trials import SweepFolder
@@ -120,18 +121,12 @@ def table(found: Sequence[TrialResult], file: StudyFile) -> list[str]:
         ]
         for result in found
     ]
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    left = {0, len(head) - 3, len(head) - 1}  # columns of words; the others are numbers
-    lines = []
-    for row in [head, *rows]:
-        cells = [
-            cell.ljust(width) if index in left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
+    count = len(head)
     failed = [result for result in found if result.state == "failed"]
-    lines += [f"failed: trial {result.number:04d}: {result.reason}" for result in failed]
-    return lines
+    return [
+        *aligned([head, *rows], right={*range(1, count - 3), count - 2}),  # columns of numbers
+        *(f"failed: trial {result.number:04d}: {result.reason}" for result in failed),
+    ]
 
 
 def shown(value: Value) -> str:

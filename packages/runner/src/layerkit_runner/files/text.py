@@ -1,0 +1,62 @@
+"""Texts for people: byte counts in powers of ten, times, and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+
+def size_text(size: float) -> str:
+    """Return bytes as a text of three digits, such as `0 B`, `12.3 kB` or `1.54 GB`.
+
+    >>> size_text(1_540_000_000)
+    '1.54 GB'
+    """
+    if size < 1000:
+        return f"{size:.0f} B"
+    value = float(size)
+    for unit in ("kB", "MB", "GB", "TB"):
+        value /= 1000
+        # A value that would be rounded to 1000 of a unit is 1 of the next.
+        if value < 999.5 or unit == "TB":
+            break
+    return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
+
+
+def megabytes(size: float) -> str:
+    """Return bytes as MB or, from a billion on, as GB."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a time such as `1.23 s`, `45.6 ms` or `7.89 µs`.
+
+    >>> seconds_text(0.0456)
+    '45.6 ms'
+    """
+    for scale, unit in ((1, "s"), (1e-3, "ms")):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} µs"
+
+
+def cut(text: str, width: int) -> str:
+    """Return a text of at most `width` characters; `…` stands for the rest of a longer one."""
+    return text if len(text) <= width else text[: width - 1].rstrip() + "…"
+
+
+def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
+    """Return the lines of a table with columns of equal width.
+
+    Args:
+      rows: Cells of each row; all rows have the same number of them.
+      right: Indices of the columns that are aligned at the right.
+
+    >>> aligned([("a", "1"), ("bcd", "23")], right=[1])
+    ['a     1', 'bcd  23']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    signs = [">" if index in right else "<" for index in range(len(widths))]
+    return [
+        "  ".join(f"{cell:{s}{n}}" for cell, s, n in zip(row, signs, widths, strict=True)).rstrip()
+        for row in rows
+    ]
