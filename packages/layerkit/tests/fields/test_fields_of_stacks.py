@@ -133,6 +133,9 @@ EXAMPLES = [
         MOE,
         on_tokens,
         activation_tpl=Config(L.Tanh),
+        router_tpl=Config(L.TopKRouter, logit_cap=0.1),
+        dropout_rate=Change(0.5, given=WITH_CAPACITY),
+        balance_per_group=Change(value=True, given=WITH_CAPACITY),
         capacity_factor=1.0,
         num_groups=Change(2, given=WITH_CAPACITY),
         grouped_matmul="ragged_dot",
@@ -143,6 +146,20 @@ EXAMPLES = [
         dot_tpl=Change(Config(Fp8Dot), given=WITH_CAPACITY),
     ),
     of(
+        L.BaseRouter,
+        {"input_dims": DIMS, "num_experts": 8},
+        lambda layer: layer.inputs_and_logits(NUMBERS[..., : layer.input_dims]),
+        logit_cap=0.1,
+        weight_init=GAUSSIAN,
+    ),
+    of(
+        L.ExpertChoiceRouter,
+        {"input_dims": DIMS, "num_experts": 8},
+        lambda layer: layer(NUMBERS[..., : layer.input_dims], capacity=2).weights,
+        logit_cap=0.1,
+        weight_init=GAUSSIAN,
+    ),
+    of(
         L.TopKRouter,
         {"input_dims": DIMS, "num_experts": 8},
         route,
@@ -150,6 +167,7 @@ EXAMPLES = [
         score_bias_rate=Change(0.1, given={"use_score_bias": True}),
         num_expert_groups=Change(4, given=IN_GROUPS),
         num_chosen_groups=Change(2, given=IN_GROUPS),
+        logit_cap=0.1,
         weight_init=GAUSSIAN,
     ),
     of(

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from layerkit.layers.masked_lm import MaskedLmAugmenter as MaskedLmAugmenter
     from layerkit.layers.masks import AttentionMask as AttentionMask
     from layerkit.layers.moe.feed_forward import MoeFeedForward as MoeFeedForward
+    from layerkit.layers.moe.routing import BaseRouter as BaseRouter
+    from layerkit.layers.moe.routing import ExpertChoiceRouter as ExpertChoiceRouter
     from layerkit.layers.moe.routing import TopKRouter as TopKRouter
     from layerkit.layers.normalizations import BaseNormalization as BaseNormalization
     from layerkit.layers.normalizations import LayerNorm as LayerNorm
@@ -104,7 +106,7 @@ __getattr__, __dir__ = lazy_names(
         "masked_lm": "MaskedLmAugmenter",
         "masks": "AttentionMask",
         "moe.feed_forward": "MoeFeedForward",
-        "moe.routing": "TopKRouter",
+        "moe.routing": "BaseRouter ExpertChoiceRouter TopKRouter",
         "normalizations": "BaseNormalization LayerNorm RmsNorm RmsNormNoScale",
         "pipeline": "Pipeline",
         "pipelined_transformer": "PipelinedTransformer",

@@ -166,6 +166,8 @@ class Transformer(BaseLayer):
         """
         self._check_memory(memory=memory)
         self.attention.init_cache(batch_size, max_length)
+        if hasattr(self.feed_forward, "init_cache"):
+            self.feed_forward.init_cache(batch_size, max_length)
         if self.cross_attention_tpl is not None:
             self.cross_attention.init_cache(memory)
 

@@ -12,9 +12,11 @@ import pytest
 from jax.sharding import AxisType
 
 from layerkit.base_layer import AUX_LOSS, SUMMARIES
+from layerkit.config import Config
 from layerkit.errors import ConfigError
 from layerkit.layers.moe import feed_forward
 from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.moe.routing import ExpertChoiceRouter
 from layerkit.layers.pipeline import Pipeline
 from layerkit.sharding import DEFAULT_RULES, BoundSharding
 from layerkit.weights import logical_axes, unbox
@@ -22,6 +24,7 @@ from layerkit.weights import logical_axes, unbox
 KEY = jax.random.key(0)
 BATCH, LENGTH, DIMS, EXPERTS = 8, 6, 4, 8
 CAPACITY, DROPLESS = {"capacity_factor": 1.0}, {}
+EXPERT_CHOICE = {"capacity_factor": 2.0, "router_tpl": Config(ExpertChoiceRouter)}
 RAGGED = {"grouped_matmul": "ragged_dot"}
 CUBE_OF_DATA = {"data": 2, "expert": 2, "tensor": 2}
 CUBE_OF_FSDP = {"fsdp": 2, "expert": 2, "tensor": 2}
@@ -92,7 +95,7 @@ def expected():
     known = {}
 
     def results(fields):
-        key = "capacity_factor" in fields
+        key = ("capacity_factor" in fields, "router_tpl" in fields)
         if key not in known:
             layer, weights = make(**fields)
             known[key] = jax.jit(everything(layer))(weights, *inputs())
@@ -124,6 +127,7 @@ def exchanges(program):
         (CUBE_OF_DATA, CAPACITY),
         (CUBE_OF_DATA, DROPLESS),
         (CUBE_OF_FSDP, CAPACITY),
+        (CUBE_OF_DATA, EXPERT_CHOICE),
     ],
 )
 def test_cube_mesh_equals_one_device_and_splits_experts(expected, axes, fields):

@@ -9,6 +9,9 @@ Two methods of dispatch share routing, weights and losses:
 
 A capacity applies in training only. Evaluation and decoding drop no choices: the output of a token
 must not depend on other tokens, and cached steps must give the outputs of whole rows.
+
+With `ExpertChoiceRouter` experts choose tokens, in evaluation as in training, and no model with
+such a layer decodes with a cache.
 """
 
 from __future__ import annotations
@@ -28,8 +31,10 @@ from layerkit.checks import (
     check_last_axis,
     check_positive,
     check_sizes,
+    require,
 )
-from layerkit.config import Config, sub_config_field
+from layerkit.config import Config, sub_config_field, target_of
+from layerkit.errors import ConfigError
 from layerkit.field_checks import Conditions
 from layerkit.layers.activations import BaseActivation, SiLU
 from layerkit.layers.feed_forward import TransformerFeedForward
@@ -44,15 +49,24 @@ from layerkit.layers.moe.grouped_matmul import (
     select_implementation,
 )
 from layerkit.layers.moe.losses import expert_load, load_balance_loss, router_z_loss
-from layerkit.layers.moe.routing import Routing, TopKRouter
+from layerkit.layers.moe.routing import ExpertChoiceRouter, Routing, TopKRouter
 from layerkit.layers.moe.slots import from_slots, to_slots, weighted_sum
 from layerkit.layers.products import Dot, batched_matmul, create_dot
+from layerkit.layers.stochastic import Dropout
 from layerkit.weights import WeightHParams, WeightInit
 
 _WIDEN, _NARROW = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
 _WEIGHT_AXES = {"up": _WIDEN, "gate": _WIDEN, "down": _NARROW}
 # Largest number of experts whose loads are all reported. Beyond it, only the extremes are.
 _MAX_LOAD_SUMMARIES = 64
+# Fields without an effect if experts choose tokens, which balances their load.
+_FIELDS_OF_TOKEN_CHOICE = (
+    "num_experts_per_token",
+    "grouped_matmul",
+    "load_balance_weight",
+    "balance_all_choices",
+    "balance_per_group",
+)
 # (rows of each expert, name of a weight) → product
 Product = Callable[[jax.Array, str], jax.Array]
 
@@ -70,10 +84,14 @@ class MoeFeedForward(BaseLayer):
       num_experts_per_token: Number of experts that each token uses.
       use_gate: Multiplies the wide activation by a second projection (SwiGLU with SiLU).
       activation_tpl: Activation function.
-      router_tpl: Router, which chooses experts and their weights; child `router`.
+      router_tpl: Router, which chooses experts and their weights; child `router`. A
+        `TopKRouter`, or an `ExpertChoiceRouter`, which requires a capacity.
+      dropout_rate: Dropout rate of the hidden activations of experts in training. It requires a
+        capacity.
       capacity_factor: None for dropless. Otherwise an expert has int(S·capacity_factor/num_experts)
         slots in training, rounded up to a multiple of 4, for a group of S tokens. Balanced routing
-        fills them at a factor of num_experts_per_token.
+        fills them at a factor of num_experts_per_token. An expert that chooses tokens has as many
+        slots in evaluation.
       num_groups: Number of groups of a batch in training, each with separate slots; None for one
         per row. It requires a capacity.
       grouped_matmul: Implementation of the products without a capacity, and of evaluation with a
@@ -86,6 +104,8 @@ class MoeFeedForward(BaseLayer):
       load_balance_weight: Weight of the load-balancing loss, see `layerkit.layers.moe.losses`; 0
         for none.
       balance_all_choices: Balances all choices of a token instead of the first choice.
+      balance_per_group: Computes the load-balancing loss of each of the groups and averages it
+        (GShard), instead of once for the batch (Switch). It requires a capacity.
       router_z_weight: Weight of the router's z-loss; 0 for none.
       weight_init: Initialiser of `up` and `gate`, with the fans of one expert; None inherits
         `params_init`.
@@ -98,6 +118,8 @@ class MoeFeedForward(BaseLayer):
     used_only_if: ClassVar[Conditions] = {
         "num_groups": "capacity_factor",
         "dot_tpl": "capacity_factor",
+        "dropout_rate": "capacity_factor",
+        "balance_per_group": "capacity_factor",
         "grouped_matmul": "not dot_tpl",
         "shared_tpl": "num_shared_experts",
         "use_shared_gate": "num_shared_experts",
@@ -110,6 +132,7 @@ class MoeFeedForward(BaseLayer):
     use_gate: bool = True
     activation_tpl: Config[BaseActivation] = sub_config_field(SiLU.HParams)
     router_tpl: Config[BaseLayer] = sub_config_field(TopKRouter.HParams)
+    dropout_rate: float = 0.0
     capacity_factor: float | None = None
     num_groups: int | None = None
     grouped_matmul: str = "auto"
@@ -118,6 +141,7 @@ class MoeFeedForward(BaseLayer):
     shared_tpl: Config[BaseLayer] = sub_config_field(TransformerFeedForward.HParams)
     load_balance_weight: float = 0.01
     balance_all_choices: bool = False
+    balance_per_group: bool = False
     router_z_weight: float = 0.001
     weight_init: WeightInit | None = None
     down_init: WeightInit | None = None
@@ -132,14 +156,12 @@ class MoeFeedForward(BaseLayer):
             num_experts=self.num_experts,
         )
         self._check_fields()
-        self.create_child(
-            "router",
-            self.router_tpl,
-            input_dims=self.input_dims,
-            num_experts=self.num_experts,
-            num_experts_per_token=self.num_experts_per_token,
-        )
+        sizes = {"input_dims": self.input_dims, "num_experts": self.num_experts}
+        if not self._experts_choose:
+            sizes["num_experts_per_token"] = self.num_experts_per_token
+        self.create_child("router", self.router_tpl, **sizes)
         self.create_child("activation", self.activation_tpl)
+        self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
         for name in self._weight_names():
             weight = self._weight(name)
             self.create_variable(name, weight)
@@ -160,34 +182,94 @@ class MoeFeedForward(BaseLayer):
         """
         check_last_axis(self, x, input_dims=self.input_dims)
         x = self.cast(x)
-        routing = self.router(x, is_token=is_token)
-        self._report(routing)
-        if self.capacity_factor is not None and self.is_training:
-            groups = x.shape[0] if self.num_groups is None else self.num_groups
-            output = self._run_with_capacity(
-                x, routing, capacity_factor=self.capacity_factor, num_groups=groups
-            )
-        elif self.dot_tpl is not None:
-            # With a slot for every token at every expert, no choice is dropped.
-            output = self._run_with_capacity(
-                x, routing, capacity_factor=float(self.num_experts), num_groups=x.shape[0]
-            )
+        if self._experts_choose:
+            output = self._run_expert_choice(x, is_token)
         else:
-            output = self._run_dropless(x, routing)
+            output = self._run_token_choice(x, is_token)
         if self.num_shared_experts:
             output = output + self._shared_output(x)
         return self.constrain(output, "batch", "length", "act_embed")
 
+    def init_cache(self, batch_size: int, max_length: int) -> None:
+        """Check that cached steps give the outputs of whole rows; there is no cache to create.
+
+        Raises:
+          ConfigError: experts choose tokens, which depends on later tokens.
+        """
+        del batch_size, max_length
+        if self._experts_choose:
+            raise ConfigError(
+                "cannot decode with a cache",
+                owner=self.path_name,
+                field="router_tpl",
+                value=ExpertChoiceRouter.__name__,
+                expected="a router whose choices do not depend on later tokens",
+            )
+
+    @property
     @nn.nowrap
-    def _run_with_capacity(
-        self, x: jax.Array, routing: Routing, *, capacity_factor: float, num_groups: int
-    ) -> jax.Array:
+    def _experts_choose(self) -> bool:
+        router: Any = target_of(self.router_tpl)
+        return isinstance(router, type) and issubclass(router, ExpertChoiceRouter)
+
+    @nn.nowrap
+    def _run_expert_choice(self, x: jax.Array, is_token: jax.Array | None) -> jax.Array:
+        num_groups, capacity = self._num_groups(x), self._capacity(x)
+        tokens = x.reshape(num_groups, -1, self.input_dims)
+        if is_token is not None:
+            is_token = is_token.reshape(num_groups, -1)
+        routing = self.router(tokens, capacity=capacity, is_token=is_token)
+        self._report_loss("router_z_loss", router_z_loss(routing), weight=self.router_z_weight)
+
+        def take(tokens: jax.Array, index: jax.Array) -> jax.Array:
+            return tokens.at[index].get(mode="fill", fill_value=0)
+
+        def add(rows: jax.Array, index: jax.Array) -> jax.Array:
+            zeros = jnp.zeros(tokens.shape[1:], jnp.float32)
+            return zeros.at[index].add(rows, mode="drop")
+
+        rows = jax.vmap(take)(tokens, routing.tokens)
+        outputs = self._run_on_expert_devices(rows, self._run_experts)
+        weighted = outputs.astype(jnp.float32) * routing.weights[..., None]
+        return self.cast(jax.vmap(add)(weighted, routing.tokens)).reshape(x.shape)
+
+    @nn.nowrap
+    def _run_token_choice(self, x: jax.Array, is_token: jax.Array | None) -> jax.Array:
+        routing = self.router(x, is_token=is_token)
+        self._report(routing, num_groups=self._num_groups(x) if self.balance_per_group else 1)
+        if self.capacity_factor is not None and self.is_training:
+            capacity = self._capacity(x)
+            return self._run_with_capacity(
+                x, routing, num_groups=self._num_groups(x), capacity=capacity
+            )
+        if self.dot_tpl is None:
+            return self._run_dropless(x, routing)
+        # With a slot for every token at every expert, no choice is dropped.
+        every = float(self.num_experts)
+        capacity = capacity_of(x.shape[1], num_experts=self.num_experts, capacity_factor=every)
+        return self._run_with_capacity(x, routing, num_groups=x.shape[0], capacity=capacity)
+
+    @nn.nowrap
+    def _num_groups(self, x: jax.Array) -> int:
+        num_groups = x.shape[0] if self.num_groups is None else self.num_groups
         num_tokens = x.shape[0] * x.shape[1]
         check_divisible(self, by=("num_groups", num_groups), tokens_per_batch=num_tokens)
-        capacity = capacity_of(
-            num_tokens // num_groups, num_experts=self.num_experts, capacity_factor=capacity_factor
-        )
+        return num_groups
 
+    @nn.nowrap
+    def _capacity(self, x: jax.Array) -> int:
+        """Return the number of slots of an expert for one of the groups of `x`."""
+        assert self.capacity_factor is not None
+        group_size = x.shape[0] * x.shape[1] // self._num_groups(x)
+        capacity = capacity_of(
+            group_size, num_experts=self.num_experts, capacity_factor=self.capacity_factor
+        )
+        return min(capacity, group_size) if self._experts_choose else capacity
+
+    @nn.nowrap
+    def _run_with_capacity(
+        self, x: jax.Array, routing: Routing, *, num_groups: int, capacity: int
+    ) -> jax.Array:
         def grouped(tokens: jax.Array) -> jax.Array:
             return tokens.reshape(num_groups, -1, tokens.shape[-1])
 
@@ -230,7 +312,7 @@ class MoeFeedForward(BaseLayer):
             output = batched_matmul(self, rows, getattr(self.theta, name), name=name)
             return output if name == "down" else self.constrain(output, *hidden_axes)
 
-        return _expert(rows, product, self.activation, use_gate=self.use_gate)
+        return _expert(rows, product, self.activation, use_gate=self.use_gate, dropout=self.dropout)
 
     @nn.nowrap
     def _run_dropless(self, x: jax.Array, routing: Routing) -> jax.Array:
@@ -279,25 +361,25 @@ class MoeFeedForward(BaseLayer):
         return jax.nn.sigmoid(self.shared_gate(x)) * output if self.use_shared_gate else output
 
     @nn.nowrap
-    def _report(self, routing: Routing) -> None:
+    def _report(self, routing: Routing, *, num_groups: int) -> None:
         """Add the losses with a weight, and report the losses and the load of the experts."""
-        losses = {
-            "load_balance_loss": (
-                load_balance_loss(routing, over_all_choices=self.balance_all_choices),
-                self.load_balance_weight,
-            ),
-            "router_z_loss": (router_z_loss(routing), self.router_z_weight),
-        }
-        for name, (value, weight) in losses.items():
-            self.add_summary(name, value)
-            if weight:
-                self.add_aux_loss(name, weight * value)
+        balance = load_balance_loss(
+            routing, over_all_choices=self.balance_all_choices, num_groups=num_groups
+        )
+        self._report_loss("load_balance_loss", balance, weight=self.load_balance_weight)
+        self._report_loss("router_z_loss", router_z_loss(routing), weight=self.router_z_weight)
         load = expert_load(routing)
         if self.num_experts <= _MAX_LOAD_SUMMARIES:
             for expert in range(self.num_experts):
                 self.add_summary(f"expert_load/{expert}", load[expert])
         self.add_summary("max_expert_load", jnp.max(load))
         self.add_summary("min_expert_load", jnp.min(load))
+
+    @nn.nowrap
+    def _report_loss(self, name: str, value: jax.Array, *, weight: float) -> None:
+        self.add_summary(name, value)
+        if weight:
+            self.add_aux_loss(name, weight * value)
 
     @nn.nowrap
     def _report_dropped(self, has_slot: jax.Array, routing: Routing) -> None:
@@ -340,6 +422,20 @@ class MoeFeedForward(BaseLayer):
         check_positive(self, capacity_factor=self.capacity_factor)
         check_sizes(self, num_groups=self.num_groups)
         check_integers(self, minimum=0, num_shared_experts=self.num_shared_experts)
+        if not self._experts_choose:
+            return
+        expected = "a number, since router_tpl is an ExpertChoiceRouter"
+        require(
+            self.capacity_factor is not None,
+            self,
+            "capacity_factor",
+            self.capacity_factor,
+            expected,
+        )
+        for name in _FIELDS_OF_TOKEN_CHOICE:
+            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            expected = f"{default!r}, its default, since router_tpl is an ExpertChoiceRouter"
+            require(value == default, self, name, value, expected)
 
     @nn.nowrap
     def _check_layout(self, rows: jax.Array, axes: tuple[str | None, ...]) -> None:
@@ -349,9 +445,14 @@ class MoeFeedForward(BaseLayer):
 
 
 def _expert(
-    rows: jax.Array, product: Product, activation: Callable[..., jax.Array], *, use_gate: bool
+    rows: jax.Array,
+    product: Product,
+    activation: Callable[..., jax.Array],
+    *,
+    use_gate: bool,
+    dropout: Callable[[jax.Array], jax.Array] = lambda hidden: hidden,
 ) -> jax.Array:
     """Return down(activation(gate(x)) · up(x)), or without a gate down(activation(up(x)))."""
     up = product(rows, "up")
     hidden = activation(product(rows, "gate")) * up if use_gate else activation(up)
-    return product(hidden, "down")
+    return product(dropout(hidden), "down")

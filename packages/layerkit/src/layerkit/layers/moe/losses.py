@@ -1,18 +1,22 @@
 """Losses that balance the load of experts, and a measure of the load.
 
-Each value is a float32 mean over all tokens of the batch without padding. It does not depend on the
-sharding of the batch.
+Each value is a float32 mean over all tokens of the batch, or of a group of tokens, without padding.
+It does not depend on the sharding of the batch.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
-from layerkit.layers.moe.routing import Routing
+from layerkit.layers.moe.routing import ExpertRouting, Routing
 
 
-def load_balance_loss(routing: Routing, *, over_all_choices: bool = False) -> jax.Array:
+def load_balance_loss(
+    routing: Routing, *, over_all_choices: bool = False, num_groups: int = 1
+) -> jax.Array:
     """Return the scalar E²·mean(density·proxy).
 
     density `[experts]` is the share of the tokens that choose an expert, proxy `[experts]` the mean
@@ -24,14 +28,24 @@ def load_balance_loss(routing: Routing, *, over_all_choices: bool = False) -> ja
       routing: Routing of tokens `[...]`.
       over_all_choices: True to compute the density over all choices of each token (DeepSeek,
         OLMoE), False for the first choice (GShard, Switch).
+      num_groups: Number of equal groups into which the tokens, in their order, are split. The
+        value is the mean over the groups; a group of padding counts as 0.
     """
+    if num_groups > 1:
+        num_token_axes = routing.logits.ndim - 1
+
+        def group(x: jax.Array) -> jax.Array:
+            return x.reshape(num_groups, -1, *x.shape[num_token_axes:])
+
+        balance = partial(load_balance_loss, over_all_choices=over_all_choices)
+        return jnp.mean(jax.vmap(balance)(jax.tree.map(group, routing)))
     chosen = routing.experts if over_all_choices else routing.experts[..., :1]
     density = _mean_of_tokens(_share_of_choices(chosen, routing.num_experts), routing.is_token)
     proxy = _mean_of_tokens(routing.probs, routing.is_token)
     return routing.num_experts**2 * jnp.mean(density * proxy)
 
 
-def router_z_loss(routing: Routing) -> jax.Array:
+def router_z_loss(routing: Routing | ExpertRouting) -> jax.Array:
     """Return the scalar mean(logsumexp(logits)²), which keeps the router's logits small.
 
     Source: ST-MoE (Zoph et al., 2022, arXiv:2202.08906).

@@ -10,6 +10,8 @@ arXiv:1701.06538). The routers of published models are configurations of `TopKRo
 - DeepSeek V3 (arXiv:2412.19437): `score="sigmoid", use_score_bias=True, num_expert_groups=8,
   num_chosen_groups=4, weight_scale=2.5`.
 
+In `ExpertChoiceRouter` experts choose tokens instead.
+
 Routing is computed in float32 for every compute dtype, since choices depend on small differences.
 """
 
@@ -28,12 +30,14 @@ from layerkit.checks import (
     check_divisible,
     check_last_axis,
     check_non_negative,
+    check_positive,
     check_rates,
     check_sizes,
     require,
 )
 from layerkit.errors import ConfigError
 from layerkit.field_checks import Conditions
+from layerkit.layers.losses import soft_cap
 from layerkit.weights import WeightHParams, WeightInit
 
 _SCORES = ("softmax", "sigmoid")
@@ -64,14 +68,113 @@ class Routing:
         return self.logits.shape[-1]
 
 
-class TopKRouter(BaseLayer):
-    """A router that chooses the experts with the best scores of x·w for each token.
+@struct.dataclass
+class ExpertRouting:
+    """The tokens that experts chose, each within one group of tokens.
+
+    Attributes:
+      tokens: Index of each chosen token in its group, best first, int32 `[groups, experts,
+        capacity]`; the size of a group for a slot without a token.
+      weights: Weight of the output for each chosen token, float32 `[groups, experts, capacity]`.
+      logits: Logits without noise, float32 `[groups, tokens, experts]`.
+      is_token: bool `[groups, tokens]`, False for padding; None without padding.
+    """
+
+    tokens: jax.Array
+    weights: jax.Array
+    logits: jax.Array
+    is_token: jax.Array | None = None
+
+
+class BaseRouter(BaseLayer):
+    """The base class of routers, with logits x·w in float32.
 
     Attributes:
       fprop_dtype: Dtype of the weights in the product; float32 by default, independent of the
         compute dtype of the layers above.
       input_dims: Size of the model dimension.
       num_experts: Number of experts.
+      jitter: Half-width of the uniform noise 1 ± jitter that multiplies the inputs in training
+        (Fedus et al., 2021: Switch).
+      logit_cap: Bound of the logits, applied as cap·tanh(logits/cap); None for no bound.
+      weight_init: Initialiser of `w`; None inherits `params_init`.
+    """
+
+    fprop_dtype: Any = jnp.float32
+    input_dims: int = 0
+    num_experts: int = 0
+    jitter: float = 0.0
+    logit_cap: float | None = None
+    weight_init: WeightInit | None = None
+
+    def setup(self) -> None:
+        """Check the fields and create `w`."""
+        check_sizes(self, input_dims=self.input_dims, num_experts=self.num_experts)
+        check_rates(self, jitter=self.jitter)
+        check_positive(self, logit_cap=self.logit_cap)
+        shape = (self.input_dims, self.num_experts)
+        self.create_variable("w", WeightHParams(shape, ("embed", None), init=self.weight_init))
+
+    @nn.nowrap
+    def inputs_and_logits(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return float32 inputs `[..., input_dims]`, with jitter, and logits `[..., experts]`.
+
+        Raises:
+          ConfigError: inputs of another size.
+          ValueError: training with jitter but without a random key.
+        """
+        check_last_axis(self, x, input_dims=self.input_dims)
+        x = x.astype(jnp.float32)
+        if self.jitter > 0.0 and self.is_training:
+            low, high = 1.0 - self.jitter, 1.0 + self.jitter
+            x = x * jax.random.uniform(self.next_prng_key(), x.shape, jnp.float32, low, high)
+        return x, soft_cap(_float32_product(x, self.theta.w), self.logit_cap)
+
+
+class ExpertChoiceRouter(BaseRouter):
+    """A router in which each expert chooses the tokens that it processes.
+
+    An expert chooses the tokens of a group to which the softmax over experts gives it the largest
+    probabilities, as many as it has slots. All experts have the same load, and a token has between
+    no and all experts (Zhou et al., 2022, arXiv:2202.09368).
+
+    A choice depends on all tokens of the group, also on later ones. A causal model that is trained
+    so uses information that it lacks when it decodes; `MoeFeedForward` does not decode with it.
+    """
+
+    def fprop(
+        self, x: jax.Array, *, capacity: int, is_token: jax.Array | None = None
+    ) -> ExpertRouting:
+        """Choose the tokens of experts.
+
+        Args:
+          x: Groups of tokens, `[groups, tokens, input_dims]`.
+          capacity: Number of tokens that an expert chooses in a group.
+          is_token: bool `[groups, tokens]`, False for padding, which is chosen last and has no
+            slot.
+
+        Raises:
+          ConfigError: inputs of another size.
+          ValueError: training with jitter but without a random key.
+        """
+        _, logits = self.inputs_and_logits(x)
+        probs = jax.nn.softmax(logits).swapaxes(1, 2)
+        scores = probs if is_token is None else jnp.where(is_token[:, None], probs, -1.0)
+        # XLA partitions a sort along the groups, but gathers the operand of its top-k.
+        order = jnp.argsort(jax.lax.stop_gradient(scores), axis=-1, descending=True)
+        tokens = order[..., :capacity].astype(jnp.int32)
+        weights = jnp.take_along_axis(probs, tokens, axis=-1)
+        if is_token is not None:
+            has_token = jnp.take_along_axis(is_token[:, None], tokens, axis=-1)
+            tokens = jnp.where(has_token, tokens, x.shape[1])
+            weights = jnp.where(has_token, weights, 0.0)
+        return ExpertRouting(tokens, weights, logits, is_token)
+
+
+class TopKRouter(BaseRouter):
+    """A router that chooses the experts with the best scores of x·w for each token.
+
+    Attributes:
       num_experts_per_token: Number of experts that each token chooses.
       score: `softmax` over the experts, or the `sigmoid` of each logit.
       renormalize: Divides the chosen scores by their sum.
@@ -86,16 +189,10 @@ class TopKRouter(BaseLayer):
         of their two best scores (DeepSeek V3); None for all.
       use_noise: Adds normal noise to the logits in training, with a learned standard deviation
         softplus(x·noise_w) (noisy top-k gating; Shazeer et al., 2017).
-      jitter: Half-width of the uniform noise 1 ± jitter that multiplies the inputs in training
-        (Fedus et al., 2021: Switch).
-      weight_init: Initialiser of `w`; None inherits `params_init`.
     """
 
     used_only_if: ClassVar[Conditions] = {"score_bias_rate": "use_score_bias"}
 
-    fprop_dtype: Any = jnp.float32
-    input_dims: int = 0
-    num_experts: int = 0
     num_experts_per_token: int = 2
     score: str = "softmax"
     renormalize: bool = True
@@ -105,16 +202,13 @@ class TopKRouter(BaseLayer):
     num_expert_groups: int = 1
     num_chosen_groups: int | None = None
     use_noise: bool = False
-    jitter: float = 0.0
-    weight_init: WeightInit | None = None
 
     def setup(self) -> None:
         """Check the fields and create the weights."""
-        check_sizes(self, input_dims=self.input_dims, num_experts=self.num_experts)
+        super().setup()
         self._check_choices()
         self._check_groups()
         shape, axes = (self.input_dims, self.num_experts), ("embed", None)
-        self.create_variable("w", WeightHParams(shape, axes, init=self.weight_init))
         zeros = WeightInit.Constant(0.0)
         if self.use_noise:
             self.create_variable("noise_w", WeightHParams(shape, axes, init=zeros))
@@ -133,12 +227,7 @@ class TopKRouter(BaseLayer):
           ConfigError: inputs of another size.
           ValueError: training with noise but without a random key.
         """
-        check_last_axis(self, x, input_dims=self.input_dims)
-        x = x.astype(jnp.float32)
-        if self.jitter > 0.0 and self.is_training:
-            low, high = 1.0 - self.jitter, 1.0 + self.jitter
-            x = x * jax.random.uniform(self.next_prng_key(), x.shape, jnp.float32, low, high)
-        logits = _float32_product(x, self.theta.w)
+        x, logits = self.inputs_and_logits(x)
         scores = self._scores(self._add_noise(logits, x))
         experts = self._choose(scores)
         weights = jnp.einsum("...ke,...e->...k", jax.nn.one_hot(experts, self.num_experts), scores)
@@ -190,7 +279,6 @@ class TopKRouter(BaseLayer):
             self.num_experts_per_token,
             f"an integer from 1 to num_experts={self.num_experts}",
         )
-        check_rates(self, jitter=self.jitter)
         check_non_negative(self, score_bias_rate=self.score_bias_rate)
 
     @nn.nowrap

@@ -1,0 +1,157 @@
+"""Experts that choose tokens, the cap of the router's logits, and dropout inside experts."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit.base_layer import AUX_LOSS
+from layerkit.config import Config
+from layerkit.errors import ConfigError
+from layerkit.layers.activations import Identity, ReLU
+from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.moe.routing import ExpertChoiceRouter, TopKRouter
+from layerkit.layers.transformer import Transformer
+
+SIZES = {"input_dims": 4, "hidden_dims": 6, "num_experts": 4}
+EXPERT_CHOICE = {"router_tpl": Config(ExpertChoiceRouter), "capacity_factor": 2.0}
+KEY = jax.random.key(0)
+X = np.random.default_rng(1).normal(size=(2, 8, 4)).astype(np.float32)
+
+
+def params_of(weights):
+    """Return Praxis' weights of a mixture under the names of this project."""
+    params = {"router": {"w": weights["gate"]}, "up": weights["wi_0"], "down": weights["wo_0"]}
+    if "wi_gate_0" in weights:
+        params["gate"] = weights["wi_gate_0"]
+    return {"params": params}
+
+
+def run(layer, variables, x, **options):
+    """Return (output, auxiliary losses)."""
+    found, updates = layer.apply(variables, x, mutable=[AUX_LOSS], **options)
+    return found, updates.get(AUX_LOSS, {})
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize(
+    ("name", "capacity_factor"), [("expert_choice", 2.0), ("expert_choice_gated", 3.5)]
+)
+def test_expert_choice_equals_praxis(praxis, name, capacity_factor, train):
+    case = praxis(name)
+    layer = MoeFeedForward(
+        **SIZES,
+        router_tpl=Config(ExpertChoiceRouter),
+        capacity_factor=capacity_factor,
+        num_groups=2,
+        use_gate="wi_gate_0" in case["weights"],
+        activation_tpl=Config(ReLU),
+        train=train,
+    )
+    found, _ = run(layer, params_of(case["weights"]), case["x"], is_token=case["paddings"] == 0)
+    np.testing.assert_allclose(found, case["outputs"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["capped_top2", "capped_top2_without_padding"])
+def test_capped_router_and_loss_of_groups_equal_praxis(praxis, name):
+    case = praxis(name)
+    is_token = case["paddings"] == 0 if "paddings" in case else None
+    layer = MoeFeedForward(
+        **SIZES,
+        router_tpl=Config(TopKRouter, logit_cap=0.5),
+        capacity_factor=4.0,
+        use_gate=False,
+        activation_tpl=Config(ReLU),
+        load_balance_weight=1.0,
+        balance_per_group=True,
+        router_z_weight=0.0,
+        train=True,
+    )
+    found, losses = run(layer, params_of(case["weights"]), case["x"], is_token=is_token)
+    np.testing.assert_allclose(found, case["outputs"], rtol=1e-5, atol=1e-6)
+    if is_token is None:  # Praxis divides by the size of the group, padding included
+        np.testing.assert_allclose(losses["load_balance_loss"][0], case["aux_loss"], rtol=1e-5)
+
+
+def test_experts_choose_their_most_probable_tokens():
+    router = ExpertChoiceRouter(input_dims=2, num_experts=2)
+    # The first expert prefers tokens 2 and 0, the second one tokens 1 and 3.
+    x = jnp.array([[[1.0, 0.0], [0.0, 3.0], [2.0, 0.0], [0.0, 1.0]]])
+    routing = router.apply({"params": {"w": jnp.eye(2)}}, x, capacity=2)
+    assert routing.tokens.tolist() == [[[2, 0], [1, 3]]]
+    expected = 1.0 / (1.0 + np.exp(-np.array([[[2.0, 1.0], [3.0, 1.0]]])))
+    np.testing.assert_allclose(routing.weights, expected, rtol=1e-6)
+
+
+def test_padding_takes_no_slot_of_a_token():
+    layer = MoeFeedForward(**SIZES, **EXPERT_CHOICE)
+    variables = layer.init(KEY)
+    is_token = np.arange(8) < np.array([[5], [0]])
+    found = layer.apply(variables, X, is_token=is_token)
+    other = layer.apply(variables, np.where(is_token[..., None], X, 100.0), is_token=is_token)
+    np.testing.assert_array_equal(found, other)
+    assert np.all(np.asarray(found)[~is_token] == 0)
+
+
+def test_expert_choice_balances_without_a_loss():
+    layer = MoeFeedForward(**SIZES, **EXPERT_CHOICE, train=True)
+    _, losses = run(layer, layer.init(KEY), X)
+    assert set(losses) == {"router_z_loss"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"num_experts_per_token": 1}, {"load_balance_weight": 0.5}, {"grouped_matmul": "ragged_dot"}],
+)
+def test_fields_of_token_choice_raise_with_expert_choice(raises, fields):
+    with raises(ConfigError, field=next(iter(fields))):
+        MoeFeedForward(**SIZES, **EXPERT_CHOICE, **fields).init(KEY)
+
+
+def test_expert_choice_without_a_capacity_raises(raises):
+    with raises(ConfigError, field="capacity_factor", value=None):
+        MoeFeedForward(**SIZES, router_tpl=Config(ExpertChoiceRouter)).init(KEY)
+
+
+def test_expert_choice_cannot_decode(raises):
+    mixture = Config(MoeFeedForward, num_experts=4, **EXPERT_CHOICE)
+    layer = Transformer(input_dims=4, hidden_dims=6, num_heads=2, feed_forward_tpl=mixture)
+    with raises(ConfigError, field="router_tpl", value="ExpertChoiceRouter"):
+        layer.apply(layer.init(KEY), 2, 8, method="init_cache", mutable=True)
+
+
+@pytest.mark.parametrize(
+    "router", [Config(TopKRouter), Config(ExpertChoiceRouter)], ids=["top_k", "expert_choice"]
+)
+def test_dropout_drops_hidden_activations_of_experts(router):
+    """One expert that computes x: its outputs are 0 or x / (1 - rate)."""
+    dims = 64
+    layer = MoeFeedForward(
+        input_dims=dims,
+        hidden_dims=dims,
+        num_experts=1,
+        **({"num_experts_per_token": 1} if router == Config(TopKRouter) else {}),
+        router_tpl=router,
+        capacity_factor=1.0,
+        use_gate=False,
+        activation_tpl=Config(Identity),
+        dropout_rate=0.25,
+        train=True,
+    )
+    one = jnp.eye(dims)[None]
+    weights = {"params": {"router": {"w": jnp.zeros((dims, 1))}, "up": one, "down": one}}
+    x = jnp.ones((4, 16, dims))
+    found, _ = run(layer, weights, x, rngs={"random": KEY})
+    found = np.asarray(found)
+    kept = found != 0
+    np.testing.assert_allclose(found[kept], 1 / 0.75, rtol=1e-6)
+    # 4096 draws: five standard deviations are 0.034.
+    assert abs(kept.mean() - 0.75) < 0.034
+    np.testing.assert_allclose(layer.clone(train=False).apply(weights, x), x, rtol=1e-6)
+
+
+def test_dropout_without_a_capacity_raises(raises):
+    with raises(ConfigError, field="dropout_rate", value=0.1):
+        MoeFeedForward(**SIZES, dropout_rate=0.1).init(KEY)
