@@ -379,7 +379,7 @@ def verify(job: Any) -> dict[int, bool]:
     with contextlib.redirect_stdout(io.StringIO()) as said:
         checkpoints_tool.main(["verify", str(job.folder)])
     lines = [line for line in said.getvalue().splitlines() if line.startswith("step ")]
-    return {int(line.split()[1].rstrip(":")): line.endswith(": sound") for line in lines}
+    return {int(line.split()[1].rstrip(":")): line.endswith(": intact") for line in lines}
 
 
 def half_deleted(checkpoints: Path) -> list[Path]:

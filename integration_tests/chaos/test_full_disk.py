@@ -76,7 +76,7 @@ def test_a_full_and_a_read_only_disk(jobs: Any, tmp_path: Path):
     newest = int(full[2])
     assert 0 < newest == int(full[1]) - 5
     assert output["verified"].splitlines() == [
-        f"step {step}: sound" for step in range(5, newest + 1, 5)
+        f"step {step}: intact" for step in range(5, newest + 1, 5)
     ]
     assert output["read_only"].startswith("runner: cannot write to the folder: ")
     assert len(output["read_only"].splitlines()) == 1

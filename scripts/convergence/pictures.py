@@ -108,12 +108,12 @@ def draw_accuracy(axes: Axes, record: Mapping[str, Any]) -> None:
 def draw_levels(
     axes: Axes, levels: Mapping[str, float], *, left: Collection[str], form: str = "{:.2f}"
 ) -> None:
-    """Draw dashed lines with name and height; the lower of two close ones is labelled below.
+    """Draw dashed lines with name and height; the lower of two close ones is labeled below.
 
     Args:
       axes: Axes to draw on.
       levels: Height of each level by name.
-      left: Names of the levels that are labelled at the left; the others are at the right.
+      left: Names of the levels that are labeled at the left; the others are at the right.
       form: Format of a height.
     """
     above = math.inf

@@ -47,7 +47,7 @@ def test_processes_that_hold_the_same_rows_share_a_feed():
     )
 
 
-def test_rows_need_not_be_neighbours():
+def test_rows_need_not_be_neighbors():
     plan = plan_feeds(
         {0: [(0, 1), (4, 5)], 1: [(2, 3), (6, 7)], 2: [(1, 2), (3, 4)], 3: [(5, 6), (7, 8)]}
     )

@@ -36,7 +36,7 @@ def test_digits_come_equally_often_and_look_like_themselves():
     assert batch.inputs.min() >= 0.0 and batch.inputs.max() <= 1.0
     counts = np.bincount(batch.labels, minlength=NUM_CLASSES)
     assert counts.min() > 150 and counts.sum() == 2000
-    # Nearest neighbours of the first half tell the second half far above chance.
+    # Nearest neighbors of the first half tell the second half far above chance.
     flat = batch.inputs.reshape(2000, -1)
     known, asked = flat[:1000], flat[1000:]
     distances = (known**2).sum(1) - 2 * asked @ known.T

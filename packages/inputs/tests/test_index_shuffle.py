@@ -33,7 +33,7 @@ def test_each_row_of_the_windows_comes_exactly_once(num_rows, window, seed, epoc
     assert sorted(found) == list(range(num_rows))
     for start in range(0, num_rows, window):
         rows = found[start : start + window]
-        # Neighbours in storage, the last row being the first one's.
+        # Neighbors in storage, the last row being the first one's.
         gaps = np.diff(np.sort(rows), append=np.sort(rows)[0] + num_rows)
         assert np.sort(gaps)[:-1].tolist() == [1] * (len(rows) - 1)
 
@@ -112,7 +112,7 @@ def test_windows_are_shuffled_each_in_its_own_way():
     assert abs(excess(tenths)) < 4
 
 
-def test_neighbours_of_many_rows_are_spread_over_all_of_them():
+def test_neighbors_of_many_rows_are_spread_over_all_of_them():
     rows = shuffled_rows(np.arange(100_000), 2**40 + 12345, seed=3, epoch=0)
     counts = np.histogram(rows, bins=100, range=(0, 2**40 + 12345))[0]
     assert abs(excess(counts)) < 4

@@ -141,7 +141,7 @@ def test_data_without_rows_raise(raises):
         Numbers(batch_size=2, num_rows=0, is_training=True).get_next()
 
 
-def test_windows_keep_stored_neighbours_together():
+def test_windows_keep_stored_neighbors_together():
     source = Numbers(batch_size=5, num_rows=20, is_training=True, shuffle_window=5)
     batches = [source.get_next().ids for _ in range(8)]
     for epoch in (batches[:4], batches[4:]):

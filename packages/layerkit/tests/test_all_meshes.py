@@ -111,7 +111,7 @@ def name(sizes):
     [pytest.param(s, marks=() if s in SMOKE else pytest.mark.meshes, id=name(s)) for s in MESHES],
 )
 def test_loss_and_gradients_equal_those_of_one_device(sizes):
-    # Neighbouring meshes alternate between the two dispatch methods.
+    # Neighboring meshes alternate between the two dispatch methods.
     capacity_factor = (None, 1.5)[MESHES.index(sizes) % 2]
     num_stages = sizes[STANDARD_MESH_AXES.index("stage")]
     model, params, expected = unsharded(num_stages, capacity_factor)

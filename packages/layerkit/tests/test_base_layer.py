@@ -108,7 +108,7 @@ class Reporting(BaseLayer):
         return x
 
 
-INITIALISED = {
+INITIALIZED = {
     "one layer": square(),
     "a template": FeedForward.HParams.config(**SQUARE),
     "copies of a template": Chain.HParams.config(num_copies=3),
@@ -129,7 +129,7 @@ INITIALISED = {
 
 
 @pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize("config", INITIALISED.values(), ids=INITIALISED.keys())
+@pytest.mark.parametrize("config", INITIALIZED.values(), ids=INITIALIZED.keys())
 def test_init_without_inputs_equals_init_with_inputs(config, train):
     layer = config.Instantiate(train=train)
     bare, run = layer.init(KEY), layer.init(KEY, X)

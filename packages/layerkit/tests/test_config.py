@@ -471,14 +471,14 @@ def test_assignment_of_an_undeclared_field_raises(raises):
                 sise = 3
 
 
-class Labelled(Configurable):
+class Labeled(Configurable):
     label: ClassVar[str] = "plain"
 
 
 def test_class_variable_is_no_field_of_a_subclass():
     # A module that does not import ClassVar.
-    scope = {"Labelled": Labelled, "__name__": "elsewhere"}
-    exec("class Fancy(Labelled):\n    label = 'fancy'", scope)
+    scope = {"Labeled": Labeled, "__name__": "elsewhere"}
+    exec("class Fancy(Labeled):\n    label = 'fancy'", scope)
     assert field_names(scope["Fancy"]) == [] and scope["Fancy"].label == "fancy"
 
 

@@ -87,7 +87,7 @@ def test_importing_one_layer_loads_no_other_family():
     assert not {"layerkit.layers.moe", "layerkit.layers.pipeline"} & set(loaded)
 
 
-def test_misspelt_name_raises_with_the_nearest_name(raises):
+def test_misspelled_name_raises_with_the_nearest_name(raises):
     with raises(AttributeError):
         layerkit.layers.Linaer  # noqa: B018
     with raises(AttributeError):

@@ -72,7 +72,7 @@ def test_constant_fills_the_weight():
     np.testing.assert_array_equal(draw(WeightInit.Constant(-1.5)), np.full(SHAPE, -1.5))
 
 
-def test_defaults_of_the_initialisers():
+def test_defaults_of_the_initializers():
     assert WeightInit.Xavier().scale == WeightInit.FanIn().scale == 1.0
     assert WeightInit.Constant().scale == 0.0
 

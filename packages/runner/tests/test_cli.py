@@ -143,7 +143,7 @@ _FILES = {
             """In the folder where the command runs."""
 
 
-        class Misspelt(Base):
+        class Misspelled(Base):
             """A method asks for a field that there is not."""
 
             def task(self):
@@ -152,7 +152,7 @@ _FILES = {
                 return task
 
 
-        class MisspeltConfig(Base):
+        class MisspelledConfig(Base):
             """A method sets a field of a config that there is not."""
 
             def task(self):
@@ -346,11 +346,11 @@ def test_wrong_field_exits_before_jax_is_imported(place: Path, arguments: list[s
 @pytest.mark.parametrize(
     ("name", "code", "near"),
     [
-        ("Misspelt", "self.NUM_LAYER\n", "'NUM_LAYERS'"),
-        ("MisspeltConfig", "task.model.num_layer = 3", "'num_layers'"),
+        ("Misspelled", "self.NUM_LAYER\n", "'NUM_LAYERS'"),
+        ("MisspelledConfig", "task.model.num_layer = 3", "'num_layers'"),
     ],
 )
-def test_misspelt_name_in_an_experiment_is_reported_with_its_line(
+def test_misspelled_name_in_an_experiment_is_reported_with_its_line(
     place: Path, name: str, code: str, near: str
 ):
     source = (place / "work/own.py").read_text()

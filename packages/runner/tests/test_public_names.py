@@ -17,7 +17,7 @@ def test_public_name_is_the_object_of_its_module(name: str):
     assert getattr(sys.modules[found.__module__], name) is found
 
 
-def test_misspelt_public_name_names_the_nearest():
+def test_misspelled_public_name_names_the_nearest():
     with pytest.raises(AttributeError, match="'Lerner'.*Learner"):
         _ = layerkit_runner.Lerner
 

@@ -336,7 +336,7 @@ def check_weights(names: list[str], tmp_path: Path) -> None:
         row = PUBLISHED[name]
         assert found["count"] == _count_by_hand(row), name
         assert found["dtypes"] == ["float32"]
-        # All axes but `data` split the weights, save what has one dimension, and learnt positions,
+        # All axes but `data` split the weights, save what has one dimension, and learned positions,
         # which belong to no stage.
         first = 1 if row.kind == "pipeline" else 0
         parts = 1

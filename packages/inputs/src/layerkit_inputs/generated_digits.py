@@ -122,7 +122,7 @@ class GeneratedDigits(IndexedInput):
 
 
 def blank_images(rows: int, size: Sequence[int]) -> NestedMap:
-    """Return labelled images of zeros, `[rows, height, width, 1]` and `[rows]`."""
+    """Return labeled images of zeros, `[rows, height, width, 1]` and `[rows]`."""
     return NestedMap(inputs=np.zeros((rows, *size, 1), np.float32), labels=np.zeros(rows, np.int32))
 
 

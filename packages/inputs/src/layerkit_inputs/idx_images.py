@@ -1,4 +1,4 @@
-"""IdxImages, an input of labelled images from IDX files, the format of MNIST.
+"""IdxImages, an input of labeled images from IDX files, the format of MNIST.
 
 A split consists of two files, images and labels: `train-images-idx3-ubyte` and
 `train-labels-idx1-ubyte`, or `t10k-…` for the test split, plain or compressed (`.gz`).

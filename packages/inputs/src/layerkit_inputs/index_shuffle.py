@@ -19,7 +19,7 @@ import numpy as np
 from layerkit.checks import check_sizes, require
 
 # Minimum number of rounds, and of bits for small sizes, with which chi-square tests of places,
-# neighbours and whole orders cannot distinguish the orders of many epochs from random ones.
+# neighbors and whole orders cannot distinguish the orders of many epochs from random ones.
 _NUM_ROUNDS = 8
 _MIN_BITS = 6
 _MAX_ROWS = 2**62

@@ -8,7 +8,7 @@ predictions: its tokens, the first of them from the start id, and its end id. Th
 concatenated and cut into rows, so an epoch predicts every token and every end exactly once. A row
 that begins inside a document has only the token before it as context.
 
-The files are tokenised on first use, and their ids are kept in memory: with bytes as tokens two
+The files are tokenized on first use, and their ids are kept in memory: with bytes as tokens two
 bytes an id. For larger data, build token records once by
 `layerkit_inputs.tools.build_token_records` and read them with TokenRecords.
 """
@@ -170,7 +170,7 @@ class _TextFilesInput(IndexedInput):
         )
 
     def _read_corpus(self, files: Sequence[TextFile]) -> Documents:
-        """Read and tokenise the files, one document or part of a document at a time."""
+        """Read and tokenize the files, one document or part of a document at a time."""
         self._bad, self._checksum = BadRecords(self.on_bad_record), 0
         builder = DocumentBuilder(self._tokenizer)
         is_alone = len(self._found()) == 1
@@ -356,7 +356,7 @@ class _TextFilesInput(IndexedInput):
 
 
 class LocalText(_TextFilesInput):
-    """An input of packed rows of text for language modelling.
+    """An input of packed rows of text for language modeling.
 
     Batches hold arrays `[batch, length]`: `ids` and `labels` (int32; a label is the document's next
     token or its end id), `weights` (float32, 1 where a label counts), `paddings` (float32, 1 where

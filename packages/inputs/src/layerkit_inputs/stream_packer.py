@@ -1,4 +1,4 @@
-"""StreamPacker, which packs a stream of documents into rows for language modelling.
+"""StreamPacker, which packs a stream of documents into rows for language modeling.
 
 A reader with sequential access adds documents and takes rows. The state of the packer, JSON of a
 few kilobytes, holds the tokens that were added and not yet taken. With the position of the reader,

@@ -1,7 +1,7 @@
 """TextPairs and ParallelText, inputs of sources and targets for an encoder-decoder model.
 
 `TextPairs` makes rows of the pairs of texts of a subclass. `ParallelText` reads pairs from two
-files with corresponding lines, the usual format of translations. All texts are tokenised on first
+files with corresponding lines, the usual format of translations. All texts are tokenized on first
 use and kept in memory.
 """
 

@@ -1,4 +1,4 @@
-"""TokenRecords, an input of tokenised documents for language modelling.
+"""TokenRecords, an input of tokenized documents for language modeling.
 
 `python -m layerkit_inputs.tools.build_token_records` makes the files; see `token_store` for their
 format. Rows have random access, so the state is one count, from which any number of hosts can
@@ -38,7 +38,7 @@ Packing = Literal["stream", "first_fit"]
 
 
 class TokenRecords(IndexedInput):
-    """An input of packed rows of tokenised documents.
+    """An input of packed rows of tokenized documents.
 
     Batches hold arrays `[batch, length]`: `ids` and `labels` (int32; a label is the document's next
     id), `weights` (float32, 1 where a label counts), `paddings` (float32, 1 where padded),

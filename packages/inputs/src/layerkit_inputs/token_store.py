@@ -1,4 +1,4 @@
-"""TokenStore, a folder of tokenised documents with random access to tokens.
+"""TokenStore, a folder of tokenized documents with random access to tokens.
 
     FOLDER/
       about.json                     description of the files, written last

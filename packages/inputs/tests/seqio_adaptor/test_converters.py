@@ -36,7 +36,7 @@ _TOKENS = st.lists(st.integers(0, 9), max_size=3)
 )
 @given(data=st.data())
 @settings(deadline=None, max_examples=40)
-def test_vectorised_batch_equals_the_general_one(converter, features, packed, data):
+def test_vectorized_batch_equals_the_general_one(converter, features, packed, data):
     example = st.fixed_dictionaries(dict.fromkeys(features, _TOKENS))
     most = 2 if packed else 1
     rows = data.draw(st.lists(st.lists(example, min_size=1, max_size=most), min_size=1, max_size=4))

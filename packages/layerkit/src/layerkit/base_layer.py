@@ -159,7 +159,7 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
 
         Args:
           name: Name in the tree of weights.
-          weight: Shape, logical axes, initialiser and dtype.
+          weight: Shape, logical axes, initializer and dtype.
           trainable: False for state such as moving statistics, read and written with `get_var` and
             `update_var`.
 
@@ -360,7 +360,7 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
             return self.parent.inherited(field)
         return value
 
-    # Initialisation.
+    # Initialization.
 
     @nn.nowrap
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -61,7 +61,7 @@ PROMPTS = [[1, 2, 3], [3, 0, 0], [0, 1, 0], [0, 0, 0]]
 LENGTHS = [3, 1, 2, 0]
 
 
-def normalised(total, length, alpha):
+def normalized(total, length, alpha):
     return total / ((length + 5) / 5) ** alpha
 
 
@@ -94,7 +94,7 @@ def all_continuations(prompt, steps, eos_ids, alpha):
             total = sum(
                 log_probs_after([*prompt, *tokens[:i]])[token] for i, token in enumerate(tokens)
             )
-            found.append((normalised(total, length, alpha), list(tokens)))
+            found.append((normalized(total, length, alpha), list(tokens)))
     return sorted(found, reverse=True)
 
 
@@ -124,7 +124,7 @@ def search_by_hand(prompt, decoder):
         is_last = step == decoder.max_decode_steps - 1
         ends = [is_last or tokens[-1] in decoder.eos_ids for _, tokens in candidates]
         ended += [
-            (normalised(total, step + 1, decoder.length_norm_alpha), tokens)
+            (normalized(total, step + 1, decoder.length_norm_alpha), tokens)
             for (total, tokens), end in zip(candidates, ends, strict=True)
             if end
         ]

@@ -201,7 +201,7 @@ EXAMPLES = [
         {"dims": DIMS},
         lambda layer: layer(NUMBERS[..., None, : layer.dims], IDS),
         fraction=0.5,
-        pairing="neighbours",
+        pairing="neighbors",
         scaling=LinearScaling(factor=2.0),
     ),
     of(

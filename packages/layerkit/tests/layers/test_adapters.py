@@ -211,8 +211,8 @@ def test_adapters_wrap_quantized_products_in_either_order():
     assert set(variables[OVERWRITE_WITH_GRADIENT]["dot"]) == {"base"}
     variables[PARAMS] = drawn(variables[PARAMS])
     merged = merge_lora(config, variables)
-    quantised = with_dots(plain, fp8).Instantiate()
-    assert jax.tree.structure(merged) == jax.tree.structure(jax.eval_shape(quantised.init, KEY))
+    quantized = with_dots(plain, fp8).Instantiate()
+    assert jax.tree.structure(merged) == jax.tree.structure(jax.eval_shape(quantized.init, KEY))
     again = unmerge_lora(config, merged, variables)
     assert jax.tree.structure(again) == jax.tree.structure(variables)
 

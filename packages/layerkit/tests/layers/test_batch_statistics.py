@@ -38,7 +38,7 @@ def train_on(layer, variables, x, **kwargs):
 
 
 @pytest.mark.parametrize("is_token", [None, IS_TOKEN], ids=["full", "padded"])
-def test_batch_norm_normalises_by_batch_statistics_in_training(is_token):
+def test_batch_norm_normalizes_by_batch_statistics_in_training(is_token):
     layer = BatchNorm(dims=DIMS, decay=0.9)
     variables = with_weights(layer)
     tokens = X.reshape(-1, DIMS) if is_token is None else X[is_token]
@@ -53,7 +53,7 @@ def test_batch_norm_normalises_by_batch_statistics_in_training(is_token):
     assert layer.init(KEY, X)[NON_TRAINABLE]["moving_mean"].sum() == 0.0
 
 
-def test_batch_norm_normalises_by_moving_averages_in_evaluation():
+def test_batch_norm_normalizes_by_moving_averages_in_evaluation():
     layer = BatchNorm(dims=DIMS)
     variables = with_weights(layer)
     mean, variance = X[0, 0], np.square(X[0, 1]) + 0.5
@@ -91,7 +91,7 @@ def test_batch_norm_on_a_mesh_uses_the_global_batch():
 
 
 @pytest.mark.parametrize("is_token", [None, IS_TOKEN], ids=["full", "padded"])
-def test_group_norm_normalises_each_example_in_groups(is_token):
+def test_group_norm_normalizes_each_example_in_groups(is_token):
     layer = GroupNorm(dims=DIMS, num_groups=2)
     variables = with_weights(layer)
     expected = np.zeros(X.shape)

@@ -68,7 +68,7 @@ def test_mlp_block_raises_for_a_layer_with_other_fields(raises, field):
 
 
 @pytest.mark.parametrize(("left", "right", "stride"), [(0, 0, 1), (2, 1, 1), (1, 0, 2), (0, 3, 3)])
-def test_stacking_concatenates_neighbours(left, right, stride):
+def test_stacking_concatenates_neighbors(left, right, stride):
     layer = StackingOverTime(left=left, right=right, stride=stride)
     length = X.shape[1]
     expected = []

@@ -110,16 +110,16 @@ def test_rotary_rotates_halves_as_complex_numbers(smallest: float, largest: floa
     np.testing.assert_allclose(got, expected, atol=1e-4)
 
 
-def test_rotary_of_neighbours_is_a_permutation_of_rotary_of_halves() -> None:
+def test_rotary_of_neighbors_is_a_permutation_of_rotary_of_halves() -> None:
     x, positions = draw(2, 3, 2, 8), jnp.array([[0, 1, 2], [5, 300, 41]])
-    neighbours = RotaryPositionalEmbedding(dims=8, pairing="neighbours").apply({}, x, positions)
-    # Neighbours (2i, 2i + 1) in the places of halves (i, i + 4).
+    neighbors = RotaryPositionalEmbedding(dims=8, pairing="neighbors").apply({}, x, positions)
+    # Neighbors (2i, 2i + 1) in the places of halves (i, i + 4).
     order = np.array([0, 2, 4, 6, 1, 3, 5, 7])
     halves = RotaryPositionalEmbedding(dims=8).apply({}, x[..., order], positions)
-    np.testing.assert_array_equal(neighbours[..., order], halves)
+    np.testing.assert_array_equal(neighbors[..., order], halves)
 
 
-@pytest.mark.parametrize("pairing", ["halves", "neighbours"])
+@pytest.mark.parametrize("pairing", ["halves", "neighbors"])
 def test_rotary_of_a_fraction_rotates_only_the_first_coordinates(pairing: str) -> None:
     x, positions = draw(1, 3, 2, 12), jnp.array([[3, 4, 90]])
     part = RotaryPositionalEmbedding(dims=12, fraction=0.5, pairing=pairing)
@@ -130,7 +130,7 @@ def test_rotary_of_a_fraction_rotates_only_the_first_coordinates(pairing: str) -
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("fraction", 0.25), ("fraction", 1.5), ("pairing", "neighbors")]
+    ("field", "value"), [("fraction", 0.25), ("fraction", 1.5), ("pairing", "neighbours")]
 )
 def test_rotary_raises_for_an_invalid_field(raises, field, value):
     with raises(ConfigError, owner="RotaryPositionalEmbedding()", field=field, value=value):

@@ -140,7 +140,7 @@ def _resolve(flags: ParsedFlags) -> ResolvedExperiment:
     """Return the experiment that the flags name, with all their overrides applied."""
     from layerkit_runner.config.registry import find_experiment
 
-    # A misspelt experiment is reported before anything that takes time is imported.
+    # A misspelled experiment is reported before anything that takes time is imported.
     find_experiment(flags.exp or "")
     # A configuration that is only printed needs no other processes.
     if flags.mode in MODES and not flags.only_prints:

@@ -216,5 +216,5 @@ def test_damage_message_is_short_and_names_the_loss_of_all_steps():
     assert len(lines) == 11
     assert lines[-2:] == [
         "  and 22 more files",
-        "  No sound checkpoint is left; work lost: 1 step.",
+        "  No intact checkpoint is left; work lost: 1 step.",
     ]

@@ -1,5 +1,5 @@
 """A full disk, a read-only folder and a store that hangs: each is named in one sentence, and the
-checkpoint before stays sound.
+checkpoint before stays intact.
 
 The disks are real: small file systems in memory, mounted where only one process sees them.
 """

@@ -135,7 +135,7 @@ def test_mix_in_may_assign_a_field_that_another_base_declares(raises):
         ("dataset", "datasets"),
     ],
 )
-def test_misspelt_hook_raises(raises, name: str, hook: str):
+def test_misspelled_hook_raises(raises, name: str, hook: str):
     mix_in = type("Programs", (), {name: lambda self: None})
     for bases, members in (((Small,), vars(mix_in)[name]), ((mix_in, Small), None)):
         with raises(ExperimentClassError, owner="Programs", value=name, choices=(hook,)):

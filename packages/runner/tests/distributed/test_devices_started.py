@@ -56,7 +56,7 @@ def test_platform_without_its_plugin_names_what_to_install(
     assert len(message.splitlines()) == 1
 
 
-def test_misspelt_platform_names_the_nearest():
+def test_misspelled_platform_names_the_nearest():
     error = start("cpuu").stderr
     message = error[error.index("failed: ") :]
     assert "JAX_PLATFORMS='cpuu'" in message

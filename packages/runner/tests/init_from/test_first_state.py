@@ -291,7 +291,7 @@ def test_record_of_a_custom_loader(begin: Any):
     }
     drawn = "stack/sub/bias/b, stack/sub/linear/w"
     assert list(first.provenance.lines()) == [
-        f"init from    1 weight from somewhere; 2 drawn ({drawn})"
+        f"init from    1 weight from somewhere; 2 initialized randomly ({drawn})"
     ]
 
 

@@ -142,7 +142,7 @@ def test_the_recorded_arguments_begin_the_same_run(train: Any, job: Path, tmp_pa
 @pytest.mark.slow
 def test_a_weight_that_is_to_be_drawn(train: Any, job: Path, tmp_path: Path):
     output = train(tmp_path / "new", init_from=str(job), init_draw="linear/w")
-    assert "init from    1 drawn (linear/w)\n" in output
+    assert "init from    1 initialized randomly (linear/w)\n" in output
     assert losses(tmp_path / "new") == losses(job)
 
 

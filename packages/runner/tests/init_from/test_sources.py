@@ -1,4 +1,4 @@
-"""Kinds of folders, recognised by their content."""
+"""Kinds of folders, recognized by their content."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.init_from.sources import CheckpointFolder, HuggingFaceFolder, recognise
+from layerkit_runner.init_from.sources import CheckpointFolder, HuggingFaceFolder, recognize
 
 
 @pytest.fixture
@@ -22,25 +22,25 @@ def job(tmp_path: Path) -> Path:
     ("place", "step"),
     [("", None), ("checkpoints", None), ("checkpoints/checkpoint_00000002", 2)],
 )
-def test_job_checkpoints_and_step_are_recognised(job: Path, place: str, step: int | None):
-    found = recognise(str(job / place))
+def test_job_checkpoints_and_step_are_recognized(job: Path, place: str, step: int | None):
+    found = recognize(str(job / place))
     assert isinstance(found, CheckpointFolder)
     assert (str(found.directory), found.step) == (str(job / "checkpoints"), step)
 
 
-def test_hugging_face_folder_is_recognised(tmp_path: Path):
+def test_hugging_face_folder_is_recognized(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model-00001-of-00002.safetensors").touch()
-    found = recognise(str(tmp_path))
+    found = recognize(str(tmp_path))
     assert found == HuggingFaceFolder(found.directory)
     assert str(found.directory) == str(tmp_path)
 
 
 def test_home_and_relative_paths_are_expanded(job: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(job.parent))
-    assert str(recognise("~/job").directory) == str(job / "checkpoints")
+    assert str(recognize("~/job").directory) == str(job / "checkpoints")
     monkeypatch.chdir(job)
-    assert str(recognise(".").directory) == str(job / "checkpoints")
+    assert str(recognize(".").directory) == str(job / "checkpoints")
 
 
 @pytest.mark.parametrize(
@@ -50,11 +50,11 @@ def test_folder_without_weights_is_an_error(raises, tmp_path: Path, files: list[
     for name in files:
         (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).touch()
     with raises(UsageError, field="folder", value=str(tmp_path)):
-        recognise(str(tmp_path))
+        recognize(str(tmp_path))
 
 
 def test_missing_folder_is_an_error_with_the_nearest_name(raises, job: Path):
     with raises(UsageError, field="folder", value="jib", choices=("job",)):
-        recognise(str(job.parent / "jib"))
+        recognize(str(job.parent / "jib"))
     with raises(UsageError, field="folder", value="config.json"):
-        recognise(str(job / "config.json"))
+        recognize(str(job / "config.json"))

@@ -177,7 +177,7 @@ def test_shape_error_of_a_layer_is_one_line_with_its_path(
     assert "return x + jax.numpy.ones" in log.read_text()
 
 
-class Misspelt(BaseLayer):
+class Misspelled(BaseLayer):
     size: int = 2
 
     def setup(self) -> None:
@@ -186,35 +186,35 @@ class Misspelt(BaseLayer):
         self.create_variable("mean", shape, trainable=False)
 
     def fprop(self, x: Any, case: str) -> Any:
-        return _MISSPELT[case][0](self, x)
+        return _MISSPELLED[case][0](self, x)
 
 
-_MISSPELT: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+_MISSPELLED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "attribute": (
         lambda layer, x: layer.sise,
-        "Misspelt has no attribute 'sise'; did you mean 'size'? In layer Misspelt().",
+        "Misspelled has no attribute 'sise'; did you mean 'size'? In layer Misspelled().",
     ),
     "weight": (
         lambda layer, x: layer.theta.scal,
-        "Misspelt() has no weight 'scal'; did you mean 'scale'? Its weights: scale.",
+        "Misspelled() has no weight 'scal'; did you mean 'scale'? Its weights: scale.",
     ),
     "variable": (
         lambda layer, x: layer.get_var("men"),
-        "Misspelt() has no variable 'men'; did you mean 'mean'? Its variables: mean.",
+        "Misspelled() has no variable 'men'; did you mean 'mean'? Its variables: mean.",
     ),
     "batch": (
         lambda layer, x: x.idz,
-        "NestedMap has no key 'idz'; did you mean 'ids'? Its keys: ['ids']. In layer Misspelt().",
+        "NestedMap has no key 'idz'; did you mean 'ids'? Its keys: ['ids']. In layer Misspelled().",
     ),
 }
 
 
-@pytest.mark.parametrize("case", _MISSPELT)
+@pytest.mark.parametrize("case", _MISSPELLED)
 def test_unknown_name_in_a_layer_is_one_line_with_file_and_line(
     case: str, tmp_path: Path, monkeypatch: Any
 ):
     def fails(*_: Any) -> int:
-        layer = Misspelt()
+        layer = Misspelled()
         layer.apply(layer.init(jax.random.key(0)), NestedMap(ids=1), case)
         return 0
 
@@ -223,7 +223,7 @@ def test_unknown_name_in_a_layer_is_one_line_with_file_and_line(
     resolved = ResolvedExperiment(Bare(), Config(dict), [], [], Config(dict))
     with pytest.raises(UsageError) as caught:
         run("train", resolved, RunOptions(job_log_dir=str(tmp_path)))
-    run_of_case, text = _MISSPELT[case]
+    run_of_case, text = _MISSPELLED[case]
     line = run_of_case.__code__.co_firstlineno
     log = tmp_path / "logs" / "process_0000.log"
     assert str(caught.value) == (
@@ -232,22 +232,22 @@ def test_unknown_name_in_a_layer_is_one_line_with_file_and_line(
     assert "Traceback" in log.read_text()
 
 
-class MisspeltChildren(BaseLayer):
+class MisspelledChildren(BaseLayer):
     def setup(self) -> None:
-        self.create_children("sub", [Misspelt.HParams.config()] * 2, sise=3)
+        self.create_children("sub", [Misspelled.HParams.config()] * 2, sise=3)
 
 
-def test_misspelt_field_of_a_child_names_the_line_that_creates_it(monkeypatch: Any):
+def test_misspelled_field_of_a_child_names_the_line_that_creates_it(monkeypatch: Any):
     monkeypatch.chdir(Path(__file__).parent)
     with pytest.raises(AttributeError) as caught:
-        MisspeltChildren().init(jax.random.key(0))
-    line = inspect.unwrap(MisspeltChildren.setup).__code__.co_firstlineno + 1
+        MisspelledChildren().init(jax.random.key(0))
+    line = inspect.unwrap(MisspelledChildren.setup).__code__.co_firstlineno + 1
     text = unknown_name_text(caught.value)
     assert text is not None
     assert text.startswith(
-        f"test_run.py:{line}: Misspelt: unknown field: 'sise'. Did you mean 'size'?"
+        f"test_run.py:{line}: Misspelled: unknown field: 'sise'. Did you mean 'size'?"
     )
-    assert text.endswith(" In layer MisspeltChildren().")
+    assert text.endswith(" In layer MisspelledChildren().")
 
 
 @pytest.mark.parametrize(
@@ -258,10 +258,10 @@ def test_misspelt_field_of_a_child_names_the_line_that_creates_it(monkeypatch: A
 def test_errors_of_a_layers_own_code_keep_their_traceback(
     error_of: Any, tmp_path: Path, monkeypatch: Any
 ):
-    monkeypatch.setitem(_MISSPELT, "own", (error_of, ""))
+    monkeypatch.setitem(_MISSPELLED, "own", (error_of, ""))
 
     def fails(*_: Any) -> int:
-        layer = Misspelt()
+        layer = Misspelled()
         layer.apply(layer.init(jax.random.key(0)), NestedMap(ids=1), "own")
         return 0
 
@@ -269,11 +269,11 @@ def test_errors_of_a_layers_own_code_keep_their_traceback(
     resolved = ResolvedExperiment(Bare(), Config(dict), [], [], Config(dict))
     with pytest.raises((AttributeError, KeyError)) as caught:
         run("train", resolved, RunOptions(job_log_dir=str(tmp_path)))
-    assert "In layer Misspelt()" in caught.value.__notes__
+    assert "In layer Misspelled()" in caught.value.__notes__
 
 
 def test_unknown_name_in_code_of_this_project_is_no_user_error():
-    class Bad(Misspelt):
+    class Bad(Misspelled):
         def setup(self) -> None:
             super().setup()
             self.create_child("child", Config(dict))
@@ -282,7 +282,7 @@ def test_unknown_name_in_code_of_this_project_is_no_user_error():
         Bad().init(jax.random.key(0))
     assert unknown_name_text(caught.value) is None
     with pytest.raises(AttributeError) as missing:
-        exec("layer.sise", {"__name__": "layerkit.layers.mine", "layer": Misspelt()})
+        exec("layer.sise", {"__name__": "layerkit.layers.mine", "layer": Misspelled()})
     assert unknown_name_text(missing.value) is None
 
 

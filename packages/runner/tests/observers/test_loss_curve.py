@@ -40,10 +40,10 @@ def test_picture_depends_on_label_and_baselines_only(tmp_path):
     path = write_record(tmp_path, steps=range(1, 200))
     plain = draw_loss_curve(path, tmp_path / "plain.png").read_bytes()
     again = draw_loss_curve(path, tmp_path / "again.png").read_bytes()
-    labelled = draw_loss_curve(path, tmp_path / "labelled.png", y_label="nats").read_bytes()
+    labeled = draw_loss_curve(path, tmp_path / "labeled.png", y_label="nats").read_bytes()
     lined = draw_loss_curve(path, tmp_path / "lined.png", baselines={"table": 2.2}).read_bytes()
     assert plain == again
-    assert len({plain, labelled, lined}) == 3
+    assert len({plain, labeled, lined}) == 3
 
 
 @pytest.mark.parametrize("steps", [[1], [1, 2], range(1, 30)])

@@ -76,7 +76,7 @@ def coordinates(mesh: jax.sharding.Mesh) -> np.ndarray:
 
 def test_mesh_that_splits_torus_axes_logs_a_warning(caplog):
     mesh = make_mesh(AXES, ici_mesh_shape=[1, 64, 4], devices=tpu_devices("v5e:16x16"))
-    # Four neighbours in a row share the work of a tensor axis.
+    # Four neighbors in a row share the work of a tensor axis.
     assert np.array_equal(np.ptp(coordinates(mesh), axis=2)[0, :, 0], np.full(64, 3))
     assert "[1, 64, 4] does not lie along whole axes of the slice's torus" in caplog.text
 

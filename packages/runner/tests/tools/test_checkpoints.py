@@ -106,7 +106,7 @@ def test_list_prints_the_steps_and_why_they_are_kept(written, capsys, folder):
         "saved (UTC)",
         "size",
         "format",
-        "sound",
+        "intact",
         "metric",
         "kept as",
     ]
@@ -120,7 +120,7 @@ def test_list_prints_the_steps_and_why_they_are_kept(written, capsys, folder):
         ["10", "tensorstore", "yes", "heldout/loss 1.5", "best heldout/loss, one per 12:00:00"],
         ["20", "tensorstore", "yes", "heldout/loss 2.5", "newest"],
     ]
-    assert lines[3] == "sound: by the sizes of the files; --read or verify compares their bytes"
+    assert lines[3] == "intact: by the sizes of the files; --read or verify compares their bytes"
 
 
 def test_list_detects_altered_bytes_with_read_and_wrong_sizes_always(job, capsys):
@@ -154,12 +154,12 @@ def test_verify_names_arrays_that_are_not_finite(tmp_path, capsys, monkeypatch, 
 
 
 def test_verify_reads_all_steps_or_one(job, capsys):
-    assert run(capsys, "verify", job) == "step 10: sound\nstep 20: sound\n"
+    assert run(capsys, "verify", job) == "step 10: intact\nstep 20: intact\n"
     damage(job, 10)
     both = run(capsys, "verify", job, code=1)
     assert both.startswith("step 10: DAMAGED\n  state/")
-    assert both.endswith("\nstep 20: sound\n")
-    assert run(capsys, "verify", job, "--step=20") == "step 20: sound\n"
+    assert both.endswith("\nstep 20: intact\n")
+    assert run(capsys, "verify", job, "--step=20") == "step 20: intact\n"
 
 
 def test_show_prints_the_arrays_of_the_newest_step(written, capsys):
@@ -207,7 +207,7 @@ def test_copy_can_be_repeated_and_continues_after_damage(job, tmp_path, capsys):
     assert run(capsys, "copy", pristine, new) == (
         f"{new}/checkpoints/checkpoint_00000010\nskipped, copied before: step 20\n"
     )
-    # Damage of the original does not matter if its copy is sound.
+    # Damage of the original does not matter if its copy is intact.
     assert run(capsys, "copy", job, new) == "skipped, copied before: steps 10, 20\n"
     flipped = damage(new, 20)
     altered = flipped.read_bytes()
@@ -281,7 +281,7 @@ def test_conversion_to_msgpack_and_back_keeps_the_state(written, tmp_path, capsy
     run(capsys, "convert", one_file, again, "--to=tensorstore")
     assert_is_step(again, 10)
     for folder in (one_file, again):
-        assert run(capsys, "verify", folder) == "step 10: sound\n"
+        assert run(capsys, "verify", folder) == "step 10: intact\n"
         # The date of the save is kept.
         dates = [run(capsys, "list", job).splitlines()[1].split("  ")[1] for job in (folder,)]
         assert dates[0] in run(capsys, "list", written)

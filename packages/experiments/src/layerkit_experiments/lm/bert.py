@@ -1,4 +1,4 @@
-"""BERT: masked language modelling (Devlin et al., 2018; arXiv:1810.04805).
+"""BERT: masked language modeling (Devlin et al., 2018; arXiv:1810.04805).
 
 The published model also predicts the next sentence, with sentence embeddings and a pooler. RoBERTa
 (arXiv:1907.11692) shows that this does not help, and it is omitted here. The head is the embedding

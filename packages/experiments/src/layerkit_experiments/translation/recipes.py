@@ -50,7 +50,7 @@ class TranslationExperiment(TrainingLength, BaseExperiment, abstract=True):
     USE_REPEATED_LAYER: bool = True
     """Run layers as a scan over stacked weights instead of unrolled."""
     CHECKPOINT_POLICY: str = "none"
-    """Rematerialisation policy; see `layerkit.layers.remat`."""
+    """Rematerialization policy; see `layerkit.layers.remat`."""
     BEAM_SIZE: int | None = None
     """Number of beams; None decodes greedily."""
     LENGTH_NORM_ALPHA: float = 0.6

@@ -178,7 +178,7 @@ class GrainMapInput(IndexedInput):
 
 
 class ArrayRecordRows(GrainMapInput):
-    """An input of ArrayRecord files with one serialised row per record.
+    """An input of ArrayRecord files with one serialized row per record.
 
     A state fits files with the same numbers of records. A missing or incomplete file always raises,
     since it would change the numbers of all later rows.

@@ -2,7 +2,7 @@
 
 `datasets` reads JSON lines, Parquet, Arrow, CSV and plain text, and folders that hold such files or
 were written by `save_to_disk`. This module adds three things. It uses the network only if
-`allow_network` is set; `datasets` looks up a misspelt path on the Hub, with retries. Errors about a
+`allow_network` is set; `datasets` looks up an unknown path on the Hub, with retries. Errors about a
 missing split or column suggest similar names. Errors about an unreadable file name the file and the
 record.
 """

@@ -1,10 +1,10 @@
-"""HuggingFaceInput: language modelling over a Hugging Face data set with rows by number.
+"""HuggingFaceInput: language modeling over a Hugging Face data set with rows by number.
 
-The split is tokenised when it is first needed, into a memory-mapped file in the cache of
+The split is tokenized when it is first needed, into a memory-mapped file in the cache of
 `datasets`, which is keyed by data, columns and tokenizer. So any row can be read directly, the
-state is one count, and any number of hosts can resume from it. Each machine tokenises the whole
+state is one count, and any number of hosts can resume from it. Each machine tokenizes the whole
 split. For larger data, build token records once and read them with TokenRecords, or use
-HuggingFaceStream, which tokenises as it reads.
+HuggingFaceStream, which tokenizes as it reads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CHECKED_DOCUMENTS = 64
 
 
 class TokenisedText(HuggingFaceText, IndexedInput):
-    """Base of inputs that read the tokenised examples of a split by number."""
+    """Base of inputs that read the tokenized examples of a split by number."""
 
     def _most_examples(self) -> int | None:
         """Return the largest number of examples that are needed, or None for all."""
@@ -52,11 +52,11 @@ class TokenisedText(HuggingFaceText, IndexedInput):
         if most is not None and most < len(data):
             data = data.select(range(most))
         num_skipped_files = self._bad.num_skipped
-        tokenised = self._tokenise(data) if len(data) else data
-        if not len(tokenised):
+        tokenized = self._tokenize(data) if len(data) else data
+        if not len(tokenized):
             raise self._config_error(f"no usable examples in {self._describe_data()}")
-        self._bad.num_skipped = num_skipped_files + len(data) - len(tokenised)
-        chunks = tokenised.data.column("ids").chunks
+        self._bad.num_skipped = num_skipped_files + len(data) - len(tokenized)
+        chunks = tokenized.data.column("ids").chunks
         pieces, sizes = [], []
         for chunk in chunks:
             offsets = chunk.offsets.to_numpy()
@@ -64,10 +64,10 @@ class TokenisedText(HuggingFaceText, IndexedInput):
             sizes.append(np.diff(offsets))
         num_inputs = None
         if self.inputs_field is not None:
-            num_inputs = tokenised.data.column("num_inputs").to_numpy().astype(np.int64)
+            num_inputs = tokenized.data.column("num_inputs").to_numpy().astype(np.int64)
         return Documents.of(PiecewiseStream(pieces), np.concatenate(sizes), num_inputs=num_inputs)
 
-    def _tokenise(self, data: Any) -> Any:
+    def _tokenize(self, data: Any) -> Any:
         """Return a cached data set of `ids` (start id, tokens, end id) and `num_inputs`."""
         datasets = self._library()
         made_of = [_CACHE_VERSION, data._fingerprint, self._text_identity(), self.on_bad_record]
@@ -95,7 +95,7 @@ class TokenisedText(HuggingFaceText, IndexedInput):
             cache_file_name=str(cache / f"{key}.arrow"),
             load_from_cache_file=True,
             new_fingerprint=key,
-            desc=f"Tokenising {self.split}",
+            desc=f"Tokenizing {self.split}",
         )
 
     @functools.cached_property
@@ -118,7 +118,7 @@ class TokenisedText(HuggingFaceText, IndexedInput):
 
 
 class HuggingFaceInput(TokenisedText):
-    """An input of rows of text for language modelling, from a data set on disk.
+    """An input of rows of text for language modeling, from a data set on disk.
 
     Batches hold these fields, each `[batch, length]`: `ids` and `labels` (int32; `labels` is the
     next token of the example, or its end), `weights` (float32, 1 for labels that count, 0 for

@@ -1,6 +1,6 @@
-"""HuggingFaceStream: language modelling over a streamed Hugging Face data set.
+"""HuggingFaceStream: language modeling over a streamed Hugging Face data set.
 
-The input tokenises as it reads and keeps one window of examples in memory, so training on a data
+The input tokenizes as it reads and keeps one window of examples in memory, so training on a data
 set of any size starts at once. It resumes exactly; `datasets` does so only without shuffling, since
 its `state_dict` lacks the shuffle buffer. The stream is read in windows of `shuffle_window`
 examples. Each window is permuted by Philox with the key [seed, epoch] and the number of the window
@@ -53,7 +53,7 @@ class _Position:
 
 
 class HuggingFaceStream(HuggingFaceText):
-    """An input of rows of text for language modelling, from a streamed data set.
+    """An input of rows of text for language modeling, from a streamed data set.
 
     Batches and `packing` are those of HuggingFaceInput, except that `first_fit` keeps only the last
     few rows open. Resuming reads one window again.

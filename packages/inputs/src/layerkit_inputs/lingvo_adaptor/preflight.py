@@ -92,7 +92,7 @@ def prepare() -> Any:
                 "Lingvo inputs need TensorFlow's eager execution, which is disabled. Remove "
                 "disable_eager_execution() or disable_v2_behavior()."
             )
-        with contextlib.suppress(RuntimeError):  # TensorFlow has already initialised the devices
+        with contextlib.suppress(RuntimeError):  # TensorFlow has already initialized the devices
             tensorflow.config.set_visible_devices([], "GPU")
         _install_ops(tensorflow.errors.NotFoundError)
         return tensorflow

@@ -96,7 +96,7 @@ class RowFormat(NamedTuple):
         return batch
 
     def _batch_of_vectors(self, rows: Sequence[Sequence[Example]]) -> NestedMap | None:
-        """Return `batch` by a vectorised computation, which supports only int32 sequences.
+        """Return `batch` by a vectorized computation, which supports only int32 sequences.
 
         None for other examples, and for invalid ones, about which `batch` raises an error.
         """

@@ -37,7 +37,7 @@ def import_tensorflow() -> ModuleType:
     tf = require("tensorflow", needed_by=_NEEDED_BY)
     for kind in ("GPU", "TPU"):
         if tf.config.get_visible_devices(kind):
-            # Raises RuntimeError if TensorFlow has already initialised the devices.
+            # Raises RuntimeError if TensorFlow has already initialized the devices.
             tf.config.set_visible_devices([], kind)
     return tf
 

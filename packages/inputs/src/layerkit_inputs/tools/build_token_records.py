@@ -55,7 +55,7 @@ _PROGRESS_SECONDS = 5.0
 
 
 class _Encoded(NamedTuple):
-    """A tokenised document, or the problem of reading it."""
+    """A tokenized document, or the problem of reading it."""
 
     where: str
     ids: np.ndarray | None
@@ -98,7 +98,7 @@ def build_token_records(
       field: Key of the text in JSON lines, or column of the text in Parquet.
       num_shards: Number of files of each split, of about equal input bytes. There may be fewer
         files if there are few documents.
-      workers: Number of processes that tokenise. 0: this process.
+      workers: Number of processes that tokenize. 0: this process.
       heldout_fraction: Share of the documents in the split `heldout`, by a hash of their text, so
         that equal documents are in one split.
       on_bad_record: Policy for documents that cannot be read: `refuse` or `skip`.

@@ -1,4 +1,4 @@
-"""Normalisations with statistics over several positions: BatchNorm and GroupNorm.
+"""Normalizations with statistics over several positions: BatchNorm and GroupNorm.
 
 Statistics are float32 and exclude padding. The mask `is_token` `[batch, length]` (or with other
 axes between batch and dims) is True for tokens and False for padding.
@@ -21,7 +21,7 @@ from layerkit.weights import WeightHParams, WeightInit
 
 
 class BatchNorm(BaseNormalization):
-    """Batch normalisation: y = (x - mean) / √(variance + ε) · (1 + w) + b.
+    """Batch normalization: y = (x - mean) / √(variance + ε) · (1 + w) + b.
 
     In training, mean and variance are those of the batch, over batch and positions, and update
     moving averages; in evaluation they are the moving averages (Ioffe and Szegedy, 2015,
@@ -32,7 +32,7 @@ class BatchNorm(BaseNormalization):
       dims: Size of the last axis.
       decay: Factor of the old moving average at each step.
       epsilon: ε, which keeps the output for a constant feature finite.
-      use_moving_averages_in_training: True if training too normalises by the moving averages, which
+      use_moving_averages_in_training: True if training too normalizes by the moving averages, which
         are still updated.
       force_evaluation: True if training too uses the moving averages and leaves them unchanged, to
         fine-tune with loaded statistics.
@@ -61,7 +61,7 @@ class BatchNorm(BaseNormalization):
             self.create_variable(name, hparams, trainable=False)
 
     def fprop(self, inputs: jax.Array, *, is_token: jax.Array | None = None) -> jax.Array:
-        """Normalise `[batch, ..., dims]`; the outputs have the compute dtype.
+        """Normalize `[batch, ..., dims]`; the outputs have the compute dtype.
 
         Args:
           inputs: Array `[batch, ..., dims]`.
@@ -94,7 +94,7 @@ class BatchNorm(BaseNormalization):
 
 
 class GroupNorm(BaseNormalization):
-    """Group normalisation: y = (x - mean) / √(variance + ε) · (1 + w) + b.
+    """Group normalization: y = (x - mean) / √(variance + ε) · (1 + w) + b.
 
     Mean and variance are those of one example, over its positions and one group of features (Wu and
     He, 2018, arXiv:1803.08494). Training and evaluation compute the same.
@@ -122,7 +122,7 @@ class GroupNorm(BaseNormalization):
             self.create_variable(name, WeightHParams((self.dims,), axes=("norm",), init=zeros))
 
     def fprop(self, inputs: jax.Array, *, is_token: jax.Array | None = None) -> jax.Array:
-        """Normalise `[batch, ..., dims]`; the outputs have the compute dtype.
+        """Normalize `[batch, ..., dims]`; the outputs have the compute dtype.
 
         Args:
           inputs: Array `[batch, ..., dims]`.

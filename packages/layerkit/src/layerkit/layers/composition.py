@@ -1,4 +1,4 @@
-"""Layers in sequence, blocks of dense layers, and stacking of neighbouring frames."""
+"""Layers in sequence, blocks of dense layers, and stacking of neighboring frames."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class MLPBlock(BaseLayer):
 
 
 class StackingOverTime(BaseLayer):
-    """Concatenation of neighbouring frames, which speech models use to shorten their inputs.
+    """Concatenation of neighboring frames, which speech models use to shorten their inputs.
 
     Frame t of `[batch, length, dims]` becomes [x[t − left], …, x[t], …, x[t + right]], with
     zeros beyond the ends. Every `stride`-th result is kept:

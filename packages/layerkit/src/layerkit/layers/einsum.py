@@ -40,7 +40,7 @@ class Einsum(BaseLayer):
       weight_shape: Shape of `w`.
       weight_axes: Logical axes of `w`.
       activation_axes: Logical axes of the outputs; None leaves their layout to the compiler.
-      weight_init: Initialiser of `w`, with the fans of the equation; None inherits `params_init`.
+      weight_init: Initializer of `w`, with the fans of the equation; None inherits `params_init`.
       dot_tpl: `Dot` that multiplies; None for the plain product.
 
     Raises:

@@ -115,7 +115,7 @@ class Embedding(BaseLayer):
         Transformer (arXiv:1706.03762) and Gemma.
       weight_axes: Logical axes of `w`.
       activation_axes: Logical axes of the output; None leaves its layout to the compiler.
-      weight_init: Initialiser of `w`; None for the inherited `params_init`, or else normal with
+      weight_init: Initializer of `w`; None for the inherited `params_init`, or else normal with
         standard deviation 1/√input_dims.
     """
 
@@ -157,7 +157,7 @@ class ClassSoftmax(BaseLayer):
       weight_axes: Logical axes of `w`.
       bias_axes: Logical axes of `b`.
       activation_axes: Logical axes of the logits; None leaves their layout to the compiler.
-      weight_init: Initialiser of `w`.
+      weight_init: Initializer of `w`.
 
     Raises:
       ConfigError: An option is out of range.
@@ -289,7 +289,7 @@ class SharedEmbeddingSoftmax(ClassSoftmax):
     Attributes:
       scale_by_sqrt_dims: True to multiply embedded vectors, but not logits, by √input_dims.
       embedding_axes: Logical axes of embedded vectors; None leaves their layout to the compiler.
-      weight_init: Initialiser of `w`; None for the inherited `params_init`, or else normal with
+      weight_init: Initializer of `w`; None for the inherited `params_init`, or else normal with
         standard deviation 1/√input_dims.
     """
 

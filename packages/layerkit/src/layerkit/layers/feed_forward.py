@@ -35,7 +35,7 @@ class TransformerFeedForward(BaseLayer):
       dropout_rate: Dropout rate of the hidden activations in training.
       linear_tpl: Projections.
       bias_tpl: Biases.
-      down_init: Initialiser of the `down` projection; None for that of the others.
+      down_init: Initializer of the `down` projection; None for that of the others.
     """
 
     used_only_if: ClassVar[Conditions] = {"bias_tpl": "has_bias"}

@@ -34,7 +34,7 @@ class FlaxModule(BaseLayer):
     >>> jax.tree.map(jnp.shape, config.Instantiate().init(jax.random.key(0)))
     {'params': {'module': {'bias': (3,), 'kernel': (4, 3)}}}
 
-    Set dtypes and initialisers in the config of the module.
+    Set dtypes and initializers in the config of the module.
 
     Attributes:
       module_tpl: Config of the module, such as `Config(nn.Dense, features=3)`.

@@ -28,7 +28,7 @@ class Linear(BaseLayer):
       weight_axes: Logical axes of the weight `w` `[input_dims, output_dims]`.
       activation_axes: Logical axes of the outputs, one for each of their dimensions; None leaves
         their layout to the compiler.
-      weight_init: Initialiser of `w`; None inherits `params_init`.
+      weight_init: Initializer of `w`; None inherits `params_init`.
       dot_tpl: `Dot` that multiplies; None for the plain product. See `layerkit.layers.products`.
     """
 

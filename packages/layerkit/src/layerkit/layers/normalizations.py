@@ -1,4 +1,4 @@
-"""Normalisation of the last axis of `[..., dims]`: RmsNorm, with and without scale, and LayerNorm.
+"""Normalization of the last axis of `[..., dims]`: RmsNorm, with and without scale, and LayerNorm.
 
 Statistics are those of one position, so padding has no influence. They are computed in float32,
 since bfloat16 sums lose most of their digits. The learned scale is `scale_offset + w`. Epsilon and
@@ -21,7 +21,7 @@ class BaseNormalization(BaseLayer):
 
 
 class RmsNorm(BaseNormalization):
-    """RMS normalisation y = x / √(mean(x²) + ε) · (offset + w) (Zhang and Sennrich, 2019).
+    """RMS normalization y = x / √(mean(x²) + ε) · (offset + w) (Zhang and Sennrich, 2019).
 
     Maps `[..., dims]` to `[..., dims]` in the compute dtype; the mean is over the last axis.
 
@@ -48,7 +48,7 @@ class RmsNorm(BaseNormalization):
         self.create_variable("scale", WeightHParams((self.dims,), axes=("norm",), init=unit))
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
-        """Normalise `[..., dims]`.
+        """Normalize `[..., dims]`.
 
         Raises:
           ConfigError: The last axis of the inputs has another size.
@@ -61,7 +61,7 @@ class RmsNorm(BaseNormalization):
 
 
 class RmsNormNoScale(BaseNormalization):
-    """RMS normalisation y = x / √(mean(x²) + ε) without weights, for any size of the last axis.
+    """RMS normalization y = x / √(mean(x²) + ε) without weights, for any size of the last axis.
 
     Maps `[..., dims]` to `[..., dims]` in the compute dtype.
 
@@ -76,14 +76,14 @@ class RmsNormNoScale(BaseNormalization):
         check_non_negative(self, epsilon=self.epsilon)
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
-        """Normalise `[..., dims]`."""
+        """Normalize `[..., dims]`."""
         x = inputs.astype(jnp.float32)
         normalized = x * jax.lax.rsqrt(mean_square(x) + self.epsilon)
         return normalized.astype(self.compute_dtype)
 
 
 class LayerNorm(BaseNormalization):
-    """Layer normalisation y = (x - mean) / √(variance + ε) · (offset + w) + b (Ba et al., 2016).
+    """Layer normalization y = (x - mean) / √(variance + ε) · (offset + w) + b (Ba et al., 2016).
 
     Maps `[..., dims]` to `[..., dims]` in the compute dtype; statistics are over the last axis.
 
@@ -115,15 +115,15 @@ class LayerNorm(BaseNormalization):
             self.create_variable("bias", WeightHParams((self.dims,), axes=("norm",), init=zero))
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
-        """Normalise `[..., dims]`.
+        """Normalize `[..., dims]`.
 
         Raises:
           ConfigError: The last axis of the inputs has another size.
         """
         check_last_axis(self, inputs, dims=self.dims)
         x = inputs.astype(jnp.float32)
-        centred = x - jnp.mean(x, axis=-1, keepdims=True)
-        normalized = centred * jax.lax.rsqrt(mean_square(centred) + self.epsilon)
+        centered = x - jnp.mean(x, axis=-1, keepdims=True)
+        normalized = centered * jax.lax.rsqrt(mean_square(centered) + self.epsilon)
         scale = self.scale_offset + _float32(self.theta.scale)
         bias = _float32(self.theta.bias) if self.use_bias else None
         return scale_and_offset(normalized, scale, bias).astype(self.compute_dtype)

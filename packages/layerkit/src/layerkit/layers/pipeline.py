@@ -75,7 +75,7 @@ class Pipeline(BaseLayer):
       stream_inputs: True to spread waiting microbatches (for their entry, their next round or the
         end) over the stages, which requires that the number of stages divides that of microbatches.
         If False, each stage holds all of them.
-      remat: Name of the rematerialisation policy of one pass of one stage; see
+      remat: Name of the rematerialization policy of one pass of one stage; see
         `layerkit.layers.remat`. Saved activations are saved for every tick, so the default saves
         only the inputs of stages (as in Huang et al., 2019).
 
@@ -452,7 +452,7 @@ class Pipeline(BaseLayer):
 
 
 def check_remat_of_stages(policy: str, *, field: str, owner: str) -> None:
-    """Raise `ConfigError` for a rematerialisation policy that would save nothing in stages."""
+    """Raise `ConfigError` for a rematerialization policy that would save nothing in stages."""
     if policy == "dots_no_batch":
         raise ConfigError(
             owner=owner,

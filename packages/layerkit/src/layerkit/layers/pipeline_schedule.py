@@ -23,7 +23,7 @@ class Work(NamedTuple):
     """The work of stages at a tick; each field is `[..., stage]`, or a scalar for one stage.
 
     Attributes:
-      is_real: False in a bubble, where the other fields are those of a neighbouring tick.
+      is_real: False in a bubble, where the other fields are those of a neighboring tick.
       round: int32, index of the circular repeat.
       microbatch: int32, index of the microbatch.
       serial: int32, unique number of stage, round and microbatch.

@@ -36,7 +36,7 @@ class PipelinedTransformer(StackedTransformer):
       microbatch_size: Number of rows of a microbatch, instead of `num_microbatches`.
       circular_repeats: Number of rounds of a microbatch, with a shorter run of layers in each.
       stream_inputs: True to spread waiting microbatches over the stages; see `Pipeline`.
-      stage_remat: Name of the rematerialisation policy of one pass of one stage; see
+      stage_remat: Name of the rematerialization policy of one pass of one stage; see
         `Pipeline.remat`. Where it saves activations, `remat`, the policy of each layer, has no
         effect.
 

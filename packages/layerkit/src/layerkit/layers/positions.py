@@ -32,7 +32,7 @@ from layerkit.layers.rotary_scaling import RotaryScaling
 from layerkit.weights import WeightHParams, WeightInit
 
 # Pairs of coordinates of a head that `RotaryPositionalEmbedding` rotates.
-PAIRINGS = ("halves", "neighbours")
+PAIRINGS = ("halves", "neighbors")
 
 
 class PositionalEmbedding(BaseLayer):
@@ -115,7 +115,7 @@ class TrainablePositionalEmbedding(BaseLayer):
       dims: Size of a vector.
       max_length: Number of positions.
       weight_axes: Logical axes of `w`, `[max_length, dims]`.
-      weight_init: Initialiser of `w`; None for the inherited `params_init`, or else normal with
+      weight_init: Initializer of `w`; None for the inherited `params_init`, or else normal with
         standard deviation 1/√dims.
     """
 
@@ -169,7 +169,7 @@ class RotaryPositionalEmbedding(BaseLayer):
       max_timescale: Upper bound of the positions per radian of the slowest pair, also known as
         `rope_theta`. Increase it for longer contexts.
       fraction: Fraction of a head that is rotated (partial rotary; 0.25 in GPT-NeoX).
-      pairing: `halves` for pairs of coordinates i and i + r/2 (GPT-NeoX, Llama), or `neighbours`
+      pairing: `halves` for pairs of coordinates i and i + r/2 (GPT-NeoX, Llama), or `neighbors`
         for 2i and 2i + 1 (the paper, GPT-J, DeepSeek).
       scaling: Scaling for contexts longer than the trained one; see
         `layerkit.layers.rotary_scaling`.
@@ -235,14 +235,14 @@ class RotaryPositionalEmbedding(BaseLayer):
     @nn.nowrap
     def _split_pairs(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Split `[..., 2·pairs]` into the first and second coordinates `[..., pairs]`."""
-        if self.pairing == "neighbours":
+        if self.pairing == "neighbors":
             return x[..., 0::2], x[..., 1::2]
         first, second = jnp.split(x, 2, axis=-1)
         return first, second
 
     @nn.nowrap
     def _merge_pairs(self, first: jax.Array, second: jax.Array) -> jax.Array:
-        if self.pairing == "neighbours":
+        if self.pairing == "neighbors":
             return jnp.stack([first, second], axis=-1).reshape(*first.shape[:-1], -1)
         return jnp.concatenate([first, second], axis=-1)
 

@@ -5,7 +5,7 @@ backend transposes both operands; a feed-forward layer is then three times slowe
 length merged into one axis of tokens there are no copies. Accelerators compute both equally fast.
 
 A layer that multiplies by a weight has a field `dot_tpl`: None for the plain product, or a template
-of a `Dot`, such as a quantised product or a low-rank adapter. The layer creates the weight and its
+of a `Dot`, such as a quantized product or a low-rank adapter. The layer creates the weight and its
 product together and multiplies by `matmul` (or `batched_matmul`):
 
     self.create_variable("w", weight)

@@ -1,4 +1,4 @@
-"""Rematerialisation policies by name: which activations are saved for the backward pass.
+"""Rematerialization policies by name: which activations are saved for the backward pass.
 
 | name | saved in the forward pass | extra compute |
 |---|---|---|
@@ -71,7 +71,7 @@ REMAT_POLICIES = tuple(_POLICIES)
 
 
 def name_activation(x: jax.Array, name: str) -> jax.Array:
-    """Return `x` `[...]` with a name for rematerialisation policies.
+    """Return `x` `[...]` with a name for rematerialization policies.
 
     A layer that names its input must use the returned array, or both are saved.
 
@@ -131,7 +131,7 @@ def _memory_kinds(device: jax.Device) -> list[str]:
 
 
 def remat(body: Callable[..., Any], policy: str, *, in_scan: bool) -> Callable[..., Any]:
-    """Return `body(module, *args)` with rematerialisation.
+    """Return `body(module, *args)` with rematerialization.
 
     Args:
       body: Function of a Flax module and arrays.
@@ -144,7 +144,7 @@ def remat(body: Callable[..., Any], policy: str, *, in_scan: bool) -> Callable[.
 
 
 def remat_in_scan(body: Callable[..., Any], policy: str) -> Callable[..., Any]:
-    """Return a pure function of arrays `[...]`, the body of a scan, with rematerialisation.
+    """Return a pure function of arrays `[...]`, the body of a scan, with rematerialization.
 
     Args:
       body: Pure function.

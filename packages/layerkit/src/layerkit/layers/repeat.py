@@ -37,7 +37,7 @@ class Repeat(BaseLayer):
       num_repeats: Number of copies. A tuple stacks the weights on several axes, outermost first:
         (2, 3) runs six copies, copy i with the weights at [i // 3, i % 3], as in a circular
         pipeline.
-      remat: Name of the rematerialisation policy of each copy; see `layerkit.layers.remat`.
+      remat: Name of the rematerialization policy of each copy; see `layerkit.layers.remat`.
       unroll: Number of copies in one iteration of the (innermost) loop.
     """
 

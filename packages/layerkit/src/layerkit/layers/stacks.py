@@ -42,7 +42,7 @@ class StackedTransformer(BaseLayer):
       block_tpls: Layers of one period, to repeat a pattern instead of `layer_tpl`. The last period
         may be incomplete. None to repeat `layer_tpl`.
       num_layers: Number of layers.
-      remat: Name of the rematerialisation policy of each layer; see `layerkit.layers.remat`.
+      remat: Name of the rematerialization policy of each layer; see `layerkit.layers.remat`.
       relative_bias_tpl: Bias of the attention logits that depends on the distance (T5, ALiBi). It
         is computed once per call and shared by all layers. None for no bias.
       droppath_rate: Probability that training drops a residual branch of an example in the last
@@ -295,7 +295,7 @@ class StackedTransformerRepeated(StackedTransformer):
         if len(blocks) == 1:
             repeat.set(sub_tpl=blocks[0], remat=self.remat)
         else:
-            # A period is a stack whose layers are rematerialised one by one.
+            # A period is a stack whose layers are rematerialized one by one.
             repeat.sub_tpl = StackedTransformer.HParams.config(
                 block_tpls=blocks, num_layers=len(blocks), remat=self.remat, **sizes
             )

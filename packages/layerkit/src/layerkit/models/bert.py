@@ -1,4 +1,4 @@
-"""BertModel: masked language modelling with a bidirectional Transformer."""
+"""BertModel: masked language modeling with a bidirectional Transformer."""
 
 from __future__ import annotations
 

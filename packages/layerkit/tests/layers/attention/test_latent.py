@@ -167,7 +167,7 @@ def test_equals_deepseek_v3(query_latent, yarn):
         expected = theirs(torch.tensor(x), angles, hidden)[0].numpy()
 
     rotary = RotaryPositionalEmbedding.HParams.config(
-        max_timescale=100.0, pairing="neighbours", scaling=scaling
+        max_timescale=100.0, pairing="neighbors", scaling=scaling
     )
     ours = make(query_latent_dims=query_latent, use_bias=True, rotary_tpl=rotary, **fields)
     weights = weights_of(theirs, query_latent)

@@ -162,7 +162,7 @@ def read_leaves(
 def nonfinite_arrays(step_directory: epath.Path) -> list[structure.LeafPath]:
     """Return the paths of stored arrays that are not finite; see `structure.FiniteCheck`.
 
-    Reads about a GiB at a time. The step must be sound.
+    Reads about a GiB at a time. The step must be intact.
     """
     group: dict[structure.LeafPath, structure.LeafSpec] = {}
     found, size = [], 0

@@ -3,7 +3,7 @@
 `TENSORSTORE` stores each array in chunks, which all processes write and read; Orbax does that
 (`handlers.py`), and this module only checks the chunks before they are decompressed. `MSGPACK` is
 one file, written by one process, for a state that each device holds whole, as under pmap. Readers
-recognise the format by the files.
+recognize the format by the files.
 
 The single file is a stream of msgpack objects: a header (format, version, and path, shape and
 dtype of every leaf), then each leaf's little-endian bytes in pieces, in the header's order.

@@ -1,6 +1,6 @@
 """Orbax handlers of the items of a step: `state`, `input_states`, `metadata` and `integrity`.
 
-Orbax writes the items side by side, finalises them in the order of `item_registry`, and then
+Orbax writes the items side by side, finalizes them in the order of `item_registry`, and then
 commits the step. Importing this file imports Orbax (most of a second), so callers do it late.
 """
 
@@ -75,7 +75,7 @@ class _AsyncHandler(ocp.handlers.AsyncCheckpointHandler):
 class StateHandler(_AsyncHandler):
     """Saves and restores a state in either format, under the same item.
 
-    One handler for both, because Orbax finalises an item with the first handler it has for it,
+    One handler for both, because Orbax finalizes an item with the first handler it has for it,
     whichever one wrote it.
     """
 

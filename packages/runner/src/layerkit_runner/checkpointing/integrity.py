@@ -317,7 +317,7 @@ def damage_message(
     count = step - (used_instead or 0)
     lost = f"work lost: {count} step{'' if count == 1 else 's'}."
     if used_instead is None:
-        lines.append(f"  No sound checkpoint is left; {lost}")
+        lines.append(f"  No intact checkpoint is left; {lost}")
     else:
         lines.append(f"  Step {used_instead} is used instead; {lost}")
     return "\n".join(lines)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _FIELD_NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 
-# Similarity above which a method counts as a misspelt hook: `eval_program`, not `validator`.
+# Similarity above which a method counts as a misspelled hook: `eval_program`, not `validator`.
 _MIN_SIMILARITY = 0.86
 
 

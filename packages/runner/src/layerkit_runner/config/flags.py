@@ -350,7 +350,7 @@ def _check_together(given: Mapping[str, Any], values: Mapping[str, Any]) -> None
 def check_folder(flags: ParsedFlags) -> None:
     """Check that a mode that writes has a folder to write to, and --init_from one to read.
 
-    Separate from `parse_flags`, so that a misspelt experiment is reported first.
+    Separate from `parse_flags`, so that a misspelled experiment is reported first.
 
     Raises:
       UsageError: A folder is missing.

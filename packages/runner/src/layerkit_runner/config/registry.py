@@ -9,7 +9,7 @@
 3. the one experiment of the offering packages whose full name ends so (`pile.Pile126M`).
 
 The catalogue of a package is the index of its experiments (see `catalogue`). A name that it lacks
-is looked for in the text of its module, so that a misspelt name need not wait for imports; a
+is looked for in the text of its module, so that a misspelled name need not wait for imports; a
 package without a catalogue is imported as a whole to be listed.
 """
 

@@ -56,7 +56,7 @@ class Provenance:
         ]
         drawn = [name for name, origin in self.weights.items() if origin == RANDOM_INIT]
         if drawn:
-            counts.append(f"{len(drawn)} drawn ({first_names(drawn, limit=3)})")
+            counts.append(f"{len(drawn)} initialized randomly ({first_names(drawn, limit=3)})")
         copies = collections.Counter(
             (name.partition("/")[0], origin.removeprefix(_COPY).partition("/")[0])
             for name, origin in self.weights.items()

@@ -1,6 +1,6 @@
 """Readers of stored values: checkpoints of a job, and Hugging Face folders.
 
-`open_source` recognises the kind of a folder and reads the names, shapes and dtypes of its values.
+`open_source` recognizes the kind of a folder and reads the names, shapes and dtypes of its values.
 The values themselves are read later, each straight into the sharding that it has on the mesh.
 """
 
@@ -74,7 +74,7 @@ def open_source(source: Source, state: TrainState, report: Callable[[str], None]
     Raises:
       UserError: The folder or its checkpoint is missing, damaged or of an unknown kind.
     """
-    kind = recognise(source.folder or "")
+    kind = recognize(source.folder or "")
     if not isinstance(kind, CheckpointFolder):
         like = named_leaves(state) if source.rules is None else None
         return Opened(source, StoredHuggingFace(kind.directory, like=like))
@@ -99,7 +99,7 @@ class HuggingFaceFolder:
     directory: epath.Path
 
 
-def recognise(given: str) -> CheckpointFolder | HuggingFaceFolder:
+def recognize(given: str) -> CheckpointFolder | HuggingFaceFolder:
     """Return the kind of a folder.
 
     Args:

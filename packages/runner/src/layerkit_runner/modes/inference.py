@@ -132,7 +132,7 @@ class CheckpointReader:
         )
 
     def process_newest(self) -> int | None:
-        """Run the pending programs on the newest sound checkpoint.
+        """Run the pending programs on the newest intact checkpoint.
 
         Returns:
           Its step; None if there is no checkpoint, or it was deleted while it was read.

@@ -1,8 +1,8 @@
 """The observer protocol: the reports of a run, and their delivery to several observers.
 
 Programs report host values only: plain numbers and NumPy arrays that the program has fetched from
-the device. So an observer never waits for a device, and this module needs no JAX. Only process 0
-has observers.
+the device. So an observer never waits for a device, and this module needs no JAX. Every process
+builds the observers to check their fields, but only process 0 calls them.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def _list(options: argparse.Namespace) -> int:
     directory = _existing(options.directory)
     _recorded_evaluations(directory)
     summaries = inventory.summarize(directory, read_files=options.read)
-    rows = [("step", "saved (UTC)", "size", "format", "sound", "metric", "kept as")]
+    rows = [("step", "saved (UTC)", "size", "format", "intact", "metric", "kept as")]
     for summary in summaries:
         reasons = summary.reasons
         row = (
@@ -120,7 +120,7 @@ def _list(options: argparse.Namespace) -> int:
     for path in folders.set_apart(directory):
         print(f"not a checkpoint: {path.name}")
     if not options.read:
-        print("sound: by the sizes of the files; --read or verify compares their bytes")
+        print("intact: by the sizes of the files; --read or verify compares their bytes")
     return StorageError.exit_code if any(summary.damage for summary in summaries) else 0
 
 
@@ -144,7 +144,7 @@ def _verify(options: argparse.Namespace) -> int:
         findings = integrity.verify(folder)
         damage = [finding for finding in findings if finding.is_damage]
         nonfinite = [] if damage else conversion.nonfinite_arrays(folder)
-        verdict = "DAMAGED" if damage else "NOT FINITE" if nonfinite else "sound"
+        verdict = "DAMAGED" if damage else "NOT FINITE" if nonfinite else "intact"
         print(f"step {step}: {verdict}", flush=True)
         for finding in findings:
             print(f"  {finding}")

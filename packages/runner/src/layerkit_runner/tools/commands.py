@@ -70,7 +70,7 @@ def _launch(words: Sequence[str]) -> int:
 def _resolve(flags: ParsedFlags) -> ResolvedExperiment:
     from layerkit_runner.config.registry import find_experiment
 
-    # A misspelt experiment is reported before Fiddle is imported.
+    # A misspelled experiment is reported before Fiddle is imported.
     find_experiment(flags.exp or "")
     from layerkit_runner.config.resolve import resolve_flags
 

@@ -313,9 +313,9 @@ def check_restart(
     is_allowed: bool,
     report: Callable[[str], None],
 ) -> None:
-    """Raise an error if a job without a sound checkpoint has committed one before.
+    """Raise an error if a job without an intact checkpoint has committed one before.
 
-    All processes call it if no checkpoint is sound. Process 0 decides.
+    All processes call it if no checkpoint is intact. Process 0 decides.
 
     Args:
       directory: Job folder.
@@ -336,7 +336,7 @@ def check_restart(
             owner=os.fspath(checkpoints),
             field="step",
             value=value,
-            expected="a sound checkpoint",
+            expected="an intact checkpoint",
             hint=f"Mount or restore {checkpoints}, give another --job_log_dir, or start from"
             f" scratch with --{FLAG}.",
         )

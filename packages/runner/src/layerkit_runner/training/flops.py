@@ -1,7 +1,7 @@
 """Model FLOPs of a function, counted on its jaxpr without a device or compilation.
 
 XLA's cost analysis is not used, because it counts the body of a loop once and counts the
-repetitions of rematerialisation. Only contractions count (matrix products, convolutions, fused
+repetitions of rematerialization. Only contractions count (matrix products, convolutions, fused
 attention), two FLOPs for each multiply-add. That is the convention of Chowdhery et al., "PaLM",
 2022, appendix B.
 """
@@ -55,7 +55,7 @@ def training_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
     """Return the model FLOPs of one training step with the loss `fn`: three times its FLOPs.
 
     The backward pass computes two products for each of the forward pass: the gradients of inputs
-    and of weights. Rematerialisation and the optimizer are not model FLOPs. If some weights are
+    and of weights. Rematerialization and the optimizer are not model FLOPs. If some weights are
     not trained, the result is too large.
     """
     return _FORWARDS_PER_TRAINING_STEP * forward_flops(fn, *abstract_args)
@@ -65,7 +65,7 @@ def program_flops(program: core.ClosedJaxpr) -> float:
     """Return the FLOPs of a traced program, such as a training step, summed over all devices.
 
     The rules are those of `forward_flops`, but all operations of the program count, including the
-    repetitions of rematerialisation and the bubbles of a pipeline.
+    repetitions of rematerialization and the bubbles of a pipeline.
 
     Args:
       program: Value of `jax.jit(fn).trace(…).jaxpr` or of `jax.make_jaxpr`.

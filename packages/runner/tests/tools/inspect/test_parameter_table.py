@@ -154,7 +154,7 @@ def test_mesh_that_does_not_divide_a_weight_raises(raises: Any, tiny: SimpleName
         WeightInit.Constant(-2.5),
     ],
 )
-def test_text_of_an_initialiser_matches_drawn_values(init: WeightInit):
+def test_text_of_an_initializer_matches_drawn_values(init: WeightInit):
     weight = WeightHParams((300, 200), (None, None))
     drawn = np.asarray(draw_weight(jax.random.key(0), weight, init, jnp.float32))
     words = init_text(init, weight.fans())

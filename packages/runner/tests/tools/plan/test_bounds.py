@@ -122,7 +122,7 @@ def flops(experiment, *, remat, parts=1):
     return program_flops(step.jaxpr), model_flops_per_step(resolved.task, batch, rows=4)
 
 
-def test_flops_of_a_traced_step_include_rematerialisation(small_lm):
+def test_flops_of_a_traced_step_include_rematerialization(small_lm):
     tokens, layers = 4 * 8, 2
     # Per token and layer: attention projections, causal products, and the feed-forward.
     projections, products, feed_forward = 2 * 4 * 16 * 16, 2 * 2 * 8 * 16 / 2, 2 * 2 * 16 * 32

@@ -103,20 +103,20 @@ largest of 2 tensors of state and batch, per device
        256 B  params/w  float32[8/fsdp/tensor, 64]
          2 B  params/b  bfloat16[]
 
-largest results of the step, per device; not all are there at a time
+largest results of the step, per device; not all exist at the same time
         1 GB  3 × f32[2,1024,122]  jvp(lm)/softmax  layerkit/layers/losses.py:88
 
 collectives of one step, bytes sent by each device
   all-gather         fsdp              1,200 ×      1.5 MB  500 kB of it slow
   all-reduce         data+tensor           3 ×        96 B  (not exact: a loop of unknown length)
 
-time of a step, at least
+lower bounds of the step time
   compute          50.5 ms  1.25 × the model's FLOPs at 989.4 TFLOP/s  ← the bound
   memory           1.49 ms  5 GB at 3.35 TB/s
   fast network     2.22 µs  1 MB at 450 GB/s
   slow network       10 µs  500 kB at 50 GB/s
-  all hidden       50.5 ms  162,103 tokens/s, MFU 80 %, if all communication runs beside arithmetic
-  none hidden      50.5 ms  162,064 tokens/s, MFU 80 %, if all of it runs alone
+  full overlap     50.5 ms  162,103 tokens/s, MFU 80 %, if all communication overlaps with compute
+  no overlap       50.5 ms  162,064 tokens/s, MFU 80 %, if no communication overlaps with compute
 
 note: attention backend: xla
 traced in 1.2 s, compiled in 3.5 s; nothing was run or written"""

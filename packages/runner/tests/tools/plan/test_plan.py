@@ -98,7 +98,7 @@ def test_plan_describes_model_batch_and_tensors(small_lm):
     sizes = [tensor.bytes_per_device for tensor in plan.tensors]
     assert sizes == sorted(sizes, reverse=True)
     assert [note for note in plan.notes if "reduce-scatter" in note]
-    assert not [note for note in plan.notes if "undoes rematerialisation" in note]
+    assert not [note for note in plan.notes if "undoes rematerialization" in note]
 
 
 def test_traffic_of_repeated_layers_grows_with_their_number(small_lm):
@@ -116,7 +116,7 @@ def test_traffic_of_repeated_layers_grows_with_their_number(small_lm):
     assert many.executions - few.executions == 2 * 2 * 6
 
 
-def test_rematerialisation_that_only_an_accelerator_does_is_noted(small_lm):
+def test_rematerialization_that_only_an_accelerator_does_is_noted(small_lm):
     def plan(remat):
         resolved = resolve(small_lm(MESH=[1, 1, 1], NUM_LAYERS=1))
         stack = StackedTransformer.HParams.config(remat=remat)
@@ -125,8 +125,8 @@ def test_rematerialisation_that_only_an_accelerator_does_is_noted(small_lm):
         return make_plan(resolved, jax.devices("cpu")[:1])
 
     kept, recomputed = plan("none"), plan("full")
-    assert not [note for note in kept.notes if "undoes rematerialisation" in note]
-    assert [note for note in recomputed.notes if "undoes rematerialisation" in note]
+    assert not [note for note in kept.notes if "undoes rematerialization" in note]
+    assert [note for note in recomputed.notes if "undoes rematerialization" in note]
 
 
 def test_under_pmap_each_gradient_is_added_over_all_devices(plan_of):

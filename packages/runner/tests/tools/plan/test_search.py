@@ -22,7 +22,7 @@ from layerkit_runner.tools.plan.search import (
     Candidate,
     Point,
     Search,
-    neighbours,
+    neighbors,
     order,
     search,
     search_json,
@@ -64,9 +64,9 @@ def searched(experiment, *, memory=None, compilations=3, seconds=600.0, **option
     )
 
 
-def test_neighbours_differ_in_one_choice():
+def test_neighbors_differ_in_one_choice():
     point = Point(ici=(1, 6, 1), remat="dots")
-    assert list(neighbours(point, AXES, fits=True)) == [
+    assert list(neighbors(point, AXES, fits=True)) == [
         ("keep more", point._replace(remat="none")),
         ("keep less", point._replace(remat="dots_no_batch")),
         ("ici fsdp to data", point._replace(ici=(2, 3, 1))),
@@ -74,14 +74,14 @@ def test_neighbours_differ_in_one_choice():
     ]
 
 
-def test_neighbours_of_a_point_that_does_not_fit_accumulate_gradients():
-    moves = dict(neighbours(Point(ici=(1, 1), accumulation=2), ("data", "fsdp"), fits=False))
+def test_neighbors_of_a_point_that_does_not_fit_accumulate_gradients():
+    moves = dict(neighbors(Point(ici=(1, 1), accumulation=2), ("data", "fsdp"), fits=False))
     assert moves == {"accumulate": Point(ici=(1, 1), accumulation=4)}
 
 
-def test_neighbours_move_slices_between_data_and_fsdp_alone():
+def test_neighbors_move_slices_between_data_and_fsdp_alone():
     point = Point(ici=(1, 1, 1, 4), dcn=(1, 2, 1, 1))
-    moves = dict(neighbours(point, ("stage", "data", "fsdp", "expert"), fits=True))
+    moves = dict(neighbors(point, ("stage", "data", "fsdp", "expert"), fits=True))
     assert moves == {"dcn data to fsdp": point._replace(dcn=(1, 1, 2, 1))}
 
 
@@ -268,14 +268,14 @@ on h100x8, 8 devices, 78.1 GB on each; 32 rows in a batch
 3 candidates compiled in 61 s
   12 left out: the mesh or the experiment does not allow it
 stopped at the limit of 3 compilations (--max_compilations); other candidates were not compiled
-ranked by: time of a step, midway between all communication hidden and none
+ranked by: step time, the mean of full and no overlap of communication with compute
 
-      data × fsdp × tensor  remat              peak  fits      sent  between slices  all hidden  \
-none hidden  MFU
-  1   1 × 8 × 1             dots            61.2 GB  yes      10 MB             0 B  1.21 s      \
-1.5 s        56 %  compute
-  2 * 8 × 1 × 1             full              90 GB  no       10 MB             0 B  1.31 s      \
-1.4 s        51 %  fast network
+      data × fsdp × tensor  remat              peak  fits      sent  between slices  full overlap  \
+no overlap  MFU
+  1   1 × 8 × 1             dots            61.2 GB  yes      10 MB             0 B  1.21 s        \
+1.5 s       56 %  compute
+  2 * 8 × 1 × 1             full              90 GB  no       10 MB             0 B  1.31 s        \
+1.4 s       51 %  fast network
   3   2 × 2 × 2, 2 parts    full          the compiler: something unknown
 * the experiment as it is
 
@@ -345,6 +345,6 @@ def test_page_of_a_search_names_axes_across_slices_and_leaves_unknown_times_out(
     assert lines[5] == f"ranked by: {BY_BYTES}"
     assert lines[8:10] == [
         "  1 * 2 × 64 × 1, data 2 across  full            27.7 GB  yes     131 GB         1.37 GB"
-        "  4.5 s       4.75 s       50 %  compute",
+        "  4.5 s         4.75 s      50 %  compute",
         "  2 * 2 × 64 × 1, fsdp 2 across  full            27.7 GB  yes     124 GB         13.7 GB",
     ]

@@ -411,7 +411,7 @@ def test_class_without_a_data_set_has_a_leftover():
         ("LR_LRED_WARMUP = STEPS", "LR_LRED_WARMUP = STEPS: expected an integer"),
         ("LR_LRED_WARMUP = 0.5", "LR_LRED_WARMUP = 0.5: expected an integer"),
         ("FPROP_DTYPE = jnp.int8", "FPROP_DTYPE = jnp.int8: expected one of float32, bfloat16,"),
-        ("NORM_POLICY = 'post'", "NORM_POLICY = 'post': recipes normalise before each branch"),
+        ("NORM_POLICY = 'post'", "NORM_POLICY = 'post': recipes normalize before each branch"),
         ("ACTIVATION_CLS = layers.Swish", "ACTIVATION_CLS = layers.Swish: expected one of ReLU, "),
         ("LR_SCHEDULE = 'constant'", "LR_SCHEDULE = 'constant': expected one of linear_rampup"),
         (

@@ -2,7 +2,7 @@
 
 `CappedDecoder` is the decoder of Pax's language models: sinusoidal positions, capped logits, no
 biases. `Gpt3Decoder` is GPT-3 (Brown et al., 2020, arXiv:2005.14165) as trained by NVIDIA and
-MLPerf: learnt positions, biases, no caps.
+MLPerf: learned positions, biases, no caps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from layerkit_experiments.lm.recipes.optimization import AdamWCosine
 
 
 class CappedDecoder(LmExperiment, abstract=True):
-    """Pre-norm decoder with capped logits and full rematerialisation."""
+    """Pre-norm decoder with capped logits and full rematerialization."""
 
     ATTENTION_LOGIT_CAP = 50.0
     SOFTMAX_LOGIT_CAP = 30.0
@@ -24,7 +24,7 @@ class CappedDecoder(LmExperiment, abstract=True):
 
 
 class Gpt3Decoder(LmExperiment, abstract=True):
-    """Pre-norm decoder with learnt positions and biases; subclasses set INIT_STD."""
+    """Pre-norm decoder with learned positions and biases; subclasses set INIT_STD."""
 
     ACTIVATION = "gelu"
     POSITIONS = "trainable"

@@ -34,7 +34,7 @@ class LmExperiment(TransformerLmModel, TrainingLength, BaseExperiment, abstract=
         self._check_prompts()
 
     def _check_prompts(self) -> None:
-        """Raise an error if decoding needs more learnt positions than MAX_SEQ_LEN."""
+        """Raise an error if decoding needs more learned positions than MAX_SEQ_LEN."""
         for prompts in self.decode_datasets() if self.POSITIONS == "trainable" else ():
             longest = getattr(prompts, "prompt_length", 0) + self.MAX_DECODE_STEPS
             if longest > self.MAX_SEQ_LEN:

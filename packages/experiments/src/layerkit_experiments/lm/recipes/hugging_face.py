@@ -28,7 +28,7 @@ class HuggingFaceLm(TrainingLength, BaseExperiment, abstract=True):
     USE_REPEATED_LAYER: bool = True
     """Run layers as a scan over stacked weights instead of unrolled."""
     CHECKPOINT_POLICY: str = "none"
-    """Rematerialisation policy; see `layerkit.layers.remat`."""
+    """Rematerialization policy; see `layerkit.layers.remat`."""
     MAX_DECODE_STEPS: int = 64
     TEMPERATURE: float = 1.0
     EOS_ID: int | None = None

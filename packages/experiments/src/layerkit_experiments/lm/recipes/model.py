@@ -90,7 +90,7 @@ class TransformerLmModel:
     """Multiply embeddings by √MODEL_DIMS (Vaswani et al., 2017)."""
     WEIGHT_INIT: str = "xavier"
     INIT_STD: float | None = None
-    """Standard deviation of the normal initialiser of all matrices; None for WEIGHT_INIT."""
+    """Standard deviation of the normal initializer of all matrices; None for WEIGHT_INIT."""
     SCALE_RESIDUAL_INIT: bool = False
     """Divide the initial output weights of residual branches by √(2·NUM_LAYERS) (GPT-2)."""
     FPROP_DTYPE: str = "float32"
@@ -98,7 +98,7 @@ class TransformerLmModel:
     USE_REPEATED_LAYER: bool = True
     """Run layers as a scan over stacked weights instead of unrolled."""
     CHECKPOINT_POLICY: str = "none"
-    """Rematerialisation policy of `layerkit.layers.remat`, or Pax's name of one."""
+    """Rematerialization policy of `layerkit.layers.remat`, or Pax's name of one."""
     MAX_DECODE_STEPS: int = 64
     TEMPERATURE: float = 1.0
     EOS_ID: int | None = None

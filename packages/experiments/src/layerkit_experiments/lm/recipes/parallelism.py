@@ -31,7 +31,7 @@ class Spmd:
 class Pipelined(TransformerLmModel):
     """A pipeline of layers on a mesh of stage × data × fsdp × tensor.
 
-    CHECKPOINT_POLICY is the rematerialisation policy of a stage for each microbatch.
+    CHECKPOINT_POLICY is the rematerialization policy of a stage for each microbatch.
     """
 
     tags: ClassVar[tuple[str, ...]] = ("pipeline",)

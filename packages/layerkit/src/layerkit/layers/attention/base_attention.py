@@ -53,7 +53,7 @@ class BaseAttention(BaseLayer):
         Qwen 2 has biases in the input projections only.
       qk_norm_tpl: Norm of queries and keys (Henry et al., 2020, arXiv:2010.04245); None for no
         norm.
-      qk_norm_over: `head` to normalise each head (Qwen 3, Gemma 3), or `projection` to normalise
+      qk_norm_over: `head` to normalize each head (Qwen 3, Gemma 3), or `projection` to normalize
         all heads of a token together (OLMo 2).
       per_dim_scale: Learns a scale for each coordinate of a head, 1.442695041·softplus(p), which
         multiplies the scale of the logits; p starts at 0, which is a scale of 1.
@@ -148,7 +148,7 @@ class BaseAttention(BaseLayer):
 
     @nn.nowrap
     def _normalize(self, norm: BaseLayer, heads: jax.Array) -> jax.Array:
-        """Normalise `[batch, length, heads, head_dim]` over the extent `qk_norm_over`."""
+        """Normalize `[batch, length, heads, head_dim]` over the extent `qk_norm_over`."""
         if self.qk_norm_over == "head":
             normed: jax.Array = norm(heads)
             return normed

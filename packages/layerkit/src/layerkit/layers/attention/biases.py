@@ -36,7 +36,7 @@ class RelativeBias(BaseLayer):
       bidirectional: Reserves half of the buckets for keys after the query (encoders). Otherwise
         these keys share the bucket of distance 0, since they are masked (decoders).
       weight_axes: Logical axes of `w` `[num_buckets, num_heads]`.
-      weight_init: Initialiser of `w`; None inherits `params_init`.
+      weight_init: Initializer of `w`; None inherits `params_init`.
 
     Raises:
       ConfigError: too few buckets or too small a distance for the logarithm.

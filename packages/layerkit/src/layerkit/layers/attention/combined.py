@@ -28,7 +28,7 @@ class CombinedProjection(BaseLayer):
       use_bias: Adds `b` `[num_kv_heads, group + 2, head_dim]`, which starts at 0.
       weight_axes: Logical axes of `w` `[input_dims, num_kv_heads, group + 2, head_dim]`, where
         group = num_heads / num_kv_heads. The last two heads of a group are key and value. The fans
-        of the initialiser are those of the whole product, as in torch.nn.MultiheadAttention.
+        of the initializer are those of the whole product, as in torch.nn.MultiheadAttention.
       query_axes: Logical axes of the queries.
       activation_axes: Logical axes of keys and of values.
       dot_tpl: Implementation of the product; None for `jnp.matmul`. See

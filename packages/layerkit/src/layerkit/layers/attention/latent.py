@@ -55,7 +55,7 @@ class MultiHeadLatentAttention(BaseLayer):
       rotary_dim_per_head: Number of coordinates that are rotated (`qk_rope_head_dim`).
       value_dim_per_head: Size of a value (`v_head_dim`).
       use_bias: True to add a bias to the projections to latents and to the output projection.
-      rotary_tpl: Rotary embedding of queries and keys. By default it rotates pairs of neighbouring
+      rotary_tpl: Rotary embedding of queries and keys. By default it rotates pairs of neighboring
         coordinates, as in DeepSeek.
       norm_tpl: Norm of both latents.
       logit_scale: Factor of the products of queries and keys; None for
@@ -92,7 +92,7 @@ class MultiHeadLatentAttention(BaseLayer):
     value_dim_per_head: int = 0
     use_bias: bool = False
     rotary_tpl: Config[BaseLayer] = sub_config_field(
-        RotaryPositionalEmbedding.HParams, pairing="neighbours"
+        RotaryPositionalEmbedding.HParams, pairing="neighbors"
     )
     norm_tpl: Config[BaseNormalization] = sub_config_field(RmsNorm.HParams)
     logit_scale: float | None = None

@@ -1,6 +1,6 @@
 """Linear projections to and from heads, with separate axes for heads and for the size of a head.
 
-With separate axes, heads are split over devices by a logical axis, and the fans of the initialiser
+With separate axes, heads are split over devices by a logical axis, and the fans of the initializer
 are those of all heads together.
 """
 

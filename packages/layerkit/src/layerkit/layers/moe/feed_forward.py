@@ -107,9 +107,9 @@ class MoeFeedForward(BaseLayer):
       balance_per_group: Computes the load-balancing loss of each of the groups and averages it
         (GShard), instead of once for the batch (Switch). It requires a capacity.
       router_z_weight: Weight of the router's z-loss; 0 for none.
-      weight_init: Initialiser of `up` and `gate`, with the fans of one expert; None inherits
+      weight_init: Initializer of `up` and `gate`, with the fans of one expert; None inherits
         `params_init`.
-      down_init: Initialiser of `down`; None for `weight_init`.
+      down_init: Initializer of `down`; None for `weight_init`.
       dot_tpl: Implementation of the products with the weights of the experts; None for
         `jnp.matmul`. It requires a capacity. In evaluation every expert then has a slot for every
         token.

@@ -5,7 +5,7 @@ arXiv:1701.06538). The routers of published models are configurations of `TopKRo
 
 - Switch (arXiv:2101.03961): `num_experts_per_token=1, renormalize=False, jitter=0.01`;
 - GShard, Mixtral and gpt-oss: the defaults, since a softmax over the chosen logits equals the
-  renormalised softmax over all of them;
+  renormalized softmax over all of them;
 - Qwen 2 MoE and OLMoE: `renormalize=False`;
 - DeepSeek V3 (arXiv:2412.19437): `score="sigmoid", use_score_bias=True, num_expert_groups=8,
   num_chosen_groups=4, weight_scale=2.5`.
@@ -52,7 +52,7 @@ class Routing:
         has no expert.
       weights: Weight of the output of each chosen expert, float32 `[..., choices]`.
       logits: Logits without noise, float32 `[..., num_experts]`.
-      probs: Scores of all experts, normalised to the sum 1, float32 `[..., num_experts]`.
+      probs: Scores of all experts, normalized to the sum 1, float32 `[..., num_experts]`.
       is_token: bool `[...]`, False for padding; None without padding.
     """
 
@@ -97,7 +97,7 @@ class BaseRouter(BaseLayer):
       jitter: Half-width of the uniform noise 1 ± jitter that multiplies the inputs in training
         (Fedus et al., 2021: Switch).
       logit_cap: Bound of the logits, applied as cap·tanh(logits/cap); None for no bound.
-      weight_init: Initialiser of `w`; None inherits `params_init`.
+      weight_init: Initializer of `w`; None inherits `params_init`.
     """
 
     fprop_dtype: Any = jnp.float32
@@ -178,7 +178,7 @@ class TopKRouter(BaseRouter):
       num_experts_per_token: Number of experts that each token chooses.
       score: `softmax` over the experts, or the `sigmoid` of each logit.
       renormalize: Divides the chosen scores by their sum.
-      weight_scale: Factor of the renormalised weights (DeepSeek's routed scaling factor).
+      weight_scale: Factor of the renormalized weights (DeepSeek's routed scaling factor).
       use_score_bias: Adds a bias `score_bias` `[num_experts]` to the scores for the choice only.
         The optimizer does not train it (auxiliary-loss-free balancing; Wang et al., 2024,
         arXiv:2408.15664).

@@ -49,7 +49,7 @@ class Parameter:
       dtype: Name of the dtype.
       axes: Logical axis name or None for each dimension.
       sharding: Mesh axes that split each dimension.
-      starts_as: Description of the initial value; "" if no initialiser is declared.
+      starts_as: Description of the initial value; "" if no initializer is declared.
       count: Number of entries.
       bytes_per_device: Size of one shard, with padding.
       is_frozen: Whether it is a weight that is not trained.
@@ -187,7 +187,7 @@ def _parameter(tensor: TensorMemory, box: Any, *, is_frozen: bool) -> Parameter:
 
 
 def init_text(init: WeightInit | None, fans: tuple[int, int] | None) -> str:
-    """Return a description of an initialiser with its numbers; "" for None.
+    """Return a description of an initializer with its numbers; "" for None.
 
     >>> init_text(WeightInit.FanIn(), (64, 8))
     'normal, deviation 0.125 = 1/√64'
@@ -195,7 +195,7 @@ def init_text(init: WeightInit | None, fans: tuple[int, int] | None) -> str:
     'ones'
 
     Args:
-      init: Initialiser of the weight; None if none is declared.
+      init: Initializer of the weight; None if none is declared.
       fans: (fan_in, fan_out) of the weight; None if none are declared.
     """
     if init is None:

@@ -50,8 +50,8 @@ class Bounds:
       step_seconds: Time with all communication hidden: the longest of the four.
       step_seconds_no_overlap: Time with no communication hidden: the longer of compute and memory,
         plus both networks.
-      mfu: Model FLOPs utilisation at `step_seconds`, a fraction.
-      mfu_no_overlap: Model FLOPs utilisation at `step_seconds_no_overlap`.
+      mfu: Model FLOPs utilization at `step_seconds`, a fraction.
+      mfu_no_overlap: Model FLOPs utilization at `step_seconds_no_overlap`.
       unknown: Figures of the device that were needed and are unknown.
     """
 
@@ -100,7 +100,7 @@ def step_bounds(
     Args:
       work: Work of each device.
       device: Peak rates of a device.
-      model_flops_per_device: FLOPs without repeated ones, which utilisation counts.
+      model_flops_per_device: FLOPs without repeated ones, which utilization counts.
       tokens: Tokens of the global batch; None if it has none.
     """
     resources = {

@@ -201,6 +201,6 @@ def compiler_notes(
     # jax.checkpoint puts this barrier around a recomputation outside of loops.
     if "optimization_barrier" in lowered.as_text():
         yield (
-            "compiled for CPU, where XLA undoes rematerialisation outside of repeated layers;"
+            "compiled for CPU, where XLA undoes rematerialization outside of repeated layers;"
             " temporaries include what an accelerator would recompute"
         )

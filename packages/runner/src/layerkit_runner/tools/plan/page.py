@@ -15,7 +15,7 @@ _WIDTH = 100
 _LARGEST_TENSORS = 6
 _LARGEST_TEMPORARIES = 5
 _MOST_COLLECTIVES = 8
-_SEARCH = "--search compiles other meshes, rematerialisation policies and gradient accumulation"
+_SEARCH = "--search compiles other meshes, rematerialization policies and gradient accumulation"
 
 
 def plan_json(plan: Plan) -> str:
@@ -139,7 +139,7 @@ def _tensor_lines(tensors: list[TensorMemory]) -> Iterator[str]:
 
 def _temporary_lines(plan: Plan) -> Iterator[str]:
     if plan.temporaries:
-        yield "largest results of the step, per device; not all are there at a time"
+        yield "largest results of the step, per device; not all exist at the same time"
     for each in plan.temporaries[:_LARGEST_TEMPORARIES]:
         count = f"{each.count} × " if each.count > 1 else ""
         place = " (host)" if each.memory == "host" else ""
@@ -181,7 +181,7 @@ def _bound_lines(plan: Plan) -> Iterator[str]:
     work, peak, model_flops = bounds.work, device.peak_flops, plan.flops_per_device
     flops = f"{work.flops / model_flops:.2f} × the model's FLOPs" if model_flops else "FLOPs"
     flops += f" at {peak / 1e12:.4g} TFLOP/s" if peak else ""
-    yield "time of a step, at least"
+    yield "lower bounds of the step time"
     for name, seconds, what in (
         ("compute", bounds.compute_seconds, flops),
         ("memory", bounds.memory_seconds, _moved(work.memory_bytes, device.memory_bandwidth)),
@@ -217,10 +217,10 @@ def _ends(bounds: Bounds) -> Iterator[str]:
         bounds.mfu_no_overlap,
     )
     for name, (seconds, tokens, mfu), condition in (
-        ("all hidden", hidden, "if all communication runs beside arithmetic"),
-        ("none hidden", none, "if all of it runs alone"),
+        ("full overlap", hidden, "if all communication overlaps with compute"),
+        ("no overlap", none, "if no communication overlaps with compute"),
     ):
-        if seconds is None or (name == "none hidden" and seconds == bounds.step_seconds):
+        if seconds is None or (name == "no overlap" and seconds == bounds.step_seconds):
             continue
         speed = "" if tokens is None else f"{tokens:,.0f} tokens/s, "
         part = "" if mfu is None else f"MFU {100 * mfu:.0f} %, "

@@ -82,7 +82,7 @@ class Plan:
       target: Target in the syntax of `--target`, such as `h100x256`.
       num_params: Number of trained scalars.
       flops_per_step: Model FLOPs of all devices (`layerkit_runner.training.flops`), without those
-        that rematerialisation repeats.
+        that rematerialization repeats.
       tensors: All tensors of state and batch, largest first.
       collectives: Traffic between devices in one step.
       notes: Messages of layers while they were traced, and limits of the figures.

@@ -1,9 +1,9 @@
-"""`--mode=plan --search`: compile other meshes and rematerialisation policies, and rank them.
+"""`--mode=plan --search`: compile other meshes and rematerialization policies, and rank them.
 
 The model, the global batch and the devices stay the same. Candidates differ in the mesh sizes of
-`data`, `fsdp` and `tensor`, in the rematerialisation policy of the layers, and, while nothing fits,
+`data`, `fsdp` and `tensor`, in the rematerialization policy of the layers, and, while nothing fits,
 in gradient accumulation. The search starts at the experiment's own values and compiles, one at a
-time, an untried neighbour of the best candidate so far. A candidate is skipped if the experiment
+time, an untried neighbor of the best candidate so far. A candidate is skipped if the experiment
 rejects it or if its weights and optimizer state alone exceed the memory.
 """
 
@@ -44,7 +44,7 @@ _FREE_AXES = ("data", "fsdp", "tensor")
 _FREE_AXES_ACROSS = ("data", "fsdp")
 _REASON_LENGTH = 200
 
-BY_TIME = "time of a step, midway between all communication hidden and none"
+BY_TIME = "step time, the mean of full and no overlap of communication with compute"
 BY_SLOW_BYTES = f"bytes sent between slices, whose speed is unknown, then {BY_TIME}"
 BY_BYTES = (
     "bytes sent between slices, then all bytes read, written and sent, since speeds are unknown"
@@ -58,7 +58,7 @@ class Candidate:
 
     Attributes:
       flags: Flags to add to the command; empty for the experiment's own values.
-      remat: Rematerialisation policy; None if the experiment has none to choose.
+      remat: Rematerialization policy; None if the experiment has none to choose.
       across: Number of slices along each mesh axis that spans several.
       accumulation: Number of parts of the batch under gradient accumulation.
       peak: Peak bytes per device; None if it was not compiled.
@@ -115,10 +115,10 @@ class Point(NamedTuple):
     accumulation: int = 1
 
 
-def neighbours(
+def neighbors(
     point: Point, axes: Sequence[str], *, fits: bool | None
 ) -> Iterator[tuple[str, Point]]:
-    """Yield (move, neighbour): the points that differ from `point` in one choice.
+    """Yield (move, neighbor): the points that differ from `point` in one choice.
 
     Args:
       point: The original choices.
@@ -237,13 +237,13 @@ class _Searcher:
         return BY_SLOW_BYTES if unknown == {"bandwidth between slices"} else BY_BYTES
 
     def next_point(self) -> tuple[str, Point] | None:
-        """Return an untried neighbour of the best candidate that has one, and the move to it."""
+        """Return an untried neighbor of the best candidate that has one, and the move to it."""
         ranked_by = self.ranked_by()
         points = sorted(self.candidates, key=lambda each: order(self.candidates[each], ranked_by))
         for point in points:
             if self.candidates[point].reason is not None:
                 continue
-            moves = neighbours(point, self._axes, fits=self.candidates[point].fits)
+            moves = neighbors(point, self._axes, fits=self.candidates[point].fits)
             if found := [(move, each) for move, each in moves if each not in self._tried]:
                 # The move that led here comes first, then those that were tried least.
                 last = self._moves.get(point)
@@ -406,7 +406,7 @@ def search_page(search: Search) -> str:
         f"ranked by: {search.ranked_by}",
         "",
         f"      {axes:<{width}}  {'remat':<14}{'peak':>9}  fits {'sent':>9} {'between slices':>15}"
-        f"  {'all hidden':<10}  {'none hidden':<11}  MFU",
+        f"  {'full overlap':<12}  {'no overlap':<10}  MFU",
     ]
     for number, (candidate, mesh) in enumerate(zip(search.ranked, meshes, strict=True), start=1):
         mark = " " if candidate.flags else "*"
@@ -444,5 +444,5 @@ def _figures(candidate: Candidate) -> str:
     if bounds.step_seconds is None or bounds.step_seconds_no_overlap is None:
         return text
     mfu = "" if bounds.mfu is None else f"{100 * bounds.mfu:.0f} %"
-    hidden, none_hidden = map(seconds_text, (bounds.step_seconds, bounds.step_seconds_no_overlap))
-    return f"{text}  {hidden:<10}  {none_hidden:<11}  {mfu:<5} {bounds.limited_by}"
+    full, none = map(seconds_text, (bounds.step_seconds, bounds.step_seconds_no_overlap))
+    return f"{text}  {full:<12}  {none:<10}  {mfu:<5} {bounds.limited_by}"
