@@ -216,6 +216,16 @@ def test_rows_may_have_separate_step_limits():
     np.testing.assert_array_equal(outputs.lengths, [7, 1, 7, 0])
 
 
+def test_rows_of_temperature_zero_are_decoded_greedily():
+    greedy, sampled = language_model(), language_model(temperature=1.0)
+    variables = random_weights(greedy)
+    expected = decode(greedy, variables, BATCH)
+    batch = BATCH | {"temperature": np.array([0, 2, 0, 0], np.float32)}
+    found = decode(sampled, variables, batch, jax.random.key(1))
+    np.testing.assert_array_equal(found.ids[::2], expected.ids[::2])
+    assert np.any(found.ids[1] != expected.ids[1])
+
+
 def test_prompts_without_lengths_fill_their_rows():
     model = language_model()
     variables = random_weights(model)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from layerkit.decoding.logit_processors import TopP as TopP
     from layerkit.decoding.loop import SampleDecoder as SampleDecoder
     from layerkit.decoding.loop import extend_prompts as extend_prompts
+    from layerkit.decoding.row_options import RowOptions as RowOptions
     from layerkit.decoding.samplers import sample_token as sample_token
 
 __getattr__, __dir__ = lazy_names(
@@ -37,6 +38,7 @@ __getattr__, __dir__ = lazy_names(
             "NoRepeatNgrams RepetitionPenalty RowsSoFar Temperature TopK TopP"
         ),
         "loop": "SampleDecoder extend_prompts",
+        "row_options": "RowOptions",
         "samplers": "sample_token",
     },
 )

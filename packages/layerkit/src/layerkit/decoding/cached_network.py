@@ -10,6 +10,7 @@ import jax
 from layerkit.base_layer import CACHE, BaseLayer
 from layerkit.decoding.cache_rows import row_axes
 from layerkit.decoding.loop import extend_prompts
+from layerkit.decoding.row_options import RowOptions
 from layerkit.decoding.split_rows import round_up, row_parts
 from layerkit.nested_map import NestedMap
 
@@ -30,7 +31,8 @@ def decode_with_cache(
     Args:
       model: Model with a field `decoder`.
       network: Child of the model with a method `extend_step(ids, time_step=…)`.
-      batch: Batch with optional entries `max_steps` and `row_ids` `[batch]`; see `extend_prompts`.
+      batch: Batch with optional entries `max_steps`, `temperature`, `top_k`, `top_p` and `row_ids`
+        `[batch]`; see `extend_prompts` and `RowOptions`.
       init_cache: Function `(network, inputs, max_length)` that creates empty caches of rows.
       inputs: Argument of `init_cache`, a tree of arrays `[batch, …]`.
       prompts: Left-aligned token ids int32 `[batch, width]`.
@@ -78,5 +80,6 @@ def decode_with_cache(
         cache_axes=row_axes(make_cache, (inputs, prefix_lengths)),
         row_ids=batch.get("row_ids"),
         max_steps=batch.get("max_steps"),
+        options=RowOptions(*(batch.get(name) for name in RowOptions._fields)),
         row_parts=parts,
     )

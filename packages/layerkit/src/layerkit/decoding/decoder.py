@@ -16,7 +16,7 @@ any query attends to them. So a cache must have a slot per position and allow ov
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from layerkit.checks import check_integers, check_sizes, require
 from layerkit.decoding.configured_value import ConfiguredValue
 from layerkit.decoding.logit_processors import LogitProcessor, MinSteps
+from layerkit.decoding.row_options import RowOptions
 from layerkit.nested_map import NestedMap
 
 ExtendFn = Callable[[Any, jax.Array, jax.Array], tuple[Any, jax.Array]]
@@ -38,11 +39,13 @@ class Prompts(NamedTuple):
       ids: Token ids int32 `[batch, max_length]`, 0 after each prompt.
       lengths: Number of tokens of each prompt, int32 `[batch]`; 0 for rows of padding.
       limits: Length at which a row must end, int32 `[batch]`.
+      options: Sampling options that differ between rows.
     """
 
     ids: jax.Array
     lengths: jax.Array
     limits: jax.Array
+    options: RowOptions = RowOptions()
 
     @property
     def start(self) -> jax.Array:
@@ -54,6 +57,7 @@ class Decoder(ConfiguredValue):
     """Base class of decoders, which continue prompts.
 
     Attributes:
+      row_options: Names of the `RowOptions` that the decoder supports.
       max_decode_steps: Largest number of tokens that a row gets beyond its prompt.
       min_decode_steps: Number of tokens that a row gets before a token may end it.
       eos_id: End token, or several. A row ends with any of them and includes it. None for no end
@@ -65,6 +69,8 @@ class Decoder(ConfiguredValue):
       ConfigError: A number of steps or an id is out of range, or an element of `processors` is not
         a `LogitProcessor`.
     """
+
+    row_options: ClassVar[tuple[str, ...]] = ()
 
     max_decode_steps: int = 64
     min_decode_steps: int = 0

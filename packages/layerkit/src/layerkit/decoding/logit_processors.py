@@ -13,7 +13,7 @@ processor is a subclass of `LogitProcessor` with a `__call__`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +29,13 @@ class RowsSoFar(NamedTuple):
       ids: Token ids int32 `[rows, max_length]`; ids from `column` on are not part of the rows.
       prompt_lengths: Number of tokens of each prompt, int32 `[rows]`.
       column: Index of the next token, int32 scalar.
+      options: `RowOptions` of the rows; None if all rows have the same options.
     """
 
     ids: jax.Array
     prompt_lengths: jax.Array
     column: jax.Array
+    options: Any = None
 
     @property
     def num_drawn(self) -> jax.Array:
@@ -244,19 +246,22 @@ class TopK(LogitProcessor):
         """Exclude less likely tokens."""
         del rows
         largest, _ = jax.lax.top_k(logits, min(self.k, logits.shape[-1]))
-        return jnp.where(logits >= largest[:, -1:], logits, -jnp.inf)
+        return keep_above(logits, largest[:, -1:])
 
 
 class TopP(LogitProcessor):
     """Exclusion of all but the fewest most likely tokens of total probability p.
 
-    Among equally likely tokens those with smaller ids are kept first (Holtzman et al., 2020).
+    Source: nucleus sampling (Holtzman et al., 2020, arXiv:1904.09751).
 
     Attributes:
       p: Probability above 0. The most likely token is always kept.
+      keep_ties: True to keep all tokens that are as likely as the last one that is kept (Pax).
+        False keeps the fewest tokens; of equally likely ones those with smaller ids.
     """
 
     p: float = 1.0
+    keep_ties: bool = False
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -269,15 +274,12 @@ class TopP(LogitProcessor):
         del rows
         if self.p == 1:  # rounding could bring the sum to 1 before the last token
             return logits
-        order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
-        probs = jnp.take_along_axis(jax.nn.softmax(logits), order, axis=-1)
-        # A token is kept if the tokens before it do not reach the probability.
-        before = jnp.cumsum(probs, axis=-1) - probs
-        stays = (before < self.p).at[:, 0].set(True)
-        stays = jax.vmap(lambda order, stays: jnp.zeros_like(stays).at[order].set(stays))(
-            order, stays
+        kept = keep_top_p(logits, self.p)
+        if not self.keep_ties:
+            return kept
+        return keep_above(
+            logits, jnp.min(logits, axis=-1, where=kept != -jnp.inf, initial=jnp.inf, keepdims=True)
         )
-        return jnp.where(stays, logits, -jnp.inf)
 
 
 class MinP(LogitProcessor):
@@ -301,6 +303,30 @@ class MinP(LogitProcessor):
         probs = jax.nn.softmax(logits)
         smallest = self.p * jnp.max(probs, axis=-1, keepdims=True)
         return jnp.where(probs >= smallest, logits, -jnp.inf)
+
+
+def keep_top_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
+    """Exclude all but the fewest most likely tokens of total probability p.
+
+    Args:
+      logits: `[rows, vocab]`.
+      p: Probability, a number or `[rows, 1]`.
+
+    Returns:
+      `[rows, vocab]`, -inf for excluded tokens. The most likely token is always kept.
+    """
+    order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
+    probs = jnp.take_along_axis(jax.nn.softmax(logits), order, axis=-1)
+    # A token is kept if the tokens before it do not reach the probability.
+    before = jnp.cumsum(probs, axis=-1) - probs
+    stays = (before < p).at[:, 0].set(True)
+    stays = jax.vmap(lambda order, stays: jnp.zeros_like(stays).at[order].set(stays))(order, stays)
+    return jnp.where(stays, logits, -jnp.inf)
+
+
+def keep_above(logits: jax.Array, smallest: jax.Array) -> jax.Array:
+    """Exclude tokens of `[rows, vocab]` whose logit is below `smallest` `[rows, 1]`."""
+    return jnp.where(logits >= smallest, logits, -jnp.inf)
 
 
 def id_mask(ids: tuple[int, ...], vocab_size: int, *, owner: str, field: str) -> jax.Array:

@@ -6,7 +6,8 @@ Its loop stops when all rows have ended. `BeamSearch` is in `layerkit.decoding.b
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ from layerkit.decoding.logit_processors import (
     check_ids,
     process_logits,
 )
+from layerkit.decoding.row_options import OptionOfRows, RowOptions
 from layerkit.decoding.samplers import row_keys, sample_token
 from layerkit.decoding.split_rows import pad_columns
 from layerkit.errors import ConfigError
@@ -49,6 +51,7 @@ def extend_prompts(
     cache_axes: Any = None,
     row_ids: jax.Array | None = None,
     max_steps: jax.Array | None = None,
+    options: RowOptions | None = None,
     row_parts: int = 1,
 ) -> NestedMap:
     """Continue prompts with a cached model.
@@ -69,6 +72,8 @@ def extend_prompts(
       row_ids: Row ids that are folded into the random key, int32 `[batch]`; None for row indices.
       max_steps: Maximal number of decoded tokens of each row, int32 `[batch]`. Values are clipped
         to 0 … `max_decode_steps`. None for `max_decode_steps`.
+      options: Sampling options that differ between rows, which only `SampleDecoder` supports; None
+        for the same options in all rows.
       row_parts: Number of devices over which the tokens of a row are split. The width of prompts is
         padded to a multiple of it; see `layerkit.decoding.split_rows`.
 
@@ -85,8 +90,11 @@ def extend_prompts(
         prompt_lengths: Number of tokens of the prompt, int32 `[batch]`.
 
     Raises:
-      ConfigError: The decoder needs `key` or `cache_axes`, and the argument is None.
+      ConfigError: The decoder needs `key` or `cache_axes`, and the argument is None; or it does not
+        support an option of rows.
     """
+    options = options or RowOptions()
+    _check_options(decoder, options)
     require(
         key is not None or not decoder.needs_key,
         owner=type(decoder).__qualname__,
@@ -114,12 +122,28 @@ def extend_prompts(
             ids=jnp.pad(prompts, ((0, 0), (0, decoder.max_decode_steps))),
             lengths=lengths,
             limits=jnp.where(lengths == 0, 0, lengths + steps),
+            options=options,
         ),
         cache_axes=cache_axes,
         keys=keys,
     )
     outputs.prompt_lengths = lengths
     return outputs
+
+
+def _check_options(decoder: Decoder, options: RowOptions) -> None:
+    owner = type(decoder).__qualname__
+    for name in options.given():
+        shape = list(getattr(options, name).shape)
+        expected = "no values of rows; only SampleDecoder has options of rows"
+        require(name in decoder.row_options, owner, f"{name} of rows", shape, expected)
+    require(
+        options.temperature is None or decoder.needs_key,
+        owner,
+        "temperature",
+        0,
+        "a number above 0, since rows have temperatures; those of 0 choose the most likely token",
+    )
 
 
 # (Field of SampleDecoder, processor that it adds, field of that processor), in the order in which
@@ -140,6 +164,9 @@ class SampleDecoder(Decoder):
     logit processor. They run in this order, as in Hugging Face's `generate`, after those in
     `processors`. For another order, leave these fields out and list all processors in `processors`.
 
+    Rows may have temperatures, top_k and top_p of their own, which replace the fields; see
+    `RowOptions`.
+
     Attributes:
       temperature: Divisor of the logits. 0 chooses the most likely token, and 1 samples from the
         model's distribution.
@@ -158,6 +185,8 @@ class SampleDecoder(Decoder):
       ConfigError: A value is out of range, a stop sequence is empty or longer than
         `max_decode_steps`, or `num_samples` is above 1 with a temperature of 0.
     """
+
+    row_options: ClassVar[tuple[str, ...]] = RowOptions._fields
 
     temperature: float = 1.0
     repetition_penalty: float | None = None
@@ -196,10 +225,17 @@ class SampleDecoder(Decoder):
         """True unless the temperature is 0."""
         return self.temperature > 0
 
-    def all_processors(self) -> tuple[LogitProcessor, ...]:
-        """Return `processors`, then the processors of the other fields."""
+    def all_processors(self, of_rows: Collection[str] = ()) -> tuple[LogitProcessor, ...]:
+        """Return `processors`, then the processors of the other fields.
+
+        Args:
+          of_rows: Names of the fields that options of rows replace.
+        """
         steps = list(super().all_processors())
         for field, processor, name in _PROCESSOR_OF_FIELD:
+            if field in of_rows:
+                steps.append(OptionOfRows(option=field))
+                continue
             value = getattr(self, field)
             if value is None or (field == "temperature" and value in (0, 1)):
                 continue
@@ -225,7 +261,7 @@ class SampleDecoder(Decoder):
             require_cache_axes(self, cache_axes)
             assert keys is not None  # several samples need a temperature above 0
             cache = repeat_rows(cache, cache_axes, num_samples)
-            prompts = Prompts(*(jnp.repeat(x, num_samples, axis=0) for x in prompts))
+            prompts = jax.tree.map(lambda x: jnp.repeat(x, num_samples, axis=0), prompts)
             keys = jax.vmap(row_keys, in_axes=(0, None))(keys, jnp.arange(num_samples))
             keys = keys.reshape(batch * num_samples, *keys.shape[2:])
         elif keys is not None:
@@ -253,7 +289,7 @@ class _State(struct.PyTreeNode):
 def _sample(
     decoder: SampleDecoder, extend: ExtendFn, cache: Any, prompts: Prompts, keys: jax.Array | None
 ) -> _State:
-    processors = decoder.all_processors()
+    processors = decoder.all_processors(prompts.options.given())
 
     def advance(state: _State) -> _State:
         column = state.column
@@ -264,7 +300,7 @@ def _sample(
         check_ids(decoder.eos_ids, logits.shape[-1], owner=owner, field="eos_id")
         for sequence in decoder.stop_sequences:
             check_ids(sequence, logits.shape[-1], owner=owner, field="stop_sequences")
-        so_far = RowsSoFar(state.ids, prompts.lengths, column)
+        so_far = RowsSoFar(state.ids, prompts.lengths, column, prompts.options)
         column_keys = None
         if keys is not None:
             column_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, column)

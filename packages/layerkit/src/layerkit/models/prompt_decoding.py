@@ -22,7 +22,8 @@ def continue_prompts(
       model: Model with a field `decoder`.
       lm: Network that continues the prompts, a child of the model.
       batch: `ids` `[batch, prompt]`, `prompt_lengths` `[batch]` if prompts do not fill their rows,
-        and optionally `max_steps` and `row_ids` `[batch]`; see `extend_prompts`.
+        and optionally `max_steps`, `temperature`, `top_k`, `top_p` and
+        `row_ids` `[batch]`; see `extend_prompts` and `RowOptions`.
       is_prefix_lm: True if each position of a prompt attends to the whole prompt.
 
     Returns:
