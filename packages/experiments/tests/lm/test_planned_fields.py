@@ -7,6 +7,7 @@ compute in float32 anyway, or keep anyway, is asked of the compiler of GPUs, whe
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -18,7 +19,6 @@ import pytest
 from layerkit_experiments.lm.pile import Pile126M
 from layerkit_runner.config.resolve import resolve
 from layerkit_runner.tools.plan.devices import planned_target, target_devices
-from layerkit_runner.tools.plan.page import plan_json
 from layerkit_runner.tools.plan.plan import make_plan
 from layerkit_runner.trainer.job import build_parts
 
@@ -48,7 +48,7 @@ def _planned(name: str, fields: str) -> dict[str, Any]:
     simulated = jax.devices("cpu")[: target.num_devices]
     devices = simulated if name.startswith("cpu") else target_devices(target)
     made = make_plan(resolved, devices, parts=parts, target=target)
-    plan: dict[str, Any] = json.loads(plan_json(made))
+    plan: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(made)))
     return plan
 
 

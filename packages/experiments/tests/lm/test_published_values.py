@@ -30,7 +30,7 @@ from layerkit_runner.optim.schedules import (
     linear_warmup_cosine_decay,
     linear_warmup_exponential_decay,
 )
-from layerkit_runner.tools.plan.command import run_plan
+from layerkit_runner.tools.commands import PLAN
 
 
 class Row(NamedTuple):
@@ -248,7 +248,7 @@ def test_lambada_asks_the_model_of_the_pile():
 
 def test_plan_of_an_evaluation_names_the_trained_experiment():
     with pytest.raises(UsageError) as caught:
-        run_plan(resolved("pile.Lambada126M"), RunOptions())
+        PLAN.run(resolved("pile.Lambada126M"), RunOptions())
     assert "layerkit_experiments.lm.pile.Pile126M" in str(caught.value)
 
 

@@ -98,7 +98,12 @@ def _run(words: Sequence[str]) -> int:
             return commands.load(commands.FlagCommand, name, shown=f"--{name}").run(flags)
     resolved = _resolve(flags)
     if flags.given.get("print_config"):
-        return _print_config(resolved, flags)
+        from layerkit_runner.config.config_text import printed_config
+
+        # Inspection is no run, whose flags a reader would need.
+        options = None if flags.mode == "inspect" else flags.options
+        as_json = flags.options.json
+        return _print(printed_config(resolved, options, mode=flags.mode, as_json=as_json))
     from layerkit_runner.observers.library_logs import configure_library_logs
 
     configure_library_logs(flags.options)
@@ -158,14 +163,6 @@ def _resolve(flags: ParsedFlags) -> ResolvedExperiment:
     from layerkit_runner.config.resolve import resolve_flags
 
     return resolve_flags(flags)
-
-
-def _print_config(resolved: ResolvedExperiment, flags: ParsedFlags) -> int:
-    from layerkit_runner.config.config_text import printed_config
-
-    # Inspection is no run, whose flags a reader would need.
-    options = None if flags.mode == "inspect" else flags.options
-    return _print(printed_config(resolved, options, mode=flags.mode, as_json=flags.options.json))
 
 
 def _listing(flags: ParsedFlags) -> str:

@@ -17,6 +17,7 @@ from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy, documents
 from layerkit_runner.checkpointing.folders import committed_steps
 from layerkit_runner.data.infeed import make_input
+from layerkit_runner.data.training_data import TrainInput, TrainInputs
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.errors import NonFiniteError, UsageError
 from layerkit_runner.observers import Goodput, Observer, RunInfo, Throughput
@@ -28,8 +29,6 @@ from layerkit_runner.trainer.executor import Executor, due_programs
 from layerkit_runner.trainer.skipped_steps import SKIPPED_STEPS, SkippedSteps
 from layerkit_runner.trainer.train import (
     StepReports,
-    TrainInput,
-    TrainInputs,
     TrainProgram,
     TrainPrograms,
     trace_step,

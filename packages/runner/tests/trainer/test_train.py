@@ -19,13 +19,12 @@ from layerkit.layers.linears import Linear
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.data.infeed import make_input
+from layerkit_runner.data.training_data import TrainInput, TrainInputs
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import Observer, RunInfo, Throughput
 from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.trainer.train import (
     StepReports,
-    TrainInput,
-    TrainInputs,
     TrainProgram,
     TrainPrograms,
     trace_step,

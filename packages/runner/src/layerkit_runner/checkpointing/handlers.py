@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from layerkit_runner.checkpointing import documents, formats, integrity, structure
+from layerkit_runner.checkpointing import documents, folders, formats, integrity, structure
 from layerkit_runner.checkpointing.errors import SaveError
+from layerkit_runner.checkpointing.policy import CheckpointPolicy, SavedStep
 
 _STATE = "state"
 # Several files are hashed side by side. Orbax's default of 2 GiB would leave most cores idle.
@@ -97,7 +98,12 @@ class StateHandler(_AsyncHandler):
                 for save in saves or ():
                     save.result()
                 _require_finite(args.check)
-                _hash_own_arrays(directory)
+                # Orbax merges the indices of the processes afterwards, and leaves the files of this
+                # process's arrays as they are.
+                process = jax.process_index()
+                own = f"ocdbt.process_{process}"
+                files = integrity.hash_folder(directory / own, name=f"{_STATE}/{own}")
+                integrity.write_share(directory.parent, files, process=process)
 
             return [_in_background(finish, "state_hashes")]
         if jax.process_index() != 0:
@@ -188,6 +194,58 @@ def stored_leaves(state_directory: epath.Path) -> dict[structure.LeafPath, struc
     return {path: structure.spec_of(leaf) for path, leaf in stored.items()}
 
 
+@dataclasses.dataclass(frozen=True)
+class _Preservation:
+    """Adapter of a `CheckpointPolicy` to the preservation policy of Orbax."""
+
+    policy: CheckpointPolicy
+    evaluated: documents.Evaluations
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        del context
+        saved = [
+            SavedStep(checkpoint.step, checkpoint.time, self.evaluated.get(checkpoint.step, {}))
+            for checkpoint in checkpoints
+        ]
+        keep = self.policy.steps_to_keep(saved)
+        return [checkpoint.step in keep for checkpoint in checkpoints]
+
+
+def orbax_manager(
+    directory: epath.Path,
+    policy: CheckpointPolicy,
+    evaluated: documents.Evaluations,
+    *,
+    timeout_secs: int,
+    read_only: bool,
+) -> ocp.CheckpointManager:
+    """Return Orbax's manager of a folder.
+
+    Args:
+      directory: Folder of the checkpoints.
+      policy: Policy that determines which steps are kept.
+      evaluated: Metrics by step, to which the policy refers; the caller may add to them.
+      timeout_secs: Time limit of a save, in seconds.
+      read_only: Whether no file may be written.
+    """
+    options = ocp.CheckpointManagerOptions(
+        step_name_format=ocp.path.step.standard_name_format(
+            step_prefix=folders.STEP_PREFIX, step_format_fixed_length=folders.STEP_DIGITS
+        ),
+        preservation_policy=_Preservation(policy, evaluated),
+        create=not read_only,
+        # The training job may delete steps while a reader lists them, so a reader does not read the
+        # steps at start-up.
+        lightweight_initialize=read_only,
+        # Folders are created synchronously, so that an error is raised at once. With folders
+        # created in the background, all other work would wait for them for minutes.
+        async_options=ocp.AsyncOptions(
+            timeout_secs=timeout_secs, create_directories_asynchronously=False
+        ),
+    )
+    return ocp.CheckpointManager(directory, options=options, handler_registry=item_registry())
+
+
 def item_registry() -> ocp.handlers.CheckpointHandlerRegistry:
     """Return the handlers of all items; the manifest is last, since it lists the other files."""
     state, inputs = StateHandler(), InputStatesHandler()
@@ -216,17 +274,6 @@ def _require_finite(check: structure.FiniteCheck | None) -> None:
     """Raise an error, the same on every process, which keeps Orbax from committing the step."""
     if check is not None and check.nonfinite():
         raise SaveError("the state is not finite")
-
-
-def _hash_own_arrays(directory: epath.Path) -> None:
-    """Hash the files of this process's arrays, which are written.
-
-    Orbax merges the indices of the processes afterwards. It leaves these files as they are.
-    """
-    process = jax.process_index()
-    own = f"ocdbt.process_{process}"
-    files = integrity.hash_folder(directory / own, name=f"{_STATE}/{own}")
-    integrity.write_share(directory.parent, files, process=process)
 
 
 def _array_storage() -> ocp.handlers.PyTreeCheckpointHandler:

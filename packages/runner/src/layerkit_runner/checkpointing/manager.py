@@ -34,7 +34,7 @@ from layerkit_runner.checkpointing.errors import (
     silence_tracebacks,
 )
 from layerkit_runner.checkpointing.formats import StateFormat
-from layerkit_runner.checkpointing.policy import CheckpointPolicy, SavedStep
+from layerkit_runner.checkpointing.policy import CheckpointPolicy
 from layerkit_runner.distributed.process_exchange import from_each_process, from_process_0
 from layerkit_runner.files.atomic_write import absolute
 
@@ -118,7 +118,15 @@ class CheckpointManager:
         self._evaluations: documents.Evaluations = {}
         if not read_only:
             self._evaluations.update(documents.read_evaluations(self._directory))
-            self._clean_unfinished()
+            left_over = folders.unfinished(self._directory)
+            # `jax.process_index` starts JAX, so it is called only if there is a folder to delete.
+            for path in left_over if left_over and jax.process_index() == 0 else ():
+                killed = f"the unfinished checkpoint {path} of a killed save"
+                try:
+                    path.rmtree()
+                except OSError as error:
+                    raise SaveError(f"cannot delete {killed}: {error}.") from error
+                report(f"Deleted {killed}.")
         self._last_saved = self.latest_step()
 
     @property
@@ -300,9 +308,16 @@ class CheckpointManager:
           ProcessCountError: The input states require the number of processes that saved them.
         """
         self.wait_until_finished()
-        self._require_sound(step)
-        self._sound.add(step)
+        steps = from_process_0(lambda: folders.committed_steps(self._directory))
+        if step not in steps:
+            raise FileNotFoundError(
+                f"{self._directory} has no checkpoint of step {step}. Steps: "
+                f"{', '.join(map(str, steps)) or 'none'}."
+            )
         path = folders.step_folder(self._directory, step)
+        where, hint = f"The checkpoint {path}", "Restore newest_sound_step()."
+        integrity.require_sound(f"{where} is damaged", self._findings(step), hint=hint)
+        self._sound.add(step)
         about = documents.read(path)
 
         import orbax.checkpoint as ocp
@@ -314,7 +329,6 @@ class CheckpointManager:
         state_format = formats.format_of(path / "state")
         stored = handlers.stored_leaves(path / "state")
         stored = {name: spec for name, spec in stored.items() if name[0] not in leave_out}
-        where = f"The checkpoint {path}"
         structure.check_match(stored, targets, where=where, cast_dtypes=cast_dtypes)
         items: dict[str, Any] = {"state": handlers.StateRestore(targets)}
         if with_input_states:
@@ -427,43 +441,17 @@ class CheckpointManager:
     def _storage(self) -> ocp.CheckpointManager:
         """Return Orbax's manager; create it in the first call."""
         if self._orbax is None:
-            import orbax.checkpoint as ocp
-
             from layerkit_runner.checkpointing import handlers
 
             silence_tracebacks()
-            options = ocp.CheckpointManagerOptions(
-                step_name_format=ocp.path.step.standard_name_format(
-                    step_prefix=folders.STEP_PREFIX, step_format_fixed_length=folders.STEP_DIGITS
-                ),
-                preservation_policy=_Preservation(self._policy, self._evaluations),
-                create=not self._read_only,
-                # The training job may delete steps while a reader lists them, so a reader does not
-                # read the steps at start-up.
-                lightweight_initialize=self._read_only,
-                # Folders are created synchronously, so that an error is raised at once. With
-                # folders created in the background, all other work would wait for them for minutes.
-                async_options=ocp.AsyncOptions(
-                    timeout_secs=self._async_timeout_secs, create_directories_asynchronously=False
-                ),
-            )
-            self._orbax = ocp.CheckpointManager(
-                self._directory, options=options, handler_registry=handlers.item_registry()
+            self._orbax = handlers.orbax_manager(
+                self._directory,
+                self._policy,
+                self._evaluations,
+                timeout_secs=self._async_timeout_secs,
+                read_only=self._read_only,
             )
         return self._orbax
-
-    def _clean_unfinished(self) -> None:
-        """Delete the folders of killed saves."""
-        left_over = folders.unfinished(self._directory)
-        # `jax.process_index` starts JAX, so it is called only if there is a folder to delete.
-        for path in left_over if left_over and jax.process_index() == 0 else ():
-            try:
-                path.rmtree()
-            except OSError as error:
-                raise SaveError(
-                    f"The unfinished checkpoint {path} of a killed save cannot be deleted: {error}."
-                ) from error
-            self._report(f"Deleted the unfinished checkpoint {path} of a killed save.")
 
     def _write_evaluations(self) -> None:
         """Write the evaluations of saved steps and drop those of deleted steps."""
@@ -506,33 +494,3 @@ class CheckpointManager:
                     f"Ignoring {path / finding.file}, which is not part of the saved checkpoint."
                 )
         return findings
-
-    def _require_sound(self, step: int) -> None:
-        steps = from_process_0(lambda: folders.committed_steps(self._directory))
-        if step not in steps:
-            raise FileNotFoundError(
-                f"{self._directory} has no checkpoint of step {step}. Steps: "
-                f"{', '.join(map(str, steps)) or 'none'}."
-            )
-        integrity.require_sound(
-            f"The checkpoint {folders.step_folder(self._directory, step)} is damaged",
-            self._findings(step),
-            hint="Restore newest_sound_step().",
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Preservation:
-    """Adapter of a `CheckpointPolicy` to the preservation policy of Orbax."""
-
-    policy: CheckpointPolicy
-    evaluated: documents.Evaluations
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        del context
-        saved = [
-            SavedStep(checkpoint.step, checkpoint.time, self.evaluated.get(checkpoint.step, {}))
-            for checkpoint in checkpoints
-        ]
-        keep = self.policy.steps_to_keep(saved)
-        return [checkpoint.step in keep for checkpoint in checkpoints]

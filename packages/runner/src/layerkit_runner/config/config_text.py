@@ -50,6 +50,9 @@ def config_json(
       both and the flags of the run; `fields` and `config`: values by name or path. A value is a
       number, a string, a bool, None, or the text of anything else.
     """
+    # The format of this output is not a flag of the run.
+    run = [] if options is None else to_argv(dataclasses.replace(options, json=False), mode=mode)
+    named = [] if options is None or mode == "train" else [f"--mode={mode}"]
     fields = {name: _as_typed(value) for name, value in resolved.experiment.overrides.items()}
     overrides = fields | {o.path: o.text for o in resolved.deep_overrides}
     return {
@@ -58,7 +61,8 @@ def config_json(
         "arguments": [
             f"--exp={resolved.name}",
             *(f"--fdl.{path}={text}" for path, text in overrides.items()),
-            *([] if options is None else _run_arguments(options, mode)),
+            *named,
+            *run,
         ],
         "fields": {name: plain_value(value) for name, value in _experiment_values(resolved)},
         "config": {path: plain_value(value) for path, value in _walk(resolved)},
@@ -72,12 +76,6 @@ def printed_config(
     if as_json:
         return json.dumps(config_json(resolved, options, mode=mode))
     return config_text(resolved).rstrip("\n")
-
-
-def _run_arguments(options: RunOptions, mode: str) -> list[str]:
-    named = [] if mode == "train" else [f"--mode={mode}"]
-    # The format of this output is not a flag of the run.
-    return [*named, *to_argv(dataclasses.replace(options, json=False), mode=mode)]
 
 
 class Name(str):

@@ -141,7 +141,10 @@ class PathSetter:
                 return node
             self._claim(node, rest)
             value = self._set(child, deeper, path, annotation=annotations.get(name))
-            setattr(node, name, self._fitting(value, path, annotations.get(name)))
+            try:
+                setattr(node, name, field_types.convert(value, annotations.get(name)))
+            except field_types.FieldTypeError as error:
+                raise self._mismatch(error, path) from None
             return node
         if isinstance(node, dict):
             keys = {str(key): key for key in node}
@@ -173,12 +176,6 @@ class PathSetter:
             expected = f"None, or a path to a field, such as {here}.{example}"
             raise self._error(field=here, value=self._override.text, expected=expected)
         return value
-
-    def _fitting(self, value: Any, path: str, annotation: str | None) -> Any:
-        try:
-            return field_types.convert(value, annotation)
-        except field_types.FieldTypeError as error:
-            raise self._mismatch(error, path) from None
 
     def _mismatch(self, error: field_types.FieldTypeError, path: str) -> UsageError:
         owner = None if path == self._override.path else f"--fdl.{self._override.path}"

@@ -209,7 +209,9 @@ def parse_flags(words: Sequence[str]) -> ParsedFlags:
       UsageError: A flag is unknown, has a wrong value, or contradicts another one.
     """
     overrides, others = _take_overrides(words)
-    tool = _tool_of(others)
+    named, _ = read_flags(others, [row for row in FLAGS if row.name == "mode"], known_only=True)
+    mode = named.get("mode", "train")
+    tool = None if mode in MODES else commands.load_mode(mode)
     own = () if tool is None else tool.flags
     known = {row.name for row in FLAGS}
     if taken := [row.name for row in own if row.name in known]:
@@ -251,13 +253,6 @@ def _take_overrides(words: Sequence[str]) -> tuple[list[Override], list[str]]:
             raise UsageError(field=f"--fdl.{path}", expected=f"a value: --fdl.{path}=VALUE")
         overrides.append(parse_override(path, text))
     return overrides, others
-
-
-def _tool_of(words: Sequence[str]) -> commands.Mode | None:
-    """Return the tool whose mode the words name; None for a mode of the runner itself."""
-    named, _ = read_flags(words, [row for row in FLAGS if row.name == "mode"], known_only=True)
-    mode = named.get("mode", "train")
-    return None if mode in MODES else commands.load_mode(mode)
 
 
 def _replace_pax_flags(given: dict[str, Any]) -> None:

@@ -174,7 +174,7 @@ def _check_module(experiment: str, folder: str) -> None:
         return
     root = os.path.realpath(os.path.expanduser(folder))
     for place in (spec.origin, *(spec.submodule_search_locations or ())):
-        if place is not None and _lies_in(os.path.realpath(place), root):
+        if place is not None and Path(os.path.realpath(place)).is_relative_to(root):
             raise UsageError(
                 owner=f"{folder}/{FILE_NAME}",
                 field="experiment",
@@ -182,7 +182,3 @@ def _check_module(experiment: str, folder: str) -> None:
                 expected=f"a module outside of the folder, not {place}",
                 hint=f"If you trust that file, name the experiment by --exp={experiment}",
             )
-
-
-def _lies_in(path: str, root: str) -> bool:
-    return os.path.commonpath([path, root]) == root

@@ -1,23 +1,34 @@
 """The data sets that a job trains on, and the check that all processes read the same data.
 
+    TrainInput      a training data set that is prefetched to the devices
+    TrainInputs     the training data sets of a job, and the order in which steps use them
+
 Indexed readers split one global order into the rows of each process. If the files of processes
 differ, so do their orders, and their evaluations end at different batches and wait for each other.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import numbers
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from layerkit.config import Config, assigned_fields
+from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import AllGather
+from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.config.resolve import ResolvedExperiment
-from layerkit_runner.data.infeed import as_usage_error, dataset_name
+from layerkit_runner.data.device_feed import DeviceFeed
+from layerkit_runner.data.infeed import as_usage_error, dataset_name, peek_batch
 from layerkit_runner.errors import UsageError
+from layerkit_runner.partitioning import Partitioner
+
+_KEY_PREFIX = "train/"
 
 
 def datasets_by_name(configs: Iterable[Config]) -> dict[str, Config]:
@@ -141,7 +152,8 @@ def check_same_data(inputs: Mapping[str, BaseInput], all_gather: AllGather) -> N
     """
     names = [name for name, dataset in inputs.items() if dataset.state_scope == "global"]
     with as_usage_error():
-        mine = [_digest(inputs[name].get_state()) for name in names]
+        texts = [json.dumps(inputs[name].get_state(), sort_keys=True) for name in names]
+        mine = [zlib.crc32(text.encode()) for text in texts]
     digests = all_gather(mine)
     for column, name in enumerate(names):
         others = [
@@ -160,5 +172,91 @@ def check_same_data(inputs: Mapping[str, BaseInput], all_gather: AllGather) -> N
             )
 
 
-def _digest(state: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(state, sort_keys=True).encode())
+class TrainInput:
+    """A training data set whose batches are sent to the devices ahead of the steps.
+
+    Args:
+      dataset: Endless input. After the first step has started, only `feed` may read it.
+      partitioner: Started partitioner.
+      name: Name of the training program; None if the job has only one.
+      steps: Number of steps in a row before the next data set is used.
+
+    Attributes:
+      feed: Batches on the devices.
+    """
+
+    def __init__(
+        self, dataset: Prefetch, partitioner: Partitioner, name: str | None = None, steps: int = 1
+    ) -> None:
+        """Create the device feed without reading any batch."""
+        self.dataset = dataset
+        self.name = name
+        self.steps = steps
+        self.feed = DeviceFeed(dataset, partitioner)
+        self._partitioner = partitioner
+
+    @property
+    def key(self) -> str:
+        """Key of the input position in a checkpoint."""
+        source = self.dataset.source
+        return _KEY_PREFIX + (source.name or type(source).__name__)
+
+    @functools.cached_property
+    def abstract_batch(self) -> NestedMap:
+        """Shapes, dtypes and shardings of a global batch, found without advancing the input."""
+        return self._partitioner.abstract_batch(peek_batch(self.dataset))
+
+
+class TrainInputs:
+    """The training data sets of a job, used round robin.
+
+    The data set of a step depends only on the step number, so a resumed run uses the same order.
+
+    Args:
+      inputs: One or more data sets, in the order of their use.
+    """
+
+    def __init__(self, inputs: Sequence[TrainInput]) -> None:
+        """Store the data sets."""
+        self.inputs = tuple(inputs)
+        self._ends = [*itertools.accumulate(each.steps for each in inputs)]
+
+    @property
+    def num_turn_steps(self) -> int:
+        """Number of steps of one round through all data sets."""
+        return self._ends[-1]
+
+    def index_of_step(self, step: int) -> int:
+        """Return the index of the data set that a step uses; steps are counted from 1."""
+        place = (step - 1) % self.num_turn_steps
+        return next(index for index, end in enumerate(self._ends) if place < end)
+
+    def share(self, index: int) -> float:
+        """Return the fraction of the steps that use a data set."""
+        return self.inputs[index].steps / self.num_turn_steps
+
+    def by_key(self) -> dict[str, Prefetch]:
+        """Return the data sets by the checkpoint key of their input position."""
+        return {each.key: each.dataset for each in self.inputs}
+
+    def set_states(self, states: Mapping[str, Any]) -> list[str]:
+        """Restore the input positions of a checkpoint; call this before the first step.
+
+        Returns:
+          Keys of the data sets that have no position in the checkpoint. They are read from the
+          beginning.
+        """
+        known = [key for key in states if key == "train" or key.startswith(_KEY_PREFIX)]
+        if len(known) == len(self.inputs) == 1:
+            # The data set may have been renamed. The oldest checkpoints have the key "train".
+            self.inputs[0].dataset.set_state(states[known[0]])
+            return []
+        for each in self.inputs:
+            if each.key in states:
+                each.dataset.set_state(states[each.key])
+        return [each.key for each in self.inputs if each.key not in states]
+
+    def close(self) -> None:
+        """Close the data sets."""
+        for each in self.inputs:
+            each.dataset.close()

@@ -151,7 +151,12 @@ def start_devices() -> None:
 
 def _start_error(platforms: str | None, error: Exception) -> UsageError:
     names = [name.strip() for name in (platforms or "").split(",") if name.strip()]
-    known = {*_NEEDS, *_registered()}
+    # Not public, but no public function returns the platforms of all installed plugins before the
+    # devices are started.
+    from jax._src import xla_bridge
+
+    registered = set(getattr(xla_bridge, "_backend_factories", {})) - {"interpreter"}
+    known = {*_NEEDS, *registered}
     for name in names:
         if name not in known:
             choices = sorted(known)
@@ -175,14 +180,6 @@ def _start_error(platforms: str | None, error: Exception) -> UsageError:
         owner=f"JAX_PLATFORMS={platforms}" if platforms else None,
         hint="Check this machine with `runner doctor`, or set JAX_PLATFORMS=cpu.",
     )
-
-
-def _registered() -> set[str]:
-    """Return the platforms of all installed plugins."""
-    # Not public, but no public function returns them before the devices are started.
-    from jax._src import xla_bridge
-
-    return set(getattr(xla_bridge, "_backend_factories", {})) - {"interpreter"}
 
 
 def set_compiler_flags(

@@ -240,7 +240,12 @@ class StopSignals:
             # Not sys.exit: threads that write checkpoints would keep the interpreter alive.
             os._exit(128 + number)
         if number == signal.SIGHUP:
-            self._drop_lost_terminals()
+            # Printing to a closed terminal would raise errors.
+            for terminal in self._terminals:
+                if not os.isatty(terminal):
+                    nowhere = os.open(os.devnull, os.O_WRONLY)
+                    os.dup2(nowhere, terminal)
+                    os.close(nowhere)
         if self.received is None:
             self.received, self._unpublished = number, int(number)
             self._stop.set()
@@ -251,14 +256,6 @@ class StopSignals:
                 return
             again = "; press Ctrl-C again to exit at once" if number == signal.SIGINT else ""
             print_error(f"\n{number.name}: {self._leaving}{again}")
-
-    def _drop_lost_terminals(self) -> None:
-        """Redirect output to a closed terminal to /dev/null, since printing would raise errors."""
-        for number in self._terminals:
-            if not os.isatty(number):
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, number)
-                os.close(nowhere)
 
     def _leave(self, number: signal.Signals) -> None:
         forced_exit(128 + number, f"stopped by {number.name}")

@@ -53,9 +53,13 @@ def finish(job: Job, executor: Executor, state: TrainState, step: int) -> None:
         repeat_mode="eval_once",
     )
     parts.make("speed", lambda: _report_speed(job, executor))
-    parts.make(
-        "decoding", lambda: _report_decoding(job, executor, state, step), repeat_mode="decode_once"
-    )
+
+    def report_decoding() -> None:
+        for name, records in executor.decode(state, step).items():
+            for record in records[:1]:
+                job.observers.message(sample_text(name, record))
+
+    parts.make("decoding", report_decoding, repeat_mode="decode_once")
     job.observers.flush()
     parts.make("summary", lambda: _report_summary(job))
     if jax.process_index() == 0:
@@ -157,12 +161,6 @@ def _report_speed(job: Job, executor: Executor) -> None:
         speed += f", {rates['tflops_per_sec_per_device'] * 1e3:,.1f} model GFLOP/s per device"
     speed += f", {rates['input_wait']:.1%} of the time waiting for input"
     job.observers.message(f"speed: {speed}")
-
-
-def _report_decoding(job: Job, executor: Executor, state: TrainState, step: int) -> None:
-    for name, records in executor.decode(state, step).items():
-        for record in records[:1]:
-            job.observers.message(sample_text(name, record))
 
 
 def _report_summary(job: Job) -> None:

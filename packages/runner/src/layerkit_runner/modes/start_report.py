@@ -16,13 +16,13 @@ from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.data.batch_checks import cast_text
 from layerkit_runner.data.infeed import peek_batch
+from layerkit_runner.data.training_data import TrainInputs
 from layerkit_runner.distributed.devices import flag_lines
 from layerkit_runner.files.text import megabytes
 from layerkit_runner.init_from.provenance import FirstState
 from layerkit_runner.observers import RunInfo, StepWork, peak_flops
 from layerkit_runner.trainer.job import Job, versions
 from layerkit_runner.trainer.job_folder import last_step_path
-from layerkit_runner.trainer.train import TrainInputs
 from layerkit_runner.training.step_cost import temporary_bytes
 from layerkit_runner.training.train_state import TrainState
 

@@ -22,7 +22,7 @@ from layerkit_runner.checkpointing import CheckpointManager, SaveTimeoutError
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.infeed import as_usage_error, peek_batch
-from layerkit_runner.data.training_data import check_same_data
+from layerkit_runner.data.training_data import TrainInputs, check_same_data
 from layerkit_runner.distributed.forced_exit import before_forced_exit, forced_exit_on
 from layerkit_runner.distributed.process_exchange import coordinator_store, gather_values
 from layerkit_runner.distributed.stop_signals import StopSignals
@@ -64,7 +64,7 @@ from layerkit_runner.trainer.job_folder import (
     write_config,
 )
 from layerkit_runner.trainer.skipped_steps import SKIPPED_STEPS, SkippedSteps
-from layerkit_runner.trainer.train import CompiledStep, StepReports, TrainInputs, trace_step
+from layerkit_runner.trainer.train import CompiledStep, StepReports, trace_step
 from layerkit_runner.training.step_cost import model_flops_per_step
 from layerkit_runner.training.train_state import TrainState
 
@@ -89,7 +89,9 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
         abstract_state = job.abstract_state()
         check_best_metric(job.task.train, programs.evals)
         check_metric_names(job.task, programs.evals, abstract_state)
-        checkpoints = _open_checkpoints(job, stack)
+        stack.enter_context(forced_exit_on(SaveTimeoutError, exit_code=StorageError.exit_code))
+        reads_only = not options.enable_checkpoint_saving
+        checkpoints = stack.enter_context(job.checkpoints(read_only=reads_only))
         plan = _plan_if_new(job, checkpoints)
         _check_data(programs)
         prepared = _prepare(job, programs, abstract_state, checkpoints, plan)
@@ -180,12 +182,6 @@ def _build_programs(job: Job, stack: contextlib.ExitStack) -> _Programs:
         job.task.early_stopping.check([*evaluated, *decoded])
         early_stop = EarlyStop(job.task.early_stopping)
     return _Programs(data, evals, decodes, interval, early_stop, make_executor)
-
-
-def _open_checkpoints(job: Job, stack: contextlib.ExitStack) -> CheckpointManager:
-    stack.enter_context(forced_exit_on(SaveTimeoutError, exit_code=StorageError.exit_code))
-    saves = job.options.enable_checkpoint_saving
-    return stack.enter_context(job.checkpoints(read_only=not saves))
 
 
 def _check_data(programs: _Programs) -> None:

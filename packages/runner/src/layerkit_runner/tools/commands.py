@@ -5,8 +5,10 @@ Each imports its tool when it runs, so that `--help` and errors of flags are fas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from layerkit_runner.config.commands import Command, FlagCommand, Mode
 from layerkit_runner.run_options import FLAGS, RunOptions
@@ -17,17 +19,74 @@ if TYPE_CHECKING:
 
 
 def _plan(resolved: ResolvedExperiment, options: RunOptions) -> int:
+    """Print the plan of an experiment, or a search; nothing is written; docs/planning.md."""
+    import jax
+
+    from layerkit_runner.distributed import devices as device_flags
     from layerkit_runner.modes.run import layer_errors
-    from layerkit_runner.tools.plan.command import run_plan
+    from layerkit_runner.tools.plan import devices, page, search
+    from layerkit_runner.tools.plan.plan import make_plan
+    from layerkit_runner.trainer.build_programs import check_train_programs
+    from layerkit_runner.trainer.job import build_parts
 
     with layer_errors(resolved):
-        return run_plan(resolved, options)
+        check_train_programs(resolved)  # an experiment without training has no step to plan
+        parts = build_parts(resolved)
+        target = devices.planned_target(
+            parts[0], target=options.target, num_devices=options.num_devices
+        )
+        device_flags.set_compiler_flags(options)
+        planned = devices.target_devices(target)
+        device_flags.check_devices(options, planned[0].device_kind)
+        # A program from the compilation cache has no figures.
+        jax.config.update("jax_enable_compilation_cache", False)  # noqa: FBT003
+        effort = options.plan_effort
+        if options.search:
+            describe: Callable[[Any], str] = search.search_page
+            result: Any = search.search(
+                resolved,
+                planned,
+                target=target,
+                max_compilations=options.max_compilations,
+                max_seconds=options.max_seconds,
+                effort=effort,
+            )
+        else:
+            plan = make_plan(resolved, planned, parts=parts, target=target, effort=effort)
+            flags = [f"compiled with {line}" for line in device_flags.flag_lines(options)]
+            result = dataclasses.replace(plan, notes=[*flags, *plan.notes])
+            describe = page.plan_page
+    text = json.dumps(dataclasses.asdict(result)) if options.json else describe(result)
+    print(text, flush=True)
+    return 0
 
 
 def _inspect(resolved: ResolvedExperiment, options: RunOptions) -> int:
-    from layerkit_runner.tools.inspect import run_inspect
+    """Print the view that `--inspect` names; no weight is made and no accelerator is used."""
+    # Each view imports JAX or NumPy as late as it needs them.
+    if options.inspect == "batches":
+        from layerkit_runner.tools.inspect.batches import print_batches
 
-    return run_inspect(resolved, options)
+        print_batches(resolved, options)
+        return 0
+    if options.inspect == "layers":
+        from layerkit_runner.tools.inspect.built_layers import describe_layers
+
+        text = describe_layers(resolved, options)
+    elif options.inspect == "parameters":
+        from layerkit_runner.tools.inspect.parameter_table import describe_parameters
+
+        text = describe_parameters(resolved, options)
+    elif options.inspect == "graph":
+        from layerkit_runner.tools.inspect.config_graph import config_graph, mermaid
+
+        text = mermaid(config_graph(resolved))
+    else:
+        from layerkit_runner.config.config_text import printed_config
+
+        text = printed_config(resolved, None, mode="inspect", as_json=options.json)
+    print(text, flush=True)
+    return 0
 
 
 def _diff_config(flags: ParsedFlags) -> int:

@@ -14,7 +14,13 @@ from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.config.config_tree import check_required_fields
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.infeed import make_input
-from layerkit_runner.data.training_data import chosen_dataset, datasets_by_name, training_configs
+from layerkit_runner.data.training_data import (
+    TrainInput,
+    TrainInputs,
+    chosen_dataset,
+    datasets_by_name,
+    training_configs,
+)
 from layerkit_runner.errors import UsageError
 from layerkit_runner.optim.early_stopping import EarlyStopping, program_of
 from layerkit_runner.trainer.base import BaseProgram
@@ -25,8 +31,6 @@ from layerkit_runner.trainer.skipped_steps import SkippedSteps
 from layerkit_runner.trainer.train import (
     CompiledStep,
     StepReports,
-    TrainInput,
-    TrainInputs,
     TrainProgram,
     TrainPrograms,
 )

@@ -21,12 +21,12 @@ from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import empty_batch, example_rows, num_rows_of
 from layerkit_runner.data.batch_checks import SKIPPED_RECORDS, report_skipped
 from layerkit_runner.data.infeed import eval_batches, peek_eval_batch
+from layerkit_runner.data.training_data import TrainInput
 from layerkit_runner.distributed.process_exchange import from_process_0, gather_values
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import TOTAL_WEIGHT, Observer
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.trainer.base import BaseProgram
-from layerkit_runner.trainer.train import TrainInput
 from layerkit_runner.training.metrics import (
     ByExample,
     OverBatches,

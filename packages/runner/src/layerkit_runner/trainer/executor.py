@@ -107,7 +107,10 @@ class Executor:
             skipped.check_limit(step)
         while skipped.problem is None:
             stops = self.signals.agreed(step)
-            on_demand = self.signals.take_save_request() and self._can_save_on_demand()
+            on_demand = self.signals.take_save_request()
+            if on_demand and self.checkpoints is None:
+                self.observers.message("not saved: the run has --noenable_checkpoint_saving")
+                on_demand = False
             if on_demand or (self.checkpoints is not None and self.checkpoints.should_save(step)):
                 self._save(state, step, force=on_demand)
             if on_demand:
@@ -118,7 +121,10 @@ class Executor:
                 if self.signals.finish():
                     break
                 continue
-            self._start_profile_if_due(step + 1)
+            if self.profiler is not None and self.profiler.starts_before(step + 1):
+                self.train_programs.drain()
+                with self._paused_phase("profile"):
+                    self.profiler.start(step + 1)
             with contextlib.suppress(StopRequestedError):
                 state = self.train_programs.run_step(state, step + 1, self.signals)
                 step += 1
@@ -202,12 +208,6 @@ class Executor:
         with self.throughput.pause(), self.goodput.phase(phase):
             yield
 
-    def _start_profile_if_due(self, step: int) -> None:
-        if self.profiler is not None and self.profiler.starts_before(step):
-            self.train_programs.drain()
-            with self._paused_phase("profile"):
-                self.profiler.start(step)
-
     def _stop_profile(self, step: int) -> None:
         """Wait for all steps, and write the trace if one is being captured."""
         self.train_programs.drain()
@@ -231,11 +231,6 @@ class Executor:
         if self.checkpoints is not None:
             self.checkpoints.record_evaluation(step, metrics)
 
-    def _can_save_on_demand(self) -> bool:
-        if self.checkpoints is None:
-            self.observers.message("not saved: the run has --noenable_checkpoint_saving")
-        return self.checkpoints is not None
-
     def _save(self, state: TrainState, step: int, *, force: bool = False) -> None:
         if self.checkpoints is None:
             return
@@ -246,11 +241,13 @@ class Executor:
             return
         progress(f"saving step {step}", waits_for_others=True)
         self.observers.flush()
+        evals = self._canceled_positions
+        evals = self._eval_input_states() if evals is None else evals
         with self._paused_phase("save"):
             self.checkpoints.save(
                 step,
                 self.train_programs.stored_state(state),
-                input_states=self._input_states(),
+                input_states={**self.train_programs.input_states(), **evals},
                 metadata=self._metadata(step),
                 force=force,
             )
@@ -268,12 +265,6 @@ class Executor:
     def _evaluated_after(self, step: int) -> dict[str, dict[str, float]]:
         evaluated_at, found = self._evaluated
         return found if evaluated_at == step else {}
-
-    def _input_states(self) -> dict[str, Any]:
-        """Return the positions of the inputs, by their keys in a checkpoint."""
-        evals = self._canceled_positions
-        evals = self._eval_input_states() if evals is None else evals
-        return {**self.train_programs.input_states(), **evals}
 
     def _eval_input_states(self) -> dict[str, Any]:
         """Return the positions of the held-out inputs that are not reset for each evaluation."""

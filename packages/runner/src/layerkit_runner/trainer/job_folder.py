@@ -341,7 +341,13 @@ def check_restart(
             f" scratch with --{FLAG}.",
         )
     report(f"starting from scratch (--{FLAG}): {checkpoints} {problem}, step={value}")
-    from_process_0(lambda: _move_aside(checkpoints, report))
+
+    def move_aside() -> None:
+        for step in folders.committed_steps(checkpoints):
+            path = folders.step_folder(checkpoints, step)
+            report(f"moved {path} aside to {folders.move_aside(path).name}")
+
+    from_process_0(move_aside)
 
 
 def _lost_work(directory: epath.Path, checkpoints: epath.Path) -> tuple[str, Any] | None:
@@ -355,9 +361,3 @@ def _lost_work(directory: epath.Path, checkpoints: epath.Path) -> tuple[str, Any
     except (OSError, ValueError, KeyError, TypeError):
         step = "unknown"
     return f"there is no checkpoint, but {directory / FILE_NAME} records one", step
-
-
-def _move_aside(checkpoints: epath.Path, report: Callable[[str], None]) -> None:
-    for step in folders.committed_steps(checkpoints):
-        path = folders.step_folder(checkpoints, step)
-        report(f"moved {path} aside to {folders.move_aside(path).name}")

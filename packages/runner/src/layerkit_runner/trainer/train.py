@@ -1,7 +1,5 @@
 """Training programs of a job, which run compiled steps on their data sets, round robin.
 
-    TrainInput      a training data set that is prefetched to the devices
-    TrainInputs     the training data sets of a job, and the order in which steps use them
     CompiledStep    the training step, compiled for the batches of one data set
     TrainProgram    runs the compiled step on a data set and reports its results
     TrainPrograms   runs each step with the program of its data set
@@ -13,22 +11,18 @@ later steps have started. The devices therefore wait for neither.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
-import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 
 from layerkit.nested_map import NestedMap
 from layerkit.summaries import Summary
-from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.data.batch_checks import SkippedRecords
-from layerkit_runner.data.device_feed import DeviceFeed
-from layerkit_runner.data.infeed import peek_batch
+from layerkit_runner.data.training_data import TrainInput, TrainInputs
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import UsageError
@@ -46,100 +40,9 @@ T = TypeVar("T")
 IS_VALID = "learning/is_valid_step"
 """Scalar of a step that is 0 if its loss or gradient is not finite, or its gradient too large."""
 
-_KEY_PREFIX = "train/"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 # Number of future steps whose batches are already sent to the devices.
 _STEPS_AHEAD = 2
-
-
-class TrainInput:
-    """A training data set whose batches are sent to the devices ahead of the steps.
-
-    Args:
-      dataset: Endless input. After the first step has started, only `feed` may read it.
-      partitioner: Started partitioner.
-      name: Name of the training program; None if the job has only one.
-      steps: Number of steps in a row before the next data set is used.
-
-    Attributes:
-      feed: Batches on the devices.
-    """
-
-    def __init__(
-        self, dataset: Prefetch, partitioner: Partitioner, name: str | None = None, steps: int = 1
-    ) -> None:
-        """Create the device feed without reading any batch."""
-        self.dataset = dataset
-        self.name = name
-        self.steps = steps
-        self.feed = DeviceFeed(dataset, partitioner)
-        self._partitioner = partitioner
-
-    @property
-    def key(self) -> str:
-        """Key of the input position in a checkpoint."""
-        source = self.dataset.source
-        return _KEY_PREFIX + (source.name or type(source).__name__)
-
-    @functools.cached_property
-    def abstract_batch(self) -> NestedMap:
-        """Shapes, dtypes and shardings of a global batch, found without advancing the input."""
-        return self._partitioner.abstract_batch(peek_batch(self.dataset))
-
-
-class TrainInputs:
-    """The training data sets of a job, used round robin.
-
-    The data set of a step depends only on the step number, so a resumed run uses the same order.
-
-    Args:
-      inputs: One or more data sets, in the order of their use.
-    """
-
-    def __init__(self, inputs: Sequence[TrainInput]) -> None:
-        """Store the data sets."""
-        self.inputs = tuple(inputs)
-        self._ends = [*itertools.accumulate(each.steps for each in inputs)]
-
-    @property
-    def num_turn_steps(self) -> int:
-        """Number of steps of one round through all data sets."""
-        return self._ends[-1]
-
-    def index_of_step(self, step: int) -> int:
-        """Return the index of the data set that a step uses; steps are counted from 1."""
-        place = (step - 1) % self.num_turn_steps
-        return next(index for index, end in enumerate(self._ends) if place < end)
-
-    def share(self, index: int) -> float:
-        """Return the fraction of the steps that use a data set."""
-        return self.inputs[index].steps / self.num_turn_steps
-
-    def by_key(self) -> dict[str, Prefetch]:
-        """Return the data sets by the checkpoint key of their input position."""
-        return {each.key: each.dataset for each in self.inputs}
-
-    def set_states(self, states: Mapping[str, Any]) -> list[str]:
-        """Restore the input positions of a checkpoint; call this before the first step.
-
-        Returns:
-          Keys of the data sets that have no position in the checkpoint. They are read from the
-          beginning.
-        """
-        known = [key for key in states if key == "train" or key.startswith(_KEY_PREFIX)]
-        if len(known) == len(self.inputs) == 1:
-            # The data set may have been renamed. The oldest checkpoints have the key "train".
-            self.inputs[0].dataset.set_state(states[known[0]])
-            return []
-        for each in self.inputs:
-            if each.key in states:
-                each.dataset.set_state(states[each.key])
-        return [each.key for each in self.inputs if each.key not in states]
-
-    def close(self) -> None:
-        """Close the data sets."""
-        for each in self.inputs:
-            each.dataset.close()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,28 +91,21 @@ def trace_step(
     def compile_step() -> CompiledStep:
         if getattr(jax.config, "jax_enable_pgle", False):
             return CompiledStep(task, partitioner, jitted, batch, summarize, is_jitted=True)
-        with _cache_hits() as hits:
+        hits: list[str] = []  # the cache-hit events of the compilation on this thread
+        thread = threading.get_ident()
+
+        def listen(event: str, **_: Any) -> None:
+            if event == _CACHE_HIT and threading.get_ident() == thread:
+                hits.append(event)
+
+        jax.monitoring.register_event_listener(listen)
+        try:
             run = lowered.compile()
+        finally:
+            jax.monitoring.unregister_event_listener(listen)
         return CompiledStep(task, partitioner, run, batch, summarize, is_from_cache=bool(hits))
 
     return compile_step
-
-
-@contextlib.contextmanager
-def _cache_hits() -> Iterator[list[str]]:
-    """Collect the cache-hit events of the compilations on this thread."""
-    hits: list[str] = []
-    thread = threading.get_ident()
-
-    def listen(event: str, **_: Any) -> None:
-        if event == _CACHE_HIT and threading.get_ident() == thread:
-            hits.append(event)
-
-    jax.monitoring.register_event_listener(listen)
-    try:
-        yield hits
-    finally:
-        jax.monitoring.unregister_event_listener(listen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -486,7 +382,9 @@ class TrainPrograms:
     ) -> TrainState:
         """Start a step with the program of its data set; see `TrainProgram.start_step`."""
         program = self.programs[self.inputs.index_of_step(step)]
-        state = program.start_step(state, step, self._is_idle, signals)
+        state = program.start_step(
+            state, step, lambda: all(each.is_idle() for each in self.programs), signals
+        )
         self._started.append(program)
         for later in range(step + 1, step + 1 + _STEPS_AHEAD):
             self.inputs.inputs[self.inputs.index_of_step(later)].feed.fill()
@@ -508,9 +406,6 @@ class TrainPrograms:
     def input_states(self) -> dict[str, Any]:
         """Return the input positions after all started steps, by checkpoint key."""
         return {each.key: each.feed.state() for each in self.inputs.inputs}
-
-    def _is_idle(self) -> bool:
-        return all(program.is_idle() for program in self.programs)
 
     def _report_oldest(self) -> None:
         self._started.popleft().report_oldest(self.skipped)

@@ -11,7 +11,7 @@ import pytest
 from layerkit_runner import cli
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.tools import doctor
-from layerkit_runner.tools.doctor.machine import Finding, Problem
+from layerkit_runner.tools.doctor import Finding, Problem
 
 
 def run(folder: Path, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:

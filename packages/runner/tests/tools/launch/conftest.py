@@ -11,8 +11,7 @@ import pytest
 
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.tools.launch.command import parse_options
-from layerkit_runner.tools.launch.request import Request
-from layerkit_runner.tools.launch.values import Options
+from layerkit_runner.tools.launch.request import Options, Request
 
 
 @pytest.fixture

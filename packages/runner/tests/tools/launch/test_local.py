@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from layerkit_runner.tools.launch import local
-from layerkit_runner.tools.launch.values import Options
+from layerkit_runner.tools.launch.request import Options
 
 RUN = """\
 #!/bin/bash

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.tools.launch.recipe import Recipe, execute, recipe_lines
+from layerkit_runner.tools.launch.request import Recipe, execute, recipe_lines
 
 
 def test_dry_run_prints_the_files_and_commands_that_are_executed(tmp_path: Path, capfd):
@@ -76,7 +76,7 @@ def test_signal_reaches_a_command_that_replaces_the_launcher(tmp_path: Path, num
         "trap 'echo saved > told; exit 7' TERM INT\ntouch ready\nwhile :; do sleep 0.05; done\n"
     )
     program = (
-        "from layerkit_runner.tools.launch.recipe import Recipe, execute;"
+        "from layerkit_runner.tools.launch.request import Recipe, execute;"
         "execute(Recipe(commands=[['bash', 'run.sh']], replaces_process=True))"
     )
     process = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path)

@@ -20,9 +20,7 @@ from layerkit.errors import UserError
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.errors import UsageError
 from layerkit_runner.tools.launch.command import _COMMON, KINDS, make_recipe, parse_options
-from layerkit_runner.tools.launch.recipe import Recipe
-from layerkit_runner.tools.launch.request import Request
-from layerkit_runner.tools.launch.values import Options
+from layerkit_runner.tools.launch.request import Options, Recipe, Request
 
 CONTROL = ["a\ntouch x\n", "a\r\ntouch x", "a\0b", "a\x1b[2J", "a\x85touch x", "a\u2028touch x"]
 TEXT = ["$(touch x)", "`touch x`", "a'; touch x; '", 'a"; touch x; "', "a b # \\ %j $HOME !x", "&x"]

@@ -25,7 +25,6 @@ from layerkit_runner.tools.plan.search import (
     neighbors,
     order,
     search,
-    search_json,
     search_page,
 )
 from layerkit_runner.tools.plan.targets import Target
@@ -99,7 +98,7 @@ def test_search_ranks_candidates_that_fit_first(tunable_lm):
     best = found.ranked[0]
     assert best.fits is True
     assert best.peak <= usable
-    assert json.loads(search_json(found))["ranked"][0]["flags"] == best.flags
+    assert json.loads(json.dumps(dataclasses.asdict(found)))["ranked"][0]["flags"] == best.flags
 
 
 @pytest.mark.slow

@@ -72,9 +72,12 @@ class PeerMonitor:
             key=key.hex(),
         )
         inherited = [task.control, *streams, *([] if listener is None else [listener.fileno()])]
+        # It runs without `site`, which saves start-up time but ignores the links of editable
+        # installs.
+        folders = [os.path.dirname(each.__path__[0]) for each in (layerkit_runner, layerkit)]
         self._program = subprocess.Popen(
             [sys.executable, "-S", "-m", PROGRAM],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(_import_path())},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
             stdin=subprocess.PIPE,
             pass_fds=inherited,
             start_new_session=True,
@@ -154,14 +157,6 @@ class PeerMonitor:
         for target, descriptor in saved.items():
             os.dup2(descriptor, target)
             os.close(descriptor)
-
-
-def _import_path() -> list[str]:
-    """Return the folders of the packages that the peer monitor imports.
-
-    It runs without `site`, which saves start-up time but ignores the links of editable installs.
-    """
-    return [os.path.dirname(module.__path__[0]) for module in (layerkit_runner, layerkit)]
 
 
 def _copy_rest(stream: int, target: int) -> None:

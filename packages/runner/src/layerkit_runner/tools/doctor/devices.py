@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from layerkit_runner.files.text import size_text
-from layerkit_runner.tools.doctor.machine import Finding, Problem
+from layerkit_runner.tools.doctor import Finding, Problem
 
 # The driver creates these folders, whether JAX uses the devices or not.
 _NVIDIA_GPUS = "/proc/driver/nvidia/gpus/*"

@@ -3,9 +3,7 @@
 A launcher only turns values into text and queries no cluster, so `--dry_run` prints everything.
 
     command.py      parse, check, then print or start
-    request.py      the launched command, checked before anything is written
-    values.py       security checks of all values; environment variables
-    recipe.py       files to write and commands to run
+    request.py      the launched command and its values, checked; files to write, commands to run
     local.py        a script for this machine, and shell lines that other scripts share
     slurm.py        a batch script
     tpu.py          gcloud commands for TPU VMs and queued resources; TPU types

@@ -22,9 +22,18 @@ from layerkit_runner.config.help import flag_rows, table
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import FLAGS, OTHER_NAMES, Flag
 from layerkit_runner.tools.launch import kubernetes, local, slurm, tpu
-from layerkit_runner.tools.launch.recipe import Recipe, execute, recipe_lines
-from layerkit_runner.tools.launch.request import Request, Resolve, make_request
-from layerkit_runner.tools.launch.values import Options, check_dashes, check_words, read_variable
+from layerkit_runner.tools.launch.request import (
+    Options,
+    Recipe,
+    Request,
+    Resolve,
+    check_dashes,
+    check_words,
+    execute,
+    make_request,
+    read_variable,
+    recipe_lines,
+)
 
 if TYPE_CHECKING:
     from layerkit_runner.config.resolve import ResolvedExperiment

@@ -21,10 +21,8 @@ from layerkit.checks import require
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import Flag, non_negative, positive
 from layerkit_runner.tools.launch import local
-from layerkit_runner.tools.launch.recipe import Recipe
-from layerkit_runner.tools.launch.request import LONGEST_NAME, Request, split_command
+from layerkit_runner.tools.launch.request import LONGEST_NAME, Options, Recipe, Request
 from layerkit_runner.tools.launch.tpu import TpuSlice, find_generation, parse_topology
-from layerkit_runner.tools.launch.values import Options, referenced_variables, written_variables
 
 _PORT = 8476
 _JOB = "run"
@@ -109,7 +107,7 @@ def _tpu(options: Options) -> TpuSlice | None:
 
 def _check(request: Request, options: Options, tpu: TpuSlice | None) -> None:
     _check_folder(request, options)
-    for name in referenced_variables(options):
+    for name in options.referenced_variables:
         if options.env_secret is None:
             raise UsageError(
                 field="--env",
@@ -131,7 +129,7 @@ def _check(request: Request, options: Options, tpu: TpuSlice | None) -> None:
         flags = f"--nodes={options.nodes} --gpus_per_node={options.gpus_per_node}"
         request.check_devices(options.nodes * options.gpus_per_node, flags)
     else:
-        request.check_cpus(options.nodes, f"--nodes={options.nodes}", written_variables(options))
+        request.check_cpus(options.nodes, f"--nodes={options.nodes}", options.written_variables)
 
 
 def _check_folder(request: Request, options: Options) -> None:
@@ -237,11 +235,11 @@ def _pod(options: Options, tpu: TpuSlice | None, command: str) -> dict[str, Any]
 
 
 def _environment(options: Options) -> list[dict[str, Any]]:
-    variables = {**local.VARIABLES, **written_variables(options)}
+    variables = {**local.VARIABLES, **options.written_variables}
     written = [{"name": name, "value": _verbatim(value)} for name, value in variables.items()]
     referenced = [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": options.env_secret, "key": name}}}
-        for name in referenced_variables(options)
+        for name in options.referenced_variables
     ]
     return [*written, *referenced]
 
@@ -252,7 +250,7 @@ def _verbatim(text: str) -> str:
 
 
 def _command(request: Request, options: Options, address: str | None, num_pods: int) -> str:
-    command = [*split_command(options.runner, ["runner"]), *request.words]
+    command = [*options.command(["runner"]), *request.words]
     words = [shlex.quote(word) for word in command]
     if address is not None and num_pods > 1:
         words += [f"--coordinator_address={address}", f"--num_processes={num_pods}"]

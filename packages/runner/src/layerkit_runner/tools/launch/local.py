@@ -12,9 +12,7 @@ import textwrap
 from collections.abc import Sequence
 
 from layerkit_runner.run_options import Flag, non_negative
-from layerkit_runner.tools.launch.recipe import Recipe
-from layerkit_runner.tools.launch.request import Request, installed_runner, split_command
-from layerkit_runner.tools.launch.values import Options, inherited_variables, written_variables
+from layerkit_runner.tools.launch.request import Options, Recipe, Request, installed_runner
 
 # No progress (70), another process lost (75), or killed: 128 plus SIGABRT, SIGBUS, SIGKILL (such as
 # for lack of memory) or SIGSEGV. Ctrl-C (130) and SIGTERM (143) are requests to stop.
@@ -60,14 +58,14 @@ def make_recipe(request: Request, options: Options) -> Recipe:
     if options.devices == "gpu":
         request = request.with_preset("gpu_latency_hiding", options)
     path = script_path(request, "local.sh", options.script)
-    command = split_command(options.runner, installed_runner())
+    command = options.command(installed_runner())
     text = "\n".join(
         [
             "#!/bin/bash",
             f"# {request.experiment} on this machine, with restarts.",
             "set -u",
             f"cd {shlex.quote(os.getcwd())}",
-            environment_lines(options, inherited=inherited_variables(options)),
+            environment_lines(options, inherited=options.inherited_variables()),
             FORWARD_SIGNALS,
             bash_array("run", [*command, *request.words]),
             restart_loop('"${run[@]}"', max_restarts=options.max_restarts),
@@ -93,7 +91,7 @@ def environment_lines(options: Options, *, inherited: Sequence[str] = ()) -> str
 
     The script fails if it is started without one of the `inherited` variables.
     """
-    variables = {**VARIABLES, **written_variables(options)}
+    variables = {**VARIABLES, **options.written_variables}
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     checks = [f': "${{{name}:?is not set where this script was started}}"' for name in inherited]
     return "".join(f"{line}\n" for line in [*exports, *checks, *options.setup])

@@ -1,4 +1,10 @@
-"""The launched command of `runner`, checked before it waits in a queue for hours."""
+"""What `runner launch` starts: the checked command of `runner`, and the files and commands for it.
+
+Each writer of scripts and manifests quotes values for its own format. Values that no format can
+hold safely are errors here. A variable is written with its value (`--env=NAME=VALUE`) or passed by
+reference (`--env=NAME`). The run then takes the value from where the launcher keeps it, and no file
+holds it.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +13,19 @@ import math
 import os
 import re
 import shlex
+import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import types
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerkit_runner.config.flags import ParsedFlags, flag_word, parse_flags
 from layerkit_runner.config.recorded import with_recorded_experiment
 from layerkit_runner.errors import UsageError
+from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.run_options import JOINING_MODES, RunOptions
-from layerkit_runner.tools.launch.values import Options
 
 if TYPE_CHECKING:
     from layerkit_runner.config.resolve import ResolvedExperiment
@@ -27,6 +37,54 @@ LONGEST_NAME = 40
 
 _SET_BY_LAUNCHER = ("coordinator_address", "num_processes", "process_id", "multiprocess_gpu")
 _MESH_SETTINGS = {"partitioner.ici_mesh_shape": "…", "partitioner.dcn_mesh_shape": "…"}
+
+
+# Control characters, line and paragraph separators, and bytes that are no UTF-8: each can end a
+# line where a program reads one, or cannot be written at all.
+_INVALID_CATEGORIES = ("Cc", "Zl", "Zp", "Cs")
+# Options of sbatch, and variables, which hold options such as XLA_FLAGS=--xla_….
+_MAY_BEGIN_WITH_DASH = ("sbatch", "env")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD)(_|$)", re.IGNORECASE)
+
+
+class Options(types.SimpleNamespace):
+    """The flags of a kind, by name; `kind` is its name, and `env` has (name, value or None)."""
+
+    @property
+    def written_variables(self) -> dict[str, str]:
+        """The variables that are given with their values."""
+        return {name: value for name, value in self.env if value is not None}
+
+    @property
+    def referenced_variables(self) -> list[str]:
+        """Names of the variables that are given without their values."""
+        return [name for name, value in self.env if value is None]
+
+    def inherited_variables(self) -> list[str]:
+        """Return the names of the referenced variables, all of which this process must have."""
+        for name in self.referenced_variables:
+            if name not in os.environ:
+                raise UsageError(
+                    field="--env",
+                    value=name,
+                    expected="a variable that is set in this environment",
+                    hint=f"Set it before the launch: export {name}=…",
+                )
+        return self.referenced_variables
+
+    def command(self, default: list[str]) -> list[str]:
+        """Return the words of `--runner`, or the default; raise UsageError if it is no command."""
+        if self.runner is None:
+            return default
+        try:
+            words = shlex.split(self.runner)
+        except ValueError:  # an unmatched quote
+            words = []
+        if not words:
+            expected = "a command, such as `python -m mine`"
+            raise UsageError(field="--runner", value=self.runner, expected=expected)
+        return words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,18 +233,14 @@ def make_request(words: Sequence[str], resolve: Resolve, *, runs_elsewhere: bool
             raise
         _report(f"the experiment is not checked on this machine: {error}")
         return request
-    return dataclasses.replace(request, mesh=_mesh_devices(resolved), resolved=resolved)
+    within = getattr(resolved.partitioner, "ici_mesh_shape", None)
+    across = getattr(resolved.partitioner, "dcn_mesh_shape", None)
+    mesh = None if within is None else (math.prod(within), math.prod(across or [1]))
+    return dataclasses.replace(request, mesh=mesh, resolved=resolved)
 
 
 def _report(line: str) -> None:
     print(f"launch: {line}", file=sys.stderr)
-
-
-def _mesh_devices(resolved: ResolvedExperiment) -> tuple[int, int] | None:
-    """Return the devices within a slice, and the slices; None if the mesh takes all devices."""
-    within = getattr(resolved.partitioner, "ici_mesh_shape", None)
-    across = getattr(resolved.partitioner, "dcn_mesh_shape", None)
-    return None if within is None else (math.prod(within), math.prod(across or [1]))
 
 
 def installed_runner() -> list[str]:
@@ -195,15 +249,120 @@ def installed_runner() -> list[str]:
     return [script] if os.access(script, os.X_OK) else [sys.executable, "-m", "layerkit_runner.cli"]
 
 
-def split_command(text: str | None, default: list[str]) -> list[str]:
-    """Return the words of `--runner`, or the default; raise UsageError if it is no command."""
-    if text is None:
-        return default
+def check_words(words: Iterable[str]) -> None:
+    """Raise UsageError if a word or the working directory holds a control character."""
+    texts = [("working directory", os.getcwd())]
+    for word in words:
+        name, equals, text = word.partition("=")
+        texts.append((name, text) if equals and name.isprintable() else ("argument", word))
+    for name, text in texts:
+        for character in text:
+            if unicodedata.category(character) in _INVALID_CATEGORIES:
+                raise UsageError(
+                    field=name,
+                    value=text,
+                    expected="text without control characters",
+                    hint=f"Remove {character!r}; inside a string of --fdl write it as an escape.",
+                )
+
+
+def check_dashes(options: Options) -> None:
+    """Raise UsageError if a value begins with a dash, which would make it an option."""
+    for name, value in vars(options).items():
+        texts = value if isinstance(value, (list, tuple)) else [value]
+        for text in texts:
+            is_option = isinstance(text, str) and text.startswith("-")
+            if is_option and name not in _MAY_BEGIN_WITH_DASH:
+                raise UsageError(
+                    field=f"--{name}",
+                    value=text,
+                    expected="a value that does not begin with a dash",
+                    hint="Write a path as ./-NAME.",
+                )
+
+
+def read_variable(text: str) -> tuple[str, str | None]:
+    """Return name and value of `NAME=VALUE`, or name and None of the reference `NAME`.
+
+    Raises:
+      UsageError: The text has another form, or is the value of a secret. The error does not repeat
+        the value, since errors end up in logs.
+    """
+    name, equals, value = text.partition("=")
+    if not _NAME.fullmatch(name):
+        raise UsageError(field="--env", value=name, expected="NAME=VALUE or NAME")
+    if equals and _SECRET_NAME.search(name):
+        raise UsageError(
+            "the value of a secret would be written to a file",
+            field="--env",
+            value=name,
+            expected=f"a reference without the value, --env={name}",
+            hint="docs/launch/README.md lists the source of the value for each kind of launcher.",
+        )
+    return name, value if equals else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Files and commands that start a run.
+
+    Attributes:
+      commands: Words of each command, in order.
+      files: Text by path. Only the owner can read a file, and execute one that ends in `.sh`.
+      folders: Folders that must exist.
+      next_steps: Lines for the user, printed after the commands.
+      replaces_process: True if the last command replaces this process and so receives its signals.
+    """
+
+    commands: Sequence[Sequence[str]]
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    folders: Sequence[str] = ()
+    next_steps: Sequence[str] = ()
+    replaces_process: bool = False
+
+
+def recipe_lines(recipe: Recipe) -> Iterator[str]:
+    """Yield the lines of a dry run; except for the headings, a shell could run them."""
+    for path, text in recipe.files.items():
+        yield f"# would write {path}"
+        yield text.rstrip("\n")
+        yield ""
+    for folder in recipe.folders:
+        yield f"# would make {folder}"
+    yield "# would run" if recipe.commands else "# would run nothing"
+    for words in recipe.commands:
+        yield shlex.join(words)
+    yield from (f"# {line}" for line in recipe.next_steps)
+
+
+def execute(recipe: Recipe) -> int:
+    """Write the files and run the commands up to the first that fails; return its exit code.
+
+    Raises:
+      UsageError: A file cannot be written, or a program is not installed here.
+    """
     try:
-        words = shlex.split(text)
-    except ValueError:  # an unmatched quote
-        words = []
-    if not words:
-        expected = "a command, such as `python -m mine`"
-        raise UsageError(field="--runner", value=text, expected=expected)
-    return words
+        for folder in recipe.folders:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        for path, text in recipe.files.items():
+            # It may hold variables and paths that are not for others to read.
+            atomic_write(path, text, mode=0o700 if path.endswith(".sh") else 0o600)
+    except OSError as error:
+        raise UsageError(f"cannot write, so nothing was started: {error}") from error
+    for number, words in enumerate(recipe.commands, start=1):
+        print(f"+ {shlex.join(words)}", flush=True)
+        try:
+            if recipe.replaces_process and number == len(recipe.commands):
+                os.execvp(words[0], list(words))
+            code = subprocess.run(words, check=False).returncode
+        except FileNotFoundError:
+            raise UsageError(
+                "the program is not installed here, so nothing was started",
+                owner=words[0],
+                hint="--dry_run prints the files and commands, to start them on another machine.",
+            ) from None
+        if code != 0:
+            return code
+    for line in recipe.next_steps:
+        print(line)
+    return 0

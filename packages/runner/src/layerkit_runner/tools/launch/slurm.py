@@ -21,9 +21,7 @@ from layerkit.checks import check_divisible, require
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import Flag, non_negative, positive
 from layerkit_runner.tools.launch import local
-from layerkit_runner.tools.launch.recipe import Recipe
-from layerkit_runner.tools.launch.request import Request, installed_runner, split_command
-from layerkit_runner.tools.launch.values import Options, inherited_variables, written_variables
+from layerkit_runner.tools.launch.request import Options, Recipe, Request, installed_runner
 
 
 def _option_text(text: str) -> str:
@@ -87,7 +85,7 @@ def _check(request: Request, options: Options) -> None:
     elif not any(word in option for option in options.sbatch for word in ("gpu", "exclusive")):
         # --gres=gpu:8 requests GPUs, and so do whole nodes if Slurm does not count their GPUs.
         flags = f"--nodes={options.nodes} --processes_per_node={processes}"
-        variables = {**os.environ, **written_variables(options)}  # sbatch passes both on
+        variables = {**os.environ, **options.written_variables}  # sbatch passes both on
         request.check_cpus(options.nodes * processes, flags, variables)
 
 
@@ -103,7 +101,7 @@ def _output(request: Request) -> str:
 def batch_script(request: Request, options: Options) -> str:
     """Return the text of the batch script."""
     in_container = options.container_image is not None
-    command = split_command(options.runner, ["runner"] if in_container else installed_runner())
+    command = options.command(["runner"] if in_container else installed_runner())
     seconds = options.save_before_end
     trap = f"""\
 # {seconds} s before the time limit Slurm signals this script, which makes the run save and exit.
@@ -128,7 +126,7 @@ requeue() {{
             "set -u",
             "",
             trap,
-            local.environment_lines(options, inherited=inherited_variables(options)),
+            local.environment_lines(options, inherited=options.inherited_variables()),
             local.bash_array("srun", _srun_options(options)),
             local.bash_array("run", [*command, *request.words]),
             local.restart_loop(

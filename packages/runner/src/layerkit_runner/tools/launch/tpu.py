@@ -24,9 +24,7 @@ from layerkit.checks import require
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import Flag, positive
 from layerkit_runner.tools.launch import local
-from layerkit_runner.tools.launch.recipe import Recipe
-from layerkit_runner.tools.launch.request import Request, split_command
-from layerkit_runner.tools.launch.values import Options, referenced_variables
+from layerkit_runner.tools.launch.request import Options, Recipe, Request
 
 ACTIONS = ("create", "install", "start", "stop", "delete")
 
@@ -166,7 +164,7 @@ def make_recipe(request: Request, options: Options) -> Recipe:
             value=request.folder,
             expected="a folder in a store, such as gs://…",
         )
-    for name in referenced_variables(options):
+    for name in options.referenced_variables:
         raise UsageError(
             "TPU hosts do not have the variables of this environment",
             field="--env",
@@ -283,7 +281,7 @@ def _stop_line(request: Request) -> str:
 
 def host_script(request: Request, options: Options) -> str:
     """Return the script that runs on each host."""
-    command = split_command(options.runner, [])
+    command = options.command([])
     run = '"${run[@]}"' if command else f'"{_ENVIRONMENT}/bin/runner" "${{run[@]}}"'
     return "\n".join(
         [

@@ -109,7 +109,11 @@ def step_bounds(
         "fast network": (work.fast_bytes, device.fast_bandwidth, "bandwidth within a slice"),
         "slow network": (work.slow_bytes, device.slow_bandwidth, "bandwidth between slices"),
     }
-    seconds = {name: _ratio(amount, rate) for name, (amount, rate, _) in resources.items()}
+    # No work takes no time, even at an unknown rate.
+    seconds = {
+        name: 0.0 if amount == 0 else None if rate is None else amount / rate
+        for name, (amount, rate, _) in resources.items()
+    }
     known = {name: each for name, each in seconds.items() if each is not None}
     # The step time needs the rate of arithmetic. Without that of a network it remains a bound.
     step = no_overlap = limited_by = None
@@ -135,13 +139,6 @@ def step_bounds(
         mfu_no_overlap=share / no_overlap if share is not None and no_overlap else None,
         unknown=[what for name, (_, _, what) in resources.items() if seconds[name] is None],
     )
-
-
-def _ratio(amount: float, rate: float | None) -> float | None:
-    """Return the seconds for an amount: 0 for no work, even at an unknown rate."""
-    if amount == 0:
-        return 0.0
-    return None if rate is None else amount / rate
 
 
 @dataclasses.dataclass(frozen=True)

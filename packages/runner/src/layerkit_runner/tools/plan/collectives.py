@@ -117,7 +117,10 @@ def collective_traffic(
             span = layout.across_slices
             sent = slow = _sent_between_slices(kind, instruction, span.num_slices)
         else:
-            span = _span(instruction.rest, layout)
+            groups, pairs = (each.search(instruction.rest) for each in (_GROUPS, _PAIRS))
+            if not (groups or pairs):
+                raise ValueError(f"unknown form of device groups: {instruction.rest}")
+            span = _span(groups and groups[1], pairs and pairs[1], layout)
             if kind == "reduce-scatter" and instruction.opcode.startswith("all-reduce"):
                 size //= span.num_devices  # a TPU's fusion, which keeps a part of the sum
             sent, slow = (
@@ -212,27 +215,17 @@ def _sent_between_slices(kind: str, instruction: Instruction, num_slices: int) -
 
 
 @functools.lru_cache(maxsize=1024)
-def _span_of_groups(text: str, layout: _Layout) -> _Span:
+def _span(groups_text: str | None, pairs_text: str | None, layout: _Layout) -> _Span:
     sizes = dict(layout.axes)
-    groups = parse_groups(text, num_devices=math.prod(sizes.values()))
-    return _Span(axes_of_groups(groups, sizes), max(map(len, groups)), layout.num_slices(groups))
-
-
-@functools.lru_cache(maxsize=1024)
-def _span_of_pairs(text: str, layout: _Layout) -> _Span:
-    numbers = _ints(text)
+    if groups_text is not None:
+        groups = parse_groups(groups_text, num_devices=math.prod(sizes.values()))
+        axes = axes_of_groups(groups, sizes)
+        return _Span(axes, max(map(len, groups)), layout.num_slices(groups))
+    numbers = _ints(pairs_text or "")
     moves = [(a, b) for a, b in zip(numbers[::2], numbers[1::2], strict=True) if a != b]
     if not moves:
         return _Span("", 1, 1)
-    return _Span(axes_of_pairs(moves, dict(layout.axes)), 2, layout.num_slices(moves))
-
-
-def _span(attributes: str, layout: _Layout) -> _Span:
-    if groups := _GROUPS.search(attributes):
-        return _span_of_groups(groups[1], layout)
-    if pairs := _PAIRS.search(attributes):
-        return _span_of_pairs(pairs[1], layout)
-    raise ValueError(f"unknown form of device groups: {attributes}")
+    return _Span(axes_of_pairs(moves, sizes), 2, layout.num_slices(moves))
 
 
 def type_bytes(hlo_type: str) -> int:

@@ -1,9 +1,7 @@
-"""A plan as one page of text, or as one JSON object."""
+"""A plan as one page of text."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Iterator
 
 from layerkit_runner.files.text import cut, seconds_text, size_text
@@ -16,11 +14,6 @@ _LARGEST_TENSORS = 6
 _LARGEST_TEMPORARIES = 5
 _MOST_COLLECTIVES = 8
 _SEARCH = "--search compiles other meshes, rematerialization policies and gradient accumulation"
-
-
-def plan_json(plan: Plan) -> str:
-    """Return the plan as one JSON object on one line; the keys are the attributes of `Plan`."""
-    return json.dumps(dataclasses.asdict(plan))
 
 
 def plan_page(plan: Plan) -> str:

@@ -29,7 +29,6 @@ from layerkit_runner.tools.plan.bounds import (
 )
 from layerkit_runner.tools.plan.collectives import Traffic, collective_traffic
 from layerkit_runner.tools.plan.compiling import (
-    CompiledStep,
     compile_step,
     compiler_notes,
     tracing_for,
@@ -213,10 +212,16 @@ def _plan_step(
     tensors = tensor_memory(state, batch, stored=stored)
     is_here, platform = target.is_here, device.platform
     step = compile_step(lowered, platform=platform, is_here=is_here, effort=effort)
-    if step.is_quick and _is_in_doubt(step_memory(tensors, step), device, step):
+    memory, usable = step_memory(tensors, step), device.usable_bytes
+    # Compilers reject a step before they generate code, so compiling again costs little.
+    is_in_doubt = step.refusal is not None or usable is None or memory.peak > _IN_DOUBT * usable
+    if step.is_quick and is_in_doubt:
         step = compile_step(lowered, platform=platform, is_here=is_here)
+        memory = step_memory(tensors, step)
     compiled = time.perf_counter()
-    memory = step_memory(tensors, step)
+    fits = None if usable is None else memory.peak <= usable
+    if platform == "tpu":
+        fits = step.refusal is None  # its compiler decides
     mesh, slices = dict(partitioner.mesh.shape), _slices(partitioner.mesh, target)
     collectives = collective_traffic(step.hlo_text, mesh, slices=slices)
     work = device_work(memory, collectives, flops=program_flops(program.jaxpr) / len(devices))
@@ -248,7 +253,7 @@ def _plan_step(
         compile_seconds=compiled - traced,
         device=device,
         num_slices=len(set(slices)),
-        fits=_fits(memory, device, step),
+        fits=fits,
         refusal=step.refusal,
         temporaries=largest_temporaries(step.hlo_text, most=_TEMPORARIES),
         bounds=bounds if step.hlo_text else None,
@@ -283,20 +288,6 @@ def _slices(mesh: Mesh, target: Target) -> list[int]:
     per_slice = len(devices) // target.num_slices
     order = {device: i for i, device in enumerate(sorted(devices, key=lambda each: each.id))}
     return [order[device] // per_slice for device in devices]
-
-
-def _is_in_doubt(memory: Memory, device: DeviceKind, step: CompiledStep) -> bool:
-    """Return whether a quick plan leaves open if the step fits."""
-    # Compilers reject a step before they generate code, so compiling again costs little.
-    if step.refusal is not None or device.usable_bytes is None:
-        return True
-    return memory.peak > _IN_DOUBT * device.usable_bytes
-
-
-def _fits(memory: Memory, device: DeviceKind, step: CompiledStep) -> bool | None:
-    if device.platform == "tpu":
-        return step.refusal is None  # its compiler decides
-    return None if device.usable_bytes is None else memory.peak <= device.usable_bytes
 
 
 def _plan_batch(batch: Any, partitioner: Partitioner, *, parts: int) -> BatchPlan:

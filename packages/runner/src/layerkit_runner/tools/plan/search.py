@@ -13,7 +13,6 @@ import collections
 import dataclasses
 import gc
 import itertools
-import json
 import math
 import shlex
 import time
@@ -382,11 +381,6 @@ def search(
     )
 
 
-def search_json(search: Search) -> str:
-    """Return a search as one JSON object on one line; the keys are the attributes of `Search`."""
-    return json.dumps(dataclasses.asdict(search))
-
-
 def search_page(search: Search) -> str:
     """Return a search as a table."""
     memory = "" if search.usable_bytes is None else f", {size_text(search.usable_bytes)} on each"
@@ -399,7 +393,12 @@ def search_page(search: Search) -> str:
     ]
     if search.limit is not None:
         lines.append(f"stopped at the limit of {search.limit}; other candidates were not compiled")
-    meshes = [_mesh_text(each) for each in search.ranked]
+    meshes = [
+        " × ".join(map(str, each.mesh.values()))
+        + "".join(f", {axis} {slices} across" for axis, slices in each.across.items())
+        + (f", {each.accumulation} parts" if each.accumulation > 1 else "")
+        for each in search.ranked
+    ]
     axes = " × ".join(search.ranked[0].mesh)
     width = max(map(len, [axes, *meshes]))
     lines += [
@@ -421,14 +420,6 @@ def search_page(search: Search) -> str:
         command = shlex.join([f"--exp={search.experiment}", *search.command])
         lines += ["the best", f"  {command}"]
     return "\n".join(lines)
-
-
-def _mesh_text(candidate: Candidate) -> str:
-    """Return text such as `2 × 64 × 1, data 2 across, 4 parts`."""
-    more = [f", {axis} {slices} across" for axis, slices in candidate.across.items()]
-    if candidate.accumulation > 1:
-        more.append(f", {candidate.accumulation} parts")
-    return "".join([" × ".join(map(str, candidate.mesh.values())), *more])
 
 
 def _figures(candidate: Candidate) -> str:

@@ -227,15 +227,6 @@ class TrialProcess:
         return f"exit code {code}: {last.strip()}"
 
 
-def _main() -> None:
-    """Run a trial in this process."""
-    threading.Thread(target=_stop_with_sweep, daemon=True).start()
-    _, path, module, *words = sys.argv
-    with lock(Path(path)):
-        sys.argv = [module, *words]
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
 def _stop_with_sweep() -> None:
     # The sweep holds the other end of the standard input and never writes to it. When the sweep is
     # killed, the operating system closes it. With sys.stdin.read the thread would block the exit of
@@ -246,4 +237,8 @@ def _stop_with_sweep() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    threading.Thread(target=_stop_with_sweep, daemon=True).start()
+    _, path, module, *words = sys.argv
+    with lock(Path(path)):
+        sys.argv = [module, *words]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)

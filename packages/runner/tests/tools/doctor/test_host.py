@@ -10,12 +10,12 @@ import pytest
 from etils import epath
 from fsspec.implementations.memory import MemoryFileSystem
 
-from layerkit_runner.tools.doctor import machine
+from layerkit_runner.tools import doctor
 
 
 @pytest.fixture(autouse=True)
 def few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_TRIAL_BYTES", 2 << 20)
+    monkeypatch.setattr(doctor, "_TRIAL_BYTES", 2 << 20)
 
 
 def install(folder: Path, name: str, version: str, *requires: str) -> None:
@@ -28,7 +28,7 @@ def install(folder: Path, name: str, version: str, *requires: str) -> None:
 
 
 def test_versions_are_those_of_the_installed_packages():
-    found = machine.check_packages()
+    found = doctor.check_packages()
     for name in ("jax", "jaxlib", "numpy"):
         assert found.values[name] == importlib.metadata.version(name)
 
@@ -37,7 +37,7 @@ def test_plugin_for_another_jaxlib_fails(tmp_path: Path, monkeypatch: pytest.Mon
     install(tmp_path, "jax-cuda13-plugin", "0.1.2")
     monkeypatch.syspath_prepend(tmp_path)
     jaxlib = importlib.metadata.version("jaxlib")
-    [problem] = [p for p in machine.check_packages().problems if "plugin" in p.what]
+    [problem] = [p for p in doctor.check_packages().problems if "plugin" in p.what]
     assert problem.fails
     assert problem.what == (
         f"jax-cuda13-plugin 0.1.2 is for another jaxlib than the installed {jaxlib}."
@@ -49,7 +49,7 @@ def test_unmet_requirements_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     wants = ("jax<0.1", "numpy>=1", "optax<0.1; extra == 'old'", "nosuchpackage>=2")
     install(tmp_path, "layerkit-runner", "9.9.9", *wants)
     monkeypatch.syspath_prepend(tmp_path)
-    problems = [p.what for p in machine.check_packages().problems if "runner 9.9.9 " in p.what]
+    problems = [p.what for p in doctor.check_packages().problems if "runner 9.9.9 " in p.what]
     jax = importlib.metadata.version("jax")
     assert problems == [
         f"layerkit-runner 9.9.9 needs jax<0.1: {jax} is installed.",
@@ -58,7 +58,7 @@ def test_unmet_requirements_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_memory_of_the_host():
-    values = machine.check_host().values
+    values = doctor.check_host().values
     assert values["cpus"] >= 1
     if values["memory_bytes"] is not None:
         assert 0 < values["memory_available_bytes"] <= values["memory_bytes"]
@@ -66,7 +66,7 @@ def test_memory_of_the_host():
 
 def test_folder_that_works_is_left_as_it_was(tmp_path: Path):
     (tmp_path / "kept").write_text("mine")
-    found = machine.check_folder(str(tmp_path))
+    found = doctor.check_folder(str(tmp_path))
     assert found.values["write_bytes_per_second"] > 0
     assert found.values["read_bytes_per_second"] > 0
     assert not [problem for problem in found.problems if problem.fails]
@@ -74,7 +74,7 @@ def test_folder_that_works_is_left_as_it_was(tmp_path: Path):
 
 
 def test_missing_folder_is_not_created(tmp_path: Path):
-    found = machine.check_folder(str(tmp_path / "a" / "b"))
+    found = doctor.check_folder(str(tmp_path / "a" / "b"))
     assert f"(does not exist; tried {tmp_path})" in found.lines[0]
     assert list(tmp_path.iterdir()) == []
 
@@ -82,7 +82,7 @@ def test_missing_folder_is_not_created(tmp_path: Path):
 def test_wrong_bytes_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(type(epath.Path("a")), "read_bytes", lambda self: b"lost")
     with pytest.raises(OSError, match="differ from those written"):
-        machine.check_folder(str(tmp_path))
+        doctor.check_folder(str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -90,9 +90,9 @@ def test_append_that_loses_data_fails(tmp_path: Path, monkeypatch: pytest.Monkey
     def open_anew(path: Any, mode: str, **more: Any) -> Any:
         return open(path, mode.replace("a", "w"), **more)
 
-    monkeypatch.setattr(machine, "open", open_anew, raising=False)
+    monkeypatch.setattr(doctor, "open", open_anew, raising=False)
     with pytest.raises(OSError, match="rename or append"):
-        machine.check_folder(str(tmp_path))
+        doctor.check_folder(str(tmp_path))
 
 
 class Usage(NamedTuple):
@@ -108,7 +108,7 @@ def test_little_free_space_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float, fails: list[bool]
 ):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**13, 0, int(free)))
-    problems = machine.check_folder(str(tmp_path)).problems
+    problems = doctor.check_folder(str(tmp_path)).problems
     assert [problem.fails for problem in problems] == fails
 
 
@@ -128,12 +128,12 @@ def test_store(monkeypatch: pytest.MonkeyPatch):
     fsspec.register_implementation("az", MemoryStore, clobber=True)
     monkeypatch.setattr("etils.epath.gpath._is_tf_installed", lambda: False)
     epath.backend.fsspec_backend._get_filesystem.cache_clear()
-    found = machine.check_folder("az://bucket/run")
+    found = doctor.check_folder("az://bucket/run")
     assert not found.problems
     assert found.values["write_bytes_per_second"] > 0
     assert not MemoryStore.store
     # A store that returns wrong bytes.
     monkeypatch.setattr(type(epath.Path("az://b")), "read_bytes", lambda self: b"lost")
     with pytest.raises(OSError, match="differ from those written"):
-        machine.check_folder("az://bucket/run")
+        doctor.check_folder("az://bucket/run")
     epath.backend.fsspec_backend._get_filesystem.cache_clear()
