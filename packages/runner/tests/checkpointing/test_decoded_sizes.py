@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 
 import jax
@@ -12,7 +14,7 @@ import tensorstore as ts
 from etils import epath
 
 from layerkit_runner.checkpointing import CheckpointManager, DamagedCheckpointError, integrity
-from layerkit_runner.checkpointing.formats import check_decoded_sizes
+from layerkit_runner.checkpointing.chunks import check_arrays, check_decoded_sizes
 from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec
 from layerkit_runner.init_from.sources import StoredCheckpoint
 
@@ -92,3 +94,40 @@ def test_chunks_that_are_larger_than_their_array_are_an_error(folder: epath.Path
     replace(folder, "params.w/.zarray", text.replace("[300,400]", "[30000,40000]", 1).encode())
     with pytest.raises(DamagedCheckpointError, match=r"chunks=\[30000, 40000\]"):
         check_decoded_sizes(step / "state", LEAVES)
+
+
+def gzip_array(tmp_path: Path, content: bytes) -> epath.Path:
+    """A folder of one Zarr array, `float32[2, 8]`, whose only chunk is `content`."""
+    folder = tmp_path / "w"
+    folder.mkdir()
+    metadata = {
+        "zarr_format": 2,
+        "shape": [2, 8],
+        "chunks": [2, 8],
+        "dtype": "<f4",
+        "compressor": {"id": "gzip", "level": 1},
+    }
+    (folder / ".zarray").write_text(json.dumps(metadata))
+    (folder / "0.0").write_bytes(content)
+    return epath.Path(tmp_path)
+
+
+def test_gzip_chunk_of_the_size_of_the_array_passes(tmp_path: Path):
+    folder = gzip_array(tmp_path, gzip.compress(bytes(64)))
+    check_arrays(folder, {"w": LeafSpec((2, 8), np.dtype(np.float32))}, is_ocdbt=False)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "reason"),
+    [
+        (gzip.compress(bytes(65)), "holds more than 64 bytes"),
+        (gzip.compress(bytes(2**30 // 8), 1), "holds more than 64 bytes"),
+        (gzip.compress(bytes(64))[:-9], "cut off"),
+        (gzip.compress(bytes(64)) * 2, "bytes after its stream"),
+        (b"no gzip", "incorrect header check"),
+    ],
+)
+def test_gzip_chunk_that_does_not_fit_is_an_error(tmp_path: Path, chunk: bytes, reason: str):
+    folder = gzip_array(tmp_path, chunk)
+    with pytest.raises(DamagedCheckpointError, match=reason):
+        check_arrays(folder, {"w": LeafSpec((2, 8), np.dtype(np.float32))}, is_ocdbt=False)

@@ -172,12 +172,16 @@ def match_weights(ours: Collection[str], praxis: Collection[str]) -> dict[str, W
     Raises:
       ConfigError: A weight has no counterpart in Praxis, or a weight of Praxis none here.
     """
-    layers = _praxis_layers(praxis)
-    pattern_length = 1 + max((_block_of(name) for name in ours), default=0)
-    sources = {
-        name: _source(name, praxis, layers, pattern_length, is_tied="lm/embedding/w" not in ours)
-        for name in ours
-    }
+    sources = find_sources(ours, praxis)
+    for name in ours:
+        if name not in sources:
+            known = [weight.name for weight in _choices(name, is_tied=_is_tied(ours))]
+            raise ConfigError(
+                "weight of the model that Praxis lacks",
+                owner="Praxis",
+                field=name,
+                expected=" or ".join(known) or None,
+            )
     read = {name for source in sources.values() for name in source.names}
     for name in praxis:
         if name not in read:
@@ -185,6 +189,19 @@ def match_weights(ours: Collection[str], praxis: Collection[str]) -> dict[str, W
                 "weight of Praxis without a counterpart in the model", owner="Praxis", field=name
             )
     return sources
+
+
+def find_sources(ours: Collection[str], praxis: Collection[str]) -> dict[str, WeightSource]:
+    """Return the source of each weight of a model that has one; see `match_weights`."""
+    layers = _praxis_layers(praxis)
+    pattern_length = 1 + max((_block_of(name) for name in ours), default=0)
+    is_tied = _is_tied(ours)
+    found = {name: _source(name, praxis, layers, pattern_length, is_tied=is_tied) for name in ours}
+    return {name: source for name, source in found.items() if source is not None}
+
+
+def _is_tied(ours: Collection[str]) -> bool:
+    return "lm/embedding/w" not in ours
 
 
 def _praxis_layers(praxis: Collection[str]) -> dict[str, tuple[str, ...]]:
@@ -205,6 +222,14 @@ def _block_of(name: str) -> int:
     return int(match["index"])
 
 
+def _choices(name: str, *, is_tied: bool) -> tuple[PraxisWeight, ...]:
+    """Return the weights of Praxis, or of a layer of it, that a weight can be read from."""
+    if name == "lm/softmax/w" and is_tied:
+        return (TIED_SOFTMAX,)
+    match = _OUR_LAYER.fullmatch(name)
+    return LM_WEIGHTS.get(name, ()) if match is None else LAYER_WEIGHTS.get(match["name"], ())
+
+
 def _source(
     name: str,
     praxis: Collection[str],
@@ -212,28 +237,21 @@ def _source(
     pattern_length: int,
     *,
     is_tied: bool,
-) -> WeightSource:
+) -> WeightSource | None:
     match = _OUR_LAYER.fullmatch(name)
-    if match is None:
-        choices = (TIED_SOFTMAX,) if name == "lm/softmax/w" and is_tied else LM_WEIGHTS.get(name)
-        for weight in choices or ():
+    for weight in _choices(name, is_tied=is_tied):
+        if match is None:
             if weight.name in praxis:
                 return WeightSource((weight.name,), weight)
-    else:
-        choices = LAYER_WEIGHTS.get(match["name"])
-        for weight in choices or ():
-            if weight.name in layers:
-                names = layers[weight.name]
-                if match["stacked"] is None:
-                    layer = int(match["index"])
-                    if not any(part in names[0] for part in ("pipeline/body/", "repeat/sub/")):
-                        names, layer = names[layer : layer + 1], 0
-                    return WeightSource(names, weight, layers=slice(layer, layer + 1))
-                held = slice(_block_of(name), None, pattern_length)
-                return WeightSource(names, weight, is_stacked=True, layers=held)
-    raise ConfigError(
-        "weight of the model that Praxis lacks",
-        owner="Praxis",
-        field=name,
-        expected=" or ".join(weight.name for weight in choices or ()) or None,
-    )
+        elif weight.name in layers:
+            names = layers[weight.name]
+            if match["stacked"] is None:
+                layer = int(match["index"])
+                if not any(part in names[0] for part in ("pipeline/body/", "repeat/sub/")):
+                    names, layer = names[layer : layer + 1], 0
+                return (
+                    WeightSource(names, weight, layers=slice(layer, layer + 1)) if names else None
+                )
+            held = slice(_block_of(name), None, pattern_length)
+            return WeightSource(names, weight, is_stacked=True, layers=held)
+    return None

@@ -24,7 +24,8 @@ from layerkit_runner.checkpointing import (
     documents,
     folders,
 )
-from layerkit_runner.checkpointing.formats import check_decoded_sizes, format_of
+from layerkit_runner.checkpointing.chunks import check_decoded_sizes
+from layerkit_runner.checkpointing.formats import format_of
 from layerkit_runner.checkpointing.integrity import require_sound, verify_together
 from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, named_leaves
 from layerkit_runner.distributed.process_exchange import from_each_process
