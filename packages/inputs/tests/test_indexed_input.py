@@ -131,9 +131,8 @@ def test_a_state_goes_on_at_its_row_with_another_batch_size():
 def test_state_of_other_data_raises_with_the_differences(raises):
     state = Numbers(batch_size=2, name="a", is_training=True).get_state()
     other = Numbers(batch_size=2, name="b", num_rows=7, is_training=True, input_random_seed=3)
-    with raises(ConfigError, owner="Numbers 'b'") as caught:
+    with raises(ConfigError, owner="Numbers 'b'", value={"num_rows": 13, "seed": 0}):
         other.set_state(state)
-    assert "num_rows was 13 and is 7; seed was 0 and is 3" in caught.value.problem
 
 
 def test_data_without_rows_raise(raises):
@@ -160,10 +159,10 @@ def test_the_order_of_very_many_rows_is_never_held():
     assert rows == expected.tolist()
 
 
-def test_state_of_another_window_raises():
+def test_state_of_another_window_raises(raises):
     state = Numbers(batch_size=2, is_training=True, shuffle_window=3).get_state()
-    for fields, text in (({}, "was 3 and is None"), ({"shuffle_window": 4}, "was 3 and is 4")):
-        with pytest.raises(ConfigError, match=f"shuffle_window {text}"):
+    for fields in ({}, {"shuffle_window": 4}):
+        with raises(ConfigError, field="state.data", value={"shuffle_window": 3}):
             Numbers(batch_size=2, is_training=True, **fields).set_state(state)
 
 

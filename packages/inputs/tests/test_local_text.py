@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import re
 import tracemalloc
 import zlib
 
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from layerkit.config import UnknownFieldError
 from layerkit.errors import ConfigError
 from layerkit_inputs import LocalText, LocalTextPrompts
 from layerkit_inputs.bad_records import BadRecordError, UnfitFieldError
@@ -182,19 +184,20 @@ def test_any_text_on_any_hosts_is_read_once(tmp_path_factory, contents, seq_leng
     assert sorted(found) == events(split_of(paths)["train"])
 
 
-def test_state_of_another_text_or_length_raises(tmp_path):
+def test_state_of_another_text_or_length_raises(raises, tmp_path):
     fields = {"batch_size": 2, "seq_length": 4, "is_training": True}
     source = LocalText(paths=write(tmp_path / "one"), **fields)
     state = source.get_state()
     elsewhere = LocalText(paths=write(tmp_path / "two"), **fields)
     elsewhere.set_state(state)
-    with pytest.raises(ConfigError, match=r"num_rows was .* seq_length was 4 and is 8"):
+    with raises(ConfigError, field="state.data", value={"num_rows": 20, "seq_length": 4}):
         LocalText(paths=write(tmp_path / "one"), **{**fields, "seq_length": 8}).set_state(state)
     altered = {name: data.replace(b"x", b"y") for name, data in DOCUMENTS.items()}
     train = {file.name for file in source._files("train")}
     assert "e.txt" in train  # Otherwise the altered file is not in this split.
-    with pytest.raises(ConfigError, match="text_crc32 was"):
+    with pytest.raises(ConfigError) as caught:
         LocalText(paths=write(tmp_path / "three", altered), **fields).set_state(state)
+    assert [*caught.value.value] == ["text_crc32"]
 
 
 def test_nothing_is_read_before_it_is_needed(tmp_path):
@@ -203,7 +206,7 @@ def test_nothing_is_read_before_it_is_needed(tmp_path):
     assert source.get_next().ids[0, 0] == BOS_ID
 
 
-def test_a_custom_input_as_users_write_it(paths):
+def test_a_custom_input_as_users_write_it(raises, paths):
     class MyInput(LocalText):
         def get_next(self):
             batch = super().get_next()
@@ -220,7 +223,7 @@ def test_a_custom_input_as_users_write_it(paths):
     inp.get_next()
     inp.set_state(state)
     np.testing.assert_array_equal(inp.get_next().new_field, first.new_field)
-    with pytest.raises(AttributeError, match="MyInput: unknown field: 'batch_sise'. Did you mean"):
+    with raises(UnknownFieldError, value="batch_sise"):
         p.batch_sise = 4
 
 
@@ -385,10 +388,10 @@ def test_state_of_another_tokenizer_raises(tmp_path, sentencepiece_file, tokeniz
     fields = {"batch_size": 2, "seq_length": 4, "paths": paths, "is_training": True}
     one = LocalText(tokenizer=SentencePieceTokenizer(path=sentencepiece_file), **fields)
     other = LocalText(tokenizer=HuggingFaceTokenizer(path=tokenizer_json), **fields)
-    with pytest.raises(ConfigError, match=r"tokenizer was '[0-9a-f]{64}' and is "):
-        other.set_state(one.get_state())
-    with pytest.raises(ConfigError, match=r"tokenizer was '[0-9a-f]{64}' and is None"):
-        LocalText(**fields).set_state(one.get_state())
+    for source in (other, LocalText(**fields)):
+        with pytest.raises(ConfigError) as caught:
+            source.set_state(one.get_state())
+        assert re.fullmatch("[0-9a-f]{64}", caught.value.value["tokenizer"])
 
 
 def test_invalid_utf_8_raises_with_file_and_byte_or_is_skipped(
@@ -473,11 +476,11 @@ def test_end_of_a_single_text_is_held_out(raises, tmp_path):
         LocalText(batch_size=1, paths=paths).get_next()
 
 
-def test_problems_of_a_single_file_are_reported_for_both_splits(tmp_path):
+def test_problems_of_a_single_file_are_reported_for_both_splits(raises, tmp_path):
     paths = write(tmp_path / "text", {"all.jsonl": b'{"txt": "one"}\n{"txt": "two"}\n'})
     for split in ("train", "heldout"):
         fields = {"split": split, "text_field": "text", "on_bad_record": "skip"}
-        with pytest.raises(ConfigError, match=r"skipped documents=2.*'txt'"):
+        with raises(ConfigError, field="number of skipped documents", value=2):
             LocalText(batch_size=1, paths=paths, **fields).get_next()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.state import pack_state, unpack_state, why_data_differ
+from layerkit_inputs.state import check_same_data, pack_state, unpack_state
 
 HOST = {"reader": "Reader", "scope": "host", "host_index": 1, "num_hosts": 2}
 GLOBAL = {**HOST, "scope": "global"}
@@ -53,11 +53,9 @@ def test_values_that_are_no_state_raise(raises, value):
         unpack_state(value, **GLOBAL)
 
 
-def test_differences_between_data_are_listed():
+def test_state_of_other_data_raises_with_the_differences(raises):
     then = {"num_rows": 3, "seed": 1, "window": 2}
-    assert why_data_differ(then, dict(reversed(then.items()))) is None
-    problem = why_data_differ(then, {"num_rows": 4, "seed": 1, "paths": ["a"]})
-    assert problem is not None and problem.startswith(
-        "the state does not fit this data: num_rows was 3 and is 4; paths was None and is ['a']; "
-        "window was 2 and is None. "
-    )
+    check_same_data("Rows", then, dict(reversed(then.items())))
+    value = {"num_rows": 3, "paths": None, "window": 2}
+    with raises(ConfigError, owner="Rows", field="state.data", value=value):
+        check_same_data("Rows", then, {"num_rows": 4, "seed": 1, "paths": ["a"]})

@@ -340,8 +340,9 @@ def test_a_state_fits_the_same_tokens_wherever_they_lie(folder, copied, texts, t
     reader(copied).set_state(source.get_state())
     build_token_records([str(texts)], tmp_path / "more", tokenizer="bytes")
     for other in (reader(tmp_path / "more"), reader(folder, packing="first_fit")):
-        with pytest.raises(ValueError, match="the state does not fit this data"):
+        with pytest.raises(ConfigError) as caught:
             other.set_state(source.get_state())
+        assert caught.value.field == "state.data"
 
 
 def test_the_store_tells_what_it_holds(folder, train_files):

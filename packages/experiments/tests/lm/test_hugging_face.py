@@ -43,8 +43,8 @@ def test_text_ends_with_the_tokens_of_the_folder(folder: Path):
     assert decoder.eos_id == (7, 8)
 
 
-def test_a_folder_must_be_named():
-    with pytest.raises(FieldError, match="FineTune: missing value: HF_FOLDER"):
+def test_a_folder_must_be_named(raises):
+    with raises(FieldError, owner="FineTune", field="HF_FOLDER"):
         FineTune()
 
 
@@ -53,8 +53,8 @@ def test_vocabulary_larger_than_that_of_the_model_raises(raises, folder: Path):
         resolve(FineTune(HF_FOLDER=str(folder), VOCAB_SIZE=400))
 
 
-def test_folder_without_a_model_raises(tmp_path: Path):
-    with pytest.raises(UsageError, match=r"HF_FOLDER.*config\.json"):
+def test_folder_without_a_model_raises(raises, tmp_path: Path):
+    with raises(UsageError, owner="FineTune: HF_FOLDER"):
         resolve(FineTune(HF_FOLDER=str(tmp_path)))
 
 

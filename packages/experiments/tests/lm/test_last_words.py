@@ -53,5 +53,5 @@ def test_invalid_vocabulary_and_record_raise(raises, folder: Path):
     with raises(ConfigError, field="VOCAB_SIZE", value=258):
         last_word_rows(path=str(folder), **FIELDS, vocab_size=258)
     (folder / "more.jsonl").write_text('{"txt": "a b"}\n')
-    with pytest.raises(ConfigError, match=r"more\.jsonl, line 1: .*'text'.*'txt'"):
+    with raises(ConfigError, owner=f"{folder}/more.jsonl, line 1"):
         last_word_rows(path=str(folder), **FIELDS)

@@ -18,7 +18,7 @@ from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import pad_rows, split_rows
 from layerkit_inputs.index_shuffle import shuffled_rows, window_shuffled_rows
-from layerkit_inputs.state import Scope, why_data_differ
+from layerkit_inputs.state import Scope, check_same_data
 
 MOST_ROWS_DRAWN = 1 << 22
 """Maximum number of rows of which the order of an epoch is kept in memory, 8 bytes a row."""
@@ -169,6 +169,5 @@ class IndexedInput(BaseInput):
         return {"rows_done": self._rows_done, "data": self._identity()}
 
     def _set_reader_state(self, position: dict[str, Any]) -> None:
-        if problem := why_data_differ(position["data"], self._identity()):
-            raise self._config_error(problem)
+        check_same_data(self._label, position["data"], self._identity())
         self._rows_done = position["rows_done"]

@@ -90,27 +90,27 @@ def unpack_state(
     return copy.deepcopy(envelope["position"])
 
 
-def why_data_differ(then: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """Return a sentence with the differences between the data of a state and of a reader.
+def check_same_data(owner: str, then: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise `ConfigError` unless a state was written by a reader of the same data.
 
     Args:
+      owner: Name of the reader.
       then: JSON values that identify the data of the state, by name.
       now: JSON values that identify the data of the reader, by name.
 
-    Returns:
-      The sentence, or None if the data are the same.
+    Raises:
+      ConfigError: Data differ. `value` holds those of the state that differ.
     """
-    differing = [
-        f"{name} was {then.get(name)!r} and is {now.get(name)!r}"
-        for name in sorted({*then, *now})
-        if then.get(name) != now.get(name)
-    ]
-    if not differing:
-        return None
-    return (
-        f"the state does not fit this data: {'; '.join(differing)}. Restore with the same "
-        "data and fields, or start a new run from the weights alone."
-    )
+    differing = [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]
+    if differing:
+        raise ConfigError(
+            "cannot restore",
+            owner=owner,
+            field="state.data",
+            value={name: then.get(name) for name in differing},
+            expected=str({name: now.get(name) for name in differing}),
+            hint="Use the same data and fields, or start a new run from the weights alone.",
+        )
 
 
 def _check_keys(envelope: Any, keys: list[str]) -> None:

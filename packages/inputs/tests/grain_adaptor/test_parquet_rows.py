@@ -117,7 +117,7 @@ def test_states_are_small(folder):
         assert len(json.dumps(source.get_state())) < 1024
 
 
-def test_rows_with_nulls_raise_or_are_counted(tmp_path):
+def test_rows_with_nulls_raise_or_are_counted(raises, tmp_path):
     columns = columns_of(list(range(6)))
     columns["number"] = arrow.array([0, None, 2, 3, 4, 5], arrow.int32())
     columns["vector"] = arrow.array(
@@ -125,9 +125,7 @@ def test_rows_with_nulls_raise_or_are_counted(tmp_path):
     )
     parquet.write_table(arrow.table(columns), tmp_path / "a.parquet")
     fields = {"columns": ["number", "vector"], "batch_size": 3}
-    with pytest.raises(
-        BadRecordError, match="a.parquet, row group 0, row 1: null in column 'number'"
-    ):
+    with raises(BadRecordError, problem="null in column 'number'"):
         reader(tmp_path, **fields).get_next()
     source = reader(tmp_path, on_bad_record="skip", **fields)
     batches = laws.take(source, 9)
@@ -178,7 +176,7 @@ def test_parquet_rows_raise_for_invalid_fields(raises, field, value, folder):
 
 
 def test_parquet_rows_raise_for_invalid_files_and_columns(raises, folder, tmp_path):
-    with pytest.raises(ConfigError, match="Did you mean 'number'"):
+    with raises(ConfigError, field="columns", value="nunber"):
         reader(folder, columns=["nunber"]).get_next()
     empty = [str(folder / "b.parquet")]
     with pytest.raises(ConfigError) as caught:
@@ -194,8 +192,9 @@ def test_parquet_rows_raise_for_invalid_files_and_columns(raises, folder, tmp_pa
 def test_state_fits_only_the_same_row_groups(folder):
     state = reader(folder).get_state()
     (folder / "a.parquet").rename(folder / "z.parquet")
-    with pytest.raises(ValueError, match="row_groups_crc32"):
+    with pytest.raises(ConfigError) as caught:
         reader(folder).set_state(state)
+    assert [*caught.value.value] == ["row_groups_crc32"]
 
 
 @pytest.mark.slow
@@ -206,7 +205,7 @@ def test_workers_read_every_row_once(folder):
 
 
 @pytest.mark.parametrize("num_rows", [1, 1 << 16])
-def test_row_group_above_the_bound_raises_or_is_counted(folder, num_rows):
+def test_row_group_above_the_bound_raises_or_is_counted(raises, folder, num_rows):
     path = folder / "d.parquet"
     numbers = arrow.array([5] * num_rows, arrow.int32())
     parquet.write_table(arrow.table({"number": numbers}), path)
@@ -214,7 +213,7 @@ def test_row_group_above_the_bound_raises_or_is_counted(folder, num_rows):
     if num_rows == 1:
         assert reader(path, **fields).get_next().number[0] == 5
         return
-    with pytest.raises(BadRecordError, match=r"d.parquet, row group 0: .*max_row_group_bytes"):
+    with raises(BadRecordError, field="max_row_group_bytes", value=1 << 12):
         reader(path, **fields).get_next()
     source = reader(folder, on_bad_record="skip", **fields)
     found = [n for batch in source.eval_batches() for n in batch.number[batch.provenance >= 0]]

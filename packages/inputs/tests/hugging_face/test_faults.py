@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from layerkit.errors import ConfigError
 from layerkit_inputs.bad_records import BadRecordError
 from layerkit_inputs.hugging_face.faults import first_unreadable
 from layerkit_inputs.hugging_face.input import HuggingFaceInput
@@ -66,13 +67,13 @@ def test_invalid_json_line_raises_with_its_number(reader, line, problem, make, t
     ],
 )
 def test_unusable_example_raises_or_is_counted(
-    reader, line, problem, make, tmp_path, sentencepiece_file
+    raises, reader, line, problem, make, tmp_path, sentencepiece_file
 ):
     tokenizer = SentencePieceTokenizer(path=sentencepiece_file)
     good, bad = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     good.write_bytes(GOOD_LINES)
     bad.write_bytes(b'{"text": "some more"}\n' + line + b'\n{"text": "text"}\n')
-    with pytest.raises(BadRecordError, match=re.escape(f"{bad}, record 1: {problem}")):
+    with raises(BadRecordError, owner=f"{bad}, record 1"):
         read_all(make(reader, "json", [good, bad], tokenizer=tokenizer))
     for _ in range(2):  # the second time from the cache, where there is one
         source = make(
@@ -84,7 +85,7 @@ def test_unusable_example_raises_or_is_counted(
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("kind", ["empty", "truncated", "no parquet", "no rows"])
-def test_incomplete_file_raises_or_is_counted(reader, kind, make, tmp_path):
+def test_incomplete_file_raises_or_is_counted(raises, reader, kind, make, tmp_path):
     good = write_parquet(tmp_path / "a.parquet", ["one", "two"])
     bad = tmp_path / "b.parquet"
     contents = {"empty": b"", "truncated": good.read_bytes()[:-20], "no parquet": b"text" * 50}
@@ -99,7 +100,7 @@ def test_incomplete_file_raises_or_is_counted(reader, kind, make, tmp_path):
         read_all(make(reader, "parquet", [good, bad]))
     source = make(reader, "parquet", [good, bad], on_bad_record="skip", packing="none")
     assert read_all(source) == ["one", "two"] and source.num_skipped == 1
-    with pytest.raises(ValueError, match="all 1 files of split 'train' were skipped"):
+    with raises(ConfigError, field="data_files", value=[str(bad)]):
         read_all(make(reader, "parquet", [bad], on_bad_record="skip"))
 
 
@@ -141,11 +142,11 @@ def test_file_with_other_columns_raises_with_its_name(reader, make, tmp_path):
     ],
 )
 def test_invalid_token_ids_raise_or_are_counted(
-    reader, ids, problem, make, tmp_path, sentencepiece_file
+    raises, reader, ids, problem, make, tmp_path, sentencepiece_file
 ):
     tokenizer = SentencePieceTokenizer(path=sentencepiece_file)
     file = write_parquet(tmp_path / "ids.parquet", [[5, 6], [7], ids, [8]])
-    with pytest.raises(BadRecordError, match=re.escape(f"{file}, record 2: {problem}")):
+    with raises(BadRecordError, owner=f"{file}, record 2"):
         read_all(make(reader, "parquet", [file], tokenizer=tokenizer))
     source = make(reader, "parquet", [file], tokenizer=tokenizer, on_bad_record="skip")
     assert sum(batch.weights.sum() for batch in source.eval_batches()) == 4 + 3
@@ -170,12 +171,12 @@ def test_text_that_is_not_utf_8_raises_with_its_line(make, tmp_path):
         read_all(make(HuggingFaceInput, "text", [file]))
 
 
-def test_data_set_without_usable_examples_raises(make, tmp_path):
+def test_data_set_without_usable_examples_raises(raises, make, tmp_path):
     file = tmp_path / "text.jsonl"
     file.write_bytes(b'{"text": null, "more": "x"}\n')
     for reader in READERS:
         source = make(reader, "json", [file], on_bad_record="skip")
-        with pytest.raises(ValueError, match="no usable examples"):
+        with raises(ConfigError, owner=reader.__name__):
             read_all(source)
 
 
@@ -186,7 +187,7 @@ def test_folder_without_records_raises(reader, content, tmp_path):
     file.parent.mkdir()
     file.write_bytes(content)
     source = reader(path=str(file.parent), cache_dir=str(tmp_path / "cache"), batch_size=1)
-    with pytest.raises(ValueError, match=re.escape(str(file))):
+    with pytest.raises(ConfigError, match=re.escape(str(file))):
         source.get_next()
 
 

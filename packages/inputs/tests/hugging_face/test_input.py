@@ -285,11 +285,13 @@ def test_input_rejects_a_state_of_other_data_or_tokenizer(fields, folder, senten
     source = HuggingFaceInput(**fields, is_training=True)
     state = source.get_state()
     other = {**fields, "data_files": str(folder / "1.jsonl")}
-    with pytest.raises(ValueError, match="tokens_crc32"):
+    with pytest.raises(ConfigError) as caught:
         HuggingFaceInput(**other, is_training=True).set_state(state)
+    assert [*caught.value.value] == ["num_rows", "tokens_crc32"]
     tokenizer = SentencePieceTokenizer(path=sentencepiece_file)
-    with pytest.raises(ValueError, match="tokenizer"):
+    with pytest.raises(ConfigError) as caught:
         HuggingFaceInput(**fields, is_training=True, tokenizer=tokenizer).set_state(state)
+    assert caught.value.value["tokenizer"] == "bytes"
 
 
 def test_input_does_not_use_the_network(fields, tmp_path):

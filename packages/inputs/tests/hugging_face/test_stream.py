@@ -135,7 +135,7 @@ def test_hosts_with_different_shares_evaluate_every_example(num_hosts, fields, f
     assert weight == 13 and len(lengths) == 1
 
 
-def test_host_without_examples_evaluates_but_raises_in_training(fields, tmp_path):
+def test_host_without_examples_evaluates_but_raises_in_training(raises, fields, tmp_path):
     (tmp_path / "one.jsonl").write_text('{"text": "alone"}\n')
     common = {**fields, "data_files": str(tmp_path / "one.jsonl")}
     hosts = {"infeed_host_index": 1, "num_infeed_hosts": 2}
@@ -143,7 +143,7 @@ def test_host_without_examples_evaluates_but_raises_in_training(fields, tmp_path
     assert batch.ids.shape == (4, 16) and not batch.weights.any()
     assert batch.provenance.tolist() == [-1] * 4
     training = HuggingFaceStream(**common, **hosts, is_training=True)
-    with pytest.raises(ValueError, match="host 1 of 2"):
+    with raises(ConfigError, owner="HuggingFaceStream"):
         training.get_next()
 
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from layerkit.errors import ConfigError
 from layerkit_inputs.seqio_adaptor.converters import RowFormat, first_fit
 
 
@@ -58,10 +59,10 @@ def test_vectorized_batch_equals_the_general_one(converter, features, packed, da
         assert array.dtype == others[name].dtype
 
 
-def test_example_with_invalid_ids_raises_with_its_number():
+def test_example_with_invalid_ids_raises_with_its_number(raises):
     row_format = RowFormat(
         "language_model", {"targets": 6}, packed=False, weights_on_targets_only=False, bos_id=0
     )
     good, bad = np.array([3], np.int32), np.array([4, -5], np.int32)
-    with pytest.raises(ValueError, match="example 1, targets"):
+    with raises(ConfigError, field="example 1, targets", value="ids from -5 to 4"):
         row_format.batch([[{"targets": good}], [{"targets": bad}]])

@@ -325,10 +325,11 @@ def test_two_inputs_read_one_task_from_different_folders(c4_task, tmp_path):
     ]
 
 
-def test_input_rejects_a_state_of_other_fields(thirteen):
+def test_input_rejects_a_state_of_other_fields(raises, thirteen):
     given = {"batch_size": 2, "mixture_or_task": thirteen, "task_feature_lengths": LENGTHS}
     state = SeqIOInput(**given, is_training=True).get_state()
-    with pytest.raises(ConfigError, match="use_packing"):
+    value = {"packing_window_rows": 32, "use_packing": True}
+    with raises(ConfigError, field="state.data", value=value):
         SeqIOInput(**given, is_training=True, use_packing=False).set_state(state)
 
 

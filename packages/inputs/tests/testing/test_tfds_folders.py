@@ -73,7 +73,7 @@ def test_write_tfds_folder_raises_for_invalid_arguments(raises, arguments, field
         write_tfds_folder(tmp_path, **{"dataset": "lambada:1.0.0", **arguments})
 
 
-def test_write_tfds_folder_raises_for_an_existing_folder(tmp_path):
+def test_write_tfds_folder_raises_for_an_existing_folder(raises, tmp_path):
     write_tfds_folder(tmp_path, "lambada:1.0.0", texts={"test": ["a"]}, num_shards=1)
-    with pytest.raises(ConfigError, match="the folder exists"):
+    with raises(ConfigError, field="data_dir"):
         write_tfds_folder(tmp_path, "lambada:1.0.0", texts={"test": ["b"]}, num_shards=1)

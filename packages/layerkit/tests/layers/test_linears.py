@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from layerkit.errors import ConfigError
 from layerkit.layers.activations import SquaredReLU
 from layerkit.layers.linears import Bias, FeedForward, Linear
 from layerkit.sharding import BoundSharding
@@ -68,12 +69,12 @@ def test_linear_activation_axes_lay_out_the_outputs():
     np.testing.assert_allclose(outputs, free.apply(free.init(KEY), X), rtol=1e-5, atol=1e-6)
 
 
-def test_linear_activation_axes_name_every_dimension_of_the_outputs():
+def test_linear_activation_axes_name_every_dimension_of_the_outputs(raises):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     layer = Linear(
         input_dims=4, output_dims=8, activation_axes=("act_mlp",), sharding=BoundSharding(mesh)
     )
-    with pytest.raises(ValueError, match=r"axes=\('act_mlp',\)"):
+    with raises(ConfigError, owner="Linear()", field="axes", value=("act_mlp",)):
         layer.apply(layer.init(KEY), X)
 
 

@@ -431,8 +431,8 @@ def test_apply_raises_for_a_batch_that_cannot_be_split(raises, fields, field, va
         (pipeline(3, 3, sharding=bound(stage=2)), 3, "stage"),
     ],
 )
-def test_apply_raises_for_a_mesh_that_cannot_split_an_axis(layer, batch, axis):
-    with pytest.raises(ValueError, match=axis):
+def test_apply_raises_for_a_mesh_that_cannot_split_an_axis(raises, layer, batch, axis):
+    with raises(ConfigError, owner="Pipeline()", field=f"dimension '{axis}'"):
         applied(layer, batch)
 
 

@@ -322,11 +322,11 @@ def test_gradients_on_a_mesh_equal_one_device(mesh, tokens):
     )
 
 
-def test_carry_has_the_sharding_of_the_rules(mesh):
+def test_carry_has_the_sharding_of_the_rules(raises, mesh):
     rules = DEFAULT_RULES.replace(act_embed="tensor")
     linear = Linear.HParams.config(input_dims=3, output_dims=3, weight_axes=(None, None))
     layer = repeated(2, linear, sharding=BoundSharding(mesh, rules))
-    with pytest.raises(ValueError, match=r"Repeat\(\): .*'act_embed'=3"):
+    with raises(ConfigError, owner="Repeat()", field="dimension 'act_embed'", value=3):
         layer.init(KEY, jnp.ones((2, 3)))
 
 

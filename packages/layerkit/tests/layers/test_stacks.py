@@ -431,8 +431,8 @@ def test_init_raises_for_an_invalid_field(raises, stack, field, fields):
 
 
 @pytest.mark.parametrize("stack", STACKS)
-def test_init_raises_for_a_layer_template_beside_a_pattern(stack):
-    with pytest.raises(ValueError, match="layer_tpl"):
+def test_init_raises_for_a_layer_template_beside_a_pattern(raises, stack):
+    with raises(ConfigError, field="layer_tpl.attention_tpl.rotary_tpl"):
         jax.eval_shape(make(stack, block_tpls=(LOCAL,), layer_tpl=GLOBAL).init, KEY)
 
 

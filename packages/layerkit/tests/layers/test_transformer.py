@@ -334,8 +334,8 @@ def test_init_raises_for_unsupported_combinations(raises, fields, field, value):
         jax.eval_shape(make(**fields).init, KEY)
 
 
-def test_init_raises_for_a_shared_norm_without_parallel_branches():
-    with pytest.raises(ValueError, match="parallel_shares_norm"):
+def test_init_raises_for_a_shared_norm_without_parallel_branches(raises):
+    with raises(ConfigError, field="parallel_shares_norm", value=True):
         jax.eval_shape(make(parallel_shares_norm=True).init, KEY)
 
 

@@ -234,7 +234,7 @@ def test_invalid_source_raises(raises):
     config = network()
     config.position_tpl = TrainablePositionalEmbedding.HParams.config(max_length=6)
     model = config.Instantiate()
-    with pytest.raises(ValueError, match="max_length=6"):
+    with raises(ConfigError, field="length of rows", value=7):
         model.apply(weights_of(model), SOURCE_IDS, TARGET_IDS, method="logits")
     model = sequence_model(sinusoidal, SampleDecoder.HParams.config())
     packed = NestedMap(ids=SOURCE_IDS, segment_ids=SOURCE_SEGMENTS, segment_pos=SOURCE_SEGMENTS)

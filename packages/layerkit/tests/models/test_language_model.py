@@ -256,11 +256,11 @@ def test_batch_that_cannot_be_decoded_raises(raises, batch, field):
         decode(model, random_weights(model), batch)
 
 
-def test_decoding_past_the_last_position_raises():
+def test_decoding_past_the_last_position_raises(raises):
     table = TrainablePositionalEmbedding.HParams.config(max_length=8)
     model = language_model(StackedTransformer)
     model = model.clone(lm_tpl=model.lm_tpl.clone(position_tpl=table))
-    with pytest.raises(ValueError, match="max_length=8"):
+    with raises(ConfigError, field="length of rows", value=9):
         decode(model, random_weights(model), BATCH)
 
 

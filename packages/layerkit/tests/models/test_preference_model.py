@@ -230,12 +230,12 @@ def test_decode_continues_prompts_with_the_policy():
         ("batch", (), "chosen_reference_log_probs, rejected_reference_log_probs"),
     ],
 )
-def test_batch_without_needed_key_raises(reference, removed, missing):
+def test_batch_without_needed_key_raises(raises, reference, removed, missing):
     batch = make_batch()
     if removed:
         *parents, last = removed
         del functools.reduce(lambda tree, name: tree[name], parents, batch)[last]
-    with pytest.raises(ConfigError, match=f"the batch lacks {missing}:") as caught:
+    with raises(ConfigError, problem=f"the batch lacks {missing}", field="batch keys") as caught:
         dpo(reference=reference).apply(weights(), batch)
     assert caught.value.field == "batch keys"
     assert "chosen.ids" in caught.value.value

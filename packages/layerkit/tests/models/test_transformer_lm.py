@@ -263,10 +263,10 @@ def test_cached_steps_equal_the_full_pass(case):
     np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-5)
 
 
-def test_cache_longer_than_the_position_table_raises():
+def test_cache_longer_than_the_position_table_raises(raises):
     model = MODELS["trainable"].Instantiate()
     variables = random_weights(model)
-    with pytest.raises(ValueError, match="max_length=8"):
+    with raises(ConfigError, field="length of rows", value=9):
         model.apply(variables, 2, LENGTH + 1, method="init_cache", mutable=[CACHE])
 
 

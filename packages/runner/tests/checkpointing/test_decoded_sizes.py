@@ -67,32 +67,33 @@ def test_folder_whose_name_has_characters_of_urls_passes(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize(
-    ("value", "reason"),
+    "value",
     [
-        (frame(2**31, 50_000), "declares 2,147,483,648 bytes"),
-        (frame(480_000, 50_000), "holds 6,553,600,000 bytes"),
-        (frame(480_000, 1) + frame(480_000, 50_000), "bytes after its frame"),
-        (b"x" * 100, "no Zstandard frame"),
-        (frame(480_000, 1)[:-2], "cut off"),
+        frame(2**31, 50_000),
+        frame(480_000, 50_000),
+        frame(480_000, 1) + frame(480_000, 50_000),
+        b"x" * 100,
+        frame(480_000, 1)[:-2],
     ],
+    ids=["declared size", "size of the blocks", "second frame", "no frame", "cut off"],
 )
-def test_chunk_that_is_too_large_is_an_error(folder: epath.Path, value: bytes, reason: str):
+def test_chunk_that_is_too_large_is_an_error(raises, folder: epath.Path, value: bytes):
     replace(folder, "params.w/0.0", value)
-    with pytest.raises(DamagedCheckpointError, match=f"{reason}.*array=.params/w"):
+    with raises(DamagedCheckpointError, field="array", value="params/w"):
         check_decoded_sizes(folder / "checkpoint_00000001" / "state", LEAVES)
     source = StoredCheckpoint(folder, step=1, report=pytest.fail)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.ShapeDtypeStruct((300, 400), jnp.float32, sharding=sharding)
-    with pytest.raises(DamagedCheckpointError, match="params/w"):
+    with raises(DamagedCheckpointError, field="array", value="params/w"):
         source.read({("params", "w"): target})
 
 
-def test_chunks_that_are_larger_than_their_array_are_an_error(folder: epath.Path):
+def test_chunks_that_are_larger_than_their_array_are_an_error(raises, folder: epath.Path):
     step = folder / "checkpoint_00000001"
     store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{step}/state/"}).result()
     text = store["params.w/.zarray"].decode()
     replace(folder, "params.w/.zarray", text.replace("[300,400]", "[30000,40000]", 1).encode())
-    with pytest.raises(DamagedCheckpointError, match=r"chunks=\[30000, 40000\]"):
+    with raises(DamagedCheckpointError, field="array", value="params/w"):
         check_decoded_sizes(step / "state", LEAVES)
 
 

@@ -55,9 +55,9 @@ def restore(directory, target, lines=None, **options):
         return manager.restore(3, target, **options)
 
 
-def test_left_out_parts_are_not_compared_or_read(written):
+def test_left_out_parts_are_not_compared_or_read(raises, written):
     target = {"params": {"w": leaf((8, 4), jnp.float32)}, "step": leaf((), jnp.int32)}
-    with pytest.raises(StructureMismatchError, match="opt_state/mu: unexpected"):
+    with raises(StructureMismatchError, owner=f"The checkpoint {written}/checkpoint_00000003"):
         restore(written, target)
     found = restore(written, target, leave_out=("opt_state",))
     assert set(found.state) == {"params", "step"}
@@ -69,7 +69,7 @@ def test_left_out_parts_are_not_compared_or_read(written):
         restore(written, target, leave_out=("opt_state",))
 
 
-def test_where_the_inputs_stood_is_read_only_for_those_who_go_on(written, tmp_path):
+def test_where_the_inputs_stood_is_read_only_for_those_who_go_on(raises, written, tmp_path):
     # A job of two processes, each of which read files of its own.
     directory = tmp_path / "job"
     shutil.copytree(written, directory)
@@ -78,7 +78,7 @@ def test_where_the_inputs_stood_is_read_only_for_those_who_go_on(written, tmp_pa
     manifest = directory / "checkpoint_00000003/integrity"
     integrity.write(epath.Path(manifest.parent), manifest_directory=epath.Path(manifest))
     target = {"params": {"w": leaf((8, 4), jnp.float32)}, "step": leaf((), jnp.int32)}
-    with pytest.raises(ProcessCountError, match="number of processes=1"):
+    with raises(ProcessCountError, field="number of processes", value=1):
         restore(directory, target, leave_out=("opt_state",))
     found = restore(directory, target, leave_out=("opt_state",), with_input_states=False)
     assert found.input_states == {}

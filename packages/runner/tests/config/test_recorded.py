@@ -149,29 +149,29 @@ def test_folder_without_a_record_raises(raises, tmp_path: Path):
         json.dumps({**RECORD, "arguments": [1]}),
     ],
 )
-def test_damaged_record_is_one_sentence(job: Path, capsys, text):
+def test_damaged_record_is_one_sentence(raises, job: Path, capsys, text):
     (job / "config.json").write_text(text)
-    with pytest.raises(DamagedRecordError, match=r"config\.json"):
+    with raises(DamagedRecordError, owner=str(job / "config.json")):
         read_recorded_config(str(job))
     assert cli.main(inspect(job)) == 2
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1 and "config.json is damaged" in err
 
 
-def test_record_that_is_no_file_is_refused(job: Path):
+def test_record_that_is_no_file_is_refused(raises, job: Path):
     (job / "config.json").unlink()
     os.mkfifo(job / "config.json")
-    with pytest.raises(DamagedRecordError, match="not a file"):
+    with raises(DamagedRecordError, problem="config.json is damaged: it is not a file"):
         read_recorded_config(str(job))
 
 
 @pytest.mark.parametrize(
     "name", ["recorded_lm", "/tmp/x.py", "..x.Y", "recorded_lm.Small()", "a b.c", ""]
 )
-def test_record_of_what_is_no_class_name_is_refused(job: Path, name):
+def test_record_of_what_is_no_class_name_is_refused(raises, job: Path, name):
     write(job, {**RECORD, "experiment": name})
     flags = parse_flags(inspect(job))
-    with pytest.raises(UsageError, match="full name of a class"):
+    with raises(UsageError, field="experiment", value=name, expected="the full name of a class"):
         with_recorded_experiment(flags, lambda line: None)
 
 

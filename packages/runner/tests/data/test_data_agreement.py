@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from layerkit_inputs import LocalText
 from layerkit_runner.data.training_data import check_same_data
 from layerkit_runner.errors import UsageError
@@ -40,7 +38,7 @@ def test_processes_with_other_files_raise(raises, tmp_path: Path):
         check_same_data({"train": here}, lambda mine: [mine, mine, digests_of(other)])
 
 
-def test_unreadable_data_raise_a_usage_error(tmp_path: Path):
+def test_unreadable_data_raise_a_usage_error(raises, tmp_path: Path):
     missing = LocalText(paths=[str(tmp_path / "none")], batch_size=1, seq_length=8)
-    with pytest.raises(UsageError, match="none"):
+    with raises(UsageError, field="paths", value=str(tmp_path / "none")):
         check_same_data({"heldout": missing}, lambda mine: [mine])

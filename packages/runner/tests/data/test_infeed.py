@@ -165,7 +165,7 @@ def test_make_input_does_not_change_the_config(tiny: SimpleNamespace):
     assert config.batch_size is None
 
 
-def test_example_batch_reads_data_only_without_blank_batch(tiny: SimpleNamespace):
+def test_example_batch_reads_data_only_without_blank_batch(raises, tiny: SimpleNamespace):
     class NotHere(tiny.Points):
         @classmethod
         def blank_batch(cls, config, rows):
@@ -179,7 +179,7 @@ def test_example_batch_reads_data_only_without_blank_batch(tiny: SimpleNamespace
         batch = example_batch(cls.HParams.config(**fields), started([2, 2, 2]))
         assert batch.x.shape == (4, 2)
     assert set(batch) == {"x", "y", "weights"}
-    with pytest.raises(UsageError, match="the data are not here"):
+    with raises(UsageError, problem="the data are not here"):
         make_input(NotHere.HParams.config(**fields), started([2, 2, 2]))
 
 

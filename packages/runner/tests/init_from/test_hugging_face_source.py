@@ -98,10 +98,10 @@ def test_a_truncated_file_is_a_usage_error_with_both_sizes(
     assert all(str(fact) in text for fact in (weights, len(whole) - 100, len(whole)))
 
 
-def test_unsupported_model_type_is_an_error(tmp_path: Path, begin: Any):
+def test_unsupported_model_type_is_an_error(raises, tmp_path: Path, begin: Any):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt3"}))
     (tmp_path / "model.safetensors").touch()
     partitioner, task = begin.bound(begin.model(), begin=begin.init_from(tmp_path))
-    with pytest.raises(UsageError, match="gpt3") as caught:
+    with raises(UsageError, field="model_type", value="gpt3") as caught:
         plan_first_state(partitioner, task)
     assert caught.value.owner.startswith("task.initial_weights")

@@ -115,17 +115,19 @@ def test_slow_observer_does_not_delay_the_steps(experiment: Any, tmp_path: Path)
     assert json.loads(metrics)["seconds"]["steps"] < 1.5
 
 
-def test_wrong_observer_ends_the_run_before_anything_is_written(experiment: Any, tmp_path: Path):
+def test_wrong_observer_ends_the_run_before_anything_is_written(
+    raises, experiment: Any, tmp_path: Path
+):
     class Wrong(experiment):
         def observers(self) -> list[Config]:
             return [Config(dict)]
 
-    with pytest.raises(UsageError, match=r"observers\.0"):
+    with raises(UsageError, field="observers.0", value=dict):
         run_train(resolve(Wrong()), options(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_observers_are_shown_and_can_be_set(experiment: Any, tmp_path: Path):
+def test_observers_are_shown_and_can_be_set(raises, experiment: Any, tmp_path: Path):
     resolved = resolve(experiment(), [Override("observers.0.every", "5")])
     text = config_text(resolved)
     assert "observers.0 = EveryK\n" in text
@@ -133,7 +135,7 @@ def test_observers_are_shown_and_can_be_set(experiment: Any, tmp_path: Path):
     assert config_json(resolved)["config"]["observers.0.every"] == 5
     titles = {node.title: node.values for node in config_graph(resolved).nodes}
     assert "every = 5" in titles["EveryK"]
-    with pytest.raises(UsageError, match="every"):
+    with raises(UsageError, owner="--fdl.observers.0.evry", value="evry"):
         resolve(experiment(), [Override("observers.0.evry", "5")])
 
 

@@ -327,7 +327,9 @@ def test_example_with_an_empty_prompt_is_decoded(make: Any, tiny: SimpleNamespac
     assert records[0]["prompt"] == ""
 
 
-def test_prediction_metrics_without_provenance_are_an_error(make: Any, tiny: SimpleNamespace):
+def test_prediction_metrics_without_provenance_are_an_error(
+    raises, make: Any, tiny: SimpleNamespace
+):
     class Unnumbered(tiny.Prompts):
         """Does not say whose rows these are."""
 
@@ -339,5 +341,5 @@ def test_prediction_metrics_without_provenance_are_an_error(make: Any, tiny: Sim
             return batch
 
     program, state = make(prompts=Unnumbered.HParams.config())
-    with pytest.raises(UsageError, match="provenance"):
+    with raises(UsageError, owner="data set 'prompts'", field="entries of a batch"):
         program.run(state, 7, Recorder())

@@ -129,7 +129,7 @@ def test_cast_of_float64_batches_is_reported_once(tiny: SimpleNamespace):
     assert recorder.messages == ["points: cast extra: float64 → float32 (JAX_ENABLE_X64 is off)"]
 
 
-def test_example_that_occurs_twice_is_an_error(tiny: SimpleNamespace):
+def test_example_that_occurs_twice_is_an_error(raises, tiny: SimpleNamespace):
     class Twice(tiny.Points):
         """Numbers its rows 0 to 4, over and over."""
 
@@ -141,11 +141,11 @@ def test_example_that_occurs_twice_is_an_error(tiny: SimpleNamespace):
             return batch
 
     program, state = make_program(tiny, SpmdPartitioner(), Twice.HParams.config(num_rows=6))
-    with pytest.raises(UsageError, match="provenance=0"):
+    with raises(UsageError, field="provenance", value=0):
         program.run(state, 3, Recorder())
 
 
-def test_model_without_scores_is_an_error_for_score_metrics(tiny: SimpleNamespace):
+def test_model_without_scores_is_an_error_for_score_metrics(raises, tiny: SimpleNamespace):
     class Silent(tiny.Regression):
         """Says nothing of single examples."""
 
@@ -160,7 +160,7 @@ def test_model_without_scores_is_an_error_for_score_metrics(tiny: SimpleNamespac
         has_score_metrics = True
 
     program, state = make_program(tiny, SpmdPartitioner(), Rated.HParams.config(), model=Silent)
-    with pytest.raises(UsageError, match="Silent"):
+    with raises(UsageError, field="per-example outputs", value=["errors"]):
         program.run(state, 3, Recorder())
 
 

@@ -31,6 +31,6 @@ def test_steps_draw_from_the_generator_of_the_task(tiny: SimpleNamespace, impl: 
     assert (ours == plain) == (impl == "threefry2x32")
 
 
-def test_flag_of_pax_is_an_error_that_names_the_field():
-    with pytest.raises(UsageError, match="--fdl.task.train.prng_impl=unsafe_rbg"):
+def test_flag_of_pax_is_an_error_that_names_the_field(raises):
+    with raises(UsageError, value="--globally_use_hardware_rng"):
         parse_flags(["--exp=x", "--job_log_dir=d", "--globally_use_hardware_rng"])

@@ -188,6 +188,9 @@ def test_loss_that_the_model_does_not_report_is_an_error(tiny: SimpleNamespace, 
         ("save_best_mode", "max"),
         ("save_best_mode", "low"),
         ("save_best_to_keep", 2),
+        ("save_best_to_keep", 0),
+        ("save_keep_interval_steps", 0),
+        ("save_keep_interval_hours", 0.0),
     ],
 )
 def test_invalid_training_setting_is_an_error(

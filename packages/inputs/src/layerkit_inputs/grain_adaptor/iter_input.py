@@ -22,7 +22,7 @@ from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import agreed_num_batches, pad_rows
 from layerkit_inputs.grain_adaptor.row_batches import check_row, stack_rows
 from layerkit_inputs.grain_adaptor.row_lists import RowList, RowsOfLists
-from layerkit_inputs.state import why_data_differ
+from layerkit_inputs.state import check_same_data
 
 
 class GrainIterInput(BaseInput):
@@ -246,8 +246,7 @@ class GrainIterInput(BaseInput):
         }
 
     def _set_reader_state(self, position: dict[str, Any]) -> None:
-        if problem := why_data_differ(position["data"], self._identity()):
-            raise self._config_error(problem)
+        check_same_data(self._label, position["data"], self._identity())
         self._begin_epoch(position["epoch"])
         self._rows_done, self._batches_done = position["rows_done"], position["batches_done"]
         if position["iterator"] is not None:

@@ -33,7 +33,7 @@ from layerkit_inputs.eval_padding import pad_rows
 from layerkit_inputs.features import Segment, segment_features
 from layerkit_inputs.hugging_face.input import Packing, check_row_fields, too_long_error
 from layerkit_inputs.hugging_face.text import Example, HuggingFaceText
-from layerkit_inputs.state import Scope, why_data_differ
+from layerkit_inputs.state import Scope, check_same_data
 from layerkit_inputs.stream_packer import StreamPacker
 
 
@@ -250,9 +250,7 @@ class HuggingFaceStream(HuggingFaceText):
         }
 
     def _set_reader_state(self, position: dict[str, Any]) -> None:
-        problem = why_data_differ(position.pop("data"), self._identity)
-        if problem is not None:
-            raise self._config_error(problem)
+        check_same_data(self._label, position.pop("data"), self._identity)
         self._restart()
         if self.packing != "none":
             self._packer_of_rows().set_state(position.pop("packer"))

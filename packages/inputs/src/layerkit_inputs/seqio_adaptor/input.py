@@ -36,7 +36,7 @@ from layerkit_inputs.seqio_adaptor.example_stream import (
 )
 from layerkit_inputs.seqio_adaptor.shard_pipelines import ReadOptions
 from layerkit_inputs.seqio_adaptor.tasks import WeightedTask, find_tasks
-from layerkit_inputs.state import Scope, why_data_differ
+from layerkit_inputs.state import Scope, check_same_data
 
 _FEATURES_OF = {
     "language_model": ("targets",),
@@ -193,8 +193,7 @@ class SeqIOInput(BaseInput):
 
     def _set_reader_state(self, position: dict[str, Any]) -> None:
         rows = self._rows()
-        if problem := why_data_differ(position["data"], self._identity):
-            raise self._config_error(problem)
+        check_same_data(self._label, position["data"], self._identity)
         self._num_rows = position["num_rows"]
         rows.set_position(position["at"])
 

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType
 
 from layerkit.base_layer import RANDOM
+from layerkit.errors import ConfigError
 from layerkit.layers.attention.biases import Alibi, RelativeBias
 from layerkit.layers.attention.multi_head import MultiHeadAttention
 from layerkit.layers.masks import AttentionMask
@@ -457,7 +458,7 @@ def test_on_a_mesh_equals_one_device(axes):
     )
 
 
-def test_single_key_head_is_replicated_and_other_numbers_need_a_rule():
+def test_single_key_head_is_replicated_and_other_numbers_need_a_rule(raises):
     mesh = jax.make_mesh((2, 1, 4), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
     x = inputs(batch=4)
 
@@ -469,6 +470,8 @@ def test_single_key_head_is_replicated_and_other_numbers_need_a_rule():
         np.testing.assert_allclose(actual, run(layer, weights, x), atol=1e-5)
 
     on_the_mesh(1, DEFAULT_RULES)
-    with pytest.raises(ValueError, match=r"HeadProjection\(key\): .*'act_kv_heads'=2"):
+    with raises(
+        ConfigError, owner="HeadProjection(key)", field="dimension 'act_kv_heads'", value=2
+    ):
         on_the_mesh(2, DEFAULT_RULES)
     on_the_mesh(2, DEFAULT_RULES.replace(kv_heads=None, act_kv_heads=None))
