@@ -19,6 +19,7 @@ from layerkit_runner.optim.schedules import (
     linear_warmup_polynomial_decay,
     linear_warmup_sqrt_decay,
     piecewise_constant,
+    sqrt_decay,
     transformer,
 )
 
@@ -123,12 +124,39 @@ def test_polynomial_decay(power: float, step: int, rate: float):
     assert float(schedule(step)) == pytest.approx(rate, rel=1e-5, abs=1e-7)
 
 
+# The values of paxml 1.4.0's LinearRampupPolynomialDecay with max=2 at the steps of `_PAX_STEPS`.
+_PAX_STEPS = [0, 50, 100, 200, 225, 250, 290, 300, 999]
+_PAX_RATES = {
+    2: [0.0, 1.0, 2.0, 2.0, 1.8875, 1.55, 0.542, 0.2, 0.2],
+    3: [0.0, 1.0, 2.0, 2.0, 1.971875, 1.775, 0.6878, 0.2, 0.2],
+}
+
+
+@pytest.mark.parametrize("power", _PAX_RATES)
+def test_polynomial_decay_from_the_start_equals_that_of_pax(power: int):
+    fields = {**COSINE, "min_ratio": 0.1, "power": power}
+    schedule = linear_warmup_polynomial_decay(2.0, **fields, origin="start")
+    np.testing.assert_allclose(
+        jax.vmap(schedule)(jnp.array(_PAX_STEPS)), _PAX_RATES[power], rtol=1e-6
+    )
+    assert float(linear_warmup_polynomial_decay(2.0, **fields)(250)) < float(schedule(250))
+
+
 @pytest.mark.parametrize(
     ("step", "rate"), [(0, 0.0), (1, 0.03), (100, 3.0), (400, 1.5), (2500, 0.6)]
 )
 def test_square_root_decay(step: int, rate: float):
     schedule = linear_warmup_sqrt_decay(3.0, warmup_steps=100)
     assert float(schedule(step)) == pytest.approx(rate, rel=1e-6, abs=1e-12)
+
+
+# Pax's SqrtDecay(decay_start=100, multiplier=30, offset=20), whose peak is 30 / √100.
+@pytest.mark.parametrize(
+    ("step", "rate"), [(0, 3.0), (119, 3.0), (120, 3.0), (420, 1.5), (2520, 0.6)]
+)
+def test_square_root_decay_after_a_constant_part(step: int, rate: float):
+    schedule = sqrt_decay(3.0, decay_start=100, offset=20)
+    assert float(schedule(step)) == pytest.approx(rate, rel=1e-6)
 
 
 def test_piecewise_constant():
@@ -165,6 +193,10 @@ def cosine(peak: float = 1.0, **fields: Any) -> Any:
         (lambda: linear_warmup_exponential_decay(1.0, **{**COSINE, "min_ratio": 0}), "min_ratio"),
         (lambda: linear_warmup_polynomial_decay(1.0, **COSINE, power=0.0), "power"),
         (lambda: linear_warmup_polynomial_decay(1.0, **COSINE, power=math.inf), "power"),
+        (lambda: linear_warmup_polynomial_decay(1.0, **COSINE, origin="end"), "origin"),
+        (lambda: sqrt_decay(NAN, decay_start=1), "peak"),
+        (lambda: sqrt_decay(1.0, decay_start=0), "decay_start"),
+        (lambda: sqrt_decay(1.0, decay_start=1, offset=math.inf), "offset"),
         (lambda: cosine(decay_start=2**31, decay_end=2**32), "decay_start"),
         (lambda: linear_warmup_sqrt_decay(1.0, warmup_steps=0), "warmup_steps"),
         (lambda: linear_warmup_sqrt_decay(1.0, warmup_steps=2**31), "warmup_steps"),

@@ -20,6 +20,7 @@ from layerkit_runner.optim.learner import Learner
 from layerkit_runner.optim.optimizer_calls import Reach, reach_of
 from layerkit_runner.optim.optimizer_groups import map_tensors, stacks_of
 from layerkit_runner.optim.optimizers import adam_with_update_cap
+from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
 from layerkit_runner.training.metrics import GLOBAL_BATCH
 from layerkit_runner.training.task import SingleTask
 from layerkit_runner.training.train_hparams import TrainHParams
@@ -114,6 +115,7 @@ CASES = {
         "optimizer": Partial(adam_with_update_cap, update_rms_cap=0.3, weight_decay=0.1)
     },
     "adafactor": {"optimizer": Partial(optax.adafactor, min_dim_size_to_factor=2)},
+    "sharded adafactor": {"optimizer": Partial(sharded_adafactor)},
 }
 MORE_CASES = {
     "adam": {"optimizer": Partial(optax.adam)},

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from layerkit.config import Config, Partial
+from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
 from layerkit_runner.partitioning.state_axes import axes_by_path, map_with_axes
 from layerkit_runner.training.task import SingleTask
 
@@ -43,9 +44,26 @@ def test_every_weight_and_moment_has_axes(arrangements: Any, optimizer: Config):
 def test_moments_of_another_shape_have_no_axes(arrangements: Any):
     factored = Partial(optax.adafactor, min_dim_size_to_factor=8)
     task = arrangements.sgd_task(arrangements.language_model(), optimizer=factored)
-    rows = [named for path, named in axes_of_state(task).items() if "v_row" in path]
-    assert rows
-    assert set(sum(rows, ())) == {None}
+    weight = "['attention']['query']['w']"
+    rows = [
+        named
+        for path, named in axes_of_state(task).items()
+        if "v_row" in path and path.endswith(weight)
+    ]
+    assert rows == [(None, None, None)]
+
+
+def test_reduced_dimensions_have_no_axis(arrangements: Any):
+    optimizer = Partial(sharded_adafactor, quantized_dtype="int8")
+    task = arrangements.sgd_task(arrangements.language_model(), optimizer=optimizer)
+    axes = axes_of_state(task)
+    stacked = ".opt_state['main-layers-2']"
+    weight = "['lm']['stack']['repeat']['sub']['attention']['query']['w']"
+    assert axes[f"{stacked}.m{weight}"] == ("layers", "embed", "heads", "head_dim")
+    # The scale has one value for all of the first dimension, behind that of the layers.
+    assert axes[f"{stacked}.m_scale{weight}"] == ("layers", None, "heads", "head_dim")
+    assert axes[f"{stacked}.vr{weight}"] == ("layers", "embed", "heads", None)
+    assert axes[f"{stacked}.vc{weight}"] == ("layers", "embed", None, "head_dim")
 
 
 def test_non_trainables_have_axes(tiny: Any):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from layerkit.checks import check_non_negative, check_positive, check_rates
@@ -49,6 +51,73 @@ def adam_with_update_cap(
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )
+
+
+class ElasticWeightsState(NamedTuple):
+    """The state of `elastic_weight_consolidation`.
+
+    Attributes:
+      has_anchor: True after the first update, bool scalar.
+      anchor: Weights before the first update.
+      inner: State of the optimizer.
+      rate: State of the learning rate.
+    """
+
+    has_anchor: jax.Array
+    anchor: Any
+    inner: Any
+    rate: Any
+
+
+def elastic_weight_consolidation(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    optimizer: Callable[..., optax.GradientTransformation],
+    ewc_regularizer_weight: float,
+) -> optax.GradientTransformationExtraArgs:
+    """Return an optimizer that also pulls weights to their first values, as Pax's optimizers do.
+
+    The update is that of `optimizer` minus rate·λ/2·(weight - first weight), where λ is
+    `ewc_regularizer_weight` (Kirkpatrick et al., 2017, arXiv:1612.00796, with equal importance of
+    all weights). Give weights of different importance their own `AuxiliaryOptimizer`. The first
+    values, which are kept in the state, are those of the first update, such as loaded weights.
+
+    Args:
+      learning_rate: A number or schedule.
+      optimizer: A function of `learning_rate`, such as `Partial(optax.adamw)`.
+      ewc_regularizer_weight: Weight λ of the penalty.
+
+    Raises:
+      ConfigError: The weight is negative or not finite.
+    """
+    check_non_negative(
+        "elastic_weight_consolidation",
+        **concrete_numbers(ewc_regularizer_weight=ewc_regularizer_weight),
+    )
+    inner = optax.with_extra_args_support(optimizer(learning_rate=learning_rate))
+    rate = optax.scale_by_learning_rate(learning_rate)
+
+    def init(params: Any) -> ElasticWeightsState:
+        anchor = jax.tree.map(jnp.copy, params)
+        has_anchor = jnp.zeros((), bool)
+        return ElasticWeightsState(has_anchor, anchor, inner.init(params), rate.init(params))
+
+    def update(
+        grads: Any, state: ElasticWeightsState, params: Any, **extra: Any
+    ) -> tuple[Any, ElasticWeightsState]:
+        anchor = jax.tree.map(
+            lambda old, leaf: jnp.where(state.has_anchor, old, leaf), state.anchor, params
+        )
+        updates, inner_state = inner.update(grads, state.inner, params, **extra)
+        drift = jax.tree.map(
+            lambda leaf, old: ewc_regularizer_weight / 2 * (leaf - old), params, anchor
+        )
+        pull, rate_state = rate.update(drift, state.rate, params)
+        has_anchor = jnp.ones((), bool)
+        new_state = ElasticWeightsState(has_anchor, anchor, inner_state, rate_state)
+        return jax.tree.map(jnp.add, updates, pull), new_state
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def decays(params: Any) -> Any:

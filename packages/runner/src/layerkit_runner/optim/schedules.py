@@ -16,15 +16,25 @@ A linear warmup starts at 0, so the first step changes only the optimizer's stat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from layerkit.checks import check_non_negative, check_positive, check_sizes, require
+from layerkit.checks import (
+    check_choice,
+    check_non_negative,
+    check_positive,
+    check_sizes,
+    require,
+)
 from layerkit.errors import ConfigError
+
+PolynomialOrigin = Literal["start", "limit"]
+"""Origin of the polynomial; see `linear_warmup_polynomial_decay`."""
 
 # Largest int32, in which a training state counts its steps.
 _LAST_STEP = 2**31 - 1
@@ -76,19 +86,41 @@ def linear_warmup_polynomial_decay(
     decay_end: int,
     min_ratio: float = 0.0,
     power: float = 1.0,
+    origin: PolynomialOrigin = "limit",
 ) -> optax.Schedule:
     """Return a linear warmup to `peak`, then a flat part, then a power decay to peak·min_ratio.
 
-    In the decay, with u from 1 down to 0, the rate is peak·(min_ratio + (1 - min_ratio)·u^power).
     With a long flat part and power 1 this is warmup-stable-decay (Hu et al., "MiniCPM", 2024,
-    arXiv:2404.06395). The arguments are those of `linear_warmup_exponential_decay`, with
-    `min_ratio` in [0, 1], and `power` above 0.
+    arXiv:2404.06395).
+
+    Args:
+      peak: Highest rate.
+      warmup_steps: Step at which the peak is reached; 0 for no warmup.
+      decay_start: Step at which the decay begins, at least `warmup_steps`.
+      decay_end: Step at which the rate reaches peak·min_ratio and stays.
+      min_ratio: Ratio of the last rate to the peak, in [0, 1].
+      power: Exponent of the polynomial, above 0.
+      origin: End of the decay at which a power above 1 is flat. With u from 0 to 1 in the decay,
+        the part of peak·(1 - min_ratio) that is left is (1 - u)^power for `limit`, as in Optax
+        and TensorFlow, and 1 - u^power for `start`, as in Pax's `LinearRampupPolynomialDecay`.
+
+    Raises:
+      ConfigError: Steps are out of order, `origin` is unknown, or a number is out of range.
     """
     owner = "linear_warmup_polynomial_decay"
     check_positive(owner, power=power)
+    check_choice(owner, get_args(PolynomialOrigin), origin=origin)
     _check_decay(owner, peak, warmup_steps, decay_start, decay_end, min_ratio)
-    decay = optax.polynomial_schedule(peak, peak * min_ratio, power, decay_end - decay_start)
-    return _after_warmup(peak, warmup_steps, decay_start, decay)
+    num_steps = decay_end - decay_start
+    if origin == "limit":
+        decay = optax.polynomial_schedule(peak, peak * min_ratio, power, num_steps)
+        return _after_warmup(peak, warmup_steps, decay_start, decay)
+
+    def decay_from_start(step: jax.typing.ArrayLike) -> jax.Array:
+        part = jnp.clip(jnp.asarray(step, jnp.float32) / num_steps, 0.0, 1.0)
+        return peak * (1.0 - (1.0 - min_ratio) * part**power)
+
+    return _after_warmup(peak, warmup_steps, decay_start, decay_from_start)
 
 
 def linear_warmup_sqrt_decay(peak: float, *, warmup_steps: int) -> optax.Schedule:
@@ -109,6 +141,32 @@ def linear_warmup_sqrt_decay(peak: float, *, warmup_steps: int) -> optax.Schedul
     def rate(step: jax.typing.ArrayLike) -> jax.Array:
         part = jnp.asarray(step, jnp.float32) / warmup_steps
         return peak * jnp.minimum(part, jax.lax.rsqrt(jnp.maximum(part, 1.0)))
+
+    return rate
+
+
+def sqrt_decay(peak: float, *, decay_start: int, offset: float = 0.0) -> optax.Schedule:
+    """Return `peak` up to a step, then peak·√(decay_start / (step - offset)).
+
+    Pax's `SqrtDecay` multiplies by a `multiplier` instead, which is peak·√decay_start.
+
+    Args:
+      peak: Highest rate.
+      decay_start: Number of steps after `offset` at which the decay begins, at least 1.
+      offset: Number of steps by which the schedule is late.
+
+    Raises:
+      ConfigError: A number is out of range.
+    """
+    owner = "sqrt_decay"
+    check_non_negative(owner, **concrete_numbers(peak=peak))
+    check_sizes(owner, decay_start=decay_start)
+    _check_last(owner, decay_start=decay_start)
+    require(math.isfinite(offset), owner, "offset", offset, "a finite number")
+
+    def rate(step: jax.typing.ArrayLike) -> jax.Array:
+        part = (jnp.asarray(step, jnp.float32) - offset) / decay_start
+        return peak * jax.lax.rsqrt(jnp.maximum(part, 1.0))
 
     return rate
 

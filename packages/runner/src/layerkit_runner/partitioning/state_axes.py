@@ -2,8 +2,9 @@
 
 The declaration of a weight names its axes. An optimizer keeps arrays shaped like the weights
 (moments, traces) in trees with the same paths. Such an array has the axes of the weight whose path
-is the end of its path. Arrays of other shapes (counters, factored moments) have no axes and are
-replicated.
+is the end of its path. Some of its dimensions may be reduced to size 1 (scales of integers, factors
+of moments), which have no axis. Arrays of other shapes (counters, the moments of
+`optax.adafactor`) have no axes and are replicated.
 """
 
 from __future__ import annotations
@@ -52,9 +53,13 @@ def _axes_of(keys: Path, leaf: Any, weights: dict[Path, tuple[Axes, tuple]]) -> 
     # The longest end comes first, so that `lm/final_norm/scale` does not match a weight
     # `final_norm/scale`.
     for start in range(len(keys)):
-        axes, shape = weights.get(keys[start:], (None, None))
-        if axes is not None and shape == leaf.shape:
-            return axes
+        axes, shape = weights.get(keys[start:], ((), ()))
+        sizes = tuple(zip(leaf.shape, shape, strict=False))
+        if len(shape) == leaf.ndim > 0 and all(size in (1, full) for size, full in sizes):
+            return tuple(
+                axis if size == full else None
+                for axis, (size, full) in zip(axes, sizes, strict=True)
+            )
     return (None,) * leaf.ndim
 
 

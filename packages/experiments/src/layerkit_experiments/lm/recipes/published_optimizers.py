@@ -75,21 +75,12 @@ class AdafactorSqrt(TrainingLength):
                 clipping_threshold=self.UPDATE_RMS_CAP,
             ),
             learning_rate=Config(
-                constant_then_inverse_sqrt,
+                schedules.sqrt_decay,
                 self.LEARNING_RATE,
-                constant_steps=self.CONSTANT_STEPS,
+                decay_start=self.CONSTANT_STEPS,
             ),
             clip_global_norm=self.CLIP_GRADIENT_NORM,
         )
-
-
-def constant_then_inverse_sqrt(peak: float, *, constant_steps: int) -> optax.Schedule:
-    """Return `peak` up to `constant_steps`, then peak·√(constant_steps / step)."""
-    decay = schedules.linear_warmup_sqrt_decay(peak, warmup_steps=constant_steps)
-    return optax.join_schedules(
-        [optax.constant_schedule(peak), lambda step: decay(step + constant_steps)],
-        [constant_steps],
-    )
 
 
 class AdamInverseSqrt(TrainingLength):

@@ -1,0 +1,305 @@
+"""Pax's ShardedAdafactor: Adafactor with Adam's decay and momentum in int8.
+
+The states keep the rank of their weight, with size 1 along reduced dimensions. So they are sharded
+along the other dimensions as the weight is; see `partitioning.state_axes`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from layerkit.checks import check_choice, check_non_negative, check_positive, check_rates
+from layerkit_runner.optim.schedules import concrete_numbers
+
+DecayMethod = Literal["adam", "pow"]
+"""Decay rate of the second moment; see `sharded_adafactor`."""
+MomentumDtype = Literal["int8", "int16", "bfloat16", "float32"]
+"""Dtype of the stored momentum; see `sharded_adafactor`."""
+
+
+class ShardedAdafactorState(NamedTuple):
+    """The state of `sharded_adafactor`.
+
+    Trees have the structure of the weights, and no array for a weight that does not need one.
+
+    Attributes:
+      count: Number of updates, int32 scalar.
+      m: Momentum, shaped like the weight.
+      m_scale: Value of one step of an integer momentum, float32, with size 1 in the first
+        dimension.
+      vr: Second moment of rows, float32, with size 1 in the last dimension.
+      vc: Second moment of columns, float32, with size 1 in the last dimension but one.
+      v: Second moment of a weight without factors, float32, shaped like the weight.
+    """
+
+    count: jax.Array  # type: ignore[assignment]  # the name in Optax, and a method of tuples
+    m: Any
+    m_scale: Any
+    vr: Any
+    vc: Any
+    v: Any
+
+
+class _Slots(NamedTuple):
+    """The new arrays of one weight; see `ShardedAdafactorState`."""
+
+    m: Any = optax.MaskedNode()
+    m_scale: Any = optax.MaskedNode()
+    vr: Any = optax.MaskedNode()
+    vc: Any = optax.MaskedNode()
+    v: Any = optax.MaskedNode()
+    update: Any = optax.MaskedNode()
+
+
+def sharded_adafactor(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    decay_method: DecayMethod = "adam",
+    decay_adam: float = 0.98,
+    decay_pow: float = 0.8,
+    beta1: float = 0.9,
+    clip_threshold: float | None = 1.0,
+    factored: bool = True,
+    epsilon1_grad_sq_reg: float = 1e-30,
+    quantized_dtype: MomentumDtype = "int8",
+    multiply_by_parameter_scale: bool = False,
+    epsilon2_param_scale_reg: float = 1e-3,
+    weight_decay: float = 0.0,
+    mask: Any = None,
+) -> optax.GradientTransformation:
+    """Return Adafactor (Shazeer and Stern, 2018, arXiv:1804.04235) as in Praxis.
+
+    It differs from `optax.adafactor`: the second moment may decay as Adam's, the last two
+    dimensions of a weight are its rows and columns, and the momentum is that of the scaled update,
+    with the learning rate, and may be stored in integers. With `beta1=0.9` and int8 the state takes
+    a little over one byte per weight. Defaults are those of Praxis' `HParamsAdamB`.
+
+    An integer momentum q is stored with the scale max|m| / 127 (int8) or max|m| / 32767 (int16)
+    over the first dimension. The update of a step uses the momentum before it is rounded.
+
+    Args:
+      learning_rate: A number or schedule.
+      decay_method: Decay rate of the second moment in step t, from 1. `adam`: that of Adam with its
+        bias correction, β(1 - β^(t-1)) / (1 - β^t) with β = `decay_adam`. `pow`: 1 - t^-c with
+        c = `decay_pow`, as in the paper.
+      decay_adam: Decay β of `adam`, in (0, 1).
+      decay_pow: Exponent c of `pow`, above 0.
+      beta1: Decay of the momentum; 0 for no momentum.
+      clip_threshold: Largest root mean square of a tensor's update, before the learning rate; None
+        for no limit.
+      factored: True to keep the second moments of rows and columns instead of those of each entry,
+        for weights of two or more dimensions.
+      epsilon1_grad_sq_reg: Number added to squared gradients.
+      quantized_dtype: Dtype of the stored momentum.
+      multiply_by_parameter_scale: True to multiply the learning rate by the root mean square of
+        the weight.
+      epsilon2_param_scale_reg: Smallest root mean square in this product.
+      weight_decay: Decoupled weight decay, multiplied by the learning rate.
+      mask: A tree of booleans, or a function from the weights to one, True for weights that decay;
+        None for all.
+
+    Raises:
+      ConfigError: A choice is unknown, or a number is out of range.
+    """
+    owner = "sharded_adafactor"
+    check_choice(owner, get_args(DecayMethod), decay_method=decay_method)
+    check_choice(owner, get_args(MomentumDtype), quantized_dtype=quantized_dtype)
+    check_rates(owner, **concrete_numbers(decay_adam=decay_adam, beta1=beta1))
+    check_positive(
+        owner,
+        **concrete_numbers(
+            decay_adam=decay_adam, decay_pow=decay_pow, clip_threshold=clip_threshold
+        ),
+    )
+    check_non_negative(
+        owner,
+        **concrete_numbers(
+            epsilon1_grad_sq_reg=epsilon1_grad_sq_reg,
+            epsilon2_param_scale_reg=epsilon2_param_scale_reg,
+            weight_decay=weight_decay,
+        ),
+    )
+    rule = _Rule(
+        decay_method=decay_method,
+        decay_adam=decay_adam,
+        decay_pow=decay_pow,
+        beta1=beta1,
+        clip_threshold=clip_threshold,
+        factored=factored,
+        epsilon1=epsilon1_grad_sq_reg,
+        momentum_dtype=jnp.dtype(quantized_dtype),
+        multiply_by_parameter_scale=multiply_by_parameter_scale,
+        epsilon2=epsilon2_param_scale_reg,
+        weight_decay=weight_decay,
+    )
+
+    def init(params: Any) -> ShardedAdafactorState:
+        return _state(jnp.zeros((), jnp.int32), jax.tree.map(rule.init, params))
+
+    def update(
+        grads: Any, state: ShardedAdafactorState, params: Any = None
+    ) -> tuple[Any, ShardedAdafactorState]:
+        if params is None:
+            raise ValueError(
+                "sharded_adafactor needs the weights. Call update(grads, state, params)."
+            )
+        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        decays = mask(params) if callable(mask) else mask
+        if decays is None:
+            decays = jax.tree.map(lambda _: True, params)
+        one = functools.partial(rule.update, rate, rule.decay_rate(state.count))
+        slots = jax.tree.map(one, grads, *state[1:], params, decays)
+        return _tree_of("update", slots), _state(state.count + 1, slots)
+
+    return optax.GradientTransformation(init, update)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """The update of one weight; `sharded_adafactor` describes the fields."""
+
+    decay_method: DecayMethod
+    decay_adam: float
+    decay_pow: float
+    beta1: float
+    clip_threshold: float | None
+    factored: bool
+    epsilon1: float
+    momentum_dtype: Any
+    multiply_by_parameter_scale: bool
+    epsilon2: float
+    weight_decay: float
+
+    def init(self, weight: jax.Array) -> _Slots:
+        """Return the first arrays of a weight `[...]`."""
+        slots = _Slots()
+        if self._is_factored(weight):
+            slots = slots._replace(vr=_zeros(weight, one_at=-1), vc=_zeros(weight, one_at=-2))
+        else:
+            slots = slots._replace(v=_zeros(weight))
+        if not self.beta1:
+            return slots
+        if self._is_quantized(weight):
+            scale = _zeros(weight, one_at=0)
+            return slots._replace(m=_zeros(weight, dtype=self.momentum_dtype), m_scale=scale)
+        is_integer = jnp.issubdtype(self.momentum_dtype, jnp.integer)
+        return slots._replace(
+            m=_zeros(weight, dtype=jnp.float32 if is_integer else self.momentum_dtype)
+        )
+
+    def decay_rate(self, count: jax.Array) -> jax.Array:
+        """Return the decay of the second moment in the update after `count` others."""
+        step = count + 1.0
+        if self.decay_method == "pow":
+            return 1.0 - step**-self.decay_pow
+        beta = jnp.float32(self.decay_adam)
+        return beta * (1.0 - beta ** (step - 1.0)) / (1.0 - beta**step)
+
+    def update(
+        self,
+        rate: Any,
+        decay: jax.Array,
+        grad: jax.Array,
+        m: Any,
+        m_scale: Any,
+        vr: Any,
+        vc: Any,
+        v: Any,
+        weight: jax.Array,
+        decays: Any,
+    ) -> _Slots:
+        """Return the new arrays and the update of a weight `[...]`.
+
+        Args:
+          rate: Learning rate.
+          decay: Decay of the second moment.
+          grad: Gradient `[...]`.
+          m: Array of the state; see `ShardedAdafactorState`, as for the next four.
+          m_scale: Array of the state.
+          vr: Array of the state.
+          vc: Array of the state.
+          v: Array of the state.
+          weight: Weight `[...]`.
+          decays: True if weight decay applies.
+        """
+        new = _Slots()
+        grad = grad.astype(jnp.float32)
+        squares = jnp.square(grad) + self.epsilon1
+        if self._is_factored(weight):
+            vr = _mix(decay, vr, jnp.mean(squares, axis=-1, keepdims=True))
+            vc = _mix(decay, vc, jnp.mean(squares, axis=-2, keepdims=True))
+            new = new._replace(vr=vr, vc=vc)
+            rows = vr / jnp.mean(vr, axis=-2, keepdims=True)
+            x = grad * (1.0 / jnp.sqrt(rows)) * (1.0 / jnp.sqrt(vc))
+        else:
+            v = _mix(decay, v, squares)
+            new = new._replace(v=v)
+            x = grad / jnp.sqrt(v)
+        if self.clip_threshold is not None:
+            x /= jnp.maximum(1.0, _rms(x) / self.clip_threshold)
+        scale = rate
+        if self.multiply_by_parameter_scale:
+            scale = rate * jnp.maximum(_rms(weight), self.epsilon2)
+        x *= scale
+        if self.beta1:
+            x = _mix(self.beta1, _floats(m, m_scale), x)
+            if self._is_quantized(weight):
+                m, m_scale = _quantized(x, m.dtype)
+                new = new._replace(m=m, m_scale=m_scale)
+            else:
+                new = new._replace(m=x.astype(m.dtype))
+        if self.weight_decay:
+            x += jnp.where(decays, self.weight_decay * rate, 0.0) * weight
+        return new._replace(update=-x)
+
+    def _is_factored(self, weight: jax.Array) -> bool:
+        return self.factored and weight.ndim >= 2
+
+    def _is_quantized(self, weight: jax.Array) -> bool:
+        return jnp.issubdtype(self.momentum_dtype, jnp.integer) and weight.ndim >= 1
+
+
+def _state(count: jax.Array, slots: Any) -> ShardedAdafactorState:
+    names = ShardedAdafactorState._fields[1:]
+    return ShardedAdafactorState(count, *(_tree_of(name, slots) for name in names))
+
+
+def _tree_of(name: str, slots: Any) -> Any:
+    """Return one array of each weight, from a tree of `_Slots`."""
+    return jax.tree.map(
+        lambda one: getattr(one, name), slots, is_leaf=lambda node: isinstance(node, _Slots)
+    )
+
+
+def _zeros(weight: jax.Array, *, one_at: int | None = None, dtype: Any = jnp.float32) -> jax.Array:
+    """Return zeros shaped like a weight, with size 1 in one dimension."""
+    shape = list(weight.shape)
+    if one_at is not None:
+        shape[one_at] = 1
+    return jnp.zeros(shape, dtype)
+
+
+def _mix(decay: Any, old: jax.Array, new: jax.Array) -> jax.Array:
+    return decay * old + (1.0 - decay) * new
+
+
+def _rms(x: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.mean(jnp.square(x)))
+
+
+def _quantized(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Return x `[n, ...]` as integers, and the value `[1, ...]` of one."""
+    scale = jnp.max(jnp.abs(x), axis=0, keepdims=True) / jnp.iinfo(dtype).max
+    return jnp.round(x / jnp.where(scale > 0.0, scale, 1.0)).astype(dtype), scale
+
+
+def _floats(m: jax.Array, scale: Any) -> jax.Array:
+    """Return a stored momentum in float32; `scale` is no array if it is stored in floats."""
+    m = m.astype(jnp.float32)
+    return m * scale if isinstance(scale, jax.Array) else m

@@ -1,0 +1,126 @@
+"""`sharded_adafactor` and `elastic_weight_consolidation` against the updates of Praxis."""
+
+from __future__ import annotations
+
+import pathlib
+import runpy
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from layerkit.errors import ConfigError
+from layerkit_runner.optim.optimizers import elastic_weight_consolidation
+from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
+
+PRAXIS = runpy.run_path(str(pathlib.Path(__file__).with_name("praxis_updates.py")))
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, np.ndarray]:
+    with np.load(PRAXIS["RECORDED"]) as arrays:
+        return dict(arrays)
+
+
+def updates_of(optimizer: Any) -> tuple[dict[str, np.ndarray], Any]:
+    """Return the updates `[step, ...]` of all steps by name of the weight, and the last state."""
+    params = PRAXIS["first_weights"]()
+    state = optimizer.init(params)
+    update = jax.jit(optimizer.update)
+    updates = []
+    for step in range(PRAXIS["STEPS"]):
+        found, state = update(PRAXIS["gradients"](step), state, params)
+        params = optax.apply_updates(params, found)
+        updates.append(found)
+    return {name: np.stack([one[name] for one in updates]) for name in params}, state
+
+
+@pytest.mark.parametrize("case", PRAXIS["ADAFACTOR"])
+def test_adafactor_updates_equal_those_of_praxis(recorded: dict[str, np.ndarray], case: str):
+    fields = PRAXIS["ADAFACTOR"][case]
+    # Rounding may change the last unit of an int16, which is below 1e-6, but not of an int8.
+    is_int16 = fields.get("quantized_dtype") == "int16"
+    updates, state = updates_of(sharded_adafactor(PRAXIS["rate_at"], **fields))
+    for name, found in updates.items():
+        close = {"rtol": 2e-5, "atol": 1e-6 if is_int16 else 1e-7, "err_msg": name}
+        np.testing.assert_allclose(found, recorded[f"{case}/{name}"], **close)
+        stored = recorded.get(f"{case}/m/{name}")
+        if stored is not None:
+            assert state.m[name].dtype == stored.dtype
+            m = np.float32(state.m[name])
+            np.testing.assert_allclose(m, stored, rtol=1e-6, atol=is_int16, err_msg=name)
+
+
+def test_adafactor_state_of_int8_takes_little_more_than_a_byte_per_weight():
+    params = {"w": np.zeros((256, 512), np.float32), "b": np.zeros(512, np.float32)}
+    state = sharded_adafactor(0.1).init(params)
+    sizes = {
+        name: {path: getattr(tree[path], "nbytes", 0) for path in params}
+        for name, tree in state._asdict().items()
+        if name != "count"
+    }
+    assert sizes == {
+        "m": {"w": 256 * 512, "b": 512},
+        "m_scale": {"w": 512 * 4, "b": 4},
+        "vr": {"w": 256 * 4, "b": 0},
+        "vc": {"w": 512 * 4, "b": 0},
+        "v": {"w": 0, "b": 512 * 4},
+    }
+
+
+def test_adafactor_mask_selects_the_weights_that_decay():
+    params = {"w": np.ones((2, 3), np.float32), "b": np.ones(3, np.float32)}
+    zeros = jax.tree.map(np.zeros_like, params)
+    mask = {"w": True, "b": False}
+    for given in (mask, lambda params: mask):
+        optimizer = sharded_adafactor(0.5, weight_decay=0.1, mask=given)
+        updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+        np.testing.assert_allclose(updates["w"], -0.05, rtol=1e-6)
+        np.testing.assert_array_equal(updates["b"], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("decay_method", "adamw"),
+        ("quantized_dtype", "int4"),
+        ("decay_adam", 1.0),
+        ("decay_pow", 0.0),
+        ("beta1", -0.1),
+        ("clip_threshold", 0.0),
+        ("weight_decay", np.nan),
+        ("epsilon1_grad_sq_reg", -1.0),
+    ],
+)
+def test_adafactor_raises_for_invalid_fields(raises, field: str, value: Any):
+    with raises(ConfigError, owner="sharded_adafactor", field=field):
+        sharded_adafactor(0.1, **{field: value})
+
+
+def test_elastic_weight_consolidation_equals_that_of_praxis(recorded: dict[str, np.ndarray]):
+    optimizer = elastic_weight_consolidation(
+        PRAXIS["rate_at"],
+        optimizer=optax.sgd,
+        ewc_regularizer_weight=PRAXIS["EWC_WEIGHT"],
+    )
+    updates, _ = updates_of(optimizer)
+    plain, _ = updates_of(optax.sgd(PRAXIS["rate_at"]))
+    for name, found in updates.items():
+        np.testing.assert_allclose(found, recorded[f"ewc/{name}"], rtol=1e-5, atol=1e-6)
+        assert np.max(np.abs(found - plain[name])) > 1e-3
+
+
+def test_elastic_weight_consolidation_pulls_to_the_weights_of_the_first_update(raises):
+    optimizer = elastic_weight_consolidation(0.5, optimizer=optax.sgd, ewc_regularizer_weight=0.4)
+    state = optimizer.init({"w": np.zeros(2, np.float32)})
+    zeros = {"w": np.zeros(2, np.float32)}
+    loaded = {"w": np.array([1.0, 3.0], np.float32)}
+    updates, state = optimizer.update(zeros, state, loaded)
+    np.testing.assert_array_equal(updates["w"], 0.0)
+    # 0.5·0.4/2·(weight - loaded)
+    updates, _ = optimizer.update(zeros, state, {"w": loaded["w"] + np.array([1.0, -2.0])})
+    np.testing.assert_allclose(updates["w"], [-0.1, 0.2], rtol=1e-6)
+    with raises(ConfigError, owner="elastic_weight_consolidation", field="ewc_regularizer_weight"):
+        elastic_weight_consolidation(0.5, optimizer=optax.sgd, ewc_regularizer_weight=-1.0)

@@ -1,0 +1,121 @@
+"""The state of `sharded_adafactor`: sharded, saved and counted like the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from layerkit.config import Partial
+from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy
+from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
+from layerkit_runner.tools.plan.memory import tensor_memory
+
+STEPS = 4
+
+
+def started(arrangements: Any, mesh: list[int] | None) -> tuple[Any, Any]:
+    """Return the task and a partitioner; None is one device."""
+    task = arrangements.sgd_task(
+        arrangements.language_model(),
+        optimizer=Partial(sharded_adafactor, quantized_dtype="int8", weight_decay=0.01),
+        learning_rate=0.02,
+    )
+    alone = mesh is None
+    partitioner = arrangements.one_device() if alone else arrangements.make_partitioner(mesh)
+    partitioner.bind(task)
+    return task, partitioner
+
+
+def trained(
+    arrangements: Any, task: Any, partitioner: Any, state: Any, num_steps: int
+) -> tuple[Any, list[float]]:
+    """Return the state and the losses."""
+    step_fn = partitioner.train_step_fn(task)
+    batch = partitioner.put_batch(arrangements.unequal_batch())
+    losses = []
+    for _ in range(num_steps):
+        state, (metrics, _) = step_fn(state, batch)
+        losses.append(float(metrics["loss"].value))
+    return state, losses
+
+
+@pytest.fixture(scope="module")
+def on_mesh(arrangements: Any) -> tuple[Any, list[float]]:
+    """Return the state after the last step on eight devices, and the losses."""
+    task, partitioner = started(arrangements, [2, 2, 2])
+    first = partitioner.init_fn(task)()
+    return trained(arrangements, task, partitioner, first, STEPS)
+
+
+def test_sharded_training_equals_that_of_one_device(arrangements: Any, on_mesh: Any):
+    state, losses = on_mesh
+    task, partitioner = started(arrangements, None)
+    first = partitioner.init_fn(task)()
+    alone, expected = trained(arrangements, task, partitioner, first, STEPS)
+    np.testing.assert_allclose(losses, expected, rtol=2e-4)
+    assert losses[-1] < losses[0] - 0.1
+    for name in ("main-layers-2", "main"):
+        ours, reference = state.opt_state[name].m, alone.opt_state[name].m
+        for m, other in zip(jax.tree.leaves(ours), jax.tree.leaves(reference), strict=True):
+            assert m.dtype == np.int8
+            # Another order of a sum may round a momentum to the next integer.
+            away = np.abs(np.int32(m) - np.int32(other))
+            assert away.max() <= 2
+            assert np.mean(away > 0) < 0.05
+
+
+def test_moments_are_sharded_as_their_weights(on_mesh: Any):
+    state, _ = on_mesh
+    weight = state.params["lm"]["stack"]["repeat"]["sub"]["attention"]["query"]["w"]
+    moments = state.opt_state["main-layers-2"]
+    arrays = {
+        name: tree["lm"]["stack"]["repeat"]["sub"]["attention"]["query"]["w"]
+        for name, tree in moments._asdict().items()
+        if name in ("m", "m_scale", "vr", "vc")
+    }
+    assert arrays["m"].sharding == weight.sharding
+    assert not weight.sharding.is_fully_replicated
+    # Weight [2, 32, 8, 4], embed over fsdp and heads over tensor, of 2 devices each.
+    assert {name: array.addressable_shards[0].data.shape for name, array in arrays.items()} == {
+        "m": (2, 16, 4, 4),
+        "m_scale": (2, 1, 4, 4),
+        "vr": (2, 16, 4, 1),
+        "vc": (2, 16, 1, 4),
+    }
+
+
+def test_resumed_run_equals_an_uninterrupted_one(arrangements: Any, on_mesh: Any, tmp_path: Any):
+    expected, losses = on_mesh
+    task, partitioner = started(arrangements, [2, 2, 2])
+    half = STEPS // 2
+    first = partitioner.init_fn(task)()
+    state, before = trained(arrangements, task, partitioner, first, half)
+    policy = CheckpointPolicy(save_interval_steps=1)
+    with CheckpointManager(tmp_path, policy=policy) as manager:
+        manager.save(half, state, input_states={}, metadata={})
+    task, partitioner = started(arrangements, [2, 2, 2])
+    with CheckpointManager(tmp_path, policy=policy) as manager:
+        state = manager.restore(half, partitioner.abstract_state(task)).state
+    state, after = trained(arrangements, task, partitioner, state, STEPS - half)
+    assert before + after == losses
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(expected))
+
+
+def test_plan_counts_one_byte_per_weight_and_the_factors(arrangements: Any):
+    task, partitioner = started(arrangements, [2, 2, 2])
+    path = "lm/stack/repeat/sub/attention/query/w"
+    found = {
+        tensor.path: (tensor.dtype, tensor.bytes_per_device)
+        for tensor in tensor_memory(partitioner.abstract_state(task), {})
+        if tensor.path.endswith(path) and tensor.kind == "optimizer"
+    }
+    prefix = "opt_state/main-layers-2"
+    assert found == {
+        f"{prefix}/m/{path}": ("int8", 2 * 16 * 4 * 4),
+        f"{prefix}/m_scale/{path}": ("float32", 4 * 2 * 4 * 4),
+        f"{prefix}/vr/{path}": ("float32", 4 * 2 * 16 * 4),
+        f"{prefix}/vc/{path}": ("float32", 4 * 2 * 16 * 4),
+    }
