@@ -45,9 +45,8 @@ from layerkit_runner.tools.plan.compiling import (
     tracing_for,
 )
 from layerkit_runner.tools.plan.devices import described_kind, target_devices
-from layerkit_runner.tools.plan.hardware import DeviceKind
+from layerkit_runner.tools.plan.hardware import DeviceKind, Target, parse_target
 from layerkit_runner.tools.plan.memory import step_memory, tensor_memory
-from layerkit_runner.tools.plan.targets import Target, parse_target
 from layerkit_runner.trainer.job import build_parts
 from layerkit_runner.training.flops import program_flops
 from layerkit_runner.training.step_cost import model_flops_per_step

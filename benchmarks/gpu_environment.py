@@ -17,7 +17,7 @@ import jax
 from layerkit.layers.attention.cudnn import has_cudnn
 from layerkit_runner.errors import UsageError
 from layerkit_runner.tools.plan.devices import target_devices
-from layerkit_runner.tools.plan.targets import parse_target
+from layerkit_runner.tools.plan.hardware import parse_target
 
 _DISTRIBUTIONS = (
     "layerkit",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from etils import epath
 
-from layerkit_runner.checkpointing.inventory import CheckpointWatcher, NewStep
+from layerkit_runner.modes.checkpoint_watcher import CheckpointWatcher, NewStep
 
 
 def save(folder: Path, step: int, digest: str = "first") -> None:

@@ -16,7 +16,7 @@ from etils import epath
 from layerkit.errors import first_names
 from layerkit_runner.checkpointing import documents
 from layerkit_runner.checkpointing.folders import committed_steps, step_folder
-from layerkit_runner.checkpointing.inventory import CheckpointWatcher
+from layerkit_runner.checkpointing.integrity import step_digest
 from layerkit_runner.distributed.process_exchange import from_process_0
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.distributed.watchdog import progress
@@ -26,6 +26,48 @@ from layerkit_runner.trainer.job_folder import recorded_num_train_steps
 
 _MIN_POLL_SECS, _MAX_POLL_SECS = 0.5, 10.0
 _FIRST_REMINDER_SECS, _MAX_REMINDER_SECS = 60.0, 3600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class NewStep:
+    """A new step in a folder of checkpoints.
+
+    Attributes:
+      step: The newest committed step.
+      passed_over: Older steps that appeared since the last one that was returned.
+    """
+
+    step: int
+    passed_over: tuple[int, ...] = ()
+
+
+class CheckpointWatcher:
+    """A reader of a folder of checkpoints that returns each newest step once.
+
+    It reads no arrays, so the step may be damaged. The training job that owns the folder may delete
+    steps, and save a step again.
+
+    Args:
+      directory: Folder of the checkpoints, which need not exist yet.
+    """
+
+    def __init__(self, directory: epath.Path) -> None:
+        """Watch a folder of which no step was returned yet."""
+        self._directory = directory
+        self._returned: tuple[int, str | None] | None = None
+
+    def poll_newest(self) -> NewStep | None:
+        """Return the newest step if it is new or was saved again; None otherwise."""
+        steps = committed_steps(self._directory)
+        if not steps:
+            return None
+        newest = steps[-1]
+        digest = step_digest(step_folder(self._directory, newest))
+        if (newest, digest) == self._returned:
+            return None
+        before = -1 if self._returned is None else self._returned[0]
+        self._returned = (newest, digest)
+        return NewStep(newest, tuple(step for step in steps[:-1] if step > before))
 
 
 @dataclasses.dataclass

@@ -19,14 +19,18 @@ from __future__ import annotations
 
 import argparse
 import collections
+import datetime
+import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from etils import epath
 
 from layerkit.errors import UserError, first_names
-from layerkit_runner.checkpointing import documents, errors, folders, formats, integrity, inventory
+from layerkit_runner.checkpointing import documents, errors, folders, formats, integrity
+from layerkit_runner.checkpointing.policy import CheckpointPolicy, SavedStep
 from layerkit_runner.errors import StorageError, UsageError, with_data
 from layerkit_runner.files.atomic_write import absolute
 from layerkit_runner.files.text import aligned, size_text
@@ -98,39 +102,66 @@ def _parser() -> argparse.ArgumentParser:
 
 def _list(options: argparse.Namespace) -> int:
     directory = _existing(options.directory)
-    _recorded_evaluations(directory)
-    summaries = inventory.summarize(directory, read_files=options.read)
+    evaluations = _recorded_evaluations(directory)
+    check = integrity.verify if options.read else integrity.compare_sizes
+    paths = {step: folders.step_folder(directory, step) for step in _steps(directory, None)}
+    damage = {step: [f for f in check(path) if f.is_damage] for step, path in paths.items()}
+    saved = {
+        step: SavedStep(step, _saved_at(path), evaluations.get(step, {}))
+        for step, path in paths.items()
+    }
+    policy = _policy(paths[max(paths)])
+    reasons = {} if policy is None else policy.reasons_to_keep([*saved.values()])
     rows = [("step", "saved (UTC)", "size", "format", "intact", "metric", "kept as")]
-    for summary in summaries:
-        reasons = summary.reasons
+    for step, path in paths.items():
+        kept = ", ".join(reasons.get(step, ())) or "deleted at the next save"
         row = (
-            str(summary.step),
-            f"{summary.time:%Y-%m-%d %H:%M:%S}",
-            size_text(summary.num_bytes),
-            summary.state_format.value,
-            f"NO, {len(summary.damage)} file(s)" if summary.damage else "yes",
-            _metric(summary),
-            "unknown" if reasons is None else ", ".join(reasons) or "deleted at the next save",
+            str(step),
+            f"{saved[step].time:%Y-%m-%d %H:%M:%S}",
+            size_text(sum(integrity.file_sizes(path).values())),
+            formats.format_of(path / "state").value,
+            f"NO, {len(damage[step])} file(s)" if damage[step] else "yes",
+            _metric(saved[step].metrics, reasons.get(step, ())),
+            "unknown" if policy is None else kept,
         )
         rows.append(row)
     print("\n".join(aligned(rows)))
-    for summary in summaries:
-        for finding in summary.damage:
-            print(f"step {summary.step}: {finding}")
+    for step, findings in damage.items():
+        for finding in findings:
+            print(f"step {step}: {finding}")
     for path in folders.set_apart(directory):
         print(f"not a checkpoint: {path.name}")
     if not options.read:
         print("intact: by the sizes of the files; --read or verify compares their bytes")
-    return StorageError.exit_code if any(summary.damage for summary in summaries) else 0
+    return StorageError.exit_code if any(damage.values()) else 0
 
 
-def _metric(summary: inventory.StepSummary) -> str:
+def _saved_at(step_directory: epath.Path) -> datetime.datetime:
+    """Return the time of the commit of a step in UTC; without a record, that of its folder."""
+    try:
+        about = json.loads((step_directory / "_CHECKPOINT_METADATA").read_text())
+        return datetime.datetime.fromtimestamp(about["commit_timestamp_nsecs"] / 1e9, datetime.UTC)
+    except (OSError, ValueError, KeyError, TypeError):
+        text = os.fspath(step_directory)
+        seconds = step_directory.stat().mtime if "://" in text else os.stat(text).st_mtime
+        return datetime.datetime.fromtimestamp(int(seconds), datetime.UTC)
+
+
+def _policy(step_directory: epath.Path) -> CheckpointPolicy | None:
+    """Return the recorded retention policy; None if it is damaged, which the findings report."""
+    try:
+        return documents.policy_of(documents.read(step_directory))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _metric(metrics: Mapping[str, float], reasons: Sequence[str]) -> str:
     """Return the metric of the retention policy, else a loss, else any."""
-    is_best = {reason.removeprefix("best ") for reason in summary.reasons or ()}
+    is_best = {reason.removeprefix("best ") for reason in reasons}
     names = sorted(
-        summary.metrics, key=lambda name: (name not in is_best, not name.endswith("/loss"), name)
+        metrics, key=lambda name: (name not in is_best, not name.endswith("/loss"), name)
     )
-    return f"{names[0]} {summary.metrics[names[0]]:.4g}" if names else ""
+    return f"{names[0]} {metrics[names[0]]:.4g}" if names else ""
 
 
 def _verify(options: argparse.Namespace) -> int:

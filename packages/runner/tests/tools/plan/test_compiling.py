@@ -17,7 +17,7 @@ from layerkit_runner.tools.plan.compiling import (
 )
 from layerkit_runner.tools.plan.hardware import device_kind
 from layerkit_runner.tools.plan.memory import TensorMemory, step_memory
-from layerkit_runner.tools.plan.plan import _is_in_doubt
+from layerkit_runner.tools.plan.plan import is_in_doubt
 
 ESTIMATED = (
     "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory"
@@ -82,7 +82,7 @@ def test_quick_effort_applies_to_absent_tpus_alone(platform, is_here, effort, is
 
 
 @pytest.mark.parametrize(
-    ("peak", "refusal", "is_in_doubt"),
+    ("peak", "refusal", "expected"),
     [
         (0.9, None, False),
         (0.96, None, True),
@@ -91,12 +91,12 @@ def test_quick_effort_applies_to_absent_tpus_alone(platform, is_here, effort, is
         (1.4, "too large", True),
     ],
 )
-def test_a_quick_plan_near_the_memory_is_in_doubt(peak, refusal, is_in_doubt):
+def test_a_quick_plan_near_the_memory_is_in_doubt(peak, refusal, expected):
     device = device_kind("v5e")
     assert device.usable_bytes is not None
     nothing = step_memory([], CompiledStep(refusal=""))
     memory = dataclasses.replace(nothing, peak=round(peak * device.usable_bytes))
-    assert _is_in_doubt(memory, device, CompiledStep(refusal=refusal)) == is_in_doubt
+    assert is_in_doubt(memory, device, CompiledStep(refusal=refusal)) == expected
 
 
 def test_other_errors_of_a_compiler_are_not_taken_for_a_lack_of_memory():

@@ -13,7 +13,7 @@ from layerkit_runner.tools.plan.devices import (
     simulated_devices,
     target_devices,
 )
-from layerkit_runner.tools.plan.targets import Target, parse_target
+from layerkit_runner.tools.plan.hardware import Target, parse_target
 
 FSDP_4 = SpmdPartitioner(ici_mesh_shape=[1, 4, 1])
 TWICE_4 = SpmdPartitioner(ici_mesh_shape=[1, 4, 1], dcn_mesh_shape=[2, 1, 1])

@@ -10,9 +10,8 @@ from layerkit_runner.tools.plan import BatchPlan, Plan
 from layerkit_runner.tools.plan.bounds import PipelinePlan, device_work, step_bounds
 from layerkit_runner.tools.plan.collectives import Traffic
 from layerkit_runner.tools.plan.hardware import device_kind
-from layerkit_runner.tools.plan.memory import Memory, TensorMemory
+from layerkit_runner.tools.plan.memory import Memory, TemporaryTensor, TensorMemory
 from layerkit_runner.tools.plan.page import plan_page
-from layerkit_runner.tools.plan.temporaries import TemporaryTensor
 
 H100 = device_kind("h100")
 MEMORY = Memory(

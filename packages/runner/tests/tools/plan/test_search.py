@@ -13,7 +13,7 @@ from layerkit.sharding import DEFAULT_RULES
 from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import UsageError
 from layerkit_runner.tools.plan.bounds import Bounds, DeviceWork
-from layerkit_runner.tools.plan.hardware import device_kind
+from layerkit_runner.tools.plan.hardware import Target, device_kind
 from layerkit_runner.tools.plan.plan import StateTooLargeError, make_plan
 from layerkit_runner.tools.plan.search import (
     BY_BYTES,
@@ -27,7 +27,6 @@ from layerkit_runner.tools.plan.search import (
     search,
     search_page,
 )
-from layerkit_runner.tools.plan.targets import Target
 
 AXES = ("data", "fsdp", "tensor")
 CPU = device_kind("cpu")

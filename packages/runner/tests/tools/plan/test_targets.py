@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.tools.plan.hardware import device_kind
-from layerkit_runner.tools.plan.targets import parse_target, sized, usual_topology
+from layerkit_runner.tools.plan.hardware import device_kind, parse_target, sized, usual_topology
 
 
 @pytest.mark.parametrize(

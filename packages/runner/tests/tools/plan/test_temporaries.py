@@ -3,7 +3,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from layerkit_runner.tools.plan.temporaries import TemporaryTensor, largest_temporaries
+from layerkit_runner.tools.plan.memory import TemporaryTensor, largest_temporaries
 
 PROGRAM = """HloModule jit_train_step, is_scheduled=true
 

@@ -1,9 +1,8 @@
 """Peer monitors: small processes beside those of a job, which keep logs and name lost processes.
 
     start.py      start of the peer monitor, from the process that it monitors
-    program.py    loop and end of the peer monitor
+    program.py    loop and end of the peer monitor; copies of the output, to the log and terminal
     hub.py        signed messages between peer monitors; the hub that finds the first lost process
-    log_tee.py    copies of the output of the process, to its log and to the terminal
 
 A peer monitor is a separate process, so that it can act when the monitored one cannot: aborted from
 C++, killed, stopped, or in compiled code that holds Python's lock. Besides the two packages, which

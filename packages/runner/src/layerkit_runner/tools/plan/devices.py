@@ -19,8 +19,14 @@ import jax
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.partitioning.mesh import mesh_settings
-from layerkit_runner.tools.plan.hardware import DeviceKind, kind_of_device, target_config
-from layerkit_runner.tools.plan.targets import Target, parse_target, sized
+from layerkit_runner.tools.plan.hardware import (
+    DeviceKind,
+    Target,
+    kind_of_device,
+    parse_target,
+    sized,
+    target_config,
+)
 
 _FORCED_COUNT = re.compile(r"--xla_force_host_platform_device_count=\d+")
 

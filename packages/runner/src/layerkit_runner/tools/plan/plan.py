@@ -29,15 +29,21 @@ from layerkit_runner.tools.plan.bounds import (
 )
 from layerkit_runner.tools.plan.collectives import Traffic, collective_traffic
 from layerkit_runner.tools.plan.compiling import (
+    CompiledStep,
     compile_step,
     compiler_notes,
     tracing_for,
 )
 from layerkit_runner.tools.plan.devices import described_kind
-from layerkit_runner.tools.plan.hardware import DeviceKind
-from layerkit_runner.tools.plan.memory import Memory, TensorMemory, step_memory, tensor_memory
-from layerkit_runner.tools.plan.targets import HERE, Target
-from layerkit_runner.tools.plan.temporaries import TemporaryTensor, largest_temporaries
+from layerkit_runner.tools.plan.hardware import HERE, DeviceKind, Target
+from layerkit_runner.tools.plan.memory import (
+    Memory,
+    TemporaryTensor,
+    TensorMemory,
+    largest_temporaries,
+    step_memory,
+    tensor_memory,
+)
 from layerkit_runner.trainer.job import build_parts, versions
 from layerkit_runner.training.flops import program_flops
 from layerkit_runner.training.step_cost import model_flops_per_step
@@ -213,9 +219,7 @@ def _plan_step(
     is_here, platform = target.is_here, device.platform
     step = compile_step(lowered, platform=platform, is_here=is_here, effort=effort)
     memory, usable = step_memory(tensors, step), device.usable_bytes
-    # Compilers reject a step before they generate code, so compiling again costs little.
-    is_in_doubt = step.refusal is not None or usable is None or memory.peak > _IN_DOUBT * usable
-    if step.is_quick and is_in_doubt:
+    if step.is_quick and is_in_doubt(memory, device, step):
         step = compile_step(lowered, platform=platform, is_here=is_here)
         memory = step_memory(tensors, step)
     compiled = time.perf_counter()
@@ -260,6 +264,13 @@ def _plan_step(
         pipelines=pipeline_plans(resolved.task, rows=batch_plan.rows // batch_plan.parts),
         is_quick=step.is_quick,
     )
+
+
+def is_in_doubt(memory: Memory, device: DeviceKind, step: CompiledStep) -> bool:
+    """Return whether a quick plan leaves open if the step fits."""
+    # Compilers reject a step before they generate code, so compiling again costs little.
+    usable = device.usable_bytes
+    return step.refusal is not None or usable is None or memory.peak > _IN_DOUBT * usable
 
 
 def _abstract_batch(config: Config, partitioner: Partitioner) -> Any:

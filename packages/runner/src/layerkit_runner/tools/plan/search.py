@@ -28,8 +28,8 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.files.text import seconds_text, size_text
 from layerkit_runner.tools.plan.bounds import Bounds
 from layerkit_runner.tools.plan.compiling import QUICK_NOTE
+from layerkit_runner.tools.plan.hardware import Target
 from layerkit_runner.tools.plan.plan import Plan, StateTooLargeError, make_plan
-from layerkit_runner.tools.plan.targets import Target
 
 _ICI = "partitioner.ici_mesh_shape"
 _DCN = "partitioner.dcn_mesh_shape"
