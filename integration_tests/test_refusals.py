@@ -40,6 +40,8 @@ def error_of(job: Any, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         ({"MODEL_DIMS": 0}, "LmCloudSpmdTest", "MODEL_DIMS=0"),
         ({"ACTIVATION": "geluu"}, "LmCloudSpmdTest", "ACTIVATION='geluu'"),
         ({"FPROP_DTYPE": "int32"}, "LmCloudSpmdTest", "FPROP_DTYPE='int32'"),
+        ({"MAX_STEPS": 0}, "LmCloudSpmdTest", "MAX_STEPS=0"),
+        ({"NUM_LAYERS": -1, "SCALE_RESIDUAL_INIT": True}, "LmCloudSpmdTest", "NUM_LAYERS=-1"),
         # Fields of layers, and what their devices cannot run.
         ({"CHECKPOINT_POLICY": "fulll"}, "StackedTransformerRepeated(lm/stack)", "remat='fulll'"),
         ({"ATTENTION_BACKEND": "cudnn", "ATTENTION_LOGIT_CAP": "None"}, "attention", "cudnn"),
@@ -48,6 +50,7 @@ def error_of(job: Any, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         ({"CHECKPOINT_EVERY_N_STEPS": 0}, "task.train", "save_interval_steps=0"),
         ({"DECAY_END": 8}, "linear_warmup_exponential_decay", "(4, 8, 8)"),
         ({"PERCORE_BATCH_SIZE": 0.25}, "train", "rows of the global batch=2"),
+        ({"PERCORE_BATCH_SIZE": 0.3}, "train", "percore_batch_size=0.3"),
         ({"ICI_MESH_SHAPE": "[1,4,1]"}, "partitioner", "--fdl.ICI_MESH_SHAPE=[8,1,1]"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

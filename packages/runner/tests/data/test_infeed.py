@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from layerkit.errors import MISSING
 from layerkit.nested_map import NestedMap
 from layerkit_inputs import IndexedInput
 from layerkit_inputs.prefetch import Prefetch
@@ -93,21 +94,24 @@ def test_rounding_error_of_the_row_count_is_accepted(tiny: SimpleNamespace):
 
 
 @pytest.mark.parametrize(
-    ("fields", "fact"),
+    ("fields", "field", "value"),
     [
-        ({}, "batch_size or percore_batch_size"),
-        ({"batch_size": 8, "percore_batch_size": 1.0}, "batch_size and percore_batch_size"),
-        ({"percore_batch_size": 0.3}, "percore_batch_size=0.3"),
-        ({"percore_batch_size": 0.25}, "multiple of 4"),
-        ({"percore_batch_size": 0.0}, "0"),
-        ({"percore_batch_size": 1.0, "batch_padding_size": -1}, "batch_padding_size=-1"),
+        ({}, "batch_size or percore_batch_size", MISSING),
+        (
+            {"batch_size": 8, "percore_batch_size": 1.0},
+            "batch_size and percore_batch_size",
+            MISSING,
+        ),
+        ({"percore_batch_size": 0.3}, "percore_batch_size", 0.3),
+        ({"percore_batch_size": 1.0, "batch_padding_size": -1}, "batch_padding_size", -1),
     ],
 )
-def test_wrong_batch_size_raises(tiny: SimpleNamespace, fields: dict, fact: str):
+def test_wrong_batch_size_raises(
+    tiny: SimpleNamespace, raises, fields: dict, field: str, value: object
+):
     config = tiny.Points.HParams.config(name="train", **fields)
-    with pytest.raises(UsageError) as caught:
+    with raises(UsageError, field=field, value=value):
         make_input(config, started([2, 2, 2]))
-    assert "train" in str(caught.value) and fact in str(caught.value)
 
 
 @pytest.mark.parametrize(("percore", "rows"), [(0.25, 2), (0.0, 0)])

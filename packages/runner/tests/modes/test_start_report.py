@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from layerkit.nested_map import NestedMap
 from layerkit_inputs import IndexedInput, LocalText, Prefetch
 from layerkit_inputs.tokenizers import HuggingFaceTokenizer
-from layerkit_runner.modes.start_report import LayerNotes, input_lines
+from layerkit_runner.modes.start_report import LayerNotes, compiled_lines, input_lines
 
 
 def test_notes_of_layers_are_collected_once_and_not_propagated(
@@ -74,3 +76,18 @@ class Doubles(IndexedInput):
 def test_cast_of_float64_batches_is_reported_at_the_start():
     _, line = input_lines(Prefetch(source=Doubles(batch_size=2, is_training=True)))
     assert line == "cast         x: float64 → float32 (JAX_ENABLE_X64 is off)"
+
+
+def test_temporary_memory_of_the_largest_step_is_reported():
+    def compiled(size: int):
+        # The product is sorted before the sum, so all of it is stored: 4 bytes for each number.
+        step = jax.jit(lambda x: jnp.sort(x @ x.T, axis=None)[::2].sum())
+        return step.lower(jnp.ones((size, 1))).compile()
+
+    small, large = compiled(500), compiled(2000)
+    (line,) = compiled_lines([large, small])
+    size, unit = line.removeprefix("step memory").split()[:2]
+    assert unit == "MB" and 16 <= float(size) < 100
+    assert [*compiled_lines([small, large])] == [line] != [*compiled_lines([small])]
+    assert line.endswith("of temporaries per device")
+    assert not [*compiled_lines([])]
