@@ -328,3 +328,22 @@ def test_exit_within_an_input_is_an_error_that_names_it(error, read):
 
     with pytest.raises(RuntimeError, match=rf"Exiting 'web': .*{type(error).__name__}"):
         getattr(Exiting(batch_size=2, name="web"), read)()
+
+
+@pytest.mark.parametrize("method", ["_next", "get_next"])
+def test_end_of_a_tensorflow_iterator_ends_the_data(method: str):
+    tf = pytest.importorskip("tensorflow")
+
+    def read(self) -> NestedMap:
+        return NestedMap(ids=self.rows.get_next().numpy())
+
+    def restart(self) -> None:
+        self.rows = iter(tf.data.Dataset.range(3).batch(1))
+
+    Reader = type("Reader", (Counting,), {method: read, "_reset": restart})  # noqa: N806
+    source = Reader(batch_size=1)
+    # Pax's readers end in the same way, whether they are evaluated or trained on.
+    assert ids_of(source.eval_batches()) == ids_of(source.eval_batches()) == [[0], [1], [2]]
+    endless = Reader(batch_size=1, is_training=True)
+    endless.reset()
+    assert [endless.get_next().ids.tolist() for _ in range(5)] == [[0], [1], [2], [0], [1]]

@@ -16,7 +16,7 @@ A subclass may also change batches as in Pax, by overriding `get_next`:
 Only the outermost `get_next` of a call counts as a delivered batch. `peek` caches its result, so
 the change is visible to `peek`, applied once and counted once. A class that defines only `get_next`
 and `reset`, the complete interface in Pax, has all other features too. If its stream is endless,
-its StopIteration restarts it.
+its StopIteration restarts it. `tf.errors.OutOfRangeError` has the effect of StopIteration.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ from layerkit.nested_map import NestedMap
 from layerkit_inputs import state as state_lib
 from layerkit_inputs.error_notes import naming_input
 from layerkit_inputs.eval_padding import AllGather, end_together, mark_rows, pad_rows
+
+# Module and name of `tf.errors.OutOfRangeError`.
+_OUT_OF_RANGE = ("tensorflow.python.framework.errors_impl", "OutOfRangeError")
 
 
 def exit_as_error(source: BaseInput, error: BaseException) -> BaseException:
@@ -89,6 +92,26 @@ def _delivers(get_next: Callable[..., NestedMap]) -> Callable[..., NestedMap]:
         return batch
 
     return deliver
+
+
+def _ends(read: Callable[..., NestedMap]) -> Callable[..., NestedMap]:
+    """Decorate `_next` or `get_next` so that TensorFlow's end of the data is a StopIteration."""
+
+    @functools.wraps(read)
+    def read_to_end(self: BaseInput) -> NestedMap:
+        try:
+            return read(self)
+        except Exception as error:
+            if _is_out_of_range(error):
+                raise StopIteration from error
+            raise
+
+    return read_to_end
+
+
+def _is_out_of_range(error: Exception) -> bool:
+    """Return whether an error is `tf.errors.OutOfRangeError`, without importing TensorFlow."""
+    return any((kind.__module__, kind.__name__) == _OUT_OF_RANGE for kind in type(error).__mro__)
 
 
 def _starts_over(reset: Callable[..., None]) -> Callable[..., None]:
@@ -147,10 +170,12 @@ class BaseInput(Configurable):
     """`global` if the state is the same on every host and fits any number of hosts."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Decorate the `get_next` and `reset` methods of a subclass."""
+        """Decorate the `_next`, `get_next` and `reset` methods of a subclass."""
         super().__init_subclass__(**kwargs)
+        if "_next" in cls.__dict__:
+            cls._next = _ends(cls.__dict__["_next"])  # type: ignore[method-assign]
         if "get_next" in cls.__dict__:
-            cls.get_next = _delivers(cls.__dict__["get_next"])  # type: ignore[method-assign]
+            cls.get_next = _delivers(_ends(cls.__dict__["get_next"]))  # type: ignore[method-assign]
         if "reset" in cls.__dict__:
             cls.reset = _starts_over(cls.__dict__["reset"])  # type: ignore[method-assign]
 
