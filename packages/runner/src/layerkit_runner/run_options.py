@@ -119,6 +119,13 @@ def _pattern(text: str) -> str:
     return text
 
 
+def _folder_name(text: str) -> str:
+    # Folders of checkpoints have such names, too.
+    if not re.fullmatch(r"\w[\w.-]*", text) or text.startswith("checkpoint_"):
+        raise ValueError("a name without / that does not begin with checkpoint_")
+    return text
+
+
 def _address(text: str) -> str:
     if text != AUTO_ADDRESS and not re.fullmatch(r".+:\d+", text):
         raise ValueError(f"HOST:PORT, or {AUTO_ADDRESS}")
@@ -226,6 +233,13 @@ class RunOptions:
     )
     async_timeout_secs: int = _option(
         "end a job whose save takes longer", "SECONDS", _TRAIN, default=600
+    )
+    checkpoint_todelete_subdir: str | None = _option(
+        "move checkpoints that are no longer kept into this folder of checkpoints, which is faster"
+        " than deleting them; gs:// deletes",
+        "NAME",
+        _TRAIN,
+        read=_folder_name,
     )
     exit_after_ondemand_checkpoint: bool = _switch("exit after the save on SIGUSR1", _TRAIN)
     pmap_use_tensorstore: bool = _switch(

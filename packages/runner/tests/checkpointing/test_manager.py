@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from etils import epath
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -28,6 +29,7 @@ from layerkit_runner.checkpointing import (
     integrity,
     structure,
 )
+from layerkit_runner.checkpointing.folders import committed_steps
 from layerkit_runner.errors import NonFiniteError
 
 EVERY_STEP = CheckpointPolicy(save_interval_steps=1, max_to_keep=None, keep_interval=None)
@@ -266,6 +268,19 @@ def test_step_is_saved_if_due_or_forced_and_never_twice(tmp_path):
         assert not manager.should_save(20)
         assert not manager.save(20, state, input_states={}, metadata={}, force=True)
         assert manager.should_save(30)
+
+
+def test_steps_that_are_no_longer_kept_are_moved_into_a_folder(tmp_path):
+    policy = CheckpointPolicy(save_interval_steps=1, max_to_keep=2, keep_interval=None)
+    state = {"w": jnp.ones(4)}
+    with CheckpointManager(tmp_path, policy=policy, todelete_subdir="archive") as manager:
+        for step in range(1, 5):
+            manager.save(step, state, input_states={}, metadata={})
+    assert committed_steps(epath.Path(tmp_path)) == [3, 4]
+    assert committed_steps(epath.Path(tmp_path) / "archive") == [1, 2]
+    target = target_of(state, everywhere)
+    with CheckpointManager(tmp_path / "archive", read_only=True) as archive:
+        np.testing.assert_array_equal(archive.restore(2, target).state["w"], np.ones(4))
 
 
 def test_relative_folder_is_resolved(tmp_path, monkeypatch):

@@ -200,6 +200,14 @@ def test_pax_flags_are_replaced(raises):
         parse_flags([EXP, "--tfds_data_dir=a", "--fdl.TFDS_DATA_DIR=b"])
 
 
+@pytest.mark.parametrize("name", ["a/b", "..", "checkpoint_1", ""])
+def test_folder_of_moved_checkpoints_is_one_name(raises, name: str):
+    flag = "--checkpoint_todelete_subdir"
+    assert parse_flags([EXP, f"{flag}=old"]).options.checkpoint_todelete_subdir == "old"
+    with raises(UsageError, field=flag, value=name):
+        parse_flags([EXP, f"{flag}={name}"])
+
+
 def test_reduced_is_a_switch():
     assert "reduced" not in parse_flags([EXP]).given
     assert parse_flags([EXP, "--reduced"]).given["reduced"]

@@ -50,6 +50,17 @@ def test_rule_stops_after_patience_evaluations_without_improvement(
     assert stops_at(rule(**fields), values) == stop
 
 
+def test_metric_of_the_training_step_is_asked_for_at_each_step():
+    of_steps = rule(metric="train_step/loss", patience=2)
+    of_steps.check(["heldout"])
+    assert (of_steps.asks_each_step(), rule().asks_each_step()) == (True, False)
+    answers = [
+        of_steps.should_stop({"train_step/loss": x}, step) for step, x in enumerate([1, 2, 3])
+    ]
+    assert answers == [False, False, True]
+    assert of_steps.reason() == "train_step/loss did not improve on 1 of step 0 in 2 steps"
+
+
 @pytest.mark.parametrize("cut", range(5))
 def test_restored_rule_decides_as_an_uninterrupted_one(cut: int):
     values = [3.0, 2.0, 2.5, 1.9, 1.95, 2.0]

@@ -137,21 +137,42 @@ def test_skipped_step_changes_the_step_number_alone(tiny: SimpleNamespace):
     assert_equal(skipped, state.replace(step=2))
 
 
-def test_averages_against_numpy():
-    ours = learner(ema_decay=0.4, frozen=("lm/head/w",))
+@pytest.mark.parametrize("before", [False, True])
+def test_averages_against_numpy(*, before: bool):
+    ours = learner(ema_decay=0.4, ema_before_step=before, frozen=("lm/head/w",))
     params, state, ema = PARAMS, ours.init(PARAMS), ours.init_ema(PARAMS)
     assert list(ema["lm"]) == ["embedding"]
     expected = np.ones(3)
     for count in range(6):
         grads = {"lm": {"embedding": GRADS["lm"]["embedding"]}}
         update = ours.update(grads, state, params, step=jnp.int32(count), ema=ema)
+        averaged = params if before else update.params
         params, state, ema = update.params, update.opt_state, update.ema
         decay = min(0.4, (1 + count) / (10 + count))
-        expected = decay * expected + (1 - decay) * np.asarray(params["lm"]["embedding"]["w"])
+        expected = decay * expected + (1 - decay) * np.asarray(averaged["lm"]["embedding"]["w"])
     np.testing.assert_allclose(ema["lm"]["embedding"]["w"], expected, rtol=1e-6)
     averaged = ours.averaged(params, ema)
     assert averaged["lm"]["embedding"]["w"] is not params["lm"]["embedding"]["w"]
     assert_equal(averaged["lm"]["head"], PARAMS["lm"]["head"])
+
+
+def test_average_before_the_step_requires_a_decay(raises: Any):
+    with raises(ConfigError, field="ema_before_step", value=True):
+        learner(ema_before_step=True)
+
+
+def test_norms_of_each_gradient_are_reported_before_clipping():
+    ours = learner(clip_global_norm=1e-3, grad_norm_individual_vars=True)
+    scalars = ours.update(GRADS, ours.init(PARAMS), PARAMS, step=jnp.int32(0)).scalars
+    norms = {name: float(value) for name, value in scalars.items() if "per_var" in name}
+    assert norms == pytest.approx(
+        {
+            f"per_var_grad_norm/lm/{layer}/w": np.linalg.norm(GRADS["lm"][layer]["w"])
+            for layer in ("embedding", "head")
+        }
+    )
+    total = np.sqrt(sum(norm**2 for norm in norms.values()))
+    assert float(scalars["learning/raw_grad_norm"]) == pytest.approx(total)
 
 
 def test_averages_of_bfloat16_weights_are_kept_in_float32():

@@ -431,9 +431,12 @@ def test_decoding_starts_after_n_steps(make: Any):
     job = make(
         num_train_steps=6, saves=False, decode_interval_steps=2, decode_start_after_n_steps=3
     )
-    job.executor.run(job.state, 0)
+    state, _ = job.executor.run(job.state, 0)
     assert [event for event in job.recorder.events if "decode" in event] == ["decode 4"]
-    assert job.executor.decode(job.state, 2) == {}
+    assert job.executor.decode(state, 2) == {}
+    job.executor.train.decode_start_after_n_steps = 100
+    assert job.executor.decode(state, 5) == {}
+    assert job.executor.decode(state, 6)  # the last step
 
 
 class StopsAt(StoppingRule):
@@ -445,6 +448,34 @@ class StopsAt(StoppingRule):
     def should_stop(self, metrics: Any, step: int) -> bool:
         assert self.sees in metrics
         return step == self.step
+
+
+class FallsBelow(StoppingRule):
+    """Stops when the loss of a training step falls below a limit; keeps the losses."""
+
+    limit: float
+    losses: Any = None
+
+    def asks_each_step(self) -> bool:
+        return True
+
+    def should_stop(self, metrics: Any, step: int) -> bool:
+        self.losses = {**(self.losses or {}), step: metrics["train_step/loss"]}
+        return metrics["train_step/loss"] < self.limit
+
+
+def test_early_stopping_with_the_metrics_of_each_training_step(make: Any):
+    job = make(num_train_steps=9, summary_interval_steps=1, saves=False, learner=SMALL_STEPS)
+    losses: dict[int, float] = {}
+    job.recorder.train_metrics = lambda step, found: losses.update({step: found["loss"]})
+    job.executor.run(job.state, 0)
+    lowest = min(range(1, 9), key=losses.__getitem__)
+    assert lowest > 1
+    rule = FallsBelow(limit=losses[lowest] * 1.0001)
+    job = make(num_train_steps=9, saves=False, learner=SMALL_STEPS, rule=rule)
+    _, step = job.executor.run(job.state, 0)
+    assert step == lowest
+    assert rule.losses == pytest.approx({step: losses[step] for step in range(1, lowest + 1)})
 
 
 def test_early_stopping_ends_a_run_with_a_save(make: Any, tmp_path: Any):

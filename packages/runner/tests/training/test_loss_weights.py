@@ -14,6 +14,7 @@ import pytest
 from layerkit.base_model import WeightedScalar
 from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
+from layerkit_runner.training.loss_aggregators import LossAggregator, MultiLossAggregator
 from layerkit_runner.training.metrics import GLOBAL_BATCH
 
 
@@ -54,6 +55,30 @@ def test_weighted_loss_and_its_gradient(two_metrics: Any, microbatches: int):
     )
     evaluated = task.eval_step(state, BATCH, GLOBAL_BATCH)
     assert float(evaluated["loss"].value) == pytest.approx(float(metrics["loss"].value))
+
+
+def test_losses_of_aggregators_and_their_gradients(two_metrics: Any):
+    for aggregator, loss, gradient in (
+        (LossAggregator.HParams.config(loss_key="size"), 5 / 6, SIZE),
+        (
+            MultiLossAggregator.HParams.config(loss_keys=["error", "size"]),
+            1.5 + 5 / 6,
+            ERROR + SIZE,
+        ),
+    ):
+        task = two_metrics.set(loss_aggregator=aggregator).Instantiate()
+        state = task.init_state(jax.random.key(0))
+        after, (metrics, _) = task.train_step(state, BATCH, GLOBAL_BATCH)
+        assert float(metrics[task.loss_name].value) == pytest.approx(loss)
+        np.testing.assert_allclose(after.params["linear"]["w"][:, 0], 1 - gradient, rtol=1e-6)
+
+
+def test_aggregator_and_weights_contradict_each_other(raises, two_metrics: Any):
+    aggregator = LossAggregator.HParams.config(loss_key="size")
+    with raises(ConfigError, owner="task", field="loss_weights"):
+        two_metrics.set(loss_aggregator=aggregator, loss_weights={"size": 1.0}).Instantiate()
+    with raises(ConfigError, field="loss_keys"):
+        MultiLossAggregator.HParams.config(loss_keys=["size", "size"]).Instantiate()
 
 
 @pytest.mark.parametrize(

@@ -217,6 +217,7 @@ def orbax_manager(
     evaluated: documents.Evaluations,
     *,
     timeout_secs: int,
+    todelete_subdir: str | None,
     read_only: bool,
 ) -> ocp.CheckpointManager:
     """Return Orbax's manager of a folder.
@@ -226,6 +227,7 @@ def orbax_manager(
       policy: Policy that determines which steps are kept.
       evaluated: Metrics by step, to which the policy refers; the caller may add to them.
       timeout_secs: Time limit of a save, in seconds.
+      todelete_subdir: Folder to which steps that are no longer kept are moved; None deletes them.
       read_only: Whether no file may be written.
     """
     options = ocp.CheckpointManagerOptions(
@@ -234,6 +236,7 @@ def orbax_manager(
         ),
         preservation_policy=_Preservation(policy, evaluated),
         create=not read_only,
+        todelete_subdir=None if read_only else todelete_subdir,
         # The training job may delete steps while a reader lists them, so a reader does not read the
         # steps at start-up.
         lightweight_initialize=read_only,

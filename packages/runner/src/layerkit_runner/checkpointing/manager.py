@@ -79,6 +79,7 @@ class CheckpointManager:
       policy: Policy that determines which steps are saved and kept; None for the default policy.
       state_format: Format of new checkpoints. Both formats are read.
       async_timeout_secs: Time limit of a save, in seconds.
+      todelete_subdir: Folder to which steps that are no longer kept are moved; None deletes them.
       read_only: True if this manager must not write, delete or move files, for example because a
         training job owns the folder.
       report: Function that receives messages for the user.
@@ -97,6 +98,7 @@ class CheckpointManager:
         policy: CheckpointPolicy | None = None,
         state_format: StateFormat = StateFormat.TENSORSTORE,
         async_timeout_secs: int = 600,
+        todelete_subdir: str | None = None,
         read_only: bool = False,
         report: Callable[[str], None] = _LOG.warning,
         on_commit: Callable[[int], None] | None = None,
@@ -107,6 +109,7 @@ class CheckpointManager:
         self._policy = policy if policy is not None else CheckpointPolicy()
         self._state_format = state_format
         self._async_timeout_secs = async_timeout_secs
+        self._todelete_subdir = todelete_subdir
         self._read_only = read_only
         self._report = report
         self._on_commit = None if read_only else on_commit
@@ -450,6 +453,7 @@ class CheckpointManager:
                 self._evaluations,
                 timeout_secs=self._async_timeout_secs,
                 read_only=self._read_only,
+                todelete_subdir=self._todelete_subdir,
             )
         return self._orbax
 

@@ -29,6 +29,7 @@ GROUPS = {
     "checkpoints": (
         "what a run saves, and which weights it starts from",
         *("enable_checkpoint_saving", "exit_after_ondemand_checkpoint", "async_timeout_secs"),
+        "checkpoint_todelete_subdir",
         *("pmap_use_tensorstore", "restore_checkpoint_dir", "restore_checkpoint_step"),
         *("restore_cast_dtypes", "allow_restart_from_scratch", "init_from", "init_draw"),
     ),

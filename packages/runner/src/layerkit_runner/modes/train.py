@@ -345,8 +345,7 @@ def _programs_that_run(job: Job, programs: _Programs) -> list[BaseProgram]:
         for program in programs.evals
         if train.eval_at_end or program.interval_steps or train.eval_interval_steps
     ]
-    decodes = train.decode_start_after_n_steps <= train.num_train_steps
-    return [*evals, *(programs.decodes if decodes else [])]
+    return [*evals, *programs.decodes]
 
 
 def _step_work(job: Job, dataset: Any) -> StepWork:

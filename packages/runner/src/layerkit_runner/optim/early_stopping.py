@@ -18,6 +18,9 @@ from layerkit.config import Configurable
 from layerkit_runner.distributed.process_exchange import from_process_0
 from layerkit_runner.errors import UsageError
 
+TRAIN_STEP = "train_step"
+"""Name before the metrics of a training step, such as `train_step/loss`."""
+
 _OWNER = "task.early_stopping"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -51,12 +54,21 @@ class StoppingRule(Configurable):
     def check(self, datasets: Iterable[str]) -> None:
         """Raise `UsageError` if the rule cannot work with these evaluated data sets."""
 
+    def asks_each_step(self) -> bool:
+        """Return whether the rule is asked after each training step, with the step's metrics.
+
+        The host then waits for each step, which makes short steps slower. By default the rule is
+        asked only after steps with an evaluation or decoding.
+        """
+        return False
+
     def should_stop(self, metrics: Mapping[str, float], step: int) -> bool:
         """Return whether training ends after `step` steps; called on process 0 only.
 
         Args:
           metrics: Results of this step, by `DATASET/METRIC` for evaluations and
-            `decode/DATASET/METRIC` for decodings. Only data sets that were due at this step.
+            `decode/DATASET/METRIC` for decodings. Only data sets that were due at this step. If
+            `asks_each_step` is True, also `train_step/METRIC`, the metrics of the model.
           step: Number of completed steps.
         """
         raise NotImplementedError(f"{type(self).__qualname__} must define should_stop")
@@ -80,8 +92,10 @@ class EarlyStopping(StoppingRule):
     `save_best_metric` to the same metric.
 
     Attributes:
-      metric: Metric as `DATASET/METRIC`, such as `heldout/loss`.
-      patience: Number of evaluations in a row without improvement that end the run.
+      metric: Metric as `DATASET/METRIC`, such as `heldout/loss`; `train_step/METRIC` for a metric
+        of each training step.
+      patience: Number of evaluations in a row without improvement that end the run; of training
+        steps for `train_step/METRIC`.
       min_delta: Smallest difference to the best value that counts as an improvement.
       mode: `min` if a lower value is better, `max` if a higher one is.
 
@@ -107,7 +121,7 @@ class EarlyStopping(StoppingRule):
 
     def check(self, datasets: Iterable[str]) -> None:
         """Raise `UsageError` unless `metric` belongs to one of the evaluated data sets."""
-        self._datasets = tuple(datasets)
+        self._datasets = (*datasets, TRAIN_STEP)
         if program_of(self.metric, self._datasets) is None:
             metric = self.metric.rpartition("/")[2]
             raise UsageError(
@@ -117,6 +131,10 @@ class EarlyStopping(StoppingRule):
                 expected="DATASET/METRIC of a data set that is evaluated during training",
                 choices=[f"{name}/{metric}" for name in self._datasets],
             )
+
+    def asks_each_step(self) -> bool:
+        """Return whether `metric` is a metric of the training step."""
+        return self.metric.startswith(f"{TRAIN_STEP}/")
 
     def should_stop(self, metrics: Mapping[str, float], step: int) -> bool:
         """Return whether `metric` has not improved in the last `patience` evaluations.
@@ -146,7 +164,8 @@ class EarlyStopping(StoppingRule):
     def reason(self) -> str:
         """Return the best value and the number of evaluations without improvement."""
         count = self._without_improvement
-        evaluations = "evaluation" if count == 1 else "evaluations"
+        evaluations = "step" if self.asks_each_step() else "evaluation"
+        evaluations += "" if count == 1 else "s"
         if self._best is None:
             return f"{self.metric} was not a number in {count} {evaluations}"
         return (

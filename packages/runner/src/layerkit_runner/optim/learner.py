@@ -14,6 +14,7 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from flax.traverse_util import flatten_dict
 
 from layerkit.checks import check_positive, check_rates, check_regexes, require
 from layerkit.config import Configurable, instance_field
@@ -104,8 +105,12 @@ class Learner(Configurable):
         step is taken; a step with a larger or non-finite norm is skipped. None for no limit.
       ema_decay: Decay d of an exponential moving average of the trained weights, kept in float32.
         The decay at step t is min(d, (1 + t)/(10 + t)). None for no average.
+      ema_before_step: True to average the weights before each update, as Pax does: the average
+        then lags by one step. False averages the updated weights, as Optax and PyTorch do.
       grad_norm_summary: True to report `learning/applied_grad_norm`, the norm of the updates,
         which takes another pass over the weights.
+      grad_norm_individual_vars: True to report `per_var_grad_norm/PATH`, the norm of the gradient
+        of each trained weight before clipping.
       trainable: Regular expressions of the weights to train, such as `.*/lora_[ab]`; each has to
         match the whole path of at least one weight. None trains all but `frozen`.
       frozen: Regular expressions of weights that keep their values, without gradient, optimizer
@@ -126,7 +131,9 @@ class Learner(Configurable):
     skip_nonfinite_gradients: bool = True
     skip_step_gradient_norm_value: float | None = None
     ema_decay: float | None = None
+    ema_before_step: bool = False
     grad_norm_summary: bool = True
+    grad_norm_individual_vars: bool = False
     trainable: Sequence[str] | None = None
     frozen: Sequence[str] = ()
 
@@ -140,6 +147,9 @@ class Learner(Configurable):
             ema_decay=self.ema_decay,
         )
         check_rates("Learner", ema_decay=self.ema_decay)
+        is_used = self.ema_decay is not None or not self.ema_before_step
+        expected = "False unless ema_decay is set, such as to 0.9999"
+        require(is_used, "Learner", "ema_before_step", self.ema_before_step, expected)
         is_one_clip = self.clip_global_norm is None or self.clip_per_tensor_norm is None
         expected = f"None, because clip_global_norm={self.clip_global_norm} is set"
         require(is_one_clip, "Learner", "clip_per_tensor_norm", self.clip_per_tensor_norm, expected)
@@ -248,6 +258,9 @@ class Learner(Configurable):
             "learning/raw_grad_norm": norm,
             "learning/is_valid_step": is_valid.astype(jnp.float32),
         }
+        if self.grad_norm_individual_vars:
+            norms = {path: global_norm(leaf) for path, leaf in flatten_dict(grads).items()}
+            scalars |= {f"per_var_grad_norm/{'/'.join(path)}": n for path, n in norms.items()}
         raw_grads = grads
         grads, clipping = self._clip(grads, norm, stacks)
         trained = self.trained_weights.select(params)
@@ -256,7 +269,7 @@ class Learner(Configurable):
             grads, opt_state, trained, stacks, raw_grads=raw_grads, loss=loss
         )
         new_trained = optax.apply_updates(trained, updates)
-        new_ema = self._average(ema, new_trained, step)
+        new_ema = self._average(ema, trained if self.ema_before_step else new_trained, step)
         if self.grad_norm_summary:
             scalars["learning/applied_grad_norm"] = global_norm(updates)
         if self.skips_steps:

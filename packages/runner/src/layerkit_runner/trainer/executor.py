@@ -21,7 +21,7 @@ from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import NonFiniteError, UsageError
 from layerkit_runner.observers import DECODE_PREFIX, Goodput, Observer, Throughput
 from layerkit_runner.observers.step_profiler import StepProfiler
-from layerkit_runner.optim.early_stopping import EarlyStop, by_path, program_of
+from layerkit_runner.optim.early_stopping import TRAIN_STEP, EarlyStop, by_path, program_of
 from layerkit_runner.trainer.base import BaseProgram
 from layerkit_runner.trainer.skipped_steps import SKIPPED_STEPS
 from layerkit_runner.trainer.train import TrainPrograms
@@ -56,7 +56,8 @@ class Executor:
       goodput: Wall-clock accounting by phase.
       exit_after_ondemand_checkpoint: True to end the run after a checkpoint saved on SIGUSR1.
       profiler: Active profiler of steps; None captures nothing.
-      early_stop: Rule that is asked after each step with an evaluation; None for no such rule.
+      early_stop: Rule that is asked after each step with an evaluation or, if it asks for that,
+        after each step; None for no such rule.
       decode_interval_steps: Steps between two decodings; None for the setting of `train`.
       after_first_step: Called once, after the first step of this process; None for nothing.
     """
@@ -152,6 +153,9 @@ class Executor:
         interval = self.decode_interval_steps or self.train.decode_interval_steps
         decodes = due_programs(self.decode_programs, step, interval)
         metrics: dict[str, float] = {}
+        if self.early_stop is not None and self.early_stop.rule.asks_each_step():
+            self.train_programs.drain()
+            metrics |= by_path({TRAIN_STEP: self.train_programs.last_metrics()})
         if evals:
             metrics |= by_path(self.evaluate(state, step, evals))
         if decodes:
@@ -193,10 +197,12 @@ class Executor:
     ) -> dict[str, list[dict[str, Any]]]:
         """Run decode programs (None: all of them); return the records by program.
 
-        Before `decode_start_after_n_steps`, return an empty dict and run none.
+        Before `decode_start_after_n_steps`, return an empty dict and run none, except at the last
+        step of training.
         """
         programs = self.decode_programs if programs is None else programs
-        if step < self.train.decode_start_after_n_steps or not programs:
+        first = min(self.train.decode_start_after_n_steps, self.train.num_train_steps)
+        if step < first or not programs:
             return {}
         self.train_programs.drain()
         with self._paused_phase("decode"):

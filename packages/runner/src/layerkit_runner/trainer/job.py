@@ -121,6 +121,7 @@ class Job:
                 policy=policy,
                 state_format=StateFormat.MSGPACK if is_one_file else StateFormat.TENSORSTORE,
                 async_timeout_secs=self.options.async_timeout_secs,
+                todelete_subdir=self.options.checkpoint_todelete_subdir,
                 read_only=read_only,
                 report=self.observers.message,
                 on_commit=None

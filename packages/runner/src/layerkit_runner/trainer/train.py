@@ -170,6 +170,7 @@ class TrainProgram:
         self._since_summary = OverBatches()
         self._pending: collections.deque[_StartedStep] = collections.deque()
         self._last_step: int | None = None
+        self._reported: Mapping[str, Any] = {}
 
     def start_step(
         self,
@@ -244,6 +245,7 @@ class TrainProgram:
         progress(f"reporting step {step}")
         self._reports.throughput.completed(step, self._reports.work)
         observers.progress(step)
+        self._reported = dict(metrics)
         own = {name: metrics.pop(name) for name in self._compiled.task.own_metrics}
         is_valid = bool(scalars[IS_VALID])
         if is_valid:
@@ -259,6 +261,12 @@ class TrainProgram:
             found, images = for_observers(jax.device_get(layers))
             observers.histograms(step, found)
             observers.images(step, images)
+
+    def last_metrics(self) -> dict[str, float]:
+        """Return the metrics of the model in the step that was reported last."""
+        own = self._compiled.task.own_metrics
+        reported = {name: x for name, x in self._reported.items() if name not in own}
+        return {name: float(x.value) for name, x in jax.device_get(reported).items()}
 
     def _next_batch(
         self, step: int, is_idle: Callable[[], bool], signals: StopSignals | None
@@ -375,7 +383,7 @@ class TrainPrograms:
         self._max_inflight_steps = max_inflight_steps
         # The program of each step that is not reported yet.
         self._started: collections.deque[TrainProgram] = collections.deque()
-        self._has_reported = False
+        self._last: TrainProgram | None = None
 
     def run_step(
         self, state: TrainState, step: int, signals: StopSignals | None = None
@@ -389,7 +397,7 @@ class TrainPrograms:
         for later in range(step + 1, step + 1 + _STEPS_AHEAD):
             self.inputs.inputs[self.inputs.index_of_step(later)].feed.fill()
         # Do not start a second step before the first is reported, so that its loss appears at once.
-        limit = self._max_inflight_steps if self._has_reported else 0
+        limit = self._max_inflight_steps if self._last is not None else 0
         while len(self._started) > limit:
             self._report_oldest()
         return state
@@ -398,6 +406,10 @@ class TrainPrograms:
         """Wait for all started steps and report them."""
         while self._started:
             self._report_oldest()
+
+    def last_metrics(self) -> dict[str, float]:
+        """Return the metrics of the model in the step that was reported last."""
+        return {} if self._last is None else self._last.last_metrics()
 
     def stored_state(self, state: TrainState) -> TrainState:
         """Return a state in the form that checkpoints store; see `TrainProgram.stored_state`."""
@@ -408,5 +420,5 @@ class TrainPrograms:
         return {each.key: each.feed.state() for each in self.inputs.inputs}
 
     def _report_oldest(self) -> None:
-        self._started.popleft().report_oldest(self.skipped)
-        self._has_reported = True
+        self._last = self._started.popleft()
+        self._last.report_oldest(self.skipped)

@@ -42,6 +42,7 @@ from layerkit_runner.training.layer_summaries import (
     array_summaries,
     scalars_and_marks,
 )
+from layerkit_runner.training.loss_aggregators import LossAggregator
 from layerkit_runner.training.metrics import StepContext
 from layerkit_runner.training.task_metrics import named_metrics, of_examples, of_step
 from layerkit_runner.training.train_hparams import TrainHParams
@@ -61,6 +62,8 @@ class SingleTask(Configurable):
       loss_name: Name of the metric that is the loss.
       loss_weights: Factors of the metrics whose sum is the loss, by name. The sum is reported as
         `loss_name`, with the weight of the first metric. None for the metric `loss_name` itself.
+      loss_aggregator: Config of a `LossAggregator`, which gives the loss in place of
+        `loss_weights`; None for none. A single metric with the factor 1 becomes `loss_name`.
       vn: Config of a `VariationalNoise`; None for none.
       metrics: Configs of metrics in addition to those of the model, by name; see
         `training.task_metrics`.
@@ -80,6 +83,7 @@ class SingleTask(Configurable):
     train: Annotated[Any, TrainHParams] = instance_field(TrainHParams)
     loss_name: str = "loss"
     loss_weights: Mapping[str, float] | None = None
+    loss_aggregator: Annotated[Any, LossAggregator | None] = instance_field(None)
     vn: Annotated[Any, VariationalNoise | None] = instance_field(None)
     metrics: Mapping[str, Any] | None = None
     summary_verbosity: int = DEFAULT_VERBOSITY
@@ -90,6 +94,12 @@ class SingleTask(Configurable):
         """Check the fields."""
         self._stacks: Stacks | None = None
         check_integers("task", minimum=0, summary_verbosity=self.summary_verbosity)
+        if self.loss_aggregator is not None:
+            expected = "None, because loss_aggregator is set"
+            require(self.loss_weights is None, "task", "loss_weights", self.loss_weights, expected)
+            self.loss_weights = dict(self.loss_aggregator.terms())
+            if [*self.loss_weights.values()] == [1.0]:
+                (self.loss_name,), self.loss_weights = self.loss_weights, None
         for name, factor in (self.loss_weights or {}).items():
             number = concrete_number(factor)
             is_finite = number is not None and math.isfinite(number)

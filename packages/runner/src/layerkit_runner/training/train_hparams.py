@@ -49,7 +49,8 @@ class TrainHParams(Configurable):
       eval_skip_train: True if evaluations leave out the training data; False also evaluates the
         next training batch, under the name `train`.
       decode_interval_steps: Number of steps between two decodings; None decodes at the end only.
-      decode_start_after_n_steps: Number of steps before the first decoding.
+      decode_start_after_n_steps: Number of steps before the first decoding. The last step is
+        decoded even if it comes earlier.
       save_interval_steps: Number of steps between two checkpoints.
       save_max_to_keep: Number of newest checkpoints to keep; None keeps all.
       save_keep_interval_hours: Number of hours between two checkpoints that are kept permanently;
