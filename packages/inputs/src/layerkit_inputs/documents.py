@@ -146,7 +146,7 @@ class Documents:
         )
 
     def read(self, begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """Return concatenated stretches of ids. Adjacent stretches are read at once.
+        """Return concatenated stretches of ids. Adjacent stretches are read together.
 
         Args:
           begins: Position of each stretch in `ids`, int64 `[stretches]`.

@@ -1,9 +1,9 @@
 """Padding for evaluation, so that every host makes the same number of batches.
 
-The rows of an epoch are rarely a multiple of hosts and batch size, and a host that stops early
-leaves the others waiting in a collective. So the last batches are filled with rows of weight 0 and
-provenance -1. Pure functions compute the number of batches from the counts of rows. A caller that
-does not know the counts of other hosts passes a function that exchanges them.
+The number of rows of an epoch is rarely a multiple of hosts × batch size, and a host that stops
+early leaves the others waiting in a collective. So the last batches are filled with rows of weight
+0 and provenance -1. Readers that know their number of rows use `agreed_num_batches`; others
+exchange their batch shapes in `end_together`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from layerkit.nested_map import NestedMap
 AllGather = Callable[[Any], Sequence[Any]]
 """A function from a JSON value of this host to those of all hosts, in order."""
 
-# Values of padded rows by the last part of the field's path. Other fields, such as weights, are 0.
+# Values in padded rows, by field name at any depth. Other fields, such as weights, are 0.
 PADDING_VALUES = {"provenance": -1, "paddings": 1}
 
 
@@ -124,17 +124,17 @@ def end_together(batches: Iterable[NestedMap], all_gather: AllGather) -> Iterato
     while True:
         batch = next(own, None)
         specs = all_gather(None if batch is None else _describe(batch))
-        having = [host for host, spec in enumerate(specs) if spec is not None]
-        if not having:
+        active = [host for host, spec in enumerate(specs) if spec is not None]
+        if not active:
             return
-        first = specs[having[0]]
-        for host in having[1:]:
+        first = specs[active[0]]
+        for host in active[1:]:
             if specs[host] != first:
                 raise ConfigError(
                     "hosts have batches of different shapes",
                     field=f"batch of host {host}",
                     value=specs[host],
-                    expected=f"{first}, as on host {having[0]}",
+                    expected=f"{first}, as on host {active[0]}",
                 )
         if batch is not None:
             yield mark_rows(batch, 0)

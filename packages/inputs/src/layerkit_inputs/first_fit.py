@@ -99,7 +99,7 @@ def plan_packing(
       lengths: int `[documents]`, or `[documents, features]` if a document has several sequences
         that are packed side by side, such as inputs and targets. Documents of length 0 are skipped.
       row_length: Positions of a row, or the positions of each feature.
-      open_rows: Maximum number of rows that wait for documents. A larger number wastes less space.
+      open_rows: Maximum number of open rows. A larger number wastes less space.
 
     Raises:
       ConfigError: A document is longer than a row. `cut_documents` cuts documents into pieces.

@@ -7,9 +7,8 @@
     runner --list                                              every experiment
     runner --help                                              flags, by groups
 
-A wrong flag or experiment is reported before JAX is imported, a wrong field once its experiment is
-imported, a wrong path once the configuration is made, before any device is used. Nothing is
-written.
+Errors are reported as early as possible, and before anything is written: wrong flags and unknown
+experiments before JAX is imported, wrong fields and paths before a device is used.
 
 Tools, such as `--mode=plan` and `runner launch`, are found by the entry-point group
 `layerkit.commands`; see `config.commands`.
@@ -41,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line.
 
     Args:
-      arguments: Words after the program's name; None takes those of this process.
+      arguments: Words after the program's name; None for those of this process.
 
     Returns:
       The exit code.
@@ -62,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # A connection to another machine may break as well, which is a fault of the run.
+        # Another pipe, such as a connection to another machine, is an error of the run.
         if not _stdout_is_broken():
             raise
         # The interpreter would flush to the broken pipe again when it exits.
@@ -100,14 +99,13 @@ def _run(words: Sequence[str]) -> int:
     if flags.given.get("print_config"):
         from layerkit_runner.config.config_text import printed_config
 
-        # Inspection is no run, whose flags a reader would need.
+        # The flags of a run do not apply to --mode=inspect.
         options = None if flags.mode == "inspect" else flags.options
         as_json = flags.options.json
         return _print(printed_config(resolved, options, mode=flags.mode, as_json=as_json))
     from layerkit_runner.observers.library_logs import configure_library_logs
 
     configure_library_logs(flags.options)
-    # The experiment has imported the modules that this import needs.
     from layerkit_runner.config.field_paths import naming_flags
 
     with naming_flags(resolved):
@@ -134,10 +132,10 @@ def _asks_for_help(words: Sequence[str]) -> bool:
 def _with_recorded_experiment(flags: ParsedFlags) -> ParsedFlags:
     if flags.exp is not None:
         return flags
-    # A command that names its experiment need not import the reader of a record.
+    # Imported late, because commands with --exp do not need it.
     from layerkit_runner.config.recorded import with_recorded_experiment
 
-    # Standard output is for what was requested, such as JSON.
+    # Standard output is reserved for requested output, such as JSON.
     return with_recorded_experiment(flags, lambda line: print(f"runner: {line}", file=sys.stderr))
 
 
@@ -147,7 +145,7 @@ def _resolve(flags: ParsedFlags) -> ResolvedExperiment:
 
     # A misspelled experiment is reported before anything that takes time is imported.
     find_experiment(flags.exp or "")
-    # A configuration that is only printed needs no other processes.
+    # Printing a configuration needs no other processes.
     if flags.mode in MODES and not flags.only_prints:
         from layerkit_runner.distributed.removed_flags import check_removed_flags
 
@@ -182,7 +180,7 @@ def _listing(flags: ParsedFlags) -> str:
 
 
 def _add_current_folder() -> None:
-    """Add the current folder to the places to import from: last, so that it hides nothing."""
+    """Append the current folder to `sys.path`: last, so that it shadows no installed package."""
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
 
@@ -193,7 +191,7 @@ def _print(text: str) -> int:
 
 
 def _is_run(words: Sequence[str]) -> bool:
-    """Return whether the command line starts a job, which is not complete once it has printed."""
+    """Return whether the command line starts a job, rather than printing something."""
     if _command(words) is not None or _asks_for_help(words):
         return False
     flags = parse_flags(words)

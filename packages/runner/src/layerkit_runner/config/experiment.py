@@ -9,10 +9,9 @@
         def task(self): ...        # a Config, made from self.NUM_LAYERS, self.MODEL_DIMS, …
         def datasets(self): ...    # Configs of inputs
 
-A new field needs an annotation; a subclass assigns an inherited one without. Assigning a name that
-is not declared is an error when the class is made. Fields can be overridden for one instance,
-`MyLm(NUM_LAYERS=2)`, before any method is called. Plain classes with annotated fields can be mixed
-in.
+A new field needs an annotation; a subclass assigns an inherited field without one. Assigning an
+undeclared name is an error when the class is defined. `MyLm(NUM_LAYERS=2)` overrides fields for one
+instance. Plain classes with annotated fields can be mixed in.
 """
 
 from __future__ import annotations
@@ -53,14 +52,14 @@ class BaseExperiment:
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {}
     """Values that `--reduced` sets so that the experiment trains on this machine in a minute,
-    without a download. Each base and mix-in has those of its own fields; see `reduced_values`."""
+    without a download. Each class lists its own fields; `reduced_values` merges all bases."""
 
     trained_by: ClassVar[type[BaseExperiment] | None] = None
-    """The experiment that trains the model of one that only evaluates; errors name it."""
+    """The experiment that trains the model of an experiment that only evaluates; errors name it."""
 
     tags: ClassVar[tuple[str, ...]] = ()
-    """Words that `runner --list --tag=NAME` filters by, such as `moe`. An experiment has those of
-    all its bases and mix-ins."""
+    """Words that `runner --list --tag=NAME` filters by, such as `moe`, in addition to the tags of
+    all base classes."""
 
     def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
         """Check the fields and methods of a new class."""
@@ -122,46 +121,46 @@ class BaseExperiment:
         return []
 
     def train_programs(self) -> list[Config] | None:
-        """Return configs of `TrainProgram`, or of a class derived from it, round robin.
+        """Return configs of `TrainProgram`, or of a class derived from it, which alternate.
 
         `[Config(TrainProgram, dataset="web", steps=3), Config(TrainProgram, dataset="code")]`
-        trains three steps on one of `datasets()`, then one on another, round robin. None, the
-        default, trains on the only one with `is_training=True`.
+        repeats three steps on the data set "web" and one on "code". None, the default, trains on
+        the only data set with `is_training=True`.
         """
         return None
 
     def eval_programs(self) -> list[Config] | None:
         """Return configs of `EvalProgram`, or of another `BaseProgram`.
 
-        `Config(EvalProgram, dataset="heldout", interval_steps=50)`, where `dataset` names a
-        held-out one of `datasets()`. None, the default, evaluates each of them.
+        `Config(EvalProgram, dataset="heldout", interval_steps=50)` evaluates one of `datasets()`.
+        None, the default, evaluates all with `is_training=False`.
         """
         return None
 
     def decode_programs(self) -> list[Config] | None:
         """Return configs of `DecodeProgram`, or of another `BaseProgram`.
 
-        `dataset` of each names one of `decode_datasets()`. None, the default, decodes them all.
+        Each names a `dataset` of `decode_datasets()`. None, the default, decodes all of these.
         """
         return None
 
     def executor(self) -> Config | None:
         """Return the config of a class derived from `layerkit_runner.trainer.executor.Executor`.
 
-        The job sets the fields of `Executor`; a derived class may have others. None, the default,
-        is `Executor` itself.
+        The job sets the fields of `Executor`; a derived class may add fields. None, the default,
+        means `Executor`.
         """
         return None
 
     def observers(self) -> list[Config]:
         """Return configs of observers (`layerkit_runner.observers.Observer`); none by default.
 
-        They run beside the built-in ones, on threads of their own; see docs/observing.md.
+        Each runs on its own thread, in addition to the built-in observers; see docs/observing.md.
         """
         return []
 
     def partitioner(self) -> Config:
-        """Return a config of the partitioner; by default devices share the rows of each batch."""
+        """Return a config of the partitioner; by default data parallel over all devices."""
         # Partitioning imports JAX, which defining or inspecting an experiment must not do.
         from layerkit_runner.partitioning import SpmdPartitioner
 
@@ -182,16 +181,16 @@ class BaseExperiment:
     def unset_variables(self) -> dict[str, str]:
         """Return the environment variables that the inputs read because a field is None.
 
-        The value of each is a text: the consequence of the variable being unset, and the flag that
-        sets the field. `runner launch` reports the variables that the launched run lacks.
+        The value states what happens if the variable is unset, and the flag that sets the field.
+        `runner launch` reports the variables that the launched run lacks.
         """
         return {}
 
     def validate(self) -> None:
-        """Check the fields against each other, after overrides and before anything is made.
+        """Check the fields against each other, after overrides and before `task()` is called.
 
         Raises:
-          ValueError: Fields do not fit together. The command line shows this error, an OSError or a
+          ValueError: Fields contradict each other. The command line shows this error, OSError and
             MissingExtraError without a traceback.
         """
 
@@ -242,15 +241,15 @@ def reduced_overrides(experiment: BaseExperiment) -> set[str]:
 
 
 def is_set_before(experiment: BaseExperiment, name: str, other: str) -> bool:
-    """Return whether a field has an older value than another one, which was changed after it.
+    """Return whether a field was last set before another field.
 
     Values are set in this order, each replacing the one before: by the bases, by the class itself,
     by `--reduced`, and by the arguments of the constructor, such as the flag `--fdl.NAME`.
 
     Args:
       experiment: The experiment.
-      name: Name of the field that may be older.
-      other: Name of the field to compare with.
+      name: Name of the field that may have been set first.
+      other: Name of the other field.
     """
     return _order_of_setting(experiment, name) < _order_of_setting(experiment, other)
 
@@ -307,7 +306,7 @@ def _check_methods(cls: type) -> None:
         if name not in hooks and _is_hook_like(base, name)
         for hook in difflib.get_close_matches(name, hooks, n=1, cutoff=_MIN_SIMILARITY)
     }
-    # A class that defines the hook as well means both names.
+    # A class that defines both the hook and the similar name intends both.
     meant = {name for (base, name), hook in near.items() if hook in vars(base)}
     for (base, name), hook in near.items():
         if name not in meant:

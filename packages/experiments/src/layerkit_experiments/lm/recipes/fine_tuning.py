@@ -20,8 +20,8 @@ class InitialWeights:
     tags: ClassVar[tuple[str, ...]] = ("fine_tune",)
 
     INIT_FROM: str | None = None
-    """Hugging Face folder, job folder or checkpoints, read when training starts. None draws all
-    weights, for trials. `--init_from` overrides it."""
+    """Hugging Face folder, job folder or checkpoint, read when training starts. None: random
+    weights. `--init_from` takes precedence."""
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {"INIT_FROM": None}
 
@@ -42,9 +42,9 @@ class InitialWeights:
 
 
 class Lora:
-    """Training of low-rank adapters only (Hu et al., 2021; arXiv:2106.09685); the first base class.
+    """Training of low-rank adapters only (Hu et al., 2021; arXiv:2106.09685).
 
-    `--mode=export` merges the adapters into the weights.
+    It must be the first base class. `--mode=export` merges the adapters into the weights.
     """
 
     tags: ClassVar[tuple[str, ...]] = ("lora",)

@@ -2,7 +2,7 @@
 
 Each bound is the work of a device divided by its peak rate (the roofline model: Williams, Waterman
 and Patterson, 2009). docs/planning.md has a table of what is counted and what is assumed. The time
-is reported with all communication hidden behind arithmetic, and with none.
+is reported for full overlap of communication with compute, and for no overlap.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class DeviceWork:
     """The work of one device in a step.
 
     Attributes:
-      flops: FLOPs of all products, repeated ones included.
-      memory_bytes: Bytes read from its memory and written to it.
+      flops: FLOPs of all matrix products, including rematerialized ones.
+      memory_bytes: Bytes read from device memory and written to it.
       fast_bytes: Bytes sent within the slice or node.
       slow_bytes: Bytes sent to other slices or nodes.
     """
@@ -41,18 +41,18 @@ class DeviceWork:
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """Lower bounds of a step; None if a figure of the device is unknown.
+    """Lower bounds of the time of a step. Times that need an unknown rate are None.
 
     Attributes:
       fast_network_seconds: Time of sending within a slice or node.
       slow_network_seconds: Time of sending to other slices or nodes.
       limited_by: Name of the longest time: `compute`, `memory`, `fast network` or `slow network`.
-      step_seconds: Time with all communication hidden: the longest of the four.
-      step_seconds_no_overlap: Time with no communication hidden: the longer of compute and memory,
-        plus both networks.
+      step_seconds: Time with full overlap: the longest of the four.
+      step_seconds_no_overlap: Time with no overlap: the longer of compute and memory, plus both
+        networks.
       mfu: Model FLOPs utilization at `step_seconds`, a fraction.
       mfu_no_overlap: Model FLOPs utilization at `step_seconds_no_overlap`.
-      unknown: Figures of the device that were needed and are unknown.
+      unknown: Rates of the device that are needed but unknown.
     """
 
     work: DeviceWork
@@ -76,7 +76,7 @@ def device_work(memory: Memory, collectives: Iterable[Traffic], *, flops: float)
     Args:
       memory: Memory of the step on a device.
       collectives: Traffic of each device.
-      flops: FLOPs of all products on a device, repeated ones included.
+      flops: FLOPs of all matrix products on a device, including rematerialized ones.
     """
     # State and batch are read once, and weights twice more, by both passes. Temporaries and
     # received data are written and read once.
@@ -100,7 +100,7 @@ def step_bounds(
     Args:
       work: Work of each device.
       device: Peak rates of a device.
-      model_flops_per_device: FLOPs without repeated ones, which utilization counts.
+      model_flops_per_device: FLOPs without rematerialization, which MFU counts.
       tokens: Tokens of the global batch; None if it has none.
     """
     resources = {
@@ -109,13 +109,12 @@ def step_bounds(
         "fast network": (work.fast_bytes, device.fast_bandwidth, "bandwidth within a slice"),
         "slow network": (work.slow_bytes, device.slow_bandwidth, "bandwidth between slices"),
     }
-    # No work takes no time, even at an unknown rate.
     seconds = {
         name: 0.0 if amount == 0 else None if rate is None else amount / rate
         for name, (amount, rate, _) in resources.items()
     }
     known = {name: each for name, each in seconds.items() if each is not None}
-    # The step time needs the rate of arithmetic. Without that of a network it remains a bound.
+    # Leaving out a network of unknown rate keeps the step time a lower bound.
     step = no_overlap = limited_by = None
     if seconds["compute"] is not None:
         limited_by = max(known, key=lambda name: known[name])

@@ -32,7 +32,7 @@ Value = None | bool | int | float | str
 # Types that Optuna can store. Other choices, such as a list, are stored as their text.
 _PLAIN = (type(None), bool, int, float, str)
 
-# Options of Optuna's samplers and pruners, with their types. Steps are training steps.
+# Supported options of Optuna's samplers and pruners, and their types. Steps are training steps.
 SAMPLERS: dict[str, dict[str, type]] = {
     "tpe": {"seed": int, "n_startup_trials": int, "multivariate": bool},
     "random": {"seed": int},
@@ -60,8 +60,8 @@ class Range:
     Attributes:
       low: Smallest value.
       high: Largest value.
-      log: True to draw the logarithm uniformly.
-      step: Distance of values; None for every integer or float.
+      log: True to sample the logarithm uniformly.
+      step: Difference of consecutive values; None for every integer or float.
     """
 
     low: int | float
@@ -123,7 +123,7 @@ Parameter = Range | Choices
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A sampler or pruner with its options of Optuna."""
+    """The name of a sampler or pruner, and options to pass to Optuna."""
 
     name: str
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -166,7 +166,7 @@ def check_fields(
     fixed: Iterable[Override],
     annotations: Mapping[str, str | None] | None,
 ) -> None:
-    """Check the search space against the fields of an experiment; of deep paths, only the root.
+    """Check the search space against an experiment; of a deep path, only the first field.
 
     Args:
       study: Study file.
