@@ -96,12 +96,21 @@ def test_by_default_each_evaluation_is_one_epoch():
     assert ids_of(second) == ids_of(first)
 
 
-def test_one_epoch_ignores_eval_loop_num_batches_and_a_stale_peek():
-    source = Counting(batch_size=2, reset_for_eval=True, eval_loop_num_batches=3)
+def test_one_epoch_ignores_a_stale_peek():
+    source = Counting(batch_size=2, reset_for_eval=True)
     source.get_next()
     source.peek()
     assert ids_of(source.eval_batches())[:2] == [[0, 1], [2, 3]]
     assert len(list(source.eval_batches())) == 7
+
+
+def test_reset_evaluations_read_the_same_first_batches_each_time():
+    source = Counting(batch_size=2, reset_for_eval=True, eval_loop_num_batches=3)
+    assert not source.endless
+    for _ in range(2):
+        assert ids_of(source.eval_batches()) == [[0, 1], [2, 3], [4, 5]]
+    longer = Counting(batch_size=2, num_rows=4, reset_for_eval=True, eval_loop_num_batches=3)
+    assert ids_of(longer.eval_batches()) == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize("fields", [{"repeat": True}, {"reset_for_eval": False}, {}])

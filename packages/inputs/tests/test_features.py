@@ -144,11 +144,14 @@ def test_inputs_that_ended_before_a_piece_are_not_marked_in_it():
     assert batch.weights.tolist() == [[0, 1, 0], [1, 1, 0]]
 
 
-def test_negative_ids_count_for_no_loss_where_that_is_asked_for():
-    batch = lm_features(None, [[-5, 6, -7, 8]], length=5, negative_ids_have_no_weight=True)
+@pytest.mark.parametrize(
+    ("negative_ids", "weights"), [("no_weight", [0, 1, 0, 1, 0]), ("weight", [1, 1, 1, 1, 0])]
+)
+def test_negative_ids_are_absolute_values_with_the_weight_asked_for(negative_ids, weights):
+    batch = lm_features(None, [[-5, 6, -7, 8]], length=5, negative_ids=negative_ids)
     assert batch.labels.tolist() == [[5, 6, 7, 8, 0]]
     assert batch.ids.tolist() == [[0, 5, 6, 7, 8]]
-    assert batch.weights.tolist() == [[0, 1, 0, 1, 0]]
+    assert batch.weights.tolist() == [weights]
     assert batch.paddings.tolist() == [[0, 0, 0, 0, 1]]
 
 

@@ -53,6 +53,9 @@ if TYPE_CHECKING:
     from layerkit_inputs.number_words import NumberWords as NumberWords
     from layerkit_inputs.packing import pack_documents as pack_documents
     from layerkit_inputs.prefetch import Prefetch as Prefetch
+    from layerkit_inputs.seqio_adaptor.eval_inputs import (
+        get_eval_hparams_for_seqio as get_eval_hparams_for_seqio,
+    )
     from layerkit_inputs.seqio_adaptor.input import SeqIOInput as SeqIOInput
     from layerkit_inputs.specs import ArraySpec as ArraySpec
     from layerkit_inputs.specs import batch_specs as batch_specs
@@ -116,6 +119,7 @@ _MODULE_OF = {
     "check_batch": "specs",
     "cut_documents": "first_fit",
     "encoder_decoder_features": "features",
+    "get_eval_hparams_for_seqio": "seqio_adaptor.eval_inputs",
     "lm_features": "features",
     "pack_documents": "packing",
     "plan_feeds": "feeds",

@@ -134,7 +134,7 @@ class BaseInput(Configurable):
 
     | reset_for_eval | repeat | an evaluation reads |
     |---|---|---|
-    | True | False | one whole epoch, from the start; `eval_loop_num_batches` is ignored |
+    | True | False | one whole epoch, or its first `eval_loop_num_batches` batches if set |
     | False | True | the next `eval_loop_num_batches` batches of an endless stream |
 
     Training inputs are endless.
@@ -157,7 +157,7 @@ class BaseInput(Configurable):
     repeat: bool | None = None
     """Whether to restart at the end of the data. None: derived from the other fields."""
     eval_loop_num_batches: int | None = None
-    """Number of batches of one evaluation of an endless stream."""
+    """Number of batches of one evaluation, at most. None: all batches of an epoch."""
     input_random_seed: int | None = None
     """Seed of order and contents. None: 0, since a resumed run continues and repeats no batch."""
     batch_padding_size: int = 0
@@ -291,7 +291,7 @@ class BaseInput(Configurable):
         }
 
     def eval_batches(self, all_gather: AllGather | None = None) -> Iterator[NestedMap]:
-        """Return the padded batches of an epoch, or the next `eval_loop_num_batches` of a stream.
+        """Return the padded batches of one evaluation; see the table of the class.
 
         Args:
           all_gather: Function from a JSON value of this host to those of all hosts, in order. If
@@ -310,7 +310,7 @@ class BaseInput(Configurable):
         return end_together(batches, all_gather)
 
     def _eval_batches_of_this_host(self) -> Iterator[NestedMap]:
-        most = None if self.reset_for_eval else self.eval_loop_num_batches
+        most = self.eval_loop_num_batches
         for _ in itertools.count() if most is None else range(most):
             try:
                 batch = self.get_next_padded()

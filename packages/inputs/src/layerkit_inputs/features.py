@@ -13,7 +13,7 @@ never by an id, so id 0 may be a real token.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,10 @@ from layerkit.nested_map import NestedMap
 
 Tokens = Sequence[int] | np.ndarray
 """Token ids of one example, `[tokens]`."""
+
+
+NegativeIds = Literal["error", "no_weight", "weight"]
+"""Meaning of negative ids: an error, or absolute values with weight 0 or with their weight."""
 
 
 class Segment(NamedTuple):
@@ -61,7 +65,7 @@ def lm_features(
     pad_id: int = 0,
     first_ids: Sequence[int] | None = None,
     weights_on_targets_only: bool = False,
-    negative_ids_have_no_weight: bool = False,
+    negative_ids: NegativeIds = "error",
 ) -> NestedMap:
     """Return rows for a decoder-only model, with inputs and targets as one sequence.
 
@@ -83,8 +87,8 @@ def lm_features(
         of a document. None: `bos_id`.
       weights_on_targets_only: Whether inputs have weight 0, for example to score continuations
         (LAMBADA).
-      negative_ids_have_no_weight: Whether a negative id denotes its absolute value with weight 0,
-        as in some data sets of Pax. Otherwise a negative id is an error.
+      negative_ids: Meaning of negative ids. With `no_weight` a negative id stands for its absolute
+        value without loss, as in Praxis' `LanguageModelFeatures`.
 
     Returns:
       `ids`, `labels`, `segment_ids`, `segment_pos` int32 `[rows, length]`, `weights`, `paddings`
@@ -101,7 +105,7 @@ def lm_features(
     else:
         has_inputs = True
         _check_counts(inputs, targets)
-    may_be_negative = negative_ids_have_no_weight
+    may_be_negative = negative_ids != "error"
     segments = []
     for number, (before, after) in enumerate(zip(inputs, targets, strict=True)):
         where = f"example {number}"
@@ -118,10 +122,22 @@ def lm_features(
     )
     if rows is None:
         batch.ids[:, 1:] = batch.labels[:, :-1]
-    if negative_ids_have_no_weight:
-        batch.weights[batch.labels < 0] = 0
-        batch.ids, batch.labels = np.abs(batch.ids), np.abs(batch.labels)
+    drop_signs(batch, negative_ids)
     return batch
+
+
+def drop_signs(batch: NestedMap, negative_ids: NegativeIds) -> None:
+    """Replace negative `ids` and `labels` of a batch by their absolute values, in place.
+
+    Args:
+      batch: Arrays of `lm_features`.
+      negative_ids: `no_weight` to set the weights of negative labels to 0.
+    """
+    is_negative = batch.labels < 0
+    if is_negative.any():
+        if negative_ids == "no_weight":
+            batch.weights[is_negative] = 0
+        batch.ids, batch.labels = np.abs(batch.ids), np.abs(batch.labels)
 
 
 def segment_features(

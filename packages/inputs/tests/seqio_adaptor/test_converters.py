@@ -23,7 +23,7 @@ def test_first_fit_places_every_item_in_the_first_row_with_room(sizes):
             assert not (np.sum(held, axis=0) + size <= (9, 7)).all()
 
 
-_TOKENS = st.lists(st.integers(0, 9), max_size=3)
+_TOKENS = st.lists(st.integers(-9, 9), max_size=3)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -42,7 +42,9 @@ def test_vectorized_batch_equals_the_general_one(converter, features, packed, da
     most = 2 if packed else 1
     rows = data.draw(st.lists(st.lists(example, min_size=1, max_size=most), min_size=1, max_size=4))
     on_targets = data.draw(st.booleans())
-    row_format = RowFormat(converter, dict.fromkeys(features, 6), packed, on_targets, bos_id=7)
+    negative_ids = data.draw(st.sampled_from(["weight", "no_weight"]))
+    lengths = dict.fromkeys(features, 6)
+    row_format = RowFormat(converter, lengths, packed, on_targets, 7, negative_ids=negative_ids)
 
     def batch(dtype):
         return row_format.batch(
@@ -60,9 +62,22 @@ def test_vectorized_batch_equals_the_general_one(converter, features, packed, da
 
 
 def test_example_with_invalid_ids_raises_with_its_number(raises):
+    lengths = {"inputs": 6, "targets": 6}
     row_format = RowFormat(
-        "language_model", {"targets": 6}, packed=False, weights_on_targets_only=False, bos_id=0
+        "encoder_decoder", lengths, packed=False, weights_on_targets_only=False, bos_id=0
     )
     good, bad = np.array([3], np.int32), np.array([4, -5], np.int32)
     with raises(ConfigError, field="example 1, targets", value="ids from -5 to 4"):
-        row_format.batch([[{"targets": good}], [{"targets": bad}]])
+        row_format.batch([[{"inputs": good, "targets": good}], [{"inputs": good, "targets": bad}]])
+
+
+def test_example_without_an_optional_feature_raises(raises):
+    row_format = RowFormat(
+        "language_model",
+        {"targets": 6, "scores": 2},
+        packed=False,
+        weights_on_targets_only=False,
+        bos_id=0,
+    )
+    with raises(ConfigError, field="task_feature_lengths", value="scores"):
+        row_format.sizes({"targets": np.array([3], np.int32)})

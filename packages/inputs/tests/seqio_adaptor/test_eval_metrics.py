@@ -108,6 +108,16 @@ def test_rolling_evaluation_has_metrics_of_the_examples_it_read(make_text_input)
     assert source.score_metrics({1: 2.0, 2: 3.0}) == {"total_score": 5.0, "count": 2.0}
 
 
+def test_evaluation_of_the_first_batches_has_metrics_of_their_examples(make_text_input):
+    source = make_text_input(
+        ("one", "two", "three"),
+        metric_fns=[total_score],
+        reset_for_eval=True,
+        eval_loop_num_batches=1,
+    )
+    assert source.score_metrics({0: 2.0, 1: 3.0}) == {"total_score": 5.0, "count": 2.0}
+
+
 def test_metrics_do_not_disturb_the_batches(make_text_input):
     source = make_text_input(("one", "two", "three"), metric_fns=[total_score])
     source.get_next()

@@ -32,6 +32,11 @@ CONFIGURATIONS = [
     pytest.param({}, id="eval"),
     pytest.param({"is_training": True}, id="training"),
     pytest.param(
+        {"reset_for_eval": True, "eval_loop_num_batches": 2},
+        id="first batches",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
         {"eval_loop_num_batches": 2, "use_packing": True}, id="rolling", marks=pytest.mark.slow
     ),
     pytest.param(
@@ -155,6 +160,106 @@ def test_prefix_lm_has_weights_only_on_targets(make_task):
     assert prefix.inputs_indicator.tolist() == [[1, 1, 1, 0, 0, 0]]
     lambada = SeqIOInput(**given, weights_on_targets_only=True).get_next()
     np.testing.assert_array_equal(lambada.weights, prefix.weights)
+
+
+# What LanguageModelFeatures of paxml 1.4.0 makes of the two examples. With None for
+# weights_on_targets_only, the data decide: negative ids have no weight.
+@pytest.mark.parametrize(
+    ("weights_on_targets_only", "weights"),
+    [
+        (None, [[0, 1, 1, 0, 1, 0, 0, 0], [1, 0, 1, 0, 0, 0, 0, 0]]),
+        (True, [[0, 0, 1, 0, 1, 0, 0, 0], [0, 0, 1, 0, 0, 0, 0, 0]]),
+        (False, [[1, 1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0, 0]]),
+    ],
+)
+def test_negative_ids_have_the_weights_of_praxis(make_task, weights_on_targets_only, weights):
+    task = make_task(
+        [{"inputs": [-7, 8], "targets": [5, -6, 1]}, {"inputs": [9], "targets": [-4, 3]}]
+    )
+    given = {
+        "batch_size": 2,
+        "mixture_or_task": task,
+        "task_feature_lengths": {"inputs": 4, "targets": 4},
+    }
+    batch = SeqIOInput(**given, weights_on_targets_only=weights_on_targets_only).get_next()
+    assert batch.ids.tolist() == [[0, 7, 8, 5, 6, 1, 0, 0], [0, 9, 4, 3, 0, 0, 0, 0]]
+    assert batch.labels.tolist() == [[7, 8, 5, 6, 1, 0, 0, 0], [9, 4, 3, 0, 0, 0, 0, 0]]
+    assert batch.paddings.tolist() == [[0, 0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1, 1]]
+    assert batch.weights.tolist() == weights
+    prompts = SeqIOInput(**given, feature_converter="prompts").get_next()
+    assert prompts.ids.tolist() == [[0, 7, 8, 0, 0], [0, 9, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("converter", ["language_model", "encoder_decoder", "prompts"])
+def test_other_features_are_passed_through(converter, make_task, raises):
+    task = make_task(
+        [
+            {"inputs": [7, 8], "targets": [5], "domain": [3], "scores": [4, 6, 2]},
+            {"inputs": [9], "targets": [4, 3], "domain": [1], "scores": [5]},
+        ]
+    )
+    fields = {
+        "batch_size": 3,
+        "mixture_or_task": task,
+        "task_feature_lengths": {"inputs": 4, "targets": 4, "domain": 1, "scores": 2},
+        "feature_converter": converter,
+        "use_packing": False,
+    }
+    batch = SeqIOInput(**fields).get_next()
+    assert batch.domain.tolist() == [[3], [1], [0]] and batch.domain.dtype == np.int32
+    assert batch.scores.tolist() == [[4, 6], [5, 0], [0, 0]]
+    trained = SeqIOInput(**fields, is_training=True, shuffle=False).get_next()
+    assert trained.domain.tolist() == [[3], [1], [3]]
+    assert SeqIOInput.blank_batch(SeqIOInput.HParams.config(**fields), 3) is None
+    longer = SeqIOInput(**fields, trim_output_features=False, on_bad_record="skip")
+    assert longer.get_next().domain.tolist() == [[1], [0], [0]] and longer.num_skipped == 1
+    if converter != "prompts":
+        packed = {**fields, "use_packing": None, "is_training": True}
+        with raises(ConfigError, field="use_packing", value=True):
+            SeqIOInput(**packed)
+
+
+@pytest.mark.parametrize(
+    ("name", "feature", "value"),
+    [
+        ("labels", {}, "labels"),
+        ("text", {"dtype": "string"}, "string of rank 1"),
+        ("matrix", {"rank": 2}, "int32 of rank 2"),
+    ],
+)
+def test_features_that_cannot_be_passed_through_raise(raises, make_task, name, feature, value):
+    import seqio
+    import tensorflow as tf
+
+    task = make_task([{"targets": [5]}])
+    feature = {**feature, "dtype": tf.as_dtype(feature.get("dtype", "int32"))}
+    vocabulary = seqio.PassThroughVocabulary(size=9)
+    with_feature = seqio.Task(
+        "with_feature",
+        source=task.source,
+        output_features={
+            **task.output_features,
+            name: seqio.Feature(vocabulary, add_eos=False, **feature),
+        },
+    )
+    with raises(ConfigError, field=f"task_feature_lengths[{name!r}]", value=value):
+        SeqIOInput(
+            batch_size=1,
+            mixture_or_task=with_feature,
+            task_feature_lengths={"targets": 2, name: 2},
+        )
+
+
+def test_evaluation_reads_the_same_first_batches_each_time(thirteen):
+    source = SeqIOInput(
+        batch_size=2,
+        mixture_or_task=thirteen,
+        task_feature_lengths=LENGTHS,
+        reset_for_eval=True,
+        eval_loop_num_batches=3,
+    )
+    for _ in range(2):
+        assert real(source.eval_batches()) == list(range(6))
 
 
 def test_prompts_are_the_inputs_after_bos(make_task):
@@ -376,3 +481,15 @@ def test_input_raises_for_fields_that_do_not_fit_each_other(raises, thirteen):
         SeqIOInput(**{**given, "task_feature_lengths": {"targets": 4, "input": 4}})
     with raises(ConfigError, field="task_feature_lengths", value=LENGTHS):
         SeqIOInput(**given, feature_converter="encoder_decoder")
+
+
+def test_packed_prompts_raise(raises, make_task):
+    fields = {
+        "batch_size": 1,
+        "mixture_or_task": make_task([{"inputs": [5], "targets": [6]}]),
+        "task_feature_lengths": {"inputs": 2, "targets": 2},
+        "feature_converter": "prompts",
+    }
+    with raises(ConfigError, owner="SeqIOInput", field="use_packing", value=True):
+        SeqIOInput(**fields, use_packing=True)
+    assert SeqIOInput(**fields, is_training=True).use_packing is False

@@ -2,7 +2,7 @@
 
 An example has the features `inputs` and `targets`, or only `targets`. The module `features` makes
 the arrays of rows, with the edge cases of SeqIO's converters. This module decides which examples
-share a row.
+share a row. Other features are passed through, padded with zeros.
 
 Packing is first fit within a window: examples that fill about `window_rows` rows are read and
 placed into rows in order; then the next window begins. So a position is that of the first example
@@ -17,10 +17,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.bad_records import BadRecords
 from layerkit_inputs.features import (
+    NegativeIds,
+    drop_signs,
     encoder_decoder_features,
+    in_rows,
     lm_features,
     prompt_features,
     stretch_features,
@@ -42,15 +46,36 @@ class RowFormat(NamedTuple):
     packed: bool
     weights_on_targets_only: bool
     bos_id: int
+    negative_ids: NegativeIds = "no_weight"
+    """Meaning of negative ids in rows of a language model."""
+
+    @property
+    def passed_through(self) -> list[str]:
+        """Names of the features of an example that are no tokens of the model; not with packing."""
+        return [name for name in self.lengths if name not in ("inputs", "targets")]
 
     @property
     def limits(self) -> tuple[int, ...]:
-        """Positions of a row, of its one side or of `src` and `tgt`."""
-        return self._sides(self.lengths.get("inputs", 0), self.lengths.get("targets", 0))
+        """Positions of a row: of its one side or of `src` and `tgt`, and of `passed_through`."""
+        sides = self._sides(self.lengths.get("inputs", 0), self.lengths.get("targets", 0))
+        return (*sides, *(self.lengths[name] for name in self.passed_through))
 
     def sizes(self, example: Example) -> tuple[int, ...]:
-        """Return the positions of an example on each side of a row."""
-        return self._sides(len(example.get("inputs", ())), len(example.get("targets", ())))
+        """Return the positions of an example in each part of `limits`.
+
+        Raises:
+          ConfigError: The example lacks a feature that is passed through.
+        """
+        sides = self._sides(len(example.get("inputs", ())), len(example.get("targets", ())))
+        for name in self.passed_through:
+            if name not in example:
+                raise ConfigError(
+                    "an example lacks an optional feature of its task",
+                    field="task_feature_lengths",
+                    value=name,
+                    choices=sorted(example),
+                )
+        return (*sides, *(len(example[name]) for name in self.passed_through))
 
     def _sides(self, inputs: int, targets: int) -> tuple[int, ...]:
         """Return the positions on each side of a row for numbers of tokens of both features."""
@@ -65,8 +90,16 @@ class RowFormat(NamedTuple):
     def batch(self, rows: Sequence[Sequence[Example]]) -> NestedMap:
         """Return arrays `[rows, ...]` of the examples in each row."""
         batch = self._batch_of_vectors(rows)
-        if batch is not None:
-            return batch
+        if batch is None:
+            batch = self._batch_of_any(rows)
+        for name in self.passed_through:
+            values = np.concatenate([example[name] for row in rows for example in row])
+            sizes = np.array([sum(len(example[name]) for example in row) for row in rows])
+            valid = np.arange(self.lengths[name]) < sizes[:, None]
+            batch[name] = in_rows(values, valid, values.dtype)
+        return batch
+
+    def _batch_of_any(self, rows: Sequence[Sequence[Example]]) -> NestedMap:
         examples = [example for row in rows for example in row]
         targets = [example.get("targets", ()) for example in examples]
         inputs = [example.get("inputs", ()) for example in examples]
@@ -82,7 +115,11 @@ class RowFormat(NamedTuple):
                     bos_id=self.bos_id,
                 )
             case "prompts":
-                return prompt_features(inputs, length=self.limits[0], bos_id=self.bos_id)
+                return prompt_features(
+                    [np.abs(tokens) for tokens in inputs],
+                    length=self.limits[0],
+                    bos_id=self.bos_id,
+                )
         batch = lm_features(
             inputs if "inputs" in self.lengths else None,
             targets,
@@ -90,6 +127,7 @@ class RowFormat(NamedTuple):
             rows=numbers,
             bos_id=self.bos_id,
             weights_on_targets_only=self.weights_on_targets_only,
+            negative_ids=self.negative_ids,
         )
         if self.converter == "language_model":
             batch.pop("inputs_indicator", None)
@@ -109,7 +147,8 @@ class RowFormat(NamedTuple):
         except (KeyError, ValueError):
             return None
         kinds = {(part.dtype, part.ndim) for part in parts}
-        if kinds != {(np.dtype(np.int32), 1)} or tokens.min(initial=0) < 0:
+        least = np.iinfo(np.int32).min  # has no absolute value
+        if kinds != {(np.dtype(np.int32), 1)} or tokens.min(initial=0) == least:
             return None
         part_sizes = np.array([len(part) for part in parts]).reshape(-1, len(features))
         sizes = part_sizes.sum(axis=1)
@@ -131,6 +170,7 @@ class RowFormat(NamedTuple):
         )
         if not self.packed:
             batch.ids[:, 1:] = batch.labels[:, :-1]
+        drop_signs(batch, self.negative_ids)
         return batch
 
 

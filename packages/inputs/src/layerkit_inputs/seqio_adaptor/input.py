@@ -25,6 +25,7 @@ from layerkit.nested_map import NestedMap
 from layerkit_inputs.bad_records import BadRecords, OnBadRecord
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import pad_rows
+from layerkit_inputs.features import NegativeIds
 from layerkit_inputs.seqio_adaptor import eval_metrics
 from layerkit_inputs.seqio_adaptor.converters import FeatureConverter, RowFormat, Rows
 from layerkit_inputs.seqio_adaptor.example_stream import (
@@ -63,13 +64,16 @@ class SeqIOInput(BaseInput):
     split_name: str = "train"
     """Name of the split in the tasks."""
     task_feature_lengths: Mapping[str, int] | None = None
-    """Largest number of tokens by task feature, `{"inputs": 512, "targets": 128}`. Required."""
+    """Largest number of tokens by task feature, `{"inputs": 512, "targets": 128}`. Required. Other
+    features than these two are in the batch under their own names, `[batch, length]` in the dtype
+    of the task, padded with zeros. They need `use_packing=False`."""
     feature_converter: FeatureConverter = "language_model"
     """`language_model`: `inputs` (if any) and `targets` as one sequence, with loss on all tokens.
     `prefix_lm`: the same with loss on `targets` only, and `inputs_indicator`. `encoder_decoder`:
     `src` and `tgt`. `prompts`: `ids`, `paddings` and `prompt_lengths` of the inputs."""
     weights_on_targets_only: bool | None = None
-    """True for inputs without loss and score. None: True for `prefix_lm`."""
+    """True for inputs without loss and score. None: True for `prefix_lm`. A negative id of a
+    language model stands for its absolute value without loss, and with loss if this is False."""
     bos_id: int = 0
     """Id before the first token of an example."""
     use_packing: bool | None = None
@@ -104,6 +108,10 @@ class SeqIOInput(BaseInput):
             self.shuffle = self.is_training
         if self.each_host_reads is None:
             self.each_host_reads = "own_shards" if self.is_training else "everything"
+        # As in Praxis, False counts negative ids too, whereas None leaves them to the data.
+        self._negative_ids: NegativeIds = (
+            "weight" if self.weights_on_targets_only is False else "no_weight"
+        )
         if self.weights_on_targets_only is None:
             self.weights_on_targets_only = self.feature_converter == "prefix_lm"
         self._seed = self.input_random_seed or 0
@@ -129,12 +137,19 @@ class SeqIOInput(BaseInput):
 
     @classmethod
     def blank_batch(cls, config: Any, rows: int) -> NestedMap | None:
-        """Return a batch of zeros, or None for prompts, whose lengths are unknown."""
-        if config.feature_converter == "prompts" or config.task_feature_lengths is None:
+        """Return a batch of zeros.
+
+        None for prompts, whose lengths are unknown, and for features that are passed through, whose
+        dtypes only the task knows.
+        """
+        lengths = config.task_feature_lengths
+        if config.feature_converter == "prompts" or lengths is None:
+            return None
+        if not lengths.keys() <= {"inputs", "targets"}:
             return None
         row_format = RowFormat(
             converter=config.feature_converter,
-            lengths=config.task_feature_lengths,
+            lengths=lengths,
             packed=True,  # has the same arrays for rows without examples
             weights_on_targets_only=False,
             bos_id=config.bos_id,
@@ -269,7 +284,7 @@ class SeqIOInput(BaseInput):
 
     @property
     def _is_whole_epoch(self) -> bool:
-        return bool(self.reset_for_eval)
+        return bool(self.reset_for_eval) and self.eval_loop_num_batches is None
 
     def _pass_over_examples(self) -> Iterator[NumberedExample]:
         """Yield the examples of one evaluation again, in order."""
@@ -387,13 +402,19 @@ class SeqIOInput(BaseInput):
         missing = [name for name in _FEATURES_OF[self.feature_converter] if name not in lengths]
         expected = f"lengths of {missing}, for feature_converter={self.feature_converter!r}"
         require(not missing, self._label, "task_feature_lengths", dict(lengths), expected)
-        return RowFormat(
+        row_format = RowFormat(
             converter=self.feature_converter,
             lengths=lengths,
             packed=bool(self.use_packing),
             weights_on_targets_only=bool(self.weights_on_targets_only),
             bos_id=self.bos_id,
+            negative_ids=self._negative_ids,
         )
+        passed = row_format.passed_through
+        expected = f"False, since {passed} are features of single examples"
+        valid = not (passed and row_format.packed)
+        require(valid, self._label, "use_packing", self.use_packing, expected)
+        return row_format
 
     def _check_metrics(self) -> None:
         if not self._computes_metrics:

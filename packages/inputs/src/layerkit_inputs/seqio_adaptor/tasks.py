@@ -21,6 +21,15 @@ from layerkit_inputs.extras import require
 
 _NEEDED_BY = "SeqIOInput"
 
+# Names of the arrays of a batch, which a feature that is passed through must not replace.
+_BATCH_NAMES = frozenset(
+    (
+        *("ids", "labels", "weights", "paddings", "segment_ids", "segment_pos"),
+        *("inputs_indicator", "prompt_lengths", "src", "tgt"),
+        *("provenance", "eval_sample_weights"),
+    )
+)
+
 
 class WeightedTask(NamedTuple):
     """A task with its rate in the mixture."""
@@ -73,11 +82,7 @@ def find_tasks(
         be mixed.
     """
     seqio = import_seqio()
-    if isinstance(mixture_or_task, str):
-        mixture_or_task = _find_registered(seqio, mixture_or_task, owner)
-    is_provider = isinstance(mixture_or_task, seqio.Task | seqio.Mixture)
-    expected = "a seqio.Task, a seqio.Mixture or a registered name"
-    require_valid(is_provider, owner, "mixture_or_task", mixture_or_task, expected)
+    mixture_or_task = find_provider(mixture_or_task, owner=owner)
     if tfds_data_dir is not None:
         mixture_or_task = _with_data_dir(seqio, mixture_or_task, tfds_data_dir, owner)
     tasks = seqio.get_subtasks(mixture_or_task)
@@ -121,6 +126,21 @@ def find_tasks(
     return [WeightedTask(task, functools.partial(mixture.get_rate, task)) for task in chosen]
 
 
+def find_provider(mixture_or_task: Any, *, owner: str) -> Any:
+    """Return the task or mixture of a registered name, or the object that is given.
+
+    Raises:
+      ConfigError: The name is not registered, or the object is neither task nor mixture.
+    """
+    seqio = import_seqio()
+    if isinstance(mixture_or_task, str):
+        return _find_registered(seqio, mixture_or_task, owner)
+    is_provider = isinstance(mixture_or_task, seqio.Task | seqio.Mixture)
+    expected = "a seqio.Task, a seqio.Mixture or a registered name"
+    require_valid(is_provider, owner, "mixture_or_task", mixture_or_task, expected)
+    return mixture_or_task
+
+
 def _find_registered(seqio: ModuleType, name: str, owner: str) -> Any:
     known = sorted({*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()})
     if name not in known:
@@ -143,6 +163,14 @@ def _check_features(tasks: list[Any], lengths: Mapping[str, int], owner: str) ->
     missing = [name for name in missing if name not in lengths]
     expected = f"a length for each feature of {tasks[0].name}; missing: {', '.join(missing)}"
     require_valid(not missing, owner, "task_feature_lengths", dict(lengths), expected)
+    for name in lengths:
+        field = f"task_feature_lengths[{name!r}]"
+        expected = "a feature with another name than the arrays of a batch"
+        require_valid(name not in _BATCH_NAMES, owner, field, name, expected)
+        dtype, rank = features[name].dtype, features[name].rank
+        is_vector = rank == 1 and (dtype.is_integer or dtype.is_floating or dtype.is_bool)
+        expected = "a feature of numbers in one dimension"
+        require_valid(is_vector, owner, field, f"{dtype.name} of rank {rank}", expected)
 
 
 def _check_vocabularies(tasks: list[Any], owner: str) -> None:

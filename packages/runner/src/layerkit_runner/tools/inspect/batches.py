@@ -131,9 +131,10 @@ def _size_text(dataset: BaseInput) -> str:
         rows += f", {dataset.local_batch_size} on each host that feeds some"
     if dataset.is_training:
         return f"{rows}; endless"
+    most = dataset.eval_loop_num_batches
     if dataset.reset_for_eval:
-        return f"{rows}; one epoch each time"
-    return f"{rows}; the next {dataset.eval_loop_num_batches} batches each time"
+        return f"{rows}; {'one epoch' if most is None else f'the first {most} batches'} each time"
+    return f"{rows}; the next {most} batches each time"
 
 
 def _next_batch(dataset: BaseInput) -> NestedMap | None:
