@@ -58,7 +58,8 @@ def whole_and_cached(layer):
     """With a memory, which only layers with cross attention take."""
     x = NUMBERS[..., : layer.input_dims]
     memory, memory_mask = None, None
-    if "cross_attention" in repr(layer) and reads_memory(layer):
+    may_skip = getattr(layer, "allow_skip_cross_attention", False)
+    if "cross_attention" in repr(layer) and reads_memory(layer) and not may_skip:
         memory = MEMORY[..., : layer.input_dims]
         memory_mask = AttentionMask.cross_mask(BATCH, LENGTH, LENGTH, key_segments=SEGMENTS)
     return layer(x, mask=MASK, positions=POSITIONS, memory=memory, memory_mask=memory_mask)
@@ -179,6 +180,14 @@ EXAMPLES = [
         norm_policy="post",
         parallel_shares_norm=Change(value=True, given={"parallel": True}),
         cross_attention_tpl=CROSS,
+        allow_skip_cross_attention=Change(value=True, given={"cross_attention_tpl": CROSS}),
+    ),
+    of(
+        L.MultitaskResidualAdapter,
+        {"input_dims": DIMS, "num_tasks": 2},
+        lambda layer: layer(NUMBERS[..., : layer.input_dims], jnp.arange(BATCH) % 2),
+        norm_tpl=None,
+        activation_tpl=Config(L.Tanh),
     ),
     of(L.StackedTransformer, LAYER, stack, **STACK_CHANGES),
     of(

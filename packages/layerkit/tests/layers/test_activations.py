@@ -26,6 +26,7 @@ def gelu_tanh(x):
 EXPECTED = [
     (activations.Identity(), X),
     (activations.ReLU(), np.maximum(X, 0.0)),
+    (activations.SineOfReLU(), np.sin(np.maximum(X, 0.0))),
     (activations.SquaredReLU(), np.maximum(X, 0.0) ** 2),
     (activations.GELU(), gelu_tanh(X)),
     (activations.GELU(approximate=False), X * NORMAL_CDF(X)),
@@ -84,3 +85,9 @@ def test_activation_without_fprop_raises():
 
     with pytest.raises(NotImplementedError, match="Cube does not define fprop"):
         Cube().apply({}, X)
+
+
+def test_sine_of_relu_is_sine_relu_of_praxis(praxis):
+    case = praxis("sine_relu")
+    found = activations.SineOfReLU().apply({}, case["x"])
+    np.testing.assert_allclose(found, case["outputs"], rtol=1e-5, atol=1e-7)

@@ -84,3 +84,20 @@ def test_stacking_concatenates_neighbors(left, right, stride):
 def test_stacking_over_time_raises_for_a_negative_context(raises):
     with raises(ConfigError, owner="StackingOverTime()", field="left", value=-1):
         StackingOverTime(left=-1).init(KEY)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("zeros_min", {}),
+        ("edges_min", {"pad_with_left_frame": True, "pad_with_right_frame": True}),
+        ("left_max", {"pad_with_left_frame": True, "padding_reduce_option": "reduce_max"}),
+        ("right_min", {"pad_with_right_frame": True}),
+    ],
+)
+def test_stacking_at_edges_and_of_paddings_equals_praxis(praxis, name, fields):
+    case = praxis(f"stacking_{name}")
+    layer = StackingOverTime(left=2, right=1, stride=3, **fields)
+    np.testing.assert_array_equal(layer.apply({}, case["x"]), case["outputs"])
+    paddings = layer.apply({}, case["paddings"][..., 0], method="stack_paddings")
+    np.testing.assert_array_equal(paddings, case["out_paddings"][..., 0])

@@ -152,3 +152,12 @@ def test_rms_norm_without_scale_equals_initial_rms_norm():
     bare = RmsNormNoScale(epsilon=1e-3)
     assert bare.init(jax.random.key(0)) == {"params": {}}
     np.testing.assert_array_equal(bare.apply({}, x), expected)
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_layer_norm_without_scale_equals_praxis(praxis, use_bias):
+    case = praxis("layer_norm_without_scale_" + ("bias" if use_bias else "plain"))
+    layer = LayerNorm(dims=4, use_scale=False, use_bias=use_bias)
+    assert layer.init(KEY)["params"].keys() == case["weights"].keys()
+    found = layer.apply({"params": case["weights"]}, case["x"])
+    np.testing.assert_allclose(found, case["outputs"], rtol=1e-5, atol=1e-6)

@@ -20,6 +20,7 @@ from layerkit.layers.residual_adapters import (
     RESIDUAL_ADAPTER_WEIGHTS,
     AdaptedFeedForward,
     AdaptedOutputProjection,
+    MultitaskResidualAdapter,
     ResidualAdapter,
     with_residual_adapters,
 )
@@ -121,3 +122,27 @@ def test_init_raises_unless_sizes_are_positive(raises, field: str):
     sizes = {"input_dims": 8, "bottleneck_dims": 4, field: 0}
     with raises(ConfigError, owner="ResidualAdapter()", field=field, value=0):
         ResidualAdapter(**sizes).init(KEY)
+
+
+@pytest.mark.parametrize("name", ["row", "token"])
+def test_adapters_of_tasks_equal_praxis(praxis, name):
+    case = praxis(f"adapter_by_{name}")
+    # The scale of Praxis' norm is stored minus 1, as here.
+    layer = MultitaskResidualAdapter(input_dims=4, bottleneck_dims=3, num_tasks=3)
+    found = layer.apply({"params": case["weights"]}, case["x"], case["tasks"])
+    np.testing.assert_allclose(found, case["outputs"], rtol=1e-5, atol=1e-6)
+    plain = layer.clone(add_residual=False)
+    found = plain.apply({"params": case["weights"]}, case["x"], case["tasks"])
+    np.testing.assert_allclose(found, case["outputs"] - case["x"], rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_of_tasks_change_nothing_at_first():
+    layer = MultitaskResidualAdapter(input_dims=8, bottleneck_dims=3, num_tasks=2)
+    tasks = np.array([1, 0], np.int32)
+    np.testing.assert_array_equal(layer.apply(layer.init(KEY), X, tasks), X)
+
+
+def test_tasks_of_another_shape_raise(raises):
+    layer = MultitaskResidualAdapter(input_dims=8, num_tasks=2)
+    with raises(ConfigError, field="shape of tasks", value=[3]):
+        layer.apply(layer.init(KEY), X, np.zeros(3, np.int32))

@@ -350,3 +350,50 @@ def test_layer_raises_for_a_missing_or_unused_memory(raises):
         run(crossing, weights, memory_mask=memory_mask(LENGTH))
     with raises(ConfigError, field="memory", value=None):
         crossing.apply(weights, BATCH, LENGTH, method="init_cache", mutable=[CACHE])
+
+
+def test_feed_forward_residual_weight_equals_praxis(praxis):
+    """The feed-forward half of a layer, with an attention that returns 0."""
+    case = praxis("residual_weight")
+    fields = {"input_dims": 4, "hidden_dims": 6, "num_heads": 2}
+    layer = Transformer(**fields, feed_forward_residual_weight=0.5)
+    weights = jax.tree.map(jnp.zeros_like, layer.init(KEY))["params"]
+    given = case["weights"]
+    weights["feed_forward_norm"] = given["layer_norm"]
+    for name, theirs in (("up", "ffn_layer1"), ("down", "ffn_layer2")):
+        weights["feed_forward"][name] = given[theirs]["linear"]
+    rows, length = case["x"].shape[:2]
+    found = layer.apply(
+        {"params": weights},
+        case["x"],
+        mask=AttentionMask.causal_mask(rows, length),
+        positions=jnp.tile(jnp.arange(length), (rows, 1)),
+    )
+    np.testing.assert_allclose(found, case["outputs"], rtol=1e-5, atol=1e-6)
+
+
+def test_layer_without_a_memory_skips_cross_attention_if_allowed():
+    crossing = make(**CROSS, allow_skip_cross_attention=True)
+    weights = random_weights(crossing)
+    names = ("cross_attention", "cross_attention_norm")
+    without = {name: w for name, w in weights["params"].items() if name not in names}
+    skipped = run(crossing, weights)
+    np.testing.assert_array_equal(skipped, run(make(), {"params": without}))
+    assert np.any(run(crossing, weights, **WITH_MEMORY) != skipped)
+
+    _, cache = crossing.apply(weights, BATCH, LENGTH, method="init_cache", mutable=[CACHE])
+    cached, _ = crossing.apply(
+        {**weights, **cache},
+        X,
+        time_step=jnp.int32(0),
+        positions=ROW,
+        method="extend_step",
+        mutable=[CACHE],
+    )
+    np.testing.assert_allclose(cached, skipped, rtol=1e-5, atol=1e-5)
+
+
+def test_memory_without_its_mask_raises_even_if_it_may_be_skipped(raises):
+    crossing = make(**CROSS, allow_skip_cross_attention=True)
+    with raises(ConfigError, field="memory_mask", value=None):
+        run(crossing, random_weights(crossing), memory=MEMORY)

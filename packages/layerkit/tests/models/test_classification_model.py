@@ -104,3 +104,14 @@ def test_rows_of_padding_have_no_weight():
 def test_top_k_above_the_number_of_classes_raises(raises):
     with raises(ConfigError, field="top_k", value=6):
         classifier(top_k=6).init(KEY)
+
+
+def test_certain_soft_labels_equal_labels():
+    model, batch = classifier(top_k=2), make_batch()
+    variables = first_weights(model)
+    expected, examples = run(model, variables, batch)
+    soft = batch | {"labels": np.eye(CLASSES, dtype=np.float32)[batch.labels]}
+    found, soft_examples = run(model, variables, soft)
+    for name, metric in expected.items():
+        np.testing.assert_allclose(found[name].value, metric.value, rtol=1e-5)
+    np.testing.assert_allclose(soft_examples.scores, examples.scores, rtol=1e-5)

@@ -1,13 +1,18 @@
-"""`adam_with_update_cap` against the formulas written out in NumPy."""
+"""`adam_with_update_cap` against the formulas written out in NumPy; penalties of Lp norms."""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from layerkit.errors import ConfigError
-from layerkit_runner.optim.optimizers import adam_with_update_cap
+from layerkit_runner.optim.optimizers import adam_with_update_cap, decays, lp_regularized
 
 
 def numpy_adam(params, grads_by_step, *, rate, b1, b2, eps, weight_decay, cap):
@@ -68,3 +73,40 @@ def test_schedule_counts_steps_from_zero():
 def test_number_out_of_range_is_an_error(raises, field: str, value: float):
     with raises(ConfigError, field=field):
         adam_with_update_cap(0.1, **{field: value})
+
+
+@pytest.mark.parametrize("mask", [None, decays], ids=["all", "matrices"])
+@pytest.mark.parametrize("norm", ["l1", "l2"])
+def test_lp_regularizer_equals_a_penalty_in_the_loss(norm: str, mask: Any):
+    rng = np.random.default_rng(0)
+    shapes = {"w": (4, 3), "b": (3,)}
+    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    grads = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    adam = partial(optax.adam, b1=0.5)
+    fields: dict[str, Any] = {f"{norm}_regularizer_weight": 0.1, "mask": mask}
+
+    def loss(params: Any) -> jax.Array:
+        total = sum(jnp.sum(grads[name] * params[name]) for name in params)
+        for name, w in params.items():
+            if mask is None or name == "w":
+                total += 0.1 * jnp.sum(jnp.abs(w) if norm == "l1" else 0.5 * jnp.square(w))
+        return total
+
+    ours, expected = params, params
+    optimizer, plain = lp_regularized(0.05, optimizer=adam, **fields), adam(0.05)
+    state, plain_state = optimizer.init(params), plain.init(params)
+    for _ in range(3):
+        updates, state = optimizer.update(grads, state, ours)
+        ours = optax.apply_updates(ours, updates)
+        updates, plain_state = plain.update(jax.grad(loss)(expected), plain_state, expected)
+        expected = optax.apply_updates(expected, updates)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), ours, expected)
+
+
+@pytest.mark.parametrize("weights", [(0.0, 0.0), (0.1, 0.2)])
+def test_lp_regularizer_with_none_or_both_norms_raises(raises: Any, weights: tuple[float, float]):
+    first, second = weights
+    with raises(ConfigError, owner="lp_regularized", field="l1_regularizer_weight", value=first):
+        lp_regularized(
+            0.1, optimizer=optax.sgd, l1_regularizer_weight=first, l2_regularizer_weight=second
+        )

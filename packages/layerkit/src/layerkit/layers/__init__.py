@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from layerkit.layers.activations import ReLU6 as ReLU6
     from layerkit.layers.activations import Sigmoid as Sigmoid
     from layerkit.layers.activations import SiLU as SiLU
+    from layerkit.layers.activations import SineOfReLU as SineOfReLU
     from layerkit.layers.activations import SineReLU as SineReLU
     from layerkit.layers.activations import Softplus as Softplus
     from layerkit.layers.activations import SquaredReLU as SquaredReLU
@@ -71,6 +72,9 @@ if TYPE_CHECKING:
     from layerkit.layers.repeat import Repeat as Repeat
     from layerkit.layers.residual_adapters import AdaptedFeedForward as AdaptedFeedForward
     from layerkit.layers.residual_adapters import AdaptedOutputProjection as AdaptedOutputProjection
+    from layerkit.layers.residual_adapters import (
+        MultitaskResidualAdapter as MultitaskResidualAdapter,
+    )
     from layerkit.layers.residual_adapters import ResidualAdapter as ResidualAdapter
     from layerkit.layers.rotary_scaling import LinearScaling as LinearScaling
     from layerkit.layers.rotary_scaling import Llama3Scaling as Llama3Scaling
@@ -89,7 +93,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "activations": (
             "ELU GELU BaseActivation CubedReLU Exp Identity LeakyReLU ReLU "
-            "ReLU6 Sigmoid SiLU SineReLU Softplus SquaredReLU Tanh"
+            "ReLU6 Sigmoid SiLU SineOfReLU SineReLU Softplus SquaredReLU Tanh"
         ),
         "adapters": "merge_lora unmerge_lora with_lora without_lora",
         "attention.biases": "Alibi RelativeBias",
@@ -117,7 +121,9 @@ __getattr__, __dir__ = lazy_names(
         "products": "Dot with_dots",
         "quantization.fp8": "Fp8Dot",
         "repeat": "Repeat",
-        "residual_adapters": "AdaptedFeedForward AdaptedOutputProjection ResidualAdapter",
+        "residual_adapters": (
+            "AdaptedFeedForward AdaptedOutputProjection MultitaskResidualAdapter ResidualAdapter"
+        ),
         "rotary_scaling": "LinearScaling Llama3Scaling LongRopeScaling NtkScaling YarnScaling",
         "sigmoid_cross_entropy": "SigmoidCrossEntropy",
         "stacks": "StackedTransformer StackedTransformerRepeated",

@@ -160,3 +160,11 @@ class SineReLU(BaseActivation):
         """Apply the activation to `[...]`."""
         x = self.cast(inputs)
         return jnp.where(x > 0, x, self.epsilon * (jnp.sin(x) - jnp.cos(x)))
+
+
+class SineOfReLU(BaseActivation):
+    """sin(max(x, 0)), which Pax calls SineReLU."""
+
+    def fprop(self, inputs: jax.Array) -> jax.Array:
+        """Apply the activation to `[...]`."""
+        return jnp.sin(jax.nn.relu(self.cast(inputs)))

@@ -32,8 +32,9 @@ class BatchNorm(BaseNormalization):
       dims: Size of the last axis.
       decay: Factor of the old moving average at each step.
       epsilon: ε, which keeps the output for a constant feature finite.
-      use_moving_averages_in_training: True if training too normalizes by the moving averages, which
-        are still updated.
+      use_moving_averages_in_training: True if training too normalizes by the moving averages, after
+        their update by the batch, so that training and evaluation compute the same. There are no
+        scale and bias then (as in Lingvo and Pax).
       force_evaluation: True if training too uses the moving averages and leaves them unchanged, to
         fine-tune with loaded statistics.
 
@@ -53,7 +54,7 @@ class BatchNorm(BaseNormalization):
         check_non_negative(self, epsilon=self.epsilon)
         check_rates(self, decay=self.decay)
         zeros, ones = WeightInit.Constant(0.0), WeightInit.Constant(1.0)
-        for name in ("scale", "bias"):
+        for name in () if self.use_moving_averages_in_training else ("scale", "bias"):
             self.create_variable(name, WeightHParams((self.dims,), axes=("norm",), init=zeros))
         for name, init in (("moving_mean", zeros), ("moving_variance", ones)):
             # float32, because bfloat16 loses updates by a factor of 0.001.
@@ -79,17 +80,16 @@ class BatchNorm(BaseNormalization):
             batch_mean, batch_variance = batch_mean.reshape(-1), batch_variance.reshape(-1)
             # A batch without tokens leaves the moving averages unchanged.
             decay = self.decay if is_token is None else jnp.where(is_token.any(), self.decay, 1.0)
-            for name, old, new in (
-                ("moving_mean", mean, batch_mean),
-                ("moving_variance", variance, batch_variance),
-            ):
-                new = jax.lax.stop_gradient(new)
-                self.update_var(name, decay * old + (1.0 - decay) * new)
+            mean = decay * mean + (1.0 - decay) * batch_mean
+            variance = decay * variance + (1.0 - decay) * batch_variance
+            self.update_var("moving_mean", jax.lax.stop_gradient(mean))
+            self.update_var("moving_variance", jax.lax.stop_gradient(variance))
             if not self.use_moving_averages_in_training:
                 mean, variance = batch_mean, batch_variance
-        scale = 1.0 + self.theta.scale.astype(jnp.float32)
-        y = (x - mean) * jax.lax.rsqrt(variance + self.epsilon) * scale
-        y = y + self.theta.bias.astype(jnp.float32)
+        y = (x - mean) * jax.lax.rsqrt(variance + self.epsilon)
+        if not self.use_moving_averages_in_training:
+            y = y * (1.0 + self.theta.scale.astype(jnp.float32))
+            y = y + self.theta.bias.astype(jnp.float32)
         return _zero_padding(y, is_token).astype(self.compute_dtype)
 
 

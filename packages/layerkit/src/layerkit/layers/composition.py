@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
-from layerkit.checks import check_integers, check_sizes, require
+from layerkit.checks import check_choice, check_integers, check_sizes, require
 from layerkit.config import Config, sub_config_field, target_of
 from layerkit.errors import ConfigError
+from layerkit.field_checks import Conditions
 from layerkit.layers.activations import BaseActivation, Identity, ReLU
 from layerkit.layers.linears import FeedForward
 
@@ -111,32 +113,65 @@ class StackingOverTime(BaseLayer):
     """Concatenation of neighboring frames, which speech models use to shorten their inputs.
 
     Frame t of `[batch, length, dims]` becomes [x[t − left], …, x[t], …, x[t + right]], with
-    zeros beyond the ends. Every `stride`-th result is kept:
+    zeros or copies of the edge beyond the ends. Every `stride`-th result is kept:
     `[batch, ⌈length / stride⌉, (left + 1 + right)·dims]`.
 
     Attributes:
       left: Number of preceding frames.
       right: Number of following frames.
       stride: Distance of the results that are kept.
+      pad_with_left_frame: True for copies of the first frame before it; False for zeros.
+      pad_with_right_frame: True for copies of the last frame after it; False for zeros.
+      padding_reduce_option: `reduce_min` if a result is padding only if all of its frames are;
+        `reduce_max` if it is padding as soon as one of them is.
 
     Raises:
-      ConfigError: A negative context, or a stride below 1.
+      ConfigError: A negative context, a stride below 1, or an unknown option.
     """
+
+    used_only_if: ClassVar[Conditions] = {
+        "pad_with_left_frame": "left",
+        "pad_with_right_frame": "right",
+    }
 
     left: int = 0
     right: int = 0
     stride: int = 1
+    pad_with_left_frame: bool = False
+    pad_with_right_frame: bool = False
+    padding_reduce_option: str = "reduce_min"
 
     def setup(self) -> None:
         """Check the fields."""
         check_integers(self, minimum=0, left=self.left, right=self.right)
         check_sizes(self, stride=self.stride)
+        options = ("reduce_min", "reduce_max")
+        check_choice(self, options, padding_reduce_option=self.padding_reduce_option)
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
         """Map `[batch, length, dims]` to `[batch, ⌈length/stride⌉, (left + 1 + right)·dims]`."""
-        x = self.cast(inputs)
-        length = x.shape[1]
-        padded = jnp.pad(x, ((0, 0), (self.left, self.right), (0, 0)))
-        width = self.left + 1 + self.right
-        shifted = [padded[:, offset : offset + length] for offset in range(width)]
-        return jnp.concatenate(shifted, axis=-1)[:, :: self.stride]
+        return jnp.concatenate(self._shifted(self.cast(inputs), fill=0), axis=-1)
+
+    def stack_paddings(self, paddings: jax.Array) -> jax.Array:
+        """Return the paddings `[batch, ⌈length/stride⌉]` of the results.
+
+        Args:
+          paddings: 1 for frames of padding and 0 for others, `[batch, length]`. Frames beyond the
+            ends are padding, and copies of an edge are what the edge is.
+        """
+        is_min = self.padding_reduce_option == "reduce_min"
+        stacked = jnp.stack(self._shifted(paddings, fill=1), axis=-1)
+        return jnp.min(stacked, axis=-1) if is_min else jnp.max(stacked, axis=-1)
+
+    @nn.nowrap
+    def _shifted(self, x: jax.Array, *, fill: float) -> list[jax.Array]:
+        """Return every stride-th frame of `[batch, length, ...]` at each offset of the context."""
+        before = jnp.repeat(x[:, :1], self.left, axis=1)
+        after = jnp.repeat(x[:, -1:], self.right, axis=1)
+        if not self.pad_with_left_frame:
+            before = jnp.full_like(before, fill)
+        if not self.pad_with_right_frame:
+            after = jnp.full_like(after, fill)
+        padded, length = jnp.concatenate([before, x, after], axis=1), x.shape[1]
+        offsets = range(self.left + 1 + self.right)
+        return [padded[:, offset : offset + length : self.stride] for offset in offsets]

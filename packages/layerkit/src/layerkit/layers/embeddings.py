@@ -23,6 +23,7 @@ from layerkit.checks import (
     check_positive,
     check_rates,
     check_sizes,
+    require,
 )
 from layerkit.field_checks import Conditions
 from layerkit.layers.losses import (
@@ -30,6 +31,7 @@ from layerkit.layers.losses import (
     chunked_cross_entropy,
     cross_entropy,
     soft_cap,
+    soft_cross_entropy,
     weighted_mean,
 )
 from layerkit.layers.products import merge_tokens
@@ -151,6 +153,8 @@ class ClassSoftmax(BaseLayer):
       logit_soft_cap: Bound of the logits, applied as cap·tanh(logits/cap); None for no bound.
       label_smoothing: Label smoothing of `loss`; see `losses.cross_entropy`. `xent` has none.
       z_loss_weight: Weight of the z-loss in `loss`; see `losses.cross_entropy`.
+      entropy_loss_weight: Weight of the negative entropy of the predictions in `loss`; see
+        `losses.cross_entropy`.
       chunk_size: Number of positions of each row whose logits are in memory at once while the loss
         is computed; None for all. Chunks save memory; they cost computing the logits twice and, on
         a mesh, one reduction of the gradient of `w` per chunk. Use few large chunks.
@@ -172,6 +176,7 @@ class ClassSoftmax(BaseLayer):
     logit_soft_cap: float | None = None
     label_smoothing: float = 0.0
     z_loss_weight: float = 0.0
+    entropy_loss_weight: float = 0.0
     chunk_size: int | None = None
     weight_axes: tuple[str | None, ...] = ("embed", "vocab")
     bias_axes: tuple[str | None, ...] = ("vocab",)
@@ -204,14 +209,23 @@ class ClassSoftmax(BaseLayer):
         """Map `[batch, length, input_dims]` to float32 logits `[batch, length, num_classes]`."""
         return self._project(hidden, self.class_vectors(), self.theta.b if self.use_bias else None)
 
-    def fprop(self, hidden: jax.Array, labels: jax.Array, weights: jax.Array) -> NestedMap:
+    def fprop(
+        self,
+        hidden: jax.Array,
+        labels: jax.Array | None = None,
+        weights: jax.Array | None = None,
+        *,
+        class_probabilities: jax.Array | None = None,
+    ) -> NestedMap:
         """Compute the loss of each token and the weighted means.
 
         Args:
           hidden: `[batch, length, input_dims]`.
           labels: Integers `[batch, length]`. The loss of a label outside [0, num_classes) is NaN,
             which the means ignore if the weight is 0.
-          weights: `[batch, length]`, at least 0; 0 for positions without a target.
+          weights: `[batch, length]`, at least 0; 0 for positions without a target. None for 1.
+          class_probabilities: Soft targets `[batch, length, num_classes]` in the place of labels.
+            The logits of all positions are then in memory at once, whatever `chunk_size` is.
 
         Returns:
           A NestedMap; losses are in nats, float32:
@@ -221,8 +235,29 @@ class ClassSoftmax(BaseLayer):
             per_token_xent: −log p(label), `[batch, length]`.
             per_token_loss: Loss of each token with label smoothing and z-loss, `[batch, length]`.
             correct: True where the label has the highest logit, bool `[batch, length]`.
+
+        Raises:
+          ConfigError: Neither or both of labels and class_probabilities are given, or label
+            smoothing is set with class_probabilities.
         """
-        losses = self._token_losses(hidden, labels)
+        is_soft = class_probabilities is not None
+        expected = "None with class_probabilities" if is_soft else "integers or class_probabilities"
+        given = None if labels is None else list(labels.shape)
+        require(is_soft == (labels is None), self, "labels", given, expected)
+        if class_probabilities is None:
+            assert labels is not None
+            losses = self._token_losses(hidden, labels)
+        else:
+            expected, smoothing = "0 with class_probabilities", self.label_smoothing
+            require(not smoothing, self, "label_smoothing", smoothing, expected)
+            losses = soft_cross_entropy(
+                self.logits(hidden),
+                class_probabilities,
+                z_loss_weight=self.z_loss_weight,
+                entropy_loss_weight=self.entropy_loss_weight,
+            )
+        if weights is None:
+            weights = jnp.ones(hidden.shape[:-1], jnp.float32)
         if self.z_loss_weight:
             self.add_summary("z_loss", weighted_mean(losses.z_loss, weights))
         return NestedMap(
@@ -235,10 +270,13 @@ class ClassSoftmax(BaseLayer):
         )
 
     def _token_losses(self, hidden: jax.Array, labels: jax.Array) -> TokenLosses:
-        smoothing, z_weight = self.label_smoothing, self.z_loss_weight
+        options = {
+            "label_smoothing": self.label_smoothing,
+            "z_loss_weight": self.z_loss_weight,
+            "entropy_loss_weight": self.entropy_loss_weight,
+        }
         if self.chunk_size is None:
-            logits = self.logits(hidden)
-            return cross_entropy(logits, labels, label_smoothing=smoothing, z_loss_weight=z_weight)
+            return cross_entropy(self.logits(hidden), labels, **options)
         # float32, because the gradients of the chunks are summed in this dtype.
         vectors = self.class_vectors().astype(jnp.float32)
         bias = self.theta.b.astype(jnp.float32) if self.use_bias else None
@@ -247,8 +285,7 @@ class ClassSoftmax(BaseLayer):
             partial(self._project, vectors=vectors, bias=bias),
             labels,
             chunk_size=self.chunk_size,
-            label_smoothing=smoothing,
-            z_loss_weight=z_weight,
+            **options,
         )
 
     def _project(self, hidden: jax.Array, vectors: jax.Array, bias: jax.Array | None) -> jax.Array:

@@ -34,7 +34,8 @@ class TokenLosses(NamedTuple):
     Attributes:
       xent: −log p(label), for reports; float32.
       z_loss: Part of `loss` that pulls log Z towards 0; float32.
-      loss: Cross-entropy with smoothed labels plus `z_loss`, for training; float32.
+      loss: Cross-entropy with smoothed labels plus `z_loss` and the entropy loss, for training;
+        float32.
       correct: True where the label has the highest logit (the first of equal ones); bool.
     """
 
@@ -66,14 +67,16 @@ def cross_entropy(
     *,
     label_smoothing: float = 0.0,
     z_loss_weight: float = 0.0,
+    entropy_loss_weight: float = 0.0,
 ) -> TokenLosses:
     """Compute the softmax cross-entropy of each token.
 
-    With z the logits, V classes and log Z = log Σ exp z:
+    With z the logits, V classes, log Z = log Σ exp z, p = exp(z)/Z and ε = label_smoothing:
 
-        xent   = log Z − z[label]
-        z_loss = z_loss_weight · (log Z)²
-        loss   = log Z − (1 − ε)·z[label] − ε·mean(z) + z_loss,    ε = label_smoothing
+        xent    = log Z − z[label]
+        z_loss  = z_loss_weight · (log Z)²
+        entropy = entropy_loss_weight · Σ p·log p
+        loss    = log Z − (1 − ε)·z[label] − ε·mean(z) + z_loss + entropy
 
     The smoothed target is 1 − ε + ε/V for the label and ε/V for all other classes (Szegedy et al.,
     2015, arXiv:1512.00567). The z-loss is that of PaLM, where its weight is 1e-4
@@ -85,6 +88,8 @@ def cross_entropy(
         `weighted_mean` ignores if the weight is 0.
       label_smoothing: ε, the probability that is moved from the label to all classes; in [0, 1).
       z_loss_weight: Weight of the z-loss, at least 0.
+      entropy_loss_weight: Weight of the negative entropy; above 0 it makes predictions less
+        certain.
 
     Raises:
       ConfigError: The shapes differ, labels are not integers, or an option is out of range.
@@ -107,11 +112,54 @@ def cross_entropy(
     loss = xent + z_loss
     if label_smoothing:
         loss += label_smoothing * (label_logit - jnp.mean(logits, axis=-1))
+    loss += _entropy_loss(logits, log_z, weight=entropy_loss_weight)
 
     best = jax.lax.stop_gradient(label_logit)[..., None]
     others = jax.lax.stop_gradient(logits)
     beats_all = jnp.all((others < best) | ((others == best) & (classes >= labels)), -1)
     return TokenLosses(xent, z_loss, loss, beats_all & in_range)
+
+
+def soft_cross_entropy(
+    logits: jax.Array,
+    class_probabilities: jax.Array,
+    *,
+    z_loss_weight: float = 0.0,
+    entropy_loss_weight: float = 0.0,
+) -> TokenLosses:
+    """Compute the softmax cross-entropy of each token to a distribution over the classes.
+
+    xent is −Σ q·log p, with q the given and p the predicted probabilities, as in distillation
+    (Hinton et al., 2015, arXiv:1503.02531) and mixup. `correct` compares the most likely classes.
+
+    Args:
+      logits: `[..., num_classes]`, converted to float32.
+      class_probabilities: Targets q, `[..., num_classes]`, without gradients.
+      z_loss_weight: Weight of the z-loss; see `cross_entropy`.
+      entropy_loss_weight: Weight of the negative entropy; see `cross_entropy`.
+
+    Raises:
+      ConfigError: The shapes differ, or an option is out of range.
+    """
+    owner = "soft_cross_entropy"
+    check_same_shape(owner, logits, class_probabilities=class_probabilities)
+    check_non_negative(owner, z_loss_weight=z_loss_weight)
+    logits = logits.astype(jnp.float32)
+    targets = jax.lax.stop_gradient(jnp.asarray(class_probabilities).astype(jnp.float32))
+    log_z = jax.nn.logsumexp(logits, axis=-1)
+    xent = jnp.sum(targets * (log_z[..., None] - logits), axis=-1)
+    z_loss = z_loss_weight * jnp.square(log_z)
+    loss = xent + z_loss + _entropy_loss(logits, log_z, weight=entropy_loss_weight)
+    correct = jnp.argmax(logits, axis=-1) == jnp.argmax(targets, axis=-1)
+    return TokenLosses(xent, z_loss, loss, correct)
+
+
+def _entropy_loss(logits: jax.Array, log_z: jax.Array, *, weight: float) -> jax.Array:
+    """Return weight·Σ p·log p of logits `[..., num_classes]` with log Z `[...]`."""
+    if not weight:
+        return jnp.zeros_like(log_z)
+    log_probs = logits - log_z[..., None]
+    return weight * jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
 
 
 def chunked_cross_entropy(
@@ -122,6 +170,7 @@ def chunked_cross_entropy(
     chunk_size: int,
     label_smoothing: float = 0.0,
     z_loss_weight: float = 0.0,
+    entropy_loss_weight: float = 0.0,
 ) -> TokenLosses:
     """Compute `cross_entropy(project(hidden), labels)` with one chunk of the logits at a time.
 
@@ -137,6 +186,7 @@ def chunked_cross_entropy(
       chunk_size: Number of positions of each row whose logits are in memory at once.
       label_smoothing: Label smoothing; see `cross_entropy`.
       z_loss_weight: Weight of the z-loss; see `cross_entropy`.
+      entropy_loss_weight: Weight of the negative entropy; see `cross_entropy`.
 
     Returns:
       The losses of each token, `[batch, length]`.
@@ -158,6 +208,7 @@ def chunked_cross_entropy(
             chunk[1],
             label_smoothing=label_smoothing,
             z_loss_weight=z_loss_weight,
+            entropy_loss_weight=entropy_loss_weight,
         )
 
     chunks = (_split(hidden, num_chunks), _split(labels, num_chunks))

@@ -8,11 +8,14 @@ Gemma the scale minus 1 (offset 1). Adding 1 during an import would not be exact
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 
 from layerkit.base_layer import BaseLayer
 from layerkit.checks import check_last_axis, check_non_negative, check_sizes
+from layerkit.field_checks import Conditions
 from layerkit.weights import WeightHParams, WeightInit
 
 
@@ -56,7 +59,7 @@ class RmsNorm(BaseNormalization):
         check_last_axis(self, inputs, dims=self.dims)
         x = inputs.astype(jnp.float32)
         normalized = x * jax.lax.rsqrt(mean_square(x) + self.epsilon)
-        scaled = scale_and_offset(normalized, self.scale_offset + _float32(self.theta.scale))
+        scaled = normalized * (self.scale_offset + _float32(self.theta.scale))
         return scaled.astype(self.compute_dtype)
 
 
@@ -96,20 +99,25 @@ class LayerNorm(BaseNormalization):
       epsilon: ε, which keeps the output for constant inputs finite.
       scale_offset: Offset of the scale from the stored weight, which starts at 1 - scale_offset.
         With 1, as in Pax, weight decay pulls the scale towards 1 instead of 0.
+      use_scale: True to multiply by offset + w.
       use_bias: True to add b, which starts at 0.
     """
+
+    used_only_if: ClassVar[Conditions] = {"scale_offset": "use_scale"}
 
     dims: int = 0
     epsilon: float = 1e-6
     scale_offset: float = 1.0
+    use_scale: bool = True
     use_bias: bool = True
 
     def setup(self) -> None:
         """Create scale and bias."""
         check_sizes(self, dims=self.dims)
         check_non_negative(self, epsilon=self.epsilon)
-        unit = WeightInit.Constant(1.0 - self.scale_offset)
-        self.create_variable("scale", WeightHParams((self.dims,), axes=("norm",), init=unit))
+        if self.use_scale:
+            unit = WeightInit.Constant(1.0 - self.scale_offset)
+            self.create_variable("scale", WeightHParams((self.dims,), axes=("norm",), init=unit))
         if self.use_bias:
             zero = WeightInit.Constant(0.0)
             self.create_variable("bias", WeightHParams((self.dims,), axes=("norm",), init=zero))
@@ -124,20 +132,16 @@ class LayerNorm(BaseNormalization):
         x = inputs.astype(jnp.float32)
         centered = x - jnp.mean(x, axis=-1, keepdims=True)
         normalized = centered * jax.lax.rsqrt(mean_square(centered) + self.epsilon)
-        scale = self.scale_offset + _float32(self.theta.scale)
-        bias = _float32(self.theta.bias) if self.use_bias else None
-        return scale_and_offset(normalized, scale, bias).astype(self.compute_dtype)
+        if self.use_scale:
+            normalized = normalized * (self.scale_offset + _float32(self.theta.scale))
+        if self.use_bias:
+            normalized = normalized + _float32(self.theta.bias)
+        return normalized.astype(self.compute_dtype)
 
 
 def mean_square(x: jax.Array) -> jax.Array:
     """Return the mean of x² over the last axis: `[..., dims]` → `[..., 1]`."""
     return jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-
-
-def scale_and_offset(x: jax.Array, scale: jax.Array, offset: jax.Array | None = None) -> jax.Array:
-    """Return x·scale + offset of `[..., dims]`; scale and offset have the shape `[dims]`."""
-    scaled = x * scale
-    return scaled if offset is None else scaled + offset
 
 
 def _float32(weight: jax.Array) -> jax.Array:

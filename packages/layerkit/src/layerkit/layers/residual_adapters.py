@@ -12,7 +12,8 @@ added. The weights of the model keep their paths: `feed_forward/up/w` stays and
     config = with_residual_adapters(config, bottleneck_dims=64)
 
 Give the learner the pattern `RESIDUAL_ADAPTER_WEIGHTS` to train the adapters alone. For low-rank
-adapters of the weights see `layerkit.layers.adapters`.
+adapters of the weights see `layerkit.layers.adapters`. `MultitaskResidualAdapter` has an adapter
+for each of several tasks, for a layer that knows the tasks of its examples.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from layerkit.base_layer import BaseLayer
-from layerkit.checks import check_last_axis, check_sizes
+from layerkit.checks import check_integer_arrays, check_last_axis, check_sizes, require
 from layerkit.config import (
     Config,
     assigned_fields,
@@ -32,12 +34,14 @@ from layerkit.config import (
     walk_configs,
 )
 from layerkit.errors import ConfigError
-from layerkit.layers.activations import GELU, BaseActivation, Identity
+from layerkit.layers.activations import GELU, BaseActivation, Identity, ReLU
 from layerkit.layers.attention.projections import OutputProjection
+from layerkit.layers.embeddings import lookup
 from layerkit.layers.feed_forward import TransformerFeedForward
 from layerkit.layers.linears import FeedForward
+from layerkit.layers.normalizations import BaseNormalization, LayerNorm
 from layerkit.layers.products import unused_templates
-from layerkit.weights import WeightInit
+from layerkit.weights import WeightHParams, WeightInit
 
 RESIDUAL_ADAPTER_WEIGHTS = ".*/adapter/(down|up)/.*"
 """Regular expression that matches the paths of residual adapters' weights and no others."""
@@ -77,6 +81,75 @@ class ResidualAdapter(BaseLayer):
         """Map `[..., input_dims]` to the same shape in the compute dtype."""
         check_last_axis(self, x, input_dims=self.input_dims)
         return self.cast(x) + self.up(self.down(x))
+
+
+class MultitaskResidualAdapter(BaseLayer):
+    """Bottlenecks x + up(activation(down(norm(x)))) of `[batch, ..., input_dims]`, one a task.
+
+    The weights have a first axis of tasks, and each example or position uses those of its task. At
+    first all outputs are the inputs.
+
+    Attributes:
+      input_dims: Size of the last axis.
+      bottleneck_dims: Size between the two projections.
+      num_tasks: Number of tasks.
+      norm_tpl: Norm before the first projection, which the tasks share; None for no norm.
+      activation_tpl: Activation between the two projections.
+      add_residual: True to add x to the outputs.
+    """
+
+    input_dims: int = 0
+    bottleneck_dims: int = 64
+    num_tasks: int = 1
+    norm_tpl: Config[BaseNormalization] | None = sub_config_field(LayerNorm.HParams)
+    activation_tpl: Config[BaseActivation] = sub_config_field(ReLU.HParams)
+    add_residual: bool = True
+
+    def setup(self) -> None:
+        """Create the weights of all tasks."""
+        sizes = {"input_dims": self.input_dims, "bottleneck_dims": self.bottleneck_dims}
+        check_sizes(self, **sizes, num_tasks=self.num_tasks)
+        if self.norm_tpl is not None:
+            self.create_child("norm", self.norm_tpl, dims=self.input_dims)
+        self.create_child("activation", self.activation_tpl)
+        zeros = WeightInit.Constant(0.0)
+        tasks, wide, narrow = self.num_tasks, self.input_dims, self.bottleneck_dims
+        fans: dict[str, Any] = {"fan_in_dims": (1,), "fan_out_dims": (2,)}
+        down = WeightHParams((tasks, wide, narrow), (None, "embed", None), **fans)
+        up = WeightHParams((tasks, narrow, wide), (None, None, "embed"), init=zeros, **fans)
+        self.create_variable("down_w", down)
+        self.create_variable("down_b", WeightHParams((tasks, narrow), (None, None), init=zeros))
+        self.create_variable("up_w", up)
+        self.create_variable("up_b", WeightHParams((tasks, wide), (None, "embed"), init=zeros))
+
+    def fprop(self, x: jax.Array, tasks: jax.Array) -> jax.Array:
+        """Map `[batch, ..., input_dims]` to the same shape in the compute dtype.
+
+        Args:
+          x: `[batch, ..., input_dims]`.
+          tasks: Task of each example, int32 `[batch]`, or of each position, with the shape of `x`
+            without its last axis. The outputs of a task outside [0, num_tasks) are NaN.
+
+        Raises:
+          ConfigError: Tasks that are not integers, or of another shape.
+        """
+        check_last_axis(self, x, input_dims=self.input_dims)
+        check_integer_arrays(self, tasks=tasks)
+        shapes = [list(x.shape[:1]), list(x.shape[:-1])]
+        expected = f"{shapes[0]} or {shapes[1]}"
+        require(list(tasks.shape) in shapes, self, "shape of tasks", list(tasks.shape), expected)
+        x = self.cast(x)
+        missing = tuple(range(tasks.ndim, x.ndim - 1))
+
+        def of_task(name: str) -> jax.Array:
+            weights = lookup(self.cast(getattr(self.theta, name)), tasks)
+            return jnp.expand_dims(weights, missing)
+
+        normalized = x if self.norm_tpl is None else self.norm(x)
+        hidden = jnp.einsum("...i,...in->...n", normalized, of_task("down_w")) + of_task("down_b")
+        hidden = self.activation(hidden)
+        outputs = jnp.einsum("...n,...ni->...i", hidden, of_task("up_w")) + of_task("up_b")
+        return x + outputs if self.add_residual else outputs
 
 
 class AdaptedFeedForward(TransformerFeedForward):

@@ -60,7 +60,11 @@ class Transformer(BaseLayer):
       attention_tpl: Self-attention.
       cross_attention_tpl: Attention of a decoder to a memory, after self-attention; None for no
         cross attention.
+      allow_skip_cross_attention: True to leave out cross attention where there is no memory, as
+        for examples without a source; False to raise an error.
       feed_forward_tpl: Feed-forward block, dense or a mixture of experts.
+      feed_forward_residual_weight: Factor of the output of the feed-forward block in the residual
+        sum; 0.5 in the two half steps of a Conformer (Gulati et al., 2020, arXiv:2005.08100).
       dropout_rate: Dropout rate of the outputs of branches in training.
       droppath_rate: Probability that training drops a branch of an example; see
         `StochasticResidual`.
@@ -69,7 +73,10 @@ class Transformer(BaseLayer):
       ConfigError: An unknown `norm_policy`, or an unsupported combination of fields.
     """
 
-    used_only_if: ClassVar[Conditions] = {"parallel_shares_norm": "parallel"}
+    used_only_if: ClassVar[Conditions] = {
+        "parallel_shares_norm": "parallel",
+        "allow_skip_cross_attention": "cross_attention_tpl",
+    }
 
     input_dims: int = 0
     hidden_dims: int = 0
@@ -82,7 +89,9 @@ class Transformer(BaseLayer):
     parallel_shares_norm: bool = False
     attention_tpl: Config[BaseLayer] = sub_config_field(MultiHeadAttention.HParams)
     cross_attention_tpl: Config[BaseLayer] | None = sub_config_field(None)
+    allow_skip_cross_attention: bool = False
     feed_forward_tpl: Config[BaseLayer] = sub_config_field(TransformerFeedForward.HParams)
+    feed_forward_residual_weight: float = 1.0
     dropout_rate: float = 0.0
     droppath_rate: float = 0.0
 
@@ -146,7 +155,7 @@ class Transformer(BaseLayer):
         require(is_valid, self, "droppath_rate", self.droppath_rate, expected)
         attention = partial(self.attention, mask=mask, positions=positions, **drop_none(bias=bias))
         branches: _Branches = {"attention": attention}
-        if self.cross_attention_tpl is not None:
+        if memory is not None:
             branches["cross_attention"] = partial(
                 self.cross_attention, memory=memory, mask=memory_mask
             )
@@ -162,13 +171,13 @@ class Transformer(BaseLayer):
           batch_size: Number of rows.
           max_length: Number of tokens of a row.
           memory: `[batch, memory_length, memory_dims]`, from which the keys and values of cross
-            attention are computed.
+            attention are computed; None without it.
         """
         self._check_memory(memory=memory)
         self.attention.init_cache(batch_size, max_length)
         if hasattr(self.feed_forward, "init_cache"):
             self.feed_forward.init_cache(batch_size, max_length)
-        if self.cross_attention_tpl is not None:
+        if memory is not None:
             self.cross_attention.init_cache(memory)
 
     def extend_step(
@@ -188,7 +197,7 @@ class Transformer(BaseLayer):
           time_step: int32 scalar, number of tokens in the cache.
           positions: int32 `[batch, t]`, for rotary embeddings.
           bias: float32 `[batch or 1, heads, t, max_length]`, added to the attention logits.
-          memory_mask: Mask of cross attention of the t positions.
+          memory_mask: Mask of cross attention of the t positions; None without a memory.
           prefix_lengths: int32 `[batch]`, number of first tokens that attend one another, in a
             prefix language model; the first step must contain all of them. None for no prefix.
 
@@ -200,7 +209,7 @@ class Transformer(BaseLayer):
         branches: _Branches = {
             "attention": partial(step, **drop_none(bias=bias, prefix_lengths=prefix_lengths))
         }
-        if self.cross_attention_tpl is not None:
+        if memory_mask is not None:
             branches["cross_attention"] = partial(
                 self.cross_attention.extend_step, mask=memory_mask
             )
@@ -217,6 +226,8 @@ class Transformer(BaseLayer):
             source = self.attention_norm(x)
         for name, branch in branches.items():
             output = self._branch(name, branch, source if self.parallel else x)
+            if name == "feed_forward" and self.feed_forward_residual_weight != 1.0:
+                output = output * self.feed_forward_residual_weight
             x = self.residual(x, output, rate=droppath_rate)
             if self.norm_policy == "post":
                 x = getattr(self, f"{name}_norm")(x)
@@ -254,6 +265,8 @@ class Transformer(BaseLayer):
     def _check_memory(self, **arguments: Any) -> None:
         """Raise `ConfigError` if cross attention lacks an argument, or arguments lack their use."""
         has_cross_attention = self.cross_attention_tpl is not None
+        if self.allow_skip_cross_attention and all(value is None for value in arguments.values()):
+            return
         for name, value in arguments.items():
             expected = "an array or mask for cross attention"
             require(not has_cross_attention or value is not None, self, name, value, expected)

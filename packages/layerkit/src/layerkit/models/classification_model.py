@@ -22,8 +22,10 @@ class ClassificationModel(BaseModel):
     """A model that predicts one label per example.
 
     A batch has the inputs `[batch, …]` and int32 labels `[batch]` under the names of `input_field`
-    and `label_field`. Optional entries are `weights` float32 `[batch]` of the examples and
-    `eval_sample_weights` float32 `[batch]`, which is 0 for rows of padding.
+    and `label_field`. Soft labels are probabilities, float32 `[batch, classes]`, as of mixup; the
+    metrics that compare classes then take the most likely one. Optional entries are `weights`
+    float32 `[batch]` of the examples and `eval_sample_weights` float32 `[batch]`, which is 0 for
+    rows of padding.
 
     Attributes:
       network_tpl: Network from inputs to features `[batch, dims]`. Axes between batch and features
@@ -65,7 +67,8 @@ class ClassificationModel(BaseModel):
         """Compute the losses of the labels and the logits.
 
         Args:
-          batch: Inputs `[batch, …]`, labels int32 `[batch]` and the optional weights `[batch]`.
+          batch: Inputs `[batch, …]`, labels int32 `[batch]` or float32 `[batch, classes]`, and the
+            optional weights `[batch]`.
 
         Returns:
           Outputs of the softmax (see `FullSoftmax.fprop`, without the length axis), and `logits`
@@ -76,7 +79,9 @@ class ClassificationModel(BaseModel):
         if features.ndim > 2:
             features = jnp.mean(features, axis=tuple(range(1, features.ndim - 1)))
         labels = batch[self.label_field]
-        outputs = self.softmax(features, labels=labels, weights=example_weights(batch, len(labels)))
+        target = "labels" if labels.ndim == 1 else "class_probabilities"
+        weights = example_weights(batch, len(labels))
+        outputs = self.softmax(features, weights=weights, **{target: labels})
         outputs.logits = self.softmax.logits(features)
         return outputs
 
@@ -91,6 +96,7 @@ class ClassificationModel(BaseModel):
             "accuracy": WeightedScalar.of(accuracy, total),
         }
         if self.top_k is not None:
+            labels = labels if labels.ndim == 1 else jnp.argmax(labels, axis=-1)
             _, likeliest = jax.lax.top_k(predictions.logits, self.top_k)
             found = jnp.any(likeliest == labels[:, None], axis=-1).astype(jnp.float32)
             name = f"top_{self.top_k}_accuracy"

@@ -21,8 +21,10 @@ class LanguageModel(BaseModel):
     """A model that predicts the next token.
 
     A batch has `ids`, `labels` int32 and `weights` float32 `[batch, length]`, and for packed rows
-    `segment_ids` and `segment_pos`. For decoding it has left-aligned prompts: `ids`
-    `[batch, prompt]` and `prompt_lengths` int32 `[batch]`, which is 0 for rows of padding.
+    `segment_ids` and `segment_pos`. Instead of `labels` it may have soft targets, such as those of
+    a teacher: `class_probabilities` float32 `[batch, length, vocab]`. For decoding it has
+    left-aligned prompts: `ids` `[batch, prompt]` and `prompt_lengths` int32 `[batch]`, which is 0
+    for rows of padding.
 
     Attributes:
       lm_tpl: Network.
@@ -52,11 +54,12 @@ class LanguageModel(BaseModel):
             the model is a prefix language model.
         """
         prefix_keys = ("inputs_indicator",) if self.is_prefix_lm else ()
-        self.check_batch(batch, "ids", "labels", "weights", *prefix_keys)
+        targets = "class_probabilities" if "class_probabilities" in batch else "labels"
+        self.check_batch(batch, "ids", targets, "weights", *prefix_keys)
         in_prefix = batch.inputs_indicator != 0 if self.is_prefix_lm else None
         return self.lm(
             batch.ids,
-            labels=batch.labels,
+            **{targets: batch[targets]},
             weights=batch.weights,
             segment_ids=batch.get("segment_ids"),
             segment_pos=batch.get("segment_pos"),

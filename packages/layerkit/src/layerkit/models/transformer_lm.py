@@ -111,8 +111,9 @@ class TransformerLm(BaseLayer):
         self,
         ids: jax.Array,
         *,
-        labels: jax.Array,
+        labels: jax.Array | None = None,
         weights: jax.Array,
+        class_probabilities: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         segment_pos: jax.Array | None = None,
         in_prefix: jax.Array | None = None,
@@ -121,8 +122,11 @@ class TransformerLm(BaseLayer):
 
         Args:
           ids: Token ids int32 `[batch, length]`.
-          labels: Next token of each position, int32 `[batch, length]`.
+          labels: Next token of each position, int32 `[batch, length]`; None with
+            class_probabilities.
           weights: Token weights float32 `[batch, length]`; 0 excludes a token.
+          class_probabilities: Soft targets of each position, float32 `[batch, length, vocab]`, in
+            the place of labels.
           segment_ids: Number of each token's document in its row, int32 `[batch, length]`, from 1;
             0 is padding.
           segment_pos: Position within the document, int32 `[batch, length]`; None counts from the
@@ -139,7 +143,8 @@ class TransformerLm(BaseLayer):
         hidden = self.hidden(
             ids, segment_ids=segment_ids, segment_pos=segment_pos, in_prefix=in_prefix
         )
-        return self.softmax(hidden, labels=labels, weights=weights)
+        targets = drop_none(labels=labels, class_probabilities=class_probabilities)
+        return self.softmax(hidden, weights=weights, **targets)
 
     def logits(
         self,

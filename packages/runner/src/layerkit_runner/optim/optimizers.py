@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from layerkit.checks import check_non_negative, check_positive, check_rates
+from layerkit.checks import check_non_negative, check_positive, check_rates, require
 from layerkit_runner.optim.schedules import concrete_numbers
 
 
@@ -118,6 +118,54 @@ def elastic_weight_consolidation(
         return jax.tree.map(jnp.add, updates, pull), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def lp_regularized(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    optimizer: Callable[..., optax.GradientTransformation],
+    l1_regularizer_weight: float = 0.0,
+    l2_regularizer_weight: float = 0.0,
+    mask: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Return an optimizer of the loss plus λ₁·Σ|w| or λ₂/2·Σw², as Pax's optimizers have it.
+
+    The gradient of the penalty goes through the moments of the optimizer, unlike decoupled weight
+    decay. It is added to the gradient that the learner has clipped, and is no part of the reported
+    loss.
+
+    Args:
+      learning_rate: A number or schedule.
+      optimizer: A function of `learning_rate`, such as `Partial(optax.adam)`.
+      l1_regularizer_weight: Weight λ₁.
+      l2_regularizer_weight: Weight λ₂.
+      mask: A tree of booleans, or a function from the weights to one such as `decays`, True for
+        weights with a penalty; None for all.
+
+    Raises:
+      ConfigError: A weight is negative or not finite, or not exactly one of them is above 0.
+    """
+    owner = "lp_regularized"
+    weights = concrete_numbers(
+        l1_regularizer_weight=l1_regularizer_weight, l2_regularizer_weight=l2_regularizer_weight
+    )
+    check_non_negative(owner, **weights)
+    is_l1, expected = bool(l1_regularizer_weight), "above 0, if l2_regularizer_weight is 0"
+    if l2_regularizer_weight:
+        expected = "0, since l2_regularizer_weight is above 0"
+    is_valid = is_l1 != bool(l2_regularizer_weight)
+    require(is_valid, owner, "l1_regularizer_weight", l1_regularizer_weight, expected)
+    penalty = optax.add_decayed_weights(l2_regularizer_weight, mask)
+    if is_l1:
+        penalty = optax.stateless(
+            lambda grads, params: jax.tree.map(
+                lambda grad, leaf: grad + l1_regularizer_weight * jnp.sign(leaf), grads, params
+            )
+        )
+        penalty = penalty if mask is None else optax.masked(penalty, mask)
+    return optax.with_extra_args_support(
+        optax.chain(penalty, optimizer(learning_rate=learning_rate))
+    )
 
 
 def decays(params: Any) -> Any:
