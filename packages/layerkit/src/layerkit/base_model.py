@@ -6,7 +6,7 @@ loss. Models that define `decode` also continue prompts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -165,6 +165,26 @@ class BaseModel(BaseLayer):
           NotImplementedError: The model does not decode.
         """
         raise NotImplementedError(f"{type(self).__qualname__} cannot decode")
+
+    @nn.nowrap
+    def process_decode_out(
+        self, input_obj: Any, decode_out: NestedMap
+    ) -> tuple[Mapping[str, Any], Sequence[tuple[str, Any]], Mapping[str, Any]] | None:
+        """Return metrics and records of a decoded batch; None, the default, for the usual records.
+
+        The function runs on the host, on NumPy arrays of all rows of the global batch. It has to
+        leave out rows of padding, whose `eval_sample_weights` are 0.
+
+        Args:
+          input_obj: Input of the batch, such as for `input_obj.ids_to_strings`.
+          decode_out: Output of `decode` `[batch, …]`, with `provenance`, `prompt_lengths` and
+            `eval_sample_weights` of the batch if it has them.
+
+        Returns:
+          (scalars by name, each a pair of value and weight; a pair (key, value) for each record;
+          metrics by name with the methods `merge` and `compute`, such as those of clu).
+        """
+        return None
 
 
 def _check_loss_outputs(method: str, found: Any) -> None:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from etils import epath
+from flax import linen as nn
 
 from layerkit.nested_map import NestedMap
 from layerkit_runner.data.infeed import make_input
@@ -166,8 +167,8 @@ def test_output_of_unknown_provenance_is_replaced(decoding: tuple[DecodeProgram,
     assert recorder.messages == [f"replacing {path}: unknown provenance"]
 
 
-def test_each_batch_uses_its_own_random_key(make: Any, tiny: SimpleNamespace):
-    traces = []
+def drawing(tiny: SimpleNamespace, traces: list[Any]) -> Any:
+    """Return the config of a task whose model continues prompts with random digits."""
 
     class Drawing(tiny.Regression):
         """Goes on with random digits."""
@@ -180,6 +181,69 @@ def test_each_batch_uses_its_own_random_key(make: Any, tiny: SimpleNamespace):
             is_drawn = column >= batch.prompt_lengths[:, None]
             return NestedMap({**outputs, "ids": jax.numpy.where(is_drawn, digits, outputs.ids)})
 
+    return tiny.task_config().set(model=Drawing.HParams.config())
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_decode_random_seed_draws_the_same_numbers_at_every_step(
+    make: Any, tiny: SimpleNamespace, seed: int | None
+):
+    task = drawing(tiny, [])
+    task.train.decode_random_seed = seed
+    program, state = make(task)
+    later = state.replace(step=state.step + 1)
+    drawn = [program.run(each, step, Recorder()) for step, each in enumerate((state, later))]
+    assert (drawn[0] == drawn[1]) == (seed is not None)
+
+
+class Words:
+    """A metric with the methods of clu's: the number of different words."""
+
+    def __init__(self, words: set[str]) -> None:
+        self.words = words
+
+    def merge(self, other: Words) -> Words:
+        return Words(self.words | other.words)
+
+    def compute(self) -> int:
+        return len(self.words)
+
+
+def test_process_decode_out_of_the_model_makes_records_and_metrics(
+    make: Any, tiny: SimpleNamespace
+):
+    class Processing(tiny.Regression):
+        @nn.nowrap
+        def process_decode_out(self, input_obj: Any, decode_out: NestedMap) -> Any:
+            rows = np.flatnonzero(decode_out.eval_sample_weights)
+            texts = input_obj.ids_to_strings(decode_out.ids, decode_out.lengths)
+            lengths = decode_out.lengths[rows]
+            scalars = {"length": (lengths.mean(), len(rows))}
+            values = [(texts[row], {"length": decode_out.lengths[row]}) for row in rows]
+            return scalars, values, {"texts": Words({texts[row] for row in rows})}
+
+    class TwoBatches(tiny.Prompts):
+        num_rows: int = 9  # 8 and 1
+
+    task = tiny.task_config().set(model=Processing.HParams.config())
+    recorder = Recorder()
+    program, state = make(task, TwoBatches.HParams.config())
+    records = program.run(state, 7, recorder)
+    # Prompt n is n + 1 times the id n + 1, and three are appended.
+    assert [record["length"] for record in records] == [n + 4 for n in range(9)]
+    assert records[1] == {"key": "22222", "length": 5}
+    assert recorder.metrics == [(7, "decode/prompts", {"length": 8.0, "texts": 9.0})]
+    path = program.output_path(7)
+    assert path is not None
+    assert [json.loads(line) for line in path.read_text().splitlines()] == records
+    # Its metrics are computed again, not only its records read.
+    program.run(state, 7, recorder)
+    assert recorder.metrics[1] == recorder.metrics[0]
+
+
+def test_each_batch_uses_its_own_random_key(make: Any, tiny: SimpleNamespace):
+    traces: list[Any] = []
+
     class SamePrompts(tiny.Prompts):
         """The prompt 1, sixteen times: two batches."""
 
@@ -188,8 +252,7 @@ def test_each_batch_uses_its_own_random_key(make: Any, tiny: SimpleNamespace):
         def _read_rows(self, rows: np.ndarray) -> NestedMap:
             return super()._read_rows(np.zeros_like(rows))
 
-    task = tiny.task_config().set(model=Drawing.HParams.config())
-    program, state = make(task, SamePrompts.HParams.config())
+    program, state = make(drawing(tiny, traces), SamePrompts.HParams.config())
     records = program.run(state, 7, Recorder())
     drawn = [record["continuation"] for record in records]
     assert len(drawn) == 16

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
+from layerkit.base_model import BaseModel, WeightedScalar
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import example_rows
@@ -36,12 +37,38 @@ from layerkit_runner.trainer.provenance import (
     weights_digest_fn,
     write_outputs,
 )
-from layerkit_runner.training.metrics import ByExample, as_floats, check_has_provenance
+from layerkit_runner.training.metrics import ByExample, OverBatches, as_floats, check_has_provenance
 from layerkit_runner.training.train_state import TrainState
 
 _BATCH_INDEX = jax.ShapeDtypeStruct((), np.int32)
 # Incremented when records change, so that outputs of an older format are decoded again.
 _RECORD_FORMAT = 2
+
+
+class _Processed:
+    """The results of a model's `process_decode_out`, over the batches of one decoding."""
+
+    def __init__(self) -> None:
+        """Start without batches."""
+        self.records: list[dict[str, Any]] = []
+        self._scalars = OverBatches()
+        self._metrics: dict[str, Any] = {}
+
+    def add(self, scalars: Any, records: Any, metrics: Any) -> None:
+        """Add the result of a batch."""
+        self._scalars.add({name: WeightedScalar.of(*pair) for name, pair in scalars.items()})
+        for key, value in records:
+            plain = jax.tree.map(lambda x: x.tolist() if hasattr(x, "tolist") else x, value)
+            fields = plain if isinstance(plain, Mapping) else {"value": plain}
+            self.records.append({"key": key, **fields})
+        for name, metric in metrics.items():
+            known = self._metrics.get(name)
+            self._metrics[name] = metric if known is None else known.merge(metric)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the means of the scalars, and the metrics."""
+        computed = {name: float(metric.compute()) for name, metric in self._metrics.items()}
+        return self._scalars.means() | computed
 
 
 class DecodeProgram(BaseProgram):
@@ -80,7 +107,8 @@ class DecodeProgram(BaseProgram):
     def run(self, state: TrainState, step: int, observers: Observer) -> list[dict[str, Any]]:
         """Decode with the weights after `step` steps.
 
-        A finished output is read again if its weights, model settings and prompts are the same.
+        A finished output is read again if its weights, model settings and prompts are the same. A
+        model that defines `process_decode_out` decodes again, since its metrics are not kept.
 
         Returns:
           One record per example of the global batches, with `example` (its provenance) if the data
@@ -101,22 +129,33 @@ class DecodeProgram(BaseProgram):
             settings = describe_settings(self.task, self.dataset)
             weights = self._weights_digest(state)
             provenance = {"weights": weights, **settings, "record format": _RECORD_FORMAT}
-            if _can_reuse(path, provenance, observers):
+            if not self._processes and _can_reuse(path, provenance, observers):
                 records = [json.loads(line) for line in path.read_text().splitlines()]
                 self._report(records, step, observers)
                 return records
-        decoded = self._decode(state, path, observers)
-        records = decoded.records
+        decoded, processed = self._decode(state, path, observers)
+        records = processed.records if self._processes else decoded.records
         if path is not None and jax.process_index() == 0:
             lines = "".join(encode(record) + "\n" for record in records)
             write_outputs(path, lines, provenance, npz=decoded.npz())
-        self._report(records, step, observers)
+        self._report(records, step, observers, processed.metrics())
         for record in records[:1]:
             observers.text(step, self.name, sample_text(record) or encode(record))
         return records
 
-    def _report(self, records: list[dict[str, Any]], step: int, observers: Observer) -> None:
-        metrics = report_skipped(self.dataset, self.name, observers)
+    @property
+    def _processes(self) -> bool:
+        model = type(self.task.model)
+        return model.process_decode_out is not BaseModel.process_decode_out
+
+    def _report(
+        self,
+        records: list[dict[str, Any]],
+        step: int,
+        observers: Observer,
+        processed: Mapping[str, float] = {},
+    ) -> None:
+        metrics = report_skipped(self.dataset, self.name, observers) | dict(processed)
         if self.dataset.has_prediction_metrics:
             if records and "continuation" not in records[0]:
                 raise UsageError(
@@ -142,18 +181,22 @@ class DecodeProgram(BaseProgram):
 
     def _decode(
         self, state: TrainState, path: epath.Path | None, observers: Observer
-    ) -> DecodedRecords:
+    ) -> tuple[DecodedRecords, _Processed]:
         npz_name = None if path is None else npz_path(path).name
         decoded = DecodedRecords(self.dataset, self.name, npz_name=npz_name)
+        processed = _Processed()
         for index, batch in enumerate(eval_batches(self.dataset)):
             self.report_casts(batch, observers)
             if self.dataset.has_prediction_metrics:
                 check_has_provenance(batch, self.name)
             global_batch = self.partitioner.put_batch(batch)
-            outputs = self._step(state, global_batch, np.int32(index))
-            num_rows = jax.tree.leaves(global_batch)[0].shape[0]
-            decoded.add(jax.device_get(outputs), num_rows)
-        return decoded
+            outputs = jax.device_get(self._step(state, global_batch, np.int32(index)))
+            found = self.task.model.process_decode_out(self.dataset, outputs)
+            if found is None:
+                decoded.add(outputs, jax.tree.leaves(global_batch)[0].shape[0])
+            else:
+                processed.add(*found)
+        return decoded, processed
 
 
 def _can_reuse(path: epath.Path, provenance: dict[str, Any], observers: Observer) -> bool:

@@ -44,6 +44,8 @@ def describe_settings(task: SingleTask, dataset: BaseInput | None) -> dict[str, 
         "random seed": task.train.random_seed,
         "random numbers": task.train.prng_impl,
     }
+    if (seed := task.train.decode_random_seed) is not None:
+        model["random seed of decoding"] = seed
     if dataset is None:
         return model
     if dataset.reset_for_eval:

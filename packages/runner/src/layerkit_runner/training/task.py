@@ -335,7 +335,11 @@ class SingleTask(Configurable):
           UsageError: The model does not return arrays by name.
         """
         model = self.model.clone(train=False)
-        key = jax.random.fold_in(self._step_key(state.step), batch_index)
+        seed = self.train.decode_random_seed
+        key = self._step_key(state.step)
+        if seed is not None:
+            key = jax.random.key(seed, impl=self.train.prng_impl)
+        key = jax.random.fold_in(key, batch_index)
         rngs = {RANDOM: context.fold_shard(key)}
         variables = _variables(self.decoded_state(state))
         outputs = model.apply(variables, batch, rngs=rngs, method="decode")

@@ -51,6 +51,8 @@ class TrainHParams(Configurable):
       decode_interval_steps: Number of steps between two decodings; None decodes at the end only.
       decode_start_after_n_steps: Number of steps before the first decoding. The last step is
         decoded even if it comes earlier.
+      decode_random_seed: Seed of the random numbers of decoding, the same at every step, so that
+        samples differ only by the weights. None draws other numbers at each step.
       save_interval_steps: Number of steps between two checkpoints.
       save_max_to_keep: Number of newest checkpoints to keep; None keeps all.
       save_keep_interval_hours: Number of hours between two checkpoints that are kept permanently;
@@ -96,6 +98,7 @@ class TrainHParams(Configurable):
     eval_skip_train: bool = True
     decode_interval_steps: int | None = None
     decode_start_after_n_steps: int = 0
+    decode_random_seed: int | None = None
     save_interval_steps: int = 5000
     save_max_to_keep: int | None = 10
     save_keep_interval_hours: float | None = None
@@ -122,8 +125,10 @@ class TrainHParams(Configurable):
         steps = {f"save_keep_steps[{i}]": step for i, step in enumerate(self.save_keep_steps)}
         steps["decode_start_after_n_steps"] = self.decode_start_after_n_steps
         check_integers(_OWNER, minimum=0, **steps)
-        is_valid = -(2**63) <= self.random_seed < 2**63
-        require(is_valid, _OWNER, "random_seed", self.random_seed, "an integer of 64 bits")
+        for name in ("random_seed", "decode_random_seed"):
+            seed = getattr(self, name)
+            is_valid = seed is None or -(2**63) <= seed < 2**63
+            require(is_valid, _OWNER, name, seed, "an integer of 64 bits")
         hours = self.save_keep_interval_hours
         is_valid = hours is None or 0 < hours <= _MAX_HOURS
         expected = f"a number above 0 and at most {_MAX_HOURS}, or None"
