@@ -122,7 +122,7 @@ def test_optimizer_values_without_a_rule_start_anew(begin: Any, drawn: dict[str,
     moments = sum("opt_state/0/nu" in name for name in found)
     total = sum(name.startswith("opt_state") for name in found)
     told = list(first.provenance.lines())[-1].strip()
-    assert told == f"{moments} of {total} values of the optimizer; the others start anew"
+    assert told == f"{moments} of {total} values of the optimizer state; the others are initialized"
 
 
 def test_loaded_step_advances_schedules_but_not_moments(begin: Any):

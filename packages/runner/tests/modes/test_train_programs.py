@@ -229,7 +229,7 @@ def test_a_resumed_run_whose_metric_is_that_of_its_next_batches(train: Any, tmp_
 def test_training_data_sets_may_be_added_and_removed(train: Any, tmp_path: Path):
     train("job", MAX_STEPS=3, TRAINED_ON=("few",), PROGRAMS=None)
     output = train("job", MAX_STEPS=7)
-    notice = "the checkpoint has no position of train/many: reading it from the beginning\n"
+    notice = "the checkpoint has no input position for train/many: reading from the beginning\n"
     assert notice in output
     assert positions(tmp_path / "job", 7) == {"train/few": 8 * (3 + 3), "train/many": 16 * 1}
     output = train("job", MAX_STEPS=9, TRAINED_ON=("few",), PROGRAMS=None)

@@ -315,7 +315,7 @@ def _check_methods(cls: type) -> None:
                 owner=base.__qualname__,
                 value=name,
                 choices=[hook],
-                hint=f"A helper needs a name less like it, such as _{name}.",
+                hint=f"Rename another method, for example to _{name}.",
             )
 
 

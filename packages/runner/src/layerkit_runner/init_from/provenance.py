@@ -71,8 +71,8 @@ class Provenance:
             yield f"             {dtypes}: {count} value{'' if count == 1 else 's'} converted"
         if self.opt_state:
             read, total = len(self.opt_state), self.num_opt_state
-            rest = "; the others start anew" if read < total else ""
-            yield f"             {read} of {total} values of the optimizer{rest}"
+            rest = "; the others are initialized" if read < total else ""
+            yield f"             {read} of {total} values of the optimizer state{rest}"
         if self.step is not None:
             yield f"             step count continues from {self.step}"
 

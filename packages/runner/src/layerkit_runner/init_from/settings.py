@@ -32,7 +32,7 @@ class Source(Configurable):
         `layerkit_runner.init_from.rules`. None takes each weight by its own name; the source must
         then hold no other weights.
       ignore: Patterns of weights of the source to leave out; requires `rules=None`.
-      opt_state_rules: Rules for values of the optimizer; values without a rule start anew.
+      opt_state_rules: Rules for values of the optimizer; values without a rule are initialized.
       load_step: Whether training and its schedules continue from the source's step.
       use_ema: Whether to read moving averages in place of the weights that have one.
 
@@ -68,7 +68,7 @@ class Source(Configurable):
                 field="ignore",
                 value=tuple(self.ignore),
                 expected="() if rules are set",
-                hint="Rules leave out what they do not name.",
+                hint="With rules, only the weights that they name are read.",
             )
 
 

@@ -204,7 +204,7 @@ def report_start(
         path = last_step_path(job.resolved)
         report(
             f"not training: step {first.step} is beyond task.train.num_train_steps="
-            f"{train.num_train_steps}. To train on, set a larger number, such as"
+            f"{train.num_train_steps}. To continue training, set a larger number, such as"
             f" --fdl.{path}={2 * first.step}"
         )
     job.observers.start(info)

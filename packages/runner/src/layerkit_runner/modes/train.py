@@ -361,7 +361,9 @@ def _restore_positions(job: Job, programs: _Programs, start: _Start) -> None:
     if start.first.is_restored:
         with as_usage_error():
             for key in programs.data.set_states(start.input_states):
-                report(f"the checkpoint has no position of {key}: reading it from the beginning")
+                report(
+                    f"the checkpoint has no input position for {key}: reading from the beginning"
+                )
             for name, dataset in inputs_of(programs.evals).items():
                 if (key := eval_input_key(name)) in start.input_states:
                     dataset.set_state(start.input_states[key])
@@ -374,7 +376,7 @@ def _restore_positions(job: Job, programs: _Programs, start: _Start) -> None:
         return
     early_stop.restore(start.own_metadata[EARLY_STOPPING], report=report)
     if early_stop.stopped_at is not None:
-        report(f"{early_stop.message()}. To train on, set task.early_stopping=None or change it.")
+        report(f"{early_stop.message()}. To continue, set task.early_stopping=None or change it.")
 
 
 def _build_executor(

@@ -72,7 +72,7 @@ def test_failures_come_before_warnings_and_set_the_exit_code(
         return doctor.run_doctor(RunOptions())
 
     assert run_with(warning) == 0
-    assert "every check passed" in capsys.readouterr().out
+    assert "all checks passed" in capsys.readouterr().out
     assert run_with(warning, failure) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[:-1] == [

@@ -162,7 +162,7 @@ def test_page_of_layers(experiment: Any):
         )
 
     head = (
-        f"layers of {__name__}.{experiment.__qualname__}, as they are built\n"
+        f"layers of {__name__}.{experiment.__qualname__}\n"
         "on a mesh of data 1 × fsdp 2 × tensor 1\n"
         "`*`: differs from the default of the class"
     )

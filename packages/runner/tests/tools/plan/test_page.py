@@ -80,7 +80,7 @@ PLAN = Plan(
 PAGE = """\
 plan of lm.Small
 for h100x16: 16 × NVIDIA H100 80GB HBM3 in 2 nodes; layerkit 0.1.0, jax 0.10.2
-fits: 2.5 GB on each device, 3 % of the 78.1 GB that a program can have of 84.9 GB
+fits: 2.5 GB on each device, 3 % of the 78.1 GB available to programs of 84.9 GB
 
 parameters   1,234,567 (float32)
 mesh         stage 2 × data 1 × fsdp 4 × tensor 2 (SpmdPartitioner)

@@ -8,7 +8,7 @@ A check that uses a disk or a device runs in a separate process with a time limi
 cannot be interrupted from Python, and a wrong flag of XLA ends its process. `devices.py` has the
 checks that need JAX.
 
-Exit codes: 0 if every check passed, 1 if one failed.
+Exit codes: 0 if all checks passed, 1 if one failed.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def run_doctor(options: RunOptions) -> int:
         text = f"{'FAILS' if problem.fails else 'warning'}: {problem.what}"
         print("", textwrap.fill(text, 100, subsequent_indent="  "), sep="\n")
         print(textwrap.fill(f"  → {problem.to_do}", 100, subsequent_indent="    "))
-    print(f"\n{'some checks failed' if fails else 'every check passed'}, in {seconds:.0f} s")
+    print(f"\n{'some checks failed' if fails else 'all checks passed'}, in {seconds:.0f} s")
     return 1 if fails else 0
 
 

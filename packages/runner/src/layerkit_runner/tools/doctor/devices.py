@@ -90,7 +90,7 @@ def check_collectives() -> Finding:
     # Each device sends at least these bytes, as `--mode=plan` counts them.
     speed = 8 * size * (count - 1) / count / min(seconds)
     values = {"num_devices": count, "psum": {"is_right": is_right, "bytes_per_second": speed}}
-    line = f"psum over {count} devices: {'right' if is_right else 'WRONG'}, {size_text(speed)}/s"
+    line = f"psum over {count} devices: {'correct' if is_right else 'WRONG'}, {size_text(speed)}/s"
     to_do = "For NVIDIA GPUs try NCCL_P2P_DISABLE=1, then NCCL_SHM_DISABLE=1."
     problem = Problem(f"psum over the {count} devices gives wrong numbers.", to_do)
     return Finding([line], values, [] if is_right else [problem])

@@ -169,7 +169,7 @@ def _named(value: Any) -> Any:
 
 
 def _lines(experiment: str, mesh: dict[str, int], layers: Sequence[BuiltLayer]) -> Iterator[str]:
-    yield f"layers of {experiment}, as they are built"
+    yield f"layers of {experiment}"
     yield f"on a mesh of {' × '.join(f'{axis} {size}' for axis, size in mesh.items())}"
     yield "`*`: differs from the default of the class"
     for group in _equal_layers(layers):

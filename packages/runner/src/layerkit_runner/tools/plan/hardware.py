@@ -68,7 +68,7 @@ class DeviceKind:
 
     @property
     def usable_bytes(self) -> int | None:
-        """Memory that a program can have."""
+        """Memory available to programs."""
         return None if self.memory_bytes is None else self.memory_bytes - self.reserved_bytes
 
 

@@ -65,7 +65,7 @@ def _verdict(plan: Plan) -> Iterator[str]:
     if plan.refusal is not None:
         yield f"DOES NOT FIT: {cut(' '.join(plan.refusal.split()), _WIDTH - 14)}"
     elif device.usable_bytes is not None and device.memory_bytes is not None:
-        usable = f"{size_text(device.usable_bytes)} that a program can have"
+        usable = f"{size_text(device.usable_bytes)} available to programs"
         if device.reserved_bytes:
             usable += f" of {size_text(device.memory_bytes)}"
         if plan.fits:

@@ -93,7 +93,7 @@ def _maxtext(options: argparse.Namespace) -> int:
     if translation.leftovers:
         lines = "".join(f"\n  {leftover}" for leftover in translation.leftovers)
         hint = f"Leave them out by --ignore, or omit --exp to write a class:{lines}"
-        raise UsageError("no command has all values", hint=hint)
+        raise UsageError("some values have no flag", hint=hint)
     print(command_text(translation, find_experiment(options.exp).name))
     return 0
 
