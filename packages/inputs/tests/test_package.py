@@ -15,8 +15,8 @@ def test_every_exported_name_exists():
         assert getattr(layerkit_inputs, name).__name__ == name
 
 
-def test_unknown_name_suggests_the_nearest_one():
-    with pytest.raises(AttributeError, match="no name 'LocalTexts'; did you mean 'LocalText'"):
+def test_unknown_name_suggests_the_nearest_one(raises):
+    with raises(AttributeError, owner="layerkit_inputs", value="LocalTexts"):
         _ = layerkit_inputs.LocalTexts
 
 

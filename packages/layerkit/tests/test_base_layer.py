@@ -14,6 +14,7 @@ from flax import linen as nn
 
 from layerkit.base_layer import BaseHParams, BaseLayer, WeightHParams
 from layerkit.config import Config, sub_config_field
+from layerkit.errors import ConfigError
 from layerkit.layers.linears import FeedForward, Linear
 from layerkit.sharding import BoundSharding
 from layerkit.weights import WeightInit, logical_axes
@@ -235,15 +236,15 @@ def test_unknown_weight_raises_with_the_nearest_name(raises):
 
 
 @pytest.mark.parametrize(
-    "weight",
+    ("weight", "value"),
     [
-        WeightHParams((2, 3), axes=("embed",)),
-        WeightHParams((2, 0), axes=("embed", "mlp")),
+        (WeightHParams((2, 3), axes=("embed",)), ("embed",)),
+        (WeightHParams((2, 0), axes=("embed", "mlp")), {"embed": 2, "mlp": 0}),
     ],
     ids=["axes", "size"],
 )
-def test_invalid_weight_declaration_raises(raises, weight):
-    with raises(ValueError):
+def test_invalid_weight_declaration_raises(raises, weight, value):
+    with raises(ConfigError, owner="Declaring()", value=value):
         Declaring(weight=weight).init(KEY)
 
 
@@ -257,7 +258,7 @@ def test_updated_variable_is_returned():
 
 
 def test_update_of_an_immutable_variable_raises(raises):
-    with raises(ValueError):
+    with raises(ConfigError, problem="the update would be lost"):
         Counter().apply(Counter().init(KEY), X)
 
 
@@ -268,9 +269,9 @@ def test_update_has_the_declared_shape_and_dtype(raises):
 
     mean = updated(np.array([1.0, 2.5], np.float32))
     assert mean.dtype == jnp.float16 and mean.tolist() == [1.0, 2.5]
-    with raises(ValueError):
+    with raises(ConfigError, field="shape of mean", value=()):
         updated(jnp.zeros(()))
-    with raises(ValueError):
+    with raises(ConfigError, field="shape of mean", value=(3,)):
         Setting().init(KEY, jnp.zeros((3,)))
 
 
@@ -298,7 +299,7 @@ def test_auxiliary_losses_of_one_name_are_collected():
 
 
 def test_training_raises_if_an_auxiliary_loss_is_not_collected(raises):
-    with raises(ValueError):
+    with raises(ConfigError, problem="the auxiliary loss would be lost"):
         Reporting(train=True).apply({}, X)
 
 
@@ -325,7 +326,7 @@ def test_summaries_of_one_name_are_collected_by_layer_path():
 
 def test_layer_without_its_random_key_raises(raises):
     layer = Chain.HParams.config(first=Stochastic.HParams.config()).Instantiate()
-    with raises(ValueError):
+    with raises(ConfigError, problem="random numbers are needed"):
         layer.apply({}, X)
 
 

@@ -290,7 +290,7 @@ def test_shared_layer_with_different_inherited_fields_raises(raises):
         first=Config(Chain, first=linear, fprop_dtype="bfloat16"),
         second=Config(Chain, first=linear),
     ).Instantiate()
-    with raises(ValueError):
+    with raises(ConfigError, field="fprop_dtype"):
         layer.init(KEY)
     agreed = Chain.HParams.config(
         first=Config(Chain, first=square(), fprop_dtype="bfloat16"),
@@ -303,7 +303,7 @@ def test_shared_layer_with_different_inherited_fields_raises(raises):
 
 @pytest.mark.parametrize("template", [None, Config(nn.Dense, features=3)], ids=["none", "flax"])
 def test_child_that_is_no_layer_config_raises(raises, template):
-    with raises(TypeError):
+    with raises(FieldTypeError, owner="Wrapping()", field="child", value=template):
         Wrapping(child_tpl=template).init(KEY)
 
 

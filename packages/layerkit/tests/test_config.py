@@ -29,6 +29,7 @@ from layerkit.config import (
     target_of,
     walk_configs,
 )
+from layerkit.field_types import FieldTypeError
 
 
 class Leaf(Configurable):
@@ -113,9 +114,9 @@ def test_function_with_variable_keywords_accepts_any_field():
 
 
 def test_build_raises_without_a_config_or_a_required_field(raises):
-    with raises(TypeError):
+    with raises(FieldTypeError, owner="build()", value=3):
         build(3)
-    with raises(TypeError):
+    with raises(FieldTypeError, owner="Needy", problem="missing value"):
         Needy.HParams.config(size=1).Instantiate()
     with raises(TypeError):
         build(Needy.HParams.partial(size=1))()
@@ -464,7 +465,7 @@ def test_assignment_without_annotation_changes_an_inherited_default(value):
 
 
 def test_assignment_of_an_undeclared_field_raises(raises):
-    with raises(TypeError):
+    with raises(UnknownFieldError, value="sise"):
 
         class Wrong(Leaf):
             class HParams(BaseHParams):

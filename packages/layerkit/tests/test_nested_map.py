@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 
 
@@ -27,16 +28,16 @@ def test_keys_are_attributes():
 
 
 def test_missing_attribute_raises_with_the_nearest_key(raises):
-    with raises(AttributeError):
+    with raises(AttributeError, value="label", choices=("ids", "labels")):
         _ = NestedMap(labels=1, ids=2).label
-    with raises(AttributeError):
+    with raises(AttributeError, value="ids"):
         del NestedMap().ids
     assert not hasattr(NestedMap(), "ids")
 
 
 def test_subscript_of_missing_key_raises_key_error_with_keys(raises):
     batch = NestedMap(chosen=1)
-    with raises(KeyError):
+    with raises(KeyError, value="rejected", choices=("chosen",)):
         _ = batch["rejected"]
     assert batch.get("rejected") is None and "rejected" not in batch
 
@@ -59,9 +60,9 @@ def test_key_that_is_no_identifier_raises(assign, key):
 
 
 def test_key_that_hides_a_method_raises(raises):
-    with raises(ValueError):
+    with raises(ConfigError, value="items"):
         NestedMap(items=1)
-    with raises(ValueError):
+    with raises(ConfigError, value="a b"):
         NestedMap({"a b": 1})
 
 

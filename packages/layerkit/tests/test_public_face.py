@@ -88,9 +88,9 @@ def test_importing_one_layer_loads_no_other_family():
 
 
 def test_misspelled_name_raises_with_the_nearest_name(raises):
-    with raises(AttributeError):
+    with raises(AttributeError, owner="layerkit.layers", value="Linaer"):
         layerkit.layers.Linaer  # noqa: B018
-    with raises(AttributeError):
+    with raises(AttributeError, owner="layerkit", value="NestdMap"):
         layerkit.NestdMap  # noqa: B018
 
 

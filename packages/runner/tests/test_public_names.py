@@ -17,8 +17,8 @@ def test_public_name_is_the_object_of_its_module(name: str):
     assert getattr(sys.modules[found.__module__], name) is found
 
 
-def test_misspelled_public_name_names_the_nearest():
-    with pytest.raises(AttributeError, match="'Lerner'.*Learner"):
+def test_misspelled_public_name_names_the_nearest(raises):
+    with raises(AttributeError, owner="layerkit_runner", value="Lerner"):
         _ = layerkit_runner.Lerner
 
 

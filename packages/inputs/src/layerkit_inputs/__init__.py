@@ -133,9 +133,9 @@ __all__ = sorted(_MODULE_OF)
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
-        from layerkit.near_names import near_names
+        from layerkit.errors import UnknownNameError
 
-        raise AttributeError(f"layerkit_inputs has no name {name!r}{near_names(name, __all__)}")
+        raise UnknownNameError("unknown name", owner=__name__, value=name, choices=__all__)
     return getattr(importlib.import_module(f"layerkit_inputs.{_MODULE_OF[name]}"), name)
 
 

@@ -31,12 +31,15 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from layerkit import nested_map
+from layerkit.checks import require
 from layerkit.config import BaseHParams, adopt_hparams, build, is_config, target_of
 from layerkit.config import instance_field as instance_field
 from layerkit.config import sub_config_field as sub_config_field
 from layerkit.derived_fields import derive_fields
-from layerkit.diagnostics import naming_layer, unknown_name, warn_of_unset_train
+from layerkit.diagnostics import immutable_error, naming_layer, unknown_name, warn_of_unset_train
+from layerkit.errors import ConfigError
 from layerkit.field_checks import Conditions, checking_fields
+from layerkit.field_types import FieldTypeError
 from layerkit.sharding import BoundSharding
 from layerkit.shared_layers import SharedLayers
 from layerkit.summaries import DEFAULT_VERBOSITY, SUMMARIES, SUMMARY_ARRAYS, Kind, sow_summary
@@ -167,20 +170,18 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
           ValueError: sizes below one, axes that do not name every dimension, or weights of an
             inherited dtype that is not floating, or an initializer that is not a `WeightInit`.
         """
-        owner = f"{self.path_name}.{name}"
-        if len(weight.axes) != len(weight.shape):
-            raise ValueError(
-                f"{owner}: axes {weight.axes} do not name the dimensions of {weight.shape}"
-            )
-        if any(size < 1 for size in weight.shape):
-            sizes = ", ".join(f"{a}={n}" for a, n in zip(weight.axes, weight.shape, strict=True))
-            raise ValueError(f"{owner}: every size of its shape must be at least 1, got {sizes}")
+        expected = f"one name for each dimension of {weight.shape}"
+        is_named = len(weight.axes) == len(weight.shape)
+        require(is_named, self, f"axes of {name}", weight.axes, expected)
+        sizes = dict(zip(weight.axes, weight.shape, strict=True))
+        are_positive = all(size >= 1 for size in weight.shape)
+        require(are_positive, self, f"shape of {name}", sizes, "sizes of at least 1")
         if weight.init is None:
             init = check_init(
                 self.inherited("params_init"), owner=self.path_name, field="params_init"
             )
         else:
-            init = check_init(weight.init, owner=owner, field="init")
+            init = check_init(weight.init, owner=f"{self.path_name}.{name}", field="init")
         dtype = canonical_dtype(weight.dtype or self._inherited_dtype("dtype"))
 
         def draw(key: jax.Array) -> WeightBox:
@@ -244,17 +245,11 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
           ValueError: another shape, or a caller without a mutable collection, who would lose it.
         """
         if not self.is_mutable_collection(NON_TRAINABLE):
-            raise ValueError(
-                f"{self.path_name}.{name}: the update would be lost;"
-                f" apply with mutable=['{NON_TRAINABLE}', …]"
-            )
+            raise immutable_error(self, "the update would be lost", name, NON_TRAINABLE)
         variable = self._variable(name)
         declared = unbox(variable.value)
-        if jnp.shape(value) != declared.shape:
-            raise ValueError(
-                f"{self.path_name}.{name}: the update has the shape {jnp.shape(value)}, but the"
-                f" variable was declared with {declared.shape}"
-            )
+        shape, expected = jnp.shape(value), f"{declared.shape}, as declared"
+        require(shape == declared.shape, self, f"shape of {name}", shape, expected)
         if not self.is_initializing():
             variable.value = jnp.asarray(value, declared.dtype)
 
@@ -269,10 +264,7 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
             warn_of_unset_train(self, collection=AUX_LOSS)
             self.sow(AUX_LOSS, name, jnp.asarray(value, jnp.float32))
         elif self.is_training:
-            raise ValueError(
-                f"{self.path_name}: auxiliary loss {name!r} would be lost;"
-                f" apply with mutable=['{AUX_LOSS}', …]"
-            )
+            raise immutable_error(self, "the auxiliary loss would be lost", name, AUX_LOSS)
 
     @nn.nowrap
     def add_summary(
@@ -305,9 +297,9 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
           ValueError: the caller gave no key for the stream.
         """
         if not self.has_rng(stream):
-            raise ValueError(
-                f"{self.path_name} needs random numbers: apply with rngs={{'{stream}': key}}"
-            )
+            hint = f"Apply with rngs={{'{stream}': key}}"
+            problem = "random numbers are needed"
+            raise ConfigError(problem, owner=self.path_name, field="rngs", hint=hint)
         return self.make_rng(stream)
 
     @nn.nowrap
@@ -446,9 +438,12 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
         found: list[Any] = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
         for child in found:
             if not isinstance(child, BaseLayer):
-                raise TypeError(
-                    f"{self.path_name}: {type(child).__qualname__} is a plain Flax module, whose"
-                    " weights cannot be created without inputs"
+                raise FieldTypeError(
+                    owner=self.path_name,
+                    field="child",
+                    value=type(child),
+                    expected="a BaseLayer",
+                    hint="The weights of a plain Flax module cannot be created without inputs.",
                 )
             self._refuse_contradiction(child)
         return found
@@ -458,20 +453,24 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
         """Raise an error if a shared layer would inherit different values from its parents."""
         for field in INHERITED_FIELDS:
             if getattr(child, field) is None and child.inherited(field) != self.inherited(field):
-                raise ValueError(
-                    f"{child.path_name} is shared with {self.path_name}, which would give it"
-                    f" another {field}: {child.inherited(field)!r} and {self.inherited(field)!r};"
-                    f" set {field} on the shared config"
+                raise ConfigError(
+                    f"contradicts {self.path_name}, which shares it",
+                    owner=child.path_name,
+                    field=field,
+                    value=child.inherited(field),
+                    expected=repr(self.inherited(field)),
+                    hint=f"Set {field} on the shared config.",
                 )
 
     @nn.nowrap
     def _make_child(self, name: str, template: Any, overrides: dict[str, Any]) -> BaseLayer:
         where = f"{self.path_name}.{name}"
-        if not is_config(template):
-            raise TypeError(f"{where} needs the config of a layer, got {template!r}")
-        target = target_of(template)
+        target = target_of(template) if is_config(template) else None
         if not (isinstance(target, type) and issubclass(target, BaseLayer)):
-            raise TypeError(f"{where} needs the config of a layer, got one of {target!r}")
+            expected = "the config of a layer"
+            raise FieldTypeError(
+                owner=self.path_name, field=name, value=template, expected=expected
+            )
         filled = derive_fields(template, where, **overrides)
         for field in INHERITED_FIELDS:
             if getattr(filled, field) is None:

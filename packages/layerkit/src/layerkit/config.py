@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, dataclass_tra
 
 import fiddle as fdl
 
-from layerkit.errors import ConfigError
-from layerkit.field_types import convert_field, parameters_of, typed_fields
-from layerkit.near_names import near_names
+from layerkit.errors import UnknownNameError
+from layerkit.field_types import FieldTypeError, convert_field, parameters_of, typed_fields
 from layerkit.typed_hparams import MYPY, TypedHParams
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ _TEMPLATE = "template"
 _FROZEN = "__frozen__"
 
 
-class UnknownFieldError(ConfigError, AttributeError, TypeError):
+class UnknownFieldError(UnknownNameError, TypeError):
     """A field that a class does not have; the message suggests the nearest names."""
 
 
@@ -281,7 +280,7 @@ def build(config: fdl.Buildable, /, **overrides: Any) -> Any:
       TypeError: `config` is not a config, or a required field has no value.
     """
     if not isinstance(config, fdl.Buildable):
-        raise TypeError(f"build() needs a Config or a Partial, got {config!r}")
+        raise FieldTypeError(owner="build()", value=config, expected="a Config or a Partial")
     root = copy_config(config)
     for name, value in overrides.items():
         _check_keyword(root.__fn_or_cls__, name)
@@ -329,7 +328,7 @@ def _check_required(target: Any, arguments: dict[str, Any]) -> None:
     ]
     if missing:
         label = getattr(target, "__qualname__", target)
-        raise TypeError(f"{label} cannot be built: no value for {', '.join(missing)}.")
+        raise FieldTypeError("missing value", owner=str(label), field=", ".join(missing))
 
 
 def _default_config(hparams: Any, overrides: dict[str, Any]) -> Config | None:
@@ -443,9 +442,12 @@ def _move_nested_fields(cls: type, nested: type, inherited: dict[str, Any]) -> d
         if name not in annotations and name in inherited:
             annotations[name] = inherited[name]
         if name not in annotations and not callable(value) and not hasattr(value, "__get__"):
-            raise TypeError(
-                f"{cls.__qualname__}.HParams assigns {name!r}, which is not declared"
-                f"{near_names(name, [*inherited, *annotations])} A new field needs an annotation."
+            raise UnknownFieldError(
+                "unknown field",
+                owner=f"{cls.__qualname__}.HParams",
+                value=name,
+                choices=[*inherited, *annotations],
+                hint="A new field needs an annotation.",
             )
         if name in annotations:
             setattr(cls, name, value)

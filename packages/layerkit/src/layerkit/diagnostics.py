@@ -8,8 +8,7 @@ import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
-from layerkit.errors import UserError, first_names
-from layerkit.near_names import near_names
+from layerkit.errors import ConfigError, UnknownNameError, UserError
 
 _NOTE = "In layer "
 # The owner of a UserError, or the start of the text of another error: "Linear(lm/softmax).w: …".
@@ -47,7 +46,7 @@ def layer_of(error: BaseException) -> str | None:
     return None
 
 
-def unknown_name(layer: Any, kind: str, name: str, names: Collection[str]) -> AttributeError:
+def unknown_name(layer: Any, kind: str, name: str, names: Collection[str]) -> UnknownNameError:
     """Return the error about a weight or variable that a layer does not have.
 
     Args:
@@ -56,12 +55,13 @@ def unknown_name(layer: Any, kind: str, name: str, names: Collection[str]) -> At
       name: Requested name.
       names: Names of the weights or variables that the layer has.
     """
-    return AttributeError(
-        f"{layer.path_name} has no {kind} {name!r}{near_names(name, names)}"
-        f" Its {kind}s: {first_names(names) or 'none'}.",
-        name=name,
-        obj=layer,
-    )
+    return UnknownNameError(f"unknown {kind}", owner=layer.path_name, value=name, choices=names)
+
+
+def immutable_error(layer: Any, problem: str, field: str, collection: str) -> ConfigError:
+    """Return the error about a value of `field` that an immutable collection would lose."""
+    hint = f"Apply with mutable=['{collection}', …]"
+    return ConfigError(problem, owner=layer.path_name, field=field, hint=hint)
 
 
 def warn_of_unset_train(layer: Any, *, collection: str) -> None:

@@ -5,6 +5,7 @@ all of them, so that programs and tests read attributes instead of sentences:
 
     UserError                  base of all; raised by no code directly
     ├── ConfigError            also a ValueError: a wrong field of a layer, input or function
+    │   └── UnknownNameError   also an AttributeError: a name that does not exist
     └── layerkit_runner's UsageError   a request that the command line refuses
 
 This module imports nothing that takes time, so that command lines and data workers can use it.
@@ -84,6 +85,10 @@ class UserError(Exception):
 
 class ConfigError(UserError, ValueError):
     """A field, argument or input that a layer, data set or function cannot use."""
+
+
+class UnknownNameError(ConfigError, AttributeError):
+    """A name that a layer, a map or a module does not have. `choices` are the names that it has."""
 
 
 def render(error: UserError) -> str:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from layerkit.near_names import near_names
+from layerkit.errors import UnknownNameError
 
 
 def lazy_names(
@@ -25,7 +25,7 @@ def lazy_names(
 
     def find(name: str) -> Any:
         if name not in module_of:
-            raise AttributeError(f"{package} has no name {name!r}{near_names(name, module_of)}")
+            raise UnknownNameError("unknown name", owner=package, value=name, choices=module_of)
         value = getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
         setattr(sys.modules[package], name, value)
         return value

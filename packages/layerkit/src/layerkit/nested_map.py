@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from layerkit.near_names import near_names
+from layerkit.errors import ConfigError, UnknownNameError
 
 _VALID_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _registered = False
@@ -43,12 +43,8 @@ def register_pytree() -> None:
     )
 
 
-class MissingKeyError(KeyError, AttributeError):
-    """A key that a NestedMap does not have; the message names the keys that it has."""
-
-    def __str__(self) -> str:
-        """Return the message without the quotes of a KeyError."""
-        return str(self.args[0])
+class MissingKeyError(UnknownNameError, KeyError):
+    """A key that a NestedMap does not have. `choices` are the keys that it has."""
 
 
 class NestedMap(dict):
@@ -60,9 +56,9 @@ class NestedMap(dict):
     ['ids', 'weights']
 
     Raises:
-      MissingKeyError: a key that is not there is read; the near ones are named. It is a KeyError
+      MissingKeyError: A key that does not exist is read or deleted. The error is also a KeyError
         and an AttributeError.
-      ValueError: a key that is not an identifier is set.
+      ConfigError: A key that is not an identifier is set.
     """
 
     __slots__ = ()
@@ -85,10 +81,7 @@ class NestedMap(dict):
 
     def __missing__(self, key: Any) -> Any:
         """Raise an error that suggests the nearest keys."""
-        valid = [name for name in self if isinstance(name, str)]
-        raise MissingKeyError(
-            f"NestedMap has no key {key!r}{near_names(str(key), valid)} Its keys: {sorted(valid)}"
-        )
+        raise MissingKeyError("NestedMap has no such key", value=key, choices=sorted(self))
 
     def __setattr__(self, key: str, value: Any) -> None:
         """Set a key."""
@@ -96,10 +89,9 @@ class NestedMap(dict):
 
     def __delattr__(self, key: str) -> None:
         """Delete a key."""
-        try:
-            del self[key]
-        except KeyError:
-            raise AttributeError(f"NestedMap has no key {key!r}") from None
+        if key not in self:
+            self.__missing__(key)
+        del self[key]
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Set entries as `dict.update` does, with checked keys."""
@@ -149,9 +141,10 @@ class NestedMap(dict):
 @functools.lru_cache(maxsize=4096)
 def _check_key(key: object) -> None:
     if not isinstance(key, str) or not _VALID_KEY.match(key):
-        raise ValueError(f"a NestedMap key must be an identifier, got {key!r}")
+        raise ConfigError(field="NestedMap key", value=key, expected="an identifier")
     if hasattr(dict, key):
-        raise ValueError(f"a NestedMap key must not hide the dict method {key!r}")
+        expected = "a name that hides no method of dict"
+        raise ConfigError(field="NestedMap key", value=key, expected=expected)
 
 
 register_pytree()

@@ -195,13 +195,6 @@ def test_init_with_and_without_inputs_draw_the_same_weights():
     jax.tree.map(np.testing.assert_array_equal, layer.init(KEY, x, shift=shift), layer.init(KEY))
 
 
-def test_training_raises_if_an_auxiliary_loss_is_not_collected():
-    layer, (x, shift) = pipeline(2, 2, train=True), inputs(2)
-    variables = jax.eval_shape(layer.init, KEY)
-    with pytest.raises(ValueError, match="auxiliary loss 'mean' would be lost"):
-        jax.eval_shape(lambda v: layer.apply(v, x, shift=shift), variables)
-
-
 class Twice(BaseLayer):
     """One pipeline, run two times."""
 

@@ -31,11 +31,6 @@ def test_rate_zero_is_the_identity_without_a_key():
     np.testing.assert_array_equal(Dropout(rate=0.0, train=True).apply({}, ONES), ONES)
 
 
-def test_training_raises_without_a_key():
-    with pytest.raises(ValueError, match=r"Dropout\(\) needs random numbers: apply with rngs="):
-        Dropout(rate=0.5, train=True).apply({}, ONES)
-
-
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 def test_dropout_drops_the_rate_and_scales_the_rest(rate):
     outputs = dropped(Dropout(rate=rate, train=True))

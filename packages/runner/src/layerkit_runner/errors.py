@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from layerkit.diagnostics import layer_of
-from layerkit.errors import UserError, as_sentence
+from layerkit.errors import UnknownNameError, UserError, as_sentence
 from layerkit.field_types import FieldTypeError
 from layerkit.near_names import near_names
-from layerkit.nested_map import MissingKeyError
 from layerkit_inputs.error_notes import input_of
 
 
@@ -104,10 +103,7 @@ def unknown_name_text(error: Exception) -> str | None:
       The sentence; None unless the object is an experiment, config, layer, input or NestedMap, and
       the code is outside of the packages below the experiments.
     """
-    # Loads Fiddle, which a command without an error need not wait for.
-    from layerkit.config import UnknownFieldError
-
-    is_unknown_name = isinstance(error, (MissingKeyError, UnknownFieldError, FieldTypeError)) or (
+    is_unknown_name = isinstance(error, (UnknownNameError, FieldTypeError)) or (
         isinstance(error, AttributeError) and _is_of_this_project(error.obj)
     )
     origin = _origin(error)

@@ -196,15 +196,15 @@ _MISSPELLED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     ),
     "weight": (
         lambda layer, x: layer.theta.scal,
-        "Misspelled() has no weight 'scal'; did you mean 'scale'? Its weights: scale.",
+        "Misspelled(): unknown weight: 'scal'. Did you mean 'scale'?",
     ),
     "variable": (
         lambda layer, x: layer.get_var("men"),
-        "Misspelled() has no variable 'men'; did you mean 'mean'? Its variables: mean.",
+        "Misspelled(): unknown variable: 'men'. Did you mean 'mean'?",
     ),
     "batch": (
         lambda layer, x: x.idz,
-        "NestedMap has no key 'idz'; did you mean 'ids'? Its keys: ['ids']. In layer Misspelled().",
+        "Misspelled(): NestedMap has no such key: 'idz'. Did you mean 'ids'?",
     ),
 }
 
@@ -273,14 +273,6 @@ def test_errors_of_a_layers_own_code_keep_their_traceback(
 
 
 def test_unknown_name_in_code_of_this_project_is_no_user_error():
-    class Bad(Misspelled):
-        def setup(self) -> None:
-            super().setup()
-            self.create_child("child", Config(dict))
-
-    with pytest.raises(TypeError) as caught:
-        Bad().init(jax.random.key(0))
-    assert unknown_name_text(caught.value) is None
     with pytest.raises(AttributeError) as missing:
         exec("layer.sise", {"__name__": "layerkit.layers.mine", "layer": Misspelled()})
     assert unknown_name_text(missing.value) is None
@@ -359,5 +351,5 @@ def test_missing_batch_key_is_one_line_with_the_keys_of_the_batch(
     with pytest.raises(UsageError) as caught:
         run("train", resolve(OfOneInput()), options)
     text = str(caught.value)
-    assert "'z'" in text and "['weights', 'x', 'y']" in text and "ReadsZ()" in text
+    assert "'z'" in text and "weights, x, y" in text and "ReadsZ()" in text
     assert "\n" not in text

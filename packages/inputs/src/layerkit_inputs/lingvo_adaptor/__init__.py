@@ -29,9 +29,9 @@ __all__ = sorted(_MODULE_OF)
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
-        from layerkit.near_names import near_names
+        from layerkit.errors import UnknownNameError
 
-        raise AttributeError(f"{__name__} has no name {name!r}{near_names(name, __all__)}")
+        raise UnknownNameError("unknown name", owner=__name__, value=name, choices=__all__)
     return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerkit.diagnostics import layer_of
-from layerkit.nested_map import MissingKeyError
 from layerkit_runner.config.config_tree import walk
 from layerkit_runner.config.field_paths import override_path
 from layerkit_runner.config.flags import RunOptions
@@ -97,7 +96,7 @@ def layer_errors(
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         text = unknown_name_text(error)
         if text is None:
-            is_of_batch = isinstance(error, (TypeError, ValueError, MissingKeyError))
+            is_of_batch = isinstance(error, (TypeError, ValueError))
             if not is_of_batch or layer_of(error) is None:
                 raise
         found = to_usage_error(error, owner=resolved.name)
