@@ -76,7 +76,8 @@ class LanguageModel(BaseModel):
         Args:
           batch: `ids` `[batch, prompt]`, `prompt_lengths` `[batch]` if prompts do not fill their
             rows, and optionally `max_steps`, `temperature`, `top_k`, `top_p` and
-            `row_ids` `[batch]`; see `extend_prompts` and `RowOptions`.
+            `row_ids` `[batch]`; see `extend_prompts` and `RowOptions`. `suffixes` are scored after
+            the continuations; see `layerkit.models.suffix_scoring`.
 
         Returns:
           Outputs of `layerkit.decoding.extend_prompts`: `ids`, `lengths`, `log_probs`, `scores`,

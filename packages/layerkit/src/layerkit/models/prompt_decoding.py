@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from layerkit.decoding.cached_network import decode_with_cache
 from layerkit.errors import ConfigError
+from layerkit.models.suffix_scoring import score_suffixes
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.nested_map import NestedMap
 
@@ -23,7 +24,8 @@ def continue_prompts(
       lm: Network that continues the prompts, a child of the model.
       batch: `ids` `[batch, prompt]`, `prompt_lengths` `[batch]` if prompts do not fill their rows,
         and optionally `max_steps`, `temperature`, `top_k`, `top_p` and
-        `row_ids` `[batch]`; see `extend_prompts` and `RowOptions`.
+        `row_ids` `[batch]`; see `extend_prompts` and `RowOptions`. With `suffixes` `[batch,
+        num_suffixes, suffix_length]`, the outputs have their scores; see `score_suffixes`.
       is_prefix_lm: True if each position of a prompt attends to the whole prompt.
 
     Returns:
@@ -55,7 +57,8 @@ def continue_prompts(
     def init_cache(lm: TransformerLm, ids: jax.Array, max_length: int) -> None:
         lm.init_cache(ids.shape[0], max_length)
 
-    return decode_with_cache(
+    prefix_lengths = lengths if is_prefix_lm else None
+    outputs = decode_with_cache(
         model,
         lm,
         batch,
@@ -63,5 +66,8 @@ def continue_prompts(
         inputs=batch.ids,
         prompts=batch.ids,
         prompt_lengths=lengths,
-        prefix_lengths=lengths if is_prefix_lm else None,
+        prefix_lengths=prefix_lengths,
     )
+    if "suffixes" in batch:
+        score_suffixes(model, lm, batch, outputs, prefix_lengths=prefix_lengths)
+    return outputs

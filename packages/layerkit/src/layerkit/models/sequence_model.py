@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from layerkit.base_layer import BaseLayer
 from layerkit.base_model import NATS_PER_TOKEN, BaseModel, Metrics
+from layerkit.checks import require
 from layerkit.config import Config, instance_field, sub_config_field
 from layerkit.decoding.cached_network import decode_with_cache
 from layerkit.decoding.decoder import Decoder
@@ -77,9 +78,10 @@ class SequenceModel(BaseModel):
           `lengths` `[batch]`.
 
         Raises:
-          ConfigError: The decoder draws but has no random key, sources are packed, or the model has
-            fewer positions than tokens.
+          ConfigError: The decoder draws but has no random key, sources are packed, the batch has
+            suffixes, or the model has fewer positions than tokens.
         """
+        require("suffixes" not in batch, self, "suffixes", "an array", "no suffixes to score")
         if "segment_pos" in batch.src:
             raise ConfigError(
                 "packed rows cannot be decoded",
