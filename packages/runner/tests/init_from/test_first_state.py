@@ -13,12 +13,13 @@ import optax
 import pytest
 from etils import epath
 
-from layerkit.config import Configurable
+from layerkit.config import Configurable, Partial
 from layerkit.layers.adapters import LORA_WEIGHTS, with_lora
 from layerkit.models import DpoModel, LanguageModel, TransformerLm
 from layerkit.nested_map import NestedMap
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from import plan_first_state
+from layerkit_runner.optim.sharded_adafactor import ShardedAdafactorState, sharded_adafactor
 
 OUT_OF_STACK = [
     (r"layers_([01])/(.*)", r"stack/sub/\2[\1]"),
@@ -134,6 +135,27 @@ def test_loaded_step_advances_schedules_but_not_moments(begin: Any):
     assert isinstance(schedule, optax.ScaleByScheduleState)
     told = list(first.provenance.lines())[-1].strip()
     assert told == f"step count continues from {begin.job}/checkpoints:7"
+
+
+def test_loaded_step_advances_the_schedule_of_sharded_adafactor(begin: Any):
+    source = {"folder": str(begin.job), "load_step": True}
+    _, task, first = first_state(begin, source, bound={"optimizer": Partial(sharded_adafactor)})
+    states = jax.tree.leaves(
+        first.state.opt_state, is_leaf=lambda node: isinstance(node, ShardedAdafactorState)
+    )
+    assert {int(jnp.max(state.count)) for state in states} == {0}
+    assert {int(jnp.min(state.schedule.count)) for state in states} == {7}
+    zeros = jax.tree.map(jnp.zeros_like, first.state.params)
+    update = task.train.learner.update(
+        zeros,
+        first.state.opt_state,
+        first.state.params,
+        step=first.state.step,
+        stacks=task._weight_stacks(),
+    )
+    (schedule, *_) = (state.schedule for state in states)
+    rate = float(update.scalars["learning/lr"])
+    assert rate == pytest.approx(float(task.train.learner.learning_rate(jnp.max(schedule.count))))
 
 
 def test_averages_in_place_of_weights(begin: Any, tmp_path: Path):

@@ -10,6 +10,7 @@ import pytest
 
 from layerkit.config import Partial
 from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy
+from layerkit_runner.checkpointing.formats import StateFormat
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
 from layerkit_runner.tools.plan.memory import tensor_memory
 
@@ -50,11 +51,17 @@ def on_mesh(arrangements: Any) -> tuple[Any, list[float]]:
     return trained(arrangements, task, partitioner, first, STEPS)
 
 
-def test_sharded_training_equals_that_of_one_device(arrangements: Any, on_mesh: Any):
-    state, losses = on_mesh
+@pytest.fixture(scope="module")
+def on_one_device(arrangements: Any) -> tuple[Any, list[float]]:
+    """Return the same as `on_mesh`, of one device."""
     task, partitioner = started(arrangements, None)
     first = partitioner.init_fn(task)()
-    alone, expected = trained(arrangements, task, partitioner, first, STEPS)
+    return trained(arrangements, task, partitioner, first, STEPS)
+
+
+def test_sharded_training_equals_that_of_one_device(on_mesh: Any, on_one_device: Any):
+    state, losses = on_mesh
+    alone, expected = on_one_device
     np.testing.assert_allclose(losses, expected, rtol=2e-4)
     assert losses[-1] < losses[0] - 0.1
     for name in ("main-layers-2", "main"):
@@ -102,6 +109,18 @@ def test_resumed_run_equals_an_uninterrupted_one(arrangements: Any, on_mesh: Any
     state, after = trained(arrangements, task, partitioner, state, STEPS - half)
     assert before + after == losses
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(expected))
+
+
+def test_msgpack_checkpoint_restores_bit_for_bit(
+    arrangements: Any, on_one_device: Any, tmp_path: Any
+):
+    state, _ = on_one_device
+    task, partitioner = started(arrangements, None)
+    policy = CheckpointPolicy(save_interval_steps=1)
+    with CheckpointManager(tmp_path, policy=policy, state_format=StateFormat.MSGPACK) as manager:
+        manager.save(STEPS, state, input_states={}, metadata={})
+        restored = manager.restore(STEPS, partitioner.abstract_state(task)).state
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), jax.device_get(state))
 
 
 def test_plan_counts_one_byte_per_weight_and_the_factors(arrangements: Any):

@@ -30,6 +30,7 @@ class ShardedAdafactorState(NamedTuple):
 
     Attributes:
       count: Number of updates, int32 scalar.
+      schedule: Step of the learning rate, which `load_step` of initial weights sets.
       m: Momentum, shaped like the weight.
       m_scale: Value of one step of an integer momentum, float32, with size 1 in the first
         dimension.
@@ -39,6 +40,7 @@ class ShardedAdafactorState(NamedTuple):
     """
 
     count: jax.Array  # type: ignore[assignment]  # the name in Optax, and a method of tuples
+    schedule: optax.ScaleByScheduleState
     m: Any
     m_scale: Any
     vr: Any
@@ -140,7 +142,8 @@ def sharded_adafactor(
     )
 
     def init(params: Any) -> ShardedAdafactorState:
-        return _state(jnp.zeros((), jnp.int32), jax.tree.map(rule.init, params))
+        counts = (jnp.zeros((), jnp.int32) for _ in range(2))
+        return _state(*counts, jax.tree.map(rule.init, params))
 
     def update(
         grads: Any, state: ShardedAdafactorState, params: Any = None
@@ -149,13 +152,14 @@ def sharded_adafactor(
             raise ValueError(
                 "sharded_adafactor needs the weights. Call update(grads, state, params)."
             )
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        step = state.schedule.count
+        rate = learning_rate(step) if callable(learning_rate) else learning_rate
         decays = mask(params) if callable(mask) else mask
         if decays is None:
             decays = jax.tree.map(lambda _: True, params)
         one = functools.partial(rule.update, rate, rule.decay_rate(state.count))
-        slots = jax.tree.map(one, grads, *state[1:], params, decays)
-        return _tree_of("update", slots), _state(state.count + 1, slots)
+        slots = jax.tree.map(one, grads, *state[2:], params, decays)
+        return _tree_of("update", slots), _state(state.count + 1, step + 1, slots)
 
     return optax.GradientTransformation(init, update)
 
@@ -265,9 +269,9 @@ class _Rule:
         return jnp.issubdtype(self.momentum_dtype, jnp.integer) and weight.ndim >= 1
 
 
-def _state(count: jax.Array, slots: Any) -> ShardedAdafactorState:
-    names = ShardedAdafactorState._fields[1:]
-    return ShardedAdafactorState(count, *(_tree_of(name, slots) for name in names))
+def _state(count: jax.Array, step: jax.Array, slots: Any) -> ShardedAdafactorState:
+    trees = (_tree_of(name, slots) for name in ShardedAdafactorState._fields[2:])
+    return ShardedAdafactorState(count, optax.ScaleByScheduleState(step), *trees)
 
 
 def _tree_of(name: str, slots: Any) -> Any:

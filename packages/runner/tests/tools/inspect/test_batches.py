@@ -44,6 +44,18 @@ def test_lines_of_each_host_until_the_data_end(tiny: SimpleNamespace):
     assert not any("WARNING" in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("fields", "size"),
+    [
+        ({"reset_for_eval": True}, "the first 2 batches each time"),
+        ({}, "the next 2 batches each time"),
+    ],
+)
+def test_limited_evaluation_is_described(tiny: SimpleNamespace, fields: Any, size: str):
+    config = tiny.Points.HParams.config(percore_batch_size=1.0, eval_loop_num_batches=2, **fields)
+    assert lines_of(config, num_hosts=1, num_batches=1)[1] == f"  8 rows a batch; {size}"
+
+
 def test_hosts_that_read_the_same_rows_are_reported(tiny: SimpleNamespace):
     class Unsplit(tiny.Points):
         """An input that gives all hosts the same rows."""
