@@ -122,7 +122,7 @@ def test_an_input_that_never_returns_is_named(jobs: Any, tmp_path: Path):
     output = job.run("--hung_step_timeout_secs=10", code=HUNG_EXIT_CODE)
     assert "hung: reading the batch of step " in output
     stacks = (job.folder / "logs" / "process_0000.log").read_text()
-    assert f"{job.folder / 'logs' / 'process_0000.log'} says where" in output
+    assert f"the stacks of its threads are in {job.folder / 'logs' / 'process_0000.log'}." in output
     # The line of the reader that waits, not only of those that wait for it.
     assert "thirteen_examples.py" in stacks
 
@@ -145,9 +145,9 @@ def test_data_that_one_process_cannot_read_end_all(jobs: Any, tmp_path: Path):
         outputs = [process.communicate(timeout=4 * SECONDS_TO_NOTICE)[0] for process in processes]
     assert processes[0].returncode == LOST_PROCESS_EXIT_CODE, outputs[0]
     assert processes[1].returncode == 2, outputs[1]
-    assert f"{name_of(processes, 1)} failed: shard-00001.bin, record 17: it ends" in outputs[0]
-    line = "runner: shard-00001.bin, record 17: it ends in the middle of a number.\n"
-    assert line in outputs[1]
+    problem = "shard-00001.bin, record 17: it ends in the middle of a number"
+    assert f"{name_of(processes, 1)} failed: {problem}. Every step needs" in outputs[0]
+    assert f"runner: {problem}\n" in outputs[1]
     assert "Traceback" not in outputs[1]
 
 

@@ -96,7 +96,9 @@ class FailsOnOneHost(Indexed):
         batch = super().get_next()
         is_last = self.infeed_host_index == self.num_infeed_hosts - 1
         if is_last and self._rows_done > 6 * self.global_batch_size:
-            raise BadRecordError("shard-00001.bin, record 17: it ends in the middle of a number.")
+            raise BadRecordError(
+                "it ends in the middle of a number", owner="shard-00001.bin, record 17"
+            )
         return batch
 
 

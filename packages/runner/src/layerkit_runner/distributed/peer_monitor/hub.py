@@ -170,7 +170,8 @@ class Loss:
         return {
             ENDED: f"{name} ended without a report: it or its peer monitor was killed or ran out of"
             f" memory, or logs/process_{self.process:04d}.log has the reason",
-            FAILED: f"{name} failed: {self.text}",
+            # The callers end the sentence.
+            FAILED: f"{name} failed: {self.text.removesuffix('.')}",
             STALLED: f"{name} is stalled: it has been stopped for {STALLED_SECONDS:.0f} s",
             SILENT: f"{name} is silent: no message arrived for {SILENT_SECONDS:.0f} s, so its"
             " machine is down or stalled, or the network failed",
