@@ -82,7 +82,7 @@ def written(request: pytest.FixtureRequest, jobs: Any, tmp_path_factory: Any) ->
     return Written(job, cls, flags)
 
 
-def test_the_format_is_what_was_asked_for(written: Written):
+def test_checkpoints_have_the_requested_format(written: Written):
     state = written.job.checkpoints / f"checkpoint_{STEPS:08d}" / "state"
     is_one_file = written.cls is not Sharded and not written.flags
     assert (state / "state.msgpack").exists() == is_one_file
@@ -127,7 +127,7 @@ def never_stopped(jobs: Any, tmp_path_factory: Any) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("reader", [LmCloudTransformerAdamLimitSteps, Sharded])
-def test_training_goes_on_under_the_other_partitioner(
+def test_training_resumes_under_the_other_partitioner(
     written: Written, reader: type, jobs: Any, tmp_path: Path, never_stopped: dict[int, float]
 ):
     job = jobs.make(EXP, tmp_path / "job", MAX_STEPS=STEPS + 2)
@@ -139,7 +139,7 @@ def test_training_goes_on_under_the_other_partitioner(
     assert went_on == pytest.approx(never_stopped, rel=1e-5)
 
 
-def test_a_flag_for_pmap_is_refused_under_spmd(
+def test_pmap_flag_is_an_error_under_spmd(
     jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     job = jobs.make("lm.lm_cloud.LmCloudSpmdTest", tmp_path / "job", ICI_MESH_SHAPE="[8,1,1]")

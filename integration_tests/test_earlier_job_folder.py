@@ -59,7 +59,7 @@ def test_restored_state_equals_what_was_written(resumed: tuple[str, Any], jobs: 
     assert saved.input_states == RESULTS[name]["input_states_of_step_4"]
 
 
-def test_resumed_run_ends_like_one_that_was_never_stopped(resumed: tuple[str, Any], jobs: Any):
+def test_resumed_run_equals_an_uninterrupted_run(resumed: tuple[str, Any], jobs: Any):
     name, job = resumed
     saved = jobs.read_checkpoint(job, 8)
     with np.load(FOLDERS / f"{name}.npz") as expected:

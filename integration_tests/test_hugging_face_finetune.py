@@ -126,7 +126,7 @@ def test_training_begins_at_the_weights_of_the_folder(run: Run, text_files: Path
     assert run.metrics[-1]["loss"] < run.metrics[0]["loss"]
 
 
-def test_what_was_saved_is_what_was_exported(run: Run):
+def test_export_has_the_saved_weights(run: Run):
     _, variables = import_model(run.target)
     leaves = jax.tree_util.tree_leaves_with_path(variables)
     assert len(leaves) == 20
@@ -153,7 +153,7 @@ def test_transformers_loads_the_exported_folder(run: Run):
     np.testing.assert_allclose(ours, expected, atol=1e-4 * np.abs(expected).max())
 
 
-def test_a_folder_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_invalid_folder_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "no_folder_of_this_test.py").write_text(EXPERIMENT)
     sys.path.insert(0, str(tmp_path))
     try:

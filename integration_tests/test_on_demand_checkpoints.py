@@ -37,7 +37,7 @@ def wait_until(condition: Any, processes: list[Any]) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_save_when_one_is_told_to(jobs: Any, tmp_path: Path):
+def test_signal_to_one_process_makes_both_save(jobs: Any, tmp_path: Path):
     job = jobs.make(EXP, tmp_path / "job", num_devices=1, **ENDLESS)
     with job.started_as(2, "--exit_after_ondemand_checkpoint") as processes:
         wait_until(job.steps_logged, processes)
@@ -53,7 +53,7 @@ def test_two_processes_save_when_one_is_told_to(jobs: Any, tmp_path: Path):
     assert alone.steps_logged()[-2:] == [step + 1, step + 2]
 
 
-def test_one_process_saves_and_goes_on(jobs: Any, tmp_path: Path, running: list[Any]):
+def test_signal_makes_one_process_save_and_continue(jobs: Any, tmp_path: Path, running: list[Any]):
     fields = {**ENDLESS, "ICI_MESH_SHAPE": "[1,1,1]"}
     job = jobs.make(EXP, tmp_path / "job", **fields)
     process = job.start()

@@ -17,7 +17,7 @@ REPORTED = ("loss", "mean_xent", "worst_xent")
 
 
 @pytest.mark.slow
-def test_two_processes_evaluate_and_stop_early_as_one(jobs: Any, tmp_path: Path):
+def test_two_processes_evaluate_and_stop_early_like_one(jobs: Any, tmp_path: Path):
     fields = {"ICI_MESH_SHAPE": "[2,2,2]", "PERCORE_BATCH_SIZE": 1.0}
     alone = jobs.make(EXP, tmp_path / "alone", num_devices=8, **fields)
     alone.run()
@@ -62,7 +62,7 @@ def test_both_processes_skip_the_bad_steps_of_one_and_stop_together(jobs: Any, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [4, 5])
-def test_two_processes_interleave_programs_as_one(jobs: Any, tmp_path: Path, steps: int):
+def test_two_processes_interleave_programs_like_one(jobs: Any, tmp_path: Path, steps: int):
     """Compare also a run that stops within a turn and resumes as one process."""
     fields = {"ICI_MESH_SHAPE": "[2,2,2]", "PERCORE_BATCH_SIZE": 1.0}
     alone = jobs.make(TURNS, tmp_path / "alone", num_devices=8, **fields)

@@ -89,7 +89,7 @@ def test_damaged_checkpoint_is_reported_and_moved_aside(disturbed: tuple[Any, di
     assert f"Step {resumed} is used instead; work lost: " in said["finished"]
 
 
-def test_the_result_does_not_tell_what_happened(
+def test_result_does_not_depend_on_interruptions(
     jobs: Any, twin: tuple[Any, str], disturbed: tuple[Any, dict[str, str]]
 ):
     jobs.assert_same_bits(
@@ -105,7 +105,7 @@ def test_the_result_does_not_tell_what_happened(
     assert samples[0] == samples[1]
 
 
-def test_what_the_folder_holds(twin: tuple[Any, str]):
+def test_job_folder_has_the_documented_files(twin: tuple[Any, str]):
     job, _ = twin
     names = {path.name for path in job.folder.iterdir()}
     assert names == {
@@ -129,7 +129,7 @@ def test_what_the_folder_holds(twin: tuple[Any, str]):
     assert [record["step"] for record in evaluations(job)] == [32, 64]
 
 
-def test_what_is_printed(twin: tuple[Any, str]):
+def test_printed_lines(twin: tuple[Any, str]):
     lines = twin[1].splitlines()
     before_step_1 = next(n for n, line in enumerate(lines) if line.startswith("step 1/"))
     assert before_step_1 < 40
@@ -208,7 +208,7 @@ def test_the_recorded_arguments_make_the_same_run(
 
 
 @pytest.mark.slow
-def test_longer_training_goes_on(twin: tuple[Any, str], tmp_path: Path, jobs: Any):
+def test_longer_training_resumes(twin: tuple[Any, str], tmp_path: Path, jobs: Any):
     source, _ = twin
     job = jobs.make(EXP, tmp_path / "longer", f"--restore_checkpoint_dir={source.folder}")
     output = job.run("--restore_checkpoint_step=24", "--fdl.task.train.num_train_steps=28")

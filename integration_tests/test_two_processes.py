@@ -35,7 +35,7 @@ CASES = ["each its own rows", pytest.param("both the same rows", marks=pytest.ma
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_processes_train_as_one(jobs: Any, tmp_path: Path, name: str):
+def test_two_processes_train_the_weights_of_one(jobs: Any, tmp_path: Path, name: str):
     fields = {**MESHES[name], "MAX_STEPS": STEPS}
     alone = jobs.make(EXP, tmp_path / "alone", num_devices=8, **fields)
     assert alone.run_here() == 0
@@ -84,7 +84,7 @@ def test_checkpoint_of_four_processes_resumes_on_other_processes(jobs: Any, tmp_
 
 @pytest.mark.slow  # test_inputs_of_processes.py decodes an uneven data set
 @pytest.mark.parametrize("name", list(MESHES))
-def test_two_processes_decode_as_one(jobs: Any, tmp_path: Path, name: str):
+def test_two_processes_decode_the_outputs_of_one(jobs: Any, tmp_path: Path, name: str):
     # Two batches, so that each process holds some of twelve prompts if the rows are split.
     fields = {
         **MESHES[name],

@@ -62,7 +62,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_killed_many_times_is_the_run_never_stopped(
+def test_run_killed_many_times_equals_an_uninterrupted_run(
     name: str, driver: Any, jobs: Any, tmp_path: Path
 ):
     fields, count, how_often, num_steps = CASES[name]

@@ -156,7 +156,7 @@ def test_wrong_fields_raise_when_built(raises, fields, field, value):
 @pytest.mark.parametrize(
     "fields", [{"is_training": True}, {"repeat": True, "eval_loop_num_batches": 3}]
 )
-def test_the_interface_of_pax_begins_again_where_it_is_to_be_endless(fields):
+def test_pax_interface_restarts_endless_data(fields):
     source = WhollyOwn(batch_size=1, **fields)
     expected = [[1 + at % 5] for at in range(12)]
     assert [source.get_next().ids.tolist() for _ in range(4)] == expected[:4]
@@ -172,7 +172,7 @@ def test_the_interface_of_pax_begins_again_where_it_is_to_be_endless(fields):
         assert resumed.get_next().ids.tolist() == row
 
 
-def test_an_evaluation_of_an_endless_stream_goes_on_over_the_end_of_the_data():
+def test_evaluation_of_an_endless_stream_continues_past_the_end():
     source = WhollyOwn(batch_size=1, repeat=True, eval_loop_num_batches=7)
     assert ids_of(source.eval_batches()) == [[1], [2], [3], [4], [5], [1], [2]]
     assert ids_of(source.eval_batches())[0] == [3]
@@ -256,7 +256,7 @@ def test_an_input_with_get_next_alone_has_exact_states():
     assert ids_of(drain(fresh)) == expected
 
 
-def test_a_reset_of_its_own_forgets_what_was_peeked():
+def test_custom_reset_discards_the_peeked_batch():
     source = WhollyOwn(batch_size=1)
     source.get_next()
     source.peek()
@@ -321,7 +321,7 @@ def test_only_epochs_that_no_index_plans_ask_the_other_hosts():
     assert len(list(Planned(batch_size=2, num_rows=4).eval_batches(never))) == 2
 
 
-def test_a_reader_has_no_metrics_and_has_skipped_nothing_unless_it_says_so():
+def test_reader_has_no_metrics_and_no_skipped_records_by_default():
     source = Counting(batch_size=2)
     assert not source.has_score_metrics and not source.has_prediction_metrics
     assert source.score_metrics({0: 1.0}) == source.prediction_metrics({0: "text"}) == {}

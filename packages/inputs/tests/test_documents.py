@@ -41,7 +41,7 @@ def documents_of(examples, *, with_inputs=False):
 EXAMPLES = [([7, 8], [9, 10, 11]), ([], [5]), ([12], []), ([20, 21, 22, 23], [24])]
 
 
-def test_a_document_stands_between_its_start_and_its_end():
+def test_document_is_framed_by_start_and_end_ids():
     assert framed([[7, 8], [9]], ByteTokenizer()).tolist() == [1, 7, 8, 9, 2]
     documents = documents_of(EXAMPLES)
     assert len(documents) == 4
@@ -49,7 +49,7 @@ def test_a_document_stands_between_its_start_and_its_end():
     assert documents.begins.tolist() == [0, 7, 10, 13]
 
 
-def test_rows_are_those_of_features_where_a_row_holds_whole_documents():
+def test_rows_of_whole_documents_equal_those_of_features():
     documents = documents_of(EXAMPLES, with_inputs=True)
     row = documents.stream_rows(np.array([0]), length=20, pad_id=0)
     expected = lm_features(

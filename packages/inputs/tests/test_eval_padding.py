@@ -146,7 +146,7 @@ def batches_of(numbers):
 @pytest.mark.parametrize(
     "sizes", [(3, 1), (0, 2), (2, 0, 0, 1), (0, 0), (1, 1, 1)], ids=lambda sizes: str(sizes)
 )
-def test_hosts_whose_data_end_apart_end_together(sizes):
+def test_hosts_with_unequal_data_end_at_the_same_batch(sizes):
     streams = [batches_of(range(10 * host, 10 * host + n)) for host, n in enumerate(sizes)]
     made = in_lockstep(streams)
     for host, (batches, size) in enumerate(zip(made, sizes, strict=True)):
@@ -168,7 +168,7 @@ def test_batches_of_different_shapes_raise_on_every_host():
         assert str({"provenance": [[1], "int32"]}) in error.expected
 
 
-def test_rows_that_a_reader_does_not_mark_are_marked_where_hosts_end_apart():
+def test_unmarked_rows_are_marked_if_hosts_have_unequal_data():
     def all_gather(value):
         """The other host has a batch more."""
         return [value, value if value is not None or len(made) > 1 else {"x": [[2, 3], "float32"]}]

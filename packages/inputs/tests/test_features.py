@@ -105,7 +105,7 @@ def test_source_and_target_packed_side_by_side():
     }
 
 
-def test_segments_have_one_number_on_both_sides_also_where_a_side_is_empty():
+def test_segments_of_both_sides_have_equal_numbers_if_a_side_is_empty():
     batch = encoder_decoder_features(
         [[5], [], [6]], [[7], [8], [9]], inputs_length=3, targets_length=3, rows=[[0, 1, 2]]
     )
@@ -124,7 +124,7 @@ def test_source_and_target_without_packing():
     assert "segment_pos" not in batch.src and "segment_pos" not in batch.tgt
 
 
-def test_padding_is_told_by_length_and_not_by_an_id():
+def test_padding_is_defined_by_length_and_not_by_an_id():
     batch = lm_features(None, [[0, 5, 0]], length=5, pad_id=9)
     assert batch.labels.tolist() == [[0, 5, 0, 9, 9]]
     assert batch.weights.tolist() == [[1, 1, 1, 0, 0]]

@@ -61,7 +61,7 @@ def test_rows_need_not_be_neighbors():
     rows_per_shard=st.integers(1, 3),
     processes=st.sampled_from([1, 2, 4, 8]),
 )
-def test_feeds_cover_the_batch_once_and_every_process_gets_what_it_holds(
+def test_feeds_cover_the_batch_once_and_each_process_gets_its_rows(
     data, model, rows_per_shard, processes
 ):
     if processes > data * model:

@@ -24,7 +24,7 @@ def test_obeys(law, mode):
     law(lambda **more: GeneratedDigits(**{"batch_size": 4, **mode, **more}))
 
 
-def test_no_two_glyphs_are_alike():
+def test_glyphs_differ():
     drawn = glyphs().reshape(-1, *glyphs().shape[2:])
     assert len(drawn) == 3 * NUM_CLASSES
     assert len({glyph.tobytes() for glyph in drawn}) == len(drawn)
@@ -50,7 +50,7 @@ def test_held_out_rows_are_others():
     assert not (train.inputs == heldout.inputs).all(axis=(1, 2, 3)).any()
 
 
-def test_a_blank_batch_looks_like_one_that_is_drawn():
+def test_blank_batch_has_the_spec_of_a_drawn_batch():
     config = GeneratedDigits.HParams.config(is_training=True)
     batch = GeneratedDigits(batch_size=3, is_training=True).get_next()
     assert spec_of(GeneratedDigits.blank_batch(config, 3)) == spec_of(batch)

@@ -80,7 +80,7 @@ def test_images_of_another_number_or_size_raise(raises, folder, num_labels, imag
         IdxImages(batch_size=1, folder=str(folder), image_size=image_size).get_next()
 
 
-def test_a_blank_batch_looks_like_one_that_is_read(folder):
+def test_blank_batch_has_the_spec_of_a_read_batch(folder):
     fields = {"folder": str(folder), "image_size": (4, 3), "is_training": True}
     blank = IdxImages.blank_batch(IdxImages.HParams.config(**fields), 2)
     assert spec_of(blank) == spec_of(IdxImages(batch_size=2, **fields).get_next())

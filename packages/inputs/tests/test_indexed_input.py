@@ -95,7 +95,7 @@ def test_every_number_of_hosts_makes_the_same_global_batch(
         assert batch == expected
 
 
-def test_one_epoch_pads_the_end_and_says_so():
+def test_one_epoch_pads_and_marks_its_last_batch():
     source = Numbers(batch_size=4, infeed_host_index=1, num_infeed_hosts=2)
     batches = [source.get_next(), source.get_next()]
     with pytest.raises(StopIteration):
@@ -105,7 +105,7 @@ def test_one_epoch_pads_the_end_and_says_so():
     assert batches[1].eval_sample_weights.tolist() == [1, 0, 0, 0]
 
 
-def test_a_host_whose_share_is_used_up_pads_with_the_same_shapes():
+def test_host_without_remaining_rows_pads_with_the_same_shapes():
     source = Numbers(batch_size=2, num_rows=1, infeed_host_index=3, num_infeed_hosts=4)
     batch = source.get_next()
     assert batch.provenance.tolist() == [-1, -1]
@@ -118,7 +118,7 @@ def test_a_rolling_evaluation_runs_on_into_the_next_epoch():
     assert [batch.ids.tolist() for batch in source.eval_batches()] == [[4, 0], [1, 2]]
 
 
-def test_a_state_goes_on_at_its_row_with_another_batch_size():
+def test_state_resumes_at_its_row_with_another_batch_size():
     source = Numbers(batch_size=6, is_training=True)
     rows = stream(source, 4)
     source.reset()
@@ -150,7 +150,7 @@ def test_windows_keep_stored_neighbors_together():
     assert [b.tolist() for b in batches[:4]] != [b.tolist() for b in batches[4:]]
 
 
-def test_the_order_of_very_many_rows_is_never_held():
+def test_order_of_many_rows_is_not_kept_in_memory():
     num_rows = 2 * MOST_ROWS_DRAWN
     source = Numbers(batch_size=1000, num_rows=num_rows, is_training=True)
     rows = stream(source, 3)

@@ -147,7 +147,7 @@ def test_segments_begin_with_bos_or_at_the_left_edge_and_context_is_true_text(pa
             assert not ids[segments == 0].any() and not labels[segments == 0].any()
 
 
-def test_a_row_cut_inside_a_document_goes_on_from_the_true_byte_before_it(tmp_path):
+def test_row_cut_inside_a_document_begins_with_the_preceding_byte(tmp_path):
     paths = write(tmp_path / "text", {"a.txt": b"abcdefg", "b.txt": b"abcdefg"})
     batch = LocalText(batch_size=2, paths=paths, seq_length=5).get_next()
     first, second = batch.transform(lambda x: x[0]), batch.transform(lambda x: x[1])
@@ -206,7 +206,7 @@ def test_nothing_is_read_before_it_is_needed(tmp_path):
     assert source.get_next().ids[0, 0] == BOS_ID
 
 
-def test_a_custom_input_as_users_write_it(raises, paths):
+def test_custom_input_can_extend_the_batch(raises, paths):
     class MyInput(LocalText):
         def get_next(self):
             batch = super().get_next()
@@ -530,7 +530,7 @@ def test_local_text_with_a_tokenizer_obeys(law, tmp_path, sentencepiece_file):
     law(lambda **more: LocalText(**{**fields, **more}))
 
 
-def test_a_blank_batch_looks_like_one_that_is_read_of_text_that_need_not_be_there(paths):
+def test_blank_batch_needs_no_files(paths):
     config = LocalText.HParams.config(paths=["nowhere"], seq_length=7, is_training=True)
     batch = LocalText(batch_size=3, paths=paths, seq_length=7, is_training=True).get_next()
     assert spec_of(LocalText.blank_batch(config, 3)) == spec_of(batch)

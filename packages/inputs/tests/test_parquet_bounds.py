@@ -114,7 +114,7 @@ def test_batches_of_values_that_share_bytes_hold_fewer_rows(tmp_path):
     assert max(batch.nbytes for batch in batches) <= BOUND + (1 << 13)
 
 
-def test_batches_hold_fewer_rows_where_values_may_be_large(tmp_path):
+def test_batches_hold_fewer_rows_if_values_may_be_large(tmp_path):
     table = repeated("x" * (1 << 16), arrow.string(), 100)
     written(tmp_path / "a.parquet", table)
     batches = list(_batches(tmp_path / "a.parquet", max_bytes=BOUND))

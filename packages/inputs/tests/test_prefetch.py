@@ -45,7 +45,7 @@ def prefetch_threads() -> int:
     return sum(thread.name == "layerkit-prefetch" for thread in threading.enumerate())
 
 
-def test_it_reads_ahead_but_its_state_is_of_what_was_delivered():
+def test_prefetch_state_counts_delivered_batches_only():
     source = Gated(batch_size=1, is_training=True)
     ahead = Prefetch(source=source, depth=3)
     assert ahead.get_next().ids[0] == 1
@@ -114,7 +114,7 @@ def test_fields_are_those_of_the_source(raises):
             Prefetch(source=source, **{field: value})
 
 
-def test_what_its_tokens_and_states_are_is_told_by_the_source(tmp_path):
+def test_prefetch_has_the_tokens_and_states_of_its_source(tmp_path):
     for name in "abc":
         (tmp_path / name).write_bytes(b"some text")
     source = LocalText(batch_size=1, paths=[str(tmp_path)], seq_length=4)
@@ -149,7 +149,7 @@ print("done")
     assert result.stdout == "done\n" and result.stderr == ""
 
 
-def test_it_tells_how_many_batches_are_ready():
+def test_prefetch_reports_the_number_of_ready_batches():
     source = Gated(batch_size=1, is_training=True, fails_at=2)
     ahead = Prefetch(source=source, depth=4)
     assert ahead.num_ready == 0  # it has not begun
@@ -166,7 +166,7 @@ def test_it_tells_how_many_batches_are_ready():
         ahead.get_next()
 
 
-def test_it_does_not_wait_longer_than_told():
+def test_prefetch_waits_at_most_the_timeout():
     class Stuck(Gated):
         def _next(self) -> NestedMap:
             self.made.acquire()

@@ -70,7 +70,7 @@ def test_first_fit_rows_are_those_of_the_plan(sizes, open_rows):
     assert sorted(row.ids.tolist() for row in rows) == sorted(expected.ids.tolist())
 
 
-def test_a_document_longer_than_a_row_goes_on_in_the_next():
+def test_document_longer_than_a_row_continues_in_the_next():
     first, second = packed([[5, 6, 7, 8, 9]], 3, mode="first_fit", bos_id=2)
     assert first.ids.tolist() == [2, 5, 6] and first.labels.tolist() == [5, 6, 7]
     assert second.ids.tolist() == [7, 8, 0] and second.segment_pos.tolist() == [0, 1, 0]

@@ -100,7 +100,7 @@ def test_neither_split_is_empty(tmp_path, fraction):
 
 
 @given(st.lists(st.binary(max_size=9), min_size=100), st.floats(0.1, 0.9))
-def test_a_text_is_cut_where_a_line_begins(lines, fraction):
+def test_split_of_a_text_begins_with_a_line(lines, fraction):
     text = b"".join(line + b"\n" for line in lines)
     cut = split_position(text, heldout_fraction=fraction)
     train, heldout = text[:cut], text[cut:]
@@ -122,7 +122,7 @@ def test_empty_text_raises(raises, tmp_path):
         split_position_of_file(tmp_path / "empty.txt", heldout_fraction=0.05)
 
 
-def test_file_is_split_where_its_contents_are(tmp_path):
+def test_split_of_a_file_depends_on_its_contents(tmp_path):
     text = b"".join(b"line %d\n" % number for number in range(1000))
     (tmp_path / "text").write_bytes(text)
     for fraction in (0.01, 0.05, 0.5):

@@ -58,7 +58,7 @@ def test_packed_rows_hold_the_same_pairs_on_both_sides(files):
 
 
 @pytest.mark.parametrize("packing", ["first_fit", "none"])
-def test_a_blank_batch_looks_like_one_that_is_read(files, packing):
+def test_blank_batch_has_the_spec_of_a_read_batch(files, packing):
     fields = {**files, "packing": packing, "is_training": True}
     blank = ParallelText.blank_batch(ParallelText.HParams.config(**fields), 2)
     assert spec_of(blank) == spec_of(ParallelText(batch_size=2, **fields).get_next())
@@ -115,7 +115,7 @@ def test_number_words(number, english, german):
     assert (english_words(number), german_words(number)) == (english, german)
 
 
-def test_every_number_is_in_one_split_and_no_two_sound_alike():
+def test_each_number_is_in_one_split_and_has_its_own_words():
     fields = {"batch_size": 1, "end": 200, "num_heldout": 20, "target": "digits"}
     splits = [set(NumberWords(split=split, **fields)._texts()) for split in ("train", "heldout")]
     assert [len(split) for split in splits] == [180, 20]

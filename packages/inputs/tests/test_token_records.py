@@ -120,7 +120,7 @@ def test_laws(law, fields, folder):
 
 
 @pytest.mark.parametrize("packing", ["stream", "first_fit"])
-def test_training_goes_on_through_changing_numbers_of_hosts(folder, packing):
+def test_training_resumes_with_other_numbers_of_hosts(folder, packing):
     fields = {"is_training": True, "packing": packing, "input_random_seed": 7}
     expected = laws.take(reader(folder, **fields), 10)
     found, state = [], None
@@ -159,7 +159,7 @@ for _ in range(count):
 
 
 @pytest.mark.parametrize("packing", ["stream", "first_fit"])
-def test_a_fresh_process_goes_on_in_the_middle_of_an_epoch(folder, packing):
+def test_new_process_resumes_in_the_middle_of_an_epoch(folder, packing):
     fields = {
         "batch_size": 8, "path": str(folder), "seq_length": 24, "packing": packing,
         "is_training": True,
@@ -178,7 +178,7 @@ def test_a_fresh_process_goes_on_in_the_middle_of_an_epoch(folder, packing):
     assert done.stdout.split() == expected
 
 
-def test_what_a_batch_takes_in_memory_does_not_grow_with_the_data(tmp_path):
+def test_memory_of_a_batch_does_not_grow_with_the_data(tmp_path):
     text = tmp_path / "large.txt"
     text.write_bytes(bytes(range(256)) * (1 << 13))
     build_token_records([str(text)], tmp_path / "tokens", tokenizer="bytes")
@@ -224,7 +224,7 @@ def damage_a_block(copied):
     return int(re.match(prefix + r"(\d+): the record is damaged ", str(caught.value))[1])
 
 
-def test_rows_of_a_damaged_block_are_refused_or_skipped_and_counted(copied, folder):
+def test_damaged_block_raises_or_its_rows_are_counted(copied, folder):
     record = damage_a_block(copied)
     source = reader(copied, on_bad_record="skip", batch_size=8)
     found, whole = list(source.eval_batches()), list(reader(folder, batch_size=8).eval_batches())
@@ -334,7 +334,7 @@ def test_mixture_raises_if_records_have_different_tokenizers(raises, folder, cop
         mixed(copied.parent / "0", copied.parent / "1")
 
 
-def test_a_state_fits_the_same_tokens_wherever_they_lie(folder, copied, texts, tmp_path):
+def test_state_fits_the_same_tokens_in_another_folder(folder, copied, texts, tmp_path):
     source = reader(folder)
     source.get_next()
     reader(copied).set_state(source.get_state())
@@ -345,7 +345,7 @@ def test_a_state_fits_the_same_tokens_wherever_they_lie(folder, copied, texts, t
         assert caught.value.field == "state.data"
 
 
-def test_the_store_tells_what_it_holds(folder, train_files):
+def test_store_describes_its_contents(folder, train_files):
     ids = documents_of(train_files)
     split = About.read(folder).splits["train"]
     assert split.num_documents == len(ids)
@@ -354,7 +354,7 @@ def test_the_store_tells_what_it_holds(folder, train_files):
     np.testing.assert_array_equal(store.document_ends, np.cumsum([len(one) - 1 for one in ids]))
 
 
-def test_a_blank_batch_has_the_arrays_of_one_that_is_read(folder):
+def test_blank_batch_has_the_arrays_of_a_read_batch(folder):
     config = TokenRecords.HParams.config(path="not_here", seq_length=24, is_training=True)
     blank = TokenRecords.blank_batch(config, 4)
     batch = TokenRecords(path=str(folder), seq_length=24, is_training=True, batch_size=4).get_next()

@@ -65,7 +65,7 @@ def test_it_can_be_sent_to_another_process(tokenizer):
         )
 
 
-def test_what_is_not_unicode_is_refused_by_text_tokenizers(tokenizer):
+def test_text_tokenizers_reject_invalid_unicode(tokenizer):
     with pytest.raises(UnicodeError):
         tokenizer.encode("half of a pair: \ud800")
     if not isinstance(tokenizer, ByteTokenizer):

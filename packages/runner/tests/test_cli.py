@@ -258,7 +258,7 @@ def test_list_filters_by_all_tags(place: Path):
     assert listed(*both, "--json") == "[]\n"
 
 
-def test_list_shows_what_the_catalogue_has(place: Path):
+def test_list_shows_the_catalogue(place: Path):
     file = place / "site" / "acme" / "catalogue.json"
     before = file.read_text()
     lines = json.loads(before)

@@ -23,7 +23,7 @@ def test_the_vocabulary_of_the_environment_is_written_down(monkeypatch: pytest.M
             assert data.mixture_or_task.vocab_path == path
 
 
-def test_variables_that_say_where_data_are_count_only_where_no_field_does():
+def test_data_variables_are_used_only_if_no_field_is_set():
     assert list(Pile126M().unset_variables()) == ["VOCAB_PATH", "TFDS_DATA_DIR"]
     assert list(Pile126M(VOCAB_PATH="own.model").unset_variables()) == ["TFDS_DATA_DIR"]
     assert Pile126M(DATA_FORMAT="synthetic").unset_variables() == {}

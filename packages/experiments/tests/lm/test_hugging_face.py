@@ -43,7 +43,7 @@ def test_text_ends_with_the_tokens_of_the_folder(folder: Path):
     assert decoder.eos_id == (7, 8)
 
 
-def test_a_folder_must_be_named(raises):
+def test_folder_is_required(raises):
     with raises(FieldError, owner="FineTune", field="HF_FOLDER"):
         FineTune()
 

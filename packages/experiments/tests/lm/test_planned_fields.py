@@ -133,7 +133,7 @@ def test_fprop_dtype():
 
 
 @pytest.mark.experiments
-def test_fprop_dtype_where_the_compiler_computes_in_float32_anyway():
+def test_fprop_dtype_if_the_compiler_computes_in_float32():
     bfloat16, float32 = planned(), planned(FPROP_DTYPE="float32")
     assert any("bfloat16" in note for note in bfloat16["notes"])
     assert not any("bfloat16" in note for note in float32["notes"])

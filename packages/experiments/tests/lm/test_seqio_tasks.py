@@ -78,7 +78,7 @@ def test_every_token_of_a_document_is_trained_on(cls: type, folder: Path):
     assert documents_of(heldout.get_next())[0] == pieces_of("held")[0]
 
 
-def test_the_blank_batch_is_what_is_read(folder: Path):
+def test_blank_batch_has_the_shapes_of_a_read_batch(folder: Path):
     config, _ = configs_of(Pile126M, folder)
     batch = config.Instantiate().get_next()
     blank = target_of(config).blank_batch(config, 4)

@@ -43,12 +43,12 @@ def metrics(folder: Path, *, dataset: str | None = None) -> list[dict[str, Any]]
     return [r for r in records if "event" not in r and r.get("dataset") == dataset]
 
 
-def test_digits_are_told_apart(tmp_path: Path):
+def test_classifier_learns_the_digits(tmp_path: Path):
     run("--exp=vision.digits.Digits", f"--job_log_dir={tmp_path}")
     assert metrics(tmp_path, dataset="heldout")[-1]["accuracy"] > 0.95
 
 
-def test_numbers_are_translated_that_were_never_seen(tmp_path: Path):
+def test_unseen_numbers_are_translated(tmp_path: Path):
     words = ["--exp=translation.numbers.EnglishToGermanNumbers", f"--job_log_dir={tmp_path}"]
     run(*words)
     run(*words, "--mode=decode_once")

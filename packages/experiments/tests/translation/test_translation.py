@@ -78,7 +78,7 @@ def test_invalid_field_raises(raises: Any, field: str, value: Any):
         resolve(EnglishToGermanNumbers(**{field: value}))
 
 
-def test_variable_of_tfds_counts_only_where_seqio_reads_without_a_folder():
+def test_tfds_variable_is_used_only_by_seqio_without_a_folder():
     assert list(wmt.TransformerBase(DATA_FORMAT="seqio").unset_variables()) == ["TFDS_DATA_DIR"]
     with_folder = wmt.TransformerBase(DATA_FORMAT="seqio", TFDS_DATA_DIR="tfds")
     assert with_folder.unset_variables() == wmt.TransformerBase().unset_variables() == {}

@@ -21,7 +21,7 @@ def test_both_have_the_same_network():
     assert catalogue["vision.digits.Digits"].num_params == first + second + dense + softmax
 
 
-def test_mnist_is_read_from_a_folder_and_made_up_where_reduced():
+def test_mnist_is_read_from_a_folder_and_synthetic_if_reduced():
     train, heldout = resolve(Mnist(DATA_FOLDER="fashion")).datasets
     assert (train.folder, train.split, train.is_training) == ("fashion", "train", True)
     assert (heldout.folder, heldout.split) == ("fashion", "test")

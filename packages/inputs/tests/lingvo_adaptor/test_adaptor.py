@@ -81,7 +81,7 @@ def test_peeking_consumes_nothing(lingvo):
         assert source.get_next().data.tolist() == expected
 
 
-def test_each_host_has_its_share_where_the_input_shards(lingvo):
+def test_sharding_input_gives_each_host_its_share(lingvo):
     for host in range(3):
         source = LingvoInputAdaptor(
             input=params_of(lingvo.Sharded),
@@ -127,7 +127,7 @@ def test_a_subclass_may_change_batches(lingvo):
     assert [batch.new_field.tolist() for batch in laws.take(source, 3)] == [[0], [2], [4]]
 
 
-def test_base_input_knows_no_other_names():
+def test_unknown_module_attribute_raises():
     with pytest.raises(AttributeError, match="unknown name: 'LingvoAdaptor'"):
         base_input.LingvoAdaptor  # noqa: B018
     with pytest.raises(AttributeError, match="has no attribute 'SeqIOInput'"):

@@ -67,7 +67,7 @@ def test_preparing_twice_changes_nothing(lingvo):
     assert sys.modules["lingvo.core.ops"] is ops and ops.gen_x_ops is before
 
 
-def test_without_native_ops_a_call_of_one_says_what_is_missing(lingvo):
+def test_call_of_a_missing_native_op_names_it(lingvo):
     problem = preflight.native_ops_problem()
     if problem is None:
         pytest.skip("Lingvo's native ops load here")
@@ -85,7 +85,7 @@ def test_without_native_ops_a_call_of_one_says_what_is_missing(lingvo):
             op([1], [1])
 
 
-def test_without_native_ops_an_input_that_needs_them_says_so(lingvo):
+def test_input_that_needs_missing_native_ops_raises(lingvo):
     if preflight.native_ops_problem() is None:
         pytest.skip("Lingvo's native ops load here")
     from layerkit_inputs.lingvo_adaptor import LingvoInputAdaptor

@@ -27,7 +27,7 @@ def test_every_prefix_keeps_the_shares_within_one_turn(weights):
 
 
 @given(weights=some_weights, positions=st.lists(st.integers(0, 10**12), min_size=1, max_size=5))
-def test_turns_repeat_after_a_period(weights, positions):
+def test_mixing_order_repeats_after_a_period(weights, positions):
     schedule = MixingSchedule(weights)
     component, number = schedule.turns(np.array(positions))
     for position, index, turn in zip(positions, component, number, strict=True):

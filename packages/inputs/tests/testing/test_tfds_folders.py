@@ -21,7 +21,7 @@ from layerkit_inputs.testing.tfds_folders import sample_texts, write_tfds_folder
         ("the_pile:1.0.0", "validation", 8, {"text", "meta"}),
     ],
 )
-def test_tfds_and_seqio_read_what_was_written(dataset, split, count, features, tmp_path):
+def test_tfds_and_seqio_read_a_written_folder(dataset, split, count, features, tmp_path):
     seqio = pytest.importorskip("seqio")
     import tensorflow_datasets as tfds
 

@@ -195,7 +195,7 @@ def test_beams_reorder_caches_of_every_kind(make):
         np.testing.assert_allclose(found.log_probs[:, place, 1:], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_row_continues_as_in_a_batch_of_its_own():
+def test_row_continues_as_in_a_batch_of_one():
     decoder = SampleDecoder(max_decode_steps=5, temperature=1.5, top_p=0.9, eos_id=3)
     model = language_model().clone(decoder=decoder)
     variables = random_weights(model)

@@ -11,14 +11,14 @@ from layerkit_runner.checkpointing import folders
 @pytest.mark.parametrize(
     ("step", "name"), [(0, "00000000"), (42, "00000042"), (10**9, "10" + 8 * "0")]
 )
-def test_the_folder_of_a_step_is_found_again(tmp_path, step, name):
+def test_folder_of_a_step_is_found(tmp_path, step, name):
     folder = folders.step_folder(epath.Path(tmp_path), step)
     assert folder.name == f"checkpoint_{name}"
     folder.mkdir()
     assert folders.committed_steps(epath.Path(tmp_path)) == [step]
 
 
-def test_steps_and_left_overs_are_told_apart(tmp_path):
+def test_steps_and_leftovers_are_distinguished(tmp_path):
     directory = epath.Path(tmp_path)
     for name in (
         "checkpoint_00000020",

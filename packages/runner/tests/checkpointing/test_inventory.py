@@ -18,7 +18,7 @@ def save(folder: Path, step: int, digest: str = "first") -> None:
     (integrity / "manifest.json").write_text(json.dumps({"digest": digest, "manifest": {}}))
 
 
-def test_each_newest_step_is_told_once(tmp_path: Path):
+def test_each_newest_step_is_reported_once(tmp_path: Path):
     folder = tmp_path / "checkpoints"
     watcher = CheckpointWatcher(epath.Path(folder))
     assert watcher.poll_newest() is None  # there is not even a folder

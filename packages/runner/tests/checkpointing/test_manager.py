@@ -490,7 +490,7 @@ def test_step_under_another_number_is_damaged(tmp_path):
     assert "named step 3, and step 2 was saved" in lines[0]
 
 
-def test_step_whose_manifest_has_no_number_is_sound(tmp_path):
+def test_step_with_a_manifest_without_number_is_valid(tmp_path):
     """As those that earlier versions wrote."""
     save(tmp_path, 1)
     path = tmp_path / "checkpoint_00000001/integrity/manifest.json"

@@ -69,7 +69,7 @@ def test_left_out_parts_are_not_compared_or_read(raises, written):
         restore(written, target, leave_out=("opt_state",))
 
 
-def test_where_the_inputs_stood_is_read_only_for_those_who_go_on(raises, written, tmp_path):
+def test_input_states_are_restored_only_for_training(raises, written, tmp_path):
     # A job of two processes, each of which read files of its own.
     directory = tmp_path / "job"
     shutil.copytree(written, directory)

@@ -157,7 +157,7 @@ def test_a_save_that_hangs_is_named(bucket, monkeypatch: pytest.MonkeyPatch, nam
         manager.wait_until_finished()
 
 
-def test_a_failed_save_is_told_at_the_next_steps_and_not_at_the_next_save(tmp_path):
+def test_failed_save_is_reported_at_the_next_step(tmp_path):
     """A training loop asks `should_save` at every step, and saves seldom."""
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     manager = CheckpointManager(tmp_path, state_format=StateFormat.MSGPACK)

@@ -25,7 +25,7 @@ LINES = {
 }
 
 
-def test_what_was_written_is_read(tmp_path: Path):
+def test_written_record_is_read_back(tmp_path: Path):
     assert read_catalogue(tmp_path) is None
     text = catalogue_file_text(LINES)
     assert text.splitlines()[2] == (
@@ -38,13 +38,13 @@ def test_what_was_written_is_read(tmp_path: Path):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"lm.A": {"x": 1, "tags": []}}', '{"lm.A": 1}'])
-def test_another_file_of_that_name_is_refused(raises, text: str, tmp_path: Path):
+def test_invalid_catalogue_file_is_an_error(raises, text: str, tmp_path: Path):
     (tmp_path / FILE_NAME).write_text(text)
     with raises(UsageError, owner=f"{tmp_path}/catalogue.json"):
         read_catalogue(tmp_path)
 
 
-def test_counts_as_people_say_them():
+def test_counts_are_abbreviated():
     counts = (7, 999, 1000, 12_345, 999_499, 999_500, 99_949_999, 1_104_652_800, 1.2e12)
     words = ["7", "999", "1.00K", "12.3K", "999K", "1.00M", "99.9M", "1.10B", "1200B"]
     assert [short_count(int(count)) for count in counts] == words

@@ -108,7 +108,7 @@ class Fixed(BaseExperiment):
         ("tsk.depth", None),
     ],
 )
-def test_field_is_the_one_that_gives_the_value(path: str, field: str | None):
+def test_path_maps_to_the_field_that_gives_its_value(path: str, field: str | None):
     resolved = resolve(Named())
     assert source_field(resolved, path) == field
     assert override_path(resolved, path) == (field or path)

@@ -149,7 +149,7 @@ def test_folder_without_a_record_raises(raises, tmp_path: Path):
         json.dumps({**RECORD, "arguments": [1]}),
     ],
 )
-def test_damaged_record_is_one_sentence(raises, job: Path, capsys, text):
+def test_damaged_record_is_an_error_of_one_line(raises, job: Path, capsys, text):
     (job / "config.json").write_text(text)
     with raises(DamagedRecordError, owner=str(job / "config.json")):
         read_recorded_config(str(job))
@@ -158,7 +158,7 @@ def test_damaged_record_is_one_sentence(raises, job: Path, capsys, text):
     assert len(err.splitlines()) == 1 and "config.json is damaged" in err
 
 
-def test_record_that_is_no_file_is_refused(raises, job: Path):
+def test_record_that_is_no_file_is_an_error(raises, job: Path):
     (job / "config.json").unlink()
     os.mkfifo(job / "config.json")
     with raises(DamagedRecordError, problem="config.json is damaged: it is not a file"):
@@ -168,14 +168,14 @@ def test_record_that_is_no_file_is_refused(raises, job: Path):
 @pytest.mark.parametrize(
     "name", ["recorded_lm", "/tmp/x.py", "..x.Y", "recorded_lm.Small()", "a b.c", ""]
 )
-def test_record_of_what_is_no_class_name_is_refused(raises, job: Path, name):
+def test_record_of_an_invalid_class_name_is_an_error(raises, job: Path, name):
     write(job, {**RECORD, "experiment": name})
     flags = parse_flags(inspect(job))
     with raises(UsageError, field="experiment", value=name, expected="the full name of a class"):
         with_recorded_experiment(flags, lambda line: None)
 
 
-def test_class_that_is_no_experiment_is_refused(job: Path, capsys):
+def test_class_that_is_no_experiment_is_an_error(job: Path, capsys):
     write(job, {**RECORD, "experiment": "recorded_lm.Task"})
     assert cli.main(inspect(job)) == 2
     assert "--exp='recorded_lm.Task'" in capsys.readouterr().err
@@ -200,7 +200,7 @@ def test_control_characters_of_a_record_do_not_reach_the_terminal(job: Path, cap
     assert "\x1b" not in err and r"\x1b" in err
 
 
-def test_path_of_a_record_that_is_no_path_is_refused(job: Path, capsys):
+def test_invalid_path_of_a_record_is_an_error(job: Path, capsys):
     write(job, {**RECORD, "overrides": {"__class__()": "1"}})
     assert cli.main(inspect(job)) == 2
     assert "__class__()" in capsys.readouterr().err
@@ -213,7 +213,7 @@ def test_launch_writes_the_recorded_experiment_into_the_command(job: Path, capsy
     assert "  --exp=recorded_lm.Small\n" in out and "  --fdl.NUM_LAYERS=7\n" in out
 
 
-def test_module_that_is_not_found_names_the_module_and_where_it_was_sought(
+def test_missing_module_is_an_error_with_the_searched_packages(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
     record = RECORD | {"experiment": "absent_lm.Small"}

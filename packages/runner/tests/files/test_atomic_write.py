@@ -138,7 +138,7 @@ def test_private_folder_is_for_this_user_alone(tmp_path: Path):
     assert private_folder(folder).stat().st_mode & 0o777 == 0o700
 
 
-def test_private_folder_raises_for_what_another_user_may_have_made(tmp_path: Path):
+def test_private_folder_raises_for_paths_of_another_user(tmp_path: Path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("folder")
     (tmp_path / "file").write_text("")

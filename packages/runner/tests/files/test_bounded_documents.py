@@ -35,7 +35,7 @@ MERGES = "a0: &a0 {k: 1}\n" + "".join(
     ],
     ids=lambda value: value[:12],
 )
-def test_yaml_that_exceeds_the_bounds_is_refused(text, words):
+def test_yaml_that_exceeds_the_bounds_is_an_error(text, words):
     with pytest.raises(DocumentError, match=words):
         parse_yaml(text)
 
@@ -51,7 +51,7 @@ def test_yaml_alias_and_merge_within_the_bounds_are_read():
 
 
 @pytest.mark.parametrize("depth", [150, 900, 100_000])
-def test_deep_nesting_is_refused_in_each_format(depth):
+def test_deep_nesting_is_an_error_in_each_format(depth):
     text = "[" * depth + "]" * depth
     for parse, document in ((parse_json, text), (parse_toml, f"a = {text}"), (parse_yaml, text)):
         with pytest.raises(DocumentError, match="deep"):
@@ -69,7 +69,7 @@ def test_deep_nesting_is_refused_in_each_format(depth):
         (parse_yaml, "a: 2026-13-45"),
     ],
 )
-def test_malformed_document_is_refused(parse, text):
+def test_malformed_document_is_an_error(parse, text):
     with pytest.raises(DocumentError):
         parse(text)
 

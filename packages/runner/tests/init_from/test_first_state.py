@@ -182,7 +182,7 @@ def test_averages_begin_with_the_weights(begin: Any):
         np.testing.assert_array_equal(found[name.replace("params/", "ema/", 1)], value)
 
 
-def test_floats_are_converted_and_told(begin: Any):
+def test_floats_are_converted_and_reported(begin: Any):
     model = begin.model()
     model.dtype = jnp.bfloat16
     _, _, first = first_state(begin, begin.job, model=model)

@@ -74,7 +74,7 @@ def losses(folder: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in read_metrics(folder).train}
 
 
-def test_a_new_run_begins_where_another_ended(train: Any, job: Path, tmp_path: Path):
+def test_new_run_starts_from_the_weights_of_another(train: Any, job: Path, tmp_path: Path):
     there, new = shutil.copytree(job, tmp_path / "there"), tmp_path / "new"
     output = train(new, init_from=str(there))
     assert f"init from    1 weight from {there}/checkpoints:3\n" in output
@@ -94,7 +94,7 @@ def test_a_new_run_begins_where_another_ended(train: Any, job: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_what_the_experiment_says(train: Any, job: Path, tmp_path: Path):
+def test_init_from_of_the_experiment_is_used(train: Any, job: Path, tmp_path: Path):
     fields = {"BEGIN": str(job), "MAX_STEPS": 5}
     output = train(tmp_path / "new", fields=fields)
     assert f"step count continues from {job}/checkpoints:3\n" in output
@@ -118,7 +118,7 @@ def test_what_the_experiment_says(train: Any, job: Path, tmp_path: Path):
         ),
     ],
 )
-def test_nothing_is_written_for_what_does_not_fit(
+def test_source_that_does_not_fit_writes_nothing(
     train: Any, job: Path, tmp_path: Path, options: Any, dims: int, message: str
 ):
     with pytest.raises(UsageError) as caught:

@@ -147,7 +147,7 @@ def test_experiment_without_observers_shows_none(experiment: Any):
     assert "\nobservers" not in config_text(resolve(Plain()))
 
 
-def test_run_without_matplotlib_says_how_to_get_the_picture(
+def test_run_without_matplotlib_names_the_extra_to_install(
     experiment: Any,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

@@ -132,7 +132,7 @@ def test_run_resumed_after_a_skipped_step_equals_an_uninterrupted_one(train: Any
 
 
 @pytest.mark.parametrize("max_steps", [3, 4])
-def test_run_without_a_valid_step_ends_alike_at_each_start(
+def test_run_without_a_valid_step_ends_with_the_same_error_when_repeated(
     train: Any, tmp_path: Path, max_steps: int
 ):
     """The last step may be due for a save, before which the host learns that it was not valid."""
@@ -369,7 +369,7 @@ def test_start_report_names_the_task(train: Any):
     assert ".Tiny (task line)\n" in train("job")
 
 
-def test_the_loss_that_is_reported_is_the_one_that_the_model_names(
+def test_reported_loss_is_that_of_loss_name(
     tiny: SimpleNamespace, experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     class Smoothed(tiny.Regression):

@@ -212,7 +212,7 @@ def test_the_next_batches_of_each_program_are_evaluated(train: Any, tmp_path: Pa
     assert folders == {"train", "eval_train_few", "eval_train_many", "eval_test_held"}
 
 
-def test_a_resumed_run_whose_metric_is_that_of_its_next_batches(train: Any, tmp_path: Path):
+def test_resumed_run_reports_the_metric_of_its_next_batches(train: Any, tmp_path: Path):
     """The names of its metrics are looked up before the data stand where they stood."""
     fields = {"EVAL_SKIP_TRAIN": False}
     best = (

@@ -125,7 +125,7 @@ def test_task_accepts_only_stopping_rules(tiny: Any, raises):
     tiny.task_config().set(early_stopping=StoppingRule.HParams.config()).Instantiate()
 
 
-def test_data_set_whose_name_begins_another_is_told_apart():
+def test_data_set_whose_name_is_a_prefix_of_another_is_found():
     rule = EarlyStopping(metric="points/again/loss")
     rule.check(["points", "points/again"])
     assert not rule.should_stop({"points/loss": 1.0}, 1)

@@ -171,7 +171,7 @@ def test_it_would_matter_if_a_stack_were_one_tensor(name: str):
     assert np.max(np.abs(as_one - each_alone)) > 1e-3
 
 
-def test_stacks_are_told_by_the_names_of_the_axes():
+def test_stacks_are_found_by_the_names_of_the_axes():
     task = task_of(repeated=True, optimizer=Partial(optax.sgd), learning_rate=1.0)
     boxed = jax.eval_shape(lambda: task.model.init_boxed(jax.random.key(0)))["params"]
     stacks = stacks_of(boxed)

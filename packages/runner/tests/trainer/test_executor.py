@@ -500,7 +500,7 @@ def test_early_stopping_ends_a_run_with_a_save(make: Any, tmp_path: Any):
     assert again.executor.run(again.state, 4)[1] == 4
 
 
-def test_early_stopping_sees_an_evaluation_of_the_model(make: Any):
+def test_early_stopping_receives_an_evaluation_of_the_model(make: Any):
     """Every step of rate 1 makes this model worse."""
     rule = EarlyStopping(metric="points/loss", patience=2)
     job = make(num_train_steps=50, eval_interval_steps=1, saves=False, rule=rule)

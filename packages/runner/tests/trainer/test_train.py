@@ -102,7 +102,7 @@ def started(
 
 
 @given(turns=st.lists(st.integers(1, 7), min_size=1, max_size=5))
-def test_data_sets_take_turns_round_robin(turns: list[int]):
+def test_data_sets_alternate_round_robin(turns: list[int]):
     # Only the number of steps counts here.
     inputs = TrainInputs([SimpleNamespace(steps=steps) for steps in turns])
     rounds = itertools.cycle([i for i, steps in enumerate(turns) for _ in range(steps)])

@@ -161,7 +161,7 @@ def test_decode_outputs_hold_prompt_lengths(tiny: SimpleNamespace):
     np.testing.assert_array_equal(outputs.lengths, [5, 4])
 
 
-def test_clipping_sees_the_auxiliary_gradient(tiny: SimpleNamespace):
+def test_clipping_includes_the_auxiliary_gradient(tiny: SimpleNamespace):
     task, state = started(tiny.task_config(aux=0.5, learner={"clip_global_norm": 1.0}))
     after, _ = task.train_step(state, ONE_ROW, GLOBAL_BATCH)
     np.testing.assert_allclose(

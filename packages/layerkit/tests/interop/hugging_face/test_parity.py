@@ -224,7 +224,7 @@ def test_logits_agree(
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
-def test_what_a_file_leaves_out_is_what_transformers_takes(family: Family):
+def test_missing_keys_have_the_defaults_of_transformers(family: Family):
     full = transformers.AutoConfig.for_model(family.model_type).to_dict()
     needed = {"model_type", "vocab_size", "hidden_size", "intermediate_size"}
     needed |= {"num_hidden_layers", "num_attention_heads"}
@@ -277,7 +277,7 @@ def test_cached_greedy_decoding_gives_the_same_tokens(theirs: tuple[Case, Any, P
     np.testing.assert_array_equal(decode(variables).ids, expected)
 
 
-def test_transformers_loads_what_is_exported(theirs: tuple[Case, Any, Path], tmp_path: Path):
+def test_transformers_loads_an_exported_model(theirs: tuple[Case, Any, Path], tmp_path: Path):
     case, model, folder = theirs
     config, variables = import_model(folder)
     export_model(tmp_path, config, variables, tokenizer_folder=folder)

@@ -233,7 +233,7 @@ def test_output_of_a_process_is_complete_when_its_monitor_is_killed(
     assert "Traceback" not in error
 
 
-def test_processes_that_fail_alike_report_their_own_failures(group: Callable[[int], Group]):
+def test_processes_with_equal_failures_report_their_own(group: Callable[[int], Group]):
     processes = group(2)
     for index in (0, 1):
         processes.tell(index, "fail")

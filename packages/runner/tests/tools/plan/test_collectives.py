@@ -299,7 +299,7 @@ def test_axes_of_size_one_are_never_named():
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
-def test_every_set_of_axes_is_found_again(sizes, data):
+def test_each_set_of_axes_is_recovered(sizes, data):
     mesh = {f"axis{i}": size for i, size in enumerate(sizes)}
     chosen = data.draw(st.sets(st.sampled_from(range(len(sizes)))))
     kept = [axis for axis in range(len(sizes)) if axis not in chosen]

@@ -38,7 +38,7 @@ GIB = 2**30
         ("RESOURCE_EXHAUSTED: a message of an unknown form", 0),
     ],
 )
-def test_refused_sizes_are_read_from_the_compilers_message(refusal, temporaries):
+def test_sizes_are_read_from_the_compilers_error(refusal, temporaries):
     assert refused_sizes(refusal, arguments=GIB) == Sizes(GIB, GIB, GIB, temporaries)
 
 

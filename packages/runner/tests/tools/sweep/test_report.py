@@ -111,7 +111,7 @@ def test_picture_needs_a_complete_trial(sweep: tuple[StudyFile, SweepFolder, opt
     assert not (folder.path / "sweep.png").exists()
 
 
-def test_report_says_how_to_get_the_picture_if_matplotlib_is_missing(
+def test_report_without_matplotlib_names_the_extra_to_install(
     sweep: tuple[StudyFile, SweepFolder, optuna.Study], monkeypatch: pytest.MonkeyPatch
 ):
     file, folder, study = sweep
