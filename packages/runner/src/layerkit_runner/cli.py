@@ -91,7 +91,12 @@ def _run(words: Sequence[str]) -> int:
     _add_current_folder()
     if flags.given.get("list"):
         return _print(_listing(flags))
-    flags = _with_recorded_experiment(flags)
+    if flags.exp is None:
+        # Imported late, because commands with --exp do not need it.
+        from layerkit_runner.config.recorded import with_recorded_experiment
+
+        # Standard output is reserved for requested output, such as JSON.
+        flags = with_recorded_experiment(flags, lambda s: print(f"runner: {s}", file=sys.stderr))
     for name in ("diff_config", "study"):
         if name in flags.given and not flags.given.get("print_config"):
             return commands.load(commands.FlagCommand, name, shown=f"--{name}").run(flags)
@@ -127,16 +132,6 @@ def _command(words: Sequence[str]) -> commands.Command | None:
 
 def _asks_for_help(words: Sequence[str]) -> bool:
     return any(word in _HELP for word in words)
-
-
-def _with_recorded_experiment(flags: ParsedFlags) -> ParsedFlags:
-    if flags.exp is not None:
-        return flags
-    # Imported late, because commands with --exp do not need it.
-    from layerkit_runner.config.recorded import with_recorded_experiment
-
-    # Standard output is reserved for requested output, such as JSON.
-    return with_recorded_experiment(flags, lambda line: print(f"runner: {line}", file=sys.stderr))
 
 
 def _resolve(flags: ParsedFlags) -> ResolvedExperiment:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from types import TracebackType
+import traceback
 from typing import Any
 
 from layerkit.errors import ConfigError, UserError
@@ -73,8 +73,13 @@ def silence_tracebacks() -> None:
     show = sys.unraisablehook
 
     def show_except_closed_loops(unraisable: Any) -> None:
-        is_runtime_error = isinstance(unraisable.exc_value, RuntimeError)
-        if not (is_runtime_error and _is_in_asyncio_alone(unraisable.exc_traceback)):
+        # Compiled code called asyncio, which failed because its loop is closed.
+        codes = [frame.f_code for frame, _ in traceback.walk_tb(unraisable.exc_traceback)]
+        folders = {os.path.basename(os.path.dirname(code.co_filename)) for code in codes}
+        is_closed = [code.co_name for code in codes] == ["call_soon_threadsafe", "_check_closed"]
+        if not (
+            is_closed and folders == {"asyncio"} and isinstance(unraisable.exc_value, RuntimeError)
+        ):
             show(unraisable)
 
     sys.unraisablehook = show_except_closed_loops
@@ -87,15 +92,3 @@ def _is_logged(record: logging.LogRecord) -> bool:
         isinstance(error, RuntimeError) and _ENDING in str(error)
     )
     return not (is_raised_elsewhere and _ORBAX in record.pathname)
-
-
-def _is_in_asyncio_alone(trace: TracebackType | None) -> bool:
-    """Return whether compiled code called asyncio, which failed because its loop is closed."""
-    names = []
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if os.path.basename(os.path.dirname(code.co_filename)) != "asyncio":
-            return False
-        names.append(code.co_name)
-        trace = trace.tb_next
-    return names == ["call_soon_threadsafe", "_check_closed"]

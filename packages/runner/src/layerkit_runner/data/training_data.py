@@ -71,7 +71,12 @@ def training_configs(resolved: ResolvedExperiment) -> dict[str, Config]:
     """
     configs = [config for config in resolved.datasets if config.is_training]
     if resolved.datasets and not configs:
-        raise _only_evaluates(resolved)
+        hint = "Evaluate it by --mode=eval_once or --mode=eval."
+        if trainer := resolved.experiment.trained_by:
+            path = f"{trainer.__module__}.{trainer.__qualname__}"
+            hint += f" {path} trains its model, and can be planned."
+        problem = "the experiment only evaluates: no input has is_training=True"
+        raise UsageError(problem, owner=resolved.name, field="datasets()", hint=hint)
     if resolved.train_programs is None:
         if len(configs) != 1:
             raise UsageError(
@@ -128,15 +133,6 @@ def training_config(resolved: ResolvedExperiment) -> Config:
             expected="only one",
         )
     return next(iter(configs.values()))
-
-
-def _only_evaluates(resolved: ResolvedExperiment) -> UsageError:
-    hint = "Evaluate it by --mode=eval_once or --mode=eval."
-    if trainer := resolved.experiment.trained_by:
-        name = f"{trainer.__module__}.{trainer.__qualname__}"
-        hint += f" {name} trains its model, and can be planned."
-    problem = "the experiment only evaluates: no input has is_training=True"
-    return UsageError(problem, owner=resolved.name, field="datasets()", hint=hint)
 
 
 def check_same_data(inputs: Mapping[str, BaseInput], all_gather: AllGather) -> None:

@@ -61,7 +61,14 @@ def finish(job: Job, executor: Executor, state: TrainState, step: int) -> None:
 
     parts.make("decoding", report_decoding, repeat_mode="decode_once")
     job.observers.flush()
-    parts.make("summary", lambda: _report_summary(job))
+
+    def report_summary() -> None:
+        job.observers.message(job.goodput.summary())
+        peak = memory_scalars().get("memory/device_peak_bytes_in_use")
+        if peak is not None:
+            job.observers.message(f"memory: peak of {megabytes(peak)} on one device")
+
+    parts.make("summary", report_summary)
     if jax.process_index() == 0:
         token_unit = executor.train_programs.inputs.inputs[0].dataset.token_unit
         parts.make("loss curve", lambda: _draw(job, baselines, token_unit))
@@ -161,13 +168,6 @@ def _report_speed(job: Job, executor: Executor) -> None:
         speed += f", {rates['tflops_per_sec_per_device'] * 1e3:,.1f} model GFLOP/s per device"
     speed += f", {rates['input_wait']:.1%} of the time waiting for input"
     job.observers.message(f"speed: {speed}")
-
-
-def _report_summary(job: Job) -> None:
-    job.observers.message(job.goodput.summary())
-    peak = memory_scalars().get("memory/device_peak_bytes_in_use")
-    if peak is not None:
-        job.observers.message(f"memory: peak of {megabytes(peak)} on one device")
 
 
 def _draw(job: Job, baselines: dict[str, float], token_unit: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -255,7 +255,11 @@ class DecodedRecords:
         Raises:
           UsageError: An output does not have one entry for each row.
         """
-        rows = _kept_rows(outputs, num_rows)
+        # Other rows only fill up the batch.
+        is_example = example_rows(outputs)
+        if is_example is None and "prompt_lengths" in outputs:
+            is_example = np.asarray(outputs.prompt_lengths) > 0
+        rows = np.flatnonzero(np.ones(num_rows, bool) if is_example is None else is_example)
         records: list[dict[str, Any]] = [{} for _ in rows]
         if "provenance" in outputs:
             records = [{"example": int(outputs.provenance[row])} for row in rows]
@@ -269,7 +273,14 @@ class DecodedRecords:
         others = {name: value for name, value in outputs.items() if name not in done}
         for path, leaf in jax.tree_util.tree_leaves_with_path(others):
             key = jax.tree_util.keystr(path, simple=True, separator=".")
-            self._add_values(records, key, self._of_rows(key, leaf, num_rows)[rows])
+            values = self._of_rows(key, leaf, num_rows)[rows]
+            for record, value in zip(records, values, strict=True):
+                if self._npz_name is None or value.size <= LARGEST_LIST:
+                    record[key] = value.tolist()
+                    continue
+                kept = self._large.setdefault(key, [])
+                record[key] = {"npz": self._npz_name, "array": key, "row": len(kept)}
+                kept.append(value)
         self.records += records
 
     def npz(self) -> bytes | None:
@@ -294,17 +305,6 @@ class DecodedRecords:
             return np.stack([array.real, array.imag], axis=-1)
         # NumPy does not support bfloat16 and float8, and would write their bytes.
         return array if array.dtype.kind in "biuf" else array.astype(np.float32)
-
-    def _add_values(
-        self, records: list[dict[str, Any]], key: str, values: Sequence[np.ndarray]
-    ) -> None:
-        for record, value in zip(records, values, strict=True):
-            if self._npz_name is None or value.size <= LARGEST_LIST:
-                record[key] = value.tolist()
-                continue
-            kept = self._large.setdefault(key, [])
-            record[key] = {"npz": self._npz_name, "array": key, "row": len(kept)}
-            kept.append(value)
 
     def _continued_prompts(self, outputs: NestedMap) -> list[dict[str, Any]]:
         prompt_lengths = np.asarray(outputs.prompt_lengths)
@@ -372,13 +372,3 @@ def sample_text(record: dict[str, Any]) -> str | None:
     if "prompt" not in record or "continuation" not in record:
         return None
     return f"{record['prompt']}⟫{record['continuation']}"
-
-
-def _kept_rows(outputs: NestedMap, num_rows: int) -> np.ndarray:
-    """Return the indices of the rows that are examples and do not only fill up the batch."""
-    is_example = example_rows(outputs)
-    if is_example is None and "prompt_lengths" in outputs:
-        is_example = np.asarray(outputs.prompt_lengths) > 0
-    if is_example is None:
-        is_example = np.ones(num_rows, bool)
-    return np.flatnonzero(is_example)

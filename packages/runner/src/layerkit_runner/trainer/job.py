@@ -191,7 +191,13 @@ class Job:
                 cast_dtypes=self.options.restore_cast_dtypes,
                 with_input_states=for_training,
             )
-            _check_step(restored.state, checkpoints.directory, step)
+            saved = int(np.asarray(restored.state.step.addressable_data(0)))
+            if saved != step:
+                raise DamagedCheckpointError(
+                    f"The checkpoint {step_folder(checkpoints.directory, step)} is damaged:"
+                    f" state/step={saved}. Expected {step}. Move it out of the folder to resume"
+                    " from an older one."
+                )
             if for_training:
                 structure.require_finite(
                     f"cannot resume from step {step} of {checkpoints.directory}",
@@ -207,16 +213,6 @@ class Job:
             folder = checkpoints.directory.parent
             changed = changes_since_recorded(folder, self.resolved)
             raise UsageError("\n".join([*changed, str(error)])) from error
-
-
-def _check_step(state: TrainState, directory: epath.Path, step: int) -> None:
-    """Raise an error if the step in the stored state differs from the step in the folder's name."""
-    saved = int(np.asarray(state.step.addressable_data(0)))
-    if saved != step:
-        raise DamagedCheckpointError(
-            f"The checkpoint {step_folder(directory, step)} is damaged: state/step={saved}."
-            f" Expected {step}. Move it out of the folder to resume from an older one."
-        )
 
 
 def choose_step(checkpoints: CheckpointManager, wanted: int | None) -> int:

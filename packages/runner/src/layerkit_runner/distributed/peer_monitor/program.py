@@ -210,7 +210,14 @@ class Monitor:
             if self._hub is not None:
                 sources += self._hub.sources()
             self._serve(sources, BEAT_SECONDS / 4)
-            self._act_on_time(time.monotonic())
+            now = time.monotonic()
+            if self._announce_at is not None and now >= self._announce_at:
+                self._announce()
+            if self._kill_at is not None and now >= self._kill_at:
+                self._kill_at = None
+                self._kill()
+            if now - self._ticked >= BEAT_SECONDS:
+                self._tick(now)
         if self._is_gone and not (self._is_done or self._has_reported):
             self._tell_hub(ENDED)
         if self._is_done and self._member is not None:
@@ -219,15 +226,6 @@ class Monitor:
         if self._hub is not None:
             self._leave_hub(self._hub)
             self._log.wait(_SECONDS_TO_DRAIN)
-
-    def _act_on_time(self, now: float) -> None:
-        if self._announce_at is not None and now >= self._announce_at:
-            self._announce()
-        if self._kill_at is not None and now >= self._kill_at:
-            self._kill_at = None
-            self._kill()
-        if now - self._ticked >= BEAT_SECONDS:
-            self._tick(now)
 
     def _serve(self, sources: list[Link | socket.socket], seconds: float) -> None:
         poll = select.poll()

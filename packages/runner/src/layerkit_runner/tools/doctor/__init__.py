@@ -196,10 +196,10 @@ def main(name: str, folder: str) -> None:
 
 
 def check_packages() -> Finding:
-    """Report versions of packages, and those that do not fit together."""
+    """Report versions of packages, and plugins that do not fit jaxlib; see also `pip check`."""
     ours, others = _versions(_OWN_PACKAGES), _versions(_PACKAGES)
     lines = [", ".join(f"{name} {version}" for name, version in g.items()) for g in (ours, others)]
-    problems = list(_outside_requirements(ours))
+    problems = []
     jaxlib = others.get("jaxlib")
     for name in _PLUGINS:
         if others.get(name, jaxlib) != jaxlib:
@@ -216,21 +216,6 @@ def _versions(names: Sequence[str]) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _outside_requirements(ours: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield the requirements of this project's packages that the installed ones do not meet."""
-    from packaging.requirements import Requirement
-
-    for name, version in ours.items():
-        for wanted in map(Requirement, importlib.metadata.requires(name) or ()):
-            if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
-                continue
-            installed = _versions([wanted.name]).get(wanted.name)
-            if installed is None or not wanted.specifier.contains(installed, prereleases=True):
-                found = "it is not installed" if installed is None else f"{installed} is installed"
-                spec = f"{wanted.name}{wanted.specifier}"
-                yield Problem(f"{name} {version} needs {spec}: {found}.", f"pip install '{spec}'")
 
 
 def check_host() -> Finding:

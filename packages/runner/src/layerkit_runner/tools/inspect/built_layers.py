@@ -172,7 +172,12 @@ def _lines(experiment: str, mesh: dict[str, int], layers: Sequence[BuiltLayer]) 
     yield f"layers of {experiment}"
     yield f"on a mesh of {' × '.join(f'{axis} {size}' for axis, size in mesh.items())}"
     yield "`*`: differs from the default of the class"
-    for group in _equal_layers(layers):
+    groups: dict[tuple[Any, ...], list[BuiltLayer]] = {}  # layers that differ only in their number
+    for layer in layers:
+        values = tuple(map(value_text, layer.fields.values()))
+        key = (without_number(layer.path), layer.cls, values, layer.changed)
+        groups.setdefault(key, []).append(layer)
+    for group in groups.values():
         layer = group[0]
         depth = "  " * (len(layer.path.split("/")) if layer.path else 0)
         yield ""
@@ -181,16 +186,6 @@ def _lines(experiment: str, mesh: dict[str, int], layers: Sequence[BuiltLayer]) 
         for name, value in layer.fields.items():
             mark = "*" if name in layer.changed else " "
             yield f"{depth}  {mark} {name} = {value_text(value)}"
-
-
-def _equal_layers(layers: Sequence[BuiltLayer]) -> list[list[BuiltLayer]]:
-    """Return the layers in groups that differ only in the number in their path."""
-    groups: dict[tuple[Any, ...], list[BuiltLayer]] = {}
-    for layer in layers:
-        values = tuple(map(value_text, layer.fields.values()))
-        key = (without_number(layer.path), layer.cls, values, layer.changed)
-        groups.setdefault(key, []).append(layer)
-    return list(groups.values())
 
 
 def without_number(path: str) -> str:

@@ -166,9 +166,9 @@ def parameter_table(experiment: str, partitioner: Partitioner, task: SingleTask)
 def _by_path(tree: Any) -> Iterator[tuple[str, Any]]:
     """Yield the paths and values of leaves, or of boxes of leaves."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box):
-        names = [getattr(part, "key", getattr(part, "idx", part)) for part in path]
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
         # A collection of the model may start with `_`, which the field of a state lacks.
-        yield "/".join(map(str, names)).removeprefix("_"), leaf
+        yield name.removeprefix("_"), leaf
 
 
 def _parameter(tensor: TensorMemory, box: Any, *, is_frozen: bool) -> Parameter:

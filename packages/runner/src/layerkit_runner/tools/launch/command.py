@@ -15,7 +15,6 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from layerkit_runner.config.flags import read_flags, unknown_flag
 from layerkit_runner.config.help import flag_rows, table
@@ -34,9 +33,6 @@ from layerkit_runner.tools.launch.request import (
     read_variable,
     recipe_lines,
 )
-
-if TYPE_CHECKING:
-    from layerkit_runner.config.resolve import ResolvedExperiment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +134,11 @@ def run_launch(words: Sequence[str], resolve: Resolve) -> int:
             stack.enter_context(naming_flags(request.resolved))
         recipe = make_recipe(request, options)
     if request.resolved is not None:
-        _report_unset_variables(request.resolved, options)
+        environment = {**({} if KINDS[name].runs_elsewhere else os.environ), **dict(options.env)}
+        for variable, consequence in request.resolved.experiment.unset_variables().items():
+            is_set_up = any(f"{variable}=" in line for line in options.setup)
+            if variable not in environment and not is_set_up:
+                print(f"launch: {variable} is not set for the run: {consequence}", file=sys.stderr)
     if options.dry_run:
         print("\n".join(recipe_lines(recipe)))
         return 0
@@ -186,16 +186,6 @@ def make_recipe(request: Request, options: Options) -> Recipe:
     check_words(request.words)
     check_dashes(options)
     return KINDS[options.kind].make_recipe(request, options)
-
-
-def _report_unset_variables(resolved: ResolvedExperiment, options: Options) -> None:
-    """Print a line for each variable that the inputs read and that the run does not have."""
-    environment = {*dict(options.env)}
-    if not KINDS[options.kind].runs_elsewhere:
-        environment |= {*os.environ}
-    for name, consequence in resolved.experiment.unset_variables().items():
-        if name not in environment and not any(f"{name}=" in line for line in options.setup):
-            print(f"launch: {name} is not set for the run: {consequence}", file=sys.stderr)
 
 
 _HELP_OF = """\

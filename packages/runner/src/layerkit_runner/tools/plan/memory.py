@@ -103,7 +103,7 @@ def tensor_memory(
     leaves = jax.tree_util.tree_leaves_with_path(state)
     shapes = [leaf.shape for leaf in jax.tree.leaves(state if stored is None else stored)]
     found = [
-        _tensor(path, leaf, shape, kind=_KIND_OF.get(_name(path[0]), "optimizer"))
+        _tensor(path, leaf, shape, kind=_KIND_OF.get(_name(path[:1]), "optimizer"))
         for (path, leaf), shape in zip(leaves, shapes, strict=True)
     ]
     found += [
@@ -139,7 +139,7 @@ def _tensor(path: tuple[Any, ...], leaf: Any, shape: tuple[int, ...], *, kind: s
     spec = tuple(leaf.sharding.spec)
     entries = spec + (None,) * (leaf.ndim - len(spec))
     return TensorMemory(
-        path="/".join(_name(part) for part in path),
+        path=_name(path),
         kind=kind,
         shape=list(shape),
         dtype=leaf.dtype.name,
@@ -148,12 +148,8 @@ def _tensor(path: tuple[Any, ...], leaf: Any, shape: tuple[int, ...], *, kind: s
     )
 
 
-def _name(part: Any) -> str:
-    """Return one part of a tree path: a field, a key or an index."""
-    for attribute in ("name", "key", "idx"):
-        if hasattr(part, attribute):
-            return str(getattr(part, attribute))
-    return str(part)
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from layerkit_runner.files.text import cut, seconds_text, size_text
-from layerkit_runner.tools.plan.bounds import Bounds, PipelinePlan
+from layerkit_runner.tools.plan.bounds import Bounds
 from layerkit_runner.tools.plan.memory import Memory, TensorMemory
 from layerkit_runner.tools.plan.plan import BatchPlan, Plan
 
@@ -43,7 +43,14 @@ def _summary_lines(plan: Plan) -> Iterator[str]:
     mesh = " × ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
     yield f"mesh         {mesh} ({plan.partitioner})"
     yield from _batch_lines(plan.batch, plan.num_devices)
-    yield from map(_pipeline_line, plan.pipelines)
+    for each in plan.pipelines:
+        around = f", {each.circular_repeats} times around" if each.circular_repeats > 1 else ""
+        yield (
+            f"pipeline     {each.num_stages} stages, {each.num_microbatches} microbatches of"
+            f" {each.rows_per_microbatch} rows{around};"
+            f" idle {each.num_stages - 1} of {each.num_ticks} ticks,"
+            f" {100 * each.bubble_fraction:.1f} % bubble"
+        )
     yield (
         f"model FLOPs  {plan.flops_per_step:.3e} per step, {plan.flops_per_device:.3e} per device"
     )
@@ -90,16 +97,6 @@ def _batch_lines(batch: BatchPlan, num_devices: int) -> Iterator[str]:
     if batch.tokens is not None:
         yield f"             × {batch.length} positions = {batch.tokens:,} tokens per step"
     yield f"             {cut(', '.join(batch.fields), _WIDTH - 13)}"
-
-
-def _pipeline_line(pipeline: PipelinePlan) -> str:
-    around = f", {pipeline.circular_repeats} times around" if pipeline.circular_repeats > 1 else ""
-    return (
-        f"pipeline     {pipeline.num_stages} stages, {pipeline.num_microbatches} microbatches of"
-        f" {pipeline.rows_per_microbatch} rows{around};"
-        f" idle {pipeline.num_stages - 1} of {pipeline.num_ticks} ticks,"
-        f" {100 * pipeline.bubble_fraction:.1f} % bubble"
-    )
 
 
 def _memory_lines(memory: Memory) -> Iterator[str]:

@@ -65,22 +65,22 @@ def results(
         value = 0.0 if result.value is None else sign * result.value
         return states.index(result.state), result.value is None, value, result.number
 
-    return sorted((_result(trial, folder) for trial in trials), key=order)
-
-
-def _result(trial: FrozenTrial, folder: SweepFolder) -> TrialResult:
-    reported = trial.intermediate_values
-    value = reported[max(reported)] if reported else None
-    return TrialResult(
-        number=trial.number,
-        state=_STATES[trial.state],
-        value=trial.value if trial.state == TrialState.COMPLETE else value,
-        parameters=trial.params,
-        step=trial.user_attrs.get("step", max(reported, default=0)),
-        seconds=None if trial.duration is None else round(trial.duration.total_seconds(), 1),
-        folder=folder.shown(f"trials/{trial.number:04d}"),
-        reason=trial.user_attrs.get("reason", ""),
-    )
+    found = []
+    for trial in trials:
+        reported = trial.intermediate_values
+        value = trial.value if trial.state == TrialState.COMPLETE else None
+        result = TrialResult(
+            number=trial.number,
+            state=_STATES[trial.state],
+            value=reported[max(reported)] if reported and value is None else value,
+            parameters=trial.params,
+            step=trial.user_attrs.get("step", max(reported, default=0)),
+            seconds=None if trial.duration is None else round(trial.duration.total_seconds(), 1),
+            folder=folder.shown(f"trials/{trial.number:04d}"),
+            reason=trial.user_attrs.get("reason", ""),
+        )
+        found.append(result)
+    return sorted(found, key=order)
 
 
 def best_of(found: Sequence[TrialResult]) -> TrialResult | None:
