@@ -142,8 +142,9 @@ def sharded_adafactor(
     )
 
     def init(params: Any) -> ShardedAdafactorState:
-        counts = (jnp.zeros((), jnp.int32) for _ in range(2))
-        return _state(*counts, jax.tree.map(rule.init, params))
+        # Not one array twice, which could not be donated.
+        count, step = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        return _state(count, step, jax.tree.map(rule.init, params))
 
     def update(
         grads: Any, state: ShardedAdafactorState, params: Any = None
