@@ -1,6 +1,7 @@
 """Conversion of the examples of a task to rows of a batch.
 
-An example has the features `inputs` and `targets`, or only `targets`. The module `features` makes
+An example has the features `inputs` and `targets`, or only `targets`; in a language model also
+`suffixes`, which follow the targets and alone have a loss. The module `features` makes
 the arrays of rows, with the edge cases of SeqIO's converters. This module decides which examples
 share a row. Other features are passed through, padded with zeros.
 
@@ -52,12 +53,20 @@ class RowFormat(NamedTuple):
     @property
     def passed_through(self) -> list[str]:
         """Names of the features of an example that are no tokens of the model; not with packing."""
-        return [name for name in self.lengths if name not in ("inputs", "targets")]
+        tokens = ("inputs", "targets", *(("suffixes",) if self.has_suffixes else ()))
+        return [name for name in self.lengths if name not in tokens]
+
+    @property
+    def has_suffixes(self) -> bool:
+        """True if `suffixes` follow the targets of a language model."""
+        return "suffixes" in self.lengths and self.converter in ("language_model", "prefix_lm")
 
     @property
     def limits(self) -> tuple[int, ...]:
         """Positions of a row: of its one side or of `src` and `tgt`, and of `passed_through`."""
-        sides = self._sides(self.lengths.get("inputs", 0), self.lengths.get("targets", 0))
+        targets = self.lengths.get("targets", 0)
+        targets += self.lengths["suffixes"] if self.has_suffixes else 0
+        sides = self._sides(self.lengths.get("inputs", 0), targets)
         return (*sides, *(self.lengths[name] for name in self.passed_through))
 
     def sizes(self, example: Example) -> tuple[int, ...]:
@@ -66,7 +75,9 @@ class RowFormat(NamedTuple):
         Raises:
           ConfigError: The example lacks a feature that is passed through.
         """
-        sides = self._sides(len(example.get("inputs", ())), len(example.get("targets", ())))
+        targets = len(example.get("targets", ()))
+        targets += len(example.get("suffixes", ())) if self.has_suffixes else 0
+        sides = self._sides(len(example.get("inputs", ())), targets)
         for name in self.passed_through:
             if name not in example:
                 raise ConfigError(
@@ -89,15 +100,36 @@ class RowFormat(NamedTuple):
 
     def batch(self, rows: Sequence[Sequence[Example]]) -> NestedMap:
         """Return arrays `[rows, ...]` of the examples in each row."""
-        batch = self._batch_of_vectors(rows)
+        merged = rows
+        if self.has_suffixes:
+            merged = [[_with_suffix(example) for example in row] for row in rows]
+        batch = self._batch_of_vectors(merged)
         if batch is None:
-            batch = self._batch_of_any(rows)
+            batch = self._batch_of_any(merged)
+        if self.has_suffixes:
+            batch.weights = batch.weights * self._counted(rows)
         for name in self.passed_through:
             values = np.concatenate([example[name] for row in rows for example in row])
             sizes = np.array([sum(len(example[name]) for example in row) for row in rows])
             valid = np.arange(self.lengths[name]) < sizes[:, None]
             batch[name] = in_rows(values, valid, values.dtype)
         return batch
+
+    def _counted(self, rows: Sequence[Sequence[Example]]) -> np.ndarray:
+        """Return 1 for suffixes, and for targets without one, float32 `[rows, length]`."""
+        counted = []
+        for row in rows:
+            parts = [np.zeros(0, np.float32)]
+            for example in row:
+                suffix = len(example.get("suffixes", ()))
+                targets = len(example["targets"])
+                inputs = len(example["inputs"]) if "inputs" in self.lengths else 0
+                before = inputs + (targets if suffix else 0)
+                parts.append(np.repeat(np.array([0, 1], np.float32), [before, suffix or targets]))
+            counted.append(np.concatenate(parts))
+        sizes = np.array([len(row) for row in counted])
+        valid = np.arange(self.limits[0]) < sizes[:, None]
+        return in_rows(np.concatenate(counted), valid, np.dtype(np.float32))
 
     def _batch_of_any(self, rows: Sequence[Sequence[Example]]) -> NestedMap:
         examples = [example for row in rows for example in row]
@@ -172,6 +204,13 @@ class RowFormat(NamedTuple):
             batch.ids[:, 1:] = batch.labels[:, :-1]
         drop_signs(batch, self.negative_ids)
         return batch
+
+
+def _with_suffix(example: Example) -> Example:
+    suffix = example.get("suffixes", ())
+    if not len(suffix):
+        return example
+    return {**example, "targets": np.concatenate([example["targets"], suffix])}
 
 
 def _numbers_by_row(rows: Sequence[Sequence[Example]]) -> list[list[int]]:

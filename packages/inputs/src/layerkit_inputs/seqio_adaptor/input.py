@@ -64,7 +64,9 @@ class SeqIOInput(BaseInput):
     split_name: str = "train"
     """Name of the split in the tasks."""
     task_feature_lengths: Mapping[str, int] | None = None
-    """Largest number of tokens by task feature, `{"inputs": 512, "targets": 128}`. Required. Other
+    """Largest number of tokens by task feature, `{"inputs": 512, "targets": 128}`. Required. In
+    `language_model` and `prefix_lm`, tokens of the feature `suffixes` follow the targets of their
+    example and alone have a loss; an example without suffix has the loss of its targets. Other
     features than these two are in the batch under their own names, `[batch, length]` in the dtype
     of the task, padded with zeros. They need `use_packing=False`."""
     feature_converter: FeatureConverter = "language_model"
