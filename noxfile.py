@@ -191,6 +191,15 @@ def lowest(session: nox.Session) -> None:
     check_wheels(session, list(PACKAGES), ALL_SUITES, versions=versions)
 
 
+@nox.session(python="3.10")
+def pax_reference(session: nox.Session) -> None:
+    """Record weights, settings and runs of paxml 1.4.0 in the tests of the experiments."""
+    session.install("paxml==1.4.0", "jaxlib==0.4.26", "scipy<1.13")
+    folder = "packages/experiments/tests/pax"
+    for part in ("weights", "runs"):
+        session.run("python", "scripts/pax_reference.py", part, folder)
+
+
 @nox.session
 def layerkit_alone(session: nox.Session) -> None:
     """Test layerkit's wheel in an environment without the other packages."""

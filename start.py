@@ -34,6 +34,7 @@ COMMANDS = {
     "readers": ("readers", "test the readers that need TensorFlow: SeqIO, TFDS folders and Lingvo"),
     "lingvo": ("lingvo_native", "test Lingvo's native ops, with a newer C library where needed"),
     "lint": ("lint", "check formatting, lint rules, prose, types and imports between packages"),
+    "pax": ("pax_reference", "record weights and runs of paxml 1.4.0; needs Python 3.10"),
     "alone": ("layerkit_alone", "test the layerkit package in an empty environment"),
     "newest": ("newest", "test with the newest versions allowed, on each Python installed"),
     "lowest": ("lowest", "test with the lowest versions allowed, on Python 3.11"),

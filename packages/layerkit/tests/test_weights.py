@@ -43,6 +43,31 @@ def test_xavier_is_uniform_within_its_bound():
     assert abs(values.mean()) < 4.0 * bound / math.sqrt(3.0 * values.size)
 
 
+@pytest.mark.parametrize(
+    ("shape", "last_axes"),
+    [
+        # A projection of 6 dims to 2 heads of 4, as Praxis stores it and as this library stores
+        # that of the output.
+        ((6, 2, 4), None),
+        ((2, 4, 6), (0, 1)),
+    ],
+)
+def test_fans_of_the_last_axes_are_those_of_praxis(shape, last_axes):
+    weight = WeightHParams(shape, axes=("x",) * 3, fan_in_dims=(0,), last_axes=last_axes)
+    # Sizes of the last two axes in Praxis, 2 and 4, times that of the first, 6.
+    assert weight.fans(WeightInit.XavierLastAxes()) == (12, 24)
+    assert weight.fans(WeightInit.Xavier()) == (shape[0], shape[2])
+    values = draw(WeightInit.XavierLastAxes(2.0), weight)
+    bound = 2.0 * math.sqrt(6.0 / 36)
+    assert 0.8 * bound < np.abs(values).max() <= bound
+
+
+def test_fans_of_the_last_axes_of_a_matrix_are_those_of_xavier():
+    matrix, vector = WeightHParams((3, 5), axes=("x", "y")), WeightHParams((5,), axes=("y",))
+    for weight in (matrix, vector):
+        assert weight.fans(WeightInit.XavierLastAxes()) == weight.fans()
+
+
 def test_gaussian_has_its_standard_deviation_and_tails():
     values = draw(WeightInit.Gaussian(0.5))
     assert values.std() == pytest.approx(0.5, rel=0.02)

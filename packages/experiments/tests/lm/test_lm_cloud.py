@@ -15,7 +15,7 @@ from layerkit_runner.trainer.job import build_parts
 
 # layers, model, hidden, heads, dims per head, rows per device, rate, steps
 PUBLISHED = {
-    "LmCloudSpmdTest": (2, 64, 256, 8, 8, 4, 1e-3, 10),
+    "LmCloudSpmdTest": (2, 64, 256, 8, 8, 4, 2.5e-4, 10),
     "LmCloudSpmd2BLimitSteps": (18, 3072, 12288, 24, 128, 8, 2.5e-4, 300),
     "LmCloudTransformerAdamLimitSteps": (10, 1024, 4096, 16, 64, 16, 1e-3, 2000),
 }
@@ -44,8 +44,14 @@ def test_values(name: str):
     lm = experiment.task.model.lm_tpl
     assert (lm.num_layers, lm.model_dims, lm.hidden_dims) == (layers, model, hidden)
     assert (lm.num_heads, lm.num_kv_heads, lm.dim_per_head) == (heads, None, per_head)
-    (data,) = experiment.datasets
-    assert (data.percore_batch_size, data.seq_length, data.vocab_size) == (rows, 1024, 32000)
+    data, heldout = experiment.datasets
+    for each in (data, heldout):
+        assert (each.percore_batch_size, each.seq_length, each.vocab_size) == (rows, 1024, 32000)
+    assert (data.is_training, heldout.is_training, heldout.eval_loop_num_batches) == (
+        True,
+        False,
+        1,
+    )
     assert lm.vocab_size == 32000
     train = experiment.task.train
     assert train.num_train_steps == steps
@@ -90,9 +96,10 @@ def test_kind_of_model(name: str):
 def test_number_of_parameters(name: str):
     layers, d, ff, heads, per_head, *_ = PUBLISHED[name]
     attention = 4 * d * heads * per_head
-    feed_forward = 2 * d * ff
+    feed_forward = 2 * d * ff + ff + d
     norms = 2 * 2 * d
-    by_hand = 32000 * d + layers * (attention + feed_forward + norms) + 2 * d
+    layer = attention + per_head + feed_forward + norms
+    by_hand = 32000 * d + 32000 + layers * layer + 2 * d
     params = jax.tree.leaves(abstract_state(name).params)
     assert sum(math.prod(leaf.shape) for leaf in params) == by_hand
     assert {str(leaf.dtype) for leaf in params} == {"float32"}

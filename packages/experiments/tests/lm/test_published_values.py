@@ -196,7 +196,7 @@ def test_family_k(name: str):
     lm, layer = model.lm_tpl, model.lm_tpl.stack_tpl.layer_tpl
     assert model.fprop_dtype == "bfloat16"
     assert lm.position_tpl.__fn_or_cls__.__name__ == "TrainablePositionalEmbedding"
-    assert lm.position_tpl.max_length == 2048
+    assert lm.position_tpl.max_length == (16_384 if name in PIPELINES else 2048)
     assert lm.embedding_tpl is None  # tied
     assert (lm.softmax_tpl.logit_soft_cap, layer.attention_tpl.logit_cap) == (None, None)
     assert lm.softmax_tpl.scale_by_sqrt_dims is False
@@ -209,7 +209,8 @@ def test_family_k(name: str):
     assert lm.softmax_tpl.weight_init == lm.params_init
     stack = lm.stack_tpl
     assert (stack.stage_remat if name in PIPELINES else stack.remat) == remat
-    assert (lm.dropout_rate, layer.dropout_rate) == (0.1 if name == "pile.GPT5B" else 0.0, 0.0)
+    assert (lm.dropout_rate, layer.dropout_rate) == (0.0, 0.0)
+    assert layer.input_dropout_rate == (0.1 if name == "pile.GPT5B" else 0.0)
     assert train.num_train_steps == steps
     optimizer = train.learner.optimizer
     assert optimizer.__fn_or_cls__.__name__ == "adamw"  # decoupled decay, no cap
@@ -320,15 +321,20 @@ def _num_devices(row: Row) -> int:
 def _count_by_hand(row: Row) -> int:
     layers, d, ff, heads, per_head = row.sizes
     matrices = row.vocab * d + layers * (4 * d * heads * per_head + 2 * d * ff)
-    positions = 0 if row.kind == "E" else row.length * d
-    return matrices + positions + _vectors_by_hand(row)
+    return matrices + _positions_by_hand(row) + _vectors_by_hand(row)
+
+
+def _positions_by_hand(row: Row) -> int:
+    return {"E": 0, "K": row.length, "pipeline": 16_384}[row.kind] * row.sizes[1]
 
 
 def _vectors_by_hand(row: Row) -> int:
-    """What has one dimension: norms, and in the family K biases."""
+    """What has one dimension: norms, biases, and in the family E scales of coordinates."""
     layers, d, ff, heads, per_head = row.sizes
-    biases = 0 if row.kind == "E" else 3 * heads * per_head + d + ff + d
-    return layers * (4 * d + biases) + 2 * d
+    of_layer = 4 * d + ff + d
+    if row.kind == "E":
+        return layers * (of_layer + per_head) + 2 * d + row.vocab
+    return layers * (of_layer + 3 * heads * per_head + d) + 2 * d
 
 
 def check_weights(names: list[str], tmp_path: Path) -> None:
@@ -336,16 +342,16 @@ def check_weights(names: list[str], tmp_path: Path) -> None:
         row = PUBLISHED[name]
         assert found["count"] == _count_by_hand(row), name
         assert found["dtypes"] == ["float32"]
-        # All axes but `data` split the weights, save what has one dimension, and learned positions,
-        # which belong to no stage.
+        # All axes but `data` split the weights, save what has one dimension, and the learned
+        # positions of a pipeline, which only fsdp splits.
         first = 1 if row.kind == "pipeline" else 0
         parts = 1
         for shape in (row.ici, row.dcn or [1] * len(row.ici)):
             for axis, size in enumerate(shape):
                 parts *= 1 if axis == first else size
         vectors = _vectors_by_hand(row)
-        matrices = (found["count"] - vectors) / parts
-        most = matrices * (1.05 if row.kind == "pipeline" else 1) + vectors
+        positions = _positions_by_hand(row) if row.kind == "pipeline" else 0
+        most = (found["count"] - vectors - positions) / parts + vectors + positions / row.ici[-2]
         assert found["count"] / parts <= found["here"] <= most, name
 
 

@@ -186,7 +186,7 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
 
         def draw(key: jax.Array) -> WeightBox:
             value = draw_weight(key, weight, init, dtype)
-            return WeightBox(value, tuple(weight.axes), init, weight.fans())
+            return WeightBox(value, tuple(weight.axes), init, weight.fans(init))
 
         if trainable:
             self._own("weights")[name] = self.param(name, draw)

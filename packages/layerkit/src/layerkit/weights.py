@@ -64,6 +64,16 @@ class WeightInit:
         return cls("xavier", scale)
 
     @classmethod
+    def XavierLastAxes(cls, scale: float = 1.0) -> WeightInit:  # noqa: N802
+        """Draw uniformly from ±scale·√(6/(fan_in+fan_out)), with the fans of Praxis.
+
+        Praxis takes the sizes of the last two axes times all leading ones, as TensorFlow does for
+        convolutions. The fans of a projection [dims, heads, head_dim] are dims·heads and
+        dims·head_dim: it starts narrower than by the definition. See `WeightHParams.last_axes`.
+        """
+        return cls("xavier_last_axes", scale)
+
+    @classmethod
     def Gaussian(cls, scale: float = 1.0) -> WeightInit:  # noqa: N802
         """Draw from a normal distribution with standard deviation `scale`."""
         return cls("gaussian", scale)
@@ -117,6 +127,8 @@ class WeightHParams:
       dtype: Storage dtype; None inherits the layer's `dtype`.
       fan_in_dims: Dimensions that are contracted with the input; None for all but the last.
       fan_out_dims: Dimensions of the output; None for the last.
+      last_axes: Dimensions that Praxis stores as the last two, for `WeightInit.XavierLastAxes`;
+        None for the last two.
     """
 
     shape: tuple[int, ...]
@@ -125,9 +137,14 @@ class WeightHParams:
     dtype: Any = None
     fan_in_dims: tuple[int, ...] | None = None
     fan_out_dims: tuple[int, ...] | None = None
+    last_axes: tuple[int, int] | None = None
 
-    def fans(self) -> tuple[int, int]:
-        """Return (fan_in, fan_out) of the weight."""
+    def fans(self, init: WeightInit | None = None) -> tuple[int, int]:
+        """Return (fan_in, fan_out) of the weight, as the initializer defines them."""
+        if init is not None and init.method == "xavier_last_axes" and len(self.shape) > 1:
+            first, second = self.last_axes or (-2, -1)
+            size = math.prod(self.shape)
+            return size // self.shape[second], size // self.shape[first]
         ins = self.fan_in_dims
         outs = self.fan_out_dims
         if ins is None:
@@ -142,7 +159,7 @@ class WeightHParams:
 
 def draw_weight(key: jax.Array, weight: WeightHParams, init: WeightInit, dtype: Any) -> jax.Array:
     """Return initial values `[...]` of the weight's shape, drawn in float32 and cast to `dtype`."""
-    fan_in, fan_out = weight.fans()
+    fan_in, fan_out = weight.fans(init)
     shape, scale = weight.shape, init.scale
 
     # Without an explicit dtype, JAX's x64 mode would draw other numbers.
@@ -155,8 +172,12 @@ def draw_weight(key: jax.Array, weight: WeightHParams, init: WeightInit, dtype: 
     def truncated_normal() -> jax.Array:
         return jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32)
 
+    def xavier() -> jax.Array:
+        return scale * math.sqrt(6.0 / (fan_in + fan_out)) * uniform()
+
     samplers: dict[str, Callable[[], jax.Array]] = {
-        "xavier": lambda: scale * math.sqrt(6.0 / (fan_in + fan_out)) * uniform(),
+        "xavier": xavier,
+        "xavier_last_axes": xavier,
         "gaussian": lambda: scale * normal(),
         "truncated_gaussian": lambda: scale * truncated_normal(),
         "fan_in": lambda: scale / math.sqrt(fan_in) * normal(),

@@ -298,6 +298,24 @@ def test_dropout_acts_on_both_branches_in_training_only():
     assert np.any(trained != add(layer.clone(train=True), (BATCH, LENGTH), 1))
 
 
+def test_input_dropout_drops_the_residual_too():
+    layer = Transformer(**SIZES, input_dropout_rate=0.25, train=True)
+    # Without weights the branches add nothing, and the layer returns its input.
+    variables = jax.tree.map(jnp.zeros_like, jax.eval_shape(layer.init, KEY))
+    x = jnp.ones((40, LENGTH, DIMS))
+
+    def apply(layer):
+        mask = AttentionMask.causal_mask(40, LENGTH)
+        positions = jnp.zeros((40, LENGTH), jnp.int32)
+        rngs = {"random": jax.random.key(0)}
+        return np.asarray(layer.apply(variables, x, mask=mask, positions=positions, rngs=rngs))
+
+    np.testing.assert_array_equal(apply(layer.clone(train=False)), x)
+    dropped = apply(layer)
+    np.testing.assert_allclose(np.unique(dropped), [0.0, 1 / 0.75], rtol=1e-6)
+    assert np.mean(dropped == 0.0) == pytest.approx(0.25, abs=0.05)
+
+
 @pytest.mark.parametrize("handed_in", [False, True])
 def test_droppath_drops_whole_branches_of_examples(handed_in):
     layer, add = constant_branches(droppath_rate=0.0 if handed_in else 0.25)

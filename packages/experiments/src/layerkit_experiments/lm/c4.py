@@ -52,6 +52,7 @@ class C4SpmdPipelineGpt3Small(Gpt3Schedule, Pipelined, C4, Gpt3Decoder, abstract
     NUM_HEADS = 24
     DIMS_PER_HEAD = 128
     MAX_SEQ_LEN = 2048
+    MAX_POSITIONS = 16_384
     SOFTMAX_CHUNK_SIZE = 512
     INIT_STD = 0.006
     CHECKPOINT_POLICY = "full"
@@ -83,3 +84,5 @@ class C4SpmdPipelineGpt3SmallAdam8Replicas(C4SpmdPipelineGpt3Small):
     MICROBATCH_SIZE = 8
     ICI_MESH_SHAPE = [2, 1, 2, 2]
     SUMMARY_INTERVAL_STEPS = 5
+    EVAL_INTERVAL_STEPS = 10
+    CHECKPOINT_MAX_TO_KEEP = 1000

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from layerkit_experiments.lm.recipes.data import SyntheticTokens
-from layerkit_experiments.lm.recipes.decoders import CappedDecoder
-from layerkit_experiments.lm.recipes.experiment import LmExperiment
+from layerkit_experiments.lm.recipes.decoders import CappedDecoder, PaxDecoder
 from layerkit_experiments.lm.recipes.optimization import AdamExponential
 from layerkit_experiments.lm.recipes.parallelism import Pmap, Spmd
 
 
 class LmCloudSpmd(AdamExponential, Spmd, SyntheticTokens, CappedDecoder, abstract=True):
-    """Base of the SPMD experiments on synthetic data."""
+    """Base of the SPMD experiments on synthetic data.
 
-    EVAL_INTERVAL_STEPS = None
+    Pax's tokens are all 1. These can be learned, and a held-out batch measures how well. A run ends
+    after MAX_STEPS, the end of the decay, where Pax's goes on to ten million steps.
+    """
+
+    LEARNING_RATE = 2.5e-4
 
 
 class LmCloudSpmdTest(LmCloudSpmd):
-    """A tiny model on one device, as a smoke test."""
+    """A tiny model on one device, as a smoke test of 10 steps, each of which is reported."""
 
     NUM_LAYERS = 2
     MODEL_DIMS = 64
@@ -38,9 +41,7 @@ class LmCloudSpmd2B(LmCloudSpmd):
     NUM_HEADS = 24
     DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 8.0
-    LEARNING_RATE = 2.5e-4
     ICI_MESH_SHAPE = [1, 4, 1]
-    SUMMARY_INTERVAL_STEPS = 10
 
 
 class LmCloudSpmd2BLimitSteps(LmCloudSpmd2B):
@@ -49,23 +50,21 @@ class LmCloudSpmd2BLimitSteps(LmCloudSpmd2B):
     MAX_STEPS = 300
 
 
-class LmCloudTransformerAdam(AdamExponential, Pmap, SyntheticTokens, LmExperiment):
-    """A 10-layer model under pmap: the whole state on every device."""
+class LmCloudTransformerAdam(AdamExponential, Pmap, SyntheticTokens, PaxDecoder):
+    """A 32-layer model under pmap: the whole state on every device."""
 
-    NUM_LAYERS = 10
+    NUM_LAYERS = 32
     MODEL_DIMS = 1024
     HIDDEN_DIMS = 4096
     NUM_HEADS = 16
     DIMS_PER_HEAD = 64
     PERCORE_BATCH_SIZE = 16.0
     ACTIVATION = "relu"
-    ATTENTION_LOGIT_CAP = 50.0
-    SCALE_EMBEDDING = True
     USE_REPEATED_LAYER = False
-    EVAL_INTERVAL_STEPS = None
 
 
 class LmCloudTransformerAdamLimitSteps(LmCloudTransformerAdam):
-    """The pmap model for 2000 steps."""
+    """The pmap model with 10 layers, for 2000 steps."""
 
+    NUM_LAYERS = 10
     MAX_STEPS = 2000

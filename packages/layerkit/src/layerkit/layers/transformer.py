@@ -66,6 +66,8 @@ class Transformer(BaseLayer):
       feed_forward_residual_weight: Factor of the output of the feed-forward block in the residual
         sum; 0.5 in the two half steps of a Conformer (Gulati et al., 2020, arXiv:2005.08100).
       dropout_rate: Dropout rate of the outputs of branches in training.
+      input_dropout_rate: Dropout rate of the input of the layer, and so of the residual, in
+        training.
       droppath_rate: Probability that training drops a branch of an example; see
         `StochasticResidual`.
 
@@ -93,6 +95,7 @@ class Transformer(BaseLayer):
     feed_forward_tpl: Config[BaseLayer] = sub_config_field(TransformerFeedForward.HParams)
     feed_forward_residual_weight: float = 1.0
     dropout_rate: float = 0.0
+    input_dropout_rate: float = 0.0
     droppath_rate: float = 0.0
 
     def setup(self) -> None:
@@ -110,6 +113,8 @@ class Transformer(BaseLayer):
             self._create_branch("cross_attention", self.cross_attention_tpl, **heads)
         self._create_branch("feed_forward", self.feed_forward_tpl, **wide)
         self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
+        input_dropout = Dropout.HParams.config(rate=self.input_dropout_rate)
+        self.create_child("input_dropout", input_dropout)
         self.create_child("residual", StochasticResidual.HParams.config(rate=self.droppath_rate))
 
     @nn.nowrap
@@ -220,7 +225,7 @@ class Transformer(BaseLayer):
     def _add_branches(
         self, x: jax.Array, branches: _Branches, *, droppath_rate: jax.Array | None = None
     ) -> jax.Array:
-        x = name_activation(self.cast(x), "residual")
+        x = name_activation(self.input_dropout(self.cast(x)), "residual")
         source = x
         if self.parallel_shares_norm:
             source = self.attention_norm(x)

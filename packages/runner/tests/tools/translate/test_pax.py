@@ -151,8 +151,7 @@ def test_class_for_two_slices_has_the_fields_of_its_counterpart():
     assert translation.leftovers == []
     assert list(translation.recipes) == ["AdamExponential", "Spmd", "C4", "LmExperiment"]
     ours = load_experiment(find_experiment("lm.c4_multislice.C4Spmd22BAdam2xv4_128"))()
-    # Biases of feed-forwards are Pax's default, and its named models here have none.
-    names = translation.fields.keys() - {"FEED_FORWARD_BIAS", "CHECKPOINT_EVERY_N_STEPS"}
+    names = translation.fields.keys() - {"CHECKPOINT_EVERY_N_STEPS"}
     assert {name: translation.fields[name] for name in names} == {
         name: getattr(ours, name) for name in names
     }
@@ -318,9 +317,9 @@ def test_class_under_pmap_has_the_fields_of_its_counterpart():
     ]
     found = load_experiment(find_experiment("lm.lm_cloud.LmCloudTransformerAdamLimitSteps"))
     ours = found()
-    names = translation.fields.keys() - {"FEED_FORWARD_BIAS"}
-    assert {name: translation.fields[name] for name in names} == {
-        name: getattr(ours, name) if name != "INPUT_DROPOUT_RATE" else 0.0 for name in names
+    assert translation.fields == {
+        name: getattr(ours, name) if name != "INPUT_DROPOUT_RATE" else 0.0
+        for name in translation.fields
     }
 
 
@@ -363,11 +362,11 @@ def test_augmented_field_is_evaluated_and_heads_are_derived():
     assert (translation.fields["NUM_LAYERS"], translation.fields["NUM_HEADS"]) == (6, 2)
 
 
-def test_additional_weights_of_pax_are_set():
-    assert only(MULTISLICE, "TwoSlices").settings == {
-        "task.model.lm_tpl.stack_tpl.layer_tpl.attention_tpl.per_dim_scale": True,
-        "task.model.lm_tpl.softmax_tpl.use_bias": True,
-    }
+def test_weights_and_initializer_of_praxis_are_set():
+    translation = only(MULTISLICE, "TwoSlices")
+    assert translation.settings == {}
+    names = ("FEED_FORWARD_BIAS", "PER_DIM_SCALE", "SOFTMAX_BIAS", "COMBINE_QKV", "WEIGHT_INIT")
+    assert [translation.fields[name] for name in names] == [*[True] * 4, "xavier_last_axes"]
 
 
 def test_data_set_of_a_base_in_the_same_file_is_inherited():

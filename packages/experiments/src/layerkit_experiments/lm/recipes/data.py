@@ -31,18 +31,18 @@ class SyntheticTokens:
         return "synthetic tokens"
 
     def datasets(self) -> list[Config]:
-        """Return the config of the training input."""
+        """Return configs of the training and the held-out input; an evaluation reads one batch."""
         # Imported here, since recipes on text do not need it.
         from layerkit_inputs import SyntheticInput
 
+        common: dict[str, Any] = {
+            "percore_batch_size": self.PERCORE_BATCH_SIZE,
+            "seq_length": self.MAX_SEQ_LEN,
+            "vocab_size": self.VOCAB_SIZE,
+        }
         return [
-            SyntheticInput.HParams.config(
-                name="train",
-                is_training=True,
-                percore_batch_size=self.PERCORE_BATCH_SIZE,
-                seq_length=self.MAX_SEQ_LEN,
-                vocab_size=self.VOCAB_SIZE,
-            )
+            SyntheticInput.HParams.config(name="train", is_training=True, **common),
+            SyntheticInput.HParams.config(name="heldout", eval_loop_num_batches=1, **common),
         ]
 
 

@@ -1,8 +1,9 @@
 """Families of decoders with their published schedules, without sizes.
 
-`CappedDecoder` is the decoder of Pax's language models: sinusoidal positions, capped logits, no
-biases. `Gpt3Decoder` is GPT-3 (Brown et al., 2020, arXiv:2005.14165) as trained by NVIDIA and
-MLPerf: learned positions, biases, no caps.
+`PaxDecoder` has the defaults of Praxis: sinusoidal positions, a capped attention, and biases
+outside attention. `CappedDecoder` is the decoder of Pax's SPMD language models. `Gpt3Decoder` is
+GPT-3 (Brown et al., 2020, arXiv:2005.14165) as trained by NVIDIA and MLPerf: learned positions,
+biases, no caps.
 """
 
 from __future__ import annotations
@@ -11,14 +12,25 @@ from layerkit_experiments.lm.recipes.experiment import LmExperiment
 from layerkit_experiments.lm.recipes.optimization import AdamWCosine
 
 
-class CappedDecoder(LmExperiment, abstract=True):
-    """Pre-norm decoder with capped logits and full rematerialization."""
+class PaxDecoder(LmExperiment, abstract=True):
+    """Pre-norm decoder with the defaults of Praxis, which has biases outside attention."""
 
     ATTENTION_LOGIT_CAP = 50.0
-    SOFTMAX_LOGIT_CAP = 30.0
-    ACTIVATION = "gelu"
+    FEED_FORWARD_BIAS = True
+    PER_DIM_SCALE = True
+    SOFTMAX_BIAS = True
     POSITIONS = "sinusoidal"
     SCALE_EMBEDDING = True
+    WEIGHT_INIT = "xavier_last_axes"
+
+
+class CappedDecoder(PaxDecoder, abstract=True):
+    """Pre-norm decoder with capped logits and full rematerialization."""
+
+    SOFTMAX_LOGIT_CAP = 30.0
+    ACTIVATION = "gelu"
+    # The optimizer caps the update of the three projections as that of one weight.
+    COMBINE_QKV = True
     FPROP_DTYPE = "bfloat16"
     CHECKPOINT_POLICY = "full"
 

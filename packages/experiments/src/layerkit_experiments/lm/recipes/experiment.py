@@ -34,16 +34,18 @@ class LmExperiment(TransformerLmModel, TrainingLength, BaseExperiment, abstract=
         self._check_prompts()
 
     def _check_prompts(self) -> None:
-        """Raise an error if decoding needs more learned positions than MAX_SEQ_LEN."""
+        """Raise an error if decoding needs more learned positions than there are."""
+        field = "MAX_SEQ_LEN" if self.MAX_POSITIONS is None else "MAX_POSITIONS"
+        positions = getattr(self, field)
         for prompts in self.decode_datasets() if self.POSITIONS == "trainable" else ():
             longest = getattr(prompts, "prompt_length", 0) + self.MAX_DECODE_STEPS
-            if longest > self.MAX_SEQ_LEN:
-                most = self.MAX_SEQ_LEN - prompts.prompt_length
+            if longest > positions:
+                most = positions - prompts.prompt_length
                 raise ConfigError(
                     field="MAX_DECODE_STEPS",
                     value=self.MAX_DECODE_STEPS,
                     expected=f"at most {most} after prompts of {prompts.prompt_length} ids, since"
-                    f" POSITIONS='trainable' has MAX_SEQ_LEN={self.MAX_SEQ_LEN} positions",
+                    f" POSITIONS='trainable' has {field}={positions} positions",
                 )
 
     def learner(self) -> Config:

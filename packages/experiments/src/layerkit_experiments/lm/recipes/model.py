@@ -32,7 +32,11 @@ _ACTIVATIONS: dict[str, Config] = {
     "silu": SiLU.HParams.config(),
 }
 _NORMS: dict[str, type[BaseLayer]] = {"layer_norm": LayerNorm, "rms_norm": RmsNorm}
-_INITS = {"xavier": WeightInit.Xavier, "fan_in": WeightInit.FanIn}
+_INITS = {
+    "xavier": WeightInit.Xavier,
+    "xavier_last_axes": WeightInit.XavierLastAxes,
+    "fan_in": WeightInit.FanIn,
+}
 # Names of Pax for policies that keep the same values.
 _PAX_CHECKPOINT_POLICIES = {
     "SAVE_EVERYTHING": "none",
@@ -51,6 +55,7 @@ _SIZES = (
     "DIMS_PER_HEAD",
     "VOCAB_SIZE",
     "MAX_SEQ_LEN",
+    "MAX_POSITIONS",
     "MAX_DECODE_STEPS",
 )
 
@@ -75,9 +80,17 @@ class TransformerLmModel:
     """Use biases in the query, key, value and output projections."""
     FEED_FORWARD_BIAS: bool = False
     """Use biases in the feed-forward layer."""
+    PER_DIM_SCALE: bool = False
+    """Learn a scale for each coordinate of a head, in the logits of attention."""
+    COMBINE_QKV: bool = False
+    """Keep the query, key and value projections as one weight, which optimizers see as a whole."""
+    SOFTMAX_BIAS: bool = False
+    """Use a bias for each word in the logits."""
     NORM: str = "layer_norm"
     NORM_EPSILON: float = 1e-6
     POSITIONS: str = "sinusoidal"
+    MAX_POSITIONS: int | None = None
+    """Number of trainable positions; None for MAX_SEQ_LEN."""
     ATTENTION_LOGIT_CAP: float | None = None
     SOFTMAX_LOGIT_CAP: float | None = None
     SOFTMAX_CHUNK_SIZE: int | None = None
@@ -86,9 +99,12 @@ class TransformerLmModel:
     DROPOUT_RATE: float = 0.0
     INPUT_DROPOUT_RATE: float | None = None
     """Dropout rate of embeddings; None for DROPOUT_RATE."""
+    LAYER_INPUT_DROPOUT_RATE: float = 0.0
+    """Dropout rate of the input of each layer, as Pax's `input_dropout_prob` of repeated layers."""
     SCALE_EMBEDDING: bool = False
     """Multiply embeddings by √MODEL_DIMS (Vaswani et al., 2017)."""
     WEIGHT_INIT: str = "xavier"
+    """`xavier`, `xavier_last_axes` (Praxis), or `fan_in`; see `layerkit.weights.WeightInit`."""
     INIT_STD: float | None = None
     """Standard deviation of the normal initializer of all matrices; None for WEIGHT_INIT."""
     SCALE_RESIDUAL_INIT: bool = False
@@ -105,6 +121,7 @@ class TransformerLmModel:
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {
         "NUM_LAYERS": 2,
+        "MAX_POSITIONS": None,
         "MODEL_DIMS": 64,
         "HIDDEN_DIMS": 256,
         "NUM_HEADS": 4,
@@ -136,15 +153,22 @@ class TransformerLmModel:
             else self.INPUT_DROPOUT_RATE,
         )
         lm.softmax_tpl.set(
+            use_bias=self.SOFTMAX_BIAS,
             logit_soft_cap=self.SOFTMAX_LOGIT_CAP,
             chunk_size=self.SOFTMAX_CHUNK_SIZE,
             scale_by_sqrt_dims=self.SCALE_EMBEDDING,
         )
         layer = lm.stack_tpl.layer_tpl
-        layer.set(norm_tpl=norm.clone(), dropout_rate=self.DROPOUT_RATE)
+        layer.set(
+            norm_tpl=norm.clone(),
+            dropout_rate=self.DROPOUT_RATE,
+            input_dropout_rate=self.LAYER_INPUT_DROPOUT_RATE,
+        )
         layer.attention_tpl.set(
             logit_cap=self.ATTENTION_LOGIT_CAP,
             use_bias=self.ATTENTION_BIAS,
+            per_dim_scale=self.PER_DIM_SCALE,
+            combined_qkv=self.COMBINE_QKV,
             backend=self.ATTENTION_BACKEND,
         )
         check_choice(None, tuple(_ACTIVATIONS), ACTIVATION=self.ACTIVATION)
@@ -196,7 +220,7 @@ class TransformerLmModel:
             lm.position_tpl = PositionalEmbedding.HParams.config()
         elif self.POSITIONS == "trainable":
             lm.position_tpl = TrainablePositionalEmbedding.HParams.config(
-                max_length=self.MAX_SEQ_LEN
+                max_length=self.MAX_SEQ_LEN if self.MAX_POSITIONS is None else self.MAX_POSITIONS
             )
 
 

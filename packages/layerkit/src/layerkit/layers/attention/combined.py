@@ -53,7 +53,13 @@ class CombinedProjection(BaseLayer):
         check_divisible(self, by=by, num_heads=self.num_heads)
         in_group = self.num_heads // self.num_kv_heads + 2
         shape = (self.input_dims, self.num_kv_heads, in_group, self.head_dim)
-        weight = WeightHParams(shape, self.weight_axes, fan_in_dims=(0,), fan_out_dims=(1, 2, 3))
+        weight = WeightHParams(
+            shape,
+            self.weight_axes,
+            fan_in_dims=(0,),
+            fan_out_dims=(1, 2, 3),
+            last_axes=(1, 3),  # Praxis stores [3, input_dims, num_heads, head_dim].
+        )
         self.create_variable("w", weight)
         create_dot(self, weight)
         if self.use_bias:

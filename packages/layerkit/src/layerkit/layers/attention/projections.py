@@ -92,7 +92,13 @@ class OutputProjection(BaseLayer):
         sizes = {"output_dims": self.output_dims, "num_heads": self.num_heads}
         check_sizes(self, **sizes, head_dim=self.head_dim)
         shape = (self.num_heads, self.head_dim, self.output_dims)
-        weight = WeightHParams(shape, self.weight_axes, fan_in_dims=(0, 1), fan_out_dims=(2,))
+        weight = WeightHParams(
+            shape,
+            self.weight_axes,
+            fan_in_dims=(0, 1),
+            fan_out_dims=(2,),
+            last_axes=(0, 1),  # Praxis stores [output_dims, num_heads, head_dim].
+        )
         self.create_variable("w", weight)
         create_dot(self, weight)
         if self.use_bias:

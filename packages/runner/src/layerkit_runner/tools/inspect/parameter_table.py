@@ -203,7 +203,7 @@ def init_text(init: WeightInit | None, fans: tuple[int, int] | None) -> str:
     scale, (fan_in, fan_out) = init.scale, fans or (1, 1)
     if init.method == "constant":
         return {0.0: "zeros", 1.0: "ones"}.get(scale, f"all {scale:.4g}")
-    if init.method == "xavier":
+    if init.method in ("xavier", "xavier_last_axes"):
         bound = scale * math.sqrt(6 / (fan_in + fan_out))
         factor = "" if scale == 1 else f"{scale:.4g}·"
         return f"uniform in ±{bound:.3g} = {factor}√(6/({fan_in} + {fan_out}))"

@@ -1,0 +1,163 @@
+"""Named experiments have the weights, first draws and settings of paxml's classes.
+
+`pax/weights.json` is what paxml 1.4.0 says of them; `scripts/pax_reference.py` writes it. Weights
+of the two libraries are paired by `layerkit.interop.praxis`.
+
+Standard deviations are compared by the rules of the two libraries, at full size. That the values
+drawn have them is tested on the experiment that is small enough.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+
+from layerkit.config import build, target_of
+from layerkit.interop.praxis import match_weights
+from layerkit.weights import WeightBox, is_box
+from layerkit_runner.config.registry import find_experiment, load_experiment
+from layerkit_runner.config.resolve import ResolvedExperiment, resolve
+
+REFERENCE = json.loads((Path(__file__).parents[1] / "pax" / "weights.json").read_text())
+# Pax's default initializer has the scale 1.000001.
+RELATIVE = 2e-6
+# Values of this repository that differ on purpose, with the reason where the field is set.
+DIFFERENT: dict[str, dict[str, Any]] = {
+    # Pax runs for ten million steps unless a class says otherwise.
+    **{name: {"num_train_steps": 300_000} for name in REFERENCE if "Spmd" in name},
+    "lm.lm_cloud.LmCloudTransformerAdam": {"num_train_steps": 300_000},
+    "lm.lm_cloud.LmCloudSpmd2BLimitSteps": {},
+    "lm.lm_cloud.LmCloudSpmdTest": {"num_train_steps": 10, "summary_interval_steps": 1},
+    "lm.c4.C4SpmdPipelineGpt3SmallAdam8Replicas": {"num_train_steps": 108_600},
+}
+
+
+@functools.cache
+def resolved(name: str) -> ResolvedExperiment:
+    return resolve(load_experiment(find_experiment(name))())
+
+
+@functools.cache
+def declared(name: str) -> dict[str, WeightBox]:
+    """The weights by name, without values."""
+    model = build(resolved(name).task.model)
+    tree = jax.eval_shape(model.init_boxed, jax.random.key(0))["params"]
+    return flatten_dict(tree, sep="/", is_leaf=lambda _, leaf: is_box(leaf))
+
+
+class PaxWeight:
+    """One line of the reference: a weight, or a weight of each layer."""
+
+    def __init__(self, line: list[Any]):
+        name, self.copies, prefix, shape, self.method, self.scale, self.std = line
+        self.names = [name.replace("*", str(copy)) for copy in range(self.copies)]
+        self.prefix, self.shape = tuple(prefix), tuple(shape)
+
+
+def pax_weights(name: str) -> dict[str, PaxWeight]:
+    lines = [PaxWeight(line) for line in REFERENCE[name]["weights"]]
+    return {each: line for line in lines for each in line.names}
+
+
+def standard_deviation(box: WeightBox) -> float:
+    """The deviation by the definition of the initializer."""
+    assert box.init is not None and box.fans is not None
+    if box.init.method == "constant":
+        return 0.0
+    if box.init.method == "gaussian":
+        return box.init.scale
+    assert box.init.method == "xavier_last_axes"
+    return box.init.scale * math.sqrt(6 / sum(box.fans)) / math.sqrt(3)
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_weights_and_first_deviations_are_those_of_pax(name: str):
+    ours, theirs = declared(name), pax_weights(name)
+    total = sum(math.prod(box.value.shape) for box in ours.values())
+    assert total == REFERENCE[name]["num_weights"]
+    for path, source in match_weights(ours, theirs).items():
+        line, shape = theirs[source.names[0]], ours[path].value.shape
+        own = line.shape[1:] if source.weight.part is not None else line.shape
+        if source.weight.transpose is not None:
+            own = tuple(own[axis] for axis in source.weight.transpose)
+        assert shape[len(shape) - len(own) :] == own, path
+        layers = len(source.names) * math.prod(line.prefix) if source.is_stacked else 1
+        assert math.prod(shape[: len(shape) - len(own)]) == layers, path
+        deviation = standard_deviation(ours[path])
+        assert deviation == pytest.approx(line.std, rel=RELATIVE, abs=0), path
+        if line.std == 0:  # constants
+            assert ours[path].init.scale == line.scale, path
+
+
+def test_drawn_weights_have_the_deviations_of_pax():
+    name = "lm.lm_cloud.LmCloudSpmdTest"
+    theirs = pax_weights(name)
+    model = build(resolved(name).task.model)
+    drawn = flatten_dict(jax.jit(model.init)(jax.random.key(5))["params"], sep="/")
+    for path, source in match_weights(drawn, theirs).items():
+        expected, value = theirs[source.names[0]].std, np.asarray(drawn[path], np.float64)
+        if expected == 0:
+            assert not value.any()
+        else:
+            # Four standard errors of a deviation that is measured on n values.
+            assert value.std() == pytest.approx(expected, rel=4 / math.sqrt(2 * value.size))
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_settings_of_training_are_those_of_pax(name: str):
+    reference, experiment = REFERENCE[name], resolved(name)
+    train = experiment.task.train
+    expected = {**reference["train"], **DIFFERENT.get(name, {})}
+    assert {field: getattr(train, field) for field in expected} == expected
+    learner = train.learner
+    assert learner.skip_nonfinite_gradients is (
+        reference["learner"]["check_valid_step"]
+        and reference["learner"]["enable_skip_step_on_gradient_anomalies"]
+    )
+    limit = reference["learner"]["skip_step_gradient_norm_value"] or None
+    assert learner.skip_step_gradient_norm_value == limit
+    optimizer, pax = learner.optimizer, reference["optimizer"]
+    assert pax["class"] == "Adam"
+    moments = (optimizer.b1, optimizer.b2, optimizer.eps, optimizer.weight_decay)
+    assert moments == (pax["beta1"], pax["beta2"], pax["epsilon"], pax["weight_decay"])
+    cap = pax["clip_threshold"] if pax["clip_threshold"] > 0 else None
+    assert getattr(optimizer, "update_rms_cap", None) == cap
+    assert getattr(optimizer, "mask", None) is None
+    assert learner.clip_global_norm == pax["clip_gradient_norm_to_value"]
+    schedule = learner.learning_rate.Instantiate()
+    for step, rate in reference["learning_rates"].items():
+        # The first steps of a warmup are differences of numbers near the peak, in float32.
+        rounding = 2e-7 * learner.learning_rate.peak
+        assert float(schedule(int(step))) == pytest.approx(rate, rel=1e-5, abs=rounding), step
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_settings_of_the_model_and_the_data_are_those_of_pax(name: str):
+    experiment, pax, data = resolved(name), REFERENCE[name]["model"], REFERENCE[name]["data"]
+    model = experiment.task.model
+    lm, layer = model.lm_tpl, model.lm_tpl.stack_tpl.layer_tpl
+    assert model.fprop_dtype == pax["fprop_dtype"]
+    assert layer.dropout_rate == pax["dropout_prob"]
+    is_repeated = "repeat" in " ".join(declared(name))
+    of_layers, of_embeddings = (
+        (pax["input_dropout_prob"], 0.0) if is_repeated else (0.0, pax["input_dropout_prob"])
+    )
+    assert (layer.input_dropout_rate, lm.dropout_rate) == (of_layers, of_embeddings)
+    logit_cap = pax["atten_logit_cap"]
+    assert layer.attention_tpl.logit_cap == (logit_cap if logit_cap > 0 else None)
+    assert lm.softmax_tpl.logit_soft_cap == (pax["soft_cap_logits"] or None)
+    assert lm.softmax_tpl.scale_by_sqrt_dims is pax["scale_sqrt_depth"]
+    assert layer.norm_tpl.epsilon == pax["epsilon"]
+    activation = layer.feed_forward_tpl.activation_tpl
+    assert target_of(activation).__name__ == pax["activation"]
+    inputs = experiment.datasets
+    assert {each.percore_batch_size for each in inputs} == {data["percore_batch_size"]}
+    assert len(inputs) == data["splits"]
