@@ -245,6 +245,11 @@ class OtherRows(Numbers):
     ("fields", "field", "value"),
     [
         ({"is_training": False}, "eval_loop_num_batches", None),
+        (
+            {"is_training": False, "reset_for_eval": True, "eval_loop_num_batches": 2},
+            "eval_loop_num_batches",
+            2,
+        ),
         ({"shuffle": True}, "shuffle", True),
         ({"components": {}}, "components", {}),
         ({"weights": {"a": 1, "b": 1, "d": 1}}, "weights", "d"),

@@ -194,7 +194,7 @@ class StreamMixture(_WeightedInput):
                 "a mixture of rows has no epoch",
                 field="eval_loop_num_batches",
                 value=self.eval_loop_num_batches,
-                expected="a number of batches",
+                expected="a number of batches, with reset_for_eval=None",
                 hint="BatchMixture reads each component to its end.",
             )
         self._streams = {name: _RowStream(reader) for name, reader in self._components.items()}

@@ -83,7 +83,7 @@ class Mixture(IndexedInput):
                 "a mixture has no epoch",
                 field="eval_loop_num_batches",
                 value=self.eval_loop_num_batches,
-                expected="a number of batches",
+                expected="a number of batches, with reset_for_eval=None",
                 hint="To evaluate on all rows, evaluate on each component separately.",
             )
         configs = check_configs(self, self.components, "components")
