@@ -153,17 +153,6 @@ def test_transformers_loads_the_exported_folder(run: Run):
     np.testing.assert_allclose(ours, expected, atol=1e-4 * np.abs(expected).max())
 
 
-def test_invalid_folder_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    (tmp_path / "no_folder_of_this_test.py").write_text(EXPERIMENT)
-    sys.path.insert(0, str(tmp_path))
-    try:
-        words = ["--exp=no_folder_of_this_test.FineTune", f"--fdl.HF_FOLDER={tmp_path}"]
-        assert cli.main([*words, "--mode=inspect"]) == 2
-    finally:
-        sys.path.remove(str(tmp_path))
-    assert f"{tmp_path}/config.json: no such file" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_an_average_is_exported_with_the_tokenizer_of_the_flag(
     gpt2_folder: Path, jobs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -129,7 +129,7 @@ def test_job_folder_has_the_documented_files(twin: tuple[Any, str]):
     assert [record["step"] for record in evaluations(job)] == [32, 64]
 
 
-def test_printed_lines(twin: tuple[Any, str]):
+def test_start_and_end_reports_are_printed(twin: tuple[Any, str]):
     lines = twin[1].splitlines()
     before_step_1 = next(n for n, line in enumerate(lines) if line.startswith("step 1/"))
     assert before_step_1 < 40

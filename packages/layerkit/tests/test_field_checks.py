@@ -89,6 +89,8 @@ def test_numbers_that_fit_pass_the_checks(fields):
         (L.RmsNormNoScale(epsilon=float("nan")), "epsilon"),
         (L.FullSoftmax(input_dims=4, num_classes=4, logit_scale=-1.0), "logit_scale"),
         (L.FullSoftmax(input_dims=4, num_classes=4, logit_soft_cap=float("inf")), "logit_soft_cap"),
+        (L.Dropout(rate=1.5), "rate"),
+        (L.StochasticResidual(rate=-0.1), "rate"),
         (MultiHeadAttention(input_dims=4, num_heads=2, window=True), "window"),
         (MultiHeadAttention(input_dims=4, num_heads=True), "num_heads"),
     ],

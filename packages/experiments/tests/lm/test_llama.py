@@ -84,6 +84,6 @@ def test_tokenizer_is_required_without_initial_weights(raises):
         resolve(llama.Llama7BLora(INIT_FROM=None))
 
 
-def test_tokenizer_of_another_vocabulary_raises(raises, tmp_path: Path):
+def test_folder_without_tokenizer_file_raises(raises, tmp_path: Path):
     with raises(UsageError, field="path", value="tokenizer.json"):
         resolve(llama.Llama7BLora(INIT_FROM=str(tmp_path)))

@@ -45,20 +45,6 @@ def test_a_schedule_that_fits_is_left_alone(fields: dict[str, Any]):
     assert made.start_notes() == []
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"MAX_STEPS": 60, "WARMUP_STEPS": 60},
-        {"MAX_STEPS": 60, "WARMUP_STEPS": 5, "DECAY_START": 60},
-        {"WARMUP_STEPS": 2000},
-        {"MAX_STEPS": 60, "DECAY_END": 60},
-    ],
-)
-def test_contradicting_lengths_raise(raises, fields: dict[str, Any]):
-    with raises(ConfigError, field="(warmup_steps, decay_start, decay_end)"):
-        schedule(resolve(LocalText(**fields)))
-
-
 def test_class_with_fewer_steps_has_a_shorter_warmup(raises):
     class Short(LocalText):
         MAX_STEPS = 50

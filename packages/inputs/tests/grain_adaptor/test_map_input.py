@@ -213,19 +213,6 @@ def test_damaged_record_raises_with_file_and_number(files):
     assert source.num_skipped == 1 and f"{path}, record 2" in source._bad.first[0]
 
 
-def test_truncated_or_missing_files_raise(raises, files):
-    def read():
-        ArrayRecordRows(batch_size=2, paths=files, parse=parse, on_bad_record="skip").get_next()
-
-    with open(files[0], "r+b") as file:
-        file.truncate(70_000)
-    with raises(BadRecordError, owner=files[0], field="bytes", value=70_000):
-        read()
-    files[0] = "nowhere"
-    with raises(FileNotFoundError):
-        read()
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [("paths", None), ("parse", None), ("paths", "one"), ("dataset", "rows")],

@@ -277,12 +277,6 @@ def test_invalid_field_raises(raises, field, value):
         BeamSearch(**{field: value})
 
 
-def test_search_without_cache_axes_raises(raises):
-    rows = {"prompts": jnp.array([[1, 2]]), "prompt_lengths": jnp.array([2]), "key": None}
-    with raises(ConfigError, owner="BeamSearch", field="cache_axes", value=None):
-        extend_prompts(BeamSearch(), extend_table, jnp.zeros((1, 1, 66), int), **rows)
-
-
 def test_equal_searches_are_equal_values():
     config = BeamSearch.HParams.config(beam_size=3)
     assert build(config) == BeamSearch(beam_size=3) != BeamSearch(beam_size=2)

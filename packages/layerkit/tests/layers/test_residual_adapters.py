@@ -117,13 +117,6 @@ def test_with_residual_adapters_raises_for_a_config_without_branches(raises):
         with_residual_adapters(config, bottleneck_dims=2)
 
 
-@pytest.mark.parametrize("field", ["input_dims", "bottleneck_dims"])
-def test_init_raises_unless_sizes_are_positive(raises, field: str):
-    sizes = {"input_dims": 8, "bottleneck_dims": 4, field: 0}
-    with raises(ConfigError, owner="ResidualAdapter()", field=field, value=0):
-        ResidualAdapter(**sizes).init(KEY)
-
-
 @pytest.mark.parametrize("name", ["row", "token"])
 def test_adapters_of_tasks_equal_praxis(praxis, name):
     case = praxis(f"adapter_by_{name}")

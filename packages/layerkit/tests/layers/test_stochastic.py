@@ -68,11 +68,6 @@ def test_dropout_raises_for_a_broadcast_dimension_that_the_inputs_lack(raises):
         dropped(layer)
 
 
-def test_dropout_raises_for_an_invalid_rate(raises):
-    with raises(ConfigError, owner="Dropout()", field="rate", value=1.5):
-        Dropout(rate=1.5).apply({}, ONES)
-
-
 def test_dropout_keeps_the_compute_dtype():
     layer = Dropout(rate=0.5, train=True, fprop_dtype=jnp.bfloat16)
     outputs = layer.apply({}, ONES, rngs={"random": jax.random.key(0)})
@@ -148,8 +143,3 @@ def test_droppath_keeps_the_compute_dtype():
     layer = StochasticResidual(rate=0.5, train=True, fprop_dtype=jnp.bfloat16)
     found = add(layer, jnp.ones((2, 2)), jnp.ones((2, 2)), rate=jnp.float32(0.25))
     assert found.dtype == jnp.bfloat16
-
-
-def test_droppath_raises_for_an_invalid_rate(raises):
-    with raises(ConfigError, owner="StochasticResidual()", field="rate", value=-0.1):
-        StochasticResidual(rate=-0.1).init(jax.random.key(0))

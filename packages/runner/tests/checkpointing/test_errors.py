@@ -39,7 +39,7 @@ def logged():
         ("/site-packages/another/checkpoint.py", PermissionError("no"), True),
     ],
 )
-def test_left_out_fields(logged, path, error, is_logged):
+def test_known_absl_errors_are_left_out_of_the_log(logged, path, error, is_logged):
     about = None if error is None else (type(error), error, None)
     record = logging.LogRecord("absl", logging.ERROR, path, 1, "a thread failed", (), about)
     logging.getLogger("absl").handle(record)

@@ -103,7 +103,6 @@ def test_rounding_error_of_the_row_count_is_accepted(tiny: SimpleNamespace):
             MISSING,
         ),
         ({"percore_batch_size": 0.3}, "percore_batch_size", 0.3),
-        ({"percore_batch_size": 1.0, "batch_padding_size": -1}, "batch_padding_size", -1),
     ],
 )
 def test_wrong_batch_size_raises(

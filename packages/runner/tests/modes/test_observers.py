@@ -115,18 +115,6 @@ def test_slow_observer_does_not_delay_the_steps(experiment: Any, tmp_path: Path)
     assert json.loads(metrics)["seconds"]["steps"] < 1.5
 
 
-def test_wrong_observer_ends_the_run_before_anything_is_written(
-    raises, experiment: Any, tmp_path: Path
-):
-    class Wrong(experiment):
-        def observers(self) -> list[Config]:
-            return [Config(dict)]
-
-    with raises(UsageError, field="observers.0", value=dict):
-        run_train(resolve(Wrong()), options(tmp_path))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_observers_are_shown_and_can_be_set(raises, experiment: Any, tmp_path: Path):
     resolved = resolve(experiment(), [Override("observers.0.every", "5")])
     text = config_text(resolved)

@@ -70,8 +70,3 @@ def test_pattern_that_matches_no_weight_is_an_error(tiny: SimpleNamespace, raise
     config = tiny.task_config().set(vn=noise(weights=("linear/v",)))
     with raises(ConfigError, owner="task.vn", field="weights", value="linear/v"):
         config.Instantiate().init_state(jax.random.key(0))
-
-
-def test_task_accepts_only_variational_noise(tiny: Any, raises):
-    with raises(ConfigError, field="vn", value=3):
-        tiny.task_config().set(vn=3).Instantiate()

@@ -14,7 +14,6 @@ from layerkit.layers.linears import FeedForward
 from layerkit.layers.products import with_dots
 from layerkit.layers.quantization.fp8 import Fp8Dot
 from layerkit.nested_map import NestedMap
-from layerkit_runner.errors import UsageError
 
 SHAPES = {"2 x 2 x 2": [2, 2, 2], "pmap": None}
 
@@ -85,16 +84,6 @@ def test_fp8_scales_use_the_maximum_of_all_microbatches(arrangements: Any, shape
         history = found[f"{tensor}_amax_history"]
         assert history.max() > 0.1
         np.testing.assert_allclose(history, whole[f"{tensor}_amax_history"], rtol=1e-5)
-
-
-def test_microbatch_without_rows_for_every_device_is_an_error(arrangements: Any, raises):
-    partitioner = arrangements.make_partitioner([2, 2, 2])
-    task = task_of(arrangements, 16)
-    partitioner.bind(task)
-    with raises(UsageError, field="gradient_accumulation_steps", value=16):
-        partitioner.train_step_fn(task).lower(
-            partitioner.abstract_state(task), partitioner.abstract_batch(batch_of_32())
-        )
 
 
 def test_accumulation_adds_no_communication_of_rows(arrangements: Any):

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 from layerkit.config import Partial, build
 from layerkit.errors import ConfigError
 from layerkit.interop.hugging_face import export_model, model_config
-from layerkit.layers.linears import Linear
 from layerkit.layers.moe.feed_forward import MoeFeedForward
 from layerkit.layers.pipelined_transformer import PipelinedTransformer
 from layerkit.layers.stacks import StackedTransformerRepeated
@@ -429,14 +428,6 @@ def test_hugging_face_folder_is_loaded_and_exported(arrangements: Any, tmp_path:
     export_model(back, config, {"params": partitioner.stored_state(task, state).params})
     name = "model.safetensors"
     assert (back / name).read_bytes() == (written / name).read_bytes()
-
-
-def test_dimension_smaller_than_its_mesh_axis_is_an_error(raises, arrangements: Any, tiny: Any):
-    model = tiny.Regression.HParams.config(dims=3)
-    model.linear_tpl = Linear.HParams.config(weight_axes=("mlp", None))
-    partitioner, task = start(arrangements, [1, 1, 8], model=model)
-    with raises(ConfigError, field="dimension 'mlp'", value=3):
-        partitioner.abstract_state(task)
 
 
 def test_uneven_experts_are_an_error(raises, arrangements: Any):

@@ -127,16 +127,6 @@ def test_abstract_batch_of_64_bit_arrays_describes_what_is_put_on_the_devices(
         assert spec.sharding == put[name].sharding
 
 
-def test_activation_that_the_mesh_does_not_divide_is_an_error(raises, arrangements: Any):
-    partitioner = arrangements.make_partitioner([1, 1, 8])
-    model = arrangements.language_model()
-    model.lm_tpl.set(num_heads=4)
-    task = arrangements.sgd_task(model)
-    partitioner.bind(task)
-    with raises(ConfigError, field="dimension 'kv_heads'", value=4):
-        partitioner.abstract_state(task)
-
-
 def test_axis_without_a_rule_is_an_error(raises, arrangements: Any, tiny: Any):
     for partitioner in (SpmdPartitioner(), PmapPartitioner()):
         partitioner.start()

@@ -18,7 +18,6 @@ from flax import linen as nn
 
 from layerkit.nested_map import NestedMap
 from layerkit_runner.data.infeed import make_input
-from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import Observer
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 from layerkit_runner.trainer import DecodeProgram
@@ -388,21 +387,3 @@ def test_example_with_an_empty_prompt_is_decoded(make: Any, tiny: SimpleNamespac
     records = program.run(state, 7, Recorder())
     assert [record["example"] for record in records] == [0, 1, 2]
     assert records[0]["prompt"] == ""
-
-
-def test_prediction_metrics_without_provenance_are_an_error(
-    raises, make: Any, tiny: SimpleNamespace
-):
-    class Unnumbered(tiny.Prompts):
-        """Does not say whose rows these are."""
-
-        has_prediction_metrics = True
-
-        def get_next(self) -> NestedMap:
-            batch = super().get_next()
-            del batch.provenance
-            return batch
-
-    program, state = make(prompts=Unnumbered.HParams.config())
-    with raises(UsageError, owner="data set 'prompts'", field="entries of a batch"):
-        program.run(state, 7, Recorder())

@@ -129,22 +129,6 @@ def test_cast_of_float64_batches_is_reported_once(tiny: SimpleNamespace):
     assert recorder.messages == ["points: cast extra: float64 → float32 (JAX_ENABLE_X64 is off)"]
 
 
-def test_example_that_occurs_twice_is_an_error(raises, tiny: SimpleNamespace):
-    class Twice(tiny.Points):
-        """Numbers its rows 0 to 4, over and over."""
-
-        has_score_metrics = True
-
-        def get_next(self) -> Any:
-            batch = super().get_next()
-            batch.provenance = np.where(batch.provenance >= 0, batch.provenance % 5, -1)
-            return batch
-
-    program, state = make_program(tiny, SpmdPartitioner(), Twice.HParams.config(num_rows=6))
-    with raises(UsageError, field="provenance", value=0):
-        program.run(state, 3, Recorder())
-
-
 def test_model_without_scores_is_an_error_for_score_metrics(raises, tiny: SimpleNamespace):
     class Silent(tiny.Regression):
         """Says nothing of single examples."""

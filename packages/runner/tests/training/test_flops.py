@@ -252,7 +252,7 @@ class TestCausalScope:
         for name in ("causal_attention_2", "non_causal_attention", "attention"):
             assert forward_flops(self.scoped(square, name), SQUARE) == SQUARE_FLOPS
 
-    def test_instructions_after_the_scope_count_fully(self):
+    def test_operations_after_the_scope_count_fully(self):
         def fn(x):
             return square(self.scoped(square)(x))
 

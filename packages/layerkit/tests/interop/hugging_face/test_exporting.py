@@ -16,7 +16,6 @@ from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from layerkit.config import build
-from layerkit.errors import ConfigError
 from layerkit.interop.hugging_face import (
     TensorMismatchError,
     UnsupportedModelError,
@@ -113,14 +112,6 @@ def test_model_of_no_family_raises_with_the_nearest(raises: Any, tmp_path: Path)
 def test_model_without_a_network_raises(raises: Any, tmp_path: Path):
     with raises(UnsupportedModelError, value="RmsNorm"):
         export_model(tmp_path, RmsNorm.HParams.config(dims=4), {"params": {}})
-
-
-def test_adapters_with_several_alphas_raise(raises: Any, tmp_path: Path):
-    once = with_lora(llama_by_hand(), rank=2, alpha=4.0, only=".*query_tpl")
-    model = with_lora(once, rank=2, alpha=8.0, only=".*value_tpl")
-    variables = jax.jit(build(model).init)(jax.random.key(0))
-    with raises(ConfigError, field="LoraDot.alpha", value=[4.0, 8.0]):
-        export_model(tmp_path, model, variables)
 
 
 def dpo(lm: Any, reference: str) -> Any:

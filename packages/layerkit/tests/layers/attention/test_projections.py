@@ -116,19 +116,6 @@ def test_activation_axes_are_a_field():
     assert heads.sharding.shard_shape(heads.shape) == (1, 6, 4, 2)
 
 
-@pytest.mark.parametrize(
-    ("layer", "field", "value"),
-    [
-        (INTO, "head_dim", 0),
-        (INTO, "num_heads", -1),
-        (OUT_OF, "output_dims", 0),
-    ],
-)
-def test_init_raises_unless_sizes_are_positive(raises, layer, field, value):
-    with raises(ConfigError, owner=f"{type(layer).__name__}()", field=field, value=value):
-        layer.clone(**{field: value}).init(jax.random.key(0))
-
-
 def test_projection_raises_for_inputs_of_another_size(raises):
     with raises(ConfigError, field="shape of inputs", value=[2, 3, 5]):
         INTO.apply(drawn_weights(INTO), jnp.ones((2, 3, 5)))

@@ -30,32 +30,16 @@ def launch(*words: str) -> int:
         (["slurm", "--nods=2"], "'--nodes'"),
         (["local", "--nodes=2"], "`runner launch slurm or kubernetes`"),
         (["slurm", "--nodes=0"], "--nodes='0'"),
-        (["slurm", "--exq=x"], "'--exp'"),
         (["slurm", f"--exp={EXP}"], "--job_log_dir=None"),
-        (["slurm", f"--exp={EXP}x", "--job_log_dir=d"], f"--exp='{EXP}x'"),
         (
             ["slurm", f"--exp={EXP}", "--job_log_dir=d", "--fdl.NUM_LAYER=2"],
             f"{EXP}: unknown field: 'NUM_LAYER'",
         ),
-        (
-            ["slurm", f"--exp={EXP}", "--job_log_dir=d", "--fdl.NUM_LAYERS=few"],
-            f"{EXP}: NUM_LAYERS='few'. Expected int",
-        ),
-        (
-            ["slurm", f"--exp={EXP}", "--job_log_dir=d", "--num_processes=2"],
-            "--num_processes",
-        ),
-        (
-            ["slurm", f"--exp={EXP}", "--mode=plan"],
-            "--mode='plan'",
-        ),
+        (["slurm", f"--exp={EXP}", "--job_log_dir=d", "--num_processes=2"], "--num_processes"),
+        (["slurm", f"--exp={EXP}", "--mode=plan"], "--mode='plan'"),
         (["slurm", "--list"], "this command only prints"),
-        (["slurm", f"--exp={EXP}", "--job_log_dir=a\nb"], "--job_log_dir='"),
         (["local", "--env=A-B"], "--env"),
-        (
-            ["tpu_vm", "--actions=stpo"],
-            "--actions='stpo'",
-        ),
+        (["tpu_vm", "--actions=stpo"], "--actions='stpo'"),
         (["kubernetes", f"--exp={EXP}"], "--image=IMAGE"),
     ],
 )
@@ -76,14 +60,6 @@ def test_wrong_flag_is_reported_before_jax_is_imported():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, "'--nodes'" in done.stderr) == (2, True), done.stderr
-
-
-def test_wrong_configuration_path_is_an_error(tmp_path: Path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    words = [f"--exp={EXP}", "--job_log_dir=d", "--fdl.task.model.lm_tpl.num_layer=3"]
-    assert launch("slurm", *words) == 2
-    assert "'num_layers'" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_help_lists_the_kinds_and_the_flags_of_each(capsys):
