@@ -172,7 +172,8 @@ class TokenStore:
             num_bytes=[shard.num_bytes for shard in self.split.shards],
         )
         self._is_checked = np.zeros(len(blocks), bool)
-        self._check_sizes()
+        for shard in self.split.shards:
+            _check_size(self._folder / shard.file, shard.num_bytes)
 
     @functools.cached_property
     def identity(self) -> str:
@@ -274,10 +275,6 @@ class TokenStore:
         if crc32 != self.split.ends_crc32:
             raise BadRecordError("the index is damaged", owner=str(path), hint=_COPY_AGAIN)
         return ends
-
-    def _check_sizes(self) -> None:
-        for shard in self.split.shards:
-            _check_size(self._folder / shard.file, shard.num_bytes)
 
 
 def _check_size(path: Path, num_bytes: int) -> None:

@@ -33,16 +33,14 @@ class _OneEpochOfAllHosts(LingvoInputAdaptor):
             )
         # In evaluation, Lingvo's bucketing drops incomplete batches at the end.
         limits = "bucket_batch_limit" in self._params and self._params.bucket_batch_limit
-        if limits and any(limit != 1 for limit in limits) and self._batches_by_tf_data():
+        is_tf_data = hasattr(self._params.cls, "ProcessDataset")
+        if limits and any(limit != 1 for limit in limits) and is_tf_data:
             raise self._config_error(
                 field="input.bucket_batch_limit",
                 value=limits,
                 expected="1 for each bucket, since Lingvo drops the rows of an incomplete batch",
                 hint="Set the rows of a batch by batch_size of this adaptor.",
             )
-
-    def _batches_by_tf_data(self) -> bool:
-        return hasattr(self._params.cls, "ProcessDataset")
 
     def _set_file_random_seed(self) -> None:
         """Keep the seed, since all hosts read the same stream."""

@@ -66,7 +66,8 @@ def check_native_read(arguments: dict[str, Any]) -> NativeRead:
     _check_positive(arguments, in_order=in_order)
     _check_dtypes(arguments.get("out_types", ()))
     weights = list(arguments.get("input_source_weights") or ())
-    pattern = _as_text(arguments.get("file_pattern", ""))
+    pattern = arguments.get("file_pattern", "")
+    pattern = pattern.decode() if isinstance(pattern, bytes) else str(pattern)
     patterns = pattern.split(",") if weights else [pattern]
     if len(patterns) != max(1, len(weights)):
         raise NativeReadError(
@@ -124,10 +125,6 @@ def _check_dtypes(out_types: Iterable[Any]) -> None:
             expected=f"some of {', '.join(_MERGED_DTYPES)}",
             hint="Cast the outputs in the processor.",
         )
-
-
-def _as_text(pattern: str | bytes) -> str:
-    return pattern.decode() if isinstance(pattern, bytes) else str(pattern)
 
 
 def _files_of(pattern: str) -> Iterator[RecordFile]:

@@ -73,15 +73,11 @@ def _take(x: jax.Array, index: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
 
 
-def _spread(is_taken: jax.Array, gradient: jax.Array) -> jax.Array:
-    # XLA fuses a selection with the following sum, unlike a scatter into zeros.
-    return _zeroed(is_taken, jnp.broadcast_to(gradient, (*is_taken.shape, *gradient.shape)))
-
-
 _differentiable_take = jax.custom_vjp(_take)
 _differentiable_take.defvjp(
     lambda x, index: (_take(x, index), jnp.arange(x.shape[0]) == index),
-    lambda is_taken, g: (_spread(is_taken, g), None),
+    # XLA fuses a selection with the following sum, unlike a scatter into zeros.
+    lambda is_taken, g: (_zeroed(is_taken, jnp.broadcast_to(g, (*is_taken.shape, *g.shape))), None),
 )
 
 # JAX supports this conversion, but its gradient fails (jax 0.10.2).

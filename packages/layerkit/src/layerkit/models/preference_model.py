@@ -44,18 +44,10 @@ def _sigmoid(h: jax.Array, beta: float, smoothing: float) -> jax.Array:
     return -(1.0 - smoothing) * preferred - smoothing * other
 
 
-def _hinge(h: jax.Array, beta: float, smoothing: float) -> jax.Array:
-    return jax.nn.relu(1.0 - beta * h)
-
-
-def _ipo(h: jax.Array, beta: float, smoothing: float) -> jax.Array:
-    return jnp.square(h - 1.0 / (2.0 * beta))
-
-
 _LOSSES: dict[str, Callable[[jax.Array, float, float], jax.Array]] = {
     "sigmoid": _sigmoid,
-    "hinge": _hinge,
-    "ipo": _ipo,
+    "hinge": lambda h, beta, smoothing: jax.nn.relu(1.0 - beta * h),
+    "ipo": lambda h, beta, smoothing: jnp.square(h - 1.0 / (2.0 * beta)),
 }
 
 

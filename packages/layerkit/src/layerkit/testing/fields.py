@@ -149,7 +149,7 @@ class _Probe:
             return False
 
     def _is_equal(self, given: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
-        key = _key(given)
+        key = repr(sorted((name, repr(value)) for name, value in given.items()))
         if key not in self._before:
             self._before[key] = self._aspects(given)
         # Each aspect is traced once, when it is first compared.
@@ -192,10 +192,6 @@ def _all_changes(example: Example) -> dict[str, Change]:
     if changes:
         raise ValueError(f"{example.layer_class.__name__} has no fields {sorted(changes)}")
     return found
-
-
-def _key(values: Mapping[str, Any]) -> str:
-    return repr(sorted((name, repr(value)) for name, value in values.items()))
 
 
 def _with(config: Config, values: Mapping[str, Any]) -> Config:

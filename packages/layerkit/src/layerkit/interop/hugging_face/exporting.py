@@ -88,7 +88,8 @@ def export_model(
       ConfigError: The LoRA adapters cannot be merged.
       TensorMismatchError: The variables are not those of the model.
     """
-    if tokenizer_folder is not None and _is_same_folder(folder, tokenizer_folder):
+    source = tokenizer_folder and os.path.realpath(tokenizer_folder)
+    if source == os.path.realpath(folder):
         raise FileExistsError(
             f"folder={str(folder)!r} is tokenizer_folder, whose model would be lost. Expected"
             " another folder."
@@ -109,10 +110,6 @@ def export_model(
         content["torch_dtype"] = str(next(iter(leaves.values())).dtype)
         write_json(path, CONFIG, content)
     _write_tensors(path, pieces, leaves, max_shard_bytes=max_shard_bytes, writes=writes)
-
-
-def _is_same_folder(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _candidates(

@@ -112,7 +112,7 @@ def _static_mask(mask: AttentionMask | None, queries: int, keys: int) -> splash_
 
 
 def _block_sizes(queries: int, keys: int) -> splash.BlockSizes:
-    q, k = (_largest_block(length) for length in (queries, keys))
+    q, k = (int(np.gcd(length, 512)) for length in (queries, keys))
     return splash.BlockSizes(
         block_q=q,
         block_kv=k,
@@ -123,7 +123,3 @@ def _block_sizes(queries: int, keys: int) -> splash.BlockSizes:
         block_q_dq=q,
         block_kv_dq=k,
     )
-
-
-def _largest_block(length: int) -> int:
-    return int(np.gcd(length, 512))

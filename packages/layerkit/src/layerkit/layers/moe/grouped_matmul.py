@@ -78,12 +78,6 @@ def _blocked_matmul(rows: jax.Array, w: jax.Array, sizes: jax.Array, block: int)
     return jax.lax.fori_loop(0, _batch_maximum(num_used), body, out)
 
 
-def _blocked_matmul_fwd(
-    rows: jax.Array, w: jax.Array, sizes: jax.Array, block: int
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return _blocked_matmul(rows, w, sizes, block), (rows, w, sizes)
-
-
 def _blocked_matmul_bwd(
     block: int, residuals: tuple[jax.Array, ...], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, np.ndarray]:
@@ -107,7 +101,10 @@ def _blocked_matmul_bwd(
     return rows_gradient, w_gradient.astype(w.dtype), np.zeros(sizes.shape, jax.dtypes.float0)
 
 
-_blocked_matmul.defvjp(_blocked_matmul_fwd, _blocked_matmul_bwd)
+_blocked_matmul.defvjp(
+    lambda rows, w, sizes, block: (_blocked_matmul(rows, w, sizes, block), (rows, w, sizes)),
+    _blocked_matmul_bwd,
+)
 
 
 def _blocks(sizes: jax.Array, block: int, num_blocks: int) -> tuple[jax.Array, jax.Array]:

@@ -54,17 +54,13 @@ def to_slots(tokens: jax.Array, slots: Slots) -> jax.Array:
     return _take(tokens, slots.choice_of_slot // slots.slot_of_choice.shape[1])
 
 
-def _to_slots_fwd(tokens: jax.Array, slots: Slots) -> tuple[jax.Array, Slots]:
-    return to_slots(tokens, slots), slots
-
-
 def _to_slots_bwd(slots: Slots, gradient: jax.Array) -> tuple[jax.Array, Slots]:
     of_choices = _take(gradient, slots.slot_of_choice)
     summed = jnp.sum(of_choices, axis=1, dtype=jnp.float32).astype(gradient.dtype)
     return summed, _no_gradient(slots)
 
 
-to_slots.defvjp(_to_slots_fwd, _to_slots_bwd)
+to_slots.defvjp(lambda tokens, slots: (to_slots(tokens, slots), slots), _to_slots_bwd)
 
 
 @jax.custom_vjp
@@ -81,17 +77,13 @@ def from_slots(rows: jax.Array, slots: Slots) -> jax.Array:
     return _take(rows, slots.slot_of_choice)
 
 
-def _from_slots_fwd(rows: jax.Array, slots: Slots) -> tuple[jax.Array, Slots]:
-    return from_slots(rows, slots), slots
-
-
 def _from_slots_bwd(slots: Slots, gradient: jax.Array) -> tuple[jax.Array, Slots]:
     return _take(gradient.reshape(-1, gradient.shape[-1]), slots.choice_of_slot), _no_gradient(
         slots
     )
 
 
-from_slots.defvjp(_from_slots_fwd, _from_slots_bwd)
+from_slots.defvjp(lambda rows, slots: (from_slots(rows, slots), slots), _from_slots_bwd)
 
 
 def weighted_sum(of_choices: jax.Array, weights: jax.Array) -> jax.Array:
