@@ -1,8 +1,9 @@
-"""Initializes weights from checkpoints and Hugging Face folders.
+"""Initializes weights from checkpoints, those of Paxml too, and Hugging Face folders.
 
     settings.py     fields that an experiment sets: `InitFrom`, its sources and their rules
     rules.py        rules that rename, index and stack stored values
     sources.py      readers of checkpoints and Hugging Face folders
+    pax/            the reader of checkpoints that Paxml wrote
     matching.py     the comparison of names and shapes, which reports all differences at once
     first_state.py  the state before the first step, each value read into its sharding
     provenance.py   the record of the origin of each value

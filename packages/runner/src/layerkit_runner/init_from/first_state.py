@@ -64,7 +64,8 @@ def plan_first_state(
         return lambda: _from_loader(partitioner, task, source)
     state = partitioner.abstract_stored_state(task)
     try:
-        opened = [open_source(one, state, report) for one in source.sources]
+        optimizer = task.train.learner.transformation
+        opened = [open_source(one, state, report, optimizer=optimizer) for one in source.sources]
     except UserError as error:
         raise to_usage_error(error, owner=source.label) from error
     matched = match(source, opened, state, model=task.model)

@@ -1,4 +1,4 @@
-"""Readers of stored values: checkpoints of a job, and Hugging Face folders.
+"""Readers of stored values: checkpoints of a job or of Paxml, and Hugging Face folders.
 
 `open_source` recognizes the kind of a folder and reads the names, shapes and dtypes of its values.
 The values themselves are read later, each straight into the sharding that it has on the mesh.
@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 import jax
+import optax
 from etils import epath
 
 from layerkit.base_layer import PARAMS
@@ -27,10 +28,11 @@ from layerkit_runner.checkpointing import (
 from layerkit_runner.checkpointing.chunks import check_decoded_sizes
 from layerkit_runner.checkpointing.formats import format_of
 from layerkit_runner.checkpointing.integrity import require_sound, verify_together
-from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, named_leaves
+from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join, named_leaves
 from layerkit_runner.distributed.process_exchange import from_each_process
 from layerkit_runner.errors import UsageError, to_usage_error
 from layerkit_runner.files.atomic_write import absolute
+from layerkit_runner.init_from.pax.folders import PaxFolder, find
 from layerkit_runner.init_from.settings import Source
 from layerkit_runner.training.train_state import TrainState
 
@@ -64,18 +66,34 @@ class Opened:
     stored: StoredValues
 
 
-def open_source(source: Source, state: TrainState, report: Callable[[str], None]) -> Opened:
+def open_source(
+    source: Source,
+    state: TrainState,
+    report: Callable[[str], None],
+    *,
+    optimizer: optax.GradientTransformation,
+) -> Opened:
     """Open the folder of a source; only names, shapes and dtypes are read.
 
     Args:
       source: Settings of the source.
       state: State of this run, as shapes, dtypes and shardings.
       report: Called with each line about damaged checkpoints.
+      optimizer: Optimizer of this run, to convert moments of Paxml.
 
     Raises:
       UserError: The folder or its checkpoint is missing, damaged or of an unknown kind.
     """
     kind = recognize(source.folder or "")
+    if isinstance(kind, PaxFolder):
+        # Imported late, since few runs read checkpoints of Paxml.
+        from layerkit_runner.init_from.pax.stored_pax import StoredPax
+
+        pax_step, step_folder = kind.choose(source.step)
+        names = _names_to_find(source, state)
+        moments_of = optimizer if source.state_rules else None
+        stored = StoredPax(step_folder, step=pax_step, like=names, optimizer=moments_of)
+        return Opened(source, stored)
     if not isinstance(kind, CheckpointFolder):
         like = named_leaves(state) if source.rules is None else None
         return Opened(source, StoredHuggingFace(kind.directory, like=like))
@@ -83,6 +101,20 @@ def open_source(source: Source, state: TrainState, report: Callable[[str], None]
         raise UsageError(field="step", value=source.step, expected=f"the step of {source.folder}")
     step = kind.step if source.step is None else source.step
     return Opened(source, StoredCheckpoint(kind.directory, step=step, report=report))
+
+
+def _names_to_find(source: Source, state: TrainState) -> dict[LeafPath, jax.ShapeDtypeStruct]:
+    """Return the values of a run under the names that the rules of a source give them."""
+    leaves = named_leaves(state)
+    if source.weight_rules is None:
+        return leaves
+    renamed = {path: leaf for path, leaf in leaves.items() if path[0] != PARAMS}
+    for path, leaf in leaves.items():
+        origins = (rule.origin(join(path[1:]), leaf.shape) for rule in source.weight_rules)
+        origin = next((one for one in origins if one is not None), None)
+        for name in () if path[0] != PARAMS or origin is None else origin.names:
+            renamed[PARAMS, *name.split("/")] = leaf
+    return renamed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +132,12 @@ class HuggingFaceFolder:
     directory: epath.Path
 
 
-def recognize(given: str) -> CheckpointFolder | HuggingFaceFolder:
+def recognize(given: str) -> CheckpointFolder | HuggingFaceFolder | PaxFolder:
     """Return the kind of a folder.
 
     Args:
       given: Path of a job, of its checkpoints, of one checkpoint, or of a Hugging Face folder; on
-        this machine or in a store, such as `gs://bucket/run`.
+        this machine or in a store, such as `gs://bucket/run`. The job may be one of Paxml.
 
     Raises:
       UsageError: The folder does not exist, or is of no such kind.
@@ -121,6 +153,9 @@ def recognize(given: str) -> CheckpointFolder | HuggingFaceFolder:
             value=directory.name,
             choices=sorted(beside),
         )
+    pax = find(directory)
+    if pax is not None:
+        return pax
     named = _STEP_NAME.fullmatch(directory.name)
     if named and (directory / "state").is_dir():
         return CheckpointFolder(directory.parent, int(named[1]))
@@ -137,8 +172,8 @@ def recognize(given: str) -> CheckpointFolder | HuggingFaceFolder:
         "empty folder" if not children else "no checkpoint",
         field="folder",
         value=given,
-        expected="the folder of a job, of its checkpoints, of one checkpoint, or of a Hugging Face"
-        " model (config.json and *.safetensors)",
+        expected="the folder of a job (of this project or of Paxml), of its checkpoints, of one"
+        " checkpoint, or of a Hugging Face model (config.json and *.safetensors)",
         hint=hint,
     )
 

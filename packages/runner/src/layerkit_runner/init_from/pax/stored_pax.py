@@ -1,0 +1,321 @@
+"""The values of a step of Paxml, by the names of a run.
+
+Weights that `layerkit.interop.praxis` maps have the names and layouts of the run. The others keep
+their names in Praxis, so that rules can refer to them and a comparison reports them. Moments of
+Adam follow their weights, whatever the tree of the optimizer is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from etils import epath
+
+from layerkit.base_layer import PARAMS
+from layerkit.interop.praxis import WeightSource, find_sources
+from layerkit_runner.checkpointing.errors import DamagedCheckpointError
+from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join, named_leaves
+from layerkit_runner.distributed.process_exchange import from_each_process
+from layerkit_runner.files.bounded_documents import DocumentError, parse_json
+from layerkit_runner.init_from.pax import blocks
+from layerkit_runner.init_from.pax.arrays import open_arrays
+from layerkit_runner.optim.optimizer_calls import update
+
+OPT_STATE = "opt_state"
+EMA = "ema"
+_WEIGHT = re.compile(r"mdl_vars/(?P<collection>[^/]+)/(?P<name>.+)")
+_MOMENT = re.compile(r"(?P<group>opt_states.*?)/(?P<kind>m|v|mu|nu|ema)/params/(?P<name>.+)")
+_COUNT = "count"
+# Moments of Praxis' Adam; those of Optax, which Paxml can use, have other names.
+_IS_CORRECTED = re.compile(r"opt_states.*?/[mv]/params/.+")
+# Names of Adam's moments in Optax by those in Praxis.
+_KINDS = {"m": "mu", "v": "nu", "mu": "mu", "nu": "nu", "ema": EMA}
+# Elements by which padding may enlarge an array beyond twice its size. A stored shape bounds the
+# memory that its chunks may fill.
+_MAX_PADDING = 2**24
+_MAX_METADATA_BYTES = 64 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class _Count:
+    """A step count of the optimizer, which all layers share.
+
+    Attributes:
+      name: Name of the count in Paxml, a number or one for each layer.
+    """
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Moment:
+    """A moment of Adam that Praxis stores after the correction of its bias.
+
+    Attributes:
+      source: Moments of Praxis that make it.
+      decay: Decay of the average.
+      count: Step count of the optimizer.
+    """
+
+    source: WeightSource
+    decay: float
+    count: _Count
+
+
+_Stored = WeightSource | _Moment | _Count | str
+
+
+class StoredPax:
+    """A step of Paxml; see `sources.StoredValues`.
+
+    Attributes:
+      label: `DIR:STEP`, for messages and records.
+      step: Step of the checkpoint.
+      leaves: Shape and dtype of every value by its path, such as `("params", "lm", "w")`.
+    """
+
+    def __init__(
+        self,
+        step_folder: epath.Path,
+        *,
+        step: int,
+        like: Mapping[LeafPath, Any],
+        optimizer: optax.GradientTransformation | None = None,
+    ) -> None:
+        """Open a step; only names, shapes and dtypes are read.
+
+        Args:
+          step_folder: Folder of the step.
+          step: Step in its name.
+          like: Values of the run with their shapes, by path, for which the step is searched.
+          optimizer: Optimizer of the run, which has the decays of Adam's moments; None to read no
+            moments of Praxis' Adam.
+
+        Raises:
+          DamagedCheckpointError: The files are malformed.
+        """
+        self.step = step
+        self.label = f"{step_folder.parent}:{step}"
+        self._arrays = open_arrays(step_folder)
+        self._shapes = _logical_shapes(step_folder, self._arrays.specs)
+        self._decays = {} if optimizer is None else _adam_decays(optimizer)
+        self._sources: dict[LeafPath, _Stored] = {}
+        self._weights = {
+            match["name"]: name
+            for name in self._arrays.specs
+            if (match := _WEIGHT.fullmatch(name)) and match["collection"] == PARAMS
+        }
+        ours = [join(path[1:]) for path in like if path[0] == PARAMS]
+        found = find_sources(ours, self._weights.keys())
+        for name, source in found.items():
+            self._sources[PARAMS, *name.split("/")] = self._stored(source, self._weights)
+        self._add_moments(like, found)
+        self._add_rest(found)
+        self.leaves: Mapping[LeafPath, LeafSpec] = {
+            path: self._spec(path, source, like) for path, source in self._sources.items()
+        }
+
+    def read(self, wanted: Mapping[LeafPath, jax.ShapeDtypeStruct]) -> dict[LeafPath, jax.Array]:
+        """Read some of the values, each into the sharding of `wanted`.
+
+        A process reads the chunks of a TensorStore checkpoint that its devices need. A file in
+        Flax's format is mapped into memory.
+
+        Args:
+          wanted: Shape and dtype from `leaves`, with a sharding.
+
+        Raises:
+          DamagedCheckpointError: A value cannot be read, or is not finite.
+        """
+        names = sorted({name for path in wanted for name in self._names(self._sources[path])})
+        own = names[jax.process_index() :: jax.process_count()]
+        from_each_process(lambda: self._arrays.check(own))
+        return {path: self._read(path, target) for path, target in wanted.items()}
+
+    def _read(self, path: LeafPath, target: jax.ShapeDtypeStruct) -> jax.Array:
+        source, shape = self._sources[path], target.shape
+        if isinstance(source, _Count):
+            count = self._read_count(source)
+            return jax.make_array_from_callback(
+                shape,
+                target.sharding,
+                lambda index: np.full(shape, count, target.dtype)[index],
+            )
+
+        factor = None
+        if isinstance(source, _Moment):
+            factor = np.float32(1.0 - source.decay ** self._read_count(source.count))
+            source = source.source
+
+        def read(index: tuple[slice, ...] | None) -> np.ndarray:
+            parts = zip(index or (), shape, strict=True)
+            ranges = tuple(slice(*part.indices(size)[:2]) for part, size in parts)
+            if isinstance(source, str):
+                return self._block(source, ranges)
+            stored = self._shapes[source.names[0]]
+            block = blocks.read_block(source, self._block, stored, shape, ranges)
+            return block if factor is None else (block * factor).astype(target.dtype)
+
+        return jax.make_array_from_callback(shape, target.sharding, read)
+
+    def _block(self, name: str, ranges: tuple[slice, ...]) -> np.ndarray:
+        block = self._arrays.read(name, ranges)
+        if jnp.issubdtype(block.dtype, jnp.floating) and not np.isfinite(block).all():
+            raise DamagedCheckpointError(
+                owner=self.label, field="array", value=name, expected="finite numbers"
+            )
+        return block
+
+    def _read_count(self, source: _Count) -> int:
+        shape = self._shapes[source.name]
+        counts = np.unique(self._arrays.read(source.name, tuple(map(slice, shape))))
+        if len(counts) != 1:
+            raise DamagedCheckpointError(
+                owner=self.label,
+                field=source.name,
+                value=counts[:4].tolist(),
+                expected="one count of steps for all layers",
+            )
+        return int(counts[0])
+
+    def _stored(self, source: WeightSource, names: Mapping[str, str]) -> WeightSource:
+        """Return a source with the names of the stored arrays."""
+        return dataclasses.replace(source, names=tuple(names[name] for name in source.names))
+
+    def _add_moments(self, like: Mapping[LeafPath, Any], found: Mapping[str, WeightSource]) -> None:
+        """Add the averages, moments and counts of the optimizer."""
+        moments: dict[str, dict[str, str]] = {kind: {} for kind in _KINDS.values()}
+        groups: dict[str, str] = {}
+        for name in self._arrays.specs:
+            if match := _MOMENT.fullmatch(name):
+                moments[_KINDS[match["kind"]]][match["name"]] = name
+                groups[name] = match["group"]
+        for name, source in found.items():
+            if all(one in moments[EMA] for one in source.names):
+                self._sources[EMA, *name.split("/")] = self._stored(source, moments[EMA])
+        groups_of: dict[LeafPath, str] = {}
+        for path in like:
+            at = next((i for i, key in enumerate(path) if key in ("mu", "nu")), None)
+            if path[0] != OPT_STATE or at is None:
+                continue
+            source_of = found.get(join(path[at + 1 :]))
+            names = moments[path[at]]
+            if source_of is None or not all(one in names for one in source_of.names):
+                continue
+            source = self._stored(source_of, names)
+            group = groups[source.names[0]]
+            groups_of[path[: at - 1]] = group
+            if not _IS_CORRECTED.fullmatch(source.names[0]):
+                self._sources[path] = source
+            elif path[at] in self._decays and f"{group}/{_COUNT}" in self._arrays.specs:
+                count = _Count(f"{group}/{_COUNT}")
+                self._sources[path] = _Moment(source, self._decays[path[at]], count)
+        for path in like:
+            name = f"{groups_of.get(path[:-2])}/{_COUNT}"
+            if path[0] == OPT_STATE and path[-1] == _COUNT and name in self._arrays.specs:
+                self._sources[path] = _Count(name)
+
+    def _add_rest(self, found: Mapping[str, WeightSource]) -> None:
+        """Add weights that the map lacks, under their own names."""
+        mapped = {name for source in found.values() for name in source.names}
+        for name in self._arrays.specs:
+            match = _WEIGHT.fullmatch(name)
+            if match and not (match["collection"] == PARAMS and match["name"] in mapped):
+                self._sources[match["collection"], *match["name"].split("/")] = name
+
+    def _spec(self, path: LeafPath, source: _Stored, like: Mapping[LeafPath, Any]) -> LeafSpec:
+        if isinstance(source, _Count):
+            return LeafSpec(tuple(like[path].shape), np.dtype(like[path].dtype))
+        if isinstance(source, str):
+            return LeafSpec(self._shapes[source], self._arrays.specs[source].dtype)
+        if isinstance(source, _Moment):
+            source = source.source
+        shapes = {self._shapes[name] for name in source.names}
+        stored = self._shapes[source.names[0]]
+        wanted = like.get(path) or like[PARAMS, *path[1:]]
+        try:
+            if len(shapes) > 1:
+                raise ValueError(f"layers of shapes {sorted(map(list, shapes))}")
+            shape = blocks.shape_of(source, stored, tuple(wanted.shape))
+        except ValueError as error:
+            raise DamagedCheckpointError(
+                str(error), owner=self.label, field=source.names[0], value=list(stored)
+            ) from error
+        return LeafSpec(shape, self._arrays.specs[source.names[0]].dtype)
+
+    def _names(self, source: _Stored) -> tuple[str, ...]:
+        if isinstance(source, _Moment):
+            return (*source.source.names, source.count.name)
+        if isinstance(source, WeightSource):
+            return source.names
+        return (source if isinstance(source, str) else source.name,)
+
+
+def _logical_shapes(
+    step_folder: epath.Path, specs: Mapping[str, LeafSpec]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of arrays without the padding of axes that a mesh did not divide.
+
+    Paxml records the shapes of weights from version 1.1; moments are padded as their weights are.
+    """
+    path = step_folder / "metadata" / "metadata"
+    if not path.is_file():
+        return {name: spec.shape for name, spec in specs.items()}
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_METADATA_BYTES + 1)
+        if len(content) > _MAX_METADATA_BYTES:
+            raise DocumentError(f"expected at most {_MAX_METADATA_BYTES:,} bytes")
+        metadata = parse_json(content.decode())
+        recorded: dict[str, tuple[int, ...]] = {}
+        if isinstance(metadata, dict):
+            _collect_shapes(metadata.get("train_state_metadata"), (), recorded)
+    except (ValueError, TypeError) as error:
+        raise DamagedCheckpointError(
+            f"cannot be read: {error}", field="file", value=str(path), expected="JSON of Paxml"
+        ) from error
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, spec in specs.items():
+        moment = _MOMENT.fullmatch(name)
+        shape = recorded.get(f"mdl_vars/params/{moment['name']}" if moment else name, spec.shape)
+        fits = len(shape) == len(spec.shape) and all(map(operator.le, shape, spec.shape))
+        most = 2 * math.prod(shape) + _MAX_PADDING
+        shapes[name] = shape if fits and math.prod(spec.shape) <= most else spec.shape
+    return shapes
+
+
+def _collect_shapes(node: Any, path: LeafPath, found: dict[str, tuple[int, ...]]) -> None:
+    if not isinstance(node, dict):
+        return
+    shape = node.get("unpadded_shape")
+    if isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape):
+        found[join(path)] = tuple(shape)
+        return
+    for key, child in node.items():
+        _collect_shapes(child, (*path, key), found)
+
+
+def _adam_decays(optimizer: optax.GradientTransformation) -> dict[str, float]:
+    """Return the decays of Adam's moments by name, as far as the optimizer has them.
+
+    They are found by one update of a weight with gradient 1, which leaves moments of 1 - decay.
+    """
+    one = {"w": jnp.ones(())}
+    state = optimizer.init({"w": jnp.zeros(())})
+    _, state = update(
+        optimizer, one, state, {"w": jnp.zeros(())}, raw_grads=one, loss=jnp.zeros(())
+    )
+    return {
+        path[-2]: 1.0 - float(leaf)
+        for path, leaf in named_leaves(state).items()
+        if path[-2:] in (("mu", "w"), ("nu", "w"))
+    }

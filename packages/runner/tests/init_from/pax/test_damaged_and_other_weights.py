@@ -1,0 +1,171 @@
+"""Checkpoints of Paxml that do not fit the model, or that are damaged."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from etils import epath
+
+from layerkit_runner.checkpointing import DamagedCheckpointError
+from layerkit_runner.errors import UsageError
+from layerkit_runner.init_from import plan_first_state
+from layerkit_runner.init_from.pax import folders
+from layerkit_runner.init_from.pax.arrays import open_arrays
+from layerkit_runner.init_from.pax.stored_pax import StoredPax
+
+STATE = "checkpoints/checkpoint_00000006/state"
+SCALE = "mdl_vars.params.lm.final_ln.scale"
+
+
+def copied(pax: Any, case: str, tmp_path: Path) -> Path:
+    """A copy of a recorded checkpoint that a test may change."""
+    return Path(shutil.copytree(pax.folder / case, tmp_path / case))
+
+
+def read_all(folder: Path) -> None:
+    """Read every array of a checkpoint after the check of its chunks."""
+    _, step_folder = folders.find(epath.Path(folder)).choose(None)
+    arrays = open_arrays(step_folder)
+    arrays.check(list(arrays.specs))
+    for name, spec in arrays.specs.items():
+        arrays.read(name, tuple(map(slice, spec.shape)))
+
+
+@pytest.mark.parametrize("case", ["stacked_zarr", "stacked_ocdbt"])
+@pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/checkpoint_00000006"])
+def test_job_checkpoints_and_step_of_paxml_are_found(pax: Any, case: str, place: str):
+    found = folders.find(epath.Path(pax.folder / case / place))
+    assert list(found.steps) == [6]
+    assert str(found.directory) == str(pax.folder / case / "checkpoints")
+
+
+def test_step_without_state_folder_is_read(pax: Any, tmp_path: Path):
+    # Paxml before version 1.0 wrote the arrays into the step folder.
+    shutil.copytree(pax.folder / "stacked_zarr" / STATE, tmp_path / "checkpoint_00000006")
+    found = folders.find(epath.Path(tmp_path))
+    assert open_arrays(found.steps[6]).specs[SCALE.replace(".", "/")].shape == (8,)
+
+
+def test_step_that_paxml_did_not_save_is_an_error(raises, pax: Any):
+    partitioner, task = pax.run_of("stacked", folder=str(pax.folder / "stacked_zarr"), step=7)
+    with raises(UsageError, field="step", value=7, choices=(6,)):
+        plan_first_state(partitioner, task)
+
+
+def test_differences_name_weights_and_shapes_of_both_sides(pax: Any):
+    folder = pax.folder / "stacked_zarr"
+    partitioner, task = pax.run_of(
+        "stacked",
+        folder=str(folder),
+        edit={
+            "lm_tpl.vocab_size": 40,
+            "lm_tpl.softmax_tpl.use_bias": False,
+            "lm_tpl.stack_tpl.layer_tpl.attention_tpl.use_bias": True,
+        },
+    )
+    with pytest.raises(UsageError) as caught:
+        plan_first_state(partitioner, task)
+    text, label = str(caught.value), f"{folder}/checkpoints:6"
+    for line in (
+        f"lm/softmax/w: float32[40, 8] here, but float32[32, 8] in {label}",
+        f"lm/softmax/logits_ffn/bias/b float32[32]: in {label}, not in the model",
+        f"lm/stack/repeat/sub/attention/query/b float32[2, 2, 4]: not in {label}",
+        "Draw weights with --init_draw=PATTERN",
+    ):
+        assert line in text
+
+
+def test_other_number_of_layers_is_a_difference_of_shapes(pax: Any):
+    folder = str(pax.folder / "unstacked_flax")
+    partitioner, task = pax.run_of("stacked", num_layers=3, folder=folder)
+    name = "lm/stack/repeat/sub/feed_forward/up/w"
+    expected = f"{name}: float32[3, 8, 16] here, but float32[2, 8, 16] in"
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        plan_first_state(partitioner, task)
+    partitioner, task = pax.run_of("unstacked", num_layers=3, folder=folder)
+    name = "lm/stack/layers_2/feed_forward/up/w"
+    with pytest.raises(UsageError, match=re.escape(f"{name} float32[8, 16]: not in")):
+        plan_first_state(partitioner, task)
+
+
+@pytest.mark.parametrize("kept", [0, 100, 5_000, 20_000])
+def test_truncated_msgpack_file_is_an_error(pax: Any, tmp_path: Path, kept: int):
+    folder = copied(pax, "unstacked_flax", tmp_path)
+    (path,) = folder.glob("checkpoints/checkpoint_6/state/checkpoint")
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(DamagedCheckpointError, match="cut off") as caught:
+        read_all(folder)
+    assert caught.value.value == str(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        (".zarray", b"{", "Expecting property name"),
+        (".zarray", b'{"shape": [8], "dtype": "|O"}', "dtype"),
+        (".zarray", b'{"shape": [-8], "dtype": "<f4"}', "shape"),
+        (".zarray", b" " * 70_000, "70,000 bytes"),
+        ("0", b"no frame", "no Zstandard frame"),
+    ],
+)
+def test_damaged_zarr_array_is_an_error(
+    pax: Any, tmp_path: Path, name: str, content: bytes, reason: str
+):
+    folder = copied(pax, "stacked_zarr", tmp_path)
+    (folder / STATE / SCALE / name).write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=reason) as caught:
+        read_all(folder)
+    assert caught.value.value == SCALE.replace(".", "/")
+
+
+def test_array_that_claims_a_huge_shape_is_an_error_before_memory_is_allocated(
+    pax: Any, tmp_path: Path
+):
+    folder = copied(pax, "stacked_zarr", tmp_path)
+    path = folder / STATE / SCALE / ".zarray"
+    metadata = json.loads(path.read_text()) | {"shape": [2**40], "chunks": [2**40]}
+    path.write_text(json.dumps(metadata))
+    partitioner, task = pax.run_of("stacked", folder=str(folder))
+    with pytest.raises(UsageError, match=re.escape("float32[8] here, but float32[1099511627776]")):
+        plan_first_state(partitioner, task)
+
+
+def test_missing_chunk_is_an_error(pax: Any, tmp_path: Path):
+    folder = copied(pax, "stacked_zarr", tmp_path)
+    (folder / STATE / SCALE / "0").unlink()
+    with pytest.raises(DamagedCheckpointError) as caught:
+        read_all(folder)
+    assert caught.value.value == SCALE.replace(".", "/")
+
+
+def test_value_that_is_not_finite_is_an_error(pax: Any, tmp_path: Path):
+    import tensorstore as ts
+
+    folder = copied(pax, "stacked_zarr", tmp_path)
+    kvstore = f"file://{folder / STATE / SCALE}/"
+    array = ts.open({"driver": "zarr", "kvstore": kvstore}, open=True).result()
+    array[3] = np.nan
+    partitioner, task = pax.run_of("stacked", folder=str(folder))
+    read = plan_first_state(partitioner, task)
+    with pytest.raises(DamagedCheckpointError, match="finite") as caught:
+        read()
+    assert caught.value.value == SCALE.replace(".", "/")
+
+
+def test_padding_of_uneven_axes_is_not_read(pax: Any, tmp_path: Path):
+    folder = copied(pax, "stacked_zarr", tmp_path)
+    step_folder = folder / "checkpoints" / "checkpoint_00000006"
+    path = step_folder / "metadata" / "metadata"
+    metadata = json.loads(path.read_text())
+    params = metadata["train_state_metadata"]["mdl_vars"]["params"]
+    params["lm"]["final_ln"]["scale"]["unpadded_shape"] = [7]
+    path.write_text(json.dumps(metadata))
+    stored = StoredPax(epath.Path(step_folder), step=6, like={})
+    assert stored.leaves["params", "lm", "final_ln", "scale"].shape == (7,)
+    assert stored.leaves["params", "lm", "final_ln", "bias"].shape == (8,)
