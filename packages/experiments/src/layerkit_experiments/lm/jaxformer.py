@@ -8,6 +8,7 @@ over the data axis, which this size does not need. The guide describes the gate 
 
 from __future__ import annotations
 
+from layerkit.config import Config
 from layerkit_experiments.lm.recipes.corpora import C4
 from layerkit_experiments.lm.recipes.experiment import LmExperiment
 from layerkit_experiments.lm.recipes.experts import MixtureOfExperts
@@ -46,3 +47,12 @@ class Jaxformer1B(MixtureOfExperts, LatentAttention, Pipelined, AdamWCosine, C4,
     WARMUP_STEPS = 2000
     DECAY_END = 15_000
     MAX_STEPS = 20_000
+    PROMPTS_PER_DEVICE = 2.0
+    DECODE_INTERVAL_STEPS = 1000
+
+    def task(self) -> Config:
+        """Return the task; it saves the first weights, and samples with the same random numbers."""
+        task = super().task()
+        task.train.save_step_zero = True
+        task.train.decode_random_seed = self.SEED
+        return task

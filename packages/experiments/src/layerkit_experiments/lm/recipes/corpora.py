@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 from layerkit.config import Config, Partial
 from layerkit.errors import ConfigError
 from layerkit_experiments.lm.recipes import last_words, seqio_tasks
+from layerkit_experiments.lm.recipes.data import RowSamples
 from layerkit_inputs import (
     GrainMapInput,
     LocalText,
@@ -166,13 +167,13 @@ class Corpus(BaseExperiment, abstract=True):
         )
 
 
-class C4(Corpus, abstract=True):
+class C4(RowSamples, Corpus, abstract=True):
     """The Colossal Clean Crawled Corpus, English (Raffel et al., 2020, arXiv:1910.10683)."""
 
     tfds_name = "c4/en:3.0.1"
 
 
-class ThePile(Corpus, abstract=True):
+class ThePile(RowSamples, Corpus, abstract=True):
     """The Pile (Gao et al., 2020, arXiv:2101.00027)."""
 
     tfds_name = "the_pile:1.0.0"

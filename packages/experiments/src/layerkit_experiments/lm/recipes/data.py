@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
+from layerkit.checks import check_non_negative, check_sizes
 from layerkit.config import Config, build
 from layerkit.errors import ConfigError
 from layerkit_inputs import (
@@ -16,7 +17,38 @@ from layerkit_inputs import (
 from layerkit_runner.config.experiment import BaseExperiment
 
 
-class SyntheticTokens:
+class RowSamples(BaseExperiment, abstract=True):
+    """Fields of the samples that a model draws while it trains, or in `--mode=decode`."""
+
+    PROMPTS_PER_DEVICE: float = 0.0
+    """Held-out rows per device whose beginnings the model continues; 0 decodes nothing. Set
+    DECODE_INTERVAL_STEPS to decode during training."""
+    PROMPT_LENGTH: int = 64
+    """Maximum number of ids of such a beginning."""
+
+    def validate(self) -> None:
+        """Raise an error if a number is out of range."""
+        super().validate()
+        check_non_negative(None, PROMPTS_PER_DEVICE=self.PROMPTS_PER_DEVICE)
+        check_sizes(None, PROMPT_LENGTH=self.PROMPT_LENGTH)
+
+    def decode_datasets(self) -> list[Config]:
+        """Return the config of the prompts."""
+        if not self.PROMPTS_PER_DEVICE:
+            return []
+        # Imported here, since few runs decode.
+        from layerkit_experiments.lm.recipes.prompts import prompts_of
+
+        return [
+            prompts_of(
+                self.datasets()[-1],
+                percore_batch_size=self.PROMPTS_PER_DEVICE,
+                prompt_length=self.PROMPT_LENGTH,
+            )
+        ]
+
+
+class SyntheticTokens(RowSamples, abstract=True):
     """Synthetic tokens, most of which follow each other in a fixed order, for speed tests."""
 
     PERCORE_BATCH_SIZE: float = 8.0

@@ -1,0 +1,82 @@
+"""Samples while training: the beginnings of held-out rows, which the model continues."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from layerkit.config import Config, assigned_fields, target_of
+from layerkit.nested_map import NestedMap
+from layerkit_inputs import BaseInput, LocalText, SeqIOInput, SyntheticInput, TokenRecords
+
+_KEPT = ("provenance", "eval_sample_weights")
+
+
+class RowPrompts(BaseInput):
+    """The beginnings of the rows of another input, as prompts.
+
+    Batches hold `ids` int32 and `paddings` float32 `[batch, length]`, 1 where padded, and
+    `prompt_lengths` int32 `[batch]`. A prompt ends with the first document of its row.
+    """
+
+    prompt_length: int = 64
+    """Maximum number of ids of a prompt."""
+
+    def get_next(self) -> NestedMap:
+        """Return the beginnings of the next rows."""
+        batch = super().get_next()
+        ids, paddings = (batch[name][:, : self.prompt_length] for name in ("ids", "paddings"))
+        valid = paddings == 0
+        if "segment_ids" in batch:
+            valid &= batch.segment_ids[:, : self.prompt_length] == batch.segment_ids[:, :1]
+        return NestedMap(
+            {name: batch[name] for name in _KEPT if name in batch},
+            ids=np.where(valid, ids, 0).astype(np.int32),
+            paddings=(~valid).astype(np.float32),
+            prompt_lengths=valid.sum(axis=1).astype(np.int32),
+        )
+
+
+class SeqIOPrompts(RowPrompts, SeqIOInput):
+    """Beginnings of the documents of SeqIO tasks."""
+
+
+class TokenRecordPrompts(RowPrompts, TokenRecords):
+    """Beginnings of rows of token records."""
+
+
+class LocalTextRowPrompts(RowPrompts, LocalText):
+    """Beginnings of rows of local text."""
+
+
+class SyntheticPrompts(RowPrompts, SyntheticInput):
+    """Beginnings of rows of synthetic tokens."""
+
+    num_examples: int | None = 1024
+
+
+_PROMPTS = {
+    SeqIOInput: SeqIOPrompts,
+    TokenRecords: TokenRecordPrompts,
+    LocalText: LocalTextRowPrompts,
+    SyntheticInput: SyntheticPrompts,
+}
+
+
+def prompts_of(rows: Config, *, percore_batch_size: float, prompt_length: int) -> Config:
+    """Return the config of the same prompts at each decoding: one batch of beginnings of rows.
+
+    Args:
+      rows: Config of a training or held-out input of `_PROMPTS`.
+      percore_batch_size: Prompts per device.
+      prompt_length: Maximum number of ids of a prompt.
+    """
+    fields = {name: value for name, value in assigned_fields(rows).items() if value is not None}
+    fields |= {
+        "name": "prompts",
+        "is_training": False,
+        "percore_batch_size": percore_batch_size,
+        "prompt_length": prompt_length,
+        "reset_for_eval": True,
+        "eval_loop_num_batches": 1,
+    }
+    return Config(_PROMPTS[target_of(rows)], **fields)
