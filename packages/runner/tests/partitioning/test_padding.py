@@ -27,6 +27,7 @@ from layerkit_runner.checkpointing import CheckpointManager
 from layerkit_runner.checkpointing.handlers import stored_leaves
 from layerkit_runner.checkpointing.structure import join, named_leaves
 from layerkit_runner.init_from import InitFrom, Source, plan_first_state
+from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner, SpmdPartitioner
 from layerkit_runner.partitioning.padding import UnevenArray, padding_text
 from layerkit_runner.tools.inspect.parameter_table import parameter_table, table_text
@@ -301,6 +302,11 @@ def adafactor(learning_rate: Any) -> optax.GradientTransformation:
     return optax.adafactor(learning_rate, min_dim_size_to_factor=4)
 
 
+def factors_of_same_rank(learning_rate: Any) -> optax.GradientTransformation:
+    # In integers, a rounding error that differs between meshes may grow to a whole unit.
+    return sharded_adafactor(learning_rate, quantized_dtype="float32", epsilon1_grad_sq_reg=EPSILON)
+
+
 # Vocabulary and hidden units over 8: the last devices hold padding alone.
 EIGHT = {"model_dims": 32, "hidden_dims": 21, "num_heads": 8}
 
@@ -312,6 +318,9 @@ EIGHT = {"model_dims": 32, "hidden_dims": 21, "num_heads": 8}
         pytest.param([2, 2, 2], {"model": repeated, "accumulation": 2}, id="accumulation"),
         pytest.param([2, 2, 2], {"model": repeated, "optimizer": adamw}, id="AdamW"),
         pytest.param([1, 2, 4], {"model": repeated, "optimizer": adafactor}, id="Adafactor"),
+        pytest.param(
+            [2, 2, 2], {"model": repeated, "optimizer": factors_of_same_rank}, id="factors"
+        ),
         pytest.param([1, 8, 1], {"model": repeated}, id="fsdp"),
         pytest.param([1, 1, 8], {"model": lambda: repeated(**EIGHT)}, id="empty parts"),
         pytest.param(
