@@ -8,8 +8,10 @@ import pytest
 
 from layerkit.config import Config
 from layerkit.errors import ConfigError
+from layerkit.field_types import FieldTypeError
 from layerkit_inputs.bad_records import BadRecordError
 from layerkit_inputs.grain_adaptor.array_records import WRITER_OPTIONS
+from layerkit_inputs.grain_adaptor.iter_input import GrainIterInput
 from layerkit_inputs.grain_adaptor.map_input import ArrayRecordRows, GrainMapInput
 from layerkit_inputs.testing import laws
 
@@ -221,6 +223,12 @@ def test_array_record_rows_raise_for_invalid_fields(raises, field, value, files)
     fields = {"batch_size": 1, "paths": files, "parse": parse, field: value}
     with raises(ConfigError, owner="ArrayRecordRows", field=field, value=value):
         ArrayRecordRows(**fields)
+
+
+@pytest.mark.parametrize("source", [GrainMapInput, GrainIterInput])
+def test_dataset_of_another_type_raises_when_it_is_assigned(raises, source):
+    with raises(FieldTypeError, owner=source.__name__, field="dataset", value=3):
+        source.HParams.config(dataset=3)
 
 
 def test_array_record_rows_reject_a_state_of_other_files(files):

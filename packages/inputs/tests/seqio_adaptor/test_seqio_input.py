@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from layerkit.errors import ConfigError
+from layerkit.field_types import FieldTypeError
 from layerkit_inputs.seqio_adaptor.input import SeqIOInput
 from layerkit_inputs.testing import laws
 
@@ -428,6 +429,11 @@ def test_two_inputs_read_one_task_from_different_folders(c4_task, tmp_path):
         "text one",
         "text other",
     ]
+
+
+def test_task_of_another_type_raises_when_it_is_assigned(raises):
+    with raises(FieldTypeError, owner="SeqIOInput", field="mixture_or_task", value=3):
+        SeqIOInput.HParams.config(mixture_or_task=3)
 
 
 def test_input_rejects_a_state_of_other_fields(raises, thirteen):

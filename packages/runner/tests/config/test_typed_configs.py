@@ -57,6 +57,7 @@ CONFIG_VALUES = [
     ("task.loss_weights", {"loss": "all"}, "{loss: all}"),
     ("task.summary_verbosity", 0.5, "0.5"),
     ("task.vn", 3, "3"),
+    ("task.initial_weights", 3, "3"),
     ("task.early_stopping", "soon", "soon"),
     ("task.train.num_train_steps", "many", "many"),
     ("task.train.save_keep_steps", 100, "100"),

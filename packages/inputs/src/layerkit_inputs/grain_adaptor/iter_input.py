@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 import numpy as np
@@ -44,7 +44,7 @@ class GrainIterInput(BaseInput):
     return, not raise, a BadRecordError in place of the row. The input raises it, or skips the row.
     """
 
-    dataset: Any = None
+    dataset: Callable[..., Any] | None = None
     """Function that makes the data set of a host. Required."""
     num_workers: int = 0
     """Number of worker processes, each of which makes a part of the rows (Grain's `mp_prefetch`).
@@ -80,6 +80,7 @@ class GrainIterInput(BaseInput):
 
     def _make_dataset(self, *, host_index: int, num_hosts: int, seed: int) -> Any:
         """Return the data set of a host for one epoch."""
+        assert self.dataset is not None, "_check_dataset runs first"
         return self.dataset(host_index=host_index, num_hosts=num_hosts, seed=seed)
 
     def _rows_of_hosts(self) -> list[int] | None:

@@ -21,7 +21,7 @@ import concurrent.futures
 import functools
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
@@ -32,6 +32,18 @@ from layerkit_inputs.bad_records import BadRecordError, BadRecords, OnBadRecord
 from layerkit_inputs.grain_adaptor.array_records import ArrayRecordFiles
 from layerkit_inputs.grain_adaptor.row_batches import blank_rows, check_row, stack_rows
 from layerkit_inputs.indexed_input import IndexedInput
+
+
+@runtime_checkable
+class RowSource(Protocol):
+    """Rows by number, such as a `grain.MapDataset`."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a row, or a part of the rows."""
+
 
 _EXPECTED_DATASET = "a grain.MapDataset, or a function that returns one"
 
@@ -48,7 +60,7 @@ class GrainMapInput(IndexedInput):
     replaces it by the next readable row.
     """
 
-    dataset: Any = None
+    dataset: RowSource | Callable[[], RowSource] | None = None
     """A `grain.MapDataset` of rows, or a function without arguments that returns one. Required."""
     num_threads: int = 0
     """Number of threads that read the rows of a batch, for slow storage. 0: no threads."""

@@ -36,7 +36,7 @@ from layerkit_inputs.seqio_adaptor.example_stream import (
     TaskExamples,
 )
 from layerkit_inputs.seqio_adaptor.shard_pipelines import ReadOptions
-from layerkit_inputs.seqio_adaptor.tasks import WeightedTask, find_tasks
+from layerkit_inputs.seqio_adaptor.tasks import TaskOrMixture, WeightedTask, find_tasks
 from layerkit_inputs.state import Scope, check_same_data
 
 _FEATURES_OF = {
@@ -59,7 +59,7 @@ class SeqIOInput(BaseInput):
 
     mixture_name: str | None = None
     """Registered name of a task or mixture."""
-    mixture_or_task: Any = None
+    mixture_or_task: TaskOrMixture | None = None
     """A `seqio.Task` or `seqio.Mixture`, instead of `mixture_name`."""
     split_name: str = "train"
     """Name of the split in the tasks."""

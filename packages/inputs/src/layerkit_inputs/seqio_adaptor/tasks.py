@@ -12,7 +12,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from layerkit.checks import check_choice
 from layerkit.checks import require as require_valid
@@ -29,6 +29,14 @@ _BATCH_NAMES = frozenset(
         *("provenance", "eval_sample_weights"),
     )
 )
+
+
+@runtime_checkable
+class TaskOrMixture(Protocol):
+    """A `seqio.Task` or `seqio.Mixture`."""
+
+    def get_dataset(self, sequence_length: Any, split: str) -> Any:
+        """Return the examples of a split."""
 
 
 class WeightedTask(NamedTuple):

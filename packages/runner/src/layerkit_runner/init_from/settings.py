@@ -11,6 +11,7 @@ from layerkit.layers.adapters import LORA_WEIGHTS
 from layerkit.layers.residual_adapters import RESIDUAL_ADAPTER_WEIGHTS
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from.rules import parse_rules
+from layerkit_runner.training.initial_weights import InitialWeights
 
 ADAPTER_WEIGHTS = (LORA_WEIGHTS, RESIDUAL_ADAPTER_WEIGHTS)
 """Patterns of weights that do not change the model at first. They are drawn if no source has them.
@@ -72,7 +73,7 @@ class Source(Configurable):
             )
 
 
-class InitFrom(Configurable):
+class InitFrom(InitialWeights):
     """Settings that initialize a run from folders; a possible value of `task.initial_weights`.
 
     Each weight must come from a source, be drawn by `draw`, or be missing under `missing="draw"`.

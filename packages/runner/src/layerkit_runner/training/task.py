@@ -37,6 +37,7 @@ from layerkit_runner.optim.optimizer_groups import Stacks, stacks_of
 from layerkit_runner.optim.schedules import concrete_number
 from layerkit_runner.optim.weight_patterns import VariationalNoise
 from layerkit_runner.training.gradients import Variables, compute_gradients, sum_leaves
+from layerkit_runner.training.initial_weights import InitialWeights, WeightsLoader
 from layerkit_runner.training.layer_summaries import (
     ArraySummaries,
     array_summaries,
@@ -88,7 +89,7 @@ class SingleTask(Configurable):
     metrics: Mapping[str, Any] | None = None
     summary_verbosity: int = DEFAULT_VERBOSITY
     early_stopping: Annotated[Any, StoppingRule | None] = instance_field(None)
-    initial_weights: Any = instance_field(None)
+    initial_weights: Annotated[Any, InitialWeights | WeightsLoader | None] = instance_field(None)
 
     def __post_init__(self) -> None:
         """Check the fields."""
