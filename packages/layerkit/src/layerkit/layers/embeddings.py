@@ -237,7 +237,7 @@ class ClassSoftmax(BaseLayer):
             correct: True where the label has the highest logit, bool `[batch, length]`.
 
         Raises:
-          ConfigError: Neither or both of labels and class_probabilities are given, or label
+          ConfigError: Labels and class_probabilities are both given or both missing, or label
             smoothing is set with class_probabilities.
         """
         is_soft = class_probabilities is not None
