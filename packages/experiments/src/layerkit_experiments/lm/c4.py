@@ -30,7 +30,7 @@ class C4Spmd1BAdam4Replicas(C4SpmdAdam):
 
 
 class C4Spmd16BAdam32Replicas(C4SpmdAdam):
-    """16 billion weights, split both ways over 32 chips (v4:2x4x4)."""
+    """16 billion weights, sharded by fsdp and tensor over 32 chips (v4:2x4x4)."""
 
     NUM_LAYERS = 36
     MODEL_DIMS = 6144

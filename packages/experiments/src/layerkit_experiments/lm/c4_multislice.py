@@ -40,7 +40,7 @@ class C4Spmd22BAdam4xv4_128(C4Spmd22BAdam1xv4_128):  # noqa: N801
 
 
 class C4Spmd22BAdam1xv4_384(C4Spmd22BAdam1xv4_128):  # noqa: N801
-    """Half as deep and wider, on one slice of 192 chips (v4:4x4x12)."""
+    """25 billion weights, half as deep and wider, on one slice of 192 chips (v4:4x4x12)."""
 
     NUM_LAYERS = 24
     MODEL_DIMS = 9216
@@ -51,7 +51,7 @@ class C4Spmd22BAdam1xv4_384(C4Spmd22BAdam1xv4_128):  # noqa: N801
 
 
 class C4Spmd22BAdam2xv4_384(C4Spmd22BAdam1xv4_384):  # noqa: N801
-    """Half as deep and wider, on two slices of 192 chips (v4:4x4x12*2)."""
+    """25 billion weights, half as deep and wider, on two slices of 192 chips (v4:4x4x12*2)."""
 
     tags = ("multislice",)
 
@@ -59,7 +59,7 @@ class C4Spmd22BAdam2xv4_384(C4Spmd22BAdam1xv4_384):  # noqa: N801
 
 
 class C4Spmd22BAdam1xv4_8(C4Spmd22BAdam1xv4_128):  # noqa: N801
-    """A billion weights, despite the name, on one slice of 4 chips (v4:2x2x1)."""
+    """0.9 billion weights (not 22) on one slice of 4 chips (v4:2x2x1)."""
 
     NUM_LAYERS = 16
     MODEL_DIMS = 2048

@@ -48,7 +48,7 @@ class Glam(MixtureOfExperts, AdafactorSqrt, SpmdExperts, C4, RelativePositions, 
 
 
 class Glam126M64E(Glam):
-    """GLaM 0.1B/64E: 1.9B weights beside the embedding, on 64 chips (v5p:4x4x4)."""
+    """GLaM 0.1B/64E: 1.9B weights without the embedding, on 64 chips (v5p:4x4x4)."""
 
     NUM_LAYERS = 12
     MODEL_DIMS = 768
