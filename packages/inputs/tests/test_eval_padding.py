@@ -187,3 +187,12 @@ def test_marks_of_a_reader_stay_as_they_are(mark):
     batch = NestedMap({"x": np.ones((2, 3)), mark: np.array([0, -1])})
     assert mark_rows(batch, 1) is batch
     assert mark_rows(NestedMap(x=batch.x), 1).eval_sample_weights.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch_size", "field"),
+    [([], 2, "rows_per_host"), ([3, -1], 2, "rows_per_host"), ([3], 0, "batch_size")],
+)
+def test_agreed_num_batches_raises_for_invalid_counts(raises, rows, batch_size, field):
+    with raises(ConfigError, owner="agreed_num_batches", field=field):
+        agreed_num_batches(rows, batch_size)

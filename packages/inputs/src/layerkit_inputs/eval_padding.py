@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from layerkit.checks import check_integers
+from layerkit.checks import check_integers, check_sizes, require
 from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 
@@ -102,6 +102,10 @@ def split_rows(
 
 def agreed_num_batches(rows_per_host: Sequence[int], batch_size: int) -> int:
     """Return the number of batches of `batch_size` for the host with the most rows."""
+    is_valid = len(rows_per_host) > 0 and min(rows_per_host) >= 0
+    expected = "a count of 0 or more for each host"
+    require(is_valid, "agreed_num_batches", "rows_per_host", rows_per_host, expected)
+    check_sizes("agreed_num_batches", batch_size=batch_size)
     return -(-max(rows_per_host) // batch_size)
 
 
