@@ -6,6 +6,7 @@
     python -m layerkit_runner.tools.checkpoints copy DIR gs://b/run  copy all steps, or one
     python -m layerkit_runner.tools.checkpoints convert DIR NEW --to=msgpack      or tensorstore
     python -m layerkit_runner.tools.checkpoints convert DIR w.safetensors --to=safetensors
+    python -m layerkit_runner.tools.checkpoints convert PAX NEW --from=pax --exp=E --to=tensorstore
 
 DIR is the folder of a job, or the folder of its checkpoints. `copy` and `convert` write a step
 atomically and never overwrite one; `copy` skips steps that were copied before. No accelerator is
@@ -45,7 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
       arguments: Words after the program's name; None for those of this process.
     """
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, others = parser.parse_known_args(arguments)
+    options.overrides = [word for word in others if word.startswith("--fdl.")]
+    if others != options.overrides or (others and not getattr(options, "exp", None)):
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
         return options.run(options)
     except (UserError, OSError) as error:
@@ -95,6 +100,10 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("destination", metavar="DEST", help="folder, or file for safetensors")
     convert.add_argument("--to", required=True, choices=_TARGETS)
     convert.add_argument("--step", **one_or_newest)
+    pax = "read a checkpoint of Paxml, with the state of Adam and the step"
+    convert.add_argument("--from", dest="origin", choices=("pax",), help=pax)
+    exp = "experiment that the checkpoint of Paxml is for; --fdl.NAME=VALUE sets its fields"
+    convert.add_argument("--exp", metavar="NAME", help=exp)
     part = "part of the state to write as safetensors (default: params)"
     convert.add_argument("--part", default="params", help=part)
     return parser
@@ -253,6 +262,8 @@ def _convert(options: argparse.Namespace) -> int:
     _use_cpu()
     from layerkit_runner.checkpointing import conversion, handlers
 
+    if options.origin is not None:
+        return _convert_pax(options)
     source = _existing(options.directory)
     step = _steps(source, options.step)[-1]
     if options.to == _SAFETENSORS:
@@ -273,6 +284,28 @@ def _convert(options: argparse.Namespace) -> int:
         _recorded_evaluations(directory)
     state_format = formats.StateFormat(options.to)
     print(conversion.convert_step(source, destination, step, state_format=state_format))
+    return 0
+
+
+def _convert_pax(options: argparse.Namespace) -> int:
+    from layerkit_runner.config.overrides import parse_override
+    from layerkit_runner.tools.pax_conversion import convert_pax
+
+    if options.exp is None:
+        raise UsageError(field="--exp", value=None, expected="an experiment with --from=pax")
+    if options.to == _SAFETENSORS:
+        choices = [kind.value for kind in formats.StateFormat]
+        raise UsageError(field="--to", value=options.to, choices=choices)
+    words = (word.removeprefix("--fdl.").partition("=") for word in options.overrides)
+    written = convert_pax(
+        options.directory,
+        _checkpoints_of(options.destination),
+        experiment=options.exp,
+        overrides=[parse_override(path, text) for path, _, text in words],
+        step=options.step,
+        state_format=formats.StateFormat(options.to),
+    )
+    print(written)
     return 0
 
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 
 from layerkit.config import Config, Partial
 from layerkit.layers import (
@@ -29,6 +30,8 @@ from layerkit.layers.pipelined_transformer import PipelinedTransformer
 from layerkit.models import LanguageModel
 from layerkit.nested_map import NestedMap
 from layerkit_runner.init_from import InitFrom, Source, plan_first_state
+from layerkit_runner.init_from.pax import folders
+from layerkit_runner.init_from.pax.arrays import open_arrays
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.optim.optimizers import adam_with_update_cap
 from layerkit_runner.optim.schedules import linear_warmup_exponential_decay
@@ -126,6 +129,12 @@ class Pax:
     step: int
     run_of: Callable[..., tuple[Partitioner, SingleTask]]
     whole_state: dict[str, Any]
+
+    def array(self, case: str, name: str) -> np.ndarray:
+        """An array of a recorded checkpoint, by its name."""
+        _, step_folder = folders.find(epath.Path(self.folder / case)).choose(None)
+        arrays = open_arrays(step_folder)
+        return arrays.read(name, tuple(map(slice, arrays.specs[name].shape)))
 
     def train(self, stack: str, **options: Any) -> list[float]:
         """The losses of as many steps as Paxml took."""
