@@ -45,7 +45,7 @@ def error_of(job: Any, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         # Fields of layers, and what their devices cannot run.
         ({"CHECKPOINT_POLICY": "fulll"}, "StackedTransformerRepeated(lm/stack)", "remat='fulll'"),
         ({"ATTENTION_BACKEND": "cudnn", "ATTENTION_LOGIT_CAP": "None"}, "attention", "cudnn"),
-        ({"ICI_MESH_SHAPE": "[1,1,8]", "PERCORE_BATCH_SIZE": 0.125}, "'key'", "'kv_heads'=2"),
+        ({"ICI_MESH_SHAPE": "[1,1,8]", "PERCORE_BATCH_SIZE": 0.125}, "'output'", "'heads'=2"),
         # Fields of the task, the data and the partitioner.
         ({"CHECKPOINT_EVERY_N_STEPS": 0}, "task.train", "save_interval_steps=0"),
         ({"DECAY_END": 8}, "linear_warmup_exponential_decay", "(4, 8, 8)"),
@@ -163,7 +163,7 @@ def test_checkpoint_of_another_size_is_an_error(
 ):
     error = error_of(jobs.make(EXP, finished.folder, MAX_STEPS=2, HIDDEN_DIMS=64, **ON_8), capsys)
     assert "  HIDDEN_DIMS: 32 → 64\n" in error
-    assert "params/lm/stack/repeat/sub/feed_forward/down/w: shape [1, 32, 16]" in error
+    assert "/lm/stack/repeat/sub/feed_forward/up/w: shape [1, 16, 32]" in error
     assert len(error.splitlines()) < 12  # few of the arrays that differ
 
 
