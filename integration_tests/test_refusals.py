@@ -51,7 +51,7 @@ def error_of(job: Any, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         ({"DECAY_END": 8}, "linear_warmup_exponential_decay", "(4, 8, 8)"),
         ({"PERCORE_BATCH_SIZE": 0.25}, "train", "rows of the global batch=2"),
         ({"PERCORE_BATCH_SIZE": 0.3}, "train", "percore_batch_size=0.3"),
-        ({"ICI_MESH_SHAPE": "[1,4,1]"}, "partitioner", "--fdl.ICI_MESH_SHAPE=[8,1,1]"),
+        ({"ICI_MESH_SHAPE": "[1,4,1]"}, "partitioner", "--fdl.ICI_MESH_SHAPE='[8,1,1]'"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

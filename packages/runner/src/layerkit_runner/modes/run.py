@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerkit.diagnostics import layer_of
+from layerkit.errors import ConfigError
 from layerkit_runner.config.config_tree import walk
 from layerkit_runner.config.field_paths import override_path
 from layerkit_runner.config.flags import RunOptions
@@ -89,7 +90,8 @@ def layer_errors(
 
     Args:
       resolved: Experiment.
-      process: Process whose log receives the traceback; None drops it.
+      process: Process whose log receives the traceback of an error that is not a `ConfigError`; None
+        drops it.
     """
     try:
         yield
@@ -102,7 +104,7 @@ def layer_errors(
         found = to_usage_error(error, owner=resolved.name)
         if text is not None:
             found = UsageError(text, owner=resolved.name)
-        if process is not None:
+        if process is not None and not isinstance(error, ConfigError):
             kept = _kept_traceback(error, process).strip()
             found.hint = " ".join(part for part in (found.hint, kept) if part)
         raise found from error
