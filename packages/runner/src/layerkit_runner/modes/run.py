@@ -90,8 +90,8 @@ def layer_errors(
 
     Args:
       resolved: Experiment.
-      process: Process whose log receives the traceback of an error that is not a `ConfigError`; None
-        drops it.
+      process: Process whose log receives tracebacks of errors in code, but not of a `ConfigError`;
+        None drops them.
     """
     try:
         yield
@@ -104,7 +104,7 @@ def layer_errors(
         found = to_usage_error(error, owner=resolved.name)
         if text is not None:
             found = UsageError(text, owner=resolved.name)
-        if process is not None and not isinstance(error, ConfigError):
+        if process is not None and (text is not None or not isinstance(error, ConfigError)):
             kept = _kept_traceback(error, process).strip()
             found.hint = " ".join(part for part in (found.hint, kept) if part)
         raise found from error
