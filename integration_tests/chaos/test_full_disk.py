@@ -68,7 +68,7 @@ def test_a_full_and_a_read_only_disk(jobs: Any, tmp_path: Path):
     assert (said / "codes").read_text().split() == ["1", "2", "0"], output
     full = re.fullmatch(
         rf"runner: The checkpoint of step (\d+) could not be written to {job.checkpoints}: .*No"
-        r" space left on device.*; step (\d+) is the newest there\.",
+        r" space left on device.*\. The newest checkpoint there: step (\d+)\.",
         output["full"].splitlines()[-1],
     )
     assert full, output["full"]

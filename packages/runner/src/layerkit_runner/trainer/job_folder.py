@@ -18,6 +18,7 @@ from typing import Any
 
 from etils import epath
 
+from layerkit.errors import as_sentence
 from layerkit_runner.checkpointing import folders
 from layerkit_runner.checkpointing.errors import SaveError
 from layerkit_runner.config.config_text import config_json, config_text
@@ -75,9 +76,9 @@ def check_writable(directory: epath.Path) -> None:
     try:
         if directory.exists():
             if not directory.is_dir():
-                raise NotADirectoryError("it is a file")
+                raise NotADirectoryError("It is a file")
             if not os.access(directory, os.W_OK | os.X_OK):
-                raise PermissionError("no write permission")
+                raise PermissionError("No write permission")
             check_links(directory)
             return
         while not parent.exists():
@@ -86,9 +87,10 @@ def check_writable(directory: epath.Path) -> None:
         missing.mkdir(exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"cannot write to the folder: {error}",
+            "cannot write to the folder",
             field="--job_log_dir",
             value=os.fspath(directory),
+            hint=as_sentence(str(error)),
         ) from error
     # Another process of the same job may use it already.
     with contextlib.suppress(OSError):
