@@ -482,3 +482,29 @@ def test_main_returns_the_exit_code(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["--mode=trian"]) == 2
     assert capsys.readouterr().err.startswith("runner: --mode='trian'")
     assert cli.main(["--help"]) == 0
+
+
+def test_entry_point_that_cannot_be_loaded_is_named_and_harms_no_other(tmp_path: Path):
+    (tmp_path / "acme.py").write_text("def run(resolved, options): ...\n")
+    info = tmp_path / "acme-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    points = "[layerkit.commands]\nweights = acme:MODE\nnorms = acme:run\n"
+    (info / "entry_points.txt").write_text(points)
+    paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+
+    def runner(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "layerkit_runner.cli", *words],
+            env={**os.environ, "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    assert runner("--help").returncode == 0
+    for mode, part in (("weights", "acme:MODE"), ("norms", "norms = acme:run")):
+        ended = runner("--exp=lm.quickstart.LocalText", f"--mode={mode}")
+        assert ended.returncode == 2, ended.stderr
+        assert len(ended.stderr.splitlines()) == 1
+        assert part in ended.stderr

@@ -233,7 +233,7 @@ def test_build_observers_instantiates_configs():
     ("config", "owner", "field"),
     [
         (Config(EveryK, every=0), "observers.0", "every"),
-        (Config(EveryK), "observers.0", None),
+        (Config(EveryK), "observers.0: EveryK", "every"),
         (Config(dict), None, "observers.0"),
     ],
 )

@@ -106,16 +106,24 @@ def load(kind: type[Kind], name: str, *, shown: str) -> Kind:
       shown: Text on the command line, for messages.
 
     Raises:
-      UsageError: No package has it, or its package cannot be imported.
+      UsageError: No package has it, its package cannot be imported, or it is of another kind.
     """
     problem = f"no package names it in the entry-point group {GROUP}"
     try:
         command = _load(name) if name in _entry_points() else None
-        if isinstance(command, kind):
-            return command
     except ImportError as error:
-        problem = str(error)
-    raise UsageError(f"the tool {name} is not installed: {problem}", owner=shown)
+        command, problem = None, str(error)
+    if command is None:
+        raise UsageError(f"the tool {name} is not installed: {problem}", owner=shown)
+    if isinstance(command, kind):
+        return command
+    raise UsageError(
+        f"the entry point {name} = {_entry_points()[name].value} is of another kind",
+        owner=shown,
+        value=type(command).__name__,
+        expected=kind.__name__,
+        hint=f"Use --mode={name}." if isinstance(command, Mode) else None,
+    )
 
 
 def load_mode(name: str) -> Mode:
@@ -141,4 +149,9 @@ def _entry_points() -> dict[str, EntryPoint]:
 
 @functools.cache
 def _load(name: str) -> Any:
-    return _entry_points()[name].load()
+    """Return the object of an entry point; raise `ImportError` if there is none."""
+    point = _entry_points()[name]
+    try:
+        return point.load()
+    except AttributeError as error:
+        raise ImportError(f"{point.value}: {error}") from error
