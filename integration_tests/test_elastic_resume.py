@@ -1,7 +1,7 @@
 """One run on changing devices: the losses are those of a run that never left one device.
 
 Each leg is the same command on other devices, over another mesh, or under the other partitioner,
-and goes on from the checkpoint of the leg before. The global batches stay the same. Sums are taken
+and resumes from the checkpoint of the leg before. The global batches stay the same. Sums are taken
 in another order there, so float32 losses agree to 1e-5 and not to the bit.
 """
 

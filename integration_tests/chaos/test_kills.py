@@ -2,7 +2,7 @@
 
 SIGKILL and SIGTERM at the start, in steps, in saves, in the deletion of old checkpoints, in
 evaluations and at the end, of the one process or of one of two. After every kill each committed
-step that is to stay is intact, and the same command goes on from the newest; at the end weights,
+step that is to stay is intact, and the same command resumes from the newest; at the end weights,
 optimizer state, the place in the data, every logged loss and every evaluation are those of a run
 that nobody stopped, to the bit.
 

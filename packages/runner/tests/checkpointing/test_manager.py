@@ -325,7 +325,7 @@ def test_damaged_newest_step_is_reported_and_moved_aside(tmp_path, state_format,
         restored = manager.restore(10, target_of(state, everywhere))
         assert_same_bits(restored.state, state)
         assert restored.input_states["train"]["position"] == 100
-        # Work goes on from step 10, and step 25 comes again.
+        # Training resumes from step 10 and saves step 25 again.
         assert manager.save(25, state, input_states={}, metadata={})
         manager.wait_until_finished()
         assert manager.newest_sound_step() == 25
