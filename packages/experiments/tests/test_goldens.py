@@ -1,12 +1,16 @@
 """The whole configuration of every experiment, as text, and what `--list` tells of it.
 
+The golden of the first experiment of a module is its whole text. Those of the others are the lines
+that differ from it; `- PATH` is a path that they lack.
+
 A golden changes only on purpose: look at the difference, then write them all anew with
 
-    REWRITE_GOLDENS=1 python -m pytest packages/experiments/tests/test_goldens.py
+    REWRITE_GOLDENS=1 python -m pytest -m '' packages/experiments/tests/test_goldens.py
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -84,12 +88,36 @@ def hf_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return folder.name
 
 
+FIRST: dict[str, str] = {}
+for each, experiment in EXPERIMENTS.items():
+    FIRST.setdefault(experiment.__module__, each)
+
+
+@functools.cache
+def configuration(name: str, **fields: str) -> str:
+    return config_text(resolve(EXPERIMENTS[name](**fields)))
+
+
+def differences(text: str, first: str) -> str:
+    """The lines of `text` that `first` does not have, and the paths that only `first` has."""
+    lines, known = text.splitlines(), first.splitlines()
+    paths = {line.partition(" = ")[0] for line in lines}
+    absent = [path for line in known if (path := line.partition(" = ")[0]) not in paths]
+    own = set(known)
+    changed = [line for line in lines if line not in own]
+    return "".join(f"{line}\n" for line in (*changed, *(f"- {path}" for path in absent)))
+
+
+def golden_text(name: str, fields: dict[str, str]) -> str:
+    text, first = configuration(name, **fields), FIRST[EXPERIMENTS[name].__module__]
+    return text if name == first else differences(text, configuration(first, **fields))
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_configuration_is_as_it_was(name: str, request: pytest.FixtureRequest):
-    cls = EXPERIMENTS[name]
     # A field that has no value is given that of the fixture of its name.
-    fields = {f: request.getfixturevalue(f.lower()) for f in fields_without_value(cls)}
-    text = config_text(resolve(cls(**fields)))
+    unset = fields_without_value(EXPERIMENTS[name])
+    text = golden_text(name, {f: request.getfixturevalue(f.lower()) for f in unset})
     golden = GOLDENS / f"{name}.txt"
     if REWRITE:
         GOLDENS.mkdir(exist_ok=True)
