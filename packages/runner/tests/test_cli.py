@@ -440,12 +440,6 @@ def test_diff_config(place: Path):
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "nothing differs")
 
 
-def test_graph_needs_no_jax(place: Path):
-    done = runner(place, "--exp=own.Mine", "--mode=inspect", "--inspect=graph")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert '  n1 -->|"model"| n2' in done.stdout.splitlines()
-
-
 def test_package_adds_mode_and_command(place: Path, monkeypatch: pytest.MonkeyPatch):
     paths = [str(place / "tools"), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))

@@ -60,7 +60,6 @@ INSPECTED = {
     "config": ("json",),
     "layers": ("num_devices", "json"),
     "parameters": ("num_devices", "json"),
-    "graph": (),
     "batches": ("num_batches", "num_hosts", "num_devices"),
 }
 
@@ -271,7 +270,7 @@ class RunOptions:
     )
     inspect: str = _option(
         "config: the configuration; layers: each with its fields; parameters: a table of weights;"
-        " graph: the configuration as a Mermaid diagram; batches: a few of each input",
+        " batches: a few of each input",
         "WHAT",
         _INSPECT,
         default="config",

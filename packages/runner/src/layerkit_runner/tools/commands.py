@@ -77,10 +77,6 @@ def _inspect(resolved: ResolvedExperiment, options: RunOptions) -> int:
         from layerkit_runner.tools.inspect.parameter_table import describe_parameters
 
         text = describe_parameters(resolved, options)
-    elif options.inspect == "graph":
-        from layerkit_runner.tools.inspect.config_graph import config_graph, mermaid
-
-        text = mermaid(config_graph(resolved))
     else:
         from layerkit_runner.config.config_text import printed_config
 
@@ -138,7 +134,7 @@ def _resolve(flags: ParsedFlags) -> ResolvedExperiment:
 
 PLAN = Mode("compile the training step without the devices; print memory and traffic", _plan)
 INSPECT = Mode(
-    "print the configuration, layers, weights, graph or batches; writes nothing",
+    "print the configuration, layers, weights or batches; writes nothing",
     _inspect,
 )
 DIFF_CONFIG = FlagCommand(_diff_config)
@@ -148,6 +144,6 @@ DOCTOR = Command(
     _doctor,
 )
 LAUNCH = Command(
-    "start a run on this machine, Slurm, TPUs or Kubernetes; `runner launch` lists the kinds",
+    "start a run on this machine or on Slurm; `runner launch` lists the kinds",
     _launch,
 )

@@ -5,27 +5,26 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from layerkit_runner.config.flags import RunOptions
+from layerkit_experiments.lm.lm_cloud import LmCloudSpmdTest
+from layerkit_runner.config.resolve import resolve
 from layerkit_runner.tools.launch.command import parse_options
 from layerkit_runner.tools.launch.request import Options, Request
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def request_of() -> Callable[..., Request]:
-    """Return a function that makes a request for a folder or store."""
+    """Return a function that makes a request for a folder or store, and a mesh of 4 × 8 devices."""
+    resolved = resolve(LmCloudSpmdTest(ICI_MESH_SHAPE=[1, 8, 1], DCN_MESH_SHAPE=[4, 1, 1]))
+    any_mesh = resolve(LmCloudSpmdTest(ICI_MESH_SHAPE=None, DCN_MESH_SHAPE=None))
 
-    def make(folder: str = "/runs/it's here", **more: Any) -> Request:
-        words = (
-            "--exp=lm.some.MyExperiment",
-            "--fdl.NAMES=['a b', 'c']",
-            f"--job_log_dir={folder}",
-        )
-        options = RunOptions(job_log_dir=folder)
-        return Request(words, options, "train", "lm.some.MyExperiment", **more)
+    def make(
+        folder: str = "/runs/it's here", *, names: str = "['a b', 'c']", has_mesh: bool = False
+    ) -> Request:
+        words = ("--exp=lm.some.MyExperiment", f"--fdl.NAMES={names}", f"--job_log_dir={folder}")
+        return Request(words, folder, "train", resolved if has_mesh else any_mesh)
 
     return make
 

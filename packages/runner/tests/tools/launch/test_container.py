@@ -1,12 +1,20 @@
-"""The container recipe names files and extras that exist; Docker is not needed."""
+"""The recipes for containers and Kubernetes; neither Docker nor a cluster is needed."""
 
 from __future__ import annotations
 
+import math
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
+
+from layerkit_runner.config.flags import parse_flags
+from layerkit_runner.config.registry import find_experiment
+from layerkit_runner.config.resolve import resolve_entry
+from layerkit_runner.tools.launch import local
 
 ROOT = Path(__file__).resolve().parents[5]
 RECIPE = ROOT / "docs/launch/Dockerfile"
@@ -42,3 +50,30 @@ def test_extras_are_those_of_the_packages():
 def test_base_images_name_no_registry():
     images = re.findall(r"^FROM (\S+)", RECIPE.read_text(), re.MULTILINE)
     assert images == ["python:3.12-slim", "python:3.12-slim"]
+
+
+def test_jobset_runs_a_valid_command_that_fits_its_pods():
+    found = yaml.safe_load((RECIPE.parent / "jobset.yaml").read_text())
+    name = found["metadata"]["name"]
+    (job,) = found["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]
+    (rule,) = spec["podFailurePolicy"]["rules"]
+    assert tuple(rule["onExitCodes"]["values"]) == local.FINAL_EXIT_CODES
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    mounts = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in pod["volumes"]}
+    bash, option, line = container["command"]
+    assert (bash, option) == ("bash", "-c")
+    words = [word.replace("$JOB_COMPLETION_INDEX", "0") for word in shlex.split(line)]
+    assert words[:2] == ["exec", "runner"]
+    flags = parse_flags(words[2:])
+    assert spec["parallelism"] == spec["completions"] == flags.options.num_processes
+    (port,) = container["ports"]
+    address = f"{name}-{job['name']}-0-0.{name}:{port['containerPort']}"
+    assert flags.options.coordinator_address == address
+    # The vocabulary is on the volume of the cluster.
+    overrides = [each for each in flags.overrides if each.path != "VOCAB_PATH"]
+    mesh = resolve_entry(find_experiment(flags.exp), overrides).partitioner
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert gpus * spec["completions"] == math.prod([*mesh.ici_mesh_shape, *mesh.dcn_mesh_shape])

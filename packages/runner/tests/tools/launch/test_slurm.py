@@ -71,14 +71,12 @@ def test_script_has_the_options_of_all_flags(request_of, flags_of, check_bash):
         *("--container_image=image.sqsh", "--container_mounts=/runs:/runs"),
         *("--env=NCCL_DEBUG=INFO", "--setup=module load cuda"),
     )
-    recipe = slurm.make_recipe(request_of(mesh=(8, 4)), flags)
-    ((path, text),) = recipe.files.items()
-    check_bash(text)
-    assert path == "/runs/it's here/launch/slurm.sh"
-    assert [*recipe.commands] == [["sbatch", path]]
-    lines = text.splitlines()
+    script = slurm.make_script(request_of(has_mesh=True), flags)
+    check_bash(script.text)
+    assert (script.program, script.path) == ("sbatch", "/runs/it's here/launch/slurm.sh")
+    lines = script.text.splitlines()
     assert [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")] == [
-        "--job-name=myexperiment",
+        "--job-name=lmcloudspmdtest",
         f"--chdir={os.getcwd()}",
         '--output="/runs/it\'s here/launch/slurm-%j.log"',
         "--open-mode=append",
@@ -109,7 +107,7 @@ def test_script_has_the_options_of_all_flags(request_of, flags_of, check_bash):
 
 
 def test_script_without_gpus_has_no_flags_of_gpus(request_of, flags_of, check_bash):
-    ((_, text),) = slurm.make_recipe(request_of(), flags_of("slurm")).files.items()
+    text = slurm.make_script(request_of(), flags_of("slurm")).text
     check_bash(text)
     assert "gpu" not in text
 
@@ -164,7 +162,7 @@ def test_flags_that_contradict_each_other_or_the_mesh_are_an_error(
 ):
     monkeypatch.delenv("XLA_FLAGS", raising=False)  # the tests set it to simulate devices
     with raises(UserError, field=field, value=value):
-        slurm.make_recipe(request_of(mesh=(8, 4)), flags_of("slurm", *flags))
+        slurm.make_script(request_of(has_mesh=True), flags_of("slurm", *flags))
 
 
 @pytest.mark.parametrize(
@@ -178,7 +176,7 @@ def test_flags_that_contradict_each_other_or_the_mesh_are_an_error(
 )
 def test_mesh_is_accepted_without_gpus_per_node(request_of, flags_of, monkeypatch, flags):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    assert slurm.make_recipe(request_of(mesh=(8, 4)), flags_of("slurm", *flags)).files
+    assert slurm.make_script(request_of(has_mesh=True), flags_of("slurm", *flags)).text
 
 
 MINUTE, HOUR, DAY = 60, 3600, 86400

@@ -12,17 +12,15 @@ import textwrap
 from collections.abc import Sequence
 
 from layerkit_runner.run_options import Flag, non_negative
-from layerkit_runner.tools.launch.request import Options, Recipe, Request, installed_runner
+from layerkit_runner.tools.launch.request import Options, Request, Script, installed_runner
 
 # No progress (70), another process lost (75), or killed: 128 plus SIGABRT, SIGBUS, SIGKILL (such as
 # for lack of memory) or SIGSEGV. Ctrl-C (130) and SIGTERM (143) are requests to stop.
 RETRIED_EXIT_CODES = (70, 75, 134, 135, 137, 139)
 # An error, a wrong command, or non-finite training: a restart would fail in the same way.
 FINAL_EXIT_CODES = (1, 2, 65)
-# Write output without a buffer.
-VARIABLES = {"PYTHONUNBUFFERED": "1"}
 # Machines that were replaced need time to start.
-SECONDS_BETWEEN_STARTS = 10
+_SECONDS_BETWEEN_STARTS = 10
 
 MAX_RESTARTS = Flag(
     "max_restarts",
@@ -31,13 +29,10 @@ MAX_RESTARTS = Flag(
     "N",
     default=3,
 )
-SCRIPT = Flag(
-    "script", str, "file of the script; by default in DIR/launch or, for a store, ./", "FILE"
-)
+HELP = "on this machine, with restarts after a kill or a hang"
 FLAGS = (
     MAX_RESTARTS,
     Flag("devices", str, "gpu: use compiler flags for GPUs", "KIND", "other", ("gpu", "other")),
-    SCRIPT,
 )
 
 FORWARD_SIGNALS = """\
@@ -53,46 +48,32 @@ trap 'forward INT' INT
 """
 
 
-def make_recipe(request: Request, options: Options) -> Recipe:
-    """Return the script, and a command that runs it."""
-    if options.devices == "gpu":
-        request = request.with_preset("gpu_latency_hiding", options)
-    path = script_path(request, "local.sh", options.script)
-    command = options.command(installed_runner())
+def make_script(request: Request, options: Options) -> Script:
+    """Return the script, which replaces the launching process."""
+    words = request.run_words(options, has_gpus=options.devices == "gpu")
     text = "\n".join(
         [
             "#!/bin/bash",
-            f"# {request.experiment} on this machine, with restarts.",
             "set -u",
             f"cd {shlex.quote(os.getcwd())}",
-            environment_lines(options, inherited=options.inherited_variables()),
+            environment_lines(options),
             FORWARD_SIGNALS,
-            bash_array("run", [*command, *request.words]),
+            bash_array("run", [*options.command(installed_runner()), *words]),
             restart_loop('"${run[@]}"', max_restarts=options.max_restarts),
         ]
     )
-    return Recipe(files={path: text}, commands=[["bash", path]], replaces_process=True)
+    path = request.script_path("local", options.script)
+    return Script(path, text, "bash", replaces_process=True)
 
 
-def script_path(request: Request, name: str, chosen: str | None) -> str:
-    """Return the absolute path of a script: the chosen one, or `name` in the folder of the run.
-
-    The script lies in the working directory if that folder is in a store.
-    """
-    if chosen is not None:
-        return os.path.abspath(chosen)
-    if request.is_in_store:
-        return os.path.abspath(f"{request.job_name}.{name}")
-    return os.path.join(request.folder, "launch", name)
-
-
-def environment_lines(options: Options, *, inherited: Sequence[str] = ()) -> str:
+def environment_lines(options: Options) -> str:
     """Return lines that set the variables of `--env` and then run those of `--setup`.
 
-    The script fails if it is started without one of the `inherited` variables.
+    The script fails if it is started without one of the referenced variables.
     """
-    variables = {**VARIABLES, **options.written_variables}
+    variables = {"PYTHONUNBUFFERED": "1", **options.written_variables}
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    inherited = options.inherited_variables()
     checks = [f': "${{{name}:?is not set where this script was started}}"' for name in inherited]
     return "".join(f"{line}\n" for line in [*exports, *checks, *options.setup])
 
@@ -109,7 +90,7 @@ def restart_loop(
     max_restarts: int,
     before_start: str = "",
     after_end: str = "",
-    pause: int = SECONDS_BETWEEN_STARTS,
+    pause: int = _SECONDS_BETWEEN_STARTS,
 ) -> str:
     """Return a loop that starts a command in the background and waits for it.
 

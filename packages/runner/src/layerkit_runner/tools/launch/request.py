@@ -1,9 +1,7 @@
-"""What `runner launch` starts: the checked command of `runner`, and the files and commands for it.
+"""What `runner launch` starts: the checked command of `runner`, and the script that starts it.
 
-Each writer of scripts and manifests quotes values for its own format. Values that no format can
-hold safely are errors here. A variable is written with its value (`--env=NAME=VALUE`) or passed by
-reference (`--env=NAME`). The run then takes the value from where the launcher keeps it, and no file
-holds it.
+A variable is written with its value (`--env=NAME=VALUE`) or passed by reference (`--env=NAME`). The
+run then takes the value from the launching environment, and no file holds it.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ import shlex
 import subprocess
 import sys
 import types
-import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,45 +22,32 @@ from layerkit_runner.config.flags import ParsedFlags, flag_word, parse_flags
 from layerkit_runner.config.recorded import with_recorded_experiment
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import atomic_write
-from layerkit_runner.run_options import JOINING_MODES, RunOptions
+from layerkit_runner.run_options import JOINING_MODES
 
 if TYPE_CHECKING:
     from layerkit_runner.config.resolve import ResolvedExperiment
 
 Resolve = Callable[[ParsedFlags], "ResolvedExperiment"]
 
-# Longest job name that Kubernetes, the strictest kind, accepts.
-LONGEST_NAME = 40
-
+_MAX_NAME_LENGTH = 40
 _SET_BY_LAUNCHER = ("coordinator_address", "num_processes", "process_id", "multiprocess_gpu")
 _MESH_SETTINGS = {"partitioner.ici_mesh_shape": "…", "partitioner.dcn_mesh_shape": "…"}
-
-
-# Control characters, line and paragraph separators, and bytes that are no UTF-8: each can end a
-# line where a program reads one, or cannot be written at all.
-_INVALID_CATEGORIES = ("Cc", "Zl", "Zp", "Cs")
-# Options of sbatch, and variables, which hold options such as XLA_FLAGS=--xla_….
-_MAY_BEGIN_WITH_DASH = ("sbatch", "env")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD)(_|$)", re.IGNORECASE)
 
 
 class Options(types.SimpleNamespace):
-    """The flags of a kind, by name; `kind` is its name, and `env` has (name, value or None)."""
+    """The flags of a kind, by name; `env` has (name, value or None)."""
 
     @property
     def written_variables(self) -> dict[str, str]:
         """The variables that are given with their values."""
         return {name: value for name, value in self.env if value is not None}
 
-    @property
-    def referenced_variables(self) -> list[str]:
-        """Names of the variables that are given without their values."""
-        return [name for name, value in self.env if value is None]
-
     def inherited_variables(self) -> list[str]:
         """Return the names of the referenced variables, all of which this process must have."""
-        for name in self.referenced_variables:
+        names = [name for name, value in self.env if value is None]
+        for name in names:
             if name not in os.environ:
                 raise UsageError(
                     field="--env",
@@ -71,7 +55,7 @@ class Options(types.SimpleNamespace):
                     expected="a variable that is set in this environment",
                     hint=f"Set it before the launch: export {name}=…",
                 )
-        return self.referenced_variables
+        return names
 
     def command(self, default: list[str]) -> list[str]:
         """Return the words of `--runner`, or the default; raise UsageError if it is no command."""
@@ -93,71 +77,58 @@ class Request:
 
     Attributes:
       words: Words after `runner`, with an absolute folder.
-      options: Options of the run.
+      folder: `--job_log_dir`, absolute.
       mode: Value of `--mode`.
-      experiment: Name of the experiment.
-      mesh: Number of devices of the mesh within a slice, and number of slices. None if the mesh
-        takes all devices, or if the experiment could not be imported here.
-      resolved: The experiment, if it could be imported here.
+      resolved: The experiment.
+      has_preset: Whether the command has an `--xla_flags_preset`.
     """
 
     words: tuple[str, ...]
-    options: RunOptions
+    folder: str
     mode: str
-    experiment: str
-    mesh: tuple[int, int] | None = None
-    resolved: ResolvedExperiment | None = None
+    resolved: ResolvedExperiment
+    has_preset: bool = False
 
     @property
     def job_name(self) -> str:
         """A name for the job: lower-case letters, digits and dashes."""
-        name = re.sub(r"[^a-z0-9]+", "-", self.experiment.rpartition(".")[2].lower())
-        return name.strip("-")[:LONGEST_NAME].strip("-") or "run"
+        name = re.sub(r"[^a-z0-9]+", "-", self.resolved.name.rpartition(".")[2].lower())
+        return name.strip("-")[:_MAX_NAME_LENGTH].strip("-") or "run"
 
     @property
-    def folder(self) -> str:
-        """`--job_log_dir`, absolute."""
-        return self.options.job_log_dir or ""
+    def num_devices(self) -> int | None:
+        """Number of devices of the mesh; None if the mesh takes all devices."""
+        within = getattr(self.resolved.partitioner, "ici_mesh_shape", None)
+        across = getattr(self.resolved.partitioner, "dcn_mesh_shape", None)
+        return None if within is None else math.prod(within) * math.prod(across or [1])
 
-    @property
-    def is_in_store(self) -> bool:
-        """True if the folder is in a store, such as `gs://…`."""
-        return "://" in self.folder
+    def run_words(self, options: Options, *, has_gpus: bool) -> tuple[str, ...]:
+        """Return `words`, with the preset of compiler flags for GPUs if it applies."""
+        wants_preset = options.recommended_xla_flags and self.mode == "train"
+        if has_gpus and wants_preset and not self.has_preset:
+            return (*self.words, "--xla_flags_preset=gpu_latency_hiding")
+        return self.words
 
-    def with_preset(self, preset: str | None, options: Options) -> Request:
-        """Return the request with a preset of compiler flags, unless it has one or excludes it."""
-        has_preset = self.options.xla_flags_preset is not None
-        is_wanted = options.recommended_xla_flags and self.mode == "train"
-        if preset is None or has_preset or not is_wanted:
-            return self
-        return dataclasses.replace(self, words=(*self.words, f"--xla_flags_preset={preset}"))
+    def script_path(self, kind: str, chosen: str | None) -> str:
+        """Return the absolute path of a script: the chosen one, or one in the folder of the run.
 
-    def check_devices(self, count: int, flags: str, *, num_slices: int | None = None) -> None:
-        """Raise UsageError if the mesh has another number of devices than the job.
-
-        Args:
-          count: Number of devices of the job.
-          flags: Flags that request these devices, for the message.
-          num_slices: Number of slices of TPUs; None for GPUs.
+        The script lies in the working directory if that folder is in a store.
         """
-        if self.mesh is None:
-            return
-        if num_slices is not None and num_slices > 1:
-            flags += f" --num_slices={num_slices}"
-        within, across = self.mesh
-        wanted = {"devices": (within * across, count)}
-        if num_slices is not None:
-            wanted["slices"] = (across, num_slices)
-        for name, (value, expected) in wanted.items():
-            if value != expected:
-                raise UsageError(
-                    owner=self.experiment,
-                    field=f"{name} of the mesh",
-                    value=value,
-                    expected=f"{expected}, as requested by {flags}",
-                    hint=f"Request {value} {name}, or change the mesh.",
-                    settings=_MESH_SETTINGS,
-                )
+        if chosen is None and "://" not in self.folder:
+            return os.path.join(self.folder, "launch", f"{kind}.sh")
+        return os.path.abspath(chosen or f"{self.job_name}.{kind}.sh")
+
+    def check_devices(self, count: int, flags: str) -> None:
+        """Raise UsageError if the mesh has another number of devices than `flags` request."""
+        if self.num_devices not in (None, count):
+            raise UsageError(
+                owner=self.resolved.name,
+                field="devices of the mesh",
+                value=self.num_devices,
+                expected=f"{count}, as requested by {flags}",
+                hint=f"Request {self.num_devices} devices, or change the mesh.",
+                settings=_MESH_SETTINGS,
+            )
 
     def check_cpus(self, num_processes: int, flags: str, variables: Mapping[str, str]) -> None:
         """Raise UsageError if the mesh has more devices than the processes, one CPU each.
@@ -168,34 +139,32 @@ class Request:
           variables: Environment of the processes, which may give each several devices.
         """
         in_flags = "xla_force_host_platform_device_count" in variables.get("XLA_FLAGS", "")
-        if self.mesh is None or in_flags or "JAX_NUM_CPU_DEVICES" in variables:
+        if in_flags or "JAX_NUM_CPU_DEVICES" in variables:
             return
-        if (count := math.prod(self.mesh)) > num_processes:
+        if (self.num_devices or 0) > num_processes:
             raise UsageError(
-                owner=self.experiment,
+                owner=self.resolved.name,
                 field="devices of the mesh",
-                value=count,
+                value=self.num_devices,
                 expected=f"at most {num_processes}, one CPU for each process of {flags}",
                 hint="Request GPUs by --gpus_per_node, or change the mesh to run on CPUs.",
                 settings=_MESH_SETTINGS,
             )
 
 
-def make_request(words: Sequence[str], resolve: Resolve, *, runs_elsewhere: bool) -> Request:
+def make_request(words: Sequence[str], resolve: Resolve) -> Request:
     """Parse and check the words of a command of `runner`.
 
     Args:
       words: Words after `runner`.
       resolve: Function that finds the experiment and applies the overrides.
-      runs_elsewhere: True if the run may see other files than this machine. A file or package that
-        is missing here is then reported and is no error.
 
     Raises:
       UsageError: A flag, experiment, field or value is wrong, or the mode needs no launcher.
     """
     flags = parse_flags(words)
     if flags.exp is None:
-        flags = with_recorded_experiment(flags, _report)
+        flags = with_recorded_experiment(flags, lambda s: print(f"launch: {s}", file=sys.stderr))
     if flags.given.get("help") or flags.given.get("list") or flags.only_prints:
         raise UsageError("`runner launch` starts runs, but this command only prints")
     if flags.mode not in JOINING_MODES:
@@ -203,82 +172,30 @@ def make_request(words: Sequence[str], resolve: Resolve, *, runs_elsewhere: bool
         raise UsageError(field="--mode", value=flags.mode, expected=expected)
     for name in _SET_BY_LAUNCHER:
         if name in flags.given:
-            raise UsageError(
-                "the launcher sets this flag for each process",
-                field=f"--{name}",
-                hint="Leave it out.",
-            )
-    folder = flags.options.job_log_dir
-    if folder is not None and "://" not in folder:
+            problem, hint = "the launcher sets this flag for each process", "Leave it out."
+            raise UsageError(problem, field=f"--{name}", hint=hint)
+    resolved = resolve(flags)
+    folder = flags.options.job_log_dir or ""
+    if "://" not in folder:
         folder = os.path.abspath(os.path.expanduser(folder))
-        options = dataclasses.replace(flags.options, job_log_dir=folder)
-        given = {**flags.given, "job_log_dir": folder}
-        flags = dataclasses.replace(flags, given=given, options=options)
-    others = {name: v for name, v in flags.given.items() if name not in ("exp", "fdl_config")}
-    request = Request(
+    given = {name: v for name, v in flags.given.items() if name not in ("exp", "fdl_config")}
+    return Request(
         words=(
             f"--exp={flags.exp}",
             *(f"--fdl.{override.path}={override.text}" for override in flags.overrides),
-            *(flag_word(name, value) for name, value in others.items()),
+            *(flag_word(name, v) for name, v in (given | {"job_log_dir": folder}).items()),
         ),
-        options=flags.options,
+        folder=folder,
         mode=flags.mode,
-        experiment=flags.exp or "",
+        resolved=resolved,
+        has_preset=flags.options.xla_flags_preset is not None,
     )
-    try:
-        resolved = resolve(flags)
-    except UsageError as error:
-        # A file that a validate() could not open here may exist there.
-        if not runs_elsewhere or not isinstance(error.__cause__, (OSError, ImportError)):
-            raise
-        _report(f"the experiment is not checked on this machine: {error}")
-        return request
-    within = getattr(resolved.partitioner, "ici_mesh_shape", None)
-    across = getattr(resolved.partitioner, "dcn_mesh_shape", None)
-    mesh = None if within is None else (math.prod(within), math.prod(across or [1]))
-    return dataclasses.replace(request, mesh=mesh, resolved=resolved)
-
-
-def _report(line: str) -> None:
-    print(f"launch: {line}", file=sys.stderr)
 
 
 def installed_runner() -> list[str]:
     """Return the words that call `runner` in the environment of this Python."""
     script = os.path.join(os.path.dirname(sys.executable), "runner")
     return [script] if os.access(script, os.X_OK) else [sys.executable, "-m", "layerkit_runner.cli"]
-
-
-def check_words(words: Iterable[str]) -> None:
-    """Raise UsageError if a word or the working directory holds a control character."""
-    texts = [("working directory", os.getcwd())]
-    for word in words:
-        name, equals, text = word.partition("=")
-        texts.append((name, text) if equals and name.isprintable() else ("argument", word))
-    for name, text in texts:
-        for character in text:
-            if unicodedata.category(character) in _INVALID_CATEGORIES:
-                raise UsageError(
-                    field=name,
-                    value=text,
-                    expected="text without control characters",
-                    hint=f"Remove {character!r}; inside a string of --fdl write it as an escape.",
-                )
-
-
-def check_dashes(options: Options) -> None:
-    """Raise UsageError if a value begins with a dash, which would make it an option."""
-    for name, value in vars(options).items():
-        texts = value if isinstance(value, (list, tuple)) else [value]
-        for text in texts:
-            is_option = isinstance(text, str) and text.startswith("-")
-            if is_option and name not in _MAY_BEGIN_WITH_DASH:
-                raise UsageError(
-                    field=f"--{name}",
-                    value=text,
-                    expected="a value that does not begin with a dash",
-                    hint="Write a path as ./-NAME.",
-                )
 
 
 def read_variable(text: str) -> tuple[str, str | None]:
@@ -297,72 +214,64 @@ def read_variable(text: str) -> tuple[str, str | None]:
             field="--env",
             value=name,
             expected=f"a reference without the value, --env={name}",
-            hint="docs/launch/README.md lists the source of the value for each kind of launcher.",
+            hint=f"Set it before the launch: export {name}=…",
         )
     return name, value if equals else None
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
-    """Files and commands that start a run.
+class Script:
+    """A script that starts a run.
 
     Attributes:
-      commands: Words of each command, in order.
-      files: Text by path. Only the owner can read a file, and execute one that ends in `.sh`.
-      folders: Folders that must exist.
-      next_steps: Lines for the user, printed after the commands.
-      replaces_process: True if the last command replaces this process and so receives its signals.
+      path: Absolute path of the file, which only its owner can read and execute.
+      text: Content of the file.
+      program: Program that is called with the path.
+      folder: Folder that must exist before the start; None for none.
+      next_steps: Lines for the user, printed after the start.
+      replaces_process: True if the program replaces this process and so receives its signals.
     """
 
-    commands: Sequence[Sequence[str]]
-    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    folders: Sequence[str] = ()
+    path: str
+    text: str
+    program: str
+    folder: str | None = None
     next_steps: Sequence[str] = ()
     replaces_process: bool = False
 
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of a dry run; except for the headings, a shell could run them."""
+        yield f"# would write {self.path}"
+        yield self.text
+        yield "# would run"
+        yield shlex.join([self.program, self.path])
+        yield from (f"# {line}" for line in self.next_steps)
 
-def recipe_lines(recipe: Recipe) -> Iterator[str]:
-    """Yield the lines of a dry run; except for the headings, a shell could run them."""
-    for path, text in recipe.files.items():
-        yield f"# would write {path}"
-        yield text.rstrip("\n")
-        yield ""
-    for folder in recipe.folders:
-        yield f"# would make {folder}"
-    yield "# would run" if recipe.commands else "# would run nothing"
-    for words in recipe.commands:
-        yield shlex.join(words)
-    yield from (f"# {line}" for line in recipe.next_steps)
+    def start(self) -> int:
+        """Write the file and run the program; return its exit code.
 
-
-def execute(recipe: Recipe) -> int:
-    """Write the files and run the commands up to the first that fails; return its exit code.
-
-    Raises:
-      UsageError: A file cannot be written, or a program is not installed here.
-    """
-    try:
-        for folder in recipe.folders:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        for path, text in recipe.files.items():
+        Raises:
+          UsageError: The file cannot be written, or the program is not installed here.
+        """
+        try:
+            if self.folder is not None:
+                Path(self.folder).mkdir(parents=True, exist_ok=True)
             # It may hold variables and paths that are not for others to read.
-            atomic_write(path, text, mode=0o700 if path.endswith(".sh") else 0o600)
-    except OSError as error:
-        raise UsageError(f"cannot write, so nothing was started: {error}") from error
-    for number, words in enumerate(recipe.commands, start=1):
+            atomic_write(self.path, self.text, mode=0o700)
+        except (OSError, UnicodeEncodeError) as error:
+            raise UsageError(f"cannot write, so nothing was started: {error}") from error
+        words = [self.program, self.path]
         print(f"+ {shlex.join(words)}", flush=True)
         try:
-            if recipe.replaces_process and number == len(recipe.commands):
-                os.execvp(words[0], list(words))
+            if self.replaces_process:
+                os.execvp(words[0], words)
             code = subprocess.run(words, check=False).returncode
         except FileNotFoundError:
             raise UsageError(
                 "the program is not installed here, so nothing was started",
-                owner=words[0],
-                hint="--dry_run prints the files and commands, to start them on another machine.",
+                owner=self.program,
+                hint="--dry_run prints the script and the command for another machine.",
             ) from None
-        if code != 0:
-            return code
-    for line in recipe.next_steps:
-        print(line)
-    return 0
+        if code == 0:
+            print("\n".join(self.next_steps))
+        return code

@@ -21,7 +21,7 @@ from layerkit.checks import check_divisible, require
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import Flag, non_negative, positive
 from layerkit_runner.tools.launch import local
-from layerkit_runner.tools.launch.request import Options, Recipe, Request, installed_runner
+from layerkit_runner.tools.launch.request import Options, Request, Script, installed_runner
 
 
 def _option_text(text: str) -> str:
@@ -30,6 +30,7 @@ def _option_text(text: str) -> str:
     return text
 
 
+HELP = "as a batch job, requeued at its time limit"
 FLAGS = (
     Flag("nodes", positive, "number of nodes", "N", default=1),
     Flag("gpus_per_node", non_negative, "number of GPUs of each node", "N", default=0),
@@ -49,20 +50,21 @@ FLAGS = (
         "OPTION",
         repeats=True,
     ),
-    local.SCRIPT,
 )
 
 
-def make_recipe(request: Request, options: Options) -> Recipe:
-    """Return the batch script, and the command that submits it."""
+def make_script(request: Request, options: Options) -> Script:
+    """Return the batch script, which sbatch submits.
+
+    Raises:
+      UsageError: A value cannot be written, or the flags contradict each other or the mesh.
+    """
     _check(request, options)
-    if options.gpus_per_node:
-        request = request.with_preset("gpu_latency_hiding", options)
-    path = local.script_path(request, "slurm.sh", options.script)
-    return Recipe(
-        files={path: batch_script(request, options)},
-        folders=[] if request.is_in_store else [os.path.join(request.folder, "launch")],
-        commands=[["sbatch", path]],
+    return Script(
+        path=request.script_path("slurm", options.script),
+        text=batch_script(request, options),
+        program="sbatch",
+        folder=None if "://" in request.folder else os.path.join(request.folder, "launch"),
         next_steps=[
             f"output: {_output(request)} (%j is the number of the job)",
             "scontrol requeue JOB: save and requeue; scancel JOB: save and end",
@@ -92,7 +94,7 @@ def _check(request: Request, options: Options) -> None:
 def _output(request: Request) -> str:
     # A requeued job keeps its number and appends.
     name = "slurm-%j.log"
-    if request.is_in_store:
+    if "://" in request.folder:
         return name
     # Slurm replaces %-patterns in the whole path.
     return os.path.join(request.folder.replace("%", "%%"), "launch", name)
@@ -102,6 +104,7 @@ def batch_script(request: Request, options: Options) -> str:
     """Return the text of the batch script."""
     in_container = options.container_image is not None
     command = options.command(["runner"] if in_container else installed_runner())
+    words = request.run_words(options, has_gpus=options.gpus_per_node > 0)
     seconds = options.save_before_end
     trap = f"""\
 # {seconds} s before the time limit Slurm signals this script, which makes the run save and exit.
@@ -122,13 +125,12 @@ requeue() {{
         [
             "#!/bin/bash",
             *(f"#SBATCH {option}" for option in _options(request, options)),
-            f"# {request.experiment}, by `runner launch slurm`.",
             "set -u",
             "",
             trap,
-            local.environment_lines(options, inherited=options.inherited_variables()),
+            local.environment_lines(options),
             local.bash_array("srun", _srun_options(options)),
-            local.bash_array("run", [*command, *request.words]),
+            local.bash_array("run", [*command, *words]),
             local.restart_loop(
                 'srun "${srun[@]}" "${run[@]}"',
                 max_restarts=options.max_restarts,
@@ -155,7 +157,16 @@ def _options(request: Request, options: Options) -> list[str]:
         "signal": f"B:USR1@{options.save_before_end}",
     }
     lines = [f"--{name}={_quoted(str(v))}" for name, v in given.items() if v is not None]
-    return [*lines, "--requeue", *options.sbatch]
+    lines += ["--requeue", *options.sbatch]
+    for line in lines:
+        if not line.isprintable():  # a line break would begin a line of its own
+            raise UsageError(
+                "a line of the batch script cannot hold this text",
+                field=line.partition("=")[0],
+                value=line.partition("=")[2],
+                expected="text without control characters",
+            )
+    return lines
 
 
 def _quoted(text: str) -> str:
