@@ -52,6 +52,7 @@ class Transformer(BaseLayer):
       num_kv_heads: Number of key and value heads; None for the number of query heads.
       dim_per_head: Size of a head; None for input_dims / num_heads.
       norm_tpl: Template of all norms.
+      feed_forward_norm_tpl: Template of the norms of the feed-forward block; None for `norm_tpl`.
       norm_policy: Placement of the norms: `pre`, `post`, `pre_post` or `branch`; see the module.
       parallel: True if all branches read the input of the layer; False if each reads the output of
         the previous one.
@@ -86,6 +87,7 @@ class Transformer(BaseLayer):
     num_kv_heads: int | None = None
     dim_per_head: int | None = None
     norm_tpl: Config[BaseNormalization] = sub_config_field(LayerNorm.HParams)
+    feed_forward_norm_tpl: Config[BaseNormalization] | None = sub_config_field(None)
     norm_policy: str = "pre"
     parallel: bool = False
     parallel_shares_norm: bool = False
@@ -120,11 +122,13 @@ class Transformer(BaseLayer):
     @nn.nowrap
     def _create_branch(self, name: str, template: Any, **sizes: Any) -> None:
         shares_norm = self.parallel_shares_norm and name != "attention"
+        norm_tpl = self.feed_forward_norm_tpl if name == "feed_forward" else None
+        norm_tpl = self.norm_tpl if norm_tpl is None else norm_tpl
         if self.norm_policy != "branch" and not shares_norm:
-            self.create_child(f"{name}_norm", self.norm_tpl, dims=self.input_dims)
+            self.create_child(f"{name}_norm", norm_tpl, dims=self.input_dims)
         self.create_child(name, template, **sizes)
         if self.norm_policy in ("pre_post", "branch"):
-            self.create_child(f"{name}_post_norm", self.norm_tpl, dims=self.input_dims)
+            self.create_child(f"{name}_post_norm", norm_tpl, dims=self.input_dims)
 
     def fprop(
         self,
