@@ -15,7 +15,7 @@ from layerkit_experiments.lm.recipes.optimization import AdamWCosine
 class PaxDecoder(LmExperiment, abstract=True):
     """Pre-norm decoder with the defaults of Praxis, which has biases outside attention."""
 
-    ATTENTION_LOGIT_CAP = 50.0
+    ATTENTION_LOGIT_CAP: float | None = 50.0
     FEED_FORWARD_BIAS = True
     PER_DIM_SCALE = True
     SOFTMAX_BIAS = True

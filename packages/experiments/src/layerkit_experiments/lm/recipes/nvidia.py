@@ -18,7 +18,7 @@ class NvidiaDecoder(Fp8Products, CappedDecoder, abstract=True):
     INIT_STD = 0.023
     VOCAB_SIZE = 51_200
     MAX_SEQ_LEN = 2048
-    MAX_POSITIONS = 2048
+    MAX_POSITIONS: int | None = 2048
 
     def model(self) -> Config:
         """Return the config of the LanguageModel, whose embedding vectors start with length 1."""
