@@ -54,6 +54,17 @@ def test_the_code_of_a_page_runs(page: str, monkeypatch: pytest.MonkeyPatch):
             resolve(cls())
 
 
+def test_page_on_the_python_interface_runs_in_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in BLOCK.finditer((DOCS / "python_interface.md").read_text()):
+        exec(compile(block[1], "python_interface.md", "exec"), names)
+    assert names["run"].metrics["step"][-1] == 20
+    assert names["batch"].ids.dtype == np.int32
+
+
 def test_example_of_decoding_from_python_runs_by_itself(capsys: pytest.CaptureFixture[str]):
     _, _, section = (DOCS / "decoding.md").read_text().partition("## From Python\n")
     block = BLOCK.search(section)

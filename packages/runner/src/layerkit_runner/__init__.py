@@ -15,10 +15,19 @@ if TYPE_CHECKING:
     from layerkit_runner.config.commands import Mode as Mode
     from layerkit_runner.config.experiment import BaseExperiment as BaseExperiment
     from layerkit_runner.config.overrides import Override as Override
+    from layerkit_runner.config.registry import list_experiments as list_experiments
     from layerkit_runner.config.resolve import ResolvedExperiment as ResolvedExperiment
     from layerkit_runner.errors import UsageError as UsageError
     from layerkit_runner.init_from.settings import InitFrom as InitFrom
     from layerkit_runner.init_from.settings import Source as Source
+    from layerkit_runner.interface.experiments import get_experiment as get_experiment
+    from layerkit_runner.interface.experiments import input_batches as input_batches
+    from layerkit_runner.interface.loaded_model import LoadedModel as LoadedModel
+    from layerkit_runner.interface.loaded_model import Score as Score
+    from layerkit_runner.interface.loading import load as load
+    from layerkit_runner.interface.tables import MetricsTable as MetricsTable
+    from layerkit_runner.interface.training import TrainResult as TrainResult
+    from layerkit_runner.interface.training import train as train
     from layerkit_runner.observers.base import Observer as Observer
     from layerkit_runner.optim.early_stopping import EarlyStopping as EarlyStopping
     from layerkit_runner.optim.early_stopping import StoppingRule as StoppingRule
@@ -43,9 +52,15 @@ _NAMES = {
     "config.commands": "Command Mode",
     "config.experiment": "BaseExperiment",
     "config.overrides": "Override",
+    "config.registry": "list_experiments",
     "config.resolve": "ResolvedExperiment",
     "errors": "UsageError",
     "init_from.settings": "InitFrom Source",
+    "interface.experiments": "get_experiment input_batches",
+    "interface.loaded_model": "LoadedModel Score",
+    "interface.loading": "load",
+    "interface.tables": "MetricsTable",
+    "interface.training": "TrainResult train",
     "observers.base": "Observer",
     "optim.early_stopping": "EarlyStopping StoppingRule",
     "optim.learner": "AuxiliaryOptimizer Learner",

@@ -53,7 +53,7 @@ def config_json(
     # The format of this output is not a flag of the run.
     run = [] if options is None else to_argv(dataclasses.replace(options, json=False), mode=mode)
     named = [] if options is None or mode == "train" else [f"--mode={mode}"]
-    fields = {name: _as_typed(value) for name, value in resolved.experiment.overrides.items()}
+    fields = {name: override_text(value) for name, value in resolved.experiment.overrides.items()}
     overrides = fields | {o.path: o.text for o in resolved.deep_overrides}
     return {
         "experiment": resolved.name,
@@ -115,8 +115,8 @@ def plain_value(value: Any) -> Any:
     return value_text(value)
 
 
-def _as_typed(value: Any) -> str:
-    """Return the text of an override, without quotes if it is read as a string without them."""
+def override_text(value: Any) -> str:
+    """Return the text of an override by a value, without quotes if they are not needed."""
     if isinstance(value, str) and value not in ("true", "false"):  # these are errors
         with contextlib.suppress(field_types.FieldTypeError):
             if field_types.parse_literal(value) == value:

@@ -94,6 +94,28 @@ def resolve(
     # the copy, because the experiment may return the same object again.
     roots = copy_config({root: _checked(experiment, root) for root in ROOTS})
     overrides = check_consistent(deep_overrides)
+    return ResolvedExperiment(experiment, **_set(roots, overrides), deep_overrides=overrides)
+
+
+def with_overrides(
+    resolved: ResolvedExperiment, deep_overrides: Iterable[Override]
+) -> ResolvedExperiment:
+    """Return a copy of a resolved experiment with further deep overrides, which take precedence.
+
+    Raises:
+      UsageError: A path does not exist, or a value does not fit its field.
+    """
+    roots = copy_config({root: getattr(resolved, root) for root in ROOTS})
+    added = check_consistent(deep_overrides)
+    paths = {override.path for override in added}
+    kept = [override for override in resolved.deep_overrides if override.path not in paths]
+    return dataclasses.replace(
+        resolved, **_set(roots, added), deep_overrides=check_consistent([*kept, *added])
+    )
+
+
+def _set(roots: dict[str, Any], overrides: Iterable[Override]) -> dict[str, Any]:
+    """Set overrides on the configs of an experiment, which are changed, and return them."""
     setter = PathSetter()
     for override in overrides:
         root = override.parts[0]
@@ -101,7 +123,7 @@ def resolve(
             expected = f"a path below {', '.join(ROOTS[:-1])} or {ROOTS[-1]}"
             raise UsageError(field=str(override), expected=expected)
         roots[root] = setter.set(roots[root], override)
-    return ResolvedExperiment(experiment, **roots, deep_overrides=overrides)
+    return roots
 
 
 def resolve_entry(

@@ -19,10 +19,11 @@ import functools
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from layerkit_runner.distributed.forced_exit import forced_exit, print_error
 from layerkit_runner.distributed.process_exchange import KeyValueStore, gather_values
@@ -46,6 +47,11 @@ _active: StopSignals | None = None
 def active_signals() -> StopSignals | None:
     """Return the active signal handler of this process; None if there is none."""
     return _active
+
+
+def _set_active(signals: StopSignals | None) -> None:
+    global _active
+    _active = signals
 
 
 def _forget_in_child() -> None:
@@ -75,7 +81,10 @@ class StopSignals:
     Attributes:
       received: First signal to stop; None if none was received.
       save_received: True if a signal to save was received that the processes have not agreed on.
+      ends_process: True if the process belongs to the run, which may end it at once.
     """
+
+    ends_process: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -110,8 +119,7 @@ class StopSignals:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # set by `nohup`
             self._previous[number] = signal.signal(number, lambda *_: None)
-        global _active
-        _active = self
+        _set_active(self)
         _register_at_fork()
         self._watcher = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
         self._watcher.start()
@@ -119,8 +127,7 @@ class StopSignals:
 
     def __exit__(self, *exception: Any) -> None:
         """Restore the previous handlers."""
-        global _active
-        _active = None
+        _set_active(None)
         if self._agreement is not None:
             self._agreement.close()
         for number, handler in self._previous.items():
@@ -259,6 +266,57 @@ class StopSignals:
 
     def _leave(self, number: signal.Signals) -> None:
         forced_exit(128 + number, f"stopped by {number.name}")
+
+
+class Interrupts(StopSignals):
+    """A handler of Ctrl-C for a run inside another program, such as a notebook.
+
+    The first Ctrl-C finishes the step and saves. A second one, or one during work that is not
+    saved, raises KeyboardInterrupt. Other signals keep their handlers. On another thread than the
+    main thread, which alone receives signals, it handles none.
+    """
+
+    ends_process: ClassVar[bool] = False
+
+    def __enter__(self) -> Interrupts:
+        """Handle Ctrl-C, unless the process ignores it."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+            self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
+        _set_active(self)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Restore the previous handler."""
+        _set_active(None)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def leaving_at_once(self, what: str) -> Iterator[None]:
+        """Raise KeyboardInterrupt on Ctrl-C inside the block, or on a pending one.
+
+        Args:
+          what: Description of the omitted work and its remedy.
+        """
+        if self.received is not None:
+            raise KeyboardInterrupt(what)
+        self._at_once = what
+        try:
+            yield
+        finally:
+            self._at_once = None
+
+    def forget_in_child(self) -> None:
+        """Do nothing in a forked child, which records a first Ctrl-C and continues."""
+
+    def _interrupt(self, number: int, frame: Any) -> None:
+        if self.received is not None or self._at_once is not None:
+            raise KeyboardInterrupt(self._at_once or "interrupted again")
+        self.received = signal.Signals(number)
+        self._stop.set()
+        with contextlib.suppress(RuntimeError):  # A print was interrupted.
+            print("interrupted: " + self._leaving, file=sys.stderr, flush=True)
 
 
 @dataclasses.dataclass(frozen=True)

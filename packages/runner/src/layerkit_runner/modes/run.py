@@ -61,8 +61,7 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
     with (
         joined(options) as process,
         watched(timeout, process=str(process.identity), log=process.log_file),
-        layer_errors(resolved, process),
-        _storage_and_memory_errors(mode, resolved, process),
+        job_errors(mode, resolved, process),
     ):
         return run_mode(resolved, options)
 
@@ -80,6 +79,21 @@ def _mode_function(mode: str) -> Callable[[ResolvedExperiment, RunOptions], int]
     from layerkit_runner.modes.inference import run_inference
 
     return functools.partial(run_inference, mode)
+
+
+@contextlib.contextmanager
+def job_errors(
+    mode: str, resolved: ResolvedExperiment, process: JoinedProcess | None = None
+) -> Iterator[None]:
+    """Raise `UsageError` for errors of layers, storage and memory that a user can correct.
+
+    Args:
+      mode: Mode of the job.
+      resolved: Experiment.
+      process: Process whose log receives tracebacks of errors in code; None drops them.
+    """
+    with layer_errors(resolved, process), _storage_and_memory_errors(mode, resolved, process):
+        yield
 
 
 @contextlib.contextmanager
@@ -112,7 +126,7 @@ def layer_errors(
 
 @contextlib.contextmanager
 def _storage_and_memory_errors(
-    mode: str, resolved: ResolvedExperiment, process: JoinedProcess
+    mode: str, resolved: ResolvedExperiment, process: JoinedProcess | None
 ) -> Iterator[None]:
     """Turn errors of storage, of memory and of versions into ones that the command line prints."""
     import jax
@@ -190,11 +204,14 @@ def memory_remedies(mode: str, resolved: ResolvedExperiment) -> str:
     return " ".join(sentences)
 
 
-def _kept_traceback(error: BaseException, process: JoinedProcess) -> str:
+def _kept_traceback(error: BaseException, process: JoinedProcess | None) -> str:
     """Append the traceback to the process's log and return a sentence that names it.
 
-    If the log cannot be written, print the traceback and return an empty string.
+    If the log cannot be written, print the traceback and return an empty string. Without a process,
+    return an empty string.
     """
+    if process is None:
+        return ""
     from layerkit_runner.distributed.forced_exit import SECONDS_TO_WRITE, finished_within
 
     text = "".join(traceback.format_exception(error))

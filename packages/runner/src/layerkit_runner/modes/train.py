@@ -69,12 +69,20 @@ from layerkit_runner.training.step_cost import model_flops_per_step
 from layerkit_runner.training.train_state import TrainState
 
 
-def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
-    """Train to the last step or until a signal; return the exit code."""
+def run_train(
+    resolved: ResolvedExperiment, options: RunOptions, *, signals: StopSignals | None = None
+) -> int:
+    """Train to the last step or until a signal; return the exit code.
+
+    Args:
+      resolved: Experiment.
+      options: Flags of the run.
+      signals: Signal handler, which the run enters; None for that of a process of its own.
+    """
     job = start_job("train", resolved, options)
     check_no_sweep(job.given_directory)
     with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(StopSignals())
+        signals = stack.enter_context(signals or StopSignals())
         if jax.process_index() == 0:  # the only process that writes
             stack.enter_context(only_trainer(job.directory))
         stack.callback(job.observers.close)
@@ -89,7 +97,9 @@ def run_train(resolved: ResolvedExperiment, options: RunOptions) -> int:
         abstract_state = job.abstract_state()
         check_best_metric(job.task.train, programs.evals)
         check_metric_names(job.task, programs.evals, abstract_state)
-        stack.enter_context(forced_exit_on(SaveTimeoutError, exit_code=StorageError.exit_code))
+        if signals.ends_process:
+            exit_code = StorageError.exit_code
+            stack.enter_context(forced_exit_on(SaveTimeoutError, exit_code=exit_code))
         reads_only = not options.enable_checkpoint_saving
         checkpoints = stack.enter_context(job.checkpoints(read_only=reads_only))
         plan = _plan_if_new(job, checkpoints)

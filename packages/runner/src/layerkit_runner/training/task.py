@@ -342,7 +342,7 @@ class SingleTask(Configurable):
             key = jax.random.key(seed, impl=self.train.prng_impl)
         key = jax.random.fold_in(key, batch_index)
         rngs = {RANDOM: context.fold_shard(key)}
-        variables = _variables(self.decoded_state(state))
+        variables = self.decoded_variables(state)
         outputs = model.apply(variables, batch, rngs=rngs, method="decode")
         if not isinstance(outputs, Mapping):
             raise UsageError(
@@ -371,6 +371,10 @@ class SingleTask(Configurable):
     def decoded_state(self, state: TrainState) -> TrainState:
         """Return a state with the weights that decoding uses."""
         return self.weights_of(state, averaged=self.train.decode_use_ema_states)
+
+    def decoded_variables(self, state: TrainState) -> dict[str, Any]:
+        """Return the variables, by collection, that decoding applies the model to."""
+        return _variables(self.decoded_state(state))
 
     def first_key(self) -> jax.Array:
         """Return the random key of the weights; the keys of all steps are folded from it."""

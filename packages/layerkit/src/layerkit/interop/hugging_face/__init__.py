@@ -17,4 +17,5 @@ from layerkit.interop.hugging_face.importing import TensorMismatchError as Tenso
 from layerkit.interop.hugging_face.importing import import_model as import_model
 from layerkit.interop.hugging_face.importing import load_weights as load_weights
 from layerkit.interop.hugging_face.importing import model_config as model_config
+from layerkit.interop.hugging_face.importing import stored_dtype as stored_dtype
 from layerkit.interop.hugging_face.keys import UnsupportedModelError as UnsupportedModelError

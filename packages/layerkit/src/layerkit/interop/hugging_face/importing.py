@@ -105,15 +105,17 @@ def import_model(
       UnsupportedModelError: The family or an option is not supported.
       TensorMismatchError: The tensors do not fit the model.
     """
-    if dtype is None:
-        content = read_json(folder)
-        stored = content.get("dtype") or content.get("torch_dtype") or "float32"
-    else:
-        stored = dtype
+    stored = stored_dtype(folder) if dtype is None else dtype
     config = model_config(
         folder, repeated=repeated, dtype=stored, fprop_dtype=fprop_dtype or stored
     )
     return config, load_weights(folder, build(config), dtype=dtype)
+
+
+def stored_dtype(folder: str | os.PathLike[str]) -> str:
+    """Return the dtype of the weights that config.json of a folder states; float32 by default."""
+    content = read_json(folder)
+    return str(content.get("dtype") or content.get("torch_dtype") or "float32")
 
 
 def load_weights(

@@ -1,0 +1,459 @@
+"""A model with weights and a tokenizer, to generate, to score texts and to compute logits."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from layerkit.base_layer import PARAMS
+from layerkit.config import Config
+from layerkit.decoding import SampleDecoder
+from layerkit.nested_map import NestedMap
+from layerkit_inputs.features import encoder_decoder_features, lm_features, prompt_features
+from layerkit_inputs.tokenizers import Tokenizer
+from layerkit_runner.errors import UsageError
+from layerkit_runner.interface import model_calls
+from layerkit_runner.interface.buckets import Buckets
+from layerkit_runner.interface.tokenizer import find_tokenizer
+from layerkit_runner.observers import Observers
+from layerkit_runner.trainer.build_programs import eval_programs
+from layerkit_runner.trainer.job import Job
+from layerkit_runner.training.train_state import TrainState
+
+Ids = Sequence[int] | np.ndarray
+"""Token ids of one text, `[tokens]`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """The log-likelihood of a text under a model.
+
+    Attributes:
+      ids: Token ids of the text, int32 `[tokens]`.
+      token_log_probs: log p of each token given those before it, in nats, float32 `[tokens]`.
+    """
+
+    ids: np.ndarray
+    token_log_probs: np.ndarray
+
+    @property
+    def log_likelihood(self) -> float:
+        """Sum of `token_log_probs`."""
+        return float(np.sum(self.token_log_probs, dtype=np.float64))
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens."""
+        return len(self.ids)
+
+
+class LoadedModel:
+    """A model with weights on the devices; `layerkit_runner.load` returns it.
+
+    Compiled functions are kept by the shape of their inputs, which is rounded up, so that calls of
+    similar sizes share them.
+
+    Attributes:
+      path: Folder from which the weights were read.
+      step: Training step of the weights.
+      job: Task, partitioner and experiment.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        state: TrainState,
+        *,
+        path: str,
+        step: int,
+    ) -> None:
+        """Store the parts; see the class."""
+        self.job = job
+        self.path = path
+        self.step = step
+        self._state = state
+        self._compiled: dict[Any, Any] = {}
+        self._buckets = Buckets.of(job.resolved.task.model, job.partitioner)
+
+    @property
+    def model(self) -> Any:
+        """The model, a Flax module: `model.model.apply(model.variables, …)`."""
+        return self.job.task.model
+
+    @property
+    def config(self) -> Config:
+        """Config of the model."""
+        return self.job.resolved.task.model
+
+    @functools.cached_property
+    def variables(self) -> Mapping[str, Any]:
+        """Variables of the model by collection, as decoding uses them, which may be averages."""
+        state = self.job.partitioner.stored_state(self.job.task, self._state)
+        return self.job.task.decoded_variables(state)
+
+    @property
+    def weights(self) -> Any:
+        """Trained and frozen weights, nested dicts by layer path."""
+        return self.variables[PARAMS]
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the data set or of the Hugging Face folder.
+
+        Raises:
+          UserError: There is none, or its file is missing.
+        """
+        return self._tokenizer(None)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+    ) -> list[str]:
+        """Continue texts, each up to an end token or `max_new_tokens`.
+
+        A prompt begins with the tokenizer's `start_id`, as texts do in training. An encoder-decoder
+        returns the target of each text.
+
+        Args:
+          prompts: A text, or several of any lengths.
+          max_new_tokens: Largest number of new tokens; None for that of the model's decoder.
+          temperature: Divisor of the logits, 0 for the most likely tokens; None for that of the
+            model's decoder.
+          top_k: Number of most likely tokens to sample from, 0 for all; None as for `temperature`.
+          top_p: Total probability of the most likely tokens to sample from, 1 for all; None as for
+            `temperature`.
+          seed: Seed of the random numbers. The tokens of a text do not depend on other texts.
+
+        Returns:
+          The continuation of each prompt, without the prompt.
+
+        Raises:
+          UserError: The model cannot decode, has no tokenizer or too few positions, or an option is
+            out of range.
+        """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        source = self._tokenizer("src") if self._has_source else self.tokenizer
+        start = [] if self._has_source else [self.tokenizer.start_id]
+        found = self.generate_ids(
+            [[*start, *source.encode(text).tolist()] for text in texts],
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+        )
+        target = self._tokenizer("tgt") if self._has_source else self.tokenizer
+        return [target.decode(ids) for ids in found]
+
+    def generate_ids(
+        self,
+        prompts: Sequence[Ids],
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+    ) -> list[np.ndarray]:
+        """Continue token ids; see `generate`.
+
+        Args:
+          prompts: Token ids of each prompt, of any lengths of at least 1, to which nothing is
+            added; those of the sources for an encoder-decoder.
+          max_new_tokens: As for `generate`.
+          temperature: As for `generate`.
+          top_k: As for `generate`.
+          top_p: As for `generate`.
+          seed: As for `generate`.
+
+        Returns:
+          New ids of each prompt, int32 `[tokens]`, with an end token that was chosen.
+
+        Raises:
+          UserError: As for `generate`.
+        """
+        if not prompts:
+            return []
+        call, batch = self._prepare(prompts, max_new_tokens, temperature, top_k, top_p)
+        outputs = jax.device_get(call(self._state, batch, np.int32(seed)))
+        return [
+            outputs.ids[row, outputs.prompt_lengths[row] : outputs.lengths[row]]
+            for row in range(len(prompts))
+        ]
+
+    def score(
+        self, texts: str | Sequence[str], *, prompts: Sequence[str] | None = None
+    ) -> list[Score]:
+        """Compute the log-likelihood of texts, and of each of their tokens.
+
+        Args:
+          texts: A text, or several of any lengths.
+          prompts: Texts before `texts`, whose tokens are not scored; the sources of an
+            encoder-decoder, which needs them. None for no prompts.
+
+        Raises:
+          UserError: The model predicts no next tokens, or has no tokenizer or too few positions.
+        """
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        before = [""] * len(texts) if prompts is None else list(prompts)
+        if len(before) != len(texts):
+            raise UsageError(
+                field="prompts", value=len(before), expected=f"one for each of {len(texts)} texts"
+            )
+        if self._has_source and prompts is None:
+            raise UsageError(
+                field="prompts", value=None, expected="the source of each text, for this model"
+            )
+        first = self._tokenizer("src") if self._has_source else self.tokenizer
+        second = self._tokenizer("tgt") if self._has_source else self.tokenizer
+        return self.score_ids(
+            [second.encode(text) for text in texts],
+            prompts=None if prompts is None else [first.encode(text) for text in before],
+            start_id=second.start_id,
+        )
+
+    def score_ids(
+        self, ids: Sequence[Ids], *, prompts: Sequence[Ids] | None = None, start_id: int = 0
+    ) -> list[Score]:
+        """Compute the log-likelihood of token ids; see `score`.
+
+        Args:
+          ids: Token ids of each text.
+          prompts: Token ids before each text; None for no prompts.
+          start_id: Id that the first token of a row is predicted from.
+        """
+        if not ids:
+            return []
+        self._check_predicts_next()
+        size = self._buckets.rows(len(ids))
+        targets = [*ids, *[[]] * (size - len(ids))]
+        inputs = None if prompts is None else [*prompts, *[[]] * (size - len(ids))]
+        if self._has_source:
+            assert inputs is not None
+            batch = encoder_decoder_features(
+                inputs,
+                targets,
+                inputs_length=self._buckets.length(max(map(len, inputs))),
+                targets_length=self._buckets.length(max(map(len, targets))),
+                bos_id=self.model.start_id,
+            )
+            slice_from = [0] * len(ids)
+        else:
+            lengths = [
+                len(target) + (0 if inputs is None else len(inputs[row]))
+                for row, target in enumerate(targets)
+            ]
+            needs_inputs = getattr(self.model, "is_prefix_lm", False)
+            batch = lm_features(
+                [[]] * size if inputs is None and needs_inputs else inputs,
+                targets,
+                length=self._buckets.length(max(lengths)),
+                bos_id=start_id,
+            )
+            slice_from = [0 if inputs is None else len(inputs[row]) for row in range(len(ids))]
+        log_probs = self._call("score", model_calls.token_log_probs, batch)
+        return [
+            Score(
+                np.asarray(target, np.int32),
+                np.asarray(log_probs[row, start : start + len(target)], np.float32),
+            )
+            for row, (target, start) in enumerate(zip(ids, slice_from, strict=True))
+        ]
+
+    def logits(self, ids: Any, *, source: Any = None) -> np.ndarray:
+        """Compute the logits of the token after each position.
+
+        Args:
+          ids: Token ids `[rows, length]`, or `[length]` for one row; the inputs of the decoder of
+            an encoder-decoder.
+          source: Source ids `[rows, length]` of an encoder-decoder; None for other models.
+
+        Returns:
+          float32 `[rows, length, vocab]`, without the axis `rows` for one row.
+
+        Raises:
+          UserError: The model has no such logits, or the ids have another shape.
+        """
+        array = _as_ids(ids, "ids")
+        batch = self._in_bucket(np.atleast_2d(array))
+        if (source is not None) != self._has_source:
+            expected = "the source ids, for this model" if self._has_source else "None"
+            raise UsageError(field="source", value=source, expected=expected)
+        if source is not None:
+            other = self._in_bucket(np.atleast_2d(_as_ids(source, "source")))
+            batch = NestedMap(**batch, source=other.ids, source_lengths=other.lengths)
+        found = self._call("logits", model_calls.token_logits, batch)
+        cut = found[: max(1, len(np.atleast_2d(array))), : array.shape[-1]]
+        return cut[0] if array.ndim == 1 else cut
+
+    def evaluate(self) -> dict[str, dict[str, float]]:
+        """Evaluate the held-out data sets of the experiment; return metrics by data set.
+
+        Raises:
+          UserError: There is none, or it cannot be read.
+        """
+        programs = eval_programs(self.job)
+        if not programs:
+            raise UsageError(
+                "there is no held-out data set to evaluate",
+                owner=f"{self.job.resolved.name}.datasets()",
+            )
+        observers = Observers([])
+        return {p.name: dict(p.run(self._state, self.step, observers)) for p in programs}
+
+    def __repr__(self) -> str:
+        """Return the class of the model, its source and its number of weights."""
+        leaves = jax.tree.leaves(self._state.params)
+        count = sum(leaf.size for leaf in leaves)
+        name = type(self.model).__name__
+        return f"LoadedModel({name}, {count:,} weights, {self.path!r}, step={self.step})"
+
+    @property
+    def _has_source(self) -> bool:
+        return model_calls.has_source(self.model)
+
+    def _tokenizer(self, key: str | None) -> Tokenizer:
+        return find_tokenizer(self.job.resolved, self.job.partitioner, key=key)
+
+    def _check_predicts_next(self) -> None:
+        network = model_calls.network_of(self.model)
+        template = getattr(self.config, f"{network}_tpl")
+        if getattr(template, "is_causal", True) is False:
+            raise UsageError(
+                "the model does not predict next tokens",
+                field="model",
+                value=type(self.model).__qualname__,
+                expected="a causal language model, or an encoder-decoder",
+            )
+
+    def _prepare(
+        self,
+        prompts: Sequence[Ids],
+        max_new_tokens: int | None,
+        temperature: float | None,
+        top_k: int | None,
+        top_p: float | None,
+    ) -> tuple[Callable[..., NestedMap], NestedMap]:
+        """Return the compiled decoding function and the batch of prompts."""
+        own = getattr(self.model, "decoder", None)
+        if not self.model.can_decode or own is None:
+            raise UsageError(
+                "the model cannot generate",
+                field="model",
+                value=type(self.model).__qualname__,
+                expected="a model that decodes, such as LanguageModel or SequenceModel",
+            )
+        self._check_predicts_next()
+        is_sampling = isinstance(own, SampleDecoder)
+        temperature = own.temperature if temperature is None and is_sampling else temperature
+        options = {
+            "temperature": 0.0 if temperature is None else temperature,
+            "top_k": (own.top_k if is_sampling else None) if top_k is None else top_k,
+            "top_p": (own.top_p if is_sampling else None) if top_p is None else top_p,
+        }
+        _check_options(options)
+        limit = own.max_decode_steps if max_new_tokens is None else max_new_tokens
+        if limit < 1:
+            raise UsageError(field="max_new_tokens", value=limit, expected="a positive integer")
+        for row, prompt in enumerate(prompts):
+            if len(prompt) == 0:
+                raise UsageError(field=f"prompts[{row}]", value=[], expected="at least one id")
+        rows = self._buckets.rows(len(prompts))
+        widest = max(map(len, prompts))
+        padded = [*prompts, *[[]] * (rows - len(prompts))]
+        if self._has_source:
+            width, steps = self._buckets.length(widest), self._buckets.length(limit)
+            batch = prompt_features(padded, length=width)
+            batch = NestedMap(src=NestedMap(ids=batch.ids, paddings=batch.paddings))
+        else:
+            width, steps = self._buckets.prompt_and_steps(widest, limit)
+            batch = prompt_features(padded, length=width)
+            del batch["paddings"]
+        batch.max_steps = np.full(rows, limit, np.int32)
+        is_greedy = options["temperature"] == 0
+        if not is_greedy:
+            batch.temperature = np.full(rows, options["temperature"], np.float32)
+            batch.top_k = np.full(rows, options["top_k"] or 0, np.int32)
+            batch.top_p = np.full(rows, 1.0 if options["top_p"] is None else options["top_p"])
+            batch.top_p = batch.top_p.astype(np.float32)
+        decoder = model_calls.decoder_for(
+            self.model, max_new_tokens=steps, is_greedy=is_greedy, eos_id=self._eos_id
+        )
+        return self._compile(("generate", decoder), self._continuing(decoder)), batch
+
+    @functools.cached_property
+    def _eos_id(self) -> Any:
+        """End tokens of the model's decoder, or else of the tokenizer."""
+        if self.model.decoder.eos_ids:
+            return self.model.decoder.eos_id
+        try:
+            tokenizer = self._tokenizer("tgt") if self._has_source else self.tokenizer
+        except UsageError:  # Ids without texts have no end token.
+            return None
+        return tokenizer.eos_id
+
+    def _continuing(self, decoder: SampleDecoder) -> Callable[..., Any]:
+        def call(variables: Any, batch: NestedMap, seed: jax.Array) -> NestedMap:
+            return model_calls.continue_rows(self.model, decoder, variables, batch, seed)
+
+        return call
+
+    def _call(self, name: str, function: Callable[..., Any], batch: NestedMap) -> np.ndarray:
+        def call(variables: Any, batch: NestedMap, seed: jax.Array) -> Any:
+            del seed
+            return function(self.model, variables, batch)
+
+        compiled = self._compile(name, call)
+        return np.asarray(jax.device_get(compiled(self._state, batch, np.int32(0))))
+
+    def _compile(self, key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the jitted function of `(state, batch, seed)`, compiled once for each shape."""
+        if key not in self._compiled:
+            task, partitioner = self.job.task, self.job.partitioner
+
+            def call(state: TrainState, batch: NestedMap, seed: jax.Array) -> Any:
+                return function(task.decoded_variables(state), batch, seed)
+
+            self._compiled[key] = partitioner.jit_reading(
+                task, call, partitioner.batch_sharding(), partitioner.replicated()
+            )
+        return self._compiled[key]
+
+    def _in_bucket(self, ids: np.ndarray) -> NestedMap:
+        rows, length = ids.shape
+        shape = (self._buckets.rows(rows), self._buckets.length(length))
+        padded, lengths = np.zeros(shape, np.int32), np.zeros(shape[0], np.int32)
+        padded[:rows, :length], lengths[:rows] = ids, length
+        return NestedMap(ids=padded, lengths=lengths)
+
+
+def _as_ids(ids: Any, field: str) -> np.ndarray:
+    array = np.asarray(ids)
+    if array.ndim not in (1, 2) or not array.size or array.dtype.kind not in "iu":
+        raise UsageError(
+            field=field,
+            value=f"{array.dtype}{list(array.shape)}",
+            expected="token ids [rows, length] or [length]",
+        )
+    return array.astype(np.int32)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    temperature, top_k, top_p = options["temperature"], options["top_k"], options["top_p"]
+    if temperature < 0:
+        raise UsageError(field="temperature", value=temperature, expected="a number of 0 or more")
+    if top_k is not None and top_k < 0:
+        raise UsageError(field="top_k", value=top_k, expected="an integer of 0 or more")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UsageError(field="top_p", value=top_p, expected="a number above 0 and at most 1")

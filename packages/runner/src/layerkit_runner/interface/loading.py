@@ -1,0 +1,197 @@
+"""Loading of a trained model from a job folder, or of one in a Hugging Face folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+
+from layerkit.config import Config, Partial
+from layerkit.decoding import SampleDecoder
+from layerkit_inputs.tokenizers import tokenizer_config
+from layerkit_runner.config.config_text import config_json
+from layerkit_runner.config.experiment import BaseExperiment, experiment_fields
+from layerkit_runner.config.flags import ParsedFlags
+from layerkit_runner.config.overrides import parse_fields
+from layerkit_runner.config.recorded import read_recorded_config, with_recorded_experiment
+from layerkit_runner.config.resolve import ResolvedExperiment, resolve
+from layerkit_runner.distributed.devices import start_devices
+from layerkit_runner.errors import UsageError
+from layerkit_runner.files.atomic_write import absolute
+from layerkit_runner.init_from.first_state import plan_first_state
+from layerkit_runner.init_from.sources import CheckpointFolder, HuggingFaceFolder, recognize
+from layerkit_runner.interface.experiments import (
+    ExperimentLike,
+    as_override,
+    experiment_class,
+    get_experiment,
+)
+from layerkit_runner.interface.loaded_model import LoadedModel
+from layerkit_runner.modes.run import job_errors
+from layerkit_runner.observers import Observers, Progress
+from layerkit_runner.optim.learner import Learner
+from layerkit_runner.run_options import RunOptions
+from layerkit_runner.trainer.job import Job, build_parts, choose_step
+from layerkit_runner.trainer.job_folder import changed_lines
+from layerkit_runner.training.task import SingleTask
+from layerkit_runner.training.train_hparams import TrainHParams
+
+
+def load(
+    folder: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    experiment: ExperimentLike | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> LoadedModel:
+    """Load a model with its weights and its tokenizer.
+
+    The weights are laid out over the devices as the experiment's partitioner says.
+
+    Args:
+      folder: Folder of a job, of its checkpoints or of one checkpoint; or a Hugging Face folder of
+        a supported family.
+      step: Training step; None for the newest checkpoint that is not damaged.
+      experiment: Experiment of the job, where it differs from the recorded one or is defined in a
+        notebook; see `get_experiment`. None for the recorded one with its overrides.
+      overrides: Further overrides, such as `{"partitioner.ici_mesh_shape": [1, 4, 1]}` for other
+        devices than those of training. Of a Hugging Face folder also `{"DTYPE": "float32"}`.
+
+    Raises:
+      UserError: The folder has no such model, or the model does not fit the devices.
+    """
+    path = os.fspath(folder)
+    kind = recognize(path)
+    if isinstance(kind, HuggingFaceFolder):
+        if step is not None or experiment is not None:
+            name, value = ("step", step) if step is not None else ("experiment", experiment)
+            raise UsageError(field=name, value=value, expected="None for a Hugging Face folder")
+        resolved = get_experiment(FolderModel, {"FOLDER": path, **(overrides or {})})
+        return _load_hugging_face(resolved, path)
+    if not isinstance(kind, CheckpointFolder):
+        raise UsageError(
+            "a checkpoint of Paxml has no configuration",
+            field="folder",
+            value=path,
+            expected="a job folder, or a Hugging Face folder",
+            hint="Convert it: python -m layerkit_runner.tools.checkpoints convert --from=pax",
+        )
+    is_default = kind.directory.name == "checkpoints"
+    job_folder = str(kind.directory.parent if is_default else kind.directory)
+    if experiment is None:
+        resolved = _recorded(job_folder, overrides or {})
+    else:
+        resolved = get_experiment(experiment, overrides)
+    step = kind.step if step is None else step
+    return load_checkpoint(resolved, job_folder, step)
+
+
+def _recorded(folder: str, overrides: Mapping[str, Any]) -> ResolvedExperiment:
+    """Return the experiment that a job folder records, with further overrides."""
+    given = tuple(as_override(path, value) for path, value in overrides.items())
+    flags = ParsedFlags(None, "export", given, RunOptions(job_log_dir=folder))
+    flags = with_recorded_experiment(flags, lambda _: None)
+    cls = experiment_class(flags.exp or "")
+    fields = parse_fields(cls.__qualname__, experiment_fields(cls), flags.overrides)
+    resolved = resolve(cls(**fields), [o for o in flags.overrides if o.is_deep])
+    _check_unedited(folder, resolved, given)
+    return resolved
+
+
+def _check_unedited(folder: str, resolved: ResolvedExperiment, overrides: Sequence[Any]) -> None:
+    """Raise `UsageError` if training used a config of the model that overrides do not give."""
+    recorded = read_recorded_config(folder)
+    if recorded is None or overrides:
+        return
+    now = config_json(resolved)["config"]
+    shared = [path for path in recorded.config if path.startswith("task.model.") and path in now]
+    changed = changed_lines(
+        {path: recorded.config[path] for path in shared}, {path: now[path] for path in shared}
+    )
+    if changed:
+        raise UsageError(
+            f"the model was trained with another configuration (recorded → now): {changed[0]}",
+            owner=folder,
+            field="experiment",
+            value=None,
+            expected="the experiment with the edited configs",
+            hint="Give it as load(…, experiment=…).",
+        )
+
+
+def load_checkpoint(resolved: ResolvedExperiment, folder: str, step: int | None) -> LoadedModel:
+    """Load the weights of a job folder into the model of an experiment; see `load`."""
+    with job_errors("load", resolved):
+        job = _start(resolved, folder)
+        with job.checkpoints(read_only=True) as checkpoints:
+            step = choose_step(checkpoints, step)
+            state = job.restore(checkpoints, step, for_training=False).state
+        return LoadedModel(job, state.for_inference(), path=folder, step=step)
+
+
+def _load_hugging_face(resolved: ResolvedExperiment, folder: str) -> LoadedModel:
+    with job_errors("load", resolved):
+        job = _start(resolved, folder)
+        state = plan_first_state(job.partitioner, job.task)().state
+        return LoadedModel(job, state.for_inference(), path=folder, step=0)
+
+
+def _start(resolved: ResolvedExperiment, folder: str) -> Job:
+    """Build the parts of a job that only reads; nothing is written."""
+    if jax.process_count() > 1:
+        raise UsageError(
+            "the Python interface runs in one process",
+            field="jax.process_count()",
+            value=jax.process_count(),
+            expected="1",
+            hint="Use the command `runner` for jobs of several processes.",
+        )
+    start_devices()
+    partitioner, task = build_parts(resolved)
+    partitioner.start()
+    partitioner.bind(task)
+    options = RunOptions(job_log_dir=folder)
+    # Standard output may hold generated text.
+    observers = Observers([Progress(stream=sys.stderr)])
+    return Job("load", resolved, options, absolute(folder), task, partitioner, observers)
+
+
+class FolderModel(BaseExperiment, abstract=True):
+    """The model of a Hugging Face folder, without data."""
+
+    FOLDER: str
+    """Folder with config.json and safetensors files."""
+    DTYPE: str | None = None
+    """Dtype of the weights and of the computation; None for that in which they are stored."""
+
+    def task(self) -> Config:
+        """Return the config of a task with the model and its weights."""
+        from layerkit.interop import hugging_face
+
+        dtype = self.DTYPE or hugging_face.stored_dtype(self.FOLDER)
+        model = hugging_face.model_config(self.FOLDER, dtype=dtype, fprop_dtype=dtype)
+        if hasattr(model, "decoder"):
+            model.decoder = SampleDecoder.HParams.config(eos_id=hugging_face.eos_id(self.FOLDER))
+        learner = Learner.HParams.config(optimizer=Partial(optax.sgd), learning_rate=0.0)
+        return SingleTask.HParams.config(
+            name="lm",
+            model=model,
+            train=TrainHParams.HParams.config(learner=learner, num_train_steps=1),
+            initial_weights=hugging_face.HuggingFaceWeights.HParams.config(folder=self.FOLDER),
+        )
+
+    def datasets(self) -> list[Config]:
+        """Return no data sets."""
+        return []
+
+    def folder_tokenizer(self) -> Config | None:
+        """Return the config of the folder's tokenizer; None if it has none."""
+        for name in ("tokenizer.json", "tokenizer.model"):
+            if Path(self.FOLDER, name).is_file():
+                return tokenizer_config(str(Path(self.FOLDER, name)))
+        return None

@@ -1,0 +1,139 @@
+"""Training of an experiment from Python."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.distributed.stop_signals import Interrupts
+from layerkit_runner.errors import UsageError
+from layerkit_runner.interface.experiments import ExperimentLike, get_experiment, with_num_steps
+from layerkit_runner.interface.loaded_model import LoadedModel
+from layerkit_runner.interface.loading import load_checkpoint
+from layerkit_runner.interface.tables import MetricsTable
+from layerkit_runner.modes.run import job_errors
+from layerkit_runner.modes.train import run_train
+from layerkit_runner.observers import Metrics, read_metrics
+from layerkit_runner.run_options import RunOptions
+
+# Settings of JAX that a run changes.
+_JAX_SETTINGS = (
+    "jax_enable_compilation_cache",
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """A training run in a job folder.
+
+    Attributes:
+      job_log_dir: Job folder.
+      experiment: Experiment and its configs.
+    """
+
+    job_log_dir: str
+    experiment: ResolvedExperiment
+
+    @functools.cached_property
+    def _series(self) -> Metrics:
+        return read_metrics(self.job_log_dir)
+
+    @functools.cached_property
+    def metrics(self) -> MetricsTable:
+        """Metrics of the training steps, those of earlier calls included."""
+        return MetricsTable.of(self._series.train)
+
+    @functools.cached_property
+    def evaluations(self) -> dict[str, MetricsTable]:
+        """Metrics of the evaluations, by name of the data set."""
+        return {name: MetricsTable.of(rows) for name, rows in self._series.evals.items()}
+
+    @functools.cached_property
+    def model(self) -> LoadedModel:
+        """Trained model, from the newest checkpoint; see `layerkit_runner.load`."""
+        return load_checkpoint(self.experiment, self.job_log_dir, None)
+
+    def __repr__(self) -> str:
+        """Return the folder, and the last values of the loss."""
+        last = self.metrics.last()
+        parts = [f"{name}={last[name]:g}" for name in ("step", "loss") if name in last]
+        return f"TrainResult({', '.join([repr(self.job_log_dir), *parts])})"
+
+
+def train(
+    experiment: ExperimentLike,
+    *,
+    job_log_dir: str | os.PathLike[str],
+    overrides: Mapping[str, Any] | None = None,
+    num_steps: int | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> TrainResult:
+    """Train an experiment in this process, or resume its run in a job folder.
+
+    The run is that of `runner --exp=… --job_log_dir=…`: it saves checkpoints, evaluates and logs.
+    The same call resumes a run that was interrupted, and a call with a larger `num_steps` continues
+    one that has ended. Ctrl-C, or the stop button of a notebook, finishes the step, saves, and
+    raises KeyboardInterrupt.
+
+    Args:
+      experiment: Experiment; see `get_experiment`.
+      job_log_dir: Folder for everything that the run writes.
+      overrides: Values by field or path, such as `{"NUM_LAYERS": 2}`; see `get_experiment`.
+      num_steps: Total number of training steps; None for that of the experiment.
+      options: Flags of `--mode=train` by name, such as `{"init_from": folder}`; None for their
+        defaults.
+
+    Raises:
+      UserError: A field or flag is wrong, or the run cannot continue.
+      KeyboardInterrupt: The run was interrupted; if it had begun, it is saved.
+    """
+    folder = os.path.expanduser(os.fspath(job_log_dir))
+    resolved = get_experiment(experiment, overrides)
+    if num_steps is not None:
+        resolved = with_num_steps(resolved, num_steps)
+    flags = _options(folder, options or {})
+    with _jax_settings_restored(), job_errors("train", resolved):
+        exit_code = run_train(resolved, flags, signals=Interrupts())
+    if exit_code:
+        raise KeyboardInterrupt(f"saved in {folder}; the same call resumes")
+    return TrainResult(folder, resolved)
+
+
+def _options(folder: str, options: Mapping[str, Any]) -> RunOptions:
+    known = {f.name: f.metadata["row"] for f in dataclasses.fields(RunOptions) if f.metadata}
+    for name, value in options.items():
+        modes = known.get(name, {}).get("modes", ())
+        if name not in known or name == "job_log_dir" or (modes and "train" not in modes):
+            choices = [n for n, row in known.items() if not row["modes"] or "train" in row["modes"]]
+            raise UsageError(
+                "not a flag of --mode=train", field="options", value=name, choices=choices
+            )
+        del value
+    return RunOptions(job_log_dir=folder, **options)
+
+
+@contextlib.contextmanager
+def _jax_settings_restored() -> Iterator[None]:
+    """Restore the settings of JAX's compilation cache after the block."""
+    before = {name: getattr(jax.config, name) for name in _JAX_SETTINGS}
+    try:
+        yield
+    finally:
+        changed = {name for name, value in before.items() if getattr(jax.config, name) != value}
+        for name in changed:
+            jax.config.update(name, before[name])
+        if "jax_compilation_cache_dir" in changed:
+            # JAX keeps the folder of the first use.
+            from jax.experimental.compilation_cache import compilation_cache
+
+            compilation_cache.reset_cache()
