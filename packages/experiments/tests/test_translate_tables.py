@@ -30,7 +30,6 @@ def targets(framework: str) -> Iterator[tuple[str, Any]]:
         otherwise = row.get("otherwise", {})
         for fields in [*row.get("values", {}).values(), otherwise]:
             yield from fields.items() if isinstance(fields, Mapping) else ()
-    yield from ((name, None) for name in table.get("fields_for_task", {}).values())
     yield from ((name, None) for name in table.get("sizes", {}))
     for part in ("schedule", "meshes"):
         yield from ((name, None) for name in table.get(part, {}).values())

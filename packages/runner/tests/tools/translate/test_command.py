@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 import jax
@@ -83,11 +82,6 @@ def test_timescale_of_rotary_positions_reaches_the_layer(folder: Path, capsys):
     (folder / "translated_llama3.py").write_text(capsys.readouterr().out)
     assert cli.main(["--exp=translated_llama3.Llama3", "--print_config"]) == 0
     assert f"{told}\n" in capsys.readouterr().out
-    words = ["maxtext", "decoder_block=llama2", "rope_max_timescale=500_000"]
-    assert translate.main([*words, "--exp=lm.llama.Llama7B"]) == 0
-    command = shlex.split(capsys.readouterr().out.replace("\\\n", ""))
-    assert cli.main([*command[1:], "--print_config"]) == 0
-    assert f"{told}\n" in capsys.readouterr().out
 
 
 def test_skipped_classes_are_listed(folder: Path, capsys):
@@ -111,26 +105,11 @@ def test_model_of_a_translated_class_can_be_built(folder: Path, capsys):
     assert "optimizer state" in capsys.readouterr().out
 
 
-def test_command_has_the_translated_values(folder: Path, capsys):
-    words = ["dtype=float32", "ici_data_parallelism=1"]
-    assert translate.main(["maxtext", "head_dim=8", *words, "--exp=lm.quickstart.LocalText"]) == 0
-    command = capsys.readouterr().out
-    assert shlex.split(command.replace("\\\n", "")) == [
-        *("runner", "--exp=lm.quickstart.LocalText", "--fdl.ICI_MESH_SHAPE=[1,1,1]"),
-        *("--fdl.DIMS_PER_HEAD=8", "--fdl.FPROP_DTYPE=float32", "--job_log_dir=DIR"),
-    ]
-    assert cli.main([*shlex.split(command.replace("\\\n", ""))[1:], "--print_config"]) == 0
-    assert "experiment.DIMS_PER_HEAD = 8\n" in capsys.readouterr().out
-
-
 def test_leftovers_are_printed_and_are_comments_of_the_class(folder: Path, capsys):
     assert translate.main(["maxtext", "model.yml", "quantization=int8", "ours=1"]) == 1
     text, err = capsys.readouterr()
     assert "    # NOT TRANSLATED quantization = 'int8': see docs/transformers.md" in text
     assert "translate: FromMaxText: not translated: ours = 1: unknown key" in err
-    words = ["maxtext", "model.yml", "quantization=int8", "ours=1"]
-    assert translate.main([*words, "--ignore=ours,quantization"]) == 0
-    assert "NOT TRANSLATED" not in capsys.readouterr().out
 
 
 LLAMA = """
@@ -198,9 +177,6 @@ def test_translated_class_has_additional_weights_of_pax(folder: Path, capsys, na
 @pytest.mark.parametrize(
     ("words", "fact"),
     [
-        (["maxtext", "ours=1", "--exp=lm.quickstart.LocalText"], "ours = 1"),
-        (["maxtext", "head_dim=8", "--exp=lm.quickstart.LocalTxt"], "'lm.quickstart.LocalText'"),
-        (["maxtext", "head_dim=8", "--ignore=heads"], "--ignore='heads'"),
         (["maxtext", "missing.yml"], "'missing.yml'"),
         (["maxtext", "model.yml", "--name=my-class"], "--name='my-class'"),
         (["maxtext", "broken.yml"], "broken.yml: "),

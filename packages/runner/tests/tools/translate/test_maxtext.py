@@ -74,30 +74,6 @@ def test_the_22b_model_of_paxs_table_is_our_class():
     }
 
 
-@pytest.mark.parametrize(
-    ("scale", "layers", "dims", "hidden", "heads"),
-    [
-        (1, 16, 2048, 7168, 16),
-        (2, 16, 2048, 14336, 32),
-        (4, 16, 4096, 14336, 32),
-        (8, 32, 4096, 14336, 32),
-        (64, 64, 8192, 28672, 64),
-    ],
-)
-def test_global_parameter_scale_doubles_in_turn(scale, layers, dims, hidden, heads):
-    text = (
-        "{base_num_decoder_layers: 16, base_emb_dim: 2048, base_mlp_dim: 7168,"
-        " base_num_query_heads: 16, base_num_kv_heads: 8}"
-    )
-    assert fields(f"global_parameter_scale={scale}", text=text) == {
-        "NUM_LAYERS": layers,
-        "MODEL_DIMS": dims,
-        "HIDDEN_DIMS": hidden,
-        "NUM_HEADS": heads,
-        "NUM_KV_HEADS": heads // 2,
-    }
-
-
 def test_steps_and_warmup_fraction_set_the_schedule():
     words = ["learning_rate=3e-5", "cosine_learning_rate_final_fraction=0.1", "adam_b2=0.95"]
     assert fields("steps=1000", "warmup_steps_fraction=0.1", *words) == {
@@ -136,17 +112,6 @@ def test_key_sets_its_field(words, expected):
     assert fields(*words) == expected
 
 
-def test_parallelism_of_minus_1_is_the_rest_of_the_devices():
-    words = ["ici_fsdp_parallelism=-1", "ici_tensor_parallelism=4", "dcn_data_parallelism=-1"]
-    assert fields(*words, "num_slices=2", devices_per_slice=64) == {
-        "ICI_MESH_SHAPE": [1, 16, 4],
-        "DCN_MESH_SHAPE": [2, 1, 1],
-    }
-    assert leftovers(*words) == [
-        "ici_fsdp_parallelism = -1: the number of devices is unknown; give --devices_per_slice=N"
-    ]
-
-
 @pytest.mark.parametrize(
     ("word", "reason"),
     [
@@ -157,7 +122,7 @@ def test_parallelism_of_minus_1_is_the_rest_of_the_devices():
         ("num_experts=8", "see lm.moe and docs/mixture_of_experts.md"),
         ("gradient_accumulation_steps=4", "add --fdl.task.train.gradient_accumulation_steps=N"),
         ("ici_sequence_parallelism=2", "the recipe's mesh is data × fsdp × tensor"),
-        ("global_parameter_scale=3", "expected a power of 2"),
+        ("global_parameter_scale=2", "multiply the base sizes"),
         ("some_new_key=1", "unknown key."),
         ("vocab_siz=1", "unknown key; did you mean 'vocab_size'?"),
         ("model_name=llama2-7b", "give its file, configs/models/NAME.yml, besides the others"),
@@ -176,12 +141,11 @@ def test_key_without_a_field_is_listed_with_the_reason(word, reason):
     [
         ("steps=abc", "expected an integer"),
         ("scale=abc", "expected an integer"),
-        ("global_parameter_scale=abc", "expected an integer"),
         ("base_emb_dim=abc", "expected an integer"),
         ("base_emb_dim=2.5", "expected an integer"),
         ("warmup_steps_fraction=abc", "expected a number"),
         ("ici_fsdp_parallelism=abc", "expected an integer"),
-        ("ici_fsdp_parallelism=0", "expected a number of devices, or -1"),
+        ("ici_fsdp_parallelism=-1", "expected a number of devices; write it in place of -1"),
         ("per_device_batch_size=abc", "expected a number"),
         ("learning_rate=.nan", "expected a number"),
         ("gradient_clipping_threshold=x", "expected a number"),

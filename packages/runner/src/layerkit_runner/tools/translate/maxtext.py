@@ -37,9 +37,8 @@ def read_values(texts: Mapping[str, str], words: Sequence[str]) -> dict[str, Any
     values: dict[str, Any] = {}
     for file, text in texts.items():
         read = _parse(text, file)
-        require(isinstance(read, dict), file, "content", read, "a YAML mapping of keys to values")
-        for key in read:
-            require(isinstance(key, str), file, "key", key, "a name")
+        is_mapping = isinstance(read, dict) and all(isinstance(key, str) for key in read)
+        require(is_mapping, file, "content", read, "a YAML mapping of names to values")
         values |= read
     for word in words:
         name, equals, text = word.partition("=")
@@ -72,7 +71,6 @@ def translate_maxtext(
     *,
     name: str = "FromMaxText",
     defaults: Mapping[str, Any] | None = None,
-    devices_per_slice: int | None = None,
 ) -> Translation:
     """Translate keys of MaxText.
 
@@ -82,14 +80,13 @@ def translate_maxtext(
       name: Name of the class.
       defaults: Values of MaxText's base.yml for keys that `values` omit. A key with the value of
         base.yml needs no field.
-      devices_per_slice: Number of devices that a parallelism of -1 fills up to.
     """
     table, known = tables["maxtext"], defaults or {}
     keys = _Keys({**known, **values})
     found = {
         **_sizes(keys, table["sizes"]),
         **_schedule(keys, table["schedule"]),
-        **_meshes(keys, table["meshes"], devices_per_slice),
+        **_meshes(keys, table["meshes"]),
     }
     rest = {key: value for key, value in keys.values.items() if key not in keys.read}
     mapped, reasons = map_keys(table, rest)
@@ -127,19 +124,13 @@ class _Keys:
 
 
 def _sizes(keys: _Keys, sizes: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """Return sizes multiplied by `scale` and by the doublings of `global_parameter_scale`."""
+    """Return sizes multiplied by `scale`; each field has several names of its key."""
     scale = keys.get("scale", "integer", 1)
-    power = keys.get("global_parameter_scale", "integer", 1)
-    if power is not None and (power < 1 or power & (power - 1)):
-        keys.reject("global_parameter_scale", "expected a power of 2")
-        power = None
-    turns, rest = divmod(int(math.log2(power or 1)), 3)
-    doublings = {"depth": turns, "width": turns + (rest > 1), "heads": turns + (rest > 0)}
     found = {}
-    for field, (part, *names) in sizes.items():
-        read = [keys.get(name, "integer") for name in names if name in keys.values]
-        if read and read[0] is not None and scale is not None and power is not None:
-            found[field] = read[0] * scale * 2 ** doublings[part]
+    for field, names in sizes.items():
+        size = next((keys.get(name, "integer") for name in names if name in keys.values), None)
+        if size is not None and scale is not None:
+            found[field] = size * scale
     return found
 
 
@@ -149,11 +140,9 @@ def _schedule(keys: _Keys, fields: Mapping[str, str]) -> dict[str, Any]:
     fraction = keys.get("warmup_steps_fraction", "number")
     if steps is None or length is None:
         return {}
-    found = {}
-    steps = length if steps == -1 else steps
-    length = steps if length == -1 else length
-    if steps != -1:
-        found[fields["steps"]] = steps
+    # -1 stands for the value of the other key.
+    steps, length = length if steps == -1 else steps, steps if length == -1 else length
+    found = {} if steps == -1 else {fields["steps"]: steps}
     if length < steps:
         reason = "less than steps: MaxText then sets the rate to 0, recipes keep the minimum"
         keys.reject("learning_rate_schedule_steps", reason)
@@ -166,34 +155,22 @@ def _schedule(keys: _Keys, fields: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-def _meshes(
-    keys: _Keys, fields: Mapping[str, str], devices_per_slice: int | None
-) -> dict[str, list[int]]:
+def _meshes(keys: _Keys, fields: Mapping[str, str]) -> dict[str, list[int]]:
     found = {}
     for kind, field in fields.items():
+        axes = [f"{kind}_{axis}_parallelism" for axis in _AXES]
         names = [n for n in keys.values if n.startswith(f"{kind}_") and n.endswith("_parallelism")]
         sizes = {name: keys.get(name, "integer") for name in names}
+        is_complete = bool(sizes)
         for name, size in sizes.items():
-            if size is not None and size != -1 and size < 1:
-                keys.reject(name, "expected a number of devices, or -1")
-                sizes[name] = None
-        if not sizes or None in sizes.values():
-            continue
-        axes = [f"{kind}_{axis}_parallelism" for axis in _AXES]
-        for name in names:
-            if name not in axes and sizes[name] != 1:
+            if size is None or size < 1:
+                is_complete = False
+                if size is not None:
+                    keys.reject(name, "expected a number of devices; write it in place of -1")
+            elif name not in axes and size != 1:
                 reason = "the recipe's mesh is data × fsdp × tensor; docs/partitioning.md has more"
                 keys.reject(name, reason)
         shape = [sizes.get(name) or 1 for name in axes]
-        if -1 in shape:
-            slices = keys.get("num_slices", "integer", 1)
-            total = devices_per_slice if kind == "ici" else abs(slices or 1)
-            rest = math.prod(size for size in shape if size != -1)
-            if total is None or total < rest or total % rest or shape.count(-1) > 1:
-                reason = "the number of devices is unknown; give --devices_per_slice=N"
-                keys.reject(axes[shape.index(-1)], reason)
-                continue
-            shape[shape.index(-1)] = total // rest
-        if kind == "ici" or math.prod(shape) > 1:
+        if is_complete and (kind == "ici" or math.prod(shape) > 1):
             found[field] = shape
     return found

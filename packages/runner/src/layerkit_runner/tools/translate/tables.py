@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import shlex
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -261,12 +260,3 @@ def _comment(text: str) -> list[str]:
 def printable(text: str) -> str:
     """Return text on one line without control characters, for comments and terminals."""
     return "".join(part if part.isprintable() else "�" for part in " ".join(text.split()))
-
-
-def command_text(translation: Translation, experiment: str) -> str:
-    """Return the command that runs an experiment with the translated values."""
-    words = [f"--exp={experiment}"]
-    for name, value in {**translation.fields, **translation.settings}.items():
-        text = value if isinstance(value, str) else repr(value).replace(" ", "")
-        words.append(f"--fdl.{name}={text}")
-    return " \\\n  ".join(["runner", *map(shlex.quote, words), "--job_log_dir=DIR"])
