@@ -14,7 +14,7 @@ from flax import linen as nn
 
 from layerkit.base_layer import BaseHParams, BaseLayer, WeightHParams
 from layerkit.config import Config, sub_config_field
-from layerkit.errors import ConfigError
+from layerkit.errors import ConfigError, UnknownNameError
 from layerkit.layers.linears import FeedForward, Linear
 from layerkit.sharding import BoundSharding
 from layerkit.weights import WeightInit, logical_axes
@@ -233,6 +233,20 @@ def test_unknown_weight_raises_with_the_nearest_name(raises):
     layer = Declaring(weight=WeightHParams((2,), axes=("norm",)))
     with raises(AttributeError):
         layer.apply(layer.init(KEY), "scael")
+
+
+class WithoutSuper(FeedForward):
+    """A layer that forgets the setup of its base."""
+
+    def setup(self):
+        self.create_variable("extra", WeightHParams((2,), axes=("norm",)))
+
+
+def test_forgotten_super_setup_is_named(raises):
+    layer = WithoutSuper(input_dims=2, output_dims=3)
+    hint = "WithoutSuper.setup must call super().setup(), which sets up FeedForward."
+    with raises(UnknownNameError, hint=hint):
+        layer.init(KEY, jnp.ones((1, 2)))
 
 
 @pytest.mark.parametrize(

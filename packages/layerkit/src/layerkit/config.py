@@ -156,6 +156,29 @@ class _Editable(Generic[T_co]):
         """
         return copy_config(self).set(**fields)
 
+    def with_class(self, target: Callable[..., Any], /, **fields: Any) -> typing.Self:
+        """Return a config of another class that keeps the fields which were set on this one.
+
+        Args:
+          target: The class or function.
+          **fields: Fields to set or to replace.
+
+        Raises:
+          UnknownFieldError: `target` lacks a field that was set; `del config.field` unsets it.
+          FieldTypeError: A value is of another type than in `target`.
+        """
+        return type(self)(target, **copy_config(changed_fields(self) | fields))
+
+
+def changed_fields(config: fdl.Buildable) -> dict[str, Any]:
+    """Return the named fields of `config` whose values are not the defaults of its class."""
+    default = type(config)(target_of(config)).__arguments__
+    return {
+        name: value
+        for name, value in config.__arguments__.items()
+        if isinstance(name, str) and not (name in default and default[name] == value)
+    }
+
 
 class Config(_Editable[T_co], fdl.Config[T_co]):
     """An editable description of the call `target(**fields)`.

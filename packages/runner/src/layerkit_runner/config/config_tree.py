@@ -6,12 +6,21 @@ configs and through lists, tuples and dicts.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import inspect
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from layerkit import field_types
-from layerkit.config import Config, assigned_fields, field_names, is_config, target_of
+from layerkit.config import (
+    Config,
+    assigned_fields,
+    changed_fields,
+    field_names,
+    is_config,
+    target_of,
+)
 from layerkit.errors import first_names
 from layerkit_runner.config.overrides import Override
 from layerkit_runner.errors import UsageError, with_data
@@ -113,6 +122,8 @@ class PathSetter:
         # The override that has set a path below a config, to find two paths to a shared config.
         self._owners: dict[tuple[int, str], Override] = {}
         self._override = Override("", "")
+        self.notes: list[str] = []
+        """Lines about fields of configs whose class an override has replaced."""
 
     def set(self, root: Any, override: Override) -> Any:
         """Return the root with the value of an override set below it.
@@ -165,17 +176,43 @@ class PathSetter:
         raise self._error("no fields below this value", field=here, value=node)
 
     def _parse(self, old: Any, here: str, annotation: str | None) -> Any:
+        if is_config(old) and self._override.text != "None":
+            return self._with_class(old, here)
         try:
-            value = field_types.parse_value(self._override.text, annotation)
+            return field_types.parse_value(self._override.text, annotation)
         except field_types.FieldTypeError as error:
-            if not is_config(old):
-                raise self._mismatch(error, here) from None
-            value = self._override.text
-        if is_config(old) and value is not None:
+            if is_config(old):
+                expected = (
+                    f"a class, or a path to a field of {target_name(old)}; the field needs one"
+                )
+                raise self._error(field=here, value=None, expected=expected) from None
+            raise self._mismatch(error, here) from None
+
+    def _with_class(self, old: Any, here: str) -> Any:
+        """Return a config of the class that the override names, with the fields that both have."""
+        module, _, name = self._override.text.rpartition(".")
+        found: Any = None
+        with contextlib.suppress(ImportError):
+            found = getattr(importlib.import_module(module), name, None) if module else None
+        if not callable(found):
             example = next(iter(field_names(old)), "NAME")
-            expected = f"None, or a path to a field, such as {here}.{example}"
-            raise self._error(field=here, value=self._override.text, expected=expected)
-        return value
+            raise self._error(
+                field=here,
+                value=self._override.text,
+                expected="the full name of a class, such as layerkit.layers.RmsNorm, or a path to a"
+                f" field, such as {here}.{example}",
+            )
+        new, kept, dropped = type(old)(found), [], []
+        for field, value in changed_fields(old).items():
+            try:
+                setattr(new, field, value)
+                kept.append(field)
+            except TypeError:  # no such field, or a value of another type
+                dropped.append(field)
+        note = f"{here} is now {target_name(new)}; kept from {target_name(old)}: "
+        note += ", ".join(kept) or "nothing"
+        self.notes.append(f"{note}; DROPPED: {', '.join(dropped)}" if dropped else note)
+        return new
 
     def _mismatch(self, error: field_types.FieldTypeError, path: str) -> UsageError:
         owner = None if path == self._override.path else f"--fdl.{self._override.path}"

@@ -81,25 +81,18 @@ def parse_override(path: str, text: str) -> Override:
 def check_consistent(overrides: Iterable[Override]) -> tuple[Override, ...]:
     """Return the overrides without repetitions.
 
+    An override of a part, such as `attention_tpl.num_heads`, follows that of the whole.
+
     Raises:
-      UsageError: Two of them set the same path differently, or one sets a part of another.
+      UsageError: Two of them set the same path differently.
     """
     by_path: dict[str, Override] = {}
     for override in overrides:
         earlier = by_path.setdefault(override.path, override)
         if earlier.text != override.text:
-            raise _contradictory(earlier, override)
-    for override in by_path.values():
-        for depth in range(1, len(override.parts)):
-            outer = by_path.get(".".join(override.parts[:depth]))
-            if outer is not None:
-                raise _contradictory(outer, override)
-    return tuple(by_path.values())
-
-
-def _contradictory(*overrides: Override) -> UsageError:
-    field = " and ".join(map(str, overrides))
-    return UsageError("contradictory flags", field=field, expected="one of them")
+            field = f"{earlier} and {override}"
+            raise UsageError("contradictory flags", field=field, expected="one of them")
+    return tuple(sorted(by_path.values(), key=lambda override: len(override.parts)))
 
 
 def parse_fields(

@@ -106,8 +106,13 @@ def with_recorded_experiment(flags: ParsedFlags, report: Callable[[str], None]) 
             expected="the full name of a class",
             hint="Name the experiment by --exp.",
         )
-    _check_module(recorded.experiment, folder)
+    _check_module("experiment", recorded.experiment, folder)
     given = {override.path for override in flags.overrides}
+    for path, text in recorded.overrides.items():
+        if (
+            path not in given and "." in path and _CLASS_NAME.fullmatch(text)
+        ):  # it may name the class of a config
+            _check_module(path, text, folder)
     taken = [
         parse_override(path, text) for path, text in recorded.overrides.items() if path not in given
     ]
@@ -154,31 +159,29 @@ def _record(document: Any) -> RecordedConfig:
     return RecordedConfig(**{**values, "arguments": tuple(values["arguments"])})
 
 
-def _check_module(experiment: str, folder: str) -> None:
-    """Raise an error if the module of an experiment is missing, or is in the job's folder."""
-    package = experiment.partition(".")[0]
+def _check_module(field: str, name: str, folder: str) -> None:
+    """Raise an error if the module of a class is missing, or is in the job's folder."""
+    package = name.partition(".")[0]
     try:
         spec = importlib.util.find_spec(package)
     except ValueError:  # a module that was made without one
         return
-    if spec is None:
+    data: dict[str, Any] = {"owner": f"{folder}/{FILE_NAME}", "field": field, "value": name}
+    if spec is None and field == "experiment":
         raise UsageError(
             f"no module {package!r} in {os.getcwd()}, in PYTHONPATH or among installed packages",
-            owner=f"{folder}/{FILE_NAME}",
-            field="experiment",
-            value=experiment,
+            **data,
             hint=f"Run the command from the folder that contains {package!r}, or name another"
             " experiment by --exp.",
         )
-    if "://" in folder:
+    if spec is None or "://" in folder:
         return
     root = os.path.realpath(os.path.expanduser(folder))
     for place in (spec.origin, *(spec.submodule_search_locations or ())):
         if place is not None and Path(os.path.realpath(place)).is_relative_to(root):
+            flag = "--exp" if field == "experiment" else f"--fdl.{field}"
             raise UsageError(
-                owner=f"{folder}/{FILE_NAME}",
-                field="experiment",
-                value=experiment,
+                **data,
                 expected=f"a module outside of the folder, not {place}",
-                hint=f"If you trust that file, name the experiment by --exp={experiment}",
+                hint=f"If you trust that file, name it by {flag}={name}",
             )

@@ -51,6 +51,7 @@ class ResolvedExperiment:
       executor: Config of the executor; None for `layerkit_runner.trainer.executor.Executor`.
       observers: Configs of observers that run beside the built-in ones.
       deep_overrides: Overrides of fields in the configs, which are already applied.
+      notes: Lines for the start report about configs whose class an override has replaced.
     """
 
     experiment: BaseExperiment
@@ -64,6 +65,7 @@ class ResolvedExperiment:
     executor: Config | None = None
     observers: list[Config] = dataclasses.field(default_factory=list)
     deep_overrides: tuple[Override, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -109,13 +111,13 @@ def with_overrides(
     added = check_consistent(deep_overrides)
     paths = {override.path for override in added}
     kept = [override for override in resolved.deep_overrides if override.path not in paths]
-    return dataclasses.replace(
-        resolved, **_set(roots, added), deep_overrides=check_consistent([*kept, *added])
-    )
+    found = _set(roots, added)
+    found["notes"] = resolved.notes + found["notes"]
+    return dataclasses.replace(resolved, **found, deep_overrides=check_consistent([*kept, *added]))
 
 
 def _set(roots: dict[str, Any], overrides: Iterable[Override]) -> dict[str, Any]:
-    """Set overrides on the configs of an experiment, which are changed, and return them."""
+    """Set overrides on the configs of an experiment, which are changed; return them and notes."""
     setter = PathSetter()
     for override in overrides:
         root = override.parts[0]
@@ -123,7 +125,7 @@ def _set(roots: dict[str, Any], overrides: Iterable[Override]) -> dict[str, Any]
             expected = f"a path below {', '.join(ROOTS[:-1])} or {ROOTS[-1]}"
             raise UsageError(field=str(override), expected=expected)
         roots[root] = setter.set(roots[root], override)
-    return roots
+    return roots | {"notes": tuple(setter.notes)}
 
 
 def resolve_entry(

@@ -92,6 +92,7 @@ def start_lines(
     train = job.task.train
     yield f"steps        {start_step} → {train.num_train_steps}"
     yield from job.resolved.experiment.start_notes()
+    yield from job.resolved.notes
     saves = f"checkpoint every {train.save_interval_steps} steps"
     if not job.options.enable_checkpoint_saving:
         saves = "no checkpoints (--noenable_checkpoint_saving)"

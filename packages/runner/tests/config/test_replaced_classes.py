@@ -1,0 +1,84 @@
+"""Overrides that replace the class of a config, and keep the fields that both classes have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from layerkit.config import Config
+from layerkit.layers import MultiHeadAttention
+from layerkit_inputs.synthetic import SyntheticInput
+from layerkit_runner import BaseExperiment, Override, UsageError
+from layerkit_runner.config.resolve import resolve
+from layerkit_runner.training.task import SingleTask
+
+
+class Wide(MultiHeadAttention):
+    """An attention with a field of its own."""
+
+    width: int = 3
+
+
+class Narrow(Wide):
+    """An attention whose number of heads is a text."""
+
+    num_heads: str = ""
+
+
+class Small(BaseExperiment):
+    """A language model whose attention the recipe has set."""
+
+    def task(self) -> Config:
+        from layerkit.models.language_model import LanguageModel
+
+        task = SingleTask.HParams.config(model=LanguageModel.HParams.config())
+        layer = task.model.lm_tpl.stack_tpl.layer_tpl
+        layer.attention_tpl.set(num_heads=4, logit_cap=50.0)
+        return task
+
+    def datasets(self) -> list[Config]:
+        return [SyntheticInput.HParams.config(batch_size=2, is_training=True)]
+
+
+LAYER = "task.model.lm_tpl.stack_tpl.layer_tpl"
+PATH = f"{LAYER}.attention_tpl"
+
+
+def attention(*overrides: tuple[str, str]) -> tuple[Any, str]:
+    resolved = resolve(Small(), [Override(path, text) for path, text in overrides])
+    return resolved.task.model.lm_tpl.stack_tpl.layer_tpl.attention_tpl, "".join(resolved.notes)
+
+
+def test_class_keeps_the_fields_that_were_set_and_says_so():
+    found, note = attention((f"{PATH}.width", "5"), (PATH, f"{__name__}.Wide"))
+    assert found.__fn_or_cls__ is Wide
+    assert (found.num_heads, found.logit_cap, found.width) == (4, 50.0, 5)
+    assert note == f"{PATH} is now Wide; kept from MultiHeadAttention: num_heads, logit_cap"
+
+
+def test_field_that_does_not_fit_is_dropped_and_named():
+    found, note = attention((PATH, f"{__name__}.Narrow"))
+    assert (found.num_heads, found.logit_cap) == ("", 50.0)
+    assert note.endswith("kept from MultiHeadAttention: logit_cap; DROPPED: num_heads")
+
+
+@pytest.mark.parametrize("text", ["nowhere.Layer", "Wide", "3", "None"])
+def test_value_that_is_no_class_is_an_error(raises, text):
+    with raises(UsageError, owner=f"--fdl.{PATH}", field=PATH):
+        attention((PATH, text))
+
+
+def test_class_of_another_kind_is_an_error(raises):
+    with raises(UsageError, field="--fdl.task.train"):
+        attention(("task.train", "layerkit.layers.RmsNorm"))
+
+
+def test_with_class_keeps_set_fields_or_raises(raises):
+    config = Wide.HParams.config(num_heads=4, width=5)
+    with raises(TypeError, value="width"):
+        config.with_class(MultiHeadAttention)
+    del config.width
+    assert config.with_class(MultiHeadAttention, logit_cap=1.0) == (
+        MultiHeadAttention.HParams.config(num_heads=4, logit_cap=1.0)
+    )
