@@ -66,9 +66,7 @@ class _Layerkit:
         self._manager.wait_until_finished()
 
     def restore(self, target: Any) -> Any:
-        step = self._manager.newest_sound_step()
-        assert step == 1
-        return self._manager.restore(step, target).state
+        return self._manager.restore_newest(target).state
 
     def close(self) -> None:
         self._manager.close()

@@ -48,7 +48,7 @@ from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy, i
 from layerkit_runner.errors import NonFiniteError
 
 hashed, hash_file = [], integrity._hash_file
-integrity._hash_file = lambda path: hashed.append(str(path)) or hash_file(path)
+integrity._hash_file = lambda path, *name: hashed.append(str(path)) or hash_file(path, *name)
 mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 split = NamedSharding(mesh, PartitionSpec("data"))
 rows = np.arange(32, dtype=np.float32).reshape(8, 4)
@@ -65,9 +65,8 @@ with CheckpointManager(directory, policy=policy, report=lines.append) as manager
     if index == 0:
         folder = f"{directory}/checkpoint_00000002/state/ocdbt.process_1/d"
         os.remove(os.path.join(folder, os.listdir(folder)[0]))
-    step = manager.newest_sound_step()
     target = {"w": jax.ShapeDtypeStruct(rows.shape, jnp.float32, sharding=split)}
-    restored = manager.restore(step, target)
+    restored = manager.restore_newest(target)
     mine = [np.asarray(shard.data).tolist() for shard in restored.state["w"].addressable_shards]
     rows[-1, -1] = np.nan  # held by process 1
     bad = {"w": jax.make_array_from_callback(rows.shape, split, lambda at: rows[at])}
@@ -77,7 +76,7 @@ with CheckpointManager(directory, policy=policy, report=lines.append) as manager
         nonfinite = ""
     except NonFiniteError as error:
         nonfinite = str(error)
-    answer = {"step": step, "mine": mine, "inputs": restored.input_states, "lines": lines}
+    answer = {"step": restored.step, "mine": mine, "inputs": restored.input_states, "lines": lines}
     answer["nonfinite"] = nonfinite
     print(json.dumps({**answer, "saved": saved, "verified": hashed}))
 """

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 
 import pytest
+import xxhash
 from etils import epath
 
 from layerkit_runner.checkpointing import NewerManifestError, integrity
@@ -30,7 +30,7 @@ def step(tmp_path) -> epath.Path:
 
 
 def entry(content: bytes) -> Entry:
-    return Entry(len(content), hashlib.sha256(content).hexdigest())
+    return Entry(len(content), ("xxh3_128", xxhash.xxh3_128_hexdigest(content)))
 
 
 def test_an_untouched_step_has_no_findings(step):
@@ -40,14 +40,37 @@ def test_an_untouched_step_has_no_findings(step):
 def test_the_manifest_lists_sizes_and_digests_that_other_tools_can_check(step):
     document = json.loads((step / MANIFEST).read_text())
     assert document["manifest"] == {
-        "version": 1,
+        "version": 2,
         "step": 42,
         "files": {
-            "metadata/c": {"size": 2, "sha256": hashlib.sha256(b"{}").hexdigest()},
-            "state/b": {"size": 0, "sha256": hashlib.sha256(b"").hexdigest()},
-            "state/d/a": {"size": 10, "sha256": hashlib.sha256(b"0123456789").hexdigest()},
+            "metadata/c": {"size": 2, "xxh3_128": xxhash.xxh3_128_hexdigest(b"{}")},
+            # The published digest of no bytes, with seed 0.
+            "state/b": {"size": 0, "xxh3_128": "99aa06d3014798d86001c324468d497f"},
+            "state/d/a": {"size": 10, "xxh3_128": xxhash.xxh3_128_hexdigest(b"0123456789")},
         },
     }
+
+
+def write_manifest(step, body):
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    (step / MANIFEST).write_text(json.dumps({"digest": digest, "manifest": body}))
+
+
+def test_a_manifest_of_version_1_is_verified_by_sha256(step):
+    contents = {"state/d/a": b"0123456789", "state/b": b"", "metadata/c": b"{}"}
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    files = {name: {"size": len(contents[name]), "sha256": text} for name, text in digests.items()}
+    write_manifest(step, {"version": 1, "step": 42, "files": files})
+    assert integrity.verify(step) == ()
+    (step / "metadata/c").write_bytes(b"[]")
+    assert integrity.verify(step) == (
+        Finding(
+            "metadata/c",
+            FindingKind.ALTERED,
+            Entry(2, ("sha256", digests["metadata/c"])),
+            Entry(2, ("sha256", hashlib.sha256(b"[]").hexdigest())),
+        ),
+    )
 
 
 def test_flipped_bit_of_a_file_is_found(step):
@@ -107,10 +130,9 @@ def test_a_step_without_manifest_is_damaged(step):
 
 
 def test_manifest_of_a_later_version_is_an_error_but_no_damage(raises, step):
-    body = json.loads((step / MANIFEST).read_text())["manifest"] | {"version": 2}
-    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    (step / MANIFEST).write_text(json.dumps({"digest": digest, "manifest": body}))
-    with raises(NewerManifestError, owner=str(step), value=2):
+    body = json.loads((step / MANIFEST).read_text())["manifest"] | {"version": 3}
+    write_manifest(step, body)
+    with raises(NewerManifestError, owner=str(step), value=3):
         integrity.verify(step)
 
 
@@ -118,7 +140,9 @@ def test_write_merges_the_shares_of_processes_and_hashes_only_other_files(step, 
     (step / MANIFEST).unlink()
     read, hash_file = [], integrity._hash_file
     monkeypatch.setattr(
-        integrity, "_hash_file", lambda path: read.append(path.name) or hash_file(path)
+        integrity,
+        "_hash_file",
+        lambda path, *name: read.append(path.name) or hash_file(path, *name),
     )
     own = integrity.hash_folder(step / "state" / "d", name="state/d")
     assert (own, read) == ({"state/d/a": entry(b"0123456789")}, ["a"])
@@ -145,7 +169,9 @@ def test_shares_verify_every_file_once_and_differ_by_one_file_at_most(step, monk
     (step / "state/d/8").unlink()
     (step / "state/stray").write_bytes(b"")
     read, hash_file = [], integrity._hash_file
-    monkeypatch.setattr(integrity, "_hash_file", lambda path: read.append(path) or hash_file(path))
+    monkeypatch.setattr(
+        integrity, "_hash_file", lambda path, *name: read.append(path) or hash_file(path, *name)
+    )
     findings, sizes, seen = [], [], []
     for share in range(3):
         findings += integrity.verify(step, share=share, num_shares=3)
@@ -155,7 +181,7 @@ def test_shares_verify_every_file_once_and_differ_by_one_file_at_most(step, monk
     assert len(seen) == len(set(seen)) == 23
     assert max(sizes) - min(sizes) <= 119
     assert sorted(findings, key=lambda finding: finding.file) == list(integrity.verify(step))
-    assert [Finding.from_json(dataclasses.asdict(finding)) for finding in findings] == findings
+    assert [Finding.from_json(finding.to_json()) for finding in findings] == findings
 
 
 def test_more_shares_than_files_are_no_error(step):
@@ -164,7 +190,7 @@ def test_more_shares_than_files_are_no_error(step):
     assert [each.file for found in findings for each in found] == ["state/b"]
 
 
-DAMAGE = Finding("state/a", FindingKind.MISSING, Entry(10, "ab" * 32))
+DAMAGE = Finding("state/a", FindingKind.MISSING, Entry(10, ("xxh3_128", "ab" * 16)))
 STRAY = Finding("state/b", FindingKind.UNLISTED)
 
 
@@ -196,22 +222,27 @@ def test_newest_sound_step_is_chosen_and_no_older_one_is_read(findings, chosen, 
 
 def test_damage_message_lists_files_and_lost_steps():
     findings = (
-        Finding("state/d/a", FindingKind.SHORT, Entry(100, "ab" * 32), Entry(40, "cd" * 32)),
+        Finding(
+            "state/d/a",
+            FindingKind.SHORT,
+            Entry(100, ("xxh3_128", "ab" * 16)),
+            Entry(40, ("sha256", "cd" * 32)),
+        ),
         STRAY,
         DAMAGE,
     )
     text = integrity.damage_message(500, findings, directory="DIR", used_instead=400)
     assert text == (
         "CHECKPOINT DAMAGED: step 500 in DIR\n"
-        "  state/d/a: short, expected 100 bytes with SHA-256 abababababab, "
-        "found 40 bytes with SHA-256 cdcdcdcdcdcd\n"
-        "  state/a: missing, expected 10 bytes with SHA-256 abababababab\n"
+        "  state/d/a: short, expected 100 bytes with xxh3_128 abababababab, "
+        "found 40 bytes with sha256 cdcdcdcdcdcd\n"
+        "  state/a: missing, expected 10 bytes with xxh3_128 abababababab\n"
         "  Step 400 is used instead; work lost: 100 steps."
     )
 
 
 def test_damage_message_is_short_and_names_the_loss_of_all_steps():
-    findings = [Finding(f"f{i}", FindingKind.MISSING, Entry(1, "ab" * 32)) for i in range(30)]
+    findings = [Finding(f"f{i}", FindingKind.MISSING, Entry(1, None)) for i in range(30)]
     lines = integrity.damage_message(1, findings, directory="D", used_instead=None).splitlines()
     assert len(lines) == 11
     assert lines[-2:] == [

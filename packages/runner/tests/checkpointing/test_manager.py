@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import xxhash
 from etils import epath
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -320,9 +321,8 @@ def test_damaged_newest_step_is_reported_and_moved_aside(tmp_path, state_format,
     lines: list[str] = []
     with CheckpointManager(tmp_path, policy=EVERY_STEP, report=lines.append) as manager:
         assert manager.latest_step() == 25
-        assert manager.newest_sound_step() == 10
-        assert manager.latest_step() == 10
-        restored = manager.restore(10, target_of(state, everywhere))
+        restored = manager.restore_newest(target_of(state, everywhere))
+        assert restored.step == manager.latest_step() == 10
         assert_same_bits(restored.state, state)
         assert restored.input_states["train"]["position"] == 100
         # Training resumes from step 10 and saves step 25 again.
@@ -332,11 +332,11 @@ def test_damaged_newest_step_is_reported_and_moved_aside(tmp_path, state_format,
 
     [message] = lines
     name = file.relative_to(tmp_path / "checkpoint_00000025")
-    digest = hashlib.sha256(intact).hexdigest()[:12]
+    digest = xxhash.xxh3_128_hexdigest(intact)[:12]
     kind = {"flipped": "altered", "deleted": "missing"}.get(damage, "short")
     assert message.startswith(
         f"CHECKPOINT DAMAGED: step 25 in {tmp_path}/checkpoint_00000025\n"
-        f"  {name}: {kind}, expected {len(intact)} bytes with SHA-256 {digest}"
+        f"  {name}: {kind}, expected {len(intact)} bytes with xxh3_128 {digest}"
     )
     assert message.endswith(
         "  Step 10 is used instead; work lost: 15 steps.\n"
@@ -349,7 +349,9 @@ def test_damaged_newest_step_is_reported_and_moved_aside(tmp_path, state_format,
 @BOTH_FORMATS
 def test_save_reads_no_file_twice_and_a_single_file_not_at_all(tmp_path, state_format, monkeypatch):
     read, hash_file = [], integrity._hash_file
-    monkeypatch.setattr(integrity, "_hash_file", lambda path: read.append(path) or hash_file(path))
+    monkeypatch.setattr(
+        integrity, "_hash_file", lambda path, *name: read.append(path) or hash_file(path, *name)
+    )
     save(tmp_path, 3, state_format=state_format)
     assert len(read) == len(set(read))
     assert any("ocdbt.process_0" in str(path) for path in read) == (
@@ -535,8 +537,9 @@ def test_no_step_is_moved_if_all_are_damaged(tmp_path):
     lines: list[str] = []
     with CheckpointManager(tmp_path, policy=EVERY_STEP, report=lines.append) as manager:
         assert manager.newest_sound_step() is None
+        assert manager.restore_newest(target_of(numbers(), everywhere)) is None
         assert manager.latest_step() == 2
-    assert len(lines) == 2
+    assert len(lines) == 4
 
 
 def test_on_commit_is_called_after_the_commit(tmp_path):

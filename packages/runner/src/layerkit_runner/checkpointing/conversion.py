@@ -204,5 +204,4 @@ def _restore(
         path: jax.ShapeDtypeStruct(spec.shape, np.dtype(spec.dtype), sharding=device)
         for path, spec in specs.items()
     }
-    with contextlib.closing(handlers.StateHandler()) as reader:
-        return reader.restore(step_directory / "state", handlers.StateRestore(targets))
+    return handlers.read_state(step_directory / "state", targets)

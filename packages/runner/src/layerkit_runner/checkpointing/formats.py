@@ -11,9 +11,9 @@ dtype of every leaf), then each leaf's little-endian bytes in pieces, in the hea
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
 import jax
@@ -24,7 +24,7 @@ from etils import epath
 
 from layerkit.errors import ConfigError, first_names
 from layerkit_runner.checkpointing import structure
-from layerkit_runner.checkpointing.integrity import Entry
+from layerkit_runner.checkpointing.integrity import Entry, Hasher
 
 STATE_FILE = "state.msgpack"
 _FORMAT = "layerkit-state"
@@ -37,6 +37,28 @@ class StateFormat(enum.Enum):
 
     TENSORSTORE = "tensorstore"
     MSGPACK = "msgpack"
+
+
+@dataclasses.dataclass(frozen=True)
+class RestoredCheckpoint:
+    """The content of a step.
+
+    Attributes:
+        step: Training step.
+        state: Tree with the structure of the target; its leaves are `jax.Array` with the target's
+          shardings.
+        input_states: Input states of this process by input name.
+        metadata: Metadata that was passed to `save`.
+        state_format: Format of the stored state.
+    casts: Lines about arrays whose dtype was converted.
+    """
+
+    step: int
+    state: Any
+    input_states: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+    state_format: StateFormat
+    casts: Sequence[str] = ()
 
 
 def format_of(state_directory: epath.Path) -> StateFormat:
@@ -72,13 +94,11 @@ def write_msgpack(
     state_directory: epath.Path, leaves: Mapping[structure.LeafPath, np.ndarray]
 ) -> Entry:
     """Write the single file and return its size and digest, taken from memory."""
-    packer, digest, size = msgpack.Packer(), hashlib.sha256(), 0
+    packer, hasher = msgpack.Packer(), Hasher()
 
     def write(file: IO[bytes], content: bytes) -> None:
-        nonlocal size
         file.write(content)
-        digest.update(content)
-        size += len(content)
+        hasher.add(content)
 
     header = {
         "format": _FORMAT,
@@ -94,7 +114,7 @@ def write_msgpack(
             data = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
             for start in range(0, data.size, _PIECE_BYTES):
                 write(file, packer.pack(data[start : start + _PIECE_BYTES].tobytes()))
-    return Entry(size, digest.hexdigest())
+    return hasher.entry()
 
 
 def msgpack_leaves(state_directory: epath.Path) -> dict[structure.LeafPath, structure.LeafSpec]:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from typing import Any, NoReturn
 
 import jax
@@ -20,7 +21,7 @@ from layerkit_runner.checkpointing import documents, folders, formats, integrity
 from layerkit_runner.checkpointing.errors import SaveError
 from layerkit_runner.checkpointing.policy import CheckpointPolicy, SavedStep
 
-_STATE = "state"
+_STATE, _INPUTS = "state", "input_states"
 # Several files are hashed side by side. Orbax's default of 2 GiB would leave most cores idle.
 _DATA_FILE_BYTES = 256 * 2**20
 
@@ -32,20 +33,13 @@ class StateSave(ocp.args.CheckpointArgs):
     Attributes:
       leaves: Arrays by path.
       state_format: Format to write.
-      check: Search for NaN and infinities. The step is not committed if it finds any. None for no
-        such condition.
+      check: Search for NaN and infinities, which starts when the state is copied. The step is not
+        committed if it finds any. None for no such condition.
     """
 
     leaves: Mapping[structure.LeafPath, jax.Array]
     state_format: formats.StateFormat
-    check: structure.FiniteCheck | None = None
-
-
-@dataclasses.dataclass
-class StateRestore(ocp.args.CheckpointArgs):
-    """Restores the leaves of the targets, each with the sharding of its target."""
-
-    targets: Mapping[structure.LeafPath, Any]
+    check: futures.Future[structure.FiniteCheck] | None = None
 
 
 @dataclasses.dataclass
@@ -56,25 +50,28 @@ class InputStatesSave(ocp.args.CheckpointArgs):
 
 
 @dataclasses.dataclass
-class InputStatesRestore(ocp.args.CheckpointArgs):
-    """Restores this process's input states."""
-
-
-@dataclasses.dataclass
 class ManifestSave(ocp.args.CheckpointArgs):
     """Requests the manifest of the step."""
 
 
-class _AsyncHandler(ocp.handlers.AsyncCheckpointHandler):
-    """Derives the synchronous half of Orbax's interface from the asynchronous one."""
+class _Handler(ocp.handlers.AsyncCheckpointHandler):
+    """The parts of Orbax's interface that are alike for all items."""
 
     def save(self, directory: epath.Path, args: ocp.args.CheckpointArgs) -> None:
         for commit in asyncio.run(self.async_save(directory, args)) or ():
             commit.result()
 
+    def restore(self, directory: epath.Path, args: Any = None) -> NoReturn:
+        """Raise an error: `CheckpointManager` reads the items itself.
 
-class StateHandler(_AsyncHandler):
-    """Saves and restores a state in either format, under the same item.
+        Orbax ends a restore at a barrier. A process that meets a damaged file would raise an error,
+        and the others would wait for it.
+        """
+        raise NotImplementedError
+
+
+class StateHandler(_Handler):
+    """Saves a state in either format, under the same item.
 
     One handler for both, because Orbax finalizes an item with the first handler it has for it,
     whichever one wrote it.
@@ -85,18 +82,13 @@ class StateHandler(_AsyncHandler):
         self._arrays = _array_storage()
 
     async def async_save(self, directory: epath.Path, args: StateSave) -> list[ocp.future.Future]:
-        """Copy the state to the host; return futures of the check, the writes and their digests."""
+        """Copy the state to the host; return a future of its check, its files and their digests."""
         if args.state_format is formats.StateFormat.TENSORSTORE:
-            saves = await self._arrays.async_save(
-                directory,
-                args=ocp.args.PyTreeSave(
-                    structure.nest(args.leaves), ocdbt_target_data_file_size=_DATA_FILE_BYTES
-                ),
-            )
+            writing: futures.Future[Any] = futures.Future()
 
             def finish() -> None:
-                for save in saves or ():
-                    save.result()
+                for write in writing.result() or ():
+                    write.result()
                 _require_finite(args.check)
                 # Orbax merges the indices of the processes afterwards, and leaves the files of this
                 # process's arrays as they are.
@@ -105,7 +97,17 @@ class StateHandler(_AsyncHandler):
                 files = integrity.hash_folder(directory / own, name=f"{_STATE}/{own}")
                 integrity.write_share(directory.parent, files, process=process)
 
-            return [_in_background(finish, "state_hashes")]
+            # The thread starts before those that write, which leave no core for its start.
+            finishing = _in_background(finish, "state_hashes")
+            save = ocp.args.PyTreeSave(
+                structure.nest(args.leaves), ocdbt_target_data_file_size=_DATA_FILE_BYTES
+            )
+            try:
+                writing.set_result(await self._arrays.async_save(directory, args=save))
+            except BaseException as error:
+                writing.set_exception(error)
+                raise
+            return [finishing]
         if jax.process_index() != 0:
             return [_in_background(lambda: _require_finite(args.check), "state_check")]
         leaves = formats.host_copy(args.leaves)
@@ -118,27 +120,6 @@ class StateHandler(_AsyncHandler):
 
         return [_in_background(write, "state_msgpack")]
 
-    def restore(
-        self, directory: epath.Path, args: StateRestore
-    ) -> dict[structure.LeafPath, jax.Array]:
-        """Restore the leaves by path."""
-        if formats.format_of(directory) is formats.StateFormat.MSGPACK:
-            return formats.read_msgpack(directory, args.targets)
-        nested = structure.nest(
-            {
-                path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-                for path, leaf in args.targets.items()
-            }
-        )
-        restore_args = ocp.checkpoint_utils.construct_restore_args(nested)
-        restored = self._arrays.restore(
-            directory,
-            args=ocp.args.PyTreeRestore(
-                item=nested, restore_args=restore_args, partial_restore=True
-            ),
-        )
-        return structure.named_leaves(restored)
-
     def finalize(self, directory: epath.Path) -> None:
         """Merge the indices that the processes wrote; the single file needs nothing."""
         if formats.format_of(directory) is formats.StateFormat.TENSORSTORE:
@@ -149,7 +130,7 @@ class StateHandler(_AsyncHandler):
         self._arrays.close()
 
 
-class InputStatesHandler(_AsyncHandler):
+class InputStatesHandler(_Handler):
     """Stores the input states of each process as one JSON file."""
 
     async def async_save(
@@ -162,17 +143,15 @@ class InputStatesHandler(_AsyncHandler):
             )
         ]
 
-    def restore(self, directory: epath.Path, args: InputStatesRestore) -> dict[str, Any]:
-        """Return this process's input states."""
-        del args
-        return documents.read_input_states(directory)
 
-
-class ManifestHandler(ocp.handlers.CheckpointHandler):
+class ManifestHandler(_Handler):
     """Writes the manifest when the items registered before it are final."""
 
-    def save(self, directory: epath.Path, args: ManifestSave) -> None:
+    async def async_save(
+        self, directory: epath.Path, args: ManifestSave
+    ) -> list[ocp.future.Future]:
         """Do nothing: the files to be listed are still being written."""
+        return []
 
     def finalize(self, directory: epath.Path) -> None:
         """Write the manifest of the step. Process 0 does so after all have written."""
@@ -180,9 +159,56 @@ class ManifestHandler(ocp.handlers.CheckpointHandler):
             directory.parent, manifest_directory=directory, num_shares=jax.process_count()
         )
 
-    def restore(self, directory: epath.Path, args: ocp.args.CheckpointArgs) -> NoReturn:
-        """Raise an error: `integrity.verify` reads the manifest without Orbax."""
-        raise NotImplementedError
+
+def read_step(
+    path: epath.Path,
+    step: int,
+    target: Any,
+    *,
+    leave_out: Sequence[str] = (),
+    cast_dtypes: bool = False,
+    with_input_states: bool = True,
+) -> formats.RestoredCheckpoint:
+    """Read a step without verifying it; see `CheckpointManager.restore`."""
+    about = documents.read(path)
+    targets = structure.named_leaves(target)
+    structure.check_target(targets)
+    stored = stored_leaves(path / _STATE)
+    stored = {name: spec for name, spec in stored.items() if name[0] not in leave_out}
+    where = f"The checkpoint {path}"
+    structure.check_match(stored, targets, where=where, cast_dtypes=cast_dtypes)
+    read = read_state(path / _STATE, targets)
+    return formats.RestoredCheckpoint(
+        step=step,
+        state=jax.tree.unflatten(jax.tree.structure(target), [read[leaf] for leaf in targets]),
+        input_states=documents.read_input_states(path / _INPUTS) if with_input_states else {},
+        metadata=about["user"],
+        state_format=formats.format_of(path / _STATE),
+        casts=structure.cast_lines(stored, targets),
+    )
+
+
+def read_state(
+    state_directory: epath.Path, targets: Mapping[structure.LeafPath, Any]
+) -> dict[structure.LeafPath, jax.Array]:
+    """Read the leaves of a stored state, in either format.
+
+    Args:
+      state_directory: The folder of the state.
+      targets: Leaves to read, with shape, dtype and sharding.
+    """
+    if formats.format_of(state_directory) is formats.StateFormat.MSGPACK:
+        return formats.read_msgpack(state_directory, targets)
+    nested = structure.nest(
+        {
+            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+            for path, leaf in targets.items()
+        }
+    )
+    restore_args = ocp.checkpoint_utils.construct_restore_args(nested)
+    args = ocp.args.PyTreeRestore(item=nested, restore_args=restore_args, partial_restore=True)
+    with contextlib.closing(_array_storage()) as reader:
+        return structure.named_leaves(reader.restore(state_directory, args=args))
 
 
 def stored_leaves(state_directory: epath.Path) -> dict[structure.LeafPath, structure.LeafSpec]:
@@ -255,11 +281,8 @@ def item_registry() -> ocp.handlers.CheckpointHandlerRegistry:
     about = ocp.handlers.JsonCheckpointHandler("metadata.json")
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     registry.add(_STATE, StateSave, state)
-    registry.add(_STATE, StateRestore, state)
-    registry.add("input_states", InputStatesSave, inputs)
-    registry.add("input_states", InputStatesRestore, inputs)
+    registry.add(_INPUTS, InputStatesSave, inputs)
     registry.add("metadata", ocp.args.JsonSave, about)
-    registry.add("metadata", ocp.args.JsonRestore, about)
     registry.add("integrity", ManifestSave, ManifestHandler())
     return registry
 
@@ -273,9 +296,9 @@ def _in_background(work: Callable[[], None], name: str) -> ocp.future.Future:
     return ocp.future.CommitFutureAwaitingContractedSignals(run(), name=name)
 
 
-def _require_finite(check: structure.FiniteCheck | None) -> None:
+def _require_finite(check: futures.Future[structure.FiniteCheck] | None) -> None:
     """Raise an error, the same on every process, which keeps Orbax from committing the step."""
-    if check is not None and check.nonfinite():
+    if check is not None and check.result().nonfinite():
         raise SaveError("the state is not finite")
 
 

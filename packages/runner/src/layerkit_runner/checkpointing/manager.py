@@ -16,10 +16,10 @@ therefore import `orbax.checkpoint` in the background while its first step compi
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -33,7 +33,7 @@ from layerkit_runner.checkpointing.errors import (
     save_error,
     silence_tracebacks,
 )
-from layerkit_runner.checkpointing.formats import StateFormat
+from layerkit_runner.checkpointing.formats import RestoredCheckpoint, StateFormat
 from layerkit_runner.checkpointing.policy import CheckpointPolicy
 from layerkit_runner.distributed.process_exchange import from_each_process, from_process_0
 from layerkit_runner.files.atomic_write import absolute
@@ -46,24 +46,6 @@ _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 0.005
 # Orbax has the same time limit and a more precise error, so it gets one more second to raise it.
 _DEADLINE_GRACE_SECONDS = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class RestoredCheckpoint:
-    """The content of a step.
-
-    Attributes:
-      state: Tree with the structure of the target; its leaves are `jax.Array` with the target's
-        shardings.
-      input_states: Input states of this process by input name.
-      metadata: Metadata that was passed to `save`.
-      state_format: Format of the stored state.
-    """
-
-    state: Any
-    input_states: Mapping[str, Any]
-    metadata: Mapping[str, Any]
-    state_format: StateFormat
 
 
 class CheckpointManager:
@@ -210,13 +192,13 @@ class CheckpointManager:
 
         from layerkit_runner.checkpointing import handlers
 
-        # The check is dispatched before the caller can donate the arrays.
-        check = structure.FiniteCheck(leaves)
+        check: futures.Future[structure.FiniteCheck] = futures.Future()
         items = ocp.args.Composite(
-            state=handlers.StateSave(leaves, self._state_format, check),
             input_states=handlers.InputStatesSave(inputs),
             metadata=ocp.args.JsonSave(about),
             integrity=handlers.ManifestSave(),
+            # Last, since the threads that write it leave no core for the start of the others.
+            state=handlers.StateSave(leaves, self._state_format, check),
         )
         try:
             self._last_saved = step
@@ -225,9 +207,15 @@ class CheckpointManager:
             storage = self._storage()
             self._deadline = time.monotonic() + self._async_timeout_secs
             storage.save(step, args=items, force=True)
-            self._step_in_progress, self._check = step, check
+            # The check starts behind the copy to the host, which would otherwise wait for it, and
+            # before the caller can donate the arrays.
+            self._check = structure.FiniteCheck(leaves)
+            check.set_result(self._check)
+            self._step_in_progress = step
         except STORAGE_ERRORS as error:
             raise self._discard_failed_save(error) from error
+        finally:
+            check.cancel()  # A save without a check is not committed.
         return True
 
     def record_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -268,8 +256,13 @@ class CheckpointManager:
           NewerManifestError: A later version of this package wrote the newest step.
         """
         self.wait_until_finished()
+        return self._choose_sound(self._findings)
+
+    def _choose_sound(
+        self, findings_of: Callable[[int], Sequence[integrity.Finding]]
+    ) -> int | None:
         listed = from_process_0(lambda: folders.committed_steps(self._directory))
-        step, damaged = integrity.newest_sound(listed, self._findings)
+        step, damaged = integrity.newest_sound(listed, findings_of)
         from_process_0(lambda: self._move_damaged(listed, damaged, used_instead=step))
         if not self._read_only:
             self._last_saved = step
@@ -279,6 +272,23 @@ class CheckpointManager:
             self._sound.add(step)
             self._announce_commit(step)
         return step
+
+    def restore_newest(self, target: Any, **options: Any) -> RestoredCheckpoint | None:
+        """Restore the newest undamaged step; see `newest_sound_step` and `restore`.
+
+        Returns:
+          The content of the step; None if there is no undamaged step.
+        """
+        self.wait_until_finished()
+        restored: RestoredCheckpoint | None = None
+
+        def findings_of(step: int) -> Sequence[integrity.Finding]:
+            nonlocal restored
+            findings, restored = self._read(step, target, **options)
+            return findings
+
+        self._choose_sound(findings_of)
+        return restored
 
     def restore(
         self,
@@ -317,33 +327,56 @@ class CheckpointManager:
                 f"{self._directory} has no checkpoint of step {step}. Steps: "
                 f"{', '.join(map(str, steps)) or 'none'}."
             )
-        path = folders.step_folder(self._directory, step)
-        where, hint = f"The checkpoint {path}", "Restore newest_sound_step()."
-        integrity.require_sound(f"{where} is damaged", self._findings(step), hint=hint)
+        findings, restored = self._read(
+            step,
+            target,
+            leave_out=leave_out,
+            cast_dtypes=cast_dtypes,
+            with_input_states=with_input_states,
+        )
+        where = f"The checkpoint {folders.step_folder(self._directory, step)}"
+        hint = "Restore newest_sound_step()."
+        integrity.require_sound(f"{where} is damaged", findings, hint=hint)
+        assert restored is not None
         self._sound.add(step)
-        about = documents.read(path)
+        return restored
 
-        import orbax.checkpoint as ocp
+    def _read(
+        self, step: int, target: Any, **options: Any
+    ) -> tuple[Sequence[integrity.Finding], RestoredCheckpoint | None]:
+        """Read a step while a thread verifies it; return findings, and the content if undamaged.
 
+        Raises:
+          Exception: An error of this process, or a ValueError about another one, if the step is
+            undamaged.
+        """
         from layerkit_runner.checkpointing import handlers
 
-        targets = structure.named_leaves(target)
-        structure.check_target(targets)
-        state_format = formats.format_of(path / "state")
-        stored = handlers.stored_leaves(path / "state")
-        stored = {name: spec for name, spec in stored.items() if name[0] not in leave_out}
-        structure.check_match(stored, targets, where=where, cast_dtypes=cast_dtypes)
-        items: dict[str, Any] = {"state": handlers.StateRestore(targets)}
-        if with_input_states:
-            items["input_states"] = handlers.InputStatesRestore()
-        restored = self._storage().restore(step, args=ocp.args.Composite(**items))
-        for line in structure.cast_lines(stored, targets):
-            self._report(f"{where}: {line}")
-        state = jax.tree.unflatten(
-            jax.tree.structure(target), [restored.state[leaf] for leaf in targets]
-        )
-        input_states = restored.input_states if with_input_states else {}
-        return RestoredCheckpoint(state, input_states, about["user"], state_format)
+        path = folders.step_folder(self._directory, step)
+        is_verified = step in self._sound
+        restored: RestoredCheckpoint | None = None
+        problem: Exception | None = None
+        with futures.ThreadPoolExecutor(1) as verifiers:
+            verifying = None if is_verified else verifiers.submit(integrity.verify_own, path)
+            try:
+                restored = handlers.read_step(path, step, target, **options)
+            except Exception as error:  # which damage may have caused
+                problem = error
+        # Processes agree on the damage before any of them raises another error.
+        findings = () if verifying is None else integrity.merge(verifying.result)
+        self._report_ignored(path, findings)
+        if any(finding.is_damage for finding in findings):
+            return findings, None
+
+        def raise_problem() -> None:
+            if problem is not None:
+                raise problem
+
+        from_each_process(raise_problem)
+        assert restored is not None
+        for line in restored.casts:
+            self._report(f"The checkpoint {path}: {line}")
+        return findings, restored
 
     def wait_until_finished(self) -> None:
         """Block until the save in progress is committed.
@@ -492,9 +525,12 @@ class CheckpointManager:
             return ()
         path = folders.step_folder(self._directory, step)
         findings = integrity.verify_together(path)
+        self._report_ignored(path, findings)
+        return findings
+
+    def _report_ignored(self, path: epath.Path, findings: Sequence[integrity.Finding]) -> None:
         for finding in findings:
             if not finding.is_damage and jax.process_index() == 0:
                 self._report(
                     f"Ignoring {path / finding.file}, which is not part of the saved checkpoint."
                 )
-        return findings

@@ -6,7 +6,6 @@ The values themselves are read later, each straight into the sharding that it ha
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -227,8 +226,7 @@ class StoredCheckpoint:
             own = list(wanted)[jax.process_index() :: jax.process_count()]
             chosen = {path: self.leaves[path] for path in own}
             from_each_process(lambda: check_decoded_sizes(self._state, chosen))
-        with contextlib.closing(handlers.StateHandler()) as handler:
-            return handler.restore(self._state, handlers.StateRestore(wanted))
+        return handlers.read_state(self._state, wanted)
 
 
 def _choose(directory: epath.Path, step: int | None, report: Callable[[str], None]) -> int:

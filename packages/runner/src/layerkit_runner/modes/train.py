@@ -55,7 +55,7 @@ from layerkit_runner.trainer.executor import (
     eval_input_key,
     executor_class,
 )
-from layerkit_runner.trainer.job import Job, choose_step, start_job, versions
+from layerkit_runner.trainer.job import Job, no_checkpoint, start_job, versions
 from layerkit_runner.trainer.job_folder import (
     check_no_sweep,
     check_restart,
@@ -270,26 +270,24 @@ def _first_state(
             hint="To start from an older step, give this folder as --restore_checkpoint_dir and a"
             " new --job_log_dir.",
         )
-    step = checkpoints.newest_sound_step()
-    if step is not None:
+    own = job.restore_newest(checkpoints)
+    if own is not None:
         if options.restore_checkpoint_dir is not None:
             job.observers.message(
                 f"--restore_checkpoint_dir is ignored: {job.given_directory} has checkpoints"
             )
-        return _restore(job, checkpoints, step, is_own=True)
+        first = FirstState(own.state, own.step, is_restored=True)
+        return _Start(first, own.input_states, own.metadata, str(checkpoints.directory))
     _check_restart(job, checkpoints)
     if options.restore_checkpoint_dir is None:
         return _Start((plan or _plan_first_state(job))())
-    with job.checkpoints(read_only=True, directory=options.restore_checkpoint_dir) as other:
-        step = choose_step(other, options.only_restore_step)
-        return _restore(job, other, step, is_own=False)
-
-
-def _restore(job: Job, checkpoints: CheckpointManager, step: int, *, is_own: bool) -> _Start:
-    restored = job.restore(checkpoints, step)
-    first = FirstState(restored.state, step, is_restored=True)
-    metadata = restored.metadata if is_own else {}
-    return _Start(first, restored.input_states, metadata, str(checkpoints.directory))
+    with job.checkpoints(read_only=True, directory=options.restore_checkpoint_dir) as others:
+        step = options.only_restore_step
+        other = job.restore_newest(others) if step is None else job.restore(others, step)
+        if other is None:
+            raise no_checkpoint(others)
+        first = FirstState(other.state, other.step, is_restored=True)
+        return _Start(first, other.input_states, source=str(others.directory))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ import datetime
 import functools
 import importlib.metadata
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -180,27 +181,46 @@ class Job:
           NonFiniteError: `for_training` is set, and the state has values that are not finite.
           UsageError: The step does not exist, is damaged, or has the structure of another model.
         """
+        found = self._restore(checkpoints, step, for_training=for_training)
+        assert found is not None
+        return found
+
+    def restore_newest(self, checkpoints: CheckpointManager) -> RestoredCheckpoint | None:
+        """Restore the newest undamaged checkpoint for training; see `restore`.
+
+        Returns:
+          None if there is no undamaged checkpoint.
+        """
+        return self._restore(checkpoints, None, for_training=True)
+
+    def _restore(
+        self, checkpoints: CheckpointManager, step: int | None, *, for_training: bool
+    ) -> RestoredCheckpoint | None:
         abstract = self.abstract_stored_state()
         try:
             if not for_training:
                 abstract = abstract.for_inference()
-            restored = checkpoints.restore(
-                step,
-                abstract,
-                leave_out=[part for part in TRAINING_ONLY if getattr(abstract, part) == ()],
-                cast_dtypes=self.options.restore_cast_dtypes,
-                with_input_states=for_training,
-            )
+            options: dict[str, Any] = {
+                "leave_out": [part for part in TRAINING_ONLY if getattr(abstract, part) == ()],
+                "cast_dtypes": self.options.restore_cast_dtypes,
+                "with_input_states": for_training,
+            }
+            if step is not None:
+                restored = checkpoints.restore(step, abstract, **options)
+            elif (newest := checkpoints.restore_newest(abstract, **options)) is None:
+                return None
+            else:
+                restored = newest
             saved = int(np.asarray(restored.state.step.addressable_data(0)))
-            if saved != step:
+            if saved != restored.step:
                 raise DamagedCheckpointError(
-                    f"The checkpoint {step_folder(checkpoints.directory, step)} is damaged:"
-                    f" state/step={saved}. Expected {step}. Move it out of the folder to resume"
-                    " from an older one."
+                    f"The checkpoint {step_folder(checkpoints.directory, restored.step)} is"
+                    f" damaged: state/step={saved}. Expected {restored.step}. Move it out of the"
+                    " folder to resume from an older one."
                 )
             if for_training:
                 structure.require_finite(
-                    f"cannot resume from step {step} of {checkpoints.directory}",
+                    f"cannot resume from step {restored.step} of {checkpoints.directory}",
                     structure.named_leaves(restored.state),
                     "`python -m layerkit_runner.tools.checkpoints verify` lists the finite steps;"
                     " move newer ones out of this folder to resume from one of them.",
@@ -223,8 +243,13 @@ def choose_step(checkpoints: CheckpointManager, wanted: int | None) -> int:
     """
     step = checkpoints.newest_sound_step() if wanted is None else wanted
     if step is None:
-        raise UsageError("found no checkpoint", owner=str(checkpoints.directory))
+        raise no_checkpoint(checkpoints)
     return step
+
+
+def no_checkpoint(checkpoints: CheckpointManager) -> UsageError:
+    """Return the error of a folder without an undamaged checkpoint."""
+    return UsageError("found no checkpoint", owner=str(checkpoints.directory))
 
 
 def start_job(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> Job:
