@@ -45,7 +45,7 @@ _READ_BYTES = 2**18  # stays in a core's cache
 _READERS = 16  # hashes release the interpreter lock; also hides the latency of remote stores
 # Name of the digest in entries that are written; those of version 1 have SHA-256.
 _HASH = "xxh3_128"
-_HASHES = {_HASH: xxhash.xxh3_128, "sha256": hashlib.sha256}
+_HASHES: Mapping[str, Callable[[], Any]] = {_HASH: xxhash.xxh3_128, "sha256": hashlib.sha256}
 _DIGEST_CHARACTERS = 12
 _FILES_IN_MESSAGE = 8
 
@@ -141,8 +141,10 @@ class Finding:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Finding:
         """Return the finding that `to_json` turned into JSON values."""
-        entries = (fields[name] and Entry.from_json(fields[name]) for name in ("expected", "found"))
-        return cls(fields["file"], FindingKind(fields["kind"]), *entries, fields["reason"])
+        expected, found = (
+            fields[name] and Entry.from_json(fields[name]) for name in ("expected", "found")
+        )
+        return cls(fields["file"], FindingKind(fields["kind"]), expected, found, fields["reason"])
 
     def to_json(self) -> dict[str, Any]:
         """Return the finding as JSON values."""
