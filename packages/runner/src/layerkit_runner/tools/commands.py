@@ -6,11 +6,13 @@ Each imports its tool when it runs, so that `--help` and errors of flags are fas
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from layerkit_runner.config.commands import Command, FlagCommand, Mode
+from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import FLAGS, RunOptions
 
 if TYPE_CHECKING:
@@ -95,11 +97,15 @@ def _study(flags: ParsedFlags) -> int:
     from layerkit_runner.config.flags import check_folder
     from layerkit_runner.config.registry import find_experiment
     from layerkit_runner.config.resolve import resolve_entry
+
+    if importlib.util.find_spec("optuna") is None:
+        hint = "Install it: pip install 'layerkit-runner[sweeps]'"
+        raise UsageError("optuna is not installed", field="--study", hint=hint)
     from layerkit_runner.tools.sweep.command import run_study
 
     entry, reduced = find_experiment(flags.exp or ""), bool(flags.given.get("reduced"))
     check_folder(flags)
-    return run_study(flags, entry, lambda given: resolve_entry(entry, given, reduced=reduced))
+    return run_study(flags, lambda given: resolve_entry(entry, given, reduced=reduced))
 
 
 def _doctor(words: Sequence[str]) -> int:

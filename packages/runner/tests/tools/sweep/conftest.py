@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("optuna")
+
 from layerkit_runner.tools.sweep.study_file import StudyFile, read_study_file
 
 

@@ -12,19 +12,23 @@ from typing import Any
 
 import pytest
 
+from layerkit.errors import MISSING, UserError
 from layerkit_runner import cli
 from layerkit_runner.config.flags import RunOptions, parse_flags
 from layerkit_runner.config.overrides import Override
 from layerkit_runner.config.registry import find_experiment, load_experiment
 from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import UsageError
+
+pytest.importorskip("optuna")
+
 from layerkit_runner.tools.sweep.command import (
     check_same_sweep,
     description,
     fit_space,
     trial_words,
 )
-from layerkit_runner.tools.sweep.study_file import StudyFile, read_study_file
+from layerkit_runner.tools.sweep.study_file import StudyFile, end_values, read_study_file
 from layerkit_runner.tools.sweep.trials import SweepFolder
 
 HERE = Path(__file__).parent
@@ -69,6 +73,29 @@ def test_wrong_file_or_flag_is_reported_before_jax_is_imported(
 
 
 @pytest.mark.parametrize(
+    ("space", "field", "value"),
+    [
+        ({"RATTE": SPACE["RATE"]}, None, "RATTE"),
+        ({"WIDTH": {"low": 1.0, "high": 2.0}}, "WIDTH", 1.0),
+        ({"WIDTH": {"choices": [1, "two"]}}, "WIDTH", "two"),
+        ({"task.a": SPACE["RATE"], "task.a.b": SPACE["RATE"]}, "space.task.a", MISSING),
+        ({"taks.train.x": SPACE["RATE"]}, None, "taks"),
+        ({"KIND": {"choices": ["a"]}}, "space.KIND", MISSING),
+        ({"task.train": {"choices": [None]}}, "space.task.train", MISSING),
+    ],
+)
+def test_space_that_the_experiment_or_a_flag_contradicts_is_an_error(
+    raises, study_file: Callable[..., StudyFile], monkeypatch, space, field, value
+):
+    monkeypatch.syspath_prepend(str(HERE))
+    cls = load_experiment(find_experiment("slope_experiment.Slope"))
+    fixed = [Override("KIND", "plain"), Override("task.train.num_train_steps", "3")]
+    base = resolve(cls(), fixed[1:])
+    with raises(UserError, field=field, value=value):
+        fit_space(study_file(space=space), fixed, lambda o: resolve(cls(), o[1:]), base)
+
+
+@pytest.mark.parametrize(
     ("document", "text"),
     [
         ({"space": {"RATTE": SPACE["RATE"]}}, "'RATTE'"),
@@ -86,7 +113,6 @@ def test_space_or_metric_that_the_experiment_lacks_is_an_error(
     document: dict[str, Any],
     text: str,
 ):
-    pytest.importorskip("optuna")
     monkeypatch.chdir(HERE)
     assert cli.main(words(tmp_path, **document)) == 2
     error = capsys.readouterr().err
@@ -137,7 +163,7 @@ def test_integers_become_floats_for_fields_that_hold_floats(
     file = read_study_file(str(tmp_path / "study.json"))
     base = resolve(cls())
     space = fit_space(file, [], lambda overrides: resolve(cls(), overrides), base)
-    found = {path: type(value) for path in kinds for value in space[path].samples()[:1]}
+    found = {path: type(value) for path in kinds for value in end_values(space[path])[:1]}
     assert found == kinds
 
 
@@ -163,4 +189,4 @@ def test_folder_of_another_sweep_is_an_error(
     check_same_sweep(folder, described(num_trials=3, sampler="random", pruner="median"))
     other = described(space={"A": {"low": 1, "high": 3}}, direction="maximize")
     with raises(UsageError, field="--job_log_dir", value=folder.given):
-        check_same_sweep(folder, {**other, "overrides": {}})
+        check_same_sweep(folder, {k: v for k, v in other.items() if k != "overrides.C"})

@@ -10,21 +10,25 @@ import pytest
 
 from layerkit.errors import MISSING, UserError
 from layerkit.field_types import parse_value
-from layerkit_runner.config.overrides import Override
-from layerkit_runner.errors import UsageError
+
+pytest.importorskip("optuna")
+
+from optuna.distributions import (
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+
 from layerkit_runner.tools.sweep.study_file import (
-    Choices,
-    Method,
-    Range,
     StudyFile,
-    check_fields,
+    as_floats,
+    grid,
     override_text,
     parse_space,
     read_study_file,
 )
 
 SPACE = {"RATE": {"low": 0.1, "high": 1.0}}
-FIELDS = {"RATE": "float", "LAYERS": "int", "NORM": "str", "MESH": "list[int]"}
 
 
 def read(tmp_path: Path, **document: Any) -> StudyFile:
@@ -54,16 +58,16 @@ def test_toml_and_json_have_the_same_keys(tmp_path: Path):
     assert file == StudyFile(
         path=str(toml),
         space={
-            "RATE": Range(1e-4, 1.0, log=True),
-            "LAYERS": Range(2, 8, step=2),
-            "MESH": Choices(("[1, 4]", "[2, 2]")),
-            "task.train.learner.ema_decay": Choices((0.9, 0.99)),
+            "RATE": FloatDistribution(1e-4, 1.0, log=True),
+            "LAYERS": IntDistribution(2, 8, step=2),
+            "MESH": CategoricalDistribution(("[1, 4]", "[2, 2]")),
+            "task.train.learner.ema_decay": CategoricalDistribution((0.9, 0.99)),
         },
         metric="held out/score/accuracy",
         direction="maximize",
         num_trials=7,
-        sampler=Method("tpe", {"seed": 4}),
-        pruner=Method("median"),
+        sampler=("tpe", {"seed": 4}),
+        pruner=("median", {}),
     )
     assert read_study_file(str(toml), num_trials=3).num_trials == 3
     as_json = read(
@@ -106,17 +110,14 @@ def range_of(**given: Any) -> dict[str, Any]:
         ({"sampler": "tbe"}, "sampler", "tbe"),
         ({"sampler": {"seed": 1}}, "sampler", {"seed": 1}),
         ({"sampler": {"name": "tpe", "seed": 1.5}}, "sampler.seed", 1.5),
-        ({"sampler": {"name": "tpe", "multivariate": 1}}, "sampler.multivariate", 1),
+        ({"sampler": {"name": "tpe", "seeds": 1}}, "sampler", {"name": "tpe", "seeds": 1}),
         ({"sampler": "grid"}, "space.RATE", MISSING),
-        ({"pruner": {"name": "median", "warmup_steps": 3}}, "pruner median", "warmup_steps"),
-        ({"pruner": {"name": "none", "x": 1}}, "pruner none", "x"),
-        ({"pruner": {"name": "median", "n_min_trials": 0}}, "pruner.n_min_trials", 0),
-        ({"pruner": "hyperband"}, "pruner.min_resource", MISSING),
-        ({"pruner": {"name": "percentile", "percentile": 200}}, "pruner.percentile", 200.0),
+        ({"pruner": {"name": "none", "x": 1}}, "pruner", {"name": "none", "x": 1}),
+        ({"pruner": "percentile"}, "pruner", "percentile"),
         (
-            {"pruner": {"name": "hyperband", "min_resource": 9, "max_resource": 3}},
-            "pruner.min_resource",
-            9,
+            {"pruner": {"name": "median", "n_min_trials": 0}},
+            "pruner",
+            {"name": "median", "n_min_trials": 0},
         ),
         ({"space": {}}, "space", {}),
         ({"space": [1]}, "space", [1]),
@@ -124,15 +125,18 @@ def range_of(**given: Any) -> dict[str, Any]:
         ({"space": {"A": {"low": 1}}}, "space.A", {"low": 1}),
         ({"space": {"A": {"low": 1, "hihg": 2}}}, "space.A", "hihg"),
         ({"space": {"A": {"choices": [1, 2], "low": 1}}}, "space.A", {"choices": [1, 2], "low": 1}),
-        ({"space": {"A": {"choices": []}}}, "space.A.choices", []),
-        ({"space": {"A": {"choices": [1, 1.0]}}}, "space.A.choices", [1, 1.0]),
-        (range_of(low=5), "space.A.low", 5),
-        (range_of(low="1"), "space.A.low", "1"),
-        (range_of(high=float("inf")), "space.A.high", float("inf")),
-        (range_of(log=1), "space.A.log", 1),
-        (range_of(low=0, log=True), "space.A.low", 0),
-        (range_of(log=True, step=3), "space.A.step", 3),
-        (range_of(step=2), "space.A.step", 2),
+        ({"space": {"A": {"choices": []}}}, "space.A", {"choices": []}),
+        ({"space": {"A": {"choices": [1, 1.0]}}}, "space.A", [1, 1.0]),
+        (range_of(low=5), "space.A", range_of(low=5)["space"]["A"]),
+        (range_of(low="1"), "space.A", range_of(low="1")["space"]["A"]),
+        (
+            range_of(high=float("inf")),
+            "space.A",
+            {"low": 1, "high": float("inf")},
+        ),
+        (range_of(low=0, log=True), "space.A", range_of(low=0, log=True)["space"]["A"]),
+        (range_of(log=True, step=3), "space.A", range_of(log=True, step=3)["space"]["A"]),
+        (range_of(step=2), "space.A", range_of(step=2)["space"]["A"]),
     ],
 )
 def test_wrong_key_or_value_is_an_error(raises, tmp_path: Path, document, field, value):
@@ -148,70 +152,19 @@ def test_missing_or_malformed_file_is_an_error(raises, tmp_path: Path, name: str
         read_study_file(str(tmp_path / name))
 
 
-@pytest.mark.parametrize(
-    ("space", "field", "value"),
-    [
-        ({"RATTE": SPACE["RATE"]}, None, "RATTE"),
-        ({"LAYERS": {"low": 1.0, "high": 2.0}}, "LAYERS", 1.0),
-        ({"LAYERS": {"choices": [1, "two"]}}, "LAYERS", "two"),
-        ({"MESH": {"choices": [[1], [1, "a"]]}}, "MESH", [1, "a"]),
-        ({"task.a": SPACE["RATE"], "task.a.b": SPACE["RATE"]}, "space.task.a", MISSING),
-        ({"taks.train.x": SPACE["RATE"]}, None, "taks"),
-        ({"NORM": {"choices": ["a"]}}, "space.NORM", MISSING),
-        ({"task.train": {"choices": [None]}}, "space.task.train", MISSING),
-    ],
-)
-def test_space_that_the_experiment_or_a_flag_contradicts_is_an_error(
-    raises, tmp_path: Path, space, field, value
-):
-    fixed = [Override("NORM", "rms"), Override("task.train.num_train_steps", "3")]
-    with raises(UsageError, field=field, value=value):
-        check_fields(read(tmp_path, space=space), "Toy", fixed, FIELDS)
-
-
-def test_space_with_valid_fields_is_accepted(tmp_path: Path):
+def test_grid_lists_every_value():
     space = {
-        "RATE": {"low": 1, "high": 2},
-        "LAYERS": {"low": 1, "high": 2},
-        "MESH": {"choices": [[1, 2], []]},
-        "task.train.x": {"low": 1, "high": 2},
+        "A": IntDistribution(2, 8, step=3),
+        "B": FloatDistribution(0.5, 1.5, step=0.5),
+        "C": CategoricalDistribution((None, "x")),
     }
-    check_fields(read(tmp_path, space=space), "Toy", [Override("NORM", "rms")], FIELDS)
-    # Fields that are known only after an import are not checked yet.
-    check_fields(read(tmp_path, space={"X": SPACE["RATE"]}), "Toy", [], None)
+    assert grid(space) == {"A": [2, 5, 8], "B": [0.5, 1.0, 1.5], "C": [None, "x"]}
 
 
-@pytest.mark.parametrize(
-    ("parameter", "kind", "valid"),
-    [
-        (Range(1, 4), int, [1, 2, 3, 4]),
-        (Range(2, 8, step=3), int, [2, 5, 8]),
-        (Range(0.5, 1.5, step=0.5), float, [0.5, 1.0, 1.5]),
-        (Range(1, 3).as_floats(), float, None),
-        (Range(0.25, 4.0, log=True), float, None),
-        (Range(1, 64, log=True), int, None),
-        (Choices((None, True, "a", "[1, 2]")), object, [None, True, "a", "[1, 2]"]),
-    ],
-)
-def test_drawn_values_are_in_the_space(parameter: Any, kind: type, valid: list[Any] | None):
-    optuna = pytest.importorskip("optuna")
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    drawn = [parameter.suggest(study.ask(), "x") for _ in range(40)]
-    assert all(isinstance(value, kind) for value in drawn)
-    if valid is None:
-        assert all(parameter.low <= value <= parameter.high for value in drawn)
-    else:
-        assert all(value in drawn for value in valid)
-        assert all(value in valid for value in drawn)
-        assert parameter.all_values() == valid
-
-
-def test_log_range_draws_logarithms_uniformly():
-    optuna = pytest.importorskip("optuna")
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    drawn = [Range(1e-4, 1.0, log=True).suggest(study.ask(), "x") for _ in range(200)]
-    below = sum(value < 1e-2 for value in drawn)  # half of them, within 4 standard deviations
-    assert abs(below - 100) < 4 * (200 * 0.25) ** 0.5
+def test_range_of_integers_becomes_one_of_floats():
+    assert as_floats(IntDistribution(1, 3)) == FloatDistribution(1, 3)
+    assert as_floats(IntDistribution(1, 9, step=2)) == FloatDistribution(1, 9, step=2)
+    assert as_floats(IntDistribution(1, 9, log=True)) == FloatDistribution(1, 9, log=True)
 
 
 @pytest.mark.parametrize(
@@ -232,5 +185,5 @@ def test_override_text_of_a_value_is_parsed_to_the_value(value: Any, annotation:
 
 def test_override_text_of_a_list_is_parsed_to_the_list():
     space = parse_space({"MESH": {"choices": [[1, 4, 1], [2, 2, 1]]}})
-    texts = [override_text(value) for value in space["MESH"].samples()]
+    texts = [override_text(value) for value in space["MESH"].choices]
     assert [parse_value(text, "list[int]") for text in texts] == [[1, 4, 1], [2, 2, 1]]

@@ -6,6 +6,6 @@
     sweep         Optuna's study, and the loop over its trials
     report        the table, sweep.json and sweep.png
 
-Each trial is an ordinary run in its own process and folder. Only `sweep` and `report` import
-Optuna.
+Each trial is an ordinary run in its own process and folder. All of
+these import Optuna, an extra.
 """

@@ -1,33 +1,35 @@
 """The command line of a sweep: `runner --exp=… --job_log_dir=DIR --study=FILE`.
 
-Checks run in the order of their cost: the file and the fields of the experiment, the folder,
-Optuna, and then the resolved experiment with its deeper fields and data sets. Nothing is written
-before all checks have passed.
+Nothing is written before all checks have passed: of the flags, the file, the folder, and the search
+space and the metric against the experiment.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
-import urllib.parse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from optuna.distributions import BaseDistribution, distribution_to_json
+
+from layerkit.config import assigned_fields
+from layerkit.errors import UserError
+from layerkit_runner.config.config_text import config_json
 from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.config.flags import ParsedFlags, flag_word
-from layerkit_runner.config.overrides import Override, parse_fields
-from layerkit_runner.config.registry import ExperimentEntry, load_experiment
+from layerkit_runner.config.overrides import Override, parse_fields, parse_override
 from layerkit_runner.errors import UsageError, to_usage_error
 from layerkit_runner.tools.sweep.study_file import (
-    Parameter,
-    Range,
     StudyFile,
-    check_fields,
+    as_floats,
+    end_values,
     override_text,
     read_study_file,
 )
+from layerkit_runner.tools.sweep.sweep import Study, Sweep
 from layerkit_runner.tools.sweep.trials import SweepFolder
 
 if TYPE_CHECKING:
@@ -46,25 +48,27 @@ _UNSUPPORTED = (
 Resolve = Callable[[Sequence[Override]], "ResolvedExperiment"]
 
 
-def run_study(flags: ParsedFlags, entry: ExperimentEntry, resolve: Resolve) -> int:
+def run_study(flags: ParsedFlags, resolve: Resolve) -> int:
     """Check a sweep, run it and return the exit code.
 
     Args:
       flags: Flags of the command, including `--study` and `--job_log_dir`.
-      entry: Experiment, not yet imported.
       resolve: Function that imports the experiment and applies overrides.
 
     Raises:
       UsageError: The command contradicts the file, the experiment or the folder.
     """
-    file, folder = _checked(flags, entry)
-    fixed, storage = flags.overrides, flags.options.study_storage
-    resolved = resolve(fixed)
-    file = dataclasses.replace(file, space=fit_space(file, fixed, resolve, resolved))
+    _check_flags(flags)
+    options, fixed = flags.options, flags.overrides
+    file = read_study_file(options.study or "", num_trials=options.num_trials)
+    folder = SweepFolder(options.job_log_dir or "")
+    try:
+        resolved = resolve(fixed)
+        file = dataclasses.replace(file, space=fit_space(file, fixed, resolve, resolved))
+    except UserError as error:
+        raise to_usage_error(error, owner=f"--study={file.path}") from error
     dataset = _dataset_of(file, resolved)
-    # Loads Optuna and SQLAlchemy.
-    from layerkit_runner.tools.sweep.sweep import Study, Sweep
-
+    storage = options.study_storage
     ours = description(file, experiment=resolved.name, fixed=fixed, storage=storage)
     check_same_sweep(folder, ours)
     with folder.locked():
@@ -85,28 +89,18 @@ def run_study(flags: ParsedFlags, entry: ExperimentEntry, resolve: Resolve) -> i
         ).run()
 
 
-def _checked(flags: ParsedFlags, entry: ExperimentEntry) -> tuple[StudyFile, SweepFolder]:
-    """Return the study file and the folder, checked against the unresolved experiment."""
-    options = flags.options
-    unsupported = {
+def _check_flags(flags: ParsedFlags) -> None:
+    problems = {
         f"--{name}": "Each trial is a job of one process that starts from scratch."
         for name in _UNSUPPORTED
         if name in flags.given
     }
-    if not options.eval_on_test:
-        unsupported["--noeval_on_test"] = "Evaluations report the metric."
+    if not flags.options.eval_on_test:
+        problems["--noeval_on_test"] = "Evaluations report the metric."
     if flags.given.get("num_processes", 1) != 1:
-        unsupported["--num_processes"] = "Start the command several times for parallel trials."
-    for flag, hint in unsupported.items():
+        problems["--num_processes"] = "Start the command several times for parallel trials."
+    for flag, hint in problems.items():
         raise UsageError("not supported with --study", field=flag, hint=hint)
-    file = read_study_file(options.study or "", num_trials=options.num_trials)
-    annotations = experiment_fields(load_experiment(entry))
-    check_fields(file, entry.name, flags.overrides, annotations)
-    folder = SweepFolder(options.job_log_dir or "")
-    if importlib.util.find_spec("optuna") is None:
-        hint = "Install it: pip install 'layerkit-runner[sweeps]'"
-        raise UsageError("optuna is not installed", field="--study", hint=hint)
-    return file, folder
 
 
 def trial_words(
@@ -127,7 +121,7 @@ def trial_words(
 
 def fit_space(
     file: StudyFile, fixed: Sequence[Override], resolve: Resolve, base: ResolvedExperiment
-) -> dict[str, Parameter]:
+) -> dict[str, BaseDistribution]:
     """Return the search space with ranges of floats for fields that hold a float.
 
     Args:
@@ -137,35 +131,34 @@ def fit_space(
       base: Experiment with the fixed overrides.
 
     Raises:
-      UsageError: A path does not exist, or a value has the wrong type.
+      UserError: A path does not exist or is set twice, or a value has the wrong type.
     """
-    # The experiment has imported the modules that this import needs.
-    from layerkit_runner.config.config_text import config_json
-
     annotations = experiment_fields(type(base.experiment))
     present = {**config_json(base)["config"], **vars(base.experiment)}
+    setters = {f"space.{path}": path for path in file.space}
+    setters |= {str(override): override.path for override in fixed}
     fitted = dict(file.space)
-    for path, parameter in file.space.items():
-        for value in parameter.samples():
-            override = Override(path, override_text(value))
-            try:
-                if override.is_deep:
-                    held = config_json(resolve([*fixed, override]))["config"][path]
-                else:
-                    # Not resolved, since a value may be valid only with those of other fields.
-                    held = parse_fields(base.name, annotations, [override])[path]
-            except UsageError as error:
-                raise to_usage_error(error, owner=f"--study={file.path}") from error
+    for path, distribution in file.space.items():
+        for setter, other in setters.items():
+            is_part = f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
+            if is_part and setter != f"space.{path}":
+                hint = f"{setter} sets it as well; keep one of them."
+                raise UsageError("field set twice", field=f"space.{path}", hint=hint)
+        for value in end_values(distribution):
+            override = parse_override(path, override_text(value))
+            if override.is_deep:
+                held = config_json(resolve([*fixed, override]))["config"][path]
+            else:
+                # Not resolved, since a value may be valid only with those of other fields.
+                held = parse_fields(base.name, annotations, [override])[path]
             # A field without an annotation has the type of its value.
-            is_float = isinstance(held, float) or isinstance(present.get(path), float)
-            if isinstance(parameter, Range) and is_float:
-                fitted[path] = parameter.as_floats()
+            if isinstance(held, float) or isinstance(present.get(path), float):
+                fitted[path] = as_floats(distribution)
     return fitted
 
 
 def _dataset_of(file: StudyFile, resolved: ResolvedExperiment) -> str:
     """Return the name of the data set or program whose evaluation reports the metric."""
-    from layerkit.config import assigned_fields
     from layerkit_runner.data.infeed import dataset_name
 
     if resolved.eval_programs is None:
@@ -208,18 +201,11 @@ def description(
         "experiment": experiment,
         "metric": study.metric,
         "direction": study.direction,
-        "storage": _without_password(storage),
-        "overrides": {override.path: override.text for override in fixed},
-        "space": {path: parameter.to_json() for path, parameter in study.space.items()},
+        # The address of a database, without its password.
+        "storage": None if storage is None else re.sub(r":[^:/@]*@", ":***@", storage),
+        **{f"overrides.{override.path}": override.text for override in fixed},
+        **{f"space.{p}": json.loads(distribution_to_json(d)) for p, d in study.space.items()},
     }
-
-
-def _without_password(storage: str | None) -> str | None:
-    parts = urllib.parse.urlsplit(storage or "")
-    if not parts.scheme or parts.password is None:
-        return storage
-    network = parts.netloc.replace(f":{parts.password}@", ":***@")
-    return urllib.parse.urlunsplit(parts._replace(netloc=network))
 
 
 def check_same_sweep(folder: SweepFolder, ours: Mapping[str, Any]) -> None:
@@ -227,13 +213,12 @@ def check_same_sweep(folder: SweepFolder, ours: Mapping[str, Any]) -> None:
     recorded = folder.read_record()
     if recorded is None:
         return
-    theirs, here = dict(_entries(recorded)), dict(_entries(ours))
-    if theirs.get("metric") is None:  # no trial has reported the metric
-        here.pop("metric")
+    # A record without a metric: no trial has reported the one that was asked for.
+    skipped = ("name", "metric") if recorded.get("metric") is None else ("name",)
     differences = [
-        f"\n  {path}: recorded {_shown(theirs.get(path))}, now {_shown(here.get(path))}"
-        for path in sorted(here.keys() | theirs.keys())
-        if path.partition(".")[0] in ours and theirs.get(path) != here.get(path)
+        f"\n  {path}: recorded {json.dumps(recorded.get(path))}, now {json.dumps(ours.get(path))}"
+        for path in sorted({**ours, **recorded})
+        if path not in skipped and recorded.get(path) != ours.get(path)
     ]
     if differences:
         raise UsageError(
@@ -242,15 +227,3 @@ def check_same_sweep(folder: SweepFolder, ours: Mapping[str, Any]) -> None:
             value=folder.given,
             hint=f"Choose another folder, or restore these values:{''.join(differences)}",
         )
-
-
-def _entries(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in document.items():
-        if key in ("overrides", "space") and isinstance(value, dict):
-            yield from ((f"{key}.{path}", entry) for path, entry in value.items())
-        else:
-            yield key, value
-
-
-def _shown(value: Any) -> str:
-    return "none" if value is None else json.dumps(value)

@@ -24,7 +24,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from layerkit_runner.errors import UsageError
 from layerkit_runner.tools.sweep import report
-from layerkit_runner.tools.sweep.study_file import Method, StudyFile, Value, grid, override_text
+from layerkit_runner.tools.sweep.study_file import StudyFile, Value, override_text
 from layerkit_runner.tools.sweep.trials import (
     SweepFolder,
     TrialMetrics,
@@ -61,20 +61,26 @@ class ClaimedTrial:
     """A trial that this process runs and whose lock it holds.
 
     Attributes:
-      number: Number of the trial.
-      values: Values by the path of each field.
-      is_resumed: True if another process started the trial.
       trial: Optuna's trial.
       lock: Lock of the trial.
       reported: Steps with values that an earlier process reported.
+      is_resumed: True if another process started the trial.
     """
 
-    number: int
-    values: Mapping[str, Value]
-    is_resumed: bool
     trial: optuna.Trial
     lock: IO[bytes]
-    reported: frozenset[int]
+    reported: frozenset[int] = frozenset()
+    is_resumed: bool = False
+
+    @property
+    def number(self) -> int:
+        """Number of the trial."""
+        return self.trial.number
+
+    @property
+    def values(self) -> Mapping[str, Value]:
+        """Values by the path of each field."""
+        return self.trial.params
 
     def report(self, step: int, value: float) -> bool:
         """Report the metric after a training step; return False if it was reported before."""
@@ -113,7 +119,7 @@ class Study:
                     storage=self._storage,
                     study_name=name,
                     direction=file.direction,
-                    pruner=_pruner(file.pruner),
+                    pruner=file.make_pruner(),
                     load_if_exists=True,
                 )
             except Exception as error:  # each database driver has other errors
@@ -141,16 +147,22 @@ class Study:
         with self._folder.locked():
             trials = self.trials()
             for frozen in trials:
+                lock = None
                 if frozen.state == TrialState.RUNNING:
                     lock = self._folder.try_lock_trial(frozen.number)
-                    if lock is not None:
-                        self.optuna.sampler = _sampler(self._file, frozen.number)
-                        trial = optuna.Trial(self.optuna, frozen._trial_id)
-                        return self._claimed(trial, lock, frozen)
-            if len(trials) >= self._file.num_trials:
+                if lock is not None and frozen.params.keys() == self._file.space.keys():
+                    trial = optuna.Trial(self.optuna, frozen._trial_id)
+                    reported = frozenset(frozen.intermediate_values)
+                    return ClaimedTrial(trial, lock, reported, is_resumed=True)
+                if lock is not None:  # killed while it drew values
+                    self.optuna.tell(frozen.number, state=TrialState.FAIL)
+                    lock.close()
+            if sum(bool(trial.params) for trial in trials) >= self._file.num_trials:
                 return None
-            self.optuna.sampler = _sampler(self._file, len(trials))
-            trial = self.optuna.ask()
+            self.optuna.sampler = self._file.make_sampler(len(trials))
+            trial = self.optuna.ask(dict(self._file.space))
+            # Optuna would also call the sampler of the study when the trial ends.
+            self.optuna.sampler = optuna.samplers.RandomSampler()
             lock = self._folder.try_lock_trial(trial.number)
             if lock is None:
                 raise UsageError(
@@ -158,17 +170,7 @@ class Study:
                     owner=str(self._folder.trial(trial.number)),
                     hint="Stop that process if its study was deleted.",
                 )
-            return self._claimed(trial, lock)
-
-    def _claimed(
-        self, trial: optuna.Trial, lock: IO[bytes], earlier: FrozenTrial | None = None
-    ) -> ClaimedTrial:
-        # Values that the trial already has are not drawn again.
-        values = {path: p.suggest(trial, path) for path, p in self._file.space.items()}
-        # Optuna would also call the sampler of the study when the trial ends.
-        self.optuna.sampler = optuna.samplers.RandomSampler()
-        reported = frozenset(earlier.intermediate_values if earlier is not None else ())
-        return ClaimedTrial(trial.number, values, earlier is not None, trial, lock, reported)
+            return ClaimedTrial(trial, lock)
 
     def end(self, claimed: ClaimedTrial, outcome: Outcome) -> None:
         """Store the outcome of a trial and release its lock; a stopped trial can be resumed."""
@@ -187,29 +189,6 @@ def _open_storage(storage: str) -> BaseStorage:
     if storage.startswith("sqlite:"):
         options = {"connect_args": {"timeout": _DATABASE_TIMEOUT_SECS}}
     return RDBStorage(storage, engine_kwargs=options)
-
-
-def _sampler(file: StudyFile, number: int) -> optuna.samplers.BaseSampler:
-    """Return the sampler of the trial with a number."""
-    options = {"seed": 0, **file.sampler.options}
-    seed = options.pop("seed")
-    if file.sampler.name == "grid":
-        return optuna.samplers.GridSampler(grid(file.space), seed=seed)
-    if file.sampler.name == "random":
-        return optuna.samplers.RandomSampler(seed=seed + number)
-    # The constant liar avoids the values of trials that run in other processes.
-    return optuna.samplers.TPESampler(seed=seed + number, constant_liar=True, **options)
-
-
-def _pruner(method: Method) -> optuna.pruners.BasePruner:
-    pruners = {
-        "none": optuna.pruners.NopPruner,
-        "median": optuna.pruners.MedianPruner,
-        "percentile": optuna.pruners.PercentilePruner,
-        "successive_halving": optuna.pruners.SuccessiveHalvingPruner,
-        "hyperband": optuna.pruners.HyperbandPruner,
-    }
-    return pruners[method.name](**method.options)
 
 
 class _StopRequests:
