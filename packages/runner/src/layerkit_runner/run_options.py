@@ -58,7 +58,6 @@ PAX_ANSWERS = {
 # Values of --inspect, each with the flags of its mode that have a meaning for it.
 INSPECTED = {
     "config": ("json",),
-    "layers": ("num_devices", "json"),
     "parameters": ("num_devices", "json"),
     "batches": ("num_batches", "num_hosts", "num_devices"),
 }
@@ -269,8 +268,7 @@ class RunOptions:
         "time after which a search compiles no further candidate", "SECONDS", _PLAN, default=600.0
     )
     inspect: str = _option(
-        "config: the configuration; layers: each with its fields; parameters: a table of weights;"
-        " batches: a few of each input",
+        "config: the configuration; parameters: a table of weights; batches: a few of each input",
         "WHAT",
         _INSPECT,
         default="config",

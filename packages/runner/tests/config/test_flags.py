@@ -98,7 +98,7 @@ TWO = "--num_processes=2"
         (["--mode=eval", f"{STEPS}=100"], {"field": STEPS}),
         (["--json"], {"field": "--json", "expected": "--mode=plan or inspect"}),
         (["--mode=plan", "--noenable_checkpoint_saving"], {"field": "--enable_checkpoint_saving"}),
-        (["--mode=inspect", "--inspect=layers", "--num_batches=3"], {"field": "--num_batches"}),
+        (["--mode=inspect", "--inspect=config", "--num_batches=3"], {"field": "--num_batches"}),
         # Flags that do not fit together.
         (["--mode=export", f"{STEPS}=100,200"], {"field": STEPS, "value": "100,200"}),
         (["--exit_after_ondemand_checkpoint", "--noenable_checkpoint_saving"], {}),

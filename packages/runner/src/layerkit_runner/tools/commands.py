@@ -71,11 +71,7 @@ def _inspect(resolved: ResolvedExperiment, options: RunOptions) -> int:
 
         print_batches(resolved, options)
         return 0
-    if options.inspect == "layers":
-        from layerkit_runner.tools.inspect.built_layers import describe_layers
-
-        text = describe_layers(resolved, options)
-    elif options.inspect == "parameters":
+    if options.inspect == "parameters":
         from layerkit_runner.tools.inspect.parameter_table import describe_parameters
 
         text = describe_parameters(resolved, options)
@@ -140,7 +136,7 @@ def _resolve(flags: ParsedFlags) -> ResolvedExperiment:
 
 PLAN = Mode("compile the training step without the devices; print memory and traffic", _plan)
 INSPECT = Mode(
-    "print the configuration, layers, weights or batches; writes nothing",
+    "print the configuration, weights or batches; writes nothing",
     _inspect,
 )
 DIFF_CONFIG = FlagCommand(_diff_config)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import importlib.metadata
 import shutil
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import fsspec
 import pytest
@@ -47,7 +47,7 @@ def test_plugin_for_another_jaxlib_fails(tmp_path: Path, monkeypatch: pytest.Mon
 def test_memory_of_the_host():
     values = doctor.check_host().values
     assert values["cpus"] >= 1
-    if values["memory_bytes"] is not None:
+    if "memory_bytes" in values:
         assert 0 < values["memory_available_bytes"] <= values["memory_bytes"]
 
 
@@ -71,15 +71,6 @@ def test_wrong_bytes_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(OSError, match="differ from those written"):
         doctor.check_folder(str(tmp_path))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_append_that_loses_data_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def open_anew(path: Any, mode: str, **more: Any) -> Any:
-        return open(path, mode.replace("a", "w"), **more)
-
-    monkeypatch.setattr(doctor, "open", open_anew, raising=False)
-    with pytest.raises(OSError, match="rename or append"):
-        doctor.check_folder(str(tmp_path))
 
 
 class Usage(NamedTuple):

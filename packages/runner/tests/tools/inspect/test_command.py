@@ -1,4 +1,4 @@
-"""`--inspect=parameters` and `--inspect=layers` as processes that see no accelerator."""
+"""`--inspect=parameters` as a process that sees no accelerator."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 EXPERIMENTS = Path(__file__).parent.parent / "plan"
 
 
-def inspected(what: str, folder: Path) -> dict[str, Any]:
+def inspected(folder: Path) -> dict[str, Any]:
     """Return the JSON output of the command, and check that it writes no file."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "layerkit_runner.cli", "--exp=small_lm_experiment.SmallLm"),
-            *("--mode=inspect", f"--inspect={what}", "--json", "--fdl.MESH=[2,4,2]"),
+            *("--mode=inspect", "--inspect=parameters", "--json", "--fdl.MESH=[2,4,2]"),
         ],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": f"{EXPERIMENTS}:{os.environ.get('PYTHONPATH', '')}"},
@@ -31,7 +31,7 @@ def inspected(what: str, folder: Path) -> dict[str, Any]:
 
 
 def test_weights_of_an_experiment(tmp_path: Path):
-    table = inspected("parameters", tmp_path)
+    table = inspected(tmp_path)
     # The number of devices is independent of the 8 in the environment of the tests.
     assert (table["num_devices"], table["mesh"]["fsdp"]) == (16, 4)
     weights = {row["path"]: row for row in table["parameters"]}
@@ -40,16 +40,3 @@ def test_weights_of_an_experiment(tmp_path: Path):
     assert query["shape"] == [3, 16, 2, 8]
     assert query["sharding"] == [[], ["fsdp"], ["tensor"], []]
     assert query["bytes_per_device"] == 3 * 16 * 16 * 4 // 8
-
-
-def test_layers_of_an_experiment(tmp_path: Path):
-    found = inspected("layers", tmp_path)
-    assert found["mesh"]["fsdp"] == 4
-    layers = {layer["path"]: layer for layer in found["layers"]}
-    # The size of a head is not set, and a scan runs the three layers.
-    assert layers["lm"]["fields"]["dim_per_head"] is None
-    query = layers["lm/stack/repeat/sub/attention/query"]
-    sizes = [query["fields"][name] for name in ("input_dims", "num_heads", "head_dim")]
-    assert sizes == [16, 2, 8]
-    assert query["class"].endswith(".HeadProjection")
-    assert {"input_dims", "num_heads", "head_dim"} <= set(query["changed"])

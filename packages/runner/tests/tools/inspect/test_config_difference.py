@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +13,8 @@ from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
 from layerkit_runner.errors import UsageError
 from layerkit_runner.tools.inspect.config_difference import (
-    Side,
-    difference_json,
     difference_text,
     differences,
-    is_folder,
     recorded_side,
     resolved_side,
 )
@@ -46,52 +42,37 @@ def resolved(tiny: SimpleNamespace) -> Any:
 
 def test_differences_of_a_recorded_run_and_the_experiment(resolved: Any, tmp_path: Path):
     write_config(epath.Path(tmp_path), resolved(DIMS=4), RunOptions(), report=lambda line: None)
-    there = recorded_side(str(tmp_path))
-    assert differences(resolved_side(resolved(DIMS=4)), there) == {}
-    found = differences(resolved_side(resolved()), there)
+    _, there = recorded_side(str(tmp_path))
+    assert differences(resolved_side(resolved(DIMS=4))[1], there) == {}
+    found = differences(resolved_side(resolved())[1], there)
     assert list(found) == ["experiment.DIMS", "task.model.dims"]
     assert all(values == {"here": 2, "there": 4} for values in found.values())
 
 
-def test_text_and_json_of_differences():
-    here = Side("lm.A", {"a": 1, "only": None, "same": "x", "long": "y" * 40})
-    there = Side("lm.B", {"a": None, "same": "x", "long": "z", "more": [1]})
-    assert difference_text(here, there, differences(here, there)).splitlines() == [
+def test_text_of_differences():
+    here = ("lm.A", {"a": 1, "only": None, "same": "x"})
+    there = ("lm.B", {"a": None, "same": "x", "more": [1]})
+    found = differences(here[1], there[1])
+    assert difference_text(here, there, found).splitlines() == [
         "here   lm.A",
         "there  lm.B",
         "",
         "field  here  there",
         "a      1     None",
-        "only   only here: None",
-        "long",
-        f"    here   {'y' * 40}",
-        "    there  z",
-        "more   only there: [1]",
+        "only   None  –",
+        "more   –     [1]",
         "",
-        "4 of 5 fields differ",
+        "3 of 4 fields differ",
     ]
     assert difference_text(here, here, {}).splitlines()[2:] == ["nothing differs"]
-    record = json.loads(difference_json(here, there, differences(here, there)))
-    assert record["differences"]["only"] == {"here": None}
-    assert record["differences"]["a"] == {"here": 1, "there": None}
+    assert (found["only"], found["a"]) == ({"here": None}, {"here": 1, "there": None})
 
 
 def test_values_of_different_types_differ():
     values = [1, 1.0, True, "1"]
     for value in values:
-        others = [other for other in values if other is not value]
-        for other in others:
-            assert differences(Side("", {"a": value}), Side("", {"a": other}))
-        assert not differences(Side("", {"a": value}), Side("", {"a": value}))
-
-
-def test_is_folder_distinguishes_folders_from_experiments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    assert is_folder("runs") and is_folder("./runs") and is_folder("gs://bucket/run")
-    assert not is_folder("lm.quickstart.LocalText")
+        for other in values:
+            assert bool(differences({"a": value}, {"a": other})) == (value is not other)
 
 
 def test_folder_without_a_configuration_raises(raises, tmp_path: Path):

@@ -27,7 +27,6 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from etils import epath
@@ -43,7 +42,6 @@ _PACKAGES = (
     *(*_PLUGINS, "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu12"),
     *("libtpu", "grain", "seqio", "tensorflow", "transformers", "wandb"),
 )
-_LEAST_SHARED_MEMORY = 1 << 30
 _TRIAL_BYTES = 64 << 20
 _LITTLE_SPACE = 10e9
 _NO_SPACE = 1e8
@@ -197,62 +195,41 @@ def main(name: str, folder: str) -> None:
 
 def check_packages() -> Finding:
     """Report versions of packages, and plugins that do not fit jaxlib; see also `pip check`."""
-    ours, others = _versions(_OWN_PACKAGES), _versions(_PACKAGES)
-    lines = [", ".join(f"{name} {version}" for name, version in g.items()) for g in (ours, others)]
-    problems = []
-    jaxlib = others.get("jaxlib")
-    for name in _PLUGINS:
-        if others.get(name, jaxlib) != jaxlib:
-            what = f"{name} {others[name]} is for another jaxlib than the installed {jaxlib}."
-            problems.append(Problem(what, f"pip install 'jax[{name.split('-')[1]}]=={jaxlib}'"))
-    return Finding(lines, {**ours, **others}, problems)
-
-
-def _versions(names: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for name in names:
-        try:
+    found: dict[str, str] = {}
+    for name in (*_OWN_PACKAGES, *_PACKAGES):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    problems = []
+    jaxlib = found.get("jaxlib")
+    for name in _PLUGINS:
+        if found.get(name, jaxlib) != jaxlib:
+            what = f"{name} {found[name]} is for another jaxlib than the installed {jaxlib}."
+            problems.append(Problem(what, f"pip install 'jax[{name.split('-')[1]}]=={jaxlib}'"))
+    line = ", ".join(f"{name} {version}" for name, version in found.items())
+    return Finding([line], found, problems)
 
 
 def check_host() -> Finding:
-    """Report Python, system, processors and memory, with the limits of a container."""
+    """Report Python, system, processors and memory."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limit = _text_of("/sys/fs/cgroup/memory.max").strip()
-    entries = (line.partition(":") for line in _text_of("/proc/meminfo").splitlines())
-    sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in entries}
+    page = os.sysconf("SC_PAGE_SIZE")
+    names = {"memory_bytes": "SC_PHYS_PAGES", "memory_available_bytes": "SC_AVPHYS_PAGES"}
+    sizes = {key: page * os.sysconf(n) for key, n in names.items() if n in os.sysconf_names}
     values: dict[str, Any] = {
         "python": platform.python_version(),
         "executable": sys.executable,
         "system": f"{platform.system()} {platform.release()} ({platform.machine()})",
         "cpus": cpus,
-        "memory_bytes": sizes.get("MemTotal"),
-        "memory_available_bytes": sizes.get("MemAvailable"),
-        "memory_limit_bytes": int(limit) if limit.isdecimal() else None,
+        **sizes,
     }
-    parts = [f"{cpus} CPU(s)"]
-    for key, text in (("", "of memory"), ("available_", "available"), ("limit_", "at most")):
-        size = values[f"memory_{key}bytes"]
-        parts += [] if size is None else [f"{size_text(size)} {text}"]
-    lines = [f"Python {values['python']} ({sys.executable}), {values['system']}", ", ".join(parts)]
-    problems = []
-    shared = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None
-    if shared is not None and shared < _LEAST_SHARED_MEMORY:
-        what = f"/dev/shm holds only {size_text(shared)}; NCCL and input workers pass data there."
-        to_do = "Start the container with --ipc=host or --shm-size=16g."
-        problems.append(Problem(what, to_do, fails=False))
-    return Finding(lines, values, problems)
-
-
-def _text_of(path: str) -> str:
-    return Path(path).read_text() if os.path.exists(path) else ""
+    words = (" of memory", " of it free")
+    parts = [f"{size_text(size)}{w}" for size, w in zip(sizes.values(), words, strict=False)]
+    python = f"Python {values['python']} ({sys.executable}), {values['system']}"
+    return Finding([python, ", ".join([f"{cpus} CPU(s)", *parts])], values)
 
 
 def check_folder(given: str) -> Finding:
-    """Write, read back and rename files in a job folder or store; raise OSError on failure."""
+    """Write a file in a job folder or store and read it back; raise OSError on failure."""
     is_store = "://" in given
     where = given if is_store else os.path.abspath(os.path.expanduser(given))
     existing = folder = epath.Path(where)
@@ -263,8 +240,6 @@ def check_folder(given: str) -> Finding:
     trial.mkdir(parents=is_store)
     try:
         speeds = _try_bytes(trial / "bytes")
-        if not is_store:
-            _try_rename_and_append(trial)
     finally:
         trial.rmtree(missing_ok=True)
     lines = ["writes {}/s, reads {}/s".format(*map(size_text, speeds.values()))]
@@ -297,17 +272,3 @@ def _try_bytes(path: epath.Path) -> dict[str, float]:
         raise OSError("the bytes read differ from those written")
     write_rate, read_rate = len(content) / (written - began), len(content) / (read - written)
     return {"write_bytes_per_second": write_rate, "read_bytes_per_second": read_rate}
-
-
-def _try_rename_and_append(trial: epath.Path) -> None:
-    """Rename and append as checkpoints and logs do; raise OSError if data are lost."""
-    (trial / "old").write_text("old")
-    (trial / "new").write_text("one ")
-    (trial / "new").replace(trial / "old")
-    (trial / "folder").mkdir()
-    (trial / "old").rename(trial / "folder" / "log")
-    (trial / "folder").rename(trial / "renamed")
-    with open(trial / "renamed" / "log", "a", encoding="utf-8") as file:
-        file.write("two")
-    if (trial / "renamed" / "log").read_text() != "one two":
-        raise OSError("data are lost by rename or append")

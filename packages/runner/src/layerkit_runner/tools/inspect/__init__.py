@@ -1,1 +1,1 @@
-"""Views of an experiment before it runs: configuration, layers, weights and batches."""
+"""Views of an experiment before it runs: configuration, weights and batches."""

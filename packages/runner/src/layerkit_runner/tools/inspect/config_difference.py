@@ -7,7 +7,6 @@ without overrides, or a job folder, whose `config.json` has the configuration of
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -21,42 +20,26 @@ from layerkit_runner.config.resolve import ResolvedExperiment, resolve_entry, re
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.text import aligned
 
-# Longer values are printed on separate lines.
-_COLUMN = 32
-
-
-@dataclasses.dataclass(frozen=True)
-class Side:
-    """One of two configurations.
-
-    Attributes:
-      name: Name of the experiment, with the folder if it was recorded.
-      values: Values by path. Paths of the experiment's fields start with `experiment.`.
-    """
-
-    name: str
-    values: Mapping[str, Any]
+# A name, and values by path. Paths of the experiment's fields start with `experiment.`.
+Side = tuple[str, Mapping[str, Any]]
 
 
 def run_diff_config(flags: ParsedFlags) -> int:
     """Print the fields in which two configurations differ; return 1 if there are any."""
     other = flags.given["diff_config"]
-    if is_folder(other):
+    if "://" in other or os.sep in other or os.path.isdir(os.path.expanduser(other)):
         there = recorded_side(other)
         here = resolved_side(resolve_flags(flags))
     else:
         entry = find_experiment(other, flag="--diff_config")
         here = resolved_side(resolve_flags(flags))
         there = resolved_side(resolve_entry(entry, ()))
-    found = differences(here, there)
-    describe = difference_json if flags.options.json else difference_text
-    print(describe(here, there, found), flush=True)
+    found = differences(here[1], there[1])
+    if flags.options.json:
+        print(json.dumps({"here": here[0], "there": there[0], "differences": found}), flush=True)
+    else:
+        print(difference_text(here, there, found), flush=True)
     return 1 if found else 0
-
-
-def is_folder(other: str) -> bool:
-    """Return whether `--diff_config` names a folder, not an experiment."""
-    return "://" in other or os.sep in other or os.path.isdir(os.path.expanduser(other))
 
 
 def recorded_side(folder: str) -> Side:
@@ -74,63 +57,42 @@ def recorded_side(folder: str) -> Side:
             choices=near_folders(folder),
         )
     name = f"{recorded.experiment}, as recorded in {folder}"
-    return _side(name, recorded.fields, recorded.config)
+    return name, _values(recorded.fields, recorded.config)
 
 
 def resolved_side(resolved: ResolvedExperiment) -> Side:
     """Return the configuration of an experiment in the form in which it is recorded."""
     recorded = json.loads(json.dumps(config_json(resolved)))
-    return _side(recorded["experiment"], recorded["fields"], recorded["config"])
+    return recorded["experiment"], _values(recorded["fields"], recorded["config"])
 
 
-def _side(name: str, fields: Mapping[str, Any], config: Mapping[str, Any]) -> Side:
-    return Side(name, {**{f"experiment.{path}": v for path, v in fields.items()}, **config})
+def _values(fields: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**{f"experiment.{name}": value for name, value in fields.items()}, **config}
 
 
-def differences(here: Side, there: Side) -> dict[str, dict[str, Any]]:
+def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the values of each field that differs, by path and by `here` and `there`.
 
     A side that lacks the field has no key. Fields of `here` come first.
     """
     found = {}
-    for path in {**here.values, **there.values}:
-        sides = {"here": here.values, "there": there.values}
+    for path in {**here, **there}:
+        sides = {"here": here, "there": there}
         values = {name: side[path] for name, side in sides.items() if path in side}
         # 1, 1.0 and True are equal in Python, but not as the value of a field.
-        if len(values) < 2 or json.dumps(values["here"]) != json.dumps(values["there"]):
+        if len({json.dumps(value) for value in values.values()}) > 1 or len(values) < 2:
             found[path] = values
     return found
 
 
 def difference_text(here: Side, there: Side, found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a line for each difference, or three if the values are long."""
-    lines = [f"here   {here.name}", f"there  {there.name}"]
+    """Return a line for each difference; a side without the field has a dash."""
+    lines = [f"here   {here[0]}", f"there  {there[0]}"]
     if not found:
         return "\n".join([*lines, "nothing differs"])
-    rows = {
-        path: {side: v if isinstance(v, str) else repr(v) for side, v in values.items()}
-        for path, values in found.items()
-    }
-    short = {
-        path: values
-        for path, values in rows.items()
-        if len(values) == 2 and all(len(value) <= _COLUMN for value in values.values())
-    }
-    pairs = [(path, values["here"], values["there"]) for path, values in short.items()]
-    heading, *table = aligned([("field", "here", "there"), *pairs])
-    lines += ["", heading] if short else [""]
-    for path, values in rows.items():
-        if path in short:
-            lines.append(table.pop(0))
-        elif len(values) == 1:
-            [(side, value)] = values.items()
-            lines.append(f"{path.ljust(heading.index('  here'))}  only {side}: {value}")
-        else:
-            lines += [path, f"    here   {values['here']}", f"    there  {values['there']}"]
-    count = len({**here.values, **there.values})
-    return "\n".join([*lines, "", f"{len(found)} of {count} fields differ"])
-
-
-def difference_json(here: Side, there: Side, found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return one JSON object: `here` and `there`, and the `differences` by path."""
-    return json.dumps({"here": here.name, "there": there.name, "differences": found})
+    rows = [("field", "here", "there")]
+    for path, values in found.items():
+        texts = {side: v if isinstance(v, str) else repr(v) for side, v in values.items()}
+        rows.append((path, texts.get("here", "–"), texts.get("there", "–")))
+    count = len({**here[1], **there[1]})
+    return "\n".join([*lines, "", *aligned(rows), "", f"{len(found)} of {count} fields differ"])

@@ -8,22 +8,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
 from layerkit.base_layer import PARAMS
-from layerkit.weights import WeightBox, WeightInit, is_box
+from layerkit.weights import is_box
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.errors import to_usage_error
 from layerkit_runner.files.text import aligned, size_text
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.tools.inspect.built_layers import joint_path, simulated_parts, without_number
+from layerkit_runner.tools.plan.devices import start_simulated
 from layerkit_runner.tools.plan.memory import TensorMemory, tensor_memory
+from layerkit_runner.trainer.job import build_parts
 from layerkit_runner.training.task import SingleTask
 
+# The number of a layer in a list: the 3 of `layers_3`.
+_NUMBER = re.compile(r"(?<=_)\d+(?=/|$)")
 _TOTALS = {
     "weights": "weights in all",
     "frozen": "of them frozen",
@@ -49,7 +53,7 @@ class Parameter:
       dtype: Name of the dtype.
       axes: Logical axis name or None for each dimension.
       sharding: Mesh axes that split each dimension.
-      starts_as: Description of the initial value; "" if no initializer is declared.
+      starts_as: Method and scale of the initializer; "" if none is declared.
       count: Number of entries.
       bytes_per_device: Size of one shard, with padding.
       is_frozen: Whether it is a weight that is not trained.
@@ -109,7 +113,9 @@ def describe_parameters(resolved: ResolvedExperiment, options: RunOptions) -> st
     Raises:
       UsageError: Fields or flags do not fit together, or the mesh does not divide a weight.
     """
-    partitioner, task = simulated_parts(resolved, num_devices=options.num_devices)
+    partitioner, task = build_parts(resolved)
+    start_simulated(partitioner, num_devices=options.num_devices)
+    partitioner.bind(task)
     table = parameter_table(resolved.name, partitioner, task)
     return json.dumps(dataclasses.asdict(table)) if options.json else table_text(table)
 
@@ -172,49 +178,17 @@ def _by_path(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _parameter(tensor: TensorMemory, box: Any, *, is_frozen: bool) -> Parameter:
-    declared = box if isinstance(box, WeightBox) else None
     return Parameter(
         path=tensor.path.partition("/")[2],
         shape=tensor.shape,
         dtype=tensor.dtype,
-        axes=[None] * len(tensor.shape) if declared is None else list(declared.axes),
+        axes=list(getattr(box, "axes", [None] * len(tensor.shape))),
         sharding=tensor.sharding,
-        starts_as="" if declared is None else init_text(declared.init, declared.fans),
+        starts_as=f"{init.method} {init.scale:.3g}" if (init := getattr(box, "init", None)) else "",
         count=math.prod(tensor.shape),
         bytes_per_device=tensor.bytes_per_device,
         is_frozen=is_frozen,
     )
-
-
-def init_text(init: WeightInit | None, fans: tuple[int, int] | None) -> str:
-    """Return a description of an initializer with its numbers; "" for None.
-
-    >>> init_text(WeightInit.FanIn(), (64, 8))
-    'normal, deviation 0.125 = 1/√64'
-    >>> init_text(WeightInit.Constant(1.0), None)
-    'ones'
-
-    Args:
-      init: Initializer of the weight; None if none is declared.
-      fans: (fan_in, fan_out) of the weight; None if none are declared.
-    """
-    if init is None:
-        return ""
-    scale, (fan_in, fan_out) = init.scale, fans or (1, 1)
-    if init.method == "constant":
-        return {0.0: "zeros", 1.0: "ones"}.get(scale, f"all {scale:.4g}")
-    if init.method in ("xavier", "xavier_last_axes"):
-        bound = scale * math.sqrt(6 / (fan_in + fan_out))
-        factor = "" if scale == 1 else f"{scale:.4g}·"
-        return f"uniform in ±{bound:.3g} = {factor}√(6/({fan_in} + {fan_out}))"
-    if init.method == "fan_in":
-        return f"normal, deviation {scale / math.sqrt(fan_in):.3g} = {scale:.4g}/√{fan_in}"
-    words = {
-        "gaussian": f"normal, deviation {scale:.3g}",
-        "truncated_gaussian": f"normal, deviation {scale:.3g}, cut at ±{2 * scale:.3g}",
-        "uniform": f"uniform in ±{scale:.3g}",
-    }
-    return words.get(init.method, f"{init.method}, scale {scale:.3g}")
 
 
 def _module_totals(weights: Sequence[TensorMemory]) -> dict[str, Total]:
@@ -283,9 +257,21 @@ def _rows(parameters: Sequence[Parameter]) -> list[str]:
         )
         starts_as = f"{row.starts_as}{' (frozen)' if row.is_frozen else ''}"
         others = (f"{row.count:,}", row.dtype, dimensions or "scalar", starts_as)
-        groups.setdefault((without_number(row.path), *others), []).append(row.path)
+        has_several = len(_NUMBER.findall(row.path)) > 1
+        name = row.path if has_several else _NUMBER.sub("#", row.path)
+        groups.setdefault((name, *others), []).append(row.path)
     cells = [
-        (joint_path(paths), f"{len(paths)} × {count}" if len(paths) > 1 else count, *others)
+        (_joint_path(paths), f"{len(paths)} × {count}" if len(paths) > 1 else count, *others)
         for (_, count, *others), paths in groups.items()
     ]
     return aligned(cells, right=[1])
+
+
+def _joint_path(paths: Sequence[str]) -> str:
+    """Return one path for several that differ in one number, such as `stack/layers_0…2/w`."""
+    if len(paths) == 1:
+        return paths[0]
+    numbers = sorted(int(_NUMBER.findall(path)[0]) for path in paths)
+    is_range = numbers == list(range(numbers[0], numbers[-1] + 1))
+    text = f"{numbers[0]}…{numbers[-1]}" if is_range else ",".join(map(str, numbers))
+    return _NUMBER.sub(text, paths[0])
