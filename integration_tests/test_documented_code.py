@@ -108,6 +108,7 @@ def test_example_of_hugging_face_folders_runs_by_itself(
     import_model("my-llama")
 
 
+@pytest.mark.slow
 def test_page_on_a_model_of_ones_own_trains_decodes_and_loops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

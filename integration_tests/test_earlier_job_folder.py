@@ -37,7 +37,9 @@ FIELDS_THEN = {
 }
 
 
-@pytest.fixture(scope="module", params=EXPERIMENTS)
+@pytest.fixture(
+    scope="module", params=["tensorstore", pytest.param("msgpack", marks=pytest.mark.slow)]
+)
 def resumed(request: pytest.FixtureRequest, jobs: Any, tmp_path_factory: Any) -> tuple[str, Any]:
     """Copy an earlier job folder and resume it to step 8 by its own command and fields."""
     name = request.param

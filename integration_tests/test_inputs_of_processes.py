@@ -40,37 +40,50 @@ def alone(jobs: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return job
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_example_counts_once_and_all_processes_end(
-    jobs: Any, tmp_path: Path, alone: Any, count: int
-):
-    together = make(jobs, tmp_path, count, PERCORE_BATCH_SIZE=4 / count)
-    together.run_as(count)
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_losses_of_processes_equal_those_of_one(jobs: Any, tmp_path: Path, alone: Any, count: int):
+    together = check_every_example_counts_once(jobs, tmp_path, count)
     ours, reference = (read_metrics(job.folder) for job in (together, alone))
     for theirs, own in zip(reference.train, ours.train, strict=True):
         assert own["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+    (expected,) = reference.evals["indexed"]
+    for split in SPLITS:
+        (evaluated,) = ours.evals[split]
+        for name in ("loss", "accuracy", "score/total"):
+            assert evaluated[name] == pytest.approx(expected[name], rel=1e-4)
+
+
+def test_every_example_counts_once_and_all_processes_end(jobs: Any, tmp_path: Path):
+    check_every_example_counts_once(jobs, tmp_path, 2)
+
+
+def check_every_example_counts_once(jobs: Any, folder: Path, count: int) -> Any:
+    """Run a job of `count` processes, check its counts and return it."""
+    together = make(jobs, folder, count, PERCORE_BATCH_SIZE=4 / count)
+    together.run_as(count)
+    ours = read_metrics(together.folder)
     for split in SPLITS:
         (evaluated,) = ours.evals[split]
         assert evaluated["total_weight"] == 13.0
         assert evaluated["score/examples"] == 13
         assert evaluated["score/numbers"] == sum(range(13))
-        (expected,) = reference.evals["indexed"]
-        for name in ("loss", "accuracy", "score/total"):
-            assert evaluated[name] == pytest.approx(expected[name], rel=1e-4)
     (decoded,) = ours.evals["decode/uneven"]
     assert (decoded["examples"], decoded["numbers"]) == (13, sum(range(13)))
     (path,) = (together.folder / "decode" / "uneven").glob("*.jsonl")
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert sorted(record["example"] for record in records) == list(range(13))
+    return together
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "victim"),
     [
         # JAX aborts where process 0 is gone, from C++, and the name comes all the same.
         (2, 0),
-        pytest.param(2, 1, marks=pytest.mark.slow),
-        pytest.param(4, 2, marks=pytest.mark.slow),
+        (2, 1),
+        (4, 2),
     ],
 )
 def test_a_process_that_is_killed_is_named_by_the_others(

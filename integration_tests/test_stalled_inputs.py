@@ -26,9 +26,8 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, output
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_signal_while_training_input_stalls_saves_the_last_completed_step(
     jobs: Any, tmp_path: Path, running: list[Any], number: signal.Signals
 ):
@@ -47,6 +46,7 @@ def test_signal_while_training_input_stalls_saves_the_last_completed_step(
     assert answering.steps_logged() == [1, 2, 3, 4, 5, 6, 7]
 
 
+@pytest.mark.slow
 def test_signal_while_evaluation_input_stalls_saves_the_last_completed_step(
     jobs: Any, tmp_path: Path, running: list[Any]
 ):
@@ -62,6 +62,7 @@ def test_signal_while_evaluation_input_stalls_saves_the_last_completed_step(
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_signal_before_the_first_step_ends_a_job_whose_input_stalls(
     jobs: Any, tmp_path: Path, running: list[Any]
 ):

@@ -148,20 +148,7 @@ def test_start_and_end_reports_are_printed(twin: tuple[Any, str]):
         assert sum(line.startswith(begin) for line in end) == 1
 
 
-def test_a_finished_run_trains_no_further(twin: tuple[Any, str], jobs: Any):
-    job, first = twin
-    before = {path: path.stat().st_mtime_ns for path in job.checkpoints.rglob("*")}
-    steps = job.steps_logged()
-    again = job.run()
-    assert job.steps_logged() == steps
-    assert {path: path.stat().st_mtime_ns for path in job.checkpoints.rglob("*")} == before
-
-    def held_out(output: str) -> str:
-        return next(line for line in output.splitlines() if line.startswith("heldout: "))
-
-    assert held_out(again) == held_out(first)
-
-
+@pytest.mark.slow
 def test_evaluation_finds_the_loss_that_training_ended_with(twin: tuple[Any, str]):
     job, output = twin
     evaluated = job.run("--mode=eval")
@@ -172,6 +159,7 @@ def test_evaluation_finds_the_loss_that_training_ended_with(twin: tuple[Any, str
         assert alone[name] == at_end[name]
 
 
+@pytest.mark.slow
 def test_decoding_once_is_enough(twin: tuple[Any, str], tmp_path: Path, jobs: Any):
     source, _ = twin
     job = jobs.make(EXP, tmp_path / "decoded", f"--restore_checkpoint_dir={source.folder}")

@@ -1,7 +1,7 @@
 """Two processes of four devices train and decode as one process of eight does.
 
 Each reads its share of the same global batches, or the same rows if both hold them. Both write one
-checkpoint, from which a single process resumes, and one output of decoding. Both stop on a signal.
+checkpoint, from which a single process resumes, and one output of decoding.
 """
 
 from __future__ import annotations
@@ -9,9 +9,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import signal
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -116,24 +113,3 @@ def test_two_processes_decode_the_outputs_of_one(jobs: Any, tmp_path: Path, name
     outputs = together.run_as(2, "--mode=decode_once")
     assert f"reusing {ours}: " in outputs[0]
     assert ours.stat().st_mtime_ns == written
-
-
-def test_signal_to_one_process_stops_both(jobs: Any, tmp_path: Path):
-    endless = {**MESHES["each its own rows"], "MAX_STEPS": 100_000, "DECAY_END": 200_000}
-    job = jobs.make(EXP, tmp_path / "job", num_devices=4, **endless)
-    with job.started_as(2) as processes:
-        wait_for_a_step(job.folder / "metrics.jsonl", processes)
-        processes[1].send_signal(signal.SIGTERM)
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-    codes = [process.returncode for process in processes]
-    assert codes == [128 + signal.SIGTERM] * 2, "\n".join(outputs)
-    assert list((job.folder / "checkpoints").glob("checkpoint_*"))
-
-
-def wait_for_a_step(log: Path, processes: list[subprocess.Popen[str]]) -> None:
-    deadline = time.monotonic() + 120
-    while not (log.exists() and '"loss"' in log.read_text()):
-        for process in processes:
-            assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "no step was logged"
-        time.sleep(0.1)

@@ -46,9 +46,15 @@ def test_trainer_runs_without_the_tools(place: Path):
     ("words", "shown"),
     [
         ((EXP, "--mode=plan"), "--mode=plan: the tool plan is"),
-        ((EXP, "--mode=inspect"), "--mode=inspect: the tool inspect is"),
-        ((EXP, "--diff_config=a/b"), "--diff_config: the tool diff_config is"),
         (("doctor",), "`runner doctor`: the tool doctor is"),
+        pytest.param(
+            *((EXP, "--mode=inspect"), "--mode=inspect: the tool inspect is"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *((EXP, "--diff_config=a/b"), "--diff_config: the tool diff_config is"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_missing_tool_is_named(place: Path, words: tuple[str, ...], shown: str):

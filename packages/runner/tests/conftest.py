@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -128,6 +129,19 @@ def task_config(*, learner: dict[str, Any] | None = None, train: Any = None, **m
             learner=Learner.HParams.config(**settings), **(train or {})
         ),
     )
+
+
+@pytest.fixture(autouse=True)
+def without_matplotlib(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide matplotlib, since a loss curve takes longer to draw than the tiny model to train."""
+    if "matplotlib" not in request.fixturenames:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+
+@pytest.fixture
+def matplotlib() -> None:
+    """Leave matplotlib importable in this test."""
+    pytest.importorskip("matplotlib")
 
 
 @pytest.fixture(scope="session")

@@ -127,6 +127,7 @@ def test_processes_of_each_launcher_join_one_job(tmp_path: Path, launcher, name:
         assert f"I am {index} of 2\n" in (tmp_path / f"logs/process_{index:04d}.log").read_text()
 
 
+@pytest.mark.slow
 def test_job_on_one_machine_listens_at_loopback_only_and_hides_its_key(tmp_path: Path):
     port = free_port()
     environs = [torchrun(port, index, 2) for index in (0, 1)]

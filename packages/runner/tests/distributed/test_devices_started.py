@@ -31,16 +31,12 @@ def start(platforms: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_installed_platform_starts():
-    assert start("cpu").returncode == 0
-
-
 @pytest.mark.parametrize(
     ("platforms", "module", "remedy"),
     [
-        ("cuda", "jax_cuda13_plugin", "jax[cuda13]"),
+        pytest.param("cuda", "jax_cuda13_plugin", "jax[cuda13]", marks=pytest.mark.slow),
         ("tpu", "libtpu", "jax[tpu]"),
-        ("tpu,cpu", "libtpu", "jax[tpu]"),
+        pytest.param("tpu,cpu", "libtpu", "jax[tpu]", marks=pytest.mark.slow),
     ],
 )
 def test_platform_without_its_plugin_names_what_to_install(

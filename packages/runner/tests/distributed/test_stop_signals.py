@@ -57,7 +57,7 @@ def start() -> Iterator:
     [
         (signal.SIGINT, 130, "; press Ctrl-C again to exit at once"),
         (signal.SIGTERM, 143, ""),
-        (signal.SIGHUP, 129, ""),
+        pytest.param(signal.SIGHUP, 129, "", marks=pytest.mark.slow),
     ],
 )
 def test_first_signal_ends_the_loop_after_its_step(start, number: int, code: int, hint: str):

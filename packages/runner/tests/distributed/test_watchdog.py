@@ -67,6 +67,7 @@ def test_hung_phase_is_reported_with_stacks_in_the_log(tmp_path: Path):
     assert "is reader" in stacks.splitlines()[0]
 
 
+@pytest.mark.slow
 def test_stacks_are_printed_if_the_log_cannot_be_written(tmp_path: Path):
     done = run(tmp_path / "nowhere" / "log", 1.0, "hang")
     assert done.returncode == HUNG_EXIT_CODE

@@ -142,12 +142,16 @@ def check_records(folder: Path) -> None:
     assert arrays[place["array"]][place["row"]].tolist() == [(NUM_ROWS - 1) % 5] * 2000
 
 
-def test_a_model_without_ids_is_decoded_at_the_end_and_from_its_checkpoint(
+@pytest.mark.usefixtures("matplotlib")
+def test_outputs_without_ids_are_decoded_and_the_loss_curve_names_the_metric(
     experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     folder = tmp_path / "job"
     assert run_train(resolve(experiment()), options(folder)) == 0
     check_records(folder)
+    drawn = (folder / "loss_curve.png").read_bytes()
+    expected = draw_loss_curve(folder, tmp_path / "expected.png", key="error", y_label="error")
+    assert drawn == expected.read_bytes()
     out = capsys.readouterr().out
     assert 'sample (points): {"example": 0, ' in out
     for mode in ("decode", "decode_once"):
@@ -158,6 +162,7 @@ def test_a_model_without_ids_is_decoded_at_the_end_and_from_its_checkpoint(
         assert 'sample (points): {"example": 0, ' in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("matplotlib")
 @pytest.mark.parametrize("part", ["evaluation", "decoding"])
 def test_failed_part_is_reported_and_the_others_are_made(
     experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str
@@ -200,16 +205,6 @@ def test_decode_that_fails_is_found_before_a_file_is_written(
     assert not (tmp_path / "job" / "config.json").exists()
 
 
-def test_loss_curve_labels_its_axis_with_the_metric(experiment: Any, tmp_path: Path):
-    folder = tmp_path / "job"
-    assert run_train(resolve(experiment()), options(folder)) == 0
-    drawn = (folder / "loss_curve.png").read_bytes()
-    expected = draw_loss_curve(folder, tmp_path / "expected.png", key="error", y_label="error")
-    assert drawn == expected.read_bytes()
-    other = draw_loss_curve(folder, tmp_path / "other.png", key="error", y_label="loss")
-    assert drawn != other.read_bytes()
-
-
 def start(exp: str, folder: Path, *flags: str) -> subprocess.Popen[str]:
     """Starts a training job on one device."""
     devices = "--xla_force_host_platform_device_count=1"
@@ -247,7 +242,11 @@ def killed_at_end(processes: list[subprocess.Popen[str]]) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("number", "num_processes"),
-    [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)],
+    [
+        (signal.SIGTERM, 1),
+        pytest.param(signal.SIGINT, 1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_during_the_last_decoding_ends_the_job_with_its_checkpoint(
     tmp_path: Path, number: signal.Signals, num_processes: int
@@ -272,6 +271,7 @@ def test_a_signal_during_the_last_decoding_ends_the_job_with_its_checkpoint(
     assert (folder / "metrics.jsonl").read_text().endswith("\n")
 
 
+@pytest.mark.slow
 def test_rows_that_fill_up_the_batches_of_two_processes_are_left_out(tmp_path: Path):
     folder = tmp_path / "job"
     processes = start_two("unmarked_rows.UnmarkedRows", folder)

@@ -10,6 +10,8 @@ from layerkit.errors import ConfigError
 from layerkit_runner.observers import draw_loss_curve
 from layerkit_runner.observers.loss_curve import smooth
 
+pytestmark = pytest.mark.usefixtures("matplotlib")
+
 
 def write_record(folder, *, steps, tokens_per_step=64):
     lines = [{"event": "start", "step": 0, "tokens_per_step": tokens_per_step, "experiment": "Toy"}]

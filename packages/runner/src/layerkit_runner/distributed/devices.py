@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import UnsafePathError, private_folder
@@ -274,10 +275,12 @@ def enable_compilation_cache(flag: str | None) -> None:
         folder = None
     except OSError:
         pass  # a read-only home folder, which JAX reports
-    if folder is None:
-        jax.config.update("jax_enable_compilation_cache", False)  # noqa: FBT003
-        return
+    # JAX decides at its first compilation whether it caches, and another run in this process may
+    # have another folder.
+    compilation_cache.reset_cache()
     jax.config.update("jax_compilation_cache_dir", folder)
+    if folder is None:
+        return
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 

@@ -73,8 +73,10 @@ def draw_loss_curve(
     record_path = epath.Path(metrics_path)
     folder = record_path if record_path.is_dir() else record_path.parent
     metrics = read_metrics(record_path)
-    figure = Figure(figsize=(8, 4.8), dpi=120, layout="constrained")
+    figure = Figure(figsize=(8, 4.8), dpi=120)
     FigureCanvasAgg(figure)
+    # A layout engine would draw the figure twice.
+    figure.subplots_adjust(left=0.1, right=0.98, bottom=0.11, top=0.93)
     axes = figure.add_subplot()
     heights = _draw_training(axes, metrics, key) + _draw_evals(axes, metrics, key)
     if not heights:

@@ -156,7 +156,7 @@ def group(tmp_path: Path) -> Iterator[Callable[..., Group]]:
             process.wait()
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_process_is_named_by_all_others(group: Callable[[int], Group], victim: int):
     processes = group(4)
     processes.processes[victim].kill()
@@ -167,6 +167,7 @@ def test_killed_process_is_named_by_all_others(group: Callable[[int], Group], vi
         assert processes.name(victim) in processes.log(index).read_text()
 
 
+@pytest.mark.slow
 def test_aborted_process_is_named_by_the_others(group: Callable[[int], Group]):
     processes = group(2)
     processes.tell(0, "abort")
@@ -199,7 +200,7 @@ def test_process_killed_with_its_monitor_is_named_by_the_others(group: Callable[
         assert f"runner: {processes.name(0)} ended without a report" in error
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_killed_monitor_ends_its_process_and_all_others(group: Callable[[int], Group], victim: int):
     processes = group(3)
     processes.kill_monitor(victim)
@@ -233,6 +234,7 @@ def test_output_of_a_process_is_complete_when_its_monitor_is_killed(
     assert "Traceback" not in error
 
 
+@pytest.mark.slow
 def test_processes_with_equal_failures_report_their_own(group: Callable[[int], Group]):
     processes = group(2)
     for index in (0, 1):
@@ -263,6 +265,7 @@ def test_completed_processes_are_not_lost(group: Callable[[int], Group]):
         assert output.endswith("after the monitor\n")
 
 
+@pytest.mark.slow
 def test_process_that_connects_after_process_0_is_done_completes(group: Callable[..., Group]):
     processes = group(2, started=1)
     processes.tell(0, "leave")

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from layerkit_runner import cli
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.tools.inspect.batches import input_lines, simulated_hosts
@@ -85,22 +86,22 @@ def test_devices_that_cannot_be_split_over_hosts_raise(raises: Any):
         simulated_hosts(jax.devices(), 3)
 
 
-def test_command_shows_every_input_and_writes_nothing(tmp_path: Path):
+def test_command_shows_every_input_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     pytest.importorskip("layerkit_experiments")
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text("one two three. " * 10)
     before = sorted(tmp_path.iterdir())
     command = [
-        *(sys.executable, "-m", "layerkit_runner.cli", "--exp=lm.quickstart.LocalText"),
-        *("--mode=inspect", "--inspect=batches", "--num_batches=1", "--num_hosts=2"),
-        "--fdl.PERCORE_BATCH_SIZE=1.0",
+        *("--exp=lm.quickstart.LocalText", "--mode=inspect", "--inspect=batches"),
+        *("--num_batches=1", "--num_hosts=2", "--fdl.PERCORE_BATCH_SIZE=1.0"),
         f"--fdl.TEXT_FILES=['{tmp_path}']",
     ]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=120
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    heads = [line for line in done.stdout.splitlines() if line and line[0] != " "]
+    assert cli.main(command) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    heads = [line for line in printed.out.splitlines() if line and line[0] != " "]
     assert heads == [
         "2 host(s) of 1 device(s) each are simulated; labels of weight 0 are in ⟦brackets⟧,"
         " special ids in ⟪these⟫",
@@ -108,28 +109,26 @@ def test_command_shows_every_input_and_writes_nothing(tmp_path: Path):
         "eval heldout (LocalText)",
         "decode prompts (LocalTextPrompts)",
     ]
-    assert "one two three. one two" in done.stdout
+    assert "one two three. one two" in printed.out
     assert sorted(tmp_path.iterdir()) == before
 
-    wrong = subprocess.run(
-        [*command[:-1], "--fdl.TEXT_FILES=['/nowhere/at/all']"],
-        cwd=tmp_path,
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert wrong.returncode == 2
-    assert wrong.stderr.startswith("runner: ")
-    assert "/nowhere/at/all" in wrong.stderr
-    assert wrong.stderr.count("\n") == 1
+    assert cli.main([*command[:-1], "--fdl.TEXT_FILES=['/nowhere/at/all']"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("runner: ")
+    assert "/nowhere/at/all" in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     ("words", "exit_code", "error"),
     [
         (["--list"], 0, ""),
-        (["--exp=lm.quickstart.LocalText", "--mode=inspect", "--inspect=batches"], 0, ""),
+        pytest.param(
+            ["--exp=lm.quickstart.LocalText", "--mode=inspect", "--inspect=batches"],
+            0,
+            "",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ["--exp=lm.quickstart.LocalText", "--reduced", "--job_log_dir=job"],
             1,
@@ -184,7 +183,11 @@ def test_command_with_closed_standard_output_ends_without_a_traceback(
     ],
 )
 def test_error_of_data_names_flags_that_fix_it(
-    tmp_path: Path, lines: list[str], fields: list[str], flags: list[list[str]]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    lines: list[str],
+    fields: list[str],
+    flags: list[list[str]],
 ):
     pytest.importorskip("layerkit_experiments")
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
@@ -193,22 +196,14 @@ def test_error_of_data_names_flags_that_fix_it(
         *(f"--fdl.TEXT_FILES=['{tmp_path}/a.jsonl']", "--num_batches=1", *fields),
     ]
 
-    def run(*more: str) -> subprocess.CompletedProcess[str]:
+    def run(*more: str) -> tuple[int, str]:
         names = [word.partition("=")[0] for word in more]
         kept = [word for word in command if word.partition("=")[0] not in names]
-        return subprocess.run(
-            [sys.executable, "-m", "layerkit_runner.cli", *kept, *more],
-            cwd=tmp_path,
-            env=os.environ,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        return cli.main([*kept, *more]), capsys.readouterr().err
 
-    refused = run()
-    assert refused.returncode == 2
-    named = refused.stderr.strip().partition(" Flags: ")[2]
+    code, error = run()
+    assert code == 2
+    named = error.strip().partition(" Flags: ")[2]
     assert [choice.split() for choice in named.split(", or ")] == flags
     for choice in flags:
-        done = run(*choice)
-        assert (done.returncode, done.stderr) == (0, "")
+        assert run(*choice) == (0, "")

@@ -22,6 +22,8 @@ from layerkit_runner.tools.sweep.report import draw, results, table, write_resul
 from layerkit_runner.tools.sweep.study_file import StudyFile  # noqa: E402
 from layerkit_runner.tools.sweep.trials import SweepFolder  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("matplotlib")
+
 SPACE = {
     "RATE": {"low": 1e-4, "high": 1.0, "log": True},
     "LAYERS": {"low": 1, "high": 9},
