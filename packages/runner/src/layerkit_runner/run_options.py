@@ -58,6 +58,7 @@ PAX_ANSWERS = {
 # Values of --inspect, each with the flags of its mode that have a meaning for it.
 INSPECTED = {
     "config": ("json",),
+    "layers": ("num_devices",),
     "parameters": ("num_devices", "json"),
     "batches": ("num_batches", "num_hosts", "num_devices"),
 }
