@@ -171,7 +171,7 @@ def _listing(flags: ParsedFlags) -> str:
     if not entries:
         return "No installed package offers experiments (entry-point group layerkit.experiments)."
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    return catalogue_text(entries, width=width, wide=bool(flags.given.get("wide")))
+    return catalogue_text(entries, width=width)
 
 
 def _add_current_folder() -> None:

@@ -404,6 +404,5 @@ FLAGS = (
         "NAME",
         repeats=True,
     ),
-    Flag("wide", bool, "list all columns in full, however narrow the terminal is"),
     Flag("help", bool, "print the most used flags; GROUP or MODE: those flags"),
 )

@@ -219,7 +219,6 @@ def test_repeated_flag_keeps_all_values(raises):
     assert parse_flags(["--tag=moe", "--list", "--tag", "lm"]).given["tag"] == ("moe", "lm")
     with raises(UsageError, field="--tag", value=""):
         parse_flags(["--list", "--tag="])
-    assert parse_flags(["--list", "--wide"]).given["wide"]
 
 
 def test_timeout_can_be_off():

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 FILE_NAME = "catalogue.json"
 
 _HEADINGS = ("NAME", "WEIGHTS", "MESH", "DATA", "SUMMARY")
-# Columns that are dropped for a narrow terminal, in this order; then summaries are cut.
-_LEFT_OUT_FIRST = ("DATA", "MESH", "WEIGHTS")
-_LEAST_SUMMARY = 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,48 +72,21 @@ def catalogue_file_text(lines: Mapping[str, CatalogueLine]) -> str:
     return "{\n" + ",\n".join(rows) + "\n}\n"
 
 
-def catalogue_text(
-    entries: Sequence[ExperimentEntry], *, width: int | None = None, wide: bool = False
-) -> str:
+def catalogue_text(entries: Sequence[ExperimentEntry], *, width: int | None = None) -> str:
     """Return the text that `--list` prints: a line for each experiment.
 
     Args:
       entries: The experiments.
-      width: Columns of the terminal. None, for a file or another program, returns all columns
-        without headings.
-      wide: Whether all columns are returned, however narrow the terminal is.
+      width: Columns of the terminal, at which lines are cut; None, for a file or another program,
+        for whole lines without headings.
     """
-    rows = [_row(entry) for entry in entries]
+    columns = zip(_HEADINGS, zip(*map(_row, entries), strict=True), strict=True)
     # Empty columns are left out.
-    table = {
-        heading: column
-        for heading, column in zip(_HEADINGS, zip(*rows, strict=True), strict=True)
-        if any(column)
-    }
-    if width is None:
-        return _text(table)
-    shown = {heading: (heading, *column) for heading, column in table.items()}
-    if wide or _width(shown) <= width:
-        return _text(shown)
-    for heading in _LEFT_OUT_FIRST:
-        if _width(shown) - _longest(shown["SUMMARY"]) + _LEAST_SUMMARY > width:
-            shown.pop(heading, None)
-    left = width - _width(shown) + _longest(shown["SUMMARY"])
-    shown["SUMMARY"] = tuple(cut(text, max(left, _LEAST_SUMMARY)) for text in shown["SUMMARY"])
-    return _text(shown) + "\n\nrunner --list --wide shows all of each."
-
-
-def _longest(column: Sequence[str]) -> int:
-    return max(map(len, column))
-
-
-def _width(table: Mapping[str, Sequence[str]]) -> int:
-    """Return the width of a table in characters."""
-    return sum(_longest(column) + 2 for column in table.values()) - 2
-
-
-def _text(table: Mapping[str, Sequence[str]]) -> str:
-    return "\n".join(aligned(list(zip(*table.values(), strict=True))))
+    shown = [
+        column if width is None else (head, *column) for head, column in columns if any(column)
+    ]
+    lines = aligned(list(zip(*shown, strict=True)))
+    return "\n".join(line if width is None else cut(line, width) for line in lines)
 
 
 def catalogue_json(entries: Sequence[ExperimentEntry]) -> list[dict[str, Any]]:

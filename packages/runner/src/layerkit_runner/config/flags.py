@@ -50,7 +50,7 @@ _OMITTED = (
 )
 # Flags that need another one.
 _NEEDS = {
-    **dict.fromkeys(("tag", "wide"), "list"),
+    "tag": "list",
     **dict.fromkeys(("num_trials", "study_storage"), "study"),
     "init_draw": "init_from",
 }

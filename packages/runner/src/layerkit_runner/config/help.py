@@ -18,7 +18,7 @@ _MOST_USED = (
 GROUPS = {
     "experiment": (
         "what runs: the experiment, its fields, a search over them",
-        *("exp", "fdl.NAME", "reduced", "tfds_data_dir", "list", "tag", "wide"),
+        *("exp", "fdl.NAME", "reduced", "tfds_data_dir", "list", "tag"),
         *("print_config", "diff_config", "study", "num_trials", "study_storage"),
     ),
     "mode": (

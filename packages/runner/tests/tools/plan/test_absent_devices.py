@@ -72,8 +72,7 @@ def test_gpus_in_two_nodes(plan):
         crosses = "data" in traffic["axes"] or traffic["axes"] == "mixed"
         assert (traffic["bytes_slow"] > 0) == crosses, traffic
     assert {"fsdp", "data"} <= {each["axes"] for each in found["collectives"]}
-    sources = {each["source"].partition(":")[0] for each in found["temporaries"]}
-    assert "layerkit/layers/embeddings.py" in sources
+    assert any("softmax" in each["name"] for each in found["temporaries"])
     assert [note for note in found["notes"] if "compiled without a GPU" in note]
 
 

@@ -63,11 +63,7 @@ PLAN = Plan(
     device=H100,
     num_slices=2,
     fits=True,
-    temporaries=[
-        TemporaryTensor(
-            1_000_000_000, "f32[2,1024,122]", 3, "jvp(lm)/softmax", "layerkit/layers/losses.py:88"
-        )
-    ],
+    temporaries=[TemporaryTensor(1_000_000_000, "f32[2,1024,122]", 3, "jvp(lm)/softmax")],
     bounds=step_bounds(
         device_work(MEMORY, COLLECTIVES, flops=5e13),
         H100,
@@ -104,7 +100,7 @@ largest of 2 tensors of state and batch, per device
          2 B  params/b  bfloat16[]
 
 largest results of the step, per device; not all exist at the same time
-        1 GB  3 × f32[2,1024,122]  jvp(lm)/softmax  layerkit/layers/losses.py:88
+        1 GB  3 × f32[2,1024,122]  jvp(lm)/softmax
 
 collectives of one step, bytes sent by each device
   all-gather         fsdp              1,200 ×      1.5 MB  500 kB of it slow

@@ -17,7 +17,6 @@ from layerkit_runner.tools.plan.hardware import Target, device_kind
 from layerkit_runner.tools.plan.plan import StateTooLargeError, make_plan
 from layerkit_runner.tools.plan.search import (
     BY_BYTES,
-    BY_SLOW_BYTES,
     BY_TIME,
     Candidate,
     Point,
@@ -65,22 +64,23 @@ def searched(experiment, *, memory=None, compilations=3, seconds=600.0, **option
 def test_neighbors_differ_in_one_choice():
     point = Point(ici=(1, 6, 1), remat="dots")
     assert list(neighbors(point, AXES, fits=True)) == [
-        ("keep more", point._replace(remat="none")),
-        ("keep less", point._replace(remat="dots_no_batch")),
-        ("ici fsdp to data", point._replace(ici=(2, 3, 1))),
-        ("ici fsdp to tensor", point._replace(ici=(1, 3, 2))),
+        point._replace(remat="none"),
+        point._replace(remat="dots_no_batch"),
+        point._replace(ici=(2, 3, 1)),
+        point._replace(ici=(1, 3, 2)),
     ]
 
 
-def test_neighbors_of_a_point_that_does_not_fit_accumulate_gradients():
-    moves = dict(neighbors(Point(ici=(1, 1), accumulation=2), ("data", "fsdp"), fits=False))
-    assert moves == {"accumulate": Point(ici=(1, 1), accumulation=4)}
+def test_neighbors_of_a_point_that_does_not_fit_keep_less_and_accumulate_gradients():
+    point = Point(ici=(1, 1), remat="none", accumulation=2)
+    near = list(neighbors(point, ("data", "fsdp"), fits=False))
+    assert near == [point._replace(remat="dots"), point._replace(accumulation=4)]
 
 
 def test_neighbors_move_slices_between_data_and_fsdp_alone():
     point = Point(ici=(1, 1, 1, 4), dcn=(1, 2, 1, 1))
-    moves = dict(neighbors(point, ("stage", "data", "fsdp", "expert"), fits=True))
-    assert moves == {"dcn data to fsdp": point._replace(dcn=(1, 1, 2, 1))}
+    near = list(neighbors(point, ("stage", "data", "fsdp", "expert"), fits=True))
+    assert near == [point._replace(dcn=(1, 1, 2, 1))]
 
 
 @pytest.mark.slow
@@ -318,14 +318,6 @@ def test_candidates_of_unknown_speed_are_ordered_by_slow_bytes_then_all_bytes():
     )
     found = sorted([ACROSS, more, SLICED], key=lambda each: order(each, BY_BYTES))
     assert found == [SLICED, more, ACROSS]
-
-
-def test_candidates_with_an_unknown_network_between_slices_are_ordered_by_its_bytes_then_time():
-    slower = dataclasses.replace(
-        SLICED, bounds=bounds(step=4.5, no_overlap=5.0, moved=1e10, fast=1e9, slow=1.37e9)
-    )
-    found = sorted([ACROSS, slower, SLICED], key=lambda each: order(each, BY_SLOW_BYTES))
-    assert found == [SLICED, slower, ACROSS]
 
 
 def test_candidates_that_do_not_fit_are_ordered_by_their_peak():

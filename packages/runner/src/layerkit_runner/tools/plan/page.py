@@ -134,9 +134,9 @@ def _temporary_lines(plan: Plan) -> Iterator[str]:
         count = f"{each.count} × " if each.count > 1 else ""
         place = " (host)" if each.memory == "host" else ""
         what = f"  {size_text(each.bytes_per_device):>10}  {count}{each.shape}{place}  "
-        room = max(_WIDTH - len(what) - len(each.source) - 2, 12)
+        room = max(_WIDTH - len(what), 12)
         name = each.name if len(each.name) <= room else "…" + each.name[1 - room :]
-        yield f"{what}{name}  {each.source}".rstrip()
+        yield f"{what}{name}"
 
 
 def _traffic_lines(plan: Plan) -> Iterator[str]:

@@ -23,7 +23,7 @@ import jax
 
 from layerkit_runner.config.config_text import config_json
 from layerkit_runner.config.overrides import Override
-from layerkit_runner.config.resolve import ResolvedExperiment, resolve
+from layerkit_runner.config.resolve import ResolvedExperiment, with_overrides
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.text import seconds_text, size_text
 from layerkit_runner.tools.plan.bounds import Bounds
@@ -44,9 +44,8 @@ _FREE_AXES_ACROSS = ("data", "fsdp")
 _REASON_LENGTH = 200
 
 BY_TIME = "step time, the mean of full and no overlap of communication with compute"
-BY_SLOW_BYTES = f"bytes sent between slices, whose speed is unknown, then {BY_TIME}"
 BY_BYTES = (
-    "bytes sent between slices, then all bytes read, written and sent, since speeds are unknown"
+    "bytes sent between slices, then all bytes read, written and sent, since a speed is unknown"
 )
 _REJECTED = "the mesh or the experiment does not allow it"
 
@@ -114,10 +113,8 @@ class Point(NamedTuple):
     accumulation: int = 1
 
 
-def neighbors(
-    point: Point, axes: Sequence[str], *, fits: bool | None
-) -> Iterator[tuple[str, Point]]:
-    """Yield (move, neighbor): the points that differ from `point` in one choice.
+def neighbors(point: Point, axes: Sequence[str], *, fits: bool | None) -> Iterator[Point]:
+    """Yield the points that differ from `point` in one choice.
 
     Args:
       point: The original choices.
@@ -126,20 +123,21 @@ def neighbors(
     """
     if point.remat is not None:
         at = _POLICIES.index(point.remat) if point.remat in _POLICIES else len(_POLICIES)
-        for move, index in (("keep more", at - 1), ("keep less", at + 1)):
+        # A step that does not fit must keep less.
+        for index in (at + 1, at - 1) if fits is False else (at - 1, at + 1):
             if 0 <= index < len(_POLICIES):
-                yield move, point._replace(remat=_POLICIES[index])
+                yield point._replace(remat=_POLICIES[index])
     if fits is False:
-        yield "accumulate", point._replace(accumulation=2 * point.accumulation)
-    for move, sizes in _moved(point.ici, axes, _FREE_AXES):
-        yield f"ici {move}", point._replace(ici=sizes)
-    for move, sizes in _moved(point.dcn or (1,) * len(axes), axes, _FREE_AXES_ACROSS):
-        yield f"dcn {move}", point._replace(dcn=sizes)
+        yield point._replace(accumulation=2 * point.accumulation)
+    for sizes in _moved(point.ici, axes, _FREE_AXES):
+        yield point._replace(ici=sizes)
+    for sizes in _moved(point.dcn or (1,) * len(axes), axes, _FREE_AXES_ACROSS):
+        yield point._replace(dcn=sizes)
 
 
 def _moved(
     sizes: tuple[int, ...], axes: Sequence[str], free: Sequence[str]
-) -> Iterator[tuple[str, tuple[int, ...]]]:
+) -> Iterator[tuple[int, ...]]:
     """Yield `sizes` with the smallest prime factor of one free axis moved to another."""
     indices = [axes.index(name) for name in free if name in axes]
     for source, target in itertools.permutations(indices, 2):
@@ -148,7 +146,7 @@ def _moved(
             moved = list(sizes)
             moved[source] //= factor
             moved[target] *= factor
-            yield f"{axes[source]} to {axes[target]}", tuple(moved)
+            yield tuple(moved)
 
 
 def order(candidate: Candidate, ranked_by: str) -> tuple[float, ...]:
@@ -165,11 +163,11 @@ def order(candidate: Candidate, ranked_by: str) -> tuple[float, ...]:
     if bounds is None:  # the compiled program could not be read
         return (1.0, peak)
     work = bounds.work
-    slow = 0.0 if ranked_by == BY_TIME else work.slow_bytes
     if ranked_by == BY_BYTES:
-        return (0.0, slow, work.memory_bytes + work.fast_bytes + work.slow_bytes, peak)
+        moved = work.memory_bytes + work.fast_bytes + work.slow_bytes
+        return (0.0, work.slow_bytes, moved, peak)
     seconds = (bounds.step_seconds or 0) + (bounds.step_seconds_no_overlap or 0)
-    return (0.0, slow, seconds, peak)
+    return (0.0, seconds, peak)
 
 
 class _Searcher:
@@ -202,8 +200,6 @@ class _Searcher:
         self.candidates = {self._start: self._candidate(self._start, [], **_measured(self.first))}
         self.left_out: collections.Counter[str] = collections.Counter()
         self._tried = {self._start}
-        self._moves: dict[Point, str] = {}
-        self._times_tried: collections.Counter[str] = collections.Counter()
 
     def _own_point(self) -> Point:
         if _ICI not in self._values:
@@ -230,30 +226,24 @@ class _Searcher:
     def ranked_by(self) -> str:
         """Return the criterion for ranking: times, if all speeds that they need are known."""
         bounds = [each.bounds for each in self.candidates.values() if each.bounds is not None]
-        unknown = {name for each in bounds for name in each.unknown}
-        if not unknown:
-            return BY_TIME
-        return BY_SLOW_BYTES if unknown == {"bandwidth between slices"} else BY_BYTES
+        return BY_BYTES if any(each.unknown for each in bounds) else BY_TIME
 
-    def next_point(self) -> tuple[str, Point] | None:
-        """Return an untried neighbor of the best candidate that has one, and the move to it."""
+    def next_point(self) -> Point | None:
+        """Return an untried neighbor of the best candidate that has one."""
         ranked_by = self.ranked_by()
-        points = sorted(self.candidates, key=lambda each: order(self.candidates[each], ranked_by))
-        for point in points:
-            if self.candidates[point].reason is not None:
-                continue
-            moves = neighbors(point, self._axes, fits=self.candidates[point].fits)
-            if found := [(move, each) for move, each in moves if each not in self._tried]:
-                # The move that led here comes first, then those that were tried least.
-                last = self._moves.get(point)
-                return min(found, key=lambda each: (each[0] != last, self._times_tried[each[0]]))
+        for point in sorted(
+            self.candidates, key=lambda each: order(self.candidates[each], ranked_by)
+        ):
+            candidate = self.candidates[point]
+            if candidate.reason is None:
+                near = neighbors(point, self._axes, fits=candidate.fits)
+                if found := [each for each in near if each not in self._tried]:
+                    return found[0]
         return None
 
-    def try_point(self, move: str, point: Point) -> None:
+    def try_point(self, point: Point) -> None:
         """Compile a point, or count the reason for which it is skipped."""
         self._tried.add(point)
-        self._moves[point] = move
-        self._times_tried[move] += 1
         edits = self._edits(point)
         flags = [f"--fdl.{path}={text}" for path, text in edits.items()]
         try:
@@ -297,9 +287,7 @@ class _Searcher:
 
     def varied(self, edits: Mapping[str, str]) -> ResolvedExperiment:
         """Return the experiment with values set at some configuration paths."""
-        kept = [each for each in self._resolved.deep_overrides if each.path not in edits]
-        more = [Override(path, text) for path, text in edits.items()]
-        return resolve(self._resolved.experiment, [*kept, *more])
+        return with_overrides(self._resolved, [Override(path, t) for path, t in edits.items()])
 
     def _candidate(self, point: Point, flags: list[str], **measured: Any) -> Candidate:
         dcn = point.dcn or (1,) * len(point.ici)
@@ -356,7 +344,7 @@ def search(
         if clock() - begun >= max_seconds:
             limit = f"{max_seconds:g} s (--max_seconds)"
             break
-        searcher.try_point(*found)
+        searcher.try_point(found)
     ranked_by, first = searcher.ranked_by(), searcher.first
     ranked = sorted(searcher.candidates.values(), key=lambda each: order(each, ranked_by))
     command = None
