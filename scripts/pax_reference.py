@@ -26,6 +26,7 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 # Two devices, for pmap.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
@@ -45,13 +46,15 @@ MODULES = {
     "lm.lm_cloud": "paxml.tasks.lm.params.lm_cloud",
     "lm.c4": "paxml.tasks.lm.params.c4",
     "lm.c4_multislice": "paxml.tasks.lm.params.c4_multislice",
+    "lm.optimal_scaling": "paxml.tasks.lm.params.optimal_scaling",
+    "lm.bert": "paxml.tasks.lm.params.bert",
     "lm.nvidia": "paxml.tasks.lm.params.nvidia",
     "lm.pile": "paxml.contrib.gpu.scripts_gpu.configs",
 }
 # Steps at which learning rates are compared: within the warmups, in the decays, and after them.
 STEPS = (0, 1, 50, 115, 265, 266, 636, 1000, 4000, 4001, 60_000, 200_000, 300_000, 600_000)
 # Rows of the abstract batch; a multiple of every number of microbatches.
-ROWS = 512
+ROWS = 768
 
 
 def install_contrib() -> None:
@@ -144,6 +147,25 @@ def weights_of(model: base_layer.BaseLayer, length: int) -> tuple[int, list[list
     return total, [[name, copies, *rest] for (name, *rest), copies in rows.items()]
 
 
+def task_on_its_mesh(experiment: Any) -> Any:
+    """Return the task with the schedule of the number of devices of its mesh."""
+    devices = devices_of(experiment) or jax.device_count()
+    with mock.patch.object(jax, "device_count", return_value=devices):
+        return experiment.task()
+
+
+def length_of(experiment: Any) -> int:
+    """Return the length of a row; that of MLPerf's rows of BERT, which are stored."""
+    return getattr(experiment, "MAX_SEQ_LEN", 512)
+
+
+def devices_of(experiment: Any) -> int | None:
+    """Return the number of devices of the mesh; None for all devices."""
+    ici = getattr(experiment, "ICI_MESH_SHAPE", None) or getattr(experiment, "MESH_SHAPE", None)
+    dcn = getattr(experiment, "DCN_MESH_SHAPE", None) or [1]
+    return None if ici is None else math.prod(ici) * math.prod(dcn)
+
+
 def settings_of(experiment: Any, task: Any) -> dict[str, Any]:
     """Return the settings of training, with the defaults of paxml filled in."""
     train, learner = task.train, task.train.learner
@@ -151,8 +173,9 @@ def settings_of(experiment: Any, task: Any) -> dict[str, Any]:
     schedule = pax_fiddle.instantiate(optimizer.lr_schedule)
     lm = task.model.lm_tpl
     stack = lm.stacked_transformer_tpl
+    pipeline = None
     if hasattr(stack, "pipeline_stage"):
-        stack = stack.pipeline_stage
+        pipeline, stack = stack, stack.pipeline_stage
     stack = getattr(stack, "block", stack)
     layer = stack.transformer_layer_params_tpl
     return {
@@ -176,7 +199,7 @@ def settings_of(experiment: Any, task: Any) -> dict[str, Any]:
                 name: getattr(optimizer, name)
                 for name in (
                     *("beta1", "beta2", "epsilon", "weight_decay", "clip_threshold"),
-                    "clip_gradient_norm_to_value",
+                    *("clip_gradient_norm_to_value", "decay_method", "decay_adam"),
                 )
                 if hasattr(optimizer, name)
             },
@@ -193,10 +216,23 @@ def settings_of(experiment: Any, task: Any) -> dict[str, Any]:
             "scale_sqrt_depth": lm.softmax_tpl.scale_sqrt_depth,
             "epsilon": layer.ln_tpl.epsilon,
             "activation": fdl.get_callable(layer.tr_fflayer_tpl.activation_tpl).__name__,
+            "label_smoothing": getattr(task.model, "label_smoothing_prob", None) or 0.0,
+        },
+        "mesh": {
+            "ici": task.model.ici_mesh_shape,
+            "dcn": task.model.dcn_mesh_shape,
+        },
+        "pipeline": pipeline
+        and {
+            name: getattr(pipeline, name)
+            for name in (
+                *("num_pipeline_stages", "circular_repeat"),
+                *("num_pipeline_microbatches", "pipeline_microbatch_size"),
+            )
         },
         "data": {
             "percore_batch_size": experiment.PERCORE_BATCH_SIZE,
-            "max_seq_len": experiment.MAX_SEQ_LEN,
+            "max_seq_len": length_of(experiment),
             "splits": len(experiment.datasets()),
         },
     }
@@ -211,9 +247,9 @@ def write_weights(folder: Path) -> None:
     entries = []
     for name, cls in experiments().items():
         experiment = cls()
-        task = experiment.task()
+        task = task_on_its_mesh(experiment)
         model = pax_fiddle.instantiate(task.model)
-        total, rows = weights_of(model, experiment.MAX_SEQ_LEN)
+        total, rows = weights_of(model, length_of(experiment))
         entry = {"pax": f"{cls.__module__}.{cls.__name__}", "num_weights": total}
         lines = [f'  "{key}": {json.dumps(value)},' for key, value in entry.items()]
         for key, value in settings_of(experiment, task).items():

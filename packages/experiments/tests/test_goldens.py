@@ -1,7 +1,7 @@
 """The whole configuration of every experiment, as text, and what `--list` tells of it.
 
-The golden of the first experiment of a module is its whole text. Those of the others are the lines
-that differ from it; `- PATH` is a path that they lack.
+The golden of the first experiment of a module is its whole text. Those of the others name it in the
+first line, then have the lines that differ from it; `- PATH` is a path that they lack.
 
 A golden changes only on purpose: look at the difference, then write them all anew with
 
@@ -110,7 +110,9 @@ def differences(text: str, first: str) -> str:
 
 def golden_text(name: str, fields: dict[str, str]) -> str:
     text, first = configuration(name, **fields), FIRST[EXPERIMENTS[name].__module__]
-    return text if name == first else differences(text, configuration(first, **fields))
+    if name == first:
+        return text
+    return f"differs from {first}\n{differences(text, configuration(first, **fields))}"
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

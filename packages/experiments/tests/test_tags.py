@@ -29,7 +29,15 @@ def mesh(entry: ExperimentEntry) -> str:
 
 
 def golden(entry: ExperimentEntry) -> str:
-    return (GOLDENS / f"{entry.dotted.removeprefix(PREFIX)}.txt").read_text()
+    """The whole configuration, of which most goldens hold the differences from another."""
+    text = (GOLDENS / f"{entry.dotted.removeprefix(PREFIX)}.txt").read_text()
+    head, _, differences = text.partition("\n")
+    if not head.startswith("differs from "):
+        return text
+    lines = (GOLDENS / f"{head.removeprefix('differs from ')}.txt").read_text().splitlines()
+    own = {line.removeprefix("- ").partition(" = ")[0] for line in differences.splitlines()}
+    kept = [line for line in lines if line.partition(" = ")[0] not in own]
+    return "\n".join([*kept, differences])
 
 
 IS_SO: dict[str, Callable[[ExperimentEntry], bool]] = {

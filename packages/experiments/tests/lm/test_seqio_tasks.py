@@ -13,7 +13,10 @@ pytest.importorskip("seqio")
 
 from layerkit.config import target_of
 from layerkit.errors import ConfigError
-from layerkit_experiments.lm.c4 import C4Spmd1BAdam4Replicas
+from layerkit_experiments.lm.c4 import (
+    C4Spmd1BAdam4Replicas,
+    C4SpmdPipelineGpt3AdamMLPerfHPBS2k512Replicas,
+)
 from layerkit_experiments.lm.pile import Lambada126M, Pile126M
 from layerkit_experiments.lm.recipes.last_words import last_word_rows, split_last_word
 from layerkit_inputs.testing.tfds_folders import write_tfds_folder
@@ -30,6 +33,9 @@ PASSAGES = ["A cat sat on the mat", "“Who?” he asked the ‘night’", "one 
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tfds")
     write_tfds_folder(folder, "c4/en:3.0.1", texts=TEXTS, num_shards=2)
+    write_tfds_folder(folder, "c4/en:3.0.4", texts={"train2": TEXTS["train"]}, num_shards=1)
+    heldout = {"validation_tokenized_5662seqs": TEXTS["validation"]}
+    write_tfds_folder(folder, "c4/en:3.0.5", texts=heldout, num_shards=1)
     write_tfds_folder(folder, "the_pile:1.0.0", texts={**TEXTS, "test": ["a", "b"]}, num_shards=2)
     write_tfds_folder(
         folder, "lambada:1.0.0", texts={"train": ["a b"], "test": PASSAGES}, num_shards=1
@@ -76,6 +82,26 @@ def test_every_token_of_a_document_is_trained_on(cls: type, folder: Path):
         found |= {tuple(document) for document in documents_of(batch)}
     assert found == expected
     assert documents_of(heldout.get_next())[0] == pieces_of("held")[0]
+
+
+def test_documents_of_mlperf_are_joined_and_their_first_token_is_given(folder: Path):
+    train, heldout = read(C4SpmdPipelineGpt3AdamMLPerfHPBS2k512Replicas, folder)
+    joined = "".join(TEXTS["train"])  # 12 documents are one group, without EOS
+    batch = train.get_next()
+    assert batch.ids.shape == (4, 32)
+    known = [byte + 3 for byte in joined.encode()]
+    # TFDS and the shuffle order documents anew, so the texts are compared as letters.
+    rows = [train.get_next() for _ in range(len(known) // 128)]
+    assert set(np.concatenate([row.ids.ravel() for row in rows]).tolist()) <= {0, *known}
+    assert 1 not in batch.ids and 1 not in batch.labels
+    np.testing.assert_array_equal(batch.ids[:, 1:], batch.labels[:, :-1])
+    np.testing.assert_array_equal(batch.weights[:, -1], 0)
+    (batch,) = heldout.eval_batches()
+    ids = [[byte + 3 for byte in text.encode()] for text in TEXTS["validation"]]
+    found = sorted(row[row > 0].tolist() for row in batch.ids[:2])
+    assert found == sorted(ids)
+    # Every token but the first of each document has a loss.
+    assert batch.weights.sum() == sum(len(document) - 1 for document in ids)
 
 
 def test_blank_batch_has_the_shapes_of_a_read_batch(folder: Path):

@@ -84,6 +84,27 @@ def test_example_without_an_optional_feature_raises(raises):
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64], ids=["vectors", "any"])
+def test_given_first_token_shifts_labels_to_the_left(dtype):
+    """As `LanguageModelFeatures(pack=True, reverse_bos_padding=True)` of Paxml, without its EOS."""
+    row_format = RowFormat(
+        "language_model",
+        {"targets": 7},
+        packed=True,
+        weights_on_targets_only=False,
+        bos_id=0,
+        first_token="given",
+    )
+    row = [{"targets": np.array(ids, dtype)} for ids in ([7, 8, 5], [4, 9])]
+    batch = row_format.batch([row])
+    assert batch.ids.tolist() == [[7, 8, 5, 4, 9, 0, 0]]
+    assert batch.labels.tolist() == [[8, 5, 4, 9, 0, 0, 0]]
+    assert batch.weights.tolist() == [[1, 1, 1, 1, 0, 0, 0]]
+    assert batch.paddings.tolist() == [[0, 0, 0, 0, 1, 1, 1]]
+    assert batch.segment_ids.tolist() == [[1, 1, 1, 2, 2, 0, 0]]
+    assert batch.segment_pos.tolist() == [[0, 1, 2, 0, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64], ids=["vectors", "any"])
 @pytest.mark.parametrize("converter", ["prefix_lm", "language_model"])
 def test_suffixes_follow_targets_and_alone_have_a_loss(converter, dtype):
     """The example in the docstring of SeqIO's PrefixSuffixLMFeatureConverter."""

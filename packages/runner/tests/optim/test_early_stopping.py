@@ -10,14 +10,19 @@ import pytest
 
 from layerkit.errors import ConfigError
 from layerkit_runner.errors import UsageError
-from layerkit_runner.optim.early_stopping import EarlyStop, EarlyStopping, StoppingRule
+from layerkit_runner.optim.early_stopping import (
+    EarlyStop,
+    EarlyStopping,
+    StopAtTarget,
+    StoppingRule,
+)
 
 
 def rule(**fields: Any) -> EarlyStopping:
     return EarlyStopping(**{"metric": "heldout/loss", **fields})
 
 
-def stops_at(rule: EarlyStopping, values: list[float]) -> int | None:
+def stops_at(rule: StoppingRule, values: list[float]) -> int | None:
     """The number, from 1, of the value that ends the run; None if none does."""
     for step, value in enumerate(values, start=1):
         if rule.should_stop({"heldout/loss": value}, step):
@@ -48,6 +53,18 @@ def test_rule_stops_after_patience_evaluations_without_improvement(
     fields: dict[str, Any], values: list[float], stop: int | None
 ):
     assert stops_at(rule(**fields), values) == stop
+
+
+@pytest.mark.parametrize(
+    ("mode", "values", "stop"), [("min", [3, NAN, 2.7, 2.69, 2], 4), ("max", [2, 2.69], 2)]
+)
+def test_rule_with_a_target_stops_when_the_metric_reaches_it(
+    mode: str, values: list[float], stop: int
+):
+    at_target = StopAtTarget(metric="heldout/loss", target=2.69, mode=mode)
+    assert not at_target.should_stop({"other/loss": 2.69}, 0)
+    assert stops_at(at_target, values) == stop
+    assert at_target.reason() == "heldout/loss is 2.69 and the target 2.69"
 
 
 def test_metric_of_the_training_step_is_asked_for_at_each_step():

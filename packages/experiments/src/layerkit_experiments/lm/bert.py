@@ -3,6 +3,9 @@
 The published model also predicts the next sentence, with sentence embeddings and a pooler. RoBERTa
 (arXiv:1907.11692) shows that this does not help, and it is omitted here. The head is the embedding
 and a bias for each token.
+
+The models of Pax are its decoders without the causal mask. Pax reads the rows that MLPerf prepared
+from Wikipedia, with 103 as the mask token; here they read C4 in rows of the same length.
 """
 
 from __future__ import annotations
@@ -15,43 +18,32 @@ from layerkit.layers import LayerNorm
 from layerkit.models import BertModel
 from layerkit.weights import WeightInit
 from layerkit_experiments.lm.recipes.corpora import C4
+from layerkit_experiments.lm.recipes.decoders import PaxDecoder
 from layerkit_experiments.lm.recipes.experiment import LmExperiment
-from layerkit_experiments.lm.recipes.parallelism import Spmd
-from layerkit_experiments.lm.recipes.published_optimizers import AdamWLinear
+from layerkit_experiments.lm.recipes.optimization import AdamExponential
+from layerkit_experiments.lm.recipes.parallelism import Pmap, Spmd
+from layerkit_experiments.lm.recipes.published_optimizers import AdafactorExponential, AdamWLinear
 
 _INIT_STD = 0.02
 
 
 class MaskedLm(LmExperiment, abstract=True):
-    """A BertModel with bidirectional attention and norms after the residual."""
+    """A BertModel with bidirectional attention."""
 
     tags: ClassVar[tuple[str, ...]] = ("masked_lm",)
 
-    POSITIONS = "trainable"
-    NORM_EPSILON = 1e-12
-    ACTIVATION = "gelu_exact"
-    ATTENTION_BIAS = True
-    FEED_FORWARD_BIAS = True
-    DROPOUT_RATE = 0.1
     MASK_ID: int | None = None
     """Id of the mask token, which the text does not contain; None for the last id."""
     UNMASKED_IDS: list[int] = [0, 1, 2]
     """Ids that are never masked: padding, start and end tokens."""
 
+    # 259 ids of bytes and the mask token.
+    reduced_fields: ClassVar[Mapping[str, Any]] = {"VOCAB_SIZE": 260, "DROPOUT_RATE": 0.0}
+
     def model(self) -> Config:
         """Return the config of the BertModel."""
         lm = super().model().lm_tpl
-        layer = lm.stack_tpl.layer_tpl
-        layer.norm_policy = "post"
-        layer.attention_tpl.dropout_rate = self.DROPOUT_RATE
-        lm.set(
-            is_causal=False,
-            final_norm_tpl=None,
-            embedding_norm_tpl=LayerNorm.HParams.config(epsilon=self.NORM_EPSILON),
-            params_init=WeightInit.TruncatedGaussian(_INIT_STD),
-        )
-        lm.softmax_tpl.set(use_bias=True, weight_init=WeightInit.TruncatedGaussian(_INIT_STD))
-        lm.position_tpl.weight_init = WeightInit.TruncatedGaussian(_INIT_STD)
+        lm.is_causal = False
         model = BertModel.HParams.config(
             lm_tpl=lm, fprop_dtype=self.FPROP_DTYPE, unmasked_ids=tuple(self.UNMASKED_IDS)
         )
@@ -61,8 +53,14 @@ class MaskedLm(LmExperiment, abstract=True):
 
 
 class Bert(AdamWLinear, Spmd, C4, MaskedLm, abstract=True):
-    """Training of both sizes: a million steps of 256 rows of 512 tokens."""
+    """Norms after the residual; a million steps of 256 rows of 512 tokens."""
 
+    POSITIONS = "trainable"
+    NORM_EPSILON = 1e-12
+    ACTIVATION = "gelu_exact"
+    ATTENTION_BIAS = True
+    FEED_FORWARD_BIAS = True
+    DROPOUT_RATE = 0.1
     VOCAB_SIZE = 30_522
     MAX_SEQ_LEN = 512
     FPROP_DTYPE = "bfloat16"
@@ -70,8 +68,21 @@ class Bert(AdamWLinear, Spmd, C4, MaskedLm, abstract=True):
     WARMUP_STEPS = 10_000
     MAX_STEPS = 1_000_000
 
-    # 259 ids of bytes and the mask token.
-    reduced_fields: ClassVar[Mapping[str, Any]] = {"VOCAB_SIZE": 260, "DROPOUT_RATE": 0.0}
+    def model(self) -> Config:
+        """Return the config of the BertModel."""
+        model = super().model()
+        lm = model.lm_tpl
+        layer = lm.stack_tpl.layer_tpl
+        layer.norm_policy = "post"
+        layer.attention_tpl.dropout_rate = self.DROPOUT_RATE
+        lm.set(
+            final_norm_tpl=None,
+            embedding_norm_tpl=LayerNorm.HParams.config(epsilon=self.NORM_EPSILON),
+            params_init=WeightInit.TruncatedGaussian(_INIT_STD),
+        )
+        lm.softmax_tpl.set(use_bias=True, weight_init=WeightInit.TruncatedGaussian(_INIT_STD))
+        lm.position_tpl.weight_init = WeightInit.TruncatedGaussian(_INIT_STD)
+        return model
 
 
 class BertBase(Bert):
@@ -96,3 +107,88 @@ class BertLarge(Bert):
     DIMS_PER_HEAD = 64
     PERCORE_BATCH_SIZE = 4.0
     ICI_MESH_SHAPE = [64, 1, 1]
+
+
+class PaxBert(MaskedLm, PaxDecoder, abstract=True):
+    """Base of the models of Pax, with unrolled layers."""
+
+    LABEL_SMOOTHING: float = 0.0
+    """Probability that the label of a masked token gives to all others, in equal parts."""
+    SOFTMAX_LOGIT_CAP = 30.0
+    ACTIVATION = "relu"
+    MAX_SEQ_LEN = 512
+    FPROP_DTYPE = "bfloat16"
+    USE_REPEATED_LAYER = False
+
+    def model(self) -> Config:
+        """Return the config of the BertModel."""
+        model = super().model()
+        # The layer spreads its probability over all classes, the label's too.
+        smoothing = self.LABEL_SMOOTHING * self.VOCAB_SIZE / (self.VOCAB_SIZE - 1)
+        model.lm_tpl.softmax_tpl.label_smoothing = smoothing
+        return model
+
+
+class BertAdamL4H128(AdamExponential, Pmap, C4, PaxBert):
+    """4 layers of 128 dimensions under pmap."""
+
+    NUM_LAYERS = 4
+    MODEL_DIMS = 128
+    NUM_HEADS = 8
+    DIMS_PER_HEAD = 16
+    PERCORE_BATCH_SIZE = 8.0
+
+
+class BertSpmd(AdafactorExponential, Spmd, C4, PaxBert, abstract=True):
+    """Base of the models of Pax on a mesh."""
+
+    COMBINE_QKV = True
+    PERCORE_BATCH_SIZE = 4.0
+    LEARNING_RATE = 2.5e-4
+
+
+class BertSpmdL4H128(BertSpmd):
+    """4 layers of 128 dimensions, sharded by fsdp and tensor over 8 chips (v5p:2x2x2)."""
+
+    NUM_LAYERS = 4
+    MODEL_DIMS = 128
+    NUM_HEADS = 8
+    DIMS_PER_HEAD = 16
+    ICI_MESH_SHAPE = [1, 4, 2]
+
+
+class BertSpmdL33H12kBiggerBatch(BertSpmd):
+    """100 billion weights with 2048 rows on 512 chips (v4:8x8x8)."""
+
+    NUM_LAYERS = 33
+    MODEL_DIMS = 12_288
+    HIDDEN_DIMS = 98_304
+    NUM_HEADS = 128
+    DIMS_PER_HEAD = 96
+    WEIGHT_DECAY = 1e-2
+    LABEL_SMOOTHING = 0.1
+    ICI_MESH_SHAPE = [1, 64, 8]
+    CHECKPOINT_EVERY_N_STEPS = 1000
+
+
+class BertSpmdL33H12kBiggerBatch8x8x16(BertSpmdL33H12kBiggerBatch):
+    """100 billion weights with 4096 rows on 1024 chips (v4:8x8x16)."""
+
+    ICI_MESH_SHAPE = [1, 64, 16]
+    CHECKPOINT_EVERY_N_STEPS = 500
+
+
+class BertSpmdL66H12kBiggerBatch8x8x16(BertSpmdL33H12kBiggerBatch):
+    """200 billion weights with 4096 rows on 1024 chips (v4:8x8x16)."""
+
+    NUM_LAYERS = 66
+    ICI_MESH_SHAPE = [1, 64, 16]
+    CHECKPOINT_EVERY_N_STEPS = 200
+    CHECKPOINT_MAX_TO_KEEP = 20
+
+
+class BertSpmdL66H12kBiggerBatch8x8x8(BertSpmdL66H12kBiggerBatch8x8x16):
+    """200 billion weights with 512 rows on 512 chips (v4:8x8x8)."""
+
+    PERCORE_BATCH_SIZE = 1.0
+    ICI_MESH_SHAPE = [1, 64, 8]

@@ -1,21 +1,32 @@
-"""Decoders on C4 for one TPU slice, with the values of Pax's c4."""
+"""Decoders on C4 for one TPU slice, with the values of Pax's c4.
+
+The GPT-3 of 175 billion weights is MLPerf's benchmark of training, on its own data. Its runs end at
+TARGET_LOSS.
+"""
 
 from __future__ import annotations
 
 from layerkit_experiments.lm.recipes.corpora import C4
+from layerkit_experiments.lm.recipes.data import SyntheticTokens
 from layerkit_experiments.lm.recipes.decoders import CappedDecoder, Gpt3Decoder, Gpt3Schedule
+from layerkit_experiments.lm.recipes.mlperf import (
+    Gpt3PaperSchedule,
+    Gpt3175B,
+    MlperfC4,
+    MlperfSchedule,
+)
 from layerkit_experiments.lm.recipes.optimization import AdamExponential
 from layerkit_experiments.lm.recipes.parallelism import Pipelined, Spmd
 
 
-class C4SpmdAdam(AdamExponential, Spmd, C4, CappedDecoder, abstract=True):
+class C4Spmd(AdamExponential, Spmd, C4, CappedDecoder, abstract=True):
     """Base of the decoders on C4."""
 
     SUMMARY_INTERVAL_STEPS = 10
     CHECKPOINT_EVERY_N_STEPS = 1000
 
 
-class C4Spmd1BAdam4Replicas(C4SpmdAdam):
+class C4Spmd1BAdam4Replicas(C4Spmd):
     """A billion weights, fully sharded over 4 chips (v4:2x2x1)."""
 
     NUM_LAYERS = 13
@@ -29,7 +40,22 @@ class C4Spmd1BAdam4Replicas(C4SpmdAdam):
     ICI_MESH_SHAPE = [1, 4, 1]
 
 
-class C4Spmd16BAdam32Replicas(C4SpmdAdam):
+class C4Spmd1BAdam4ReplicasLimitSteps(C4Spmd1BAdam4Replicas):
+    """The model of a billion weights for 15,000 steps."""
+
+    MAX_STEPS = 15_000
+
+
+class C4Spmd2BAdam4Replicas(C4Spmd1BAdam4Replicas):
+    """2 billion weights, fully sharded over 4 chips (v4:2x2x1)."""
+
+    NUM_LAYERS = 18
+    MODEL_DIMS = 3072
+    HIDDEN_DIMS = 12288
+    NUM_HEADS = 24
+
+
+class C4Spmd16BAdam32Replicas(C4Spmd):
     """16 billion weights, sharded by fsdp and tensor over 32 chips (v4:2x4x4)."""
 
     NUM_LAYERS = 36
@@ -41,6 +67,68 @@ class C4Spmd16BAdam32Replicas(C4SpmdAdam):
     MAX_SEQ_LEN = 1024
     PERCORE_BATCH_SIZE = 16.0
     ICI_MESH_SHAPE = [1, 16, 2]
+
+
+class C4Spmd32BAdam64Replicas(C4Spmd16BAdam32Replicas):
+    """32 billion weights, sharded by fsdp and tensor over 64 chips (v4:4x4x4)."""
+
+    NUM_LAYERS = 40
+    MODEL_DIMS = 8192
+    HIDDEN_DIMS = 32768
+    NUM_HEADS = 64
+    PERCORE_BATCH_SIZE = 8.0
+    ICI_MESH_SHAPE = [1, 16, 4]
+
+
+class LmCloudSpmdAdam(AdamExponential, Spmd, SyntheticTokens, CappedDecoder):
+    """Two layers of 2048 dimensions, unrolled, on synthetic data and 8 chips (v4:2x2x2)."""
+
+    NUM_LAYERS = 2
+    MODEL_DIMS = 2048
+    NUM_HEADS = 16
+    DIMS_PER_HEAD = 128
+    FPROP_DTYPE = "float32"
+    USE_REPEATED_LAYER = False
+    CHECKPOINT_POLICY = "none"
+    PERCORE_BATCH_SIZE = 16.0
+    ICI_MESH_SHAPE = [1, 4, 2]
+
+
+class LmCloudSpmdAdamLimitSteps(LmCloudSpmdAdam):
+    """The two layers for 4000 steps, the warmup."""
+
+    MAX_STEPS = 4000
+
+
+class C4Spmd1BUnrolled(C4Spmd, abstract=True):
+    """Base of the two decoders of 24 unrolled layers in float32."""
+
+    NUM_LAYERS = 24
+    MODEL_DIMS = 2048
+    NUM_HEADS = 32
+    DIMS_PER_HEAD = 64
+    VOCAB_SIZE = 32128
+    MAX_SEQ_LEN = 1024
+    FPROP_DTYPE = "float32"
+    USE_REPEATED_LAYER = False
+    PERCORE_BATCH_SIZE = 1.0
+    SUMMARY_INTERVAL_STEPS = 100
+
+
+class C4SpmdAdam(C4Spmd1BUnrolled):
+    """1.3 billion weights in unrolled layers on 8 chips (v4:2x2x2)."""
+
+    CHECKPOINT_POLICY = "none"
+    ICI_MESH_SHAPE = [1, 4, 2]
+
+
+class C4SpmdPipelineAdam(Pipelined, C4Spmd1BUnrolled):
+    """1.3 billion weights in two pipeline stages of 4 chips each (v4:2x2x2)."""
+
+    CHECKPOINT_POLICY = "projections"
+    NUM_STAGES = 2
+    MICROBATCH_SIZE = 2
+    ICI_MESH_SHAPE = [2, 1, 2, 2]
 
 
 class C4SpmdPipelineGpt3Small(Gpt3Schedule, Pipelined, C4, Gpt3Decoder, abstract=True):
@@ -86,3 +174,114 @@ class C4SpmdPipelineGpt3SmallAdam8Replicas(C4SpmdPipelineGpt3Small):
     SUMMARY_INTERVAL_STEPS = 5
     EVAL_INTERVAL_STEPS = 10
     CHECKPOINT_MAX_TO_KEEP = 1000
+
+
+class C4SpmdGpt3AdamOrgHP(Gpt3PaperSchedule, Spmd, MlperfC4, Gpt3175B, abstract=True):
+    """Base of GPT-3 175B with the optimizer of the paper."""
+
+    CHECKPOINT_EVERY_N_STEPS = 100
+    SUMMARY_INTERVAL_STEPS = 10
+
+
+class C4SpmdGpt3AdamOrgHPBS1p5k1536Replicas(C4SpmdGpt3AdamOrgHP):
+    """GPT-3 175B in float32 with 1536 rows on 1536 chips (v4:8x12x16)."""
+
+    VOCAB_SIZE = 51200
+    FPROP_DTYPE = "float32"
+    PERCORE_BATCH_SIZE = 1.0
+    ICI_MESH_SHAPE = [1, 64, 24]
+    SUMMARY_INTERVAL_STEPS = 1
+    EVAL_INTERVAL_STEPS = 25
+    CHECKPOINT_MAX_TO_KEEP = 100
+
+
+class C4SpmdGpt3L16AdamOrgHP(C4SpmdGpt3AdamOrgHP):
+    """16 of the 96 layers of GPT-3 175B on 64 chips (v4:4x4x4)."""
+
+    NUM_LAYERS = 16
+    PERCORE_BATCH_SIZE = 3.0
+    ICI_MESH_SHAPE = [1, 16, 4]
+    EVAL_INTERVAL_STEPS = 25_000
+
+
+class C4SpmdPipelineGpt3Adam(Pipelined, MlperfC4, Gpt3175B, abstract=True):
+    """Base of the pipelined GPT-3 175B in float32."""
+
+    VOCAB_SIZE = 51200
+    FPROP_DTYPE = "float32"
+    SUMMARY_INTERVAL_STEPS = 1
+    CHECKPOINT_MAX_TO_KEEP = 100
+
+
+class C4SpmdPipelineGpt3AdamOrgHPBS1p5k768Replicas(Gpt3PaperSchedule, C4SpmdPipelineGpt3Adam):
+    """GPT-3 175B, optimizer of the paper, 1536 rows, 8 stages of 96 chips (v4:8x8x12).
+
+    Pax's class misspells MICROBATCH_SIZE and has microbatches of 2 rows, fewer than the 8 devices
+    of a stage that share a microbatch. Here they have the 8 rows of the misspelt field.
+    """
+
+    PERCORE_BATCH_SIZE = 2.0
+    NUM_STAGES = 8
+    MICROBATCH_SIZE = 8
+    ICI_MESH_SHAPE = [8, 1, 8, 12]
+    EVAL_INTERVAL_STEPS = 25
+    CHECKPOINT_EVERY_N_STEPS = 50
+
+
+class C4SpmdPipelineGpt3AdamMLPerfHP(MlperfSchedule, C4SpmdPipelineGpt3Adam, abstract=True):
+    """Base of the pipelined GPT-3 175B with MLPerf's schedule for the batch size."""
+
+
+class C4SpmdPipelineGpt3AdamMLPerfHPBS1p5k768Replicas(C4SpmdPipelineGpt3AdamMLPerfHP):
+    """GPT-3 175B of MLPerf, 1536 rows, 8 stages of 96 chips (v4:8x8x12)."""
+
+    PERCORE_BATCH_SIZE = 2.0
+    NUM_STAGES = 8
+    MICROBATCH_SIZE = 8
+    ICI_MESH_SHAPE = [8, 1, 8, 12]
+    EVAL_INTERVAL_STEPS = 16
+    CHECKPOINT_EVERY_N_STEPS = 32
+
+
+class C4SpmdPipelineGpt3AdamMLPerfHPBS2k512Replicas(C4SpmdPipelineGpt3AdamMLPerfHP):
+    """GPT-3 175B of MLPerf, 2048 rows, 8 stages of 64 chips (v4:8x8x8)."""
+
+    PERCORE_BATCH_SIZE = 4.0
+    NUM_STAGES = 8
+    MICROBATCH_SIZE = 8
+    ICI_MESH_SHAPE = [8, 1, 8, 8]
+    EVAL_INTERVAL_STEPS = 12
+    CHECKPOINT_EVERY_N_STEPS = 24
+
+
+class C4SpmdPipelineGpt3AdamMLPerfHPBS3k768Replicas(C4SpmdPipelineGpt3AdamMLPerfHP):
+    """GPT-3 175B of MLPerf, 3072 rows, 4 stages of 192 chips (v4:8x8x12)."""
+
+    PERCORE_BATCH_SIZE = 4.0
+    NUM_STAGES = 4
+    MICROBATCH_SIZE = 16
+    ICI_MESH_SHAPE = [4, 1, 16, 12]
+    EVAL_INTERVAL_STEPS = 8
+    CHECKPOINT_EVERY_N_STEPS = 16
+
+
+class C4SpmdPipelineGpt3AdamMLPerfHPBS4k1024Replicas(C4SpmdPipelineGpt3AdamMLPerfHP):
+    """GPT-3 175B of MLPerf, 4096 rows, 8 stages of 128 chips (v4:8x8x16)."""
+
+    PERCORE_BATCH_SIZE = 4.0
+    NUM_STAGES = 8
+    MICROBATCH_SIZE = 8
+    ICI_MESH_SHAPE = [8, 1, 8, 16]
+    EVAL_INTERVAL_STEPS = 6
+    CHECKPOINT_EVERY_N_STEPS = 12
+
+
+class C4SpmdPipelineGpt3AdamMLPerfHPBS8k1024Replicas(C4SpmdPipelineGpt3AdamMLPerfHP):
+    """GPT-3 175B of MLPerf, 8192 rows, 4 stages of 256 chips (v4:8x8x16)."""
+
+    PERCORE_BATCH_SIZE = 8.0
+    NUM_STAGES = 4
+    MICROBATCH_SIZE = 16
+    ICI_MESH_SHAPE = [4, 1, 16, 16]
+    EVAL_INTERVAL_STEPS = 3
+    CHECKPOINT_EVERY_N_STEPS = 6

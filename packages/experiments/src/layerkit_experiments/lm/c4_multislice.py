@@ -6,11 +6,14 @@ network between slices. `2xv4_128` means two slices of TPU v4-128, which counts 
 
 from __future__ import annotations
 
-from layerkit_experiments.lm.c4 import C4SpmdAdam
+from layerkit_experiments.lm.c4 import C4Spmd, C4SpmdGpt3AdamOrgHP
 
 
-class C4Spmd22BAdam1xv4_128(C4SpmdAdam):  # noqa: N801 - the name in Pax
-    """22 billion weights on one slice of 64 chips (v4:4x4x4)."""
+class C4Spmd22BAdamMaxText(C4Spmd):
+    """22 billion weights, sharded by fsdp and tensor over 8 chips.
+
+    Model and optimizer take 44 GB of a chip, more than a v4 has, so that it needs v5p:2x2x2.
+    """
 
     NUM_LAYERS = 48
     MODEL_DIMS = 6144
@@ -20,6 +23,12 @@ class C4Spmd22BAdam1xv4_128(C4SpmdAdam):  # noqa: N801 - the name in Pax
     VOCAB_SIZE = 32768
     MAX_SEQ_LEN = 1024
     PERCORE_BATCH_SIZE = 16.0
+    ICI_MESH_SHAPE = [1, 4, 2]
+
+
+class C4Spmd22BAdam1xv4_128(C4Spmd22BAdamMaxText):  # noqa: N801 - the name in Pax
+    """22 billion weights on one slice of 64 chips (v4:4x4x4)."""
+
     ICI_MESH_SHAPE = [1, 64, 1]
 
 
@@ -37,6 +46,24 @@ class C4Spmd22BAdam4xv4_128(C4Spmd22BAdam1xv4_128):  # noqa: N801
     tags = ("multislice",)
 
     DCN_MESH_SHAPE = [4, 1, 1]
+
+
+class C4Spmd22BAdam1xv4_128LimitSteps(C4Spmd22BAdam1xv4_128):  # noqa: N801
+    """The model of C4Spmd22BAdam1xv4_128 for 300 steps (v4:4x4x4)."""
+
+    MAX_STEPS = 300
+
+
+class C4Spmd22BAdam2xv4_128LimitSteps(C4Spmd22BAdam2xv4_128):  # noqa: N801
+    """The model of C4Spmd22BAdam2xv4_128 for 300 steps (v4:4x4x4*2)."""
+
+    MAX_STEPS = 300
+
+
+class C4Spmd22BAdam4xv4_128LimitSteps(C4Spmd22BAdam4xv4_128):  # noqa: N801
+    """The model of C4Spmd22BAdam4xv4_128 for 300 steps (v4:4x4x4*4)."""
+
+    MAX_STEPS = 300
 
 
 class C4Spmd22BAdam1xv4_384(C4Spmd22BAdam1xv4_128):  # noqa: N801
@@ -84,6 +111,24 @@ class C4Spmd22BAdam4xv4_8(C4Spmd22BAdam1xv4_8):  # noqa: N801
     DCN_MESH_SHAPE = [4, 1, 1]
 
 
+class C4Spmd22BAdam1xv4_8LimitSteps(C4Spmd22BAdam1xv4_8):  # noqa: N801
+    """The model of C4Spmd22BAdam1xv4_8 for 300 steps (v4:2x2x1)."""
+
+    MAX_STEPS = 300
+
+
+class C4Spmd22BAdam2xv4_8LimitSteps(C4Spmd22BAdam2xv4_8):  # noqa: N801
+    """The model of C4Spmd22BAdam2xv4_8 for 300 steps (v4:2x2x1*2)."""
+
+    MAX_STEPS = 300
+
+
+class C4Spmd22BAdam4xv4_8LimitSteps(C4Spmd22BAdam4xv4_8):  # noqa: N801
+    """The model of C4Spmd22BAdam4xv4_8 for 300 steps (v4:2x2x1*4)."""
+
+    MAX_STEPS = 300
+
+
 class C4Spmd32BAdam1xv5_256(C4Spmd22BAdam1xv4_128):  # noqa: N801
     """32 billion weights on one slice of 128 chips (v5p:4x4x8)."""
 
@@ -102,3 +147,15 @@ class C4Spmd32BAdam2xv5_256(C4Spmd32BAdam1xv5_256):  # noqa: N801
     tags = ("multislice",)
 
     DCN_MESH_SHAPE = [2, 1, 1]
+
+
+class C4SpmdGpt3AdamDataParallel2x16x16(C4SpmdGpt3AdamOrgHP):
+    """100 steps of GPT-3 175B on two slices of 256 chips (v4:4x8x8*2)."""
+
+    tags = ("multislice",)
+
+    PERCORE_BATCH_SIZE = 0.5
+    ICI_MESH_SHAPE = [1, 16, 16]
+    DCN_MESH_SHAPE = [2, 1, 1]
+    MAX_STEPS = 100
+    CHECKPOINT_EVERY_N_STEPS = 2000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from layerkit_experiments.lm.recipes.data import SyntheticTokens
 from layerkit_experiments.lm.recipes.decoders import CappedDecoder, PaxDecoder
 from layerkit_experiments.lm.recipes.optimization import AdamExponential
-from layerkit_experiments.lm.recipes.parallelism import Pmap, Spmd
+from layerkit_experiments.lm.recipes.parallelism import Pipelined, Pmap, Spmd
 
 
 class LmCloudSpmd(AdamExponential, Spmd, SyntheticTokens, CappedDecoder, abstract=True):
@@ -16,6 +16,7 @@ class LmCloudSpmd(AdamExponential, Spmd, SyntheticTokens, CappedDecoder, abstrac
     """
 
     LEARNING_RATE = 2.5e-4
+    DIMS_PER_HEAD = 128
 
 
 class LmCloudSpmdTest(LmCloudSpmd):
@@ -39,7 +40,6 @@ class LmCloudSpmd2B(LmCloudSpmd):
     MODEL_DIMS = 3072
     HIDDEN_DIMS = 12288
     NUM_HEADS = 24
-    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 8.0
     ICI_MESH_SHAPE = [1, 4, 1]
 
@@ -48,6 +48,132 @@ class LmCloudSpmd2BLimitSteps(LmCloudSpmd2B):
     """The 2B model for 300 steps."""
 
     MAX_STEPS = 300
+
+
+class LmCloudSpmd32B(LmCloudSpmd):
+    """32 billion weights on 64 chips (v4:4x4x4)."""
+
+    NUM_LAYERS = 40
+    MODEL_DIMS = 8192
+    NUM_HEADS = 64
+    PERCORE_BATCH_SIZE = 8.0
+    CHECKPOINT_POLICY = "attention_out"
+    ICI_MESH_SHAPE = [1, 16, 4]
+
+
+class LmCloudSpmd64B(LmCloudSpmd):
+    """64 billion weights on 128 chips (v4:4x4x8)."""
+
+    NUM_LAYERS = 51
+    MODEL_DIMS = 10_240
+    NUM_HEADS = 80
+    PERCORE_BATCH_SIZE = 4.0
+    CHECKPOINT_POLICY = "attention_out"
+    ICI_MESH_SHAPE = [1, 16, 8]
+
+
+class LmCloudSpmd128B(LmCloudSpmd):
+    """129 billion weights on 256 chips (v4:4x8x8)."""
+
+    NUM_LAYERS = 71
+    MODEL_DIMS = 12_288
+    NUM_HEADS = 96
+    PERCORE_BATCH_SIZE = 4.0
+    ICI_MESH_SHAPE = [1, 64, 4]
+
+
+class LmCloudSpmd256B(LmCloudSpmd):
+    """258 billion weights on 512 chips (v4:8x8x8)."""
+
+    NUM_LAYERS = 80
+    MODEL_DIMS = 16_384
+    NUM_HEADS = 128
+    PERCORE_BATCH_SIZE = 4.0
+    ICI_MESH_SHAPE = [1, 64, 8]
+
+
+class LmCloudSpmd512B(LmCloudSpmd):
+    """514 billion weights on 1024 chips (v4:8x8x16)."""
+
+    NUM_LAYERS = 102
+    MODEL_DIMS = 20_480
+    NUM_HEADS = 160
+    PERCORE_BATCH_SIZE = 4.0
+    ICI_MESH_SHAPE = [1, 64, 16]
+
+
+class LmCloudSpmd1024B(LmCloudSpmd):
+    """1.03 trillion weights on 2048 chips (v4:8x16x16)."""
+
+    NUM_LAYERS = 142
+    MODEL_DIMS = 24_576
+    NUM_HEADS = 192
+    PERCORE_BATCH_SIZE = 2.0
+    ICI_MESH_SHAPE = [1, 256, 8]
+
+
+class LmCloudSpmdMultislice2B(LmCloudSpmd2B):
+    """The 2B model, data parallel over two slices of 4 chips (v4:2x2x1*2)."""
+
+    tags = ("multislice",)
+
+    PERCORE_BATCH_SIZE = 16.0
+    DCN_MESH_SHAPE = [2, 1, 1]
+
+
+class LmCloudSpmdPipeline(Pipelined, LmCloudSpmd, abstract=True):
+    """Base of the pipelined experiments on synthetic data."""
+
+
+class LmCloudSpmdPipeline9B(LmCloudSpmdPipeline):
+    """9.8 billion weights in 16 pipeline stages of 4 chips (v4:4x4x4)."""
+
+    NUM_LAYERS = 48
+    MODEL_DIMS = 4096
+    NUM_HEADS = 32
+    PERCORE_BATCH_SIZE = 8.0
+    NUM_STAGES = 16
+    MICROBATCH_SIZE = 4
+    FPROP_DTYPE = "float32"
+    ICI_MESH_SHAPE = [16, 4, 1, 1]
+
+
+class LmCloudSpmdPipeline175B(LmCloudSpmdPipeline):
+    """174 billion weights in 8 pipeline stages of one node of 16 GPUs each (a100x128)."""
+
+    tags = ("multislice",)
+
+    NUM_LAYERS = 96
+    MODEL_DIMS = 12_288
+    NUM_HEADS = 96
+    MAX_SEQ_LEN = 2048
+    PERCORE_BATCH_SIZE = 0.75
+    NUM_STAGES = 8
+    MICROBATCH_SIZE = 2
+    ICI_MESH_SHAPE = [1, 1, 1, 16]
+    DCN_MESH_SHAPE = [8, 1, 1, 1]
+
+
+class LmCloudSpmdPipelineMultislice2B(LmCloudSpmdPipeline):
+    """The 2B model in two pipeline stages, a slice of 4 chips each (v4:2x2x1*2)."""
+
+    tags = ("multislice",)
+
+    NUM_LAYERS = 18
+    MODEL_DIMS = 3072
+    NUM_HEADS = 24
+    PERCORE_BATCH_SIZE = 16.0
+    NUM_STAGES = 2
+    MICROBATCH_SIZE = 4
+    ICI_MESH_SHAPE = [1, 4, 1, 1]
+    DCN_MESH_SHAPE = [2, 1, 1, 1]
+
+
+class LmCloudSpmdPipelineMultislice2BCircular(LmCloudSpmdPipelineMultislice2B):
+    """The pipelined 2B model, three rounds of a microbatch through both slices (v4:2x2x1*2)."""
+
+    MICROBATCH_SIZE = 8
+    CIRCULAR_REPEAT = 3
 
 
 class LmCloudTransformerAdam(AdamExponential, Pmap, SyntheticTokens, PaxDecoder):
@@ -61,6 +187,12 @@ class LmCloudTransformerAdam(AdamExponential, Pmap, SyntheticTokens, PaxDecoder)
     PERCORE_BATCH_SIZE = 16.0
     ACTIVATION = "relu"
     USE_REPEATED_LAYER = False
+
+
+class LmCloudTransformerAdamTest(LmCloudTransformerAdam):
+    """The pmap model with 2 layers."""
+
+    NUM_LAYERS = 2
 
 
 class LmCloudTransformerAdamLimitSteps(LmCloudTransformerAdam):

@@ -37,6 +37,9 @@ from layerkit_inputs.seqio_adaptor.shard_pipelines import Example
 FeatureConverter = Literal["language_model", "prefix_lm", "encoder_decoder", "prompts"]
 """Format of a batch; see `SeqIOInput.feature_converter`."""
 
+FirstToken = Literal["predicted", "given"]
+"""Role of the first token of a row; see `SeqIOInput.first_token`."""
+
 
 class RowFormat(NamedTuple):
     """Format of the rows of a batch."""
@@ -49,6 +52,8 @@ class RowFormat(NamedTuple):
     bos_id: int
     negative_ids: NegativeIds = "no_weight"
     """Meaning of negative ids in rows of a language model."""
+    first_token: FirstToken = "predicted"
+    """Role of the first token of a row; see `SeqIOInput.first_token`."""
 
     @property
     def passed_through(self) -> list[str]:
@@ -108,6 +113,8 @@ class RowFormat(NamedTuple):
             batch = self._batch_of_any(merged)
         if self.has_suffixes:
             batch.weights = batch.weights * self._counted(rows)
+        if self.first_token == "given":
+            _shift(batch)
         for name in self.passed_through:
             values = np.concatenate([example[name] for row in rows for example in row])
             sizes = np.array([sum(len(example[name]) for example in row) for row in rows])
@@ -204,6 +211,15 @@ class RowFormat(NamedTuple):
             batch.ids[:, 1:] = batch.labels[:, :-1]
         drop_signs(batch, self.negative_ids)
         return batch
+
+
+def _shift(batch: NestedMap) -> None:
+    """Replace ids by labels, and labels, weights and paddings by those of the next position."""
+    batch.ids = batch.labels
+    for name, last in (("labels", 0), ("weights", 0), ("paddings", 1)):
+        value = np.roll(batch[name], -1, axis=1)
+        value[:, -1:] = last
+        batch[name] = value
 
 
 def _with_suffix(example: Example) -> Example:

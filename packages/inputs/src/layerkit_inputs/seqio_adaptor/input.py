@@ -27,7 +27,12 @@ from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import pad_rows
 from layerkit_inputs.features import NegativeIds
 from layerkit_inputs.seqio_adaptor import eval_metrics
-from layerkit_inputs.seqio_adaptor.converters import FeatureConverter, RowFormat, Rows
+from layerkit_inputs.seqio_adaptor.converters import (
+    FeatureConverter,
+    FirstToken,
+    RowFormat,
+    Rows,
+)
 from layerkit_inputs.seqio_adaptor.example_stream import (
     ExampleSource,
     MixedTasks,
@@ -78,6 +83,10 @@ class SeqIOInput(BaseInput):
     language model stands for its absolute value without loss, and with loss if this is False."""
     bos_id: int = 0
     """Id before the first token of an example."""
+    first_token: FirstToken = "predicted"
+    """`predicted`: ids begin with `bos_id`, and labels are the tokens. `given`: ids are the tokens,
+    and labels are those of the next position of the row, the last of which has no loss
+    (Pax's `reverse_bos_padding`). Only for `language_model`."""
     use_packing: bool | None = None
     """True to pack several examples into a row. None: True in training, except for `prompts`."""
     packing_window_rows: int = 32
@@ -379,6 +388,10 @@ class SeqIOInput(BaseInput):
             require(valid, label, "each_host_reads", self.each_host_reads, expected)
             # Examples are numbered by their order.
             require(not self.shuffle, label, "shuffle", self.shuffle, "False in evaluation")
+        check_choice(label, get_args(FirstToken), first_token=self.first_token)
+        expected = f"'predicted' for feature_converter={self.feature_converter!r}"
+        valid = self.feature_converter == "language_model" or self.first_token == "predicted"
+        require(valid, label, "first_token", self.first_token, expected)
         if self.feature_converter == "prompts":
             expected = "False for feature_converter='prompts'"
             require(not self.use_packing, label, "use_packing", self.use_packing, expected)
@@ -411,6 +424,7 @@ class SeqIOInput(BaseInput):
             weights_on_targets_only=bool(self.weights_on_targets_only),
             bos_id=self.bos_id,
             negative_ids=self._negative_ids,
+            first_token=self.first_token,
         )
         passed = row_format.passed_through
         expected = f"False, since {passed} are features of single examples"

@@ -51,14 +51,14 @@ def _c4_example(split: str, text: str, number: int) -> dict[str, Any]:
     }
 
 
+def _c4_features(features: Any) -> dict[str, Any]:
+    names = ("content-length", "content-type", "text", "timestamp", "url")
+    return {name: features.Text() for name in names}
+
+
 _FORMATS: dict[str, _Format] = {
     "c4/en:3.0.1": _Format(
-        splits={"train": 40, "validation": 13},
-        features=lambda features: {
-            name: features.Text()
-            for name in ("content-length", "content-type", "text", "timestamp", "url")
-        },
-        example=_c4_example,
+        splits={"train": 40, "validation": 13}, features=_c4_features, example=_c4_example
     ),
     # Version 1.0.0 calls the development passages `train`; there is no `validation`.
     "lambada:1.0.0": _Format(
@@ -76,6 +76,15 @@ _FORMATS: dict[str, _Format] = {
         example=lambda split, text, number: {
             "text": text,
             "meta": {"pile_set_name": ("Wikipedia (en)", "Github", "ArXiv")[number % 3]},
+        },
+    ),
+    # The training and held-out data of MLPerf's GPT-3. The latter are ids, here of bytes.
+    "c4/en:3.0.4": _Format(splits={"train2": 40}, features=_c4_features, example=_c4_example),
+    "c4/en:3.0.5": _Format(
+        splits={"validation_tokenized_5662seqs": 13},
+        features=lambda features: {"ids": features.Tensor(shape=(None,), dtype=np.int32)},
+        example=lambda split, text, number: {
+            "ids": np.array([byte + 3 for byte in text.encode()], np.int32)
         },
     ),
 }

@@ -85,37 +85,18 @@ class StoppingRule(Configurable):
         """Restore what `state` returned."""
 
 
-class EarlyStopping(StoppingRule):
-    """A rule that stops when a metric has not improved for some evaluations.
-
-    The final weights are those of the last evaluation. To keep the weights of the best one, set
-    `save_best_metric` to the same metric.
+class MetricRule(StoppingRule):
+    """A rule about one metric; a subclass defines `should_stop`.
 
     Attributes:
       metric: Metric as `DATASET/METRIC`, such as `heldout/loss`; `train_step/METRIC` for a metric
         of each training step.
-      patience: Number of evaluations in a row without improvement that end the run; of training
-        steps for `train_step/METRIC`.
-      min_delta: Smallest difference to the best value that counts as an improvement.
-      mode: `min` if a lower value is better, `max` if a higher one is.
-
-    Raises:
-      ConfigError: A number is out of range, or `mode` is unknown.
     """
 
     metric: str
-    patience: int = 1
-    min_delta: float = 0.0
-    mode: str = "min"
 
     def __post_init__(self) -> None:
-        """Check the fields and set the initial state."""
-        check_sizes(_OWNER, patience=self.patience)
-        check_non_negative(_OWNER, min_delta=self.min_delta)
-        check_choice(_OWNER, ("min", "max"), mode=self.mode)
-        self._best: float | None = None
-        self._best_step = 0
-        self._without_improvement = 0
+        """Set the initial state."""
         # Names of all data sets that may be evaluated, if known.
         self._datasets: tuple[str, ...] = ()
 
@@ -136,25 +117,109 @@ class EarlyStopping(StoppingRule):
         """Return whether `metric` is a metric of the training step."""
         return self.metric.startswith(f"{TRAIN_STEP}/")
 
+    def value(self, metrics: Mapping[str, float]) -> float | None:
+        """Return the metric, or None if its data set was not evaluated.
+
+        Raises:
+          UsageError: The data set was evaluated and does not report the metric.
+        """
+        if self.metric in metrics:
+            return float(metrics[self.metric])
+        names = self._datasets or {name.rpartition("/")[0] for name in metrics}
+        evaluated = {program_of(name, names) for name in metrics}
+        if program_of(self.metric, names) in evaluated - {None}:
+            raise UsageError(
+                "unknown metric",
+                owner=_OWNER,
+                field="metric",
+                value=self.metric,
+                choices=metrics,
+            )
+        return None
+
+
+class StopAtTarget(MetricRule):
+    """A rule that stops when a metric reaches a target.
+
+    Attributes:
+      metric: See `MetricRule`.
+      target: Value at which training ends.
+      mode: `min` if a lower value is better, `max` if a higher one is.
+
+    Raises:
+      ConfigError: `mode` is unknown.
+    """
+
+    target: float
+    mode: str = "min"
+
+    def __post_init__(self) -> None:
+        """Check the fields and set the initial state."""
+        super().__post_init__()
+        check_choice(_OWNER, ("min", "max"), mode=self.mode)
+        self._last: float | None = None
+
+    def should_stop(self, metrics: Mapping[str, float], step: int) -> bool:
+        """Return whether `metric` has reached `target`; see `MetricRule.value` for errors."""
+        value = self.value(metrics)
+        if value is None:
+            return False
+        self._last = value
+        return value <= self.target if self.mode == "min" else value >= self.target
+
+    def reason(self) -> str:
+        """Return the value that reached the target."""
+        return f"{self.metric} is {self._last:.6g} and the target {self.target:.6g}"
+
+    def state(self) -> dict[str, Any]:
+        """Return the last value."""
+        return {"last": self._last}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
+        self._last = state["last"]
+
+
+class EarlyStopping(MetricRule):
+    """A rule that stops when a metric has not improved for some evaluations.
+
+    The final weights are those of the last evaluation. To keep the weights of the best one, set
+    `save_best_metric` to the same metric.
+
+    Attributes:
+      metric: See `MetricRule`.
+      patience: Number of evaluations in a row without improvement that end the run; of training
+        steps for `train_step/METRIC`.
+      min_delta: Smallest difference to the best value that counts as an improvement.
+      mode: `min` if a lower value is better, `max` if a higher one is.
+
+    Raises:
+      ConfigError: A number is out of range, or `mode` is unknown.
+    """
+
+    patience: int = 1
+    min_delta: float = 0.0
+    mode: str = "min"
+
+    def __post_init__(self) -> None:
+        """Check the fields and set the initial state."""
+        super().__post_init__()
+        check_sizes(_OWNER, patience=self.patience)
+        check_non_negative(_OWNER, min_delta=self.min_delta)
+        check_choice(_OWNER, ("min", "max"), mode=self.mode)
+        self._best: float | None = None
+        self._best_step = 0
+        self._without_improvement = 0
+
     def should_stop(self, metrics: Mapping[str, float], step: int) -> bool:
         """Return whether `metric` has not improved in the last `patience` evaluations.
 
         Raises:
           UsageError: The data set was evaluated and does not report the metric.
         """
-        if self.metric not in metrics:
-            names = self._datasets or {name.rpartition("/")[0] for name in metrics}
-            evaluated = {program_of(name, names) for name in metrics}
-            if program_of(self.metric, names) in evaluated - {None}:
-                raise UsageError(
-                    "unknown metric",
-                    owner=_OWNER,
-                    field="metric",
-                    value=self.metric,
-                    choices=metrics,
-                )
+        value = self.value(metrics)
+        if value is None:
             return False
-        value = float(metrics[self.metric])
         if self._improves(value):
             self._best, self._best_step, self._without_improvement = value, step, 0
         else:

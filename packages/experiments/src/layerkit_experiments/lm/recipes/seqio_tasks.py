@@ -57,6 +57,71 @@ def language_model_task(
     )
 
 
+def joined_documents_task(
+    *,
+    tfds_name: str,
+    vocab_path: str | None,
+    vocab_size: int | None = None,
+    num_documents: int = 4096,
+) -> Any:
+    """Return a task whose `targets` are rows cut from documents joined without separators.
+
+    This is how Pax reads C4 for MLPerf's GPT-3. Only the last row of each `num_documents` documents
+    may be shorter than the others.
+
+    Args:
+      tfds_name: TFDS name with configuration and version; the task reads its feature `text`.
+      vocab_path: See `vocabulary`.
+      vocab_size: See `vocabulary`.
+      num_documents: Number of documents that are joined.
+
+    Returns:
+      A `seqio.Task`.
+
+    Raises:
+      ConfigError: No vocabulary is set, it does not exist, or it is too large.
+      MissingExtraError: SeqIO is not installed.
+    """
+    seqio = import_seqio()
+    tokens = vocabulary(vocab_path, vocab_size)
+    return seqio.Task(
+        f"{_task_name(tfds_name)}_joined",
+        source=seqio.TfdsDataSource(tfds_name),
+        preprocessors=[
+            _text_as_targets,
+            functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=False),
+            functools.partial(_join, num_documents=num_documents),
+            _cut_into_pieces,
+        ],
+        output_features={"targets": seqio.Feature(tokens, add_eos=False)},
+        shuffle_buffer_size=10_000,
+    )
+
+
+def token_ids_task(*, tfds_name: str, vocab_size: int) -> Any:
+    """Return a task whose `targets` are the feature `ids` of a TFDS data set.
+
+    Args:
+      tfds_name: TFDS name with configuration and version.
+      vocab_size: Number of ids, for the vocabulary of the feature.
+
+    Returns:
+      A `seqio.Task`.
+
+    Raises:
+      MissingExtraError: SeqIO is not installed.
+    """
+    seqio = import_seqio()
+    return seqio.Task(
+        f"{_task_name(tfds_name)}_ids",
+        source=seqio.TfdsDataSource(tfds_name),
+        preprocessors=[_ids_as_targets],
+        output_features={
+            "targets": seqio.Feature(seqio.PassThroughVocabulary(vocab_size), add_eos=False)
+        },
+    )
+
+
 def last_word_task(*, tfds_name: str, vocab_path: str | None, vocab_size: int | None = None) -> Any:
     """Return a task whose `targets` are the last word of a passage, and `inputs` the text before.
 
@@ -135,6 +200,28 @@ def _text_as_targets(dataset: Any) -> Any:
         return {"targets": example["text"]}
 
     return dataset.map(targets)
+
+
+def _ids_as_targets(dataset: Any) -> Any:
+    tf = import_tensorflow()
+
+    @_plain
+    def targets(example: Mapping[str, Any]) -> dict[str, Any]:
+        return {"targets": tf.cast(example["ids"], tf.int32)}
+
+    return dataset.map(targets)
+
+
+def _join(dataset: Any, *, num_documents: int) -> Any:
+    @_plain
+    def joined(documents: Mapping[str, Any]) -> dict[str, Any]:
+        return {"targets": documents["targets"].values}
+
+    return (
+        dataset.map(_plain(lambda x: {"targets": x["targets"]}))
+        .ragged_batch(num_documents)
+        .map(joined)
+    )
 
 
 def _cut_into_pieces(dataset: Any, sequence_length: Mapping[str, int]) -> Any:
