@@ -48,8 +48,7 @@ from layerkit_runner.tools.plan.devices import described_kind, target_devices
 from layerkit_runner.tools.plan.hardware import DeviceKind, Target, parse_target
 from layerkit_runner.tools.plan.memory import step_memory, tensor_memory
 from layerkit_runner.trainer.job import build_parts
-from layerkit_runner.training.flops import program_flops
-from layerkit_runner.training.step_cost import model_flops_per_step
+from layerkit_runner.training.step_cost import model_flops_per_step, program_flops
 from layerkit_runner.training.task import SingleTask
 
 # Fields that differ from GPT-3 Small.

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from layerkit_runner.partitioning.partitioner import SpmdPartitioner as SpmdPartitioner
     from layerkit_runner.run_options import Flag as Flag
     from layerkit_runner.run_options import RunOptions as RunOptions
-    from layerkit_runner.trainer.base import BaseProgram as BaseProgram
     from layerkit_runner.trainer.decode import DecodeProgram as DecodeProgram
+    from layerkit_runner.trainer.eval import BaseProgram as BaseProgram
     from layerkit_runner.trainer.eval import EvalProgram as EvalProgram
     from layerkit_runner.trainer.executor import Executor as Executor
     from layerkit_runner.trainer.train import TrainProgram as TrainProgram

@@ -142,7 +142,7 @@ def _resolve(flags: ParsedFlags) -> ResolvedExperiment:
     find_experiment(flags.exp or "")
     # Printing a configuration needs no other processes.
     if flags.mode in MODES and not flags.only_prints:
-        from layerkit_runner.distributed.removed_flags import check_removed_flags
+        from layerkit_runner.distributed.launchers import check_removed_flags
 
         check_removed_flags(os.environ)
         # Looks for the clusters that JAX supports, without importing JAX.

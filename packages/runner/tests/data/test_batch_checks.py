@@ -12,9 +12,8 @@ import pytest
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.prefetch import Prefetch
-from layerkit_runner.data.batch_checks import cast_text, check_batch
-from layerkit_runner.data.device_feed import DeviceFeed
-from layerkit_runner.data.infeed import eval_batches, peek_batch
+from layerkit_runner.data.infeed import cast_text, check_batch, eval_batches, peek_batch
+from layerkit_runner.data.training_data import DeviceFeed
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import SpmdPartitioner
 

@@ -15,7 +15,7 @@ import os, sys
 from pathlib import Path
 from layerkit_runner.errors import UsageError
 from layerkit_runner.config.flags import RunOptions
-from layerkit_runner.distributed import forced_exit
+from layerkit_runner.distributed import watchdog
 from layerkit_runner.distributed.cluster import joined
 
 def print_surroundings():
@@ -36,9 +36,9 @@ with joined(RunOptions(job_log_dir=sys.argv[1])) as process:
         print_surroundings()
     print(f"I am {process.identity.process} of {process.identity.num_processes}", file=sys.stderr)
     if "forced" in sys.argv and process.identity.process == 0:
-        forced_exit.print_error("hung")
-        forced_exit.notify_others("it hung")
-        forced_exit.exit_now(70)
+        watchdog.print_error("hung")
+        watchdog.notify_others("it hung")
+        watchdog.exit_now(70)
     if "fails" in sys.argv and process.identity.process == 1:
         raise UsageError("the data are gone")
     if "fails" in sys.argv or "forced" in sys.argv:

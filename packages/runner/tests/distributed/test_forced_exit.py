@@ -7,7 +7,7 @@ import sys
 
 PROCESS = """
 import contextlib, threading
-from layerkit_runner.distributed.forced_exit import forced_exit_on, notifying_others
+from layerkit_runner.distributed.watchdog import forced_exit_on, notifying_others
 
 def tell(reason):
     print("told", reason, flush=True)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from layerkit_runner.distributed.removed_flags import SUCCESSORS, check_removed_flags
+from layerkit_runner.distributed.launchers import SUCCESSORS, check_removed_flags
 from layerkit_runner.errors import UsageError
 
 # The flags of NVIDIA's Pax page, of which XLA has removed the second and the third.

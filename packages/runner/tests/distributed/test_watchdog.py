@@ -15,7 +15,7 @@ from layerkit_runner.distributed.watchdog import HUNG_EXIT_CODE, progress
 PROCESS = """
 import sys, threading, time
 from pathlib import Path
-from layerkit_runner.distributed.forced_exit import notifying_others
+from layerkit_runner.distributed.watchdog import notifying_others
 from layerkit_runner.distributed.watchdog import progress, watched
 
 log, seconds, what = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]

@@ -7,7 +7,7 @@ import pytest
 
 from layerkit.errors import ConfigError
 from layerkit_runner.errors import UsageError
-from layerkit_runner.init_from.rules import Origin, Rule, parse_rules
+from layerkit_runner.init_from.settings import Origin, Rule, parse_rules
 
 
 def origin(pattern: str, source: str, name: str, shape: tuple[int, ...] = (2, 3)) -> Origin:

@@ -20,7 +20,7 @@ from layerkit.layers.quantization.fp8 import Fp8Dot
 from layerkit.layers.repeat import Repeat
 from layerkit.nested_map import NestedMap
 from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy
-from layerkit_runner.partitioning.state_axes import axes_by_path, map_with_axes
+from layerkit_runner.partitioning.padding import axes_by_path, map_with_axes
 
 DIMS, ROWS = 16, 8
 FP8 = Fp8Dot.HParams.config(amax_history_length=4)

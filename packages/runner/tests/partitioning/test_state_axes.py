@@ -10,7 +10,7 @@ import pytest
 
 from layerkit.config import Config, Partial
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
-from layerkit_runner.partitioning.state_axes import axes_by_path, map_with_axes
+from layerkit_runner.partitioning.padding import axes_by_path, map_with_axes
 from layerkit_runner.training.task import SingleTask
 
 

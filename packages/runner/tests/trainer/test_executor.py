@@ -21,12 +21,17 @@ from layerkit_runner.data.training_data import TrainInput, TrainInputs
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.errors import NonFiniteError, UsageError
 from layerkit_runner.observers import Goodput, Observer, RunInfo, Throughput
-from layerkit_runner.optim.early_stopping import EarlyStop, EarlyStopping, StoppingRule
+from layerkit_runner.optim.early_stopping import (
+    SKIPPED_STEPS,
+    EarlyStop,
+    EarlyStopping,
+    SkippedSteps,
+    StoppingRule,
+)
 from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.trainer import BaseProgram, DecodeProgram, EvalProgram
 from layerkit_runner.trainer.build_programs import check_best_metric
 from layerkit_runner.trainer.executor import Executor, due_programs
-from layerkit_runner.trainer.skipped_steps import SKIPPED_STEPS, SkippedSteps
 from layerkit_runner.trainer.train import (
     StepReports,
     TrainProgram,

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from layerkit_runner.trainer.skipped_steps import SkippedSteps
+from layerkit_runner.optim.early_stopping import SkippedSteps
 
 
 def add(

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 
 from layerkit.layers.attention.dot_product import dot_product_attention
 from layerkit.layers.masks import AttentionMask
-from layerkit_runner.training.flops import forward_flops, training_flops
+from layerkit_runner.training.step_cost import forward_flops, training_flops
 
 
 def shape(*sizes: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:

@@ -14,7 +14,7 @@ import pytest
 from layerkit.base_model import WeightedScalar
 from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
-from layerkit_runner.training.loss_aggregators import LossAggregator, MultiLossAggregator
+from layerkit_runner.training.gradients import LossAggregator, MultiLossAggregator
 from layerkit_runner.training.metrics import GLOBAL_BATCH
 
 

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, NoReturn
 import jax
 
 from layerkit.errors import UserError
-from layerkit_runner.distributed.forced_exit import notifying_others
 from layerkit_runner.distributed.launchers import (
     SEPARATE_JOBS,
     check_processes,
@@ -38,6 +37,7 @@ from layerkit_runner.distributed.launchers import (
 )
 from layerkit_runner.distributed.peer_monitor import Identity
 from layerkit_runner.distributed.process_exchange import distributed_state
+from layerkit_runner.distributed.watchdog import notifying_others
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import absolute, check_links, private_folder
 from layerkit_runner.run_options import AUTO_ADDRESS, RunOptions

@@ -25,9 +25,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-from layerkit_runner.distributed.forced_exit import forced_exit, print_error
 from layerkit_runner.distributed.process_exchange import KeyValueStore, gather_values
-from layerkit_runner.distributed.watchdog import progress
+from layerkit_runner.distributed.watchdog import forced_exit, print_error, progress
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAVE_SIGNAL = signal.SIGUSR1

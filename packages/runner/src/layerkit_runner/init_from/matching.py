@@ -20,8 +20,7 @@ from layerkit.base_model import BaseModel
 from layerkit.near_names import near_names
 from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join, named_leaves, spec_of
 from layerkit_runner.errors import UsageError
-from layerkit_runner.init_from.rules import Origin, Rule
-from layerkit_runner.init_from.settings import ADAPTER_WEIGHTS, InitFrom
+from layerkit_runner.init_from.settings import ADAPTER_WEIGHTS, InitFrom, Origin, Rule
 from layerkit_runner.init_from.sources import Opened, StoredValues
 from layerkit_runner.training.train_state import TrainState
 

@@ -212,7 +212,7 @@ def _kept_traceback(error: BaseException, process: JoinedProcess | None) -> str:
     """
     if process is None:
         return ""
-    from layerkit_runner.distributed.forced_exit import SECONDS_TO_WRITE, finished_within
+    from layerkit_runner.distributed.watchdog import SECONDS_TO_WRITE, finished_within
 
     text = "".join(traceback.format_exception(error))
     logs: list[Path] = []

@@ -14,8 +14,7 @@ import jax
 
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.prefetch import Prefetch
-from layerkit_runner.data.batch_checks import cast_text
-from layerkit_runner.data.infeed import peek_batch
+from layerkit_runner.data.infeed import cast_text, peek_batch
 from layerkit_runner.data.training_data import TrainInputs
 from layerkit_runner.distributed.devices import flag_lines
 from layerkit_runner.files.text import megabytes

@@ -23,9 +23,9 @@ from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.infeed import as_usage_error, peek_batch
 from layerkit_runner.data.training_data import TrainInputs, check_same_data
-from layerkit_runner.distributed.forced_exit import before_forced_exit, forced_exit_on
 from layerkit_runner.distributed.process_exchange import coordinator_store, gather_values
 from layerkit_runner.distributed.stop_signals import StopSignals
+from layerkit_runner.distributed.watchdog import before_forced_exit, forced_exit_on
 from layerkit_runner.errors import StorageError, UsageError, to_usage_error
 from layerkit_runner.init_from.provenance import RECORD, FirstState
 from layerkit_runner.modes import end_report
@@ -37,8 +37,7 @@ from layerkit_runner.modes.start_report import (
 )
 from layerkit_runner.observers import DECODE_PREFIX, RunInfo, StepWork, Throughput
 from layerkit_runner.observers.step_profiler import StepProfiler, profiler_server
-from layerkit_runner.optim.early_stopping import EarlyStop
-from layerkit_runner.trainer.base import BaseProgram
+from layerkit_runner.optim.early_stopping import SKIPPED_STEPS, EarlyStop, SkippedSteps
 from layerkit_runner.trainer.build_programs import (
     check_best_metric,
     check_metric_names,
@@ -49,6 +48,7 @@ from layerkit_runner.trainer.build_programs import (
     train_inputs,
     train_programs,
 )
+from layerkit_runner.trainer.eval import BaseProgram
 from layerkit_runner.trainer.executor import (
     EARLY_STOPPING,
     Executor,
@@ -63,7 +63,6 @@ from layerkit_runner.trainer.job_folder import (
     only_trainer,
     write_config,
 )
-from layerkit_runner.trainer.skipped_steps import SKIPPED_STEPS, SkippedSteps
 from layerkit_runner.trainer.train import CompiledStep, StepReports, trace_step
 from layerkit_runner.training.step_cost import model_flops_per_step
 from layerkit_runner.training.train_state import TrainState

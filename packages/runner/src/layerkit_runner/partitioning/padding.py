@@ -1,9 +1,15 @@
-"""Padding of arrays of a state that the mesh does not divide, such as 50257 words on 8 devices.
+"""Logical axes of the arrays of a state, and padding of those that the mesh does not divide.
 
-Between steps, JAX holds arrays in equal parts only, so such a dimension is rounded up on the
-devices with zeros at its end. A compiled step removes them first and adds them last, which needs no
-communication. The model and the optimizer see the array without padding, split unevenly by XLA.
-Storage holds it without padding, so a checkpoint does not depend on the mesh.
+The declaration of a weight names its axes. An optimizer keeps arrays shaped like the weights
+(moments, traces) in trees with the same paths. Such an array has the axes of the weight whose path
+is the end of its path. Some of its dimensions may be reduced to size 1 (scales of integers, factors
+of moments), which have no axis. Arrays of other shapes (counters, the moments of
+`optax.adafactor`) have no axes and are replicated.
+
+Between steps, JAX holds arrays in equal parts only, so a dimension such as 50257 words on 8 devices
+is rounded up on the devices with zeros at its end. A compiled step removes them first and adds them
+last, which needs no communication. The model and the optimizer see the array without padding, split
+unevenly by XLA. Storage holds it without padding, so a checkpoint does not depend on the mesh.
 
     on the devices   [50264/tensor, 768]     equal parts, zeros at the end
     within a step    [50257/tensor, 768]
@@ -21,10 +27,66 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import DictKey, KeyPath
 
 from layerkit.errors import first_names
+from layerkit.weights import is_box
 from layerkit_runner.files.text import size_text
-from layerkit_runner.partitioning.state_axes import Axes
+
+Axes = tuple[str | None, ...]
+Path = tuple[Any, ...]
+
+
+def axes_by_path(boxed: Any) -> dict[Path, tuple[Axes, tuple[int, ...]]]:
+    """Return (axes, shape) of each weight of boxed variables `{collection: …}` by layer path."""
+    leaves = jax.tree_util.tree_leaves_with_path(boxed, is_leaf=is_box)
+    return {
+        # The collection is a field of a state and not part of the layer's path.
+        _dict_keys(path)[1:]: (box.axes, box.value.shape)
+        for path, box in leaves
+        if is_box(box)
+    }
+
+
+def map_with_axes(
+    fn: Callable[[str, Axes, Any], Any], state: Any, weights: dict[Path, tuple[Axes, tuple]]
+) -> Any:
+    """Map `fn(path, axes, leaf)` over every array of a state.
+
+    Args:
+      fn: Function of an array's name for messages, its axes and the array.
+      state: A tree of weights and of arrays that an optimizer keeps.
+      weights: Value of `axes_by_path`.
+    """
+
+    def visit(path: KeyPath, leaf: Any) -> Any:
+        return fn(jax.tree_util.keystr(path), _axes_of(_dict_keys(path), leaf, weights), leaf)
+
+    return jax.tree_util.tree_map_with_path(visit, state)
+
+
+def _axes_of(keys: Path, leaf: Any, weights: dict[Path, tuple[Axes, tuple]]) -> Axes:
+    # The longest end comes first, so that `lm/final_norm/scale` does not match a weight
+    # `final_norm/scale`.
+    for start in range(len(keys)):
+        axes, shape = weights.get(keys[start:], ((), ()))
+        sizes = tuple(zip(leaf.shape, shape, strict=False))
+        if len(shape) == leaf.ndim > 0 and all(size in (1, full) for size, full in sizes):
+            return tuple(
+                axis if size == full else None
+                for axis, (size, full) in zip(axes, sizes, strict=True)
+            )
+    return (None,) * leaf.ndim
+
+
+def _dict_keys(path: KeyPath) -> Path:
+    """Return the dict keys that a path ends with."""
+    keys: list[Any] = []
+    for entry in reversed(path):
+        if not isinstance(entry, DictKey):
+            break
+        keys.append(entry.key)
+    return tuple(reversed(keys))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from layerkit.sharding import DEFAULT_RULES, BoundSharding, ShardingRules
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import padding
 from layerkit_runner.partitioning.mesh import make_mesh
-from layerkit_runner.partitioning.state_axes import axes_by_path, map_with_axes
+from layerkit_runner.partitioning.padding import axes_by_path, map_with_axes
 from layerkit_runner.training.metrics import GLOBAL_BATCH, StepContext
 from layerkit_runner.training.task import SingleTask
 from layerkit_runner.training.train_state import TrainState, batch_spec

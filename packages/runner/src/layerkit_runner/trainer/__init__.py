@@ -1,8 +1,7 @@
 """What a job runs: training steps, evaluations, decoding."""
 
-from layerkit_runner.trainer.base import BaseProgram
 from layerkit_runner.trainer.decode import DecodeProgram
-from layerkit_runner.trainer.eval import EvalProgram
+from layerkit_runner.trainer.eval import BaseProgram, EvalProgram
 from layerkit_runner.trainer.train import TrainProgram, TrainPrograms
 
 __all__ = ["BaseProgram", "DecodeProgram", "EvalProgram", "TrainProgram", "TrainPrograms"]

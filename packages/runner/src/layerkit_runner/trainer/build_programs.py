@@ -22,12 +22,10 @@ from layerkit_runner.data.training_data import (
     training_configs,
 )
 from layerkit_runner.errors import UsageError
-from layerkit_runner.optim.early_stopping import EarlyStopping, program_of
-from layerkit_runner.trainer.base import BaseProgram
+from layerkit_runner.optim.early_stopping import EarlyStopping, SkippedSteps, program_of
 from layerkit_runner.trainer.decode import DecodeProgram
-from layerkit_runner.trainer.eval import EvalProgram, NextBatchEvalProgram
+from layerkit_runner.trainer.eval import BaseProgram, EvalProgram, NextBatchEvalProgram
 from layerkit_runner.trainer.job import Job
-from layerkit_runner.trainer.skipped_steps import SkippedSteps
 from layerkit_runner.trainer.train import (
     CompiledStep,
     StepReports,

@@ -22,13 +22,12 @@ from layerkit.base_model import BaseModel, WeightedScalar
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import example_rows
-from layerkit_runner.data.batch_checks import report_skipped
-from layerkit_runner.data.infeed import eval_batches, peek_eval_batch
+from layerkit_runner.data.infeed import eval_batches, peek_eval_batch, report_skipped
 from layerkit_runner.distributed.process_exchange import from_process_0
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import DECODE_PREFIX, Observer
 from layerkit_runner.observers.metrics_log import encode
-from layerkit_runner.trainer.base import BaseProgram
+from layerkit_runner.trainer.eval import BaseProgram
 from layerkit_runner.trainer.provenance import (
     describe_settings,
     differences,

@@ -21,9 +21,14 @@ from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import NonFiniteError, UsageError
 from layerkit_runner.observers import DECODE_PREFIX, Goodput, Observer, Throughput
 from layerkit_runner.observers.step_profiler import StepProfiler
-from layerkit_runner.optim.early_stopping import TRAIN_STEP, EarlyStop, by_path, program_of
-from layerkit_runner.trainer.base import BaseProgram
-from layerkit_runner.trainer.skipped_steps import SKIPPED_STEPS
+from layerkit_runner.optim.early_stopping import (
+    SKIPPED_STEPS,
+    TRAIN_STEP,
+    EarlyStop,
+    by_path,
+    program_of,
+)
+from layerkit_runner.trainer.eval import BaseProgram
 from layerkit_runner.trainer.train import TrainPrograms
 from layerkit_runner.training.train_hparams import TrainHParams
 from layerkit_runner.training.train_state import TrainState

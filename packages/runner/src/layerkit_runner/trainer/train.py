@@ -21,15 +21,15 @@ import jax
 
 from layerkit.nested_map import NestedMap
 from layerkit.summaries import Summary
-from layerkit_runner.data.batch_checks import SkippedRecords
+from layerkit_runner.data.infeed import SkippedRecords
 from layerkit_runner.data.training_data import TrainInput, TrainInputs
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import Goodput, Observer, StepWork, Throughput, memory_scalars
 from layerkit_runner.observers.step_profiler import STEP_EVENT
+from layerkit_runner.optim.early_stopping import SkippedSteps
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.trainer.skipped_steps import SkippedSteps
 from layerkit_runner.training.layer_summaries import for_observers, has_arrays
 from layerkit_runner.training.metrics import OverBatches
 from layerkit_runner.training.task import SingleTask

@@ -1,10 +1,21 @@
-"""Model FLOPs and temporary memory of a training step, for throughput and plans."""
+"""Model FLOPs and temporary memory of a training step, for throughput and plans.
+
+FLOPs are counted on the jaxpr of a function, without a device or compilation. XLA's cost analysis
+is not used: it counts the body of a loop once, and the repetitions of rematerialization.
+Only contractions count (matrix products, convolutions, fused attention), two FLOPs for each
+multiply-add. That is the convention of Chowdhery et al., "PaLM", 2022, appendix B.
+"""
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax.extend import core
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from layerkit.config import (
     Config,
@@ -17,9 +28,186 @@ from layerkit.config import (
 )
 from layerkit.layers.products import unused_templates
 from layerkit.layers.stacks import StackedTransformerRepeated
-from layerkit_runner.training.flops import program_flops, training_flops
 from layerkit_runner.training.metrics import GLOBAL_BATCH
 from layerkit_runner.training.train_state import TrainState, batch_spec
+
+CAUSAL_SCOPE = "causal_attention"
+"""Name of the `jax.named_scope` whose contractions count half, because half is masked out."""
+
+_FORWARDS_PER_TRAINING_STEP = 3
+# Matches the scope as a whole part of a name stack such as 'jvp(vmap(causal_attention))/dot'.
+_IN_CAUSAL_SCOPE = re.compile(rf"(?:^|[/(]){CAUSAL_SCOPE}(?:$|[/)])")
+
+
+def forward_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
+    """Return the FLOPs of one call of `fn`, summed over all devices.
+
+    - A scan counts its body once per iteration. A conditional counts its most expensive branch. A
+      `while` loop of unknown length counts its body ONCE.
+    - A Pallas kernel counts the FLOPs of its cost estimate. A kernel without an estimate (such as
+      splash attention) counts its body once per cell of its grid. With a window, the grid of splash
+      attention leaves out hidden blocks, and so does the count.
+    - Repetitions by `jax.checkpoint` in a backward pass are not counted.
+    - Inside `shard_map`, the count of one shard is multiplied by the sizes of the mesh axes that
+      split an input. Work that several of these shards repeat counts for each of them.
+    - Contractions under `jax.named_scope('causal_attention')` count half.
+    - A one-hot matrix product counts as a matrix product.
+
+    Args:
+      fn: Any function that JAX can trace.
+      *abstract_args: Pytrees of `jax.ShapeDtypeStruct`, or of arrays with these shapes.
+
+    >>> import jax.numpy as jnp
+    >>> shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    >>> forward_flops(lambda a, b: a @ b, shape, shape)  # 2 · 8 · 8 · 8
+    1024.0
+    """
+    return _jaxpr_flops(jax.make_jaxpr(fn)(*abstract_args).jaxpr, is_causal=False)
+
+
+def training_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
+    """Return the model FLOPs of one training step with the loss `fn`: three times its FLOPs.
+
+    The backward pass computes two products for each of the forward pass: the gradients of inputs
+    and of weights. Rematerialization and the optimizer are not model FLOPs. If some weights are
+    not trained, the result is too large.
+    """
+    return _FORWARDS_PER_TRAINING_STEP * forward_flops(fn, *abstract_args)
+
+
+def program_flops(program: core.ClosedJaxpr) -> float:
+    """Return the FLOPs of a traced program, such as a training step, summed over all devices.
+
+    The rules are those of `forward_flops`, but all operations of the program count, including the
+    repetitions of rematerialization and the bubbles of a pipeline.
+
+    Args:
+      program: Value of `jax.jit(fn).trace(…).jaxpr` or of `jax.make_jaxpr`.
+    """
+    # Unused results are not counted, because a compiler removes them.
+    jaxpr, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
+    return _jaxpr_flops(jaxpr, is_causal=False)
+
+
+def _jaxpr_flops(jaxpr: core.Jaxpr, *, is_causal: bool) -> float:
+    return sum((_equation_flops(eqn, is_causal=is_causal) for eqn in jaxpr.eqns), 0.0)
+
+
+def _equation_flops(eqn: core.JaxprEqn, *, is_causal: bool) -> float:
+    # The name stack of an inner jaxpr does not include that of its equation.
+    is_causal = is_causal or bool(_IN_CAUSAL_SCOPE.search(str(eqn.source_info.name_stack)))
+    if eqn.primitive.name in _CONTRACTIONS:
+        flops = float(_CONTRACTIONS[eqn.primitive.name](eqn))
+        return flops / 2 if is_causal else flops
+    if eqn.primitive.name == "pallas_call" and eqn.params["cost_estimate"] is not None:
+        # The bounds of loops in a kernel are often known only at run time.
+        flops = float(eqn.params["cost_estimate"].flops)
+        return flops / 2 if is_causal else flops
+    inner = [_jaxpr_flops(jaxpr, is_causal=is_causal) for jaxpr in _inner_jaxprs(eqn)]
+    if eqn.primitive.name == "cond":
+        return max(inner)
+    return _repeats(eqn) * sum(inner)
+
+
+def _repeats(eqn: core.JaxprEqn) -> int:
+    """Return how many times the inner jaxprs of an equation run; 1 if it is unknown."""
+    match eqn.primitive.name:
+        case "scan":
+            return int(eqn.params["length"])
+        case "shard_map":
+            return _num_shards(eqn)
+        case "pallas_call":
+            return math.prod(d for d in eqn.params["grid_mapping"].grid if isinstance(d, int))
+        case _:
+            return 1
+
+
+def _num_shards(eqn: core.JaxprEqn) -> int:
+    splitting: set[str] = set()
+    for spec in eqn.params["in_specs"]:
+        for entry in spec:
+            splitting.update((entry,) if isinstance(entry, str) else entry or ())
+    mesh_shape = eqn.params["mesh"].shape
+    return math.prod(mesh_shape[axis] for axis in splitting)
+
+
+def _inner_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
+    for value in eqn.params.values():
+        for part in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(part, core.ClosedJaxpr):
+                yield part.jaxpr
+            elif isinstance(part, core.Jaxpr):
+                yield part
+
+
+def _shape(operand: Any) -> tuple[int, ...]:
+    return operand.aval.shape
+
+
+def _dot_flops(eqn: core.JaxprEqn) -> int:
+    (_, contracted), (_, batch) = eqn.params["dimension_numbers"]
+    return _product_flops(eqn, contracted, batch)
+
+
+def _ragged_dot_flops(eqn: core.JaxprEqn) -> int:
+    # Each row is multiplied with the weights of one group, so the group axis does not count.
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+    return _product_flops(eqn, contracted, (*batch, *numbers.rhs_group_dimensions))
+
+
+def _product_flops(eqn: core.JaxprEqn, contracted: tuple[int, ...], shared: tuple[int, ...]) -> int:
+    """Count one multiply-add for each pair of a scalar on the left and a free one on the right."""
+    lhs, rhs = map(_shape, eqn.invars[:2])
+    bound = {*contracted, *shared}
+    free = math.prod(size for axis, size in enumerate(rhs) if axis not in bound)
+    return 2 * math.prod(lhs) * free
+
+
+def _conv_flops(eqn: core.JaxprEqn) -> int:
+    """Count one sum over the kernel's window and a group's input channels per output scalar.
+
+    Padding counts, as for a dense product. Zeros between inputs (`lhs_dilation`) do not count.
+    """
+    kernel = _shape(eqn.invars[1])
+    output = _shape(eqn.outvars[0])
+    out_features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+    multiply_adds = math.prod(output) * math.prod(kernel) // out_features
+    return 2 * multiply_adds // math.prod(eqn.params["lhs_dilation"])
+
+
+def _fused_attention_flops(eqn: core.JaxprEqn) -> int:
+    """Count two products, queries with keys and weights with values, in one cuDNN call.
+
+    Layout 0 is [batch, length, heads, head_dim], layout 1 [batch, heads, length, head_dim].
+    """
+    query, key = map(_shape, eqn.invars[:2])
+    length_axis = 1 if eqn.params["layout"] == 0 else 2
+    return 2 * 2 * math.prod(query) * key[length_axis]
+
+
+def _fused_attention_gradient_flops(eqn: core.JaxprEqn) -> int:
+    """Count five products, because the backward pass computes the attention weights again."""
+    return _fused_attention_flops(eqn) * 5 // 2
+
+
+def _scaled_matmul_flops(eqn: core.JaxprEqn) -> int:
+    """Count a scaled product of [batch, rows, contracted] and [batch, columns, contracted]."""
+    lhs, rhs = map(_shape, eqn.invars[:2])
+    return 2 * math.prod(lhs) * rhs[1]
+
+
+_CONTRACTIONS: dict[str, Callable[[core.JaxprEqn], int]] = {
+    "dot_general": _dot_flops,
+    "ragged_dot_general": _ragged_dot_flops,
+    "conv_general_dilated": _conv_flops,
+    "scaled_matmul_wrapper": _scaled_matmul_flops,
+    "dot_product_attention_fwd_wrapper": _fused_attention_flops,
+    "dot_product_attention_fp8_fwd_wrapper": _fused_attention_flops,
+    "dot_product_attention_bwd_wrapper": _fused_attention_gradient_flops,
+    "dot_product_attention_fp8_bwd_wrapper": _fused_attention_gradient_flops,
+}
+
 
 # Fields of layers with values that recompute nothing in the backward pass and use no fused
 # attention, which cannot be traced without its device.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -36,18 +36,39 @@ from layerkit_runner.optim.learner import choose, global_norm
 from layerkit_runner.optim.optimizer_groups import Stacks, stacks_of
 from layerkit_runner.optim.schedules import concrete_number
 from layerkit_runner.optim.weight_patterns import VariationalNoise
-from layerkit_runner.training.gradients import Variables, compute_gradients, sum_leaves
-from layerkit_runner.training.initial_weights import InitialWeights, WeightsLoader
+from layerkit_runner.training.gradients import (
+    LossAggregator,
+    Variables,
+    compute_gradients,
+    sum_leaves,
+)
 from layerkit_runner.training.layer_summaries import (
     ArraySummaries,
     array_summaries,
     scalars_and_marks,
 )
-from layerkit_runner.training.loss_aggregators import LossAggregator
 from layerkit_runner.training.metrics import StepContext
 from layerkit_runner.training.task_metrics import named_metrics, of_examples, of_step
 from layerkit_runner.training.train_hparams import TrainHParams
 from layerkit_runner.training.train_state import TrainState
+
+
+class InitialWeights(Configurable):
+    """Base class of settings that the runner reads itself, such as `InitFrom`."""
+
+
+@runtime_checkable
+class WeightsLoader(Protocol):
+    """An object that loads the weights itself."""
+
+    def load(self, model: Any, like: Any) -> Any:
+        """Return weights by name; those that it leaves out are drawn at random.
+
+        Args:
+          model: Model of the task.
+          like: Shapes, dtypes and shardings of its weights, nested dicts by layer path.
+        """
+
 
 # Fields of a batch that are copied to decoded outputs, to tell examples from padding.
 _KEPT_FOR_RECORDS = ("prompt_lengths", "provenance", "eval_sample_weights")

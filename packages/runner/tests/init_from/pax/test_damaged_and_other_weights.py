@@ -99,7 +99,7 @@ def test_truncated_msgpack_file_is_an_error(pax: Any, tmp_path: Path, kept: int)
     folder = copied(pax, "unstacked_flax", tmp_path)
     (path,) = folder.glob("checkpoints/checkpoint_6/state/checkpoint")
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(DamagedCheckpointError, match="cut off") as caught:
+    with pytest.raises(DamagedCheckpointError, match="incomplete input") as caught:
         read_all(folder)
     assert caught.value.value == str(path)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import struct
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,11 @@ import pytest
 from etils import epath
 from flax import serialization
 
-from layerkit_runner.init_from.pax import msgpack_arrays, msgpack_file, tree_text
+from layerkit_runner.checkpointing import DamagedCheckpointError
+from layerkit_runner.init_from.pax import tree_text
+from layerkit_runner.init_from.pax.arrays import MsgpackArrays
 
 TREE = "PyTreeDef(CustomNode(TrainState[()], [*, {'params': {'a': *, 'b': *}}, [(*, None)], ()]))"
-
-
-def scan(content: bytes) -> Any:
-    return msgpack_file.scan(io.BytesIO(content), len(content))
 
 
 def test_arrays_of_flax_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -37,7 +34,7 @@ def test_arrays_of_flax_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path.write_bytes(
         serialization.msgpack_serialize({"flattened_state": state, "str_pytree_state": TREE})
     )
-    arrays = msgpack_arrays.MsgpackArrays(epath.Path(path))
+    arrays = MsgpackArrays(epath.Path(path))
     names = ("step", "mdl_vars/params/a", "mdl_vars/params/b", "opt_states/0/0")
     assert tuple(arrays.specs) == names
     for name, leaf in zip(names, leaves, strict=True):
@@ -53,26 +50,28 @@ def array_of(shape: Any, dtype: str, content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"),
+    "content",
     [
-        (b"", "cut off"),
-        (b"\xdd" + struct.pack(">I", 2**32 - 1), "values in 0 bytes"),
-        (b"\xdb" + struct.pack(">I", 2**31) + b"x", "text of"),
-        (b"\xc6" + struct.pack(">I", 2**31) + b"x", "cut off"),
-        (b"\x91" * 200 + b"\x01", "levels"),
-        (b"\x01\x02", "bytes after the value"),
-        (b"\xc1", "byte 0xc1"),
-        (array_of([2**40], "float32", b"1234"), "4,398,046,511,104 bytes"),
-        (array_of([-1], "float32", b""), "shape"),
-        (array_of([1], "object", b"12345678"), "dtype"),
-        (array_of([1], "no_dtype", b"1234"), "dtype"),
-        (msgpack.packb(msgpack.ExtType(2, b"\x01")), "extension of type 2"),
-        (msgpack.packb({None: 1}), "key None"),
+        b"",
+        b"\xdd" + struct.pack(">I", 2**32 - 1),
+        b"\xdb" + struct.pack(">I", 2**31) + b"x",
+        b"\xc6" + struct.pack(">I", 2**31) + b"x",
+        b"\x91" * 2000 + b"\x01",
+        b"\x01\x02",
+        b"\xc1",
+        array_of([2**40], "float32", b"1234"),
+        array_of([-1], "float32", b""),
+        array_of([1], "object", b"12345678"),
+        array_of([1], "no_dtype", b"1234"),
+        msgpack.packb(msgpack.ExtType(2, b"\x01")),
+        msgpack.packb({None: 1}),
     ],
 )
-def test_malformed_file_is_an_error(content: bytes, reason: str):
-    with pytest.raises(ValueError, match=reason):
-        scan(content)
+def test_malformed_file_is_an_error(tmp_path: Path, content: bytes):
+    path = epath.Path(tmp_path / "checkpoint")
+    path.write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match="a msgpack file of Flax"):
+        MsgpackArrays(path)
 
 
 def test_tree_text_names_leaves():

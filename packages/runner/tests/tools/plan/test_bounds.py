@@ -16,8 +16,7 @@ from layerkit_runner.tools.plan.collectives import Traffic
 from layerkit_runner.tools.plan.hardware import device_kind
 from layerkit_runner.tools.plan.memory import Memory
 from layerkit_runner.trainer.job import build_parts
-from layerkit_runner.training.flops import program_flops
-from layerkit_runner.training.step_cost import model_flops_per_step
+from layerkit_runner.training.step_cost import model_flops_per_step, program_flops
 
 H100 = device_kind("h100")
 PEAK = 989.4e12

@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable
 from typing import BinaryIO
 
-from layerkit_runner.distributed.forced_exit import finished_within
 from layerkit_runner.distributed.peer_monitor import Identity
 from layerkit_runner.distributed.peer_monitor.hub import (
     BEAT_SECONDS,
@@ -39,6 +38,7 @@ from layerkit_runner.distributed.peer_monitor.hub import (
     Link,
     Loss,
 )
+from layerkit_runner.distributed.watchdog import finished_within
 from layerkit_runner.files.atomic_write import open_append
 
 # Delay before the others name a process that failed, since often all fail alike and each should

@@ -1,12 +1,10 @@
 """Reads checkpoints that Paxml wrote, as values with the names and layouts of this project.
 
-    folders.py             finds the step folder and its format
-    arrays.py              opens the arrays of a step by name, in any of the three formats
-    tensorstore_arrays.py  Zarr folders and OCDBT databases
-    msgpack_arrays.py      Flax's single msgpack file
-    tree_text.py           the text in that file that names its arrays
-    blocks.py              reads a block of a weight from the weights of Praxis that make it
-    stored_pax.py          the values of a step by the names of a run
+    folders.py      finds the step folder and its format
+    arrays.py       opens the arrays of a step by name: Zarr folders, OCDBT databases, msgpack files
+    tree_text.py    the text in a msgpack file that names its arrays
+    blocks.py       reads a block of a weight from the weights of Praxis that make it
+    stored_pax.py   the values of a step by the names of a run
 
 Nothing is unpickled or run. `layerkit.interop.praxis` maps the names of weights.
 """

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
+import jax.numpy as jnp
 import numpy as np
 from etils import epath
+from flax import serialization
 
-from layerkit_runner.checkpointing.structure import LeafSpec
-from layerkit_runner.init_from.pax import folders
-from layerkit_runner.init_from.pax.msgpack_arrays import MsgpackArrays
-from layerkit_runner.init_from.pax.tensorstore_arrays import TensorStoreArrays
+from layerkit_runner.checkpointing import chunks
+from layerkit_runner.checkpointing.errors import DamagedCheckpointError
+from layerkit_runner.checkpointing.structure import LeafSpec, spec_of
+from layerkit_runner.init_from.pax import folders, tree_text
+
+_END = f"/{chunks.METADATA_KEY}"
 
 
 class PaxArrays(Protocol):
@@ -40,3 +44,162 @@ def open_arrays(step_folder: epath.Path) -> PaxArrays:
     if (state / folders.MSGPACK_FILE).is_file():
         return MsgpackArrays(state / folders.MSGPACK_FILE)
     return TensorStoreArrays(state, is_ocdbt=False)
+
+
+class MsgpackArrays:
+    """Arrays that Paxml saved in Flax's format, as under pmap; see `PaxArrays`.
+
+    The file holds the leaves of the train state as a list, and a text that describes their tree. It
+    is read whole, which takes no more memory than it has bytes.
+
+    Attributes:
+      specs: Stored shape and dtype of each array, by name.
+    """
+
+    def __init__(self, path: epath.Path) -> None:
+        """Read the arrays and their names.
+
+        Raises:
+          DamagedCheckpointError: The file is malformed.
+        """
+        try:
+            self._arrays = _named(serialization.msgpack_restore(path.read_bytes()))
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            raise DamagedCheckpointError(
+                f"cannot be read: {error}",
+                field="file",
+                value=str(path),
+                expected="a msgpack file of Flax with flattened_state and str_pytree_state",
+                hint="Copy the checkpoint again.",
+            ) from error
+        self.specs: Mapping[str, LeafSpec] = {
+            name: spec_of(found) for name, found in self._arrays.items()
+        }
+
+    def check(self, names: Collection[str]) -> None:
+        """Do nothing: the arrays are in memory."""
+
+    def read(self, name: str, ranges: tuple[slice, ...]) -> np.ndarray:
+        """Return a block of an array."""
+        return np.array(self._arrays[name][ranges])
+
+
+def _named(content: object) -> dict[str, np.ndarray]:
+    """Return the arrays by name; leaves that are no arrays are left out."""
+    if not isinstance(content, dict):
+        raise ValueError("expected a map")
+    text, state = content.get("str_pytree_state"), content.get("flattened_state")
+    if isinstance(state, dict):  # Flax wrote lists as maps from "0", "1", …
+        state = [state.get(str(number)) for number in range(len(state))]
+    if not isinstance(text, str) or not isinstance(state, list):
+        raise ValueError("flattened_state or str_pytree_state is missing")
+    paths = tree_text.leaf_paths(text)
+    if len(paths) != len(state):
+        raise ValueError(f"{len(state)} arrays, and names of {len(paths)}")
+    return {
+        "/".join(path): np.asarray(leaf)
+        for path, leaf in zip(paths, state, strict=True)
+        if isinstance(leaf, (np.ndarray, np.generic))
+    }
+
+
+class TensorStoreArrays:
+    """Arrays that Paxml saved by TensorStore: one Zarr folder for each, or an OCDBT database.
+
+    A name such as `mdl_vars.params.lm.final_ln.scale` becomes `mdl_vars/params/lm/final_ln/scale`.
+
+    Attributes:
+      specs: Stored shape and dtype of each array, by name.
+    """
+
+    def __init__(self, state: epath.Path, *, is_ocdbt: bool) -> None:
+        """Read the shapes and dtypes.
+
+        Args:
+          state: Folder of the arrays.
+          is_ocdbt: True for an OCDBT database, False for a folder for each array.
+
+        Raises:
+          DamagedCheckpointError: The metadata of an array are malformed.
+        """
+        self._state, self._is_ocdbt = state, is_ocdbt
+        self._names: dict[str, str] = {}
+        self._open: dict[str, Any] = {}
+        specs: dict[str, LeafSpec] = {}
+        try:
+            self._store = chunks.open_store(state, is_ocdbt=is_ocdbt)
+            keys = self._store.list().result()
+        except ValueError as error:
+            raise _damaged(state, None, error) from error
+        for key in sorted(keys):
+            stored = key.decode(errors="replace")
+            if not stored.endswith(_END) or stored.count("/") != 1:
+                continue
+            stored = stored.removesuffix(_END)
+            name = stored.replace(".", "/")
+            try:
+                metadata = chunks.read_metadata(self._store, stored)
+                specs[name] = _array_spec(metadata["shape"], metadata["dtype"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise _damaged(state, name, error) from error
+            self._names[name] = stored
+        self.specs: Mapping[str, LeafSpec] = specs
+
+    def check(self, names: Collection[str]) -> None:
+        """Check the sizes of the chunks of these arrays.
+
+        Raises:
+          DamagedCheckpointError: A chunk would decompress to more than its array holds.
+        """
+        arrays = {self._names[name]: self.specs[name] for name in names}
+        chunks.check_arrays(self._state, arrays, is_ocdbt=self._is_ocdbt)
+
+    def read(self, name: str, ranges: tuple[slice, ...]) -> np.ndarray:
+        """Read the chunks of a block of an array.
+
+        Raises:
+          DamagedCheckpointError: A chunk is malformed or missing.
+        """
+        import tensorstore as ts
+
+        try:
+            if name not in self._open:
+                kvstore = (self._store / f"{self._names[name]}/").spec().to_json()
+                self._open[name] = ts.open(
+                    {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False},
+                    open=True,
+                    read=True,
+                ).result()
+            return np.asarray(self._open[name][ranges].read().result())
+        except ValueError as error:
+            raise _damaged(self._state, name, error) from error
+
+
+def _damaged(state: epath.Path, name: str | None, error: Exception) -> DamagedCheckpointError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return DamagedCheckpointError(
+        f"cannot be read: {reason.partition(' [source locations=')[0]}",
+        owner=str(state),
+        field="database" if name is None else "array",
+        value=state.name if name is None else name,
+        expected="files that Paxml wrote",
+        hint="Copy the checkpoint again.",
+    )
+
+
+def _array_spec(shape: Any, dtype: Any) -> LeafSpec:
+    """Return the shape and the dtype that a file declares.
+
+    Raises:
+      ValueError: The shape is no list of sizes, or the dtype is not one of numbers.
+    """
+    is_shape = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
+    if not is_shape or not isinstance(dtype, str):
+        raise ValueError(f"an array with shape={shape} and dtype={dtype}")
+    try:
+        found = np.dtype(jnp.dtype(dtype))
+    except TypeError as error:
+        raise ValueError(f"dtype={dtype!r}") from error
+    if found.hasobject or found.names is not None:
+        raise ValueError(f"dtype={dtype!r}")
+    return LeafSpec(tuple(shape), found)

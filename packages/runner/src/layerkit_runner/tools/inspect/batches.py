@@ -19,13 +19,14 @@ from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import num_rows_of
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
-from layerkit_runner.data.batch_checks import check_batch, skipped_line
 from layerkit_runner.data.infeed import (
     HostTopology,
     as_usage_error,
+    check_batch,
     dataset_name,
     make_input,
     plan_input,
+    skipped_line,
 )
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.text import aligned

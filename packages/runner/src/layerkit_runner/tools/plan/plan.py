@@ -45,8 +45,7 @@ from layerkit_runner.tools.plan.memory import (
     tensor_memory,
 )
 from layerkit_runner.trainer.job import build_parts, versions
-from layerkit_runner.training.flops import program_flops
-from layerkit_runner.training.step_cost import model_flops_per_step
+from layerkit_runner.training.step_cost import model_flops_per_step, program_flops
 from layerkit_runner.training.task import SingleTask
 from layerkit_runner.training.train_state import batch_spec
 
@@ -86,8 +85,8 @@ class Plan:
     Attributes:
       target: Target in the syntax of `--target`, such as `h100x256`.
       num_params: Number of trained scalars.
-      flops_per_step: Model FLOPs of all devices (`layerkit_runner.training.flops`), without those
-        that rematerialization repeats.
+      flops_per_step: Model FLOPs of all devices (`training.step_cost`), without those that
+        rematerialization repeats.
       tensors: All tensors of state and batch, largest first.
       collectives: Traffic between devices in one step.
       notes: Messages of layers while they were traced, and limits of the figures.
