@@ -21,7 +21,6 @@ its StopIteration restarts it. `tf.errors.OutOfRangeError` has the effect of Sto
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -33,97 +32,9 @@ from layerkit.config import Configurable
 from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 from layerkit_inputs import state as state_lib
+from layerkit_inputs.delivery import delivers, ends, starts_over
 from layerkit_inputs.error_notes import naming_input
 from layerkit_inputs.eval_padding import AllGather, end_together, mark_rows, pad_rows
-
-# Module and name of `tf.errors.OutOfRangeError`.
-_OUT_OF_RANGE = ("tensorflow.python.framework.errors_impl", "OutOfRangeError")
-
-
-def exit_as_error(source: BaseInput, error: BaseException) -> BaseException:
-    """Return an error that names the input in place of SystemExit and GeneratorExit.
-
-    SystemExit would end the process with an exit code, and GeneratorExit would end a generator. An
-    input that raises one of them has a bug.
-
-    Args:
-      source: Input that raised `error`.
-      error: Any exception.
-
-    Returns:
-      A RuntimeError for these two, `error` itself otherwise.
-    """
-    if not isinstance(error, (SystemExit, GeneratorExit)):
-        return error
-    wrapped = RuntimeError(
-        f"{source._label}: reading the next batch raised {error!r}. Expected a batch, "
-        "StopIteration or an error. Raise an error that says what is wrong with the data."
-    )
-    wrapped.__cause__ = error
-    return wrapped
-
-
-def _delivers(get_next: Callable[..., NestedMap]) -> Callable[..., NestedMap]:
-    """Decorate a `get_next` method so that the outermost call returns peeked batches and counts."""
-
-    @functools.wraps(get_next)
-    def deliver(self: BaseInput) -> NestedMap:
-        if self._is_delivering:
-            return get_next(self)
-        if self._is_closed:
-            raise RuntimeError(f"{self!r} is closed.")
-        if self._peeked is not None:
-            batch, self._peeked = self._peeked, None
-            return batch
-        self._is_delivering = True
-        try:
-            with naming_input(self._label):
-                batch = get_next(self)
-        except StopIteration:
-            if not self.endless:
-                raise
-            with naming_input(self._label):
-                batch = self._begin_again(get_next)
-        except (SystemExit, GeneratorExit) as error:
-            raise exit_as_error(self, error) from error
-        finally:
-            self._is_delivering = False
-        self._num_delivered += 1
-        return batch
-
-    return deliver
-
-
-def _ends(read: Callable[..., NestedMap]) -> Callable[..., NestedMap]:
-    """Decorate `_next` or `get_next` so that TensorFlow's end of the data is a StopIteration."""
-
-    @functools.wraps(read)
-    def read_to_end(self: BaseInput) -> NestedMap:
-        try:
-            return read(self)
-        except Exception as error:
-            if _is_out_of_range(error):
-                raise StopIteration from error
-            raise
-
-    return read_to_end
-
-
-def _is_out_of_range(error: Exception) -> bool:
-    """Return whether an error is `tf.errors.OutOfRangeError`, without importing TensorFlow."""
-    return any((kind.__module__, kind.__name__) == _OUT_OF_RANGE for kind in type(error).__mro__)
-
-
-def _starts_over(reset: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a `reset` method so that it discards the peeked batch and the count of batches."""
-
-    @functools.wraps(reset)
-    def start_over(self: BaseInput) -> None:
-        self._peeked = None
-        self._num_delivered = 0
-        reset(self)
-
-    return start_over
 
 
 class BaseInput(Configurable):
@@ -173,11 +84,11 @@ class BaseInput(Configurable):
         """Decorate the `_next`, `get_next` and `reset` methods of a subclass."""
         super().__init_subclass__(**kwargs)
         if "_next" in cls.__dict__:
-            cls._next = _ends(cls.__dict__["_next"])  # type: ignore[method-assign]
+            cls._next = ends(cls.__dict__["_next"])  # type: ignore[method-assign]
         if "get_next" in cls.__dict__:
-            cls.get_next = _delivers(_ends(cls.__dict__["get_next"]))  # type: ignore[method-assign]
+            cls.get_next = delivers(ends(cls.__dict__["get_next"]))  # type: ignore[method-assign]
         if "reset" in cls.__dict__:
-            cls.reset = _starts_over(cls.__dict__["reset"])  # type: ignore[method-assign]
+            cls.reset = starts_over(cls.__dict__["reset"])  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
         """Check the fields and derive `reset_for_eval` and `repeat`."""
@@ -214,7 +125,7 @@ class BaseInput(Configurable):
 
     # Methods that programs call.
 
-    @_delivers
+    @delivers
     def get_next(self) -> NestedMap:
         """Return the next batch, arrays `[batch, ...]`.
 
@@ -241,7 +152,7 @@ class BaseInput(Configurable):
             self._peeked, self._state_before_peek = batch, before
         return self._peeked.transform(lambda leaf: leaf)
 
-    @_starts_over
+    @starts_over
     def reset(self) -> None:
         """Return to the first batch and discard a peeked batch."""
         self._reset()

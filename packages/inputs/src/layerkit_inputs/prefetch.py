@@ -19,7 +19,8 @@ import numpy as np
 
 from layerkit.checks import require
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.base_input import BaseInput, exit_as_error
+from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.delivery import exit_as_error
 from layerkit_inputs.state import Scope
 
 _EXIT_SECONDS = 1.0

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +38,9 @@ class PraxisWeight(NamedTuple):
     part: int | None = None
     transpose: tuple[int, ...] | None = None
 
+
+Shape = tuple[int, ...]
+Ranges = tuple[slice, ...]
 
 _Choices = dict[str, tuple[PraxisWeight, ...]]
 
@@ -122,44 +125,81 @@ class WeightSource:
     is_stacked: bool = False
     layers: slice | None = None
 
-    def read(self, source: Mapping[str, Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        """Return the weight.
+    def shape_of(self, stored: Shape, like: Shape) -> Shape:
+        """Return the shape that a weight has in this library.
 
         Args:
-          source: Arrays of Praxis by name.
-          shape: Shape `[...]` of the weight in this library.
-
-        Returns:
-          An array of that shape.
+          stored: Shape of each weight of Praxis, `[...layers, (parts), ...]`.
+          like: Shape in the model. Its axes over layers are used if they hold as many layers.
 
         Raises:
-          ConfigError: The weights of Praxis have another shape.
+          ValueError: The weights have too few axes.
         """
-        arrays = [np.asarray(source[name]) for name in self.names]
-        weight = self.weight
-        if self.layers is None:
-            value = self._rearrange(arrays[0][None])[0]
-        else:
-            # [...layers, ...] of each layer of a repetition → [layers, ...]
-            leading = arrays[0].ndim - weight.rank
-            stacked = np.stack(arrays, axis=leading)
-            value = self._rearrange(stacked.reshape(-1, *stacked.shape[leading + 1 :]))
-            value = value[self.layers]
-            value = value if self.is_stacked else value[0]
-        own = value.shape[1:] if self.is_stacked else value.shape
-        if value.size != math.prod(shape) or own != tuple(shape[len(shape) - len(own) :]):
-            raise ConfigError(
-                owner="Praxis", field=self.names[0], value=value.shape, expected=f"{tuple(shape)}"
-            )
-        return value.reshape(shape)
+        leading, own = self._split(stored)
+        if self.layers is None or not self.is_stacked:
+            return own
+        count = len(range(math.prod(leading) * len(self.names))[self.layers])
+        over_layers = like[: len(like) - len(own)]
+        return (*(over_layers if math.prod(over_layers) == count else (count,)), *own)
 
-    def _rearrange(self, value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return `[layers, ...]` of Praxis in the order of axes of this library."""
-        if self.weight.part is not None:
-            value = value[:, self.weight.part]
-        if self.weight.transpose is not None:
-            value = np.transpose(value, (0, *(1 + axis for axis in self.weight.transpose)))
-        return value
+    def read_block(
+        self,
+        read: Callable[[str, Ranges], np.ndarray],
+        stored: Shape,
+        shape: Shape,
+        ranges: Ranges,
+    ) -> np.ndarray:
+        """Read a block of a weight from the smallest part of the stored arrays that holds it.
+
+        Args:
+          read: Function that reads a block of a weight of Praxis.
+          stored: Shape of each weight of Praxis.
+          shape: Shape of the weight, as `shape_of` returns it.
+          ranges: Slice of each axis of the weight, with start and stop.
+        """
+        leading, own = self._split(stored)
+        num_layer_axes = len(shape) - len(own)
+        layer_ranges, own_ranges = ranges[:num_layer_axes], ranges[num_layer_axes:]
+        part, axes = self.weight.part, self.weight.transpose or tuple(range(len(own)))
+        theirs = [slice(0)] * len(own)
+        for axis, wanted in zip(axes, own_ranges, strict=True):
+            theirs[axis] = wanted
+        tail = (*(() if part is None else (slice(part, part + 1),)), *theirs)
+
+        def arrange(block: np.ndarray) -> np.ndarray:
+            """Return `[layers, (1), ...]` of Praxis in the order of axes of this library."""
+            block = block if part is None else block[:, 0]
+            return block.transpose(0, *(1 + axis for axis in axes))
+
+        if self.layers is None:
+            return arrange(read(self.names[0], tail)[None])[0]
+        held = np.arange(math.prod(leading) * len(self.names))[self.layers]
+        wanted_layers = held.reshape(shape[:num_layer_axes])[layer_ranges]
+        rows, which = np.divmod(wanted_layers.reshape(-1), len(self.names))
+        blocks: list[Any] = [None] * len(rows)
+        for number in sorted(set(which)):
+            mine = np.flatnonzero(which == number)
+            places = np.unravel_index(rows[mine], leading) if leading else ()
+            box = tuple(slice(int(one.min()), int(one.max()) + 1) for one in places)
+            block = read(self.names[number], (*box, *tail))
+            inside = tuple(one - edge.start for one, edge in zip(places, box, strict=True))
+            arranged = arrange(block[inside] if leading else block[None])
+            for position, one in zip(mine, arranged, strict=True):
+                blocks[position] = one
+        return np.stack(blocks).reshape(*wanted_layers.shape, *blocks[0].shape)
+
+    def _split(self, stored: Shape) -> tuple[Shape, Shape]:
+        """Return (axes over layers, axes of one layer in the order of this library)."""
+        weight = self.weight
+        num_leading = len(stored) - weight.rank if self.layers is not None else 0
+        if num_leading < 0 or len(stored) - num_leading != weight.rank:
+            raise ValueError(
+                f"{self.names[0]} has shape {list(stored)}, and {weight.rank} axes fit"
+            )
+        leading, own = stored[:num_leading], stored[num_leading:]
+        if weight.part is not None:
+            own = own[1:]
+        return leading, tuple(own[axis] for axis in weight.transpose or range(len(own)))
 
 
 def match_weights(ours: Collection[str], praxis: Collection[str]) -> dict[str, WeightSource]:

@@ -6,7 +6,6 @@ along the other dimensions as the weight is; see `partitioning.state_axes`.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -127,24 +126,68 @@ def sharded_adafactor(
             weight_decay=weight_decay,
         ),
     )
-    rule = _Rule(
-        decay_method=decay_method,
-        decay_adam=decay_adam,
-        decay_pow=decay_pow,
-        beta1=beta1,
-        clip_threshold=clip_threshold,
-        factored=factored,
-        epsilon1=epsilon1_grad_sq_reg,
-        momentum_dtype=jnp.dtype(quantized_dtype),
-        multiply_by_parameter_scale=multiply_by_parameter_scale,
-        epsilon2=epsilon2_param_scale_reg,
-        weight_decay=weight_decay,
-    )
+    momentum_dtype = jnp.dtype(quantized_dtype)
+    is_integer = jnp.issubdtype(momentum_dtype, jnp.integer)
+
+    def is_factored(weight: jax.Array) -> bool:
+        return factored and weight.ndim >= 2
+
+    def init_one(weight: jax.Array) -> _Slots:
+        slots = _Slots(v=_zeros(weight))
+        if is_factored(weight):
+            slots = _Slots(vr=_zeros(weight, one_at=-1), vc=_zeros(weight, one_at=-2))
+        if not beta1:
+            return slots
+        if is_integer and weight.ndim >= 1:
+            m, scale = _zeros(weight, dtype=momentum_dtype), _zeros(weight, one_at=0)
+            return slots._replace(m=m, m_scale=scale)
+        dtype = jnp.float32 if is_integer else momentum_dtype
+        return slots._replace(m=_zeros(weight, dtype=dtype))
+
+    def decay_after(count: jax.Array) -> jax.Array:
+        """Return the decay of the second moment in the update after `count` others."""
+        step = count + 1.0
+        if decay_method == "pow":
+            return 1.0 - step**-decay_pow
+        beta = jnp.float32(decay_adam)
+        return beta * (1.0 - beta ** (step - 1.0)) / (1.0 - beta**step)
+
+    def update_one(
+        rate: Any, decay: jax.Array, grad: jax.Array, *state_weight_decays: Any
+    ) -> _Slots:
+        """Return the new arrays and the update of a weight `[...]`."""
+        m, m_scale, vr, vc, v, weight, decays = state_weight_decays
+        grad = grad.astype(jnp.float32)
+        squares = jnp.square(grad) + epsilon1_grad_sq_reg
+        if is_factored(weight):
+            vr = _mix(decay, vr, jnp.mean(squares, axis=-1, keepdims=True))
+            vc = _mix(decay, vc, jnp.mean(squares, axis=-2, keepdims=True))
+            rows = vr / jnp.mean(vr, axis=-2, keepdims=True)
+            x = grad * (1.0 / jnp.sqrt(rows)) * (1.0 / jnp.sqrt(vc))
+        else:
+            v = _mix(decay, v, squares)
+            x = grad / jnp.sqrt(v)
+        if clip_threshold is not None:
+            x /= jnp.maximum(1.0, _rms(x) / clip_threshold)
+        scale = rate
+        if multiply_by_parameter_scale:
+            scale = rate * jnp.maximum(_rms(weight), epsilon2_param_scale_reg)
+        x *= scale
+        if beta1:
+            x = _mix(beta1, _floats(m, m_scale), x)
+            if isinstance(m_scale, jax.Array):
+                m, m_scale = _quantized(x, m.dtype)
+            else:
+                m = x.astype(m.dtype)
+        update = x
+        if weight_decay:
+            update = x + jnp.where(decays, weight_decay * rate, 0.0) * weight
+        return _Slots(m, m_scale, vr, vc, v, -update)
 
     def init(params: Any) -> ShardedAdafactorState:
         # Not one array twice, which could not be donated.
         count, step = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        return _state(count, step, jax.tree.map(rule.init, params))
+        return _state(count, step, jax.tree.map(init_one, params))
 
     def update(
         grads: Any, state: ShardedAdafactorState, params: Any = None
@@ -158,116 +201,11 @@ def sharded_adafactor(
         decays = mask(params) if callable(mask) else mask
         if decays is None:
             decays = jax.tree.map(lambda _: True, params)
-        one = functools.partial(rule.update, rate, rule.decay_rate(state.count))
+        one = functools.partial(update_one, rate, decay_after(state.count))
         slots = jax.tree.map(one, grads, *state[2:], params, decays)
         return _tree_of("update", slots), _state(state.count + 1, step + 1, slots)
 
     return optax.GradientTransformation(init, update)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rule:
-    """The update of one weight; `sharded_adafactor` describes the fields."""
-
-    decay_method: DecayMethod
-    decay_adam: float
-    decay_pow: float
-    beta1: float
-    clip_threshold: float | None
-    factored: bool
-    epsilon1: float
-    momentum_dtype: Any
-    multiply_by_parameter_scale: bool
-    epsilon2: float
-    weight_decay: float
-
-    def init(self, weight: jax.Array) -> _Slots:
-        """Return the first arrays of a weight `[...]`."""
-        slots = _Slots()
-        if self._is_factored(weight):
-            slots = slots._replace(vr=_zeros(weight, one_at=-1), vc=_zeros(weight, one_at=-2))
-        else:
-            slots = slots._replace(v=_zeros(weight))
-        if not self.beta1:
-            return slots
-        if self._is_quantized(weight):
-            scale = _zeros(weight, one_at=0)
-            return slots._replace(m=_zeros(weight, dtype=self.momentum_dtype), m_scale=scale)
-        is_integer = jnp.issubdtype(self.momentum_dtype, jnp.integer)
-        return slots._replace(
-            m=_zeros(weight, dtype=jnp.float32 if is_integer else self.momentum_dtype)
-        )
-
-    def decay_rate(self, count: jax.Array) -> jax.Array:
-        """Return the decay of the second moment in the update after `count` others."""
-        step = count + 1.0
-        if self.decay_method == "pow":
-            return 1.0 - step**-self.decay_pow
-        beta = jnp.float32(self.decay_adam)
-        return beta * (1.0 - beta ** (step - 1.0)) / (1.0 - beta**step)
-
-    def update(
-        self,
-        rate: Any,
-        decay: jax.Array,
-        grad: jax.Array,
-        m: Any,
-        m_scale: Any,
-        vr: Any,
-        vc: Any,
-        v: Any,
-        weight: jax.Array,
-        decays: Any,
-    ) -> _Slots:
-        """Return the new arrays and the update of a weight `[...]`.
-
-        Args:
-          rate: Learning rate.
-          decay: Decay of the second moment.
-          grad: Gradient `[...]`.
-          m: Array of the state; see `ShardedAdafactorState`, as for the next four.
-          m_scale: Array of the state.
-          vr: Array of the state.
-          vc: Array of the state.
-          v: Array of the state.
-          weight: Weight `[...]`.
-          decays: True if weight decay applies.
-        """
-        new = _Slots()
-        grad = grad.astype(jnp.float32)
-        squares = jnp.square(grad) + self.epsilon1
-        if self._is_factored(weight):
-            vr = _mix(decay, vr, jnp.mean(squares, axis=-1, keepdims=True))
-            vc = _mix(decay, vc, jnp.mean(squares, axis=-2, keepdims=True))
-            new = new._replace(vr=vr, vc=vc)
-            rows = vr / jnp.mean(vr, axis=-2, keepdims=True)
-            x = grad * (1.0 / jnp.sqrt(rows)) * (1.0 / jnp.sqrt(vc))
-        else:
-            v = _mix(decay, v, squares)
-            new = new._replace(v=v)
-            x = grad / jnp.sqrt(v)
-        if self.clip_threshold is not None:
-            x /= jnp.maximum(1.0, _rms(x) / self.clip_threshold)
-        scale = rate
-        if self.multiply_by_parameter_scale:
-            scale = rate * jnp.maximum(_rms(weight), self.epsilon2)
-        x *= scale
-        if self.beta1:
-            x = _mix(self.beta1, _floats(m, m_scale), x)
-            if self._is_quantized(weight):
-                m, m_scale = _quantized(x, m.dtype)
-                new = new._replace(m=m, m_scale=m_scale)
-            else:
-                new = new._replace(m=x.astype(m.dtype))
-        if self.weight_decay:
-            x += jnp.where(decays, self.weight_decay * rate, 0.0) * weight
-        return new._replace(update=-x)
-
-    def _is_factored(self, weight: jax.Array) -> bool:
-        return self.factored and weight.ndim >= 2
-
-    def _is_quantized(self, weight: jax.Array) -> bool:
-        return jnp.issubdtype(self.momentum_dtype, jnp.integer) and weight.ndim >= 1
 
 
 def _state(count: jax.Array, step: jax.Array, slots: Any) -> ShardedAdafactorState:

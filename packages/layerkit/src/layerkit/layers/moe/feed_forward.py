@@ -214,7 +214,8 @@ class MoeFeedForward(BaseLayer):
 
     @nn.nowrap
     def _run_expert_choice(self, x: jax.Array, is_token: jax.Array | None) -> jax.Array:
-        num_groups, capacity = self._num_groups(x), self._capacity(x)
+        num_groups = self._num_groups(x)
+        capacity = self._capacity(x, num_groups)
         tokens = x.reshape(num_groups, -1, self.input_dims)
         if is_token is not None:
             is_token = is_token.reshape(num_groups, -1)
@@ -236,12 +237,12 @@ class MoeFeedForward(BaseLayer):
     @nn.nowrap
     def _run_token_choice(self, x: jax.Array, is_token: jax.Array | None) -> jax.Array:
         routing = self.router(x, is_token=is_token)
-        self._report(routing, num_groups=self._num_groups(x) if self.balance_per_group else 1)
-        if self.capacity_factor is not None and self.is_training:
-            capacity = self._capacity(x)
-            return self._run_with_capacity(
-                x, routing, num_groups=self._num_groups(x), capacity=capacity
-            )
+        has_capacity = self.capacity_factor is not None and self.is_training
+        num_groups = self._num_groups(x) if has_capacity or self.balance_per_group else 1
+        self._report(routing, num_groups=num_groups if self.balance_per_group else 1)
+        if has_capacity:
+            capacity = self._capacity(x, num_groups)
+            return self._run_with_capacity(x, routing, num_groups=num_groups, capacity=capacity)
         if self.dot_tpl is None:
             return self._run_dropless(x, routing)
         # With a slot for every token at every expert, no choice is dropped.
@@ -257,10 +258,10 @@ class MoeFeedForward(BaseLayer):
         return num_groups
 
     @nn.nowrap
-    def _capacity(self, x: jax.Array) -> int:
+    def _capacity(self, x: jax.Array, num_groups: int) -> int:
         """Return the number of slots of an expert for one of the groups of `x`."""
         assert self.capacity_factor is not None
-        group_size = x.shape[0] * x.shape[1] // self._num_groups(x)
+        group_size = x.shape[0] * x.shape[1] // num_groups
         capacity = capacity_of(
             group_size, num_experts=self.num_experts, capacity_factor=self.capacity_factor
         )

@@ -26,7 +26,6 @@ from layerkit_runner.checkpointing.errors import DamagedCheckpointError
 from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join, named_leaves
 from layerkit_runner.distributed.process_exchange import from_each_process
 from layerkit_runner.files.bounded_documents import DocumentError, parse_json
-from layerkit_runner.init_from.pax import blocks
 from layerkit_runner.init_from.pax.arrays import open_arrays
 from layerkit_runner.optim.optimizer_calls import update
 
@@ -162,7 +161,7 @@ class StoredPax:
             if isinstance(source, str):
                 return self._block(source, ranges)
             stored = self._shapes[source.names[0]]
-            block = blocks.read_block(source, self._block, stored, shape, ranges)
+            block = source.read_block(self._block, stored, shape, ranges)
             return block if factor is None else (block * factor).astype(target.dtype)
 
         return jax.make_array_from_callback(shape, target.sharding, read)
@@ -245,7 +244,7 @@ class StoredPax:
         try:
             if len(shapes) > 1:
                 raise ValueError(f"layers of shapes {sorted(map(list, shapes))}")
-            shape = blocks.shape_of(source, stored, tuple(wanted.shape))
+            shape = source.shape_of(stored, tuple(wanted.shape))
         except ValueError as error:
             raise DamagedCheckpointError(
                 str(error), owner=self.label, field=source.names[0], value=list(stored)
