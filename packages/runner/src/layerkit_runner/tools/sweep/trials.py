@@ -33,12 +33,13 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import atomic_write, open_append
 from layerkit_runner.files.bounded_documents import DocumentError, parse_json, read_text
 from layerkit_runner.files.locks import lock, try_lock
-from layerkit_runner.observers.metrics_log import Record, parse_record
+from layerkit_runner.observers.metrics_log import read_metrics
 
 # `trainer.job_folder` has the same name, since it does not train in a folder with this file.
 RECORD = "study.json"
 # Size of the end of a trial's output that is searched for an error.
 _MAX_REASON_BYTES = 4000
+_NO_METRICS = ("step", "time", "dataset")
 _RESTORE = "Copy it from a backup, or delete it: the next command of the study writes it again."
 
 
@@ -117,10 +118,8 @@ class TrialMetrics:
 
     def __init__(self, path: Path, *, dataset: str, name: str) -> None:
         """Read from a file, which may not exist yet, the metric `name` of a data set."""
-        self._path = path
-        self._dataset = dataset
-        self._name = name
-        self._offset = 0
+        self._path, self._dataset, self._name = path, dataset, name
+        self._size = 0
         self.label = f"{dataset}/{name}"
         self.step = 0
         self.num_train_steps: int | None = None
@@ -129,15 +128,25 @@ class TrialMetrics:
 
     def read(self) -> list[tuple[int, float]]:
         """Read the new records and return their evaluations: (step, value)."""
-        before = len(self.values)
-        if self._path.exists():
-            with open(self._path, "rb") as file:
-                file.seek(self._offset)
-                content = file.read()
-            complete = content[: content.rfind(b"\n") + 1]  # the last line may be incomplete
-            self._offset += len(complete)
-            for line in complete.decode().splitlines():
-                self._add(parse_record(line))
+        before, size = len(self.values), self._size
+        self._size = self._path.stat().st_size if self._path.exists() else 0
+        if self._size == size:
+            return []
+        log = read_metrics(self._path)
+        records = log.evals.get(self._dataset, [])
+        self.step = max([log.info.get("step", 0), *(r["step"] for r in (*log.train, *records))])
+        self.num_train_steps = log.info.get("num_train_steps")
+        for record in records:
+            value, step = record.get(self._name), record["step"]
+            if value is None:
+                names = [f"{self._dataset}/{n}" for n in record if n not in _NO_METRICS]
+                problem = f"unknown metric; evaluations report {first_names(names)}"
+                raise UnknownMetricError(problem, field="metric", value=self.label, choices=names)
+            if math.isfinite(value):
+                self.values.setdefault(step, value)
+            else:
+                # Later problems may be consequences of the first.
+                self.problem = self.problem or f"{self.label} is {value} at step {step}"
         return list(self.values.items())[before:]
 
     def is_last(self, step: int) -> bool:
@@ -148,27 +157,6 @@ class TrialMetrics:
     def last_value(self) -> float | None:
         """The metric of the last evaluation; None without one."""
         return self.values[max(self.values)] if self.values else None
-
-    def _add(self, record: Record) -> None:
-        step = record["step"]
-        if "event" in record:
-            # A resumed run may repeat steps.
-            self.step = step
-            self.num_train_steps = record.get("num_train_steps", self.num_train_steps)
-            return
-        self.step = max(self.step, step)
-        if record.get("dataset") != self._dataset or step in self.values:
-            return
-        value = record.get(self._name)
-        if value is None:
-            names = [f"{self._dataset}/{n}" for n in record if n not in ("step", "time", "dataset")]
-            problem = f"unknown metric; evaluations report {first_names(names)}"
-            raise UnknownMetricError(problem, field="metric", value=self.label, choices=names)
-        if math.isfinite(value):
-            self.values[step] = value
-        else:
-            # Later problems may be consequences of the first.
-            self.problem = self.problem or f"{self.label} is {value} at step {step}"
 
 
 class TrialProcess:
