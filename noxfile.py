@@ -8,6 +8,7 @@ run starts at once and needs no network.
 from __future__ import annotations
 
 import hashlib
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -73,6 +74,10 @@ TEST_TOOLS = (
 PARITY_TOOLS = ("torch", "transformers")
 LINT_TOOLS = ("ruff", "mypy", "import-linter")
 BUILD_TOOLS = ("hatchling",)
+RELEASE_TOOLS = (*BUILD_TOOLS, "twine")
+DOCS_TOOLS = ("sphinx", "myst-parser", "furo", "sphinx-copybutton", "sphinx-external-toc")
+# Tests of the code on pages of the documentation, those marked slow included.
+DOCS_SUITES = ("integration_tests/test_documented_code.py",)
 
 nox.options.sessions = ["lint", "tests"]
 nox.options.default_venv_backend = "virtualenv"
@@ -189,6 +194,45 @@ def lowest(session: nox.Session) -> None:
     """Run the tests with direct dependencies at their lower bounds, on the oldest Python."""
     versions = ("--constraint", str(lowest_versions(session)))
     check_wheels(session, list(PACKAGES), ALL_SUITES, versions=versions)
+
+
+@nox.session
+def bounds(session: nox.Session) -> None:
+    """Run `lowest`, then `newest` on each Python installed."""
+    for name in ("lowest", "newest-3.11", "newest-3.12", "newest-3.13"):
+        session.notify(name)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation site, check it and run its code; open it where a browser is."""
+    install_sources(session, (*TEST_TOOLS, *DOCS_TOOLS))
+    site = ROOT / "docs" / "_build" / "html"
+    strict = ("--fail-on-warning", "--keep-going", "--quiet")
+    session.run("sphinx-build", *strict, *session.posargs, "docs", str(site))
+    session.run("python", "scripts/check_site.py", str(site))
+    session.run("python", "-m", "doctest", "docs/pipelines.md")
+    session.run("python", "-m", "pytest", "-m", "slow or not slow", *DOCS_SUITES)
+    session.run("python", "scripts/check_site.py", "--open", str(site))
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Build wheels and sdists of the four packages in dist/, check them and install them."""
+    session.install(*PINNED, *RELEASE_TOOLS)
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    for folder in PACKAGES:
+        with session.chdir(ROOT / "packages" / folder):
+            session.run("python", "-m", "hatchling", "build", "--directory", str(dist))
+    files = sorted(map(str, dist.iterdir()))
+    session.run("twine", "check", "--strict", *files)
+    session.run("python", "scripts/check_release.py", str(dist))
+    wheels = [file for file in files if file.endswith(".whl")]
+    session.install(*PINNED, "--force-reinstall", "--no-deps", *wheels)
+    session.install(*PINNED, *wheels)
+    session.run("python", "-m", "pip", "check")
+    session.run("runner", "--list", silent=True)
 
 
 @nox.session(python="3.10")

@@ -38,6 +38,9 @@ COMMANDS = {
     "alone": ("layerkit_alone", "test the layerkit package in an empty environment"),
     "newest": ("newest", "test with the newest versions allowed, on each Python installed"),
     "lowest": ("lowest", "test with the lowest versions allowed, on Python 3.11"),
+    "bounds": ("bounds", "run `lowest`, then `newest` on each Python installed"),
+    "docs": ("docs", "build the documentation site, check it and open it"),
+    "release": ("release", "build wheels and sdists of the four packages, and check them"),
 }
 
 

@@ -22,14 +22,29 @@ from layerkit_runner.config.resolve import resolve
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = [
+    "add_input.md",
+    "add_observer.md",
+    "add_optimizer.md",
     "data_sets.md",
+    "hyperparameters.md",
     "init_from.md",
     "inputs.md",
     "observing.md",
     "optimization.md",
     "preferences.md",
     "programs.md",
-    pytest.param("transformers.md", marks=pytest.mark.slow),
+    "shared_weights.md",
+    # Longer: each compiles a model.
+    *(
+        pytest.param(page, marks=pytest.mark.slow)
+        for page in (
+            "add_attention_variant.md",
+            "first_layer.md",
+            "models_and_losses.md",
+            "tasks_and_learners.md",
+            "transformers.md",
+        )
+    ),
 ]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMANDS = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -78,16 +78,17 @@ def extend_prompts(
         padded to a multiple of it; see `layerkit.decoding.split_rows`.
 
     Returns:
-      A NestedMap:
-        ids: Prompt, chosen tokens and zeros, int32 `[batch, width + max_decode_steps]`.
-        lengths: Number of tokens of prompt and continuation, int32 `[batch]`.
-        log_probs: Log-probabilities of the chosen tokens under the model, before logit processors,
-          float32 with the shape of `ids`; 0 for all other tokens.
-        scores: Scores by which the decoder ranks continuations, float32 `[batch]`. The sum of
-          `log_probs` by default.
-        candidates: The four entries above for all n continuations, with an axis n after `batch`,
-          best first. It exists only if n > 1. The entries above hold the best continuation.
-        prompt_lengths: Number of tokens of the prompt, int32 `[batch]`.
+      A NestedMap with these entries.
+
+      - `ids`: Prompt, chosen tokens and zeros, int32 `[batch, width + max_decode_steps]`.
+      - `lengths`: Number of tokens of prompt and continuation, int32 `[batch]`.
+      - `log_probs`: Log-probabilities of the chosen tokens under the model, before logit
+        processors, float32 with the shape of `ids`; 0 for all other tokens.
+      - `scores`: Scores by which the decoder ranks continuations, float32 `[batch]`. The sum of
+        `log_probs` by default.
+      - `candidates`: The four entries above for all n continuations, with an axis n after `batch`,
+        best first. It exists only if n > 1. The entries above hold the best continuation.
+      - `prompt_lengths`: Number of tokens of the prompt, int32 `[batch]`.
 
     Raises:
       ConfigError: The decoder needs `key` or `cache_axes`, and the argument is None; or it does not

@@ -1,0 +1,84 @@
+"""Check the wheels and sdists of a release, and print the commands that tag it.
+
+Run by the `release` session:
+
+    python3 scripts/check_release.py dist
+
+Versions must agree between the files, `_version.py` and the changelog. The bounds of a package on
+its siblings must allow their versions.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def versions() -> dict[str, tuple[Path, str]]:
+    """Return (folder, version) of each distribution by name."""
+    found = {}
+    for project in sorted((ROOT / "packages").glob("*/pyproject.toml")):
+        name = tomllib.loads(project.read_text())["project"]["name"]
+        (source,) = project.parent.glob("src/*/_version.py")
+        version = re.search(r'__version__ = "(.+)"', source.read_text())
+        assert version is not None, source
+        found[name] = (project.parent, version[1])
+    return found
+
+
+def problems(dist: Path) -> list[str]:
+    """Return a line for each thing that is wrong."""
+    found = []
+    known = versions()
+    for name, (folder, version) in known.items():
+        stem = f"{name.replace('-', '_')}-{version}"
+        wheel, sdist = dist / f"{stem}-py3-none-any.whl", dist / f"{stem}.tar.gz"
+        heading = re.search(r"^## \[(.+?)\]", (folder / "CHANGELOG.md").read_text(), re.MULTILINE)
+        if heading is None or heading[1] != version:
+            found.append(
+                f"{name}: the changelog begins with {heading and heading[1]}, not {version}"
+            )
+        members: dict[Path, list[str]] = {}
+        for path in (wheel, sdist):
+            if not path.is_file():
+                found.append(f"{name}: {path.name} is missing")
+            elif path is wheel:
+                members[path] = zipfile.ZipFile(path).namelist()
+            else:
+                with tarfile.open(path) as archive:
+                    members[path] = archive.getnames()
+        for path, names in members.items():
+            wanted = ("LICENSE", "py.typed") if path is wheel else ("LICENSE", "CHANGELOG.md")
+            for file in wanted:
+                if not any(member.endswith(f"/{file}") for member in names):
+                    found.append(f"{name}: {path.name} lacks {file}")
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        for requirement in map(Requirement, project.get("dependencies", ())):
+            if requirement.name in known:
+                sibling = known[requirement.name][1]
+                if not requirement.specifier.contains(sibling, prereleases=True):
+                    found.append(f"{name}: {requirement} does not allow {sibling}")
+    return found
+
+
+def main() -> int:
+    """Print problems, or the commands that tag the release; return the status."""
+    found = problems(Path(sys.argv[1]))
+    for line in found:
+        print(line)
+    if not found:
+        for name, (_, version) in versions().items():
+            print(f'git tag -a {name}-v{version} -m "{name} {version}"')
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
