@@ -167,8 +167,8 @@ def experiments_page() -> str:
             facts = {"weights": f"{number:,}" if number else "—"}
             facts |= {key: str(row[key]) for key in ("mesh", "data") if row.get(key)}
             facts["tags"] = ", ".join(row.get("tags", ()))
-            lines += [f"   :{key}: {escape(text)}" for key, text in facts.items() if text]
-            lines.append("")
+            known = "; ".join(f"{key}: {text}" for key, text in facts.items() if text)
+            lines += [f"   {escape(known)}", ""]
     return "\n".join(lines).lstrip() + "\n"
 
 
