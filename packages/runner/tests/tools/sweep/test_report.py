@@ -1,9 +1,8 @@
-"""The result of a sweep: table, record and picture."""
+"""The result of a sweep: table and record."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from optuna.distributions import (  # noqa: E402
 )
 from optuna.trial import TrialState  # noqa: E402
 
-from layerkit_runner.tools.sweep.report import draw, results, table, write_results  # noqa: E402
+from layerkit_runner.tools.sweep.report import results, table, write_results  # noqa: E402
 from layerkit_runner.tools.sweep.study_file import StudyFile  # noqa: E402
 from layerkit_runner.tools.sweep.trials import SweepFolder  # noqa: E402
 
@@ -96,27 +95,3 @@ def test_best_trial_has_the_largest_value_if_the_direction_is_maximize(
     _, folder, study = sweep
     file = study_file(space=SPACE, direction="maximize")
     assert [r.number for r in results(study.trials, file, folder)] == [0, 1, 2, 4, 3]
-
-
-def test_picture_shows_the_metric_against_each_field(
-    sweep: tuple[StudyFile, SweepFolder, optuna.Study],
-):
-    file, folder, study = sweep
-    assert draw(study, file, folder) == "picture: out/sweep.png"
-    assert (folder.path / "sweep.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_picture_needs_a_complete_trial(sweep: tuple[StudyFile, SweepFolder, optuna.Study]):
-    file, folder, _ = sweep
-    line = "no picture: no trial is complete and has a value of heldout/loss"
-    assert draw(optuna.create_study(), file, folder) == line
-    assert not (folder.path / "sweep.png").exists()
-
-
-def test_report_without_matplotlib_names_the_extra_to_install(
-    sweep: tuple[StudyFile, SweepFolder, optuna.Study], monkeypatch: pytest.MonkeyPatch
-):
-    file, folder, study = sweep
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it is an error
-    assert "pip install 'layerkit-runner[plots]'" in draw(study, file, folder)
-    assert not (folder.path / "sweep.png").exists()

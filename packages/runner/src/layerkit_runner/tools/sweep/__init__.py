@@ -4,7 +4,7 @@
     command       check the command against the experiment and the folder, then start the sweep
     trials        the folder of a sweep, and the process and metrics of each trial
     sweep         Optuna's study, and the loop over its trials
-    report        the table, sweep.json and sweep.png
+    report        the table and sweep.json
 
 Each trial is an ordinary run in its own process and folder. All of
 these import Optuna, an extra.

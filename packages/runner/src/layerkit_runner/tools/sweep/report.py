@@ -1,21 +1,16 @@
-"""The result of a sweep: a table, `sweep.json` and `sweep.png`."""
+"""The result of a sweep: a table and `sweep.json`."""
 
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from layerkit_inputs.extras import MissingExtraError
 from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.files.text import aligned
-from layerkit_runner.observers.loss_curve import require_matplotlib
 from layerkit_runner.tools.sweep.study_file import StudyFile, Value
 from layerkit_runner.tools.sweep.trials import SweepFolder
 
@@ -132,33 +127,3 @@ def table(found: Sequence[TrialResult], file: StudyFile) -> list[str]:
 def shown(value: Value) -> str:
     """Return the text of a value in the table: a float has four digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def draw(study: optuna.Study, file: StudyFile, folder: SweepFolder) -> str:
-    """Draw `sweep.png`, the metric against each field; return a line that names it.
-
-    If no trial is complete or matplotlib is not installed, the line gives the reason instead.
-    """
-    if not any(trial.state == TrialState.COMPLETE for trial in study.trials):
-        return f"no picture: no trial is complete and has a value of {file.metric}"
-    try:
-        require_matplotlib()
-    except MissingExtraError as error:
-        return f"no picture: {error}"
-    import matplotlib as mpl
-
-    mpl.use("agg")  # needs no display
-    from matplotlib import pyplot
-    from optuna.visualization.matplotlib import plot_slice
-
-    png = io.BytesIO()
-    with mpl.rc_context(), warnings.catch_warnings():
-        # If all trials have the same value of a field, the length of its axis is 0.
-        warnings.simplefilter("ignore")
-        plot_slice(study, params=list(file.space), target_name=file.metric)
-        figure = pyplot.gcf()
-        figure.suptitle(f"{file.metric}, {file.direction}d over {len(study.trials)} trials")
-        figure.savefig(png, format="png", bbox_inches="tight")
-        pyplot.close(figure)
-    atomic_write(folder.path / "sweep.png", png.getvalue())
-    return f"picture: {folder.shown('sweep.png')}"

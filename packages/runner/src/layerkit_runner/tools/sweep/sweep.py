@@ -340,7 +340,6 @@ class Sweep:
         num_unfinished = sum(result.state == "unfinished" for result in found)
         if num_unfinished:
             _say(f"{num_unfinished} of {len(found)} trials are unfinished")
-        _say(report.draw(self.study.optuna, self.file, self.folder))
         best = report.best_of(found)
         if best is not None:
             _say("next: train the best trial for twice as many steps")
