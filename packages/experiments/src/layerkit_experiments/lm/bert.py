@@ -116,7 +116,6 @@ class PaxBert(MaskedLm, PaxDecoder, abstract=True):
     """Probability that the label of a masked token gives to all others, in equal parts."""
     SOFTMAX_LOGIT_CAP = 30.0
     ACTIVATION = "relu"
-    MAX_SEQ_LEN = 512
     FPROP_DTYPE = "bfloat16"
     USE_REPEATED_LAYER = False
 
@@ -136,6 +135,7 @@ class BertAdamL4H128(AdamExponential, Pmap, C4, PaxBert):
     MODEL_DIMS = 128
     NUM_HEADS = 8
     DIMS_PER_HEAD = 16
+    MAX_SEQ_LEN = 512
     PERCORE_BATCH_SIZE = 8.0
 
 
@@ -143,6 +143,7 @@ class BertSpmd(AdafactorExponential, Spmd, C4, PaxBert, abstract=True):
     """Base of the models of Pax on a mesh."""
 
     COMBINE_QKV = True
+    MAX_SEQ_LEN = 512
     PERCORE_BATCH_SIZE = 4.0
     LEARNING_RATE = 2.5e-4
 

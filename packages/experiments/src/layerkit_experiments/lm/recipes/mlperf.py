@@ -34,8 +34,6 @@ class Gpt3175B(Gpt3Decoder, abstract=True):
     HIDDEN_DIMS = 49152
     NUM_HEADS = 96
     DIMS_PER_HEAD = 128
-    VOCAB_SIZE = 50257
-    MAX_SEQ_LEN = 2048
     MAX_POSITIONS = 16_384
     SOFTMAX_CHUNK_SIZE = 512
     INIT_STD = 0.006
@@ -137,6 +135,8 @@ class MlperfC4(RowSamples, Corpus, abstract=True):
     and the others are predicted. An evaluation reads all rows.
     """
 
+    VOCAB_SIZE = 50257
+    MAX_SEQ_LEN = 2048
     EVAL_NUM_BATCHES = None
 
     tfds_name = "c4/en:3.0.4"
