@@ -253,9 +253,62 @@ def samplers():
     record("top_p", logits=logits, p=0.6, allowed=np.asarray(masked) > -1e6)
 
 
+def row_options():
+    """Numbers of draws of each token, with the options of each row."""
+    logits, draws = normal(4, 9, scale=2.0), 20_000
+    temperature, top_k = np.array([0.5, 1, 2, 1.5], np.float32), np.array([3, 5, 8, 9], np.int32)
+    top_p = np.array([1.0, 0.7, 0.9, 0.6], np.float32)
+
+    def draw(key):
+        ids, _ = token_samplers.sample_from_top_k_and_top_p(
+            logits, key, jnp.asarray(temperature)[:, None], 9, jnp.asarray(top_p)[:, None], top_k
+        )
+        return ids
+
+    keys = jax.random.split(jax.random.PRNGKey(7), draws)
+    ids = np.asarray(jax.jit(jax.vmap(draw))(keys))
+    counts = np.stack([np.bincount(row, minlength=9) for row in ids.T])
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    record("row_options", logits=logits, counts=counts, **options)
+
+
+def expert_dropout():
+    """Values of hidden activations of one expert after dropout, and the share that is kept."""
+    dims = 64
+    x, paddings = np.ones((4, 16, dims), np.float32), np.zeros((4, 16), np.float32)
+    layer = base_layer.instantiate(
+        pax_fiddle.Config(
+            transformers.TransformerFeedForwardMoe,
+            name="layer",
+            input_dims=dims,
+            hidden_dims=dims,
+            num_experts=1,
+            num_groups=1,
+            gating_func="expert_choice_v2",
+            unadjusted_expert_capacity_factor=1.0,
+            add_skip_connection=False,
+            ln_tpl=pax_fiddle.Config(normalizations.IdentityNorm),
+            activation_tpl=pax_fiddle.Config(activations.Identity),
+            relu_dropout_prob=0.25,
+        )
+    )
+    with base_layer.JaxContext.new_context(hparams=base_layer.JaxContext.HParams(do_eval=False)):
+        variables = layer.init(jax.random.PRNGKey(0), x, paddings)
+        ones = jnp.eye(dims)[None]
+        params = {**variables["params"], "wi_0": ones, "wo_0": ones}
+        params["gate"] = jnp.zeros_like(params["gate"])
+        outputs = layer.apply(
+            {**variables, "params": params}, x, paddings, rngs={"random": jax.random.PRNGKey(1)}
+        )
+    values = np.asarray(outputs)
+    record("expert_dropout", values=np.unique(values), kept=np.mean(values != 0))
+
+
 def main():
     """Write all cases to the file that is named on the command line."""
     for add in (mixtures, softmaxes, norms, frames, residuals, elementwise, samplers):
+        add()
+    for add in (row_options, expert_dropout):
         add()
     lines = [f"{json.dumps(name)}: {json.dumps(case)}" for name, case in CASES.items()]
     Path(sys.argv[1]).write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -75,6 +75,17 @@ def test_top_k_of_rows_equals_praxis(praxis):
     assert np.all(np.isfinite(found[3])) and case["allowed"][3].sum() == 6
 
 
+def test_options_of_rows_draw_tokens_as_often_as_praxis(praxis):
+    case = praxis("row_options")
+    names = ("top_k", "top_p", "temperature")  # the order of Praxis
+    options, logits = RowOptions(**{name: case[name] for name in names}), case["logits"]
+    for name in names:
+        logits = processed(OptionOfRows(option=name), logits, options)
+    expected = np.asarray(jax.nn.softmax(logits)) * case["counts"].sum(axis=-1, keepdims=True)
+    # Five standard deviations of Poisson's distribution.
+    np.testing.assert_array_less(np.abs(case["counts"] - expected), 5 * np.sqrt(expected) + 1e-3)
+
+
 def processed(processor, logits, options=None):
     rows = RowsSoFar(jnp.zeros((len(logits), 1), int), jnp.zeros(len(logits), int), 1, options)
     return np.asarray(processor(jnp.array(logits), rows))

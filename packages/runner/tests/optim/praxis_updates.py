@@ -46,6 +46,12 @@ ADAFACTOR = {
     "no momentum": {"decay_method": "pow", "decay_pow": 0.6, "beta1": 0.0},
 }
 EWC_WEIGHT = 0.7
+# Norm of the regularizer, its weight, and whether vectors and scalars are left out. The last update
+# is recorded.
+REGULARIZERS = {"l1": (1.0, 0.1, False), "l1, matrices": (1.0, 0.1, True), "l2": (2.0, 0.2, False)}
+EMA_DECAY = 0.4
+# Values and weights of two losses in two shards.
+LOSSES = {"first": ([1.5, 4.0], [3.0, 1.0]), "second": ([0.5, -2.0], [1.0, 4.0])}
 
 
 def first_weights():
@@ -71,7 +77,8 @@ def rate_at(step):
 def _record():
     import jax
     import jax.numpy as jnp
-    from praxis import optimizers, py_utils, schedules
+    from paxml import base_metrics
+    from praxis import base_layer, optimizers, py_utils, schedules
 
     constant = schedules.Constant.config()
 
@@ -97,6 +104,26 @@ def _record():
     ewc = optimizers.apply_ewc_regularization(rate_at, ewc_regularizer_weight=EWC_WEIGHT)
     updates, _ = run(optimizers.sharded_chain(sgd, ewc))
     recorded |= {f"ewc/{name}": value for name, value in updates.items()}
+    for case, (norm, weight, skips_vectors) in REGULARIZERS.items():
+        sgd = optimizers.sharded_sgd(rate_at, momentum=None, nesterov=False)
+        lp = optimizers.apply_lp_regularizer(
+            None, regularizer_weight=weight, p=norm, skip_lp_1d_vectors=skips_vectors
+        )
+        updates, _ = run(optimizers.sharded_chain(lp, sgd))
+        recorded |= {f"{case}/{name}": value[-1] for name, value in updates.items()}
+    averages = optimizers.apply_ema_weights(decay=EMA_DECAY)
+    _, (_, state) = run(optimizers.sharded_chain(sgd, averages))
+    recorded |= {f"ema/{name}": value for name, value in state.ema.items()}
+    aggregators = {
+        "first": base_metrics.LossAggregator(loss_key="first"),
+        "both": base_metrics.MultiLossAggregator(loss_keys=["first", "second"]),
+    }
+    for case, aggregator in aggregators.items():
+        losses = {name: tuple(map(jnp.asarray, pair)) for name, pair in LOSSES.items()}
+        _, mean, _ = jax.vmap(aggregator.aggregate, axis_name=base_layer.PMAP_PARALLEL_AXIS_NAME)(
+            losses
+        )
+        recorded[f"aggregated/{case}"] = np.array(mean)
     np.savez_compressed(RECORDED, **recorded)
 
 

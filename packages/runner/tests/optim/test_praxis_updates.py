@@ -1,9 +1,10 @@
-"""`sharded_adafactor` and `elastic_weight_consolidation` against the updates of Praxis."""
+"""Optimizers, regularizers, averages and loss aggregators against the numbers of Pax."""
 
 from __future__ import annotations
 
 import pathlib
 import runpy
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,9 +12,15 @@ import numpy as np
 import optax
 import pytest
 
+from layerkit.base_model import WeightedScalar
+from layerkit.config import Config, Partial
 from layerkit.errors import ConfigError
-from layerkit_runner.optim.optimizers import elastic_weight_consolidation
+from layerkit.nested_map import NestedMap
+from layerkit_runner.optim.learner import Learner
+from layerkit_runner.optim.optimizers import elastic_weight_consolidation, lp_regularized
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
+from layerkit_runner.training.loss_aggregators import LossAggregator, MultiLossAggregator
+from layerkit_runner.training.metrics import GLOBAL_BATCH
 
 PRAXIS = runpy.run_path(str(pathlib.Path(__file__).with_name("praxis_updates.py")))
 
@@ -124,3 +131,73 @@ def test_elastic_weight_consolidation_pulls_to_the_weights_of_the_first_update(r
     np.testing.assert_allclose(updates["w"], [-0.1, 0.2], rtol=1e-6)
     with raises(ConfigError, owner="elastic_weight_consolidation", field="ewc_regularizer_weight"):
         elastic_weight_consolidation(0.5, optimizer=optax.sgd, ewc_regularizer_weight=-1.0)
+
+
+@pytest.mark.parametrize("case", PRAXIS["REGULARIZERS"])
+def test_regularizers_equal_those_of_praxis(recorded: dict[str, np.ndarray], case: str):
+    norm, weight, skips_vectors = PRAXIS["REGULARIZERS"][case]
+    fields: dict[str, Any] = {f"l{norm:.0f}_regularizer_weight": weight}
+    if skips_vectors:
+        fields["mask"] = {name: len(shape) > 1 for name, shape in PRAXIS["SHAPES"].items()}
+    updates, _ = updates_of(lp_regularized(PRAXIS["rate_at"], optimizer=optax.sgd, **fields))
+    plain, _ = updates_of(optax.sgd(PRAXIS["rate_at"]))
+    for name, found in updates.items():
+        np.testing.assert_allclose(found[-1], recorded[f"{case}/{name}"], rtol=1e-5, atol=1e-7)
+        is_regularized = not skips_vectors or fields["mask"][name]
+        assert (np.max(np.abs(found[-1] - plain[name][-1])) > 1e-4) == is_regularized
+
+
+def test_averages_before_the_step_equal_those_of_praxis(recorded: dict[str, np.ndarray]):
+    config = Learner.HParams.config(
+        optimizer=Partial(optax.sgd),
+        learning_rate=Partial(PRAXIS["rate_at"]),
+        clip_global_norm=None,
+        ema_decay=PRAXIS["EMA_DECAY"],
+        ema_before_step=True,
+    )
+    learner, params = config.Instantiate(), PRAXIS["first_weights"]()
+    state, ema = learner.init(params), learner.init_ema(params)
+    for step in range(PRAXIS["STEPS"]):
+        update = learner.update(
+            PRAXIS["gradients"](step), state, params, step=np.int32(step), ema=ema
+        )
+        params, state, ema = update.params, update.opt_state, update.ema
+    for name, found in ema.items():
+        np.testing.assert_allclose(found, recorded[f"ema/{name}"], rtol=1e-5, atol=1e-6)
+        assert np.max(np.abs(found - params[name])) > 1e-4
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize(
+    ("case", "aggregator"),
+    [
+        ("first", LossAggregator.HParams.config(loss_key="first")),
+        ("both", MultiLossAggregator.HParams.config(loss_keys=["first", "second"])),
+    ],
+)
+def test_loss_of_shards_equals_that_of_paxml(
+    tiny: SimpleNamespace,
+    recorded: dict[str, np.ndarray],
+    case: str,
+    aggregator: Config,
+    num_microbatches: int,
+):
+    class TwoLosses(tiny.Regression):
+        def compute_loss(self, predictions: Any, batch: Any) -> Any:
+            _, outputs = super().compute_loss(predictions, batch)
+            losses = {}
+            for name in ("first", "second"):
+                values, weights = batch[name].T
+                total = weights.sum()
+                losses[name] = WeightedScalar.of((values * weights).sum() / total, total)
+            return losses, outputs
+
+    config = tiny.task_config(train={"gradient_accumulation_steps": num_microbatches})
+    config.set(model=TwoLosses.HParams.config(), loss_aggregator=aggregator)
+    task = config.Instantiate()
+    losses = {name: np.float32(pair).T for name, pair in PRAXIS["LOSSES"].items()}
+    batch = NestedMap(x=np.ones((2, 2), np.float32), y=np.zeros(2, np.float32), **losses)
+    batch.weights = np.ones(2, np.float32)
+    _, (metrics, _) = task.train_step(task.init_state(jax.random.key(0)), batch, GLOBAL_BATCH)
+    expected = recorded[f"aggregated/{case}"]
+    np.testing.assert_allclose(metrics[task.loss_name].value, expected[0], rtol=1e-6)
