@@ -18,10 +18,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from praxis import base_layer, pax_fiddle, token_samplers
+from praxis import base_layer, pax_fiddle, py_utils, token_samplers
 from praxis.layers import (
     activations,
     adapters,
+    attentions,
     embedding_softmax,
     linears,
     normalizations,
@@ -304,11 +305,35 @@ def expert_dropout():
     record("expert_dropout", values=np.unique(values), kept=np.mean(values != 0))
 
 
+def relative_biases():
+    """Attention with a relative bias and logits that are scaled after it."""
+    x, length = normal(2, 7, 4), 7
+    excluded = py_utils.get_large_negative_number(np.float32)
+    causal = np.where(np.tri(length, dtype=bool), 0.0, excluded).astype(np.float32)[None, None]
+    positions = np.tile(np.arange(length, dtype=np.int32), (2, 1))
+    bias = pax_fiddle.Config(
+        attentions.RelativeBias, relative_attention_num_buckets=4, relative_attention_max_distance=6
+    )
+    weights, (outputs, _), _ = run(
+        attentions.DotProductAttention,
+        *(x, x, x, np.tile(causal, (2, 1, 1, 1))),
+        call={"query_segment_pos": positions, "key_segment_pos": positions},
+        input_dim=4,
+        hidden_dim=6,
+        num_heads=2,
+        use_bias=False,
+        internal_enable_query_scale=False,
+        scale_logits_by_head_dims=True,
+        relative_bias_tpl=bias,
+    )
+    record("relative_bias", x=x, weights=weights, outputs=outputs)
+
+
 def main():
     """Write all cases to the file that is named on the command line."""
     for add in (mixtures, softmaxes, norms, frames, residuals, elementwise, samplers):
         add()
-    for add in (row_options, expert_dropout):
+    for add in (row_options, expert_dropout, relative_biases):
         add()
     lines = [f"{json.dumps(name)}: {json.dumps(case)}" for name, case in CASES.items()]
     Path(sys.argv[1]).write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -475,3 +475,15 @@ def test_single_key_head_is_replicated_and_other_numbers_need_a_rule(raises):
     ):
         on_the_mesh(2, DEFAULT_RULES)
     on_the_mesh(2, DEFAULT_RULES.replace(kv_heads=None, act_kv_heads=None))
+
+
+def test_logits_of_praxis_scaled_after_the_bias_equal_those_of_a_smaller_bias(praxis):
+    case, dim = praxis("relative_bias"), 3
+    theirs = case["weights"]
+    weights = {name: {"w": theirs[name]["w"]} for name in ("query", "key", "value")}
+    weights["output"] = {"w": theirs["post"]["w"].transpose(1, 2, 0)}
+    weights["relative_bias"] = {"w": theirs["relative_bias"]["wrb"].T / math.sqrt(dim)}
+    bias = RelativeBias.HParams.config(num_buckets=4, max_distance=6)
+    layer = MultiHeadAttention(input_dims=4, num_heads=2, dim_per_head=dim, relative_bias_tpl=bias)
+    found = run(layer, {"params": weights}, jnp.array(case["x"]))
+    np.testing.assert_allclose(found, case["outputs"], rtol=1e-4, atol=1e-5)
