@@ -18,7 +18,10 @@ import pytest
 
 from layerkit.nested_map import NestedMap
 from layerkit_runner import BaseExperiment, cli
+from layerkit_runner.config.config_text import config_text
 from layerkit_runner.config.resolve import resolve
+from layerkit_runner.observers import read_metrics
+from layerkit_runner.tools.translate import __main__ as translate
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = [
@@ -162,6 +165,43 @@ def test_page_on_a_model_of_ones_own_trains_decodes_and_loops(
     r2 = 1 - np.sum((y - predicted) ** 2) / np.sum((y - y.mean()) ** 2)
     reported = re.findall(r"eval heldout \| r2 (\S+)", looped)
     assert float(reported[-1]) == pytest.approx(r2, abs=1e-3)
+
+
+def test_walk_through_from_pax_shows_a_translation_and_an_equal_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    page = (DOCS / "coming_from_pax.md").read_text()
+    theirs, message, *_ = re.findall(r"^```\n((?:from paxml|translate:).*?)^```", page, re.M | re.S)
+    (tmp_path / "pax_tiny.py").write_text(theirs)
+    monkeypatch.chdir(tmp_path)
+    assert translate.main(["pax", "pax_tiny.py", "--class=TinyLm"]) == 1
+    printed = capsys.readouterr()
+    assert message in printed.err
+    completed = printed.out.replace(", abstract=True", "")
+    names: dict[str, dict[str, Any]] = {}
+    for name, code in {"translated": completed, "mine": BLOCK.findall(page)[0]}.items():
+        names[name] = {"__name__": "mine"}
+        exec(code, names[name])
+    translated = config_text(resolve(names["translated"]["TinyLm"](MAX_STEPS=100)))
+    assert translated == config_text(resolve(names["mine"]["TinyLm"]()))
+
+
+@pytest.mark.slow
+def test_walk_through_from_pax_trains_to_the_losses_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    page = (DOCS / "coming_from_pax.md").read_text()
+    (tmp_path / "mine.py").write_text(BLOCK.findall(page)[0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    _, *words = shlex.split(COMMANDS.findall(page)[0])
+    # The same batch on the eight devices of the tests.
+    fields = ("PERCORE_BATCH_SIZE=0.5", "ICI_MESH_SHAPE=[1,1,8]")
+    assert cli.main([*words, *(f"--fdl.{field}" for field in fields)]) == 0
+    sys.modules.pop("mine")
+    losses = {record["step"]: record["loss"] for record in read_metrics(Path("runs/tiny")).train}
+    for step, loss in re.findall(r"^step (\d+)/100 \| loss (\S+)", page, re.M):
+        assert losses[int(step)] == pytest.approx(float(loss), abs=1e-2)
 
 
 def test_loss_function_of_layerkits_readme_keeps_moving_averages():

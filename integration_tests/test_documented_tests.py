@@ -10,8 +10,8 @@ import pytest
 from layerkit_runner.run_options import FLAGS, OTHER_NAMES, PAX_ANSWERS
 
 ROOT = Path(__file__).parents[1]
-PAX = (ROOT / "docs/coming_from_pax.md").read_text()
-# The tables after this heading.
+# The tables after these headings.
+PAX = (ROOT / "docs/coming_from_pax.md").read_text().partition("## Tables")[2]
 SECURITY = (ROOT / "docs/security.md").read_text().partition("## Files from others")[2]
 OF_THE_RUNNER = ROOT / "packages/runner/tests"
 TEST = re.compile(r"`([\w/]*\.py)?(?:::(\w+))?`")
