@@ -40,10 +40,11 @@ autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80
-napoleon_use_ivar = True
+napoleon_custom_sections = [("Attributes", "params_style")]
 napoleon_attr_annotations = False  # types and defaults are in the signature
 toc_object_entries_show_parents = "hide"
 
+highlight_language = "text"  # commands and output, unless a block names a language
 html_theme = "furo"
 html_title = "layerkit"
 html_static_path = ["_static"]

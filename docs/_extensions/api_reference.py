@@ -84,7 +84,7 @@ def api_page(page: str, modules: tuple[str, ...], documented: dict[str, str]) ->
         for name in public_names.names_of(module):
             homes.setdefault(public_names.home_of(module, name), []).append(name)
         elsewhere = []
-        for home, names in homes.items():
+        for home, names in sorted(homes.items()):
             own = [name for name in names if f"{home}.{name}" not in documented]
             elsewhere += [documented[f"{home}.{name}"] for name in names if name not in own]
             if own and len(homes) > 1 and len(own) < sum(map(len, homes.values())):
@@ -119,7 +119,8 @@ def directive(module: str, name: str) -> list[str]:
     if inspect.isfunction(value):
         return [f".. autofunction:: {module}.{name}", ""]
     text = escape(public_names.comment_of(module, name)).splitlines()
-    return [f".. py:data:: {module}.{name}", "", *(f"   {line}" for line in text), ""]
+    lines = [f".. py:data:: {name}", f"   :module: {module}", ""]
+    return [*lines, *(f"   {line}" for line in text), ""]
 
 
 def flags_page() -> str:
@@ -198,7 +199,7 @@ def convert(lines: list[str]) -> list[str]:
         base = next((x for x in reversed(lines[:number]) if x.strip()), "")
         ends = bool(line.strip()) and not line.startswith("    ")
         if starts and after_text and not base.startswith(" ") and not is_code:
-            blocks += [["::", ""], [line]]
+            blocks += [[".. code-block:: python", ""], [line]]
             is_code = True
         elif ends and is_code:
             blocks.append([line])
@@ -208,7 +209,7 @@ def convert(lines: list[str]) -> list[str]:
     found: list[str] = []
     is_code = False
     for block in blocks:
-        if block[:1] == ["::"]:
+        if block[:1] == [".. code-block:: python"]:
             found += block
             is_code = True
         else:

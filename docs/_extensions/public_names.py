@@ -41,20 +41,25 @@ PAGES: dict[str, tuple[str, ...]] = {
     "models": ("layerkit.models", "layerkit.models.example_weights"),
     "decoding": ("layerkit.decoding",),
     "interop": ("layerkit.interop.hugging_face", "layerkit.interop.praxis"),
-    "inputs": ("layerkit_inputs", "layerkit_inputs.testing.laws"),
+    "inputs": (
+        "layerkit_inputs",
+        "layerkit_inputs.base_input",
+        "layerkit_inputs.lingvo_adaptor",
+        "layerkit_inputs.testing.laws",
+    ),
     "runner": (
         "layerkit_runner",
         "layerkit_runner.checkpointing",
         "layerkit_runner.init_from",
         "layerkit_runner.partitioning",
         "layerkit_runner.trainer",
+        "layerkit_runner.training.metrics",
     ),
     "observers": ("layerkit_runner.observers",),
     "optim": (
         "layerkit_runner.optim.optimizers",
         "layerkit_runner.optim.schedules",
         "layerkit_runner.optim.sharded_adafactor",
-        "layerkit_runner.training.loss_aggregators",
         "layerkit_runner.training.task_metrics",
     ),
 }
@@ -88,7 +93,9 @@ def names_of(module_name: str) -> list[str]:
         home = getattr(value, "__module__", None)
         is_ours = home == module_name or (is_package and str(home).startswith(f"{module_name}."))
         is_defined = inspect.isclass(value) or inspect.isfunction(value)
-        is_constant = name.isupper() and home_of(module_name, name).startswith(module_name)
+        # Constants, and aliases of types such as `Conditions`.
+        is_named = name.isupper() or (len(name) > 1 and name[0].isupper() and not is_ours)
+        is_constant = is_named and name in assigned_names(home_of(module_name, name), module_name)
         if (is_ours and is_defined) or is_constant:
             found.append(name)
     return found
@@ -110,6 +117,14 @@ def imported_from(module_name: str, name: str) -> str | None:
         if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
             return node.module
     return None
+
+
+def assigned_names(home: str, module_name: str) -> set[str]:
+    """Return the names that `home` assigns, if it is the module or a part of it."""
+    if home != module_name and not home.startswith(f"{module_name}."):
+        return set()
+    tree = ast.parse(inspect.getsource(importlib.import_module(home)))
+    return set().union(*map(_targets, tree.body))
 
 
 def comment_of(module_name: str, name: str) -> str:
