@@ -20,6 +20,7 @@ from etils import epath
 from layerkit_runner.checkpointing import documents, folders, formats, integrity, structure
 from layerkit_runner.checkpointing.errors import SaveError
 from layerkit_runner.checkpointing.policy import CheckpointPolicy, SavedStep
+from layerkit_runner.distributed.process_exchange import from_each_process
 
 _STATE, _INPUTS = "state", "input_states"
 # Several files are hashed side by side. Orbax's default of 2 GiB would leave most cores idle.
@@ -161,6 +162,46 @@ class ManifestHandler(_Handler):
 
 
 def read_step(
+    path: epath.Path, step: int, target: Any, *, verifies: bool = True, **options: Any
+) -> tuple[tuple[integrity.Finding, ...], formats.RestoredCheckpoint | None]:
+    """Read a step while a thread verifies it; all processes have to call it.
+
+    Args:
+      path: Folder of the step.
+      step: Training step.
+      target: See `CheckpointManager.restore`, as for the other options.
+      verifies: False if the step is known to be undamaged.
+      **options: Options of `CheckpointManager.restore`.
+
+    Returns:
+      (findings of all processes, content of the step; None if it is damaged).
+
+    Raises:
+      Exception: An error of this process, or a ValueError about another one, if the step is
+        undamaged.
+    """
+    found: formats.RestoredCheckpoint | None = None
+    problem: Exception | None = None
+    with futures.ThreadPoolExecutor(1) as verifiers:
+        verifying = verifiers.submit(integrity.verify_own, path) if verifies else None
+        try:
+            found = _read_unverified(path, step, target, **options)
+        except Exception as error:  # which damage may have caused
+            problem = error
+    # Processes agree on the damage before any of them raises another error.
+    findings = () if verifying is None else integrity.merge(verifying.result)
+    if any(finding.is_damage for finding in findings):
+        return findings, None
+
+    def raise_problem() -> None:
+        if problem is not None:
+            raise problem
+
+    from_each_process(raise_problem)
+    return findings, found
+
+
+def _read_unverified(
     path: epath.Path,
     step: int,
     target: Any,
@@ -169,7 +210,6 @@ def read_step(
     cast_dtypes: bool = False,
     with_input_states: bool = True,
 ) -> formats.RestoredCheckpoint:
-    """Read a step without verifying it; see `CheckpointManager.restore`."""
     about = documents.read(path)
     targets = structure.named_leaves(target)
     structure.check_target(targets)
@@ -244,7 +284,6 @@ def orbax_manager(
     *,
     timeout_secs: int,
     todelete_subdir: str | None,
-    read_only: bool,
 ) -> ocp.CheckpointManager:
     """Return Orbax's manager of a folder.
 
@@ -254,18 +293,13 @@ def orbax_manager(
       evaluated: Metrics by step, to which the policy refers; the caller may add to them.
       timeout_secs: Time limit of a save, in seconds.
       todelete_subdir: Folder to which steps that are no longer kept are moved; None deletes them.
-      read_only: Whether no file may be written.
     """
     options = ocp.CheckpointManagerOptions(
         step_name_format=ocp.path.step.standard_name_format(
             step_prefix=folders.STEP_PREFIX, step_format_fixed_length=folders.STEP_DIGITS
         ),
         preservation_policy=_Preservation(policy, evaluated),
-        create=not read_only,
-        todelete_subdir=None if read_only else todelete_subdir,
-        # The training job may delete steps while a reader lists them, so a reader does not read the
-        # steps at start-up.
-        lightweight_initialize=read_only,
+        todelete_subdir=todelete_subdir,
         # Folders are created synchronously, so that an error is raised at once. With folders
         # created in the background, all other work would wait for them for minutes.
         async_options=ocp.AsyncOptions(

@@ -204,9 +204,17 @@ class CheckpointManager:
             self._last_saved = step
             # Evaluations are written before the step, so that a kill leaves no step without them.
             self._write_evaluations()
-            storage = self._storage()
+            if self._orbax is None:
+                silence_tracebacks()
+                self._orbax = handlers.orbax_manager(
+                    self._directory,
+                    self._policy,
+                    self._evaluations,
+                    timeout_secs=self._async_timeout_secs,
+                    todelete_subdir=self._todelete_subdir,
+                )
             self._deadline = time.monotonic() + self._async_timeout_secs
-            storage.save(step, args=items, force=True)
+            self._orbax.save(step, args=items, force=True)
             # The check starts behind the copy to the host, which would otherwise wait for it, and
             # before the caller can donate the arrays.
             self._check = structure.FiniteCheck(leaves)
@@ -229,17 +237,16 @@ class CheckpointManager:
           SaveError: The record cannot be written.
         """
         known = self._evaluations.get(step, {})
-        if all(known.get(name) == value for name, value in metrics.items()):
+        if {**known, **metrics} == known:
             return  # for example because a finished run was started again
         self._evaluations[step] = {**known, **metrics}
-        if not self._read_only and step == self._last_saved:
-            try:
-                self._write_evaluations()
-            except OSError as error:
-                raise SaveError(
-                    f"The evaluation of step {step} could not be written to {self._directory}: "
-                    f"{error}."
-                ) from error
+        if self._read_only or step != self._last_saved:
+            return
+        try:
+            self._write_evaluations()
+        except OSError as error:
+            problem = f"The evaluation of step {step} could not be written to {self._directory}"
+            raise SaveError(f"{problem}: {error}.") from error
 
     def latest_step(self) -> int | None:
         """Return the newest committed step, which may be damaged; None if there is none."""
@@ -344,39 +351,16 @@ class CheckpointManager:
     def _read(
         self, step: int, target: Any, **options: Any
     ) -> tuple[Sequence[integrity.Finding], RestoredCheckpoint | None]:
-        """Read a step while a thread verifies it; return findings, and the content if undamaged.
-
-        Raises:
-          Exception: An error of this process, or a ValueError about another one, if the step is
-            undamaged.
-        """
+        """Return the findings in a step, and its content if it is undamaged."""
         from layerkit_runner.checkpointing import handlers
 
         path = folders.step_folder(self._directory, step)
-        is_verified = step in self._sound
-        restored: RestoredCheckpoint | None = None
-        problem: Exception | None = None
-        with futures.ThreadPoolExecutor(1) as verifiers:
-            verifying = None if is_verified else verifiers.submit(integrity.verify_own, path)
-            try:
-                restored = handlers.read_step(path, step, target, **options)
-            except Exception as error:  # which damage may have caused
-                problem = error
-        # Processes agree on the damage before any of them raises another error.
-        findings = () if verifying is None else integrity.merge(verifying.result)
+        verifies = step not in self._sound
+        findings, found = handlers.read_step(path, step, target, verifies=verifies, **options)
         self._report_ignored(path, findings)
-        if any(finding.is_damage for finding in findings):
-            return findings, None
-
-        def raise_problem() -> None:
-            if problem is not None:
-                raise problem
-
-        from_each_process(raise_problem)
-        assert restored is not None
-        for line in restored.casts:
+        for line in () if found is None else found.casts:
             self._report(f"The checkpoint {path}: {line}")
-        return findings, restored
+        return findings, found
 
     def wait_until_finished(self) -> None:
         """Block until the save in progress is committed.
@@ -474,31 +458,14 @@ class CheckpointManager:
         """Close this manager."""
         self.close()
 
-    def _storage(self) -> ocp.CheckpointManager:
-        """Return Orbax's manager; create it in the first call."""
-        if self._orbax is None:
-            from layerkit_runner.checkpointing import handlers
-
-            silence_tracebacks()
-            self._orbax = handlers.orbax_manager(
-                self._directory,
-                self._policy,
-                self._evaluations,
-                timeout_secs=self._async_timeout_secs,
-                read_only=self._read_only,
-                todelete_subdir=self._todelete_subdir,
-            )
-        return self._orbax
-
     def _write_evaluations(self) -> None:
         """Write the evaluations of saved steps and drop those of deleted steps."""
-        if not self._evaluations:
-            return
-        saved = {*folders.committed_steps(self._directory), self._last_saved}
-        for step in self._evaluations.keys() - saved:
-            del self._evaluations[step]
-        if jax.process_index() == 0:
-            documents.write_evaluations(self._directory, self._evaluations)
+        if self._evaluations:
+            saved = {*folders.committed_steps(self._directory), self._last_saved}
+            for step in self._evaluations.keys() - saved:
+                del self._evaluations[step]
+            if jax.process_index() == 0:
+                documents.write_evaluations(self._directory, self._evaluations)
 
     def _move_damaged(
         self,
