@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from etils import epath
 
@@ -95,13 +96,18 @@ class FirstState:
       state: State on the devices.
       step: Number of completed steps.
       provenance: Origins of the values; None if all are drawn or restored.
-      is_restored: True if the state was restored to resume a run.
+      restored_from: Folder of the checkpoints from which the state was restored; None for a new
+        state.
+      input_states: Input positions in the restored checkpoint.
+      metadata: Metadata of the job's own checkpoint that is resumed; empty otherwise.
     """
 
     state: TrainState
     step: int = 0
     provenance: Provenance | None = None
-    is_restored: bool = False
+    restored_from: str | None = None
+    input_states: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def copy_of(name: str) -> str:

@@ -18,7 +18,11 @@ from typing import Any
 import jax
 
 from layerkit_inputs.base_input import BaseInput
-from layerkit_runner.checkpointing import CheckpointManager, SaveTimeoutError
+from layerkit_runner.checkpointing import (
+    CheckpointManager,
+    RestoredCheckpoint,
+    SaveTimeoutError,
+)
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.infeed import as_usage_error, peek_batch
@@ -104,7 +108,7 @@ def run_train(
         plan = _plan_if_new(job, checkpoints)
         _check_data(programs)
         prepared = _prepare(job, programs, abstract_state, checkpoints, plan)
-        first = prepared.start.first
+        first = prepared.first
         info = train_run_info(job, programs.data, prepared.works, start_step=first.step)
         executor = _build_executor(job, programs, prepared, info, checkpoints, signals, profiler)
         _record_start(job, first, is_new=checkpoints.latest_step() is None)
@@ -204,23 +208,6 @@ def _check_data(programs: _Programs) -> None:
         check_same_data(inputs_of(programs.decodes), gather_values)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Start:
-    """The state from which a run starts.
-
-    Attributes:
-      first: First state.
-      input_states: Input positions in the restored checkpoint.
-      own_metadata: Metadata of the job's own checkpoint that is resumed; empty for a new run.
-      source: Folder of the restored checkpoints; None for a new run.
-    """
-
-    first: FirstState
-    input_states: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    own_metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    source: str | None = None
-
-
 def _plan_if_new(job: Job, checkpoints: CheckpointManager) -> Callable[[], FirstState] | None:
     """Return the plan of a new run's first state; None if the run may resume or restore.
 
@@ -258,7 +245,7 @@ def _plan_first_state(job: Job) -> Callable[[], FirstState]:
 
 def _first_state(
     job: Job, checkpoints: CheckpointManager, plan: Callable[[], FirstState] | None
-) -> _Start:
+) -> FirstState:
     """Restore a checkpoint: the job's own, or that of --restore_checkpoint_dir; or run the plan."""
     options = job.options
     if options.restore_checkpoint_step is not None and options.restore_checkpoint_dir is None:
@@ -275,25 +262,38 @@ def _first_state(
             job.observers.message(
                 f"--restore_checkpoint_dir is ignored: {job.given_directory} has checkpoints"
             )
-        first = FirstState(own.state, own.step, is_restored=True)
-        return _Start(first, own.input_states, own.metadata, str(checkpoints.directory))
+        return _restored(own, checkpoints, metadata=own.metadata)
     _check_restart(job, checkpoints)
     if options.restore_checkpoint_dir is None:
-        return _Start((plan or _plan_first_state(job))())
+        return (plan or _plan_first_state(job))()
     with job.checkpoints(read_only=True, directory=options.restore_checkpoint_dir) as others:
         step = options.only_restore_step
         other = job.restore_newest(others) if step is None else job.restore(others, step)
         if other is None:
             raise no_checkpoint(others)
-        first = FirstState(other.state, other.step, is_restored=True)
-        return _Start(first, other.input_states, source=str(others.directory))
+        return _restored(other, others)
+
+
+def _restored(
+    found: RestoredCheckpoint,
+    checkpoints: CheckpointManager,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+) -> FirstState:
+    return FirstState(
+        found.state,
+        found.step,
+        restored_from=str(checkpoints.directory),
+        input_states=found.input_states,
+        metadata=metadata or {},
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Prepared:
-    """The start of a run, and the compiled step and work of each training data set."""
+    """The first state of a run, and the compiled step and work of each training data set."""
 
-    start: _Start
+    first: FirstState
     compiled: list[CompiledStep]
     works: list[StepWork]
     # Eval and decode programs that are traced after the first step.
@@ -319,15 +319,15 @@ def _prepare(
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         compiling = [pool.submit(compile_step) for compile_step in traced]
         works = [_step_work(job, data.dataset) for data in programs.data.inputs]
-        start = _first_state(job, checkpoints, plan)
+        first = _first_state(job, checkpoints, plan)
         with job.goodput.phase("compile"):
             untraced = _programs_that_run(job, programs)
             # With steps from the compilation cache, trace after the first step instead.
             while untraced and not all(f.done() and f.result().is_from_cache for f in compiling):
                 _trace(job, untraced.pop(0), abstract_state)
             compiled = [each.result() for each in compiling]
-        _restore_positions(job, programs, start)
-    return _Prepared(start, compiled, works, untraced, notes.lines)
+        _restore_positions(job, programs, first)
+    return _Prepared(first, compiled, works, untraced, notes.lines)
 
 
 def _trace(job: Job, program: BaseProgram, abstract_state: TrainState) -> None:
@@ -362,26 +362,26 @@ def _step_work(job: Job, dataset: Any) -> StepWork:
     return StepWork(examples=rows, tokens=rows * columns, flops=flops)
 
 
-def _restore_positions(job: Job, programs: _Programs, start: _Start) -> None:
+def _restore_positions(job: Job, programs: _Programs, first: FirstState) -> None:
     """Restore the input positions and the state of early stopping, before the first step."""
     report = job.observers.message
-    if start.first.is_restored:
+    if first.restored_from is not None:
         with as_usage_error():
-            for key in programs.data.set_states(start.input_states):
+            for key in programs.data.set_states(first.input_states):
                 report(
                     f"the checkpoint has no input position for {key}: reading from the beginning"
                 )
             for name, dataset in inputs_of(programs.evals).items():
-                if (key := eval_input_key(name)) in start.input_states:
-                    dataset.set_state(start.input_states[key])
+                if (key := eval_input_key(name)) in first.input_states:
+                    dataset.set_state(first.input_states[key])
         # Reported once every input has accepted its position: data of another shape end the run.
-        report(f"resuming from step {start.first.step} of {start.source}")
+        report(f"resuming from step {first.step} of {first.restored_from}")
         if job.options.init_from is not None:
             report(f"--init_from={job.options.init_from} is ignored: the run has a checkpoint")
     early_stop = programs.early_stop
-    if early_stop is None or EARLY_STOPPING not in start.own_metadata:
+    if early_stop is None or EARLY_STOPPING not in first.metadata:
         return
-    early_stop.restore(start.own_metadata[EARLY_STOPPING], report=report)
+    early_stop.restore(first.metadata[EARLY_STOPPING], report=report)
     if early_stop.stopped_at is not None:
         report(f"{early_stop.message()}. To continue, set task.early_stopping=None or change it.")
 
@@ -404,8 +404,8 @@ def _build_executor(
         train.num_train_steps,
         are_applied=not train.learner.skips_steps,
     )
-    if SKIPPED_STEPS in prepared.start.own_metadata:
-        skipped.restore(prepared.start.own_metadata[SKIPPED_STEPS])
+    if SKIPPED_STEPS in prepared.first.metadata:
+        skipped.restore(prepared.first.metadata[SKIPPED_STEPS])
 
     def trace_rest() -> None:
         for program in prepared.untraced:
@@ -440,7 +440,7 @@ def _record_start(job: Job, first: FirstState, *, is_new: bool) -> None:
         forget_checkpoint(job.directory)
     if first.provenance is not None:
         first.provenance.write(job.directory)
-    elif not first.is_restored:
+    elif first.restored_from is None:
         (job.directory / RECORD).unlink(missing_ok=True)
 
 
