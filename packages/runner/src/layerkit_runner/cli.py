@@ -124,7 +124,7 @@ def _run(words: Sequence[str]) -> int:
 
 def _command(words: Sequence[str]) -> commands.Command | None:
     """Return the command that the first word names; None for a run."""
-    if not words or words[0].startswith("-") or words[0] not in commands.all_names():
+    if not words or words[0].startswith("-") or words[0] not in commands.entry_points():
         return None
     name = words[0]
     return commands.load(commands.Command, name, shown=f"`runner {name}`")

@@ -13,6 +13,7 @@ whatever takes long.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -77,24 +78,11 @@ Kind = TypeVar("Kind", Mode, Command, FlagCommand)
 def installed(kind: type[Kind]) -> dict[str, Kind]:
     """Return the commands of a kind whose packages can be imported, by name."""
     found = {}
-    for name in _entry_points():
-        try:
-            command = _load(name)
-        except ImportError:
-            continue
-        if isinstance(command, kind):
-            found[name] = command
+    for name in entry_points():
+        with contextlib.suppress(ImportError):
+            if isinstance(command := _load(name), kind):
+                found[name] = command
     return found
-
-
-def names(kind: type[Kind]) -> list[str]:
-    """Return the names of the installed commands of a kind."""
-    return list(installed(kind))
-
-
-def all_names() -> list[str]:
-    """Return the names of all commands and modes, also of those that cannot be imported."""
-    return list(_entry_points())
 
 
 def load(kind: type[Kind], name: str, *, shown: str) -> Kind:
@@ -110,7 +98,7 @@ def load(kind: type[Kind], name: str, *, shown: str) -> Kind:
     """
     problem = f"no package names it in the entry-point group {GROUP}"
     try:
-        command = _load(name) if name in _entry_points() else None
+        command = _load(name) if name in entry_points() else None
     except ImportError as error:
         command, problem = None, str(error)
     if command is None:
@@ -118,7 +106,7 @@ def load(kind: type[Kind], name: str, *, shown: str) -> Kind:
     if isinstance(command, kind):
         return command
     raise UsageError(
-        f"the entry point {name} = {_entry_points()[name].value} is of another kind",
+        f"the entry point {name} = {entry_points()[name].value} is of another kind",
         owner=shown,
         value=type(command).__name__,
         expected=kind.__name__,
@@ -133,13 +121,14 @@ def load_mode(name: str) -> Mode:
       UsageError: There is no such mode, or the package of its tool is not installed.
     """
     own = {mode for row in FLAGS for mode in row.modes}
-    if name not in own and name not in _entry_points():
-        raise UsageError(field="--mode", value=name, choices=(*MODES, *names(Mode)))
+    if name not in own and name not in entry_points():
+        raise UsageError(field="--mode", value=name, choices=(*MODES, *installed(Mode)))
     return load(Mode, name, shown=f"--mode={name}")
 
 
 @functools.cache
-def _entry_points() -> dict[str, EntryPoint]:
+def entry_points() -> dict[str, EntryPoint]:
+    """Return the entry points of all commands and modes, also of those that cannot be imported."""
     # Imported here because it takes some 40 ms.
     from importlib import metadata
 
@@ -150,7 +139,7 @@ def _entry_points() -> dict[str, EntryPoint]:
 @functools.cache
 def _load(name: str) -> Any:
     """Return the object of an entry point; raise `ImportError` if there is none."""
-    point = _entry_points()[name]
+    point = entry_points()[name]
     try:
         return point.load()
     except AttributeError as error:

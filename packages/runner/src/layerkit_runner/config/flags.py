@@ -185,11 +185,11 @@ def unknown_flag(name: str, known: Collection[str], table: Collection[str]) -> U
 
 
 def _unexpected_word(word: str) -> UsageError:
-    names = commands.names(commands.Command)
+    names = commands.installed(commands.Command)
     if word in names:
         hint = f"Commands come before all flags: runner {word} [flags]"
         return UsageError("unexpected word", value=word, hint=hint)
-    is_mode = word in (*MODES, *commands.names(commands.Mode))
+    is_mode = word in (*MODES, *commands.installed(commands.Mode))
     return UsageError(
         "unexpected word",
         value=word,

@@ -74,6 +74,20 @@ def read_recorded_config(folder: str) -> RecordedConfig | None:
         ) from error
 
 
+def require_recorded_config(folder: str, *, flag: str, hint: str | None = None) -> RecordedConfig:
+    """Return the configuration of a folder that the value of a flag names.
+
+    Raises:
+      UsageError: The folder has no `config.json`, or one that cannot be read.
+    """
+    recorded = read_recorded_config(folder)
+    if recorded is None:
+        expected = f"a folder with {FILE_NAME}, which a training run writes"
+        choices = near_folders(folder)
+        raise UsageError(field=flag, value=folder, expected=expected, choices=choices, hint=hint)
+    return recorded
+
+
 def with_recorded_experiment(flags: ParsedFlags, report: Callable[[str], None]) -> ParsedFlags:
     """Return flags with the experiment and overrides of the job's folder, if they name none.
 
@@ -89,15 +103,8 @@ def with_recorded_experiment(flags: ParsedFlags, report: Callable[[str], None]) 
     folder = flags.options.job_log_dir
     if flags.exp is not None or folder is None:
         return flags
-    recorded = read_recorded_config(folder)
-    if recorded is None:
-        raise UsageError(
-            field="--job_log_dir",
-            value=folder,
-            expected=f"a folder with {FILE_NAME}, which a training run writes",
-            choices=near_folders(folder),
-            hint="Or name the experiment by --exp.",
-        )
+    hint = "Or name the experiment by --exp."
+    recorded = require_recorded_config(folder, flag="--job_log_dir", hint=hint)
     if not _CLASS_NAME.fullmatch(recorded.experiment):
         raise UsageError(
             owner=f"{folder}/{FILE_NAME}",

@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from layerkit_runner.config.config_text import config_json
-from layerkit_runner.config.flags import ParsedFlags, near_folders
-from layerkit_runner.config.recorded import FILE_NAME, read_recorded_config
+from layerkit_runner.config.flags import ParsedFlags
+from layerkit_runner.config.recorded import require_recorded_config
 from layerkit_runner.config.registry import find_experiment
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve_entry, resolve_flags
-from layerkit_runner.errors import UsageError
 from layerkit_runner.files.text import aligned
 
 # A name, and values by path. Paths of the experiment's fields start with `experiment.`.
@@ -48,14 +47,7 @@ def recorded_side(folder: str) -> Side:
     Raises:
       UsageError: The folder has no configuration, or one that cannot be read.
     """
-    recorded = read_recorded_config(folder)
-    if recorded is None:
-        raise UsageError(
-            field="--diff_config",
-            value=folder,
-            expected=f"a folder with {FILE_NAME}, which a training run writes",
-            choices=near_folders(folder),
-        )
+    recorded = require_recorded_config(folder, flag="--diff_config")
     name = f"{recorded.experiment}, as recorded in {folder}"
     return name, _values(recorded.fields, recorded.config)
 
