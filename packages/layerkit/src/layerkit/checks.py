@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import numbers
 import re
+import sys
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
@@ -38,6 +39,12 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
+def _is_symbolic(value: Any) -> bool:
+    """Return whether a value is a dimension of `jax.export` whose size is open, such as `b`."""
+    export = sys.modules.get("jax.export")  # makes such dimensions; this module needs no JAX
+    return export is not None and bool(export.is_symbolic_dim(value))
+
+
 def require(is_valid: Any, owner: Owner, field: str, value: Any, expected: str) -> None:
     """Raise `ConfigError` with the data of a field unless `is_valid`."""
     if not is_valid:
@@ -50,6 +57,7 @@ def check_integers(owner: Owner, *, minimum: int, **fields: Any) -> None:
     expected = names.get(minimum, f"an integer of at least {minimum}")
     for name, value in fields.items():
         is_integer = _is_number(value) and isinstance(value, numbers.Integral)
+        is_integer = is_integer or _is_symbolic(value)
         require(value is None or (is_integer and value >= minimum), owner, name, value, expected)
 
 

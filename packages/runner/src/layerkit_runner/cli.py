@@ -91,6 +91,10 @@ def _run(words: Sequence[str]) -> int:
     _add_current_folder()
     if flags.given.get("list"):
         return _print(_listing(flags))
+    if flags.mode == "generate" and not flags.only_prints:
+        from layerkit_runner.tools.generate import run_generate
+
+        return run_generate(flags)
     if flags.exp is None:
         # Imported late, because commands with --exp do not need it.
         from layerkit_runner.config.recorded import with_recorded_experiment
@@ -190,7 +194,8 @@ def _is_run(words: Sequence[str]) -> bool:
     if _command(words) is not None or _asks_for_help(words):
         return False
     flags = parse_flags(words)
-    return not flags.given.get("list") and not flags.only_prints and flags.mode in MODES
+    is_job = flags.mode in MODES and flags.mode != "generate"
+    return is_job and not flags.given.get("list") and not flags.only_prints
 
 
 def _stdout_is_broken() -> bool:

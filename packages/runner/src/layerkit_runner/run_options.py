@@ -20,13 +20,14 @@ MODES = {
     "eval_once": "evaluate the newest checkpoint, or --restore_checkpoint_step",
     "decode": "decode with each new checkpoint of a running job until its last",
     "decode_once": "decode with the newest checkpoint, or --restore_checkpoint_step",
-    "export": "write the newest checkpoint as a Hugging Face folder",
+    "generate": "continue prompts, in steps that are printed at once, or ask for them",
+    "export": "write the newest checkpoint for other programs, such as a Hugging Face folder",
 }
 FOLLOWING_MODES = ("eval", "decode")
 ONCE_MODES = ("eval_once", "decode_once")
 JOINING_MODES = ("train", "eval", "eval_once", "decode", "decode_once")
 _READING_MODES = (*JOINING_MODES, "export")
-_TRAIN, _PLAN, _INSPECT = ("train",), ("plan",), ("inspect",)
+_TRAIN, _PLAN, _INSPECT, _GENERATE = ("train",), ("plan",), ("inspect",), ("generate",)
 
 _PRESETS = (
     *("gpu_latency_hiding", "gpu_pipelined_collectives", "gpu_nvidia_pax"),
@@ -107,6 +108,16 @@ def _positive_number(text: str) -> float:
         value = math.nan
     if not 0 < value < math.inf:
         raise ValueError("a number above 0")
+    return value
+
+
+def _non_negative_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise ValueError("a number of 0 or more")
     return value
 
 
@@ -203,6 +214,42 @@ class RunOptions:
         read=_positive_or_off,
     )
     export_dir: str | None = _option("folder to write", "DIR", ("export",))
+    export_format: str = _option(
+        "hugging_face: safetensors and config.json; stablehlo: compiled functions that need only"
+        " JAX",
+        "FORMAT",
+        ("export",),
+        default="hugging_face",
+        choices=("hugging_face", "stablehlo"),
+    )
+    bakes_weights: bool = _switch(
+        "put the weights into the functions of --export_format=stablehlo", ("export",)
+    )
+    prompt: tuple[str, ...] | None = _option(
+        "text to continue, which may be given several times; by default that of the standard input,"
+        " or of a dialog on a terminal",
+        "TEXT",
+        _GENERATE,
+        repeats=True,
+    )
+    max_new_tokens: int | None = _option(
+        "largest number of new tokens; by default that of the model's decoder",
+        "N",
+        _GENERATE,
+        read=positive,
+    )
+    temperature: float | None = _option(
+        "divisor of the logits, 0 for the most likely tokens; by default that of the model's"
+        " decoder, as for the next two",
+        "T",
+        _GENERATE,
+        read=_non_negative_number,
+    )
+    top_k: int | None = _option("sample from the K most likely tokens; 0: all", "K", _GENERATE)
+    top_p: float | None = _option(
+        "sample from the fewest tokens with this total probability", "P", _GENERATE
+    )
+    seed: int = _option("seed of the random numbers", "N", _GENERATE, default=0)
     enable_checkpoint_saving: bool = _switch("save checkpoints", _TRAIN, default=True)
     allow_restart_from_scratch: bool = _switch(
         "train from step 0 although the saved checkpoints are missing or damaged", _TRAIN
@@ -214,12 +261,13 @@ class RunOptions:
         "start from this step, not from the newest; eval_once and decode_once take several:"
         " 100,200",
         "STEP",
-        ("train", *ONCE_MODES, "export"),
+        ("train", *ONCE_MODES, "generate", "export"),
     )
     init_from: str | None = _option(
-        "start a new run with other weights; DIR is a job, a checkpoint or a Hugging Face folder",
+        "start a new run with other weights; DIR is a job, a checkpoint or a Hugging Face folder."
+        " --mode=generate reads it in the place of --job_log_dir",
         "DIR",
-        _TRAIN,
+        (*_TRAIN, *_GENERATE),
     )
     init_draw: str | None = _option(
         "regular expression of weights that --init_from initializes randomly",
@@ -364,6 +412,7 @@ _READ: dict[str, Callable[[str], Any]] = {
     "int": non_negative,
     "float": _positive_number,
     "tuple[int, ...]": _steps,
+    "tuple[str, ...]": str,
 }
 
 

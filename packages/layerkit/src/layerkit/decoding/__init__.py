@@ -9,6 +9,7 @@ from layerkit.lazy_names import lazy_names
 if TYPE_CHECKING:
     from layerkit.decoding.beam_search import BeamSearch as BeamSearch
     from layerkit.decoding.cache_rows import row_axes as row_axes
+    from layerkit.decoding.cached_network import cached_step as cached_step
     from layerkit.decoding.decoder import Decoder as Decoder
     from layerkit.decoding.logit_processors import BannedIds as BannedIds
     from layerkit.decoding.logit_processors import CountPenalty as CountPenalty
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
     from layerkit.decoding.logit_processors import Temperature as Temperature
     from layerkit.decoding.logit_processors import TopK as TopK
     from layerkit.decoding.logit_processors import TopP as TopP
+    from layerkit.decoding.loop import PausedDecoder as PausedDecoder
     from layerkit.decoding.loop import SampleDecoder as SampleDecoder
+    from layerkit.decoding.loop import SampledRows as SampledRows
+    from layerkit.decoding.loop import advance_rows as advance_rows
     from layerkit.decoding.loop import extend_prompts as extend_prompts
     from layerkit.decoding.row_options import RowOptions as RowOptions
     from layerkit.decoding.samplers import sample_token as sample_token
@@ -37,7 +41,8 @@ __getattr__, __dir__ = lazy_names(
             "BannedIds CountPenalty LogitBias LogitProcessor MinP MinSteps "
             "NoRepeatNgrams RepetitionPenalty RowsSoFar Temperature TopK TopP"
         ),
-        "loop": "SampleDecoder extend_prompts",
+        "cached_network": "cached_step",
+        "loop": "PausedDecoder SampleDecoder SampledRows advance_rows extend_prompts",
         "row_options": "RowOptions",
         "samplers": "sample_token",
     },

@@ -9,6 +9,7 @@ import jax
 
 from layerkit.base_layer import CACHE, BaseLayer
 from layerkit.decoding.cache_rows import row_axes
+from layerkit.decoding.decoder import ExtendFn
 from layerkit.decoding.loop import extend_prompts
 from layerkit.decoding.row_options import RowOptions
 from layerkit.decoding.split_rows import round_up, row_parts
@@ -47,7 +48,6 @@ def decode_with_cache(
       ConfigError: The decoder draws but has no random key, or the network has fewer positions than
         tokens.
     """
-    # Functions of variables can be called in a loop, unlike bound modules.
     bare, variables = network.unbind()
     decoder, parts = model.decoder, row_parts(model)
     max_length = round_up(prompts.shape[1] + decoder.max_decode_steps, parts)
@@ -57,6 +57,31 @@ def decode_with_cache(
         inputs, prefix_lengths = given_rows
         _, state = bare.apply(variables, inputs, max_length, method=init_cache, mutable=[CACHE])
         return state[CACHE], prefix_lengths
+
+    return extend_prompts(
+        decoder,
+        cached_step(network),
+        make_cache((inputs, prefix_lengths)),
+        prompts=prompts,
+        prompt_lengths=prompt_lengths,
+        key=model.next_prng_key() if decoder.needs_key else None,
+        cache_axes=row_axes(make_cache, (inputs, prefix_lengths)),
+        row_ids=batch.get("row_ids"),
+        max_steps=batch.get("max_steps"),
+        options=RowOptions(*(batch.get(name) for name in RowOptions._fields)),
+        row_parts=parts,
+    )
+
+
+def cached_step(network: BaseLayer) -> ExtendFn:
+    """Return the function that runs a network on the next tokens of cached rows.
+
+    Args:
+      network: Bound network with a method `extend_step(ids, time_step=…)`. The cache of the
+        function is a pair of its collection `cache` and the prefix lengths of the rows.
+    """
+    # Functions of variables can be called in a loop, unlike bound modules.
+    bare, variables = network.unbind()
 
     def extend(rows: Any, ids: jax.Array, time_step: jax.Array) -> tuple[Any, jax.Array]:
         cache, prefix_lengths = rows
@@ -70,16 +95,4 @@ def decode_with_cache(
         )
         return (state[CACHE], prefix_lengths), logits
 
-    return extend_prompts(
-        decoder,
-        extend,
-        make_cache((inputs, prefix_lengths)),
-        prompts=prompts,
-        prompt_lengths=prompt_lengths,
-        key=model.next_prng_key() if decoder.needs_key else None,
-        cache_axes=row_axes(make_cache, (inputs, prefix_lengths)),
-        row_ids=batch.get("row_ids"),
-        max_steps=batch.get("max_steps"),
-        options=RowOptions(*(batch.get(name) for name in RowOptions._fields)),
-        row_parts=parts,
-    )
+    return extend

@@ -257,7 +257,7 @@ class SampleDecoder(Decoder):
         keys: jax.Array | None,
     ) -> NestedMap:
         """Continue the prompts `[batch, max_length]`, which are in the cache; see `Decoder`."""
-        batch, num_samples = len(prompts.lengths), self.num_samples
+        batch, num_samples = prompts.lengths.shape[0], self.num_samples
         if num_samples > 1:
             require_cache_axes(self, cache_axes)
             assert keys is not None  # several samples need a temperature above 0
@@ -267,7 +267,7 @@ class SampleDecoder(Decoder):
             keys = keys.reshape(batch * num_samples, *keys.shape[2:])
         elif keys is not None:
             keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, 0)
-        final = _sample(self, extend, cache, prompts, keys)
+        final = advance_rows(self, extend, start_rows(cache, prompts, keys))
         columns = jnp.arange(prompts.ids.shape[1])
         found = NestedMap(
             ids=jnp.where(columns < final.lengths[:, None], final.ids, 0),
@@ -278,66 +278,133 @@ class SampleDecoder(Decoder):
         return best_first(jax.tree.map(lambda x: x.reshape(batch, -1, *x.shape[1:]), found))
 
 
-class _State(struct.PyTreeNode):
-    column: jax.Array  # scalar, column of the next tokens
-    ids: jax.Array  # [rows, max_length]
-    log_probs: jax.Array  # [rows, max_length]
-    lengths: jax.Array  # [rows]
-    ended: jax.Array  # [rows]
+class SampledRows(struct.PyTreeNode):
+    """The rows of a `SampleDecoder` after some of their tokens.
+
+    Attributes:
+      column: Column of the next tokens, an int32 scalar.
+      ids: Prompts and chosen tokens, int32 `[rows, max_length]`.
+      log_probs: Log-probabilities of the chosen tokens, float32 `[rows, max_length]`.
+      lengths: Number of tokens of prompt and continuation, int32 `[rows]`.
+      ended: True for rows that get no further token, bool `[rows]`.
+      cache: Cache of the model.
+      prompt_lengths: Number of tokens of each prompt, int32 `[rows]`.
+      limits: Length at which a row must end, int32 `[rows]`.
+      options: Sampling options that differ between rows.
+      keys: Random keys `[rows]`; None if the decoder does not draw.
+    """
+
+    column: jax.Array
+    ids: jax.Array
+    log_probs: jax.Array
+    lengths: jax.Array
+    ended: jax.Array
     cache: Any
+    prompt_lengths: jax.Array
+    limits: jax.Array
+    options: RowOptions
+    keys: jax.Array | None
 
 
-def _sample(
-    decoder: SampleDecoder, extend: ExtendFn, cache: Any, prompts: Prompts, keys: jax.Array | None
-) -> _State:
-    processors = decoder.all_processors(prompts.options.given())
+def start_rows(cache: Any, prompts: Prompts, keys: jax.Array | None) -> SampledRows:
+    """Return the rows before their first chosen token.
 
-    def advance(state: _State) -> _State:
-        column = state.column
-        before = jax.lax.dynamic_slice_in_dim(state.ids, column - 1, 1, axis=1)
-        cache, logits = extend(state.cache, before, column - 1)
-        logits = logits[:, -1].astype(jnp.float32)
-        owner = type(decoder).__qualname__
-        check_ids(decoder.eos_ids, logits.shape[-1], owner=owner, field="eos_id")
-        for sequence in decoder.stop_sequences:
-            check_ids(sequence, logits.shape[-1], owner=owner, field="stop_sequences")
-        so_far = RowsSoFar(state.ids, prompts.lengths, column, prompts.options)
-        column_keys = None
-        if keys is not None:
-            column_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, column)
-        drawn = sample_token(process_logits(processors, logits, so_far), column_keys)
-        log_prob = jnp.take_along_axis(jax.nn.log_softmax(logits), drawn[:, None], axis=-1)[:, 0]
-        in_prompt = column < prompts.lengths
-        counts = ~in_prompt & ~state.ended
-        token = jnp.where(counts, drawn, jnp.where(in_prompt, state.ids[:, column], 0))
-        ids = state.ids.at[:, column].set(token)
-        lengths = state.lengths + counts
-        ends = _ends(decoder, ids, column, lengths - prompts.lengths) | (lengths >= prompts.limits)
-        return _State(
-            column=column + 1,
-            ids=ids,
-            log_probs=state.log_probs.at[:, column].set(jnp.where(counts, log_prob, 0.0)),
-            lengths=lengths,
-            ended=state.ended | (counts & ends),
-            cache=cache,
-        )
-
-    first = _State(
+    Args:
+      cache: Cache that is filled up to the width of the prompts.
+      prompts: Prompts in the cache.
+      keys: Random keys `[rows]`; None if the decoder does not draw.
+    """
+    return SampledRows(
         column=prompts.start,
         ids=prompts.ids,
         log_probs=jnp.zeros(prompts.ids.shape, jnp.float32),
         lengths=prompts.lengths,
         ended=prompts.lengths >= prompts.limits,
         cache=cache,
+        prompt_lengths=prompts.lengths,
+        limits=prompts.limits,
+        options=prompts.options,
+        keys=keys,
     )
-    return jax.lax.while_loop(lambda state: ~jnp.all(state.ended), advance, first)
+
+
+def advance_rows(
+    decoder: SampleDecoder, extend: ExtendFn, rows: SampledRows, *, until: jax.Array | None = None
+) -> SampledRows:
+    """Choose tokens until all rows have ended.
+
+    Args:
+      decoder: Decoder that chooses tokens.
+      extend: Function that runs the model on the next tokens.
+      rows: Rows so far.
+      until: Column before which to pause, an int32 scalar; None for no pause.
+    """
+    processors = decoder.all_processors(rows.options.given())
+
+    def advance(rows: SampledRows) -> SampledRows:
+        column = rows.column
+        before = jax.lax.dynamic_slice_in_dim(rows.ids, column - 1, 1, axis=1)
+        cache, logits = extend(rows.cache, before, column - 1)
+        logits = logits[:, -1].astype(jnp.float32)
+        owner = type(decoder).__qualname__
+        check_ids(decoder.eos_ids, logits.shape[-1], owner=owner, field="eos_id")
+        for sequence in decoder.stop_sequences:
+            check_ids(sequence, logits.shape[-1], owner=owner, field="stop_sequences")
+        so_far = RowsSoFar(rows.ids, rows.prompt_lengths, column, rows.options)
+        column_keys = None
+        if rows.keys is not None:
+            column_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(rows.keys, column)
+        drawn = sample_token(process_logits(processors, logits, so_far), column_keys)
+        log_prob = jnp.take_along_axis(jax.nn.log_softmax(logits), drawn[:, None], axis=-1)[:, 0]
+        in_prompt = column < rows.prompt_lengths
+        counts = ~in_prompt & ~rows.ended
+        token = jnp.where(counts, drawn, jnp.where(in_prompt, rows.ids[:, column], 0))
+        ids = rows.ids.at[:, column].set(token)
+        lengths = rows.lengths + counts
+        ends = _ends(decoder, ids, column, lengths - rows.prompt_lengths) | (lengths >= rows.limits)
+        return rows.replace(
+            column=column + 1,
+            ids=ids,
+            log_probs=rows.log_probs.at[:, column].set(jnp.where(counts, log_prob, 0.0)),
+            lengths=lengths,
+            ended=rows.ended | (counts & ends),
+            cache=cache,
+        )
+
+    def has_next(rows: SampledRows) -> jax.Array:
+        open_rows = ~jnp.all(rows.ended)
+        return open_rows if until is None else open_rows & (rows.column < until)
+
+    return jax.lax.while_loop(has_next, advance, rows)
+
+
+class PausedDecoder(SampleDecoder):
+    """A `SampleDecoder` that returns once the prompts are in the cache.
+
+    The outputs have an entry `rows`, which `advance_rows` continues by some tokens at a time.
+    """
+
+    def continue_rows(
+        self,
+        extend: ExtendFn,
+        cache: Any,
+        prompts: Prompts,
+        *,
+        cache_axes: Any,
+        keys: jax.Array | None,
+    ) -> NestedMap:
+        """Return the rows before their first chosen token; see `Decoder`."""
+        del extend, cache_axes
+        if keys is not None:
+            keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, 0)
+        return NestedMap(rows=start_rows(cache, prompts, keys))
 
 
 def _ends(
     decoder: SampleDecoder, ids: jax.Array, column: jax.Array, num_drawn: jax.Array
 ) -> jax.Array:
     """Return for each row whether it ends with its token in `column`, bool `[rows]`."""
-    ends = jnp.zeros(len(ids), bool)
+    ends = jnp.zeros(ids.shape[0], bool)
     for sequence in (*((token,) for token in decoder.eos_ids), *decoder.stop_sequences):
         size = len(sequence)
         first = column - size + 1  # negative if the row is too short

@@ -272,6 +272,16 @@ def _contradict(*flags: str) -> None:
 def _check_experiment(values: Mapping[str, Any]) -> None:
     """Raise UsageError unless the flags name an experiment, or a folder that records one."""
     mode = values["mode"]
+    if mode == "generate" and not _only_prints(values):
+        if values["job_log_dir"] and values["init_from"]:
+            _contradict("--job_log_dir", "--init_from")
+        if not (values["job_log_dir"] or values["init_from"]):
+            raise UsageError(
+                field="--job_log_dir",
+                value=None,
+                expected="the folder of a job, or --init_from with a Hugging Face folder",
+            )
+        return
     # A folder names the experiment that was trained there, but not what to train next.
     has_record = values["job_log_dir"] and (mode != "train" or _only_prints(values))
     if not values["exp"] and not has_record:
@@ -326,6 +336,8 @@ def _check_together(given: Mapping[str, Any], values: Mapping[str, Any]) -> None
     for name, other in _CONTRADICTIONS:
         if given.get(name) and given.get(other):
             _contradict(f"--{name}", f"--{other}")
+    if values["bakes_weights"] and values["export_format"] != "stablehlo":
+        raise UsageError(field="--bakes_weights", expected="--export_format=stablehlo with it")
     steps = values["restore_checkpoint_step"] or ()
     if len(steps) > 1 and values["mode"] not in ONCE_MODES:
         raise UsageError(
@@ -351,6 +363,8 @@ def check_folder(flags: ParsedFlags) -> None:
       UsageError: A folder is missing.
     """
     folder, begin = flags.options.job_log_dir, flags.options.init_from
+    if flags.mode == "generate":
+        return
     if flags.mode in MODES and folder is None and not flags.only_prints:
         expected = f"a folder to write to, which --mode={flags.mode} needs"
         raise UsageError(field="--job_log_dir", value=None, expected=expected)

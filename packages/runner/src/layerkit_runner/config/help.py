@@ -12,7 +12,7 @@ from layerkit_runner.run_options import FLAGS, MODES, Flag
 # Flags that `runner --help` alone shows.
 _MOST_USED = (
     *("exp", "fdl.NAME", "reduced", "mode", "job_log_dir"),
-    *("init_from", "restore_checkpoint_step", "num_processes", "print_config", "list"),
+    *("init_from", "restore_checkpoint_step", "print_config", "list"),
 )
 # Groups of flags: description, and the names of the flags.
 GROUPS = {
@@ -24,7 +24,7 @@ GROUPS = {
     "mode": (
         "what to do with the experiment, and where to write",
         *("mode", "job_log_dir", "eval_on_test", "decode_during_train", "eval_during_decode"),
-        *("follow_timeout_secs", "export_dir", "help"),
+        *("follow_timeout_secs", "help"),
     ),
     "checkpoints": (
         "what a run saves, and which weights it starts from",
@@ -37,6 +37,11 @@ GROUPS = {
         "several processes, compilers, time limits, exit codes",
         *("coordinator_address", "num_processes", "process_id", "multiprocess_gpu"),
         *("hung_step_timeout_secs", "jax_compilation_cache", "xla_flags_preset", "pgle_profile"),
+    ),
+    "serving": (
+        "--mode=generate and --mode=export",
+        *("prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed"),
+        *("export_dir", "export_format", "bakes_weights"),
     ),
     "planning": (
         "--mode=plan and --mode=inspect",

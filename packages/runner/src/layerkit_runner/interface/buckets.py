@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from layerkit.config import assigned_fields, is_config, target_of
-from layerkit.layers import TrainablePositionalEmbedding
-from layerkit_runner.config.config_tree import walk
 from layerkit_runner.partitioning import Partitioner
+from layerkit_runner.trainer.model_calls import max_positions
 
 _SHORTEST = 16
 
@@ -28,13 +26,7 @@ class Buckets:
     @classmethod
     def of(cls, model: Any, partitioner: Partitioner) -> Buckets:
         """Return the rounding for a model's config under a partitioner."""
-        sizes = [
-            assigned_fields(config).get("max_length")
-            for _, config in walk(model, "model")
-            if is_config(config) and target_of(config) is TrainablePositionalEmbedding
-        ]
-        known = [size for size in sizes if size]
-        return cls(partitioner.num_batch_shards(), min(known) if known else None)
+        return cls(partitioner.num_batch_shards(), max_positions(model))
 
     def rows(self, count: int) -> int:
         """Return the rows of a batch for `count` texts."""

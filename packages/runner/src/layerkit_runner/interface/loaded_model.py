@@ -12,21 +12,25 @@ import numpy as np
 
 from layerkit.base_layer import PARAMS
 from layerkit.config import Config
-from layerkit.decoding import SampleDecoder
+from layerkit.decoding import PausedDecoder, SampledRows
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.features import encoder_decoder_features, lm_features, prompt_features
+from layerkit_inputs.features import encoder_decoder_features, lm_features
 from layerkit_inputs.tokenizers import Tokenizer
 from layerkit_runner.errors import UsageError
-from layerkit_runner.interface import model_calls
 from layerkit_runner.interface.buckets import Buckets
+from layerkit_runner.interface.generation import GenerateOptions, TextStream, prompt_batch
 from layerkit_runner.interface.tokenizer import find_tokenizer
 from layerkit_runner.observers import Observers
+from layerkit_runner.trainer import model_calls
 from layerkit_runner.trainer.build_programs import eval_programs
 from layerkit_runner.trainer.job import Job
 from layerkit_runner.training.train_state import TrainState
 
 Ids = Sequence[int] | np.ndarray
 """Token ids of one text, `[tokens]`."""
+
+# Columns of a call without a stream. Ctrl-C is noticed between calls.
+_COLUMNS_AT_A_TIME = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +123,7 @@ class LoadedModel:
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int = 0,
+        stream: Callable[[int, str], object] | None = None,
     ) -> list[str]:
         """Continue texts, each up to an end token or `max_new_tokens`.
 
@@ -129,11 +134,13 @@ class LoadedModel:
           prompts: A text, or several of any lengths.
           max_new_tokens: Largest number of new tokens; None for that of the model's decoder.
           temperature: Divisor of the logits, 0 for the most likely tokens; None for that of the
-            model's decoder.
+            model's decoder, or 0 if that is no `SampleDecoder`.
           top_k: Number of most likely tokens to sample from, 0 for all; None as for `temperature`.
           top_p: Total probability of the most likely tokens to sample from, 1 for all; None as for
             `temperature`.
           seed: Seed of the random numbers. The tokens of a text do not depend on other texts.
+          stream: Function that is called with the index of a prompt and each new piece of its
+            continuation; None for none.
 
         Returns:
           The continuation of each prompt, without the prompt.
@@ -143,8 +150,17 @@ class LoadedModel:
             out of range.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        source = self._tokenizer("src") if self._has_source else self.tokenizer
-        start = [] if self._has_source else [self.tokenizer.start_id]
+        has_source = self._has_source
+        source = self._tokenizer("src") if has_source else self.tokenizer
+        target = self._tokenizer("tgt") if has_source else source
+        start = [] if has_source else [source.start_id]
+        streams = [TextStream(target) for _ in texts]
+
+        def pass_on(row: int, token_id: int) -> None:
+            piece = streams[row].add(token_id)
+            if stream is not None and piece:
+                stream(row, piece)
+
         found = self.generate_ids(
             [[*start, *source.encode(text).tolist()] for text in texts],
             max_new_tokens=max_new_tokens,
@@ -152,8 +168,11 @@ class LoadedModel:
             top_k=top_k,
             top_p=top_p,
             seed=seed,
+            stream=None if stream is None else pass_on,
         )
-        target = self._tokenizer("tgt") if self._has_source else self.tokenizer
+        for row, each in enumerate(streams):
+            if stream is not None and (piece := each.rest()):
+                stream(row, piece)
         return [target.decode(ids) for ids in found]
 
     def generate_ids(
@@ -165,6 +184,7 @@ class LoadedModel:
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int = 0,
+        stream: Callable[[int, int], object] | None = None,
     ) -> list[np.ndarray]:
         """Continue token ids; see `generate`.
 
@@ -176,6 +196,8 @@ class LoadedModel:
           top_k: As for `generate`.
           top_p: As for `generate`.
           seed: As for `generate`.
+          stream: Function that is called with the index of a prompt and each new token id; None for
+            none.
 
         Returns:
           New ids of each prompt, int32 `[tokens]`, with an end token that was chosen.
@@ -183,14 +205,31 @@ class LoadedModel:
         Raises:
           UserError: As for `generate`.
         """
+        self._check_generates()
+        given = GenerateOptions(max_new_tokens, temperature, top_k, top_p, seed)
+        options = given.filled(self.model.decoder)
         if not prompts:
             return []
-        call, batch = self._prepare(prompts, max_new_tokens, temperature, top_k, top_p)
-        outputs = jax.device_get(call(self._state, batch, np.int32(seed)))
-        return [
-            outputs.ids[row, outputs.prompt_lengths[row] : outputs.lengths[row]]
-            for row in range(len(prompts))
-        ]
+        batch, steps = prompt_batch(prompts, options, self._buckets, are_sources=self._has_source)
+        decoder = model_calls.decoder_for(
+            self.model,
+            max_new_tokens=steps,
+            is_greedy=options.is_greedy,
+            eos_id=self._eos_id,
+        )
+        rows = self._start(decoder)(self._state, batch, np.int32(seed))
+        column = int(rows.column)
+        lengths = np.asarray(rows.lengths)
+        while not np.all(rows.ended):
+            column += _COLUMNS_AT_A_TIME if stream is None else 1
+            rows = self._advance(decoder)(self._state, rows, np.int32(column))
+            if stream is not None:
+                before, lengths = lengths, np.asarray(rows.lengths)
+                ids = np.asarray(rows.ids[:, column - 1])
+                for row in np.flatnonzero(lengths > before):
+                    stream(int(row), int(ids[row]))
+        found = jax.device_get((rows.ids, rows.prompt_lengths, rows.lengths))
+        return [ids[start:end] for _, ids, start, end in zip(prompts, *found, strict=False)]
 
     def score(
         self, texts: str | Sequence[str], *, prompts: Sequence[str] | None = None
@@ -337,17 +376,8 @@ class LoadedModel:
                 expected="a causal language model, or an encoder-decoder",
             )
 
-    def _prepare(
-        self,
-        prompts: Sequence[Ids],
-        max_new_tokens: int | None,
-        temperature: float | None,
-        top_k: int | None,
-        top_p: float | None,
-    ) -> tuple[Callable[..., NestedMap], NestedMap]:
-        """Return the compiled decoding function and the batch of prompts."""
-        own = getattr(self.model, "decoder", None)
-        if not self.model.can_decode or own is None:
+    def _check_generates(self) -> None:
+        if not self.model.can_decode or not hasattr(self.model, "decoder"):
             raise UsageError(
                 "the model cannot generate",
                 field="model",
@@ -355,42 +385,6 @@ class LoadedModel:
                 expected="a model that decodes, such as LanguageModel or SequenceModel",
             )
         self._check_predicts_next()
-        is_sampling = isinstance(own, SampleDecoder)
-        temperature = own.temperature if temperature is None and is_sampling else temperature
-        options = {
-            "temperature": 0.0 if temperature is None else temperature,
-            "top_k": (own.top_k if is_sampling else None) if top_k is None else top_k,
-            "top_p": (own.top_p if is_sampling else None) if top_p is None else top_p,
-        }
-        _check_options(options)
-        limit = own.max_decode_steps if max_new_tokens is None else max_new_tokens
-        if limit < 1:
-            raise UsageError(field="max_new_tokens", value=limit, expected="a positive integer")
-        for row, prompt in enumerate(prompts):
-            if len(prompt) == 0:
-                raise UsageError(field=f"prompts[{row}]", value=[], expected="at least one id")
-        rows = self._buckets.rows(len(prompts))
-        widest = max(map(len, prompts))
-        padded = [*prompts, *[[]] * (rows - len(prompts))]
-        if self._has_source:
-            width, steps = self._buckets.length(widest), self._buckets.length(limit)
-            batch = prompt_features(padded, length=width)
-            batch = NestedMap(src=NestedMap(ids=batch.ids, paddings=batch.paddings))
-        else:
-            width, steps = self._buckets.prompt_and_steps(widest, limit)
-            batch = prompt_features(padded, length=width)
-            del batch["paddings"]
-        batch.max_steps = np.full(rows, limit, np.int32)
-        is_greedy = options["temperature"] == 0
-        if not is_greedy:
-            batch.temperature = np.full(rows, options["temperature"], np.float32)
-            batch.top_k = np.full(rows, options["top_k"] or 0, np.int32)
-            batch.top_p = np.full(rows, 1.0 if options["top_p"] is None else options["top_p"])
-            batch.top_p = batch.top_p.astype(np.float32)
-        decoder = model_calls.decoder_for(
-            self.model, max_new_tokens=steps, is_greedy=is_greedy, eos_id=self._eos_id
-        )
-        return self._compile(("generate", decoder), self._continuing(decoder)), batch
 
     @functools.cached_property
     def _eos_id(self) -> Any:
@@ -403,30 +397,41 @@ class LoadedModel:
             return None
         return tokenizer.eos_id
 
-    def _continuing(self, decoder: SampleDecoder) -> Callable[..., Any]:
-        def call(variables: Any, batch: NestedMap, seed: jax.Array) -> NestedMap:
-            return model_calls.continue_rows(self.model, decoder, variables, batch, seed)
+    def _start(self, decoder: PausedDecoder) -> Callable[..., SampledRows]:
+        def start(variables: Any, batch: NestedMap, seed: jax.Array) -> SampledRows:
+            return model_calls.start_rows(self.model, decoder, variables, batch, seed)
 
-        return call
+        partitioner = self.job.partitioner
+        shardings = partitioner.batch_sharding(), partitioner.replicated()
+        return self._compile(("start", decoder), start, *shardings, replicates=False)
+
+    def _advance(self, decoder: PausedDecoder) -> Callable[..., SampledRows]:
+        def advance(variables: Any, rows: SampledRows, until: jax.Array) -> SampledRows:
+            return model_calls.advance_rows(self.model, decoder, variables, rows, until)
+
+        shardings = None, self.job.partitioner.replicated()
+        key = ("advance", decoder)
+        return self._compile(key, advance, *shardings, replicates=False, donates=(1,))
 
     def _call(self, name: str, function: Callable[..., Any], batch: NestedMap) -> np.ndarray:
-        def call(variables: Any, batch: NestedMap, seed: jax.Array) -> Any:
-            del seed
+        def call(variables: Any, batch: NestedMap) -> Any:
             return function(self.model, variables, batch)
 
-        compiled = self._compile(name, call)
-        return np.asarray(jax.device_get(compiled(self._state, batch, np.int32(0))))
+        compiled = self._compile(name, call, self.job.partitioner.batch_sharding())
+        return np.asarray(jax.device_get(compiled(self._state, batch)))
 
-    def _compile(self, key: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the jitted function of `(state, batch, seed)`, compiled once for each shape."""
+    def _compile(
+        self, key: Any, function: Callable[..., Any], *shardings: Any, **options: Any
+    ) -> Callable[..., Any]:
+        """Return the jitted function of a state in place of variables; kept by `key`."""
         if key not in self._compiled:
-            task, partitioner = self.job.task, self.job.partitioner
+            task = self.job.task
 
-            def call(state: TrainState, batch: NestedMap, seed: jax.Array) -> Any:
-                return function(task.decoded_variables(state), batch, seed)
+            def call(state: TrainState, *rest: Any) -> Any:
+                return function(task.decoded_variables(state), *rest)
 
-            self._compiled[key] = partitioner.jit_reading(
-                task, call, partitioner.batch_sharding(), partitioner.replicated()
+            self._compiled[key] = self.job.partitioner.jit_reading(
+                task, call, *shardings, **options
             )
         return self._compiled[key]
 
@@ -447,13 +452,3 @@ def _as_ids(ids: Any, field: str) -> np.ndarray:
             expected="token ids [rows, length] or [length]",
         )
     return array.astype(np.int32)
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    temperature, top_k, top_p = options["temperature"], options["top_k"], options["top_p"]
-    if temperature < 0:
-        raise UsageError(field="temperature", value=temperature, expected="a number of 0 or more")
-    if top_k is not None and top_k < 0:
-        raise UsageError(field="top_k", value=top_k, expected="an integer of 0 or more")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise UsageError(field="top_p", value=top_p, expected="a number above 0 and at most 1")

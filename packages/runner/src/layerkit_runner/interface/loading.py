@@ -13,11 +13,12 @@ import optax
 
 from layerkit.config import Config, Partial
 from layerkit.decoding import SampleDecoder
+from layerkit.field_types import parse_literal
 from layerkit_inputs.tokenizers import tokenizer_config
 from layerkit_runner.config.config_text import config_json
 from layerkit_runner.config.experiment import BaseExperiment, experiment_fields
 from layerkit_runner.config.flags import ParsedFlags
-from layerkit_runner.config.overrides import parse_fields
+from layerkit_runner.config.overrides import Override, parse_fields
 from layerkit_runner.config.recorded import read_recorded_config, with_recorded_experiment
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
 from layerkit_runner.distributed.devices import start_devices
@@ -65,48 +66,64 @@ def load(
     Raises:
       UserError: The folder has no such model, or the model does not fit the devices.
     """
-    path = os.fspath(folder)
-    kind = recognize(path)
+    given = [as_override(name, value) for name, value in (overrides or {}).items()]
+    return load_folder(os.fspath(folder), step=step, experiment=experiment, overrides=given)
+
+
+def load_folder(
+    folder: str,
+    *,
+    step: int | None,
+    experiment: ExperimentLike | None,
+    overrides: Sequence[Override],
+) -> LoadedModel:
+    """Load a model as `load` does, with the overrides of a command line."""
+    kind = recognize(folder)
     if isinstance(kind, HuggingFaceFolder):
         if step is not None or experiment is not None:
             name, value = ("step", step) if step is not None else ("experiment", experiment)
             raise UsageError(field=name, value=value, expected="None for a Hugging Face folder")
-        resolved = get_experiment(FolderModel, {"FOLDER": path, **(overrides or {})})
-        return _load_hugging_face(resolved, path)
+        return _load_hugging_face(_of_class(FolderModel, overrides, FOLDER=folder), folder)
     if not isinstance(kind, CheckpointFolder):
         raise UsageError(
             "a checkpoint of Paxml has no configuration",
             field="folder",
-            value=path,
+            value=folder,
             expected="a job folder, or a Hugging Face folder",
             hint="Convert it: python -m layerkit_runner.tools.checkpoints convert --from=pax",
         )
     is_default = kind.directory.name == "checkpoints"
     job_folder = str(kind.directory.parent if is_default else kind.directory)
     if experiment is None:
-        resolved = _recorded(job_folder, overrides or {})
+        resolved = _recorded(job_folder, overrides)
+    elif isinstance(experiment, (str, type)):
+        resolved = _of_class(experiment_class(experiment), overrides)
     else:
-        resolved = get_experiment(experiment, overrides)
-    step = kind.step if step is None else step
-    return load_checkpoint(resolved, job_folder, step)
+        resolved = get_experiment(experiment, {o.path: parse_literal(o.text) for o in overrides})
+    return load_checkpoint(resolved, job_folder, kind.step if step is None else step)
 
 
-def _recorded(folder: str, overrides: Mapping[str, Any]) -> ResolvedExperiment:
+def _of_class(
+    cls: type[BaseExperiment], overrides: Sequence[Override], **values: Any
+) -> ResolvedExperiment:
+    fields = parse_fields(cls.__qualname__, experiment_fields(cls), overrides)
+    return resolve(cls(**values, **fields), [o for o in overrides if o.is_deep])
+
+
+def _recorded(folder: str, overrides: Sequence[Override]) -> ResolvedExperiment:
     """Return the experiment that a job folder records, with further overrides."""
-    given = tuple(as_override(path, value) for path, value in overrides.items())
-    flags = ParsedFlags(None, "export", given, RunOptions(job_log_dir=folder))
+    flags = ParsedFlags(None, "export", tuple(overrides), RunOptions(job_log_dir=folder))
     flags = with_recorded_experiment(flags, lambda _: None)
-    cls = experiment_class(flags.exp or "")
-    fields = parse_fields(cls.__qualname__, experiment_fields(cls), flags.overrides)
-    resolved = resolve(cls(**fields), [o for o in flags.overrides if o.is_deep])
-    _check_unedited(folder, resolved, given)
+    resolved = _of_class(experiment_class(flags.exp or ""), flags.overrides)
+    if not overrides:
+        _check_unedited(folder, resolved)
     return resolved
 
 
-def _check_unedited(folder: str, resolved: ResolvedExperiment, overrides: Sequence[Any]) -> None:
+def _check_unedited(folder: str, resolved: ResolvedExperiment) -> None:
     """Raise `UsageError` if training used a config of the model that overrides do not give."""
     recorded = read_recorded_config(folder)
-    if recorded is None or overrides:
+    if recorded is None:
         return
     now = config_json(resolved)["config"]
     shared = [path for path in recorded.config if path.startswith("task.model.") and path in now]

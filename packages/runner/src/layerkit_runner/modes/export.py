@@ -1,4 +1,4 @@
-"""`--mode=export`: writes a checkpoint of a job as a Hugging Face folder.
+"""`--mode=export`: writes a checkpoint of a job as a Hugging Face folder, or as StableHLO.
 
 The weights are those that decoding uses, which are averaged ones if the task says so. Adapters
 (LoRA) are merged into the weights, and a model trained on preferences (DPO) exports its policy.
@@ -21,7 +21,7 @@ from layerkit_runner.trainer.job import Job, choose_step, start_job
 
 
 def run_export(resolved: ResolvedExperiment, options: RunOptions) -> int:
-    """Write the weights of a checkpoint and the tokenizer; return the exit code.
+    """Write the model of a checkpoint; return the exit code.
 
     Raises:
       UsageError: The folder or the checkpoint is missing, or no Hugging Face family fits the model.
@@ -35,14 +35,27 @@ def run_export(resolved: ResolvedExperiment, options: RunOptions) -> int:
             step = choose_step(checkpoints, options.only_restore_step)
             state = job.restore(checkpoints, step, for_training=False).state
         state = job.partitioner.stored_state(job.task, state)
-        weights = job.task.decoded_state(state).params
+        variables = job.task.decoded_variables(state)
         try:
-            export_model(
-                options.export_dir,
-                resolved.task.model,
-                {PARAMS: weights},
-                tokenizer_folder=_tokenizer_folder(job),
-            )
+            if options.export_format == "stablehlo":
+                # Imports jax.export.
+                from layerkit_runner.modes.export_stablehlo import export_stablehlo
+
+                export_stablehlo(
+                    options.export_dir,
+                    resolved.task.model,
+                    job.task.model,
+                    variables,
+                    bakes_weights=options.bakes_weights,
+                    facts={"experiment": resolved.name, "step": step},
+                )
+            else:
+                export_model(
+                    options.export_dir,
+                    resolved.task.model,
+                    {PARAMS: variables[PARAMS]},
+                    tokenizer_folder=_tokenizer_folder(job),
+                )
         except (OSError, ImportError, UserError) as error:
             raise to_usage_error(error, owner=resolved.name) from error
         kind = "averaged weights" if job.task.train.decode_use_ema_states else "weights"

@@ -254,14 +254,22 @@ class Partitioner(Configurable):
             self.replicated(),
         )
 
-    def jit_reading(self, task: SingleTask, function: Callable[..., Any], *shardings: Any) -> Any:
+    def jit_reading(
+        self,
+        task: SingleTask,
+        function: Callable[..., Any],
+        *shardings: Any,
+        replicates: bool = True,
+        donates: Sequence[int] = (),
+    ) -> Any:
         """Jit a function that reads a state, without the fields that only training needs.
 
         Args:
           task: Task of the states.
-          function: Function of the state and one argument for each of `shardings`. Its result is
-            replicated.
-          *shardings: Shardings of the arguments after the state.
+          function: Function of the state and one argument for each of `shardings`.
+          *shardings: Shardings of the arguments after the state; None for those of the values.
+          replicates: True to replicate the result; False to leave its layout to the compiler.
+          donates: Numbers of the arguments whose memory the result may take; the state is 0.
         """
         arrays = self._place(task).padded
 
@@ -271,7 +279,8 @@ class Partitioner(Configurable):
         jitted = jax.jit(
             reading,
             in_shardings=(self.state_shardings(task).for_inference(), *shardings),
-            out_shardings=self.replicated(),
+            out_shardings=self.replicated() if replicates else None,
+            donate_argnums=tuple(donates),
         )
         return lambda state, *rest: jitted(state.for_inference(), *rest)
 

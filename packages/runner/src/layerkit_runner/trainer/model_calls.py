@@ -8,11 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from layerkit import decoding
 from layerkit.base_layer import RANDOM
 from layerkit.base_model import BaseModel
-from layerkit.decoding import SampleDecoder
+from layerkit.config import Config, assigned_fields, is_config, target_of
+from layerkit.decoding import PausedDecoder, SampleDecoder, SampledRows, cached_step
+from layerkit.layers import TrainablePositionalEmbedding
 from layerkit.models import LanguageModel, SequenceModel
 from layerkit.nested_map import NestedMap
+from layerkit_runner.config.config_tree import walk
 from layerkit_runner.errors import UsageError
 
 Variables = dict[str, Any]
@@ -38,6 +42,17 @@ def network_of(model: BaseModel) -> str:
         value=type(model).__qualname__,
         expected="a language model or an encoder-decoder, such as LanguageModel or SequenceModel",
     )
+
+
+def max_positions(config: Config) -> int | None:
+    """Return the number of positions of a row that a model's config has; None for any number."""
+    sizes = [
+        assigned_fields(each).get("max_length")
+        for _, each in walk(config, "model")
+        if is_config(each) and target_of(each) is TrainablePositionalEmbedding
+    ]
+    known = [size for size in sizes if size]
+    return min(known) if known else None
 
 
 def token_logits(model: BaseModel, variables: Variables, batch: NestedMap) -> jax.Array:
@@ -94,14 +109,14 @@ def token_log_probs(model: BaseModel, variables: Variables, batch: NestedMap) ->
     return bound.apply(variables, method=call)
 
 
-def continue_rows(
+def start_rows(
     model: BaseModel,
-    decoder: SampleDecoder,
+    decoder: PausedDecoder,
     variables: Variables,
     batch: NestedMap,
     seed: jax.Array,
-) -> NestedMap:
-    """Continue the prompts of a batch; see `LanguageModel.decode`.
+) -> SampledRows:
+    """Run the model on the prompts of a batch; see `LanguageModel.decode`.
 
     Args:
       model: Model that decodes.
@@ -112,10 +127,28 @@ def continue_rows(
     """
     bound: Any = model.clone(train=False, decoder=decoder)
     rngs = {RANDOM: jax.random.key(seed)} if decoder.needs_key else {}
-    return bound.apply(variables, batch, rngs=rngs, method="decode")
+    return bound.apply(variables, batch, rngs=rngs, method="decode").rows
 
 
-def decoder_for(model: Any, *, max_new_tokens: int, is_greedy: bool, eos_id: Any) -> SampleDecoder:
+def advance_rows(
+    model: BaseModel,
+    decoder: SampleDecoder,
+    variables: Variables,
+    rows: SampledRows,
+    until: jax.Array,
+) -> SampledRows:
+    """Choose the tokens of columns before `until`; see `layerkit.decoding.advance_rows`."""
+    name = network_of(model)
+
+    def call(bound: Any) -> SampledRows:
+        extend = cached_step(getattr(bound, name))
+        return decoding.advance_rows(decoder, extend, rows, until=until)
+
+    bound: Any = model.clone(train=False)
+    return bound.apply(variables, method=call)
+
+
+def decoder_for(model: Any, *, max_new_tokens: int, is_greedy: bool, eos_id: Any) -> PausedDecoder:
     """Return a decoder with the stop sequences and processors of a model's own decoder.
 
     Sampling options are those of rows; see `RowOptions`.
@@ -129,7 +162,8 @@ def decoder_for(model: Any, *, max_new_tokens: int, is_greedy: bool, eos_id: Any
     own = model.decoder
     fields: dict[str, Any] = {}
     if isinstance(own, SampleDecoder):
-        fields = {field.name: getattr(own, field.name) for field in dataclasses.fields(own)}
+        names = [field.name for field in dataclasses.fields(PausedDecoder)]
+        fields = {name: getattr(own, name) for name in names}
         fields["min_decode_steps"] = min(own.min_decode_steps, max_new_tokens)
     fields |= {
         "max_decode_steps": max_new_tokens,
@@ -139,7 +173,7 @@ def decoder_for(model: Any, *, max_new_tokens: int, is_greedy: bool, eos_id: Any
         "num_samples": 1,
         "eos_id": eos_id,
     }
-    return SampleDecoder(**fields)
+    return PausedDecoder(**fields)
 
 
 def _segments(ids: jax.Array, lengths: jax.Array) -> jax.Array:

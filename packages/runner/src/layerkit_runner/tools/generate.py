@@ -1,0 +1,114 @@
+"""`--mode=generate`: continue prompts with a trained model, and print each token at once.
+
+Without `--prompt`, the standard input is the prompt. On a terminal, a dialog asks for prompts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from layerkit_runner.config.flags import ParsedFlags
+from layerkit_runner.errors import UsageError
+from layerkit_runner.run_options import RunOptions
+
+if TYPE_CHECKING:
+    from layerkit_runner.interface.loaded_model import LoadedModel
+
+_MARK = ">>> "
+
+
+def run_generate(flags: ParsedFlags) -> int:
+    """Load the model of a folder and continue prompts; return the exit code.
+
+    Raises:
+      UserError: The folder has no model that generates, or no tokenizer.
+    """
+    options = flags.options
+    prompts, asks = options.prompt or (), False
+    if not prompts:
+        asks = sys.stdin.isatty()
+        # Read before the model is loaded, so that a missing prompt is reported at once.
+        prompts = () if asks else _piped_prompt()
+    model = _load(flags)
+    if asks:
+        return _ask(model, options)
+    for index, prompt in enumerate(prompts):
+        if len(prompts) > 1:
+            print(_MARK + prompt, flush=True)
+        _continue(model, prompt, options, seed=options.seed + index)
+    return 0
+
+
+def _load(flags: ParsedFlags) -> LoadedModel:
+    from layerkit_runner.distributed.devices import enable_compilation_cache, set_gpu_memory_share
+    from layerkit_runner.interface.loading import load_folder
+    from layerkit_runner.observers.library_logs import configure_library_logs
+
+    options = flags.options
+    configure_library_logs(options)
+    set_gpu_memory_share()
+    enable_compilation_cache(options.jax_compilation_cache)
+    return load_folder(
+        options.job_log_dir or options.init_from or "",
+        step=options.only_restore_step,
+        experiment=flags.exp,
+        overrides=flags.overrides,
+    )
+
+
+def _piped_prompt() -> tuple[str, ...]:
+    text = sys.stdin.read()
+    if not text:
+        raise UsageError(field="--prompt", value=None, expected="a text to continue")
+    return (text,)
+
+
+def _continue(model: LoadedModel, prompt: str, options: RunOptions, *, seed: int) -> None:
+    """Print the continuation of a prompt while it is made, and a line end."""
+
+    def write(index: int, piece: str) -> None:
+        del index
+        print(piece, end="", flush=True)
+
+    model.generate(
+        prompt,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=seed,
+        stream=write,
+    )
+    print(flush=True)
+
+
+def _ask(model: LoadedModel, options: RunOptions) -> int:
+    """Continue the lines that a person types; Ctrl-C stops a continuation, Ctrl-D ends."""
+    print(f"{model}\nCtrl-C stops a continuation, Ctrl-D ends.", file=sys.stderr, flush=True)
+    for index, prompt in enumerate(_lines()):
+        try:
+            _continue(model, prompt, options, seed=options.seed + index)
+        except KeyboardInterrupt:
+            print(flush=True)
+    return 0
+
+
+def _lines() -> Iterator[str]:
+    """Yield the lines that are typed, without empty ones."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("readline")  # gives `input` a history
+    while True:
+        try:
+            line = input(_MARK)
+        except EOFError:
+            print(flush=True)
+            return
+        except KeyboardInterrupt:
+            print(flush=True)
+            continue
+        if line:
+            yield line
