@@ -72,6 +72,7 @@ def test_the_code_of_a_page_runs(page: str, monkeypatch: pytest.MonkeyPatch):
             resolve(cls())
 
 
+@pytest.mark.slow
 def test_page_on_the_python_interface_runs_in_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

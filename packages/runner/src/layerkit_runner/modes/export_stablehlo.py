@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax import core, export
+from jax import export
 
 from layerkit.base_layer import RANDOM
 from layerkit.base_model import BaseModel
@@ -171,7 +171,7 @@ def _export(
     platforms = _PLATFORMS if platform == "cpu" else None
     try:
         return export.export(jax.jit(call), platforms=platforms)(*specs)
-    except (core.InconclusiveDimensionOperation, TypeError) as error:
+    except (jax.errors.InconclusiveDimensionOperation, TypeError) as error:
         raise UsageError(
             f"cannot export {name} with an open number of rows: {str(error).splitlines()[0]}",
             field="--export_format",

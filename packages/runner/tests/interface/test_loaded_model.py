@@ -1,0 +1,148 @@
+"""A loaded model: its tokens, scores and logits against the modes and plain loops."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import layerkit_runner
+from layerkit.errors import UserError
+from layerkit_runner import LoadedModel, TrainResult, cli
+from layerkit_runner.interface.buckets import Buckets
+
+PROMPTS = ["im", "def ", "re"]
+
+
+def test_greedy_text_equals_the_decode_mode_and_a_loop_without_a_cache(
+    run: TrainResult, model: LoadedModel
+):
+    (path,) = (Path(run.job_log_dir) / "decode/prompts").glob("*.jsonl")
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["prompt"] for record in records] == PROMPTS
+    assert model.generate(PROMPTS) == [record["continuation"] for record in records]
+    ids = [1, *model.tokenizer.encode(PROMPTS[0])]
+    expected: list[int] = []
+    while len(expected) < 6 and 2 not in expected:
+        expected.append(int(np.argmax(model.logits([*ids, *expected])[-1])))
+    (found,) = model.generate_ids([ids])
+    assert found.tolist() == expected
+
+
+def test_streamed_pieces_are_the_text_and_rows_are_independent(model: LoadedModel):
+    pieces: dict[int, str] = {0: "", 1: ""}
+    arguments: dict[str, Any] = {"temperature": 1.5, "top_k": 50, "top_p": 0.9, "seed": 3}
+    texts = model.generate(
+        PROMPTS[:2],
+        **arguments,
+        stream=lambda row, piece: pieces.update({row: pieces[row] + piece}),
+    )
+    assert list(pieces.values()) == texts
+    assert model.generate(PROMPTS[0], **arguments) == texts[:1]
+    assert model.generate(PROMPTS[:2], **{**arguments, "seed": 4}) != texts
+
+
+def test_scores_equal_the_evaluation_and_the_logits(
+    run: TrainResult, model: LoadedModel, lines: ModuleType
+):
+    scores = model.score(lines.LINES)
+    xent = -sum(s.log_likelihood for s in scores) / sum(s.num_tokens for s in scores)
+    assert xent == pytest.approx(run.evaluations["heldout"]["xent"][-1], rel=1e-5)
+    assert xent == pytest.approx(model.evaluate()["heldout"]["xent"], rel=1e-5)
+    (score,) = model.score("x", prompts=["def "])
+    before = [1, *model.tokenizer.encode("def ")]
+    expected = jax.nn.log_softmax(model.logits(before)[-1])[model.tokenizer.encode("x")[0]]
+    assert score.token_log_probs == pytest.approx([float(expected)], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_weights_are_sharded_as_the_partitioner_says(run: TrainResult, model: LoadedModel):
+    overrides = {"partitioner.ici_mesh_shape": [1, 4, 2]}
+    sharded = layerkit_runner.load(run.job_log_dir, overrides=overrides)
+    spread = {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(sharded.weights)}
+    assert spread == {8}
+    parts = [leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(sharded.weights)]
+    assert sum(parts) < sum(leaf.size for leaf in jax.tree.leaves(sharded.weights))
+    ids = np.array([[1, 5, 9], [1, 7, 8]])
+    np.testing.assert_allclose(sharded.logits(ids), model.logits(ids), atol=1e-5)
+    assert sharded.generate(PROMPTS) == model.generate(PROMPTS)
+
+
+def test_compiled_functions_are_shared_by_sizes_of_one_bucket():
+    buckets = Buckets(row_multiple=2, max_positions=100)
+    assert [buckets.rows(n) for n in (1, 2, 3, 9)] == [2, 2, 4, 16]
+    assert [buckets.length(n) for n in (1, 17, 70, 101)] == [16, 32, 100, 101]
+    assert buckets.prompt_and_steps(5, 5) == (16, 16)
+    assert buckets.prompt_and_steps(60, 34) == (64, 36)
+    assert buckets.prompt_and_steps(70, 30) == (70, 30)
+
+
+@pytest.mark.slow
+def test_encoder_neither_generates_nor_scores(raises: Any, lines: ModuleType, tmp_path: Path):
+    folder = tmp_path / "masked"
+    encoder = layerkit_runner.train(lines.MaskedLm, job_log_dir=folder, num_steps=1).model
+    for call in (encoder.generate, encoder.score):
+        with raises(UserError, field="model", value="BertModel"):
+            call(["import"])
+
+
+def test_wrong_options_and_folders_raise_with_data(
+    raises: Any, model: LoadedModel, run: TrainResult
+):
+    with raises(UserError, field="temperature", value=-1):
+        model.generate("x", temperature=-1)
+    with raises(UserError, field="ids"):
+        model.logits([[0.5]])
+    with raises(UserError, field="folder", value="jbo"):
+        layerkit_runner.load(Path(run.job_log_dir).with_name("jbo"))
+    with pytest.raises(UserError, match="no such step|7"):
+        layerkit_runner.load(run.job_log_dir, step=7)
+
+
+@pytest.mark.slow
+def test_config_that_was_edited_in_python_must_be_given_to_load(
+    raises: Any, lines: ModuleType, tmp_path: Path
+):
+    edited = layerkit_runner.get_experiment(lines.LinesLm)
+    edited.task.model.lm_tpl.num_layers = 2
+    folder = tmp_path / "job"
+    run = layerkit_runner.train(edited, job_log_dir=folder, num_steps=1)
+    assert run.model.config.lm_tpl.num_layers == 2
+    with raises(UserError, field="experiment"):
+        layerkit_runner.load(folder)
+    loaded = layerkit_runner.load(folder, experiment=edited)
+    assert loaded.config.lm_tpl.num_layers == 2
+
+
+@pytest.mark.slow
+def test_command_generates_the_same_text(
+    run: TrainResult, model: LoadedModel, capsys: pytest.CaptureFixture[str]
+):
+    words = ["--mode=generate", f"--job_log_dir={run.job_log_dir}", "--max_new_tokens=5"]
+    assert cli.main([*words, f"--prompt={PROMPTS[0]}"]) == 0
+    assert capsys.readouterr().out == model.generate(PROMPTS[0], max_new_tokens=5)[0] + "\n"
+
+
+def test_dialog_of_the_command_continues_each_line(
+    run: TrainResult,
+    model: LoadedModel,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    typed = iter(PROMPTS)
+
+    def answer(mark: str) -> str:
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", answer)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    assert cli.main(["--mode=generate", f"--job_log_dir={run.job_log_dir}"]) == 0
+    assert capsys.readouterr().out == "\n".join(model.generate(PROMPTS)) + "\n\n"
