@@ -20,8 +20,8 @@ MODES = {
     "eval_once": "evaluate the newest checkpoint, or --restore_checkpoint_step",
     "decode": "decode with each new checkpoint of a running job until its last",
     "decode_once": "decode with the newest checkpoint, or --restore_checkpoint_step",
-    "generate": "continue prompts, in steps that are printed at once, or ask for them",
-    "export": "write the newest checkpoint for other programs, such as a Hugging Face folder",
+    "generate": "continue prompts, and print each token at once; or ask for prompts",
+    "export": "write the newest checkpoint as a Hugging Face folder, or as StableHLO",
 }
 FOLLOWING_MODES = ("eval", "decode")
 ONCE_MODES = ("eval_once", "decode_once")
