@@ -1,0 +1,73 @@
+"""Run the notebooks of docs/notebooks, each in a new kernel.
+
+    python scripts/run_notebooks.py [--update] [NOTEBOOK ...]
+
+A cell that fails, or that writes a warning or anything else to stderr, ends the run with exit code
+1. The last lines give the seconds of each notebook. `--update` writes the outputs into the
+notebooks, which show them where they are not run, as on the site.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import nbclient
+import nbformat
+
+NOTEBOOKS = Path(__file__).resolve().parents[1] / "docs" / "notebooks"
+CELL_TIMEOUT_S = 300
+
+
+def main(arguments: list[str]) -> int:
+    """Run the notebooks and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--update", action="store_true", help="write the outputs into the files")
+    parser.add_argument("notebooks", nargs="*", type=Path, help="default: all of docs/notebooks")
+    options = parser.parse_args(arguments)
+    failed, seconds = [], {}
+    for path in options.notebooks or sorted(NOTEBOOKS.glob("*.ipynb")):
+        started = time.monotonic()
+        notebook = nbformat.read(path, as_version=4)
+        problem = run(notebook)
+        seconds[path.stem] = time.monotonic() - started
+        if problem:
+            failed.append(path.stem)
+            print(f"{path.name}: {problem}", file=sys.stderr)
+        elif options.update:
+            nbformat.write(notebook, path)
+    for name, duration in seconds.items():
+        print(f"{duration:6.1f} s  {name}{'  FAILED' if name in failed else ''}")
+    return 1 if failed else 0
+
+
+def run(notebook: nbformat.NotebookNode) -> str | None:
+    """Run the cells in a temporary folder, and replace their outputs.
+
+    Returns:
+      The error of the first cell that failed or wrote to stderr, or None.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        client = nbclient.NotebookClient(
+            notebook,
+            timeout=CELL_TIMEOUT_S,
+            record_timing=False,
+            extra_arguments=["--log-level=ERROR"],  # Kernels warn that they use TCP.
+            resources={"metadata": {"path": folder}},
+        )
+        try:
+            client.execute()
+        except (nbclient.exceptions.CellExecutionError, nbclient.exceptions.CellTimeoutError) as e:
+            return str(e)
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            if output.get("name") == "stderr":
+                return f"a cell wrote to stderr:\n{cell.source}\n{output.text}"
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
