@@ -78,6 +78,8 @@ RELEASE_TOOLS = (*BUILD_TOOLS, "twine")
 DOCS_TOOLS = ("sphinx", "myst-parser", "furo", "sphinx-copybutton", "sphinx-external-toc")
 # Tests of the code on pages of the documentation, those marked slow included.
 DOCS_SUITES = ("integration_tests/test_documented_code.py",)
+# The packages after the first two belong to extras that the notebooks use.
+NOTEBOOK_TOOLS = ("nbclient", "ipykernel", "grain", "tokenizers", "safetensors")
 
 nox.options.sessions = ["lint", "tests"]
 nox.options.default_venv_backend = "virtualenv"
@@ -165,6 +167,13 @@ def parity(session: nox.Session) -> None:
     install_sources(session, (*TEST_TOOLS, *PARITY_TOOLS))
     # In one process, so that the table comes last.
     session.run("python", "-m", "pytest", *(session.posargs or PARITY_SUITES))
+
+
+@nox.session
+def notebooks(session: nox.Session) -> None:
+    """Run the notebooks and print the time of each; arguments go to the script."""
+    install_sources(session, NOTEBOOK_TOOLS)
+    session.run("python", "scripts/run_notebooks.py", *session.posargs)
 
 
 @nox.session

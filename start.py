@@ -32,6 +32,7 @@ COMMANDS = {
     "compilers": ("compilers", "compile kernels and plans for TPUs and GPUs, without the devices"),
     "parity": ("parity", "compare with PyTorch and transformers; prints a table of errors"),
     "readers": ("readers", "test the readers that need TensorFlow: SeqIO, TFDS folders and Lingvo"),
+    "notebooks": ("notebooks", "run the notebooks of docs/notebooks; prints the time of each"),
     "lingvo": ("lingvo_native", "test Lingvo's native ops, with a newer C library where needed"),
     "lint": ("lint", "check formatting, lint rules, prose, types and imports between packages"),
     "pax": ("pax_reference", "record weights and runs of paxml 1.4.0; needs Python 3.10"),
