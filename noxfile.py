@@ -75,7 +75,7 @@ PARITY_TOOLS = ("torch", "transformers")
 LINT_TOOLS = ("ruff", "mypy", "import-linter")
 BUILD_TOOLS = ("hatchling",)
 RELEASE_TOOLS = (*BUILD_TOOLS, "twine")
-DOCS_TOOLS = ("sphinx", "myst-parser", "furo", "sphinx-copybutton", "sphinx-external-toc")
+DOCS_TOOLS = ("sphinx", "myst-nb", "furo", "sphinx-copybutton", "sphinx-external-toc")
 # Tests of the code on pages of the documentation, those marked slow included.
 DOCS_SUITES = ("integration_tests/test_documented_code.py",)
 # The packages after the first two belong to extras that the notebooks use.

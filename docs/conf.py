@@ -15,7 +15,7 @@ author = "The layerkit authors"
 copyright = author  # noqa: A001 - a name that Sphinx reads
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
@@ -25,6 +25,7 @@ extensions = [
     "repository_links",
 ]
 external_toc_path = "_toc.yml"
+nb_execution_mode = "off"  # the notebooks hold their outputs
 exclude_patterns = ["_build", "decisions/0000-template.md"]
 nitpicky = False  # types of other libraries have no page here
 default_role = "py:obj"  # single backticks of docstrings
