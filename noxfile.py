@@ -21,6 +21,8 @@ CONSTRAINTS = ROOT / "constraints.txt"
 # Arguments of pip that select versions.
 PINNED = ("--constraint", str(CONSTRAINTS))
 NEWEST = ("--upgrade", "--upgrade-strategy", "eager")
+# pip takes about a minute to compile all dependencies; Python compiles the modules that it imports.
+NO_COMPILE = "--no-compile"
 # Folder under packages/ and import name of each package; lower layers first.
 PACKAGES = {
     "layerkit": "layerkit",
@@ -327,7 +329,7 @@ def install_wheels(
     session: nox.Session, folders: Sequence[str], *, extras: str, versions: Sequence[str]
 ) -> None:
     """Install the test tools and new wheels; layerkit-inputs is installed with `extras`."""
-    session.install(*versions, *BUILD_TOOLS, *TEST_TOOLS)
+    session.install(NO_COMPILE, *versions, *BUILD_TOOLS, *TEST_TOOLS)
     with tempfile.TemporaryDirectory() as built:
         sources = [f"./packages/{folder}" for folder in folders]
         build = ["pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
@@ -337,7 +339,7 @@ def install_wheels(
         # dependencies are installed only where they are missing.
         session.install("--no-deps", "--no-index", "--force-reinstall", *wheels)
         with_extras = [wheel + extras if "layerkit_inputs-" in wheel else wheel for wheel in wheels]
-        session.install(*versions, *with_extras)
+        session.install(NO_COMPILE, *versions, *with_extras)
 
 
 def lowest_versions(session: nox.Session) -> Path:
@@ -381,5 +383,5 @@ def install_sources(session: nox.Session, tools: Sequence[str] = ()) -> None:
         return
     editable = [argument for project in projects for argument in ("--editable", str(project))]
     editable[editable.index(str(ROOT / "packages/runner"))] += "[plots]"
-    session.install(*PINNED, *editable, *tools)
+    session.install(NO_COMPILE, *PINNED, *editable, *tools)
     stamp.write_text(digest.hexdigest())

@@ -34,10 +34,15 @@ def stderr(*flags: str) -> str:
     ("flags", "shown", "hidden"),
     [
         ([], ["a warning"], ["a fact", "another fact"]),
-        (["--alsologtostderr"], ["a warning"], ["a fact", "another fact"]),
         (["--v=0"], ["a warning", "a fact", "another fact"], []),
-        (["--logtostderr", "--verbosity=0"], ["a warning", "a fact", "another fact"], []),
-        (["--v=-2"], [], ["a warning", "a fact"]),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (["--alsologtostderr"], ["a warning"], ["a fact", "another fact"]),
+                (["--logtostderr", "--verbosity=0"], ["a warning", "a fact", "another fact"], []),
+                (["--v=-2"], [], ["a warning", "a fact"]),
+            ]
+        ),
     ],
 )
 def test_verbosity_selects_the_messages_on_stderr(
@@ -51,7 +56,7 @@ def test_verbosity_selects_the_messages_on_stderr(
 @pytest.mark.parametrize(
     ("flags", "on_stderr"),
     [
-        ([], []),
+        pytest.param([], [], marks=pytest.mark.slow),
         (["--alsologtostderr"], ["a fact", "a warning"]),
         (["--stderrthreshold=warning"], ["a warning"]),
     ],

@@ -22,28 +22,25 @@ def test_resumed_run_keeps_the_anchor_and_equals_an_uninterrupted_one(
         elastic_weight_consolidation, optimizer=Partial(optax.adamw), ewc_regularizer_weight=1.0
     )
 
-    def run(num_steps: int, restore: Any = None) -> Any:
-        """Train a new task, from the state that `restore` makes of shapes, or the first one."""
-        task = arrangements.sgd_task(
-            arrangements.language_model(), optimizer=optimizer, learning_rate=0.02
-        )
-        partitioner = arrangements.make_partitioner([2, 2, 2])
-        partitioner.bind(task)
-        if restore is None:
-            state = partitioner.init_fn(task)()
-        else:
-            state = restore(partitioner.abstract_state(task))
-        step_fn = partitioner.train_step_fn(task)
-        batch = partitioner.put_batch(arrangements.unequal_batch())
+    task = arrangements.sgd_task(
+        arrangements.language_model(), optimizer=optimizer, learning_rate=0.02
+    )
+    partitioner = arrangements.make_partitioner([2, 2, 2])
+    partitioner.bind(task)
+    init, step_fn = partitioner.init_fn(task), partitioner.train_step_fn(task)
+    batch = partitioner.put_batch(arrangements.unequal_batch())
+
+    def trained(state: Any, num_steps: int) -> Any:
         for _ in range(num_steps):
             state, _ = step_fn(state, batch)
         return state
 
-    first = jax.device_get(run(0).params)
-    expected = jax.device_get(run(STEPS))
+    first = jax.device_get(init().params)
+    expected = jax.device_get(trained(init(), STEPS))
     with CheckpointManager(tmp_path, policy=CheckpointPolicy(save_interval_steps=1)) as manager:
-        manager.save(1, run(1), input_states={}, metadata={})
-        found = run(STEPS - 1, lambda target: manager.restore(1, target).state)
+        manager.save(1, trained(init(), 1), input_states={}, metadata={})
+        restored = manager.restore(1, partitioner.abstract_state(task)).state
+    found = trained(restored, STEPS - 1)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), expected)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(found.opt_state.anchor), first)
     for anchor, weight in zip(

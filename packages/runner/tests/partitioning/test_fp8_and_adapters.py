@@ -25,6 +25,7 @@ from layerkit_runner.partitioning.padding import axes_by_path, map_with_axes
 DIMS, ROWS = 16, 8
 FP8 = Fp8Dot.HParams.config(amax_history_length=4)
 SHAPES = {"2 x 2 x 2": [2, 2, 2], "pmap": None}
+PMAP_IS_SLOW = ["2 x 2 x 2", pytest.param("pmap", marks=pytest.mark.slow)]
 
 
 class Residual(FeedForward):
@@ -96,7 +97,7 @@ def assert_close(found: Any, expected: Any) -> None:
     jax.tree_util.tree_map_with_path(check, jax.device_get(found), jax.device_get(expected))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", PMAP_IS_SLOW)
 def test_fp8_steps_equal_those_of_one_device(arrangements: Any, shape: str):
     runs = []
     for each in ("one device", shape):
@@ -134,7 +135,7 @@ def test_fp8_state_is_not_clipped_and_not_part_of_the_norm(arrangements: Any):
     assert_close(clipped.overwrite_with_gradient, after.overwrite_with_gradient)
 
 
-@pytest.mark.parametrize("shape", ["one device", *SHAPES])
+@pytest.mark.parametrize("shape", PMAP_IS_SLOW)
 def test_training_changes_adapters_only(arrangements: Any, shape: str):
     optimizer = {"optimizer": Partial(optax.adamw, weight_decay=0.1), "trainable": (LORA_WEIGHTS,)}
     task, partitioner, state = started(arrangements, WITH_LORA, shape, **optimizer)

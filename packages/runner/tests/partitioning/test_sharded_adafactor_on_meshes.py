@@ -31,10 +31,9 @@ def started(arrangements: Any, mesh: list[int] | None) -> tuple[Any, Any]:
 
 
 def trained(
-    arrangements: Any, task: Any, partitioner: Any, state: Any, num_steps: int
+    arrangements: Any, partitioner: Any, step_fn: Any, state: Any, num_steps: int
 ) -> tuple[Any, list[float]]:
     """Return the state and the losses."""
-    step_fn = partitioner.train_step_fn(task)
     batch = partitioner.put_batch(arrangements.unequal_batch())
     losses = []
     for _ in range(num_steps):
@@ -44,19 +43,25 @@ def trained(
 
 
 @pytest.fixture(scope="module")
-def on_mesh(arrangements: Any) -> tuple[Any, list[float]]:
-    """Return the state after the last step on eight devices, and the losses."""
+def mesh_program(arrangements: Any) -> tuple[Any, Any, Any]:
+    """Return task, partitioner and compiled step on eight devices."""
     task, partitioner = started(arrangements, [2, 2, 2])
-    first = partitioner.init_fn(task)()
-    return trained(arrangements, task, partitioner, first, STEPS)
+    return task, partitioner, partitioner.train_step_fn(task)
+
+
+@pytest.fixture(scope="module")
+def on_mesh(arrangements: Any, mesh_program: tuple[Any, Any, Any]) -> tuple[Any, list[float]]:
+    """Return the state after the last step on eight devices, and the losses."""
+    task, partitioner, step_fn = mesh_program
+    return trained(arrangements, partitioner, step_fn, partitioner.init_fn(task)(), STEPS)
 
 
 @pytest.fixture(scope="module")
 def on_one_device(arrangements: Any) -> tuple[Any, list[float]]:
     """Return the same as `on_mesh`, of one device."""
     task, partitioner = started(arrangements, None)
-    first = partitioner.init_fn(task)()
-    return trained(arrangements, task, partitioner, first, STEPS)
+    step_fn = partitioner.train_step_fn(task)
+    return trained(arrangements, partitioner, step_fn, partitioner.init_fn(task)(), STEPS)
 
 
 def test_sharded_training_equals_that_of_one_device(on_mesh: Any, on_one_device: Any):
@@ -94,19 +99,20 @@ def test_moments_are_sharded_as_their_weights(on_mesh: Any):
     }
 
 
-def test_resumed_run_equals_an_uninterrupted_one(arrangements: Any, on_mesh: Any, tmp_path: Any):
+def test_resumed_run_equals_an_uninterrupted_one(
+    arrangements: Any, mesh_program: tuple[Any, Any, Any], on_mesh: Any, tmp_path: Any
+):
     expected, losses = on_mesh
-    task, partitioner = started(arrangements, [2, 2, 2])
+    task, partitioner, step_fn = mesh_program
     half = STEPS // 2
     first = partitioner.init_fn(task)()
-    state, before = trained(arrangements, task, partitioner, first, half)
+    state, before = trained(arrangements, partitioner, step_fn, first, half)
     policy = CheckpointPolicy(save_interval_steps=1)
     with CheckpointManager(tmp_path, policy=policy) as manager:
         manager.save(half, state, input_states={}, metadata={})
-    task, partitioner = started(arrangements, [2, 2, 2])
     with CheckpointManager(tmp_path, policy=policy) as manager:
         state = manager.restore(half, partitioner.abstract_state(task)).state
-    state, after = trained(arrangements, task, partitioner, state, STEPS - half)
+    state, after = trained(arrangements, partitioner, step_fn, state, STEPS - half)
     assert before + after == losses
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(expected))
 

@@ -15,7 +15,8 @@ from layerkit.layers.quantization.fp8 import Fp8Dot
 
 
 @pytest.mark.parametrize(
-    ("mesh", "microbatches"), [([2, 2, 2], 2), pytest.param(None, 1, id="pmap")]
+    ("mesh", "microbatches"),
+    [([2, 2, 2], 2), pytest.param(None, 1, id="pmap", marks=pytest.mark.slow)],
 )
 def test_label_outside_the_vocabulary_skips_the_step(
     arrangements: Any, mesh: list[int] | None, microbatches: int

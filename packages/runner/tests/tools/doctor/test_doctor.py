@@ -36,6 +36,7 @@ def test_working_machine_passes(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_failing_folder_is_on_the_page_and_sets_the_exit_code(tmp_path: Path):
     (tmp_path / "file").write_text("")
     done = run(tmp_path, "--job_log_dir=file")

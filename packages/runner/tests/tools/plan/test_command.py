@@ -52,8 +52,14 @@ def test_page_of_a_pmap_experiment(runner):
     ("flags", "named"),
     [
         (["--num_devices=4"], "--num_devices=4"),
-        (["--xla_flags_preset=tpu_fsdp"], "--xla_flags_preset='tpu_fsdp'"),
-        (["--fdl.task.train.save_max_to_keep=0"], "save_max_to_keep=0"),
+        pytest.param(
+            *(["--xla_flags_preset=tpu_fsdp"], "--xla_flags_preset='tpu_fsdp'"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(["--fdl.task.train.save_max_to_keep=0"], "save_max_to_keep=0"),
+            marks=pytest.mark.slow,
+        ),
         (["--fdl.MESH=[1,1]"], "ici_mesh_shape=[1, 1]"),
     ],
 )
