@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from layerkit.interop.praxis import match_weights
+from layerkit.interop.praxis import WeightSource, match_weights
 from layerkit.nested_map import NestedMap
 from layerkit_runner.config.registry import find_experiment, load_experiment
 from layerkit_runner.config.resolve import resolve
@@ -71,7 +71,7 @@ def trained(name: str, *, seed: int | None = None) -> dict[str, np.ndarray]:
         shapes = {n: leaf.shape for n, leaf in flatten_dict(state.params, sep="/").items()}
         theirs = {n.removeprefix("params/"): value for n, value in run.items() if "params/" in n}
         sources = match_weights(shapes, theirs)
-        given = {n: sources[n].read(theirs, shape) for n, shape in shapes.items()}
+        given = {n: read(sources[n], theirs, shape) for n, shape in shapes.items()}
         state = state.replace(params=unflatten_dict(given, sep="/"))
     state = jax.device_put(jax.device_get(state), partitioner.state_shardings(task))
     step = partitioner.train_step_fn(task)
@@ -82,6 +82,12 @@ def trained(name: str, *, seed: int | None = None) -> dict[str, np.ndarray]:
         found["learning_rate"].append(float(scalars["learning/lr"]))
         found["gradient_norm"].append(float(scalars["learning/raw_grad_norm"]))
     return {name: np.array(numbers) for name, numbers in found.items()}
+
+
+def read(source: WeightSource, theirs: dict[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """Return a weight from the weights of Praxis."""
+    stored, whole = theirs[source.names[0]].shape, tuple(slice(0, size) for size in shape)
+    return source.read_block(lambda name, block: theirs[name][block], stored, shape, whole)
 
 
 def batch_of(tokens: np.ndarray) -> NestedMap:
