@@ -47,3 +47,19 @@ def test_every_flag_is_known():
         assert flag in known, flag
     for mode in re.findall(r"--mode=(\w+)", PAX):
         assert mode in {mode for row in FLAGS for mode in row.modes}, mode
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_the_code():
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    table = page.partition("## Errors")[2].partition("\n## ")[0]
+    sources = [path.read_text() for path in ROOT.glob("packages/*/src/**/*.py")]
+    sources += [path.read_text() for path in ROOT.glob("packages/*/tests/error_messages.json")]
+    code = "\n".join(sources)
+    quoted = [
+        text
+        for row in table.splitlines()
+        for text in re.findall(r"`([^`]+)`", row[: row.find(" | ", 2)])
+    ]
+    assert len(quoted) >= 15
+    for text in quoted:
+        assert text in code, text
