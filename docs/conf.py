@@ -46,6 +46,7 @@ napoleon_attr_annotations = False  # types and defaults are in the signature
 toc_object_entries_show_parents = "hide"
 
 highlight_language = "text"  # commands and output, unless a block names a language
+smartquotes = False  # `--flag` keeps its hyphens
 html_theme = "furo"
 html_title = "layerkit"
 html_static_path = ["_static"]

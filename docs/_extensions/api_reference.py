@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import public_names
+from flax import linen as nn
 from sphinx.application import Sphinx
 
 from layerkit.errors import UserError
@@ -33,7 +34,9 @@ TITLES = {
     "recipes": "Recipes of experiments",
 }
 # Members of every layer that a page need not repeat.
-HIDDEN = {"HParams", "used_only_if", "setup", "parent", "name"}
+HIDDEN = {"HParams", "used_only_if", "setup"}
+# Fields that Flax adds to every module.
+OF_FLAX = {"parent", "name"}
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
@@ -241,7 +244,7 @@ def skip_member(
     app: Sphinx, what: str, name: str, value: Any, skip: bool, options: Any
 ) -> bool | None:
     """Leave out members that every layer has."""
-    return True if name in HIDDEN else None
+    return True if name in HIDDEN | OF_FLAX else None
 
 
 def show_fields(
@@ -256,7 +259,8 @@ def show_fields(
     own = [
         (field, text)
         for field, text in inspect.get_annotations(value).items()
-        if field in fields and not field.startswith("_") and field not in HIDDEN
+        if field in fields and not field.startswith("_")
+        if field not in HIDDEN and not (field in OF_FLAX and issubclass(value, nn.Module))
     ]
     if not fields:
         return None
