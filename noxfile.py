@@ -67,11 +67,11 @@ TENSORFLOW_EXTRAS = "[seqio,lingvo]"
 CORPUS_EXTRAS = "[grain,hf,seqio,text]"
 # The longest tests come first, so that workers end at about the same time.
 ALL_SUITES = [*ROOT.glob("integration_tests"), *sorted(ROOT.glob("packages/*/tests"), reverse=True)]
-# safetensors belongs to the extra layerkit[hf]; matplotlib, wandb and optuna belong to the extras
-# layerkit-runner[plots,wandb,sweeps].
+# safetensors belongs to the extra layerkit[hf]; matplotlib, wandb, optuna and flatbuffers belong to
+# the extras layerkit-runner[plots,wandb,sweeps,stablehlo].
 TEST_TOOLS = (
     *("pytest", "pytest-xdist", "hypothesis"),
-    *("safetensors", "matplotlib", "wandb", "optuna"),
+    *("safetensors", "matplotlib", "wandb", "optuna", "flatbuffers"),
 )
 PARITY_TOOLS = ("torch", "transformers")
 LINT_TOOLS = ("ruff", "mypy", "import-linter")

@@ -53,6 +53,7 @@ from layerkit.weights import (
     draw_weight,
     floating_dtype,
     unbox,
+    weights_html,
 )
 
 if TYPE_CHECKING:
@@ -390,6 +391,14 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
         )
         kept = {name: variables[name] for name in states if name in variables}
         return {PARAMS: variables.get(PARAMS, {}), **kept}
+
+    @nn.nowrap
+    def _repr_html_(self) -> str | None:
+        """Return a table of the weights, which notebooks show; None for a part of a model."""
+        if self.scope is not None:
+            return None
+        boxed = jax.eval_shape(self.init_boxed, jax.random.key(0))
+        return weights_html(boxed, name=type(self).__qualname__)
 
     def create_weights(self) -> None:
         """Create the weights of this layer and of all layers below it, without inputs."""

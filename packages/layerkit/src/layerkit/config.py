@@ -149,6 +149,16 @@ class _Editable(Generic[T_co]):
             setattr(self, name, value)
         return self
 
+    def _repr_html_(self) -> str:
+        """Return a foldable tree of the fields, which notebooks show."""
+        from layerkit.html_display import config_tree
+
+        assigned = assigned_fields(self)
+        names = [name for name in field_names(self) if name not in assigned]
+        values = {name: getattr(self, name, None) for name in names}
+        name = getattr(target_of(self), "__qualname__", repr(target_of(self)))
+        return config_tree(name, {str(key): value for key, value in assigned.items()}, values)
+
     def clone(self, **fields: Any) -> typing.Self:
         """Return an independent copy with `fields` set.
 

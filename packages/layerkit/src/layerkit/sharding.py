@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from layerkit import html_display
 from layerkit.errors import ConfigError
 
 MeshAxes = str | tuple[str, ...] | None
@@ -43,6 +44,11 @@ class ShardingRules:
         # Tuples can be hashed. The table is part of the keys of JAX's caches.
         table = {n: tuple(axes) if isinstance(axes, list) else axes for n, axes in rules.items()}
         return cls(tuple(sorted(table.items())))
+
+    def _repr_html_(self) -> str:
+        """Return a table of the rules, which notebooks show."""
+        rows = [(name, ", ".join(self.mesh_axes(name)) or "–") for name, _ in self.table]
+        return html_display.table(("logical axis", "mesh axes"), rows)
 
     def replace(self, **rules: MeshAxes | list[str]) -> ShardingRules:
         """Return this table with some rules changed.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from flax.core import meta
 
+from layerkit import html_display
 from layerkit.errors import ConfigError
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64", "int32", "int8")
@@ -240,3 +241,27 @@ def unbox(tree: Any) -> Any:
 def logical_axes(tree: Any) -> Any:
     """Return the logical axes of a tree of boxed weights, and None for each unboxed leaf."""
     return jax.tree.map(lambda leaf: leaf.axes if is_box(leaf) else None, tree, is_leaf=is_box)
+
+
+def weights_html(boxed: Any, *, name: str) -> str:
+    """Return an HTML table of variables: path, shape, dtype, logical axes and count.
+
+    Args:
+      boxed: Variables by collection; weights may be in boxes, and arrays may be shapes.
+      name: Name of the layer.
+    """
+    rows, total = [], 0
+    for collection, tree in boxed.items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box):
+            array, axes = (leaf.value, leaf.axes) if is_box(leaf) else (leaf, None)
+            shown = jax.tree_util.keystr(path, simple=True, separator="/")
+            shown = shown if collection == "params" else f"{collection}/{shown}"
+            shape, names = " × ".join(map(str, array.shape)), _axes_text(axes)
+            rows.append((shown, shape, str(array.dtype), names, math.prod(array.shape)))
+            total += math.prod(array.shape)
+    columns = ("weight", "shape", "dtype", "axes", "count")
+    return html_display.table(columns, rows, caption=f"{name}: {total:,} numbers")
+
+
+def _axes_text(axes: tuple[str | None, ...] | None) -> str:
+    return "" if axes is None else ", ".join(axis or "–" for axis in axes)

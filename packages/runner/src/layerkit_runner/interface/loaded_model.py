@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from layerkit import html_display
 from layerkit.base_layer import PARAMS
 from layerkit.config import Config
 from layerkit.decoding import PausedDecoder, SampledRows
@@ -357,6 +358,22 @@ class LoadedModel:
         count = sum(leaf.size for leaf in leaves)
         name = type(self.model).__name__
         return f"LoadedModel({name}, {count:,} weights, {self.path!r}, step={self.step})"
+
+    def _repr_html_(self) -> str:
+        """Return a table of the weights with their layout, which notebooks show."""
+        shapes = self.job.abstract_stored_state().params
+        rows = [
+            (
+                jax.tree_util.keystr(path, simple=True, separator="/"),
+                " × ".join(map(str, leaf.shape)),
+                str(leaf.dtype),
+                str(leaf.sharding.spec),
+                leaf.size,
+            )
+            for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
+        ]
+        columns = ("weight", "shape", "dtype", "layout on the mesh", "count")
+        return html_display.table(columns, rows, caption=repr(self))
 
     @property
     def _has_source(self) -> bool:

@@ -6,7 +6,10 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from layerkit import html_display
 from layerkit_inputs.extras import MissingExtraError
+
+_SHOWN_ROWS = 20
 
 
 class MetricsTable(dict[str, list[Any]]):
@@ -31,6 +34,18 @@ class MetricsTable(dict[str, list[Any]]):
     def last(self) -> dict[str, Any]:
         """Return the last row by column; empty if the table is."""
         return {name: column[-1] for name, column in self.items() if column}
+
+    def __repr__(self) -> str:
+        """Return the names of the columns and the number of rows."""
+        return f"MetricsTable({self.num_rows} rows: {', '.join(self)})"
+
+    def _repr_html_(self) -> str:
+        """Return the last rows as a table, which notebooks show."""
+        names = [name for name in self if name != "time"]
+        first = max(0, self.num_rows - _SHOWN_ROWS)
+        rows = [[self[name][row] for name in names] for row in range(first, self.num_rows)]
+        caption = f"last {len(rows)} of {self.num_rows} rows" if first else None
+        return html_display.table(names, rows, caption=caption)
 
     def to_pandas(self) -> Any:
         """Return a `pandas.DataFrame`, with the steps as its index.

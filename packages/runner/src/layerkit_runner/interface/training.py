@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from layerkit import html_display
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.distributed.stop_signals import Interrupts
 from layerkit_runner.errors import UsageError
@@ -62,6 +63,15 @@ class TrainResult:
     def model(self) -> LoadedModel:
         """Trained model, from the newest checkpoint; see `layerkit_runner.load`."""
         return load_checkpoint(self.experiment, self.job_log_dir, None)
+
+    def _repr_html_(self) -> str:
+        """Return the last metrics of training and of each evaluation, which notebooks show."""
+        tables = {"train": self.metrics, **self.evaluations}
+        rows = [
+            (name, *(series.last().get(key, "") for key in ("step", "loss")))
+            for name, series in tables.items()
+        ]
+        return html_display.table(("data set", "step", "loss"), rows, caption=self.job_log_dir)
 
     def __repr__(self) -> str:
         """Return the folder, and the last values of the loss."""

@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, a few plain lines elsewhere.
+"""Progress of a run: a bar on a terminal or in a notebook, a few plain lines elsewhere.
 
 `LinePacer` selects the steps that are printed, so that a log file gets some dozens of lines from a
 run of a minute or a month, without long gaps.
@@ -10,6 +10,7 @@ import datetime
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
@@ -44,7 +45,7 @@ class Progress(Observer):
         """Create the bar or the pacing of lines for a training run."""
         if info.mode != "train":
             return  # each evaluation is printed
-        if self._stream.isatty():
+        if self._stream.isatty() or (self._stream is sys.stdout and _in_notebook()):
             self._view = _Bar(info, self._stream)
         else:
             self._view = _Lines(info, self._stream, self._clock)
@@ -181,23 +182,31 @@ class _Lines:
 
 
 class _Bar:
-    """A tqdm bar with messages above it."""
+    """A tqdm bar on a terminal, with messages above it, or in a notebook."""
 
     def __init__(self, info: RunInfo, stream: TextIO) -> None:
-        import tqdm  # only a terminal needs it
-
         self._stream = stream
         self._programs = info.train_programs
         self._started = False
-        self._bar: tqdm.tqdm[None] = tqdm.tqdm(
-            total=info.num_train_steps,
-            initial=info.start_step,
-            file=stream,
-            bar_format=_BAR_FORMAT,
-            ncols=_terminal_width(stream),
-            nrows=24,  # tqdm hides the bar on a terminal of unknown height
-            mininterval=0.2,
-        )
+        span = {"total": info.num_train_steps, "initial": info.start_step, "mininterval": 0.2}
+        self._bar: tqdm.tqdm[None]
+        if stream.isatty():
+            import tqdm
+
+            self._bar = tqdm.tqdm(
+                **span,
+                file=stream,
+                bar_format=_BAR_FORMAT,
+                ncols=_terminal_width(stream),
+                nrows=24,  # tqdm hides the bar on a terminal of unknown height
+            )
+        else:
+            with warnings.catch_warnings():
+                # Without ipywidgets, tqdm warns and draws the bar as text.
+                warnings.simplefilter("ignore")
+                import tqdm.auto
+
+                self._bar = tqdm.auto.tqdm(**span, desc="train", unit="step")
 
     def train_metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         del step
@@ -215,10 +224,20 @@ class _Bar:
             self._bar.update(step - self._bar.n)
 
     def message(self, text: str) -> None:
-        self._bar.write(text, file=self._stream)
+        if self._stream.isatty():
+            self._bar.write(text, file=self._stream)
+        else:
+            print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
         self._bar.close()
+
+
+def _in_notebook() -> bool:
+    """Return whether the output is that of a notebook's cell."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return hasattr(shell, "kernel")
 
 
 def _terminal_width(stream: TextIO) -> int | None:

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from layerkit import html_display
 from layerkit.config import Configurable
 from layerkit.nested_map import NestedMap
 from layerkit.sharding import DEFAULT_RULES, BoundSharding, ShardingRules
@@ -60,6 +61,28 @@ class Partitioner(Configurable):
         if self._mesh is None:
             raise RuntimeError("Partitioner.start() has not been called")
         return self._mesh
+
+    def __repr__(self) -> str:
+        """Return the devices and the mesh once started, and the fields before."""
+        return super().__repr__() if self._mesh is None else f"<{self.describe()}>"
+
+    def _repr_html_(self) -> str | None:
+        """Return a table of the mesh axes, which notebooks show; None before the start."""
+        if self._mesh is None:
+            return None
+        return html_display.table(
+            ("mesh axis", "devices", "splits"),
+            [(axis, size, self._split_by(axis)) for axis, size in self.mesh.shape.items()],
+            caption=self.describe(),
+        )
+
+    def _split_by(self, mesh_axis: str) -> str:
+        """Return the logical axes that a mesh axis splits."""
+        sharding = self.model_sharding()
+        if sharding.mesh is None:
+            return "batch"
+        names = [name for name, _ in sharding.rules.table]
+        return ", ".join(name for name in names if mesh_axis in sharding.rules.mesh_axes(name))
 
     # Methods that a subclass defines.
 

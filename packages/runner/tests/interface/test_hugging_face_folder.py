@@ -1,0 +1,97 @@
+"""A Hugging Face folder as a loaded model: the logits and tokens of transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import layerkit_runner
+from layerkit.errors import UserError
+
+IDS = [[1, 5, 9, 2, 7], [1, 3, 3, 8, 6]]
+
+
+def test_logits_and_greedy_tokens_equal_those_of_transformers(raises: Any, tmp_path: Path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=16,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=64,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    ).eval()
+    theirs.save_pretrained(tmp_path / "llama")
+    model = layerkit_runner.load(tmp_path / "llama", overrides={"DTYPE": "float32"})
+    with torch.no_grad():
+        expected = theirs(torch.tensor(IDS)).logits.numpy()
+        tokens = theirs.generate(torch.tensor(IDS[:1]), max_new_tokens=8, do_sample=False)
+    np.testing.assert_allclose(model.logits(IDS), expected, atol=2e-5)
+    (found,) = model.generate_ids(IDS[:1], max_new_tokens=8, temperature=0)
+    assert found.tolist() == tokens[0, len(IDS[0]) :].tolist()
+
+
+def test_folder_without_a_tokenizer_scores_ids_and_names_what_is_missing(
+    raises: Any, tmp_path: Path
+):
+    pytest.importorskip("safetensors")
+    from layerkit.interop.hugging_face import import_model
+
+    write_llama(tmp_path)
+    model = layerkit_runner.load(tmp_path)
+    config, variables = import_model(tmp_path)
+    module = config.Instantiate()
+    expected = module.apply(variables, np.array(IDS), method=lambda m, ids: m.lm.logits(ids))
+    np.testing.assert_allclose(model.logits(IDS), expected, atol=1e-5)
+    with raises(UserError, field="datasets"):
+        model.generate("x")
+    with raises(UserError, field="step", value=3):
+        layerkit_runner.load(tmp_path, step=3)
+
+
+def write_llama(folder: Path) -> None:
+    """Write random weights in the layout of Llama."""
+    from safetensors.numpy import save_file
+
+    content = {
+        "model_type": "llama",
+        "vocab_size": 16,
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(content))
+    layer, drawn = "model.layers.0", np.random.default_rng(0)
+    shapes = {
+        "model.embed_tokens.weight": (16, 8),
+        "lm_head.weight": (16, 8),
+        "model.norm.weight": (8,),
+        f"{layer}.input_layernorm.weight": (8,),
+        f"{layer}.post_attention_layernorm.weight": (8,),
+        **{f"{layer}.self_attn.{name}_proj.weight": (8, 8) for name in "qkvo"},
+        f"{layer}.mlp.gate_proj.weight": (12, 8),
+        f"{layer}.mlp.up_proj.weight": (12, 8),
+        f"{layer}.mlp.down_proj.weight": (8, 12),
+    }
+    tensors = {name: drawn.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
