@@ -37,7 +37,7 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(raises: Any, tmp_p
     with torch.no_grad():
         expected = theirs(torch.tensor(IDS)).logits.numpy()
         tokens = theirs.generate(torch.tensor(IDS[:1]), max_new_tokens=8, do_sample=False)
-    np.testing.assert_allclose(model.logits(IDS), expected, atol=2e-5)
+    np.testing.assert_allclose(model.logits(IDS), expected, atol=1e-4)
     (found,) = model.generate_ids(IDS[:1], max_new_tokens=8, temperature=0)
     assert found.tolist() == tokens[0, len(IDS[0]) :].tolist()
 
@@ -53,7 +53,7 @@ def test_folder_without_a_tokenizer_scores_ids_and_names_what_is_missing(
     config, variables = import_model(tmp_path)
     module = config.Instantiate()
     expected = module.apply(variables, np.array(IDS), method=lambda m, ids: m.lm.logits(ids))
-    np.testing.assert_allclose(model.logits(IDS), expected, atol=1e-5)
+    np.testing.assert_allclose(model.logits(IDS), expected, atol=1e-4)
     with raises(UserError, field="datasets"):
         model.generate("x")
     with raises(UserError, field="step", value=3):
