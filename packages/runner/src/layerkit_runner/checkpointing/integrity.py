@@ -240,7 +240,7 @@ def merge(find_own: Callable[[], Iterable[Finding]]) -> tuple[Finding, ...]:
       find_own: Function that returns the findings of this process.
 
     Raises:
-      NewerManifestError: As `find_own` does.
+      NewerManifestError: A later version of this package wrote the manifest.
     """
     shares = from_each_process(lambda: [finding.to_json() for finding in find_own()])
     findings = {Finding.from_json(each) for share in shares for each in share}
