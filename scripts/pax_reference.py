@@ -49,6 +49,7 @@ MODULES = {
     "lm.optimal_scaling": "paxml.tasks.lm.params.optimal_scaling",
     "lm.bert": "paxml.tasks.lm.params.bert",
     "lm.nvidia": "paxml.tasks.lm.params.nvidia",
+    "lm.boolq": "paxml.contrib.gpu.scripts_gpu.configs",
     "lm.pile": "paxml.contrib.gpu.scripts_gpu.configs",
 }
 # Steps at which learning rates are compared: within the warmups, in the decays, and after them.
@@ -68,8 +69,12 @@ def install_contrib() -> None:
     # The modules of the data sets encode a few words when they are imported.
     vocabulary = io.BytesIO()
     words = ["yes no true false"] * 20
-    SentencePieceTrainer.train(  # The smallest vocabulary that holds the letters.
-        sentence_iterator=iter(words), model_writer=vocabulary, vocab_size=15, minloglevel=2
+    SentencePieceTrainer.train(  # The smallest vocabulary that holds the letters and answers.
+        sentence_iterator=iter(words),
+        model_writer=vocabulary,
+        vocab_size=14,
+        user_defined_symbols=["yes", "no"],
+        minloglevel=2,
     )
     file = Path(tempfile.mkdtemp()) / "vocab.model"
     file.write_bytes(vocabulary.getvalue())
@@ -213,7 +218,7 @@ def settings_of(experiment: Any, task: Any) -> dict[str, Any]:
             "input_dropout_prob": stack.input_dropout_prob,
             "atten_logit_cap": layer.tr_atten_tpl.atten_logit_cap,
             "soft_cap_logits": lm.softmax_tpl.soft_cap_logits,
-            "scale_sqrt_depth": lm.softmax_tpl.scale_sqrt_depth,
+            "scale_sqrt_depth": getattr(lm.softmax_tpl, "scale_sqrt_depth", False),
             "epsilon": layer.ln_tpl.epsilon,
             "activation": fdl.get_callable(layer.tr_fflayer_tpl.activation_tpl).__name__,
             "label_smoothing": getattr(task.model, "label_smoothing_prob", None) or 0.0,

@@ -20,11 +20,11 @@ from layerkit_experiments.lm.recipes.optimization import AdamExponential
 from layerkit_experiments.lm.recipes.parallelism import Pipelined, Spmd
 
 
-class NvidiaSpmd(CappedCosine, Spmd, SyntheticTokens, NvidiaDecoder, abstract=True):
+class NvidiaSpmd(CappedCosine, Spmd, NvidiaDecoder, abstract=True):
     """Base of the models without a pipeline."""
 
 
-class NvidiaPipeline(CappedCosine, Pipelined, SyntheticTokens, NvidiaDecoder, abstract=True):
+class NvidiaPipeline(CappedCosine, Pipelined, NvidiaDecoder, abstract=True):
     """Base of the models in pipeline stages."""
 
 
@@ -202,7 +202,7 @@ class NVIDIA_CIRCULAR_REPEAT(  # noqa: N801
     }
 
 
-class Llama2_7B(CappedCosine, Spmd, SyntheticTokens, NvidiaLlamaDecoder):  # noqa: N801
+class Llama2_7B(CappedCosine, Spmd, NvidiaLlamaDecoder):  # noqa: N801
     """The sizes of LLaMA 2 7B on 16 GPUs (a100x16), fully sharded."""
 
     NUM_LAYERS = 32

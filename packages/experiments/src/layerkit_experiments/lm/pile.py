@@ -92,6 +92,27 @@ class GPT175B(Pile126M):
     CHECKPOINT_EVERY_N_STEPS = 100
 
 
+class Synthetic126M(Pile126M):
+    """GPT-3 Small on synthetic tokens, on 8 nodes of 8 GPUs (h100x64)."""
+
+    DATA_FORMAT = "synthetic"
+    MAX_STEPS = 100
+
+
+class Synthetic5B(GPT5B):
+    """GPT-3 with 5 billion weights on synthetic tokens, on 32 nodes of 8 GPUs (h100x256)."""
+
+    DATA_FORMAT = "synthetic"
+    MAX_STEPS = 100
+
+
+class Synthetic175B(GPT175B):
+    """GPT-3 with 175 billion weights on synthetic tokens, on 32 nodes of 8 GPUs (h100x256)."""
+
+    DATA_FORMAT = "synthetic"
+    MAX_STEPS = 100
+
+
 # Other published names of the classes.
 Pile5B = GPT5B
 Pile175B = GPT175B

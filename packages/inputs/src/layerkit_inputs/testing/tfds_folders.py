@@ -60,6 +60,22 @@ _FORMATS: dict[str, _Format] = {
     "c4/en:3.0.1": _Format(
         splits={"train": 40, "validation": 13}, features=_c4_features, example=_c4_example
     ),
+    "super_glue/boolq:1.0.2": _Format(
+        splits={"train": 24, "validation": 8},
+        features=lambda features: {
+            "passage": features.Text(),
+            "question": features.Text(),
+            "idx": np.int32,
+            "label": features.ClassLabel(names=["False", "True"]),
+        },
+        # Every other passage speaks of a bird, and each question asks whether it does.
+        example=lambda split, text, number: {
+            "passage": f"{text} and {('a fish', 'a bird')[number % 2]}",
+            "question": "is there a bird",
+            "idx": number,
+            "label": number % 2,
+        },
+    ),
     # Version 1.0.0 calls the development passages `train`; there is no `validation`.
     "lambada:1.0.0": _Format(
         splits={"train": 12, "test": 13},

@@ -38,6 +38,7 @@ ENTRY_POINT_GROUP = "layerkit.experiments"
 # Names in Pax's documents, each with the package of those experiments here.
 _PAX_NAMES = (
     (re.compile(r"(paxml\.)?tasks\.(\w+)\.params\."), r"\2."),
+    (re.compile(r"paxml\.contrib\.gpu\.scripts_gpu\.configs\.(?=LLaMA)"), "lm.boolq."),
     (re.compile(r"paxml\.contrib\.gpu\.scripts_gpu\.configs\."), "lm.pile."),
 )
 # A module may have a name that its text lacks in these ways only.

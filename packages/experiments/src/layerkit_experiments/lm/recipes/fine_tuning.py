@@ -33,10 +33,10 @@ class InitialWeights:
     def task(self) -> Config:
         """Return the config of the task."""
         task: Config = super().task()  # type: ignore[misc]  # of the experiment
-        if self.INIT_FROM is None:
+        if self.weights_folder is None:
             return task
         task.initial_weights = InitFrom.HParams.config(
-            sources=[Source.HParams.config(folder=self.INIT_FROM)]
+            sources=[Source.HParams.config(folder=self.weights_folder)]
         )
         return task
 

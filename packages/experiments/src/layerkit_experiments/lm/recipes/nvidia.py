@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from layerkit.config import Config, Partial
 from layerkit.weights import WeightInit
+from layerkit_experiments.lm.recipes.data import SyntheticTokens
 from layerkit_experiments.lm.recipes.decoders import CappedDecoder
 from layerkit_experiments.lm.recipes.fp8 import Fp8Products
 from layerkit_experiments.lm.recipes.optimization import AdamExponential
@@ -11,8 +12,8 @@ from layerkit_runner.optim.schedules import linear_warmup_cosine_decay
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
 
 
-class NvidiaDecoder(Fp8Products, CappedDecoder, abstract=True):
-    """Capped decoder with learned positions, and first weights of one standard deviation."""
+class NvidiaDecoder(Fp8Products, SyntheticTokens, CappedDecoder, abstract=True):
+    """Capped decoder of synthetic tokens with learned positions and one first deviation."""
 
     POSITIONS = "trainable"
     INIT_STD = 0.023

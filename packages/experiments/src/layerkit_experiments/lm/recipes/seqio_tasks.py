@@ -155,6 +155,42 @@ def last_word_task(*, tfds_name: str, vocab_path: str | None, vocab_size: int | 
     )
 
 
+def yes_no_task(*, tfds_name: str, vocab_path: str | None, vocab_size: int | None = None) -> Any:
+    """Return a task of yes-or-no questions about a passage, without end tokens.
+
+    `inputs` are "PASSAGE\\nquestion: QUESTION?\\nanswer:", `targets` the answer, "yes" or "no",
+    and `wrong_targets` the other of the two, as in Pax.
+
+    Args:
+      tfds_name: TFDS name with configuration and version; the task reads its features `passage`,
+        `question` and `label`, which is 1 for yes.
+      vocab_path: See `vocabulary`.
+      vocab_size: See `vocabulary`.
+
+    Returns:
+      A `seqio.Task`.
+
+    Raises:
+      ConfigError: No vocabulary is set, it does not exist, or it is too large.
+      MissingExtraError: SeqIO is not installed.
+    """
+    seqio = import_seqio()
+    tokens = vocabulary(vocab_path, vocab_size)
+    return seqio.Task(
+        _task_name(tfds_name),
+        source=seqio.TfdsDataSource(tfds_name),
+        preprocessors=[
+            _question_and_answers,
+            functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=False),
+        ],
+        output_features={
+            name: seqio.Feature(tokens, add_eos=False)
+            for name in ("inputs", "targets", "wrong_targets")
+        },
+        shuffle_buffer_size=100_000,
+    )
+
+
 def vocabulary(vocab_path: str | None, vocab_size: int | None = None) -> Any:
     """Return the vocabulary that VOCAB_PATH names.
 
@@ -251,6 +287,22 @@ def _passage_and_last_word(dataset: Any) -> Any:
         }
 
     return dataset.map(split)
+
+
+def _question_and_answers(dataset: Any) -> Any:
+    tf = import_tensorflow()
+
+    @_plain
+    def rows(example: Mapping[str, Any]) -> dict[str, Any]:
+        parts = [example["passage"], "\nquestion: ", example["question"], "?\nanswer:"]
+        is_yes = example["label"] > 0
+        return {
+            "inputs": tf.strings.join(parts),
+            "targets": tf.where(is_yes, "yes", "no"),
+            "wrong_targets": tf.where(is_yes, "no", "yes"),
+        }
+
+    return dataset.map(rows)
 
 
 def _plain(function: Any) -> Any:

@@ -1,0 +1,112 @@
+"""Yes-or-no questions about a passage (BoolQ; Clark et al., 2019, arXiv:1905.10044)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+
+from layerkit.base_model import Metrics, WeightedScalar
+from layerkit.config import Config
+from layerkit.errors import ConfigError
+from layerkit.models import LanguageModel
+from layerkit.nested_map import NestedMap
+from layerkit_experiments.lm.recipes import seqio_tasks
+from layerkit_experiments.lm.recipes.corpora import Corpus
+from layerkit_inputs import SeqIOInput
+
+
+class ChoiceLanguageModel(LanguageModel):
+    """A language model that reports how often the answer is likelier than a wrong answer.
+
+    A batch may have `wrong_targets` int32 `[batch, length]`, the wrong answer of each row. The
+    logits of the two first tokens are compared, at the first position with a loss. The metric
+    `choice_accuracy` is the share of rows in which that of the label is higher.
+    """
+
+    def compute_predictions(self, batch: NestedMap) -> NestedMap:
+        """Return the outputs of the softmax and, if there are answers, `margin` `[batch]`."""
+        self.check_batch(batch, "ids", "labels", "weights")
+        hidden = self.lm.hidden(
+            batch.ids, segment_ids=batch.get("segment_ids"), segment_pos=batch.get("segment_pos")
+        )
+        predictions: NestedMap = self.lm.softmax(hidden, batch.labels, batch.weights)
+        if "wrong_targets" in batch:
+            first = jnp.argmax(batch.weights > 0, axis=1)[:, None]
+            logits = self.lm.softmax.logits(jnp.take_along_axis(hidden, first[..., None], axis=1))
+            right = jnp.take_along_axis(batch.labels, first, axis=1)
+            answers = jnp.concatenate([right, batch.wrong_targets[:, :1]], axis=1)
+            of_answers = jnp.take_along_axis(logits[:, 0], answers, axis=1)
+            predictions.margin = of_answers[:, 0] - of_answers[:, 1]
+        return predictions
+
+    def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:
+        """Add `choice_accuracy` to the metrics of a LanguageModel, and `margin` to its outputs."""
+        metrics, outputs = super().compute_loss(predictions, batch)
+        if "margin" in predictions:
+            is_row = jnp.any(batch.weights > 0, axis=1)
+            rows = jnp.sum(is_row)
+            right = jnp.sum((predictions.margin > 0) & is_row)
+            metrics["choice_accuracy"] = WeightedScalar.of(right / jnp.maximum(rows, 1), rows)
+            outputs.margin = predictions.margin
+        return metrics, outputs
+
+
+class BoolQ(Corpus, abstract=True):
+    """Questions of SuperGLUE, each in a row of its own, with a loss on the answer alone."""
+
+    tags: ClassVar[tuple[str, ...]] = ("fine_tune",)
+
+    TARGET_LENGTH: int = 64
+    """Positions for the answer; the other positions hold the passage and the question."""
+    BOS_ID: int = 1
+    """First id of a row, as of LLaMA."""
+    EOS_ID = 2
+    MAX_SEQ_LEN = 4096
+    PACKED_INPUT = False
+    EVAL_NUM_BATCHES = None
+
+    tfds_name = "super_glue/boolq:1.0.2"
+
+    def _check_data(self) -> None:
+        if self.DATA_FORMAT == "grain" or self.PACKED_INPUT:
+            raise ConfigError(
+                field="(DATA_FORMAT, PACKED_INPUT)",
+                value=(self.DATA_FORMAT, self.PACKED_INPUT),
+                expected="seqio, local_text or synthetic, and False: rows hold one question each",
+            )
+        if not 0 < self.TARGET_LENGTH < self.MAX_SEQ_LEN:
+            raise ConfigError(
+                field="TARGET_LENGTH",
+                value=self.TARGET_LENGTH,
+                expected=f"a positive integer below MAX_SEQ_LEN={self.MAX_SEQ_LEN}",
+            )
+
+    def model(self) -> Config:
+        """Return the config of the model with the accuracy of answers."""
+        model: Config = super().model()  # type: ignore[misc]  # of the experiment
+        fields = ("lm_tpl", "fprop_dtype", "decoder")
+        return ChoiceLanguageModel.HParams.config(**{name: getattr(model, name) for name in fields})
+
+    def _seqio_input(self, *, is_training: bool, **fields: Any) -> Config:
+        task = Config(
+            seqio_tasks.yes_no_task,
+            tfds_name=self.tfds_name,
+            vocab_path=self.vocab_path,
+            vocab_size=self.VOCAB_SIZE,
+        )
+        return SeqIOInput.HParams.config(
+            mixture_or_task=task,
+            split_name="train" if is_training else self.eval_split,
+            task_feature_lengths={
+                "inputs": self.MAX_SEQ_LEN - self.TARGET_LENGTH,
+                "targets": self.TARGET_LENGTH,
+                "wrong_targets": 1,
+            },
+            weights_on_targets_only=True,
+            bos_id=self.BOS_ID,
+            use_packing=False,
+            tfds_data_dir=self.TFDS_DATA_DIR,
+            is_training=is_training,
+            **fields,
+        )
