@@ -158,8 +158,8 @@ def last_word_task(*, tfds_name: str, vocab_path: str | None, vocab_size: int | 
 def yes_no_task(*, tfds_name: str, vocab_path: str | None, vocab_size: int | None = None) -> Any:
     """Return a task of yes-or-no questions about a passage, without end tokens.
 
-    `inputs` are "PASSAGE\\nquestion: QUESTION?\\nanswer:", `targets` the answer, "yes" or "no",
-    and `wrong_targets` the other of the two, as in Pax.
+    `inputs` are three lines as in Pax: the passage, `question: …?` and `answer:`. `targets` are the
+    answer, `yes` or `no`, and `wrong_targets` the other of the two.
 
     Args:
       tfds_name: TFDS name with configuration and version; the task reads its features `passage`,
