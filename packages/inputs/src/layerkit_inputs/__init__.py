@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     from layerkit_inputs.synthetic import SyntheticInput as SyntheticInput
     from layerkit_inputs.text_pairs import ParallelText as ParallelText
     from layerkit_inputs.text_pairs import TextPairs as TextPairs
+    from layerkit_inputs.time_series import CsvSeries as CsvSeries
+    from layerkit_inputs.time_series import GeneratedSeries as GeneratedSeries
     from layerkit_inputs.token_records import TokenRecords as TokenRecords
     from layerkit_inputs.tokenizers import ByteTokenizer as ByteTokenizer
     from layerkit_inputs.tokenizers import HuggingFaceTokenizer as HuggingFaceTokenizer
@@ -80,9 +82,11 @@ _MODULE_OF = {
     "BaseInput": "base_input",
     "BatchMixture": "mixing.batch_mixture",
     "ByteTokenizer": "tokenizers",
+    "CsvSeries": "time_series",
     "Feed": "feeds",
     "FeedPlan": "feeds",
     "GeneratedDigits": "generated_digits",
+    "GeneratedSeries": "time_series",
     "GrainIterInput": "grain_adaptor.iter_input",
     "GrainMapInput": "grain_adaptor.map_input",
     "HuggingFaceColumns": "hugging_face.columns",
