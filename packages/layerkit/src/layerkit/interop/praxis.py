@@ -1,4 +1,6 @@
-"""The names and layouts of the weights of a Praxis TransformerLm, mapped to those of this library.
+"""The names and layouts of the weights of Praxis' models, mapped to those of this library.
+
+The models are its TransformerLm and the decoder of TimesFM.
 
 `match_weights` returns, for each weight of a model of this library, the weights of Praxis that it
 consists of. The result reads arrays, and everything that has the same tree: averages and moments of
@@ -79,6 +81,21 @@ LM_WEIGHTS: _Choices = {
     "lm/embedding/w": (PraxisWeight("lm/embedding_lookup/emb_var", 2),),
     "lm/position/w": (PraxisWeight("lm/position_emb/emb_var", 2),),
 }
+# Weights outside the layers of TimesFM's decoder, alone or in Pax's model for fine-tuning.
+SERIES_WEIGHTS: _Choices = {
+    "frequency/w": tuple(
+        PraxisWeight(f"{prefix}freq_emb/emb_var", 2) for prefix in ("", "core_layer/")
+    ),
+    **{
+        f"{block}/{layer}/{weight}": tuple(
+            PraxisWeight(f"{prefix}{block}_ff_layer/{layer}_layer/{weight}", rank)
+            for prefix in ("", "core_layer/")
+        )
+        for block in ("input", "horizon")
+        for layer in ("hidden", "output", "residual")
+        for weight, rank in (("linear/w", 2), ("bias/b", 1))
+    },
+}
 # A tied weight is [num_classes, dims] here and [dims, num_classes] in Praxis.
 TIED_SOFTMAX = PraxisWeight("lm/softmax/logits_ffn/linear/w", 2, transpose=(1, 0))
 
@@ -102,10 +119,11 @@ LAYER_WEIGHTS: _Choices = {
 }
 
 _OUR_LAYER = re.compile(
-    r"lm/stack/(?P<stacked>(?:pipeline/stage/)?repeat/sub/)?(?:layers_(?P<index>\d+)/)?(?P<name>.+)"
+    r"(?:lm/)?stack/(?P<stacked>(?:pipeline/stage/)?repeat/sub/)?(?:layers_(?P<index>\d+)/)?(?P<name>.+)"
 )
 _PRAXIS_LAYER = re.compile(
-    r"lm/transformer/(?:pipeline/body/)?(?:repeat/sub/)?x_layers_(?P<index>\d+)/(?P<name>.+)"
+    r"(?:lm/transformer|(?:core_layer/)?stacked_transformer_layer)/"
+    r"(?:pipeline/body/)?(?:repeat/sub/)?x_layers_(?P<index>\d+)/(?P<name>.+)"
 )
 
 
@@ -267,7 +285,9 @@ def _choices(name: str, *, is_tied: bool) -> tuple[PraxisWeight, ...]:
     if name == "lm/softmax/w" and is_tied:
         return (TIED_SOFTMAX,)
     match = _OUR_LAYER.fullmatch(name)
-    return LM_WEIGHTS.get(name, ()) if match is None else LAYER_WEIGHTS.get(match["name"], ())
+    if match is None:
+        return LM_WEIGHTS.get(name, ()) or SERIES_WEIGHTS.get(name, ())
+    return LAYER_WEIGHTS.get(match["name"], ())
 
 
 def _source(
