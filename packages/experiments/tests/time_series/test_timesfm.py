@@ -49,7 +49,13 @@ def weights_of(model: Any) -> dict[str, Any]:
     theirs = {name.removeprefix(prefix): REFERENCE[name] for name in REFERENCE if prefix in name}
     shapes = shapes_of(model)
     found = match_weights(shapes, theirs)
-    ours = {name: source.read(theirs, shapes[name]) for name, source in found.items()}
+    ours = {}
+    for name, source in found.items():
+        stored, shape = theirs[source.names[0]].shape, shapes[name]
+        everything = tuple(slice(0, size) for size in shape)
+        ours[name] = source.read_block(
+            lambda name, ranges: theirs[name][ranges], stored, shape, everything
+        )
     return {"params": unflatten_dict(ours, sep="/")}
 
 

@@ -185,11 +185,12 @@ class PatchedDecoder(BaseModel):
         return outputs * deviation[:, None, None, None] + mean[:, None, None, None]
 
     def compute_predictions(self, batch: NestedMap) -> NestedMap:
-        """Return `values` of the context of a window; see `predict`."""
+        """Return the `forecasts` of the context of a window; see `predict`."""
         self.check_batch(batch, "series")
         series, paddings, frequency = self._inputs(batch)
         context = series.shape[1] - self.horizon_length
-        return NestedMap(values=self.predict(series[:, :context], paddings[:, :context], frequency))
+        forecasts = self.predict(series[:, :context], paddings[:, :context], frequency)
+        return NestedMap(forecasts=forecasts)
 
     def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:
         """Compute `loss`, the sum of `mse` of the mean and `quantile_loss` of all quantiles.
@@ -197,7 +198,7 @@ class PatchedDecoder(BaseModel):
         The squared errors, and so the loss, have the scale of the series, as in Pax.
         """
         series, paddings, _ = self._inputs(batch)
-        values = predictions.values
+        values = predictions.forecasts
         num_patches = values.shape[1]
         first = num_patches - 1 if self.loss_patches == "last" else 0
         starts = self.patch_length * jnp.arange(first + 1, num_patches + 1)
@@ -219,7 +220,7 @@ class PatchedDecoder(BaseModel):
         metrics = {"mse": mean(squares), "quantile_loss": mean(pinball)}
         metrics["loss"] = metrics["mse"] + metrics["quantile_loss"]
         return {name: WeightedScalar.of(value, total) for name, value in metrics.items()}, (
-            NestedMap(forecast=predictions.values[:, -1])
+            NestedMap(forecast=predictions.forecasts[:, -1])
         )
 
     def decode(self, batch: NestedMap) -> NestedMap:
