@@ -42,7 +42,10 @@ def golden(entry: ExperimentEntry) -> str:
 
 IS_SO: dict[str, Callable[[ExperimentEntry], bool]] = {
     "eval_only": lambda entry: load_experiment(entry).trained_by is not None,
-    "fine_tune": lambda entry: "\ntask.initial_weights = None\n" not in golden(entry),
+    # BoolQ is for trained weights, which a field names.
+    "fine_tune": lambda entry: (
+        entry.name.startswith("lm.boolq.") or "\ntask.initial_weights = None\n" not in golden(entry)
+    ),
     "lm": lambda entry: entry.name.startswith("lm."),
     "lora": lambda entry: " = LoraDot\n" in golden(entry),
     "masked_lm": lambda entry: "\ntask.model = BertModel\n" in golden(entry),
@@ -50,6 +53,7 @@ IS_SO: dict[str, Callable[[ExperimentEntry], bool]] = {
     "multislice": lambda entry: mesh(entry).endswith(" across"),
     "pipeline": lambda entry: "stage " in mesh(entry),
     "pmap": lambda entry: mesh(entry) == "pmap",
+    "time_series": lambda entry: "\ntask.model = PatchedDecoder\n" in golden(entry),
     "translation": lambda entry: "\ntask.model = SequenceModel\n" in golden(entry),
     "vision": lambda entry: "\ntask.model = ClassificationModel\n" in golden(entry),
 }
