@@ -7,7 +7,7 @@ fine-tunes the weights of google/timesfm-1.0-200m.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from layerkit.config import Config
 from layerkit.layers import LayerNorm, RmsNorm
@@ -39,7 +39,7 @@ class TimesFM200M(AdamWCosine, Spmd, BaseExperiment):
     NUM_LAYERS: int = 20
     MODEL_DIMS: int = 1280
     NUM_HEADS: int = 16
-    LOSS_PATCHES: str = "all"
+    LOSS_PATCHES: Literal["all", "last"] = "all"
     """`all` as in pretraining, or `last` as in Pax's fine-tuning."""
     PERCORE_BATCH_SIZE: float = 32.0
 

@@ -61,7 +61,7 @@ class BoolQ(Corpus, abstract=True):
     """Positions for the answer; the other positions hold the passage and the question."""
     BOS_ID: int = 1
     """First id of a row, as of LLaMA."""
-    EOS_ID = 2
+    EOS_ID: int | None = 2
     MAX_SEQ_LEN = 4096
     PACKED_INPUT = False
     EVAL_NUM_BATCHES = None
