@@ -158,6 +158,27 @@ def test_class_for_two_slices_has_the_fields_of_its_counterpart():
     assert len(names) > 30
 
 
+def test_subclass_of_lm_cloud_has_the_fields_of_its_counterpart():
+    translation = only("""
+class Small(lm_cloud.LmCloudSpmd):
+  PERCORE_BATCH_SIZE = 4
+  NUM_LAYERS = 2
+  MODEL_DIMS = 64
+  HIDDEN_DIMS = MODEL_DIMS * 4
+  DIMS_PER_HEAD = 8
+  ICI_MESH_SHAPE = [1, 1, 1]
+  MAX_STEPS = 10
+  SUMMARY_INTERVAL_STEPS = 1
+""")
+    assert translation.leftovers == []
+    recipes = ["AdamExponential", "Spmd", "SyntheticTokens", "LmExperiment"]
+    assert list(translation.recipes) == recipes
+    ours = load_experiment(find_experiment("lm.lm_cloud.LmCloudSpmdTest"))()
+    fields = translation.fields
+    assert fields == {name: getattr(ours, name) for name in fields}
+    assert len(fields) > 30
+
+
 def test_class_with_a_task_is_translated_except_for_its_statements():
     translation = only(GPT3)
     assert list(translation.recipes) == ["AdamWCosine", "Spmd", "ThePile", "LmExperiment"]
