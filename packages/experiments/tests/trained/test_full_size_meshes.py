@@ -6,7 +6,9 @@ Those of C4 and The Pile are in lm/test_published_values.py.
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +25,9 @@ pytestmark = pytest.mark.experiments
 MADE_FOR = {
     "lm.lm_cloud.LmCloudSpmd2B": ("v4", 4),
     "lm.lm_cloud.LmCloudSpmd2BLimitSteps": ("v4", 4),
+    "lm.lm_cloud.LmCloudSpmd32B": ("v4", 64),
+    "lm.lm_cloud.LmCloudSpmdPipelineMultislice2B": ("v4", 8),
+    "lm.optimal_scaling.OptimalScaling2x2x1": ("v5p", 4),
     "lm.llama.Llama7B": ("h100", 128),
     "lm.llama.Llama13B": ("v5p", 128),
     "lm.llama.Llama70B": ("v5p", 256),
@@ -73,15 +78,19 @@ print(json.dumps(found))
 """
 
 
-def test_every_mesh_is_looked_at():
+# Devices in a summary, as of `runner --mode=plan --target`: v4:4x4x4*2, h100x64.
+TARGET = re.compile(r"\((?:v\d\w*:([\dx]+)(?:\*(\d+))?|[abh]\d+x(\d+))\)")
+
+
+def test_meshes_have_the_devices_of_the_summaries():
     catalogue = read_catalogue(Path(layerkit_experiments.__file__).parent)
-    meshes = {
-        name
-        for name, line in catalogue.items()
-        if line.mesh not in ("pmap", "one device", "data, all devices")
-        and not name.startswith(("lm.c4.", "lm.c4_multislice.", "lm.pile."))
-    }
-    assert meshes <= set(MADE_FOR) <= set(catalogue)
+    for name, line in catalogue.items():
+        target = TARGET.search(line.summary)
+        sizes = [int(size) for size in re.findall(r" (\d+)(?= ×|,| across|$)", line.mesh or "")]
+        if target is not None and sizes:
+            slice_sizes = (target[1] or target[3]).split("x")
+            devices = math.prod(map(int, slice_sizes)) * int(target[2] or 1)
+            assert math.prod(sizes) == devices, name
 
 
 def test_weights_and_optimizer_leave_half_of_the_memory(tmp_path: Path):

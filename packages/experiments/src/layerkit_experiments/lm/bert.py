@@ -21,7 +21,7 @@ from layerkit_experiments.lm.recipes.corpora import C4
 from layerkit_experiments.lm.recipes.decoders import PaxDecoder
 from layerkit_experiments.lm.recipes.experiment import LmExperiment
 from layerkit_experiments.lm.recipes.optimization import AdamExponential
-from layerkit_experiments.lm.recipes.parallelism import Pmap, Spmd
+from layerkit_experiments.lm.recipes.parallelism import Pmap, Spmd, SpmdFeatures
 from layerkit_experiments.lm.recipes.published_optimizers import AdafactorExponential, AdamWLinear
 
 _INIT_STD = 0.02
@@ -139,7 +139,7 @@ class BertAdamL4H128(AdamExponential, Pmap, C4, PaxBert):
     PERCORE_BATCH_SIZE = 8.0
 
 
-class BertSpmd(AdafactorExponential, Spmd, C4, PaxBert, abstract=True):
+class BertSpmd(AdafactorExponential, SpmdFeatures, C4, PaxBert, abstract=True):
     """Base of the models of Pax on a mesh."""
 
     COMBINE_QKV = True

@@ -16,7 +16,12 @@ from layerkit_experiments.lm.recipes.mlperf import (
     MlperfSchedule,
 )
 from layerkit_experiments.lm.recipes.optimization import AdamExponential
-from layerkit_experiments.lm.recipes.parallelism import Pipelined, Spmd
+from layerkit_experiments.lm.recipes.parallelism import (
+    Pipelined,
+    PipelinedFeatures,
+    Spmd,
+    SpmdFeatures,
+)
 
 
 class C4Spmd(AdamExponential, Spmd, C4, CappedDecoder, abstract=True):
@@ -69,7 +74,7 @@ class C4Spmd16BAdam32Replicas(C4Spmd):
     ICI_MESH_SHAPE = [1, 16, 2]
 
 
-class C4Spmd32BAdam64Replicas(C4Spmd16BAdam32Replicas):
+class C4Spmd32BAdam64Replicas(SpmdFeatures, C4Spmd16BAdam32Replicas):
     """32 billion weights, sharded by fsdp and tensor over 64 chips (v4:4x4x4)."""
 
     NUM_LAYERS = 40
@@ -176,7 +181,7 @@ class C4SpmdPipelineGpt3SmallAdam8Replicas(C4SpmdPipelineGpt3Small):
     CHECKPOINT_MAX_TO_KEEP = 1000
 
 
-class C4SpmdGpt3AdamOrgHP(Gpt3PaperSchedule, Spmd, MlperfC4, Gpt3175B, abstract=True):
+class C4SpmdGpt3AdamOrgHP(Gpt3PaperSchedule, SpmdFeatures, MlperfC4, Gpt3175B, abstract=True):
     """Base of GPT-3 175B with the optimizer of the paper."""
 
     CHECKPOINT_EVERY_N_STEPS = 100
@@ -204,7 +209,7 @@ class C4SpmdGpt3L16AdamOrgHP(C4SpmdGpt3AdamOrgHP):
     EVAL_INTERVAL_STEPS = 25_000
 
 
-class C4SpmdPipelineGpt3Adam(Pipelined, MlperfC4, Gpt3175B, abstract=True):
+class C4SpmdPipelineGpt3Adam(PipelinedFeatures, MlperfC4, Gpt3175B, abstract=True):
     """Base of the pipelined GPT-3 175B in float32."""
 
     VOCAB_SIZE = 51200

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 from layerkit_experiments.lm.recipes.data import SyntheticTokens
 from layerkit_experiments.lm.recipes.decoders import CappedDecoder, PaxDecoder
 from layerkit_experiments.lm.recipes.optimization import AdamExponential
-from layerkit_experiments.lm.recipes.parallelism import Pipelined, Pmap, Spmd
+from layerkit_experiments.lm.recipes.parallelism import Pipelined, Pmap, Spmd, SpmdFeatures
 
 
 class LmCloudSpmd(AdamExponential, Spmd, SyntheticTokens, CappedDecoder, abstract=True):
@@ -50,7 +53,11 @@ class LmCloudSpmd2BLimitSteps(LmCloudSpmd2B):
     MAX_STEPS = 300
 
 
-class LmCloudSpmd32B(LmCloudSpmd):
+class LmCloudSpmdLarge(SpmdFeatures, LmCloudSpmd, abstract=True):
+    """Base of the models of more than 30 billion weights."""
+
+
+class LmCloudSpmd32B(LmCloudSpmdLarge):
     """32 billion weights on 64 chips (v4:4x4x4)."""
 
     NUM_LAYERS = 40
@@ -61,7 +68,7 @@ class LmCloudSpmd32B(LmCloudSpmd):
     ICI_MESH_SHAPE = [1, 16, 4]
 
 
-class LmCloudSpmd64B(LmCloudSpmd):
+class LmCloudSpmd64B(LmCloudSpmdLarge):
     """64 billion weights on 128 chips (v4:4x4x8)."""
 
     NUM_LAYERS = 51
@@ -72,7 +79,7 @@ class LmCloudSpmd64B(LmCloudSpmd):
     ICI_MESH_SHAPE = [1, 16, 8]
 
 
-class LmCloudSpmd128B(LmCloudSpmd):
+class LmCloudSpmd128B(LmCloudSpmdLarge):
     """129 billion weights on 256 chips (v4:4x8x8)."""
 
     NUM_LAYERS = 71
@@ -82,7 +89,7 @@ class LmCloudSpmd128B(LmCloudSpmd):
     ICI_MESH_SHAPE = [1, 64, 4]
 
 
-class LmCloudSpmd256B(LmCloudSpmd):
+class LmCloudSpmd256B(LmCloudSpmdLarge):
     """258 billion weights on 512 chips (v4:8x8x8)."""
 
     NUM_LAYERS = 80
@@ -92,7 +99,7 @@ class LmCloudSpmd256B(LmCloudSpmd):
     ICI_MESH_SHAPE = [1, 64, 8]
 
 
-class LmCloudSpmd512B(LmCloudSpmd):
+class LmCloudSpmd512B(LmCloudSpmdLarge):
     """514 billion weights on 1024 chips (v4:8x8x16)."""
 
     NUM_LAYERS = 102
@@ -102,7 +109,7 @@ class LmCloudSpmd512B(LmCloudSpmd):
     ICI_MESH_SHAPE = [1, 64, 16]
 
 
-class LmCloudSpmd1024B(LmCloudSpmd):
+class LmCloudSpmd1024B(LmCloudSpmdLarge):
     """1.03 trillion weights on 2048 chips (v4:8x16x16)."""
 
     NUM_LAYERS = 142
@@ -174,6 +181,8 @@ class LmCloudSpmdPipelineMultislice2BCircular(LmCloudSpmdPipelineMultislice2B):
 
     MICROBATCH_SIZE = 8
     CIRCULAR_REPEAT = 3
+
+    reduced_fields: ClassVar[Mapping[str, Any]] = {"NUM_LAYERS": 6}
 
 
 class LmCloudTransformerAdam(AdamExponential, Pmap, SyntheticTokens, PaxDecoder):

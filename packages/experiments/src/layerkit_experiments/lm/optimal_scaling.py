@@ -1,21 +1,23 @@
 """Decoders whose depth and width grow together with the slice, with Pax's optimal_scaling.
 
-A layer more is a head of 128 dimensions more. A name ends with the shape of the slice in chips.
+A layer more is a head of 128 dimensions more. A name ends with the shape of the slice in chips. The
+rows without a tensor axis need the memory of v5p.
 """
 
 from __future__ import annotations
 
 from layerkit_experiments.lm.lm_cloud import LmCloudSpmd
+from layerkit_experiments.lm.recipes.parallelism import SpmdFeatures
 
 
-class OptimalScaling(LmCloudSpmd, abstract=True):
+class OptimalScaling(SpmdFeatures, LmCloudSpmd, abstract=True):
     """Base of the decoders, which keep the outputs of projections for the backward pass."""
 
     CHECKPOINT_POLICY = "dots_no_batch"
 
 
 class OptimalScaling2x2x1(OptimalScaling):
-    """4 billion weights on 4 chips (v4:2x2x1)."""
+    """4 billion weights on 4 chips (v5p:2x2x1)."""
 
     NUM_LAYERS = 28
     MODEL_DIMS = 3584
@@ -25,7 +27,7 @@ class OptimalScaling2x2x1(OptimalScaling):
 
 
 class OptimalScaling2x2x2(OptimalScaling):
-    """7 billion weights on 8 chips (v4:2x2x2)."""
+    """7 billion weights on 8 chips (v5p:2x2x2)."""
 
     NUM_LAYERS = 32
     MODEL_DIMS = 4096
@@ -35,7 +37,7 @@ class OptimalScaling2x2x2(OptimalScaling):
 
 
 class OptimalScaling2x2x4(OptimalScaling):
-    """9 billion weights on 16 chips (v4:2x2x4)."""
+    """9 billion weights on 16 chips (v5p:2x2x4)."""
 
     NUM_LAYERS = 36
     MODEL_DIMS = 4608
@@ -45,7 +47,7 @@ class OptimalScaling2x2x4(OptimalScaling):
 
 
 class OptimalScaling2x4x4(OptimalScaling):
-    """13 billion weights on 32 chips (v4:2x4x4)."""
+    """13 billion weights on 32 chips (v5p:2x4x4)."""
 
     NUM_LAYERS = 40
     MODEL_DIMS = 5120
@@ -55,7 +57,7 @@ class OptimalScaling2x4x4(OptimalScaling):
 
 
 class OptimalScaling4x4x4(OptimalScaling):
-    """18 billion weights on 64 chips (v4:4x4x4)."""
+    """18 billion weights on 64 chips (v5p:4x4x4)."""
 
     NUM_LAYERS = 45
     MODEL_DIMS = 5760
@@ -65,7 +67,7 @@ class OptimalScaling4x4x4(OptimalScaling):
 
 
 class OptimalScaling4x4x8(OptimalScaling):
-    """25 billion weights on 128 chips (v4:4x4x8)."""
+    """25 billion weights on 128 chips (v5p:4x4x8)."""
 
     NUM_LAYERS = 50
     MODEL_DIMS = 6400

@@ -28,6 +28,20 @@ class Spmd:
         )
 
 
+class SpmdFeatures(Spmd):
+    """One program over a mesh, with the activations between layers sharded over tensor (Pax).
+
+    Without this a device keeps the whole inputs of its layers, which is too much for the largest
+    models.
+    """
+
+    def partitioner(self) -> Config:
+        """Return the config of the partitioner."""
+        partitioner = super().partitioner()
+        partitioner.rules = DEFAULT_RULES.replace(act_embed="tensor")
+        return partitioner
+
+
 class Pipelined(TransformerLmModel):
     """A pipeline of layers on a mesh of stage × data × fsdp × tensor.
 
@@ -83,6 +97,16 @@ class Pipelined(TransformerLmModel):
             dcn_mesh_shape=self.DCN_MESH_SHAPE,
             rules=DEFAULT_RULES.replace(vocab=vocab, act_vocab=vocab),
         )
+
+
+class PipelinedFeatures(Pipelined):
+    """A pipeline with the activations between layers sharded over tensor; see `SpmdFeatures`."""
+
+    def partitioner(self) -> Config:
+        """Return the config of the partitioner."""
+        partitioner = super().partitioner()
+        partitioner.rules = partitioner.rules.replace(act_embed="tensor")
+        return partitioner
 
 
 class Pmap:
