@@ -52,8 +52,8 @@ from layerkit.weights import (
     check_init,
     draw_weight,
     floating_dtype,
+    layer_html,
     unbox,
-    weights_html,
 )
 
 if TYPE_CHECKING:
@@ -131,6 +131,7 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
     train: bool | None = None
     sharding: BoundSharding | None = None
     shared_weight_id: str | None = None
+    _repr_html_ = nn.nowrap(layer_html)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Add `HParams`, and wrap methods so that fields are checked and errors name the layer."""
@@ -391,14 +392,6 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
         )
         kept = {name: variables[name] for name in states if name in variables}
         return {PARAMS: variables.get(PARAMS, {}), **kept}
-
-    @nn.nowrap
-    def _repr_html_(self) -> str | None:
-        """Return a table of the weights, which notebooks show; None for a part of a model."""
-        if self.scope is not None:
-            return None
-        boxed = jax.eval_shape(self.init_boxed, jax.random.key(0))
-        return weights_html(boxed, name=type(self).__qualname__)
 
     def create_weights(self) -> None:
         """Create the weights of this layer and of all layers below it, without inputs."""

@@ -20,14 +20,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import typing
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, dataclass_transform
 
 import fiddle as fdl
 
-from layerkit.errors import UnknownNameError
+from layerkit.errors import UnknownFieldError as UnknownFieldError
 from layerkit.field_types import FieldTypeError, convert_field, parameters_of, typed_fields
+from layerkit.html_display import ConfigDisplay
 from layerkit.typed_hparams import MYPY, TypedHParams
 
 if TYPE_CHECKING:
@@ -40,10 +40,6 @@ _ROLE = "layerkit.role"
 _MAKE = "layerkit.make_default"
 _TEMPLATE = "template"
 _FROZEN = "__frozen__"
-
-
-class UnknownFieldError(UnknownNameError, TypeError):
-    """A field that a class does not have; the message suggests the nearest names."""
 
 
 def field_names(target: Any) -> list[str]:
@@ -67,7 +63,7 @@ def _check_keyword(target: Any, name: str) -> None:
         )
 
 
-class _Editable(Generic[T_co]):
+class _Editable(ConfigDisplay, Generic[T_co]):
     """Base of `Config` and `Partial`, which checks names and types and copies defaults."""
 
     __fn_or_cls__: Any
@@ -140,7 +136,7 @@ class _Editable(Generic[T_co]):
     def __eq__(self, other: object) -> bool:
         return super().__eq__(other)
 
-    def set(self, **fields: Any) -> typing.Self:
+    def set(self, **fields: Any) -> Self:
         """Set several fields, or none if one of them is wrong, and return this config."""
         for name, value in fields.items():
             _check_keyword(self.__fn_or_cls__, name)
@@ -149,24 +145,14 @@ class _Editable(Generic[T_co]):
             setattr(self, name, value)
         return self
 
-    def _repr_html_(self) -> str:
-        """Return a foldable tree of the fields, which notebooks show."""
-        from layerkit.html_display import config_tree
-
-        assigned = assigned_fields(self)
-        names = [name for name in field_names(self) if name not in assigned]
-        values = {name: getattr(self, name, None) for name in names}
-        name = getattr(target_of(self), "__qualname__", repr(target_of(self)))
-        return config_tree(name, {str(key): value for key, value in assigned.items()}, values)
-
-    def clone(self, **fields: Any) -> typing.Self:
+    def clone(self, **fields: Any) -> Self:
         """Return an independent copy with `fields` set.
 
         The config of a built object is frozen; edit a clone of it.
         """
         return copy_config(self).set(**fields)
 
-    def with_class(self, target: Callable[..., Any], /, **fields: Any) -> typing.Self:
+    def with_class(self, target: Callable[..., Any], /, **fields: Any) -> Self:
         """Return a config of another class that keeps the fields which were set on this one.
 
         Args:

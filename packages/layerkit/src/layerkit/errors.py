@@ -91,6 +91,10 @@ class UnknownNameError(ConfigError, AttributeError):
     """A name that a layer, a map or a module does not have. `choices` are the names that it has."""
 
 
+class UnknownFieldError(UnknownNameError, TypeError):
+    """A field that a class does not have; the message suggests the nearest names."""
+
+
 def render(error: UserError) -> str:
     """Return the message, `owner: problem: field=value. Expected …. Did you mean …? Hint Set …`."""
     subject = error.field or ""

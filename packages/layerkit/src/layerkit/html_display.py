@@ -1,6 +1,6 @@
 """HTML of configs, weights and tables, which notebooks show for `_repr_html_`.
 
-All texts are escaped. This module needs neither JAX nor Flax.
+All texts are escaped. Configs are shown without JAX.
 """
 
 from __future__ import annotations
@@ -34,25 +34,31 @@ def text(value: Any) -> str:
     return html.escape(full if len(full) <= _LONGEST else f"{full[:_LONGEST]}…")
 
 
-def config_tree(name: str, assigned: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
-    """Return a foldable tree of a config: its assigned fields, then its defaults.
+def config_html(config: Any) -> str:
+    """Return a foldable tree of a config: its assigned fields, then its defaults."""
+    from layerkit.config import assigned_fields, field_names, target_of
 
-    Args:
-      name: Name of the class.
-      assigned: Assigned fields; a nested config has its own `_repr_html_`.
-      defaults: Values of the other fields.
-    """
+    assigned, target = assigned_fields(config), target_of(config)
+    names = [name for name in field_names(config) if name not in assigned]
     folded = ""
-    if defaults:
-        rows = _field_rows(defaults)
-        folded = f"<details><summary>{len(defaults)} defaults</summary>{rows}</details>"
+    if names:
+        rows = _field_rows({name: getattr(config, name, None) for name in names})
+        folded = f"<details><summary>{len(names)} defaults</summary>{rows}</details>"
+    name = getattr(target, "__qualname__", repr(target))
     return (
         f"<details open><summary><b>{text(name)}</b></summary>"
         f"{_field_rows(assigned) if assigned else ''}{folded}</details>"
     )
 
 
-def _field_rows(fields: Mapping[str, Any]) -> str:
+class ConfigDisplay:
+    """The display of configs in notebooks."""
+
+    def _repr_html_(self) -> str:
+        return config_html(self)
+
+
+def _field_rows(fields: Mapping[Any, Any]) -> str:
     rows = "".join(
         f'<tr><td style="vertical-align:top">{text(str(name))}</td>'
         f'<td style="text-align:left">{_value(value)}</td></tr>'

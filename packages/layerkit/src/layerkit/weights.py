@@ -243,25 +243,19 @@ def logical_axes(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.axes if is_box(leaf) else None, tree, is_leaf=is_box)
 
 
-def weights_html(boxed: Any, *, name: str) -> str:
-    """Return an HTML table of variables: path, shape, dtype, logical axes and count.
-
-    Args:
-      boxed: Variables by collection; weights may be in boxes, and arrays may be shapes.
-      name: Name of the layer.
-    """
+def layer_html(layer: Any) -> str | None:
+    """Return a table of the variables of a layer; None for a layer that is bound to values."""
+    if layer.scope is not None:
+        return None
+    boxed = jax.eval_shape(layer.init_boxed, jax.random.key(0))
     rows, total = [], 0
-    for collection, tree in boxed.items():
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box):
-            array, axes = (leaf.value, leaf.axes) if is_box(leaf) else (leaf, None)
-            shown = jax.tree_util.keystr(path, simple=True, separator="/")
-            shown = shown if collection == "params" else f"{collection}/{shown}"
-            shape, names = " × ".join(map(str, array.shape)), _axes_text(axes)
-            rows.append((shown, shape, str(array.dtype), names, math.prod(array.shape)))
-            total += math.prod(array.shape)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(boxed, is_leaf=is_box):
+        array, axes = (leaf.value, leaf.axes) if is_box(leaf) else (leaf, ())
+        name = jax.tree_util.keystr(path, simple=True, separator="/").removeprefix("params/")
+        shape, count = " × ".join(map(str, array.shape)), math.prod(array.shape)
+        rows.append((name, shape, str(array.dtype), ", ".join(a or "–" for a in axes), count))
+        total += count
     columns = ("weight", "shape", "dtype", "axes", "count")
-    return html_display.table(columns, rows, caption=f"{name}: {total:,} numbers")
-
-
-def _axes_text(axes: tuple[str | None, ...] | None) -> str:
-    return "" if axes is None else ", ".join(axis or "–" for axis in axes)
+    return html_display.table(
+        columns, rows, caption=f"{type(layer).__qualname__}: {total:,} numbers"
+    )

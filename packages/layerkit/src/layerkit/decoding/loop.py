@@ -393,7 +393,7 @@ class PausedDecoder(SampleDecoder):
         cache_axes: Any,
         keys: jax.Array | None,
     ) -> NestedMap:
-        """Return the rows before their first chosen token; see `Decoder`."""
+        """Return the rows `[batch, max_length]` before their first new token; see `Decoder`."""
         del extend, cache_axes
         if keys is not None:
             keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, 0)
