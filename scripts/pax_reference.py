@@ -121,6 +121,8 @@ def standard_deviation(weight: base_layer.WeightHParams) -> float:
         return 0.0
     if method == "gaussian":
         return scale
+    if method == "uniform":
+        return scale / math.sqrt(3.0)
     if method == "xavier":
         fan_in, fan_out = base_layer.get_fan_in_fan_out(
             weight.shape, weight.fan_in_axes, weight.fan_out_axes

@@ -103,6 +103,8 @@ def standard_deviation(box: WeightBox) -> float:
         return 0.0
     if box.init.method == "gaussian":
         return box.init.scale
+    if box.init.method == "uniform":
+        return box.init.scale / math.sqrt(3)
     assert box.init.method == "xavier_last_axes"
     return box.init.scale * math.sqrt(6 / sum(box.fans)) / math.sqrt(3)
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from layerkit.config import Config
+from layerkit.weights import WeightInit
 from layerkit_experiments.lm.recipes.data import SyntheticTokens
 from layerkit_experiments.lm.recipes.decoders import CappedDecoder
+from layerkit_experiments.lm.recipes.experts import MixtureOfExperts
 from layerkit_experiments.lm.recipes.nvidia import (
     CappedCosine,
     NvidiaDecoder,
@@ -94,6 +97,43 @@ class Llama33BProxy(NvidiaSpmd):
     PERCORE_BATCH_SIZE = 1.0
     ICI_MESH_SHAPE = [1, 16, 1]
     USE_ADAFACTOR = True
+
+
+class MoELarge(MixtureOfExperts, NvidiaSpmd):
+    """27 billion weights in 16 experts of each layer, on 32 GPUs (a100x32), fully sharded."""
+
+    tags = ("multislice",)
+
+    NUM_LAYERS = 12
+    MODEL_DIMS = 4096
+    HIDDEN_DIMS = 16_384
+    NUM_HEADS = 32
+    DIMS_PER_HEAD = 128
+    NUM_EXPERTS = 16
+    CAPACITY_FACTOR = 2.0
+    LOAD_BALANCE_WEIGHT = 1.0
+    NUM_GROUPS: int | None = 16
+    """Groups of a batch, each with slots of its own; None for one per row."""
+    PERCORE_BATCH_SIZE = 4.0
+    ICI_MESH_SHAPE = [1, 16, 1]
+    DCN_MESH_SHAPE = [1, 2, 1]
+
+    reduced_fields: ClassVar[Mapping[str, Any]] = {"NUM_GROUPS": None}
+
+    def model(self) -> Config:
+        """Return the config of the LanguageModel, whose experts start as in GShard."""
+        model = super().model()
+        experts = model.lm_tpl.stack_tpl.layer_tpl.feed_forward_tpl
+        wide = 4 * self.MODEL_DIMS if self.HIDDEN_DIMS is None else self.HIDDEN_DIMS
+        init = WeightInit.Uniform((3 / self.MODEL_DIMS) ** 0.5)
+        experts.set(
+            num_groups=self.NUM_GROUPS,
+            balance_per_group=True,
+            weight_init=init,
+            down_init=WeightInit.Uniform((3 / wide) ** 0.5),
+        )
+        experts.router_tpl.weight_init = init
+        return model
 
 
 class NVIDIA5B(NvidiaPipeline):

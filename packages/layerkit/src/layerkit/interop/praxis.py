@@ -116,6 +116,11 @@ LAYER_WEIGHTS: _Choices = {
     **_dense("up", "ffn_layer1"),
     **_dense("gate", "ffn_layer1_gate"),
     **_dense("down", "ffn_layer2"),
+    # Mixtures of experts.
+    "feed_forward/router/w": (PraxisWeight("ff_layer/gate", 2),),
+    "feed_forward/up": (PraxisWeight("ff_layer/wi_0", 3),),
+    "feed_forward/gate": (PraxisWeight("ff_layer/wi_gate_0", 3),),
+    "feed_forward/down": (PraxisWeight("ff_layer/wo_0", 3),),
 }
 
 _OUR_LAYER = re.compile(
