@@ -210,7 +210,7 @@ class C4SpmdGpt3L16AdamOrgHP(C4SpmdGpt3AdamOrgHP):
 
 
 class C4SpmdPipelineGpt3Adam(PipelinedFeatures, MlperfC4, Gpt3175B, abstract=True):
-    """Base of the pipelined GPT-3 175B in float32."""
+    """Base of the pipelined GPT-3 175B in float32, which needs the memory of v5p."""
 
     VOCAB_SIZE = 51200
     FPROP_DTYPE = "float32"
@@ -219,7 +219,7 @@ class C4SpmdPipelineGpt3Adam(PipelinedFeatures, MlperfC4, Gpt3175B, abstract=Tru
 
 
 class C4SpmdPipelineGpt3AdamOrgHPBS1p5k768Replicas(Gpt3PaperSchedule, C4SpmdPipelineGpt3Adam):
-    """GPT-3 175B, optimizer of the paper, 1536 rows, 8 stages of 96 chips (v4:8x8x12).
+    """GPT-3 175B, optimizer of the paper, 1536 rows, 8 stages of 96 chips (v5p:8x8x12).
 
     Pax's class misspells MICROBATCH_SIZE and has microbatches of 2 rows, fewer than the 8 devices
     of a stage that share a microbatch. Here they have the 8 rows of the misspelt field.
@@ -238,7 +238,7 @@ class C4SpmdPipelineGpt3AdamMLPerfHP(MlperfSchedule, C4SpmdPipelineGpt3Adam, abs
 
 
 class C4SpmdPipelineGpt3AdamMLPerfHPBS1p5k768Replicas(C4SpmdPipelineGpt3AdamMLPerfHP):
-    """GPT-3 175B of MLPerf, 1536 rows, 8 stages of 96 chips (v4:8x8x12)."""
+    """GPT-3 175B of MLPerf, 1536 rows, 8 stages of 96 chips (v5p:8x8x12)."""
 
     PERCORE_BATCH_SIZE = 2.0
     NUM_STAGES = 8
@@ -249,7 +249,7 @@ class C4SpmdPipelineGpt3AdamMLPerfHPBS1p5k768Replicas(C4SpmdPipelineGpt3AdamMLPe
 
 
 class C4SpmdPipelineGpt3AdamMLPerfHPBS2k512Replicas(C4SpmdPipelineGpt3AdamMLPerfHP):
-    """GPT-3 175B of MLPerf, 2048 rows, 8 stages of 64 chips (v4:8x8x8)."""
+    """GPT-3 175B of MLPerf, 2048 rows, 8 stages of 64 chips (v5p:8x8x8)."""
 
     PERCORE_BATCH_SIZE = 4.0
     NUM_STAGES = 8
@@ -260,7 +260,7 @@ class C4SpmdPipelineGpt3AdamMLPerfHPBS2k512Replicas(C4SpmdPipelineGpt3AdamMLPerf
 
 
 class C4SpmdPipelineGpt3AdamMLPerfHPBS3k768Replicas(C4SpmdPipelineGpt3AdamMLPerfHP):
-    """GPT-3 175B of MLPerf, 3072 rows, 4 stages of 192 chips (v4:8x8x12)."""
+    """GPT-3 175B of MLPerf, 3072 rows, 4 stages of 192 chips (v5p:8x8x12)."""
 
     PERCORE_BATCH_SIZE = 4.0
     NUM_STAGES = 4
@@ -271,7 +271,7 @@ class C4SpmdPipelineGpt3AdamMLPerfHPBS3k768Replicas(C4SpmdPipelineGpt3AdamMLPerf
 
 
 class C4SpmdPipelineGpt3AdamMLPerfHPBS4k1024Replicas(C4SpmdPipelineGpt3AdamMLPerfHP):
-    """GPT-3 175B of MLPerf, 4096 rows, 8 stages of 128 chips (v4:8x8x16)."""
+    """GPT-3 175B of MLPerf, 4096 rows, 8 stages of 128 chips (v5p:8x8x16)."""
 
     PERCORE_BATCH_SIZE = 4.0
     NUM_STAGES = 8
@@ -282,7 +282,7 @@ class C4SpmdPipelineGpt3AdamMLPerfHPBS4k1024Replicas(C4SpmdPipelineGpt3AdamMLPer
 
 
 class C4SpmdPipelineGpt3AdamMLPerfHPBS8k1024Replicas(C4SpmdPipelineGpt3AdamMLPerfHP):
-    """GPT-3 175B of MLPerf, 8192 rows, 4 stages of 256 chips (v4:8x8x16)."""
+    """GPT-3 175B of MLPerf, 8192 rows, 4 stages of 256 chips (v5p:8x8x16)."""
 
     PERCORE_BATCH_SIZE = 8.0
     NUM_STAGES = 4
