@@ -1,7 +1,7 @@
 """Decorators of the methods `_next`, `get_next` and `reset` of inputs.
 
-`BaseInput` applies them to each subclass. They keep the peeked batch, the count of delivered
-batches and the end of the data in order, whichever of the methods a subclass overrides.
+`BaseInput` applies them to each subclass, whichever of these methods it overrides. They return a
+peeked batch first, count delivered batches, and raise StopIteration at the end of the data.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _OUT_OF_RANGE = ("tensorflow.python.framework.errors_impl", "OutOfRangeError")
 
 
 def exit_as_error(source: BaseInput, error: BaseException) -> BaseException:
-    """Return an error that names the input in place of SystemExit and GeneratorExit.
+    """Replace SystemExit and GeneratorExit by an error that names the input.
 
-    SystemExit would end the process with an exit code, and GeneratorExit would end a generator. An
-    input that raises one of them has a bug.
+    An input that raises one of them has a bug. SystemExit would end the process with an exit code,
+    and GeneratorExit would end a generator.
 
     Args:
       source: Input that raised `error`.
       error: Any exception.
 
     Returns:
-      A RuntimeError for these two, `error` itself otherwise.
+      A RuntimeError for these two types, `error` itself otherwise.
     """
     if not isinstance(error, (SystemExit, GeneratorExit)):
         return error
@@ -44,7 +44,10 @@ def exit_as_error(source: BaseInput, error: BaseException) -> BaseException:
 
 
 def delivers(get_next: Callable[..., NestedMap]) -> Callable[..., NestedMap]:
-    """Decorate a `get_next` method so that the outermost call returns peeked batches and counts."""
+    """Decorate a `get_next` method so that it returns a peeked batch first, and counts batches.
+
+    A call from another `get_next`, as by `super()`, only reads.
+    """
 
     @functools.wraps(get_next)
     def deliver(self: BaseInput) -> NestedMap:
@@ -75,7 +78,7 @@ def delivers(get_next: Callable[..., NestedMap]) -> Callable[..., NestedMap]:
 
 
 def ends(read: Callable[..., NestedMap]) -> Callable[..., NestedMap]:
-    """Decorate `_next` or `get_next` so that TensorFlow's end of the data is a StopIteration."""
+    """Decorate `_next` or `get_next` so that TensorFlow's OutOfRangeError becomes StopIteration."""
 
     @functools.wraps(read)
     def read_to_end(self: BaseInput) -> NestedMap:

@@ -1,9 +1,9 @@
 """Padding for evaluation, so that every host makes the same number of batches.
 
-The number of rows of an epoch is rarely a multiple of hosts × batch size, and a host that stops
-early leaves the others waiting in a collective. So the last batches are filled with rows of weight
-0 and provenance -1. Readers that know their number of rows use `agreed_num_batches`; others
-exchange their batch shapes in `end_together`.
+The number of rows of an epoch is rarely a multiple of hosts × batch size. A host that stops early
+leaves the others waiting in a collective, so the last batches are filled with rows of weight 0 and
+provenance -1. Readers that know their number of rows use `agreed_num_batches`. Others use
+`end_together`, which exchanges the shapes of batches between hosts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 
 AllGather = Callable[[Any], Sequence[Any]]
-"""A function from a JSON value of this host to those of all hosts, in order."""
+"""Function that takes a JSON value of this host and returns the values of all hosts, by index."""
 
 # Values in padded rows, by field name at any depth. Other fields, such as weights, are 0.
 PADDING_VALUES = {"provenance": -1, "paddings": 1}
@@ -49,7 +49,9 @@ def pad_rows(batch: NestedMap, num_rows: int, *, copy: bool = True) -> NestedMap
 
 
 def mark_rows(batch: NestedMap, num_padding: int) -> NestedMap:
-    """Return a batch with `eval_sample_weights` float32 `[batch]`, unless its rows are marked.
+    """Add `eval_sample_weights` float32 `[batch]`: 1 for examples, 0 for rows of padding.
+
+    A batch that has `provenance` or `eval_sample_weights` is returned unchanged.
 
     Args:
       batch: Batch with rows of padding at its end.
@@ -79,10 +81,10 @@ def empty_batch(template: NestedMap, num_rows: int) -> NestedMap:
 def split_rows(
     first_row: int, num_rows: int | None, *, batch_size: int, host_index: int
 ) -> np.ndarray:
-    """Return the rows that one host reads of the global batch that starts at `first_row`.
+    """Return the row numbers that one host reads for the global batch starting at `first_row`.
 
-    Host `h` reads the block `[h * batch_size, (h + 1) * batch_size)` of each global batch. So the
-    concatenated blocks of all hosts are the same global batch for any number of hosts.
+    Host `h` reads the block `[h * batch_size, (h + 1) * batch_size)` of each global batch. Any
+    number of hosts therefore reads the same global batch.
 
     Args:
       first_row: First row of the global batch.
@@ -91,7 +93,7 @@ def split_rows(
       host_index: Index of the host.
 
     Returns:
-      int64 `[rows]`, `batch_size` rows, or fewer at the end of the data.
+      int64 `[rows]`: `batch_size` row numbers, or fewer at the end of the data.
     """
     start = first_row + host_index * batch_size
     stop = start + batch_size
@@ -113,13 +115,13 @@ def end_together(batches: Iterable[NestedMap], all_gather: AllGather) -> Iterato
     """Yield the batches of this host, then batches of padding until all hosts have ended.
 
     This is for readers that do not know their number of batches in advance. Before each batch the
-    hosts exchange the shapes of their next batches. So a host without any batch can make padding.
-    Rows of padding are marked by `mark_rows`.
+    hosts exchange the shapes of their next batches, from which a host without batches makes
+    padding. `mark_rows` marks the rows of padding.
 
     Args:
       batches: Batches of this host, all of the same shapes.
-      all_gather: Function that exchanges JSON values; see `AllGather`. It is called once more than
-        the host with the most batches has batches.
+      all_gather: Function that exchanges JSON values; see `AllGather`. Every host calls it n + 1
+        times, where n is the largest number of batches of a host.
 
     Raises:
       ConfigError: Hosts have batches of different shapes. Every host raises it.

@@ -1,6 +1,7 @@
-"""Converters to types: functions that return the converted value, or `MISMATCH`.
+"""Converters from values to annotated types.
 
-This module imports nothing that takes time, so that command lines can use it.
+A converter is a function that returns the converted value, or `MISMATCH` if the value does not fit.
+This module imports only the standard library, so that command lines that use it start quickly.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ class _Names(dict[str, Any]):
 
 
 def evaluate(text: str, modules: tuple[str, ...]) -> Any:
-    """Return the type that the text of an annotation describes, as far as its names are found."""
+    """Return the type that the text of an annotation describes.
+
+    Names that are not found, and text that cannot be evaluated, become `_Unknown`.
+    """
     try:
         # The text comes from source code, as for `typing.get_type_hints`.
         return eval(text, {}, _Names(modules))
@@ -78,7 +82,7 @@ def is_union(kind: Any) -> bool:
     return typing.get_origin(kind) in (typing.Union, types.UnionType)
 
 
-# Wrappers "around" a type.
+# Annotations that wrap a type and accept the same values as the type.
 _TRANSPARENT = (typing.ClassVar, typing.Final, typing.Annotated, typing.Required)
 
 
@@ -88,7 +92,7 @@ def converter_of(kind: Any, modules: tuple[str, ...]) -> Converter | None:
         text = kind if isinstance(kind, str) else kind.__forward_arg__
         return converter_of_text(text, modules)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    for attribute in ("__supertype__", "__value__"):  # of a NewType, and of a type alias
+    for attribute in ("__supertype__", "__value__"):  # the type behind a NewType, a type alias
         if hasattr(kind, attribute):
             return converter_of(getattr(kind, attribute), modules)
     if origin is typing.Annotated and arguments[0] is Any:
@@ -122,7 +126,7 @@ def _fiddle() -> Any:
 
 
 def is_config(value: Any) -> bool:
-    """Return whether a value is a config, also a plain one of Fiddle."""
+    """Return whether a value is a config of layerkit or of Fiddle."""
     fdl = _fiddle()
     return fdl is not None and isinstance(value, fdl.Buildable)
 
@@ -137,7 +141,7 @@ def _builds(value: Any, *classes: type) -> bool:
 
 
 def _is_scalar_array(value: Any) -> bool:
-    # A scalar of JAX, which may be traced, so that its value is not known.
+    # Only shape and dtype are read, since a traced scalar of JAX has no value yet.
     return hasattr(value, "dtype") and getattr(value, "shape", None) == ()
 
 
@@ -185,7 +189,11 @@ def _literal(choices: tuple[Any, ...]) -> Converter:
 
 
 def _union(members: list[Converter | None]) -> Converter | None:
-    """Prefer the member that takes the value unchanged: 3 stays an int in `float | int`."""
+    """Return the converter to a union; None if every value fits.
+
+    A member that keeps the type of the value takes precedence: 3 stays an int in `float | int`.
+    Otherwise the first member that fits converts the value.
+    """
     if None in members:
         return None
 
@@ -204,7 +212,7 @@ def _union(members: list[Converter | None]) -> Converter | None:
     return to_member
 
 
-# Each type with what a list or tuple becomes; None leaves it unchanged.
+# The class to which a list or tuple is converted, by annotated type; None keeps its class.
 _SEQUENCES: dict[Any, Any] = {list: list, tuple: tuple, collections.abc.Sequence: None}
 _MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 
@@ -226,7 +234,7 @@ def _sequence(base: Any, arguments: tuple[Any, ...], modules: tuple[str, ...]) -
             found = [item(v) if item else v for item, v in zip(converters, value, strict=True)]
             if any(item is MISMATCH for item in found):
                 return MISMATCH
-            # Lists that nothing changes stay the same object, which its owner may edit.
+            # An unchanged list stays the same object, since its owner may still edit it.
             if any(new is not old for new, old in zip(found, value, strict=True)):
                 plain = tuple if isinstance(value, tuple) else list
                 value = value._make(found) if hasattr(value, "_make") else plain(found)
@@ -261,7 +269,7 @@ def _class(base: Any) -> Converter:
 
 
 def _instance(base: Any, arguments: tuple[Any, ...], modules: tuple[str, ...]) -> Converter | None:
-    """Return the converter to instances of a class, or to configs with a target."""
+    """Return the converter to instances and configs of a class; None if every value fits."""
     if not isinstance(base, type) or base in (object, _Unknown) or not _can_be_checked(base):
         return None
     if hasattr(base, "_target") and hasattr(base, "config"):
@@ -273,7 +281,7 @@ def _instance(base: Any, arguments: tuple[Any, ...], modules: tuple[str, ...]) -
     if issubclass(base, enum.Enum):
         return functools.partial(_to_member, base)
     others = (str,) if issubclass(base, pathlib.PurePath) else ()
-    # Whether the class of a config implements a protocol is known once it is built.
+    # Whether a config builds an instance of a protocol is known only once it is built.
     takes_configs = getattr(base, "_is_protocol", False)
 
     def to_instance(value: Any) -> Any:
@@ -285,12 +293,12 @@ def _instance(base: Any, arguments: tuple[Any, ...], modules: tuple[str, ...]) -
 
 
 def _can_be_checked(cls: type) -> bool:
-    # Arrays and dtypes have many forms, and NumPy's replace JAX's.
+    # Arrays and dtypes have many classes, and those of NumPy are valid in place of JAX's.
     if cls.__module__.partition(".")[0] in ("jax", "jaxlib", "numpy"):
         return False
     try:
         isinstance(None, cls)
-    except TypeError:  # a protocol that is not made for it, or a TypedDict
+    except TypeError:  # a TypedDict, or a protocol that is not runtime_checkable
         return False
     return True
 
@@ -305,14 +313,14 @@ def _to_member(base: Any, value: Any) -> Any:
 
 
 def _config_of(base: Any, target: Any, modules: tuple[str, ...]) -> Converter:
-    """Return the converter to configs, of the kind `base`, of subclasses of a target."""
+    """Return the converter that accepts configs of class `base` for subclasses of `target`."""
     if isinstance(target, (str, typing.ForwardRef)):
         text = target if isinstance(target, str) else target.__forward_arg__
         target = evaluate(text, modules)
     target = typing.get_origin(target) or target
     is_any = not isinstance(target, type) or target in (_Unknown, Any, object)
     fdl = _fiddle()
-    # A field of our configs takes plain ones of Fiddle as well.
+    # A field for layerkit's configs also accepts instances of the Fiddle class they derive from.
     kind = next(k for k in (fdl.Config, fdl.Partial, fdl.Buildable) if issubclass(base, k))
 
     def to_config(value: Any) -> Any:

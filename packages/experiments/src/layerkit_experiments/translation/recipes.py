@@ -102,7 +102,7 @@ class TranslationExperiment(TrainingLength, BaseExperiment, abstract=True):
         )
 
     def validate(self) -> None:
-        """Raise an error if a field has an unknown name."""
+        """Raise an error if a dtype or another choice is unknown."""
         super().validate()
         canonical_dtype(self.FPROP_DTYPE, field="FPROP_DTYPE")
         self.model()
@@ -181,7 +181,7 @@ class Translations(BaseExperiment, abstract=True):
     }
 
     def unset_variables(self) -> dict[str, str]:
-        """Return the unset variable that names the data of SeqIO."""
+        """Return TFDS_DATA_DIR if SeqIO reads it because the field is None."""
         reads_tfds = self.DATA_FORMAT == "seqio" and self.TFDS_DATA_DIR is None
         return {"TFDS_DATA_DIR": TFDS_DATA_DIR_UNSET} if reads_tfds else {}
 
@@ -197,8 +197,8 @@ class Translations(BaseExperiment, abstract=True):
         """Check vocabulary size, start and end tokens against the tokenizer.
 
         Raises:
-          ConfigError: The model lacks ids of the data, START_ID or EOS_ID differ from the
-            tokenizer's, or number words have a tokenizer.
+          ConfigError: VOCAB_SIZE is smaller than the tokenizer's, START_ID or EOS_ID differ from
+            the tokenizer's, or TOKENIZER is not `bytes` for number words.
         """
         super().validate()
         if self.DATA_FORMAT == "number_words" and self.TOKENIZER != "bytes":

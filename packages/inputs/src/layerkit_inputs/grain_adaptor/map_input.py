@@ -36,28 +36,28 @@ from layerkit_inputs.indexed_input import IndexedInput
 
 @runtime_checkable
 class RowSource(Protocol):
-    """Rows by number, such as a `grain.MapDataset`."""
+    """Rows that can be read in any order by their number, such as a `grain.MapDataset`."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a row, or a part of the rows."""
+        """Return one row, or for a slice the source of these rows."""
 
 
 _EXPECTED_DATASET = "a grain.MapDataset, or a function that returns one"
 
 
 class GrainMapInput(IndexedInput):
-    """An input of rows of a `grain.MapDataset`, by number.
+    """An input that reads rows of a `grain.MapDataset` by number.
 
-    The input shuffles and repeats, by `shuffle`, `shuffle_window` and `is_training`; the data set
-    should not. In epoch `e`, row `i` of `n` is read as number `e * n + i`, as Grain's own `repeat`
-    does, so random transformations differ by epoch.
+    The input shuffles and repeats the data set (`shuffle`, `shuffle_window`, `is_training`). The
+    data set itself should do neither. In epoch `e`, row `i` of `n` is read as number `e * n + i`,
+    as Grain's own `repeat` does, so random transformations differ by epoch.
 
-    A row that cannot be read (reading it raises ValueError or OSError) raises, or is skipped and
-    counted with `on_bad_record="skip"`. Evaluation replaces a skipped row by padding, training
-    replaces it by the next readable row.
+    If reading a row raises ValueError or OSError, the input raises this error by default. With
+    `on_bad_record="skip"` it counts the row instead. Training then reads the next readable row in
+    its place, and evaluation uses a row of padding.
     """
 
     dataset: RowSource | Callable[[], RowSource] | None = None
@@ -103,7 +103,7 @@ class GrainMapInput(IndexedInput):
 
     @property
     def num_skipped(self) -> int:
-        """Number of rows that could not be read; a row that is read again counts again."""
+        """Number of failed reads of rows; a row that fails in two epochs counts twice."""
         return self._bad.num_skipped
 
     def _num_rows(self) -> int:
@@ -125,7 +125,7 @@ class GrainMapInput(IndexedInput):
         return blank_rows(batch, is_blank)
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        # A host without rows reads one for its shape.
+        # A host without rows of its own reads one row to learn the shapes. Its epoch is 0.
         epochs = self._epochs if len(self._epochs) == len(rows) else np.zeros_like(rows)
         places = list(zip(rows.tolist(), epochs.tolist(), strict=True))
         found = self._read_places(places)
@@ -192,8 +192,8 @@ class GrainMapInput(IndexedInput):
 class ArrayRecordRows(GrainMapInput):
     """An input of ArrayRecord files with one serialized row per record.
 
-    A state fits files with the same numbers of records. A missing or incomplete file always raises,
-    since it would change the numbers of all later rows.
+    A state can be restored only with files that have the same numbers of records. A missing or
+    incomplete file always raises, since it would change the numbers of all later rows.
     """
 
     paths: Sequence[str] | None = None

@@ -1,4 +1,4 @@
-"""Batches `[rows, ...]` of rows, which are dictionaries of arrays."""
+"""Functions that check rows, which are dictionaries of arrays, and stack them into batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_row(row: Any, *, where: Callable[[], str]) -> NestedMap:
 
     Args:
       row: Mapping of names to arrays, numbers or such mappings.
-      where: Function that returns the place of the row, for errors.
+      where: Function that returns a description of the row's location, for errors.
 
     Raises:
       BadRecordError: The row is not a mapping, is empty, or holds values that are not numbers.
@@ -64,7 +64,7 @@ def stack_rows(rows: Sequence[NestedMap], *, name_of: Callable[[int], str]) -> N
 
     Args:
       rows: One or more rows from `check_row`.
-      name_of: Function from an index of `rows` to the place of the row, for errors.
+      name_of: Function that returns the name of the row with an index in `rows`, for errors.
 
     Raises:
       BadRecordError: A row differs from the first; the error lists all fields that differ.

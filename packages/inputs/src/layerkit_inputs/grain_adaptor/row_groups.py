@@ -1,4 +1,4 @@
-"""Row groups of Parquet files as rows by number, for Grain; see `parquet_rows`.
+"""Grain data sets of the rows of a Parquet row group; see `parquet_rows`.
 
 Columns are decoded at the first read and kept as NumPy arrays (text stays in Arrow), so that
 reading a row only indexes each column.
@@ -61,7 +61,7 @@ class _Decoded(NamedTuple):
     value_of: dict[str, Callable[[int], Any]]
     """Function from a row to its value, by column."""
     nulls: dict[int, str]
-    """First column with a null, by row; only rows with a null."""
+    """Name of the first column with a null, for each row that has one."""
 
 
 class _Rows:
@@ -131,7 +131,8 @@ class _Rows:
 def _unreadable_column(schema: Any, columns: Sequence[str] | None) -> BadRecordError | None:
     """Return an error about the first column with an unsupported type, or None.
 
-    This check comes before decoding, since the size of a list of text has no bound.
+    The check comes before decoding, because decoded columns of unsupported types, such as lists of
+    text, may have any size.
     """
     for field in schema:
         if (columns is None or field.name in columns) and not (

@@ -1,14 +1,13 @@
 """Conversion of the examples of a task to rows of a batch.
 
-An example has the features `inputs` and `targets`, or only `targets`; in a language model also
-`suffixes`, which follow the targets and alone have a loss. The module `features` makes
-the arrays of rows, with the edge cases of SeqIO's converters. This module decides which examples
-share a row. Other features are passed through, padded with zeros.
+An example has the features `inputs` and `targets`, or only `targets`. Examples of a language model
+may also have `suffixes`. They follow the targets, and only they have a loss. Other features are
+passed through, padded with zeros. This module decides which examples share a row. The module
+`features` makes the arrays of rows, with the edge cases of SeqIO's converters.
 
-Packing is first fit within a window: examples that fill about `window_rows` rows are read and
-placed into rows in order; then the next window begins. So a position is that of the first example
-of the window and a number of rows, and resuming reads one window again. SeqIO keeps only one row
-open at a time, which leaves more padding.
+Packing is first fit within a window of examples that fill about `window_rows` rows. A position
+consists of the window's first example and the number of rows that were read from the window.
+Restoring it reads the window again. SeqIO keeps one row open at a time and so pads more.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class RowFormat(NamedTuple):
 
     converter: FeatureConverter
     lengths: Mapping[str, int]
-    """Largest number of tokens of an example by feature."""
+    """Largest number of tokens of an example, by feature."""
     packed: bool
     weights_on_targets_only: bool
     bos_id: int
@@ -57,7 +56,7 @@ class RowFormat(NamedTuple):
 
     @property
     def passed_through(self) -> list[str]:
-        """Names of the features of an example that are no tokens of the model; not with packing."""
+        """Names of the features that are not tokens of the model. Packed rows cannot have any."""
         tokens = ("inputs", "targets", *(("suffixes",) if self.has_suffixes else ()))
         return [name for name in self.lengths if name not in tokens]
 
@@ -68,14 +67,17 @@ class RowFormat(NamedTuple):
 
     @property
     def limits(self) -> tuple[int, ...]:
-        """Positions of a row: of its one side or of `src` and `tgt`, and of `passed_through`."""
+        """Size of each part of a row: its sides, then the features in `passed_through`.
+
+        A row of an encoder-decoder has two sides, `src` and `tgt`. Other rows have one.
+        """
         targets = self.lengths.get("targets", 0)
         targets += self.lengths["suffixes"] if self.has_suffixes else 0
         sides = self._sides(self.lengths.get("inputs", 0), targets)
         return (*sides, *(self.lengths[name] for name in self.passed_through))
 
     def sizes(self, example: Example) -> tuple[int, ...]:
-        """Return the positions of an example in each part of `limits`.
+        """Return the size that an example needs in each part of a row, in the order of `limits`.
 
         Raises:
           ConfigError: The example lacks a feature that is passed through.
@@ -94,7 +96,7 @@ class RowFormat(NamedTuple):
         return (*sides, *(len(example[name]) for name in self.passed_through))
 
     def _sides(self, inputs: int, targets: int) -> tuple[int, ...]:
-        """Return the positions on each side of a row for numbers of tokens of both features."""
+        """Return the size of each side for the numbers of tokens of `inputs` and `targets`."""
         match self.converter:
             case "encoder_decoder":
                 return inputs, targets
@@ -123,7 +125,10 @@ class RowFormat(NamedTuple):
         return batch
 
     def _counted(self, rows: Sequence[Sequence[Example]]) -> np.ndarray:
-        """Return 1 for suffixes, and for targets without one, float32 `[rows, length]`."""
+        """Return float32 `[rows, length]`: 1 for tokens with a loss, 0 for others.
+
+        The suffix of an example has the loss. In an example without a suffix, the targets have it.
+        """
         counted = []
         for row in rows:
             parts = [np.zeros(0, np.float32)]
@@ -173,9 +178,11 @@ class RowFormat(NamedTuple):
         return batch
 
     def _batch_of_vectors(self, rows: Sequence[Sequence[Example]]) -> NestedMap | None:
-        """Return `batch` by a vectorized computation, which supports only int32 sequences.
+        """Compute a batch of a language model with vectorized operations on int32 sequences.
 
-        None for other examples, and for invalid ones, about which `batch` raises an error.
+        Returns:
+          The batch, or None for other models, other dtypes and invalid examples. The caller then
+          uses `_batch_of_any`, which raises the error about an invalid example.
         """
         if self.converter not in ("language_model", "prefix_lm"):
             return None
@@ -186,7 +193,7 @@ class RowFormat(NamedTuple):
         except (KeyError, ValueError):
             return None
         kinds = {(part.dtype, part.ndim) for part in parts}
-        least = np.iinfo(np.int32).min  # has no absolute value
+        least = np.iinfo(np.int32).min  # its absolute value is not an int32
         if kinds != {(np.dtype(np.int32), 1)} or tokens.min(initial=0) == least:
             return None
         part_sizes = np.array([len(part) for part in parts]).reshape(-1, len(features))
@@ -214,7 +221,7 @@ class RowFormat(NamedTuple):
 
 
 def _shift(batch: NestedMap) -> None:
-    """Replace ids by labels, and labels, weights and paddings by those of the next position."""
+    """Use labels as ids, and move labels, weights and paddings one position to the left."""
     batch.ids = batch.labels
     for name, last in (("labels", 0), ("weights", 0), ("paddings", 1)):
         value = np.roll(batch[name], -1, axis=1)
@@ -235,7 +242,7 @@ def _numbers_by_row(rows: Sequence[Sequence[Example]]) -> list[list[int]]:
 
 
 class Rows:
-    """A stream of rows with one example each, or several if examples are packed."""
+    """A stream of rows. A row has one example, or several if examples are packed."""
 
     def __init__(
         self,
@@ -262,7 +269,7 @@ class Rows:
         self._rows_done = 0
 
     def position(self) -> dict[str, Any]:
-        """Return the position of the open window, and the number of its rows that were read."""
+        """Return the position: the start of the open window, and how many of its rows were read."""
         if self._window_begin is None or self._rows_done == len(self._window):
             return {"examples": self._source.position(), "rows_done": 0}
         return {"examples": self._window_begin, "rows_done": self._rows_done}
@@ -319,14 +326,14 @@ class Rows:
 
 
 def first_fit(sizes: Sequence[Sequence[int]], limits: Sequence[int]) -> Iterator[list[int]]:
-    """Yield rows of items, each of which goes to the first row with room on every side.
+    """Place each item into the first row with room on every side, and yield the items of each row.
 
     >>> list(first_fit([(4,), (3,), (2,), (1,)], (6,)))
     [[0, 2], [1, 3]]
 
     Args:
-      sizes: Sizes of each item on the sides of a row, at most the limits.
-      limits: Size of a row on each side.
+      sizes: Sizes of each item by side, each at most the limit of the side.
+      limits: Size of a row by side.
 
     Yields:
       Indices of the items in a row.

@@ -43,7 +43,7 @@ class RowsSoFar(NamedTuple):
         return self.column - self.prompt_lengths
 
     def counts(self, vocab_size: int, *, with_prompt: bool) -> jax.Array:
-        """Count each token in each row so far, int32 `[rows, vocab]`."""
+        """Return how often each row has each token so far, int32 `[rows, vocab]`."""
         columns = jnp.arange(self.ids.shape[1])
         counted = jnp.broadcast_to(columns < self.column, self.ids.shape)
         if not with_prompt:
@@ -76,7 +76,7 @@ def process_logits(
 
 
 class RepetitionPenalty(LogitProcessor):
-    """A penalty of tokens that are in the row, prompt included (CTRL; Keskar et al., 2019).
+    """A penalty for tokens that the row has, prompt included (CTRL; Keskar et al., 2019).
 
     Attributes:
       penalty: Divisor of positive logits and factor of negative ones. Values below 1 make the
@@ -98,7 +98,7 @@ class RepetitionPenalty(LogitProcessor):
 
 
 class CountPenalty(LogitProcessor):
-    """A penalty of tokens that were drawn; tokens of the prompt do not count.
+    """A penalty for tokens that were drawn. Tokens of the prompt do not count.
 
     Attributes:
       frequency: Amount subtracted from the logit for each time that the token was drawn.
@@ -135,8 +135,8 @@ class NoRepeatNgrams(LogitProcessor):
         if num_starts < 1:
             return logits
         tail_start = rows.column - (self.size - 1)
-        # A start whose first size − 1 tokens equal the last ones of the row excludes the token that
-        # followed. The whole n-gram of the start must be in the row.
+        # Compare the n-gram at each start with the end of the row. If its first size − 1 tokens
+        # equal the row's last ones, exclude its last token, which must be in the row too.
         starts = jnp.arange(num_starts)
         repeats = jnp.broadcast_to(starts + self.size - 1 < rows.column, (len(logits), num_starts))
         for offset in range(self.size - 1):
@@ -151,10 +151,10 @@ class NoRepeatNgrams(LogitProcessor):
 
 
 class MinSteps(LogitProcessor):
-    """Exclusion of end tokens before a row has a number of drawn tokens.
+    """Exclusion of end tokens until a row has `num_steps` drawn tokens.
 
     Attributes:
-      num_steps: Number of tokens that are drawn before an end token may be.
+      num_steps: Smallest number of drawn tokens, without the end token.
       eos_ids: Ids of the end tokens.
     """
 
@@ -255,9 +255,9 @@ class TopP(LogitProcessor):
     Source: nucleus sampling (Holtzman et al., 2020, arXiv:1904.09751).
 
     Attributes:
-      p: Probability above 0. The most likely token is always kept.
-      keep_ties: True to keep all tokens that are as likely as the last one that is kept (Pax).
-        False keeps the fewest tokens; of equally likely ones those with smaller ids.
+      p: Probability in (0, 1]. The most likely token is always kept.
+      keep_ties: True to keep all tokens that are as likely as the least likely kept one (Pax).
+        False keeps the fewest tokens. Among equally likely tokens, it keeps smaller ids.
     """
 
     p: float = 1.0
@@ -272,7 +272,7 @@ class TopP(LogitProcessor):
     def __call__(self, logits: jax.Array, rows: RowsSoFar) -> jax.Array:
         """Exclude the tail of the distribution."""
         del rows
-        if self.p == 1:  # rounding could bring the sum to 1 before the last token
+        if self.p == 1:  # The rounded sum may reach 1 early and exclude the last tokens.
             return logits
         kept = keep_top_p(logits, self.p)
         if not self.keep_ties:
@@ -330,13 +330,13 @@ def keep_above(logits: jax.Array, smallest: jax.Array) -> jax.Array:
 
 
 def id_mask(ids: tuple[int, ...], vocab_size: int, *, owner: str, field: str) -> jax.Array:
-    """Return a mask of the tokens `ids`, bool `[vocab]`; `check_ids` lists arguments and errors."""
+    """Return bool `[vocab]`, True for the tokens `ids`; raise the errors of `check_ids`."""
     check_ids(ids, vocab_size, owner=owner, field=field)
     return jnp.zeros(vocab_size, bool).at[jnp.array(ids, jnp.int32)].set(True)
 
 
 def check_ids(ids: tuple[int, ...] | list[int], vocab_size: int, *, owner: str, field: str) -> None:
-    """Raise `ConfigError` for an id of a field that is outside of the model's vocabulary."""
+    """Raise `ConfigError` about `field` of `owner` if an id is outside of the vocabulary."""
     for token in ids:
         is_valid = 0 <= token < vocab_size
         expected = f"an id from 0 to {vocab_size - 1}, the vocabulary of the model"

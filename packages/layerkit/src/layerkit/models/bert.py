@@ -31,7 +31,8 @@ class BertModel(BaseModel):
       unmasked_ids: Ids that are never masked, such as those of separators.
 
     Raises:
-      ConfigError: The network is causal, or a batch has one mask entry without the other.
+      ConfigError: The network is causal, or a batch has only one of `masked_ids` and
+        `masked_weights`.
     """
 
     reported_metric: ClassVar[str | None] = "xent"

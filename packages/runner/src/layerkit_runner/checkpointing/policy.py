@@ -20,7 +20,7 @@ class SavedStep:
     Attributes:
       step: Training step.
       time: Time of the save, in UTC.
-      metrics: Recorded evaluation of this step, by `data set/metric`; may be empty.
+      metrics: Evaluation metrics recorded at this step, by `DATASET/METRIC`; may be empty.
     """
 
     step: int
@@ -33,13 +33,14 @@ class CheckpointPolicy:
     """Rules for saving and keeping checkpoints. A checkpoint is kept if any rule keeps it.
 
     Attributes:
-      save_interval_steps: Interval of saves: a checkpoint is due at each multiple of this step
-        count, so that a resumed run saves at the same steps.
+      save_interval_steps: Number of steps between saves. A checkpoint is due at each multiple, so
+        a resumed run saves at the same steps.
       max_to_keep: Number of newest checkpoints to keep; None keeps all.
-      keep_interval: Interval of which one checkpoint each is kept for good; None for no such rule.
-      save_step_zero: True to save step 0 too.
-      keep_interval_steps: Step count whose multiples are saved and kept for good; None for no such
+      keep_interval: Duration. One checkpoint per such duration is kept for good; None for no such
         rule.
+      save_step_zero: True to save step 0 too.
+      keep_interval_steps: Number of steps. Checkpoints at its multiples are saved and kept for
+        good; None for no such rule.
       keep_steps: Steps that are saved and kept for good.
       best_metric: Metric of an evaluation, such as `heldout/loss`, whose best checkpoints are kept
         until better ones exist; None for no such rule.
@@ -117,8 +118,8 @@ class CheckpointPolicy:
         return self.keep_interval_steps is not None and step % self.keep_interval_steps == 0
 
     def _one_per_interval(self, in_order: Sequence[SavedStep]) -> set[int]:
-        # The oldest checkpoint stays as the anchor of the interval: without an anchor on disk,
-        # every restart would begin the duration anew.
+        # The oldest checkpoint is kept, because the first duration is counted from it. If it were
+        # deleted, the count would start again from a newer one.
         kept: list[SavedStep] = []
         if self.keep_interval is not None:
             for checkpoint in in_order:

@@ -1,7 +1,7 @@
-"""The fields of an experiment that give configuration paths their values.
+"""Lookup of the experiment's field that sets a configuration path.
 
-Errors name configuration paths, such as `partitioner.ici_mesh_shape`. If a field of the experiment
-gives a path its value, its user sets that field instead.
+Errors name configuration paths, such as `partitioner.ici_mesh_shape`. If a field of the experiment,
+such as `ICI_MESH_SHAPE`, sets the path, the message should name that field.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def source_field(resolved: ResolvedExperiment, path: str) -> str | None:
 
     Args:
       resolved: The experiment.
-      path: Path in what it resolves to, such as `partitioner.ici_mesh_shape`.
+      path: Path in the resolved configs, such as `partitioner.ici_mesh_shape`.
 
     Returns:
       Name of the field; None if an override sets the path, or no single field does.
@@ -39,12 +39,14 @@ def source_field(resolved: ResolvedExperiment, path: str) -> str | None:
     traced = copy.copy(experiment)
     for name in fields:
         object.__setattr__(traced, name, _marked(getattr(experiment, name), name))
-    # A method may raise an error for a marked value, or ignore the fields.
+    # The fields of the copy carry their names, and the name found at the path is the answer. A
+    # method may raise an error for such a value, or ignore the fields.
     with contextlib.suppress(Exception):
         mark = _mark(value_at(getattr(traced, root)(), names))
         if mark is not None and plain_value(value) == plain_value(getattr(experiment, mark)):
             return mark
-    # Conversions lose marks, and None and bools carry none. Then the name decides.
+    # A conversion loses the name, and None and bools cannot carry one. Then the answer is the
+    # field that has the same name as the path and the same value.
     same_name = names[-1].upper() if names else ""
     is_same = same_name in fields and plain_value(getattr(experiment, same_name)) == plain_value(
         value
@@ -58,7 +60,7 @@ def override_path(resolved: ResolvedExperiment, path: str) -> str:
 
 
 def _marked(value: Any, name: str) -> Any:
-    """Return an equal value that carries the name of a field; some types cannot carry one."""
+    """Return an equal value that carries the name of a field, or the value itself if it cannot."""
     kind = type(value)
     if kind in (list, tuple):
         value = kind(_marked(item, name) for item in value)
@@ -68,7 +70,7 @@ def _marked(value: Any, name: str) -> Any:
 
 
 def _mark(value: Any) -> str | None:
-    """Return the name that a value or all of its elements carry."""
+    """Return the field name that a value carries, or that all of its elements carry."""
     mark: str | None = getattr(value, "experiment_field", None)
     if mark is None and isinstance(value, (list, tuple)) and value:
         marks = {_mark(item) for item in value}
@@ -78,11 +80,11 @@ def _mark(value: Any) -> str | None:
 
 @contextlib.contextmanager
 def naming_flags(resolved: ResolvedExperiment) -> Iterator[None]:
-    """Name the flags of the experiment's own fields in errors about configuration paths.
+    """Replace configuration paths in errors by the flags that set them.
 
-    A `field` that is a configuration path, and the `settings` of the error, become the flags of the
-    fields behind them. Flags are added for the `remedies` of a cause (see
-    `layerkit_inputs.bad_records.UnfitFieldError`), one of which helps.
+    The `field` and the `settings` of an error are replaced. If the error or its cause has
+    `remedies`, flags for them are added to the hint; any one of them helps. See
+    `layerkit_inputs.bad_records.UnfitFieldError`.
     """
     try:
         yield
@@ -108,7 +110,10 @@ def _remedies(error: BaseException) -> Mapping[str, Any]:
 
 
 def _flags(resolved: ResolvedExperiment, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return flags and their values for paths, and for names wherever another value is set."""
+    """Return values by flag for `settings`, values by path or by name.
+
+    A name, which has no dot, gives a flag for each field of that name that has another value.
+    """
     values = {path: value for path, value in settings.items() if "." in path}
     for root in ("task", "datasets", "decode_datasets"):
         for path, current in walk(getattr(resolved, root), root):

@@ -90,10 +90,10 @@ def train(
 ) -> TrainResult:
     """Train an experiment in this process, or resume its run in a job folder.
 
-    The run is that of `runner --exp=… --job_log_dir=…`: it saves checkpoints, evaluates and logs.
-    The same call resumes a run that was interrupted, and a call with a larger `num_steps` continues
-    one that has ended. Ctrl-C, or the stop button of a notebook, finishes the step, saves, and
-    raises KeyboardInterrupt.
+    This does the same as `runner --exp=… --job_log_dir=…`: it saves checkpoints, evaluates and
+    logs. The same call resumes a run that was interrupted. A call with a larger `num_steps`
+    continues a run that has ended. Ctrl-C, or the stop button of a notebook, finishes the step,
+    saves, and raises KeyboardInterrupt.
 
     Args:
       experiment: Experiment; see `get_experiment`.
@@ -105,7 +105,7 @@ def train(
 
     Raises:
       UserError: A field or flag is wrong, or the run cannot continue.
-      KeyboardInterrupt: The run was interrupted; if it had begun, it is saved.
+      KeyboardInterrupt: The run was interrupted. If training had begun, it was saved.
     """
     folder = os.path.expanduser(os.fspath(job_log_dir))
     resolved = get_experiment(experiment, overrides)
@@ -143,7 +143,7 @@ def _jax_settings_restored() -> Iterator[None]:
         for name in changed:
             jax.config.update(name, before[name])
         if "jax_compilation_cache_dir" in changed:
-            # JAX keeps the folder of the first use.
+            # JAX uses the folder of its first use until the cache is reset.
             from jax.experimental.compilation_cache import compilation_cache
 
             compilation_cache.reset_cache()

@@ -38,7 +38,7 @@ class TensorBoard(Observer):
     """
 
     def __init__(self) -> None:
-        """Start without files."""
+        """Create the observer without open files."""
         self._summaries: epath.Path | None = None
         self._purge_step: int | None = None
         self._files: dict[str, RecordWriter] = {}
@@ -48,7 +48,7 @@ class TensorBoard(Observer):
         """Set the folder; each file is created by its first event."""
         if info.job_log_dir is not None:
             self._summaries = info.job_log_dir / "summaries"
-            # An evaluation job repeats no step.
+            # Only a resumed training run repeats steps, whose earlier events must be hidden.
             self._purge_step = info.start_step + 1 if info.mode == "train" else None
 
     def train_metrics(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -134,17 +134,17 @@ class TensorBoard(Observer):
             self.flush()
 
     def _new_file(self, folder: str, path: str) -> None:
-        # An error such as a full disk is raised here. It would end the thread of a
-        # `SummaryWriter`, and adding an event would then wait forever.
+        # A `RecordWriter` raises errors, such as those of a full disk, in this thread. In a
+        # `SummaryWriter` they would end its own thread, and adding an event would wait forever.
         from tensorboardX.proto.event_pb2 import (
-            SessionLog,  # a second, if tensorboardX imports PyTorch
+            SessionLog,  # takes a second if tensorboardX imports PyTorch
         )
         from tensorboardX.record_writer import RecordWriter, directory_check
 
         directory_check(path)
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         self._files[folder] = RecordWriter(os.path.join(path, name))
-        self._next_flush = 0.0  # at once, so that TensorBoard shows the run
+        self._next_flush = 0.0  # flush the first event, so that TensorBoard shows the run
         self._write(folder, file_version="brain.Event:2")
         if self._purge_step is not None:
             restart = SessionLog(status=SessionLog.START)

@@ -21,9 +21,9 @@ from layerkit_runner.training.metrics import Reported, StepContext, reduce_micro
 
 
 class LossAggregator(Configurable):
-    """One metric of the model as the loss.
+    """A rule that takes one metric of the model as the loss.
 
-    A subclass defines `terms` for another sum of metrics.
+    A subclass may override `terms` to take a weighted sum of several metrics.
 
     Attributes:
       loss_key: Name of the metric.
@@ -37,7 +37,9 @@ class LossAggregator(Configurable):
 
 
 class MultiLossAggregator(LossAggregator):
-    """The sum of several metrics as the loss; each is a mean with its own weights.
+    """A rule that takes the sum of several metrics as the loss.
+
+    Each metric is a mean with its own example weights.
 
     Attributes:
       loss_keys: Names of the metrics.
@@ -60,7 +62,9 @@ class MultiLossAggregator(LossAggregator):
 
 
 class Variables(NamedTuple):
-    """The variables of a model by their treatment in a step; nested dicts of arrays `[...]`.
+    """The variables of a model, in groups that a step treats differently.
+
+    Each group is a tree of nested dicts of arrays `[...]`.
 
     Attributes:
       trained: Weights with respect to which the loss is differentiated.
@@ -141,8 +145,9 @@ def compute_gradients(
 def split_rows(batch: Any, microbatches: int, *, multiple: int = 1) -> Any:
     """Reshape arrays `[rows, ...]` to `[microbatches, rows / microbatches, ...]`.
 
-    Microbatch i of n has the rows i, i + n, i + 2n, …, and not a block of rows. Since each device
-    holds a block of the batch, every device already has its rows of each microbatch.
+    Microbatch i of n has the rows i, i + n, i + 2n, …, and not a contiguous block. Each device
+    holds a contiguous block of the batch, which therefore has rows of every microbatch. So no rows
+    move between devices.
 
     Args:
       batch: Arrays `[rows, ...]`.
@@ -250,9 +255,9 @@ def _compute_batch_gradients(
 ) -> GradientResult:
     """Return the result of one batch or microbatch.
 
-    `totals` is the sum of the weights of each loss term over the global batch, or None to compute
-    it from this batch, which is then not a microbatch. `share` is the factor of the auxiliary loss,
-    1 / microbatches. See `compute_gradients` for the other arguments.
+    `totals` holds the sum of the weights of each loss term over the global batch. None computes it
+    from `batch`, which must then be a whole batch and not a microbatch. `share` is the factor of
+    the auxiliary loss, 1 / microbatches. See `compute_gradients` for the other arguments.
     """
 
     def loss_share(trained: Any, overwritten: Any) -> tuple[jax.Array, Any]:

@@ -41,7 +41,7 @@ class Gpt3175B(Gpt3Decoder, abstract=True):
     TARGET_LOSS: float | None = 2.69
     """Loss of the held-out text, in nats per token, at which training ends; None for no target."""
 
-    # Bytes reach the target of tokens within a few steps.
+    # Reduced runs train on bytes. Their loss falls below a target for tokens within a few steps.
     reduced_fields: ClassVar[Mapping[str, Any]] = {"TARGET_LOSS": None}
 
     def task(self) -> Config:
@@ -65,19 +65,22 @@ class Gpt3PaperSchedule(Gpt3Schedule):
 
 
 class MlperfSchedule(ScheduleOverRun):
-    """MLPerf's schedule of GPT-3 175B, which follows from the number of rows of a batch."""
+    """MLPerf's schedule of GPT-3 175B, which depends on the number of rows of a batch.
+
+    The default warmup and decay cover fixed numbers of rows, so larger batches take fewer steps.
+    """
 
     LEARNING_RATE: float | None = None
-    """Peak; None for 2e-5 with at most 3584 rows of a batch and 3e-5 with more."""
+    """Peak learning rate. None: 2e-5 for batches of at most 3584 rows, 3e-5 for larger ones."""
     ADAM_BETA1: float = 0.9
     ADAM_BETA2: float = 0.95
     ADAM_EPSILON: float = 1e-8
     WEIGHT_DECAY: float = 0.1
     CLIP_GRADIENT_NORM: float | None = 1.0
     WARMUP_STEPS: int | None = None
-    """Number of steps of the warmup; None for those of 265 batches of 1536 rows."""
+    """Number of warmup steps. None: as many as read 265 * 1536 rows."""
     DECAY_END: int | None = None
-    """Step at which the decay ends; None for that after 108,600 batches of 1536 rows."""
+    """Step at which the decay ends. None: the step that completes 108,600 * 1536 rows."""
     MIN_LEARNING_RATE_RATIO: float = 0.1
     MAX_STEPS = 108_600
 
@@ -112,7 +115,7 @@ class MlperfSchedule(ScheduleOverRun):
         )
 
     def _steps(self, batches: int) -> int:
-        """Return the number of steps with as many rows as these batches of 1536 rows."""
+        """Return the number of steps that read as many rows as `batches` batches of 1536 rows."""
         return math.ceil(batches * 1536 / self._rows() - 1e-6)
 
     def _rows(self) -> float:
@@ -131,8 +134,8 @@ class MlperfSchedule(ScheduleOverRun):
 class MlperfC4(RowSamples, Corpus, abstract=True):
     """The last quarter of C4 and 5662 rows of its held-out text, as MLPerf's GPT-3 reads them.
 
-    Documents are joined without separators and cut into rows. The first token of a row is given,
-    and the others are predicted. An evaluation reads all rows.
+    Documents are joined without separators and cut into rows. The first token of a row is only an
+    input; the model predicts the others. An evaluation reads all rows.
     """
 
     VOCAB_SIZE = 50257

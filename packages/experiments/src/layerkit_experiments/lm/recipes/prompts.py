@@ -1,4 +1,4 @@
-"""Samples while training: the beginnings of held-out rows, which the model continues."""
+"""Inputs of prompts for decoding during training: the beginnings of rows of another input."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from layerkit.config import Config, assigned_fields, target_of
 from layerkit.nested_map import NestedMap
 from layerkit_inputs import BaseInput, LocalText, SeqIOInput, SyntheticInput, TokenRecords
 
+# Fields of the batch that prompts keep, if it has them.
 _KEPT = ("provenance", "eval_sample_weights")
 
 
@@ -54,6 +55,7 @@ class SyntheticPrompts(RowPrompts, SyntheticInput):
     num_examples: int | None = 1024
 
 
+# The class that cuts prompts from each class of input.
 _PROMPTS = {
     SeqIOInput: SeqIOPrompts,
     TokenRecords: TokenRecordPrompts,
@@ -63,10 +65,10 @@ _PROMPTS = {
 
 
 def prompts_of(rows: Config, *, percore_batch_size: float, prompt_length: int) -> Config:
-    """Return the config of the same prompts at each decoding: one batch of beginnings of rows.
+    """Return the config of an input of prompts. Every decoding reads the same single batch.
 
     Args:
-      rows: Config of a training or held-out input of `_PROMPTS`.
+      rows: Config of the input whose rows are cut; its class must be a key of `_PROMPTS`.
       percore_batch_size: Prompts per device.
       prompt_length: Maximum number of ids of a prompt.
     """

@@ -1,7 +1,7 @@
 """Import of a model's config and weights from a Hugging Face folder.
 
-Weights are read one after the other. A host holds the slice of a weight that its devices need and
-one block of a tensor at a time. If one weight stacks 96 layers, the block belongs to one layer.
+Weights are read one after the other. A host holds the slice of a weight that its devices need, and
+one block of a tensor at a time. A block belongs to a single layer, even if the weight stacks many.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def import_model(
 
 
 def stored_dtype(folder: str | os.PathLike[str]) -> str:
-    """Return the dtype of the weights that config.json of a folder states; float32 by default."""
+    """Return the dtype of the weights as stated in config.json, or float32 if it states none."""
     content = read_json(folder)
     return str(content.get("dtype") or content.get("torch_dtype") or "float32")
 
@@ -130,7 +130,7 @@ def load_weights(
 
     Args:
       folder: Hugging Face folder.
-      model: Model with the weights of the folder's config.
+      model: Model whose weights fit the folder's config, such as one built from `model_config`.
       dtype: Dtype to which weights are cast; None keeps their stored dtype.
       like: Tree of `jax.ShapeDtypeStruct` with the dtypes and, optionally, the shardings of the
         result. A host then reads only the shards of its devices. Weights that are not in the tree
@@ -176,7 +176,9 @@ def read_weights(
 
 
 def stored_dtypes(source: TensorSource, family: Family, anatomy: Anatomy) -> dict[Path, np.dtype]:
-    """Return the stored dtype of each weight, or the promoted dtype of its tensors.
+    """Return the stored dtype of each weight, by path.
+
+    A weight that is stored in tensors of several dtypes has their promoted dtype.
 
     Raises:
       TensorMismatchError: Tensors are missing, unexpected, or of another shape.
@@ -265,7 +267,7 @@ def _finite(block: np.ndarray, name: str) -> np.ndarray:
 
 
 def _in_names_of(source: TensorSource, family: Family, pieces: list[Piece]) -> list[Piece]:
-    """Return the pieces with the names in this folder, which may lack the family's prefix."""
+    """Return the pieces with this folder's tensor names, which may lack the family's prefix."""
     prefix = family.prefix
     if not prefix or any(name.startswith(prefix) for name in source.names()):
         return pieces
@@ -287,7 +289,7 @@ def _check_tensors(
     surplus = sorted(present - set(needed))
     for name, shape in needed.items():
         if name not in present:
-            # The search takes time proportional to the number of names.
+            # Each search reads all names, so only problems that are listed get a suggestion.
             near = near_names(name, surplus) if len(problems) < _MOST_PROBLEMS else ""
             problems.append(f"{name}: missing tensor of shape {list(shape)}{near.rstrip('.')}")
             continue
@@ -325,8 +327,8 @@ class HuggingFaceWeights(Configurable):
 
     Attributes:
       folder: Folder of a model of the same family and sizes.
-      fresh: Regular expressions of paths of weights that the folder does not have, which are drawn;
-        by default those of adapters.
+      fresh: Regular expressions of paths of weights that the folder does not have. They are drawn
+        at random. By default these are the weights of adapters.
     """
 
     folder: str | None = None

@@ -1,14 +1,16 @@
 """Dropless experts on a mesh: each device computes its experts for the tokens of other devices.
 
-Tokens are sorted on each device, in a program for one device (`jax.shard_map`):
+Each device runs the same steps on its own shards (`jax.shard_map`):
 
-1. Gather weights along the axes over which only their storage is split (fsdp).
-2. Gather tokens along the axes over which both tokens and experts are split.
-3. Compute the experts of the device, and of those its shard of the wide dimension (tensor).
-4. Sum the partial outputs; each device keeps the sum of its own tokens.
+1. Gather weights along the mesh axes that split only their storage (fsdp).
+2. Gather tokens along the mesh axes that split both tokens and experts.
+3. Compute the experts of the device. If the hidden (`mlp`) dimension of the experts is split
+   (tensor), the device computes its shard of it, and the outputs are partial sums.
+4. Sum the outputs over devices. Each device keeps the sums of its own tokens.
 
-The number of tokens of an expert is known at run time only, so an exchange of exactly those tokens
-would also need buffers for the worst case. Experts with a capacity exchange tokens by all-to-all.
+The number of tokens per expert is known only at run time. An all-to-all exchange of exactly these
+tokens would need buffers for the worst case, too. Experts with a capacity have buffers of a fixed
+size and exchange tokens by all-to-all.
 """
 
 from __future__ import annotations
@@ -41,8 +43,9 @@ def run_on_mesh(
     """Run `compute` for all experts; each device computes the experts that it holds.
 
     Args:
-      compute: Function that applies experts, numbered from 0, to tokens. It ignores other numbers
-        of experts. Its outputs for shards of the wide dimension sum to the whole output.
+      compute: Function that applies the experts of one device, numbered from 0, to tokens. It
+        ignores choices of other numbers. Its outputs for all shards of the hidden dimension sum to
+        the whole output.
       x: Tokens, `[batch, length, dims]`.
       experts: Chosen experts, int32 `[batch, length, choices]`.
       weights: Weights of the choices, float32 `[batch, length, choices]`.
@@ -55,7 +58,7 @@ def run_on_mesh(
       `[batch, length, dims]`.
 
     Raises:
-      ConfigError: sizes that cannot be split evenly.
+      ConfigError: A dimension cannot be split evenly over its mesh axes.
     """
     token_spec = sharding.spec(("batch", "length", None), shape=x.shape, owner=owner)
     weight_specs = {
@@ -64,7 +67,7 @@ def run_on_mesh(
     }
     token_axes = _axes_of(token_spec, 0), _axes_of(token_spec, 1)
     over_experts = _mesh_axes(sharding, "expert")
-    # Mesh axes of devices that hold shards of the wide dimension and the same tokens.
+    # Mesh axes along which devices hold different shards of the hidden dimension, but equal tokens.
     over_mlp = tuple(a for a in _mesh_axes(sharding, "mlp") if a not in sum(token_axes, ()))
 
     def local(x: Any, experts: Any, weights: Any, expert_weights: Any) -> jax.Array:

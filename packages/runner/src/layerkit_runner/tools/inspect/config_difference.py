@@ -53,7 +53,7 @@ def recorded_side(folder: str) -> Side:
 
 
 def resolved_side(resolved: ResolvedExperiment) -> Side:
-    """Return the configuration of an experiment in the form in which it is recorded."""
+    """Return the configuration of an experiment as `config.json` records it."""
     recorded = json.loads(json.dumps(config_json(resolved)))
     return recorded["experiment"], _values(recorded["fields"], recorded["config"])
 
@@ -63,9 +63,9 @@ def _values(fields: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, A
 
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the values of each field that differs, by path and by `here` and `there`.
+    """Return the fields that differ, as `{path: {"here": value, "there": value}}`.
 
-    A side that lacks the field has no key. Fields of `here` come first.
+    If a side lacks the field, its key is missing. Fields of `here` come first.
     """
     found = {}
     for path in {**here, **there}:
