@@ -122,6 +122,14 @@ def test_mode_that_reads_a_job_needs_no_experiment(job: Path, mode):
     assert {override.path: override.text for override in flags.overrides} == RECORD["overrides"]
 
 
+def test_recorded_function_that_is_no_part_of_a_model_is_not_called(job: Path, capsys):
+    made = job / "made"
+    overrides = {"task": "subprocess.getoutput", "task.cmd": f"'touch {made}'"}
+    write(job, {**RECORD, "overrides": overrides})
+    assert cli.main(inspect(job)) != 0
+    assert "--fdl.task" in capsys.readouterr().err and not made.exists()
+
+
 def test_print_config_needs_no_experiment(job: Path, capsys):
     assert cli.main([f"--job_log_dir={job}", "--print_config"]) == 0
     assert "task.num_layers = 7" in capsys.readouterr().out

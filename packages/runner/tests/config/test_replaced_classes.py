@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import optax
 import pytest
 
-from layerkit.config import Config
+from layerkit.config import Config, Partial
 from layerkit.layers import MultiHeadAttention
 from layerkit_inputs.synthetic import SyntheticInput
 from layerkit_runner import BaseExperiment, Override, UsageError
@@ -35,6 +36,7 @@ class Small(BaseExperiment):
         task = SingleTask.HParams.config(model=LanguageModel.HParams.config())
         layer = task.model.lm_tpl.stack_tpl.layer_tpl
         layer.attention_tpl.set(num_heads=4, logit_cap=50.0)
+        task.train.learner.optimizer = Partial(optax.adam)
         return task
 
     def datasets(self) -> list[Config]:
@@ -72,6 +74,21 @@ def test_value_that_is_no_class_is_an_error(raises, text):
 def test_class_of_another_kind_is_an_error(raises):
     with raises(UsageError, field="--fdl.task.train"):
         attention(("task.train", "layerkit.layers.RmsNorm"))
+
+
+@pytest.mark.parametrize("text", ["subprocess.getoutput", "subprocess.Popen", "os.system"])
+def test_recorded_class_of_another_kind_is_an_error(raises, text):
+    with raises(UsageError, owner="--fdl.task.model", value=text):
+        resolve(Small(), [Override("task.model", text, is_recorded=True)])
+
+
+def test_recorded_class_of_the_same_kind_or_optimizer_is_taken():
+    optimizer = "task.train.learner.optimizer"
+    overrides = [(PATH, f"{__name__}.Wide"), (optimizer, "optax.lion")]
+    resolved = resolve(Small(), [Override(*each, is_recorded=True) for each in overrides])
+    assert resolved.task.train.learner.optimizer.__fn_or_cls__ is optax.lion
+    layer = resolved.task.model.lm_tpl.stack_tpl.layer_tpl
+    assert layer.attention_tpl.__fn_or_cls__ is Wide
 
 
 def test_with_class_keeps_set_fields_or_raises(raises):

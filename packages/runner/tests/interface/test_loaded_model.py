@@ -104,6 +104,28 @@ def test_wrong_options_and_folders_raise_with_data(
         layerkit_runner.load(run.job_log_dir, step=7)
 
 
+def test_arrays_of_ids_are_rows_and_ids_outside_the_vocabulary_are_errors(
+    raises: Any, model: LoadedModel
+):
+    rows = np.array([[1, 5, 9], [1, 7, 8]])
+    lists = rows.tolist()
+    for call in (model.generate_ids, lambda ids: [s.token_log_probs for s in model.score_ids(ids)]):
+        for found, expected in zip(call(rows), call(lists), strict=True):
+            np.testing.assert_array_equal(found, expected)
+    wrong: Any = [5, 6]
+    for call in (model.generate_ids, model.score_ids):
+        with raises(UserError, value=259):
+            call([[1], [259]])
+        with pytest.raises(UserError):
+            call(wrong)
+    with raises(UserError, field="ids", value=-1):
+        model.logits([-1, 3])
+    with raises(UserError, field="prompts", value=1):
+        model.score_ids([[5], [6]], prompts=[[7]])
+    with raises(UserError, field="seed"):
+        model.generate_ids([[5]], seed=2**40)
+
+
 @pytest.mark.slow
 def test_config_that_was_edited_in_python_must_be_given_to_load(
     raises: Any, lines: ModuleType, tmp_path: Path
@@ -115,6 +137,10 @@ def test_config_that_was_edited_in_python_must_be_given_to_load(
     assert run.model.config.lm_tpl.num_layers == 2
     with raises(UserError, field="experiment"):
         layerkit_runner.load(folder)
+    with raises(UserError, field="experiment"):  # No override gives the edit.
+        layerkit_runner.load(folder, overrides={"partitioner.ici_mesh_shape": [1, 1, 1]})
+    given = layerkit_runner.load(folder, overrides={"task.model.lm_tpl.num_layers": 2})
+    assert given.config.lm_tpl.num_layers == 2
     loaded = layerkit_runner.load(folder, experiment=edited)
     assert loaded.config.lm_tpl.num_layers == 2
 

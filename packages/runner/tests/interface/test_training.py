@@ -76,7 +76,20 @@ def test_wrong_arguments_raise_before_anything_is_written(
         layerkit_runner.train(3, job_log_dir=folder)  # type: ignore[arg-type]
     with raises(UserError, field="options", value="prompt"):
         layerkit_runner.train(lines.LinesLm, job_log_dir=folder, options={"prompt": "x"})
+    with raises(UserError, field="options", value="study"):
+        layerkit_runner.train(lines.LinesLm, job_log_dir=folder, options={"study": "x.toml"})
+    with raises(UserError, field="--init_draw"):
+        layerkit_runner.train(lines.LinesLm, job_log_dir=folder, options={"init_draw": ".*"})
     assert not folder.exists()
+
+
+def test_options_are_read_as_flags():
+    from layerkit_runner.interface.training import _options
+
+    texts = {"enable_summary_writer": "false", "restore_checkpoint_step": 3, "init_from": None}
+    found = _options("job", {**texts, "restore_checkpoint_dir": Path("other")})
+    assert found.enable_summary_writer is False and found.only_restore_step == 3
+    assert (found.job_log_dir, found.restore_checkpoint_dir) == ("job", "other")
 
 
 def test_batches_of_a_data_set_are_those_of_the_experiment(raises: Any, lines: ModuleType):

@@ -44,13 +44,13 @@ class RestoredCheckpoint:
     """The content of a step.
 
     Attributes:
-        step: Training step.
-        state: Tree with the structure of the target; its leaves are `jax.Array` with the target's
-          shardings.
-        input_states: Input states of this process by input name.
-        metadata: Metadata that was passed to `save`.
-        state_format: Format of the stored state.
-    casts: Lines about arrays whose dtype was converted.
+      step: Training step.
+      state: Tree with the structure of the target; its leaves are `jax.Array` with the target's
+        shardings.
+      input_states: Input states of this process by input name.
+      metadata: Metadata that was passed to `save`.
+      state_format: Format of the stored state.
+      casts: Lines about arrays whose dtype was converted.
     """
 
     step: int

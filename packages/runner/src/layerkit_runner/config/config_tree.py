@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -114,6 +115,18 @@ def check_required_fields(config: Config, path: str, *, by_job: Collection[str])
         raise UsageError("missing value", owner=owner, field=first_names(missing))
 
 
+# Packages whose functions make optimizers and schedules, and do nothing else.
+_OPTIMIZERS = ("optax.", "layerkit_runner.optim.")
+
+
+def _is_like(found: Any, old: Any) -> bool:
+    """Return whether a class shares a base with the class `old`, or a function makes optimizers."""
+    if not isinstance(found, type):
+        return f"{getattr(found, '__module__', None)}.".startswith(_OPTIMIZERS)
+    bases = [{c for c in getattr(each, "__mro__", ()) if c is not object} for each in (found, old)]
+    return any(base.__module__ not in sys.stdlib_module_names for base in bases[0] & bases[1])
+
+
 class PathSetter:
     """Sets overrides; each walks down its path and rebuilds containers on the way back."""
 
@@ -201,6 +214,14 @@ class PathSetter:
                 value=self._override.text,
                 expected="the full name of a class, such as layerkit.layers.RmsNorm, or a path to a"
                 f" field, such as {here}.{example}",
+            )
+        if self._override.is_recorded and not _is_like(found, target_of(old)):
+            raise self._error(
+                field=here,
+                value=self._override.text,
+                expected=f"a class with a base of {target_name(old)}, or a function of optax, since"
+                " another one could run any code",
+                hint=f"If you trust the record of the job folder, give the flag {self._override}",
             )
         new, kept, dropped = type(old)(found), [], []
         for field, value in changed_fields(old).items():

@@ -36,10 +36,18 @@ _PATH = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 
 @dataclasses.dataclass(frozen=True)
 class Override:
-    """One `--fdl.PATH=TEXT`; the text is read when the type of the field is known."""
+    """One `--fdl.PATH=TEXT`; the text is read when the type of the field is known.
+
+    Attributes:
+      path: Names and indices, joined by dots.
+      text: Text of the value.
+      is_recorded: True if the override comes from the record of a job folder, which others may
+        have written.
+    """
 
     path: str
     text: str
+    is_recorded: bool = dataclasses.field(default=False, compare=False)
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -121,7 +121,9 @@ def with_recorded_experiment(flags: ParsedFlags, report: Callable[[str], None]) 
         ):  # it may name the class of a config
             _check_module(path, text, folder)
     taken = [
-        parse_override(path, text) for path, text in recorded.overrides.items() if path not in given
+        dataclasses.replace(parse_override(path, text), is_recorded=True)
+        for path, text in recorded.overrides.items()
+        if path not in given
     ]
     words = [f"--exp={recorded.experiment}", *map(str, taken)]
     # Escape control characters, which would otherwise reach the terminal.

@@ -220,23 +220,6 @@ def training_configs(resolved: ResolvedExperiment) -> dict[str, Config]:
     return chosen
 
 
-def training_config(resolved: ResolvedExperiment) -> Config:
-    """Return the config of the only input to train on.
-
-    Raises:
-      UsageError: There is not exactly one.
-    """
-    configs = training_configs(resolved)
-    if len(configs) > 1:
-        raise UsageError(
-            owner=resolved.name,
-            field="data sets to train on",
-            value=list(configs),
-            expected="only one",
-        )
-    return next(iter(configs.values()))
-
-
 def check_same_data(inputs: Mapping[str, BaseInput], all_gather: AllGather) -> None:
     """Compare the states of inputs, with their data, across processes.
 

@@ -55,13 +55,16 @@ class GenerateOptions:
         given = {name: getattr(self, name) for name in defaults}
         values = {name: defaults[name] if given[name] is None else given[name] for name in given}
         for name, is_valid, expected in (
-            ("max_new_tokens", values["max_new_tokens"] >= 1, "a positive integer"),
+            ("max_new_tokens", _is_integer(values["max_new_tokens"], 1), "a positive integer"),
             ("temperature", 0 <= values["temperature"] < float("inf"), "a number of 0 or more"),
-            ("top_k", values["top_k"] >= 0, "an integer of 0 or more"),
+            ("top_k", _is_integer(values["top_k"], 0), "an integer of 0 or more"),
             ("top_p", 0 < values["top_p"] <= 1, "a number above 0 and at most 1"),
         ):
             if not is_valid:
                 raise UsageError(field=name, value=values[name], expected=expected)
+        if not _is_integer(self.seed, 0):
+            expected = "an integer from 0 to 2**31 - 1"
+            raise UsageError(field="seed", value=self.seed, expected=expected)
         return dataclasses.replace(self, **values)
 
     @property
@@ -101,6 +104,11 @@ def prompt_batch(
         batch.top_k = np.full(rows, options.top_k, np.int32)
         batch.top_p = np.full(rows, options.top_p, np.float32)
     return batch, steps
+
+
+def _is_integer(value: Any, least: int) -> bool:
+    is_number = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    return is_number and least <= value < 2**31
 
 
 class TextStream:

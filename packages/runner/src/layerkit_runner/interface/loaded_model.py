@@ -20,6 +20,7 @@ from layerkit_inputs.tokenizers import Tokenizer
 from layerkit_runner.errors import UsageError
 from layerkit_runner.interface.buckets import Buckets
 from layerkit_runner.interface.generation import GenerateOptions, TextStream, prompt_batch
+from layerkit_runner.interface.token_ids import token_array, token_rows
 from layerkit_runner.interface.tokenizer import find_tokenizer
 from layerkit_runner.observers import Observers
 from layerkit_runner.trainer import model_calls
@@ -209,6 +210,8 @@ class LoadedModel:
         self._check_generates()
         given = GenerateOptions(max_new_tokens, temperature, top_k, top_p, seed)
         options = given.filled(self.model.decoder)
+        size = self._vocab_size(of_source=self._has_source)
+        prompts = token_rows(prompts, "prompts", vocab_size=size)
         if not prompts:
             return []
         batch, steps = prompt_batch(prompts, options, self._buckets, are_sources=self._has_source)
@@ -246,20 +249,11 @@ class LoadedModel:
           UserError: The model predicts no next tokens, or has no tokenizer or too few positions.
         """
         texts = [texts] if isinstance(texts, str) else list(texts)
-        before = [""] * len(texts) if prompts is None else list(prompts)
-        if len(before) != len(texts):
-            raise UsageError(
-                field="prompts", value=len(before), expected=f"one for each of {len(texts)} texts"
-            )
-        if self._has_source and prompts is None:
-            raise UsageError(
-                field="prompts", value=None, expected="the source of each text, for this model"
-            )
         first = self._tokenizer("src") if self._has_source else self.tokenizer
         second = self._tokenizer("tgt") if self._has_source else self.tokenizer
         return self.score_ids(
             [second.encode(text) for text in texts],
-            prompts=None if prompts is None else [first.encode(text) for text in before],
+            prompts=None if prompts is None else [first.encode(text) for text in prompts],
             start_id=second.start_id,
         )
 
@@ -273,12 +267,24 @@ class LoadedModel:
           prompts: Token ids before each text; None for no prompts.
           start_id: Id that the first token of a row is predicted from.
         """
+        self._check_predicts_next()
+        ids = token_rows(ids, "ids", vocab_size=self._vocab_size())
+        if prompts is not None:
+            of_source = self._vocab_size(of_source=self._has_source)
+            prompts = token_rows(prompts, "prompts", vocab_size=of_source)
+            if len(prompts) != len(ids):
+                expected = f"one for each of {len(ids)} texts"
+                raise UsageError(field="prompts", value=len(prompts), expected=expected)
+        elif self._has_source:
+            expected = "the source of each text, for this model"
+            raise UsageError(field="prompts", value=None, expected=expected)
         if not ids:
             return []
-        self._check_predicts_next()
         size = self._buckets.rows(len(ids))
-        targets = [*ids, *[[]] * (size - len(ids))]
-        inputs = None if prompts is None else [*prompts, *[[]] * (size - len(ids))]
+        targets: list[Ids] = [*ids, *[[]] * (size - len(ids))]
+        inputs: list[Ids] | None = None
+        if prompts is not None:
+            inputs = [*prompts, *[[]] * (size - len(ids))]
         if self._has_source:
             assert inputs is not None
             batch = encoder_decoder_features(
@@ -325,13 +331,17 @@ class LoadedModel:
         Raises:
           UserError: The model has no such logits, or the ids have another shape.
         """
-        array = _as_ids(ids, "ids")
+        array = token_array(ids, "ids", vocab_size=self._vocab_size())
         batch = self._in_bucket(np.atleast_2d(array))
         if (source is not None) != self._has_source:
             expected = "the source ids, for this model" if self._has_source else "None"
             raise UsageError(field="source", value=source, expected=expected)
         if source is not None:
-            other = self._in_bucket(np.atleast_2d(_as_ids(source, "source")))
+            sources = token_array(source, "source", vocab_size=self._vocab_size(of_source=True))
+            if np.atleast_2d(sources).shape[0] != np.atleast_2d(array).shape[0]:
+                expected = f"as many rows as ids, {np.atleast_2d(array).shape[0]}"
+                raise UsageError(field="source", value=list(sources.shape), expected=expected)
+            other = self._in_bucket(np.atleast_2d(sources))
             batch = NestedMap(**batch, source=other.ids, source_lengths=other.lengths)
         found = self._call("logits", model_calls.token_logits, batch)
         cut = found[: max(1, len(np.atleast_2d(array))), : array.shape[-1]]
@@ -378,6 +388,12 @@ class LoadedModel:
     @property
     def _has_source(self) -> bool:
         return model_calls.has_source(self.model)
+
+    def _vocab_size(self, *, of_source: bool = False) -> int | None:
+        """Return the number of token ids of the model; None if it is unknown."""
+        template = getattr(self.config, f"{model_calls.network_of(self.model)}_tpl")
+        separate = getattr(template, "source_vocab_size", None) if of_source else None
+        return separate or getattr(template, "vocab_size", None) or None
 
     def _tokenizer(self, key: str | None) -> Tokenizer:
         return find_tokenizer(self.job.resolved, self.job.partitioner, key=key)
@@ -458,14 +474,3 @@ class LoadedModel:
         padded, lengths = np.zeros(shape, np.int32), np.zeros(shape[0], np.int32)
         padded[:rows, :length], lengths[:rows] = ids, length
         return NestedMap(ids=padded, lengths=lengths)
-
-
-def _as_ids(ids: Any, field: str) -> np.ndarray:
-    array = np.asarray(ids)
-    if array.ndim not in (1, 2) or not array.size or array.dtype.kind not in "iu":
-        raise UsageError(
-            field=field,
-            value=f"{array.dtype}{list(array.shape)}",
-            expected="token ids [rows, length] or [length]",
-        )
-    return array.astype(np.int32)

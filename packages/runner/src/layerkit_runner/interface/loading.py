@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -114,19 +115,33 @@ def _recorded(folder: str, overrides: Sequence[Override]) -> ResolvedExperiment:
     """Return the experiment that a job folder records, with further overrides."""
     flags = ParsedFlags(None, "export", tuple(overrides), RunOptions(job_log_dir=folder))
     flags = with_recorded_experiment(flags, lambda _: None)
-    resolved = _of_class(experiment_class(flags.exp or ""), flags.overrides)
-    if not overrides:
-        _check_unedited(folder, resolved)
+    cls = experiment_class(flags.exp or "")
+    resolved = _of_class(cls, flags.overrides)
+    before = resolved
+    if overrides:
+        own = with_recorded_experiment(
+            dataclasses.replace(flags, exp=None, overrides=()), lambda _: None
+        )
+        before = _of_class(cls, own.overrides)
+    _check_unedited(folder, resolved, before)
     return resolved
 
 
-def _check_unedited(folder: str, resolved: ResolvedExperiment) -> None:
+def _check_unedited(
+    folder: str, resolved: ResolvedExperiment, without_overrides: ResolvedExperiment
+) -> None:
     """Raise `UsageError` if training used a config of the model that overrides do not give."""
     recorded = read_recorded_config(folder)
     if recorded is None:
         return
-    now = config_json(resolved)["config"]
-    shared = [path for path in recorded.config if path.startswith("task.model.") and path in now]
+    now, before = (config_json(each)["config"] for each in (resolved, without_overrides))
+    shared = [
+        path
+        for path, value in now.items()
+        if path.startswith("task.model.")
+        and path in recorded.config
+        and before.get(path) == value  # An override does not change it.
+    ]
     changed = changed_lines(
         {path: recorded.config[path] for path in shared}, {path: now[path] for path in shared}
     )

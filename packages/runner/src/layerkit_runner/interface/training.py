@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from layerkit import html_display
+from layerkit_runner.config.flags import flag_word, parse_flags
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.distributed.stop_signals import Interrupts
 from layerkit_runner.errors import UsageError
@@ -30,6 +31,16 @@ _JAX_SETTINGS = (
     "jax_compilation_cache_dir",
     "jax_persistent_cache_min_compile_time_secs",
     "jax_persistent_cache_min_entry_size_bytes",
+)
+
+# Flags on which the command `runner` acts before it trains, in a process of its own.
+_FLAGS_OF_THE_COMMAND = frozenset(
+    {
+        *("coordinator_address", "num_processes", "process_id", "multiprocess_gpu"),
+        *("xla_flags_preset", "pgle_profile", "hung_step_timeout_secs"),
+        *("study", "num_trials", "study_storage"),
+        *("alsologtostderr", "logtostderr", "v", "stderrthreshold", "log_dir"),
+    }
 )
 
 
@@ -100,8 +111,8 @@ def train(
       job_log_dir: Folder for everything that the run writes.
       overrides: Values by field or path, such as `{"NUM_LAYERS": 2}`; see `get_experiment`.
       num_steps: Total number of training steps; None for that of the experiment.
-      options: Flags of `--mode=train` by name, such as `{"init_from": folder}`; None for their
-        defaults.
+      options: Flags of `--mode=train` by name, such as `{"init_from": folder}`, without those of
+        processes, compilers, sweeps and library logs; None for their defaults.
 
     Raises:
       UserError: A field or flag is wrong, or the run cannot continue.
@@ -120,16 +131,27 @@ def train(
 
 
 def _options(folder: str, options: Mapping[str, Any]) -> RunOptions:
-    known = {f.name: f.metadata["row"] for f in dataclasses.fields(RunOptions) if f.metadata}
-    for name, value in options.items():
-        modes = known.get(name, {}).get("modes", ())
-        if name not in known or name == "job_log_dir" or (modes and "train" not in modes):
-            choices = [n for n, row in known.items() if not row["modes"] or "train" in row["modes"]]
+    """Return the options that a command line with these flags has, after the same checks."""
+    rows = [
+        f.metadata["row"] | {"name": f.name} for f in dataclasses.fields(RunOptions) if f.metadata
+    ]
+    trains = [row["name"] for row in rows if not row["modes"] or "train" in row["modes"]]
+    choices = [name for name in trains if name not in {"job_log_dir", *_FLAGS_OF_THE_COMMAND}]
+    for name in options:
+        if name in _FLAGS_OF_THE_COMMAND:
+            raise UsageError(
+                "only the command `runner` acts on this flag",
+                field="options",
+                value=name,
+                choices=choices,
+            )
+        if name not in choices:
             raise UsageError(
                 "not a flag of --mode=train", field="options", value=name, choices=choices
             )
-        del value
-    return RunOptions(job_log_dir=folder, **options)
+    words = [flag_word(name, value) for name, value in options.items() if value is not None]
+    # The flags are checked together; the experiment is resolved elsewhere.
+    return parse_flags(["--exp=given", f"--job_log_dir={folder}", *words]).options
 
 
 @contextlib.contextmanager
