@@ -75,6 +75,10 @@ def _inspect(resolved: ResolvedExperiment, options: RunOptions) -> int:
         from layerkit_runner.tools.inspect.parameter_table import describe_parameters
 
         text = describe_parameters(resolved, options)
+    elif options.inspect == "layers":
+        from layerkit_runner.tools.inspect.built_layers import describe_layers
+
+        text = describe_layers(resolved, options)
     else:
         from layerkit_runner.config.config_text import printed_config
 

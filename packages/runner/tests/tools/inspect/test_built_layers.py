@@ -13,6 +13,7 @@ from layerkit.config import Config, instance_field, sub_config_field
 from layerkit.layers.repeat import Repeat
 from layerkit.weights import WeightHParams, WeightInit
 from layerkit_runner import BaseExperiment, UsageError
+from layerkit_runner.config.commands import load_mode
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import resolve
 from layerkit_runner.tools.inspect.built_layers import built_layers, describe_layers
@@ -146,6 +147,12 @@ def test_page_of_layers(experiment: Any):
         "    ",
     )
     assert len(others) == 7
+
+
+def test_inspection_of_layers_prints_the_page(experiment: Any, capsys: pytest.CaptureFixture[str]):
+    page = described(experiment)
+    load_mode("inspect").run(resolve(experiment()), RunOptions(inspect="layers"))
+    assert capsys.readouterr().out == f"{page}\n"
 
 
 def test_wrong_field_of_a_layer_raises(raises: Any, experiment: Any):
