@@ -73,25 +73,26 @@ class CsvSeries(_Series):
     def _values(self) -> np.ndarray:
         """Values float32 `[series, time]`, NaN where a cell is empty."""
         with epath.Path(str(self.path)).open() as file:
-            header, *lines = csv.reader(file)
+            reader = csv.reader(file)
+            header = next(reader)
+            lines = [(reader.line_num, cells) for cells in reader if cells]
         names = header[1:] if self.columns is None else list(self.columns)
         for name in names:
             if name not in header:
                 raise self._config_error(field="columns", value=name, choices=header)
         places = [header.index(name) for name in names]
         values = np.empty((len(places), len(lines)), np.float32)
-        for number, line in enumerate(lines):
+        for time, (line, cells) in enumerate(lines):
             for row, place in enumerate(places):
-                cell = line[place] if place < len(line) else ""
-                try:
-                    values[row, number] = float(cell) if cell.strip() else np.nan
-                except ValueError:
+                cell = cells[place].strip() if place < len(cells) else ""
+                values[row, time] = _number(cell)
+                if cell and not np.isfinite(values[row, time]):
                     raise BadRecordError(
-                        owner=f"{self.path}, line {number + 2}",
+                        owner=f"{self.path}, line {line}",
                         field=names[row],
                         value=cell,
-                        expected="a number, or nothing for a missing value",
-                    ) from None
+                        expected="a finite number, or nothing for a missing value",
+                    )
         return values
 
     @functools.cached_property
@@ -115,6 +116,14 @@ class CsvSeries(_Series):
         fields = ("window_length", "stride", "heldout_values", "is_training")
         crc32 = zlib.crc32(self._values.tobytes())
         return {**{name: getattr(self, name) for name in fields}, "values_crc32": crc32}
+
+
+def _number(cell: str) -> float:
+    """Return the number in a cell; NaN if it holds none."""
+    try:
+        return float(cell)
+    except ValueError:
+        return np.nan
 
 
 class GeneratedSeries(_Series):

@@ -181,6 +181,7 @@ EXAMPLES = [
         parallel_shares_norm=Change(value=True, given={"parallel": True}),
         cross_attention_tpl=CROSS,
         allow_skip_cross_attention=Change(value=True, given={"cross_attention_tpl": CROSS}),
+        feed_forward_norm_tpl=Config(L.RmsNorm),
     ),
     of(
         L.MultitaskResidualAdapter,

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from layerkit_runner.training.loss_aggregators import LossAggregator, MultiLossAggregator
 
 from layerkit.base_model import WeightedScalar
 from layerkit.config import Config, Partial
@@ -20,6 +19,7 @@ from layerkit.nested_map import NestedMap
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.optim.optimizers import elastic_weight_consolidation, lp_regularized
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
+from layerkit_runner.training.gradients import LossAggregator, MultiLossAggregator
 from layerkit_runner.training.metrics import GLOBAL_BATCH
 
 PRAXIS = runpy.run_path(str(pathlib.Path(__file__).with_name("praxis_updates.py")))

@@ -1,0 +1,72 @@
+"""CsvSeries and GeneratedSeries: windows of time series."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from layerkit_inputs import CsvSeries, GeneratedSeries
+from layerkit_inputs.bad_records import BadRecordError
+from layerkit_inputs.testing import laws
+
+NUM_TIMES, HELDOUT = 40, 8
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Return a file in which column a counts the times and column b their negatives."""
+    file = tmp_path / "series.csv"
+    lines = [f"t{time},{time},{-time}" for time in range(NUM_TIMES)]
+    file.write_text("\n".join(["date,a,b", *lines[:20], "", *lines[20:]]))
+    return str(file)
+
+
+@pytest.mark.parametrize("is_training", [True, False], ids=["training", "epoch"])
+@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
+def test_inputs_of_time_series_obey(law, is_training, path):
+    csv = {"path": path, "window_length": 5, "stride": 3, "heldout_values": HELDOUT}
+    generated = {"window_length": 6, "num_examples": 21}
+    mode = {"batch_size": 4, "is_training": is_training}
+    law(lambda **more: CsvSeries(**{**csv, **mode, **more}))
+    law(lambda **more: GeneratedSeries(**{**generated, **mode, **more}))
+
+
+def test_training_windows_hold_no_heldout_value_and_evaluation_windows_end_in_one(path):
+    fields = {"path": path, "window_length": 5, "columns": ["a"], "batch_size": 4}
+    fields["heldout_values"] = HELDOUT
+    training = CsvSeries(is_training=True, **fields)
+    seen = np.concatenate([training.get_next().series for _ in range(18)])
+    assert seen.max() == NUM_TIMES - HELDOUT - 1
+    heldout = [
+        batch.series[batch.eval_sample_weights > 0] for batch in CsvSeries(**fields).eval_batches()
+    ]
+    last_values = np.concatenate(heldout)[:, -1]
+    assert last_values.tolist() == list(range(NUM_TIMES - HELDOUT, NUM_TIMES))
+
+
+def test_windows_are_consecutive_values_of_one_column(path):
+    series = CsvSeries(path=path, window_length=5, batch_size=72)
+    rows = series.get_next().series
+    steps = np.diff(rows, axis=1)
+    assert set(map(tuple, steps)) == {(1.0,) * 4, (-1.0,) * 4}
+
+
+def test_empty_cell_is_padding(tmp_path):
+    file = tmp_path / "gap.csv"
+    file.write_text("date,a\nx,1\ny,\nz,3\n")
+    batch = CsvSeries(path=str(file), window_length=3, batch_size=1).get_next()
+    assert batch.paddings.tolist() == [[0, 1, 0]]
+    assert batch.series[0, [0, 2]].tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("cell", ["three", "inf", "nan"])
+def test_cell_without_a_finite_number_names_file_line_and_column(raises, tmp_path, cell):
+    file = tmp_path / "bad.csv"
+    file.write_text(f"date,a\nx,1\n\ny,{cell}\n")
+    with raises(BadRecordError, owner=f"{file}, line 4", field="a", value=cell):
+        CsvSeries(path=str(file), window_length=1, batch_size=1).get_next()
+
+
+def test_unknown_column_names_the_columns(raises, path):
+    with raises(ValueError, field="columns", value="c", choices=("date", "a", "b")):
+        CsvSeries(path=path, columns=["c"], window_length=3, batch_size=1).get_next()
