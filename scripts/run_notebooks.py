@@ -10,6 +10,7 @@ notebooks, which show them where they are not run, as on the site.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 import time
@@ -63,9 +64,11 @@ def run(notebook: nbformat.NotebookNode) -> str | None:
         except (nbclient.exceptions.CellExecutionError, nbclient.exceptions.CellTimeoutError) as e:
             return str(e)
     for cell in notebook.cells:
-        for output in cell.get("outputs", ()):
-            if output.get("name") == "stderr":
+        for output in [o for o in cell.get("outputs", ()) if o.get("name") == "stderr"]:
+            lines = filter(None, re.split(r"[\r\n]+", output.text.strip()))
+            if not all(re.search("step/s|s/step", line) for line in lines):
                 return f"a cell wrote to stderr:\n{cell.source}\n{output.text}"
+            cell.outputs.remove(output)  # a progress bar
     return None
 
 
