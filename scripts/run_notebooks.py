@@ -69,7 +69,23 @@ def run(notebook: nbformat.NotebookNode) -> str | None:
             if not all(re.search("step/s|s/step", line) for line in lines):
                 return f"a cell wrote to stderr:\n{cell.source}\n{output.text}"
             cell.outputs.remove(output)  # a progress bar
+        drop_run_log(cell)
     return None
+
+
+def drop_run_log(cell: nbformat.NotebookNode) -> None:
+    """Remove the log of a training run, which names folders of this machine, from the outputs.
+
+    The log ends with the commands to try next. What the cell prints after them is kept.
+    """
+    printed = [o for o in cell.get("outputs", ()) if o.get("name") == "stdout"]
+    text = "".join(output.text for output in printed)
+    if "\nnext: " not in text:
+        return
+    cell.outputs = [output for output in cell.outputs if output not in printed]
+    kept = re.split(r"^  runner .*\n", text, flags=re.M)[-1]
+    if kept:
+        cell.outputs.insert(0, nbformat.v4.new_output("stream", name="stdout", text=kept))
 
 
 if __name__ == "__main__":
