@@ -32,7 +32,7 @@ from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.config.overrides import parse_fields, parse_override
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
 from layerkit_runner.data.infeed import HostTopology, example_batch, make_input
-from layerkit_runner.data.training_data import training_config
+from layerkit_runner.data.training_data import training_configs
 from layerkit_runner.errors import UsageError
 from layerkit_runner.modes.start_report import LayerNotes, num_params
 from layerkit_runner.partitioning import Partitioner
@@ -187,7 +187,8 @@ def trace(resolved: ResolvedExperiment, devices: Sequence[jax.Device]) -> Traced
     partitioner.start(devices)
     partitioner.bind(task)
     state = partitioner.abstract_state(task)
-    config, sharding = training_config(resolved), partitioner.batch_sharding()
+    (config,) = training_configs(resolved).values()
+    sharding = partitioner.batch_sharding()
     rows = round(config.percore_batch_size * len(devices))
     batch = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype, sharding=sharding),
@@ -266,7 +267,8 @@ def measured_row(
     if row["usable_bytes"] is not None and row["predicted_bytes"] > row["usable_bytes"]:
         return {"status": "does not fit", **row}
     partitioner, task = traced.partitioner, traced.task
-    source = make_input(training_config(resolved), partitioner)
+    (config,) = training_configs(resolved).values()
+    source = make_input(config, partitioner)
     batches = [partitioner.put_batch(source.get_next()) for _ in range(_NUM_BATCHES)]
     state = jax.block_until_ready(partitioner.init_fn(task)())
     at_start = _peak_bytes(devices)

@@ -39,7 +39,7 @@ from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
 from layerkit_runner.data.infeed import make_input
-from layerkit_runner.data.training_data import training_config
+from layerkit_runner.data.training_data import training_configs
 from layerkit_runner.init_from import plan_first_state
 from layerkit_runner.modes.train import run_train
 from layerkit_runner.observers import Observer, read_metrics
@@ -138,7 +138,8 @@ class Bare:
         partitioner, task = build_parts(resolved)
         partitioner.start()
         partitioner.bind(task)
-        source = make_input(training_config(resolved), partitioner)
+        (config,) = training_configs(resolved).values()
+        source = make_input(config, partitioner)
         batches = [source.get_next() for _ in range(8)]
         shapes = partitioner.abstract_batch(batches[0])
         step = partitioner.train_step_fn(task)

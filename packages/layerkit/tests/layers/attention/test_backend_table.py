@@ -231,14 +231,23 @@ Experiments of `lm` have the field `--fdl.ATTENTION_BACKEND=cudnn`.
 
 | `backend` | implementation |
 |---|---|
-| `auto` (default) | cuDNN on GPUs and Pallas on TPUs if they support the call, otherwise `xla` |
+| `auto` (default) | the first fused kernel that supports the call, otherwise `xla`; see below |
 | `xla` | plain JAX operations; supports every feature and materializes the logits |
 | `cudnn` | NVIDIA's fused kernel, called through `jax.nn.dot_product_attention` |
 | `pallas` | a fused Pallas kernel: [flash_gpu.py][1] on GPUs, JAX's splash attention on TPUs |
 
 The fused kernels do not materialize the logits, and each supports some features only. A backend
-that is selected by name raises an error with all unmet requirements. `auto` logs its choice and
-the reason.
+that is selected by name raises an error with all unmet requirements.
+
+`auto` tries cuDNN, then Pallas on GPUs, and Pallas on TPUs. It logs its choice and the reason:
+
+```
+attention backend: pallas (auto: cudnn requires no segments or padding)
+```
+
+On GPUs `auto` does not select Pallas in float32, because the kernel then computes its products
+without tensor cores and takes minutes to compile
+([reasons](decisions/0009-attention-kernels-on-gpus.md)).
 
 If rows are sharded over devices (context parallelism), `context_parallel="all_gather"` gathers
 keys and values and uses the backend. `context_parallel="ring"` is ring attention, the last column

@@ -127,6 +127,26 @@ def test_pallas_runs_supported_calls_if_selected_by_name(change):
     assert select_backend("pallas", call) == Backend("pallas", "as requested")
 
 
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"has_segments": True},
+        {"has_segments": True, "window": 8},
+        {"is_causal": False, "has_segments": True},
+        {"has_logit_cap": True},
+        {"has_sinks": True},
+        {"head_dim": 256, "value_dim": 256},
+        {"head_dim": 192},  # latent attention: 128 coordinates without and 64 with positions
+        {"num_length_shards": 4, "num_queries": 512, "num_keys": 512},
+    ],
+    ids=name_change,
+)
+def test_auto_selects_pallas_for_training_that_cudnn_does_not_support(platform, change):
+    call = dataclasses.replace(FUSABLE, platform=platform, **{"value_dim": 128} | change)
+    assert select_backend("auto", call).name == "pallas"
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -168,8 +188,17 @@ def test_ring_raises_for_an_unsupported_call(raises, change):
         ({"platform": "cpu"}, "xla (auto: cpu has no fused kernel)"),
         ({}, "cudnn (auto: cudnn supports this call on gpu)"),
         ({"platform": "cuda"}, "cudnn (auto: cudnn supports this call on cuda)"),
-        ({"has_segments": True}, "xla (auto: cudnn requires no segments or padding)"),
-        ({"has_cudnn": False}, "xla (auto: cudnn requires an installed cuDNN)"),
+        ({"has_segments": True}, "pallas (auto: cudnn requires no segments or padding)"),
+        ({"has_cudnn": False}, "pallas (auto: cudnn requires an installed cuDNN)"),
+        (
+            {"has_dropout": True},
+            "xla (auto: cudnn requires no dropout; pallas requires no dropout)",
+        ),
+        (
+            {"dtype": "float32"},
+            "xla (auto: cudnn requires bfloat16 or float16 instead of float32; "
+            "pallas requires bfloat16 or float16 instead of float32)",
+        ),
         (ON_TPU, "pallas (auto: pallas supports this call on tpu)"),
         ({**ON_TPU, "has_dropout": True}, "xla (auto: pallas requires no dropout)"),
     ],

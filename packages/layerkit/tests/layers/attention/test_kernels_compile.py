@@ -82,14 +82,17 @@ def gradients(call, **options):
     return jax.jit(jax.grad(total, argnums=(0, 1, 2)))
 
 
-def abstract(sharding=None, head_dim=64):
+def abstract(sharding=None, head_dim=64, value_dim=None):
     def array(shape, axes, dtype=jnp.bfloat16):
         layout = None if sharding is None else sharding.sharding(axes, shape=shape)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
 
-    kv = array((BATCH, LENGTH, 2, head_dim), ("batch", "length", "act_kv_heads", None))
     query = array((BATCH, LENGTH, 4, head_dim), ("batch", "length", "act_heads", None))
-    return query, kv, kv, array((BATCH, LENGTH), ("batch", "length"), jnp.int32)
+    key, value = (
+        array((BATCH, LENGTH, 2, dim), ("batch", "length", "act_kv_heads", None))
+        for dim in (head_dim, value_dim or head_dim)
+    )
+    return query, key, value, array((BATCH, LENGTH), ("batch", "length"), jnp.int32)
 
 
 @pytest.fixture
@@ -124,6 +127,19 @@ def test_kernels_compile_for_their_hardware(backend, platform, call, target, hea
     text = program.lower(*abstract(sharding, head_dim)).compile().as_text()
     assert target in text
     assert "all-gather" not in text  # each device keeps its own rows and heads
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(256, 256), (192, 128)])
+@pytest.mark.usefixtures("as_if_cudnn_were_here")
+def test_auto_compiles_a_fused_kernel_for_large_and_unequal_heads(platform, head_dim, value_dim):
+    """Heads of 192 and 128 are those of latent attention in DeepSeek-V3."""
+    sharding = planned_devices(platform)
+    program = gradients("everything", sharding=sharding)
+    text = program.lower(*abstract(sharding, head_dim, value_dim)).compile().as_text()
+    assert {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}[platform] in text
+    assert "all-gather" not in text
 
 
 def planned_devices(platform):

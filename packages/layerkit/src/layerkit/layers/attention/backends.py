@@ -4,8 +4,8 @@
 queries, keys]` in memory. The fused kernels never hold them (Dao et al., 2022, arXiv:2205.14135)
 and support some calls only: `cudnn` is NVIDIA's kernel; `pallas` is one kernel for GPUs and one for
 TPUs. The tables below list the requirements of each. A backend that is selected by name raises if
-one is not met; `auto` selects the proven kernel of the platform if all are met, and `xla`
-otherwise. docs/attention_backends.md shows the table that the tests prove.
+one is not met; `auto` selects the first kernel of the platform whose requirements are all met, and
+`xla` if there is none. docs/attention_backends.md shows the table that the tests prove.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ BACKEND_NAMES = ("auto", "xla", "cudnn", "pallas")
 
 # JAX's names of the platforms of live and of planned devices with NVIDIA's kernels.
 GPU_PLATFORMS = ("gpu", "cuda")
+
+# Kernels that `auto` tries, the fastest first.
+_KERNELS_OF_PLATFORM = {"tpu": ("pallas",), **dict.fromkeys(GPU_PLATFORMS, ("cudnn", "pallas"))}
 
 
 class UnsupportedBackendError(ConfigError):
@@ -119,7 +122,8 @@ class Backend:
 def select_backend(name: str, call: AttentionCall) -> Backend:
     """Return the backend that runs a call.
 
-    `auto` selects cuDNN on GPUs and Pallas on TPUs if they support the call, and `xla` otherwise.
+    `auto` selects cuDNN or else Pallas on GPUs, and Pallas on TPUs, if they support the call, and
+    `xla` otherwise.
 
     Args:
       name: One of `BACKEND_NAMES`.
@@ -144,8 +148,11 @@ def unmet_requirements(name: str, call: AttentionCall) -> list[str]:
 
     Each entry is a noun phrase. The list is empty if the backend supports the call.
     """
+    return _unmet(_requirements(name, call), call)
+
+
+def _unmet(requirements: tuple[_Requirement, ...], call: AttentionCall) -> list[str]:
     dtype = jnp.dtype(call.dtype).name
-    requirements = _requirements(name, call)
     return [text.format(call=call, dtype=dtype) for fails, text in requirements if fails(call)]
 
 
@@ -165,17 +172,20 @@ def _check_supported(
 
 
 def _select_for_platform(call: AttentionCall) -> Backend:
-    if call.platform in GPU_PLATFORMS:
-        # Pallas on GPUs is selected by name only: cuDNN is faster and better proven.
-        name = "cudnn"
-    elif call.platform == "tpu":
-        name = "pallas"
-    else:
+    kernels = _KERNELS_OF_PLATFORM.get(call.platform)
+    if kernels is None:
         return Backend("xla", f"auto: {call.platform} has no fused kernel")
-    unmet = unmet_requirements(name, call)
-    if unmet:
-        return Backend("xla", f"auto: {name} requires {'; '.join(unmet)}")
-    return Backend(name, f"auto: {name} supports this call on {call.platform}")
+    reasons: list[str] = []
+    for name in kernels:
+        unmet = unmet_requirements(name, call)
+        if name == "pallas" and call.platform in GPU_PLATFORMS:
+            # It computes products of float32 without tensor cores, and takes minutes to compile.
+            unmet += _unmet((_HALF_PRECISION,), call)
+        if not unmet:
+            reason = "; ".join(reasons) or f"{name} supports this call on {call.platform}"
+            return Backend(name, f"auto: {reason}")
+        reasons.append(f"{name} requires {'; '.join(unmet)}")
+    return Backend("xla", f"auto: {'; '.join(reasons)}")
 
 
 # (whether a call fails the requirement, a noun phrase that names the requirement)
@@ -209,16 +219,18 @@ _FUSED_REQUIREMENTS: tuple[_Requirement, ...] = (
     (lambda call: call.split_problem != "", "an even split over devices ({call.split_problem})"),
 )
 
+_HALF_PRECISION: _Requirement = (
+    lambda call: jnp.dtype(call.dtype) not in (jnp.bfloat16, jnp.float16),
+    "bfloat16 or float16 instead of {dtype}",
+)
+
 _CUDNN_REQUIREMENTS: tuple[_Requirement, ...] = (
     (lambda call: call.platform not in GPU_PLATFORMS, "a GPU instead of {call.platform}"),
     (
         lambda call: call.platform in GPU_PLATFORMS and not call.has_cudnn,
         "an installed cuDNN",
     ),
-    (
-        lambda call: jnp.dtype(call.dtype) not in (jnp.bfloat16, jnp.float16),
-        "bfloat16 or float16 instead of {dtype}",
-    ),
+    _HALF_PRECISION,
     (
         # Hopper supports 256, but a plan for other machines does not name the chip.
         lambda call: call.head_dim % 8 != 0 or call.head_dim > 128,
