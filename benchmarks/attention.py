@@ -4,7 +4,7 @@ The benchmark runs one jitted `dot_product_attention`, forward and backward; eac
 with `xla` on the same arrays. The output has the speed ratio (above 1: faster than xla) as the
 median over pairs, tokens per second, and temporary memory per device. On a GPU or TPU it compares
 the fused kernels that support the call, and prints why the others do not. Without an accelerator,
-eight simulated devices shard the length: both kinds of context parallelism are compared with
+eight simulated devices shard the length: the kinds of context parallelism are compared with
 compiler-partitioned array code, and only the memory figures apply to real devices.
 
     python benchmarks/attention.py
@@ -79,7 +79,7 @@ def compare(args: argparse.Namespace) -> None:
     if jax.default_backend() == "cpu":
         auto = (jax.sharding.AxisType.Auto,)
         sharding = BoundSharding(jax.make_mesh((8,), ("context",), axis_types=auto))
-        ways = ("all_gather", "ring")
+        ways = ("all_gather", "ring", "ulysses")
         rivals |= {name: {"sharding": sharding, "context_parallel": name} for name in ways}
     inputs = draw(args, sharding)
     plain = jax.jit(step(args, backend="xla")).lower(inputs).compile()
@@ -113,8 +113,8 @@ def main() -> None:
     defaults = {
         "batch": 1 if on_cpu else 4,
         "length": 1024 if on_cpu else 4096,
-        "heads": 4 if on_cpu else 32,
-        "kv-heads": 2 if on_cpu else 8,
+        "heads": 8 if on_cpu else 32,
+        "kv-heads": 8,
         "head-dim": 32 if on_cpu else 128,
         "pairs": 5 if on_cpu else 20,
     }

@@ -66,6 +66,7 @@ COLUMNS = {
     "pallas (GPU)": Column("pallas", "gpu", length=48),
     "pallas (TPU)": Column("pallas", "tpu", length=256),
     "ring": Column("xla", "cpu", length=16, ring=True),
+    "ring, pallas (GPU)": Column("pallas", "gpu", length=64, ring=True),
 }
 
 
@@ -249,10 +250,10 @@ On GPUs `auto` does not select Pallas in float32, because the kernel then comput
 without tensor cores and takes minutes to compile
 ([reasons](decisions/0009-attention-kernels-on-gpus.md)).
 
-If rows are sharded over devices (context parallelism), `context_parallel="all_gather"` gathers
-keys and values and uses the backend. `context_parallel="ring"` is ring attention, the last column
-of the table; a causal ring takes as long as one without a causal mask, because all devices wait
-for the last shard.
+If rows are sharded over devices, `context_parallel` selects one of three ways to read the keys of
+other devices ([context parallelism](partitioning.md#context-parallelism)). `all_gather` and
+`ulysses` use the backend; cuDNN requires `ulysses`. `ring` is ring attention, the last two columns
+of the table: `xla` computes a block of logits at a time, and `pallas` runs the kernel on GPUs.
 
 [1]: ../packages/layerkit/src/layerkit/layers/attention/flash_gpu.py
 

@@ -86,9 +86,21 @@ class AttentionCall:
     has_cudnn: bool = True
 
     @property
-    def queries_per_shard(self) -> int:
-        """Queries of a row on one device; a single query is on every device."""
-        return max(1, self.num_queries // self.num_length_shards)
+    def queries_per_part(self) -> int:
+        """Queries in one call of a kernel; a single query is on every device."""
+        return max(1, self.num_queries // (self.num_length_shards * self._chunks_per_shard))
+
+    @property
+    def keys_per_part(self) -> int:
+        """Keys in one call of a kernel."""
+        shards = self.num_length_shards * self._chunks_per_shard if self.uses_ring else 1
+        return max(1, self.num_keys // shards)
+
+    @property
+    def _chunks_per_shard(self) -> int:
+        # A causal ring cuts each shard in two; see `layerkit.layers.attention.ring`.
+        is_cut = self.uses_ring and self.is_causal and self.is_self_attention
+        return 2 if is_cut and self.num_queries % (2 * self.num_length_shards) == 0 else 1
 
     @property
     def is_self_attention(self) -> bool:
@@ -134,9 +146,9 @@ def select_backend(name: str, call: AttentionCall) -> Backend:
       ConfigError: an unknown name.
     """
     check_choice(None, BACKEND_NAMES, backend=name)
-    if call.uses_ring and name in ("auto", "xla"):
-        _check_supported("xla", call, {"context_parallel": "ring"}, "context_parallel='all_gather'")
-        return Backend("xla", "in a ring")
+    if call.uses_ring:
+        option = {"context_parallel": "ring"}
+        _check_supported("xla", call, option, "context_parallel='all_gather' or 'ulysses'")
     if name == "auto":
         return _select_for_platform(call)
     _check_supported(name, call, {"backend": name}, "backend='xla' or 'auto'")
@@ -215,7 +227,6 @@ _RING_REQUIREMENTS: tuple[_Requirement, ...] = (
 _FUSED_REQUIREMENTS: tuple[_Requirement, ...] = (
     (lambda call: call.has_prefix, "no prefix"),
     _NO_DROPOUT,
-    (lambda call: call.uses_ring, "context_parallel='all_gather'"),
     (lambda call: call.split_problem != "", "an even split over devices ({call.split_problem})"),
 )
 
@@ -265,7 +276,10 @@ _CUDNN_REQUIREMENTS: tuple[_Requirement, ...] = (
     (lambda call: call.has_sinks, "no sinks"),
     (lambda call: call.has_segments, "no segments or padding"),
     (lambda call: call.has_logit_cap, "no logit cap"),
-    (lambda call: call.num_length_shards > 1, "rows that are not split over devices"),
+    (
+        lambda call: call.num_length_shards > 1,
+        "rows that are not split over devices, or context_parallel='ulysses'",
+    ),
     *_FUSED_REQUIREMENTS,
 )
 
@@ -282,8 +296,8 @@ _PALLAS_GPU_REQUIREMENTS: tuple[_Requirement, ...] = (
         "heads of at most 256 instead of {call.head_dim} and {call.value_dim}",
     ),
     (
-        lambda call: call.queries_per_shard % 16 != 0 or call.num_keys % 16 != 0,
-        "lengths of a multiple of 16 instead of {call.queries_per_shard} and {call.num_keys}",
+        lambda call: call.queries_per_part % 16 != 0 or call.keys_per_part % 16 != 0,
+        "lengths of a multiple of 16 instead of {call.queries_per_part} and {call.keys_per_part}",
     ),
     _NO_BIAS,
     _ZEROED_EMPTY_ROWS,
@@ -296,9 +310,10 @@ _PALLAS_TPU_REQUIREMENTS: tuple[_Requirement, ...] = (
         lambda call: jnp.dtype(call.dtype) not in (jnp.bfloat16, jnp.float32),
         "bfloat16 or float32 instead of {dtype}",
     ),
+    (lambda call: call.uses_ring, "context_parallel='all_gather' or 'ulysses'"),
     (
-        lambda call: call.queries_per_shard % 128 != 0 or call.num_keys % 128 != 0,
-        "lengths of a multiple of 128 instead of {call.queries_per_shard} and {call.num_keys}",
+        lambda call: call.queries_per_part % 128 != 0 or call.keys_per_part % 128 != 0,
+        "lengths of a multiple of 128 instead of {call.queries_per_part} and {call.keys_per_part}",
     ),
     (
         lambda call: (call.is_causal or call.window is not None) and not call.is_in_row_order,

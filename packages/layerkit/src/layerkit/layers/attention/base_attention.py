@@ -68,8 +68,8 @@ class BaseAttention(BaseLayer):
         attend no key. With sinks it is always 0.
       backend: Name of the implementation of `fprop`; see `layerkit.layers.attention.backends`.
         Cached steps always run on `xla`.
-      context_parallel: `all_gather` or `ring`, for whole rows that are split over devices; see
-        `layerkit.layers.attention.context_parallel`.
+      context_parallel: `all_gather`, `ring` or `ulysses`, for whole rows that are split over
+        devices; see `layerkit.layers.attention.context_parallel`.
       query_tpl: Projection into query heads.
       key_tpl: Projection into key heads.
       value_tpl: Projection into value heads.

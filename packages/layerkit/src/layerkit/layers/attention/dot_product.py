@@ -24,14 +24,19 @@ from layerkit.layers.attention.backends import (
     AttentionCall,
     select_backend,
 )
+from layerkit.layers.attention.blockwise import BlockwiseAttention
 from layerkit.layers.attention.context_parallel import (
     CONTEXT_PARALLEL_NAMES,
     gather_keys,
     num_length_shards,
-    ring_attention,
+    ulysses_attention,
 )
 from layerkit.layers.attention.cudnn import cudnn_attention, has_cudnn
-from layerkit.layers.attention.sharded_kernel import find_split_problem, run_kernel_on_mesh
+from layerkit.layers.attention.ring import PartAttention, ring_attention
+from layerkit.layers.attention.sharded_kernel import (
+    find_split_problem,
+    run_kernel_on_mesh,
+)
 from layerkit.layers.attention.xla import xla_attention
 from layerkit.layers.masks import AttentionMask
 from layerkit.sharding import BoundSharding
@@ -79,8 +84,9 @@ def dot_product_attention(
       sharding: Sharding of the model for attention of whole rows: kernels run on the rows and
         heads of each device, and `context_parallel` applies to rows that are split over devices.
         None leaves the split to the compiler, as is best for cached steps.
-      context_parallel: `all_gather` or `ring`; see `layerkit.layers.attention.context_parallel`. It
-        has an effect if the rule of `length` splits rows.
+      context_parallel: `all_gather`, `ring` or `ulysses`; see
+        `layerkit.layers.attention.context_parallel`. It has an effect if the rule of `length`
+        splits rows.
       interpret: True to run the Pallas kernel of `platform` in interpret mode on any device. This
         is slow and meant for tests.
 
@@ -90,11 +96,27 @@ def dot_product_attention(
     Raises:
       ConfigError: shapes that do not fit, rows that cannot be split evenly, an unknown backend or
         kind of context parallelism.
-      UnsupportedBackendError: the backend does not support this attention.
+      UnsupportedBackendError: the backend or the kind of context parallelism does not support this
+        attention.
     """
     _check_shapes(query, key, value, mask)
     _check_bias_and_sinks(query, key, bias, sinks)
     check_choice(None, CONTEXT_PARALLEL_NAMES, context_parallel=context_parallel)
+    if sharding is not None and context_parallel == "ulysses" and num_length_shards(sharding) > 1:
+        attend = functools.partial(
+            dot_product_attention,
+            mask=mask,
+            scale=scale,
+            bias=bias,
+            sinks=sinks,
+            logit_cap=logit_cap,
+            dropout=dropout,
+            zero_fully_masked_rows=zero_fully_masked_rows,
+            backend=backend,
+            platform=platform,
+            interpret=interpret,
+        )
+        return ulysses_attention(attend, query, key, value, sharding=sharding)
     platform = platform or _platform_of(sharding)
     call = describe_call(
         query,
@@ -112,20 +134,24 @@ def dot_product_attention(
     )
     chosen = select_backend(backend, call)
     _LOG.info(chosen.describe())
-    options: dict[str, Any] = {"mask": mask, "scale": scale}
-    if sinks is not None:
-        options["sinks"] = sinks
-    if logit_cap is not None:
-        options["logit_cap"] = logit_cap
+    if sharding is not None and call.uses_ring:
+        return ring_attention(
+            query,
+            key,
+            value,
+            mask=mask,
+            attention=_part_attention(chosen.name, scale, logit_cap, interpret=interpret),
+            sharding=sharding,
+            sinks=sinks,
+        )
+    arrays = {"sinks": sinks, "logit_cap": logit_cap, "bias": bias}
+    options: dict[str, Any] = {name: array for name, array in arrays.items() if array is not None}
+    options |= {"mask": mask, "scale": scale}
     # The count of model FLOPs halves the products in the causal scope.
     is_causal = mask is not None and mask.causal
     with jax.named_scope("causal_attention" if is_causal else "attention"):
         if sharding is not None and call.num_length_shards > 1:
-            if context_parallel == "ring":
-                return ring_attention(query, key, value, sharding=sharding, **options)
             query, key, value = gather_keys(query, key, value, sharding)
-        if bias is not None:
-            options["bias"] = bias
         if chosen.name == "xla":
             return xla_attention(
                 query,
@@ -174,7 +200,8 @@ def describe_call(
       zero_fully_masked_rows: True for 0 where a query may attend no key.
       platform: JAX's name of the platform; None for that of the mesh, or JAX's default.
       sharding: Sharding of the model; None if nothing is split.
-      context_parallel: `all_gather` or `ring`.
+      context_parallel: `all_gather` or `ring`. Under `ulysses`, attention is called with whole
+        rows and another sharding.
     """
     platform = platform or _platform_of(sharding)
     num_shards = 1 if sharding is None else num_length_shards(sharding)
@@ -213,6 +240,17 @@ def _kernel(name: str, platform: str, *, interpret: bool) -> Callable[..., jax.A
     from layerkit.layers.attention.flash_gpu import flash_attention_gpu
 
     return functools.partial(flash_attention_gpu, interpret=interpret)
+
+
+def _part_attention(
+    name: str, scale: float, logit_cap: float | None, *, interpret: bool
+) -> PartAttention:
+    """Return the attention of a ring to a part of the keys."""
+    if name == "xla":
+        return BlockwiseAttention(scale, logit_cap)
+    from layerkit.layers.attention.flash_gpu import FlashPartAttention
+
+    return FlashPartAttention(scale, logit_cap, interpret)
 
 
 def _sharded_splash_kernel(

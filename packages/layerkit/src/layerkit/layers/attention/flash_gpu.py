@@ -16,38 +16,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
-from layerkit.layers.attention.xla import MASKED_LOGIT
+from layerkit.layers.attention.flash_gpu_kernels import (
+    KernelOptions,
+    MaskArrays,
+    forward,
+    key_gradients,
+    query_gradient,
+)
 from layerkit.layers.masks import AttentionMask
-
-
-class _MaskArrays(NamedTuple):
-    """The arrays of a mask, int32 `[batch, queries]` and `[batch, keys]`; None if not needed."""
-
-    query_positions: Any = None
-    key_positions: Any = None
-    query_segments: Any = None
-    key_segments: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class _KernelOptions:
-    """Static options of the kernels, for which they are compiled."""
-
-    scale: float
-    causal: bool
-    window: int | None
-    in_row_order: bool
-    logit_cap: float | None
-    block_queries: int
-    block_keys: int
-    interpret: bool
 
 
 def flash_attention_gpu(
@@ -79,11 +61,113 @@ def flash_attention_gpu(
       `[batch, queries, heads, value_dim]` in the dtype of `value`; 0 for a query that sees no key.
     """
     value_dim = value.shape[-1]
+    options = _options(
+        query, key, value, mask, scale=scale, logit_cap=logit_cap, interpret=interpret
+    )
+    arrays = _mask_arrays(mask, query.shape[0])
+    query, key, value = (_pad_heads(x) for x in (query, key, value))
+    return _flash(options, query, key, value, sinks, arrays)[..., :value_dim]
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashPartAttention:
+    """A `layerkit.layers.attention.ring.PartAttention` by the GPU kernels.
+
+    Attributes:
+      scale: Factor of the products of queries and keys.
+      logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
+      interpret: True to run the kernels in interpret mode on any device, for tests.
+    """
+
+    scale: float
+    logit_cap: float | None = None
+    interpret: bool = False
+
+    def forward(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, mask: AttentionMask
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return (outputs, log-sum-exp of each query); see `PartAttention`."""
+        options, arrays = self._static_and_arrays(query, key, value, mask)
+        q, k, v = (_pad_heads(x) for x in (query, key, value))
+        read, log_sum = forward(options, q, k, v, None, arrays)
+        return read[..., : value.shape[-1]], jnp.swapaxes(log_sum, 1, 2)
+
+    def gradients(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        out_gradient: jax.Array,
+        log_sum: jax.Array,
+        common: jax.Array,
+        mask: AttentionMask,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the gradients of query, key and value; see `PartAttention`."""
+        options, arrays = self._static_and_arrays(query, key, value, mask)
+        q, k, v, given = (_pad_heads(x) for x in (query, key, value, out_gradient))
+        log_sum, common = (jnp.swapaxes(x, 1, 2) for x in (log_sum, common))
+        inputs = (q, k, v, given, log_sum, common, arrays)
+        changes = query_gradient(options, *inputs), *key_gradients(options, *inputs)
+        of_query, of_key, of_value = (
+            change[..., : x.shape[-1]]
+            for change, x in zip(changes, (query, key, value), strict=True)
+        )
+        return of_query, of_key, of_value
+
+    def _static_and_arrays(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, mask: AttentionMask
+    ) -> tuple[KernelOptions, MaskArrays]:
+        options = _options(query, key, value, mask, **dataclasses.asdict(self))
+        options = dataclasses.replace(options, result_dtype=jnp.float32)
+        return options, _mask_arrays(mask, query.shape[0])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _flash(
+    options: KernelOptions, query: Any, key: Any, value: Any, sinks: Any, arrays: MaskArrays
+) -> jax.Array:
+    return forward(options, query, key, value, sinks, arrays)[0]
+
+
+def _flash_forward(
+    options: KernelOptions, query: Any, key: Any, value: Any, sinks: Any, arrays: MaskArrays
+) -> tuple[jax.Array, Any]:
+    out, log_sum = forward(options, query, key, value, sinks, arrays)
+    return out, (query, key, value, sinks, arrays, out, log_sum)
+
+
+def _flash_backward(options: KernelOptions, residuals: Any, out_gradient: jax.Array) -> Any:
+    query, key, value, sinks, arrays, out, log_sum = residuals
+    products = out.astype(jnp.float32) * out_gradient.astype(jnp.float32)
+    # The softmax subtracts this number from each of a query's gradients, [batch, heads, queries].
+    common = jnp.swapaxes(products.sum(axis=-1), 1, 2)
+    inputs = (query, key, value, out_gradient, log_sum, common, arrays)
+    changes = query_gradient(options, *inputs), *key_gradients(options, *inputs)
+    sinks_gradient = None
+    if sinks is not None:
+        weight = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - log_sum)
+        sinks_gradient = -(weight * common).sum(axis=(0, 2)).astype(sinks.dtype)
+    return *changes, sinks_gradient, MaskArrays()
+
+
+_flash.defvjp(_flash_forward, _flash_backward)
+
+
+def _options(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: AttentionMask | None,
+    *,
+    scale: float,
+    logit_cap: float | None,
+    interpret: bool,
+) -> KernelOptions:
     # Larger blocks do not fit the registers of a program, and exact products of float32 blocks are
     # unrolled, which takes minutes to compile.
-    is_small = max(query.shape[-1], value_dim) <= 128 and query.dtype != jnp.float32
+    is_small = max(query.shape[-1], value.shape[-1]) <= 128 and query.dtype != jnp.float32
     limit = 64 if is_small else 32
-    options = _KernelOptions(
+    return KernelOptions(
         scale=scale,
         causal=mask is not None and mask.causal,
         window=None if mask is None else mask.window,
@@ -93,372 +177,17 @@ def flash_attention_gpu(
         block_keys=_block_size(key.shape[1], limit),
         interpret=interpret,
     )
-    arrays = _MaskArrays()
-    if mask is not None:
-        if options.causal or options.window is not None:
-            arrays = arrays._replace(
-                query_positions=mask.query_positions, key_positions=mask.key_positions
-            )
-        arrays = arrays._replace(query_segments=mask.query_segments, key_segments=mask.key_segments)
-        batch = query.shape[0]
-        arrays = _MaskArrays(*(None if m is None else _broadcast_rows(m, batch) for m in arrays))
-    query, key, value = (_pad_heads(x) for x in (query, key, value))
-    return _flash(options, query, key, value, sinks, arrays)[..., :value_dim]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(
-    options: _KernelOptions, query: Any, key: Any, value: Any, sinks: Any, arrays: _MaskArrays
-) -> jax.Array:
-    return _forward(options, query, key, value, sinks, arrays)[0]
-
-
-def _flash_forward(
-    options: _KernelOptions, query: Any, key: Any, value: Any, sinks: Any, arrays: _MaskArrays
-) -> tuple[jax.Array, Any]:
-    out, log_sum = _forward(options, query, key, value, sinks, arrays)
-    return out, (query, key, value, sinks, arrays, out, log_sum)
-
-
-def _flash_backward(options: _KernelOptions, residuals: Any, out_gradient: jax.Array) -> Any:
-    query, key, value, sinks, arrays, out, log_sum = residuals
-    products = out.astype(jnp.float32) * out_gradient.astype(jnp.float32)
-    # The softmax subtracts this number from each of a query's gradients, [batch, heads, queries].
-    common = jnp.swapaxes(products.sum(axis=-1), 1, 2)
-    inputs = (query, key, value, out_gradient, log_sum, common, arrays)
-    query_gradient = _query_gradient(options, *inputs)
-    key_gradient, value_gradient = _key_gradients(options, *inputs)
-    sinks_gradient = None
-    if sinks is not None:
-        weight = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - log_sum)
-        sinks_gradient = -(weight * common).sum(axis=(0, 2)).astype(sinks.dtype)
-    return query_gradient, key_gradient, value_gradient, sinks_gradient, _MaskArrays()
-
-
-_flash.defvjp(_flash_forward, _flash_backward)
-
-
-def _forward(
-    options: _KernelOptions, query: Any, key: Any, value: Any, sinks: Any, arrays: _MaskArrays
-) -> tuple[jax.Array, jax.Array]:
-    """Return (outputs, log-sum-exp of each query's logits, float32 `[batch, heads, queries]`)."""
-    batch, queries, heads, head_dim = query.shape
-    keys, kv_heads, value_dim = value.shape[1:]
-    group, block = heads // kv_heads, options.block_queries
-    return _call(
-        _forward_kernel,
-        options,
-        grid=(batch, heads, queries // block),
-        inputs=(query, key, value, sinks, arrays),
-        in_specs=(
-            _block(block, head_dim),
-            _row(keys, head_dim, group=group),
-            _row(keys, value_dim, group=group),
-            None if sinks is None else pl.BlockSpec((1,), lambda b, h, i: (h,)),
-            _mask_specs(arrays),
-        ),
-        out_specs=[_block(block, value_dim), _per_query_block(block)],
-        out_shape=[
-            jax.ShapeDtypeStruct((batch, queries, heads, value_dim), value.dtype),
-            jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32),
-        ],
-        multiply_adds=batch * heads * queries * keys * (head_dim + value_dim),
-    )
-
-
-def _forward_kernel(
-    options: _KernelOptions,
-    query: Any,
-    key: Any,
-    value: Any,
-    sinks: Any,
-    arrays: _MaskArrays,
-    out: Any,
-    log_sum: Any,
-) -> None:
-    block, index = options.block_queries, pl.program_id(2)
-    q, at_queries = query[...], pl.ds(index * block, block)
-
-    def step(j: jax.Array, carry: Any) -> Any:
-        read, largest, total = carry
-        at_keys = pl.ds(j * options.block_keys, options.block_keys)
-        logits, allowed = _logits(options, q, key[at_keys, :], arrays, at_queries, at_keys)
-        new_largest = jnp.maximum(largest, logits.max(axis=1))
-        weights = _zero_masked(allowed, jnp.exp(logits - new_largest[:, None]))
-        shrink = jnp.exp(largest - new_largest)
-        v = value[at_keys, :]
-        read = read * shrink[:, None] + _dot(weights.astype(v.dtype), v)
-        return read, new_largest, total * shrink + weights.sum(axis=1)
-
-    if sinks is None:
-        largest = jnp.full((block,), MASKED_LOGIT, jnp.float32)
-        total = jnp.zeros((block,), jnp.float32)
-    else:
-        largest = jnp.broadcast_to(sinks[...].astype(jnp.float32), (block,))
-        total = jnp.ones((block,), jnp.float32)
-    read = jnp.zeros((block, value.shape[-1]), jnp.float32)
-    first, last = _blocks_of_keys(options, index, key.shape[0])
-    read, largest, total = jax.lax.fori_loop(first, last, step, (read, largest, total))
-    total = jnp.where(total == 0.0, 1.0, total)  # The query sees no key, and `read` is 0.
-    out[...] = (read / total[:, None]).astype(out.dtype)
-    log_sum[...] = largest + jnp.log(total)
-
-
-def _query_gradient(
-    options: _KernelOptions,
-    query: Any,
-    key: Any,
-    value: Any,
-    out_gradient: Any,
-    log_sum: Any,
-    common: Any,
-    arrays: _MaskArrays,
-) -> jax.Array:
-    batch, queries, heads, head_dim = query.shape
-    keys, kv_heads, value_dim = value.shape[1:]
-    group, block = heads // kv_heads, options.block_queries
-    gradient: jax.Array = _call(
-        _query_gradient_kernel,
-        options,
-        grid=(batch, heads, queries // block),
-        inputs=(query, key, value, out_gradient, log_sum, common, arrays),
-        in_specs=(
-            _block(block, head_dim),
-            _row(keys, head_dim, group=group),
-            _row(keys, value_dim, group=group),
-            _block(block, value_dim),
-            _per_query_block(block),
-            _per_query_block(block),
-            _mask_specs(arrays),
-        ),
-        out_specs=_block(block, head_dim),
-        out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
-        multiply_adds=batch * heads * queries * keys * (2 * head_dim + value_dim),
-    )
-    return gradient
-
-
-def _query_gradient_kernel(
-    options: _KernelOptions,
-    query: Any,
-    key: Any,
-    value: Any,
-    out_gradient: Any,
-    log_sum: Any,
-    common: Any,
-    arrays: _MaskArrays,
-    gradient: Any,
-) -> None:
-    block, index = options.block_queries, pl.program_id(2)
-    q, given, at_queries = query[...], out_gradient[...], pl.ds(index * block, block)
-    numbers = log_sum[...], common[...]
-
-    def step(j: jax.Array, total: jax.Array) -> jax.Array:
-        at_keys = pl.ds(j * options.block_keys, options.block_keys)
-        k = key[at_keys, :]
-        logits, allowed = _logits(options, q, k, arrays, at_queries, at_keys)
-        _, change = _logit_gradients(options, logits, allowed, numbers, given, value[at_keys, :])
-        return total + _dot(change.astype(k.dtype), k)
-
-    first, last = _blocks_of_keys(options, index, key.shape[0])
-    total = jax.lax.fori_loop(first, last, step, jnp.zeros(q.shape, jnp.float32))
-    gradient[...] = total.astype(gradient.dtype)
-
-
-def _key_gradients(
-    options: _KernelOptions,
-    query: Any,
-    key: Any,
-    value: Any,
-    out_gradient: Any,
-    log_sum: Any,
-    common: Any,
-    arrays: _MaskArrays,
-) -> tuple[jax.Array, jax.Array]:
-    batch, queries, heads, head_dim = query.shape
-    keys, kv_heads, value_dim = value.shape[1:]
-    group, block = heads // kv_heads, options.block_keys
-    # The query heads of a key head are adjacent, so that one block holds them all.
-    numbers = pl.BlockSpec((None, group, queries), lambda b, h, j: (b, h, 0))
-    return _call(
-        _key_gradients_kernel,
-        options,
-        grid=(batch, kv_heads, keys // block),
-        inputs=(query, key, value, out_gradient, log_sum, common, arrays),
-        in_specs=(
-            pl.BlockSpec((None, queries, group, head_dim), lambda b, h, j: (b, 0, h, 0)),
-            _block(block, head_dim),
-            _block(block, value_dim),
-            pl.BlockSpec((None, queries, group, value_dim), lambda b, h, j: (b, 0, h, 0)),
-            numbers,
-            numbers,
-            _mask_specs(arrays),
-        ),
-        out_specs=[_block(block, head_dim), _block(block, value_dim)],
-        out_shape=[
-            jax.ShapeDtypeStruct(key.shape, key.dtype),
-            jax.ShapeDtypeStruct(value.shape, value.dtype),
-        ],
-        multiply_adds=batch * heads * queries * keys * 2 * (head_dim + value_dim),
-    )
-
-
-def _key_gradients_kernel(
-    options: _KernelOptions,
-    query: Any,
-    key: Any,
-    value: Any,
-    out_gradient: Any,
-    log_sum: Any,
-    common: Any,
-    arrays: _MaskArrays,
-    key_gradient: Any,
-    value_gradient: Any,
-) -> None:
-    block, index = options.block_keys, pl.program_id(2)
-    k, v, at_keys = key[...], value[...], pl.ds(index * block, block)
-    first, last = _blocks_of_queries(options, index, query.shape[0])
-
-    def head(g: jax.Array, totals: Any) -> Any:
-        def step(i: jax.Array, totals: Any) -> Any:
-            key_total, value_total = totals
-            at_queries = pl.ds(i * options.block_queries, options.block_queries)
-            q, given = query[at_queries, g, :], out_gradient[at_queries, g, :]
-            logits, allowed = _logits(options, q, k, arrays, at_queries, at_keys)
-            numbers = log_sum[g, at_queries], common[g, at_queries]
-            weights, change = _logit_gradients(options, logits, allowed, numbers, given, v)
-            key_total += _dot(change.astype(q.dtype).T, q)
-            return key_total, value_total + _dot(weights.astype(given.dtype).T, given)
-
-        return jax.lax.fori_loop(first, last, step, totals)
-
-    zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    key_total, value_total = jax.lax.fori_loop(0, query.shape[1], head, zeros)
-    key_gradient[...] = key_total.astype(key_gradient.dtype)
-    value_gradient[...] = value_total.astype(value_gradient.dtype)
-
-
-def _logits(
-    options: _KernelOptions, q: Any, k: Any, arrays: _MaskArrays, at_queries: Any, at_keys: Any
-) -> tuple[jax.Array, jax.Array | None]:
-    """Return (float32 logits of a block, mask of its allowed pairs or None for all)."""
-    logits = _dot(q, k.T) * options.scale
-    if options.logit_cap is not None:
-        logits = options.logit_cap * jnp.tanh(logits / options.logit_cap)
-    conditions = []
-    if arrays.query_positions is not None:
-        queries = arrays.query_positions[at_queries][:, None]
-        keys = arrays.key_positions[at_keys][None, :]
-        if options.causal:
-            conditions.append(keys <= queries)
-        if options.window is not None:
-            conditions.append(queries - keys < options.window)
-            conditions.append(keys - queries < options.window)
-    if arrays.query_segments is not None:
-        segments = arrays.query_segments[at_queries][:, None]
-        conditions.append(segments == arrays.key_segments[at_keys][None, :])
-    if not conditions:
-        return logits, None
-    allowed = functools.reduce(jnp.logical_and, conditions)
-    return jnp.where(allowed, logits, MASKED_LOGIT), allowed
-
-
-def _logit_gradients(
-    options: _KernelOptions, logits: Any, allowed: Any, numbers: tuple[Any, Any], given: Any, v: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Return (probabilities of a block, gradients of its products of queries and keys)."""
-    log_sum, common = numbers
-    weights = _zero_masked(allowed, jnp.exp(logits - log_sum[:, None]))
-    change = weights * (_dot(given, v.T) - common[:, None]) * options.scale
-    if options.logit_cap is not None:
-        # The weight of a masked logit, which is far outside the cap, is 0.
-        slope = 1.0 - jnp.square(logits / options.logit_cap)
-        change = _zero_masked(allowed, change * slope)
-    return weights, change
-
-
-def _zero_masked(allowed: jax.Array | None, x: jax.Array) -> jax.Array:
-    # A fully masked row holds exp(0) everywhere.
-    return x if allowed is None else jnp.where(allowed, x, 0.0)
-
-
-def _blocks_of_keys(options: _KernelOptions, index: Any, num_keys: int) -> tuple[Any, Any]:
-    """Return the first and last (exclusive) block of keys that a block of queries may see."""
-    first: Any = 0
-    last: Any = num_keys // options.block_keys
-    if not options.in_row_order:
-        return first, last
-    start, end = index * options.block_queries, (index + 1) * options.block_queries
-    ahead = 0 if options.causal else None if options.window is None else options.window - 1
-    if ahead is not None:
-        last = jnp.minimum(last, _divide_up(end + ahead, options.block_keys))
-    if options.window is not None:
-        first = jax.lax.div(jnp.maximum(start - options.window + 1, 0), options.block_keys)
-    return first, last
-
-
-def _blocks_of_queries(options: _KernelOptions, index: Any, num_queries: int) -> tuple[Any, Any]:
-    """Return the first and last (exclusive) block of queries that may see a block of keys."""
-    first: Any = 0
-    last: Any = num_queries // options.block_queries
-    if not options.in_row_order:
-        return first, last
-    start, end = index * options.block_keys, (index + 1) * options.block_keys
-    behind = 0 if options.causal else None if options.window is None else options.window - 1
-    if behind is not None:
-        first = jax.lax.div(jnp.maximum(start - behind, 0), options.block_queries)
-    if options.window is not None:
-        last = jnp.minimum(last, _divide_up(end + options.window - 1, options.block_queries))
-    return first, last
-
-
-def _divide_up(a: Any, b: int) -> Any:
-    return jax.lax.div(a + b - 1, b)
-
-
-def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return the float32 product of two blocks, without TensorFloat-32 for float32 blocks."""
-    return triton.dot(a, b, precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None)
-
-
-def _call(
-    kernel: Any, options: _KernelOptions, *, inputs: Any, multiply_adds: int, **call: Any
-) -> Any:
-    # The cost of attention without a mask, as for array code. Callers account for the mask.
-    cost = pl.CostEstimate(
-        flops=2 * multiply_adds,
-        transcendentals=multiply_adds // inputs[0].shape[-1],
-        bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(inputs)),
-    )
-    return pl.pallas_call(
-        functools.partial(kernel, options),
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
-        interpret=options.interpret,
-        cost_estimate=cost,
-        name=kernel.__name__.strip("_"),
-        **call,
-    )(*inputs)
-
-
-def _block(length: int, dims: int) -> pl.BlockSpec:
-    return pl.BlockSpec((None, length, None, dims), lambda b, h, i: (b, i, h, 0))
-
-
-def _row(length: int, dims: int, *, group: int) -> pl.BlockSpec:
-    return pl.BlockSpec(
-        (None, length, None, dims), lambda b, h, i: (b, 0, jax.lax.div(h, group), 0)
-    )
-
-
-def _per_query_block(length: int) -> pl.BlockSpec:
-    """Return the spec of an array with one number per query, `[batch, heads, queries]`."""
-    return pl.BlockSpec((None, None, length), lambda b, h, i: (b, h, i))
-
-
-def _mask_specs(arrays: _MaskArrays) -> _MaskArrays:
-    return jax.tree.map(
-        lambda array: pl.BlockSpec((None, array.shape[1]), lambda b, h, i: (b, 0)), arrays
-    )
+def _mask_arrays(mask: AttentionMask | None, batch: int) -> MaskArrays:
+    if mask is None:
+        return MaskArrays()
+    arrays = MaskArrays(query_segments=mask.query_segments, key_segments=mask.key_segments)
+    if mask.causal or mask.window is not None:
+        arrays = arrays._replace(
+            query_positions=mask.query_positions, key_positions=mask.key_positions
+        )
+    return MaskArrays(*(None if m is None else _broadcast_rows(m, batch) for m in arrays))
 
 
 def _block_size(length: int, limit: int) -> int:

@@ -70,8 +70,8 @@ class MultiHeadLatentAttention(BaseLayer):
         False for a mean of the values.
       backend: Name of the implementation of `fprop`; see `layerkit.layers.attention.backends`.
         Cached steps always run on `xla`.
-      context_parallel: `all_gather` or `ring`, used by `fprop` if the length axis is split over
-        devices; see `layerkit.layers.attention.context_parallel`.
+      context_parallel: `all_gather`, `ring` or `ulysses`, used by `fprop` if the length axis is
+        split over devices; see `layerkit.layers.attention.context_parallel`.
       down_tpl: Projections of the inputs to the latents and to the rotary key.
       up_tpl: Projections to heads, from latents or (queries without a latent) from the inputs.
       bias_tpl: Bias of the projections to latents.

@@ -1,0 +1,382 @@
+"""Pallas kernels of attention on GPUs, for the Triton backend: forward and backward.
+
+`layerkit.layers.attention.flash_gpu` describes the method and calls them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from layerkit.layers.attention.xla import MASKED_LOGIT
+
+
+class MaskArrays(NamedTuple):
+    """The arrays of a mask, int32 `[batch, queries]` and `[batch, keys]`; None if not needed."""
+
+    query_positions: Any = None
+    key_positions: Any = None
+    query_segments: Any = None
+    key_segments: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelOptions:
+    """Static options of the kernels, for which they are compiled.
+
+    Attributes:
+      scale: Factor of the products of queries and keys.
+      causal: True to hide keys at later positions.
+      window: Distance from which keys are hidden; None for no window.
+      in_row_order: True if hidden blocks can be skipped.
+      logit_cap: Bound of the logits; None for no bound.
+      block_queries: Queries in a block.
+      block_keys: Keys in a block.
+      interpret: True to run in interpret mode.
+      result_dtype: Dtype of outputs and gradients; None for the dtypes of the inputs.
+    """
+
+    scale: float
+    causal: bool
+    window: int | None
+    in_row_order: bool
+    logit_cap: float | None
+    block_queries: int
+    block_keys: int
+    interpret: bool
+    result_dtype: Any = None
+
+    def result(self, shape: tuple[int, ...], like: Any) -> jax.ShapeDtypeStruct:
+        """Return the type of a result that has the dtype of `like` unless `result_dtype` is set."""
+        return jax.ShapeDtypeStruct(shape, self.result_dtype or like.dtype)
+
+
+def forward(
+    options: KernelOptions, query: Any, key: Any, value: Any, sinks: Any, arrays: MaskArrays
+) -> tuple[jax.Array, jax.Array]:
+    """Return (outputs, log-sum-exp of each query's logits, float32 `[batch, heads, queries]`)."""
+    batch, queries, heads, head_dim = query.shape
+    keys, kv_heads, value_dim = value.shape[1:]
+    group, block = heads // kv_heads, options.block_queries
+    return _call(
+        _forward_kernel,
+        options,
+        grid=(batch, heads, queries // block),
+        inputs=(query, key, value, sinks, arrays),
+        in_specs=(
+            _block(block, head_dim),
+            _row(keys, head_dim, group=group),
+            _row(keys, value_dim, group=group),
+            None if sinks is None else pl.BlockSpec((1,), lambda b, h, i: (h,)),
+            _mask_specs(arrays),
+        ),
+        out_specs=[_block(block, value_dim), _per_query_block(block)],
+        out_shape=[
+            options.result((batch, queries, heads, value_dim), value),
+            jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32),
+        ],
+        multiply_adds=batch * heads * queries * keys * (head_dim + value_dim),
+    )
+
+
+def _forward_kernel(
+    options: KernelOptions,
+    query: Any,
+    key: Any,
+    value: Any,
+    sinks: Any,
+    arrays: MaskArrays,
+    out: Any,
+    log_sum: Any,
+) -> None:
+    block, index = options.block_queries, pl.program_id(2)
+    q, at_queries = query[...], pl.ds(index * block, block)
+
+    def step(j: jax.Array, carry: Any) -> Any:
+        read, largest, total = carry
+        at_keys = pl.ds(j * options.block_keys, options.block_keys)
+        logits, allowed = _logits(options, q, key[at_keys, :], arrays, at_queries, at_keys)
+        new_largest = jnp.maximum(largest, logits.max(axis=1))
+        weights = _zero_masked(allowed, jnp.exp(logits - new_largest[:, None]))
+        shrink = jnp.exp(largest - new_largest)
+        v = value[at_keys, :]
+        read = read * shrink[:, None] + _dot(weights.astype(v.dtype), v)
+        return read, new_largest, total * shrink + weights.sum(axis=1)
+
+    if sinks is None:
+        largest = jnp.full((block,), MASKED_LOGIT, jnp.float32)
+        total = jnp.zeros((block,), jnp.float32)
+    else:
+        largest = jnp.broadcast_to(sinks[...].astype(jnp.float32), (block,))
+        total = jnp.ones((block,), jnp.float32)
+    read = jnp.zeros((block, value.shape[-1]), jnp.float32)
+    first, last = _blocks_of_keys(options, index, key.shape[0])
+    read, largest, total = jax.lax.fori_loop(first, last, step, (read, largest, total))
+    total = jnp.where(total == 0.0, 1.0, total)  # The query sees no key, and `read` is 0.
+    out[...] = (read / total[:, None]).astype(out.dtype)
+    log_sum[...] = largest + jnp.log(total)
+
+
+def query_gradient(
+    options: KernelOptions,
+    query: Any,
+    key: Any,
+    value: Any,
+    out_gradient: Any,
+    log_sum: Any,
+    common: Any,
+    arrays: MaskArrays,
+) -> jax.Array:
+    """Return the gradient of the queries, `[batch, queries, heads, head_dim]`."""
+    batch, queries, heads, head_dim = query.shape
+    keys, kv_heads, value_dim = value.shape[1:]
+    group, block = heads // kv_heads, options.block_queries
+    gradient: jax.Array = _call(
+        _query_gradient_kernel,
+        options,
+        grid=(batch, heads, queries // block),
+        inputs=(query, key, value, out_gradient, log_sum, common, arrays),
+        in_specs=(
+            _block(block, head_dim),
+            _row(keys, head_dim, group=group),
+            _row(keys, value_dim, group=group),
+            _block(block, value_dim),
+            _per_query_block(block),
+            _per_query_block(block),
+            _mask_specs(arrays),
+        ),
+        out_specs=_block(block, head_dim),
+        out_shape=options.result(query.shape, query),
+        multiply_adds=batch * heads * queries * keys * (2 * head_dim + value_dim),
+    )
+    return gradient
+
+
+def _query_gradient_kernel(
+    options: KernelOptions,
+    query: Any,
+    key: Any,
+    value: Any,
+    out_gradient: Any,
+    log_sum: Any,
+    common: Any,
+    arrays: MaskArrays,
+    gradient: Any,
+) -> None:
+    block, index = options.block_queries, pl.program_id(2)
+    q, given, at_queries = query[...], out_gradient[...], pl.ds(index * block, block)
+    numbers = log_sum[...], common[...]
+
+    def step(j: jax.Array, total: jax.Array) -> jax.Array:
+        at_keys = pl.ds(j * options.block_keys, options.block_keys)
+        k = key[at_keys, :]
+        logits, allowed = _logits(options, q, k, arrays, at_queries, at_keys)
+        _, change = _logit_gradients(options, logits, allowed, numbers, given, value[at_keys, :])
+        return total + _dot(change.astype(k.dtype), k)
+
+    first, last = _blocks_of_keys(options, index, key.shape[0])
+    total = jax.lax.fori_loop(first, last, step, jnp.zeros(q.shape, jnp.float32))
+    gradient[...] = total.astype(gradient.dtype)
+
+
+def key_gradients(
+    options: KernelOptions,
+    query: Any,
+    key: Any,
+    value: Any,
+    out_gradient: Any,
+    log_sum: Any,
+    common: Any,
+    arrays: MaskArrays,
+) -> tuple[jax.Array, jax.Array]:
+    """Return (gradient of the keys, gradient of the values)."""
+    batch, queries, heads, head_dim = query.shape
+    keys, kv_heads, value_dim = value.shape[1:]
+    group, block = heads // kv_heads, options.block_keys
+    # The query heads of a key head are adjacent, so that one block holds them all.
+    numbers = pl.BlockSpec((None, group, queries), lambda b, h, j: (b, h, 0))
+    return _call(
+        _key_gradients_kernel,
+        options,
+        grid=(batch, kv_heads, keys // block),
+        inputs=(query, key, value, out_gradient, log_sum, common, arrays),
+        in_specs=(
+            pl.BlockSpec((None, queries, group, head_dim), lambda b, h, j: (b, 0, h, 0)),
+            _block(block, head_dim),
+            _block(block, value_dim),
+            pl.BlockSpec((None, queries, group, value_dim), lambda b, h, j: (b, 0, h, 0)),
+            numbers,
+            numbers,
+            _mask_specs(arrays),
+        ),
+        out_specs=[_block(block, head_dim), _block(block, value_dim)],
+        out_shape=[
+            options.result(key.shape, key),
+            options.result(value.shape, value),
+        ],
+        multiply_adds=batch * heads * queries * keys * 2 * (head_dim + value_dim),
+    )
+
+
+def _key_gradients_kernel(
+    options: KernelOptions,
+    query: Any,
+    key: Any,
+    value: Any,
+    out_gradient: Any,
+    log_sum: Any,
+    common: Any,
+    arrays: MaskArrays,
+    key_gradient: Any,
+    value_gradient: Any,
+) -> None:
+    block, index = options.block_keys, pl.program_id(2)
+    k, v, at_keys = key[...], value[...], pl.ds(index * block, block)
+    first, last = _blocks_of_queries(options, index, query.shape[0])
+
+    def head(g: jax.Array, totals: Any) -> Any:
+        def step(i: jax.Array, totals: Any) -> Any:
+            key_total, value_total = totals
+            at_queries = pl.ds(i * options.block_queries, options.block_queries)
+            q, given = query[at_queries, g, :], out_gradient[at_queries, g, :]
+            logits, allowed = _logits(options, q, k, arrays, at_queries, at_keys)
+            numbers = log_sum[g, at_queries], common[g, at_queries]
+            weights, change = _logit_gradients(options, logits, allowed, numbers, given, v)
+            key_total += _dot(change.astype(q.dtype).T, q)
+            return key_total, value_total + _dot(weights.astype(given.dtype).T, given)
+
+        return jax.lax.fori_loop(first, last, step, totals)
+
+    zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    key_total, value_total = jax.lax.fori_loop(0, query.shape[1], head, zeros)
+    key_gradient[...] = key_total.astype(key_gradient.dtype)
+    value_gradient[...] = value_total.astype(value_gradient.dtype)
+
+
+def _logits(
+    options: KernelOptions, q: Any, k: Any, arrays: MaskArrays, at_queries: Any, at_keys: Any
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return (float32 logits of a block, mask of its allowed pairs or None for all)."""
+    logits = _dot(q, k.T) * options.scale
+    if options.logit_cap is not None:
+        logits = options.logit_cap * jnp.tanh(logits / options.logit_cap)
+    conditions = []
+    if arrays.query_positions is not None:
+        queries = arrays.query_positions[at_queries][:, None]
+        keys = arrays.key_positions[at_keys][None, :]
+        if options.causal:
+            conditions.append(keys <= queries)
+        if options.window is not None:
+            conditions.append(queries - keys < options.window)
+            conditions.append(keys - queries < options.window)
+    if arrays.query_segments is not None:
+        segments = arrays.query_segments[at_queries][:, None]
+        conditions.append(segments == arrays.key_segments[at_keys][None, :])
+    if not conditions:
+        return logits, None
+    allowed = functools.reduce(jnp.logical_and, conditions)
+    return jnp.where(allowed, logits, MASKED_LOGIT), allowed
+
+
+def _logit_gradients(
+    options: KernelOptions, logits: Any, allowed: Any, numbers: tuple[Any, Any], given: Any, v: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Return (probabilities of a block, gradients of its products of queries and keys)."""
+    log_sum, common = numbers
+    weights = _zero_masked(allowed, jnp.exp(logits - log_sum[:, None]))
+    change = weights * (_dot(given, v.T) - common[:, None]) * options.scale
+    if options.logit_cap is not None:
+        # The weight of a masked logit, which is far outside the cap, is 0.
+        slope = 1.0 - jnp.square(logits / options.logit_cap)
+        change = _zero_masked(allowed, change * slope)
+    return weights, change
+
+
+def _zero_masked(allowed: jax.Array | None, x: jax.Array) -> jax.Array:
+    # A fully masked row holds exp(0) everywhere.
+    return x if allowed is None else jnp.where(allowed, x, 0.0)
+
+
+def _blocks_of_keys(options: KernelOptions, index: Any, num_keys: int) -> tuple[Any, Any]:
+    """Return the first and last (exclusive) block of keys that a block of queries may see."""
+    first: Any = 0
+    last: Any = num_keys // options.block_keys
+    if not options.in_row_order:
+        return first, last
+    start, end = index * options.block_queries, (index + 1) * options.block_queries
+    ahead = 0 if options.causal else None if options.window is None else options.window - 1
+    if ahead is not None:
+        last = jnp.minimum(last, _divide_up(end + ahead, options.block_keys))
+    if options.window is not None:
+        first = jax.lax.div(jnp.maximum(start - options.window + 1, 0), options.block_keys)
+    return first, last
+
+
+def _blocks_of_queries(options: KernelOptions, index: Any, num_queries: int) -> tuple[Any, Any]:
+    """Return the first and last (exclusive) block of queries that may see a block of keys."""
+    first: Any = 0
+    last: Any = num_queries // options.block_queries
+    if not options.in_row_order:
+        return first, last
+    start, end = index * options.block_keys, (index + 1) * options.block_keys
+    behind = 0 if options.causal else None if options.window is None else options.window - 1
+    if behind is not None:
+        first = jax.lax.div(jnp.maximum(start - behind, 0), options.block_queries)
+    if options.window is not None:
+        last = jnp.minimum(last, _divide_up(end + options.window - 1, options.block_queries))
+    return first, last
+
+
+def _divide_up(a: Any, b: int) -> Any:
+    return jax.lax.div(a + b - 1, b)
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return the float32 product of two blocks, without TensorFloat-32 for float32 blocks."""
+    return triton.dot(a, b, precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None)
+
+
+def _call(
+    kernel: Any, options: KernelOptions, *, inputs: Any, multiply_adds: int, **call: Any
+) -> Any:
+    # The cost of attention without a mask, as for array code. Callers account for the mask.
+    cost = pl.CostEstimate(
+        flops=2 * multiply_adds,
+        transcendentals=multiply_adds // inputs[0].shape[-1],
+        bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(inputs)),
+    )
+    return pl.pallas_call(
+        functools.partial(kernel, options),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        interpret=options.interpret,
+        cost_estimate=cost,
+        name=kernel.__name__.strip("_"),
+        **call,
+    )(*inputs)
+
+
+def _block(length: int, dims: int) -> pl.BlockSpec:
+    return pl.BlockSpec((None, length, None, dims), lambda b, h, i: (b, i, h, 0))
+
+
+def _row(length: int, dims: int, *, group: int) -> pl.BlockSpec:
+    return pl.BlockSpec(
+        (None, length, None, dims), lambda b, h, i: (b, 0, jax.lax.div(h, group), 0)
+    )
+
+
+def _per_query_block(length: int) -> pl.BlockSpec:
+    """Return the spec of an array with one number per query, `[batch, heads, queries]`."""
+    return pl.BlockSpec((None, None, length), lambda b, h, i: (b, h, i))
+
+
+def _mask_specs(arrays: MaskArrays) -> MaskArrays:
+    return jax.tree.map(
+        lambda array: pl.BlockSpec((None, array.shape[1]), lambda b, h, i: (b, 0)), arrays
+    )
