@@ -31,7 +31,10 @@ class BlockwiseAttention:
     def forward(
         self, query: jax.Array, key: jax.Array, value: jax.Array, mask: AttentionMask
     ) -> tuple[jax.Array, jax.Array]:
-        """Return (outputs, log-sum-exp of each query); see `PartAttention`."""
+        """Return (outputs `[batch, queries, heads, value_dim]`, log-sum-exp of each query).
+
+        See `layerkit.layers.attention.ring.PartAttention`.
+        """
         queries, keys = _query_blocks(mask, _grouped(query, key)), _key_blocks(mask, key, value)
 
         def attend(block: Any) -> tuple[jax.Array, jax.Array]:
@@ -72,7 +75,10 @@ class BlockwiseAttention:
         common: jax.Array,
         mask: AttentionMask,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the gradients of query, key and value; see `PartAttention`."""
+        """Return the gradients of query, key and value, for `[batch, queries, heads]` numbers.
+
+        See `layerkit.layers.attention.ring.PartAttention`.
+        """
         per_query = (query, out_gradient, log_sum[..., None], common[..., None])
         queries = _query_blocks(mask, *(_grouped(x, key) for x in per_query))
         keys = _key_blocks(mask, key, value)

@@ -86,7 +86,10 @@ class FlashPartAttention:
     def forward(
         self, query: jax.Array, key: jax.Array, value: jax.Array, mask: AttentionMask
     ) -> tuple[jax.Array, jax.Array]:
-        """Return (outputs, log-sum-exp of each query); see `PartAttention`."""
+        """Return (outputs `[batch, queries, heads, value_dim]`, log-sum-exp of each query).
+
+        See `layerkit.layers.attention.ring.PartAttention`.
+        """
         options, arrays = self._static_and_arrays(query, key, value, mask)
         q, k, v = (_pad_heads(x) for x in (query, key, value))
         read, log_sum = forward(options, q, k, v, None, arrays)
@@ -102,7 +105,10 @@ class FlashPartAttention:
         common: jax.Array,
         mask: AttentionMask,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the gradients of query, key and value; see `PartAttention`."""
+        """Return the gradients of query, key and value, for `[batch, queries, heads]` numbers.
+
+        See `layerkit.layers.attention.ring.PartAttention`.
+        """
         options, arrays = self._static_and_arrays(query, key, value, mask)
         q, k, v, given = (_pad_heads(x) for x in (query, key, value, out_gradient))
         log_sum, common = (jnp.swapaxes(x, 1, 2) for x in (log_sum, common))

@@ -195,7 +195,7 @@ def key_gradients(
     common: Any,
     arrays: MaskArrays,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (gradient of the keys, gradient of the values)."""
+    """Return the gradients of keys `[batch, keys, kv_heads, head_dim]` and of values."""
     batch, queries, heads, head_dim = query.shape
     keys, kv_heads, value_dim = value.shape[1:]
     group, block = heads // kv_heads, options.block_keys
