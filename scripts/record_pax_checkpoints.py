@@ -4,7 +4,7 @@ Run in an environment of Python 3.10 with Paxml:
 
     pip install paxml==1.4.0 jaxlib==0.4.26 'scipy<1.13'
     JAX_PLATFORMS=cpu python scripts/record_pax_checkpoints.py \
-        packages/runner/tests/init_from/pax/recorded
+        packages/runner/tests/init_from/pax/recorded [CASE …]
 
 Small models of Paxml's own experiment classes train for a few steps and are saved by Paxml in each
 of its formats. `training.json` has the token ids of every batch, and the losses of the steps after
@@ -17,6 +17,7 @@ import json
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -27,7 +28,7 @@ from absl import flags
 from paxml import checkpoints, trainer_lib
 from paxml.tasks.lm import model_params
 from paxml.tasks.lm.params import lm_cloud
-from praxis import base_hyperparams, py_utils
+from praxis import base_hyperparams, optimizers, pax_fiddle, py_utils
 
 BATCH, LENGTH, VOCAB = 4, 8, 32
 STEPS_BEFORE, STEPS_AFTER = 6, 20
@@ -50,6 +51,18 @@ class Unstacked(Stacked):
     USE_REPEATED_LAYER = False
 
 
+class StackedAdafactor(Stacked):
+    """Two layers in one scan, with ShardedAdafactor."""
+
+    USE_ADAFACTOR = True
+
+
+class UnstackedAdafactor(StackedAdafactor):
+    """Two layers with weights of their own, with ShardedAdafactor."""
+
+    USE_REPEATED_LAYER = False
+
+
 class Pipelined(lm_cloud.LmCloudSpmdPipeline):
     """Four layers in two stages."""
 
@@ -66,21 +79,25 @@ CASES = {
     "stacked_ocdbt": (Stacked, "gda", True),
     "unstacked_flax": (Unstacked, "flax", False),
     "pipelined_zarr": (Pipelined, "gda", False),
+    "adafactor_stacked_ocdbt": (StackedAdafactor, "gda", True),
+    "adafactor_unstacked_flax": (UnstackedAdafactor, "flax", False),
 }
 
 
-def record(directory: Path) -> None:
-    """Train each model, and write its checkpoint and losses into a folder."""
+def record(directory: Path, names: Sequence[str]) -> None:
+    """Train the models of the cases, and write their checkpoints and losses into a folder."""
     ids = np.random.default_rng(20).integers(
         1, VOCAB, (STEPS_BEFORE + STEPS_AFTER, BATCH, LENGTH + 1)
     )
-    losses = {}
-    for name, (experiment, kind, use_ocdbt) in CASES.items():
+    file = directory / "training.json"
+    losses = json.loads(file.read_text())["losses"] if file.exists() else {}
+    for name in names or CASES:
+        experiment, kind, use_ocdbt = CASES[name]
         losses[name] = _train(
             experiment(), ids, directory / f"{name}.zip", kind=kind, use_ocdbt=use_ocdbt
         )
     text = {"ids": ids.tolist(), "steps_before": STEPS_BEFORE, "losses": losses}
-    (directory / "training.json").write_text(json.dumps(text) + "\n")
+    file.write_text(json.dumps(text) + "\n")
 
 
 def _train(experiment, ids, path: Path, *, kind: str, use_ocdbt: bool) -> list[float]:
@@ -89,6 +106,8 @@ def _train(experiment, ids, path: Path, *, kind: str, use_ocdbt: bool) -> list[f
     model_params.set_default_adam(
         task_config, 0.02, 1e-3, warmup_steps=8, decay_start=12, decay_end=40
     )
+    if getattr(experiment, "USE_ADAFACTOR", False):
+        _use_adafactor(task_config.train.learner)
     task_config.train.learner.repeat_prefix_sep = "_"
     task = base_hyperparams.instantiate(task_config)
     first = _batch(ids[0])
@@ -117,6 +136,20 @@ def _train(experiment, ids, path: Path, *, kind: str, use_ocdbt: bool) -> list[f
             state, loss = step(state, _batch(tokens))
             losses.append(float(loss))
     return losses[STEPS_BEFORE:]
+
+
+def _use_adafactor(learner) -> None:
+    """Replace Adam by the optimizer of Pax's BertSpmd and of NVIDIA's large models."""
+    learner.optimizer = pax_fiddle.Config(
+        optimizers.ShardedAdafactor,
+        decay_method="adam",
+        decay_adam=0.99,
+        beta1=0.9,
+        weight_decay=1e-3,
+        clip_gradient_norm_to_value=learner.optimizer.clip_gradient_norm_to_value,
+        learning_rate=learner.optimizer.learning_rate,
+        lr_schedule=learner.optimizer.lr_schedule,
+    )
 
 
 def _batch(tokens: np.ndarray) -> py_utils.NestedMap:
@@ -153,4 +186,4 @@ if __name__ == "__main__":
     flags.FLAGS(sys.argv[:1])
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    record(folder)
+    record(folder, sys.argv[2:])

@@ -85,4 +85,4 @@ def test_base_class_of_pax_sets_known_keys_and_has_known_bases(name: str):
     assert base.get("fields", {}).keys() <= table["keys"].keys()
     fields = {"USE_REPEATED_LAYER": False, **base.get("fields", {})}
     _, reasons = map_keys(table, fields)
-    assert reasons.keys() <= {"task().optimizer", "NUM_HEADS"}
+    assert reasons.keys() <= {"NUM_HEADS"}

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.config import build
 from layerkit.errors import ConfigError
-from layerkit.interop.praxis import WeightSource, find_sources, match_weights
+from layerkit.interop.praxis import WeightSource, axis_order, find_sources, match_weights
 from layerkit.layers import StackedTransformer, StackedTransformerRepeated, TransformerFeedForward
 from layerkit.layers.pipelined_transformer import PipelinedTransformer
 from layerkit.models import LanguageModel
@@ -172,6 +172,29 @@ def test_separate_projections_and_embeddings_are_read():
     sources = match_weights(ours, praxis)
     for (name, shape), expected in zip(ours.items(), praxis.values(), strict=True):
         np.testing.assert_array_equal(read_whole(sources[name], praxis, shape), expected)
+
+
+@pytest.mark.parametrize("combined_qkv", [False, True])
+def test_axis_order_gives_the_shapes_of_praxis(combined_qkv: bool):
+    theirs = stored(praxis_layers(), "unrolled")
+    shapes = shapes_of("unrolled", combined_qkv=combined_qkv)
+    sources = match_weights(shapes, theirs)
+    weights = unflatten_dict({name: np.empty(shape) for name, shape in shapes.items()}, sep="/")
+    for name, order in flatten_dict(axis_order(weights), sep="/").items():
+        source = sources[name]
+        shape = theirs[source.names[0]].shape
+        own = shape if source.weight.part is None else shape[1:]
+        assert tuple(shapes[name][axis] for axis in order) == own, name
+
+
+def test_axis_order_keeps_the_axes_of_weights_that_praxis_lacks():
+    weights = {"theirs": np.empty((2, 3)), "lm": {"embedding": {"w": np.empty((5, 4))}}}
+    # With an embedding of its own the softmax is [dims, num_classes] in both libraries.
+    weights["lm"]["softmax"] = {"w": np.empty((4, 5))}
+    assert axis_order(weights) == {
+        "theirs": (0, 1),
+        "lm": {"embedding": {"w": (0, 1)}, "softmax": {"w": (0, 1)}},
+    }
 
 
 def test_weight_of_praxis_without_counterpart_raises(raises):

@@ -20,14 +20,14 @@ from layerkit_experiments.lm.recipes.nvidia import (
     NvidiaLlamaDecoder,
 )
 from layerkit_experiments.lm.recipes.optimization import AdamExponential
-from layerkit_experiments.lm.recipes.parallelism import Pipelined, Spmd
+from layerkit_experiments.lm.recipes.parallelism import Pipelined, PipelinedFeatures, Spmd
 
 
 class NvidiaSpmd(CappedCosine, Spmd, NvidiaDecoder, abstract=True):
     """Base of the models without a pipeline."""
 
 
-class NvidiaPipeline(CappedCosine, Pipelined, NvidiaDecoder, abstract=True):
+class NvidiaPipeline(CappedCosine, PipelinedFeatures, NvidiaDecoder, abstract=True):
     """Base of the models in pipeline stages."""
 
 
@@ -112,7 +112,8 @@ class MoELarge(MixtureOfExperts, NvidiaSpmd):
     NUM_EXPERTS = 16
     CAPACITY_FACTOR = 2.0
     LOAD_BALANCE_WEIGHT = 1.0
-    NUM_GROUPS: int | None = 16
+    # Pax has 16 groups, which cannot be shared evenly by the 32 shards of the batch.
+    NUM_GROUPS: int | None = 32
     """Groups of a batch, each with slots of its own; None for one per row."""
     PERCORE_BATCH_SIZE = 4.0
     ICI_MESH_SHAPE = [1, 16, 1]

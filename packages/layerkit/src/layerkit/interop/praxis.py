@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.errors import ConfigError
 
@@ -261,6 +262,26 @@ def find_sources(ours: Collection[str], praxis: Collection[str]) -> dict[str, We
     is_tied = _is_tied(ours)
     found = {name: _source(name, praxis, layers, pattern_length, is_tied=is_tied) for name in ours}
     return {name: source for name, source in found.items() if source is not None}
+
+
+def axis_order(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the axes of each weight in the order that they have in Praxis.
+
+    Args:
+      params: Weights of a model `[...]` without axes over layers, nested dicts.
+
+    Returns:
+      A tree like `params` with a tuple of axes for each weight, such as (2, 0, 1) for the output
+      projection `[heads, head_dim, dims]`. Weights that Praxis lacks keep their order.
+    """
+    flat = flatten_dict(params, sep="/")
+    is_tied = _is_tied(flat)
+    orders: dict[str, tuple[int, ...]] = {}
+    for name, weight in flat.items():
+        choices = _choices(name, is_tied=is_tied)
+        order = (choices[0].transpose if choices else None) or range(weight.ndim)
+        orders[name] = tuple(int(axis) for axis in np.argsort(order))
+    return unflatten_dict(orders, sep="/")
 
 
 def _is_tied(ours: Collection[str]) -> bool:

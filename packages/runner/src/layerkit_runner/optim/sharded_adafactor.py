@@ -7,6 +7,7 @@ along the other dimensions as the weight is; see `partitioning.state_axes`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -32,9 +33,9 @@ class ShardedAdafactorState(NamedTuple):
       schedule: Step of the learning rate, which `load_step` of initial weights sets.
       m: Momentum, shaped like the weight.
       m_scale: Value of one step of an integer momentum, float32, with size 1 in the first
-        dimension.
-      vr: Second moment of rows, float32, with size 1 in the last dimension.
-      vc: Second moment of columns, float32, with size 1 in the last dimension but one.
+        dimension of `axis_order`.
+      vr: Second moment of rows, float32, with size 1 in its last dimension.
+      vc: Second moment of columns, float32, with size 1 in its last dimension but one.
       v: Second moment of a weight without factors, float32, shaped like the weight.
     """
 
@@ -73,6 +74,7 @@ def sharded_adafactor(
     epsilon2_param_scale_reg: float = 1e-3,
     weight_decay: float = 0.0,
     mask: Any = None,
+    axis_order: Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformation:
     """Return Adafactor (Shazeer and Stern, 2018, arXiv:1804.04235) as in Praxis.
 
@@ -104,6 +106,9 @@ def sharded_adafactor(
       weight_decay: Decoupled weight decay, multiplied by the learning rate.
       mask: A tree of booleans, or a function from the weights to one, True for weights that decay;
         None for all.
+      axis_order: Function from the weights to a tree of tuples, the dimensions of each weight in
+        the order that determines the first one, rows and columns; None for that of the weight.
+        `layerkit.interop.praxis.axis_order` gives the order in Praxis.
 
     Raises:
       ConfigError: A choice is unknown, or a number is out of range.
@@ -132,14 +137,19 @@ def sharded_adafactor(
     def is_factored(weight: jax.Array) -> bool:
         return factored and weight.ndim >= 2
 
-    def init_one(weight: jax.Array) -> _Slots:
+    def order_of(params: Any) -> Any:
+        if axis_order is None:
+            return jax.tree.map(lambda weight: tuple(range(weight.ndim)), params)
+        return axis_order(params)
+
+    def init_one(weight: jax.Array, order: tuple[int, ...]) -> _Slots:
         slots = _Slots(v=_zeros(weight))
         if is_factored(weight):
-            slots = _Slots(vr=_zeros(weight, one_at=-1), vc=_zeros(weight, one_at=-2))
+            slots = _Slots(vr=_zeros(weight, one_at=order[-1]), vc=_zeros(weight, one_at=order[-2]))
         if not beta1:
             return slots
         if is_integer and weight.ndim >= 1:
-            m, scale = _zeros(weight, dtype=momentum_dtype), _zeros(weight, one_at=0)
+            m, scale = _zeros(weight, dtype=momentum_dtype), _zeros(weight, one_at=order[0])
             return slots._replace(m=m, m_scale=scale)
         dtype = jnp.float32 if is_integer else momentum_dtype
         return slots._replace(m=_zeros(weight, dtype=dtype))
@@ -153,16 +163,16 @@ def sharded_adafactor(
         return beta * (1.0 - beta ** (step - 1.0)) / (1.0 - beta**step)
 
     def update_one(
-        rate: Any, decay: jax.Array, grad: jax.Array, *state_weight_decays: Any
+        rate: Any, decay: jax.Array, grad: jax.Array, *state_weight_decays_order: Any
     ) -> _Slots:
         """Return the new arrays and the update of a weight `[...]`."""
-        m, m_scale, vr, vc, v, weight, decays = state_weight_decays
+        m, m_scale, vr, vc, v, weight, decays, order = state_weight_decays_order
         grad = grad.astype(jnp.float32)
         squares = jnp.square(grad) + epsilon1_grad_sq_reg
         if is_factored(weight):
-            vr = _mix(decay, vr, jnp.mean(squares, axis=-1, keepdims=True))
-            vc = _mix(decay, vc, jnp.mean(squares, axis=-2, keepdims=True))
-            rows = vr / jnp.mean(vr, axis=-2, keepdims=True)
+            vr = _mix(decay, vr, jnp.mean(squares, axis=order[-1], keepdims=True))
+            vc = _mix(decay, vc, jnp.mean(squares, axis=order[-2], keepdims=True))
+            rows = vr / jnp.mean(vr, axis=order[-2], keepdims=True)
             x = grad * (1.0 / jnp.sqrt(rows)) * (1.0 / jnp.sqrt(vc))
         else:
             v = _mix(decay, v, squares)
@@ -176,7 +186,7 @@ def sharded_adafactor(
         if beta1:
             x = _mix(beta1, _floats(m, m_scale), x)
             if isinstance(m_scale, jax.Array):
-                m, m_scale = _quantized(x, m.dtype)
+                m, m_scale = _quantized(x, m.dtype, axis=order[0])
             else:
                 m = x.astype(m.dtype)
         update = x
@@ -187,7 +197,7 @@ def sharded_adafactor(
     def init(params: Any) -> ShardedAdafactorState:
         # Not one array twice, which could not be donated.
         count, step = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        return _state(count, step, jax.tree.map(init_one, params))
+        return _state(count, step, jax.tree.map(init_one, params, order_of(params)))
 
     def update(
         grads: Any, state: ShardedAdafactorState, params: Any = None
@@ -202,7 +212,7 @@ def sharded_adafactor(
         if decays is None:
             decays = jax.tree.map(lambda _: True, params)
         one = functools.partial(update_one, rate, decay_after(state.count))
-        slots = jax.tree.map(one, grads, *state[2:], params, decays)
+        slots = jax.tree.map(one, grads, *state[2:], params, decays, order_of(params))
         return _tree_of("update", slots), _state(state.count + 1, step + 1, slots)
 
     return optax.GradientTransformation(init, update)
@@ -236,9 +246,9 @@ def _rms(x: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.mean(jnp.square(x)))
 
 
-def _quantized(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Return x `[n, ...]` as integers, and the value `[1, ...]` of one."""
-    scale = jnp.max(jnp.abs(x), axis=0, keepdims=True) / jnp.iinfo(dtype).max
+def _quantized(x: jax.Array, dtype: Any, *, axis: int) -> tuple[jax.Array, jax.Array]:
+    """Return x as integers, and the value of one, with size 1 along `axis`."""
+    scale = jnp.max(jnp.abs(x), axis=axis, keepdims=True) / jnp.iinfo(dtype).max
     return jnp.round(x / jnp.where(scale > 0.0, scale, 1.0)).astype(dtype), scale
 
 

@@ -77,18 +77,19 @@ def run_of(
     num_layers: int = 2,
     mesh: tuple[int, int, int] = (1, 1, 1),
     edit: Mapping[str, Any] | None = None,
+    optimizer: Config | None = None,
     **source: Any,
 ) -> tuple[Partitioner, SingleTask]:
     """A started partitioner, and a task with Pax's learner that starts from a source.
 
-    `edit` sets fields of the model by their path.
+    `edit` sets fields of the model by their path; `optimizer` replaces Adam.
     """
     config = model(stack, num_layers=num_layers)
     for path, value in (edit or {}).items():
         *parents, field = path.split(".")
         setattr(functools.reduce(getattr, parents, config), field, value)
     learner = Learner.HParams.config(
-        optimizer=Partial(adam_with_update_cap, b2=0.99, weight_decay=1e-3),
+        optimizer=optimizer or Partial(adam_with_update_cap, b2=0.99, weight_decay=1e-3),
         learning_rate=Config(
             linear_warmup_exponential_decay,
             0.02,

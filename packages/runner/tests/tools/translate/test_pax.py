@@ -367,13 +367,16 @@ def test_constant_without_a_field_is_listed_with_the_reason(body, message):
     assert message in found
 
 
-def test_unknown_base_and_unknown_optimizer_are_listed():
+def test_unknown_base_is_listed():
     assert told("class X(theirs.Base): pass") == [
         "base Base: add the file that defines it, or set its fields"
     ]
-    assert told("class X(model_params.TransformerLmSpmdAdafactor): pass") == [
-        "Pax: task().optimizer = 'ShardedAdafactor': no recipe has it; Adam is used instead"
-    ]
+
+
+def test_sharded_adafactor_has_its_recipe():
+    text = "class X(model_params.TransformerLmSpmdAdafactor): pass"
+    assert told(text) == []
+    assert "AdafactorExponential" in only(text).recipes
 
 
 HUGE = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 
 from layerkit.base_model import Metrics, WeightedScalar
 from layerkit.config import Config
@@ -52,6 +53,22 @@ class ChoiceLanguageModel(LanguageModel):
         return metrics, outputs
 
 
+class AnswersInput(SeqIOInput):
+    """Questions with their answers, and with `wrong_targets` int32 `[batch, length]`."""
+
+    @classmethod
+    def blank_batch(cls, config: Any, rows: int) -> NestedMap | None:
+        """Return a batch of zeros, with which a plan needs neither TensorFlow nor data."""
+        lengths = dict(config.task_feature_lengths)
+        shape = (rows, lengths.pop("wrong_targets"))
+        others = config.clone()
+        others.task_feature_lengths = lengths
+        batch = super().blank_batch(others, rows)
+        if batch is not None:
+            batch.wrong_targets = np.zeros(shape, np.int32)
+        return batch
+
+
 class BoolQ(Corpus, abstract=True):
     """Questions of SuperGLUE, each in a row of its own, with a loss on the answer alone."""
 
@@ -95,7 +112,7 @@ class BoolQ(Corpus, abstract=True):
             vocab_path=self.vocab_path,
             vocab_size=self.VOCAB_SIZE,
         )
-        return SeqIOInput.HParams.config(
+        return AnswersInput.HParams.config(
             mixture_or_task=task,
             split_name="train" if is_training else self.eval_split,
             task_feature_lengths={

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from layerkit.config import Config, Partial
+from layerkit.interop.praxis import axis_order
 from layerkit.weights import WeightInit
 from layerkit_experiments.lm.recipes.data import SyntheticTokens
 from layerkit_experiments.lm.recipes.decoders import CappedDecoder
@@ -76,5 +77,6 @@ class CappedCosine(AdamExponential):
                 decay_adam=0.99,
                 clip_threshold=self.UPDATE_RMS_CAP,
                 weight_decay=self.WEIGHT_DECAY,
+                axis_order=axis_order,
             )
         return learner

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import optax
 
 from layerkit.config import Config, Partial
+from layerkit.interop.praxis import axis_order
 from layerkit_experiments.lm.recipes.optimization import (
     ScheduleOverRun,
     TrainingLength,
@@ -117,6 +118,7 @@ class AdafactorExponential(TrainingLength):
                 decay_adam=self.ADAM_BETA2,
                 weight_decay=self.WEIGHT_DECAY,
                 clip_threshold=self.UPDATE_RMS_CAP,
+                axis_order=axis_order,
             ),
             learning_rate=Config(
                 schedules.linear_warmup_exponential_decay,

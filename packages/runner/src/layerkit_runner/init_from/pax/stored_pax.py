@@ -1,8 +1,8 @@
 """The values of a step of Paxml, by the names of a run.
 
 Weights that `layerkit.interop.praxis` maps have the names and layouts of the run. The others keep
-their names in Praxis, so that rules can refer to them and a comparison reports them. Moments of
-Adam follow their weights, whatever the tree of the optimizer is.
+their names in Praxis, so that rules can refer to them and a comparison reports them. The states of
+Adam and ShardedAdafactor follow their weights, whatever the tree of the optimizer is.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from layerkit_runner.checkpointing.errors import DamagedCheckpointError
 from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join, named_leaves
 from layerkit_runner.distributed.process_exchange import from_each_process
 from layerkit_runner.files.bounded_documents import DocumentError, parse_json
+from layerkit_runner.init_from.pax.adafactor import REDUCED_AXES, Slot, find_slot
 from layerkit_runner.init_from.pax.arrays import open_arrays
 from layerkit_runner.optim.optimizer_calls import update
 
 OPT_STATE = "opt_state"
 EMA = "ema"
 _WEIGHT = re.compile(r"mdl_vars/(?P<collection>[^/]+)/(?P<name>.+)")
-_MOMENT = re.compile(r"(?P<group>opt_states.*?)/(?P<kind>m|v|mu|nu|ema)/params/(?P<name>.+)")
+_MOMENT = re.compile(
+    r"(?P<group>opt_states.*?)/(?P<kind>m|v|mu|nu|ema|m_scale|vr|vc)/params/(?P<name>.+)"
+)
 _COUNT = "count"
 # Moments of Praxis' Adam; those of Optax, which Paxml can use, have other names.
 _IS_CORRECTED = re.compile(r"opt_states.*?/[mv]/params/.+")
@@ -70,7 +73,7 @@ class _Moment:
     count: _Count
 
 
-_Stored = WeightSource | _Moment | _Count | str
+_Stored = WeightSource | _Moment | Slot | _Count | str
 
 
 class StoredPax:
@@ -160,6 +163,8 @@ class StoredPax:
             ranges = tuple(slice(*part.indices(size)[:2]) for part, size in parts)
             if isinstance(source, str):
                 return self._block(source, ranges)
+            if isinstance(source, Slot):
+                return source.read_block(self._block, shape, ranges)
             stored = self._shapes[source.names[0]]
             block = source.read_block(self._block, stored, shape, ranges)
             return block if factor is None else (block * factor).astype(target.dtype)
@@ -192,18 +197,23 @@ class StoredPax:
 
     def _add_moments(self, like: Mapping[LeafPath, Any], found: Mapping[str, WeightSource]) -> None:
         """Add the averages, moments and counts of the optimizer."""
-        moments: dict[str, dict[str, str]] = {kind: {} for kind in _KINDS.values()}
+        moments: dict[str, dict[str, str]] = {
+            kind: {} for kind in (*_KINDS.values(), *REDUCED_AXES)
+        }
         groups: dict[str, str] = {}
-        for name in self._arrays.specs:
-            if match := _MOMENT.fullmatch(name):
-                moments[_KINDS[match["kind"]]][match["name"]] = name
+        matches = {name: _MOMENT.fullmatch(name) for name in self._arrays.specs}
+        factored = {match["group"] for match in matches.values() if match and match["kind"] == "vr"}
+        for name, match in matches.items():
+            if match:
+                kind = match["kind"] if match["group"] in factored else _KINDS[match["kind"]]
+                moments[kind][match["name"]] = name
                 groups[name] = match["group"]
         for name, source in found.items():
             if all(one in moments[EMA] for one in source.names):
                 self._sources[EMA, *name.split("/")] = self._stored(source, moments[EMA])
         groups_of: dict[LeafPath, str] = {}
         for path in like:
-            at = next((i for i, key in enumerate(path) if key in ("mu", "nu")), None)
+            at = next((i for i, key in enumerate(path) if key in moments and key != EMA), None)
             if path[0] != OPT_STATE or at is None:
                 continue
             source_of = found.get(join(path[at + 1 :]))
@@ -212,14 +222,19 @@ class StoredPax:
                 continue
             source = self._stored(source_of, names)
             group = groups[source.names[0]]
-            groups_of[path[: at - 1]] = group
-            if not _IS_CORRECTED.fullmatch(source.names[0]):
+            groups_of[path[: at if group in factored else at - 1]] = group
+            if group in factored:
+                weight_shape = self._shapes[self._weights[source_of.names[0]]]
+                spec, wanted = self._arrays.specs[source.names[0]], like[path].dtype
+                if slot := find_slot(path[at], source, weight_shape, spec, dtype=wanted):
+                    self._sources[path] = slot
+            elif not _IS_CORRECTED.fullmatch(source.names[0]):
                 self._sources[path] = source
             elif path[at] in self._decays and f"{group}/{_COUNT}" in self._arrays.specs:
                 count = _Count(f"{group}/{_COUNT}")
                 self._sources[path] = _Moment(source, self._decays[path[at]], count)
         for path in like:
-            name = f"{groups_of.get(path[:-2])}/{_COUNT}"
+            name = f"{groups_of.get(path[:-2]) or groups_of.get(path[:-1])}/{_COUNT}"
             if path[0] == OPT_STATE and path[-1] == _COUNT and name in self._arrays.specs:
                 self._sources[path] = _Count(name)
 
@@ -236,6 +251,10 @@ class StoredPax:
             return LeafSpec(tuple(like[path].shape), np.dtype(like[path].dtype))
         if isinstance(source, str):
             return LeafSpec(self._shapes[source], self._arrays.specs[source].dtype)
+        if isinstance(source, Slot):
+            return LeafSpec(
+                source.shape_of(tuple(like[path].shape)), self._arrays.specs[source.names[0]].dtype
+            )
         if isinstance(source, _Moment):
             source = source.source
         shapes = {self._shapes[name] for name in source.names}
@@ -254,7 +273,7 @@ class StoredPax:
     def _names(self, source: _Stored) -> tuple[str, ...]:
         if isinstance(source, _Moment):
             return (*source.source.names, source.count.name)
-        if isinstance(source, WeightSource):
+        if isinstance(source, WeightSource | Slot):
             return source.names
         return (source if isinstance(source, str) else source.name,)
 

@@ -27,6 +27,7 @@ _CLOSERS = {"[": "]", "(": ")", "{": "}"}
 _FIELDS = {
     "TrainState": ("step", "mdl_vars", "opt_states", "extra_state"),
     "ScaleByAdamState": ("count", "mu", "nu"),
+    "ShardedAdafactorState": ("count", "m", "m_scale", "vr", "vc", "v"),
     "ScaleByScheduleState": ("count",),
     "TraceState": ("trace",),
     "EmaState": ("count", "ema"),
