@@ -67,6 +67,7 @@ COLUMNS = {
     "pallas (TPU)": Column("pallas", "tpu", length=256),
     "ring": Column("xla", "cpu", length=16, ring=True),
     "ring, pallas (GPU)": Column("pallas", "gpu", length=64, ring=True),
+    "ring, pallas (TPU)": Column("pallas", "tpu", length=512, ring=True),
 }
 
 
@@ -252,8 +253,8 @@ without tensor cores and takes minutes to compile
 
 If rows are sharded over devices, `context_parallel` selects one of three ways to read the keys of
 other devices ([context parallelism](partitioning.md#context-parallelism)). `all_gather` and
-`ulysses` use the backend; cuDNN requires `ulysses`. `ring` is ring attention, the last two columns
-of the table: `xla` computes a block of logits at a time, and `pallas` runs the kernel on GPUs.
+`ulysses` use the backend; cuDNN requires `ulysses`. `ring` is ring attention, the last columns of
+the table: `xla` computes a block of logits at a time, and `pallas` runs the fused kernels.
 
 [1]: ../packages/layerkit/src/layerkit/layers/attention/flash_gpu.py
 

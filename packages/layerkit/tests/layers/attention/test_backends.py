@@ -69,7 +69,15 @@ PALLAS_UNSUPPORTED = [
     {**ON_TPU, "bias_dtype": "bfloat16"},
     {**ON_TPU, "has_prefix": True},
     {**ON_TPU, "has_dropout": True},
-    {**ON_TPU, "num_queries": 1024, "num_keys": 1024, "num_length_shards": 2, "uses_ring": True},
+    {**ON_TPU, "num_queries": 256, "num_keys": 256, "num_length_shards": 2, "uses_ring": True},
+    {
+        **ON_TPU,
+        "num_queries": 512,
+        "num_keys": 512,
+        "num_length_shards": 2,
+        "uses_ring": True,
+        "window": 99,
+    },
 ]
 RING_UNSUPPORTED = [
     {"num_queries": 1, "is_causal": False},
@@ -117,6 +125,14 @@ def test_cudnn_runs_supported_calls(change):
         {"num_length_shards": 4, "uses_ring": True},
         {"has_cudnn": False},
         {**ON_TPU},
+        {
+            **ON_TPU,
+            "num_queries": 512,
+            "num_keys": 512,
+            "num_length_shards": 2,
+            "uses_ring": True,
+            "has_segments": True,
+        },
         {**ON_TPU, "dtype": "float32", "head_dim": 576, "value_dim": 512},
         {**ON_TPU, "window": 8, "has_segments": True, "has_sinks": True, "has_logit_cap": True},
         {**ON_TPU, "num_queries": 256, "is_causal": False, "is_in_row_order": False},

@@ -142,6 +142,36 @@ def test_auto_compiles_a_fused_kernel_for_large_and_unequal_heads(platform, head
     assert "all-gather" not in text
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize(
+    ("way", "collective"), [("ring", "collective-permute"), ("ulysses", "all-to-all")]
+)
+@pytest.mark.usefixtures("as_if_cudnn_were_here")
+def test_split_packed_rows_compile_a_fused_kernel(platform, way, collective):
+    mesh = planned_devices(platform).mesh
+    auto = (AxisType.Auto,) * 2
+    sharding = BoundSharding(Mesh(mesh.devices, ("data", "context"), axis_types=auto))
+    length = 1024
+    inputs = [
+        jax.ShapeDtypeStruct((BATCH, length, *x.shape[2:]), x.dtype, sharding=x.sharding)
+        for x in abstract(sharding)
+    ]
+
+    def total(query, key, value, segments):
+        mask = AttentionMask.causal_mask(BATCH, length, segment_ids=segments)
+        read = dot_product_attention(
+            query, key, value, mask=mask, scale=0.1, sharding=sharding, context_parallel=way
+        )
+        return jnp.sum(read.astype(jnp.float32))
+
+    text = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*inputs).compile().as_text()
+    assert {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}[platform] in text
+    assert collective in text
+    gathered = re.findall(r"= (\w+)\S* all-gather(?:-start)?\(", text)
+    assert set(gathered) <= {"s32"}  # the segments, for whole rows
+
+
 def planned_devices(platform):
     if platform == "tpu":
         if importlib.util.find_spec("libtpu") is None:

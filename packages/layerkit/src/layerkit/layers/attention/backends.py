@@ -310,7 +310,7 @@ _PALLAS_TPU_REQUIREMENTS: tuple[_Requirement, ...] = (
         lambda call: jnp.dtype(call.dtype) not in (jnp.bfloat16, jnp.float32),
         "bfloat16 or float32 instead of {dtype}",
     ),
-    (lambda call: call.uses_ring, "context_parallel='all_gather' or 'ulysses'"),
+    (lambda call: call.uses_ring and call.window is not None, "no window in a ring"),
     (
         lambda call: call.queries_per_part % 128 != 0 or call.keys_per_part % 128 != 0,
         "lengths of a multiple of 128 instead of {call.queries_per_part} and {call.keys_per_part}",

@@ -140,7 +140,7 @@ def dot_product_attention(
             key,
             value,
             mask=mask,
-            attention=_part_attention(chosen.name, scale, logit_cap, interpret=interpret),
+            attention=_part_attention(chosen.name, platform, scale, logit_cap, interpret=interpret),
             sharding=sharding,
             sinks=sinks,
         )
@@ -243,11 +243,15 @@ def _kernel(name: str, platform: str, *, interpret: bool) -> Callable[..., jax.A
 
 
 def _part_attention(
-    name: str, scale: float, logit_cap: float | None, *, interpret: bool
+    name: str, platform: str, scale: float, logit_cap: float | None, *, interpret: bool
 ) -> PartAttention:
     """Return the attention of a ring to a part of the keys."""
     if name == "xla":
         return BlockwiseAttention(scale, logit_cap)
+    if platform == "tpu":
+        from layerkit.layers.attention.flash_tpu import SplashPartAttention
+
+        return SplashPartAttention(scale, logit_cap, interpret)
     from layerkit.layers.attention.flash_gpu import FlashPartAttention
 
     return FlashPartAttention(scale, logit_cap, interpret)

@@ -6,6 +6,7 @@ static mask hides and has kernels for the backward pass. It assumes positions in
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -55,12 +56,9 @@ def flash_attention_tpu(
     """
     if kernel is None:
         kernel = splash_kernel(mask, query, key, logit_cap=logit_cap, interpret=interpret)
-    query = (query.astype(jnp.float32) * scale).astype(query.dtype)
+    query = _scaled(query, scale)
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-    segments = None
-    if mask is not None and mask.query_segments is not None:
-        assert mask.key_segments is not None
-        segments = splash.SegmentIds(mask.query_segments, mask.key_segments)
+    segments = _segments(mask)
 
     def one_row(q: jax.Array, k: jax.Array, v: jax.Array, s: splash.SegmentIds | None) -> jax.Array:
         read: Any = kernel(q, k, v, segment_ids=s, sinks=sinks)
@@ -68,6 +66,103 @@ def flash_attention_tpu(
 
     read = jax.vmap(one_row)(query, key, value, segments)
     return jnp.swapaxes(read, 1, 2).astype(value.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class SplashPartAttention:
+    """A `layerkit.layers.attention.ring.PartAttention` by the TPU kernel.
+
+    A part has either a causal mask in row order or no mask besides segments. Outputs and gradients
+    of a part are rounded to the dtype of the inputs, before the ring adds them in float32.
+
+    Attributes:
+      scale: Factor of the products of queries and keys.
+      logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
+      interpret: True to run the kernels in interpret mode on any device, for tests.
+    """
+
+    scale: float
+    logit_cap: float | None = None
+    interpret: bool = False
+
+    def forward(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, mask: AttentionMask
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return (outputs `[batch, queries, heads, value_dim]`, log-sum-exp of each query).
+
+        See `layerkit.layers.attention.ring.PartAttention`.
+        """
+        kernel = self._kernel(query, key, mask, save_residuals=True)
+        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (_scaled(query, self.scale), key, value))
+        attend: Any = jax.vmap(lambda q, k, v, s: kernel(q, k, v, segment_ids=s))
+        read, (log_sum,) = attend(q, k, v, _segments(mask))
+        return jnp.swapaxes(read, 1, 2).astype(jnp.float32), jnp.swapaxes(log_sum, 1, 2)
+
+    def gradients(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        out_gradient: jax.Array,
+        log_sum: jax.Array,
+        common: jax.Array,
+        mask: AttentionMask,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the gradients of query, key and value, for `[batch, queries, heads]` numbers.
+
+        See `layerkit.layers.attention.ring.PartAttention`.
+        """
+        kernel = self._kernel(query, key, mask, save_residuals=False)
+        dq_mask_info, dkv_mask_info = kernel.dq_mask_info, kernel.dkv_mask_info
+        assert dq_mask_info is not None
+        assert dkv_mask_info is not None
+        sizes = kernel.kwargs["block_sizes"]
+        names = ("is_mqa", "mask_value", "attn_logits_soft_cap", "mask_function", "interpret")
+        shared = {name: kernel.kwargs[name] for name in names}
+        shared |= {name: getattr(sizes, name) for name in ("q_layout", "k_layout", "v_layout")}
+
+        def one_row(q: Any, k: Any, v: Any, s: Any, *rest: Any) -> Any:
+            given, log_sum, common = rest
+            inputs = q, k, v, s, None, log_sum, given, common
+            # JAX's own backward pass, with the log-sum-exp of all parts.
+            query_gradient = splash._splash_attention_bwd_dq(
+                *inputs,
+                bq=sizes.block_q_dq,
+                bkv=sizes.block_kv_dq,
+                mask_info=dq_mask_info,
+                **shared,
+            )
+            _, *others = splash._splash_attention_bwd_dkv(
+                *inputs,
+                bq=sizes.block_q_dkv,
+                bkv=sizes.block_kv_dkv,
+                bkv_compute=sizes.block_kv_dkv_compute,
+                mask_info=dkv_mask_info,
+                use_fused_bwd_kernel=False,
+                **shared,
+            )
+            return query_gradient, *others
+
+        heads_first = [
+            jnp.swapaxes(x, 1, 2)
+            for x in (_scaled(query, self.scale), key, value, out_gradient, log_sum, common)
+        ]
+        q, k, v, *rest = heads_first
+        gradients = jax.vmap(one_row)(q, k, v, _segments(mask), *rest)
+        of_query, of_key, of_value = (jnp.swapaxes(x, 1, 2).astype(jnp.float32) for x in gradients)
+        return of_query * self.scale, of_key, of_value
+
+    def _kernel(
+        self, query: jax.Array, key: jax.Array, mask: AttentionMask, *, save_residuals: bool
+    ) -> splash.SplashAttentionKernel:
+        return splash_kernel(
+            mask,
+            query,
+            key,
+            logit_cap=self.logit_cap,
+            interpret=self.interpret,
+            save_residuals=save_residuals,
+        )
 
 
 def splash_kernel(
@@ -78,6 +173,7 @@ def splash_kernel(
     logit_cap: float | None,
     interpret: bool,
     num_shards: int = 1,
+    save_residuals: bool = False,
 ) -> splash.SplashAttentionKernel:
     """Return the kernel for a mask, a pytree of arrays that list the blocks to visit.
 
@@ -89,6 +185,7 @@ def splash_kernel(
       interpret: True to run the kernel in interpret mode.
       num_shards: Number of devices over which the queries are split. `manual_sharding_spec` of the
         kernel then gives the specs of its arrays for `jax.shard_map`.
+      save_residuals: True for a kernel that also returns the log-sum-exp of each query.
     """
     (_, queries, heads, _), keys = query.shape, key.shape[1]
     return splash.make_splash_mha(
@@ -98,7 +195,19 @@ def splash_kernel(
         q_seq_shards=num_shards,
         attn_logits_soft_cap=logit_cap,
         interpret=interpret,
+        save_residuals=save_residuals,
     )
+
+
+def _scaled(query: jax.Array, scale: float) -> jax.Array:
+    return (query.astype(jnp.float32) * scale).astype(query.dtype)
+
+
+def _segments(mask: AttentionMask | None) -> splash.SegmentIds | None:
+    if mask is None or mask.query_segments is None:
+        return None
+    assert mask.key_segments is not None
+    return splash.SegmentIds(mask.query_segments, mask.key_segments)
 
 
 def _static_mask(mask: AttentionMask | None, queries: int, keys: int) -> splash_masks.Mask:
