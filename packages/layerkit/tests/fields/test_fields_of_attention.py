@@ -71,6 +71,8 @@ EVERYWHERE = {
     "dropout_rate": 0.5,
     "backend": Change("cudnn", refusal="cudnn"),
     "context_parallel": "ring",
+    # The size of blocks has no effect on results.
+    "kernel_blocks": Change((64, 24), refusal="powers of two"),
 }
 HEADS = {
     **EVERYWHERE,

@@ -57,6 +57,14 @@ def test_all_options_together_equal_xla():
 
 
 @pytest.mark.slow
+def test_blocks_of_unequal_sizes_equal_xla():
+    mask = AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=SEGMENTS).within(21)
+    blocks = {"blocks": (16, 8)}
+    ours = values_and_gradients(interpreted, draw(), None, mask=mask, **blocks)
+    check_equal(ours, values_and_gradients(xla_attention, draw(), None, mask=mask))
+
+
+@pytest.mark.slow
 def test_two_sided_window_visits_every_block_within_it():
     options = {"mask": AttentionMask.bidirectional_mask(BATCH, LENGTH).within(18)}
     ours = values_and_gradients(interpreted, draw(), None, **options)
@@ -91,6 +99,15 @@ def test_padded_memory_as_long_as_the_queries_is_unsupported(platform):
     assert call.may_have_empty_rows
     with pytest.raises(UnsupportedBackendError):
         select_backend("pallas", call)
+
+
+def test_largest_blocks_determine_the_number_of_programs():
+    """The blocks of 48 queries have at most 16, the largest power of two that divides 48."""
+    for largest, count in ((8, 6), (16, 3), (64, 3)):
+        program = jax.make_jaxpr(
+            lambda *x, most=largest: interpreted(*x, mask=None, scale=1.0, blocks=(most, 16))
+        )(*draw())
+        assert f"grid=({BATCH}, {HEADS}, {count})" in str(program)
 
 
 def test_masked_blocks_are_skipped():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from layerkit.layers.attention.dot_product import dot_product_attention
+from layerkit.layers.attention.flash_tpu import splash_kernel
 from layerkit.layers.masks import AttentionMask
 from layerkit.sharding import BoundSharding
 
@@ -46,6 +47,15 @@ def values_and_gradients(sinks, **options):
 def check_equal(ours, expected):
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=5e-6 * max(1.0, np.abs(b).max()))
+
+
+def test_largest_blocks_determine_the_blocks_of_the_kernel():
+    array = jax.ShapeDtypeStruct((BATCH, 1024, HEADS, 8), jnp.float32)
+    options = {"logit_cap": None, "interpret": True}
+    for largest, blocks in ((None, (512, 512)), ((256, 2048), (256, 1024))):
+        kernel = splash_kernel(None, array, array, blocks=largest, **options)
+        sizes = kernel.kwargs["block_sizes"]
+        assert (sizes.block_q, sizes.block_kv_dkv) == blocks
 
 
 @pytest.mark.slow

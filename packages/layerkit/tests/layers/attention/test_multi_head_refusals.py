@@ -62,6 +62,7 @@ def test_dropout_is_unsupported_in_training_only(raises, train):
         ("window", 0),
         ("backend", "cuddn"),
         ("context_parallel", "rings"),
+        ("kernel_blocks", (64, 48)),
         ("qk_norm_over", "heads"),
         ("num_kv_heads", 0),
         ("dim_per_head", 0),

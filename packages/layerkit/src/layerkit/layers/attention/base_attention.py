@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
-from layerkit.checks import check_choice, check_positive, check_sizes
+from layerkit.checks import check_choice, check_positive, check_sizes, require
 from layerkit.config import Config, sub_config_field
 from layerkit.errors import ConfigError
 from layerkit.field_checks import Conditions
@@ -70,6 +70,8 @@ class BaseAttention(BaseLayer):
         Cached steps always run on `xla`.
       context_parallel: `all_gather`, `ring` or `ulysses`, for whole rows that are split over
         devices; see `layerkit.layers.attention.context_parallel`.
+      kernel_blocks: Largest number of (queries, keys) in a block of a Pallas kernel, powers of two;
+        None for the kernel's own. It affects speed, not results.
       query_tpl: Projection into query heads.
       key_tpl: Projection into key heads.
       value_tpl: Projection into value heads.
@@ -97,6 +99,7 @@ class BaseAttention(BaseLayer):
     zero_fully_masked_rows: bool = False
     backend: str = "auto"
     context_parallel: str = "all_gather"
+    kernel_blocks: tuple[int, int] | None = None
     query_tpl: Config[BaseLayer] = sub_config_field(HeadProjection.HParams)
     key_tpl: Config[BaseLayer] = sub_config_field(
         HeadProjection.HParams, weight_axes=_KV_WEIGHT, activation_axes=_KV_ACTIVATION
@@ -227,6 +230,10 @@ def check_attention_options(layer: Any) -> None:
     check_positive(layer, logit_cap=layer.logit_cap, logit_scale=layer.logit_scale)
     check_choice(layer, BACKEND_NAMES, backend=layer.backend)
     check_choice(layer, CONTEXT_PARALLEL_NAMES, context_parallel=layer.context_parallel)
+    blocks = layer.kernel_blocks
+    is_valid = blocks is None or all(size >= 16 and size & (size - 1) == 0 for size in blocks)
+    expected = "two powers of two of at least 16, of queries and of keys"
+    require(is_valid, layer, "kernel_blocks", blocks, expected)
 
 
 def attend(
@@ -245,7 +252,8 @@ def attend(
 
     Args:
       layer: Layer with the fields `logit_scale`, `logit_cap`, `dropout_rate`,
-        `zero_fully_masked_rows`, `backend` and `context_parallel`, and a child `dropout`.
+        `zero_fully_masked_rows`, `backend`, `context_parallel` and `kernel_blocks`, and a child
+        `dropout`.
       query: `[batch, queries, heads, dims]`.
       key: `[batch, keys, kv_heads, dims]`.
       value: `[batch, keys, kv_heads, value_dim]`.
@@ -267,6 +275,7 @@ def attend(
             "backend": layer.backend,
             "sharding": layer.inherited("sharding"),
             "context_parallel": layer.context_parallel,
+            "kernel_blocks": layer.kernel_blocks,
         }
     return dot_product_attention(
         query,

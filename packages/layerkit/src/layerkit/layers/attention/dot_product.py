@@ -60,6 +60,7 @@ def dot_product_attention(
     platform: str | None = None,
     sharding: BoundSharding | None = None,
     context_parallel: str = "all_gather",
+    kernel_blocks: tuple[int, int] | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Compute the attention output of each query.
@@ -87,6 +88,8 @@ def dot_product_attention(
       context_parallel: `all_gather`, `ring` or `ulysses`; see
         `layerkit.layers.attention.context_parallel`. It has an effect if the rule of `length`
         splits rows.
+      kernel_blocks: Largest number of (queries, keys) in a block of a Pallas kernel, powers of two
+        of at least 16, and 128 on TPUs; None for the kernel's own.
       interpret: True to run the Pallas kernel of `platform` in interpret mode on any device. This
         is slow and meant for tests.
 
@@ -114,6 +117,7 @@ def dot_product_attention(
             zero_fully_masked_rows=zero_fully_masked_rows,
             backend=backend,
             platform=platform,
+            kernel_blocks=kernel_blocks,
             interpret=interpret,
         )
         return ulysses_attention(attend, query, key, value, sharding=sharding)
@@ -134,13 +138,14 @@ def dot_product_attention(
     )
     chosen = select_backend(backend, call)
     _LOG.info(chosen.describe())
+    kernel_options = {"blocks": kernel_blocks, "interpret": interpret}
     if sharding is not None and call.uses_ring:
         return ring_attention(
             query,
             key,
             value,
             mask=mask,
-            attention=_part_attention(chosen.name, platform, scale, logit_cap, interpret=interpret),
+            attention=_part_attention(chosen.name, platform, scale, logit_cap, **kernel_options),
             sharding=sharding,
             sinks=sinks,
         )
@@ -161,10 +166,10 @@ def dot_product_attention(
                 zero_fully_masked_rows=zero_fully_masked_rows,
                 **options,
             )
-        kernel = _kernel(chosen.name, platform, interpret=interpret)
+        kernel = _kernel(chosen.name, platform, **kernel_options)
         if chosen.name == "pallas" and platform == "tpu" and call.num_length_shards > 1:
             options["prepare"] = _sharded_splash_kernel(
-                query, key, mask=mask, logit_cap=logit_cap, interpret=interpret, sharding=sharding
+                query, key, mask=mask, logit_cap=logit_cap, sharding=sharding, **kernel_options
             )
         return run_kernel_on_mesh(kernel, query, key, value, sharding=sharding, **options)
 
@@ -229,21 +234,21 @@ def describe_call(
     )
 
 
-def _kernel(name: str, platform: str, *, interpret: bool) -> Callable[..., jax.Array]:
+def _kernel(name: str, platform: str, **options: Any) -> Callable[..., jax.Array]:
     """Return the fused kernel of a backend. Pallas is imported only if it is used."""
     if name == "cudnn":
         return cudnn_attention
     if platform == "tpu":
         from layerkit.layers.attention.flash_tpu import flash_attention_tpu
 
-        return functools.partial(flash_attention_tpu, interpret=interpret)
+        return functools.partial(flash_attention_tpu, **options)
     from layerkit.layers.attention.flash_gpu import flash_attention_gpu
 
-    return functools.partial(flash_attention_gpu, interpret=interpret)
+    return functools.partial(flash_attention_gpu, **options)
 
 
 def _part_attention(
-    name: str, platform: str, scale: float, logit_cap: float | None, *, interpret: bool
+    name: str, platform: str, scale: float, logit_cap: float | None, **options: Any
 ) -> PartAttention:
     """Return the attention of a ring to a part of the keys."""
     if name == "xla":
@@ -251,10 +256,10 @@ def _part_attention(
     if platform == "tpu":
         from layerkit.layers.attention.flash_tpu import SplashPartAttention
 
-        return SplashPartAttention(scale, logit_cap, interpret)
+        return SplashPartAttention(scale, logit_cap, **options)
     from layerkit.layers.attention.flash_gpu import FlashPartAttention
 
-    return FlashPartAttention(scale, logit_cap, interpret)
+    return FlashPartAttention(scale, logit_cap, **options)
 
 
 def _sharded_splash_kernel(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -41,6 +42,7 @@ def flash_attention_gpu(
     scale: float,
     sinks: jax.Array | None = None,
     logit_cap: float | None = None,
+    blocks: tuple[int, int] | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Compute attention by the GPU kernel.
@@ -55,6 +57,8 @@ def flash_attention_gpu(
       scale: Factor of the products of queries and keys.
       sinks: `[heads]`, a logit per head that takes probability and adds no value.
       logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
+      blocks: Largest number of (queries, keys) in a block, powers of two of at least 16; None for
+        64, or 32 for float32 and for heads above 128.
       interpret: True to run the kernel in interpret mode on any device, for tests.
 
     Returns:
@@ -62,7 +66,14 @@ def flash_attention_gpu(
     """
     value_dim = value.shape[-1]
     options = _options(
-        query, key, value, mask, scale=scale, logit_cap=logit_cap, interpret=interpret
+        query,
+        key,
+        value,
+        mask,
+        scale=scale,
+        logit_cap=logit_cap,
+        blocks=blocks,
+        interpret=interpret,
     )
     arrays = _mask_arrays(mask, query.shape[0])
     query, key, value = (_pad_heads(x) for x in (query, key, value))
@@ -76,11 +87,13 @@ class FlashPartAttention:
     Attributes:
       scale: Factor of the products of queries and keys.
       logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
+      blocks: Largest number of (queries, keys) in a block; None for the kernel's own.
       interpret: True to run the kernels in interpret mode on any device, for tests.
     """
 
     scale: float
     logit_cap: float | None = None
+    blocks: tuple[int, int] | None = None
     interpret: bool = False
 
     def forward(
@@ -167,20 +180,22 @@ def _options(
     *,
     scale: float,
     logit_cap: float | None,
+    blocks: tuple[int, int] | None,
     interpret: bool,
 ) -> KernelOptions:
-    # Larger blocks do not fit the registers of a program, and exact products of float32 blocks are
-    # unrolled, which takes minutes to compile.
-    is_small = max(query.shape[-1], value.shape[-1]) <= 128 and query.dtype != jnp.float32
-    limit = 64 if is_small else 32
+    if blocks is None:
+        # Larger blocks do not fit the registers of a program, and exact products of float32 blocks
+        # are unrolled, which takes minutes to compile.
+        is_small = max(query.shape[-1], value.shape[-1]) <= 128 and query.dtype != jnp.float32
+        blocks = (64, 64) if is_small else (32, 32)
     return KernelOptions(
         scale=scale,
         causal=mask is not None and mask.causal,
         window=None if mask is None else mask.window,
         in_row_order=mask is not None and mask.in_row_order,
         logit_cap=logit_cap,
-        block_queries=_block_size(query.shape[1], limit),
-        block_keys=_block_size(key.shape[1], limit),
+        block_queries=math.gcd(query.shape[1], blocks[0]),
+        block_keys=math.gcd(key.shape[1], blocks[1]),
         interpret=interpret,
     )
 
@@ -194,10 +209,6 @@ def _mask_arrays(mask: AttentionMask | None, batch: int) -> MaskArrays:
             query_positions=mask.query_positions, key_positions=mask.key_positions
         )
     return MaskArrays(*(None if m is None else _broadcast_rows(m, batch) for m in arrays))
-
-
-def _block_size(length: int, limit: int) -> int:
-    return next(size for size in (64, 32, 16) if size <= limit and length % size == 0)
 
 
 def _pad_heads(x: jax.Array) -> jax.Array:

@@ -353,7 +353,9 @@ def _call(
     )
     return pl.pallas_call(
         functools.partial(kernel, options),
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=triton.CompilerParams(
+            num_warps=4 if max(options.block_queries, options.block_keys) <= 64 else 8, num_stages=2
+        ),
         interpret=options.interpret,
         cost_estimate=cost,
         name=kernel.__name__.strip("_"),

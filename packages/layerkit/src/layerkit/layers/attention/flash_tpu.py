@@ -7,11 +7,11 @@ static mask hides and has kernels for the backward pass. It assumes positions in
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel as splash,
 )
@@ -31,6 +31,7 @@ def flash_attention_tpu(
     scale: float,
     sinks: jax.Array | None = None,
     logit_cap: float | None = None,
+    blocks: tuple[int, int] | None = None,
     interpret: bool = False,
     kernel: splash.SplashAttentionKernel | None = None,
 ) -> jax.Array:
@@ -47,6 +48,8 @@ def flash_attention_tpu(
         bfloat16 are rounded once more unless it is a power of two.
       sinks: `[heads]`, a logit per head that takes probability and adds no value.
       logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
+      blocks: Largest number of (queries, keys) in a block, powers of two of at least 128; None for
+        512.
       interpret: True to run the kernel in interpret mode on any device, for tests.
       kernel: The device's shard of a `splash_kernel` whose queries are split over devices; None
         to make the kernel here.
@@ -55,7 +58,9 @@ def flash_attention_tpu(
       `[batch, queries, heads, value_dim]` in the dtype of `value`.
     """
     if kernel is None:
-        kernel = splash_kernel(mask, query, key, logit_cap=logit_cap, interpret=interpret)
+        kernel = splash_kernel(
+            mask, query, key, logit_cap=logit_cap, blocks=blocks, interpret=interpret
+        )
     query = _scaled(query, scale)
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     segments = _segments(mask)
@@ -78,11 +83,13 @@ class SplashPartAttention:
     Attributes:
       scale: Factor of the products of queries and keys.
       logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
+      blocks: Largest number of (queries, keys) in a block; None for the kernel's own.
       interpret: True to run the kernels in interpret mode on any device, for tests.
     """
 
     scale: float
     logit_cap: float | None = None
+    blocks: tuple[int, int] | None = None
     interpret: bool = False
 
     def forward(
@@ -160,6 +167,7 @@ class SplashPartAttention:
             query,
             key,
             logit_cap=self.logit_cap,
+            blocks=self.blocks,
             interpret=self.interpret,
             save_residuals=save_residuals,
         )
@@ -171,6 +179,7 @@ def splash_kernel(
     key: jax.Array,
     *,
     logit_cap: float | None,
+    blocks: tuple[int, int] | None,
     interpret: bool,
     num_shards: int = 1,
     save_residuals: bool = False,
@@ -182,6 +191,7 @@ def splash_kernel(
       query: `[batch, queries, heads, head_dim]`; only its shape is read.
       key: `[batch, keys, kv_heads, head_dim]`; only its shape is read.
       logit_cap: Bound of the logits; None for no bound.
+      blocks: Largest number of (queries, keys) in a block; None for 512.
       interpret: True to run the kernel in interpret mode.
       num_shards: Number of devices over which the queries are split. `manual_sharding_spec` of the
         kernel then gives the specs of its arrays for `jax.shard_map`.
@@ -190,7 +200,7 @@ def splash_kernel(
     (_, queries, heads, _), keys = query.shape, key.shape[1]
     return splash.make_splash_mha(
         splash_masks.MultiHeadMask([_static_mask(mask, queries, keys)] * heads),
-        block_sizes=_block_sizes(queries // num_shards, keys),
+        block_sizes=_block_sizes(queries // num_shards, keys, blocks or (512, 512)),
         head_shards=1,
         q_seq_shards=num_shards,
         attn_logits_soft_cap=logit_cap,
@@ -220,8 +230,11 @@ def _static_mask(mask: AttentionMask | None, queries: int, keys: int) -> splash_
     return splash_masks.LocalMask(shape, (reach, 0 if mask.causal else reach), offset=0)
 
 
-def _block_sizes(queries: int, keys: int) -> splash.BlockSizes:
-    q, k = (int(np.gcd(length, 512)) for length in (queries, keys))
+def _block_sizes(queries: int, keys: int, blocks: tuple[int, int]) -> splash.BlockSizes:
+    q, k = (
+        max(128, math.gcd(length, most))
+        for length, most in zip((queries, keys), blocks, strict=True)
+    )
     return splash.BlockSizes(
         block_q=q,
         block_kv=k,

@@ -72,6 +72,8 @@ class MultiHeadLatentAttention(BaseLayer):
         Cached steps always run on `xla`.
       context_parallel: `all_gather`, `ring` or `ulysses`, used by `fprop` if the length axis is
         split over devices; see `layerkit.layers.attention.context_parallel`.
+      kernel_blocks: Largest number of (queries, keys) in a block of a Pallas kernel, powers of two;
+        None for the kernel's own. It affects speed, not results.
       down_tpl: Projections of the inputs to the latents and to the rotary key.
       up_tpl: Projections to heads, from latents or (queries without a latent) from the inputs.
       bias_tpl: Bias of the projections to latents.
@@ -102,6 +104,7 @@ class MultiHeadLatentAttention(BaseLayer):
     zero_fully_masked_rows: bool = False
     backend: str = "auto"
     context_parallel: str = "all_gather"
+    kernel_blocks: tuple[int, int] | None = None
     down_tpl: Config[BaseLayer] = sub_config_field(Linear.HParams, weight_axes=_LATENT_WEIGHT)
     up_tpl: Config[BaseLayer] = sub_config_field(HeadProjection.HParams)
     bias_tpl: Config[BaseLayer] = sub_config_field(Bias.HParams)
