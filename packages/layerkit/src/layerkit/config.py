@@ -19,12 +19,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, dataclass_transform
 
 import fiddle as fdl
 
+from layerkit.config_graphs import copy_config as copy_config
+from layerkit.config_graphs import equal_configs, map_containers
+from layerkit.config_graphs import walk_configs as walk_configs
 from layerkit.errors import UnknownFieldError as UnknownFieldError
 from layerkit.field_types import FieldTypeError, convert_field, parameters_of, typed_fields
 from layerkit.html_display import ConfigDisplay
@@ -63,6 +67,15 @@ def _check_keyword(target: Any, name: str) -> None:
         )
 
 
+# Cached because Fiddle evaluates all annotations of a target to find its tags.
+@functools.cache
+def _empty_config(kind: Any, target: Any) -> fdl.Buildable:
+    """Return a config without arguments, to be copied."""
+    config = object.__new__(kind)
+    fdl.Buildable.__init__(config, target)
+    return config
+
+
 class _Editable(ConfigDisplay, Generic[T_co]):
     """Base of `Config` and `Partial`, which checks names and types and copies defaults."""
 
@@ -72,7 +85,11 @@ class _Editable(ConfigDisplay, Generic[T_co]):
     def __init__(self, target: Callable[..., T_co], /, *args: Any, **fields: Any):
         for name in fields:
             _check_keyword(target, name)
-        super().__init__(target, *args, **fields)  # type: ignore[call-arg]
+        kind: Any = type(self)
+        self.__dict__.update(copy.copy(_empty_config(kind, target)).__dict__)
+        bind = self.__signature_info__.signature_binding
+        for key, value in bind(target, *args, **fields).items():
+            self._arguments_set_value(key, value)
         self._fill_default_factories()
 
     def _fill_default_factories(self) -> None:
@@ -134,7 +151,18 @@ class _Editable(ConfigDisplay, Generic[T_co]):
         return hash(self.__fn_or_cls__)
 
     def __eq__(self, other: object) -> bool:
-        return super().__eq__(other)
+        return equal_configs(self, other)
+
+    def __copy__(self) -> Self:
+        """Return a shallow copy that can be edited."""
+        fields = {name: value for name, value in self.__dict__.items() if name != _FROZEN}
+        fields["__arguments__"] = dict(self.__arguments__)
+        for name in ("__argument_tags__", "__argument_history__"):
+            entries = fields[name] = copy.copy(fields[name])
+            entries.update({key: copy.copy(entry) for key, entry in entries.items()})
+        copied = object.__new__(type(self))
+        copied.__dict__.update(fields)
+        return copied
 
     def set(self, **fields: Any) -> Self:
         """Set several fields, or none if one of them is wrong, and return this config."""
@@ -218,50 +246,6 @@ def assigned_fields(config: fdl.Buildable) -> dict[str, Any]:
     return dict(config.__arguments__)
 
 
-def _map_containers(value: Any, visit: Callable[[Any], Any]) -> Any:
-    """Apply `visit` to the elements of a list, tuple or dict; return other values unchanged."""
-    if isinstance(value, dict):
-        copied = copy.copy(value)  # keeps attributes of subclasses, such as a default factory
-        copied.update({key: visit(item) for key, item in value.items()})
-        return copied
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(visit(item) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(visit(item) for item in value)
-    return value
-
-
-def copy_config(config: T) -> T:
-    """Copy a graph of configs and containers; other values are shared with the copy.
-
-    The copies can be edited, even if the originals are frozen.
-    """
-    copies: dict[int, Any] = {}
-
-    def visit(value: Any) -> Any:
-        if not isinstance(value, fdl.Buildable):
-            return _map_containers(value, visit)
-        if id(value) not in copies:
-            copied = copies[id(value)] = value.__copy__()
-            for name, item in value.__arguments__.items():
-                copied.__arguments__[name] = visit(item)
-        return copies[id(value)]
-
-    return visit(config)
-
-
-def walk_configs(value: Any) -> Iterator[fdl.Buildable]:
-    """Yield each config in `value`, outer ones first, through fields and containers."""
-    if isinstance(value, fdl.Buildable):
-        yield value
-        value = list(value.__arguments__.values())
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from walk_configs(item)
-
-
 def _freeze(template: T) -> T:
     """Freeze the configs in a value that a built object holds."""
     for config in walk_configs(template):
@@ -308,7 +292,7 @@ def build(config: fdl.Buildable, /, **overrides: Any) -> Any:
 
     def visit(value: Any) -> Any:
         if not isinstance(value, fdl.Buildable):
-            return _map_containers(value, visit)
+            return map_containers(value, visit)
         if id(value) not in built:
             built[id(value)] = make(value)
         return built[id(value)]
