@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from layerkit.errors import ConfigError
 from layerkit.layers.attention.backends import UnsupportedBackendError
@@ -207,6 +208,19 @@ def test_both_products_are_in_the_scope_of_the_flop_count(mask, scope):
     stacks = [str(eqn.source_info.name_stack).split("/") for eqn in contractions]
     assert len(stacks) == 2
     assert all(scope in stack for stack in stacks)
+
+
+def test_platform_is_that_of_a_surrounding_mesh(caplog):
+    """A plan of data-parallel training traces the model in a `shard_map` over planned devices."""
+    array = jax.ShapeDtypeStruct((2, 64, 2, 16), jnp.bfloat16)
+    mask = AttentionMask.causal_mask(2, 64, segment_ids=jnp.ones((2, 64), jnp.int32))
+    attend = lambda x: dot_product_attention(x, x, x, mask=mask, scale=1.0)  # noqa: E731
+    gpu = AbstractDevice("NVIDIA H100", num_cores=132, platform="gpu")
+    with caplog.at_level("INFO", "layerkit.attention"):
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
+            jax.eval_shape(attend, array)
+        jax.eval_shape(attend, array)
+    assert ["pallas" in line for line in caplog.messages] == [True, False]
 
 
 def test_unsupported_backend_raises_with_every_requirement(raises):

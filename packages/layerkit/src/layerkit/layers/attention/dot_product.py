@@ -80,8 +80,8 @@ def dot_product_attention(
         otherwise it is the mean of all values. With `sinks`, which then take all probability, it
         is 0 in both cases.
       backend: `auto`, `xla`, `cudnn` or `pallas`; see `layerkit.layers.attention.backends`.
-      platform: JAX's name of the platform that runs it; None for that of the mesh, or without a
-        mesh JAX's default.
+      platform: JAX's name of the platform that runs it; None for that of the mesh, of `sharding` or
+        of a surrounding `jax.shard_map`, or without a mesh JAX's default.
       sharding: Sharding of the model for attention of whole rows: kernels run on the rows and
         heads of each device, and `context_parallel` applies to rows that are split over devices.
         None leaves the split to the compiler, as is best for cached steps.
@@ -275,11 +275,12 @@ def _sharded_splash_kernel(
 
 
 def _platform_of(sharding: BoundSharding | None) -> str:
-    if sharding is None or sharding.mesh is None:
-        return jax.default_backend()
-    # The mesh may consist of planned devices.
-    platform: str = sharding.mesh.devices.flat[0].platform
-    return platform
+    # A mesh may consist of planned devices. Without a sharding, it may be that of a `shard_map`.
+    if sharding is not None and sharding.mesh is not None:
+        device: Any = sharding.mesh.devices.flat[0]
+    else:
+        device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else str(device.platform)
 
 
 def _check_shapes(
