@@ -9,6 +9,9 @@ compiler-partitioned array code, and only the memory figures apply to real devic
 
     python benchmarks/attention.py
     python benchmarks/attention.py --length 8192 --heads 32 --kv-heads 8 --window 1024
+    python benchmarks/attention.py --length 32768 --head-dim 128 --dtype bfloat16 --pairs 0
+
+Without pairs, programs are compiled and not run.
 """
 
 from __future__ import annotations
@@ -90,6 +93,9 @@ def compare(args: argparse.Namespace) -> None:
         except UnsupportedBackendError as refusal:
             print(f"{name}: {refusal}")
             continue
+        if args.pairs == 0:
+            report(name, rival, [], args)
+            continue
         seconds(rival, inputs), seconds(plain, inputs)
         ours, theirs = [], []
         for _ in range(args.pairs):
@@ -101,9 +107,9 @@ def compare(args: argparse.Namespace) -> None:
 
 def report(name: str, compiled: Any, times: list[float], args: argparse.Namespace) -> None:
     """Print speed and memory in one line."""
-    tokens = args.batch * args.length / statistics.median(times)
     megabytes = compiled.memory_analysis().temp_size_in_bytes / 1e6
-    print(f"{name}, {tokens:.0f} tokens/s, {megabytes:.1f} MB temporary per device")
+    speed = f", {args.batch * args.length / statistics.median(times):.0f} tokens/s" if times else ""
+    print(f"{name}{speed}, {megabytes:.1f} MB temporary per device")
 
 
 def main() -> None:

@@ -215,15 +215,18 @@ def test_query_without_a_key_reads_0_in_a_ring():
     check_equal(ours, values_and_gradients(draw(), **options))
 
 
-def test_all_gather_supports_bias_and_dropout():
+@pytest.mark.parametrize("way", ["all_gather", "ulysses"])
+def test_whole_rows_support_bias_and_dropout(way):
     def drop_odd_keys(probabilities):
         return probabilities * (jnp.arange(LENGTH) % 2 == 0)
 
     bias = jax.random.normal(jax.random.key(5), (1, HEADS, LENGTH, LENGTH))
     options = {"mask": MASKS["causal"](), "dropout": drop_odd_keys}
-    expected = values_and_gradients(draw(), {"bias": bias}, **options)
+    inputs = draw(kv_heads=HEADS)
+    expected = values_and_gradients(inputs, {"bias": bias}, **options)
     sharding = bound(data=2, context=4)
-    ours = values_and_gradients(draw(), {"bias": bias}, sharding=sharding, **options)
+    options |= {"sharding": sharding, "context_parallel": way}
+    ours = values_and_gradients(inputs, {"bias": bias}, **options)
     check_equal(ours, expected)
 
 
