@@ -87,6 +87,7 @@ def run(gpt2_folder: Path, jobs: Any, tmp_path_factory: pytest.TempPathFactory) 
         "--exp=fine_tune_of_this_test.FineTune",
         f"--fdl.HF_FOLDER={gpt2_folder}",
         f"--fdl.TEXT_FILES=['{jobs.text_files}']",
+        "--fdl.task.train.eval_at_end=False",
         f"--job_log_dir={folder / 'job'}",
         f"--jax_compilation_cache={jobs.cache}",
     ]

@@ -26,8 +26,9 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+)
 def test_signal_while_training_input_stalls_saves_the_last_completed_step(
     jobs: Any, tmp_path: Path, running: list[Any], number: signal.Signals
 ):
@@ -40,10 +41,6 @@ def test_signal_while_training_input_stalls_saves_the_last_completed_step(
     code, output = end(process)
     assert (code, saved_steps(job)) == (128 + number, [5]), output
     assert "Traceback" not in output
-
-    answering = jobs.make(EXP, job.folder, MAX_STEPS=7, **fields)
-    answering.run("--noeval_on_test")
-    assert answering.steps_logged() == [1, 2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.slow
@@ -76,6 +73,7 @@ def test_signal_before_the_first_step_ends_a_job_whose_input_stalls(
     assert "no step was completed" in output
 
 
+@pytest.mark.slow
 def test_signal_to_one_process_saves_the_step_that_all_completed(jobs: Any, tmp_path: Path):
     fields = {"EVAL_INTERVAL_STEPS": None, "ICI_MESH_SHAPE": "[2,1,1]", "PERCORE_BATCH_SIZE": 1.0}
     job = jobs.make(EXP, tmp_path / "job", **STALLS_AFTER_STEP_5, **fields)

@@ -34,8 +34,9 @@ def runner(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_trainer_runs_without_the_tools(place: Path):
+def test_trainer_runs_without_the_tools(place: Path, text_files: Path):
     words = ("--fdl.MAX_STEPS=2", "--reduced", "--job_log_dir=run")
+    words += (f"--fdl.TEXT_FILES=['{text_files}']", "--fdl.task.train.eval_at_end=False")
     done = runner(place, EXP, *words)
     assert done.returncode == 0, done.stderr
     assert "step 2/2 | loss" in done.stdout + done.stderr
@@ -46,7 +47,10 @@ def test_trainer_runs_without_the_tools(place: Path):
     ("words", "shown"),
     [
         ((EXP, "--mode=plan"), "--mode=plan: the tool plan is"),
-        (("doctor",), "`runner doctor`: the tool doctor is"),
+        pytest.param(
+            *(("doctor",), "`runner doctor`: the tool doctor is"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             *((EXP, "--mode=inspect"), "--mode=inspect: the tool inspect is"),
             marks=pytest.mark.slow,

@@ -113,7 +113,7 @@ def holds(is_reached: Callable[[Path], bool], directory: Path) -> bool:
             StateFormat.TENSORSTORE, "the manifest is being written", marks=pytest.mark.slow
         ),
         pytest.param(StateFormat.MSGPACK, "arrays are being written", marks=pytest.mark.slow),
-        (StateFormat.MSGPACK, "the manifest is being written"),
+        pytest.param(StateFormat.MSGPACK, "the manifest is being written", marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_save_costs_no_committed_step_and_is_cleaned_up(tmp_path, state_format, moment):

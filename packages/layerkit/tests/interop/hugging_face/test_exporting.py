@@ -63,9 +63,15 @@ def llama_by_hand(**attention: Any) -> Any:
     return LanguageModel.HParams.config(lm_tpl=lm)
 
 
-def test_family_of_a_custom_model_is_found(tmp_path: Path):
+@pytest.fixture(scope="module")
+def by_hand() -> tuple[Any, Any]:
+    """Return `llama_by_hand()` with initial weights."""
     model = llama_by_hand()
-    variables = jax.jit(build(model).init)(jax.random.key(0))
+    return model, jax.jit(build(model).init)(jax.random.key(0))
+
+
+def test_family_of_a_custom_model_is_found(by_hand: tuple[Any, Any], tmp_path: Path):
+    model, variables = by_hand
     export_model(tmp_path, model, variables)
     content = json.loads((tmp_path / "config.json").read_text())
     assert (content["model_type"], content["architectures"]) == ("llama", ["LlamaForCausalLM"])
@@ -78,15 +84,12 @@ def test_family_of_a_custom_model_is_found(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
-@pytest.mark.parametrize("max_shard_bytes", [1 << 30, 1])
 def test_exported_files_have_permissions_by_umask(
-    tmp_path: Path, umask: int, mode: int, max_shard_bytes: int
+    by_hand: tuple[Any, Any], tmp_path: Path, umask: int, mode: int
 ):
-    model = llama_by_hand()
-    variables = jax.jit(build(model).init)(jax.random.key(0))
     before = os.umask(umask)
     try:
-        export_model(tmp_path, model, variables, max_shard_bytes=max_shard_bytes)
+        export_model(tmp_path, *by_hand, max_shard_bytes=1)
     finally:
         os.umask(before)
     found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
@@ -94,9 +97,8 @@ def test_exported_files_have_permissions_by_umask(
     assert set(found.values()) == {mode}, found
 
 
-def test_llama_with_a_window_is_exported_as_mistral(tmp_path: Path):
-    model = llama_by_hand(window=4)
-    export_model(tmp_path, model, jax.jit(build(model).init)(jax.random.key(0)))
+def test_llama_with_a_window_is_exported_as_mistral(by_hand: tuple[Any, Any], tmp_path: Path):
+    export_model(tmp_path, llama_by_hand(window=4), by_hand[1])
     content = json.loads((tmp_path / "config.json").read_text())
     assert (content["model_type"], content["sliding_window"]) == ("mistral", 4)
 
@@ -128,7 +130,13 @@ SETUPS = {
 }
 
 
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("bare_lora", "dpo_lora")))
+        for name in SETUPS
+    ],
+)
 def test_export_of_a_training_setup_writes_the_deployed_model(name, tmp_path: Path):
     model, ids = build(SETUPS[name]), np.arange(10)[None] % 12
     variables = nn.unbox(jax.jit(model.init)(jax.random.key(0)))
