@@ -99,9 +99,15 @@ def _embed(
     layer: Embedding | SharedEmbeddingSoftmax, ids: jax.Array, axes: tuple[str | None, ...] | None
 ) -> jax.Array:
     check_integer_arrays(layer, ids=ids)
-    # Each device holds whole vectors of its shard of the vocabulary. Otherwise the compiler keeps
-    # the layout of the weight, and every device looks up the ids of all rows.
-    vectors = lookup(layer.constrain(layer.theta.w, layer.weight_axes[0], None), ids)
+    sharding = layer.inherited("sharding")
+    if axes is not None and sharding is not None and sharding.is_split(axes[-1]):
+        # Each device looks up its features of all words; whole vectors of all tokens are too large.
+        table = layer.constrain(layer.theta.w, None, axes[-1])
+    else:
+        # Each device holds whole vectors of its shard of the vocabulary. Otherwise the compiler
+        # keeps the layout of the weight, and every device looks up the ids of all rows.
+        table = layer.constrain(layer.theta.w, layer.weight_axes[0], None)
+    vectors = lookup(table, ids)
     if layer.scale_by_sqrt_dims:
         vectors *= math.sqrt(layer.input_dims)
     return vectors if axes is None else layer.constrain(vectors, *axes)

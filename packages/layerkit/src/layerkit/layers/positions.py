@@ -151,7 +151,9 @@ class TrainablePositionalEmbedding(BaseLayer):
                 hint="Increase max_length or shorten the rows.",
             )
         check_integer_arrays(self, positions=positions)
-        return lookup(self.constrain(self.theta.w, self.weight_axes[0], None), positions)
+        # Features that are split stay so, since whole vectors of all tokens may be too large.
+        table = self.constrain(self.theta.w, self.weight_axes[0], "act_embed")
+        return lookup(table, positions)
 
 
 class RotaryPositionalEmbedding(BaseLayer):
