@@ -1,7 +1,8 @@
 """LLaMA, evaluated and fine-tuned on BoolQ, with the values of NVIDIA's Pax.
 
 All weights are trained, or with USE_LORA adapters alone. `run_llama_boolq.sh` of Pax passes the
-fields. Pax's classes only evaluate, so MAX_STEPS is that of the script.
+fields. Pax's classes only evaluate, so MAX_STEPS is that of the script, and ROWS_PER_PART divides
+the batch: to train on all rows at once would need 118 GB for each GPU with the 7B.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ class LlamaBoolQ(InitialWeights, AdamExponential, Spmd, BoolQ, LlamaDecoder, abs
     """Warmup steps of the cosine; those of the exponential are WARMUP_STEPS."""
     USE_LORA: bool = False
     """Train low-rank adapters alone, which are added with factor 1."""
+    ROWS_PER_PART: float = 4.0
+    """Rows of a device of which attention keeps the logits of a layer at a time; gradients of the
+    parts of a batch are summed."""
     LORA_RANK: int = 8
     LORA_TARGET_LAYERS: Literal["all", "attention", "mlp"] = "all"
 
@@ -69,6 +73,11 @@ class LlamaBoolQ(InitialWeights, AdamExponential, Spmd, BoolQ, LlamaDecoder, abs
             only = _LORA_TARGETS[self.LORA_TARGET_LAYERS]
             model = with_lora(model, rank=self.LORA_RANK, alpha=float(self.LORA_RANK), only=only)
         return model
+
+    def train_config(self, learner: Config) -> Config:
+        """Return the training config, which divides the batch into parts."""
+        parts = max(1, round(self.PERCORE_BATCH_SIZE / self.ROWS_PER_PART))
+        return super().train_config(learner).set(gradient_accumulation_steps=parts)
 
     def learner(self) -> Config:
         """Return the config of the learner."""
@@ -109,10 +118,11 @@ class LLaMA13B(LlamaBoolQ, Sizes13B):
 
 
 class LLaMA70B(LlamaBoolQ, Sizes70B):
-    """LLaMA 2 70B on two nodes of 8 GPUs (a100x16), fully sharded."""
+    """LLaMA 2 70B on two slices of 8 chips (v5p:2x2x2*2), fully sharded."""
 
     tags = ("multislice",)
 
     PERCORE_BATCH_SIZE = 4.0
+    ROWS_PER_PART = 1.0
     ICI_MESH_SHAPE = [1, 8, 1]
     DCN_MESH_SHAPE = [1, 2, 1]

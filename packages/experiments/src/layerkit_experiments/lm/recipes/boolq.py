@@ -106,14 +106,8 @@ class BoolQ(Corpus, abstract=True):
         return ChoiceLanguageModel.HParams.config(**{name: getattr(model, name) for name in fields})
 
     def _seqio_input(self, *, is_training: bool, **fields: Any) -> Config:
-        task = Config(
-            seqio_tasks.yes_no_task,
-            tfds_name=self.tfds_name,
-            vocab_path=self.vocab_path,
-            vocab_size=self.VOCAB_SIZE,
-        )
         return AnswersInput.HParams.config(
-            mixture_or_task=task,
+            mixture_or_task=self._text_task(seqio_tasks.yes_no_task),
             split_name="train" if is_training else self.eval_split,
             task_feature_lengths={
                 "inputs": self.MAX_SEQ_LEN - self.TARGET_LENGTH,

@@ -7,7 +7,7 @@ read. docs/data_sets.md describes how to prepare the data.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 from layerkit.config import Config, Partial
@@ -123,15 +123,18 @@ class Corpus(BaseExperiment, abstract=True):
         fields["percore_batch_size"] = self.PERCORE_BATCH_SIZE
         return make(is_training=is_training, **fields)
 
-    def _seqio_input(self, *, is_training: bool, **fields: Any) -> Config:
-        task = Config(
-            seqio_tasks.language_model_task,
+    def _text_task(self, make: Callable[..., Any]) -> Config:
+        """Return the config of a SeqIO task of the data set and the vocabulary."""
+        return Config(
+            make,
             tfds_name=self.tfds_name,
             vocab_path=self.vocab_path,
             vocab_size=self.VOCAB_SIZE,
         )
+
+    def _seqio_input(self, *, is_training: bool, **fields: Any) -> Config:
         return SeqIOInput.HParams.config(
-            mixture_or_task=task,
+            mixture_or_task=self._text_task(seqio_tasks.language_model_task),
             split_name="train" if is_training else self.eval_split,
             task_feature_lengths={"targets": self.MAX_SEQ_LEN},
             use_packing=is_training and self.PACKED_INPUT,
@@ -220,14 +223,8 @@ class Lambada(Corpus, abstract=True):
         return [self._input(name="lambada", eval_loop_num_batches=self.EVAL_NUM_BATCHES)]
 
     def _seqio_input(self, *, is_training: bool, **fields: Any) -> Config:
-        task = Config(
-            seqio_tasks.last_word_task,
-            tfds_name=self.tfds_name,
-            vocab_path=self.vocab_path,
-            vocab_size=self.VOCAB_SIZE,
-        )
         return SeqIOInput.HParams.config(
-            mixture_or_task=task,
+            mixture_or_task=self._text_task(seqio_tasks.last_word_task),
             split_name=self.eval_split,
             task_feature_lengths={
                 "inputs": self.MAX_SEQ_LEN - self.TARGET_LENGTH,

@@ -149,12 +149,7 @@ class MlperfC4(RowSamples, Corpus, abstract=True):
 
     def _seqio_input(self, *, is_training: bool, **fields: Any) -> Config:
         if is_training:
-            task = Config(
-                seqio_tasks.joined_documents_task,
-                tfds_name=self.tfds_name,
-                vocab_path=self.vocab_path,
-                vocab_size=self.VOCAB_SIZE,
-            )
+            task = self._text_task(seqio_tasks.joined_documents_task)
         else:
             task = Config(
                 seqio_tasks.token_ids_task,

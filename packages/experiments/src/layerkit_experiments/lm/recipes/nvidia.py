@@ -59,6 +59,19 @@ class CappedCosine(AdamExponential):
     MAX_STEPS = 500_000
     CHECKPOINT_EVERY_N_STEPS = 100_000
 
+    def optimizer(self) -> Partial:
+        """Return Adam or Adafactor."""
+        if not self.USE_ADAFACTOR:
+            return super().optimizer()
+        return Partial(
+            sharded_adafactor,
+            beta1=self.ADAM_BETA1,
+            decay_adam=0.99,
+            clip_threshold=self.UPDATE_RMS_CAP,
+            weight_decay=self.WEIGHT_DECAY,
+            axis_order=axis_order,
+        )
+
     def learner(self) -> Config:
         """Return the config of the learner."""
         learner = super().learner()
@@ -70,13 +83,4 @@ class CappedCosine(AdamExponential):
             decay_end=self.DECAY_END,
             min_ratio=self.MIN_LEARNING_RATE_RATIO,
         )
-        if self.USE_ADAFACTOR:
-            learner.optimizer = Partial(
-                sharded_adafactor,
-                beta1=self.ADAM_BETA1,
-                decay_adam=0.99,
-                clip_threshold=self.UPDATE_RMS_CAP,
-                weight_decay=self.WEIGHT_DECAY,
-                axis_order=axis_order,
-            )
         return learner

@@ -130,13 +130,15 @@ class ScheduleOverRun(TrainingLength):
         ]
 
 
-class AdamExponential(TrainingLength):
-    """Adam with an update cap; linear warmup, then exponential decay to a tenth."""
+class ExponentialDecay(TrainingLength):
+    """Linear warmup, then exponential decay to a tenth, with the defaults of Pax.
+
+    A subclass defines the optimizer.
+    """
 
     LEARNING_RATE: float = 1e-3
     ADAM_BETA1: float = 0.9
     ADAM_BETA2: float = 0.99
-    ADAM_EPSILON: float = 1e-6
     WEIGHT_DECAY: float = 1e-3
     CLIP_GRADIENT_NORM: float | None = 5.0
     UPDATE_RMS_CAP: float | None = 1.0
@@ -152,18 +154,15 @@ class AdamExponential(TrainingLength):
         "DECAY_END": 200,
     }
 
+    def optimizer(self) -> Partial:
+        """Return the optimizer without its learning rate."""
+        raise NotImplementedError(f"{type(self).__qualname__} does not define optimizer")
+
     def learner(self) -> Config:
         """Return the config of the learner."""
         check_optimizer_numbers(self)
         return Learner.HParams.config(
-            optimizer=Partial(
-                adam_with_update_cap,
-                b1=self.ADAM_BETA1,
-                b2=self.ADAM_BETA2,
-                eps=self.ADAM_EPSILON,
-                weight_decay=self.WEIGHT_DECAY,
-                update_rms_cap=self.UPDATE_RMS_CAP,
-            ),
+            optimizer=self.optimizer(),
             learning_rate=Config(
                 linear_warmup_exponential_decay,
                 self.LEARNING_RATE,
@@ -173,6 +172,23 @@ class AdamExponential(TrainingLength):
                 min_ratio=self.MIN_LEARNING_RATE_RATIO,
             ),
             clip_global_norm=self.CLIP_GRADIENT_NORM,
+        )
+
+
+class AdamExponential(ExponentialDecay):
+    """Adam with an update cap; linear warmup, then exponential decay to a tenth."""
+
+    ADAM_EPSILON: float = 1e-6
+
+    def optimizer(self) -> Partial:
+        """Return Adam."""
+        return Partial(
+            adam_with_update_cap,
+            b1=self.ADAM_BETA1,
+            b2=self.ADAM_BETA2,
+            eps=self.ADAM_EPSILON,
+            weight_decay=self.WEIGHT_DECAY,
+            update_rms_cap=self.UPDATE_RMS_CAP,
         )
 
 

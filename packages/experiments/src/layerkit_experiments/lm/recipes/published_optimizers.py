@@ -10,6 +10,7 @@ import optax
 from layerkit.config import Config, Partial
 from layerkit.interop.praxis import axis_order
 from layerkit_experiments.lm.recipes.optimization import (
+    ExponentialDecay,
     ScheduleOverRun,
     TrainingLength,
     adamw_learner,
@@ -85,50 +86,24 @@ class AdafactorSqrt(TrainingLength):
         )
 
 
-class AdafactorExponential(TrainingLength):
-    """Adafactor with momentum in int8; linear warmup, then exponential decay to a tenth (Pax)."""
+class AdafactorExponential(ExponentialDecay):
+    """Adafactor with momentum in int8; linear warmup, then exponential decay to a tenth (Pax).
 
-    LEARNING_RATE: float = 1e-3
-    ADAM_BETA1: float = 0.9
-    ADAM_BETA2: float = 0.99
-    """Decay of the factored second moments, with Adam's bias correction."""
-    WEIGHT_DECAY: float = 1e-3
-    CLIP_GRADIENT_NORM: float | None = 5.0
-    UPDATE_RMS_CAP: float | None = 1.0
-    WARMUP_STEPS: int = 4000
-    DECAY_START: int = 4001
-    DECAY_END: int = 100_000
-    MIN_LEARNING_RATE_RATIO: float = 0.1
+    ADAM_BETA2 is the decay of the factored second moments, with Adam's bias correction.
+    """
+
+    DECAY_END = 100_000
     MAX_STEPS = 100_000
 
-    reduced_fields: ClassVar[Mapping[str, Any]] = {
-        "LEARNING_RATE": 3e-3,
-        "WARMUP_STEPS": 5,
-        "DECAY_START": 6,
-        "DECAY_END": 200,
-    }
-
-    def learner(self) -> Config:
-        """Return the config of the learner."""
-        check_optimizer_numbers(self)
-        return Learner.HParams.config(
-            optimizer=Partial(
-                sharded_adafactor,
-                beta1=self.ADAM_BETA1,
-                decay_adam=self.ADAM_BETA2,
-                weight_decay=self.WEIGHT_DECAY,
-                clip_threshold=self.UPDATE_RMS_CAP,
-                axis_order=axis_order,
-            ),
-            learning_rate=Config(
-                schedules.linear_warmup_exponential_decay,
-                self.LEARNING_RATE,
-                warmup_steps=self.WARMUP_STEPS,
-                decay_start=self.DECAY_START,
-                decay_end=self.DECAY_END,
-                min_ratio=self.MIN_LEARNING_RATE_RATIO,
-            ),
-            clip_global_norm=self.CLIP_GRADIENT_NORM,
+    def optimizer(self) -> Partial:
+        """Return Adafactor."""
+        return Partial(
+            sharded_adafactor,
+            beta1=self.ADAM_BETA1,
+            decay_adam=self.ADAM_BETA2,
+            weight_decay=self.WEIGHT_DECAY,
+            clip_threshold=self.UPDATE_RMS_CAP,
+            axis_order=axis_order,
         )
 
 
