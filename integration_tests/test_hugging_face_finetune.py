@@ -75,7 +75,7 @@ def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     variables["params"]["lm"]["softmax"]["w"] *= 4.0
     folder = tmp_path_factory.mktemp("gpt2")
     export_model(folder, model, variables)
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text("{}")
     return folder
 
 
@@ -137,7 +137,7 @@ def test_export_has_the_saved_weights(run: Run):
 
 
 def test_the_tokenizer_of_the_folder_goes_along(run: Run):
-    assert (run.target / "tokenizer.json").read_text() == "{}"
+    assert (run.target / "tokenizer_config.json").read_text() == "{}"
     config = json.loads((run.target / "config.json").read_text())
     assert (config["model_type"], config["vocab_size"]) == ("gpt2", VOCAB_SIZE)
 
@@ -173,7 +173,7 @@ def test_an_average_is_exported_with_the_tokenizer_of_the_flag(
     ]
     assert cli.main([*words, f"--init_from={gpt2_folder}"]) == 0
     assert cli.main([*words, "--mode=export", f"--export_dir={target}"]) == 0
-    assert (target / "tokenizer.json").read_text() == "{}"
+    assert (target / "tokenizer_config.json").read_text() == "{}"
     saved = jobs.read_checkpoint(SimpleNamespace(checkpoints=tmp_path / "job" / "checkpoints"), 6)
     _, variables = import_model(target)
     for path, leaf in jax.tree_util.tree_leaves_with_path(variables["params"]):

@@ -73,7 +73,7 @@ def hf_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
             "num_hidden_layers": 3,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            "max_position_embeddings": 256,
+            "max_position_embeddings": 1024,
             "rms_norm_eps": 1e-5,
             "rope_theta": 10000.0,
             "hidden_act": "silu",

@@ -23,7 +23,9 @@ from layerkit.interop.hugging_face import (
     eos_id,
     import_model,
     load_weights,
+    max_length,
     model_config,
+    tokenizer_file,
 )
 from layerkit.interop.hugging_face.gemma2 import GEMMA2
 from layerkit.interop.hugging_face.importing import read_weights
@@ -106,6 +108,16 @@ def test_eos_id_prefers_generation_config_to_config(tmp_path: Path):
     ):
         (tmp_path / name).write_text(json.dumps(content))
         assert eos_id(tmp_path) == expected
+
+
+def test_tokenizer_and_positions_are_those_of_the_folder(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    assert (tokenizer_file(tmp_path), max_length(tmp_path)) == (None, None)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for key in ("n_positions", "max_position_embeddings"):
+        (tmp_path / "config.json").write_text(json.dumps({key: 64}))
+        assert max_length(tmp_path) == 64
+    assert tokenizer_file(tmp_path) == str(tmp_path / "tokenizer.json")
 
 
 # Keys that do not change the computation; the table of each family gives the reasons.

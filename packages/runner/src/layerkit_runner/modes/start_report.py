@@ -82,6 +82,8 @@ def start_lines(
     yield f"partitioner  {job.partitioner.describe()}"
     if padded := job.partitioner.padding_text(job.task):
         yield f"padded       {padded}"
+    if summary := job.resolved.experiment.data_summary():
+        yield f"data         {summary}"
     for each in data.inputs:
         if each.name is not None:
             yield f"program      {each.name}, {each.steps} of every {data.num_turn_steps} steps"

@@ -110,7 +110,7 @@ class LocalFiles(BaseExperiment, abstract=True):
 
     def data_summary(self) -> str:
         """Return a short description of the training data."""
-        return "Python's source code" if self.TEXT_FILES is None else "text files"
+        return "Python's source code" if self.TEXT_FILES is None else ", ".join(self.TEXT_FILES)
 
     def validate(self) -> None:
         """Raise an error if the model lacks ids of the data, whose loss would be NaN."""

@@ -63,9 +63,31 @@ class HuggingFaceLm(TrainingLength, BaseExperiment, abstract=True):
         return model
 
     def validate(self) -> None:
-        """Raise an error if the model is not supported or lacks ids of the data."""
+        """Raise an error if the model is not supported, or does not fit the data.
+
+        A model would train without an error on bytes instead of the tokens that it knows, and on
+        longer rows than those for which it was made.
+        """
+        from layerkit.interop import hugging_face
+
         super().validate()
         known = self.model().lm_tpl.vocab_size
+        tokenizer = hugging_face.tokenizer_file(self.HF_FOLDER)
+        if tokenizer is not None and getattr(self, "TOKENIZER", None) == "bytes":
+            raise ConfigError(
+                field="TOKENIZER",
+                value="bytes",
+                expected=f"the tokenizer of {self.HF_FOLDER}, with which its model was trained",
+                hint="lm.fine_tune.FineTune reads the tokenizer and its size from the folder.",
+                settings={"TOKENIZER": tokenizer, "VOCAB_SIZE": known},
+            )
+        length, positions = getattr(self, "MAX_SEQ_LEN", 0), hugging_face.max_length(self.HF_FOLDER)
+        if positions is not None and length > positions:
+            raise ConfigError(
+                field="MAX_SEQ_LEN",
+                value=length,
+                expected=f"at most {positions}, the positions in {self.HF_FOLDER}/config.json",
+            )
         needed = getattr(self, "VOCAB_SIZE", 0)
         if needed > known:
             raise ConfigError(

@@ -12,6 +12,8 @@ from layerkit.interop.hugging_face.exporting import export_model as export_model
 from layerkit.interop.hugging_face.families import FAMILIES as FAMILIES
 from layerkit.interop.hugging_face.folder import TensorFileError as TensorFileError
 from layerkit.interop.hugging_face.folder import eos_id as eos_id
+from layerkit.interop.hugging_face.folder import max_length as max_length
+from layerkit.interop.hugging_face.folder import tokenizer_file as tokenizer_file
 from layerkit.interop.hugging_face.importing import HuggingFaceWeights as HuggingFaceWeights
 from layerkit.interop.hugging_face.importing import TensorMismatchError as TensorMismatchError
 from layerkit.interop.hugging_face.importing import import_model as import_model

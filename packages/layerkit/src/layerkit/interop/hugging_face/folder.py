@@ -350,6 +350,20 @@ def eos_id(folder: str | os.PathLike[str]) -> int | tuple[int, ...] | None:
     return None
 
 
+def tokenizer_file(folder: str | os.PathLike[str]) -> str | None:
+    """Return the path of the tokenizer's vocabulary in a folder; None if it has none."""
+    names = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
+    paths = (Path(folder) / name for name in names)
+    return next((str(path) for path in paths if path.is_file()), None)
+
+
+def max_length(folder: str | os.PathLike[str]) -> int | None:
+    """Return the largest number of positions that config.json declares; None if it has none."""
+    content = read_json(folder)
+    found = content.get("max_position_embeddings", content.get("n_positions"))
+    return None if found is None else int(found)
+
+
 def write_json(folder: Path, name: str, content: Mapping[str, Any]) -> None:
     """Write a JSON file into a folder."""
     (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
