@@ -262,6 +262,13 @@ def test_invalid_weight_declaration_raises(raises, weight, value):
         Declaring(weight=weight).init(KEY)
 
 
+def test_axis_of_a_weight_without_a_rule_raises_under_rules(raises):
+    layer = Declaring(weight=WeightHParams((2,), axes=("embedd",)))
+    assert shapes(layer.init(KEY))["params"] == {"scale": (2,)}
+    with raises(ConfigError, owner="Declaring().scale", value="embedd"):
+        layer.clone(sharding=BoundSharding(None)).init(KEY)
+
+
 def test_updated_variable_is_returned():
     variables = Counter().init(KEY)
     assert shapes(variables) == {"params": {}, "non_trainable": {"calls": (1,)}}

@@ -14,6 +14,7 @@ from layerkit.near_names import near_names
         ("--ab", ["--cd"], "."),
         ("lm/norm/scale", ["lm/norm/bias", "lm/norm/scales"], "; did you mean 'lm/norm/scales'?"),
         ("/data/runs/of/a/long/path/x", ["/data/runs/of/a/long/path/base"], "."),
+        ("LR", ["TRAIN", "LEARNING_RATE"], "; did you mean 'LEARNING_RATE'?"),
         ("tensr", ["tensor", "sensor"], "; did you mean 'tensor'?"),
     ],
 )

@@ -113,7 +113,8 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
       train: True for the training variant, with dropout, noise, expert capacities and moving
         statistics; set it on a clone, `model.clone(train=True)`. None inherits it. A model without
         a value evaluates, and warns if `aux_loss` is mutable, as in a training step.
-      sharding: Mesh and rules, set by the partitioner; constraints do nothing without them.
+      sharding: Mesh and rules, set by the partitioner; constraints do nothing without them, and
+        names of axes are not checked.
       shared_weight_id: Id of shared weights. Children of one model with the same id, created from
         equal configs, are one layer with one set of weights.
     """
@@ -169,8 +170,9 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
             `update_var`.
 
         Raises:
-          ValueError: sizes below one, axes that do not name every dimension, or weights of an
-            inherited dtype that is not floating, or an initializer that is not a `WeightInit`.
+          ValueError: sizes below one, axes that do not name every dimension, an axis without a rule
+            if `sharding` is set, weights of an inherited dtype that is not floating, or an
+            initializer that is not a `WeightInit`.
         """
         expected = f"one name for each dimension of {weight.shape}"
         is_named = len(weight.axes) == len(weight.shape)
@@ -178,6 +180,9 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
         sizes = dict(zip(weight.axes, weight.shape, strict=True))
         are_positive = all(size >= 1 for size in weight.shape)
         require(are_positive, self, f"shape of {name}", sizes, "sizes of at least 1")
+        if sharding := self.inherited("sharding"):
+            for axis in filter(None, weight.axes):
+                sharding.rules.mesh_axes(axis, owner=f"{self.path_name}.{name}")
         if weight.init is None:
             init = check_init(
                 self.inherited("params_init"), owner=self.path_name, field="params_init"

@@ -10,11 +10,14 @@ This module imports nothing that takes time, so that command lines can use it.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import enum
 import functools
 import inspect
+import json
 import re
+import shlex
 import typing
 import warnings
 from typing import Any
@@ -134,10 +137,13 @@ def parse_value(text: str, annotation: str | None = None) -> Any:
         raise _mismatch(text, annotation, hint=f"Did you mean {text.capitalize()}?")
     try:
         return convert(value, annotation)
-    except FieldTypeError:
+    except FieldTypeError as error:
         # `None` stays None: a string of that name is hardly ever meant.
         if value is not None and is_text_field(untyped=True):
             return text
+        with contextlib.suppress(FieldTypeError, TypeError):
+            convert([value], annotation)
+            error.hint = f"Write a list as {shlex.quote(json.dumps([value]))}."
         raise
 
 

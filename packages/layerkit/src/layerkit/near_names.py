@@ -13,7 +13,8 @@ def find_near_names(name: str, valid: Iterable[str]) -> list[str]:
     """Return the valid names, at most two, that are similar to an unknown name.
 
     Case, leading dashes, and the difference between dashes and underscores are ignored, and so is a
-    folder that all names share, which would make any two paths similar.
+    folder that all names share, which would make any two paths similar. Initials, such as `lr`, are
+    similar to the whole name.
 
     Args:
       name: Unknown name.
@@ -25,6 +26,9 @@ def find_near_names(name: str, valid: Iterable[str]) -> list[str]:
         folder = ""
     folded = {_fold(candidate.removeprefix(folder)): candidate for candidate in valid}
     wanted = _fold(name.removeprefix(folder))
+    abbreviated = [c for f, c in folded.items() if "".join(w[:1] for w in f.split("_")) == wanted]
+    if wanted not in folded and len(wanted) > 1 and abbreviated:
+        return abbreviated[:2]
     matches = difflib.get_close_matches(wanted, folded, n=2, cutoff=0.6)
     # Suggest a second name only if it is about as similar as the first.
     ratios = [difflib.SequenceMatcher(None, match, wanted).ratio() for match in matches]

@@ -168,6 +168,9 @@ class BoundSharding:
     ) -> PartitionSpec:
         """Return the PartitionSpec of an array with these logical axes.
 
+        Mesh axes of size 1 are left out: on one device, every entry is None. A
+        `jax.sharding.AbstractMesh` has sizes without devices.
+
         Args:
           axes: Logical axis name, or None, of each dimension.
           shape: Shape of the array. If given, each dimension must be divisible by the size of its

@@ -15,6 +15,7 @@ from flax import linen as nn
 
 import layerkit.layers as L  # noqa: N812 - the index is read as one name, a layer a line
 from layerkit.base_layer import BaseLayer
+from layerkit.checks import require
 from layerkit.config import Config
 from layerkit.field_checks import Conditions
 from layerkit.layers.adapters import LoraDot
@@ -294,6 +295,18 @@ def test_check_finds_an_unused_field():
 
     example = of(Doubled, {}, lambda layer: layer(NUMBERS))
     assert dead_fields(example) == ["nobody_reads"]
+
+
+def test_error_of_a_changed_field_names_the_field():
+    class Scaled(BaseLayer):
+        rate: float = 0.5
+
+        def setup(self):
+            require(self.rate == 0.5, self, "rate", self.rate, "0.5")
+
+    with pytest.raises(ValueError) as raised:
+        dead_fields(of(Scaled, {}, lambda layer: NUMBERS))
+    assert "Scaled.rate was set to 0.25" in raised.value.__notes__[-1]
 
 
 def test_check_finds_an_ignored_field_unless_it_raises():

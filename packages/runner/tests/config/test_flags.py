@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import absl.logging  # noqa: F401 - defines flags, as a library would
@@ -120,6 +122,13 @@ def test_wrong_flag_raises(raises, words: list[str], data: dict[str, Any]):
 def test_flag_without_value_raises(raises, words: list[str]):
     with raises(UsageError):
         parse_flags([EXP, *words])
+
+
+def test_training_in_a_recorded_folder_names_its_experiment(raises, tmp_path: Path):
+    record: dict[str, Any] = {"experiment": "notes.Notes", "overrides": {}, "fields": {}}
+    (tmp_path / "config.json").write_text(json.dumps(record | {"config": {}}))
+    with raises(UsageError, field="--exp", hint=f"{tmp_path} was written by --exp='notes.Notes'."):
+        parse_flags([f"--job_log_dir={tmp_path}", "--fdl.MAX_STEPS=50"])
 
 
 def test_experiment_is_required_except_by_listings(raises):

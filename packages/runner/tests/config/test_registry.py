@@ -252,6 +252,15 @@ def test_unknown_name_suggests_the_nearest(name: str, near: str):
     assert near in str(caught.value)
 
 
+def test_name_of_a_missing_module_suggests_files_of_the_folder(
+    raises, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {"notes_of_mine.py": "class Notes: pass\n"})
+    with raises(UsageError, field="--exp", choices=("notes_of_mine.Notes",)):
+        find_experiment("note_of_mine.Notes")
+
+
 @pytest.mark.parametrize("before", ["from layerkit_runner import BaseExperiment", "1 / 0"])
 def test_unknown_class_of_a_custom_module_raises_without_an_import(
     raises, folder: Path, before: str

@@ -77,8 +77,8 @@ def dead_fields(example: Example, *, sharding: BoundSharding | None = None) -> l
     """Return the fields of a layer's class that can be changed without effect.
 
     A field needs no entry in `changes` if another valid value follows from its present one: a bool
-    is flipped, a number is doubled (or raised from 0), axes lose their names, an initializer is
-    constant, and the weights of a template become bfloat16.
+    is flipped, an integer is doubled, a float is halved (or raised from 0), axes lose their names,
+    an initializer is constant, and the weights of a template become bfloat16.
 
     Args:
       example: The layer.
@@ -139,7 +139,15 @@ class _Probe:
         values = {**change.given, name: change.value}
         if change.refusal is not None:
             return change.refusal not in self._refusal(values)
-        return self._is_equal(change.given, values)
+        try:
+            return self._is_equal(change.given, values)
+        except ValueError as error:
+            owner = self._example.layer_class.__name__
+            error.add_note(
+                f"{owner}.{name} was set to {change.value!r} to see its effect. If that value is"
+                " not valid, give another in `changes`."
+            )
+            raise
 
     def is_ignored(self, name: str, value: Any, given: Mapping[str, Any]) -> bool:
         """Return True if a change on top of `given` neither has an effect nor raises an error."""
@@ -216,7 +224,7 @@ def _another(config: Config, name: str) -> Any:
     if isinstance(value, int):
         return 2 * value or 1
     if isinstance(value, float):
-        return 2 * value or 0.25
+        return value / 2 or 0.25  # half of a rate is a rate
     if name.endswith("_init"):
         return WeightInit.Constant(0.125)
     if is_config(value):

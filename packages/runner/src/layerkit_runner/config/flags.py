@@ -285,12 +285,18 @@ def _check_experiment(values: Mapping[str, Any]) -> None:
     # A folder names the experiment that was trained there, but not what to train next.
     has_record = values["job_log_dir"] and (mode != "train" or _only_prints(values))
     if not values["exp"] and not has_record:
+        from layerkit_runner.config.recorded import read_recorded_config  # it imports this module
+
         or_folder = "" if mode == "train" else ", or the --job_log_dir of a job that ran it"
+        folder = values["job_log_dir"]
+        recorded = read_recorded_config(folder) if folder else None
         raise UsageError(
             field="--exp",
             value=values["exp"],
             expected=f"the name of an experiment{or_folder}",
-            hint="`runner --list` prints all.",
+            hint="`runner --list` prints all."
+            if recorded is None
+            else f"{folder} was written by --exp={recorded.experiment!r}.",
         )
 
 

@@ -27,6 +27,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from layerkit.near_names import find_near_names
 from layerkit_runner.config.catalogue import CatalogueLine, read_catalogue
 from layerkit_runner.errors import FieldError, UsageError
 
@@ -123,6 +124,9 @@ def find_experiment(name: str, *, flag: str = "--exp") -> ExperimentEntry:
     if _source(module) is not None:
         raise _missing_class(flag, module, class_name)
     choices = [entry.name for entry in index.values()]
+    package, dot, _ = _from_pax(name).partition(".")
+    if dot and _spec(package) is None and not any(c.startswith(f"{package}.") for c in choices):
+        raise _missing_module(flag, name, package)
     if not module:
         # A bare class name is too unlike a whole dotted one.
         choices = [choice.rpartition(".")[2] for choice in choices]
@@ -281,6 +285,17 @@ def _missing_class(flag: str, module: str, name: str) -> UsageError:
     choices = [f"{module}.{found}" for found in _CLASS.findall(_source(module) or "")]
     value = f"{module}.{name}"
     return UsageError("unknown experiment", field=flag, value=value, choices=choices)
+
+
+def _missing_module(flag: str, name: str, package: str) -> UsageError:
+    files = [path.stem for path in Path.cwd().glob("*.py")]
+    return UsageError(
+        f"no module {package!r} in {Path.cwd()}, in PYTHONPATH or among installed packages",
+        field=flag,
+        value=name,
+        choices=[stem + name.removeprefix(package) for stem in find_near_names(package, files)],
+        hint="`runner --list` prints the experiments of installed packages.",
+    )
 
 
 def _from_pax(name: str) -> str:

@@ -366,14 +366,21 @@ def _restore_positions(job: Job, programs: _Programs, first: FirstState) -> None
     """Restore the input positions and the state of early stopping, before the first step."""
     report = job.observers.message
     if first.restored_from is not None:
-        with as_usage_error():
-            for key in programs.data.set_states(first.input_states):
-                report(
-                    f"the checkpoint has no input position for {key}: reading from the beginning"
-                )
-            for name, dataset in inputs_of(programs.evals).items():
-                if (key := eval_input_key(name)) in first.input_states:
-                    dataset.set_state(first.input_states[key])
+        try:
+            with as_usage_error():
+                for key in programs.data.set_states(first.input_states):
+                    report(
+                        f"the checkpoint has no input position for {key}: reading from the"
+                        " beginning"
+                    )
+                for name, dataset in inputs_of(programs.evals).items():
+                    if (key := eval_input_key(name)) in first.input_states:
+                        dataset.set_state(first.input_states[key])
+        except UsageError as error:
+            folder = job.given_directory
+            flags = f"A new run: --init_from={folder} with another --job_log_dir."
+            error.hint = f"{error.hint} {flags}" if error.hint else flags
+            raise
         # Reported once every input has accepted its position: data of another shape end the run.
         report(f"resuming from step {first.step} of {first.restored_from}")
         if job.options.init_from is not None:
