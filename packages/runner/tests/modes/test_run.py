@@ -40,7 +40,7 @@ class Input:
 class Stack:
     """A stack of layers."""
 
-    checkpoint_policy: str
+    remat: str
 
 
 class Large(BaseExperiment):
@@ -50,7 +50,7 @@ class Large(BaseExperiment):
     ICI_MESH_SHAPE: list[int] | None = None
 
     def task(self) -> Config:
-        return Config(Stack, checkpoint_policy="save_all")
+        return Config(Stack, remat="save_all")
 
     def datasets(self) -> list[Config]:
         return [Config(Input, percore_batch_size=self.PERCORE)]
@@ -102,12 +102,12 @@ def test_long_out_of_memory_message_is_shortened():
 def test_remedies_name_fields_and_paths():
     large, name = resolve(Large()), f"{__name__}.Large"
     remedies = memory_remedies("train", large)
-    for flag in ("PERCORE", "task.checkpoint_policy", "ICI_MESH_SHAPE"):
-        assert f"--fdl.{flag} " in remedies.replace(",", " ")
+    for flag in ("PERCORE", "task.remat", "ICI_MESH_SHAPE"):
+        assert f"--fdl.{flag} " in remedies.replace(",", " ").replace("=", " ")
     assert f"runner --exp={name} --mode=plan --search" in remedies
     remedies = memory_remedies("eval", large)
     assert "--fdl.PERCORE" in remedies and "ICI_MESH_SHAPE" in remedies
-    assert "policy" not in remedies and "plan" not in remedies
+    assert "remat" not in remedies and "plan" not in remedies
     bare = ResolvedExperiment(Bare(), Config(dict), [], [], Config(dict))
     assert memory_remedies("eval", bare) == ""
 

@@ -183,14 +183,16 @@ def memory_remedies(mode: str, resolved: ResolvedExperiment) -> str:
         for root in ("task", "datasets", "partitioner")
         for path, value in walk(getattr(resolved, root), root)
         if value is not None or root == "partitioner"
+        # The policy "full" already saves all that rematerialization can.
+        if not (isinstance(value, str) and value == "full")
     }
     is_training = mode == "train"
     remedies = [
         words.format(f"--fdl.{override_path(resolved, paths[name])}")
         for name, words, applies in (
+            ("remat", "{}=full", is_training),
             ("percore_batch_size", "a smaller {}", True),
             ("batch_size", "a smaller {}", True),
-            ("checkpoint_policy", "a {} that keeps less", is_training),
             ("ici_mesh_shape", "a {} with more fsdp", True),
         )
         if applies and name in paths
