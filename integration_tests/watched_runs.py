@@ -81,7 +81,7 @@ class TakingTurns(Watched):
         return task
 
     def datasets(self) -> list[Config]:
-        (short,) = super().datasets()
+        short, *_ = super().datasets()
         long = short.clone().set(name="long", seq_length=2 * self.MAX_SEQ_LEN)
         return [short.set(name="short"), long]
 

@@ -13,6 +13,7 @@ from layerkit.base_layer import CACHE, BaseLayer
 from layerkit.errors import ConfigError
 from layerkit.layers.attention.cross import CrossAttention
 from layerkit.layers.masks import AttentionMask
+from layerkit.layers.normalizations import RmsNorm
 from layerkit.layers.positions import RotaryPositionalEmbedding
 from layerkit.layers.transformer import Transformer
 
@@ -98,6 +99,7 @@ def parallel_branch(x, n, a, f):
 
 
 SHARED = {"parallel": True, "parallel_shares_norm": True}
+NORM = RmsNorm.HParams.config()
 EQUATIONS = {
     "pre": ({}, pre),
     "post": ({"norm_policy": "post"}, post),
@@ -345,6 +347,7 @@ def test_fprop_raises_for_two_droppath_rates(raises):
         ({"parallel": True, "norm_policy": "post"}, "norm_policy", "post"),
         ({"parallel": True, **CROSS}, "parallel", True),
         ({**SHARED, "norm_policy": "branch"}, "norm_policy", "branch"),
+        ({**SHARED, "feed_forward_norm_tpl": NORM}, "feed_forward_norm_tpl", NORM),
     ],
 )
 def test_init_raises_for_unsupported_combinations(raises, fields, field, value):

@@ -269,6 +269,10 @@ class Transformer(BaseLayer):
         expected = "'pre' or 'pre_post' with parallel_shares_norm=True"
         is_valid = not (self.parallel_shares_norm and norms == "branch")
         require(is_valid, self, "norm_policy", norms, expected)
+        norm = self.feed_forward_norm_tpl
+        expected = "None with parallel_shares_norm=True, since the branches share norm_tpl"
+        is_valid = not self.parallel_shares_norm or norm is None
+        require(is_valid, self, "feed_forward_norm_tpl", norm, expected)
 
     @nn.nowrap
     def _check_memory(self, **arguments: Any) -> None:

@@ -218,8 +218,11 @@ class Monitor:
                 self._kill()
             if now - self._ticked >= BEAT_SECONDS:
                 self._tick(now)
-        if self._is_gone and not (self._is_done or self._has_reported):
-            self._tell_hub(ENDED)
+        if self._is_gone:
+            # Its last messages may have arrived after the last read.
+            self._receive_from_process(self._control)
+            if not (self._is_done or self._has_reported):
+                self._tell_hub(ENDED)
         if self._is_done and self._member is not None:
             self._member.send(done=True)
         self._log.wait(_SECONDS_TO_DRAIN)
