@@ -45,12 +45,13 @@ napoleon_custom_sections = [("Attributes", "params_style")]
 napoleon_attr_annotations = False  # types and defaults are in the signature
 toc_object_entries_show_parents = "hide"
 
-highlight_language = "text"  # commands and output, unless a block names a language
+highlight_language = "text"  # output, unless a block names a language
 smartquotes = False  # `--flag` keeps its hyphens
 html_theme = "furo"
 html_title = "layerkit"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(DOCS / "_static" / "search_scorer.js")
 html_copy_source = False
 html_show_sourcelink = False
 copybutton_exclude = ".linenos, .gp, .go"

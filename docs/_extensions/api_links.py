@@ -1,7 +1,9 @@
 """Sphinx extension that links inline code such as `BaseLayer` to the API reference.
 
-A name is linked if it is the full path, or the last part of the path, of exactly one documented
-object. Common words (`loss`) are not: a last part needs a capital letter or an underscore.
+A name is linked if it is the full path of a documented object, or the end of exactly one: the last
+part for a class, function or constant, and `Class.name` for a member. A member's own name is not
+linked, since many classes may have it, and neither are common words: a last part needs a capital
+letter or an underscore.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ def find(app_env: Any, name: str) -> tuple[str, Any] | None:
         for path, entry in objects.items():
             if entry.objtype != "module":
                 parts = path.split(".")
-                for count in (1, 2):
+                is_member = ".".join(parts[:-1]) in objects and (
+                    objects[".".join(parts[:-1])].objtype != "module"
+                )
+                for count in (2,) if is_member else (1, 2):
                     by_end.setdefault(".".join(parts[-count:]), []).append(path)
         app_env.layerkit_short_names = by_end
     last = name.rpartition(".")[2]
@@ -61,7 +66,7 @@ class LinkNames(SphinxPostTransform):
             return
         for node in list(self.document.findall(nodes.literal)):
             text = node.astext()
-            if not NAME.fullmatch(text) or isinstance(node.parent, (nodes.reference, nodes.title)):
+            if not NAME.fullmatch(text) or is_within(node, (nodes.reference, nodes.title)):
                 continue
             found = find(self.env, text.removesuffix("()"))
             if found is not None and self.app.builder.format == "html":
@@ -70,6 +75,15 @@ class LinkNames(SphinxPostTransform):
                     self.app.builder, docname, entry.docname, entry.node_id, node.deepcopy(), path
                 )
                 node.replace_self(link)
+
+
+def is_within(node: nodes.Node, kinds: tuple[type[nodes.Node], ...]) -> bool:
+    """Return whether a node is inside of one of some kinds, at any depth."""
+    while node.parent is not None:
+        node = node.parent
+        if isinstance(node, kinds):
+            return True
+    return False
 
 
 def resolve_short_name(app: Sphinx, env: Any, node: Any, content: Any) -> Any:

@@ -53,6 +53,7 @@ PAGES: dict[str, tuple[str, ...]] = {
         "layerkit_runner.init_from",
         "layerkit_runner.partitioning",
         "layerkit_runner.trainer",
+        "layerkit_runner.cli",
         "layerkit_runner.training.metrics",
     ),
     "observers": ("layerkit_runner.observers",),

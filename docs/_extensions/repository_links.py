@@ -1,7 +1,8 @@
-"""Sphinx extension for links of pages to files of the repository outside of `docs/`.
+"""Sphinx extension for references of pages to files of the repository outside of `docs/`.
 
 The site does not contain these files. A link to one becomes its path in the repository, as code.
-A link to a file that does not exist is a warning, which ends the build.
+A link to a file that does not exist is a warning, which ends the build. The last column of a table
+is left out if it names tests, under the heading "shown by" or "test".
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Register the transform."""
+    """Register the transforms."""
     app.add_transform(ReplaceLinks)
+    app.add_transform(DropTests)
     return {"parallel_read_safe": True}
 
 
@@ -53,3 +55,21 @@ class ReplaceLinks(SphinxTransform):
                 if same
                 else [*node.children, nodes.Text(" ("), nodes.literal("", shown), nodes.Text(")")]
             )
+
+
+class DropTests(SphinxTransform):
+    """A transform of tables whose last column names tests."""
+
+    default_priority = 1
+
+    def apply(self, **kwargs: Any) -> None:
+        """Remove the column."""
+        for group in self.document.findall(nodes.tgroup):
+            rows = list(group.findall(nodes.row))
+            if rows[0][-1].astext() in ("shown by", "test"):
+                for cells in [
+                    *rows,
+                    [child for child in group if isinstance(child, nodes.colspec)],
+                ]:
+                    cells[-1].parent.remove(cells[-1])
+                group["cols"] -= 1

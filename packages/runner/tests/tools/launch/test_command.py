@@ -163,7 +163,7 @@ def documented() -> list[list[str]]:
     found = []
     for page in sorted((DOCS / "launch").glob("*.md")):
         variables: dict[str, str] = {}
-        for block in re.findall(r"^```\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
             variables |= dict(re.findall(r'^(\w+)="(.*)"$', block, re.MULTILINE))
             for line in block.replace("\\\n", " ").splitlines():
                 for name, value in reversed(variables.items()):  # a later one may name an earlier
