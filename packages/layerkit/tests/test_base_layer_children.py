@@ -140,9 +140,9 @@ def test_inherited_sharding_reaches_constraints(raises):
     layer = FeedForward.HParams.config(**SQUARE, sharding=BoundSharding(None, RULES))
     layer.linear_tpl.activation_axes = ("batch", "mlp")
     built = layer.Instantiate()
-    with raises(ConfigError, owner="Linear(linear)", field="logical axis", value="batch"):
-        built.apply(built.init(KEY), X)
     free = built.clone(sharding=None)
+    with raises(ConfigError, owner="Linear(linear).w", field="logical axis", value="mlp"):
+        built.apply(free.init(KEY), X)
     assert free.apply(free.init(KEY), X).shape == (2, 2)
 
 

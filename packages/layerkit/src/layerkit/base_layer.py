@@ -2,8 +2,7 @@
 
 A layer creates its weights (`create_variable`) and children (`create_child`) in `setup` and
 computes in `fprop`. A child inherits the weight dtype, the compute dtype, the initializer, `train`
-and the sharding from its parent, unless it sets its own. Training and evaluation are two static
-variants of one model.
+and the sharding from its parent, unless it sets its own. Training and evaluation are two variants.
 
     class Linear(BaseLayer):
         input_dims: int = 0
@@ -16,8 +15,7 @@ variants of one model.
         def fprop(self, inputs):
             return inputs @ self.theta.w
 
-Since `setup` creates the weights, `layer.init(key)` needs no inputs; `layer.init(key, x)` draws the
-same weights.
+Since `setup` creates the weights, `layer.init(key)` needs no inputs and draws the same weights.
 """
 
 from __future__ import annotations
@@ -108,13 +106,11 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
       dtype: Dtype of the weights. None inherits it; float32 if no parent sets it.
       fprop_dtype: Dtype of the computation, to which weights and activations are cast. None
         inherits it; float32 if no parent sets it.
-      params_init: Initializer of weights without their own. None inherits it; Xavier if no parent
-        sets it.
+      params_init: Initializer of weights without their own. None inherits it; Xavier without any.
       train: True for the training variant, with dropout, noise, expert capacities and moving
         statistics; set it on a clone, `model.clone(train=True)`. None inherits it. A model without
         a value evaluates, and warns if `aux_loss` is mutable, as in a training step.
-      sharding: Mesh and rules, set by the partitioner; constraints do nothing without them, and
-        names of axes are not checked.
+      sharding: Mesh and rules, set by the partitioner. Without them nothing is constrained.
       shared_weight_id: Id of shared weights. Children of one model with the same id, created from
         equal configs, are one layer with one set of weights.
     """
@@ -170,16 +166,15 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
             `update_var`.
 
         Raises:
-          ValueError: sizes below one, axes that do not name every dimension, an axis without a rule
-            if `sharding` is set, weights of an inherited dtype that is not floating, or an
-            initializer that is not a `WeightInit`.
+          ValueError: sizes below one, axes that do not name every dimension or have no rule,
+            weights of an inherited dtype that is not floating, or an initializer of another type.
         """
         expected = f"one name for each dimension of {weight.shape}"
         is_named = len(weight.axes) == len(weight.shape)
         require(is_named, self, f"axes of {name}", weight.axes, expected)
         sizes = dict(zip(weight.axes, weight.shape, strict=True))
-        are_positive = all(size >= 1 for size in weight.shape)
-        require(are_positive, self, f"shape of {name}", sizes, "sizes of at least 1")
+        is_valid = all(size >= 1 for size in weight.shape)
+        require(is_valid, self, f"shape of {name}", sizes, "sizes of at least 1")
         if sharding := self.inherited("sharding"):
             for axis in filter(None, weight.axes):
                 sharding.rules.mesh_axes(axis, owner=f"{self.path_name}.{name}")
