@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from layerkit.nested_map import NestedMap
+from layerkit.sharding import DEFAULT_RULES
 from layerkit_runner import BaseExperiment, cli
 from layerkit_runner.config.config_text import config_text
 from layerkit_runner.config.resolve import resolve
@@ -82,6 +83,13 @@ def test_page_on_the_python_interface_runs_in_one_process(
         exec(compile(block[1], "python_interface.md", "exec"), names)
     assert names["run"].metrics["step"][-1] == 20
     assert names["batch"].ids.dtype == np.int32
+
+
+def test_page_on_scale_lists_the_logical_axes():
+    _, _, section = (DOCS / "partitioning.md").read_text().partition("the names of `DEFAULT_RULES`")
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    names = {name for row in rows[:8] for name in re.findall(r"`(\w+)`", row)}
+    assert names == set(dict(DEFAULT_RULES.table))
 
 
 def test_example_of_decoding_from_python_runs_by_itself(capsys: pytest.CaptureFixture[str]):

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from layerkit import html_display
 from layerkit.errors import ConfigError
@@ -93,7 +93,8 @@ class ShardingRules:
 # The model dimension of weights is split over fsdp and gathered just before use. The hidden
 # dimension of weights and activations is split over tensor. Rows of activations are split over
 # data, fsdp and expert, so that layers without experts do not repeat work. Rows within an expert
-# are split over data and fsdp only.
+# are split over data and fsdp only. `dict(DEFAULT_RULES.table)` has all names; the page on scaling
+# lists them by dimension.
 DEFAULT_RULES = ShardingRules.of(
     # weights
     embed="fsdp",
@@ -134,7 +135,8 @@ class BoundSharding:
     """Sharding rules bound to a mesh.
 
     Attributes:
-      mesh: Devices and their named axes; None for a mode without sharding, in which names are still
+      mesh: Devices and their named axes, or a `jax.sharding.AbstractMesh` without devices, for
+        `spec`; None for a mode without sharding, in which names are still
         checked and constraints do nothing.
       rules: Table of rules.
 
@@ -142,7 +144,7 @@ class BoundSharding:
       ConfigError: A rule names a mesh axis that is neither in the mesh nor a standard one.
     """
 
-    mesh: Mesh | None
+    mesh: Mesh | AbstractMesh | None
     rules: ShardingRules = DEFAULT_RULES
 
     def __post_init__(self) -> None:
@@ -168,8 +170,7 @@ class BoundSharding:
     ) -> PartitionSpec:
         """Return the PartitionSpec of an array with these logical axes.
 
-        Mesh axes of size 1 are left out: on one device, every entry is None. A
-        `jax.sharding.AbstractMesh` has sizes without devices.
+        Mesh axes of size 1 are left out: on one device, every entry is None.
 
         Args:
           axes: Logical axis name, or None, of each dimension.
