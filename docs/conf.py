@@ -22,6 +22,7 @@ extensions = [
     "sphinx_external_toc",
     "api_reference",
     "api_links",
+    "command_lexer",
     "repository_links",
 ]
 external_toc_path = "_toc.yml"

@@ -34,7 +34,7 @@ def find(app_env: Any, name: str) -> tuple[str, Any] | None:
     if not hasattr(app_env, "layerkit_short_names"):
         by_end: dict[str, list[str]] = {}
         for path, entry in objects.items():
-            if entry.objtype != "module":
+            if entry.objtype != "module" and not entry.aliased:
                 parts = path.split(".")
                 is_member = ".".join(parts[:-1]) in objects and (
                     objects[".".join(parts[:-1])].objtype != "module"

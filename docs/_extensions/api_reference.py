@@ -19,6 +19,7 @@ from flax import linen as nn
 from sphinx.application import Sphinx
 
 from layerkit.errors import UserError
+from layerkit.sharding import ShardingRules
 
 TITLES = {
     "layerkit": "Configuration, base classes, sharding",
@@ -122,6 +123,12 @@ def directive(module: str, name: str) -> list[str]:
     if inspect.isfunction(value):
         return [f".. autofunction:: {module}.{name}", ""]
     text = escape(public_names.comment_of(module, name)).splitlines()
+    if isinstance(value, ShardingRules):
+        text += ["", ".. list-table::", "   :header-rows: 1", ""]
+        rows = [("logical axis", "mesh axes"), *value.table]
+        for axis, axes in rows:
+            shown = ", ".join(axes) if isinstance(axes, tuple) else axes or "none"
+            text += [f"   * - {axis}", f"     - {shown}"]
     lines = [f".. py:data:: {name}", f"   :module: {module}", ""]
     return [*lines, *(f"   {line}" for line in text), ""]
 

@@ -93,8 +93,7 @@ class ShardingRules:
 # The model dimension of weights is split over fsdp and gathered just before use. The hidden
 # dimension of weights and activations is split over tensor. Rows of activations are split over
 # data, fsdp and expert, so that layers without experts do not repeat work. Rows within an expert
-# are split over data and fsdp only. `dict(DEFAULT_RULES.table)` has all names; the page on scaling
-# lists them by dimension.
+# are split over data and fsdp only.
 DEFAULT_RULES = ShardingRules.of(
     # weights
     embed="fsdp",
