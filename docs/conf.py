@@ -42,6 +42,7 @@ autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80
+napoleon_numpy_docstring = False
 napoleon_custom_sections = [("Attributes", "params_style")]
 napoleon_attr_annotations = False  # types and defaults are in the signature
 toc_object_entries_show_parents = "hide"

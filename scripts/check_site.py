@@ -33,6 +33,7 @@ class Page(HTMLParser):
     Attributes:
       links: Targets of links.
       anchors: Ids of elements.
+      nested: Targets of links inside of another link, which browsers separate.
     """
 
     def __init__(self, path: Path):
@@ -40,6 +41,8 @@ class Page(HTMLParser):
         super().__init__()
         self.links: list[str] = []
         self.anchors: set[str] = set()
+        self.nested: list[str] = []
+        self._is_in_link = False
         self.feed(path.read_text())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -49,12 +52,22 @@ class Page(HTMLParser):
         target = values.get("href" if tag == "a" else "src")
         if target:
             self.links.append(target)
+        if tag == "a":
+            if self._is_in_link:
+                self.nested.append(target or "")
+            self._is_in_link = True
+
+    def handle_endtag(self, tag: str) -> None:
+        """Record the end of a link."""
+        self._is_in_link = self._is_in_link and tag != "a"
 
 
 def broken_links(site: Path) -> Iterator[str]:
-    """Yield a line for each link to a page or an anchor that does not exist."""
+    """Yield a line for each link to a missing page or anchor, and for each link in a link."""
     pages = {path.resolve(): Page(path) for path in site.rglob("*.html")}
     for path, page in pages.items():
+        for link in page.nested:
+            yield f"{path.relative_to(site.resolve())}: {link}: inside of another link"
         for link in page.links:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:

@@ -36,9 +36,8 @@ def find(app_env: Any, name: str) -> tuple[str, Any] | None:
         for path, entry in objects.items():
             if entry.objtype != "module" and not entry.aliased:
                 parts = path.split(".")
-                is_member = ".".join(parts[:-1]) in objects and (
-                    objects[".".join(parts[:-1])].objtype != "module"
-                )
+                owner = objects.get(".".join(parts[:-1]))
+                is_member = owner is not None and owner.objtype != "module"
                 for count in (2,) if is_member else (1, 2):
                     by_end.setdefault(".".join(parts[-count:]), []).append(path)
         app_env.layerkit_short_names = by_end

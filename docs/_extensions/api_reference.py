@@ -193,6 +193,8 @@ def convert_docstring(
 ) -> None:
     """Rewrite a docstring as reStructuredText, before Napoleon reads its sections."""
     lines[:] = convert(lines)
+    if what in ("attribute", "property") and lines:
+        lines[0] = f": {lines[0]}"  # Napoleon takes the words before the first colon for a type.
 
 
 def convert(lines: list[str]) -> list[str]:
