@@ -269,6 +269,26 @@ def test_chunked_loss_equals_full_loss_in_value_and_gradient(cls: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
 
 
+@pytest.mark.parametrize(("classes", "is_whole"), [(65_535, True), (65_536, False)])
+def test_large_vocabulary_is_chunked_by_default(classes: int, *, is_whole: bool) -> None:
+    layer = SharedEmbeddingSoftmax(input_dims=2, num_classes=classes)
+    batch, length = 1, 4096
+    hidden = jax.ShapeDtypeStruct((batch, length, 2), jnp.float32)
+    labels = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    weights = jax.ShapeDtypeStruct((batch, length), jnp.float32)
+    variables = jax.eval_shape(layer.init, KEY)
+
+    def loss(*args: Any) -> jax.Array:
+        return layer.apply(*args).loss
+
+    step = jax.jit(jax.grad(loss, (0, 1))).lower(variables, hidden, labels, weights).compile()
+    bytes_of_all_logits = batch * length * classes * 4
+    temporary = step.memory_analysis().temp_size_in_bytes
+    assert (temporary >= bytes_of_all_logits) is is_whole
+    if not is_whole:
+        assert temporary < bytes_of_all_logits / 2
+
+
 def test_gradients_of_many_low_precision_chunks_are_summed_in_float32() -> None:
     # 600 equal tokens, one a chunk: a bfloat16 sum would stop at 256 of them.
     full = FullSoftmax(input_dims=2, num_classes=3, use_bias=True, fprop_dtype=jnp.bfloat16)

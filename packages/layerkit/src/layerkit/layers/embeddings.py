@@ -38,6 +38,12 @@ from layerkit.layers.products import merge_tokens
 from layerkit.nested_map import NestedMap
 from layerkit.weights import WeightHParams, WeightInit
 
+# From this size on, the logits of a row of 2048 take half a gigabyte, and as much again for their
+# gradient. Models with such a vocabulary have a billion weights and more, so that computing the
+# logits twice adds a few per cent to a step.
+_LARGE_VOCABULARY = 65_536
+_DEFAULT_CHUNK = 512
+
 
 def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
     """Return the rows of a table that have the given ids.
@@ -162,8 +168,9 @@ class ClassSoftmax(BaseLayer):
       entropy_loss_weight: Weight of the negative entropy of the predictions in `loss`; see
         `losses.cross_entropy`.
       chunk_size: Number of positions of each row whose logits are in memory at once while the loss
-        is computed; None for all. Chunks save memory; they cost computing the logits twice and, on
-        a mesh, one reduction of the gradient of `w` per chunk. Use few large chunks.
+        is computed; None for 512 from 65,536 classes on, and for all below. Chunks save memory;
+        they cost computing the logits twice and, on a mesh, one reduction of the gradient of `w`
+        per chunk. Use few large chunks. A row that fits in one chunk costs nothing more.
       weight_axes: Logical axes of `w`.
       bias_axes: Logical axes of `b`.
       activation_axes: Logical axes of the logits; None leaves their layout to the compiler.
@@ -281,7 +288,10 @@ class ClassSoftmax(BaseLayer):
             "z_loss_weight": self.z_loss_weight,
             "entropy_loss_weight": self.entropy_loss_weight,
         }
-        if self.chunk_size is None:
+        chunk_size = self.chunk_size
+        if chunk_size is None and self.num_classes >= _LARGE_VOCABULARY:
+            chunk_size = _DEFAULT_CHUNK
+        if chunk_size is None or hidden.shape[1] <= chunk_size:
             return cross_entropy(self.logits(hidden), labels, **options)
         # float32, because the gradients of the chunks are summed in this dtype.
         vectors = self.class_vectors().astype(jnp.float32)
@@ -290,7 +300,7 @@ class ClassSoftmax(BaseLayer):
             hidden,
             partial(self._project, vectors=vectors, bias=bias),
             labels,
-            chunk_size=self.chunk_size,
+            chunk_size=chunk_size,
             **options,
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -211,7 +212,7 @@ _CONTRACTIONS: dict[str, Callable[[core.JaxprEqn], int]] = {
 
 # Fields of layers with values that recompute nothing in the backward pass and use no fused
 # attention, which cannot be traced without its device.
-_PLAIN = {"remat": "none", "chunk_size": None, "backend": "xla"}
+_PLAIN = {"remat": "none", "chunk_size": sys.maxsize, "backend": "xla"}
 # Compared by name, so that a run without pipelines does not import the module.
 _PIPELINE = "layerkit.layers.pipelined_transformer.PipelinedTransformer"
 

@@ -94,7 +94,8 @@ class TransformerLmModel:
     ATTENTION_LOGIT_CAP: float | None = None
     SOFTMAX_LOGIT_CAP: float | None = None
     SOFTMAX_CHUNK_SIZE: int | None = None
-    """Number of positions whose logits are in memory at a time; None for all."""
+    """Number of positions whose logits are in memory at a time; None for all, or for 512 from a
+    vocabulary of 65,536 on."""
     ATTENTION_BACKEND: str = "auto"
     DROPOUT_RATE: float = 0.0
     INPUT_DROPOUT_RATE: float | None = None
