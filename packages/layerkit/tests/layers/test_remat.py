@@ -146,9 +146,24 @@ def test_named_policies_save_only_their_values_of_a_transformer():
     }
 
 
+def test_listed_names_are_saved_or_offloaded():
+    hidden = f"[2,{BATCH * LENGTH},12]"
+    assert kept_by_scan("save:query, feed_forward_hidden") == {
+        f"f32{MODEL}": 1,
+        f"f32{HEADS}": 1,
+        f"f32{hidden}": 1,
+    }
+    assert kept_by_scan("save:key;offload:residual,feed_forward_hidden") == {
+        f"f32<host>{MODEL}": 1,
+        f"f32{HEADS}": 1,
+        f"f32<host>{hidden}": 1,
+    }
+
+
 @pytest.mark.parametrize(
     ("stack", "policy"),
     [
+        (StackedTransformerRepeated, "save:query,key;offload:residual,feed_forward_hidden"),
         pytest.param(StackedTransformer, "projections", marks=pytest.mark.slow),
         pytest.param(StackedTransformer, "full", marks=pytest.mark.slow),
         pytest.param(StackedTransformer, "offload_residual", marks=pytest.mark.slow),
@@ -197,3 +212,17 @@ def test_none_policy_returns_the_function():
 def test_check_remat_policy_raises_for_an_unknown_policy(raises):
     with raises(ConfigError, owner="Repeat(stack)", field="remat", value="ful"):
         check_remat_policy("ful", owner="Repeat(stack)")
+
+
+@pytest.mark.parametrize(
+    ("policy", "field", "value"),
+    [
+        ("keep:query", "treatment", "keep"),
+        ("save:querry", "name", "querry"),
+        ("save:", "name", ""),
+        ("save:query;offload:query", "remat", "save:query;offload:query"),
+    ],
+)
+def test_check_remat_policy_raises_for_a_wrong_list(raises, policy, field, value):
+    with raises(ConfigError, field=field, value=value):
+        check_remat_policy(policy, owner="Repeat(stack)")

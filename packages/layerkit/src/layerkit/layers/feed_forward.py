@@ -13,6 +13,7 @@ from layerkit.field_checks import Conditions
 from layerkit.layers.activations import BaseActivation, ReLU
 from layerkit.layers.linears import Bias, Linear
 from layerkit.layers.products import constrain_tokens, merge_tokens
+from layerkit.layers.remat import name_activation
 from layerkit.layers.stochastic import Dropout
 from layerkit.weights import WeightInit
 
@@ -90,6 +91,7 @@ class TransformerFeedForward(BaseLayer):
             hidden = self.activation(self._widen("gate", tokens)) * hidden
         else:
             hidden = self.activation(hidden)
+        hidden = name_activation(hidden, "feed_forward_hidden")
         output = self.down(self.dropout(hidden))
         if self.has_bias:
             output = self.down_bias(output)

@@ -16,18 +16,21 @@ All policies except `none` also save the input of the layer. The last six select
 their names (`name_activation`), so they save the same with any kernel. The last two copy the
 activations to pinned host memory and back while the device computes other layers; the device then
 holds those of one layer at a time.
+
+A policy can also list names of `ACTIVATION_NAMES`: `save:query,key;offload:residual` saves queries
+and keys, copies the inputs of the layers to host memory, and computes the rest again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from layerkit.checks import check_choice
+from layerkit.checks import check_choice, require
 from layerkit.errors import ConfigError
 from layerkit.sharding import BoundSharding
 
@@ -40,14 +43,17 @@ _PROJECTIONS = (
     "cross_attention_out",
     "feed_forward_out",
 )
-ACTIVATION_NAMES = (*_RESIDUAL, *_PROJECTIONS)
+# Outputs of the activation function in the feed-forward layer, wide.
+_HIDDEN = ("feed_forward_hidden",)
+ACTIVATION_NAMES = (*_RESIDUAL, *_PROJECTIONS, *_HIDDEN)
+_TREATMENTS = ("save", "offload")
 
 _HOST_MEMORY = "pinned_host"
 
 
-def _offload(*names: str) -> Any:
+def _offload(*names: str, saved: Sequence[str] = ()) -> Any:
     return jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=(),
+        names_which_can_be_saved=saved,
         names_which_can_be_offloaded=names,
         offload_src="device",
         offload_dst=_HOST_MEMORY,
@@ -64,7 +70,7 @@ _POLICIES: dict[str, Any] = {
     ),
     "residual": jax.checkpoint_policies.save_only_these_names(*_RESIDUAL),
     "full": jax.checkpoint_policies.nothing_saveable,
-    "offload_projections": _offload(*ACTIVATION_NAMES),
+    "offload_projections": _offload(*_RESIDUAL, *_PROJECTIONS),
     "offload_residual": _offload(*_RESIDUAL),
 }
 REMAT_POLICIES = tuple(_POLICIES)
@@ -92,13 +98,41 @@ def check_remat_policy(policy: str, *, owner: str, sharding: BoundSharding | Non
       sharding: Sharding whose mesh has the devices; None for the devices that JAX finds.
 
     Raises:
-      ConfigError: The policy is unknown, or offloads although the devices do not support it.
+      ConfigError: The policy or a name in it is unknown, or it offloads although the devices do not
+        support it.
     """
-    check_choice(owner, REMAT_POLICIES, remat=policy)
-    if policy.startswith("offload"):
+    if ":" in policy:
+        _named_policy(policy, owner=owner)
+    else:
+        check_choice(owner, REMAT_POLICIES, remat=policy)
+    if "offload" in policy:
         mesh = None if sharding is None else sharding.mesh
         device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
         check_host_memory(policy, _memory_kinds(device), owner=owner)
+
+
+def _policy(policy: str) -> Any:
+    return _named_policy(policy, owner="remat") if ":" in policy else _POLICIES[policy]
+
+
+def _named_policy(policy: str, *, owner: str) -> Any:
+    """Return the policy of `save:NAME,…;offload:NAME,…`.
+
+    Raises:
+      ConfigError: A part is neither of the two, or a name is unknown or given twice.
+    """
+    names: dict[str, list[str]] = {treatment: [] for treatment in _TREATMENTS}
+    for part in policy.split(";"):
+        treatment, _, listed = part.partition(":")
+        check_choice(f"{owner}, remat={policy!r}", _TREATMENTS, treatment=treatment.strip())
+        for name in listed.split(","):
+            check_choice(f"{owner}, remat={policy!r}", ACTIVATION_NAMES, name=name.strip())
+            names[treatment.strip()].append(name.strip())
+    given = names["save"] + names["offload"]
+    require(len(given) == len(set(given)), owner, "remat", policy, "each name once")
+    if not names["offload"]:
+        return jax.checkpoint_policies.save_only_these_names(*names["save"])
+    return _offload(*names["offload"], saved=names["save"])
 
 
 def check_host_memory(policy: str, memory_kinds: Collection[str], *, owner: str) -> None:
@@ -114,6 +148,7 @@ def check_host_memory(policy: str, memory_kinds: Collection[str], *, owner: str)
     """
     if memory_kinds and _HOST_MEMORY not in memory_kinds:
         kept = policy.replace("offload_residual", "full").removeprefix("offload_")
+        kept = kept.replace("offload:", "save:")
         raise ConfigError(
             owner=owner,
             field="remat",
@@ -135,12 +170,12 @@ def remat(body: Callable[..., Any], policy: str, *, in_scan: bool) -> Callable[.
 
     Args:
       body: Function of a Flax module and arrays.
-      policy: One of `REMAT_POLICIES`.
+      policy: One of `REMAT_POLICIES`, or a list of names.
       in_scan: True for the body of a scan, which XLA does not merge with the recomputation.
     """
     if policy == "none":
         return body
-    return nn.remat(body, policy=_POLICIES[policy], prevent_cse=not in_scan)
+    return nn.remat(body, policy=_policy(policy), prevent_cse=not in_scan)
 
 
 def remat_in_scan(body: Callable[..., Any], policy: str) -> Callable[..., Any]:
@@ -148,8 +183,8 @@ def remat_in_scan(body: Callable[..., Any], policy: str) -> Callable[..., Any]:
 
     Args:
       body: Pure function.
-      policy: One of `REMAT_POLICIES`.
+      policy: One of `REMAT_POLICIES`, or a list of names.
     """
     if policy == "none":
         return body
-    return jax.checkpoint(body, policy=_POLICIES[policy], prevent_cse=False)
+    return jax.checkpoint(body, policy=_policy(policy), prevent_cse=False)

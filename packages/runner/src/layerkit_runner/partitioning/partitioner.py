@@ -23,14 +23,17 @@ from layerkit.sharding import DEFAULT_RULES, BoundSharding, ShardingRules
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import padding
 from layerkit_runner.partitioning.mesh import make_mesh
+from layerkit_runner.partitioning.optimizer_state import split_over
 from layerkit_runner.partitioning.padding import axes_by_path, map_with_axes
 from layerkit_runner.training.metrics import GLOBAL_BATCH, StepContext
 from layerkit_runner.training.task import SingleTask
-from layerkit_runner.training.train_state import TrainState, batch_spec
+from layerkit_runner.training.train_state import OPTIMIZER_FIELDS, TrainState, batch_spec
 
 ROWS = "rows"
 REPLICATED = "replicated"
 BATCH_AXIS = "batch"
+# Starts of `jax.tree_util.keystr` of the arrays of the optimizer.
+_OPTIMIZER_PATHS = tuple(f".{name}" for name in OPTIMIZER_FIELDS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +103,11 @@ class Partitioner(Configurable):
     def _weight_spec(self, path: str, axes: Any, shape: tuple[int, ...]) -> PartitionSpec:
         raise NotImplementedError
 
+    def _optimizer_spec(self, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
+        """Return the layout of an array of the optimizer with the layout `spec` by the rules."""
+        del shape
+        return spec
+
     def _spread(
         self, step: Callable[..., Any], *, output: str | tuple[str, ...]
     ) -> Callable[..., Any]:
@@ -143,6 +151,8 @@ class Partitioner(Configurable):
 
         def place(path: str, axes: Any, leaf: Any) -> jax.ShapeDtypeStruct:
             spec = self._weight_spec(path, axes, leaf.shape)
+            if path.startswith(_OPTIMIZER_PATHS):
+                spec = self._optimizer_spec(spec, leaf.shape)
             sharding = NamedSharding(self.mesh, spec)
             array = padding.UnevenArray(leaf.shape, leaf.dtype, tuple(axes), sharding)
             if array.padded_shape != leaf.shape:
@@ -364,12 +374,15 @@ class SpmdPartitioner(Partitioner):
       ici_mesh_shape: Size of each axis within a slice; None puts all devices on the first axis.
       dcn_mesh_shape: Size of each axis across slices; None for one slice.
       rules: Mesh axes that each logical axis name is split over.
+      shard_optimizer_over_data: True to split the optimizer's state, the averages of the weights
+        and the update over the mesh axes of the batch that replicate a weight (ZeRO stage 1).
     """
 
     mesh_axis_names: Sequence[str] = ("data", "fsdp", "tensor")
     ici_mesh_shape: Sequence[int] | None = None
     dcn_mesh_shape: Sequence[int] | None = None
     rules: ShardingRules = DEFAULT_RULES
+    shard_optimizer_over_data: bool = False
 
     def _make_mesh(self, devices: Any) -> Mesh:
         return make_mesh(
@@ -378,6 +391,11 @@ class SpmdPartitioner(Partitioner):
             dcn_mesh_shape=self.dcn_mesh_shape,
             devices=devices,
         )
+
+    def _optimizer_spec(self, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
+        if not self.shard_optimizer_over_data:
+            return spec
+        return split_over(spec, shape, mesh=self.mesh, axes=self.batch_axes())
 
     def model_sharding(self) -> BoundSharding:
         """Return the mesh and the rules."""

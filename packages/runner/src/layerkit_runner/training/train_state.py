@@ -12,6 +12,8 @@ from layerkit_runner.optim.optimizer_calls import is_schedule_free
 
 # Fields of a state that evaluation and decoding do not need; see `TrainState.for_inference`.
 TRAINING_ONLY = ("opt_state",)
+OPTIMIZER_FIELDS = ("opt_state", "ema")
+"""Fields of a state that only the update reads, of all that a training step computes."""
 
 
 class TrainState(struct.PyTreeNode):
