@@ -144,7 +144,7 @@ class OpenRows:
     document is bounded, and no row stays open for long.
 
     All features of a document, such as inputs and targets, must fit. Their lengths are joined to
-    one integer of 32 bits each, of which the highest bit is a guard bit. Subtracting a length that
+    one 32-bit integer each, of which the highest bit is a guard bit. Subtracting a length that
     is too large clears it, so one operation compares all features.
     """
 

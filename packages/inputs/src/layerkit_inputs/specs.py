@@ -46,8 +46,8 @@ def check_batch(batch: NestedMap, expected: NestedMap | None = None, *, num_rows
       num_rows: Size of the leading dimension.
 
     Raises:
-      ConfigError: An array has another number of rows, a dtype that is not numeric, or another
-        spec than expected. The message lists all wrong arrays.
+      ConfigError: An array has a wrong number of rows, a dtype that is not numeric, or a spec
+        other than the expected one. The message lists all wrong arrays.
     """
     problems = []
     found = dict(spec_of(batch).flatten_items())

@@ -196,7 +196,7 @@ class TextPairs(IndexedInput):
 class ParallelText(TextPairs):
     """An input of pairs from two UTF-8 files, in which equal line numbers belong together.
 
-    Pairs with a blank side are skipped.
+    Pairs in which a side is empty or only whitespace are skipped.
     """
 
     source_file: str | None = None

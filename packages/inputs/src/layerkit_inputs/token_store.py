@@ -104,8 +104,8 @@ class About:
         """Read `about.json`.
 
         Raises:
-          MissingFileError: The folder is no folder of token records, or its build did not finish.
-          BadRecordError: The file is damaged, or has another version.
+          MissingFileError: The folder does not hold token records, or its build did not finish.
+          BadRecordError: The file is damaged, or has an unsupported version.
         """
         path = Path(folder, ABOUT_FILE)
         if not path.is_file():

@@ -166,8 +166,8 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
             `update_var`.
 
         Raises:
-          ValueError: sizes below one, axes that do not name every dimension or have no rule,
-            weights of an inherited dtype that is not floating, or an initializer of another type.
+          ValueError: A size is below one, axes do not name every dimension or have no rule, an
+            inherited dtype is not floating-point, or the initializer has the wrong type.
         """
         expected = f"one name for each dimension of {weight.shape}"
         is_named = len(weight.axes) == len(weight.shape)
@@ -243,8 +243,9 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
           value: Value `[...]` of the declared shape; it is cast to the declared dtype.
 
         Raises:
-          AttributeError: there is no such variable; the near ones are named.
-          ValueError: another shape, or a caller without a mutable collection, who would lose it.
+          AttributeError: There is no such variable. The message suggests similar names.
+          ValueError: The shape differs from the variable's, or the collection is not mutable, so
+            that the update would be lost.
         """
         if not self.is_mutable_collection(NON_TRAINABLE):
             raise immutable_error(self, "the update would be lost", name, NON_TRAINABLE)
@@ -260,7 +261,7 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
         """Add a scalar to the training loss.
 
         Raises:
-          ValueError: training without a mutable collection, where it would be lost in silence.
+          ValueError: The collection is not mutable in training, so that the loss would be ignored.
         """
         if self.is_mutable_collection(AUX_LOSS):
             warn_of_unset_train(self, collection=AUX_LOSS)
@@ -287,7 +288,7 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
           verbosity: Tasks with a lower `summary_verbosity` leave it out.
 
         Raises:
-          ValueError: another kind, or an image of another shape.
+          ValueError: The kind is unknown, or an image has the wrong shape.
         """
         sow_summary(self, name, value, kind=kind, verbosity=verbosity)
 
@@ -296,7 +297,7 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
         """Return a scalar key that is unique to this layer, call and step.
 
         Raises:
-          ValueError: the caller gave no key for the stream.
+          ValueError: The caller gave no key for the stream.
         """
         if not self.has_rng(stream):
             hint = f"Apply with rngs={{'{stream}': key}}"
@@ -487,7 +488,7 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
         """Says that the ids used in `template` belong to a body with stacked weights of its own.
 
         Raises:
-          ValueError: one of them is used outside too, where the weights cannot be the same.
+          ValueError: A shared layer is also used outside, where its weights cannot be the same.
         """
         self._shared_layers().keep_inside(template, self.path_name)
 

@@ -38,7 +38,7 @@ def check_fields(layer: Any, *, owner: str) -> None:
       owner: Name of the layer for messages.
 
     Raises:
-      FieldTypeError: A value of another type than its field.
+      FieldTypeError: A value does not have the type of its field.
       ConfigError: A float field that holds NaN or infinity, or a field that is set although another
         one switches it off.
     """

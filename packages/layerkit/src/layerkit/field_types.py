@@ -76,8 +76,8 @@ def field_annotations(target: Any) -> dict[str, Annotation | None]:
 def convert_field(target: Any, name: str, value: Any, *, owner: str | None = None) -> Any:
     """Return a value as the field of a config of `target` holds it; see `convert`.
 
-    A field without an annotation holds any value, and so does a name that is no field. The default
-    of a field is always valid.
+    Any value is valid for a field without an annotation, and for a name that is not a field. The
+    default of a field is always valid.
 
     Args:
       target: Class or function with the field.
@@ -103,9 +103,10 @@ def convert_field(target: Any, name: str, value: Any, *, owner: str | None = Non
 def convert(value: Any, annotation: str | None) -> Any:
     """Return a value as a field with this annotation holds it.
 
-    An int becomes a float where a float is expected, a list a tuple, a tuple a list, and the value
-    of a member of an enumeration that member; nothing else changes. True is no int, and 1.0 is no
-    int. A config fits the class that it builds; a config of a function fits every type except None.
+    An int is converted to an expected float, a list to a tuple, a tuple to a list, and the value of
+    an enumeration's member to that member. Other values are not converted: True and 1.0 are not
+    valid as an int. A config is valid for the class that it builds. A config of a function is valid
+    for every type except None.
 
     Raises:
       FieldTypeError: `value` is of another type.

@@ -1,10 +1,10 @@
-"""Inputs of Grain pipelines (https://github.com/google/grain).
+"""Inputs that read the rows of Grain pipelines by number (https://github.com/google/grain).
 
 The pipeline yields rows, which are dictionaries of arrays. The input makes batches and handles
-hosts, epochs, padding and states. Grain has two kinds of data set, so there are two inputs:
+hosts, epochs, padding and states. Each of the two kinds of Grain data set has its input:
 
 - GrainMapInput reads rows by number (`grain.MapDataset`). Its state is one count, from which any
-  number of hosts can resume. Prefer it.
+  number of hosts can resume. Prefer this input.
 - GrainIterInput reads rows in order (`grain.IterDataset`), for filters, packing and interleaved
   files, whose rows have no numbers. Each host has its own pipeline and state.
 
@@ -42,7 +42,7 @@ class RowSource(Protocol):
         """Return the number of rows."""
 
     def __getitem__(self, index: Any) -> Any:
-        """Return one row, or for a slice the source of these rows."""
+        """Return the row with this number. For a slice, return a source of its rows."""
 
 
 _EXPECTED_DATASET = "a grain.MapDataset, or a function that returns one"
@@ -63,9 +63,9 @@ class GrainMapInput(IndexedInput):
     dataset: RowSource | Callable[[], RowSource] | None = None
     """A `grain.MapDataset` of rows, or a function without arguments that returns one. Required."""
     num_threads: int = 0
-    """Number of threads that read the rows of a batch, for slow storage. 0: no threads."""
+    """Number of threads that read the rows of a batch, for slow storage; 0 for no threads."""
     on_bad_record: OnBadRecord = "refuse"
-    """Policy for rows that cannot be read: `refuse` raises, `skip` counts them."""
+    """Policy for rows that cannot be read: `refuse` raises the error, `skip` counts the row."""
 
     def __post_init__(self) -> None:
         """Check the fields; the data set is made when it is first needed."""
@@ -82,7 +82,7 @@ class GrainMapInput(IndexedInput):
         require(self.dataset is not None, self._label, "dataset", None, _EXPECTED_DATASET)
 
     def _make_dataset(self) -> Any:
-        """Return the data set; a subclass may make it from its own fields."""
+        """Return the data set. A subclass may build it from its own fields."""
         return self.dataset() if callable(self.dataset) else self.dataset
 
     @functools.cached_property
@@ -111,7 +111,7 @@ class GrainMapInput(IndexedInput):
 
     @functools.cached_property
     def _length(self) -> int:
-        """Length of the data set, which Grain computes at each call."""
+        """Length of the data set, cached because Grain recomputes it at each call."""
         return len(self._dataset)
 
     def _read_positions(self, positions: np.ndarray, num_rows: int | None) -> NestedMap:
@@ -125,7 +125,7 @@ class GrainMapInput(IndexedInput):
         return blank_rows(batch, is_blank)
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        # A host without rows of its own reads one row to learn the shapes. Its epoch is 0.
+        # A host that has no rows left reads one row of epoch 0 to learn the shapes.
         epochs = self._epochs if len(self._epochs) == len(rows) else np.zeros_like(rows)
         places = list(zip(rows.tolist(), epochs.tolist(), strict=True))
         found = self._read_places(places)
@@ -137,7 +137,7 @@ class GrainMapInput(IndexedInput):
         return stack_rows(read, name_of=lambda place: f"{self._label}, row {rows[place]}")
 
     def _read_places(self, places: list[tuple[int, int]]) -> list[NestedMap | None]:
-        """Return the rows at places (row, epoch), with None for each skipped row."""
+        """Return the row at each place (row number, epoch), or None if it is skipped."""
         if self.num_threads and self._pool is None:
             self._pool = concurrent.futures.ThreadPoolExecutor(self.num_threads)
         run = map if self._pool is None else self._pool.map
@@ -153,7 +153,7 @@ class GrainMapInput(IndexedInput):
         return found
 
     def _try_to_read(self, place: tuple[int, int]) -> NestedMap | ValueError | OSError:
-        """Return a row, or the error of reading it."""
+        """Return the row at a place (row number, epoch), or the error raised while reading it."""
         row, epoch = place
 
         def where() -> str:
@@ -163,7 +163,7 @@ class GrainMapInput(IndexedInput):
             element = self._dataset[epoch * self._length + row]
             if element is None:
                 raise BadRecordError(
-                    "no row, as after filter() of a grain.MapDataset",
+                    "the data set returned None, as a grain.MapDataset does after filter()",
                     owner=where(),
                     hint="Call filter() after to_iter_dataset(), and use GrainIterInput.",
                 )
@@ -192,18 +192,19 @@ class GrainMapInput(IndexedInput):
 class ArrayRecordRows(GrainMapInput):
     """An input of ArrayRecord files with one serialized row per record.
 
-    A state can be restored only with files that have the same numbers of records. A missing or
-    incomplete file always raises, since it would change the numbers of all later rows.
+    A state can be restored only if each file has the same number of records as before. A missing or
+    incomplete file raises even with `on_bad_record="skip"`, since it would change the numbers of
+    all later rows.
     """
 
     paths: Sequence[str] | None = None
-    """Files in the order of their row numbers; see `array_records.find_array_records`."""
+    """Files in the order of their rows' numbers; see `array_records.find_array_records`."""
     parse: Callable[[bytes], Any] | None = None
-    """Function that returns the row of a record, a dictionary of arrays."""
+    """Function that parses a serialized record and returns its row, a dictionary of arrays."""
 
     def _check_dataset(self) -> None:
         label, paths = self._label, self.paths
-        expected = "None, since paths and parse make the data set"
+        expected = "None, since paths and parse define the data set"
         require(self.dataset is None, label, "dataset", self.dataset, expected)
         require(self.parse is not None, label, "parse", None, "a function that parses a record")
         require(paths and not isinstance(paths, str), label, "paths", paths, "a list of files")

@@ -52,7 +52,7 @@ def decode_with_cache(
     decoder, parts = model.decoder, row_parts(model)
     max_length = round_up(prompts.shape[1] + decoder.max_decode_steps, parts)
 
-    # Decoders repeat and reorder the rows of caches and of prefix lengths alike.
+    # Decoders repeat and reorder the rows of the cache, and in the same way the prefix lengths.
     def make_cache(given_rows: Any) -> Any:
         inputs, prefix_lengths = given_rows
         _, state = bare.apply(variables, inputs, max_length, method=init_cache, mutable=[CACHE])

@@ -1,7 +1,7 @@
 """Normalizations with statistics over several positions: BatchNorm and GroupNorm.
 
-Statistics are float32 and exclude padding. The mask `is_token` `[batch, length]` (or with other
-axes between batch and dims) is True for tokens and False for padding.
+Statistics are float32 and exclude padding. The mask `is_token` is True for tokens and False for
+padding. It has the shape of the inputs without the last axis, such as `[batch, length]`.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from layerkit.weights import WeightHParams, WeightInit
 class BatchNorm(BaseNormalization):
     """Batch normalization: y = (x - mean) / √(variance + ε) · (1 + w) + b.
 
-    In training, mean and variance are those of the batch, over batch and positions, and update
-    moving averages; in evaluation they are the moving averages (Ioffe and Szegedy, 2015,
-    arXiv:1502.03167). On a mesh the batch is the global one. Under the pmap partitioner each device
-    uses the statistics of its own batch, and the moving averages are averaged over the devices.
+    Training normalizes by the mean and variance over all axes but the last, and updates moving
+    averages of both. Evaluation normalizes by the moving averages (Ioffe and Szegedy, 2015,
+    arXiv:1502.03167). On a mesh the statistics are those of the global batch. Under the pmap
+    partitioner each device uses the statistics of its own batch, and the moving averages are
+    averaged over the devices.
 
     Attributes:
       dims: Size of the last axis.
-      decay: Factor of the old moving average at each step.
-      epsilon: ε, which keeps the output for a constant feature finite.
-      use_moving_averages_in_training: True if training too normalizes by the moving averages, after
-        their update by the batch, so that training and evaluation compute the same. There are no
-        scale and bias then (as in Lingvo and Pax).
-      force_evaluation: True if training too uses the moving averages and leaves them unchanged, to
-        fine-tune with loaded statistics.
+      decay: Weight of the old moving average in each update; the batch has the weight 1 - decay.
+      epsilon: ε, which keeps the output of a constant feature finite.
+      use_moving_averages_in_training: True to normalize by the moving averages in training as well,
+        after each update, so that training and evaluation apply the same function. The layer then
+        has no scale and bias (as in Lingvo and Pax).
+      force_evaluation: True to normalize by the moving averages in training without updating them,
+        such as for fine-tuning with loaded statistics.
 
     Raises:
-      ConfigError: A decay outside [0, 1), or a negative epsilon.
+      ConfigError: The decay is outside of [0, 1), or epsilon is negative.
     """
 
     dims: int = 0
@@ -57,19 +58,19 @@ class BatchNorm(BaseNormalization):
         for name in () if self.use_moving_averages_in_training else ("scale", "bias"):
             self.create_variable(name, WeightHParams((self.dims,), axes=("norm",), init=zeros))
         for name, init in (("moving_mean", zeros), ("moving_variance", ones)):
-            # float32, because bfloat16 loses updates by a factor of 0.001.
+            # bfloat16 would round off updates of the moving averages by a factor of 0.001.
             hparams = WeightHParams((self.dims,), ("norm",), init=init, dtype=jnp.float32)
             self.create_variable(name, hparams, trainable=False)
 
     def fprop(self, inputs: jax.Array, *, is_token: jax.Array | None = None) -> jax.Array:
-        """Normalize `[batch, ..., dims]`; the outputs have the compute dtype.
+        """Normalize `[batch, ..., dims]`, and return outputs in the compute dtype.
 
         Args:
           inputs: Array `[batch, ..., dims]`.
           is_token: bool `[batch, ...]`, False for padding, for which the outputs are 0.
 
         Raises:
-          ConfigError: The last axis has another size.
+          ConfigError: The size of the last axis is not `dims`.
         """
         check_last_axis(self, inputs, dims=self.dims)
         x = _zero_padding(inputs.astype(jnp.float32), is_token)
@@ -96,13 +97,14 @@ class BatchNorm(BaseNormalization):
 class GroupNorm(BaseNormalization):
     """Group normalization: y = (x - mean) / √(variance + ε) · (1 + w) + b.
 
-    Mean and variance are those of one example, over its positions and one group of features (Wu and
-    He, 2018, arXiv:1803.08494). Training and evaluation compute the same.
+    Mean and variance are computed for each example and group of features, over all positions and
+    the features of the group (Wu and He, 2018, arXiv:1803.08494). Training and evaluation apply the
+    same function.
 
     Attributes:
       dims: Size of the last axis.
       num_groups: Number of groups of adjacent features; a divisor of dims.
-      epsilon: ε, which keeps the output for a constant group finite.
+      epsilon: ε, which keeps the output of a constant group finite.
 
     Raises:
       ConfigError: `num_groups` does not divide `dims`, or epsilon is negative.
@@ -122,14 +124,14 @@ class GroupNorm(BaseNormalization):
             self.create_variable(name, WeightHParams((self.dims,), axes=("norm",), init=zeros))
 
     def fprop(self, inputs: jax.Array, *, is_token: jax.Array | None = None) -> jax.Array:
-        """Normalize `[batch, ..., dims]`; the outputs have the compute dtype.
+        """Normalize `[batch, ..., dims]`, and return outputs in the compute dtype.
 
         Args:
           inputs: Array `[batch, ..., dims]`.
           is_token: bool `[batch, ...]`, False for padding, for which the outputs are 0.
 
         Raises:
-          ConfigError: The last axis has another size.
+          ConfigError: The size of the last axis is not `dims`.
         """
         check_last_axis(self, inputs, dims=self.dims)
         x = _zero_padding(inputs.astype(jnp.float32), is_token)
@@ -165,5 +167,5 @@ def masked_moments(
 
 
 def _zero_padding(y: jax.Array, is_token: jax.Array | None) -> jax.Array:
-    # A selection and not a product, because padding may contain NaN.
+    # Multiplication by the mask would keep NaN in padding.
     return y if is_token is None else jnp.where(is_token[..., None], y, 0.0)

@@ -62,7 +62,7 @@ class MLPBlock(BaseLayer):
       activation_tpl: Activation of the layers.
 
     Raises:
-      ConfigError: A size below one, or a `layer_tpl` with another bias or activation.
+      ConfigError: A size is below one, or `layer_tpl` sets a different bias or activation.
     """
 
     input_dims: int = 0

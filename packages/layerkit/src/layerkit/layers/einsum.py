@@ -44,7 +44,7 @@ class Einsum(BaseLayer):
       dot_tpl: `Dot` that multiplies; None for the plain product.
 
     Raises:
-      ConfigError: An invalid equation, or a `weight_shape` of another length.
+      ConfigError: The equation is invalid, or `weight_shape` has the wrong length.
     """
 
     equation: str = ""

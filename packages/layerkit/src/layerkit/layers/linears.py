@@ -51,7 +51,7 @@ class Linear(BaseLayer):
         """Map `[..., input_dims]` to `[..., output_dims]`.
 
         Raises:
-          ConfigError: The last axis of the inputs has another size.
+          ConfigError: The size of the last axis of the inputs is not `input_dims`.
         """
         check_last_axis(self, inputs, input_dims=self.input_dims)
         outputs = matmul(self, self.cast(inputs), self.theta.w)
@@ -81,7 +81,7 @@ class Bias(BaseLayer):
         """Add b to `[..., dims]`.
 
         Raises:
-          ConfigError: The last axis of the inputs has another size.
+          ConfigError: The size of the last axis of the inputs is not `dims`.
         """
         # Without this check an axis of size 1 would be broadcast silently.
         check_last_axis(self, inputs, dims=self.dims)

@@ -192,7 +192,7 @@ def chunked_cross_entropy(
       The losses of each token, `[batch, length]`.
 
     Raises:
-      ConfigError: An error of `cross_entropy`, or a chunk size below 1.
+      ConfigError: `cross_entropy` raises an error, or the chunk size is below 1.
     """
     owner = "chunked_cross_entropy"
     check_sizes(owner, chunk_size=chunk_size)

@@ -74,7 +74,7 @@ class AttentionMask:
             attend, including earlier ones; see `first_tokens` for rows of one document.
 
         Raises:
-          ConfigError: Segment ids or prefix have another shape.
+          ConfigError: Segment ids or prefix have the wrong shape.
         """
         mask = cls._self_attention(batch, length, segment_ids, causal=True)
         _check_shape((batch, length), in_prefix=in_prefix)
@@ -92,7 +92,7 @@ class AttentionMask:
           segment_ids: int32 `[batch, length]`; see `causal_mask`.
 
         Raises:
-          ConfigError: Segment ids have another shape.
+          ConfigError: Segment ids have the wrong shape.
         """
         return cls._self_attention(batch, length, segment_ids, causal=False)
 
@@ -118,7 +118,7 @@ class AttentionMask:
             single document without padding.
 
         Raises:
-          ConfigError: Segments have another shape, or only the queries have segments.
+          ConfigError: Segments have the wrong shape, or only the queries have segments.
         """
         if key_segments is None and query_segments is not None:
             raise ConfigError(

@@ -87,7 +87,7 @@ class Arguments:
           owner: Name of the layer for errors.
 
         Raises:
-          ConfigError: An array has another first axis than `batch` or 1.
+          ConfigError: The first axis of an array has a size other than `batch` and 1.
         """
         flat, self._structure = jax.tree_util.tree_flatten_with_path((args, kwargs))
         self._leaves = [leaf for _, leaf in flat]

@@ -54,7 +54,7 @@ class RmsNorm(BaseNormalization):
         """Normalize `[..., dims]`.
 
         Raises:
-          ConfigError: The last axis of the inputs has another size.
+          ConfigError: The size of the last axis of the inputs is not `dims`.
         """
         check_last_axis(self, inputs, dims=self.dims)
         x = inputs.astype(jnp.float32)
@@ -126,7 +126,7 @@ class LayerNorm(BaseNormalization):
         """Normalize `[..., dims]`.
 
         Raises:
-          ConfigError: The last axis of the inputs has another size.
+          ConfigError: The size of the last axis of the inputs is not `dims`.
         """
         check_last_axis(self, inputs, dims=self.dims)
         x = inputs.astype(jnp.float32)

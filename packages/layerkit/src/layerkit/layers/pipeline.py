@@ -3,11 +3,11 @@
 All stages run the same layer with separate weights, stacked on an axis named `stage`. At each tick
 all stages compute on different microbatches (one vmapped call, sharded over the stages), and the
 results move to the next stage (one collective-permute). The ticks are a scan, so the program
-contains the stage once. `layerkit.layers.pipeline_schedule` has the schedule; pipelines as a
-sharded program are from GSPMD (Xu et al., 2021, arXiv:2105.04663). With `circular_repeats`, the
-outputs of the last stage enter the first one again and meet the weights of the next round: weights
-are `[repeats, stage, ...]`. Stages without a microbatch (bubbles) compute on zeros, and none of
-their values, gradients, auxiliary losses, summaries or state updates is used.
+contains the stage once (as in GSPMD; Xu et al., 2021, arXiv:2105.04663).
+`layerkit.layers.pipeline_schedule` defines the schedule. With `circular_repeats`, the outputs of
+the last stage enter the first stage again for the next round. Each round has its own weights, which
+are stacked `[repeats, stage, ...]`. Stages without a microbatch (bubbles) compute on zeros, and
+their outputs, gradients, auxiliary losses, summaries and state updates are discarded.
 """
 
 from __future__ import annotations
@@ -54,34 +54,35 @@ _REPORTS = (AUX_LOSS, SUMMARIES, SUMMARY_ARRAYS)
 
 
 class Pipeline(BaseLayer):
-    """A pipeline `stage(stage(…stage(x, …), …), …)` of stages on different microbatches.
+    """A pipeline `stage(…stage(stage(x))…)` of stages that process different microbatches at once.
 
-    The first argument is passed from stage to stage. Other arrays either have the batch as first
-    axis, and each microbatch gets its rows, or a first axis of size 1 or none, and all microbatches
-    share them. Arguments that are not arrays are passed to every stage unchanged.
+    The first argument is passed from stage to stage. Any other array whose first axis is the batch
+    is split, and each microbatch gets its rows. All microbatches share scalars and arrays whose
+    first axis has size 1. Arguments that are not arrays are passed to every stage unchanged.
 
     Auxiliary losses and scalar summaries are means over the microbatches, stacked `[stage]` or
-    `[repeats, stage]`. They equal those of the whole batch if they are means over its rows.
+    `[repeats, stage]`. They equal the values of the whole batch if they are means over its rows.
     Histograms are summed, and images are those of the first microbatch. Non-trainable state is
     updated once per microbatch. Random keys differ by stage, round and microbatch.
 
     Attributes:
       stage_tpl: Layer of one stage; its result has the shape and dtype of its first argument.
       num_stages: Number of stages; a multiple of the mesh axes of the rule for `stage`.
-      num_microbatches: Number of microbatches of a batch. More make bubbles smaller.
+      num_microbatches: Number of microbatches of a batch. With more microbatches, stages idle for a
+        smaller fraction of the time (bubbles).
       microbatch_size: Number of rows of a microbatch, instead of `num_microbatches`.
-      circular_repeats: Number of rounds of a microbatch through all stages; above 1, there must be
-        at least as many microbatches as stages.
-      stream_inputs: True to spread waiting microbatches (for their entry, their next round or the
-        end) over the stages, which requires that the number of stages divides that of microbatches.
-        If False, each stage holds all of them.
+      circular_repeats: Number of rounds of a microbatch through all stages. A value above 1
+        requires at least as many microbatches as stages.
+      stream_inputs: True to shard the microbatches that are outside of the stages over the stages.
+        This requires a number of microbatches that is a multiple of the number of stages. False
+        replicates these microbatches on every stage.
       remat: Name of the rematerialization policy of one pass of one stage; see
-        `layerkit.layers.remat`. Saved activations are saved for every tick, so the default saves
-        only the inputs of stages (as in Huang et al., 2019).
+        `layerkit.layers.remat`. Activations are saved for every tick, so the default saves only the
+        inputs of stages (as in Huang et al., 2019).
 
     Raises:
-      ConfigError: A size below one, numbers of microbatches and stages that do not fit together, or
-        a policy that pipelines do not support.
+      ConfigError: A size is below one, the numbers of microbatches and stages are incompatible, or
+        pipelines do not support the policy.
     """
 
     stage_tpl: Config[BaseLayer] = sub_config_field(None)
@@ -197,10 +198,14 @@ class Pipeline(BaseLayer):
     def _run_stages(self, arguments: Arguments) -> Callable[..., Any]:
         """Return a function that runs all stages for one tick.
 
-        Its arguments are the work, the constants (read-only variables and arguments that differ
-        between passes, stacked alike), the shared arguments, the state and the microbatches inside
-        the stages, all `[stage, ...]` (the state with the rounds before the stages, if there are
-        several). It returns (inside, state, reports).
+        The function takes pytrees of arrays `[stage, ...]` and returns (inside, state, reports):
+
+        - work: `Work` of the tick.
+        - constants: Read-only variables, and arguments that differ between passes. With several
+          rounds they are `[repeats, stage, ...]`.
+        - shared: Arguments that all microbatches share.
+        - state: Non-trainable variables. With several rounds they are `[repeats, stage, ...]`.
+        - inside: Microbatches inside the stages.
 
         A stage is applied as a function of its variables and not by a lifted transform, because the
         tick decides which variables it reads and whether its updates count.
@@ -231,7 +236,7 @@ class Pipeline(BaseLayer):
             own_state = if_real(updates.pop(NON_TRAINABLE, own_state), own_state)
             return [result, *rows], self._update_round(state, own_state, work), updates
 
-        stacked = len(self._stacked_axes()) - 1  # the axis of the stages in their variables
+        stacked = len(self._stacked_axes()) - 1  # index of the stage axis in stacked variables
         return jax.vmap(
             remat_in_scan(run_stage, self.remat),
             in_axes=(0, stacked, 0, stacked, 0),
@@ -241,7 +246,7 @@ class Pipeline(BaseLayer):
 
     @nn.nowrap
     def _select_round(self, variables: Any, work: Work) -> Any:
-        """Return the variables `[...]` of the current round of one stage's `[repeats, ...]`."""
+        """Select the current round from the variables `[repeats, ...]` of one stage."""
         if self.circular_repeats == 1:
             return variables
         return jax.tree.map(lambda stacked: take(stacked, work.round), variables)
@@ -267,7 +272,7 @@ class Pipeline(BaseLayer):
         stages = np.arange(self.num_stages)
 
         def mean(values: jax.Array) -> jax.Array:
-            """Average `[tick, stage, ...]` without bubbles: `[repeats, stage, ...]`."""
+            """Average `[tick, stage, ...]` over microbatches, without bubbles."""
             means = jnp.mean(values[ticks, stages], axis=1)
             return means if self.circular_repeats > 1 else means[0]
 
@@ -345,10 +350,10 @@ class Pipeline(BaseLayer):
 
     @nn.nowrap
     def _lay_out(self, arrays: list[jax.Array], *axes: str | None) -> list[jax.Array]:
-        """Constrain the leading axes of arrays, and the features of the first, the carry.
+        """Constrain the leading axes of all arrays, and the last axis of the first one, the carry.
 
-        The layers constrain the other axes; `Repeat._lay_out` explains why the features of the
-        carry are constrained here.
+        The layers constrain the other axes. `Repeat._lay_out` explains why the last axis of the
+        carry is constrained here.
         """
         sharding = self.inherited("sharding")
         if sharding is None or sharding.mesh is None:
@@ -368,7 +373,7 @@ class Pipeline(BaseLayer):
 
     @nn.nowrap
     def _stage_mesh_axes(self) -> tuple[str, ...] | None:
-        """Return the mesh axes of the stages, which the constraints of inner layers need."""
+        """Return the mesh axes that shard the stages, for the constraints of inner layers."""
         sharding = self.inherited("sharding")
         if sharding is None or not sharding.is_split("stage"):
             return None
@@ -459,7 +464,7 @@ def check_remat_of_stages(policy: str, *, field: str, owner: str) -> None:
             field=field,
             value=policy,
             expected="'projections' or 'dots'",
-            hint="In a pipeline every product has a batch axis, that of the stages.",
+            hint="In a pipeline every product has a batch axis: the axis of the stages.",
         )
 
 
@@ -468,7 +473,7 @@ def _cast_like(like: Any, tree: Any) -> Any:
 
 
 def _append(before: Any, new: Any) -> Any:
-    """Append the reports of layers to earlier ones; both are trees with tuples as leaves."""
+    """Append the reports of layers to earlier reports. Both are trees with tuples as leaves."""
     if isinstance(new, tuple):
         return (*before, *new) if before else new
     return {name: _append((before or {}).get(name), value) for name, value in new.items()}

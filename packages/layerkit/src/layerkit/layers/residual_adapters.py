@@ -131,7 +131,7 @@ class MultitaskResidualAdapter(BaseLayer):
             without its last axis. The outputs of a task outside [0, num_tasks) are NaN.
 
         Raises:
-          ConfigError: Tasks that are not integers, or of another shape.
+          ConfigError: Tasks are not integers, or have the wrong shape.
         """
         check_last_axis(self, x, input_dims=self.input_dims)
         check_integer_arrays(self, tasks=tasks)

@@ -156,7 +156,7 @@ class Transformer(BaseLayer):
           `[batch, length, dims]` in the compute dtype.
 
         Raises:
-          ConfigError: Cross attention without memory and mask, or these without cross attention.
+          ConfigError: Cross attention lacks memory or mask, or these are given without it.
         """
         self._check_memory(memory=memory, memory_mask=memory_mask)
         is_valid = droppath_rate is None or not self.droppath_rate
@@ -206,7 +206,7 @@ class Transformer(BaseLayer):
           time_step: int32 scalar, number of tokens in the cache.
           positions: int32 `[batch, t]`, for rotary embeddings.
           bias: float32 `[batch or 1, heads, t, max_length]`, added to the attention logits.
-          memory_mask: Mask of cross attention of the t positions; None without a memory.
+          memory_mask: Mask of cross attention of the t positions; None if there is no memory.
           prefix_lengths: int32 `[batch]`, number of first tokens that attend one another, in a
             prefix language model; the first step must contain all of them. None for no prefix.
 

@@ -39,7 +39,7 @@ def score_suffixes(
         `[batch]`; None for a causal model.
 
     Raises:
-      ConfigError: The suffixes have another shape or dtype.
+      ConfigError: The suffixes have the wrong shape or dtype.
     """
     suffixes, rows = batch.suffixes, len(outputs.ids)
     shape = list(suffixes.shape)

@@ -88,7 +88,7 @@ def dead_fields(example: Example, *, sharding: BoundSharding | None = None) -> l
       Names of the dead fields, without those of the base layer.
 
     Raises:
-      ValueError: a field without a change, where none can be made up, or a change of no field.
+      ValueError: A field has no change and none can be generated, or a change has no field.
     """
     probe = _Probe(example, sharding)
     return [name for name, change in _all_changes(example).items() if probe.is_dead(name, change)]
@@ -183,7 +183,7 @@ def _all_changes(example: Example) -> dict[str, Change]:
     Fields of templates are among them where the class states a condition for them.
 
     Raises:
-      ValueError: a field without a change, where none can be made up, or a change of no field.
+      ValueError: A field has no change and none can be generated, or a change has no field.
     """
     changes, found = dict(example.changes), {}
     for field in dataclasses.fields(example.layer_class):

@@ -56,7 +56,7 @@ class ManifestSave(ocp.args.CheckpointArgs):
 
 
 class _Handler(ocp.handlers.AsyncCheckpointHandler):
-    """The parts of Orbax's interface that are alike for all items."""
+    """The part of Orbax's interface that all items share."""
 
     def save(self, directory: epath.Path, args: ocp.args.CheckpointArgs) -> None:
         for commit in asyncio.run(self.async_save(directory, args)) or ():

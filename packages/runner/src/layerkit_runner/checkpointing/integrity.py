@@ -4,7 +4,7 @@ Orbax does not notice that a committed file was cut, overwritten or deleted. So 
 manifest, `integrity/manifest.json`, with the size and XXH3 digest of every file:
 `{"digest", "manifest": {"version", "step", "files"}}`. The first digest is the manifest's SHA-256.
 Manifests of version 1, which are read too, have SHA-256 for the files, and at first had no step.
-XXH3 detects damage in a seventh of the time of SHA-256, and is no protection against forgery.
+XXH3 detects damage in a seventh of the time of SHA-256. It does not protect against forgery.
 
 No process reads the whole step. Before the commit, each process hashes the files that it wrote
 (`write_share`), and process 0 merges these shares and hashes the other, small files (`write`).

@@ -91,7 +91,7 @@ def help_text(topic: str | None = None) -> str:
       topic: Group or mode to describe; None for the most used flags.
 
     Raises:
-      UsageError: The topic is no group, mode or command.
+      UsageError: The topic is not a group, mode or command.
     """
     tools, words = commands.installed(commands.Mode), commands.installed(commands.Command)
     modes = {**MODES, **{name: mode.help for name, mode in tools.items()}}

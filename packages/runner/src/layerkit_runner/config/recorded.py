@@ -47,7 +47,7 @@ class RecordedConfig:
 
 
 class DamagedRecordError(UsageError):
-    """A `config.json` that cannot be read, or has another form."""
+    """A `config.json` that cannot be read, or has an unknown form."""
 
 
 def read_recorded_config(folder: str) -> RecordedConfig | None:
@@ -60,7 +60,7 @@ def read_recorded_config(folder: str) -> RecordedConfig | None:
       The configuration, or None where the folder has no `config.json`.
 
     Raises:
-      DamagedRecordError: The file cannot be read, or has another form.
+      DamagedRecordError: The file cannot be read, or has an unknown form.
     """
     try:
         text = _read(folder)

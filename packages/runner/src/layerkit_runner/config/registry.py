@@ -54,7 +54,7 @@ class ExperimentEntry:
     Attributes:
       name: Name without the package that offers it.
       dotted: Full name of the class.
-      line: Its line of the catalogue.
+      line: Line of the experiment in the catalogue.
     """
 
     name: str
@@ -139,7 +139,7 @@ def load_experiment(entry: ExperimentEntry) -> type[BaseExperiment]:
 
     Raises:
       UsageError: Its module cannot be imported, or does not have a class of that name, or the class
-        is no experiment or only a base for others.
+        is not an experiment, or is only a base class.
     """
     from layerkit_runner.config.experiment import BaseExperiment
 

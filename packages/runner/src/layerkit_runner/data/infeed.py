@@ -46,8 +46,8 @@ def check_batch(dataset: BaseInput, batch: NestedMap, *, is_padded: bool = False
       is_padded: Whether `get_next_padded` made it, which appends `batch_padding_size` rows.
 
     Raises:
-      UsageError: An array has another number of rows, ids are not integers, or an integer does not
-        fit the dtype to which JAX converts it.
+      UsageError: An array has the wrong number of rows, ids are not integers, or an integer does
+        not fit the dtype to which JAX converts it.
     """
     expected = dataset.local_batch_size + (dataset.batch_padding_size if is_padded else 0)
     for path, leaf in batch.flatten_items():
@@ -98,7 +98,7 @@ def cast_text(batch: NestedMap) -> str | None:
 
 
 def _check_fits(dataset: BaseInput, path: str, leaf: Any) -> None:
-    """Raise UsageError for integers of 64 bits that JAX would wrap around."""
+    """Raise UsageError for 64-bit integers that JAX would wrap around."""
     if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iu" or not leaf.size:
         return
     dtype = _dtype_in_jax(leaf.dtype)

@@ -5,7 +5,7 @@ answer. Code that makes progress calls `progress`; a thread checks the time of t
 process has one watchdog.
 
 The main thread may be in compiled code for minutes, where it cannot be interrupted, and standard
-error may be a file on a disk that does not answer. So an exit waits for no thread, disk, device or
+error may be a file on a disk that does not respond. So an exit waits for no thread, disk, device or
 other process, and every action before it has a time limit. This module imports only the standard
 library and `open_append`, since the peer monitor uses it.
 """

@@ -39,8 +39,8 @@ def atomic_write(path: os.PathLike[str] | str, content: str | bytes, *, mode: in
     complete, so it is written directly.
 
     Args:
-      path: Local path, or one that `etils.epath` knows, such as `gs://bucket/file`. Its folder is
-        created.
+      path: Local path, or a path that `etils.epath` supports, such as `gs://bucket/file`. The
+        folder of the file is created.
       content: The whole content; text is encoded as UTF-8.
       mode: Permissions of a local file, from which the umask takes away.
     """
@@ -112,7 +112,7 @@ def _open_regular(path: str, flags: int) -> int:
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise _unsafe(path, "is no regular file", "a regular file")
+        raise _unsafe(path, "is not a regular file", "a regular file")
     return descriptor
 
 

@@ -1,4 +1,4 @@
-"""Makes the state before the first step: some values are read, the others drawn.
+"""The state with which a run starts: some values are read, the others initialized randomly.
 
 `plan_first_state` opens the sources and compares names, so that errors come before the training
 step is compiled. The function that it returns reads each value straight into its sharding on the
@@ -45,7 +45,7 @@ def plan_first_state(
     weights: Any = None,
     report: Report = _LOG.warning,
 ) -> Callable[[], FirstState]:
-    """Find the initial weights, and return a function that reads them and draws the others.
+    """Find the initial weights, and return a function that reads or initializes them.
 
     Args:
       partitioner: Started partitioner, bound to the task.

@@ -75,9 +75,10 @@ class Matched:
     """The origins of all initial values.
 
     Attributes:
-      found: Origins by path in the state, such as `("params", "lm", "w")`.
-      drawn: Paths of the weights that are drawn.
-      copied: Original by copy, for weights that start as copies; paths below `params`.
+      found: Origin of each value, by path in the state, such as `("params", "lm", "w")`.
+      drawn: Paths of the weights that are initialized randomly.
+      copied: Map from the path of a copied weight to the path of its original, both below
+        `params`.
       step: Step from which the run continues to count.
       step_from: Label of the source of `step`; None if the run counts from 0.
     """

@@ -1,6 +1,6 @@
 """Record of the origin of each initial value: `initial_values.json` in the job folder.
 
-It is written on a fresh start. A run that resumes keeps the record that it has.
+It is written on a fresh start. A resumed run keeps the existing record.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ class Provenance:
     """Origins of initial values.
 
     Attributes:
-      weights: Origin by weight: `DIR:STEP:PATH`, a Hugging Face folder's `DIR:PATH`, `copy_of:PATH`
-        of another weight of the model, or `random_init`.
-      opt_state: Origins of the optimizer's values that were read.
+      weights: Origin of each weight, by path: `DIR:STEP:PATH` in a checkpoint, `DIR:PATH` in a
+        Hugging Face folder, `copy_of:PATH` for a copy of another weight of the model, or
+        `random_init`.
+      opt_state: Origin of each value of the optimizer state that was read from a source, by path.
       step: `DIR:STEP` from which the step count continues; None if it starts at 0.
-      converted: Names of values that were converted, by dtypes such as `float32 → bfloat16`.
-      num_opt_state: Number of values of the optimizer.
-      hugging_face: First Hugging Face folder that provided weights; None without one. An export
-        copies its tokenizer.
+      converted: Paths of the converted values, by conversion such as `float32 → bfloat16`.
+      num_opt_state: Number of values in the optimizer state.
+      hugging_face: First Hugging Face folder that provided weights, whose tokenizer an export
+        copies; None if no folder did.
     """
 
     weights: Mapping[str, str]
@@ -90,16 +91,16 @@ class Provenance:
 
 @dataclasses.dataclass(frozen=True)
 class FirstState:
-    """The state before the first step.
+    """The state with which a run starts, either new or restored.
 
     Attributes:
       state: State on the devices.
       step: Number of completed steps.
-      provenance: Origins of the values; None if all are drawn or restored.
+      provenance: Origins of the values; None if all are initialized randomly, or all restored.
       restored_from: Folder of the checkpoints from which the state was restored; None for a new
         state.
       input_states: Input positions in the restored checkpoint.
-      metadata: Metadata of the job's own checkpoint that is resumed; empty otherwise.
+      metadata: Metadata of the job's own checkpoint if the run resumes from it; empty otherwise.
     """
 
     state: TrainState
@@ -116,7 +117,7 @@ def copy_of(name: str) -> str:
 
 
 def recorded_hugging_face(directory: epath.Path) -> str | None:
-    """Return the Hugging Face folder that initialized a job; None without one."""
+    """Return the Hugging Face folder that provided a job's initial weights; None if none did."""
     try:
         return json.loads((directory / RECORD).read_text()).get("hugging_face")
     except FileNotFoundError:

@@ -153,8 +153,8 @@ def parse_rules(pairs: Sequence[tuple[str, str]], *, label: str) -> list[Rule]:
     """Return the rules of a config field.
 
     Raises:
-      UsageError: An item is no pair of texts.
-      ConfigError: A pattern is no regular expression.
+      UsageError: An item is not a pair of strings.
+      ConfigError: A pattern is not a valid regular expression.
     """
     rules = []
     for number, pair in enumerate(pairs):
@@ -168,8 +168,8 @@ def parse_rules(pairs: Sequence[tuple[str, str]], *, label: str) -> list[Rule]:
 
 
 ADAPTER_WEIGHTS = (LORA_WEIGHTS, RESIDUAL_ADAPTER_WEIGHTS)
-"""Patterns of weights that do not change the model at first. They are drawn if no source has them.
-"""
+"""Patterns of weights that do not change the model until they are trained. They are initialized
+randomly if no source has them."""
 
 
 class Source(Configurable):
@@ -193,7 +193,7 @@ class Source(Configurable):
 
     Raises:
       UsageError: `folder` is not set, a rule is malformed, or both `ignore` and `rules` are set.
-      ConfigError: `step` is negative, or a pattern is no regular expression.
+      ConfigError: `step` is negative, or a pattern is not a valid regular expression.
     """
 
     folder: str | None = None
@@ -230,14 +230,14 @@ class Source(Configurable):
 class InitFrom(InitialWeights):
     """Settings that initialize a run from folders; a possible value of `task.initial_weights`.
 
-    Each weight must come from a source, be drawn by `draw`, or be missing under `missing="draw"`.
-    Adapters (`layerkit.layers.adapters`, `residual_adapters`) that no source holds are drawn. Names
-    and shapes are compared before anything is read or written; nothing is padded or cut.
-    Floating-point dtypes are converted, which the start report says.
+    Each weight must come from a source, match `draw`, or be missing under `missing="draw"`.
+    Adapters (`layerkit.layers.adapters`, `residual_adapters`) that no source holds are initialized
+    randomly. Names and shapes are compared before anything is read or written. Nothing is padded or
+    cut. Floating-point dtypes are converted, and the start report lists the conversions.
 
     Attributes:
       sources: `Source`s in order; the first that has a weight provides it.
-      draw: Patterns of weights that are drawn even if a source has them.
+      draw: Patterns of weights that are initialized randomly even if a source has them.
       missing: Handling of other weights that no source has: "error" or "draw".
       label: Name of these settings in messages.
 
@@ -273,7 +273,7 @@ def init_from_flags(folder: str, draw: str | None) -> InitFrom:
     """Return the settings of `--init_from=DIR` and `--init_draw=PATTERN`.
 
     Raises:
-      ConfigError: The pattern is no regular expression.
+      ConfigError: The pattern is not a valid regular expression.
     """
     return InitFrom(
         sources=[Source(folder=folder)],

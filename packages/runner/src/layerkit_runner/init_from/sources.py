@@ -288,7 +288,7 @@ class StoredHuggingFace:
           wanted: Shape and dtype from `leaves`, with a sharding.
 
         Raises:
-          UsageError: A tensor is missing, surplus, or of another shape.
+          UsageError: A tensor is missing, unexpected, or of the wrong shape.
         """
         try:
             with folder.SafetensorsFolder(self._directory) as source:

@@ -53,7 +53,7 @@ def experiment_class(experiment: str | type[BaseExperiment]) -> type[BaseExperim
     """Return the class of an experiment by its name, or a class itself.
 
     Raises:
-      UsageError: The name is unknown, or the value is no experiment.
+      UsageError: The name is unknown, or the value is not an experiment.
     """
     if isinstance(experiment, type) and issubclass(experiment, BaseExperiment):
         return experiment

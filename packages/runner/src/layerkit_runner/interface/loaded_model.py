@@ -136,7 +136,7 @@ class LoadedModel:
           prompts: A text, or several of any lengths.
           max_new_tokens: Largest number of new tokens; None for that of the model's decoder.
           temperature: Divisor of the logits, 0 for the most likely tokens; None for that of the
-            model's decoder, or 0 if that is no `SampleDecoder`.
+            model's decoder, or 0 if that is not a `SampleDecoder`.
           top_k: Number of most likely tokens to sample from, 0 for all; None as for `temperature`.
           top_p: Total probability of the most likely tokens to sample from, 1 for all; None as for
             `temperature`.
@@ -329,7 +329,7 @@ class LoadedModel:
           float32 `[rows, length, vocab]`, without the axis `rows` for one row.
 
         Raises:
-          UserError: The model has no such logits, or the ids have another shape.
+          UserError: The model has no such logits, or the ids have the wrong shape.
         """
         array = token_array(ids, "ids", vocab_size=self._vocab_size())
         batch = self._in_bucket(np.atleast_2d(array))

@@ -20,7 +20,7 @@ def token_rows(rows: Iterable[Any], field: str, *, vocab_size: int | None) -> li
       vocab_size: Number of ids that the model has; None for any number.
 
     Raises:
-      UserError: A row is no sequence of token ids, or has an id that the model lacks.
+      UserError: A row is not a sequence of token ids, or has an id outside of the vocabulary.
     """
     found = [as_tokens(each, where=f"{field}[{row}]") for row, each in enumerate(rows)]
     for row, ids in enumerate(found):
@@ -32,7 +32,7 @@ def token_array(ids: Any, field: str, *, vocab_size: int | None) -> np.ndarray:
     """Return token ids int32 `[rows, length]` or `[length]`.
 
     Raises:
-      UserError: The ids have another shape or dtype, or one is not of the model.
+      UserError: The ids have the wrong shape or dtype, or one is outside of the vocabulary.
     """
     array = np.asarray(ids)
     if array.ndim not in (1, 2) or not array.size or array.dtype.kind not in "iu":

@@ -84,7 +84,7 @@ class _Parts:
       job: Job that reports.
 
     Attributes:
-      unshared_failure: Failure of a part inside which other processes may wait; None without one.
+      unshared_failure: Failure of a part in which other processes may wait; None if there is none.
     """
 
     def __init__(self, job: Job) -> None:

@@ -64,8 +64,8 @@ def export_stablehlo(
       facts: Entries that `signature.json` has in addition; None for none.
 
     Raises:
-      UserError: The model is no decoder-only language model, or has an operation that needs a known
-        number of rows; or a package is missing.
+      UserError: The model is not a decoder-only language model, it has an operation that needs a
+        known number of rows, or a package is missing.
     """
     _check_packages(bakes_weights=bakes_weights)
     _check_model(model)

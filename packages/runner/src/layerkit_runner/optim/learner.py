@@ -248,7 +248,7 @@ class Learner(Configurable):
             average.
           loss: Global loss, a scalar, which some optimizers need and which decides whether the
             step is valid; None if it is unknown.
-          ema: Averaged weights; None without `ema_decay`.
+          ema: Averaged weights; None if `ema_decay` is None.
           stacks: Sizes of the stacked axes, by path.
         """
         stacks = stacks or {}

@@ -131,8 +131,8 @@ def lp_regularized(
     """Return an optimizer of the loss plus λ₁·Σ|w| or λ₂/2·Σw², as Pax's optimizers have it.
 
     The gradient of the penalty goes through the moments of the optimizer, unlike decoupled weight
-    decay. It is added to the gradient that the learner has clipped, and is no part of the reported
-    loss.
+    decay. It is added to the gradient that the learner has clipped, and is not part of the
+    reported loss.
 
     Args:
       learning_rate: A number or schedule.

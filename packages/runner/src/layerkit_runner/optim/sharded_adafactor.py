@@ -253,6 +253,6 @@ def _quantized(x: jax.Array, dtype: Any, *, axis: int) -> tuple[jax.Array, jax.A
 
 
 def _floats(m: jax.Array, scale: Any) -> jax.Array:
-    """Return a stored momentum in float32; `scale` is no array if it is stored in floats."""
+    """Return a stored momentum in float32; `scale` is not an array if it is stored in floats."""
     m = m.astype(jnp.float32)
     return m * scale if isinstance(scale, jax.Array) else m

@@ -95,7 +95,7 @@ def check_train_programs(resolved: ResolvedExperiment) -> dict[str, Config]:
     """Return the configs of the training data sets by name, in the order of their programs.
 
     Raises:
-      UsageError: Data sets and programs do not match, or a listed config is no training program.
+      UsageError: Data sets and programs do not match, or a listed config is not a training program.
     """
     by_name = training_configs(resolved)
     for index, config in enumerate(resolved.train_programs or []):

@@ -100,7 +100,7 @@ class DecodeProgram(BaseProgram):
         jax.eval_shape(self._step, abstract_state, abstract_batch, _BATCH_INDEX)
 
     def output_path(self, step: int) -> epath.Path | None:
-        """Return the path of the outputs of a step; None without a folder."""
+        """Return the path of the outputs of a step; None if there is no folder."""
         return None if self.folder is None else self.folder / self.name / f"step_{step:08d}.jsonl"
 
     def run(self, state: TrainState, step: int, observers: Observer) -> list[dict[str, Any]]:

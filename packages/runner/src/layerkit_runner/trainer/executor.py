@@ -290,8 +290,8 @@ def executor_class(resolved: ResolvedExperiment) -> Callable[..., Executor]:
     """Return a function that makes the executor from the values of the fields of `Executor`.
 
     Raises:
-      UsageError: The experiment's class is no `Executor`, or its config sets a field that the job
-        sets, or lacks a value for a field that it adds.
+      UsageError: The experiment's class is not an `Executor`, its config sets a field that the job
+        sets, or its config lacks a value for a field that it adds.
     """
     config = resolved.executor
     if config is None:

@@ -33,7 +33,7 @@ from layerkit_runner.files.atomic_write import atomic_write, check_links, remove
 from layerkit_runner.files.locks import NoLocksError, delete_and_unlock, try_lock
 
 STUDY_RECORD = "study.json"
-"""Name of the file that a sweep writes; a folder that has it is no job folder."""
+"""Name of the file that a sweep writes; a folder that has it is not a job folder."""
 
 # File that is locked while a job trains; it holds the job's host and process id.
 _RUNNING = ".running"

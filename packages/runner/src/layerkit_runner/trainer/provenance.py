@@ -1,9 +1,9 @@
 """The provenance of decoded outputs and evaluation records: what determined their content.
 
 A step number does not identify the weights: outputs may come from another folder's checkpoint,
-another temperature or other prompts. So each file of outputs has a second file beside it, with a
-digest of the weights and the text of model, seed and data set. Mesh, batch size and the number of
-processes are left out, though random numbers may depend on them.
+another temperature or other prompts. So each output file has a provenance file in the same folder.
+It holds a digest of the weights, and the settings of model, seed and data set as text. Mesh, batch
+size and the number of processes are left out, although random numbers may depend on them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.training.task import SingleTask
 from layerkit_runner.training.train_state import TrainState
 
-# Fields of an input that depend on devices and processes, or are only names.
+# Fields of an input that depend on devices and processes, or that only name the data set.
 _HOST_FIELDS = frozenset(
     {
         *("name", "batch_size", "percore_batch_size", "batch_padding_size"),
@@ -38,7 +38,10 @@ _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
 def describe_settings(task: SingleTask, dataset: BaseInput | None) -> dict[str, Any]:
-    """Return model, seed and data set as JSON values; reset the data set if evaluations do."""
+    """Return the settings of model, seed and data set as JSON values.
+
+    A data set that evaluations reset (`reset_for_eval`) is reset first.
+    """
     model = {
         "model settings": _text(task.model.clone(train=False, sharding=None)),
         "random seed": task.train.random_seed,
@@ -59,8 +62,8 @@ def describe_settings(task: SingleTask, dataset: BaseInput | None) -> dict[str, 
 def weights_digest_fn(task: SingleTask, partitioner: Partitioner) -> Callable[[TrainState], str]:
     """Return a function that computes a digest of a state's weights and step.
 
-    Every device reads its own shards, and the digest does not depend on the mesh. It detects
-    mistakes and is no protection against manipulation.
+    Every device reads its own shards, and the digest does not depend on the mesh. The digest
+    detects mistakes. It does not protect against manipulation.
     """
 
     def leaf_sums(state: TrainState) -> jax.Array:
@@ -86,13 +89,15 @@ def read_provenance(outputs: epath.Path) -> dict[str, Any]:
 def write_outputs(
     outputs: epath.Path, text: str, provenance: dict[str, Any], *, npz: bytes | None = None
 ) -> None:
-    """Write outputs, then their provenance; a kill in between leaves outputs without provenance.
+    """Write outputs, then their provenance.
+
+    A kill between the two leaves outputs without provenance.
 
     Args:
-      outputs: Path of the records.
-      text: Content of that file.
+      outputs: Path of the output file, which holds records.
+      text: Content of the output file.
       provenance: Provenance of the outputs, as JSON values.
-      npz: Content of the file of arrays beside it; None for no such file.
+      npz: Content of the `.npz` file of the outputs' arrays; None deletes such a file.
     """
     _provenance_path(outputs).unlink(missing_ok=True)
     if npz is None:
@@ -105,13 +110,13 @@ def write_outputs(
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return the names of the parts that differ between two provenances."""
-    # JSON turns tuples into lists, as in what was read.
+    # `before` was read from JSON, which turns tuples into lists.
     now = json.loads(json.dumps(now))
     return [name for name in now if before.get(name) != now[name]]
 
 
 def npz_path(outputs: epath.Path) -> epath.Path:
-    """Return the path of the large arrays that belong to a file of records."""
+    """Return the path of the `.npz` file that holds the large arrays of an output file."""
     return outputs.parent / f"{outputs.stem}.npz"
 
 
@@ -120,12 +125,15 @@ def _provenance_path(outputs: epath.Path) -> epath.Path:
 
 
 def _text(value: Any) -> str:
-    # Addresses differ from run to run.
+    # Memory addresses differ from run to run.
     return _ADDRESS.sub("", repr(value))
 
 
 def _mixed_sum(leaf: jax.Array) -> jax.Array:
-    """Return the sum, uint32, of all elements' bits mixed with their positions, in any order."""
+    """Return the uint32 sum of a hash of each element's bits and position.
+
+    The sum does not depend on the order of summation.
+    """
     if leaf.dtype == jnp.bool_:
         leaf = leaf.astype(jnp.uint8)
     bits = jax.lax.bitcast_convert_type(leaf, _BITS[leaf.dtype.itemsize]).astype(jnp.uint32)

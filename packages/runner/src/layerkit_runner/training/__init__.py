@@ -1,1 +1,1 @@
-"""What a step is made of: its state, what it knows of the devices, what it costs."""
+"""Training steps: tasks, settings, state, gradients, metrics and cost estimates."""

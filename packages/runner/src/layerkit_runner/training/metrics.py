@@ -65,7 +65,7 @@ def reduce_shards(metric: Reported, context: StepContext) -> Reported:
 
 
 def names_of_numbers(reported: Mapping[str, Reported]) -> set[str]:
-    """Return the names of an evaluation's metrics that are one number, from those of its step."""
+    """Return the names of an evaluation's scalar metrics, given the metrics of its step."""
     numbers = {name for name, metric in reported.items() if not isinstance(metric, BinCounts)}
     return numbers | {TOTAL_WEIGHT}
 
@@ -80,7 +80,7 @@ class OverBatches:
         self._counts: dict[str, BinCounts] = {}
 
     def add(self, metrics: Mapping[str, Reported]) -> None:
-        """Add the metrics of one global batch; wait until they are computed."""
+        """Add the metrics of one global batch, after waiting until they are computed."""
         for name, metric in jax.device_get(dict(metrics)).items():
             if isinstance(metric, WeightedScalar):
                 total, weight = self._totals.get(name, (0.0, 0.0))
@@ -95,7 +95,7 @@ class OverBatches:
                 self._counts[name] = _sum_in_double(self._counts.get(name), metric)
 
     def means(self) -> dict[str, float]:
-        """Return means and largest values by name; NaN if nothing of weight above 0 was added."""
+        """Return means and maxima by name. A metric without any weight is NaN."""
         means = {
             name: total / weight if weight else float("nan")
             for name, (total, weight) in self._totals.items()
@@ -125,7 +125,7 @@ def _sum_in_double(before: BinCounts | None, more: BinCounts) -> BinCounts:
 
 
 def histogram_of(counts: BinCounts) -> Histogram:
-    """Return fetched counts `[bins]` in the form for observers."""
+    """Convert counts `[bins]` on the host to the histogram that observers receive."""
     return Histogram(
         edges=np.asarray(counts.edges, np.float64),
         counts=np.asarray(counts.counts, np.float64),
@@ -173,11 +173,11 @@ class ByExample(Generic[Value]):
     """A collection of one value for each example, without padding (rows of provenance -1).
 
     Attributes:
-      values: Values by number of the example.
+      values: Value of each example, by the number of the example.
     """
 
     def __init__(self, dataset: str) -> None:
-        """Start without values; the name of the data set is for messages."""
+        """Start without values; `dataset` is the name of the data set in error messages."""
         self._dataset = dataset
         self.values: dict[int, Value] = {}
 
@@ -227,5 +227,5 @@ def check_has_provenance(batch: NestedMap, dataset: str) -> None:
 
 
 def as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics, such as NumPy scalars, as Python numbers."""
+    """Convert metrics, such as NumPy scalars, to Python floats."""
     return {name: float(value) for name, value in metrics.items()}

@@ -62,7 +62,7 @@ class WeightsLoader(Protocol):
     """An object that loads the weights itself."""
 
     def load(self, model: Any, like: Any) -> Any:
-        """Return weights by name; those that it leaves out are drawn at random.
+        """Return weights by name; the model's other weights are initialized randomly.
 
         Args:
           model: Model of the task.
@@ -93,8 +93,8 @@ class SingleTask(Configurable):
       early_stopping: Config of a `StoppingRule`, such as `EarlyStopping`, which may end training
         before its last step; None for none.
       initial_weights: Source of initial weights: a `layerkit_runner.init_from.InitFrom`, or an
-        object with a method `load(model, like)`. Weights that it does not return are drawn at
-        random; None draws all.
+        object with a method `load(model, like)`. Other weights are initialized randomly. None
+        initializes all weights randomly.
 
     Raises:
       ConfigError: A field is invalid.
@@ -141,7 +141,7 @@ class SingleTask(Configurable):
 
         Args:
           key: Random key of the weights.
-          given: Weights that are not drawn, nested dicts `[...]` by layer path.
+          given: Weights that are not initialized randomly, nested dicts `[...]` by layer path.
         """
         return self.init_boxed_state(key, given=given)[1]
 
@@ -168,7 +168,7 @@ class SingleTask(Configurable):
         return dict(boxed), state
 
     def _with_given(self, drawn: dict[Any, Any], given: dict[Any, Any]) -> Any:
-        """Return the nested weights: given ones, else copies of given ones, else drawn ones."""
+        """Return the nested weights: given ones, else copies of given ones, else random ones."""
         copies = {
             path: given[original]
             for path in drawn

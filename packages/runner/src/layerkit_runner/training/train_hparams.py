@@ -52,27 +52,27 @@ class TrainHParams(Configurable):
       decode_start_after_n_steps: Number of steps before the first decoding. The last step is
         decoded even if it comes earlier.
       decode_random_seed: Seed of the random numbers of decoding, the same at every step, so that
-        samples differ only by the weights. None draws other numbers at each step.
+        samples differ only by the weights. None uses different numbers at each step.
       save_interval_steps: Number of steps between two checkpoints.
       save_max_to_keep: Number of newest checkpoints to keep; None keeps all.
       save_keep_interval_hours: Number of hours between two checkpoints that are kept permanently;
-        None keeps none for this reason.
+        None disables this rule.
       save_keep_interval_steps: Number of steps between two checkpoints that are written and kept
-        permanently; None keeps none for this reason.
+        permanently; None disables this rule.
       save_keep_steps: Steps whose checkpoints are written and kept permanently.
       save_best_metric: Metric of an evaluation, as `DATASET/METRIC` such as `heldout/loss`, whose
-        best checkpoints are kept until better ones exist; None keeps none for this reason.
+        best checkpoints are kept until better ones exist; None disables this rule.
       save_best_mode: `min` if a lower value of that metric is better, `max` if a higher one is.
       save_best_to_keep: Number of best checkpoints to keep.
       save_step_zero: True if a checkpoint is written before the first step.
       max_inflight_steps: Number of steps that may be dispatched to the device before the host
         waits.
-      max_consecutive_skipped_steps: Number of consecutive steps that may be skipped, because loss
-        or gradient is not finite or the gradient is too large, before training stops with exit
-        code 65. Before the first valid step the limit is at most 10. None for no limit.
+      max_consecutive_skipped_steps: Number of consecutive skipped steps after which training stops
+        with exit code 65; None for no limit. Before the first valid step the limit is at most 10.
+        A step is skipped if its loss or gradient is not finite, or its gradient is too large.
       gradient_accumulation_steps: Number of microbatches that a batch is divided into. Their
-        gradients are added up before the update, which takes less memory and gives the same
-        numbers.
+        gradients are accumulated before the update. This takes less memory, and the update equals
+        that of the whole batch up to rounding.
       eval_use_ema_states: True if evaluation uses the averaged weights (`learner.ema_decay`).
       decode_use_ema_states: True if decoding uses the averaged weights.
       variable_norm_summary: True if `learning/var_norm`, the norm of the trained weights before the
@@ -128,7 +128,7 @@ class TrainHParams(Configurable):
         for name in ("random_seed", "decode_random_seed"):
             seed = getattr(self, name)
             is_valid = seed is None or -(2**63) <= seed < 2**63
-            require(is_valid, _OWNER, name, seed, "an integer of 64 bits")
+            require(is_valid, _OWNER, name, seed, "a signed 64-bit integer")
         hours = self.save_keep_interval_hours
         is_valid = hours is None or 0 < hours <= _MAX_HOURS
         expected = f"a number above 0 and at most {_MAX_HOURS}, or None"

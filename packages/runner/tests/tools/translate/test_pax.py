@@ -226,7 +226,7 @@ def test_statement_of_a_class_body_that_is_no_constant_is_listed(statement):
 
 def test_decorator_that_registers_nothing_is_listed():
     text = "@frozen\n@experiment_registry.register(allow=True)\nclass X(c4.C4SpmdAdam):\n  pass\n"
-    assert told(text) == ["file.py:1: @frozen: it is no constant"]
+    assert told(text) == ["file.py:1: @frozen: it is not a constant"]
 
 
 def test_constants_of_the_module_have_their_values_at_the_class():

@@ -1,4 +1,4 @@
-"""Passages and last words of LAMBADA, without TensorFlow.
+"""Rows for the last-word prediction of LAMBADA, without TensorFlow.
 
 `last_word_rows` reads JSON lines (`{"text": …}`, the format of the published test set of 5153
 passages) and returns the rows of `seqio_tasks.last_word_task` with the same vocabulary.
@@ -21,13 +21,13 @@ from layerkit_inputs.text_files import find_text_files
 from layerkit_inputs.tools.raw_documents import read_raw_documents, text_of
 
 LAST_WORD = r"(?s)^(.*\S)\s+(\S+)$"
-"""Pattern of a passage and its last word, in the common syntax of Python and RE2."""
+"""Regular expression that splits a passage from its last word, valid in Python and RE2."""
 QUOTES = {"“": '"', "”": '"', "‘": "'", "’": "'"}
-"""Replacements of curly quotes."""
+"""Straight quotes by the curly quotes that they replace."""
 
 
 def split_last_word(passage: str) -> tuple[str, str]:
-    """Return a passage without its last word, and that word with a blank before it.
+    """Return a passage without its last word, and that word with a leading space.
 
     >>> split_last_word("He said: “Follow me”")
     ('He said: "Follow', ' me"')
@@ -57,7 +57,10 @@ def require_vocab_path(vocab_path: str | None) -> str:
 
 
 def check_vocab_size(vocab_size: int | None, needed: int, vocab_path: str | None) -> None:
-    """Raise `ConfigError` if a vocabulary has more ids than the model, whose loss would be NaN."""
+    """Raise `ConfigError` if the vocabulary is larger than the model's.
+
+    Token ids outside of the model's vocabulary would make the loss NaN.
+    """
     if vocab_size is not None and needed > vocab_size:
         expected = f"at least {needed}, the size of VOCAB_PATH={vocab_path}"
         raise ConfigError(field="VOCAB_SIZE", value=vocab_size, expected=expected)
@@ -71,21 +74,23 @@ def last_word_rows(
     target_length: int,
     vocab_size: int | None = None,
 ) -> Any:
-    """Return rows of passages in which only the last word has weight.
+    """Return rows of passages, with loss weights on the last word only.
 
     Args:
-      path: JSON lines with the passage in `text`, or their folder.
+      path: JSON lines file with the passage in the field `text`, or a folder of such files.
       vocab_path: See `layerkit_inputs.tokenizer_config`.
-      seq_length: Positions of a row.
-      target_length: Largest number of tokens of the last word; other positions hold the passage.
+      seq_length: Number of positions of a row.
+      target_length: Maximum number of tokens of the last word. The rest of the passage is truncated
+        to `seq_length - target_length` tokens.
       vocab_size: Vocabulary size of the model; None for no check.
 
     Returns:
-      A `grain.MapDataset` of the arrays of `layerkit_inputs.features.lm_features`, each `[length]`.
+      A `grain.MapDataset` of the arrays of `layerkit_inputs.features.lm_features`, each
+      `[seq_length]`.
 
     Raises:
       ConfigError: The vocabulary is not set or too large, or a passage cannot be read.
-      OSError: Files or vocabulary do not exist.
+      OSError: A file or the vocabulary does not exist.
     """
     grain = require("grain", needed_by="last_word_rows")
     tokenizer: Tokenizer = build(tokenizer_config(require_vocab_path(vocab_path)))

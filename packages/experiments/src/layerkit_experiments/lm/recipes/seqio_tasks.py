@@ -125,7 +125,7 @@ def token_ids_task(*, tfds_name: str, vocab_size: int) -> Any:
 def last_word_task(*, tfds_name: str, vocab_path: str | None, vocab_size: int | None = None) -> Any:
     """Return a task whose `targets` are the last word of a passage, and `inputs` the text before.
 
-    Neither ends with EOS, and the word keeps the blank before it. Curly quotes become straight
+    Neither ends with EOS, and the word keeps its leading space. Curly quotes become straight
     quotes, as in the text behind the published figures of GPT-2 and Pax.
 
     Args:

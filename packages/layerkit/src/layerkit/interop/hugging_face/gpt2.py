@@ -33,10 +33,10 @@ def _skeleton(file: ConfigFile) -> Config:
 
 
 class _HiddenDims:
-    """Entry of `n_inner`, which the skeleton reads, since its default depends on another key."""
+    """Entry of `n_inner`. The skeleton reads this key, because its default depends on `n_embd`."""
 
     def read(self, file: ConfigFile, network: Config) -> None:
-        """Set fields from the file."""
+        """Do nothing, since the skeleton has read the key."""
 
     def write(self, network: Config) -> dict[str, int]:
         return {"n_inner": network.hidden_dims}
@@ -68,8 +68,8 @@ GPT2 = Family(
         Fixed("scale_attn_by_inverse_layer_idx", value=False),
         Fixed("add_cross_attention", value=False),
     ),
-    # Logits are always computed in float32 here. The summary keys belong to a head that language
-    # models do not have.
+    # Attention logits are always computed in float32 here. The summary keys belong to a head that
+    # language models do not have.
     neutral=frozenset(
         {
             "reorder_and_upcast_attn",

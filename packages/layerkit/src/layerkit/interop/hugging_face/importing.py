@@ -140,7 +140,7 @@ def load_weights(
 
     Raises:
       FileNotFoundError: A file is missing.
-      TensorMismatchError: A tensor is missing or unexpected, has another shape, has no floating
+      TensorMismatchError: A tensor is missing or unexpected, has the wrong shape, has no floating
         dtype, or has numbers that are not finite.
     """
     family = family_of(read_json(folder).get("model_type"))
@@ -181,7 +181,7 @@ def stored_dtypes(source: TensorSource, family: Family, anatomy: Anatomy) -> dic
     A weight that is stored in tensors of several dtypes has their promoted dtype.
 
     Raises:
-      TensorMismatchError: Tensors are missing, unexpected, or of another shape.
+      TensorMismatchError: Tensors are missing, unexpected, or of the wrong shape.
     """
     pieces = _in_names_of(source, family, pieces_of(anatomy, family.rows))
     _check_tensors(source, family, anatomy, pieces)

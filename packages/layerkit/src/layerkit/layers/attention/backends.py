@@ -51,7 +51,7 @@ class AttentionCall:
       window: Number of positions back that a query sees, itself included; None for all.
       has_segments: True if rows hold several documents or padding.
       has_prefix: True if all queries of a row see a prefix of it.
-      bias_dtype: Dtype of the bias of the logits; None without a bias.
+      bias_dtype: Dtype of the bias of the logits; None if there is no bias.
       has_sinks: True if each head has an attention sink, a logit that takes probability and adds
         no value.
       has_logit_cap: True if logits are capped by tanh.
@@ -142,8 +142,8 @@ def select_backend(name: str, call: AttentionCall) -> Backend:
       call: The attention.
 
     Raises:
-      UnsupportedBackendError: the named backend does not support the call.
-      ConfigError: an unknown name.
+      UnsupportedBackendError: The named backend does not support the call.
+      ConfigError: The name is unknown.
     """
     check_choice(None, BACKEND_NAMES, backend=name)
     if call.uses_ring:

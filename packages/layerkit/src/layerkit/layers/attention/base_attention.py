@@ -78,7 +78,7 @@ class BaseAttention(BaseLayer):
       output_tpl: Projection of the heads to the output.
 
     Raises:
-      ConfigError: sizes that do not divide, numbers out of range, unknown names.
+      ConfigError: A size is not divisible, a number is out of range, or a name is unknown.
     """
 
     used_only_if: ClassVar[Conditions] = {"qk_norm_over": "qk_norm_tpl"}

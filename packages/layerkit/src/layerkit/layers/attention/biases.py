@@ -39,7 +39,7 @@ class RelativeBias(BaseLayer):
       weight_init: Initializer of `w`; None inherits `params_init`.
 
     Raises:
-      ConfigError: too few buckets or too small a distance for the logarithm.
+      ConfigError: The number of buckets or the distance is too small for the logarithm.
     """
 
     num_heads: int = 0

@@ -26,7 +26,7 @@ def write_cache(layer: BaseLayer, name: str, value: jax.Array, axes: Axes) -> ja
       axes: Logical axis of each dimension.
 
     Raises:
-      ConfigError: the collection is not mutable.
+      ConfigError: The collection is not mutable.
     """
     if not layer.is_mutable_collection(CACHE):
         raise ConfigError(
@@ -50,7 +50,7 @@ def read_cache(
       made_by: Call that creates the cache, for the message.
 
     Raises:
-      ConfigError: the cache is missing.
+      ConfigError: The cache is missing.
     """
     if not layer.has_variable(CACHE, name):
         raise ConfigError(
@@ -75,7 +75,7 @@ def extend_cache(
       time_step: int32 scalar, the number of slots in use.
 
     Raises:
-      ConfigError: the cache is missing, has other sizes, or is not mutable.
+      ConfigError: The cache is missing, has the wrong sizes, or is not mutable.
     """
     cache = read_cache(layer, name)
     num_rows, max_length = cache.shape[:2]

@@ -54,7 +54,7 @@ def gather_keys(
       (query, key, value), with the same shapes and values.
 
     Raises:
-      ConfigError: queries that cannot be split evenly.
+      ConfigError: The queries cannot be split evenly.
     """
     sharding.spec(("length",), shape=query.shape[1:2], owner="queries")
     whole = key_axes(key.shape[2])
@@ -83,7 +83,7 @@ def ulysses_attention(
       `[batch, queries, heads, value_dim]`.
 
     Raises:
-      UnsupportedBackendError: the devices do not divide the heads evenly.
+      UnsupportedBackendError: The devices do not divide the heads evenly.
     """
     rules = sharding.rules
     heads = {

@@ -26,7 +26,7 @@ class CrossAttention(BaseAttention):
       memory_dims: Size of the memory's model dimension; None for input_dims.
 
     Raises:
-      ConfigError: sizes that do not divide, numbers out of range, unknown names.
+      ConfigError: A size is not divisible, a number is out of range, or a name is unknown.
     """
 
     memory_dims: int | None = None
@@ -59,8 +59,8 @@ class CrossAttention(BaseAttention):
           `[batch, length, input_dims]` in the compute dtype.
 
         Raises:
-          ConfigError: shapes that do not fit.
-          UnsupportedBackendError: the backend does not support this attention.
+          ConfigError: Shapes are incompatible.
+          UnsupportedBackendError: The backend does not support this attention.
         """
         key, value = self._project_memory(memory)
         return self._attend(self._project(x), key, value, mask, bias, cached=False)
@@ -74,7 +74,7 @@ class CrossAttention(BaseAttention):
           memory: `[batch, memory_length, memory_dims]`.
 
         Raises:
-          ConfigError: shapes that do not fit, or the collection is not mutable.
+          ConfigError: Shapes are incompatible, or the collection is not mutable.
         """
         key, value = self._project_memory(memory)
         write_cache(self, "key", key, self.key.activation_axes)
@@ -94,7 +94,7 @@ class CrossAttention(BaseAttention):
           `[batch, t, input_dims]` in the compute dtype.
 
         Raises:
-          ConfigError: the cache is missing, or shapes do not fit it.
+          ConfigError: The cache is missing, or shapes are incompatible with it.
         """
         key, value = (read_cache(self, n, made_by="init_cache(memory)") for n in ("key", "value"))
         return self._attend(self._project(x), key, value, mask, bias, cached=True)

@@ -97,9 +97,9 @@ def dot_product_attention(
       `[batch, queries, heads, value_dim]` in the dtype of `value`.
 
     Raises:
-      ConfigError: shapes that do not fit, rows that cannot be split evenly, an unknown backend or
-        kind of context parallelism.
-      UnsupportedBackendError: the backend or the kind of context parallelism does not support this
+      ConfigError: Shapes are incompatible, rows cannot be split evenly, or the backend or kind of
+        context parallelism is unknown.
+      UnsupportedBackendError: The backend or the kind of context parallelism does not support this
         attention.
     """
     _check_shapes(query, key, value, mask)

@@ -49,7 +49,7 @@ class MultiHeadAttention(BaseAttention):
       qkv_tpl: The combined projection.
 
     Raises:
-      ConfigError: sizes that do not divide, numbers out of range, unknown names.
+      ConfigError: A size is not divisible, a number is out of range, or a name is unknown.
     """
 
     used_only_if: ClassVar[Conditions] = {
@@ -110,8 +110,8 @@ class MultiHeadAttention(BaseAttention):
           `[batch, length, input_dims]` in the compute dtype.
 
         Raises:
-          ConfigError: shapes that do not fit.
-          UnsupportedBackendError: the backend does not support this attention.
+          ConfigError: Shapes are incompatible.
+          UnsupportedBackendError: The backend does not support this attention.
         """
         query, key, value = self._project(x, positions)
         bias = add_relative_bias(self, bias, *mask.distinct_positions())
@@ -124,7 +124,7 @@ class MultiHeadAttention(BaseAttention):
         They are in the collection `CACHE`, in the compute dtype.
 
         Raises:
-          ConfigError: sizes below one, or the collection is not mutable.
+          ConfigError: A size is below one, or the collection is not mutable.
         """
         check_sizes(self, batch_size=batch_size, max_length=max_length)
         shape = (batch_size, max_length, *self._head_sizes())
@@ -159,8 +159,8 @@ class MultiHeadAttention(BaseAttention):
           the cache, since the time step is known at run time only.
 
         Raises:
-          ConfigError: the cache is missing, has other sizes or is not mutable, or a time step is
-            given per row.
+          ConfigError: The cache is missing, has wrong sizes or is not mutable, or there is a
+            time step for each row.
         """
         check_time_step(self, time_step)
         query, *new = self._project(x, positions)

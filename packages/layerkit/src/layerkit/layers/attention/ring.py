@@ -236,8 +236,8 @@ def ring_attention(
       `[batch, queries, heads, value_dim]` in the dtype of `value`; 0 for a query that sees no key.
 
     Raises:
-      ConfigError: queries or keys that cannot be split evenly, or heads and kv_heads that are split
-        over different mesh axes.
+      ConfigError: Queries or keys cannot be split evenly, or heads and kv_heads are split over
+        different mesh axes.
     """
     check_split(query, key, sharding)
     sharding.spec(("length",), shape=key.shape[1:2], owner="keys")

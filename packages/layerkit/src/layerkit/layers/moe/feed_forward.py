@@ -178,7 +178,8 @@ class MoeFeedForward(BaseLayer):
             only, has no slot, and counts in no loss.
 
         Raises:
-          ConfigError: inputs of another size, or that cannot be split into groups.
+          ConfigError: The size of the last axis of the inputs is not `input_dims`, or the inputs
+            cannot be split into groups.
         """
         check_last_axis(self, x, input_dims=self.input_dims)
         x = self.cast(x)
@@ -194,7 +195,7 @@ class MoeFeedForward(BaseLayer):
         """Check that cached steps give the outputs of whole rows; there is no cache to create.
 
         Raises:
-          ConfigError: experts choose tokens, which depends on later tokens.
+          ConfigError: Experts choose tokens, which depends on later tokens.
         """
         del batch_size, max_length
         if self._experts_choose:

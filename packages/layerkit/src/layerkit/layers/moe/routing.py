@@ -53,7 +53,7 @@ class Routing:
       weights: Weight of the output of each chosen expert, float32 `[..., choices]`.
       logits: Logits without noise, float32 `[..., num_experts]`.
       probs: Scores of all experts, normalized to the sum 1, float32 `[..., num_experts]`.
-      is_token: bool `[...]`, False for padding; None without padding.
+      is_token: bool `[...]`, False for padding; None if there is no padding.
     """
 
     experts: jax.Array
@@ -77,7 +77,7 @@ class ExpertRouting:
         capacity]`; the size of a group for a slot without a token.
       weights: Weight of the output for each chosen token, float32 `[groups, experts, capacity]`.
       logits: Logits without noise, float32 `[groups, tokens, experts]`.
-      is_token: bool `[groups, tokens]`, False for padding; None without padding.
+      is_token: bool `[groups, tokens]`, False for padding; None if there is no padding.
     """
 
     tokens: jax.Array
@@ -120,8 +120,8 @@ class BaseRouter(BaseLayer):
         """Return float32 inputs `[..., input_dims]`, with jitter, and logits `[..., experts]`.
 
         Raises:
-          ConfigError: inputs of another size.
-          ValueError: training with jitter but without a random key.
+          ConfigError: The size of the last axis of the inputs is not `input_dims`.
+          ValueError: Training with jitter lacks a random key.
         """
         check_last_axis(self, x, input_dims=self.input_dims)
         x = x.astype(jnp.float32)
@@ -154,8 +154,8 @@ class ExpertChoiceRouter(BaseRouter):
             slot.
 
         Raises:
-          ConfigError: inputs of another size.
-          ValueError: training with jitter but without a random key.
+          ConfigError: The size of the last axis of the inputs is not `input_dims`.
+          ValueError: Training with jitter lacks a random key.
         """
         _, logits = self.inputs_and_logits(x)
         probs = jax.nn.softmax(logits).swapaxes(1, 2)
@@ -224,8 +224,8 @@ class TopKRouter(BaseRouter):
           is_token: bool `[...]`, False for padding, which is neither routed nor counted.
 
         Raises:
-          ConfigError: inputs of another size.
-          ValueError: training with noise but without a random key.
+          ConfigError: The size of the last axis of the inputs is not `input_dims`.
+          ValueError: Training with noise lacks a random key.
         """
         x, logits = self.inputs_and_logits(x)
         scores = self._scores(self._add_noise(logits, x))

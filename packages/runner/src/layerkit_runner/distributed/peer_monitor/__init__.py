@@ -4,9 +4,10 @@
     program.py    loop and end of the peer monitor; copies of the output, to the log and terminal
     hub.py        signed messages between peer monitors; the hub that finds the first lost process
 
-A peer monitor is a separate process, so that it can act when the monitored one cannot: aborted from
-C++, killed, stopped, or in compiled code that holds Python's lock. Besides the two packages, which
-are light until a name of theirs is used, it imports only the standard library.
+A peer monitor is a separate process, so that it can act when the monitored process is aborted from
+C++, killed, stopped, or in compiled code that holds Python's lock. It imports only the standard
+library and small modules of `layerkit` and `layerkit_runner`. These packages import JAX only when
+it is used.
 """
 
 from __future__ import annotations

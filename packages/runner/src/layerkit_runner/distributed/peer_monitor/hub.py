@@ -298,7 +298,7 @@ class Hub:
         if not (isinstance(process, int) and isinstance(pid, int)) or (
             process in self._introduced or process not in range(self._num_processes)
         ):
-            # A signed message that is no introduction, or a replayed introduction.
+            # The signed message is not an introduction, or repeats one.
             member.link.is_open = False
             return
         member.process, member.host, member.pid = process, str(host), pid

@@ -1,4 +1,4 @@
-"""The program of a peer monitor: its loop, and its end.
+"""Main program of a peer monitor: its event loop and its shutdown.
 
 `layerkit_runner.distributed.peer_monitor.start` runs it and writes the fields of `Task` as JSON to
 its standard input, since the key is secret and other users can see the arguments of a command.
@@ -41,33 +41,35 @@ from layerkit_runner.distributed.peer_monitor.hub import (
 from layerkit_runner.distributed.watchdog import finished_within
 from layerkit_runner.files.atomic_write import open_append
 
-# Delay before the others name a process that failed, since often all fail alike and each should
-# report its own failure.
+# Delay before the other processes report a failed process. Often all processes fail for the same
+# reason, and each should first report its own error.
 _SECONDS_TO_REPORT = 3.0
 _SECONDS_TO_END = 10.0
 _SECONDS_TO_DRAIN = 2.0
-# The hub of a job of thousands receives thousands of beats a second, and reads many at a time.
+# Pause between reads. In a job with thousands of processes the hub receives thousands of heartbeats
+# a second, and the pause lets it read many of them at once.
 _PAUSE_SECONDS = 0.02
-# First words of the notices of Python's logging and warnings, absl and XLA.
-_NOTICE = re.compile(
+# Start of a log record below the error level, as written by Python's logging and warnings, absl
+# and XLA.
+_BELOW_ERROR = re.compile(
     rb"(INFO|WARNING|DEBUG):|[IWV]\d{4} |\d{4}-\d\d-\d\d [\d:.]+: [IW] |.*:\d+: \w*Warning: "
 )
 _CONTINUED = b"  "
 _CHUNK = 1 << 16
-# Further lines are dropped while the disk is slow.
+# Lines that may wait for a slow disk. Further lines are dropped from the log.
 _MAX_WAITING_LINES = 100_000
 
 
 class LogTee:
     """A tee of the output of a process, line by line, to its log and to other descriptors.
 
-    The terminal shows all lines of process 0, and the lines of other processes on standard error
-    that are no notices. A thread opens and writes the log with the time of each line, so that the
-    terminal shows lines even while the disk does not answer.
+    The terminal shows all lines of process 0. From the other processes it shows standard error
+    without the log records below the error level. A thread opens the log and writes each line to
+    it with the time, so the terminal shows lines even while the disk does not respond.
 
     Args:
-      open_log: Function that opens the log, unbuffered, for appending; or reports the error and
-        returns None, for no log.
+      open_log: Function that opens the log for unbuffered appending. If that fails, it reports the
+        error and returns None, and no log is written.
     """
 
     def __init__(self, open_log: Callable[[], BinaryIO | None]) -> None:
@@ -77,15 +79,15 @@ class LogTee:
         threading.Thread(target=self._write_log, args=(open_log,), daemon=True).start()
 
     def follow(self, source: int, target: int | None, *, errors_only: bool = False) -> None:
-        """Copy a descriptor until its end, on a thread, to the log and to `target`.
+        """Copy a stream to the log and to `target`, in a new thread, until the stream ends.
 
         Args:
           source: Reading end of a pipe.
-          target: Descriptor, ignored once it cannot be written; None for the log only.
-          errors_only: True to copy notices to the log only.
+          target: Descriptor that receives the lines until a write fails; None for the log only.
+          errors_only: True to copy log records below the error level to the log only.
         """
         thread = threading.Thread(
-            target=self._copy, args=(source, target, _NOTICE if errors_only else None)
+            target=self._copy, args=(source, target, _BELOW_ERROR if errors_only else None)
         )
         thread.daemon = True
         thread.start()
@@ -157,9 +159,10 @@ class Task:
       log: Path of its log.
       header: First line of this run in the log.
       hub_address: (host, port) of the hub.
-      hub: Process 0, whose peer monitor has the hub.
-      listener: Descriptor of the hub's listening socket, beside process 0; None elsewhere.
-      key: Secret of the job, hexadecimal, that signs the messages between peer monitors.
+      hub: Process 0, whose peer monitor runs the hub.
+      listener: Descriptor of the hub's listening socket in the peer monitor of process 0; None in
+        the others.
+      key: Secret of the job in hexadecimal, which signs the messages between peer monitors.
     """
 
     identity: Identity
@@ -202,7 +205,7 @@ class Monitor:
         self._has_reported = self._is_done = self._is_gone = False
 
     def run(self) -> None:
-        """Run until the process has ended, and the peers have been notified."""
+        """Run until the process has ended and its peers have been notified."""
         while not (self._is_gone or self._is_done):
             sources: list[Link | socket.socket] = [self._control]
             if self._member is not None:
@@ -219,7 +222,7 @@ class Monitor:
             if now - self._ticked >= BEAT_SECONDS:
                 self._tick(now)
         if self._is_gone:
-            # Its last messages may have arrived after the last read.
+            # The last messages of the process may have arrived after the last read.
             self._receive_from_process(self._control)
             if not (self._is_done or self._has_reported):
                 self._tell_hub(ENDED)
@@ -253,7 +256,7 @@ class Monitor:
         self._ticked = now
         if self._hub is not None:
             self._hub.check(now)
-            # The members include that of process 0 itself.
+            # The members include the one of process 0 itself.
             if self._hub.num_members <= 1:
                 self._control.send(is_last=True)
         if os.getppid() != self._identity.pid:
@@ -315,7 +318,7 @@ class Monitor:
         self._announce_at = time.monotonic() + delay
 
     def _announce(self) -> None:
-        """End the process and name the lost one, unless it has reported its own failure."""
+        """End the process and report the lost one, unless it has ended or reported an error."""
         assert self._loss is not None
         self._announce_at = None
         if self._has_reported or self._is_gone:
@@ -339,9 +342,10 @@ class Monitor:
                 os.kill(self._identity.pid, signal.SIGKILL)
 
     def _leave_hub(self, hub: Hub) -> None:
-        """Notify the members of the end of the process."""
+        """Announce a successful end to the members, or serve them until they have left."""
         deadline = time.monotonic() + _SECONDS_TO_END
-        # In a short job a peer monitor may connect late, and would then report a lost process.
+        # In a short job a peer monitor may connect late, and would report process 0 as lost if the
+        # hub had already closed.
         while self._is_done and not (hub.knows_all or hub.loss) and time.monotonic() < deadline:
             self._serve([*hub.sources()], BEAT_SECONDS / 4)
         if self._is_done and hub.loss is None:
@@ -362,7 +366,7 @@ class Monitor:
             text = (
                 f"runner: process {task.identity.process} cannot reach process 0 at"
                 f" {task.hub_address[0]}:{task.hub_address[1]} ({error}); if a process is lost, JAX"
-                " ends the job without its name."
+                " ends the job and does not name the process."
             )
             self._log.note(text)
             _print_error(text)
@@ -375,7 +379,7 @@ class Monitor:
 
 
 def _print_error(text: str) -> None:
-    # Standard error may be a file, on a disk that does not answer.
+    # Standard error may be a file on a disk that does not respond.
     finished_within(_SECONDS_TO_DRAIN, lambda: os.write(2, text.encode() + b"\n"))
 
 
@@ -399,10 +403,11 @@ def _open_log(task: Task) -> BinaryIO | None:
 
 def main() -> None:
     """Run the peer monitor with the task from standard input."""
-    # Signals to stop the process may be sent to the whole group; the peer monitor outlives it.
+    # A signal that stops the process may be sent to its whole process group. The peer monitor
+    # ignores it, since it must outlive the process.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    # The hub has a connection for each process of the job.
+    # The hub needs a descriptor for the connection of each process of the job.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

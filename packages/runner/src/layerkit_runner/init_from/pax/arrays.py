@@ -85,7 +85,7 @@ class MsgpackArrays:
 
 
 def _named(content: object) -> dict[str, np.ndarray]:
-    """Return the arrays by name; leaves that are no arrays are left out."""
+    """Return the arrays by name; leaves that are not arrays are left out."""
     if not isinstance(content, dict):
         raise ValueError("expected a map")
     text, state = content.get("str_pytree_state"), content.get("flattened_state")
@@ -191,7 +191,7 @@ def _array_spec(shape: Any, dtype: Any) -> LeafSpec:
     """Return the shape and the dtype that a file declares.
 
     Raises:
-      ValueError: The shape is no list of sizes, or the dtype is not one of numbers.
+      ValueError: The shape is not a list of sizes, or the dtype is not numeric.
     """
     is_shape = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
     if not is_shape or not isinstance(dtype, str):

@@ -58,7 +58,11 @@ class Options(types.SimpleNamespace):
         return names
 
     def command(self, default: list[str]) -> list[str]:
-        """Return the words of `--runner`, or the default; raise UsageError if it is no command."""
+        """Return the words of `--runner`, or the default.
+
+        Raises:
+          UsageError: `--runner` is not a command.
+        """
         if self.runner is None:
             return default
         try:

@@ -31,7 +31,7 @@ class TrialResult:
     Attributes:
       number: Number of the trial.
       state: complete, pruned, unfinished or failed.
-      value: Metric of the last evaluation; None without one.
+      value: Metric of the last evaluation; None if there was no evaluation.
       parameters: Values by the path of each field.
       step: Last training step.
       seconds: Duration; None until the trial ends.

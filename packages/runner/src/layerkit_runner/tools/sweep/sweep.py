@@ -45,7 +45,7 @@ class Outcome:
 
     Attributes:
       state: End of the trial. A stopped trial is resumed with its sweep.
-      value: Metric of the last evaluation; None without one.
+      value: Metric of the last evaluation; None if there was no evaluation.
       step: Last training step.
       reason: Cause of a failure, else empty.
     """

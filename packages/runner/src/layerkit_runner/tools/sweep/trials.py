@@ -155,7 +155,7 @@ class TrialMetrics:
 
     @property
     def last_value(self) -> float | None:
-        """The metric of the last evaluation; None without one."""
+        """The metric of the last evaluation; None if there was no evaluation."""
         return self.values[max(self.values)] if self.values else None
 
 

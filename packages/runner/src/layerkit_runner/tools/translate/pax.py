@@ -122,7 +122,7 @@ def _read_file(name: str, text: str, methods: Mapping[str, str]) -> dict[str, _P
     def read_class(node: ast.ClassDef, outer: Mapping[str, _Constant]) -> _PaxClass:
         own: dict[str, _Constant] = {}
         unknown = [d for d in node.decorator_list if not _last_name(d).startswith("register")]
-        leftovers = [Leftover(*quote(each), "it is no constant") for each in unknown]
+        leftovers = [Leftover(*quote(each), "it is not a constant") for each in unknown]
         for each in node.body:
             if isinstance(each, _DEFINITIONS):
                 own.pop(each.name, None)
@@ -131,7 +131,7 @@ def _read_file(name: str, text: str, methods: Mapping[str, str]) -> dict[str, _P
             elif assigned := _assigned(each, ChainMap(own, dict(outer))):
                 own |= {key: _Constant(value, *quote(each)) for key, value in assigned.items()}
             elif not _is_inert(each):
-                leftovers.append(Leftover(*quote(each), "it is no constant"))
+                leftovers.append(Leftover(*quote(each), "it is not a constant"))
         return _PaxClass(
             bases=[_last_name(base) for base in node.bases],
             summary=(ast.get_docstring(node) or node.name).partition("\n")[0],
