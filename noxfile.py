@@ -50,6 +50,7 @@ TENSORFLOW_SUITES = (
 # Tests that need the compilers of TPUs and GPUs. They are skipped where these are missing.
 COMPILER_SUITES = (
     "packages/layerkit/tests/layers/attention/test_kernels_compile.py",
+    "packages/layerkit/tests/layers/moe/test_experts_compile.py",
     "packages/runner/tests/partitioning/test_mesh.py",
     "packages/runner/tests/tools/plan/test_absent_devices.py",
     "packages/runner/tests/distributed/test_devices.py",

@@ -140,6 +140,9 @@ EXAMPLES = [
         capacity_factor=1.0,
         num_groups=Change(2, given=WITH_CAPACITY),
         grouped_matmul="ragged_dot",
+        # The exchange has an effect on a mesh that splits experts.
+        expert_exchange=Change("ring", refusal="expert_exchange"),
+        exchange_buffer_factor=Change(-1.0, refusal="exchange_buffer_factor"),
         use_shared_gate=Change(value=True, given=SHARED),
         shared_tpl=Change(Config(L.TransformerFeedForward, dtype="bfloat16"), given=SHARED),
         weight_init=GAUSSIAN,

@@ -6,15 +6,12 @@ compilers come with `pip install libtpu` and `pip install jax-cuda12-plugin jax-
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, use_abstract_mesh
 
 from layerkit.layers.attention import dot_product
@@ -28,23 +25,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 BATCH, LENGTH = 4, 256
-
-# What JAX would read from the card and its driver.
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 core_count: 132 fpus_per_core: 128
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448
-  threads_per_core_limit: 2048 registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_memory_size: 84929347584 cuda_compute_capability { major: 9 }
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 }
-runtime_version { major: 12 minor: 9 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
 
 
 def packed_and_windowed(segments):
@@ -96,6 +76,17 @@ def abstract(sharding=None, head_dim=64, value_dim=None):
 
 
 @pytest.fixture
+def planned_devices(absent_devices):
+    """Return a function from a platform to the sharding of a mesh of two by two absent devices."""
+
+    def bind(platform):
+        grid = np.array(absent_devices(platform)).reshape(2, 2)
+        return BoundSharding(Mesh(grid, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2))
+
+    return bind
+
+
+@pytest.fixture
 def as_if_cudnn_were_here(monkeypatch):
     """Lets JAX lower for a cuDNN of version 9.10 that this machine lacks."""
     from jax._src.cudnn import fused_attention_stablehlo
@@ -121,7 +112,9 @@ def test_kernels_are_lowered_for_their_platform(backend, platform, call, target)
 @pytest.mark.parametrize(("backend", "platform", "call", "target"), KERNELS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.usefixtures("as_if_cudnn_were_here")
-def test_kernels_compile_for_their_hardware(backend, platform, call, target, head_dim):
+def test_kernels_compile_for_their_hardware(
+    planned_devices, backend, platform, call, target, head_dim
+):
     sharding = planned_devices(platform)
     program = gradients(call, backend=backend, sharding=sharding)
     text = program.lower(*abstract(sharding, head_dim)).compile().as_text()
@@ -133,7 +126,9 @@ def test_kernels_compile_for_their_hardware(backend, platform, call, target, hea
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(256, 256), (192, 128)])
 @pytest.mark.usefixtures("as_if_cudnn_were_here")
-def test_auto_compiles_a_fused_kernel_for_large_and_unequal_heads(platform, head_dim, value_dim):
+def test_auto_compiles_a_fused_kernel_for_large_and_unequal_heads(
+    planned_devices, platform, head_dim, value_dim
+):
     """Heads of 192 and 128 are those of latent attention in DeepSeek-V3."""
     sharding = planned_devices(platform)
     program = gradients("everything", sharding=sharding)
@@ -148,7 +143,7 @@ def test_auto_compiles_a_fused_kernel_for_large_and_unequal_heads(platform, head
     ("way", "collective"), [("ring", "collective-permute"), ("ulysses", "all-to-all")]
 )
 @pytest.mark.usefixtures("as_if_cudnn_were_here")
-def test_split_packed_rows_compile_a_fused_kernel(platform, way, collective):
+def test_split_packed_rows_compile_a_fused_kernel(planned_devices, platform, way, collective):
     mesh = planned_devices(platform).mesh
     auto = (AxisType.Auto,) * 2
     sharding = BoundSharding(Mesh(mesh.devices, ("data", "context"), axis_types=auto))
@@ -170,19 +165,3 @@ def test_split_packed_rows_compile_a_fused_kernel(platform, way, collective):
     assert collective in text
     gathered = re.findall(r"= (\w+)\S* all-gather(?:-start)?\(", text)
     assert set(gathered) <= {"s32"}  # the segments, for whole rows
-
-
-def planned_devices(platform):
-    if platform == "tpu":
-        if importlib.util.find_spec("libtpu") is None:
-            pytest.skip("libtpu is not installed: pip install libtpu")
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-        devices = topologies.get_topology_desc("v5p:2x2x1", platform="tpu").devices
-    else:
-        if importlib.util.find_spec("jax_cuda12_plugin") is None:
-            pytest.skip("JAX's CUDA plugin is not installed: pip install jax-cuda12-plugin")
-        devices = topologies.get_topology_desc(
-            platform="cuda", topology_name="h100", topology="1x1x4", target_config=H100
-        ).devices
-    grid = np.array(devices[:4]).reshape(2, 2)
-    return BoundSharding(Mesh(grid, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2))

@@ -260,6 +260,8 @@ def test_cached_steps_equal_whole_rows():
         ("num_groups", 0),
         ("num_shared_experts", -1),
         ("grouped_matmul", "ragged"),
+        ("expert_exchange", "ragged"),
+        ("exchange_buffer_factor", 0.0),
     ],
 )
 def test_init_raises_for_an_invalid_field(raises, field, value):

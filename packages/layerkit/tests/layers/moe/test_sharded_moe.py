@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from layerkit.base_layer import AUX_LOSS, SUMMARIES
 from layerkit.config import Config
 from layerkit.errors import ConfigError
-from layerkit.layers.moe import feed_forward
+from layerkit.layers.moe import grouped_matmul
 from layerkit.layers.moe.feed_forward import MoeFeedForward
 from layerkit.layers.moe.routing import ExpertChoiceRouter
 from layerkit.layers.pipeline import Pipeline
@@ -26,6 +26,9 @@ BATCH, LENGTH, DIMS, EXPERTS = 8, 6, 4, 8
 CAPACITY, DROPLESS = {"capacity_factor": 1.0}, {}
 EXPERT_CHOICE = {"capacity_factor": 2.0, "router_tpl": Config(ExpertChoiceRouter)}
 RAGGED = {"grouped_matmul": "ragged_dot"}
+EXCHANGED = {"expert_exchange": "ragged_all_to_all"}
+# Experts that are split over two mesh axes.
+TWO_AXES = DEFAULT_RULES.replace(expert=("fsdp", "expert"), embed=None, expert_batch="data")
 CUBE_OF_DATA = {"data": 2, "expert": 2, "tensor": 2}
 CUBE_OF_FSDP = {"fsdp": 2, "expert": 2, "tensor": 2}
 
@@ -159,6 +162,7 @@ def test_every_mesh_equals_one_device(expected, axes, fields):
     [
         # Rows that are not split over the experts' axis, so that devices repeat one another's work.
         DEFAULT_RULES.replace(batch=("data", "fsdp")),
+        TWO_AXES,
         # Experts that every device has whole.
         DEFAULT_RULES.replace(expert=None, embed=None),
     ],
@@ -180,25 +184,61 @@ def test_dropless_gathers_tokens_and_scatters_sums(expected):
     assert exchanges(program) == {"all-gather", "reduce-scatter"}
 
 
-def test_block_size_equals_that_of_one_device(monkeypatch):
+@pytest.mark.parametrize("axes", [{"expert": 8}, CUBE_OF_FSDP, CUBE_OF_DATA], ids=str)
+@pytest.mark.parametrize("fields", [EXCHANGED, {**EXCHANGED, **RAGGED}], ids=["blocks", "ragged"])
+def test_exchanged_rows_equal_one_device(expected, axes, fields):
+    check(expected, axes, fields)
+
+
+@pytest.mark.slow
+def test_rows_exchanged_over_two_mesh_axes_equal_one_device(expected):
+    check(expected, {"fsdp": 2, "expert": 4}, EXCHANGED, TWO_AXES)
+
+
+def test_choices_beyond_the_buffer_are_counted(expected):
+    layer, weights = make(**EXCHANGED, exchange_buffer_factor=0.5)
+    run, arguments = compiled_on(bind({"expert": 8}), layer, weights)
+    _, (_, updates) = run(*arguments)
+    summaries = updates[SUMMARIES]
+    # Each device has one expert, 6 tokens with 2 choices, and room for half as many rows.
+    num_choices = 2 * int(np.sum(inputs()[1]))
+    load = np.array([summaries[f"expert_load/{expert}"][0] for expert in range(EXPERTS)])
+    beyond = np.maximum(0, load * num_choices / EXPERTS - 6).sum()
+    assert beyond > 0
+    np.testing.assert_allclose(summaries["fraction_dropped"][0], beyond / num_choices, rtol=1e-5)
+
+
+def test_buffer_of_all_rows_and_evaluation_drop_nothing(expected):
+    layer, weights = make(**EXCHANGED, exchange_buffer_factor=8.0)
+    run, arguments = compiled_on(bind({"expert": 8}), layer, weights)
+    _, (output, updates) = run(*arguments)
+    assert updates[SUMMARIES]["fraction_dropped"][0] == 0.0
+    np.testing.assert_allclose(output, expected({})[1][0], rtol=1e-4, atol=2e-5)
+    small = layer.clone(exchange_buffer_factor=0.1, train=False)
+    run, arguments = compiled_on(bind({"expert": 8}), small, weights)
+    np.testing.assert_allclose(run(*arguments)[1][0], output, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("fields", [DROPLESS, EXCHANGED], ids=["gathered", "exchanged"])
+def test_block_size_equals_that_of_one_device(monkeypatch, fields):
     seen = []
 
-    def sorted_slots(experts, **options):
-        seen.append(options["block"] * options["num_experts"] / EXPERTS)
-        return original(experts, **options)
+    def block_size(num_rows, num_groups):
+        seen.append(original(num_rows, num_groups))
+        return seen[-1]
 
-    original = feed_forward.sorted_slots
-    monkeypatch.setattr(feed_forward, "sorted_slots", sorted_slots)
-    layer = MoeFeedForward(input_dims=DIMS, hidden_dims=6, num_experts=EXPERTS)
+    original = grouped_matmul.block_size
+    monkeypatch.setattr(grouped_matmul, "block_size", block_size)
+    layer = MoeFeedForward(input_dims=DIMS, hidden_dims=6, num_experts=EXPERTS, **fields)
     x = jax.ShapeDtypeStruct((BATCH, 128, DIMS), np.float32)
     weights = jax.eval_shape(layer.init, KEY)
     for sharding in (None, bind({"expert": 8})):
         jax.eval_shape(layer.clone(sharding=sharding).apply, weights, x)
-    assert seen == [64, 64 / 8]
+    assert seen == [64, 64]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [DROPLESS, CAPACITY])
+@pytest.mark.parametrize("fields", [DROPLESS, EXCHANGED, CAPACITY])
 def test_pipelined_experts_on_a_mesh_equal_one_device(fields):
     stage = MoeFeedForward.HParams.config(input_dims=DIMS, hidden_dims=6, num_experts=4, **fields)
     layer = Pipeline(stage_tpl=stage, num_stages=2, num_microbatches=2, train=True)

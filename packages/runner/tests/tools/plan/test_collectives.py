@@ -129,6 +129,23 @@ def test_asynchronous_collectives_count_once_by_their_result():
     ]
 
 
+def test_ragged_all_to_all_counts_by_its_smaller_buffer():
+    text = """ENTRY %main (x: f32[4], y: f32[16], n: s32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %y = f32[16]{0} parameter(1)
+  %n = s32[4]{0} parameter(2)
+  %s = ((f32[4], f32[16], s32[4], s32[4], s32[4], s32[4]), f32[16]) \
+ragged-all-to-all-start(%x, %y, %n, %n, %n, /*index=5*/%n), replica_groups={{0,1,2,3}}
+  %d = f32[16]{0} ragged-all-to-all-done(%s)
+  ROOT %r = f32[4]{0} ragged-all-to-all(%d, %x, %n, %n, %n, %n), replica_groups={{0,1,2,3}}
+}
+""".replace("\\\n", "")
+    # 16 · 3/4 bytes there and as many back.
+    assert collective_traffic(text, {"expert": 4}) == [
+        Traffic("ragged-all-to-all", "expert", 2, 24, is_exact=True)
+    ]
+
+
 def test_all_gather_in_a_chain_counts_once():
     """As libtpu 0.0.42 writes those of Llama13B, shortened: the links are in several fusions."""
     link = (

@@ -40,11 +40,12 @@ from layerkit.layers.activations import BaseActivation, SiLU
 from layerkit.layers.feed_forward import TransformerFeedForward
 from layerkit.layers.linears import Linear
 from layerkit.layers.moe.capacity import capacity_of, capacity_slots
-from layerkit.layers.moe.dropless import sorted_slots
-from layerkit.layers.moe.expert_parallel import run_on_mesh
+from layerkit.layers.moe.exchange import EXCHANGES
+from layerkit.layers.moe.expert_parallel import Dropless, run_on_mesh
 from layerkit.layers.moe.grouped_matmul import (
     IMPLEMENTATIONS,
-    block_size,
+    RowGroups,
+    block_sizes,
     grouped_matmul,
     select_implementation,
 )
@@ -63,6 +64,7 @@ _MAX_LOAD_SUMMARIES = 64
 _FIELDS_OF_TOKEN_CHOICE = (
     "num_experts_per_token",
     "grouped_matmul",
+    "expert_exchange",
     "load_balance_weight",
     "balance_all_choices",
     "balance_per_group",
@@ -96,6 +98,14 @@ class MoeFeedForward(BaseLayer):
         per row. It requires a capacity.
       grouped_matmul: Implementation of the products without a capacity, and of evaluation with a
         capacity; see `layerkit.layers.moe.grouped_matmul`.
+      expert_exchange: Exchange of tokens without a capacity, and in evaluation with a capacity,
+        where a mesh splits the experts: `ragged_all_to_all`, `all_gather` or `auto`; see
+        `layerkit.layers.moe.expert_parallel`. `auto` selects the one that moves fewer rows.
+      exchange_buffer_factor: None for buffers that hold all rows that a device can receive by
+        `ragged_all_to_all`: devices · tokens · min(num_experts_per_token, experts per device), of
+        which balanced routing fills a small part. A number bounds them, in training, by
+        exchange_buffer_factor · tokens · num_experts_per_token rows; tokens are those of a device.
+        Choices beyond the bound add nothing and count in the summary `fraction_dropped`.
       num_shared_experts: Number of experts that all tokens use. They are one child `shared` with
         num_shared_experts · hidden_dims (DeepSeekMoE; Dai et al., 2024, arXiv:2401.06066).
       use_shared_gate: Multiplies the shared experts by sigmoid(x·w), w in the child `shared_gate`
@@ -121,6 +131,8 @@ class MoeFeedForward(BaseLayer):
         "dropout_rate": "capacity_factor",
         "balance_per_group": "capacity_factor",
         "grouped_matmul": "not dot_tpl",
+        "expert_exchange": "not dot_tpl",
+        "exchange_buffer_factor": "not capacity_factor",
         "shared_tpl": "num_shared_experts",
         "use_shared_gate": "num_shared_experts",
     }
@@ -136,6 +148,8 @@ class MoeFeedForward(BaseLayer):
     capacity_factor: float | None = None
     num_groups: int | None = None
     grouped_matmul: str = "auto"
+    expert_exchange: str = "auto"
+    exchange_buffer_factor: float | None = None
     num_shared_experts: int = 0
     use_shared_gate: bool = False
     shared_tpl: Config[BaseLayer] = sub_config_field(TransformerFeedForward.HParams)
@@ -279,7 +293,9 @@ class MoeFeedForward(BaseLayer):
             lambda experts: capacity_slots(experts, num_experts=self.num_experts, capacity=capacity)
         )
         slots = assign_slots(grouped(routing.experts))
-        self._report_dropped(slots.slot_of_choice < self.num_experts * capacity, routing)
+        has_no_slot = slots.slot_of_choice == self.num_experts * capacity
+        is_choice = grouped(routing.experts) < self.num_experts
+        self._report_dropped(jnp.sum(has_no_slot & is_choice), routing)
         rows = jax.vmap(to_slots)(grouped(x), slots)
         rows = rows.reshape(num_groups, self.num_experts, capacity, self.input_dims)
         outputs = self._run_on_expert_devices(rows, self._run_experts)
@@ -324,29 +340,21 @@ class MoeFeedForward(BaseLayer):
         implementation = select_implementation(self.grouped_matmul, platform=platform)
         activation, variables = self.activation.unbind()
 
-        def compute(tokens: Any, experts: Any, weights: Any, own: dict[str, Any]) -> jax.Array:
-            num_experts = own["up"].shape[0]
-            block = 1
-            if implementation == "blocks":
-                # All experts count, since those of other devices also receive tokens.
-                block = block_size(experts.size, self.num_experts)
-            slots, groups = sorted_slots(experts, num_experts=num_experts, block=block)
-
+        def apply(rows: jax.Array, groups: RowGroups, own: dict[str, jax.Array]) -> jax.Array:
             def product(rows: jax.Array, name: str) -> jax.Array:
                 return grouped_matmul(rows, own[name], groups)
 
             def activate(rows: jax.Array) -> jax.Array:
                 return activation.apply(variables, rows)
 
-            outputs = _expert(to_slots(tokens, slots), product, activate, use_gate=self.use_gate)
-            return weighted_sum(from_slots(outputs, slots), weights)
+            return _expert(rows, product, activate, use_gate=self.use_gate)
 
+        compute = Dropless(apply, self.num_experts, block_sizes(implementation))
         own = {name: getattr(self.theta, name) for name in self._weight_names()}
         if mesh is None or mesh.size == 1:
-            choices = self.num_experts_per_token
-            experts, weights = (a.reshape(-1, choices) for a in (routing.experts, routing.weights))
-            return compute(x.reshape(-1, x.shape[-1]), experts, weights, own).reshape(x.shape)
-        return run_on_mesh(
+            return compute(x, routing.experts, routing.weights, own)
+        buffer_factor = self.exchange_buffer_factor if self.is_training else None
+        output, num_dropped = run_on_mesh(
             compute,
             x,
             routing.experts,
@@ -354,8 +362,13 @@ class MoeFeedForward(BaseLayer):
             own,
             weight_axes=_WEIGHT_AXES,
             sharding=sharding,
+            exchange=self.expert_exchange,
+            buffer_factor=buffer_factor,
             owner=self.path_name,
         )
+        if buffer_factor is not None:
+            self._report_dropped(num_dropped, routing)
+        return output
 
     @nn.nowrap
     def _shared_output(self, x: jax.Array) -> jax.Array:
@@ -384,9 +397,9 @@ class MoeFeedForward(BaseLayer):
             self.add_aux_loss(name, weight * value)
 
     @nn.nowrap
-    def _report_dropped(self, has_slot: jax.Array, routing: Routing) -> None:
+    def _report_dropped(self, num_dropped: jax.Array, routing: Routing) -> None:
         num_choices = jnp.maximum(jnp.sum(routing.experts < self.num_experts), 1)
-        self.add_summary("fraction_dropped", 1.0 - jnp.sum(has_slot) / num_choices)
+        self.add_summary("fraction_dropped", num_dropped / num_choices)
 
     @nn.nowrap
     def _weight_names(self) -> tuple[str, ...]:
@@ -421,7 +434,9 @@ class MoeFeedForward(BaseLayer):
     @nn.nowrap
     def _check_fields(self) -> None:
         check_choice(self, IMPLEMENTATIONS, grouped_matmul=self.grouped_matmul)
+        check_choice(self, EXCHANGES, expert_exchange=self.expert_exchange)
         check_positive(self, capacity_factor=self.capacity_factor)
+        check_positive(self, exchange_buffer_factor=self.exchange_buffer_factor)
         check_sizes(self, num_groups=self.num_groups)
         check_integers(self, minimum=0, num_shared_experts=self.num_shared_experts)
         if not self._experts_choose:

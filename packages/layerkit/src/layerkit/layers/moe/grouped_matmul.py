@@ -10,6 +10,7 @@ the number of rows only (as in MegaBlocks; Gale et al., 2022, arXiv:2211.15841).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,11 @@ def select_implementation(name: str, *, platform: str) -> str:
     if name != "auto":
         return name
     return "ragged_dot" if platform == "tpu" else "blocks"
+
+
+def block_sizes(implementation: str) -> Callable[[int, int], int]:
+    """Return the function of (rows, groups) that returns the rows of a block."""
+    return block_size if implementation == "blocks" else lambda num_rows, num_groups: 1
 
 
 def block_size(num_rows: int, num_groups: int) -> int:

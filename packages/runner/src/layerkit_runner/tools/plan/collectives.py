@@ -3,7 +3,9 @@
 Bytes are those that each device sends (it receives as many) with the least traffic, as in a ring
 (Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
 2005): `_SENT` has the formulas. Bytes that leave a slice are those of an algorithm that first does
-the part within the slice. Shapes in HLO are those on one device. The TPU compiler splits a
+the part within the slice. Shapes in HLO are those on one device. A ragged all-to-all counts as if
+each device sent equal parts of the smaller of its two buffers, as with balanced experts: the larger
+one has room for any imbalance. The TPU compiler splits a
 collective over several slices: the part that crosses them is a `send` through the host, which is
 reported as that collective.
 
@@ -146,9 +148,11 @@ def _collectives(hlo_text: str) -> Iterator[tuple[str, Instruction]]:
     A TPU program that overlaps one collective with several products repeats it beside each of them,
     as links of a chain, which count once.
     """
+    found = list(instructions(hlo_text))
+    types = {instruction.name: instruction.type for instruction in found}
     started: dict[str, Instruction] = {}
     chains: set[tuple[str, str]] = set()
-    for instruction in instructions(hlo_text):
+    for instruction in found:
         kind = instruction.opcode.removesuffix("-start").removesuffix("-done")
         if kind == "send" and (between := _BETWEEN_SLICES.search(instruction.rest)):
             if instruction.opcode == "send":
@@ -167,9 +171,18 @@ def _collectives(hlo_text: str) -> Iterator[tuple[str, Instruction]]:
         elif instruction.opcode.endswith("-done"):
             operand = _OPERAND.search(instruction.rest)
             assert operand is not None, instruction
-            yield kind, dataclasses.replace(started[operand[1]], type=instruction.type)
+            start = started[operand[1]]
+            yield kind, dataclasses.replace(start, type=_moved(kind, start, instruction, types))
         else:
-            yield kind, instruction
+            moved = _moved(kind, instruction, instruction, types)
+            yield kind, dataclasses.replace(instruction, type=moved)
+
+
+def _moved(kind: str, start: Instruction, done: Instruction, types: Mapping[str, str]) -> str:
+    """Return the type of the array whose bytes `_SENT` reads."""
+    if kind != "ragged-all-to-all":
+        return done.type
+    return min(types[start.operands[0]], done.type, key=type_bytes)
 
 
 class _Span(NamedTuple):
