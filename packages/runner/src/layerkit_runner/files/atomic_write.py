@@ -93,7 +93,7 @@ def open_append(path: os.PathLike[str] | str, *, is_buffered: bool = True) -> Bi
       is_buffered: True if writes wait in memory until `flush` or `close`.
 
     Raises:
-      UnsafePathError: The path is a symbolic link, or no regular file.
+      UnsafePathError: The path is a symbolic link or is not a regular file.
       OSError: The file cannot be opened.
     """
     if is_buffered:
