@@ -11,12 +11,12 @@ from __future__ import annotations
 from layerkit.config import Config
 from layerkit_experiments.lm.recipes.corpora import Lambada, ThePile
 from layerkit_experiments.lm.recipes.decoders import Gpt3Decoder, Gpt3Schedule
-from layerkit_experiments.lm.recipes.fp8 import Fp8Products
 from layerkit_experiments.lm.recipes.parallelism import Spmd
+from layerkit_experiments.lm.recipes.quantization import Fp8Field
 from layerkit_runner.training.task_metrics import Mean
 
 
-class Gpt126M(Gpt3Schedule, Spmd, Fp8Products, Gpt3Decoder, abstract=True):
+class Gpt126M(Gpt3Schedule, Spmd, Fp8Field, Gpt3Decoder, abstract=True):
     """GPT-3 Small with unrolled layers."""
 
     NUM_LAYERS = 12

@@ -68,6 +68,8 @@ if TYPE_CHECKING:
     )
     from layerkit.layers.products import Dot as Dot
     from layerkit.layers.products import with_dots as with_dots
+    from layerkit.layers.quantization.current_scaling import Fp8CurrentDot as Fp8CurrentDot
+    from layerkit.layers.quantization.current_scaling import Int8Dot as Int8Dot
     from layerkit.layers.quantization.fp8 import Fp8Dot as Fp8Dot
     from layerkit.layers.repeat import Repeat as Repeat
     from layerkit.layers.residual_adapters import AdaptedFeedForward as AdaptedFeedForward
@@ -119,6 +121,7 @@ __getattr__, __dir__ = lazy_names(
             "RotaryPositionalEmbedding TrainablePositionalEmbedding"
         ),
         "products": "Dot with_dots",
+        "quantization.current_scaling": "Fp8CurrentDot Int8Dot",
         "quantization.fp8": "Fp8Dot",
         "repeat": "Repeat",
         "residual_adapters": (

@@ -47,6 +47,8 @@ _PROJECTIONS = (
 _HIDDEN = ("feed_forward_hidden",)
 ACTIVATION_NAMES = (*_RESIDUAL, *_PROJECTIONS, *_HIDDEN)
 _TREATMENTS = ("save", "offload")
+# Results of products that `jax.checkpoint` cannot look into, since they define their gradients.
+_PRODUCT, _BATCHED_PRODUCT = "product", "batched_product"
 
 _HOST_MEMORY = "pinned_host"
 
@@ -60,10 +62,17 @@ def _offload(*names: str, saved: Sequence[str] = ()) -> Any:
     )
 
 
+def _with_names(policy: Any, *names: str) -> Any:
+    named = jax.checkpoint_policies.save_only_these_names(*names)
+    return jax.checkpoint_policies.save_from_both_policies(policy, named)
+
+
 _POLICIES: dict[str, Any] = {
     "none": None,
-    "dots": jax.checkpoint_policies.dots_saveable,
-    "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": _with_names(jax.checkpoint_policies.dots_saveable, _PRODUCT, _BATCHED_PRODUCT),
+    "dots_no_batch": _with_names(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _PRODUCT
+    ),
     "projections": jax.checkpoint_policies.save_only_these_names(*_PROJECTIONS),
     "attention_out": jax.checkpoint_policies.save_only_these_names(
         "attention_out", "cross_attention_out"
@@ -86,6 +95,17 @@ def name_activation(x: jax.Array, name: str) -> jax.Array:
     """
     check_choice("name_activation", ACTIVATION_NAMES, name=name)
     named: jax.Array = checkpoint_name(x, name)
+    return named
+
+
+def name_product(x: jax.Array, *, is_batched: bool) -> jax.Array:
+    """Return the result `[...]` of a product with its own gradient, for the policies of products.
+
+    Args:
+      x: Result of a `jax.custom_vjp` that multiplies.
+      is_batched: True if the product has batch dimensions, as those of experts.
+    """
+    named: jax.Array = checkpoint_name(x, _BATCHED_PRODUCT if is_batched else _PRODUCT)
     return named
 
 

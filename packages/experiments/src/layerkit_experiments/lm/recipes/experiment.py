@@ -11,11 +11,14 @@ from layerkit.errors import ConfigError
 from layerkit.weights import canonical_dtype
 from layerkit_experiments.lm.recipes.model import TransformerLmModel
 from layerkit_experiments.lm.recipes.optimization import TrainingLength
+from layerkit_experiments.lm.recipes.quantization import QuantizedProducts
 from layerkit_runner.config.experiment import BaseExperiment
 from layerkit_runner.training.task import SingleTask
 
 
-class LmExperiment(TransformerLmModel, TrainingLength, BaseExperiment, abstract=True):
+class LmExperiment(
+    TransformerLmModel, QuantizedProducts, TrainingLength, BaseExperiment, abstract=True
+):
     """Base class; a subclass also inherits recipes of optimization, parallelism and data."""
 
     tags: ClassVar[tuple[str, ...]] = ("lm",)
@@ -30,7 +33,7 @@ class LmExperiment(TransformerLmModel, TrainingLength, BaseExperiment, abstract=
                 value=self.FPROP_DTYPE,
                 expected="a floating dtype, such as bfloat16",
             )
-        self.model()
+        self.quantized(self.model())
         self._check_prompts()
 
     def _check_prompts(self) -> None:
@@ -57,5 +60,7 @@ class LmExperiment(TransformerLmModel, TrainingLength, BaseExperiment, abstract=
     def task(self) -> Config:
         """Return the config of the task."""
         return SingleTask.HParams.config(
-            name="lm", model=self.model(), train=self.train_config(self.learner())
+            name="lm",
+            model=self.quantized(self.model()),
+            train=self.train_config(self.learner()),
         )

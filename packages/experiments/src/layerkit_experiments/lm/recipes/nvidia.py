@@ -7,13 +7,13 @@ from layerkit.interop.praxis import axis_order
 from layerkit.weights import WeightInit
 from layerkit_experiments.lm.recipes.data import SyntheticTokens
 from layerkit_experiments.lm.recipes.decoders import CappedDecoder
-from layerkit_experiments.lm.recipes.fp8 import Fp8Products
 from layerkit_experiments.lm.recipes.optimization import AdamExponential
+from layerkit_experiments.lm.recipes.quantization import Fp8Field
 from layerkit_runner.optim.schedules import linear_warmup_cosine_decay
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
 
 
-class NvidiaDecoder(Fp8Products, SyntheticTokens, CappedDecoder, abstract=True):
+class NvidiaDecoder(Fp8Field, SyntheticTokens, CappedDecoder, abstract=True):
     """Capped decoder of synthetic tokens with learned positions and one first deviation."""
 
     POSITIONS = "trainable"

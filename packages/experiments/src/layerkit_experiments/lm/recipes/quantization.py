@@ -1,0 +1,60 @@
+"""Products of 8-bit numbers in the layers of a language model."""
+
+from __future__ import annotations
+
+from layerkit.checks import check_choice
+from layerkit.config import Config
+from layerkit.errors import ConfigError
+from layerkit.layers import Fp8CurrentDot, Fp8Dot, Int8Dot, with_dots
+
+_DOTS: dict[str, Config] = {
+    "fp8_delayed": Fp8Dot.HParams.config(),
+    "fp8_current": Fp8CurrentDot.HParams.config(),
+    "int8": Int8Dot.HParams.config(),
+}
+_LAYERS = r"lm_tpl\.stack_tpl\..*"
+
+
+class QuantizedProducts:
+    """A language model whose layers can multiply 8-bit numbers.
+
+    Embedding and softmax keep FPROP_DTYPE.
+    """
+
+    QUANTIZATION: str | None = None
+    """Products of the layers: `fp8_delayed`, `fp8_current` (Hopper and later GPUs), `int8` (TPUs);
+    None for FPROP_DTYPE. See docs/quantization.md."""
+
+    def quantized(self, model: Config) -> Config:
+        """Return the config of a LanguageModel with the products of QUANTIZATION.
+
+        Raises:
+          ConfigError: The name is unknown.
+        """
+        if self.QUANTIZATION is None:
+            return model
+        check_choice(None, tuple(_DOTS), QUANTIZATION=self.QUANTIZATION)
+        return with_dots(model, _DOTS[self.QUANTIZATION], only=_LAYERS)
+
+
+class Fp8Field(QuantizedProducts):
+    """The field with which NVIDIA's scripts select products in fp8."""
+
+    USE_FP8: bool = False
+    """Pax's name of `QUANTIZATION="fp8_delayed"`."""
+
+    def quantized(self, model: Config) -> Config:
+        """Return the config of a LanguageModel with the products of QUANTIZATION or USE_FP8.
+
+        Raises:
+          ConfigError: QUANTIZATION is unknown, or both fields are set and differ.
+        """
+        if not self.USE_FP8:
+            return super().quantized(model)
+        if self.QUANTIZATION not in (None, "fp8_delayed"):
+            raise ConfigError(
+                field="QUANTIZATION",
+                value=self.QUANTIZATION,
+                expected="None or 'fp8_delayed' with USE_FP8=True",
+            )
+        return with_dots(model, _DOTS["fp8_delayed"], only=_LAYERS)

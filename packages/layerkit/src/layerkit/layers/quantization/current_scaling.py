@@ -1,0 +1,156 @@
+"""Products of 8-bit numbers whose scales come from the factors themselves, so they have no state.
+
+`Fp8CurrentDot` rounds factors as `Fp8Dot` does (Micikevicius et al., "FP8 Formats for Deep
+Learning", 2022), but divides by the largest value of the tensor of this step, which NVIDIA's
+Transformer Engine calls current scaling. `Int8Dot` gives each token and each output its own scale
+and sums in int32, as in AQT (Lew et al., "Accurate Quantized Training", 2022). The gradient of
+rounding is that of the identity.
+
+A factor is scaled by s = max|x| / largest value of the format, rounded, multiplied, and the
+product is multiplied by both scales in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from layerkit.layers.products import Dot
+from layerkit.layers.remat import name_product
+
+Axes = tuple[int, ...]
+# Contracted axes of both factors, and their batch axes, as in `lax.dot_general`.
+Dims = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
+
+_E4M3, _E5M2, _INT8 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """The formats of a product and of its gradients.
+
+    Attributes:
+      factor: Dtype of inputs and weights.
+      gradient: Dtype of the output's gradient.
+      is_per_row: True for a scale of each index that is not contracted; False for one scale per
+        tensor, or per member of a group of weights.
+      rounds_weight_gradient: True if the gradient of the weight is a product of 8-bit numbers.
+    """
+
+    factor: Any
+    gradient: Any
+    is_per_row: bool
+    rounds_weight_gradient: bool
+
+
+FP8_CURRENT = Scheme(_E4M3, _E5M2, is_per_row=False, rounds_weight_gradient=True)
+# Sums over tokens of gradients that are rounded to nearest would be biased towards 0.
+INT8 = Scheme(_INT8, _INT8, is_per_row=True, rounds_weight_gradient=False)
+
+
+class Fp8CurrentDot(Dot):
+    """A product of factors rounded to e4m3, with output gradients rounded to e5m2.
+
+    Every tensor is read twice, once for its largest value. In exchange the scale is that of the
+    tensor, which delayed scaling only predicts, and nothing is stored.
+    """
+
+    def fprop(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        """Multiply `[..., in]` by `[in, out]`; the result has the dtype of `x`.
+
+        A group of weights `[group, in, out]` multiplies inputs `[group, tokens, in]`.
+        """
+        return name_product(scaled_matmul(x, w, FP8_CURRENT), is_batched=w.ndim > 2)
+
+
+class Int8Dot(Dot):
+    """A product of factors rounded to int8, with a scale for each token and each output.
+
+    The gradient of the input is a product of int8 numbers as well; that of the weight is computed
+    in the dtype of the factors. TPUs from v5e on multiply int8 at twice the rate of bfloat16.
+    """
+
+    def fprop(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        """Multiply `[..., in]` by `[in, out]`; the result has the dtype of `x`.
+
+        A group of weights `[group, in, out]` multiplies inputs `[group, tokens, in]`.
+        """
+        return name_product(scaled_matmul(x, w, INT8), is_batched=w.ndim > 2)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def scaled_matmul(x: jax.Array, w: jax.Array, scheme: Scheme) -> jax.Array:
+    """Multiply `[..., in]` by `[in, out]`, or groups of both, in the formats of a scheme.
+
+    Args:
+      x: `[..., in]`, or `[group, tokens, in]` for a group of weights.
+      w: `[in, out]` or `[group, in, out]`.
+      scheme: Formats and scales.
+
+    Returns:
+      `[..., out]` or `[group, tokens, out]` in the dtype of `x`.
+    """
+    group = tuple(range(w.ndim - 2))
+    dims = (((x.ndim - 1,), (w.ndim - 2,)), (group, group))
+    return _product(x, w, dims, scheme.factor, scheme.factor, is_per_row=scheme.is_per_row)
+
+
+def _forward(x: jax.Array, w: jax.Array, scheme: Scheme) -> tuple[jax.Array, Any]:
+    return scaled_matmul(x, w, scheme), (x, w)
+
+
+def _backward(scheme: Scheme, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w = saved
+    group = tuple(range(w.ndim - 2))
+    dims: Dims = (((g.ndim - 1,), (w.ndim - 1,)), (group, group))
+    of_x = _product(g, w, dims, scheme.gradient, scheme.factor, is_per_row=scheme.is_per_row)
+    tokens = tuple(range(len(group), x.ndim - 1))
+    dims = ((tokens, tokens), (group, group))
+    if scheme.rounds_weight_gradient:
+        of_w = _product(x, g, dims, scheme.factor, scheme.gradient, is_per_row=scheme.is_per_row)
+    else:
+        of_w = lax.dot_general(x, g, dims)
+    return of_x.astype(x.dtype), of_w.astype(w.dtype)
+
+
+scaled_matmul.defvjp(_forward, _backward)
+
+
+def _product(
+    lhs: jax.Array, rhs: jax.Array, dims: Dims, lhs_dtype: Any, rhs_dtype: Any, *, is_per_row: bool
+) -> jax.Array:
+    """Return the product of rounded factors in the dtype of `lhs`."""
+    contracted, batch = dims
+    left, left_scale = _rounded(lhs, lhs_dtype, contracted[0], batch[0], is_per_row=is_per_row)
+    right, right_scale = _rounded(rhs, rhs_dtype, contracted[1], batch[1], is_per_row=is_per_row)
+    sums = jnp.int32 if lhs_dtype == _INT8 else jnp.float32
+    product = lax.dot_general(left, right, dims, preferred_element_type=sums)
+    # The product has the batch axes, those of the left factor and those of the right one.
+    left_scale = jnp.squeeze(left_scale, contracted[0])
+    right_scale = jnp.squeeze(right_scale, contracted[1])
+    num_batch = len(batch[0])
+    of_left = (*left_scale.shape, *[1] * (right_scale.ndim - num_batch))
+    ones = [1] * (left_scale.ndim - num_batch)
+    of_right = (*right_scale.shape[:num_batch], *ones, *right_scale.shape[num_batch:])
+    scaled = product.astype(jnp.float32) * left_scale.reshape(of_left)
+    return (scaled * right_scale.reshape(of_right)).astype(lhs.dtype)
+
+
+def _rounded(
+    x: jax.Array, dtype: Any, contracted: Axes, batch: Axes, *, is_per_row: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Return `x` in an 8-bit dtype and its float32 scale, of size 1 on the axes that share it."""
+    shared = contracted if is_per_row else tuple(a for a in range(x.ndim) if a not in batch)
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    most = float(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)
+    wide = x.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(wide), axis=shared, keepdims=True)
+    # The scale of zeros is 1. That of values which are not finite is not finite either.
+    scale = jnp.where(largest == 0, 1.0, largest / most)
+    values = jnp.clip(wide / scale, -most, most)
+    return (jnp.round(values) if is_integer else values).astype(dtype), scale
