@@ -17,6 +17,7 @@ from layerkit.nested_map import NestedMap
 from layerkit_experiments.lm.nvidia import NVIDIA1_3B
 from layerkit_experiments.lm.pile import GPT5B
 from layerkit_experiments.lm.quickstart import LocalText
+from layerkit_runner.config.experiment import FieldError
 from layerkit_runner.config.resolve import resolve
 from layerkit_runner.trainer.job import build_parts
 
@@ -105,8 +106,8 @@ def test_use_fp8_is_the_name_of_pax_for_delayed_scaling(raises):
 
 
 def test_unknown_name_is_an_error(raises):
-    with raises(ConfigError, field="QUANTIZATION", value="fp8"):
-        LocalText(QUANTIZATION="fp8").task()
+    with raises(FieldError, field="QUANTIZATION", value="fp8"):
+        LocalText(QUANTIZATION="fp8")
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ from layerkit.layers import (
 from layerkit.layers.adapters import with_lora
 from layerkit.layers.pipelined_transformer import PipelinedTransformer
 from layerkit.layers.products import with_dots
+from layerkit.layers.quantization.current_scaling import Fp8CurrentDot, Int8Dot
 from layerkit.layers.quantization.fp8 import Fp8Dot
 from layerkit.models import DpoModel, LanguageModel, TransformerLm
 
@@ -222,9 +223,10 @@ def test_export_to_the_tokenizer_folder_raises(raises: Any, make_folder: Any):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_weights_trained_in_fp8_are_not_rounded(make_folder: Any, tmp_path: Path):
+@pytest.mark.parametrize("dot", [Fp8Dot, Fp8CurrentDot, Int8Dot])
+def test_weights_trained_in_8_bits_are_not_rounded(make_folder: Any, tmp_path: Path, dot: Any):
     model, variables = import_model(make_folder("llama"))
-    export_model(tmp_path / "again", with_dots(model, Fp8Dot.HParams.config()), variables)
+    export_model(tmp_path / "again", with_dots(model, dot.HParams.config()), variables)
     again, weights = import_model(tmp_path / "again")
     assert again == model
     jax.tree.map(np.testing.assert_array_equal, weights, variables)

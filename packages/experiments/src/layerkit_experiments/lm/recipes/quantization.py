@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from layerkit.checks import check_choice
+from typing import Literal
+
 from layerkit.config import Config
 from layerkit.errors import ConfigError
 from layerkit.layers import Fp8CurrentDot, Fp8Dot, Int8Dot, with_dots
@@ -21,19 +22,14 @@ class QuantizedProducts:
     Embedding and softmax keep FPROP_DTYPE.
     """
 
-    QUANTIZATION: str | None = None
+    QUANTIZATION: Literal["fp8_delayed", "fp8_current", "int8"] | None = None
     """Products of the layers: `fp8_delayed`, `fp8_current` (Hopper and later GPUs), `int8` (TPUs);
     None for FPROP_DTYPE. See docs/quantization.md."""
 
     def quantized(self, model: Config) -> Config:
-        """Return the config of a LanguageModel with the products of QUANTIZATION.
-
-        Raises:
-          ConfigError: The name is unknown.
-        """
+        """Return the config of a LanguageModel with the products of QUANTIZATION."""
         if self.QUANTIZATION is None:
             return model
-        check_choice(None, tuple(_DOTS), QUANTIZATION=self.QUANTIZATION)
         return with_dots(model, _DOTS[self.QUANTIZATION], only=_LAYERS)
 
 
@@ -47,7 +43,7 @@ class Fp8Field(QuantizedProducts):
         """Return the config of a LanguageModel with the products of QUANTIZATION or USE_FP8.
 
         Raises:
-          ConfigError: QUANTIZATION is unknown, or both fields are set and differ.
+          ConfigError: Both fields are set and differ.
         """
         if not self.USE_FP8:
             return super().quantized(model)

@@ -37,6 +37,7 @@ from layerkit.interop.hugging_face.tensors import (
     pieces_of,
     their_shapes,
 )
+from layerkit.layers.quantization.current_scaling import Fp8CurrentDot, Int8Dot
 from layerkit.layers.quantization.fp8 import Fp8Dot
 
 # Fields that change how a model is computed, trained or sharded, but not its outputs.
@@ -51,6 +52,8 @@ _NO_EFFECT = frozenset({
     "weight_init", "z_loss_weight",
 })
 # fmt: on
+# Products that round their factors. The weights themselves are not rounded.
+_ROUNDING_DOTS = (Fp8Dot, Fp8CurrentDot, Int8Dot)
 # Largest number of differences that an error lists.
 _MAX_SHOWN = 4
 # Keys of config.json without a field in our configs, which are copied.
@@ -176,8 +179,8 @@ def _facts(config: Config, path: str = "") -> Any:
         if name in _NO_EFFECT or name == "shared_weight_id":
             continue
         value, where = getattr(config, name), f"{path}{name}"
-        if name == "dot_tpl" and is_config(value) and target_of(value) is Fp8Dot:
-            value = None  # rounds operands of products; the weights are not rounded
+        if name == "dot_tpl" and is_config(value) and target_of(value) in _ROUNDING_DOTS:
+            value = None
         if name == "num_kv_heads" and value is None:
             value = config.num_heads
         if name == "dim_per_head" and value is None and not path.count("layer"):

@@ -129,7 +129,10 @@ def _product(
     left, left_scale = _rounded(lhs, lhs_dtype, contracted[0], batch[0], is_per_row=is_per_row)
     right, right_scale = _rounded(rhs, rhs_dtype, contracted[1], batch[1], is_per_row=is_per_row)
     sums = jnp.int32 if lhs_dtype == _INT8 else jnp.float32
-    product = lax.dot_general(left, right, dims, preferred_element_type=sums)
+    # Hopper sums in fewer bits than float32 unless the precision is the highest. As in Flax and
+    # Transformer Engine, gradients need all bits.
+    precision = lax.Precision.HIGHEST if _E5M2 in (lhs_dtype, rhs_dtype) else None
+    product = lax.dot_general(left, right, dims, precision, preferred_element_type=sums)
     # The product has the batch axes, those of the left factor and those of the right one.
     left_scale = jnp.squeeze(left_scale, contracted[0])
     right_scale = jnp.squeeze(right_scale, contracted[1])

@@ -1,0 +1,90 @@
+"""The compilers of H100 and TPU v5e multiply 8-bit numbers in all layers of GPT5B but the head.
+
+The devices are absent, so these tests run where the compilers are installed: `nox -s compilers`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from layerkit.nested_map import NestedMap
+from layerkit_experiments.lm.pile import Synthetic5B
+from layerkit_runner.config.resolve import resolve
+from layerkit_runner.tools.plan.compiling import compile_step, tracing_for
+from layerkit_runner.tools.plan.devices import planned_target, target_devices
+from layerkit_runner.trainer.job import build_parts
+
+PLUGINS = {"h100x1": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "v5e:1x1": ("libtpu",)}
+SMALL: dict[str, Any] = {
+    "NUM_LAYERS": 2,
+    "MODEL_DIMS": 256,
+    "HIDDEN_DIMS": 512,
+    "NUM_HEADS": 4,
+    "DIMS_PER_HEAD": 64,
+    "VOCAB_SIZE": 384,
+    "MAX_SEQ_LEN": 128,
+    "PERCORE_BATCH_SIZE": 4.0,
+    "ICI_MESH_SHAPE": [1, 1, 1],
+    "DCN_MESH_SHAPE": None,
+}
+E4, E5 = "f8e4m3fn", "f8e5m2"
+
+
+def compiled_text(name: str, **fields: Any) -> str:
+    """Return the compiled training step of a small GPT5B."""
+    if not any(map(importlib.util.find_spec, PLUGINS[name])):
+        pytest.skip(f"the compiler of {name} is not installed")
+    resolved = resolve(Synthetic5B(**SMALL, **fields))
+    partitioner, task = build_parts(resolved)
+    target = planned_target(partitioner, target=name)
+    devices = target_devices(target)
+    partitioner.start(devices)
+    partitioner.bind(task)
+    layout = partitioner.batch_sharding()
+    rows = {
+        key: jax.ShapeDtypeStruct((4, SMALL["MAX_SEQ_LEN"]), dtype, sharding=layout)
+        for key, dtype in (("ids", jnp.int32), ("labels", jnp.int32), ("weights", jnp.float32))
+    }
+    with tracing_for(devices[0]):
+        step = partitioner.train_step_fn(task)
+        lowered = step.trace(partitioner.abstract_state(task), NestedMap(**rows)).lower()
+    return compile_step(lowered, platform=devices[0].platform, is_here=False).hlo_text
+
+
+def products(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield (`head` or `layers`, dtypes of the factors) of each product with a weight."""
+    for computation in re.split(r"\n(?=\S)", text):
+        dtypes = dict(re.findall(r"%?([\w.\-]+) = \(?(\w+)\[", computation))
+        for factors, rest in re.findall(r" (?:dot|convolution)\(([^)]*)\)(.*)", computation):
+            names = [factor.split()[-1].lstrip("%") for factor in factors.split(", ")]
+            where = "head" if "/softmax" in rest else "layers"
+            yield where, tuple(dtypes[each] for each in names)
+
+
+@pytest.mark.experiments
+@pytest.mark.parametrize("name", ["fp8_delayed", "fp8_current"])
+def test_products_of_h100_are_in_fp8_but_for_the_head(name):
+    found = Counter(products(compiled_text("h100x1", QUANTIZATION=name)))
+    assert {dtypes for where, dtypes in found if where == "layers"} == {
+        (E4, E4),
+        (E5, E4),
+        (E4, E5),
+    }
+    assert {dtypes for where, dtypes in found if where == "head"} == {("bf16", "bf16")}
+
+
+@pytest.mark.experiments
+def test_products_of_v5e_are_in_int8_but_for_gradients_of_weights_and_the_head():
+    found = Counter(products(compiled_text("v5e:1x1", QUANTIZATION="int8")))
+    # Query, key, value, output, up and down in the body of the loop over layers.
+    assert found["layers", ("s8", "s8")] == 2 * 6
+    assert found["layers", ("bf16", "bf16")] == 6
+    assert found["head", ("bf16", "bf16")] == 3
