@@ -9,7 +9,8 @@ from jax.experimental import pallas as pl
 
 from layerkit.layers.attention.dot_product import dot_product_attention
 from layerkit.layers.masks import AttentionMask
-from layerkit_runner.training.step_cost import forward_flops, training_flops
+from layerkit.layers.moe.grouped_matmul import GroupedMatmul, RowGroups
+from layerkit_runner.training.step_cost import forward_flops, program_flops, training_flops
 
 
 def shape(*sizes: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
@@ -293,3 +294,21 @@ def test_a_transformer_costs_six_flops_per_weight_and_token_plus_attention():
     # Forward, per layer: two products of [length, length, dims], half of them masked out.
     attention = 3 * layers * batch * (2 * 2 * length * length * dims) / 2
     assert training_flops(loss, weights, tokens) == 6 * num_weights * batch * length + attention
+
+
+@pytest.mark.parametrize(
+    ("name", "platform"),
+    [("ragged_dot", "cpu"), ("blocks", "cpu"), ("pallas", "tpu"), ("pallas", "cuda")],
+)
+def test_grouped_products_count_the_rows_in_use(name, platform):
+    # A quarter of the buffer of 256 rows is in use if routing is balanced.
+    matmul = GroupedMatmul(name, platform, "test", interpret=True)
+    groups = RowGroups(jnp.full((4,), 16, jnp.int32), matmul.block_size(64, 4), 64)
+
+    def loss(rows, w):
+        return jnp.sum(matmul(rows, w, groups))
+
+    rows, w, expected = shape(256, 32), shape(4, 32, 48), 2 * 64 * 32 * 48
+    assert forward_flops(loss, rows, w) == expected
+    gradients = jax.jit(jax.grad(loss, (0, 1))).trace(rows, w)
+    assert program_flops(gradients.jaxpr) == 2 * expected  # the product itself is not used

@@ -18,6 +18,7 @@ from layerkit.weights import logical_axes, unbox
 
 pytestmark = pytest.mark.slow
 
+KERNEL = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}
 DEVICES, BATCH, LENGTH, DIMS, CHOICES = 8, 16, 128, 256, 2
 EXPERTS = {
     "input_dims": DIMS,
@@ -67,13 +68,14 @@ def test_exchange_sends_rows_of_choices_and_counts_only(absent_devices, platform
     found = rows_of(program, "ragged-all-to-all")
     assert len(found) == 4
     assert all(dims == DIMS and tokens * CHOICES <= rows <= 640 for rows, dims in found), found
+    assert KERNEL[platform] in program
     # Tokens are not gathered, and sums not scattered: only counts, and gradients of the router.
     assert "reduce-scatter" not in program and "all-reduce-scatter" not in program
     gathered = re.findall(r"= \(?(\w+)\[[\d,]*\]\S* all-gather(?:-start)?\(", program)
     assert set(gathered) <= {"s32"}
 
 
-@pytest.mark.parametrize("platform", ["cuda"])
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_pipelined_experts_compile(absent_devices, platform):
     stage = MoeFeedForward.HParams.config(**EXPERTS)
     layer = Pipeline(
@@ -81,4 +83,4 @@ def test_pipelined_experts_compile(absent_devices, platform):
     )
     axes = {"stage": 2, "expert": 4}
     program = compiled(layer, absent_devices(platform, DEVICES), axes).as_text()
-    assert "ragged-all-to-all" in program
+    assert "ragged-all-to-all" in program and KERNEL[platform] in program

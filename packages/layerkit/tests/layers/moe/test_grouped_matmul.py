@@ -7,15 +7,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from layerkit.errors import ConfigError
 from layerkit.layers.moe.grouped_matmul import (
+    GroupedMatmul,
     RowGroups,
     block_size,
-    grouped_matmul,
-    select_implementation,
+    select_grouped_matmul,
 )
 
 ROWS, IN, OUT = 32, 5, 3
-SIZES = {1: (7, 0, 12, 5), 4: (8, 0, 12, 4), 8: (8, 0, 8, 8)}
+SIZES = {1: (7, 0, 12, 5), 4: (8, 0, 12, 4), 8: (8, 0, 8, 8), 16: (16, 0, 32, 16)}
+RAGGED_DOT = GroupedMatmul("ragged_dot", "cpu", "test")
+BLOCKS = GroupedMatmul("blocks", "cpu", "test")
+KERNELS = {
+    platform: GroupedMatmul("pallas", platform, "test", interpret=True)
+    for platform in ("tpu", "cuda")
+}
+
+
+def row_groups(sizes, block=1):
+    return RowGroups(jnp.asarray(sizes, jnp.int32), block, ROWS)
+
+
+def grouped_matmul(rows, w, groups):
+    return (RAGGED_DOT if groups.block == 1 else BLOCKS)(rows, w, groups)
 
 
 def drawn(*shapes):
@@ -27,27 +42,39 @@ def group_of_row(sizes):
     return np.repeat(np.arange(len(sizes)), sizes)
 
 
-@pytest.mark.parametrize("block", [1, 4, 8])
-def test_values_and_gradients_equal_one_product_per_group(block):
+@pytest.mark.parametrize(
+    ("matmul", "block", "dims"),
+    [
+        (RAGGED_DOT, 1, (IN, OUT)),
+        (BLOCKS, 4, (IN, OUT)),
+        (BLOCKS, 8, (IN, OUT)),
+        (KERNELS["tpu"], 1, (IN, OUT)),
+        (KERNELS["cuda"], 16, (48, 32)),
+        (KERNELS["cuda"], 16, (IN, OUT)),
+    ],
+)
+def test_values_and_gradients_equal_one_product_per_group(matmul, block, dims):
     sizes = SIZES[block]
-    used = sum(sizes)
-    groups = RowGroups(jnp.array(sizes, jnp.int32), block)
-    rows, w, probe = drawn((ROWS, IN), (len(sizes), IN, OUT), (ROWS, OUT))
+    used, num_rows = sum(sizes), sum(sizes) + 4 * block
+    groups = row_groups(sizes, block)
+    rows, w, probe = drawn((num_rows, dims[0]), (len(sizes), *dims), (num_rows, dims[1]))
 
     def loss(rows, w):
-        return jnp.sum(probe[:used] * jnp.sin(grouped_matmul(rows, w, groups)[:used]))
+        return jnp.sum(probe[:used] * jnp.sin(matmul(rows, w, groups)[:used]))
 
     def reference(rows, w):
         products = jnp.einsum("ri,rio->ro", rows[:used], w[group_of_row(sizes)])
         return jnp.sum(probe[:used] * jnp.sin(products))
 
-    found = jax.jit(jax.value_and_grad(loss, (0, 1)))(rows, w)
-    expected = jax.jit(jax.value_and_grad(reference, (0, 1)))(rows, w)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
+    found, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(rows, w)
+    expected, (rows_gradient, w_gradient) = jax.jit(jax.value_and_grad(reference, (0, 1)))(rows, w)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(gradients[0][:used], rows_gradient[:used], atol=5e-5)
+    np.testing.assert_allclose(gradients[1], w_gradient, atol=5e-5)
 
 
 def test_blocks_skip_unused_rows():
-    groups = RowGroups(jnp.array([4, 0, 4], jnp.int32), 4)
+    groups = row_groups([4, 0, 4], 4)
     rows = np.where(np.arange(ROWS)[:, None] < 8, np.ones((ROWS, IN), np.float32), np.nan)
 
     @jax.jit
@@ -64,8 +91,8 @@ def test_blocks_skip_unused_rows():
 def test_gradients_of_weights_are_summed_in_float32():
     # Each of 64 blocks adds 1 to 256, which bfloat16 cannot hold.
     rows = jnp.ones((65, 1), jnp.bfloat16).at[0].set(256.0)
-    groups = RowGroups(jnp.array([65], jnp.int32), 1)
-    blocks = RowGroups(jnp.array([65 * 8], jnp.int32), 8)
+    groups = row_groups([65], 1)
+    blocks = row_groups([65 * 8], 8)
     w = jnp.ones((1, 1, 1), jnp.bfloat16)
     padded = jnp.zeros((65, 8, 1), jnp.bfloat16).at[:, 0].set(rows).reshape(-1, 1)
     for given, sizes in ((rows, groups), (padded, blocks)):
@@ -79,7 +106,7 @@ def test_blocks_under_vmap_equal_separate_calls():
     rows, w = drawn((2, 16, IN), (2, 2, IN, OUT))
 
     def run(rows, w, sizes):
-        return jnp.sum(jnp.sin(grouped_matmul(rows, w, RowGroups(sizes, 4))))
+        return jnp.sum(jnp.sin(grouped_matmul(rows, w, row_groups(sizes, 4))))
 
     gradients = jax.grad(run, (0, 1))
     found = jax.jit(jax.vmap(gradients))(rows, w, sizes)
@@ -96,7 +123,7 @@ def test_batched_loop_is_as_long_as_the_longest():
     rows[0, :12], rows[1, :4] = 1.0, 1.0  # what is behind is nobody's
 
     def gradient(rows, w, sizes):
-        out, pull = jax.vjp(lambda w: grouped_matmul(rows, w, RowGroups(sizes, 4)), w)
+        out, pull = jax.vjp(lambda w: grouped_matmul(rows, w, row_groups(sizes, 4)), w)
         return pull(jnp.ones_like(out))[0]
 
     batched = jax.vmap(gradient)
@@ -117,8 +144,50 @@ def test_block_size(rows, groups, expected):
     assert block_size(rows, groups) == expected
 
 
-def test_auto_selects_ragged_dot_on_tpus_only():
-    platforms = {"tpu": "ragged_dot", "cpu": "blocks", "gpu": "blocks", "cuda": "blocks"}
-    for platform, expected in platforms.items():
-        assert select_implementation("auto", platform=platform) == expected
-    assert select_implementation("ragged_dot", platform="cpu") == "ragged_dot"
+@pytest.mark.parametrize(
+    ("platform", "dtype", "expected"),
+    [
+        ("tpu", "bfloat16", "pallas"),
+        ("tpu", "float32", "pallas"),
+        ("tpu", "float16", "blocks"),
+        ("cuda", "bfloat16", "pallas"),
+        ("gpu", "float16", "pallas"),
+        ("gpu", "float32", "blocks"),
+        ("cpu", "bfloat16", "blocks"),
+    ],
+)
+def test_auto_selects_the_kernel_of_the_platform(platform, dtype, expected):
+    chosen = select_grouped_matmul("auto", platform=platform, dtype=dtype, owner="moe")
+    assert chosen.name == expected and chosen.reason.startswith("auto: ")
+    by_name = select_grouped_matmul("ragged_dot", platform=platform, dtype=dtype, owner="moe")
+    assert by_name.describe() == "grouped matmul: ragged_dot (as requested)"
+
+
+@pytest.mark.parametrize(("platform", "dtype"), [("cpu", "bfloat16"), ("cuda", "float32")])
+def test_kernel_by_name_raises_where_it_is_not_supported(raises, platform, dtype):
+    with raises(ConfigError, field="grouped_matmul", value="pallas"):
+        select_grouped_matmul("pallas", platform=platform, dtype=dtype, owner="moe")
+
+
+def test_blocks_of_kernels_are_supported_by_triton():
+    sizes = {(4096, 8): 128, (16, 8): 16, (10**7, 8): 128}
+    for (rows, groups), expected in sizes.items():
+        assert KERNELS["cuda"].block_size(rows, groups) == expected
+        assert KERNELS["tpu"].block_size(rows, groups) == RAGGED_DOT.block_size(rows, groups) == 1
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_kernels_under_vmap_equal_separate_calls(platform):
+    block = {"tpu": 1, "cuda": 16}[platform]
+    sizes = np.array([[32, 16], [0, 16]], np.int32)
+    rows, w = drawn((2, 64, 16), (2, 2, 16, 16))
+
+    def loss(rows, w, sizes):
+        product = KERNELS[platform](rows, w, row_groups(sizes, block))
+        is_used = jnp.arange(64)[:, None] < jnp.sum(sizes)
+        return jnp.sum(jnp.sin(jnp.where(is_used, product, 0.0)))
+
+    gradients = jax.grad(loss, 1)
+    found = jax.jit(jax.vmap(gradients))(rows, w, sizes)
+    expected = [jax.jit(gradients)(rows[i], w[i], sizes[i]) for i in range(2)]
+    np.testing.assert_allclose(found, expected, atol=1e-5)

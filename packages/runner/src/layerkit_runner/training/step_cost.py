@@ -38,6 +38,8 @@ CAUSAL_SCOPE = "causal_attention"
 _FORWARDS_PER_TRAINING_STEP = 3
 # Matches the scope as a whole part of a name stack such as 'jvp(vmap(causal_attention))/dot'.
 _IN_CAUSAL_SCOPE = re.compile(rf"(?:^|[/(]){CAUSAL_SCOPE}(?:$|[/)])")
+# The name that `layerkit.layers.moe.grouped_matmul` gives to products of some of their rows.
+_ROWS_IN_USE = re.compile(r"\brows_(\d+)_of_(\d+)\b")
 
 
 def forward_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
@@ -52,6 +54,7 @@ def forward_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
     - Inside `shard_map`, the count of one shard is multiplied by the sizes of the mesh axes that
       split an input. Work that several of these shards repeat counts for each of them.
     - Contractions under `jax.named_scope('causal_attention')` count half.
+    - Grouped products of experts count the rows that are in use if routing is balanced.
     - A one-hot matrix product counts as a matrix product.
 
     Args:
@@ -63,7 +66,7 @@ def forward_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
     >>> forward_flops(lambda a, b: a @ b, shape, shape)  # 2 · 8 · 8 · 8
     1024.0
     """
-    return _jaxpr_flops(jax.make_jaxpr(fn)(*abstract_args).jaxpr, is_causal=False)
+    return _jaxpr_flops(jax.make_jaxpr(fn)(*abstract_args).jaxpr, share=1.0)
 
 
 def training_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
@@ -87,27 +90,34 @@ def program_flops(program: core.ClosedJaxpr) -> float:
     """
     # Unused results are not counted, because a compiler removes them.
     jaxpr, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
-    return _jaxpr_flops(jaxpr, is_causal=False)
+    return _jaxpr_flops(jaxpr, share=1.0)
 
 
-def _jaxpr_flops(jaxpr: core.Jaxpr, *, is_causal: bool) -> float:
-    return sum((_equation_flops(eqn, is_causal=is_causal) for eqn in jaxpr.eqns), 0.0)
+def _jaxpr_flops(jaxpr: core.Jaxpr, *, share: float) -> float:
+    return sum((_equation_flops(eqn, share=share) for eqn in jaxpr.eqns), 0.0)
 
 
-def _equation_flops(eqn: core.JaxprEqn, *, is_causal: bool) -> float:
+def _equation_flops(eqn: core.JaxprEqn, *, share: float) -> float:
+    """Return the FLOPs of an equation; `share` of those of its contractions count."""
     # The name stack of an inner jaxpr does not include that of its equation.
-    is_causal = is_causal or bool(_IN_CAUSAL_SCOPE.search(str(eqn.source_info.name_stack)))
+    share = _share_of_scope(str(eqn.source_info.name_stack)) or share
     if eqn.primitive.name in _CONTRACTIONS:
-        flops = float(_CONTRACTIONS[eqn.primitive.name](eqn))
-        return flops / 2 if is_causal else flops
+        return float(_CONTRACTIONS[eqn.primitive.name](eqn)) * share
     if eqn.primitive.name == "pallas_call" and eqn.params["cost_estimate"] is not None:
         # The bounds of loops in a kernel are often known only at run time.
-        flops = float(eqn.params["cost_estimate"].flops)
-        return flops / 2 if is_causal else flops
-    inner = [_jaxpr_flops(jaxpr, is_causal=is_causal) for jaxpr in _inner_jaxprs(eqn)]
+        return float(eqn.params["cost_estimate"].flops) * share
+    inner = [_jaxpr_flops(jaxpr, share=share) for jaxpr in _inner_jaxprs(eqn)]
     if eqn.primitive.name == "cond":
         return max(inner)
     return _repeats(eqn) * sum(inner)
+
+
+def _share_of_scope(name_stack: str) -> float | None:
+    """Return the share of the contractions below a scope that counts; None for other scopes."""
+    if _IN_CAUSAL_SCOPE.search(name_stack):
+        return 0.5
+    rows = _ROWS_IN_USE.search(name_stack)
+    return int(rows[1]) / int(rows[2]) if rows else None
 
 
 def _repeats(eqn: core.JaxprEqn) -> int:

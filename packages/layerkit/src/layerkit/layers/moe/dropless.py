@@ -14,13 +14,14 @@ from layerkit.layers.moe.slots import Slots
 
 
 def sorted_slots(
-    experts: jax.Array, *, num_experts: int, block: int = 1
+    experts: jax.Array, *, num_experts: int, num_balanced: int | None = None, block: int = 1
 ) -> tuple[Slots, RowGroups]:
     """Return slots sorted by expert, and within an expert by token.
 
     Args:
       experts: int32 `[tokens, choices]`; choices outside 0 to num_experts - 1 get no slot.
       num_experts: Number of groups of slots.
+      num_balanced: Number of choices with a slot if routing is balanced; None for all.
       block: Divisor of the first slot of each group; see `layerkit.layers.moe.grouped_matmul`.
 
     Returns:
@@ -44,4 +45,4 @@ def sorted_slots(
     num_slots = -(-(num_choices + num_experts * (block - 1)) // block) * block
     slot = jnp.where(is_here, place + shift.at[expert_of_choice].get(mode="clip"), num_slots)
     slots = Slots.of_choices(slot.reshape(experts.shape), num_slots=num_slots)
-    return slots, RowGroups(sizes, block)
+    return slots, RowGroups(sizes, block, num_choices if num_balanced is None else num_balanced)

@@ -188,7 +188,7 @@ def plan_exchange(
         axes=axes,
         is_emulated=is_emulated,
     )
-    return slices, RowGroups(sizes[here], block)
+    return slices, RowGroups(sizes[here], block, num_rows)
 
 
 @jax.custom_vjp

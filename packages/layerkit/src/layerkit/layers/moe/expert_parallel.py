@@ -27,15 +27,17 @@ from jax.sharding import PartitionSpec
 
 from layerkit.layers.moe.dropless import sorted_slots
 from layerkit.layers.moe.exchange import exchange_rows, plan_exchange, select_exchange
-from layerkit.layers.moe.grouped_matmul import RowGroups
+from layerkit.layers.moe.grouped_matmul import GroupedMatmul, RowGroups
 from layerkit.layers.moe.slots import from_slots, to_slots, weighted_sum
 from layerkit.sharding import BoundSharding
 
 _LOG = logging.getLogger(__name__)
 
-# (rows [rows, dims] sorted by expert, groups of the rows, weights of these experts by name) →
-# outputs [rows, dims]
-ApplyExperts = Callable[[jax.Array, RowGroups, dict[str, jax.Array]], jax.Array]
+# (rows [rows, in] sorted by expert, weights [experts, in, out]) → [rows, out]
+GroupedProduct = Callable[[jax.Array, jax.Array], jax.Array]
+# (rows [rows, dims] sorted by expert, grouped product of these rows, weights of these experts by
+# name) → outputs [rows, dims]
+ApplyExperts = Callable[[jax.Array, GroupedProduct, dict[str, jax.Array]], jax.Array]
 Axes = tuple[str, ...]
 
 
@@ -47,13 +49,12 @@ class Dropless:
       apply: Function that applies experts to sorted rows. If the hidden dimension of the weights is
         a shard, its outputs for all shards sum to the whole output.
       num_experts: Number of experts.
-      block_size: Function of (number of rows, number of groups) that returns the block of the rows'
-        groups; see `layerkit.layers.moe.grouped_matmul`.
+      matmul: Implementation of the grouped products.
     """
 
     apply: ApplyExperts
     num_experts: int
-    block_size: Callable[[int, int], int]
+    matmul: GroupedMatmul
 
     def __call__(
         self, x: jax.Array, experts: jax.Array, weights: jax.Array, own: dict[str, jax.Array]
@@ -73,9 +74,14 @@ class Dropless:
         tokens, experts, weights = _merge_tokens(x, experts, weights)
         num_own = next(iter(own.values())).shape[0]
         # All experts count, since those of other devices also receive tokens.
-        block = self.block_size(experts.size, self.num_experts)
-        slots, groups = sorted_slots(experts, num_experts=num_own, block=block)
-        outputs = self.apply(to_slots(tokens, slots), groups, own)
+        block = self.matmul.block_size(experts.size, self.num_experts)
+        slots, groups = sorted_slots(
+            experts,
+            num_experts=num_own,
+            num_balanced=experts.size * num_own // self.num_experts,
+            block=block,
+        )
+        outputs = self.apply(to_slots(tokens, slots), self._product(groups), own)
         return weighted_sum(from_slots(outputs, slots), weights).reshape(x.shape)
 
     def exchanged(
@@ -117,15 +123,18 @@ class Dropless:
             groups.sizes,
             num_rows=experts.size,
             max_received=most,
-            block=self.block_size(experts.size, num_own),
+            block=self.matmul.block_size(experts.size, num_own),
             axes=axes,
             is_emulated=is_emulated,
         )
         received = exchange_rows(to_slots(tokens, slots), slices)
-        outputs = self.apply(received, received_groups, own)
+        outputs = self.apply(received, self._product(received_groups), own)
         returned = exchange_rows(outputs, slices.reversed())
         output = weighted_sum(from_slots(returned, slots), weights).reshape(x.shape)
         return output, jnp.sum(groups.sizes) - jnp.sum(slices.send_sizes)
+
+    def _product(self, groups: RowGroups) -> GroupedProduct:
+        return lambda rows, w: self.matmul(rows, w, groups)
 
 
 def run_on_mesh(

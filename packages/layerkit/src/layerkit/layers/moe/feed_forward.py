@@ -16,6 +16,7 @@ such a layer decodes with a cache.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -41,20 +42,16 @@ from layerkit.layers.feed_forward import TransformerFeedForward
 from layerkit.layers.linears import Linear
 from layerkit.layers.moe.capacity import capacity_of, capacity_slots
 from layerkit.layers.moe.exchange import EXCHANGES
-from layerkit.layers.moe.expert_parallel import Dropless, run_on_mesh
-from layerkit.layers.moe.grouped_matmul import (
-    IMPLEMENTATIONS,
-    RowGroups,
-    block_sizes,
-    grouped_matmul,
-    select_implementation,
-)
+from layerkit.layers.moe.expert_parallel import Dropless, GroupedProduct, run_on_mesh
+from layerkit.layers.moe.grouped_matmul import IMPLEMENTATIONS, select_grouped_matmul
 from layerkit.layers.moe.losses import expert_load, load_balance_loss, router_z_loss
 from layerkit.layers.moe.routing import ExpertChoiceRouter, Routing, TopKRouter
 from layerkit.layers.moe.slots import from_slots, to_slots, weighted_sum
 from layerkit.layers.products import Dot, batched_matmul, create_dot
 from layerkit.layers.stochastic import Dropout
 from layerkit.weights import WeightHParams, WeightInit
+
+_LOG = logging.getLogger(__name__)
 
 _WIDEN, _NARROW = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
 _WEIGHT_AXES = {"up": _WIDEN, "gate": _WIDEN, "down": _NARROW}
@@ -337,19 +334,22 @@ class MoeFeedForward(BaseLayer):
         sharding = self.inherited("sharding")
         mesh = None if sharding is None else sharding.mesh
         platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-        implementation = select_implementation(self.grouped_matmul, platform=platform)
+        matmul = select_grouped_matmul(
+            self.grouped_matmul, platform=platform, dtype=x.dtype, owner=self.path_name
+        )
+        _LOG.info(matmul.describe())
         activation, variables = self.activation.unbind()
 
-        def apply(rows: jax.Array, groups: RowGroups, own: dict[str, jax.Array]) -> jax.Array:
+        def apply(rows: jax.Array, grouped: GroupedProduct, own: dict[str, jax.Array]) -> jax.Array:
             def product(rows: jax.Array, name: str) -> jax.Array:
-                return grouped_matmul(rows, own[name], groups)
+                return grouped(rows, own[name])
 
             def activate(rows: jax.Array) -> jax.Array:
                 return activation.apply(variables, rows)
 
             return _expert(rows, product, activate, use_gate=self.use_gate)
 
-        compute = Dropless(apply, self.num_experts, block_sizes(implementation))
+        compute = Dropless(apply, self.num_experts, matmul)
         own = {name: getattr(self.theta, name) for name in self._weight_names()}
         if mesh is None or mesh.size == 1:
             return compute(x, routing.experts, routing.weights, own)

@@ -1,35 +1,127 @@
 """Products of sorted rows with one weight per group of rows.
 
-`ragged_dot` is JAX's grouped product, a kernel on TPUs. On other platforms XLA multiplies every row
-by the weights of every group, and work and memory grow with the number of experts. `blocks` aligns
-groups to multiples of a block and multiplies block after block in a loop, so that work grows with
-the number of rows only (as in MegaBlocks; Gale et al., 2022, arXiv:2211.15841). `auto` selects
-`ragged_dot` on TPUs and `blocks` on other platforms.
+- `pallas` is a kernel on TPUs and GPUs: JAX's megablox (the method of Gale et al., 2022,
+  MegaBlocks, arXiv:2211.15841) and `layerkit.layers.moe.grouped_matmul_gpu`.
+- `ragged_dot` is JAX's grouped product. XLA multiplies every row by the weights of every group on
+  CPUs and GPUs, and on TPUs in the gradient of the weights.
+- `blocks` aligns groups to multiples of a block and multiplies block after block in a loop, so that
+  work grows with the number of rows only. It runs everywhere; each block is a separate step.
+
+`auto` selects `pallas` if the platform has a kernel that supports the product, and otherwise
+`blocks`. A kernel that is selected by name raises if it does not support the product.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-IMPLEMENTATIONS = ("auto", "ragged_dot", "blocks")
+from layerkit.checks import require
+
+IMPLEMENTATIONS = ("auto", "pallas", "ragged_dot", "blocks")
+_GPU_PLATFORMS = ("gpu", "cuda")
+# Largest tiles of (rows, contracted dimension, outputs) of megablox, in bfloat16; those of
+# MaxText. They fill most of the vector memory that XLA gives a kernel.
+_TPU_TILES = (512, 1024, 1024)
 
 
-def select_implementation(name: str, *, platform: str) -> str:
-    """Return the implementation for a platform (`cpu`, `gpu`, `tpu`, …) if the name is `auto`."""
-    if name != "auto":
-        return name
-    return "ragged_dot" if platform == "tpu" else "blocks"
+@dataclasses.dataclass(frozen=True)
+class GroupedMatmul:
+    """A selected implementation of the grouped product; `select_grouped_matmul` returns it.
+
+    Attributes:
+      name: `pallas`, `ragged_dot` or `blocks`.
+      platform: JAX's name of the platform that runs it.
+      reason: Reason of the selection.
+      interpret: True to run the kernels in interpret mode on any device, for tests.
+    """
+
+    name: str
+    platform: str
+    reason: str
+    interpret: bool = False
+
+    def describe(self) -> str:
+        """Return one log line: `grouped matmul: blocks (auto: cpu has no kernel)`."""
+        return f"grouped matmul: {self.name} ({self.reason})"
+
+    def block_size(self, num_rows: int, num_groups: int) -> int:
+        """Return the block to which groups are aligned, about a quarter of a mean group or 1.
+
+        Args:
+          num_rows: Number of rows that are in use if routing is balanced.
+          num_groups: Number of groups.
+        """
+        if self.name == "blocks":
+            return block_size(num_rows, num_groups)
+        if self.name == "pallas" and self.platform != "tpu":
+            return int(np.clip(block_size(num_rows, num_groups), 16, 128))
+        return 1
+
+    def __call__(self, rows: jax.Array, w: jax.Array, groups: RowGroups) -> jax.Array:
+        """Multiply rows `[rows, in]` by the weights of their groups.
+
+        Args:
+          rows: Rows sorted by group; their number is a multiple of the block.
+          w: Weight of each group `[groups, in, out]`, in the dtype of the rows.
+          groups: Sizes of the groups.
+
+        Returns:
+          `[rows, out]`, with arbitrary values for unused rows.
+        """
+        # Programs show the rows of the whole buffer, or of one round of the loop. The count of
+        # FLOPs reads from this name how many rows are in use.
+        shown = groups.block if self.name == "blocks" else rows.shape[0]
+        with jax.named_scope(f"rows_{groups.num_balanced}_of_{shown}"):
+            if self.name == "ragged_dot":
+                return jax.lax.ragged_dot(rows, w, groups.sizes)
+            if self.name == "blocks":
+                return _blocked_matmul(rows, w, groups.sizes, groups.block)
+            if self.platform == "tpu":
+                return _megablox(rows, w, groups.sizes, interpret=self.interpret)
+            return _triton(rows, w, groups, interpret=self.interpret)
 
 
-def block_sizes(implementation: str) -> Callable[[int, int], int]:
-    """Return the function of (rows, groups) that returns the rows of a block."""
-    return block_size if implementation == "blocks" else lambda num_rows, num_groups: 1
+def select_grouped_matmul(name: str, *, platform: str, dtype: Any, owner: str) -> GroupedMatmul:
+    """Return the implementation of the products of experts.
+
+    Args:
+      name: One of `IMPLEMENTATIONS`.
+      platform: JAX's name of the platform that runs it: `cpu`, `gpu`, `cuda` or `tpu`.
+      dtype: Dtype of rows and weights.
+      owner: Name of the layer for error messages.
+
+    Raises:
+      ConfigError: `pallas` by name, where no kernel supports the product.
+    """
+    if name in ("ragged_dot", "blocks"):
+        return GroupedMatmul(name, platform, "as requested")
+    unmet = _unmet_by_kernel(platform, jnp.dtype(dtype))
+    if name == "pallas":
+        require(unmet is None, owner, "grouped_matmul", name, f"'auto', since it needs {unmet}")
+        return GroupedMatmul(name, platform, "as requested")
+    if unmet is None:
+        return GroupedMatmul("pallas", platform, f"auto: {platform} has a kernel")
+    return GroupedMatmul("blocks", platform, f"auto: pallas requires {unmet}")
+
+
+def _unmet_by_kernel(platform: str, dtype: Any) -> str | None:
+    """Return what the platform's kernel requires of a product that does not have it, or None."""
+    if platform == "tpu":
+        supported: tuple[Any, ...] = (jnp.bfloat16, jnp.float32)
+    elif platform in _GPU_PLATFORMS:
+        supported = (jnp.bfloat16, jnp.float16)
+    else:
+        return f"a GPU or a TPU instead of {platform}"
+    if dtype in supported:
+        return None
+    return f"{' or '.join(jnp.dtype(each).name for each in supported)} instead of {dtype.name}"
 
 
 def block_size(num_rows: int, num_groups: int) -> int:
@@ -48,27 +140,46 @@ class RowGroups:
     Attributes:
       sizes: Number of rows of each group, int32 `[groups]`, multiples of `block`. Rows after the
         last group are unused.
-      block: Number of rows of a block, 1 for `ragged_dot`; static.
+      block: Number of rows of a block; static.
+      num_balanced: Number of rows in use if routing is balanced; static.
     """
 
     sizes: jax.Array
     block: int = struct.field(pytree_node=False)
+    num_balanced: int = struct.field(pytree_node=False)
 
 
-def grouped_matmul(rows: jax.Array, w: jax.Array, groups: RowGroups) -> jax.Array:
-    """Multiply rows `[rows, in]` by the weights of their groups.
+def _triton(rows: jax.Array, w: jax.Array, groups: RowGroups, *, interpret: bool) -> jax.Array:
+    """Multiply rows by the kernel for GPUs, with dimensions padded to multiples of its tiles."""
+    # Pallas takes long to import.
+    from layerkit.layers.moe.grouped_matmul_gpu import (
+        BlocksOfRows,
+        KernelOptions,
+        grouped_matmul_gpu,
+    )
 
-    Args:
-      rows: Rows sorted by group; their number is a multiple of the block.
-      w: Weight of each group `[groups, in, out]`, in the dtype of the rows.
-      groups: Sizes of the groups. Blocks of one row select `jax.lax.ragged_dot`.
+    num_groups, dims, out_dims = w.shape
+    group_of_block, num_used = _blocks(groups.sizes, groups.block, rows.shape[0] // groups.block)
+    out = grouped_matmul_gpu(
+        jnp.pad(rows, ((0, 0), (0, -dims % 16))),
+        jnp.pad(w, ((0, 0), (0, -dims % 16), (0, -out_dims % 16))),
+        BlocksOfRows(jnp.minimum(group_of_block, num_groups - 1), num_used),
+        KernelOptions(groups.block, interpret),
+    )
+    return out[:, :out_dims]
 
-    Returns:
-      `[rows, out]`, with arbitrary values for unused rows.
-    """
-    if groups.block == 1:
-        return jax.lax.ragged_dot(rows, w, groups.sizes)
-    return _blocked_matmul(rows, w, groups.sizes, groups.block)
+
+def _megablox(rows: jax.Array, w: jax.Array, sizes: jax.Array, *, interpret: bool) -> jax.Array:
+    """Multiply rows by JAX's kernel for TPUs, which requires whole tiles of rows."""
+    from jax.experimental.pallas.ops.tpu import megablox  # Pallas takes long to import.
+
+    num_rows = rows.shape[0]
+    tile = int(np.clip(block_size(num_rows, w.shape[0]), 128, _TPU_TILES[0]))
+    scale = max(1, rows.dtype.itemsize // 2)
+    tiles = (tile, *(min(t // scale, d) for t, d in zip(_TPU_TILES[1:], w.shape[1:], strict=True)))
+    padded = jnp.pad(rows, ((0, -num_rows % tile), (0, 0)))
+    out: jax.Array = megablox.gmm(padded, w, sizes, rows.dtype, tiles, interpret=interpret)
+    return out[:num_rows]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
