@@ -244,8 +244,7 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
 
         Raises:
           AttributeError: There is no such variable. The message suggests similar names.
-          ValueError: The shape differs from the variable's, or the collection is not mutable, so
-            that the update would be lost.
+          ValueError: The shape differs, or the collection is not mutable and the update is lost.
         """
         if not self.is_mutable_collection(NON_TRAINABLE):
             raise immutable_error(self, "the update would be lost", name, NON_TRAINABLE)

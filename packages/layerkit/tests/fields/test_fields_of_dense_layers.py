@@ -21,6 +21,7 @@ from layerkit.field_checks import Conditions
 from layerkit.layers.adapters import LoraDot
 from layerkit.layers.embeddings import ClassSoftmax
 from layerkit.layers.products import Dot
+from layerkit.layers.quantization.current_scaling import Fp8CurrentDot, Int8Dot
 from layerkit.layers.quantization.fp8 import Fp8Dot
 from layerkit.layers.rotary_scaling import LinearScaling
 from layerkit.testing import Change, Example, dead_fields, ignored_fields
@@ -148,7 +149,10 @@ EXAMPLES = [
         dot_tpl=FP8,
     ),
     of(Dot, {}, lambda layer: layer(inputs(DIMS), jnp.ones((DIMS, DIMS)))),
-    of(Fp8Dot, {}, lambda layer: layer(inputs(DIMS), jnp.ones((DIMS, DIMS)))),
+    *(
+        of(dot, {}, lambda layer: layer(inputs(DIMS), jnp.ones((DIMS, DIMS))))
+        for dot in (Fp8Dot, Fp8CurrentDot, Int8Dot)
+    ),
     of(L.RmsNorm, {"dims": DIMS}, on_inputs("dims")),
     of(L.RmsNormNoScale, {}, lambda layer: layer(inputs(DIMS))),
     of(L.LayerNorm, {"dims": DIMS}, on_inputs("dims")),

@@ -186,6 +186,19 @@ def test_remat_and_unroll_do_not_change_values_and_gradients(five, remat, unroll
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), run(other), run(layer))
 
 
+@pytest.mark.parametrize(
+    ("num_devices", "copies", "is_loop"), [(1, 12, False), (1, 13, True), (2, 12, True)]
+)
+def test_few_copies_are_unrolled_on_one_cpu(num_devices, copies, is_loop):
+    devices = np.array(jax.devices("cpu")[:num_devices])
+    bound = BoundSharding(jax.sharding.Mesh(devices, ("data",)))
+    layer, loop = repeated(copies, sharding=bound), repeated(copies, sharding=bound, unroll=1)
+    variables = layer.init(KEY)
+    program = jax.jit(layer.apply).lower(variables, X).as_text()
+    assert ("stablehlo.while" in program) is is_loop
+    np.testing.assert_allclose(layer.apply(variables, X), loop.apply(variables, X), rtol=1e-6)
+
+
 def test_run_method_calls_any_method_and_stacks_caches(five):
     layer, variables = five
     _, state = layer.apply(variables, 3, method="init_cache", mutable=[CACHE])

@@ -104,6 +104,10 @@ def _run(words: Sequence[str]) -> int:
     for name in ("diff_config", "study"):
         if name in flags.given and not flags.given.get("print_config"):
             return commands.load(commands.FlagCommand, name, shown=f"--{name}").run(flags)
+    if flags.mode == "train" and not flags.only_prints:
+        from layerkit_runner.distributed.host_memory import keep_freed_memory
+
+        keep_freed_memory()  # before JAX is imported
     resolved = _resolve(flags)
     if flags.given.get("print_config"):
         from layerkit_runner.config.config_text import printed_config

@@ -13,6 +13,7 @@ from layerkit.decoding.decoder import ExtendFn
 from layerkit.decoding.loop import extend_prompts
 from layerkit.decoding.row_options import RowOptions
 from layerkit.decoding.split_rows import round_up, row_parts
+from layerkit.decoding.unrolled import unroll_layers
 from layerkit.nested_map import NestedMap
 
 
@@ -48,7 +49,7 @@ def decode_with_cache(
       ConfigError: The decoder draws but has no random key, or the network has fewer positions than
         tokens.
     """
-    bare, variables = network.unbind()
+    bare, variables = unroll_layers(network)
     decoder, parts = model.decoder, row_parts(model)
     max_length = round_up(prompts.shape[1] + decoder.max_decode_steps, parts)
 
@@ -81,7 +82,7 @@ def cached_step(network: BaseLayer) -> ExtendFn:
         function is a pair of its collection `cache` and the prefix lengths of the rows.
     """
     # Functions of variables can be called in a loop, unlike bound modules.
-    bare, variables = network.unbind()
+    bare, variables = unroll_layers(network)
 
     def extend(rows: Any, ids: jax.Array, time_step: jax.Array) -> tuple[Any, jax.Array]:
         cache, prefix_lengths = rows

@@ -13,13 +13,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from layerkit.base_layer import COLLECTIONS, PARAMS, RANDOM, BaseLayer
 from layerkit.checks import check_sizes, require
 from layerkit.config import Config, is_config, sub_config_field
 from layerkit.errors import ConfigError
 from layerkit.layers.remat import check_remat_policy, remat
+from layerkit.sharding import BoundSharding
+
+# Compile time grows with the copies: by a half for 12 small layers on two cores.
+_MOST_UNROLLED = 12
 
 
 class Repeat(BaseLayer):
@@ -38,13 +42,14 @@ class Repeat(BaseLayer):
         (2, 3) runs six copies, copy i with the weights at [i // 3, i % 3], as in a circular
         pipeline.
       remat: Name of the rematerialization policy of each copy; see `layerkit.layers.remat`.
-      unroll: Number of copies in one iteration of the (innermost) loop.
+      unroll: Number of copies in one iteration of the (innermost) loop. None for all of up to 12
+        copies on a single CPU, where a loop copies what it saves for the backward pass, and else 1.
     """
 
     sub_tpl: Config[BaseLayer] = sub_config_field(None)
     num_repeats: int | tuple[int, ...] = 1
     remat: str = "none"
-    unroll: int = 1
+    unroll: int | None = None
 
     def setup(self) -> None:
         """Check the fields and create the repeated layer."""
@@ -93,8 +98,10 @@ class Repeat(BaseLayer):
 
         shape = self.stacked_shape
         own = jax.tree.map(lambda leaf: leaf.reshape(shape + leaf.shape[1:]), each or {})
-        iterations = math.prod(shape) / min(self.unroll, shape[-1])
-        return self._scan(remat(body, self.remat, in_scan=iterations > 1))(self.sub, x, own)[0]
+        unroll = self._num_unrolled()
+        iterations = math.prod(shape) / min(unroll, shape[-1])
+        body = remat(body, self.remat, in_scan=iterations > 1)
+        return self._scan(body, unroll=unroll)(self.sub, x, own)[0]
 
     def init_cache(self, *args: Any, **kwargs: Any) -> None:
         """Create the decoding caches of every copy, stacked on a leading `layers` axis."""
@@ -130,13 +137,38 @@ class Repeat(BaseLayer):
         return jax.lax.with_sharding_constraint(x, place)
 
     @nn.nowrap
-    def _scan(self, body: Any) -> Any:
+    def _num_unrolled(self) -> int:
+        """Return the number of copies in one iteration of the innermost loop."""
+        if self.unroll is not None:
+            return self.unroll
+        copies = self.stacked_shape[-1]
+        return copies if is_unrolled_by_default(self.inherited("sharding"), copies) else 1
+
+    @nn.nowrap
+    def _scan(self, body: Any, *, unroll: int = 1) -> Any:
         """Return `body(sub, carry, own)` as a scan, or as nested scans, outermost axis first."""
-        unroll = self.unroll
         for length in reversed(self.stacked_shape):
             body = nn.scan(body, in_axes=0, length=length, unroll=unroll, **lift_options("layers"))
             unroll = 1
         return body
+
+
+def is_unrolled_by_default(sharding: BoundSharding | None, copies: int) -> bool:
+    """Return whether repeated layers are unrolled: few copies on a single CPU.
+
+    Several CPU devices simulate accelerators, whose program should be theirs.
+
+    Args:
+      sharding: Sharding that the layer is bound to; None or without a mesh for JAX's devices.
+      copies: Number of copies.
+    """
+    if sharding is None or sharding.mesh is None:
+        devices = jax.devices()
+    elif isinstance(sharding.mesh, AbstractMesh):
+        return False
+    else:
+        devices = list(sharding.mesh.devices.flat)
+    return len(devices) == 1 and devices[0].platform == "cpu" and copies <= _MOST_UNROLLED
 
 
 def lift_options(axis: str) -> dict[str, Any]:

@@ -279,13 +279,14 @@ class StackedTransformerRepeated(StackedTransformer):
     period run in sequence after the scan.
 
     Attributes:
-      unroll: Number of layers, or of periods with a pattern, in one iteration of the loop.
+      unroll: Number of layers, or of periods with a pattern, in one iteration of the loop; None
+        for the default of `Repeat`.
       stacked_shape: Sizes of the axes on which the weights are stacked, outermost first. Their
         product is the number of layers, or of whole periods with a pattern. None for a single
         axis. See `Repeat.num_repeats`.
     """
 
-    unroll: int = 1
+    unroll: int | None = None
     stacked_shape: tuple[int, ...] | None = None
 
     @nn.nowrap

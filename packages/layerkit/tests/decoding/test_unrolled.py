@@ -1,0 +1,78 @@
+"""Decoding with unrolled layers gives the tokens of the repeated layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit.decoding import BeamSearch, SampleDecoder
+from layerkit.decoding.unrolled import unroll_layers
+from layerkit.layers import LayerNorm, RmsNorm, StackedTransformerRepeated, Transformer
+from layerkit.models import LanguageModel, TransformerLm
+from layerkit.nested_map import NestedMap
+from layerkit.sharding import BoundSharding
+
+ONE_CPU = BoundSharding(jax.sharding.Mesh(np.array(jax.devices("cpu")[:1]), ("data",)))
+LAYER = Transformer.HParams.config()
+STACKS = {
+    "alike": {"num_layers": 3},
+    "pattern with a remainder": {
+        "num_layers": 5,
+        "block_tpls": (LAYER, LAYER.clone().set(norm_tpl=RmsNorm.HParams.config())),
+    },
+    "two axes": {"num_layers": 4, "stacked_shape": (2, 2)},
+}
+
+
+def language_model(decoder: Any, *, unroll: int | None, num_layers: int, **stack: Any) -> Any:
+    lm = TransformerLm.HParams.config(
+        vocab_size=16,
+        model_dims=16,
+        hidden_dims=32,
+        num_heads=2,
+        num_layers=num_layers,
+        final_norm_tpl=LayerNorm.HParams.config(),
+        stack_tpl=StackedTransformerRepeated.HParams.config(unroll=unroll, **stack),
+    )
+    model = LanguageModel.HParams.config(lm_tpl=lm, decoder=decoder, sharding=ONE_CPU)
+    return model.Instantiate()
+
+
+GREEDY = SampleDecoder.HParams.config(max_decode_steps=4, temperature=0.0)
+BEAMS = BeamSearch.HParams.config(max_decode_steps=4, beam_size=2, eos_id=1)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "stack"),
+    [*((GREEDY, stack) for stack in STACKS), (BEAMS, "alike")],
+)
+def test_tokens_equal_those_of_repeated_layers(decoder: Any, stack: str):
+    models = [language_model(decoder, unroll=unroll, **STACKS[stack]) for unroll in (None, 1)]
+    variables = jax.jit(models[0].init)(jax.random.key(0))
+    batch = NestedMap(ids=jnp.array([[3, 4, 5], [6, 7, 0]]), prompt_lengths=jnp.array([3, 2]))
+    ours, theirs = (
+        jax.jit(lambda v, model=model: model.apply(v, batch, method="decode"))(variables)
+        for model in models
+    )
+    np.testing.assert_array_equal(ours.ids, theirs.ids)
+    np.testing.assert_allclose(ours.log_probs, theirs.log_probs, rtol=1e-5, atol=1e-6)
+
+
+def test_each_layer_has_weights_of_its_own():
+    def layers_of(model: Any) -> dict[str, Any]:
+        def call(bound: Any) -> Any:
+            return unroll_layers(bound.lm)[1]["params"]["stack"]
+
+        return jax.eval_shape(lambda v: model.apply(v, method=call), variables)
+
+    model = language_model(GREEDY, unroll=None, num_layers=3)
+    variables = jax.eval_shape(model.init, jax.random.key(0))
+    layers = layers_of(model)
+    assert sorted(layers) == ["layers_0", "layers_1", "layers_2"]
+    assert layers["layers_0"]["feed_forward"]["up"]["w"].shape == (16, 32)
+    # A number in the field is kept.
+    assert sorted(layers_of(language_model(GREEDY, unroll=1, num_layers=3))) == ["repeat"]
