@@ -164,11 +164,12 @@ def check_equal(found, expected, *, min_tokens=5):
 def check_cache(program, *, num_rows):
     """In the loop a device holds its rows and heads: a quarter and a half."""
     slots = WIDTH + STEPS
-    mine = f"f32[{LAYERS},{num_rows // 4},{slots},{KV_HEADS // 2},{HEAD_DIM}]"
+    mine = f"f32[{LAYERS},{num_rows // 4},{KV_HEADS // 2},{slots},{HEAD_DIM}]"
     loops = [line for line in program.splitlines() if re.search(r" while\(", line)]
     assert sum(line.count(mine) >= 2 for line in loops) >= 1  # keys and values
-    # Rows of other devices, or other heads, are nowhere.
-    shapes = re.findall(rf"f32\[(?:{LAYERS},)?(\d+),{slots},(\d+),{HEAD_DIM}\]", program)
+    # Rows of other devices, or other heads, are nowhere. A bitcast drops dimensions of size 1.
+    program = "\n".join(line for line in program.splitlines() if " bitcast(" not in line)
+    shapes = re.findall(rf"f32\[(?:{LAYERS},)?(\d+),(\d+),{slots},{HEAD_DIM}\]", program)
     assert shapes
     assert {int(heads) for _, heads in shapes} == {KV_HEADS // 2}
     assert max(int(held) for held, _ in shapes) == num_rows // 4

@@ -23,17 +23,18 @@ def unroll_layers(network: BaseLayer) -> tuple[BaseLayer, Any]:
     this outside of the loop over the tokens, so that each weight is copied once.
 
     Args:
-      network: Bound network, with stacks in fields named `*stack_tpl`.
+      network: Bound network, with a child `stack` of the field `stack_tpl`, or children such as
+        `decoder` of fields such as `decoder_stack_tpl`.
     """
     bare, variables = network.unbind()
     for field in field_names(type(bare)):
         template = getattr(bare, field)
         if not (field.endswith("stack_tpl") and is_config(template)):
             continue
-        child = field.removesuffix("_tpl")
-        stack = getattr(network, child)
         if target_of(template) is not StackedTransformerRepeated or template.unroll is not None:
             continue
+        child = "stack" if field == "stack_tpl" else field.removesuffix("_stack_tpl")
+        stack = getattr(network, child)
         if not is_unrolled_by_default(network.inherited("sharding"), stack.num_layers):
             continue
         kept = set(field_names(StackedTransformer))

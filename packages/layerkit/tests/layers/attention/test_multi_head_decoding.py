@@ -190,7 +190,7 @@ def test_cache_holds_rotated_keys_and_values_in_the_compute_dtype():
     weights = drawn_weights(layer)
     cache = empty_cache(layer, weights)
     shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), cache)
-    each = ((BATCH, SLOTS, 2, DIMS // HEADS), "bfloat16")
+    each = ((BATCH, 2, SLOTS, DIMS // HEADS), "bfloat16")
     assert shapes == {CACHE: {"key": each, "value": each}}
     out, after = extend(layer, weights, cache, inputs(length=2), 3)
     assert out.dtype == jnp.bfloat16
@@ -202,8 +202,9 @@ def test_cache_holds_rotated_keys_and_values_in_the_compute_dtype():
 
     key, value = projected(weights, inputs(length=2))
     for name, new in (("key", key), ("value", value)):
-        np.testing.assert_array_equal(after[CACHE][name][:, 3:5], new)
-        np.testing.assert_array_equal(np.delete(after[CACHE][name], [3, 4], axis=1), 0.0)
+        slots = np.swapaxes(after[CACHE][name], 1, 2)
+        np.testing.assert_array_equal(slots[:, 3:5], new)
+        np.testing.assert_array_equal(np.delete(slots, [3, 4], axis=1), 0.0)
 
 
 def test_unwritten_slots_have_no_effect():
@@ -289,7 +290,7 @@ def test_steps_in_a_scan_over_layers_equal_fprop():
     mask = AttentionMask.causal_mask(BATCH, LENGTH)
     expected = jax.jit(layers.apply)(weights, x, mask, positions(BATCH, 0, LENGTH))
     cache = empty_cache(layers, weights)
-    stacked = (layers.num_layers, BATCH, SLOTS, 2, DIMS // HEADS)
+    stacked = (layers.num_layers, BATCH, 2, SLOTS, DIMS // HEADS)
     assert jax.tree.map(jnp.shape, cache) == {
         CACHE: {"attention": {"key": stacked, "value": stacked}}
     }
@@ -305,7 +306,7 @@ def test_on_a_mesh_equals_one_device(combined):
     bound = layer.clone(sharding=BoundSharding(mesh))
     cache = empty_cache(bound, weights, batch=4)
     key = cache[CACHE]["key"]
-    assert key.sharding.shard_shape(key.shape) == (1, SLOTS, 1, DIMS // HEADS)
+    assert key.sharding.shard_shape(key.shape) == (1, 1, SLOTS, DIMS // HEADS)
     actual = in_chunks(bound, weights, x, [5, 1], cache=cache)
     np.testing.assert_allclose(actual, whole(layer, weights, x), atol=1e-5)
 
@@ -318,7 +319,7 @@ def test_single_token_steps_equal_fprop_with_split_rows():
     bound = layer.clone(sharding=BoundSharding(mesh))
     cache = empty_cache(bound, weights, batch=4)
     key = cache[CACHE]["key"]
-    assert key.sharding.shard_shape(key.shape) == (2, SLOTS // 2, 1, DIMS // HEADS)
+    assert key.sharding.shard_shape(key.shape) == (2, 1, SLOTS // 2, DIMS // HEADS)
     actual = in_chunks(bound, weights, x, [4, 1, 1], cache=cache)
     np.testing.assert_allclose(actual, whole(layer, weights, x), atol=1e-5)
 

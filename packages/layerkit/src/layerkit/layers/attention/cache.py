@@ -1,7 +1,9 @@
 """Access to the arrays that attention keeps between cached steps, in the collection `CACHE`.
 
-A cached array is `[batch, max_length, …]`, one slot per position, in the compute dtype. It has the
-sharding of the values that are written to it.
+A cached array has one slot per position, in the compute dtype, and the sharding of the values that
+are written to it. It is `[batch, max_length, …]`, or `[batch, heads, max_length, …]`: with heads
+first, each step reads the slots of a head in sequence. XLA's CPU backend would otherwise transpose
+the whole cache for each product.
 """
 
 from __future__ import annotations
@@ -63,31 +65,39 @@ def read_cache(
 
 
 def extend_cache(
-    layer: BaseLayer, name: str, new: jax.Array, axes: Axes, *, time_step: jax.Array
+    layer: BaseLayer,
+    name: str,
+    new: jax.Array,
+    axes: Axes,
+    *,
+    time_step: jax.Array,
+    slot_axis: int = 1,
 ) -> jax.Array:
     """Write the values of new tokens to a cached array and return the array.
 
     Args:
       layer: Layer that has the cache.
-      name: Name of the array, `[batch, max_length, …]`.
-      new: Values of the new tokens, `[batch, t, …]`.
+      name: Name of the array, `[batch, max_length, …]` or `[batch, heads, max_length, …]`.
+      new: Values of the new tokens, with t in the place of max_length.
       axes: Logical axis of each dimension.
       time_step: int32 scalar, the number of slots in use.
+      slot_axis: Dimension of the slots.
 
     Raises:
       ConfigError: The cache is missing, has the wrong sizes, or is not mutable.
     """
     cache = read_cache(layer, name)
-    num_rows, max_length = cache.shape[:2]
-    if new.shape[0] != num_rows or new.shape[1] > max_length:
+    num_rows, max_length = cache.shape[0], cache.shape[slot_axis]
+    given = [new.shape[0], new.shape[slot_axis]]
+    if given[0] != num_rows or given[1] > max_length:
         raise ConfigError(
             owner=layer.path_name,
             field="shape of inputs",
-            value=list(new.shape[:2]),
+            value=given,
             expected=f"batch_size={num_rows} and at most max_length={max_length}, the sizes of the"
             " cache",
         )
-    cache = jax.lax.dynamic_update_slice_in_dim(cache, new, time_step, axis=1)
+    cache = jax.lax.dynamic_update_slice_in_dim(cache, new, time_step, axis=slot_axis)
     return write_cache(layer, name, cache, axes)
 
 

@@ -119,7 +119,7 @@ class MultiHeadAttention(BaseAttention):
         return self._attend(query, key, value, mask, bias, cached=False)
 
     def init_cache(self, batch_size: int, max_length: int) -> None:
-        """Create an empty cache: `key` and `value` `[batch, max_length, kv_heads, head_dim]`.
+        """Create an empty cache: `key` and `value` `[batch, kv_heads, max_length, head_dim]`.
 
         They are in the collection `CACHE`, in the compute dtype.
 
@@ -127,7 +127,8 @@ class MultiHeadAttention(BaseAttention):
           ConfigError: A size is below one, or the collection is not mutable.
         """
         check_sizes(self, batch_size=batch_size, max_length=max_length)
-        shape = (batch_size, max_length, *self._head_sizes())
+        kv_heads, head_dim = self._head_sizes()
+        shape = (batch_size, kv_heads, max_length, head_dim)
         for name, axes in self._cache_axes().items():
             write_cache(self, name, jnp.zeros(shape, self.compute_dtype), axes)
 
@@ -165,7 +166,13 @@ class MultiHeadAttention(BaseAttention):
         check_time_step(self, time_step)
         query, *new = self._project(x, positions)
         keys, values = (
-            extend_cache(self, name, heads, axes, time_step=time_step)
+            jnp.swapaxes(
+                extend_cache(
+                    self, name, jnp.swapaxes(heads, 1, 2), axes, time_step=time_step, slot_axis=2
+                ),
+                1,
+                2,
+            )
             for (name, axes), heads in zip(self._cache_axes().items(), new, strict=True)
         )
         (batch, num_tokens), max_length = x.shape[:2], keys.shape[1]
@@ -207,10 +214,13 @@ class MultiHeadAttention(BaseAttention):
 
     @nn.nowrap
     def _cache_axes(self) -> dict[str, tuple[str | None, ...]]:
-        if self.combined_qkv:
-            axes = self.qkv.activation_axes
-            return {"key": axes, "value": axes}
-        return {"key": self.key.activation_axes, "value": self.value.activation_axes}
+        """Return the logical axes of each cached array, whose heads come before the slots."""
+        key, value = (self.qkv, self.qkv) if self.combined_qkv else (self.key, self.value)
+        of_layers = {"key": key.activation_axes, "value": value.activation_axes}
+        return {
+            name: (batch, heads, length, head_dim)
+            for name, (batch, length, heads, head_dim) in of_layers.items()
+        }
 
     @nn.nowrap
     def _check_options(self) -> None:
