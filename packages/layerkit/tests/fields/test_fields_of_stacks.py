@@ -135,6 +135,7 @@ EXAMPLES = [
         on_tokens,
         activation_tpl=Config(L.Tanh),
         router_tpl=Config(L.TopKRouter, logit_cap=0.1),
+        gate_limit=0.1,
         dropout_rate=Change(0.5, given=WITH_CAPACITY),
         balance_per_group=Change(value=True, given=WITH_CAPACITY),
         capacity_factor=1.0,

@@ -31,6 +31,7 @@ EXPECTED = [
     (activations.GELU(), gelu_tanh(X)),
     (activations.GELU(approximate=False), X * NORMAL_CDF(X)),
     (activations.SiLU(), X * sigmoid(X)),
+    (activations.SiLU(beta=1.702), X * sigmoid(1.702 * X)),
     (activations.Swish(), X * sigmoid(X)),
     (activations.Sigmoid(), sigmoid(X)),
     (activations.Tanh(), np.tanh(X)),

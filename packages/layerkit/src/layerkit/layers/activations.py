@@ -60,11 +60,20 @@ class GELU(BaseActivation):
 
 
 class SiLU(BaseActivation):
-    """x·sigmoid(x) (Elfwing et al., 2017); the gate of SwiGLU."""
+    """x·sigmoid(beta·x) (Elfwing et al., 2017); the gate of SwiGLU.
+
+    Attributes:
+      beta: Factor inside of the sigmoid (Ramachandran et al., 2017); 1.702 in gpt-oss.
+    """
+
+    beta: float = 1.0
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
         """Apply the activation to `[...]`."""
-        return jax.nn.silu(self.cast(inputs))
+        inputs = self.cast(inputs)
+        if self.beta == 1.0:
+            return jax.nn.silu(inputs)
+        return inputs * jax.nn.sigmoid(self.beta * inputs)
 
 
 # Name of the same function in Ramachandran et al. (2017).

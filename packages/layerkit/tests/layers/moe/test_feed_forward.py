@@ -9,9 +9,10 @@ import pytest
 
 from layerkit.base_layer import AUX_LOSS, CACHE, NON_TRAINABLE, SUMMARIES
 from layerkit.errors import ConfigError
-from layerkit.layers.activations import ReLU
+from layerkit.layers.activations import ReLU, SiLU
 from layerkit.layers.masks import AttentionMask
 from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.moe.routing import TopKRouter
 from layerkit.layers.products import Dot
 from layerkit.layers.transformer import Transformer
 from layerkit.weights import WeightInit, logical_axes
@@ -63,19 +64,38 @@ def silu(x):
     return x / (1.0 + np.exp(-x))
 
 
-def by_loops(params, x, *, k, activation=silu, use_gate=True, slots=None):
+def clamped(gate, up):
+    """The hidden activations of gpt-oss."""
+    gate, up = np.minimum(gate, 0.7), np.clip(up, -0.7, 0.7)
+    return gate / (1.0 + np.exp(-1.702 * gate)) * (up + 1.0)
+
+
+CLAMPED = {
+    "use_bias": True,
+    "gate_limit": 0.7,
+    "up_offset": 1.0,
+    "activation_tpl": SiLU.HParams.config(beta=1.702),
+    "router_tpl": TopKRouter.HParams.config(use_bias=True),
+}
+
+
+def by_loops(params, x, *, k, activation=silu, use_gate=True, gated=None, slots=None):
     """One token after the other in float64; with `slots`, choices beyond them are dropped."""
     params = jax.tree.map(lambda w: np.asarray(w, np.float64), params)
     x = np.asarray(x, np.float64)
 
     def expert(token, weights):
-        up = token @ weights["up"]
-        hidden = activation(token @ weights["gate"]) * up if use_gate else activation(up)
-        return hidden @ weights["down"]
+        up = token @ weights["up"] + weights.get("up_bias", 0.0)
+        if use_gate:
+            gate = token @ weights["gate"] + weights.get("gate_bias", 0.0)
+            hidden = activation(gate) * up if gated is None else gated(gate, up)
+        else:
+            hidden = activation(up)
+        return hidden @ weights["down"] + weights.get("down_bias", 0.0)
 
     output = np.zeros_like(x)
     for row in range(x.shape[0]):
-        logits = x[row] @ params["router"]["w"]
+        logits = x[row] @ params["router"]["w"] + params["router"].get("b", 0.0)
         probs = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
         chosen = np.argsort(-probs, axis=-1, kind="stable")[:, :k]
         taken = np.zeros(EXPERTS, int)
@@ -84,7 +104,7 @@ def by_loops(params, x, *, k, activation=silu, use_gate=True, slots=None):
                 e = chosen[i, choice]
                 taken[e] += 1
                 if slots is None or taken[e] <= slots:
-                    own = {n: params[n][e] for n in ("up", "gate", "down") if n in params}
+                    own = {n: w[e] for n, w in params.items() if n not in ("router", "shared")}
                     weight = probs[i, e] / probs[i, chosen[i]].sum()
                     output[row, i] += weight * expert(token, own)
         if "shared" in params:
@@ -102,6 +122,9 @@ def by_loops(params, x, *, k, activation=silu, use_gate=True, slots=None):
             {"use_gate": False, "activation_tpl": ReLU.HParams.config()},
             {"k": 2, "use_gate": False, "activation": lambda x: np.maximum(x, 0.0)},
         ),
+        (CLAMPED, {"k": 2, "gated": clamped}),
+        ({**CLAMPED, "grouped_matmul": "ragged_dot"}, {"k": 2, "gated": clamped}),
+        ({**CLAMPED, "capacity_factor": float(EXPERTS)}, {"k": 2, "gated": clamped}),
     ],
 )
 def test_outputs_equal_loops(fields, reference):
@@ -262,6 +285,7 @@ def test_cached_steps_equal_whole_rows():
         ("grouped_matmul", "ragged"),
         ("expert_exchange", "ragged"),
         ("exchange_buffer_factor", 0.0),
+        ("gate_limit", 0.0),
     ],
 )
 def test_init_raises_for_an_invalid_field(raises, field, value):

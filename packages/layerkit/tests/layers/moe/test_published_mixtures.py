@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from layerkit.layers.activations import SiLU
 from layerkit.layers.moe.feed_forward import MoeFeedForward
 from layerkit.layers.moe.routing import TopKRouter
 
@@ -47,7 +48,8 @@ def shared_weights(mlp):
 
 def check(block, layer, variables):
     with torch.no_grad():
-        expected = block(torch.from_numpy(X)).numpy()
+        expected = block(torch.from_numpy(X))
+        expected = (expected[0] if isinstance(expected, tuple) else expected).numpy()
     assert jax.tree.map(jnp.shape, variables) == jax.tree.map(
         jnp.shape, jax.eval_shape(layer.init, jax.random.key(0))
     )
@@ -69,6 +71,43 @@ def test_layer_equals_mixtral():
     block = drawn(MixtralSparseMoeBlock(config))
     params = {**expert_weights(block.experts), **linears(router=block.gate)}
     check(block, MoeFeedForward(**SIZES), {"params": params})
+
+
+def test_layer_equals_gpt_oss():
+    from transformers.models.gpt_oss import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+
+    config = GptOssConfig(
+        hidden_size=DIMS,
+        intermediate_size=HIDDEN,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=3,
+        experts_implementation="eager",
+    )
+    block = drawn(GptOssMLP(config))
+    experts, router = block.experts, block.router
+    with torch.no_grad():
+        experts.gate_up_proj *= 8.0  # so that the limit has an effect
+    joined, bias = array(experts.gate_up_proj), array(experts.gate_up_proj_bias)
+    params = {
+        "gate": joined[..., ::2],
+        "up": joined[..., 1::2],
+        "down": array(experts.down_proj),
+        "gate_bias": bias[..., ::2],
+        "up_bias": bias[..., 1::2],
+        "down_bias": array(experts.down_proj_bias),
+        "router": {"w": array(router.weight).T, "b": array(router.bias)},
+    }
+    layer = MoeFeedForward(
+        **SIZES,
+        num_experts_per_token=3,
+        use_bias=True,
+        gate_limit=7.0,
+        up_offset=1.0,
+        activation_tpl=SiLU.HParams.config(beta=1.702),
+        router_tpl=TopKRouter.HParams.config(use_bias=True),
+    )
+    check(block, layer, {"params": params})
 
 
 @pytest.mark.parametrize("renormalize", [False, pytest.param(True, marks=pytest.mark.slow)])

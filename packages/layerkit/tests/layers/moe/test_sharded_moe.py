@@ -27,6 +27,7 @@ CAPACITY, DROPLESS = {"capacity_factor": 1.0}, {}
 EXPERT_CHOICE = {"capacity_factor": 2.0, "router_tpl": Config(ExpertChoiceRouter)}
 RAGGED = {"grouped_matmul": "ragged_dot"}
 EXCHANGED = {"expert_exchange": "ragged_all_to_all"}
+BIASED = {"use_bias": True, "gate_limit": 0.5, "up_offset": 1.0}
 # Experts that are split over two mesh axes.
 TWO_AXES = DEFAULT_RULES.replace(expert=("fsdp", "expert"), embed=None, expert_batch="data")
 CUBE_OF_DATA = {"data": 2, "expert": 2, "tensor": 2}
@@ -98,7 +99,7 @@ def expected():
     known = {}
 
     def results(fields):
-        key = ("capacity_factor" in fields, "router_tpl" in fields)
+        key = ("capacity_factor" in fields, "router_tpl" in fields, "use_bias" in fields)
         if key not in known:
             layer, weights = make(**fields)
             known[key] = jax.jit(everything(layer))(weights, *inputs())
@@ -217,6 +218,12 @@ def test_buffer_of_all_rows_and_evaluation_drop_nothing(expected):
     small = layer.clone(exchange_buffer_factor=0.1, train=False)
     run, arguments = compiled_on(bind({"expert": 8}), small, weights)
     np.testing.assert_allclose(run(*arguments)[1][0], output, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("fields", [DROPLESS, EXCHANGED], ids=["gathered", "exchanged"])
+def test_biases_on_a_mesh_equal_one_device(expected, fields):
+    gradients, _ = check(expected, CUBE_OF_FSDP, {**BIASED, **fields})
+    assert gradients["down_bias"].addressable_shards[0].data.shape == (4, DIMS // 2)
 
 
 @pytest.mark.parametrize("fields", [DROPLESS, EXCHANGED], ids=["gathered", "exchanged"])

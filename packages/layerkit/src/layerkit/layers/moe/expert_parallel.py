@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -145,6 +145,7 @@ def run_on_mesh(
     expert_weights: dict[str, jax.Array],
     *,
     weight_axes: Mapping[str, tuple[str, ...]],
+    added_once: Collection[str],
     sharding: BoundSharding,
     exchange: str,
     buffer_factor: float | None,
@@ -159,6 +160,8 @@ def run_on_mesh(
       weights: Weights of the choices, float32 `[batch, length, choices]`.
       expert_weights: Weights of the experts by name, `[experts, …, …]`.
       weight_axes: Logical axes of each of these weights: `expert`, `embed` and `mlp`.
+      added_once: Names of the weights that are added to outputs. Of the devices whose outputs are
+        summed, one has these weights and the others have zeros.
       sharding: Sharding of the model, with a mesh.
       exchange: One of `layerkit.layers.moe.exchange.EXCHANGES`.
       buffer_factor: Bound of the rows that a device receives by `ragged_all_to_all`, relative to
@@ -200,6 +203,9 @@ def run_on_mesh(
     def local(x: Any, experts: Any, weights: Any, expert_weights: Any) -> tuple[Any, Any]:
         kept = over_experts + over_mlp
         own = {name: _gather(w, weight_specs[name], kept) for name, w in expert_weights.items()}
+        if over_mlp:
+            is_first = jax.lax.axis_index(over_mlp) == 0
+            own |= {name: jnp.where(is_first, own[name], 0) for name in added_once if name in own}
         if exchanges:
             output, num_dropped = compute.exchanged(
                 x,

@@ -43,6 +43,7 @@ from layerkit.layers.linears import Linear
 from layerkit.layers.moe.capacity import capacity_of, capacity_slots
 from layerkit.layers.moe.exchange import EXCHANGES
 from layerkit.layers.moe.expert_parallel import Dropless, GroupedProduct, run_on_mesh
+from layerkit.layers.moe.experts import OUTPUT_BIAS, WEIGHT_AXES, ExpertFunction, weight_names
 from layerkit.layers.moe.grouped_matmul import IMPLEMENTATIONS, select_grouped_matmul
 from layerkit.layers.moe.losses import expert_load, load_balance_loss, router_z_loss
 from layerkit.layers.moe.routing import ExpertChoiceRouter, Routing, TopKRouter
@@ -53,8 +54,6 @@ from layerkit.weights import WeightHParams, WeightInit
 
 _LOG = logging.getLogger(__name__)
 
-_WIDEN, _NARROW = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
-_WEIGHT_AXES = {"up": _WIDEN, "gate": _WIDEN, "down": _NARROW}
 # Largest number of experts whose loads are all reported. Beyond it, only the extremes are.
 _MAX_LOAD_SUMMARIES = 64
 # Fields without an effect if experts choose tokens, which balances their load.
@@ -66,15 +65,13 @@ _FIELDS_OF_TOKEN_CHOICE = (
     "balance_all_choices",
     "balance_per_group",
 )
-# (rows of each expert, name of a weight) → product
-Product = Callable[[jax.Array, str], jax.Array]
 
 
 class MoeFeedForward(BaseLayer):
     """A feed-forward layer with the output Σ weight · expert(x) over the experts of each token.
 
-    Each expert is a `TransformerFeedForward` without bias, which this layer can replace. Inputs and
-    outputs are `[batch, length, input_dims]`.
+    Each expert computes what a `TransformerFeedForward` does, which this layer can replace. Inputs
+    and outputs are `[batch, length, input_dims]`.
 
     Attributes:
       input_dims: Size of the model dimension.
@@ -82,6 +79,12 @@ class MoeFeedForward(BaseLayer):
       num_experts: Number of experts.
       num_experts_per_token: Number of experts that each token uses.
       use_gate: Multiplies the wide activation by a second projection (SwiGLU with SiLU).
+      gate_limit: Bound of both projections before the activation: from above of the one that is
+        activated, on both sides of the other (gpt-oss: 7.0); None for no bound. It requires
+        `use_gate`.
+      up_offset: Number that is added to the projection that is not activated (gpt-oss: 1.0). It
+        requires `use_gate`.
+      use_bias: Adds biases `up_bias`, `gate_bias` and `down_bias`, `[num_experts, …]`.
       activation_tpl: Activation function.
       router_tpl: Router, which chooses experts and their weights; child `router`. A
         `TopKRouter`, or an `ExpertChoiceRouter`, which requires a capacity.
@@ -107,7 +110,8 @@ class MoeFeedForward(BaseLayer):
         num_shared_experts · hidden_dims (DeepSeekMoE; Dai et al., 2024, arXiv:2401.06066).
       use_shared_gate: Multiplies the shared experts by sigmoid(x·w), w in the child `shared_gate`
         (Qwen 2 MoE).
-      shared_tpl: The shared experts, with the activation and gate of the other experts.
+      shared_tpl: The shared experts, with the activation and gate of the other experts; they have
+        no limit, offset or bias.
       load_balance_weight: Weight of the load-balancing loss, see `layerkit.layers.moe.losses`; 0
         for none.
       balance_all_choices: Balances all choices of a token instead of the first choice.
@@ -123,6 +127,8 @@ class MoeFeedForward(BaseLayer):
     """
 
     used_only_if: ClassVar[Conditions] = {
+        "gate_limit": "use_gate",
+        "up_offset": "use_gate",
         "num_groups": "capacity_factor",
         "dot_tpl": "capacity_factor",
         "dropout_rate": "capacity_factor",
@@ -139,6 +145,9 @@ class MoeFeedForward(BaseLayer):
     num_experts: int = 0
     num_experts_per_token: int = 2
     use_gate: bool = True
+    gate_limit: float | None = None
+    up_offset: float = 0.0
+    use_bias: bool = False
     activation_tpl: Config[BaseActivation] = sub_config_field(SiLU.HParams)
     router_tpl: Config[BaseLayer] = sub_config_field(TopKRouter.HParams)
     dropout_rate: float = 0.0
@@ -176,7 +185,8 @@ class MoeFeedForward(BaseLayer):
         for name in self._weight_names():
             weight = self._weight(name)
             self.create_variable(name, weight)
-            create_dot(self, weight, name=name)
+            if not name.endswith("_bias"):
+                create_dot(self, weight, name=name)
         if self.num_shared_experts:
             self._create_shared_experts()
 
@@ -325,9 +335,11 @@ class MoeFeedForward(BaseLayer):
 
         def product(rows: jax.Array, name: str) -> jax.Array:
             output = batched_matmul(self, rows, getattr(self.theta, name), name=name)
+            if self.use_bias:
+                output = output + getattr(self.theta, f"{name}_bias")[:, None]
             return output if name == "down" else self.constrain(output, *hidden_axes)
 
-        return _expert(rows, product, self.activation, use_gate=self.use_gate, dropout=self.dropout)
+        return self._expert_function(self.activation, self.dropout)(rows, product)
 
     @nn.nowrap
     def _run_dropless(self, x: jax.Array, routing: Routing) -> jax.Array:
@@ -342,12 +354,17 @@ class MoeFeedForward(BaseLayer):
 
         def apply(rows: jax.Array, grouped: GroupedProduct, own: dict[str, jax.Array]) -> jax.Array:
             def product(rows: jax.Array, name: str) -> jax.Array:
-                return grouped(rows, own[name])
+                output = grouped(rows, own[name])
+                if self.use_bias:
+                    # The gradient of a product sums over the rows of each expert.
+                    ones = jnp.ones((rows.shape[0], 1), rows.dtype)
+                    output = output + grouped(ones, own[f"{name}_bias"][:, None])
+                return output
 
             def activate(rows: jax.Array) -> jax.Array:
                 return activation.apply(variables, rows)
 
-            return _expert(rows, product, activate, use_gate=self.use_gate)
+            return self._expert_function(activate)(rows, product)
 
         compute = Dropless(apply, self.num_experts, matmul)
         own = {name: getattr(self.theta, name) for name in self._weight_names()}
@@ -360,7 +377,8 @@ class MoeFeedForward(BaseLayer):
             routing.experts,
             routing.weights,
             own,
-            weight_axes=_WEIGHT_AXES,
+            weight_axes=WEIGHT_AXES,
+            added_once=(OUTPUT_BIAS,),
             sharding=sharding,
             exchange=self.expert_exchange,
             buffer_factor=buffer_factor,
@@ -369,6 +387,14 @@ class MoeFeedForward(BaseLayer):
         if buffer_factor is not None:
             self._report_dropped(num_dropped, routing)
         return output
+
+    @nn.nowrap
+    def _expert_function(
+        self,
+        activation: Callable[..., jax.Array],
+        dropout: Callable[[jax.Array], jax.Array] = lambda hidden: hidden,
+    ) -> ExpertFunction:
+        return ExpertFunction(activation, self.use_gate, self.gate_limit, self.up_offset, dropout)
 
     @nn.nowrap
     def _shared_output(self, x: jax.Array) -> jax.Array:
@@ -403,16 +429,18 @@ class MoeFeedForward(BaseLayer):
 
     @nn.nowrap
     def _weight_names(self) -> tuple[str, ...]:
-        return ("up", "gate", "down") if self.use_gate else ("up", "down")
+        return weight_names(use_gate=self.use_gate, use_bias=self.use_bias)
 
     @nn.nowrap
     def _weight(self, name: str) -> WeightHParams:
         sizes = {"expert": self.num_experts, "embed": self.input_dims, "mlp": self.hidden_dims}
-        axes = _WEIGHT_AXES[name]
+        axes = WEIGHT_AXES[name]
+        shape = tuple(sizes[axis] for axis in axes)
+        if name.endswith("_bias"):
+            return WeightHParams(shape, axes, init=WeightInit.Constant(0.0))
         init = self.weight_init
         if name == "down" and self.down_init is not None:
             init = self.down_init
-        shape = tuple(sizes[axis] for axis in axes)
         return WeightHParams(shape, axes, init=init, fan_in_dims=(1,), fan_out_dims=(2,))
 
     @nn.nowrap
@@ -437,6 +465,7 @@ class MoeFeedForward(BaseLayer):
         check_choice(self, EXCHANGES, expert_exchange=self.expert_exchange)
         check_positive(self, capacity_factor=self.capacity_factor)
         check_positive(self, exchange_buffer_factor=self.exchange_buffer_factor)
+        check_positive(self, gate_limit=self.gate_limit)
         check_sizes(self, num_groups=self.num_groups)
         check_integers(self, minimum=0, num_shared_experts=self.num_shared_experts)
         if not self._experts_choose:
@@ -459,17 +488,3 @@ class MoeFeedForward(BaseLayer):
         sharding = self.inherited("sharding")
         if sharding is not None:
             sharding.spec(axes, shape=rows.shape, owner=f"{self.path_name}: groups of tokens")
-
-
-def _expert(
-    rows: jax.Array,
-    product: Product,
-    activation: Callable[..., jax.Array],
-    *,
-    use_gate: bool,
-    dropout: Callable[[jax.Array], jax.Array] = lambda hidden: hidden,
-) -> jax.Array:
-    """Return down(activation(gate(x)) · up(x)), or without a gate down(activation(up(x)))."""
-    up = product(rows, "up")
-    hidden = activation(product(rows, "gate")) * up if use_gate else activation(up)
-    return product(dropout(hidden), "down")

@@ -98,6 +98,7 @@ class BaseRouter(BaseLayer):
         (Fedus et al., 2021: Switch).
       logit_cap: Bound of the logits, applied as cap·tanh(logits/cap); None for no bound.
       weight_init: Initializer of `w`; None inherits `params_init`.
+      use_bias: Adds a trained bias `b` `[num_experts]` to the logits (gpt-oss).
     """
 
     fprop_dtype: Any = jnp.float32
@@ -106,14 +107,18 @@ class BaseRouter(BaseLayer):
     jitter: float = 0.0
     logit_cap: float | None = None
     weight_init: WeightInit | None = None
+    use_bias: bool = False
 
     def setup(self) -> None:
-        """Check the fields and create `w`."""
+        """Check the fields and create the weights of the logits."""
         check_sizes(self, input_dims=self.input_dims, num_experts=self.num_experts)
         check_rates(self, jitter=self.jitter)
         check_positive(self, logit_cap=self.logit_cap)
         shape = (self.input_dims, self.num_experts)
         self.create_variable("w", WeightHParams(shape, ("embed", None), init=self.weight_init))
+        if self.use_bias:
+            zeros = WeightInit.Constant(0.0)
+            self.create_variable("b", WeightHParams((self.num_experts,), (None,), init=zeros))
 
     @nn.nowrap
     def inputs_and_logits(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -128,7 +133,10 @@ class BaseRouter(BaseLayer):
         if self.jitter > 0.0 and self.is_training:
             low, high = 1.0 - self.jitter, 1.0 + self.jitter
             x = x * jax.random.uniform(self.next_prng_key(), x.shape, jnp.float32, low, high)
-        return x, soft_cap(_float32_product(x, self.theta.w), self.logit_cap)
+        logits = _float32_product(x, self.theta.w)
+        if self.use_bias:
+            logits = logits + self.theta.b
+        return x, soft_cap(logits, self.logit_cap)
 
 
 class ExpertChoiceRouter(BaseRouter):

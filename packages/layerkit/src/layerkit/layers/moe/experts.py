@@ -1,0 +1,65 @@
+"""The function that an expert computes, and the weights that it needs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+_WIDEN, _NARROW = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
+WEIGHT_AXES = {
+    "up": _WIDEN,
+    "gate": _WIDEN,
+    "down": _NARROW,
+    "up_bias": ("expert", "mlp"),
+    "gate_bias": ("expert", "mlp"),
+    "down_bias": ("expert", "embed"),
+}
+"""Logical axes of the weights of experts by name."""
+
+OUTPUT_BIAS = "down_bias"
+"""Name of the weight that is added to an output whose other terms are sums over `mlp`."""
+
+# (rows of each expert, name of a weight) → product, with the bias of that name
+Product = Callable[[jax.Array, str], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertFunction:
+    """The function down(hidden) of an expert.
+
+    hidden is activation(up), or with a gate activation(gate) · (up + up_offset).
+
+    Attributes:
+      activation: Activation function.
+      use_gate: True for a gate.
+      gate_limit: Bound of the factors before the activation, from above for the gate and on both
+        sides for up; None for no bound.
+      up_offset: Number that is added to up if there is a gate.
+      dropout: Function that drops hidden activations.
+    """
+
+    activation: Callable[[jax.Array], jax.Array]
+    use_gate: bool
+    gate_limit: float | None = None
+    up_offset: float = 0.0
+    dropout: Callable[[jax.Array], jax.Array] = lambda hidden: hidden
+
+    def __call__(self, rows: jax.Array, product: Product) -> jax.Array:
+        """Compute the outputs `[..., rows, dims]` of rows `[..., rows, dims]`."""
+        up = product(rows, "up")
+        if not self.use_gate:
+            return product(self.dropout(self.activation(up)), "down")
+        gate = product(rows, "gate")
+        if self.gate_limit is not None:
+            gate = jnp.minimum(gate, self.gate_limit)
+            up = jnp.clip(up, -self.gate_limit, self.gate_limit)
+        return product(self.dropout(self.activation(gate) * (up + self.up_offset)), "down")
+
+
+def weight_names(*, use_gate: bool, use_bias: bool) -> tuple[str, ...]:
+    """Return the names of the weights of an expert, biases last."""
+    names = ("up", "gate", "down") if use_gate else ("up", "down")
+    return (*names, *(f"{name}_bias" for name in names)) if use_bias else names
