@@ -119,16 +119,7 @@ SEPARATE = Config(Embedding)
         (TransformerFeedForward, {"bias_tpl.dtype": "bfloat16"}, "bias_tpl.dtype"),
         (L.FeedForward, {"bias_tpl": BIAS, "has_bias": False}, "bias_tpl.dtype"),
         (MoeFeedForward, {**EXPERTS, "shared_tpl.has_bias": True}, "shared_tpl.has_bias"),
-        (
-            MoeFeedForward,
-            {
-                **EXPERTS,
-                "capacity_factor": 1.0,
-                "dot_tpl": Config(L.Dot),
-                "grouped_matmul": "blocks",
-            },
-            "grouped_matmul",
-        ),
+        (MoeFeedForward, {**EXPERTS, "use_gate": False, "gate_limit": 7.0}, "gate_limit"),
         *(
             (
                 model,

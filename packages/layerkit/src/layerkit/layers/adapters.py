@@ -18,6 +18,7 @@ adapters to the weights of the model; `without_lora` returns its config too.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -37,7 +38,13 @@ from layerkit.config import (
     walk_configs,
 )
 from layerkit.errors import ConfigError
-from layerkit.layers.products import Dot, edit_products, weight_of_dot
+from layerkit.layers.products import (
+    Dot,
+    GroupedArray,
+    GroupedProduct,
+    edit_products,
+    weight_of_dot,
+)
 from layerkit.layers.stochastic import Dropout
 from layerkit.weights import WeightHParams, WeightInit
 
@@ -112,6 +119,38 @@ class LoraDot(Dot):
         b = self.theta.lora_b.reshape(*w.shape[:-2], self.rank, w.shape[-1])
         low_rank = (self.dropout(x) @ a) @ b
         return self.base(x, w) + (self.alpha / self.rank) * low_rank
+
+    @nn.nowrap
+    def grouped_arrays(self) -> dict[str, GroupedArray]:
+        """Return the adapter and the arrays of the wrapped product, by name."""
+        weight, num_group, num_in = self._split_weight()
+        group, ins, outs = (
+            weight.axes[:num_group],
+            weight.axes[num_group : num_group + num_in],
+            weight.axes[num_group + num_in :],
+        )
+        base = {f"base/{name}": array for name, array in self.base.grouped_arrays().items()}
+        return {
+            "lora_a": GroupedArray(self.theta.lora_a, (*group, *ins, None)),
+            "lora_b": GroupedArray(self.theta.lora_b, (*group, None, *outs)),
+            **base,
+        }
+
+    @nn.nowrap
+    def grouped(
+        self, rows: jax.Array, w: jax.Array, product: GroupedProduct, own: Mapping[str, jax.Array]
+    ) -> jax.Array:
+        """Multiply sorted rows by the weights of their groups and add the adapters.
+
+        Raises:
+          ConfigError: Training with dropout.
+        """
+        is_supported = self.dropout_rate == 0.0 or not self.is_training
+        expected = "0, since rows of experts without a capacity have no dropout"
+        require(is_supported, self, "dropout_rate", self.dropout_rate, expected)
+        of_base = {n.removeprefix("base/"): x for n, x in own.items() if n.startswith("base/")}
+        low_rank = product(product(rows, own["lora_a"]), own["lora_b"])
+        return self.base.grouped(rows, w, product, of_base) + (self.alpha / self.rank) * low_rank
 
     @nn.nowrap
     def _split_weight(self) -> tuple[WeightHParams, int, int]:

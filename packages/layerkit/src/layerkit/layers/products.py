@@ -21,10 +21,12 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
+from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
 from layerkit.checks import check_regex
@@ -41,6 +43,42 @@ from layerkit.field_checks import unmet_conditions
 from layerkit.weights import WeightHParams
 
 
+class GroupedProduct(Protocol):
+    """The product of sorted rows with one weight per group; a pytree.
+
+    Attributes:
+      group_of_row: Group of each row, int32 `[rows]`; num_groups for unused rows.
+      num_groups: Number of groups.
+    """
+
+    @property
+    def group_of_row(self) -> jax.Array:
+        """Group of each row."""
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups."""
+
+    def maximum(self, values: jax.Array) -> jax.Array:
+        """Return the maximum of `[...]` over the devices that hold other parts of the groups."""
+
+    def __call__(self, rows: jax.Array, w: jax.Array) -> jax.Array:
+        """Multiply `[rows, in]` by `[group, in, out]`: `[rows, out]`."""
+
+
+class GroupedArray(NamedTuple):
+    """An array that a grouped product reads.
+
+    Attributes:
+      value: The array `[...]`.
+      axes: Logical axes of a weight; None for a state that all devices share and whose gradient is
+        the maximum over devices.
+    """
+
+    value: jax.Array
+    axes: tuple[str | None, ...] | None
+
+
 class Dot(BaseLayer):
     """The product of activations and a weight of the owning layer; base class of other products.
 
@@ -55,6 +93,41 @@ class Dot(BaseLayer):
         `[group, tokens, out]`.
         """
         return x @ w
+
+    @nn.nowrap
+    def grouped_arrays(self) -> dict[str, GroupedArray]:
+        """Return the arrays that `grouped` reads besides w, by name. None in this class."""
+        return {}
+
+    @nn.nowrap
+    def grouped(
+        self, rows: jax.Array, w: jax.Array, product: GroupedProduct, own: Mapping[str, jax.Array]
+    ) -> jax.Array:
+        """Multiply sorted rows `[rows, in]` by the weights `[group, in, out]` of their groups.
+
+        A subclass that overrides `fprop` overrides this method, too, to support experts without a
+        capacity. It runs inside of `jax.shard_map` and reads arrays from its arguments only.
+
+        Args:
+          rows: Rows sorted by group.
+          w: Weights of the groups of this device.
+          product: Plain product of these rows and the weights of their groups.
+          own: Shards of the arrays of `grouped_arrays` on this device.
+
+        Returns:
+          `[rows, out]`, with arbitrary values for unused rows.
+
+        Raises:
+          ConfigError: The class does not support grouped rows.
+        """
+        if type(self).fprop is not Dot.fprop:
+            raise ConfigError(
+                owner=self.path_name,
+                field="dot_tpl",
+                value=type(self).__name__,
+                expected="a product with a method `grouped`, since experts have no capacity",
+            )
+        return product(rows, w)
 
 
 def create_dot(layer: BaseLayer, weight: WeightHParams, *, name: str = "w") -> None:
@@ -112,6 +185,47 @@ def batched_matmul(layer: BaseLayer, x: jax.Array, w: jax.Array, *, name: str = 
       name: Name of the weight, which selects the layer's `Dot`.
     """
     return _dot_of(layer, name)(x, w)
+
+
+def grouped_arrays(layer: BaseLayer, *, name: str = "w") -> dict[str, GroupedArray]:
+    """Return the arrays that `grouped_matmul` reads besides the weight, by name.
+
+    Args:
+      layer: Layer that owns the weight.
+      name: Name of the weight, which selects the layer's `Dot`.
+    """
+    dot_tpl = getattr(layer, "dot_tpl", None)
+    return {} if dot_tpl is None else getattr(layer, _dot_name(name)).grouped_arrays()
+
+
+def grouped_matmul(
+    layer: BaseLayer,
+    rows: jax.Array,
+    w: jax.Array,
+    product: GroupedProduct,
+    own: Mapping[str, jax.Array],
+    *,
+    name: str = "w",
+) -> jax.Array:
+    """Multiply sorted rows `[rows, in]` by the weights `[group, in, out]` of their groups.
+
+    Args:
+      layer: Layer that owns the weights.
+      rows: Activations in the compute dtype, sorted by group.
+      w: Weights of the groups on this device in the compute dtype.
+      product: Plain product of these rows.
+      own: Shards of the arrays of `grouped_arrays` on this device, by name.
+      name: Name of the weight, which selects the layer's `Dot`.
+
+    Returns:
+      `[rows, out]`. Unused rows are 0 if the layer has a `Dot`, and arbitrary otherwise.
+    """
+    if getattr(layer, "dot_tpl", None) is None:
+        return product(rows, w)
+    output = getattr(layer, _dot_name(name)).grouped(rows, w, product, own)
+    # A scale is that of the largest value, which must not be that of an unused row.
+    is_used = product.group_of_row < product.num_groups
+    return jnp.where(is_used[:, None], output, 0)
 
 
 def constrain_tokens(layer: BaseLayer, x: jax.Array, *features: str | None) -> jax.Array:

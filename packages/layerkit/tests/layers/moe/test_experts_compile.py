@@ -11,8 +11,11 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from layerkit.base_layer import AUX_LOSS, SUMMARIES
+from layerkit.config import Config
+from layerkit.layers.adapters import LoraDot
 from layerkit.layers.moe.feed_forward import MoeFeedForward
 from layerkit.layers.pipeline import Pipeline
+from layerkit.layers.quantization.current_scaling import Fp8CurrentDot
 from layerkit.sharding import BoundSharding
 from layerkit.weights import logical_axes, unbox
 
@@ -73,6 +76,17 @@ def test_exchange_sends_rows_of_choices_and_counts_only(absent_devices, platform
     assert "reduce-scatter" not in program and "all-reduce-scatter" not in program
     gathered = re.findall(r"= \(?(\w+)\[[\d,]*\]\S* all-gather(?:-start)?\(", program)
     assert set(gathered) <= {"s32"}
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_adapters_of_rounded_products_compile(absent_devices, platform):
+    dot = Config(LoraDot, dot_tpl=Config(Fp8CurrentDot))
+    # Neither the rank nor the shards of hidden_dims are multiples of a tile.
+    fields = {**EXPERTS, "hidden_dims": 360}
+    layer = MoeFeedForward(**fields, train=True, dot_tpl=dot, use_bias=True)
+    axes = {"expert": 4, "tensor": 2}
+    program = compiled(layer, absent_devices(platform, DEVICES), axes).as_text()
+    assert "ragged-all-to-all" in program and KERNEL[platform] in program
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])

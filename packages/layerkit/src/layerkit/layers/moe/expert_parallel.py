@@ -16,6 +16,7 @@ and the outputs are partial sums.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -27,17 +28,15 @@ from jax.sharding import PartitionSpec
 
 from layerkit.layers.moe.dropless import sorted_slots
 from layerkit.layers.moe.exchange import exchange_rows, plan_exchange, select_exchange
-from layerkit.layers.moe.grouped_matmul import GroupedMatmul, RowGroups
+from layerkit.layers.moe.grouped_matmul import GroupedMatmul, RowGroups, RowsProduct
 from layerkit.layers.moe.slots import from_slots, to_slots, weighted_sum
 from layerkit.sharding import BoundSharding
 
 _LOG = logging.getLogger(__name__)
 
-# (rows [rows, in] sorted by expert, weights [experts, in, out]) → [rows, out]
-GroupedProduct = Callable[[jax.Array, jax.Array], jax.Array]
 # (rows [rows, dims] sorted by expert, grouped product of these rows, weights of these experts by
 # name) → outputs [rows, dims]
-ApplyExperts = Callable[[jax.Array, GroupedProduct, dict[str, jax.Array]], jax.Array]
+ApplyExperts = Callable[[jax.Array, RowsProduct, dict[str, jax.Array]], jax.Array]
 Axes = tuple[str, ...]
 
 
@@ -50,11 +49,13 @@ class Dropless:
         a shard, its outputs for all shards sum to the whole output.
       num_experts: Number of experts.
       matmul: Implementation of the grouped products.
+      split_axes: Mesh axes over which the rows of an expert or their features are split.
     """
 
     apply: ApplyExperts
     num_experts: int
     matmul: GroupedMatmul
+    split_axes: Axes = ()
 
     def __call__(
         self, x: jax.Array, experts: jax.Array, weights: jax.Array, own: dict[str, jax.Array]
@@ -72,7 +73,7 @@ class Dropless:
           `[..., dims]`.
         """
         tokens, experts, weights = _merge_tokens(x, experts, weights)
-        num_own = next(iter(own.values())).shape[0]
+        num_own = own["up"].shape[0]
         # All experts count, since those of other devices also receive tokens.
         block = self.matmul.block_size(experts.size, self.num_experts)
         slots, groups = sorted_slots(
@@ -81,7 +82,7 @@ class Dropless:
             num_balanced=experts.size * num_own // self.num_experts,
             block=block,
         )
-        outputs = self.apply(to_slots(tokens, slots), self._product(groups), own)
+        outputs = self._outputs(to_slots(tokens, slots), groups, own)
         return weighted_sum(from_slots(outputs, slots), weights).reshape(x.shape)
 
     def exchanged(
@@ -128,13 +129,14 @@ class Dropless:
             is_emulated=is_emulated,
         )
         received = exchange_rows(to_slots(tokens, slots), slices)
-        outputs = self.apply(received, self._product(received_groups), own)
+        outputs = self._outputs(received, received_groups, own)
         returned = exchange_rows(outputs, slices.reversed())
         output = weighted_sum(from_slots(returned, slots), weights).reshape(x.shape)
         return output, jnp.sum(groups.sizes) - jnp.sum(slices.send_sizes)
 
-    def _product(self, groups: RowGroups) -> GroupedProduct:
-        return lambda rows, w: self.matmul(rows, w, groups)
+    def _outputs(self, rows: jax.Array, groups: RowGroups, own: dict[str, jax.Array]) -> jax.Array:
+        product = RowsProduct(groups, self.matmul, rows.shape[0], self.split_axes)
+        return self.apply(rows, product, own)
 
 
 def run_on_mesh(
@@ -144,7 +146,7 @@ def run_on_mesh(
     weights: jax.Array,
     expert_weights: dict[str, jax.Array],
     *,
-    weight_axes: Mapping[str, tuple[str, ...]],
+    weight_axes: Mapping[str, tuple[str | None, ...] | None],
     added_once: Collection[str],
     sharding: BoundSharding,
     exchange: str,
@@ -159,7 +161,8 @@ def run_on_mesh(
       experts: Chosen experts, int32 `[batch, length, choices]`.
       weights: Weights of the choices, float32 `[batch, length, choices]`.
       expert_weights: Weights of the experts by name, `[experts, …, …]`.
-      weight_axes: Logical axes of each of these weights: `expert`, `embed` and `mlp`.
+      weight_axes: Logical axes of each of these weights: `expert`, `embed` and `mlp`; None for a
+        state that all devices share and whose gradient is the maximum over devices.
       added_once: Names of the weights that are added to outputs. Of the devices whose outputs are
         summed, one has these weights and the others have zeros.
       sharding: Sharding of the model, with a mesh.
@@ -177,15 +180,21 @@ def run_on_mesh(
     """
     mesh: Any = sharding.mesh
     token_spec = sharding.spec(("batch", "length", None), shape=x.shape, owner=owner)
-    weight_specs = {
-        name: sharding.spec(weight_axes[name], shape=w.shape, owner=f"{owner}.{name}")
-        for name, w in expert_weights.items()
-    }
+    weight_specs = {}
+    for name, w in expert_weights.items():
+        axes = weight_axes[name]
+        if axes is None:
+            weight_specs[name] = PartitionSpec(mesh.axis_names)
+            expert_weights = {**expert_weights, name: _copies_of_state(w, mesh.size, w.dtype)}
+        else:
+            weight_specs[name] = sharding.spec(axes, shape=w.shape, owner=f"{owner}.{name}")
     token_axes = _axes_of(token_spec, 0), _axes_of(token_spec, 1)
     all_token_axes = sum(token_axes, ())
     over_experts = _mesh_axes(sharding, "expert")
     # Mesh axes along which devices hold different shards of the hidden dimension, but equal tokens.
     over_mlp = tuple(a for a in _mesh_axes(sharding, "mlp") if a not in all_token_axes)
+    split_axes = tuple(a for a in (*all_token_axes, *over_mlp) if a not in over_experts)
+    compute = dataclasses.replace(compute, split_axes=split_axes)
     platform = mesh.devices.flat[0].platform
     exchanges = False
     if over_experts:
@@ -202,7 +211,10 @@ def run_on_mesh(
 
     def local(x: Any, experts: Any, weights: Any, expert_weights: Any) -> tuple[Any, Any]:
         kept = over_experts + over_mlp
-        own = {name: _gather(w, weight_specs[name], kept) for name, w in expert_weights.items()}
+        own = {
+            name: w[0] if weight_axes[name] is None else _gather(w, weight_specs[name], kept)
+            for name, w in expert_weights.items()
+        }
         if over_mlp:
             is_first = jax.lax.axis_index(over_mlp) == 0
             own |= {name: jnp.where(is_first, own[name], 0) for name in added_once if name in own}
@@ -222,7 +234,7 @@ def run_on_mesh(
         partial = over_mlp + tuple(a for a in over_experts if a not in sum(shared, ()))
         x, experts, weights = (_gather_tokens(part, shared) for part in (x, experts, weights))
         if over_experts:
-            num_here = next(iter(own.values())).shape[0]
+            num_here = own["up"].shape[0]
             experts = experts - num_here * jax.lax.axis_index(over_experts)
         output = _scatter_sums(compute(x, experts, weights, own), shared)
         return jax.lax.psum(output, partial) if partial else output, jnp.int32(0)
@@ -235,6 +247,27 @@ def run_on_mesh(
         check_vma=False,
     )
     return run(x, experts, weights, expert_weights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _copies_of_state(state: jax.Array, count: int, dtype: Any) -> jax.Array:
+    """Return float32 copies `[count, ...]` of a state of a dtype; its gradient is their maximum."""
+    del dtype
+    return jnp.broadcast_to(jax.lax.convert_element_type(state, jnp.float32), (count, *state.shape))
+
+
+def _copies_forward(state: jax.Array, count: int, dtype: Any) -> tuple[jax.Array, None]:
+    return _copies_of_state(state, count, dtype), None
+
+
+def _copies_backward(
+    count: int, dtype: Any, residuals: None, gradient: jax.Array
+) -> tuple[jax.Array]:
+    del count, residuals
+    return (jax.lax.convert_element_type(jnp.max(gradient, axis=0), dtype),)
+
+
+_copies_of_state.defvjp(_copies_forward, _copies_backward)
 
 
 def _gather_tokens(tokens: jax.Array, shared: tuple[Axes, ...]) -> jax.Array:

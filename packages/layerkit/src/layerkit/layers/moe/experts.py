@@ -19,6 +19,9 @@ WEIGHT_AXES = {
 }
 """Logical axes of the weights of experts by name."""
 
+PRODUCTS = ("up", "gate", "down")
+"""Names of the weights that rows are multiplied by."""
+
 OUTPUT_BIAS = "down_bias"
 """Name of the weight that is added to an output whose other terms are sums over `mlp`."""
 
@@ -61,5 +64,5 @@ class ExpertFunction:
 
 def weight_names(*, use_gate: bool, use_bias: bool) -> tuple[str, ...]:
     """Return the names of the weights of an expert, biases last."""
-    names = ("up", "gate", "down") if use_gate else ("up", "down")
+    names = PRODUCTS if use_gate else ("up", "down")
     return (*names, *(f"{name}_bias" for name in names)) if use_bias else names

@@ -42,13 +42,25 @@ from layerkit.layers.feed_forward import TransformerFeedForward
 from layerkit.layers.linears import Linear
 from layerkit.layers.moe.capacity import capacity_of, capacity_slots
 from layerkit.layers.moe.exchange import EXCHANGES
-from layerkit.layers.moe.expert_parallel import Dropless, GroupedProduct, run_on_mesh
-from layerkit.layers.moe.experts import OUTPUT_BIAS, WEIGHT_AXES, ExpertFunction, weight_names
-from layerkit.layers.moe.grouped_matmul import IMPLEMENTATIONS, select_grouped_matmul
+from layerkit.layers.moe.expert_parallel import Dropless, run_on_mesh
+from layerkit.layers.moe.experts import (
+    OUTPUT_BIAS,
+    PRODUCTS,
+    WEIGHT_AXES,
+    ExpertFunction,
+    weight_names,
+)
+from layerkit.layers.moe.grouped_matmul import IMPLEMENTATIONS, RowsProduct, select_grouped_matmul
 from layerkit.layers.moe.losses import expert_load, load_balance_loss, router_z_loss
 from layerkit.layers.moe.routing import ExpertChoiceRouter, Routing, TopKRouter
 from layerkit.layers.moe.slots import from_slots, to_slots, weighted_sum
-from layerkit.layers.products import Dot, batched_matmul, create_dot
+from layerkit.layers.products import (
+    Dot,
+    batched_matmul,
+    create_dot,
+    grouped_arrays,
+    grouped_matmul,
+)
 from layerkit.layers.stochastic import Dropout
 from layerkit.weights import WeightHParams, WeightInit
 
@@ -121,20 +133,16 @@ class MoeFeedForward(BaseLayer):
       weight_init: Initializer of `up` and `gate`, with the fans of one expert; None inherits
         `params_init`.
       down_init: Initializer of `down`; None for `weight_init`.
-      dot_tpl: Implementation of the products with the weights of the experts; None for
-        `jnp.matmul`. It requires a capacity. In evaluation every expert then has a slot for every
-        token.
+      dot_tpl: Implementation of the products with the weights of the experts; None for the plain
+        product.
     """
 
     used_only_if: ClassVar[Conditions] = {
         "gate_limit": "use_gate",
         "up_offset": "use_gate",
         "num_groups": "capacity_factor",
-        "dot_tpl": "capacity_factor",
         "dropout_rate": "capacity_factor",
         "balance_per_group": "capacity_factor",
-        "grouped_matmul": "not dot_tpl",
-        "expert_exchange": "not dot_tpl",
         "exchange_buffer_factor": "not capacity_factor",
         "shared_tpl": "num_shared_experts",
         "use_shared_gate": "num_shared_experts",
@@ -265,12 +273,7 @@ class MoeFeedForward(BaseLayer):
         if has_capacity:
             capacity = self._capacity(x, num_groups)
             return self._run_with_capacity(x, routing, num_groups=num_groups, capacity=capacity)
-        if self.dot_tpl is None:
-            return self._run_dropless(x, routing)
-        # With a slot for every token at every expert, no choice is dropped.
-        every = float(self.num_experts)
-        capacity = capacity_of(x.shape[1], num_experts=self.num_experts, capacity_factor=every)
-        return self._run_with_capacity(x, routing, num_groups=x.shape[0], capacity=capacity)
+        return self._run_dropless(x, routing)
 
     @nn.nowrap
     def _num_groups(self, x: jax.Array) -> int:
@@ -352,9 +355,11 @@ class MoeFeedForward(BaseLayer):
         _LOG.info(matmul.describe())
         activation, variables = self.activation.unbind()
 
-        def apply(rows: jax.Array, grouped: GroupedProduct, own: dict[str, jax.Array]) -> jax.Array:
+        def apply(rows: jax.Array, grouped: RowsProduct, own: dict[str, jax.Array]) -> jax.Array:
             def product(rows: jax.Array, name: str) -> jax.Array:
-                output = grouped(rows, own[name])
+                start = f"{name}/"
+                dot = {n.removeprefix(start): a for n, a in own.items() if n.startswith(start)}
+                output = grouped_matmul(self, rows, own[name], grouped, dot, name=name)
                 if self.use_bias:
                     # The gradient of a product sums over the rows of each expert.
                     ones = jnp.ones((rows.shape[0], 1), rows.dtype)
@@ -368,6 +373,10 @@ class MoeFeedForward(BaseLayer):
 
         compute = Dropless(apply, self.num_experts, matmul)
         own = {name: getattr(self.theta, name) for name in self._weight_names()}
+        axes: dict[str, tuple[str | None, ...] | None] = {name: WEIGHT_AXES[name] for name in own}
+        for name in PRODUCTS:
+            for part, array in grouped_arrays(self, name=name).items() if name in own else ():
+                own[f"{name}/{part}"], axes[f"{name}/{part}"] = array
         if mesh is None or mesh.size == 1:
             return compute(x, routing.experts, routing.weights, own)
         buffer_factor = self.exchange_buffer_factor if self.is_training else None
@@ -377,7 +386,7 @@ class MoeFeedForward(BaseLayer):
             routing.experts,
             routing.weights,
             own,
-            weight_axes=WEIGHT_AXES,
+            weight_axes=axes,
             added_once=(OUTPUT_BIAS,),
             sharding=sharding,
             exchange=self.expert_exchange,

@@ -149,6 +149,42 @@ class RowGroups:
     num_balanced: int = struct.field(pytree_node=False)
 
 
+@struct.dataclass
+class RowsProduct:
+    """The grouped product of the rows of one array; a `layerkit.layers.products.GroupedProduct`.
+
+    Attributes:
+      groups: Groups of the rows.
+      matmul: Implementation of the product; static.
+      num_rows: Number of rows of the array; static.
+      split_axes: Mesh axes over which the rows of a group or their features are split; static.
+    """
+
+    groups: RowGroups
+    matmul: GroupedMatmul = struct.field(pytree_node=False)
+    num_rows: int = struct.field(pytree_node=False)
+    split_axes: tuple[str, ...] = struct.field(pytree_node=False, default=())
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups."""
+        return self.groups.sizes.shape[0]
+
+    @property
+    def group_of_row(self) -> jax.Array:
+        """Group of each row, int32 `[rows]`; num_groups for unused rows."""
+        ends = jnp.cumsum(self.groups.sizes)
+        return jnp.searchsorted(ends, jnp.arange(self.num_rows), side="right").astype(jnp.int32)
+
+    def maximum(self, values: jax.Array) -> jax.Array:
+        """Return the maximum of `[...]` over the devices that hold other parts of the groups."""
+        return jax.lax.pmax(values, self.split_axes) if self.split_axes else values
+
+    def __call__(self, rows: jax.Array, w: jax.Array) -> jax.Array:
+        """Multiply `[rows, in]` by `[groups, in, out]`: `[rows, out]`."""
+        return self.matmul(rows, w, self.groups)
+
+
 def _triton(rows: jax.Array, w: jax.Array, groups: RowGroups, *, interpret: bool) -> jax.Array:
     """Multiply rows by the kernel for GPUs, with dimensions padded to multiples of its tiles."""
     # Pallas takes long to import.
@@ -176,7 +212,9 @@ def _megablox(rows: jax.Array, w: jax.Array, sizes: jax.Array, *, interpret: boo
     num_rows = rows.shape[0]
     tile = int(np.clip(block_size(num_rows, w.shape[0]), 128, _TPU_TILES[0]))
     scale = max(1, rows.dtype.itemsize // 2)
-    tiles = (tile, *(min(t // scale, d) for t, d in zip(_TPU_TILES[1:], w.shape[1:], strict=True)))
+    # The gradient exchanges the last two. The kernel masks what exceeds a dimension.
+    most = [size // scale for size in _TPU_TILES[1:]]
+    tiles = (tile, *(min(m, -(-d // 128) * 128) for m, d in zip(most, w.shape[1:], strict=True)))
     padded = jnp.pad(rows, ((0, -num_rows % tile), (0, 0)))
     out: jax.Array = megablox.gmm(padded, w, sizes, rows.dtype, tiles, interpret=interpret)
     return out[:num_rows]

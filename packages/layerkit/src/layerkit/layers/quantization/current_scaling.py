@@ -13,14 +13,17 @@ product is multiplied by both scales in float32.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
 from jax import lax
 
-from layerkit.layers.products import Dot
+from layerkit.layers.products import Dot, GroupedProduct
 from layerkit.layers.remat import name_product
 
 Axes = tuple[int, ...]
@@ -67,6 +70,14 @@ class Fp8CurrentDot(Dot):
         """
         return name_product(scaled_matmul(x, w, FP8_CURRENT), is_batched=w.ndim > 2)
 
+    @nn.nowrap
+    def grouped(
+        self, rows: jax.Array, w: jax.Array, product: GroupedProduct, own: Mapping[str, jax.Array]
+    ) -> jax.Array:
+        """Multiply sorted rows by the weights of their groups; see `grouped_scaled_matmul`."""
+        del own
+        return name_product(grouped_scaled_matmul(rows, w, product, FP8_CURRENT), is_batched=True)
+
 
 class Int8Dot(Dot):
     """A product of factors rounded to int8, with a scale for each token and each output.
@@ -81,6 +92,14 @@ class Int8Dot(Dot):
         A group of weights `[group, in, out]` multiplies inputs `[group, tokens, in]`.
         """
         return name_product(scaled_matmul(x, w, INT8), is_batched=w.ndim > 2)
+
+    @nn.nowrap
+    def grouped(
+        self, rows: jax.Array, w: jax.Array, product: GroupedProduct, own: Mapping[str, jax.Array]
+    ) -> jax.Array:
+        """Multiply sorted rows by the weights of their groups; see `grouped_scaled_matmul`."""
+        del own
+        return name_product(grouped_scaled_matmul(rows, w, product, INT8), is_batched=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -121,6 +140,75 @@ def _backward(scheme: Scheme, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.
 scaled_matmul.defvjp(_forward, _backward)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def grouped_scaled_matmul(
+    rows: jax.Array, w: jax.Array, product: GroupedProduct, scheme: Scheme
+) -> jax.Array:
+    """Multiply sorted rows by the weights of their groups, rounded to the formats of a scheme.
+
+    The rounded factors are multiplied in their dtype before rounding: kernels of grouped products
+    do not multiply 8-bit numbers.
+
+    Args:
+      rows: `[rows, in]`; unused rows are finite.
+      w: `[group, in, out]`.
+      product: Plain product of these rows.
+      scheme: Formats and scales. A tensor with one scale has one for each group. A scale for each
+        row or output is that of the features on one device.
+
+    Returns:
+      `[rows, out]` in the dtype of `rows`.
+    """
+    return product(
+        _round_rows(rows, product, scheme.factor, scheme),
+        _round_weights(w, product, scheme, contracted=1),
+    )
+
+
+def _grouped_forward(
+    rows: jax.Array, w: jax.Array, product: GroupedProduct, scheme: Scheme
+) -> tuple[jax.Array, Any]:
+    return grouped_scaled_matmul(rows, w, product, scheme), (rows, w, product)
+
+
+def _grouped_backward(scheme: Scheme, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+    rows, w, product = saved
+    rounded_g = _round_rows(g, product, scheme.gradient, scheme)
+    rounded_w = _round_weights(w, product, scheme, contracted=2)
+    (of_rows,) = jax.vjp(lambda rows: product(rows, rounded_w), rows)[1](rounded_g)
+    if scheme.rounds_weight_gradient:
+        rows, g = _round_rows(rows, product, scheme.factor, scheme), rounded_g
+    (of_w,) = jax.vjp(lambda w: product(rows, w), w)[1](g)
+    return of_rows, of_w, jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), product)
+
+
+grouped_scaled_matmul.defvjp(_grouped_forward, _grouped_backward)
+
+
+def _round_rows(rows: jax.Array, product: GroupedProduct, dtype: Any, scheme: Scheme) -> jax.Array:
+    """Round `[rows, dims]` with a scale for each row or for the rows of each group."""
+    wide = rows.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(wide), axis=1)
+    if not scheme.is_per_row:
+        group = product.group_of_row
+        of_group = jax.ops.segment_max(largest, group, num_segments=product.num_groups + 1)
+        largest = product.maximum(of_group)[group]
+    values, scale = _scaled(wide, largest[:, None], dtype)
+    return (values.astype(jnp.float32) * scale).astype(rows.dtype)
+
+
+def _round_weights(
+    w: jax.Array, product: GroupedProduct, scheme: Scheme, *, contracted: int
+) -> jax.Array:
+    """Round `[group, in, out]` with a scale for each output or for each group."""
+    wide = w.astype(jnp.float32)
+    axes = (contracted,) if scheme.is_per_row else (1, 2)
+    largest = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
+    largest = largest if scheme.is_per_row else product.maximum(largest)
+    values, scale = _scaled(wide, largest, scheme.factor)
+    return (values.astype(jnp.float32) * scale).astype(w.dtype)
+
+
 def _product(
     lhs: jax.Array, rhs: jax.Array, dims: Dims, lhs_dtype: Any, rhs_dtype: Any, *, is_per_row: bool
 ) -> jax.Array:
@@ -149,10 +237,14 @@ def _rounded(
 ) -> tuple[jax.Array, jax.Array]:
     """Return `x` in an 8-bit dtype and its float32 scale, of size 1 on the axes that share it."""
     shared = contracted if is_per_row else tuple(a for a in range(x.ndim) if a not in batch)
+    wide = x.astype(jnp.float32)
+    return _scaled(wide, jnp.max(jnp.abs(wide), axis=shared, keepdims=True), dtype)
+
+
+def _scaled(wide: jax.Array, largest: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Return float32 `[...]` in an 8-bit dtype and the scale of the largest values."""
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     most = float(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)
-    wide = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(wide), axis=shared, keepdims=True)
     # The scale of zeros is 1. That of values which are not finite is not finite either.
     scale = jnp.where(largest == 0, 1.0, largest / most)
     values = jnp.clip(wide / scale, -most, most)

@@ -21,6 +21,7 @@ training loop calls `accumulate_by_max` at the start of its loss, and `next_stat
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ from jax import lax
 
 from layerkit.base_layer import OVERWRITE_WITH_GRADIENT
 from layerkit.checks import check_sizes
-from layerkit.layers.products import Dot
+from layerkit.layers.products import Dot, GroupedArray, GroupedProduct
 from layerkit.weights import WeightBox, unbox
 
 _TENSORS = ("input", "kernel", "output_grad")
@@ -79,6 +80,31 @@ class Fp8Dot(Dot):
             grad_scale=self._read_state("output_grad_scale"),
             grad_amax_history=self._read_state("output_grad_amax_history"),
         )
+
+    @nn.nowrap
+    def grouped_arrays(self) -> dict[str, GroupedArray]:
+        """Return the state by name."""
+        names = (f"{tensor}_{kind}" for tensor in _TENSORS for kind in ("scale", "amax_history"))
+        return {name: GroupedArray(self._read_state(name), None) for name in names}
+
+    @nn.nowrap
+    def grouped(
+        self, rows: jax.Array, w: jax.Array, product: GroupedProduct, own: Mapping[str, jax.Array]
+    ) -> jax.Array:
+        """Multiply sorted rows by the weights of their groups.
+
+        Factors and gradients are rounded to 8 bits, and multiplied in their dtype before rounding:
+        kernels of grouped products do not multiply 8-bit floats.
+        """
+
+        def state(tensor: str) -> tuple[jax.Array, jax.Array]:
+            return own[f"{tensor}_scale"], own[f"{tensor}_amax_history"]
+
+        dtype = rows.dtype
+        rounded = fp8_ops.in_qdq(dtype, jnp.float8_e4m3fn, rows, *state("input"))
+        kernel = fp8_ops.in_qdq(dtype, jnp.float8_e4m3fn, w, *state("kernel"))
+        output = product(rounded, kernel)
+        return fp8_ops.out_qdq(dtype, jnp.float8_e5m2, output, *state("output_grad"))
 
     @nn.nowrap
     def _create_state(self, name: str, value: jax.Array) -> None:

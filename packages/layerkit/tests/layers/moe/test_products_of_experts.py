@@ -1,0 +1,114 @@
+"""Quantized products and adapters of dropless experts, compared with those of a full capacity."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from layerkit.base_layer import OVERWRITE_WITH_GRADIENT, PARAMS
+from layerkit.config import Config
+from layerkit.errors import ConfigError
+from layerkit.layers.adapters import LoraDot
+from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.products import Dot
+from layerkit.layers.quantization.current_scaling import Fp8CurrentDot, Int8Dot
+from layerkit.layers.quantization.fp8 import Fp8Dot, accumulate_by_max
+from layerkit.sharding import BoundSharding
+
+BATCH, LENGTH, DIMS, EXPERTS = 8, 6, 8, 8
+X = np.random.default_rng(1).normal(size=(BATCH, LENGTH, DIMS)).astype(np.float32)
+FP8 = Config(Fp8Dot, amax_history_length=2)
+DOTS = {
+    "plain": Config(Dot),
+    "fp8": FP8,
+    "fp8_current": Config(Fp8CurrentDot),
+    "int8": Config(Int8Dot),
+    "lora": Config(LoraDot, rank=4, alpha=1.0),
+    "lora_fp8": Config(LoraDot, rank=4, alpha=1.0, dot_tpl=FP8),
+}
+
+
+class SquaredDot(Dot):
+    """A product that knows no groups."""
+
+    def fprop(self, x, w):
+        return (x @ w) ** 2
+
+
+def make(**fields):
+    layer = MoeFeedForward(
+        input_dims=DIMS,
+        hidden_dims=12,
+        num_experts=EXPERTS,
+        load_balance_weight=0.0,
+        router_z_weight=0.0,
+        train=True,
+        **fields,
+    )
+    random = np.random.default_rng(3)
+    variables = jax.eval_shape(layer.init, jax.random.key(0))
+    params = jax.tree.map(
+        lambda w: random.normal(0.0, 0.5, w.shape).astype(w.dtype), variables[PARAMS]
+    )
+    # Scales that are not 1, as after some steps.
+    state = jax.tree.map(
+        lambda x: np.full(x.shape, 0.01, np.float32), variables.get(OVERWRITE_WITH_GRADIENT, {})
+    )
+    return layer, params, state
+
+
+def results(layer, params, state):
+    """((output), gradients of weights, of the state and of the inputs)."""
+
+    def loss(params, state, x):
+        variables = {PARAMS: params, OVERWRITE_WITH_GRADIENT: accumulate_by_max(state)}
+        output, _ = layer.apply(variables, x, mutable=["summaries"])
+        return jnp.sum(jnp.sin(output)), output
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(params, state, X)
+
+
+def assert_close(found, expected, rtol=1e-4, atol=3e-5):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), found, expected
+    )
+
+
+@pytest.mark.parametrize("name", DOTS)
+def test_products_of_dropless_experts_equal_those_of_a_full_capacity(name):
+    layer, params, state = make(dot_tpl=DOTS[name])
+    found = results(layer, params, state)
+    full = layer.clone(capacity_factor=float(EXPERTS))
+    assert_close(found, results(full, params, state))
+    if name.endswith("fp8"):
+        changed = jax.tree.map(lambda a, b: np.any(a != b), found[0][1], state)
+        assert all(jax.tree.leaves(changed))
+
+
+@pytest.mark.parametrize("exchange", ["ragged_all_to_all", "all_gather"])
+@pytest.mark.parametrize("name", ["lora_fp8", "fp8_current"])
+def test_products_on_a_mesh_equal_one_device(name, exchange):
+    layer, params, state = make(dot_tpl=DOTS[name])
+    axes = {"fsdp": 2, "expert": 2, "tensor": 2}
+    devices = jax.devices()[: math.prod(axes.values())]
+    mesh = jax.make_mesh((2, 2, 2), tuple(axes), axis_types=(AxisType.Auto,) * 3, devices=devices)
+    on_mesh = layer.clone(sharding=BoundSharding(mesh), expert_exchange=exchange)
+    assert_close(results(on_mesh, params, state), results(layer, params, state))
+
+
+def test_product_without_groups_raises(raises):
+    layer, params, _ = make(dot_tpl=Config(SquaredDot))
+    with raises(ConfigError, field="dot_tpl", value="SquaredDot"):
+        jax.eval_shape(layer.apply, {PARAMS: params}, X)
+
+
+def test_dropout_of_adapters_raises_in_training(raises):
+    layer, params, _ = make(dot_tpl=Config(LoraDot, dropout_rate=0.5))
+    with raises(ConfigError, field="dropout_rate", value=0.5):
+        jax.eval_shape(layer.apply, {PARAMS: params}, X)
+    jax.eval_shape(layer.clone(train=False).apply, {PARAMS: params}, X)
