@@ -56,7 +56,7 @@ COMPILER_SUITES = (
     "packages/runner/tests/distributed/test_devices.py",
     "packages/experiments/tests/lm/test_planned_fields.py",
     "packages/experiments/tests/lm/test_quantization_compiles.py",
-    "integration_tests/test_gpu_benchmark.py",
+    "integration_tests/test_accelerator_benchmark.py",
 )
 # Packages whose modules can all be imported; some modules of inputs need extras.
 DOCTESTED = ("layerkit", "runner")

@@ -1,4 +1,4 @@
-"""Print the GPUs, their driver and package versions as a line of JSON, for `gpu.py`."""
+"""Print devices, driver and package versions as a line of JSON, for `accelerators.py`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import subprocess
 from typing import Any
 
 import jax
+from accelerator_case import target_of
 
 from layerkit.layers.attention.cudnn import has_cudnn
 from layerkit_runner.errors import UsageError
 from layerkit_runner.tools.plan.devices import target_devices
-from layerkit_runner.tools.plan.hardware import parse_target
 
 _DISTRIBUTIONS = (
     "layerkit",
@@ -25,6 +25,7 @@ _DISTRIBUTIONS = (
     "jaxlib",
     "jax-cuda12-plugin",
     "jax-cuda13-plugin",
+    "libtpu",
     "nvidia-cudnn-cu12",
     "nvidia-cudnn-cu13",
     "flax",
@@ -47,15 +48,15 @@ def environment(target: str | None, num_devices: int) -> dict[str, Any]:
     """Return devices, driver and versions, or `reason` if the devices cannot be used.
 
     Args:
-      target: GPU kind of another machine, such as "h100". None means the local GPUs.
-      num_devices: Number of GPUs of that kind.
+      target: Devices of another machine, such as "h100" or "v5p:2x2x1". None means the local ones.
+      num_devices: Number of devices.
     """
     more: dict[str, Any] = {}
     try:
         if target is not None:
-            devices = target_devices(parse_target(f"{target}x{num_devices}"))
+            devices = target_devices(target_of(target, num_devices))
         else:
-            devices = _gpus()
+            devices = [device for device in jax.devices() if device.platform in ("gpu", "tpu")]
     except UsageError as error:
         return {"reason": str(error)}
     if target is None and devices:
@@ -73,13 +74,6 @@ def environment(target: str | None, num_devices: int) -> dict[str, Any]:
     }
 
 
-def _gpus() -> list[jax.Device]:
-    try:
-        return jax.devices("gpu")
-    except RuntimeError:
-        return []
-
-
 def _driver() -> str | None:
     """Return driver, power limit and maximum clock of the first GPU, printed by `nvidia-smi`."""
     command = shutil.which("nvidia-smi")
@@ -94,8 +88,8 @@ def _driver() -> str | None:
 def main() -> None:
     """Print the environment."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", help="GPU kind of another machine, such as h100")
-    parser.add_argument("--devices", type=int, default=1, help="number of GPUs of that kind")
+    parser.add_argument("--target", help="devices of another machine, such as h100")
+    parser.add_argument("--devices", type=int, default=1, help="number of devices")
     args = parser.parse_args()
     print(json.dumps(environment(args.target, args.devices)))
 

@@ -1,18 +1,19 @@
-"""Measure the training speed and memory use of GPT-3 shapes on NVIDIA GPUs.
+"""Measure the training speed and memory use of GPT-3 shapes on NVIDIA GPUs and TPUs.
 
 The sweep covers the dtype of matrix products, attention backends, remat policies, and rows per
 device, which are doubled until the memory is full. Each case runs in its own process
-(`gpu_case.py`), so no case inherits memory from another. Its line is printed, and appended to
-`--json`, as soon as the case ends. A case that does not fit, is not supported or fails gets a line,
-too.
+(`accelerator_case.py`), so no case inherits memory from another. Its line is printed, and appended
+to `--json`, as soon as the case ends. A case that does not fit, is not supported or fails gets a
+line, too.
 
-    python benchmarks/gpu.py --quick --json=quick.jsonl       # six cases
-    python benchmarks/gpu.py --models=126m,1.3b --remat=none,full --rows=8..
-    python benchmarks/gpu.py --devices=8 --models=5b          # shard over 8 GPUs
-    python benchmarks/gpu.py --compile_only --target=h100     # on a machine without a GPU
+    python benchmarks/accelerators.py --quick --json=quick.jsonl       # six cases
+    python benchmarks/accelerators.py --models=126m,1.3b --remat=none,full --rows=8..
+    python benchmarks/accelerators.py --devices=8 --models=5b          # shard over 8 devices
+    python benchmarks/accelerators.py --compile_only --target=h100         # without a GPU
+    python benchmarks/accelerators.py --compile_only --target=v5p:2x2x1    # without TPUs
 
-MFU is relative to the dense bfloat16 peak, also for fp8. It counts model FLOPs only: half of the
-attention matrix if causal, and no rematerialized operations.
+MFU is relative to the dense bfloat16 peak, also for 8-bit products. It counts model FLOPs only:
+half of the attention matrix if causal, and no rematerialized operations.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_case import DTYPES, MODELS, Case
+from accelerator_case import DTYPES, MODELS, Case
 
 from layerkit.layers.attention.backends import BACKEND_NAMES
 from layerkit.layers.remat import REMAT_POLICIES
@@ -40,7 +41,7 @@ _FOLDER = Path(__file__).parent
 _MOST_ROWS = 4096
 _QUICK = {
     "models": ["126m"],
-    "dtypes": list(DTYPES),
+    "dtypes": ["bf16", "fp8_delayed"],
     "backends": ["cudnn", "pallas", "xla"],
     "remat": ["none"],
     "rows": [8],
@@ -48,13 +49,13 @@ _QUICK = {
 }
 
 _GIGA = 1e9
-_CASE_COLUMNS = f"{'model':<6}{'dtype':<6}{'attention':<13}{'remat':<15}{'rows':>5}"
+_CASE_COLUMNS = f"{'model':<6}{'dtype':<13}{'attention':<13}{'remat':<15}{'rows':>5}"
 _COMPILED_COLUMNS = (
-    f"{'peak GB':>9}{'state GB':>10}{'temporary GB':>14}{'fp8 products':>14}{'least ms':>10}"
+    f"{'peak GB':>9}{'state GB':>10}{'temporary GB':>14}{'8-bit products':>16}{'least ms':>10}"
 )
 _MEASURED_COLUMNS = (
     f"{'ms':>8}{'quartiles':>17}{'tokens/s':>10}{'TFLOP/s':>9}{'MFU':>8}{'peak GB':>9}"
-    f"{'predicted':>11}{'fp8 products':>14}{'loss':>8}"
+    f"{'predicted':>11}{'8-bit products':>16}{'loss':>8}"
 )
 
 
@@ -67,7 +68,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     )
     listed = {
         "--models": (list(MODELS), list(MODELS)),
-        "--dtypes": (list(DTYPES), list(DTYPES)),
+        "--dtypes": (list(DTYPES), ["bf16", "fp8_delayed"]),
         "--backends": (list(BACKEND_NAMES), ["cudnn", "pallas", "xla"]),
         "--remat": (list(REMAT_POLICIES), ["none", "dots_no_batch", "full"]),
     }
@@ -81,7 +82,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
         default=_rows("1.."),
         help="rows per device: 8, 4,16, 4..64 (doubled), or 4.. (doubled until memory is full)",
     )
-    parser.add_argument("--devices", type=int, default=1, help="number of GPUs to shard over")
+    parser.add_argument("--devices", type=int, default=1, help="number of devices to shard over")
     parser.add_argument("--packed", action="store_true", help="pack several documents in a row")
     parser.add_argument("--steps", type=int, default=10, help="training steps per timed group")
     parser.add_argument("--groups", type=int, default=9, help="number of timed groups")
@@ -89,12 +90,12 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
         "--quick", action="store_true", help="change the defaults to 126m, 8 rows, no remat"
     )
     parser.add_argument(
-        "--compile_only", action="store_true", help="compile for --target; needs no GPU"
+        "--compile_only", action="store_true", help="compile for --target; needs no device"
     )
     parser.add_argument(
         "--target",
         default=None,
-        help="GPU kind of --compile_only: h100 (default), a100, h200, b200",
+        help="devices of --compile_only: h100 (default), a100, h200, b200, or v5p:2x2x1",
     )
     parser.add_argument("--json", type=Path, help="file that gets a line of JSON for each case")
     parser.add_argument("--case_seconds", type=int, default=1800, help="time limit of a case")
@@ -172,7 +173,7 @@ def rows_of_cases(args: argparse.Namespace, overrides: Sequence[str]) -> Iterato
         for rows in args.rows:
             case = dataclasses.asdict(Case(*choice, rows, args.devices, args.packed))
             arguments = ["--case", json.dumps(case), *sizes, *overrides]
-            row = {"case": case, **run("gpu_case.py", arguments, seconds=args.case_seconds)}
+            row = {"case": case, **run("accelerator_case.py", arguments, seconds=args.case_seconds)}
             yield row
             if row["status"] not in ("measured", "compiled"):
                 break
@@ -184,7 +185,7 @@ def line_of(row: dict[str, Any]) -> str:
     taken = row.get("attention", asked).split(" ")[0]
     attention = asked if asked in (taken, "") else f"{asked}: {taken}"
     start = (
-        f"{case['model']:<6}{case['dtype']:<6}{attention:<13}{case['remat']:<15}{case['rows']:>5}"
+        f"{case['model']:<6}{case['dtype']:<13}{attention:<13}{case['remat']:<15}{case['rows']:>5}"
     )
     if row["status"] == "compiled":
         return start + _compiled_numbers(row)
@@ -197,17 +198,17 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def _compiled_numbers(row: dict[str, Any]) -> str:
-    # The lower bound uses the bfloat16 peak, so it does not apply to fp8.
+    # The lower bound uses the bfloat16 peak, so it does not apply to others.
     least = f"{row['least_ms']:.2f}" if row["case"]["dtype"] == "bf16" else ""
     return (
         f"{row['predicted_bytes'] / _GIGA:>9.2f}{row['state_bytes'] / _GIGA:>10.2f}"
-        f"{row['temporary_bytes'] / _GIGA:>14.2f}{_fp8_text(row):>14}{least:>10}"
+        f"{row['temporary_bytes'] / _GIGA:>14.2f}{_products_text(row):>16}{least:>10}"
     )
 
 
-def _fp8_text(row: dict[str, Any]) -> str:
-    """Return the count of fp8 products in the compiled program, such as `18 of 21`."""
-    return f"{row['products']['fp8']} of {row['products']['all']}"
+def _products_text(row: dict[str, Any]) -> str:
+    """Return the count of 8-bit products in the compiled program, such as `18 of 21`."""
+    return f"{row['products']['8-bit']} of {row['products']['all']}"
 
 
 def _measured_numbers(row: dict[str, Any]) -> str:
@@ -218,7 +219,7 @@ def _measured_numbers(row: dict[str, Any]) -> str:
     return (
         f"{ms['median']:>8.2f}{quartiles:>17}{row['tokens_per_second_per_device']:>10,.0f}"
         f"{row['tflops_per_second_per_device']:>9.1f}{mfu:>8}{peak:>9}"
-        f"{row['predicted_bytes'] / _GIGA:>11.2f}{_fp8_text(row):>14}{row['first_loss']:>8.3f}"
+        f"{row['predicted_bytes'] / _GIGA:>11.2f}{_products_text(row):>16}{row['first_loss']:>8.3f}"
     )
 
 
@@ -228,9 +229,9 @@ def check_devices(found: dict[str, Any], args: argparse.Namespace) -> str | None
         return str(found["reason"])
     here = len(found["devices"])
     if here == 0:
-        return "JAX found no GPU. Use --compile_only to compile for a GPU of another machine."
+        return "JAX found no GPU or TPU. Use --compile_only to compile for another machine."
     if here < args.devices:
-        return f"--devices={args.devices}: expected at most {here}, the number of GPUs found"
+        return f"--devices={args.devices}: expected at most {here}, the number of devices found"
     return None
 
 
@@ -239,13 +240,13 @@ def main() -> int:
     args, overrides = parse_arguments()
     target = [] if args.target is None else [f"--target={args.target}"]
     asked = [*target, f"--devices={args.devices}"]
-    found = run("gpu_environment.py", asked, seconds=args.case_seconds)
+    found = run("accelerator_environment.py", asked, seconds=args.case_seconds)
     if (obstacle := check_devices(found, args)) is not None:
-        print(f"gpu.py: {obstacle}", file=sys.stderr)
+        print(f"accelerators.py: {obstacle}", file=sys.stderr)
         return 2
     for name, value in found.items():
         print(f"{name}: {value}")
-    if not found["has_cudnn"]:
+    if not found["has_cudnn"] and "TPU" not in found["devices"][0]:
         print("note: cuDNN is not installed; its cases are not supported, and auto selects xla")
     columns = _MEASURED_COLUMNS if args.target is None else _COMPILED_COLUMNS
     print(_CASE_COLUMNS + columns, flush=True)

@@ -1,4 +1,4 @@
-"""Tests of `benchmarks/gpu.py` at reduced size: timed on a CPU, and compiled for an H100."""
+"""Tests of `benchmarks/accelerators.py`, reduced: timed on a CPU, and compiled for others."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def forward_flops_of_a_row():
     return SIZES["NUM_LAYERS"] * (projections + attention) + 2 * length * dims * SIZES["VOCAB_SIZE"]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8_delayed", "int8"])
 def test_case_on_cpu_reports_time_and_loss(dtype):
     case = {"model": "126m", "dtype": dtype, "backend": "auto", "remat": "full", "rows": 2}
     sizes = ["--case", json.dumps(case), "--steps=2", "--groups=3"]
-    done = run("gpu_case.py", *sizes, *REDUCED, JAX_PLATFORMS="cpu")
+    done = run("accelerator_case.py", *sizes, *REDUCED, JAX_PLATFORMS="cpu")
     assert done.returncode == 0, done.stderr
     row = json.loads(done.stdout.splitlines()[-1])
     assert row["status"] == "measured"
@@ -72,12 +72,12 @@ def test_cases_compile_for_an_h100(tmp_path):
         pytest.skip("JAX's CUDA plugin is not installed: pip install 'layerkit-runner[plan-cuda]'")
     file = tmp_path / "rows.jsonl"
     flags = ["--compile_only", "--models=126m", "--backends=pallas", "--remat=none", "--rows=1"]
-    done = run("gpu.py", *flags, f"--json={file}", *REDUCED)
+    done = run("accelerators.py", *flags, f"--json={file}", *REDUCED)
     assert done.returncode == 0, done.stderr
     environment, *rows = map(json.loads, file.read_text().splitlines())
     assert environment["devices"] == ["NVIDIA H100 80GB HBM3"]
-    assert [row["case"]["dtype"] for row in rows] == ["bf16", "fp8"]
-    assert [row["products"]["fp8"] for row in rows] == [0, PRODUCTS_OF_LAYERS]
+    assert [row["case"]["dtype"] for row in rows] == ["bf16", "fp8_delayed"]
+    assert [row["products"]["8-bit"] for row in rows] == [0, PRODUCTS_OF_LAYERS]
     for row in rows:
         assert row["status"] == "compiled", row
         assert row["attention"] == "pallas (as requested)"
@@ -85,8 +85,23 @@ def test_cases_compile_for_an_h100(tmp_path):
         assert row["state_bytes"] < row["predicted_bytes"] < row["usable_bytes"]
 
 
+def test_cases_compile_for_a_tpu(tmp_path):
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed: pip install 'layerkit-runner[plan-tpu]'")
+    file = tmp_path / "rows.jsonl"
+    flags = ["--compile_only", "--target=v5e:1x1", "--models=126m", "--dtypes=bf16,int8"]
+    flags += ["--backends=xla", "--remat=none", "--rows=1", f"--json={file}"]
+    done = run("accelerators.py", *flags, *REDUCED)
+    assert done.returncode == 0, done.stderr
+    environment, *rows = map(json.loads, file.read_text().splitlines())
+    assert environment["devices"] == ["TPU v5 lite"]
+    # The gradients of weights are bfloat16 products.
+    assert [row["products"]["8-bit"] for row in rows] == [0, PRODUCTS_OF_LAYERS * 2 // 3]
+    assert {row["status"] for row in rows} == {"compiled"}
+
+
 def test_missing_gpu_exits_2_with_one_line():
-    done = run("gpu.py", JAX_PLATFORMS="cpu")
+    done = run("accelerators.py", JAX_PLATFORMS="cpu")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("gpu.py: JAX found no GPU.")
+    assert done.stderr.startswith("accelerators.py: JAX found no GPU or TPU.")
     assert "--compile_only" in done.stderr and done.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Compile, time and measure one training step of `gpu.py` in its own process.
+"""Compile, time and measure one training step of `accelerators.py` in its own process.
 
 The step is `Partitioner.train_step_fn` of a training run, on the GPT-3 model of `lm.pile`, with
 synthetic tokens that are on the device. Its state is donated. The clock is read only at the end of
@@ -23,8 +23,6 @@ import numpy as np
 
 from layerkit.config import Config
 from layerkit.layers.attention.backends import UnsupportedBackendError
-from layerkit.layers.products import with_dots
-from layerkit.layers.quantization.fp8 import Fp8Dot
 from layerkit.nested_map import NestedMap
 from layerkit_experiments.lm.pile import Gpt126M
 from layerkit_inputs import SyntheticInput
@@ -69,7 +67,13 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "DIMS_PER_HEAD": 128,
     },
 }
-DTYPES = ("bf16", "fp8")
+# Names of dtypes of the products in layers, and values of QUANTIZATION.
+DTYPES: Mapping[str, str | None] = {
+    "bf16": None,
+    "fp8_delayed": "fp8_delayed",
+    "fp8_current": "fp8_current",
+    "int8": "int8",
+}
 
 _NUM_BATCHES = 4
 _WARM_UP_STEPS, _WARM_UP_SECONDS = 3, 2.0
@@ -77,7 +81,9 @@ _CUSTOM_CALL = re.compile(r'custom_call_target="([^"]+)"')
 # Prefix of XLA's cuBLAS calls, such as `__cublas$lt$matmul$f8`. Other products are `dot` ops.
 _CUBLAS = "__cublas$"
 _COMPUTATION = re.compile(r"\n(?=%|ENTRY)")
-_DOT = re.compile(r"= \S+ dot\((%[\w.-]+), (%[\w.-]+)\)")
+# TPUs multiply matrices by convolutions.
+_DOT = re.compile(r"= \S+ (?:dot|convolution)\((%[\w.-]+), (%[\w.-]+)\)")
+_8_BIT = ("f8", "s8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +92,12 @@ class Case:
 
     Attributes:
       model: A name of `MODELS`.
-      dtype: Dtype of the matrix products in the layers: `bf16`, or `fp8` for 8-bit floats with
-        delayed scaling. Other activations are bfloat16; weights and optimizer state are float32.
+      dtype: A name of `DTYPES`. Other activations are bfloat16; weights and optimizer state are
+        float32.
       backend: Name of the attention backend.
       remat: Name of a policy of `layerkit.layers.remat`.
       rows: Number of rows of 2048 tokens per device.
-      devices: Number of GPUs. Weights, optimizer state and batch are sharded over all of them.
+      devices: Number of devices. Weights, optimizer state and batch are sharded over all of them.
       packed: Whether the batch has segment ids, as packed batches do.
     """
 
@@ -118,15 +124,6 @@ class Gpt(Gpt126M):
     USE_REPEATED_LAYER = True
     PERCORE_BATCH_SIZE: float = 1.0
     PACKED: bool = False
-    FP8: bool = False
-    """Whether the layers compute matrix products in 8-bit floats. The output head does not."""
-
-    def task(self) -> Config:
-        """Return the task config, with fp8 products if `FP8` is set."""
-        task = super().task()
-        if self.FP8:
-            task.model = with_dots(task.model, Fp8Dot.HParams.config(), only=r"lm_tpl\.stack_tpl.*")
-        return task
 
     def datasets(self) -> list[Config]:
         """Return the config of the training input."""
@@ -149,7 +146,7 @@ def experiment_of(case: Case, overrides: Sequence[str] = ()) -> ResolvedExperime
         **MODELS[case.model],
         "PERCORE_BATCH_SIZE": float(case.rows),
         "PACKED": case.packed,
-        "FP8": case.dtype == "fp8",
+        "QUANTIZATION": DTYPES[case.dtype],
         "ATTENTION_BACKEND": case.backend,
         "CHECKPOINT_POLICY": case.remat,
         "ICI_MESH_SHAPE": [1, case.devices, 1],
@@ -229,25 +226,25 @@ def predictions(traced: Traced, step: CompiledStep, device: DeviceKind) -> dict[
 
 
 def products(hlo_text: str) -> dict[str, int]:
-    """Count the matrix products of a program, and those in fp8. A scan body counts once."""
+    """Count the matrix products of a program, and the 8-bit ones. A scan body counts once."""
     calls = [call for call in _CUSTOM_CALL.findall(hlo_text) if call.startswith(_CUBLAS)]
-    found = {"all": len(calls), "fp8": sum(call.endswith("$f8") for call in calls)}
+    found = {"all": len(calls), "8-bit": sum(call.endswith("$f8") for call in calls)}
     for computation in _COMPUTATION.split(hlo_text):
         dtypes = dict(re.findall(r"(%[\w.-]+) = (\w+)\[", computation))
         for operands in _DOT.findall(computation):
             found["all"] += 1
-            found["fp8"] += all(dtypes[each].startswith("f8") for each in operands)
+            found["8-bit"] += all(dtypes[each].startswith(_8_BIT) for each in operands)
     return found
 
 
 def compiled_row(resolved: ResolvedExperiment, target: Target) -> dict[str, Any]:
-    """Compile a case for a GPU, which may be on another machine, and return its row."""
+    """Compile a case for devices that may be on another machine, and return its row."""
     devices = target_devices(target)
     with tracing_for(devices[0]):
         traced = trace(resolved, devices)
         began = time.perf_counter()
         lowered = traced.program.lower()
-    step = compile_step(lowered, platform="gpu", is_here=False)
+    step = compile_step(lowered, platform=devices[0].platform, is_here=False)
     row = predictions(traced, step, described_kind(target, devices))
     fits = row["predicted_bytes"] <= row["usable_bytes"]
     status = "compiled" if fits else "does not fit"
@@ -329,12 +326,24 @@ def _peak_bytes(devices: Sequence[jax.Device]) -> int | None:
     return max(peaks, default=None)
 
 
+def target_of(name: str, num_devices: int) -> Target:
+    """Return the target of `--target`: `h100` with a number of devices, or a slice of TPUs.
+
+    Raises:
+      UsageError: The target is unknown, or the slice has another number of devices.
+    """
+    target = parse_target(name if ":" in name else f"{name}x{num_devices}")
+    if target.num_devices != num_devices:
+        raise UsageError(field="--devices", value=num_devices, expected=f"that of {name}")
+    return target
+
+
 def row_of(case: Case, overrides: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
     """Return the row of a case. An unsupported case or one without memory has a row, too."""
     try:
         resolved = experiment_of(case, overrides)
         if args.target is not None:
-            return compiled_row(resolved, parse_target(f"{args.target}x{case.devices}"))
+            return compiled_row(resolved, target_of(args.target, case.devices))
         devices = jax.devices()[: case.devices]
         return measured_row(resolved, devices, steps=args.steps, groups=args.groups)
     except (UnsupportedBackendError, UsageError) as error:
@@ -351,7 +360,7 @@ def main() -> None:
     parser.add_argument("--case", required=True, help="fields of Case, as JSON")
     parser.add_argument("--steps", type=int, default=10, help="training steps per timed group")
     parser.add_argument("--groups", type=int, default=9, help="number of timed groups")
-    parser.add_argument("--target", help="GPU kind to compile for without running")
+    parser.add_argument("--target", help="devices to compile for without running")
     args, overrides = parser.parse_known_args()
     print(json.dumps(row_of(Case(**json.loads(args.case)), overrides, args)))
 
