@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
 
 import jax
@@ -42,13 +43,14 @@ from layerkit.sharding import BoundSharding
 from layerkit.shared_layers import SharedLayers
 from layerkit.summaries import DEFAULT_VERBOSITY, SUMMARIES, SUMMARY_ARRAYS, Kind, sow_summary
 from layerkit.typed_hparams import MYPY, TypedHParams
+from layerkit.weight_formats import StoredWeight, create_stored
 from layerkit.weights import (
-    WeightBox,
     WeightHParams,
     WeightInit,
     canonical_dtype,
-    check_init,
-    draw_weight,
+    check_declaration,
+    declared_init,
+    draw_boxed,
     floating_dtype,
     layer_html,
     unbox,
@@ -80,7 +82,7 @@ RANDOM = "random"
 _NAMED_IN_ERRORS = frozenset({"setup", "fprop", "extend_step", "init_cache", "decode"})
 
 # Fields that a child inherits from its parent if it does not set its own.
-INHERITED_FIELDS = ("dtype", "fprop_dtype", "params_init", "train", "sharding")
+INHERITED_FIELDS = ("dtype", "fprop_dtype", "weight_format", "params_init", "train", "sharding")
 
 
 class _Theta:
@@ -94,6 +96,8 @@ class _Theta:
         weights = self._layer._own("weights")
         if name not in weights:
             raise unknown_name(self._layer, "weight", name, weights)
+        if isinstance(weights[name], StoredWeight):
+            return weights[name].restored(self._layer.compute_dtype)
         return self._layer.cast(weights[name])
 
 
@@ -106,6 +110,8 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
       dtype: Dtype of the weights. None inherits it; float32 if no parent sets it.
       fprop_dtype: Dtype of the computation, to which weights and activations are cast. None
         inherits it; float32 if no parent sets it.
+      weight_format: Format of weights of products that are stored in integers, such as `int8` or
+        `int4:64`; see `layerkit.weight_formats`. None inherits it; floats if no parent sets it.
       params_init: Initializer of weights without their own. None inherits it; Xavier without any.
       train: True for the training variant, with dropout, noise, expert capacities and moving
         statistics; set it on a clone, `model.clone(train=True)`. None inherits it. A model without
@@ -124,6 +130,7 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
 
     dtype: Any = None
     fprop_dtype: Any = None
+    weight_format: str | None = None
     params_init: WeightInit | None = None
     train: bool | None = None
     sharding: BoundSharding | None = None
@@ -156,7 +163,9 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
     # Methods that a subclass calls in setup.
 
     @nn.nowrap
-    def create_variable(self, name: str, weight: WeightHParams, *, trainable: bool = True) -> None:
+    def create_variable(
+        self, name: str, weight: WeightHParams, *, trainable: bool = True, is_factor: bool = False
+    ) -> None:
         """Create a weight, to be read as `self.theta.<name>`.
 
         Args:
@@ -164,33 +173,23 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
           weight: Shape, logical axes, initializer and dtype.
           trainable: False for state such as moving statistics, read and written with `get_var` and
             `update_var`.
+          is_factor: True for the weight of a product, which `weight_format` may store in integers.
 
         Raises:
           ValueError: A size is below one, axes do not name every dimension or have no rule, an
             inherited dtype is not floating-point, or the initializer has the wrong type.
         """
-        expected = f"one name for each dimension of {weight.shape}"
-        is_named = len(weight.axes) == len(weight.shape)
-        require(is_named, self, f"axes of {name}", weight.axes, expected)
-        sizes = dict(zip(weight.axes, weight.shape, strict=True))
-        is_valid = all(size >= 1 for size in weight.shape)
-        require(is_valid, self, f"shape of {name}", sizes, "sizes of at least 1")
-        if sharding := self.inherited("sharding"):
-            for axis in filter(None, weight.axes):
-                sharding.rules.mesh_axes(axis, owner=f"{self.path_name}.{name}")
-        if weight.init is None:
-            init = check_init(
-                self.inherited("params_init"), owner=self.path_name, field="params_init"
-            )
-        else:
-            init = check_init(weight.init, owner=f"{self.path_name}.{name}", field="init")
+        check_declaration(self, name, weight, sharding=self.inherited("sharding"))
+        init = declared_init(self, name, weight, inherited=self.inherited("params_init"))
         dtype = canonical_dtype(weight.dtype or self._inherited_dtype("dtype"))
 
-        def draw(key: jax.Array) -> WeightBox:
-            value = draw_weight(key, weight, init, dtype)
-            return WeightBox(value, tuple(weight.axes), init, weight.fans(init))
+        draw = partial(draw_boxed, weight=weight, init=init, dtype=dtype)
 
-        if trainable:
+        weight_format = self.inherited("weight_format") if is_factor else None
+        if weight_format is not None:
+            stored = create_stored(self, name, weight, weight_format, draw)
+            self._own("weights")[name] = stored
+        elif trainable:
             self._own("weights")[name] = self.param(name, draw)
         else:
             variable = self.variable(NON_TRAINABLE, name, lambda: draw(self.make_rng(PARAMS)))

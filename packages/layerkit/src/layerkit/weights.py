@@ -13,6 +13,7 @@ from flax import struct
 from flax.core import meta
 
 from layerkit import html_display
+from layerkit.checks import Named, require
 from layerkit.errors import ConfigError
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64", "int32", "int8")
@@ -140,22 +141,64 @@ class WeightHParams:
     fan_out_dims: tuple[int, ...] | None = None
     last_axes: tuple[int, int] | None = None
 
+    @property
+    def contracted_dims(self) -> tuple[int, ...]:
+        """Dimensions that are contracted with the input."""
+        if self.fan_in_dims is not None:
+            return self.fan_in_dims
+        return tuple(range(len(self.shape) - 1)) or tuple(range(len(self.shape)))
+
     def fans(self, init: WeightInit | None = None) -> tuple[int, int]:
         """Return (fan_in, fan_out) of the weight, as the initializer defines them."""
         if init is not None and init.method == "xavier_last_axes" and len(self.shape) > 1:
             first, second = self.last_axes or (-2, -1)
             size = math.prod(self.shape)
             return size // self.shape[second], size // self.shape[first]
-        ins = self.fan_in_dims
+        ins = self.contracted_dims
         outs = self.fan_out_dims
-        if ins is None:
-            ins = tuple(range(len(self.shape) - 1)) or tuple(range(len(self.shape)))
         if outs is None:
             outs = (len(self.shape) - 1,) if self.shape else ()
         return (
             math.prod(self.shape[dim] for dim in ins),
             math.prod(self.shape[dim] for dim in outs),
         )
+
+
+def check_declaration(owner: Named, name: str, weight: WeightHParams, *, sharding: Any) -> None:
+    """Raise `ConfigError` unless sizes are positive, and axes have rules and name each dimension.
+
+    Args:
+      owner: Layer of the weight.
+      name: Name of the weight.
+      weight: Declaration of the weight.
+      sharding: `BoundSharding` of the layer; None without a mesh.
+    """
+    expected = f"one name for each dimension of {weight.shape}"
+    is_named = len(weight.axes) == len(weight.shape)
+    require(is_named, owner, f"axes of {name}", weight.axes, expected)
+    sizes = dict(zip(weight.axes, weight.shape, strict=True))
+    is_valid = all(size >= 1 for size in weight.shape)
+    require(is_valid, owner, f"shape of {name}", sizes, "sizes of at least 1")
+    if sharding is not None:
+        for axis in filter(None, weight.axes):
+            sharding.rules.mesh_axes(axis, owner=f"{owner.path_name}.{name}")
+
+
+def declared_init(owner: Named, name: str, weight: WeightHParams, *, inherited: Any) -> WeightInit:
+    """Return the initializer of a weight: its own, or the layer's `params_init`, else Xavier.
+
+    Args:
+      owner: Layer of the weight.
+      name: Name of the weight.
+      weight: Declaration of the weight.
+      inherited: Value of the layer's `params_init`.
+
+    Raises:
+      ConfigError: The value is not an initializer.
+    """
+    if weight.init is None:
+        return check_init(inherited, owner=owner.path_name, field="params_init")
+    return check_init(weight.init, owner=f"{owner.path_name}.{name}", field="init")
 
 
 def draw_weight(key: jax.Array, weight: WeightHParams, init: WeightInit, dtype: Any) -> jax.Array:
@@ -226,6 +269,12 @@ class WeightBox(struct.PyTreeNode, meta.AxisMetadata[Any]):
         axes = list(self.axes)
         del axes[index]
         return self.replace(axes=tuple(axes))
+
+
+def draw_boxed(key: jax.Array, *, weight: WeightHParams, init: WeightInit, dtype: Any) -> WeightBox:
+    """Return initial values `[...]` of a weight in a box with its logical axes."""
+    value = draw_weight(key, weight, init, dtype)
+    return WeightBox(value, tuple(weight.axes), init, weight.fans(init))
 
 
 def is_box(value: Any) -> bool:

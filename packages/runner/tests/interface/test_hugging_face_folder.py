@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 
 import layerkit_runner
 from layerkit.errors import UserError
+from layerkit_runner.tools.quantize import quantize_folder
 
 IDS = [[1, 5, 9, 2, 7], [1, 3, 3, 8, 6]]
 
@@ -58,6 +60,20 @@ def test_folder_without_a_tokenizer_scores_ids_and_names_what_is_missing(
         model.generate("x")
     with raises(UserError, field="step", value=3):
         layerkit_runner.load(tmp_path, step=3)
+
+
+def test_quantized_folder_is_near_its_source(tmp_path: Path):
+    pytest.importorskip("safetensors")
+    (tmp_path / "llama").mkdir()
+    write_llama(tmp_path / "llama")
+    quantize_folder(str(tmp_path / "llama"), str(tmp_path / "int8"), weight_format="int8")
+    before, after = (layerkit_runner.load(tmp_path / name) for name in ("llama", "int8"))
+    expected = before.logits(IDS)
+    # Weights with a standard deviation of 1 amplify errors.
+    error = np.abs(after.logits(IDS) - expected).max()
+    assert 0 < error < 0.15 * np.abs(expected).max()
+    (up,) = [leaf for path, leaf in flatten_dict(after.weights).items() if path[-2:] == ("up", "w")]
+    assert up.dtype == np.int8
 
 
 def write_llama(folder: Path) -> None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import flatten_dict
 
 from layerkit.config import Partial
 from layerkit.errors import ConfigError
@@ -131,3 +132,35 @@ def test_training_a_weight_that_the_model_needs_frozen_is_an_error(tiny: Any, ra
         config.Instantiate().init_state(jax.random.key(0))
     choice = TrainedWeights(frozen=("linear/.*",))
     choice.validate_frozen(("linear/.*",), {"linear": {"w": 1}, "other": {"w": 2}})
+
+
+INTEGERS = {
+    "up": {"w": jnp.ones((2, 2), jnp.int4), "w_scale": jnp.ones((1, 2)), "b": jnp.ones(2)},
+    "lora": {"lora_a": jnp.ones((2, 1))},
+}
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        (TrainedWeights(), {"up/b", "lora/lora_a"}),
+        (TrainedWeights(frozen=("up/b",)), {"lora/lora_a"}),
+        (TrainedWeights(trainable=("lora/.*",)), {"lora/lora_a"}),
+        (TrainedWeights(trainable=(".*/w_scale",)), {"up/w_scale"}),
+    ],
+)
+def test_weights_in_integers_are_frozen(choice, names):
+    trained = choice.select(INTEGERS)
+    assert set(flatten_dict(trained, sep="/")) == names
+    moved = choice.merge(INTEGERS, jax.tree.map(lambda leaf: leaf + 1, trained))
+    before, after = (flatten_dict(tree, sep="/") for tree in (INTEGERS, moved))
+    changed = {name for name in before if np.any(np.asarray(before[name] != after[name]))}
+    assert (changed, after.keys()) == (names, before.keys())
+
+
+def test_weights_in_integers_cannot_be_trained(raises):
+    with raises(ConfigError, field="trainable", value=("up/.*",)):
+        TrainedWeights(trainable=("up/.*",)).select(INTEGERS)
+    with raises(ConfigError, field="trainable", value=None):
+        TrainedWeights().require_floats(INTEGERS)
+    TrainedWeights(trainable=("lora/.*",)).require_floats(INTEGERS)

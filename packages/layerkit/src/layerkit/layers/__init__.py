@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from layerkit.layers.quantization.current_scaling import Fp8CurrentDot as Fp8CurrentDot
     from layerkit.layers.quantization.current_scaling import Int8Dot as Int8Dot
     from layerkit.layers.quantization.fp8 import Fp8Dot as Fp8Dot
+    from layerkit.layers.quantization.stored_weights import dequantize_model as dequantize_model
+    from layerkit.layers.quantization.stored_weights import quantize_model as quantize_model
     from layerkit.layers.repeat import Repeat as Repeat
     from layerkit.layers.residual_adapters import AdaptedFeedForward as AdaptedFeedForward
     from layerkit.layers.residual_adapters import AdaptedOutputProjection as AdaptedOutputProjection
@@ -123,6 +125,7 @@ __getattr__, __dir__ = lazy_names(
         "products": "Dot with_dots",
         "quantization.current_scaling": "Fp8CurrentDot Int8Dot",
         "quantization.fp8": "Fp8Dot",
+        "quantization.stored_weights": "dequantize_model quantize_model",
         "repeat": "Repeat",
         "residual_adapters": (
             "AdaptedFeedForward AdaptedOutputProjection MultitaskResidualAdapter ResidualAdapter"

@@ -45,6 +45,7 @@ from layerkit.layers.products import (
     edit_products,
     weight_of_dot,
 )
+from layerkit.layers.quantization.stored_weights import dequantize_model
 from layerkit.layers.stochastic import Dropout
 from layerkit.weights import WeightHParams, WeightInit
 
@@ -226,7 +227,7 @@ def merge_lora(config: Config, variables: Any) -> Any:
       Variables of the model without adapters, with the same outputs up to rounding.
 
     Raises:
-      ConfigError: The model has no adapters, or several values of alpha.
+      ConfigError: The model has no adapters, several values of alpha, or weights in integers.
     """
     alpha, merged = _common_alpha(config), flatten_dict(variables)
     for dot in _adapter_paths(merged):
@@ -249,14 +250,15 @@ def without_lora(config: Config, variables: Any) -> tuple[Config, Any]:
       variables: Variables of the model, `{collection: …}` of nested dicts of arrays `[...]`.
 
     Returns:
-      (config, variables), with every adapter added to its weight; the arguments themselves if the
-      config has no adapters.
+      (config, variables), with every adapter added to its weight, which is floating also if it was
+      stored in integers; the arguments themselves if the config has no adapters.
 
     Raises:
       ConfigError: The adapters have several values of alpha, or their weights are missing.
     """
     if not any(map(_is_lora, walk_configs(config))):
         return config, variables
+    config, variables = dequantize_model(config, variables)
     plain = copy_config(config)
     for owner in walk_configs(plain):
         if "dot_tpl" in field_names(owner) and _is_lora(owner.dot_tpl):
@@ -289,6 +291,14 @@ def unmerge_lora(config: Config, merged: Any, variables: Any) -> Any:
 
 def _add_adapter(w: jax.Array, flat: dict[Path, jax.Array], dot: Path, alpha: float) -> jax.Array:
     """Return w + (alpha / rank) · a·b, computed in float32 and cast to the dtype of w."""
+    if not jnp.issubdtype(w.dtype, jnp.floating):
+        raise ConfigError(
+            "an adapter cannot be added to a weight in integers",
+            owner="/".join(dot),
+            field="dtype",
+            value=w.dtype.name,
+            hint="Use without_lora, or dequantize_model first.",
+        )
     a, b = (flat[PARAMS, *dot, name].astype(jnp.float32) for name in ("lora_a", "lora_b"))
     # Repeated layers and groups are leading dimensions of w, a and b.
     num_leading = a.ndim + b.ndim - 2 - w.ndim

@@ -64,7 +64,7 @@ class Einsum(BaseLayer):
             fan_in_dims=tuple(letters.weight.index(letter) for letter in letters.contracted),
             fan_out_dims=tuple(letters.weight.index(letter) for letter in letters.outs),
         )
-        self.create_variable("w", weight)
+        self.create_variable("w", weight, is_factor=True)
         create_dot(self, weight)
 
     def fprop(self, inputs: jax.Array) -> jax.Array:

@@ -44,7 +44,7 @@ class Linear(BaseLayer):
         check_sizes(self, input_dims=self.input_dims, output_dims=self.output_dims)
         shape = (self.input_dims, self.output_dims)
         weight = WeightHParams(shape, axes=self.weight_axes, init=self.weight_init)
-        self.create_variable("w", weight)
+        self.create_variable("w", weight, is_factor=True)
         create_dot(self, weight)
 
     def fprop(self, inputs: jax.Array) -> jax.Array:

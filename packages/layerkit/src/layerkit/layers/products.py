@@ -8,7 +8,7 @@ A layer that multiplies by a weight has a field `dot_tpl`: None for the plain pr
 of a `Dot`, such as a quantized product or a low-rank adapter. The layer creates the weight and its
 product together and multiplies by `matmul` (or `batched_matmul`):
 
-    self.create_variable("w", weight)
+    self.create_variable("w", weight, is_factor=True)
     create_dot(self, weight)
     …
     matmul(self, x, self.theta.w)

@@ -19,6 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from layerkit.checks import check_integers, check_positive, check_regexes, require
 from layerkit.config import Configurable
 from layerkit.errors import ConfigError
+from layerkit.weight_formats import SCALE_SUFFIX
 
 # Folded into the key of a step, so that the noise differs from the random numbers of all layers.
 _NOISE_STREAM = 0x766E
@@ -57,7 +58,8 @@ class TrainedWeights:
     """A selection of the weights to train, by default all of them.
 
     The other weights are frozen: they have no gradient, optimizer state or weight decay, and keep
-    their bits. The trained part is a tree of its own with the same paths.
+    their bits. The trained part is a tree of its own with the same paths. Weights in integers are
+    always frozen, and so are their scales unless a pattern selects them.
 
     Attributes:
       trainable: Patterns of the trained weights; None trains all but `frozen`.
@@ -83,9 +85,10 @@ class TrainedWeights:
         Raises:
           ConfigError: A pattern matches no weight, or no weight is left to train.
         """
-        if self._is_all:
-            return params
         flat = flatten_dict(params)
+        integers = _integer_paths(flat)
+        if self._is_all and not integers:
+            return params
         trains_matched = self.trainable is not None
         field = "trainable" if trains_matched else "frozen"
         patterns = tuple(getattr(self, field))
@@ -94,20 +97,32 @@ class TrainedWeights:
             matched.update(
                 matching_paths(pattern, map("/".join, flat), owner="Learner", field=field)
             )
+        if not trains_matched:
+            matched |= {"/".join(path) for path in integers}
+            matched |= {"/".join(path) + SCALE_SUFFIX for path in integers}
         trained = {
             path: leaf
             for path, leaf in flat.items()
             if ("/".join(path) in matched) == trains_matched
         }
+        if found := [path for path in integers if path in trained]:
+            raise ConfigError(
+                f"{'/'.join(found[0])} is stored in integers, which cannot be trained",
+                owner="Learner",
+                field="trainable",
+                value=patterns,
+                expected="patterns of floating weights",
+            )
         expected = "patterns that leave a weight to train"
         require(trained, "Learner", field, patterns, expected)
         return unflatten_dict(trained)
 
     def merge(self, params: Any, trained: Any) -> Any:
         """Return `params` with its trained part replaced by `trained`."""
-        if self._is_all:
+        flat = flatten_dict(params)
+        if self._is_all and not _integer_paths(flat):
             return trained
-        return unflatten_dict({**flatten_dict(params), **flatten_dict(trained)})
+        return unflatten_dict({**flat, **flatten_dict(trained)})
 
     def validate_frozen(self, patterns: Sequence[str], params: Any) -> None:
         """Raise `ConfigError` if a trained weight matches a pattern of the model's frozen weights.
@@ -128,9 +143,33 @@ class TrainedWeights:
                     expected=f"{tuple(patterns)}",
                 )
 
+    def require_floats(self, params: Any) -> None:
+        """Raise `ConfigError` if `params` has integers and no patterns select the trained weights.
+
+        Otherwise, a run that should train all weights would train the norms and embeddings alone.
+        """
+        if self.trainable is None and (found := _integer_paths(flatten_dict(params))):
+            raise ConfigError(
+                f"weights are stored in integers, such as {'/'.join(found[0])}, and cannot be"
+                " trained",
+                owner="Learner",
+                field="trainable",
+                value=None,
+                expected="patterns of floating weights",
+                hint="Train adapters: add them by with_lora, and set trainable=(LORA_WEIGHTS,).",
+            )
+
     @property
     def _is_all(self) -> bool:
         return self.trainable is None and not self.frozen
+
+
+def _integer_paths(flat: dict[tuple[str, ...], Any]) -> list[tuple[str, ...]]:
+    return [
+        path
+        for path, leaf in flat.items()
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.integer)
+    ]
 
 
 class VariationalNoise(Configurable):

@@ -128,6 +128,12 @@ def _launch(words: Sequence[str]) -> int:
     return run_launch(words, _resolve)
 
 
+def _quantize(words: Sequence[str]) -> int:
+    from layerkit_runner.tools.quantize import run_quantize
+
+    return run_quantize(words)
+
+
 def _resolve(flags: ParsedFlags) -> ResolvedExperiment:
     from layerkit_runner.config.registry import find_experiment
 
@@ -152,4 +158,8 @@ DOCTOR = Command(
 LAUNCH = Command(
     "start a run on this machine or on Slurm; `runner launch` lists the kinds",
     _launch,
+)
+QUANTIZE = Command(
+    "write a model with weights in int8 or int4, from a job folder or a Hugging Face folder",
+    _quantize,
 )

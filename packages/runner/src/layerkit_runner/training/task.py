@@ -192,6 +192,7 @@ class SingleTask(Configurable):
         """
         model = self.model.clone(train=True)
         learner, step_key = self.train.learner, self._step_key(state.step)
+        learner.trained_weights.require_floats(state.params)
 
         def run(variables: Variables, rows: Any, key: jax.Array) -> tuple[dict[str, Any], Any]:
             params = learner.trained_weights.merge(state.params, variables.trained)

@@ -139,6 +139,7 @@ def test_page_of_layers(experiment: Any):
         "blocks_0/scale: Scale\n"
         "  dtype = 'float32'\n"
         "  fprop_dtype = 'float32'\n"
+        "  weight_format = None\n"
         "  params_init = WeightInit(method='xavier', scale=1.0)\n"
         "  train = None\n"
         "  shared_weight_id = None\n"

@@ -8,6 +8,7 @@ from typing import Any
 from layerkit.base_layer import PARAMS
 from layerkit.config import Config, target_of
 from layerkit.layers.adapters import without_lora
+from layerkit.layers.quantization.stored_weights import dequantize_model
 from layerkit.models.language_model import LanguageModel
 from layerkit.models.preference_model import DpoModel
 from layerkit.models.transformer_lm import TransformerLm
@@ -17,8 +18,8 @@ def deployed_model(model: Config, variables: Mapping[str, Any]) -> tuple[Config,
     """Return the model that others load, and its weights.
 
     A `DpoModel` becomes a `LanguageModel` of its policy, without the reference. A bare
-    `TransformerLm` becomes the network of a `LanguageModel`. LoRA adapters are added to the weights
-    beside them.
+    `TransformerLm` becomes the network of a `LanguageModel`. Weights in integers become floats, and
+    LoRA adapters are added to the weights beside them.
 
     Args:
       model: Config of a model or of a network.
@@ -33,4 +34,4 @@ def deployed_model(model: Config, variables: Mapping[str, Any]) -> tuple[Config,
     if issubclass(target_of(model), TransformerLm):
         model = LanguageModel.HParams.config(lm_tpl=model)
         variables = {PARAMS: {"lm": variables[PARAMS]}}
-    return without_lora(model, variables)
+    return without_lora(*dequantize_model(model, variables))

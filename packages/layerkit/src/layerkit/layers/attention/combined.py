@@ -60,7 +60,7 @@ class CombinedProjection(BaseLayer):
             fan_out_dims=(1, 2, 3),
             last_axes=(1, 3),  # Praxis stores [3, input_dims, num_heads, head_dim].
         )
-        self.create_variable("w", weight)
+        self.create_variable("w", weight, is_factor=True)
         create_dot(self, weight)
         if self.use_bias:
             bias = WeightHParams(shape[1:], self.weight_axes[1:], init=WeightInit.Constant(0.0))

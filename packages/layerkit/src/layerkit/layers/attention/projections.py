@@ -43,7 +43,7 @@ class HeadProjection(BaseLayer):
         check_sizes(self, **sizes, head_dim=self.head_dim)
         shape = (self.input_dims, self.num_heads, self.head_dim)
         weight = WeightHParams(shape, self.weight_axes, fan_in_dims=(0,), fan_out_dims=(1, 2))
-        self.create_variable("w", weight)
+        self.create_variable("w", weight, is_factor=True)
         create_dot(self, weight)
         if self.use_bias:
             bias = WeightHParams(shape[1:], self.weight_axes[1:], init=WeightInit.Constant(0.0))
@@ -99,7 +99,7 @@ class OutputProjection(BaseLayer):
             fan_out_dims=(2,),
             last_axes=(0, 1),  # Praxis stores [output_dims, num_heads, head_dim].
         )
-        self.create_variable("w", weight)
+        self.create_variable("w", weight, is_factor=True)
         create_dot(self, weight)
         if self.use_bias:
             bias = WeightHParams(shape[2:], self.weight_axes[2:], init=WeightInit.Constant(0.0))

@@ -192,8 +192,9 @@ class MoeFeedForward(BaseLayer):
         self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
         for name in self._weight_names():
             weight = self._weight(name)
-            self.create_variable(name, weight)
-            if not name.endswith("_bias"):
+            is_factor = not name.endswith("_bias")
+            self.create_variable(name, weight, is_factor=is_factor)
+            if is_factor:
                 create_dot(self, weight, name=name)
         if self.num_shared_experts:
             self._create_shared_experts()

@@ -1,0 +1,135 @@
+"""Conversion of a model between floating weights and weights that are stored in integers.
+
+    config, variables = quantize_model(config, variables, weight_format="int4:64")
+
+The layers compute the same as with the rounded weights in floats: they multiply integers by scales
+where they read a weight, which XLA computes inside of the product. See `layerkit.weight_formats`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from layerkit.base_layer import PARAMS
+from layerkit.checks import require
+from layerkit.config import Config, build, copy_config, field_names, walk_configs
+from layerkit.errors import ConfigError
+from layerkit.weight_formats import SCALE_SUFFIX, StoredWeight, WeightFormat, quantize
+
+Path = tuple[str, ...]
+
+
+def quantize_model(
+    config: Config, variables: Any, *, weight_format: str
+) -> tuple[Config, dict[str, Any]]:
+    """Return a model whose products have weights in integers.
+
+    Embeddings, logits, norms, biases and adapters keep their dtypes.
+
+    Args:
+      config: Config of a layer or a model; it is not changed.
+      variables: Variables of the model, `{collection: …}` of nested dicts of arrays `[...]`.
+      weight_format: `int8`, `int4` or `nf4`, with an optional group size: `int4:64`.
+
+    Returns:
+      (config, variables). A weight `w` has the scales `w_scale`.
+
+    Raises:
+      ConfigError: The format is unknown, the model has weights in integers already or no products,
+        or the group size does not divide the inputs of a weight.
+    """
+    if _kinds(config):
+        raise ConfigError(
+            "the model has weights in integers already",
+            field="weight_format",
+            value=weight_format,
+            hint="Quantize the model with floating weights.",
+        )
+    kind, stored = WeightFormat.parse(weight_format).kind, copy_config(config)
+    stored.weight_format = weight_format
+    found: dict[Path, Any] = {}
+    given, wanted = flatten_dict(variables), _abstract_weights(stored)
+    for path, leaf in given.items():
+        scale = wanted.get(_scale_of(path))
+        if scale is None or _scale_of(path) in given:
+            found[path] = leaf
+            continue
+        sizes = zip(wanted[path].shape, leaf.shape, strict=True)
+        halves = [axis for axis, (packed, size) in enumerate(sizes) if packed != size]
+        found[path], found[_scale_of(path)] = _quantize(
+            leaf, kind=kind, scale_shape=scale.shape, packed_axis=next(iter(halves), None)
+        )
+    if found.keys() == given.keys():
+        raise ConfigError(
+            field="weight_format",
+            value=weight_format,
+            expected="a model with layers that multiply by weights",
+        )
+    return stored, unflatten_dict(found)
+
+
+def dequantize_model(config: Config, variables: Any) -> tuple[Config, Any]:
+    """Return the model with floating weights that computes the same.
+
+    Args:
+      config: Config of a layer or a model; it is not changed.
+      variables: Variables of the model, `{collection: …}` of nested dicts of arrays `[...]`.
+
+    Returns:
+      (config, variables); the arguments themselves if no weight is stored in integers.
+
+    Raises:
+      ConfigError: Layers have formats of several kinds.
+    """
+    kinds = _kinds(config)
+    if not kinds:
+        return config, variables
+    expected = "one kind of format in all layers of the config"
+    require(len(kinds) == 1, None, "weight_format", sorted(kinds), expected)
+    plain = copy_config(config)
+    for each in walk_configs(plain):
+        if "weight_format" in field_names(each):
+            each.weight_format = None
+    found, wanted = flatten_dict(variables), _abstract_weights(plain)
+    for path in [path for path in found if _scale_of(path) in found]:
+        if _scale_of(path) not in wanted:
+            scale = found.pop(_scale_of(path))
+            found[path] = _restore(found[path], scale, *kinds, like=wanted[path])
+    return plain, unflatten_dict(found)
+
+
+def _kinds(config: Config) -> set[str]:
+    """Return the kinds of formats in which the layers of a config store weights."""
+    texts = {
+        each.weight_format for each in walk_configs(config) if "weight_format" in field_names(each)
+    }
+    return {WeightFormat.parse(text).kind for text in texts - {None}}
+
+
+def _abstract_weights(config: Config) -> dict[Path, Any]:
+    """Return the shape and dtype of each weight by its path, such as `("params", "w")`."""
+    variables = jax.eval_shape(build(config).init, jax.random.key(0))
+    return dict(flatten_dict({PARAMS: variables[PARAMS]}))
+
+
+def _scale_of(path: Path) -> Path:
+    return (*path[:-1], path[-1] + SCALE_SUFFIX)
+
+
+@partial(jax.jit, static_argnames=("kind", "scale_shape", "packed_axis"))
+def _quantize(w: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
+    stored = quantize(w, **options)
+    return stored.values, stored.scale
+
+
+def _restore(
+    values: jax.Array, scale: jax.Array, kind: str, *, like: jax.ShapeDtypeStruct
+) -> jax.Array:
+    def restore(values: jax.Array, scale: jax.Array) -> jax.Array:
+        return StoredWeight(values, scale, kind, like.shape).restored(like.dtype)
+
+    return jax.jit(restore)(values, scale)

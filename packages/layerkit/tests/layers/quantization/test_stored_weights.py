@@ -1,0 +1,121 @@
+"""Models with weights in integers compute what they compute with the rounded weights in floats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from layerkit.base_layer import PARAMS
+from layerkit.errors import ConfigError
+from layerkit.layers.adapters import merge_lora, with_lora, without_lora
+from layerkit.layers.linears import Bias, Linear
+from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.quantization.stored_weights import dequantize_model, quantize_model
+from layerkit.layers.stacks import StackedTransformer, StackedTransformerRepeated
+from layerkit.models import TransformerLm
+
+KEY = jax.random.key(0)
+FORMATS = ["int8", "int4:4", "nf4:8"]
+
+
+def language_model(**fields: Any) -> Any:
+    return TransformerLm.HParams.config(
+        vocab_size=24, model_dims=16, hidden_dims=32, num_heads=4, num_layers=2, **fields
+    )
+
+
+def variables_of(config: Any) -> Any:
+    return config.Instantiate().init(KEY)
+
+
+def logits(config: Any, variables: Any) -> jax.Array:
+    ids = jnp.arange(10, dtype=jnp.int32).reshape(2, 5)
+    found: jax.Array = config.Instantiate().apply(variables, ids, method="logits")
+    return found
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("stack", [StackedTransformer, StackedTransformerRepeated])
+def test_language_model_computes_the_same_with_restored_weights(weight_format, stack):
+    config = language_model(stack_tpl=stack.HParams.config())
+    exact = variables_of(config)
+    stored, variables = quantize_model(config, exact, weight_format=weight_format)
+    plain, restored = dequantize_model(stored, variables)
+    assert plain == config
+    ours, theirs = logits(stored, variables), logits(plain, restored)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    reference = np.asarray(logits(config, exact))
+    error = np.sqrt(np.mean((ours - reference) ** 2) / np.mean(reference**2))
+    assert 1e-3 < error < (0.02 if weight_format == "int8" else 0.2)
+    kinds = {path[-1]: leaf.dtype for path, leaf in flatten_dict(variables[PARAMS]).items()}
+    assert kinds["w"] == (jnp.int8 if weight_format == "int8" else jnp.uint8)
+    assert kinds["w_scale"] == jnp.float32
+    assert jax.tree.map(jnp.shape, variables) == jax.tree.map(jnp.shape, variables_of(stored))
+
+
+def test_weights_of_experts_are_stored_in_integers():
+    config = MoeFeedForward.HParams.config(
+        input_dims=8, hidden_dims=16, num_experts=4, capacity_factor=2.0
+    )
+    exact, x = variables_of(config), jax.random.normal(KEY, (2, 6, 8))
+    stored, variables = quantize_model(config, exact, weight_format="int8")
+    assert variables[PARAMS]["up_scale"].shape == (4, 1, 16)
+    found = stored.Instantiate().apply(variables, x)
+    reference = config.Instantiate().apply(exact, x)
+    np.testing.assert_allclose(found, reference, atol=0.02 * np.abs(reference).max())
+
+
+def test_random_weights_have_about_the_declared_distribution():
+    config = Linear.HParams.config(input_dims=64, output_dims=64)
+    exact = variables_of(config)[PARAMS]["w"]
+    stored = config.clone().set(weight_format="int4:16")
+    _, restored = dequantize_model(stored, variables_of(stored))
+    np.testing.assert_allclose(np.std(restored[PARAMS]["w"]), np.std(exact), rtol=0.1)
+
+
+def test_adapters_of_integers_train_and_merge():
+    config = language_model()
+    stored, variables = quantize_model(config, variables_of(config), weight_format="nf4:8")
+    adapted = with_lora(stored, rank=2)
+    drawn = flatten_dict(variables_of(adapted)[PARAMS], sep="/")
+    frozen = flatten_dict(variables[PARAMS], sep="/")
+    rng = np.random.default_rng(0)
+    trained = {
+        path: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)
+        for path, leaf in drawn.items()
+        if path not in frozen
+    }
+
+    def params(trained: Any) -> Any:
+        return {PARAMS: unflatten_dict({**frozen, **trained}, sep="/")}
+
+    gradients = jax.grad(lambda t: jnp.sum(logits(adapted, params(t)) ** 2))(trained)
+    assert all(np.any(np.asarray(leaf)) for leaf in gradients.values())
+    plain, merged = without_lora(adapted, params(trained))
+    assert plain == config
+    np.testing.assert_allclose(
+        logits(plain, merged), logits(adapted, params(trained)), rtol=2e-4, atol=2e-4
+    )
+
+
+def test_adapter_is_not_added_to_integers(raises):
+    config = with_lora(Linear.HParams.config(input_dims=8, output_dims=4, weight_format="int8"))
+    with raises(ConfigError, field="dtype", value="int8"):
+        merge_lora(config, variables_of(config))
+
+
+def test_model_is_quantized_once(raises):
+    config = language_model(weight_format="int8")
+    with raises(ConfigError, field="weight_format", value="int4"):
+        quantize_model(config, variables_of(config), weight_format="int4")
+
+
+def test_model_without_products_cannot_be_quantized(raises):
+    config = Bias.HParams.config(dims=4)
+    with raises(ConfigError, field="weight_format", value="int8"):
+        quantize_model(config, variables_of(config), weight_format="int8")

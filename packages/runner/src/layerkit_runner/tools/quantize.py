@@ -1,0 +1,168 @@
+"""`runner quantize`: write a model with weights in 8-bit or 4-bit integers.
+
+    runner quantize SOURCE OUT --weight_format=int4:64
+
+SOURCE is the folder of a job or a Hugging Face folder. OUT is a job folder without optimizer state,
+which evaluation, decoding, generation, `load` and `--init_from` read as any other. Its recorded
+override `task.model.weight_format` makes the model store integers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from layerkit.errors import ConfigError
+from layerkit_runner.errors import UsageError, to_usage_error
+from layerkit_runner.files.text import size_text
+
+if TYPE_CHECKING:
+    from layerkit_runner.config.resolve import ResolvedExperiment
+    from layerkit_runner.interface.loaded_model import LoadedModel
+
+_DESCRIPTION = (
+    "Write a model with weights in 8-bit or 4-bit integers. The new folder has no optimizer state."
+    " Evaluate it by `runner --job_log_dir=OUT --mode=eval`; see docs/quantization.md."
+)
+_FORMAT_PATH = "task.model.weight_format"
+# The description and the tokenizer of a Hugging Face model, in the new folder.
+_HUGGING_FACE = "hugging_face"
+
+
+def run_quantize(words: Sequence[str]) -> int:
+    """Write the model of a folder with weights in integers; return the exit code.
+
+    Args:
+      words: Arguments after `runner quantize`.
+
+    Raises:
+      UserError: The source has no such model, the format does not fit it, or the folder exists.
+    """
+    parser = argparse.ArgumentParser(
+        prog="runner quantize", description=_DESCRIPTION, allow_abbrev=False
+    )
+    parser.add_argument("source", help="folder of a job, or a Hugging Face folder")
+    parser.add_argument("out", help="folder to write")
+    parser.add_argument(
+        "--weight_format",
+        default="int8",
+        metavar="FORMAT",
+        help="int8, int4 or nf4, with the number of inputs that share a scale after a colon"
+        " (default: int8)",
+    )
+    parser.add_argument("--step", type=int, help="checkpoint step (default: the newest)")
+    options = parser.parse_args(words)
+    print(quantize_folder(**vars(options)), flush=True)
+    return 0
+
+
+def quantize_folder(
+    source: str, out: str, *, weight_format: str = "int8", step: int | None = None
+) -> str:
+    """Write the model of a folder with weights in integers.
+
+    Args:
+      source: Folder of a job, or a Hugging Face folder.
+      out: Folder to write, which must not exist or be empty.
+      weight_format: Format of the weights; see `layerkit.weight_formats`.
+      step: Checkpoint step; None for the newest that is not damaged.
+
+    Returns:
+      A line about the sizes before and after.
+
+    Raises:
+      UserError: The source has no such model, the format does not fit it, or the folder exists.
+    """
+    from layerkit.layers import quantize_model
+    from layerkit.weight_formats import WeightFormat
+    from layerkit_runner.files.atomic_write import absolute
+    from layerkit_runner.interface.loading import load
+
+    WeightFormat.parse(weight_format)
+    directory = Path(absolute(out))
+    if directory.exists() and any(directory.iterdir()):
+        raise UsageError(field="out", value=out, expected="a new folder, or an empty one")
+    model = load(source, step=step)
+    _check_optimizer(model)
+    variables = model.variables
+    try:
+        _, stored = quantize_model(model.config, variables, weight_format=weight_format)
+    except ConfigError as error:
+        raise to_usage_error(error, owner=source) from error
+    _write(directory, _with_format(model, directory, weight_format), model.step, stored)
+    before, after = _num_bytes(variables), _num_bytes(stored)
+    return f"{out}: {size_text(after)} in {weight_format}, {size_text(before)} before"
+
+
+def _check_optimizer(model: LoadedModel) -> None:
+    """Raise an error for an optimizer whose state holds the weights to evaluate."""
+    from layerkit_runner.optim.optimizer_calls import is_schedule_free
+
+    state = model.job.abstract_state()
+    if is_schedule_free(state.opt_state):
+        raise UsageError(
+            "a schedule-free optimizer computes the weights of evaluation from its state",
+            field="source",
+            value=model.path,
+            expected="a job with another optimizer, or a Hugging Face folder",
+            hint="Export the job by --mode=export, and quantize that folder.",
+        )
+
+
+def _with_format(model: LoadedModel, directory: Path, weight_format: str) -> ResolvedExperiment:
+    """Return the experiment of the new folder, without averages of weights."""
+    from layerkit.interop.hugging_face import folder
+    from layerkit_runner.config.overrides import parse_override
+    from layerkit_runner.config.resolve import resolve
+    from layerkit_runner.interface.loading import FolderModel
+
+    resolved = model.job.resolved
+    experiment, fields = resolved.experiment, dict(resolved.experiment.overrides)
+    if isinstance(experiment, FolderModel):
+        place = directory / _HUGGING_FACE
+        place.mkdir(parents=True, exist_ok=True)
+        folder.write_json(place, folder.CONFIG, folder.read_json(experiment.FOLDER))
+        folder.copy_companions(experiment.FOLDER, place)
+        fields["FOLDER"] = str(place)
+    changes = {_FORMAT_PATH: weight_format}
+    # The weights of evaluation are stored; there is nothing left to average.
+    if resolved.task.train.learner.ema_decay is not None:
+        changes["task.train.learner.ema_decay"] = "None"
+        for name in ("eval_use_ema_states", "decode_use_ema_states"):
+            changes[f"task.train.{name}"] = "False"
+    kept = [each for each in resolved.deep_overrides if each.path not in changes]
+    given = [parse_override(path, text) for path, text in changes.items()]
+    return resolve(type(experiment)(**fields), [*kept, *given])
+
+
+def _write(
+    directory: Path, resolved: ResolvedExperiment, step: int, variables: Mapping[str, Any]
+) -> None:
+    import jax.numpy as jnp
+    from etils import epath
+
+    from layerkit.base_layer import NON_TRAINABLE, OVERWRITE_WITH_GRADIENT, PARAMS
+    from layerkit_runner.checkpointing import CheckpointManager
+    from layerkit_runner.run_options import RunOptions
+    from layerkit_runner.trainer.job_folder import write_config
+    from layerkit_runner.training.train_state import TrainState
+
+    state = TrainState(
+        step=jnp.asarray(step, jnp.int32),
+        params=variables[PARAMS],
+        non_trainable=variables.get(NON_TRAINABLE, {}),
+        opt_state=(),
+        overwrite_with_gradient=variables.get(OVERWRITE_WITH_GRADIENT, {}),
+    )
+    with CheckpointManager(epath.Path(directory) / "checkpoints") as checkpoints:
+        checkpoints.save(step, state, input_states={}, metadata={}, force=True)
+    options = RunOptions(job_log_dir=str(directory))
+    write_config(epath.Path(directory), resolved, options, report=print)
+
+
+def _num_bytes(variables: Any) -> int:
+    import jax
+
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(variables))

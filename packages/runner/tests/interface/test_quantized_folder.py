@@ -1,0 +1,117 @@
+"""`runner quantize`: the new folder holds integers, and its model is near the one before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.traverse_util import flatten_dict
+
+import layerkit_runner
+from layerkit.config import Config, Partial
+from layerkit.errors import ConfigError
+from layerkit.layers import dequantize_model, with_lora
+from layerkit.layers.adapters import LORA_WEIGHTS
+from layerkit_runner.errors import UsageError
+from layerkit_runner.init_from import InitFrom, Source
+from layerkit_runner.tools.quantize import quantize_folder, run_quantize
+
+IDS = np.arange(12, dtype=np.int32).reshape(2, 6)
+
+
+@pytest.fixture(scope="module")
+def quantized(run: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a folder with the model of `run` in int4."""
+    folder = str(tmp_path_factory.mktemp("quantized") / "int4")
+    assert run_quantize([str(run.job_log_dir), folder, "--weight_format=int4:8"]) == 0
+    return folder
+
+
+def restored_logits(model: Any, ids: Any) -> np.ndarray:
+    """Return the logits of the model with its weights restored to floats."""
+    config, variables = dequantize_model(model.config, model.variables)
+    network = config.Instantiate()
+    found = network.apply(variables, jnp.asarray(ids), method=lambda m, ids: m.lm.logits(ids))
+    return np.asarray(found)
+
+
+def test_folder_holds_integers_and_no_optimizer_state(model, quantized):
+    loaded = layerkit_runner.load(quantized)
+    stored = flatten_dict(loaded.weights, sep="/")
+    names = {name for name, leaf in stored.items() if leaf.dtype == jnp.uint8}
+    assert len(names) == 6  # query, key, value, output, up, down
+    assert {f"{name}_scale" for name in names} <= stored.keys()
+    original = flatten_dict(model.weights, sep="/")
+    for name in original.keys() - names:
+        np.testing.assert_array_equal(stored[name], original[name])
+    error = np.abs(loaded.logits(IDS) - model.logits(IDS)).max()
+    assert 0 < error < 0.2 * np.abs(model.logits(IDS)).max()
+    np.testing.assert_allclose(loaded.logits(IDS), restored_logits(loaded, IDS), atol=1e-4)
+
+
+def test_folder_evaluates_and_generates(model, quantized):
+    loaded = layerkit_runner.load(quantized)
+    assert loaded.step == model.step
+    (before,), (after,) = model.score("def f(x):"), loaded.score("def f(x):")
+    assert after.log_likelihood == pytest.approx(before.log_likelihood, rel=0.1)
+    (found,) = loaded.generate_ids([[1, 5, 9]], max_new_tokens=4, temperature=0)
+    ids = [1, 5, 9]
+    for token in found.tolist():
+        assert token == restored_logits(loaded, [ids])[0, -1].argmax()
+        ids.append(token)
+
+
+def test_averaged_weights_are_stored_as_the_weights(lines, tmp_path):
+    overrides = {
+        "task.train.learner.ema_decay": 0.5,
+        "task.train.eval_use_ema_states": True,
+        "task.train.decode_use_ema_states": True,
+    }
+    layerkit_runner.train(lines.LinesLm, job_log_dir=tmp_path / "run", overrides=overrides)
+    quantize_folder(str(tmp_path / "run"), str(tmp_path / "int8"))
+    before, after = (layerkit_runner.load(tmp_path / name) for name in ("run", "int8"))
+    expected = before.logits(IDS)
+    np.testing.assert_allclose(after.logits(IDS), expected, atol=0.05 * np.abs(expected).max())
+
+
+def test_adapters_train_on_the_weights_of_the_folder(lines, quantized, tmp_path):
+    class Adapted(lines.LinesLm):
+        LEARNING_RATE = 0.02
+        MAX_STEPS = 20
+
+        def model(self) -> Config:
+            return with_lora(super().model(), rank=2).set(weight_format="int4:8")
+
+        def task(self) -> Config:
+            task = super().task()
+            task.train.learner.set(optimizer=Partial(optax.adam), trainable=(LORA_WEIGHTS,))
+            task.initial_weights = InitFrom.HParams.config(
+                sources=[Source.HParams.config(folder=quantized)]
+            )
+            return task
+
+    ended = layerkit_runner.train(Adapted, job_log_dir=tmp_path / "run")
+    losses = ended.metrics["loss"]
+    assert losses[-1] < losses[0] - 0.1
+    before = flatten_dict(layerkit_runner.load(quantized).weights, sep="/")
+    after = flatten_dict(ended.model.weights, sep="/")
+    assert all("lora_" in name for name in after.keys() - before.keys())
+    for name, leaf in before.items():
+        np.testing.assert_array_equal(after[name], leaf)
+
+
+def test_wrong_format_or_folder_is_an_error_before_the_model_is_loaded(raises, tmp_path):
+    with raises(ConfigError, field="weight_format", value="int2"):
+        quantize_folder("missing", str(tmp_path / "new"), weight_format="int2")
+    (tmp_path / "file").write_text("")
+    with raises(UsageError, field="out", value=str(tmp_path)):
+        quantize_folder("missing", str(tmp_path))
+
+
+def test_group_that_does_not_divide_the_inputs_writes_nothing(raises, run, tmp_path):
+    with raises(UsageError, field="group size of weight_format", value=64):
+        quantize_folder(str(run.job_log_dir), str(tmp_path / "new"), weight_format="int4:64")
+    assert not (tmp_path / "new").exists()
