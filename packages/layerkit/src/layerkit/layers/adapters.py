@@ -141,7 +141,7 @@ class LoraDot(Dot):
     def grouped(
         self, rows: jax.Array, w: jax.Array, product: GroupedProduct, own: Mapping[str, jax.Array]
     ) -> jax.Array:
-        """Multiply sorted rows by the weights of their groups and add the adapters.
+        """Multiply sorted rows `[rows, in]` by the weights of their groups and add the adapters.
 
         Raises:
           ConfigError: Training with dropout.

@@ -53,7 +53,7 @@ class GroupedProduct(Protocol):
 
     @property
     def group_of_row(self) -> jax.Array:
-        """Group of each row."""
+        """Group of each row, int32 `[rows]`."""
 
     @property
     def num_groups(self) -> int:

@@ -74,7 +74,10 @@ class Fp8CurrentDot(Dot):
     def grouped(
         self, rows: jax.Array, w: jax.Array, product: GroupedProduct, own: Mapping[str, jax.Array]
     ) -> jax.Array:
-        """Multiply sorted rows by the weights of their groups; see `grouped_scaled_matmul`."""
+        """Multiply sorted rows `[rows, in]` by the weights `[group, in, out]` of their groups.
+
+        See `grouped_scaled_matmul`.
+        """
         del own
         return name_product(grouped_scaled_matmul(rows, w, product, FP8_CURRENT), is_batched=True)
 
@@ -97,7 +100,10 @@ class Int8Dot(Dot):
     def grouped(
         self, rows: jax.Array, w: jax.Array, product: GroupedProduct, own: Mapping[str, jax.Array]
     ) -> jax.Array:
-        """Multiply sorted rows by the weights of their groups; see `grouped_scaled_matmul`."""
+        """Multiply sorted rows `[rows, in]` by the weights `[group, in, out]` of their groups.
+
+        See `grouped_scaled_matmul`.
+        """
         del own
         return name_product(grouped_scaled_matmul(rows, w, product, INT8), is_batched=True)
 

@@ -91,7 +91,7 @@ class Fp8Dot(Dot):
     def grouped(
         self, rows: jax.Array, w: jax.Array, product: GroupedProduct, own: Mapping[str, jax.Array]
     ) -> jax.Array:
-        """Multiply sorted rows by the weights of their groups.
+        """Multiply sorted rows `[rows, in]` by the weights of their groups.
 
         Factors and gradients are rounded to 8 bits, and multiplied in their dtype before rounding:
         kernels of grouped products do not multiply 8-bit floats.
