@@ -97,6 +97,7 @@ EXAMPLES = [
         qkv_tpl=Change(
             CombinedProjection.HParams.config(dtype="bfloat16"), given={"combined_qkv": True}
         ),
+        cache_format="int8",
         **HEADS,
     ),
     of(

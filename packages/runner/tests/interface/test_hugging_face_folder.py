@@ -12,6 +12,7 @@ from flax.traverse_util import flatten_dict
 
 import layerkit_runner
 from layerkit.errors import UserError
+from layerkit.layers import quantize_model
 from layerkit_runner.tools.quantize import quantize_folder
 
 IDS = [[1, 5, 9, 2, 7], [1, 3, 3, 8, 6]]
@@ -74,6 +75,23 @@ def test_quantized_folder_is_near_its_source(tmp_path: Path):
     assert 0 < error < 0.15 * np.abs(expected).max()
     (up,) = [leaf for path, leaf in flatten_dict(after.weights).items() if path[-2:] == ("up", "w")]
     assert up.dtype == np.int8
+
+
+def test_model_rounds_the_weights_that_it_reads(tmp_path: Path):
+    pytest.importorskip("safetensors")
+    write_llama(tmp_path)
+    overrides = {"task.model.weight_format": "nf4:4"}
+    model = layerkit_runner.load(tmp_path, overrides=overrides)
+    config, variables = quantize_model(
+        layerkit_runner.load(tmp_path).config,
+        layerkit_runner.load(tmp_path).variables,
+        weight_format="nf4:4",
+    )
+    expected, found = (flatten_dict(each, sep="/") for each in (variables, model.variables))
+    assert config == model.config
+    assert found.keys() == expected.keys()
+    for name, leaf in expected.items():
+        np.testing.assert_array_equal(found[name], leaf)
 
 
 def write_llama(folder: Path) -> None:

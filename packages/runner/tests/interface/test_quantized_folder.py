@@ -77,7 +77,10 @@ def test_averaged_weights_are_stored_as_the_weights(lines, tmp_path):
     np.testing.assert_allclose(after.logits(IDS), expected, atol=0.05 * np.abs(expected).max())
 
 
-def test_adapters_train_on_the_weights_of_the_folder(lines, quantized, tmp_path):
+@pytest.mark.parametrize("source", ["integers", "floats"])
+def test_adapters_train_on_the_weights_of_a_folder(lines, run, quantized, tmp_path, source):
+    folder = quantized if source == "integers" else str(run.job_log_dir)
+
     class Adapted(lines.LinesLm):
         LEARNING_RATE = 0.02
         MAX_STEPS = 20
@@ -89,7 +92,7 @@ def test_adapters_train_on_the_weights_of_the_folder(lines, quantized, tmp_path)
             task = super().task()
             task.train.learner.set(optimizer=Partial(optax.adam), trainable=(LORA_WEIGHTS,))
             task.initial_weights = InitFrom.HParams.config(
-                sources=[Source.HParams.config(folder=quantized)]
+                sources=[Source.HParams.config(folder=folder)]
             )
             return task
 

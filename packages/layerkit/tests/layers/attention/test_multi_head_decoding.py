@@ -380,3 +380,37 @@ def test_time_step_per_row_raises(raises):
             method="extend_step",
             mutable=[CACHE],
         )
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_kv_heads": 2, "combined_qkv": True}])
+def test_cache_in_int8_holds_rounded_keys_and_values(fields):
+    exact = make(rotary_tpl=ROTARY, **fields)
+    layer = exact.clone(cache_format="int8")
+    weights, x = drawn_weights(exact), inputs()
+    caches = []
+    for each in (exact, layer):
+        cache = empty_cache(each, weights)
+        _, cache = extend(each, weights, cache, x[:, :4], 0)
+        _, cache = extend(each, weights, cache, x[:, 4:5], 4)
+        caches.append({name: np.asarray(leaf) for name, leaf in cache[CACHE].items()})
+    for name in ("key", "value"):
+        value = caches[0][name][:, :, :5]
+        scale = np.abs(value).max(axis=-1, keepdims=True) / np.float32(127)
+        found = caches[1][name]
+        assert (found.dtype, found.shape) == (np.int8, caches[0][name].shape)
+        np.testing.assert_allclose(caches[1][f"{name}_scale"][:, :, :5], scale, rtol=1e-5)
+        np.testing.assert_allclose(found[:, :, :5] * scale, value, atol=0.51 * scale.max())
+        assert not np.any(found[:, :, 5:])
+
+
+def test_steps_with_a_cache_in_int8_are_near_whole_rows():
+    layer = make(rotary_tpl=ROTARY, cache_format="int8")
+    weights, x = drawn_weights(layer), inputs()
+    expected = np.asarray(whole(layer, weights, x))
+    found = np.asarray(in_chunks(layer, weights, x, [3, 1, 1, 1]))
+    assert 0 < np.abs(found - expected).max() < 0.02 * np.abs(expected).max()
+
+
+def test_unknown_cache_format_is_an_error(raises):
+    with raises(ConfigError, field="cache_format", value="int4"):
+        MultiHeadAttention.HParams.config(cache_format="int4")

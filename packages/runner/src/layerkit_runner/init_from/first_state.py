@@ -23,6 +23,12 @@ from layerkit_runner.checkpointing.structure import LeafPath, join, named_leaves
 from layerkit_runner.errors import UsageError, to_usage_error
 from layerkit_runner.init_from.matching import OPT_STATE, PARAMS, Found, Matched, match
 from layerkit_runner.init_from.provenance import RANDOM_INIT, FirstState, Provenance, copy_of
+from layerkit_runner.init_from.rounding import (
+    floating_model,
+    floating_weights,
+    has_integers,
+    rounded,
+)
 from layerkit_runner.init_from.settings import InitFrom
 from layerkit_runner.init_from.sources import StoredHuggingFace, StoredValues, open_source
 from layerkit_runner.training.task import SingleTask
@@ -68,6 +74,8 @@ def plan_first_state(
         opened = [open_source(one, state, report, optimizer=optimizer) for one in source.sources]
     except UserError as error:
         raise to_usage_error(error, owner=source.label) from error
+    if not any(has_integers(one.stored.leaves) for one in opened):
+        state = floating_weights(task.model, state)
     matched = match(source, opened, state, model=task.model)
     return lambda: _from_match(partitioner, task, state, matched)
 
@@ -94,8 +102,9 @@ def _from_match(
             target: _compute(found, [read[key] for key in keys[target]])
             for target, found in matched.found.items()
         }
-        return _assemble(task, given, matched.step)
+        return _assemble(task, rounded(task.model, given, stored_leaves), matched.step)
 
+    stored_leaves = named_leaves(partitioner.abstract_stored_state(task))
     consumed = _consumed(matched.found, keys, named_leaves(partitioner.abstract_state(task)))
     make = partitioner.jit_making(task, init, donate_argnums=0)
     made = make(
@@ -145,6 +154,7 @@ def _consumed(
         if one.origin.is_whole
         and one.stored_dtype == one.target.dtype
         and one.target.shape == on_devices[target].shape
+        and one.target.dtype == on_devices[target].dtype
         and uses[keys[target][0]] == 1
     }
 
@@ -210,9 +220,10 @@ def _provenance(state: TrainState, matched: Matched) -> Provenance:
 
 def _from_loader(partitioner: Partitioner, task: SingleTask, loader: Any) -> FirstState:
     """Make the first state with a custom loader: `load(model, like)`."""
-    like = partitioner.abstract_stored_state(task).params
+    stored = partitioner.abstract_stored_state(task)
+    like = floating_weights(task.model, stored).params
     try:
-        given = loader.load(task.model, like)
+        given = loader.load(floating_model(task.model), like)
     except (OSError, ValueError, ImportError) as error:
         raise to_usage_error(error, owner="task.initial_weights") from error
     _check_given(given, like)
@@ -220,7 +231,8 @@ def _from_loader(partitioner: Partitioner, task: SingleTask, loader: Any) -> Fir
     on_devices = flatten_dict(partitioner.abstract_state(task).params)
 
     def init(consumed: Any, kept: Any) -> TrainState:
-        return task.init_state(task.first_key(), given=unflatten_dict({**consumed, **kept}))
+        weights = rounded(task.model, {**consumed, **kept}, flatten_dict(stored.params))
+        return task.init_state(task.first_key(), given=unflatten_dict(weights))
 
     make = partitioner.jit_making(task, init, donate_argnums=0)
     loaded = flatten_dict(given, sep="/").keys()
@@ -236,8 +248,9 @@ def _from_loader(partitioner: Partitioner, task: SingleTask, loader: Any) -> Fir
     consumed: dict[Any, Any] = {}
     kept: dict[Any, Any] = {}
     for path, leaf in flatten_dict(given).items():
-        is_padded = leaf.shape != on_devices[path].shape
-        (kept if is_padded else consumed)[path] = leaf
+        target = on_devices[path]
+        is_whole = (leaf.shape, leaf.dtype) == (target.shape, target.dtype)
+        (consumed if is_whole else kept)[path] = leaf
     return FirstState(make(consumed, kept), provenance=Provenance(weights))
 
 

@@ -11,7 +11,7 @@ and mask.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,13 @@ from layerkit.config import Config, sub_config_field
 from layerkit.field_checks import Conditions
 from layerkit.layers.attention.base_attention import BaseAttention
 from layerkit.layers.attention.biases import add_relative_bias
-from layerkit.layers.attention.cache import check_time_step, extend_cache, write_cache
+from layerkit.layers.attention.cache import (
+    check_time_step,
+    extend_cache,
+    extend_rounded_cache,
+    write_cache,
+    write_rounded_cache,
+)
 from layerkit.layers.attention.combined import CombinedProjection
 from layerkit.layers.masks import AttentionMask
 from layerkit.layers.products import merge_tokens
@@ -47,6 +53,8 @@ class MultiHeadAttention(BaseAttention):
       combined_qkv: Computes queries, keys and values by one product and one weight, child `qkv`,
         instead of the children `query`, `key` and `value`. It is split over devices by key heads.
       qkv_tpl: The combined projection.
+      cache_format: `int8` to store the keys and values of cached steps in integers; None for the
+        compute dtype.
 
     Raises:
       ConfigError: A size is not divisible, a number is out of range, or a name is unknown.
@@ -66,6 +74,7 @@ class MultiHeadAttention(BaseAttention):
     relative_bias_tpl: Config[BaseLayer] | None = sub_config_field(None)
     combined_qkv: bool = False
     qkv_tpl: Config[BaseLayer] = sub_config_field(CombinedProjection.HParams)
+    cache_format: Literal["int8"] | None = None
 
     def setup(self) -> None:
         """Check the fields and create weights and children."""
@@ -121,7 +130,8 @@ class MultiHeadAttention(BaseAttention):
     def init_cache(self, batch_size: int, max_length: int) -> None:
         """Create an empty cache: `key` and `value` `[batch, kv_heads, max_length, head_dim]`.
 
-        They are in the collection `CACHE`, in the compute dtype.
+        They are in the collection `CACHE`, in the compute dtype, or with scales `key_scale` and
+        `value_scale` under a `cache_format`.
 
         Raises:
           ConfigError: A size is below one, or the collection is not mutable.
@@ -130,7 +140,10 @@ class MultiHeadAttention(BaseAttention):
         kv_heads, head_dim = self._head_sizes()
         shape = (batch_size, kv_heads, max_length, head_dim)
         for name, axes in self._cache_axes().items():
-            write_cache(self, name, jnp.zeros(shape, self.compute_dtype), axes)
+            if self.cache_format is None:
+                write_cache(self, name, jnp.zeros(shape, self.compute_dtype), axes)
+            else:
+                write_rounded_cache(self, name, shape, axes)
 
     def extend_step(
         self,
@@ -165,9 +178,10 @@ class MultiHeadAttention(BaseAttention):
         """
         check_time_step(self, time_step)
         query, *new = self._project(x, positions)
+        extend = extend_cache if self.cache_format is None else extend_rounded_cache
         keys, values = (
             jnp.swapaxes(
-                extend_cache(
+                extend(
                     self, name, jnp.swapaxes(heads, 1, 2), axes, time_step=time_step, slot_axis=2
                 ),
                 1,

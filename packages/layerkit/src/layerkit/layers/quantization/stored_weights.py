@@ -54,15 +54,12 @@ def quantize_model(
     found: dict[Path, Any] = {}
     given, wanted = flatten_dict(variables), _abstract_weights(stored)
     for path, leaf in given.items():
-        scale = wanted.get(_scale_of(path))
-        if scale is None or _scale_of(path) in given:
+        scale = wanted.get(scale_path(path))
+        if scale is None or scale_path(path) in given:
             found[path] = leaf
-            continue
-        sizes = zip(wanted[path].shape, leaf.shape, strict=True)
-        halves = [axis for axis, (packed, size) in enumerate(sizes) if packed != size]
-        found[path], found[_scale_of(path)] = _quantize(
-            leaf, kind=kind, scale_shape=scale.shape, packed_axis=next(iter(halves), None)
-        )
+        else:
+            stored_parts = round_like(leaf, wanted[path], scale, kind=kind)
+            found[path], found[scale_path(path)] = stored_parts
     if found.keys() == given.keys():
         raise ConfigError(
             field="weight_format",
@@ -95,9 +92,9 @@ def dequantize_model(config: Config, variables: Any) -> tuple[Config, Any]:
         if "weight_format" in field_names(each):
             each.weight_format = None
     found, wanted = flatten_dict(variables), _abstract_weights(plain)
-    for path in [path for path in found if _scale_of(path) in found]:
-        if _scale_of(path) not in wanted:
-            scale = found.pop(_scale_of(path))
+    for path in [path for path in found if scale_path(path) in found]:
+        if scale_path(path) not in wanted:
+            scale = found.pop(scale_path(path))
             found[path] = _restore(found[path], scale, *kinds, like=wanted[path])
     return plain, unflatten_dict(found)
 
@@ -116,8 +113,25 @@ def _abstract_weights(config: Config) -> dict[Path, Any]:
     return dict(flatten_dict({PARAMS: variables[PARAMS]}))
 
 
-def _scale_of(path: Path) -> Path:
+def scale_path(path: Path) -> Path:
+    """Return the path of the scales of a weight."""
     return (*path[:-1], path[-1] + SCALE_SUFFIX)
+
+
+def round_like(
+    w: jax.Array, values: jax.ShapeDtypeStruct, scale: jax.ShapeDtypeStruct, *, kind: str
+) -> tuple[jax.Array, jax.Array]:
+    """Return the integers and the scales of a weight.
+
+    Args:
+      w: Weight `[...]`, or a stack of weights.
+      values: Shape of the integers.
+      scale: Shape of the scales.
+      kind: `int8`, `int4` or `nf4`.
+    """
+    sizes = zip(values.shape, w.shape, strict=True)
+    halves = [axis for axis, (packed, size) in enumerate(sizes) if packed != size]
+    return _quantize(w, kind=kind, scale_shape=scale.shape, packed_axis=next(iter(halves), None))
 
 
 @partial(jax.jit, static_argnames=("kind", "scale_shape", "packed_axis"))
