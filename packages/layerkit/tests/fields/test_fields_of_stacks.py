@@ -200,6 +200,7 @@ EXAMPLES = [
         {**LAYER, "num_layers": 4},
         stack,
         stacked_shape=(2, 2),
+        unroll=2,
         **STACK_CHANGES,
     ),
     of(
@@ -217,6 +218,7 @@ EXAMPLES = [
         {"sub_tpl": Config(L.LayerNorm, dims=DIMS), "num_repeats": 2},
         lambda layer: layer(NUMBERS[..., :DIMS]),
         remat="full",
+        unroll=2,
     ),
     of(
         L.Pipeline,
