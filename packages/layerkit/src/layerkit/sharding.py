@@ -249,3 +249,20 @@ class BoundSharding:
         if self.mesh is None:
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+
+def is_single_cpu(sharding: BoundSharding | None) -> bool:
+    """Return whether a model runs on one CPU device, whose compiler has slow cases of its own.
+
+    Several CPU devices simulate accelerators, whose program should be theirs.
+
+    Args:
+      sharding: Sharding of the model; None or without a mesh for JAX's devices.
+    """
+    if sharding is None or sharding.mesh is None:
+        devices = jax.devices()
+    elif isinstance(sharding.mesh, AbstractMesh):
+        return False
+    else:
+        devices = list(sharding.mesh.devices.flat)
+    return len(devices) == 1 and devices[0].platform == "cpu"

@@ -50,6 +50,7 @@ def on_mesh(*shape: int, names: tuple[str, ...]) -> Calling:
 
 LAYERS = {
     "no mesh": Calling(),
+    "one device": on_mesh(1, names=("data",)),
     "batch split": on_mesh(4, names=("data",)),
     "context of one device": on_mesh(2, 1, names=("data", "context")),
     "length split": on_mesh(2, 2, names=("data", "context")),
@@ -91,6 +92,26 @@ def test_values_and_gradients_equal_the_plain_product(name):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected
     )
+
+
+def test_transposed_inputs_of_weight_gradients_are_copied_on_a_single_cpu():
+    """XLA's fast kernels contract the last axis of the left factor."""
+    program = jax.jit(jax.grad(lambda w: jnp.sum(apply(LAYERS["one device"], matmul, X, w) ** 2)))
+    assert "lhs_contracting_dims={0}" not in program.lower(W).compile().as_text()
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.vmap, jax.checkpoint])
+def test_product_on_a_single_cpu_has_derivatives_of_both_modes(wrap):
+    def function(matmul):
+        product = wrap(lambda x, w: jnp.sin(matmul(x, w)))
+        w = jnp.stack([W] * BATCH) if wrap is jax.vmap else W
+        return lambda t: product(t * X, jnp.cos(t) * w)
+
+    found = function(lambda x, w: apply(LAYERS["one device"], matmul, x, w))
+    expected = function(jnp.matmul)
+    for differentiate in (jax.jacfwd, jax.jacrev):
+        a, b = (differentiate(jax.jacrev(one))(0.3) for one in (found, expected))
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_merged_tokens_have_the_batch_axis_and_others_batch_and_length():

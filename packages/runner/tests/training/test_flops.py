@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from layerkit.layers.attention.dot_product import dot_product_attention
 from layerkit.layers.masks import AttentionMask
 from layerkit.layers.moe.grouped_matmul import GroupedMatmul, RowGroups
+from layerkit.sharding import BoundSharding
 from layerkit_runner.training.step_cost import forward_flops, program_flops, training_flops
 
 
@@ -258,6 +259,19 @@ class TestCausalScope:
             return square(self.scoped(square)(x))
 
         assert forward_flops(fn, SQUARE) == SQUARE_FLOPS * 1.5
+
+
+def test_causal_attention_by_blocks_of_queries_counts_half():
+    batch, length, heads, head = 2, 256, 4, 8
+    mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
+    mask = AttentionMask.causal_mask(batch, length)
+
+    def attend(x, sharding):
+        return dot_product_attention(x, x, x, mask=mask, scale=1.0, sharding=sharding)
+
+    for sharding in (None, BoundSharding(mesh)):
+        flops = forward_flops(lambda x, s=sharding: attend(x, s), shape(batch, length, heads, head))
+        assert flops == pytest.approx(2 * 2 * batch * heads * length**2 * head / 2)
 
 
 def test_a_transformer_costs_six_flops_per_weight_and_token_plus_attention():

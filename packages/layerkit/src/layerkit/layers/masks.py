@@ -185,6 +185,22 @@ class AttentionMask:
         narrower = window if self.window is None else min(window, self.window)
         return dataclasses.replace(self, window=narrower)
 
+    def part(self, queries: slice, keys: slice) -> AttentionMask:
+        """Return the mask of some of the queries and keys of each row.
+
+        Positions keep counting from the start of the row. Query i and key i of the result may be
+        different tokens, so it is not `in_row_order`.
+        """
+        return dataclasses.replace(
+            self,
+            query_positions=self.query_positions[:, queries],
+            key_positions=self.key_positions[:, keys],
+            query_segments=_part(self.query_segments, queries),
+            key_segments=_part(self.key_segments, keys),
+            key_in_prefix=_part(self.key_in_prefix, keys),
+            in_row_order=False,
+        )
+
     def distinct_positions(self) -> tuple[jax.Array, jax.Array]:
         """Return the positions of queries and keys, `[1, …]` if all rows have the same ones.
 
@@ -236,6 +252,10 @@ def segments_from_paddings(paddings: jax.Array) -> jax.Array:
 def row_positions(batch: int, length: int) -> jax.Array:
     """Return positions counted from the start of each row, int32 `[batch, length]`."""
     return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+
+
+def _part(row: jax.Array | None, part: slice) -> jax.Array | None:
+    return None if row is None else row[:, part]
 
 
 def _check_shape(expected: tuple[int, int], **arrays: jax.Array | None) -> None:

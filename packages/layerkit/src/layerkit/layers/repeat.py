@@ -13,14 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from layerkit.base_layer import COLLECTIONS, PARAMS, RANDOM, BaseLayer
 from layerkit.checks import check_sizes, require
 from layerkit.config import Config, is_config, sub_config_field
 from layerkit.errors import ConfigError
 from layerkit.layers.remat import check_remat_policy, remat
-from layerkit.sharding import BoundSharding
+from layerkit.sharding import BoundSharding, is_single_cpu
 
 # Compile time grows with the copies: by a half for 12 small layers on two cores.
 _MOST_UNROLLED = 12
@@ -156,19 +156,11 @@ class Repeat(BaseLayer):
 def is_unrolled_by_default(sharding: BoundSharding | None, copies: int) -> bool:
     """Return whether repeated layers are unrolled: few copies on a single CPU.
 
-    Several CPU devices simulate accelerators, whose program should be theirs.
-
     Args:
       sharding: Sharding that the layer is bound to; None or without a mesh for JAX's devices.
       copies: Number of copies.
     """
-    if sharding is None or sharding.mesh is None:
-        devices = jax.devices()
-    elif isinstance(sharding.mesh, AbstractMesh):
-        return False
-    else:
-        devices = list(sharding.mesh.devices.flat)
-    return len(devices) == 1 and devices[0].platform == "cpu" and copies <= _MOST_UNROLLED
+    return copies <= _MOST_UNROLLED and is_single_cpu(sharding)
 
 
 def lift_options(axis: str) -> dict[str, Any]:

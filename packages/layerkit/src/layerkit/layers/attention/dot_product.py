@@ -25,6 +25,7 @@ from layerkit.layers.attention.backends import (
     select_backend,
 )
 from layerkit.layers.attention.blockwise import BlockwiseAttention
+from layerkit.layers.attention.causal_blocks import attend_by_causal_blocks, uses_causal_blocks
 from layerkit.layers.attention.context_parallel import (
     CONTEXT_PARALLEL_NAMES,
     gather_keys,
@@ -152,13 +153,16 @@ def dot_product_attention(
     arrays = {"sinks": sinks, "logit_cap": logit_cap, "bias": bias}
     options: dict[str, Any] = {name: array for name, array in arrays.items() if array is not None}
     options |= {"mask": mask, "scale": scale}
-    # The count of model FLOPs halves the products in the causal scope.
-    is_causal = mask is not None and mask.causal
-    with jax.named_scope("causal_attention" if is_causal else "attention"):
+    in_blocks = chosen.name == "xla" and uses_causal_blocks(call, sharding)
+    # The count of model FLOPs halves the products in the causal scope; blocks have their own.
+    with jax.named_scope("causal_attention" if call.is_causal and not in_blocks else "attention"):
         if sharding is not None and call.num_length_shards > 1:
             query, key, value = gather_keys(query, key, value, sharding)
         if chosen.name == "xla":
-            return xla_attention(
+            array_code: Callable[..., jax.Array] = (
+                attend_by_causal_blocks if in_blocks else xla_attention
+            )
+            return array_code(
                 query,
                 key,
                 value,
