@@ -3,7 +3,7 @@
     config, variables = quantize_model(config, variables, weight_format="int4:64")
 
 The layers compute the same as with the rounded weights in floats: they multiply integers by scales
-where they read a weight, which XLA computes inside of the product. See `layerkit.weight_formats`.
+where they read a weight. See `layerkit.weight_formats`.
 """
 
 from __future__ import annotations
