@@ -47,7 +47,10 @@ def attend_by_causal_blocks(
     bias: jax.Array | None = None,
     **options: Any,
 ) -> jax.Array:
-    """Compute causal attention of whole rows; see `xla_attention` for arguments and result."""
+    """Compute causal attention of whole rows, queries and keys `[batch, length, heads, head_dim]`.
+
+    See `xla_attention` for all arguments and the result.
+    """
     size = query.shape[1] // _NUM_BLOCKS
 
     def attend(end: int) -> jax.Array:
