@@ -208,7 +208,7 @@ class RunOptions:
     )
     eval_during_decode: bool = _switch("also evaluate", ("decode", "decode_once"))
     follow_timeout_secs: int | None = _option(
-        "exit if no new checkpoint appears for so long; off: never",
+        "exit after so long without a checkpoint; off: never",
         "SECONDS",
         FOLLOWING_MODES,
         read=_positive_or_off,

@@ -43,7 +43,8 @@ class Repeat(BaseLayer):
         pipeline.
       remat: Name of the rematerialization policy of each copy; see `layerkit.layers.remat`.
       unroll: Number of copies in one iteration of the (innermost) loop. None for all of up to 12
-        copies on a single CPU, where a loop copies what it saves for the backward pass, and else 1.
+        copies without rematerialization on a single CPU, where a loop copies what it saves for the
+        backward pass, and else 1.
     """
 
     sub_tpl: Config[BaseLayer] = sub_config_field(None)
@@ -142,7 +143,11 @@ class Repeat(BaseLayer):
         if self.unroll is not None:
             return self.unroll
         copies = self.stacked_shape[-1]
-        return copies if is_unrolled_by_default(self.inherited("sharding"), copies) else 1
+        # Outside of loops, XLA's CPU backend merges the recomputation with the first computation.
+        is_unrolled = self.remat == "none" and is_unrolled_by_default(
+            self.inherited("sharding"), copies
+        )
+        return copies if is_unrolled else 1
 
     @nn.nowrap
     def _scan(self, body: Any, *, unroll: int = 1) -> Any:

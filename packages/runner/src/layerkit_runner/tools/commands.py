@@ -160,6 +160,6 @@ LAUNCH = Command(
     _launch,
 )
 QUANTIZE = Command(
-    "write a model with weights in int8 or int4, from a job folder or a Hugging Face folder",
+    "store the weights of a trained model in 8 or 4 bits",
     _quantize,
 )
