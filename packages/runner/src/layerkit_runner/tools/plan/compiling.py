@@ -198,8 +198,8 @@ def compiler_notes(
             "compiled for CPU, where XLA computes bfloat16 in float32; temporaries and traffic of"
             " bfloat16 values are up to twice those of an accelerator"
         )
-    # jax.checkpoint puts this barrier around a recomputation outside of loops. Barriers of one array
-    # are those of products on CPUs.
+    # jax.checkpoint puts this barrier around a recomputation outside of loops. Barriers of one
+    # array are those of products on CPUs.
     if re.search(r"optimization_barrier %\S+,", lowered.as_text()):
         yield (
             "compiled for CPU, where XLA undoes rematerialization outside of repeated layers;"
