@@ -4,9 +4,10 @@ XLA reads its flags from the environment when the first device is used. So `set_
 before that, and `check_devices`, which compares the flags with the devices, runs afterwards.
 Flags in the user's own environment come last and win.
 
-Sources: JAX documentation, "GPU performance tips"; OpenXLA, "GPU optimization levels" (level O1);
-MaxText's collected flags for TPUs and its scripts for H100; PyTorch/XLA's defaults for weights that
-are fully sharded (its pull request 6528), which Google's recipes for v5p use as well.
+Sources: JAX documentation, "GPU performance tips"; NVIDIA JAX-Toolbox, "GPU performance"; OpenXLA,
+"XLA flags guidance" and "GPU optimization levels" (level O1); MaxText's collected flags for TPUs and
+its scripts for H100; PyTorch/XLA's defaults for weights that are fully sharded (its pull request
+6528), which Google's recipes for v5p use as well. docs/profiling.md gives the reason for each flag.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ PRESETS: Mapping[str, FlagSet] = {
     # are combined up to these sizes in bytes.
     "gpu_latency_hiding": FlagSet(_GPU, r"NVIDIA .*", _LATENCY_HIDING),
     # Collectives also overlap across iterations of the loop over layers, which keeps the weights
-    # and gradients of a further layer. Plan with this preset: a plan without it may not fit.
+    # and gradients of a further layer. Plan with this preset: a plan without it may not fit. XLA
+    # pipelines reduce-scatters by default.
     "gpu_pipelined_collectives": FlagSet(
         _GPU,
         r"NVIDIA .*",
@@ -82,7 +84,6 @@ PRESETS: Mapping[str, FlagSet] = {
             *_LATENCY_HIDING,
             "--xla_gpu_enable_pipelined_all_gather=true",
             "--xla_gpu_enable_pipelined_all_reduce=true",
-            "--xla_gpu_enable_pipelined_reduce_scatter=true",
             "--xla_gpu_enable_while_loop_double_buffering=true",
         ),
     ),
@@ -94,7 +95,6 @@ PRESETS: Mapping[str, FlagSet] = {
         (
             "--xla_gpu_enable_latency_hiding_scheduler=true",
             "--xla_gpu_enable_triton_gemm=false",
-            "--xla_gpu_enable_highest_priority_async_stream=true",
             "--xla_gpu_all_reduce_combine_threshold_bytes=51200",
             "--xla_gpu_enable_command_buffer=",
         ),
