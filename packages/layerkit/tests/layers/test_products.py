@@ -100,6 +100,16 @@ def test_transposed_inputs_of_weight_gradients_are_copied_on_a_single_cpu():
     assert "lhs_contracting_dims={0}" not in program.lower(W).compile().as_text()
 
 
+def test_product_on_a_single_cpu_is_saved_by_rematerialization_policies():
+    def loss(w):
+        return jnp.sum(jnp.sin(apply(LAYERS["one device"], matmul, X, w)))
+
+    saved = jax.checkpoint(loss, policy=jax.checkpoint_policies.dots_saveable)
+    for function, products in ((saved, 2), (jax.checkpoint(loss), 3)):
+        program = str(jax.make_jaxpr(jax.grad(function))(W))
+        assert program.count("dot_general[") == products
+
+
 @pytest.mark.parametrize("wrap", [jax.jit, jax.vmap, jax.checkpoint])
 def test_product_on_a_single_cpu_has_derivatives_of_both_modes(wrap):
     def function(matmul):

@@ -5,9 +5,9 @@ before that, and `check_devices`, which compares the flags with the devices, run
 Flags in the user's own environment come last and win.
 
 Sources: JAX documentation, "GPU performance tips"; NVIDIA JAX-Toolbox, "GPU performance"; OpenXLA,
-"XLA flags guidance" and "GPU optimization levels" (level O1); MaxText's collected flags for TPUs and
-its scripts for H100; PyTorch/XLA's defaults for weights that are fully sharded (its pull request
-6528), which Google's recipes for v5p use as well. docs/profiling.md gives the reason for each flag.
+"XLA flags guidance" and "GPU optimization levels" (level O1); MaxText's collected flags for TPUs
+and its scripts for H100; PyTorch/XLA's defaults for weights that are fully sharded (its pull
+request 6528), which Google's recipes for v5p use as well. docs/profiling.md has the reasons.
 """
 
 from __future__ import annotations
