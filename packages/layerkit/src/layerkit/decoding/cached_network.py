@@ -61,7 +61,7 @@ def decode_with_cache(
 
     return extend_prompts(
         decoder,
-        cached_step(network),
+        _extend_fn(bare, variables),
         make_cache((inputs, prefix_lengths)),
         prompts=prompts,
         prompt_lengths=prompt_lengths,
@@ -81,9 +81,13 @@ def cached_step(network: BaseLayer) -> ExtendFn:
       network: Bound network with a method `extend_step(ids, time_step=…)`. The cache of the
         function is a pair of its collection `cache` and the prefix lengths of the rows.
     """
-    # Functions of variables can be called in a loop, unlike bound modules.
-    bare, variables = unroll_layers(network)
+    return _extend_fn(*unroll_layers(network))
 
+
+def _extend_fn(bare: BaseLayer, variables: Any) -> ExtendFn:
+    """Return the function of `cached_step` for a network without its variables, and these."""
+
+    # Functions of variables can be called in a loop, unlike bound modules.
     def extend(rows: Any, ids: jax.Array, time_step: jax.Array) -> tuple[Any, jax.Array]:
         cache, prefix_lengths = rows
         logits, state = bare.apply(

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 
 from layerkit.base_layer import BaseLayer
-from layerkit.config import assigned_fields, field_names, is_config, target_of
+from layerkit.config import field_names, is_config, target_of
 from layerkit.layers.repeat import is_unrolled_by_default
-from layerkit.layers.stacks import StackedTransformer, StackedTransformerRepeated
+from layerkit.layers.stacks import StackedTransformerRepeated, unrolled_stack
 
 
 def unroll_layers(network: BaseLayer) -> tuple[BaseLayer, Any]:
@@ -37,9 +37,7 @@ def unroll_layers(network: BaseLayer) -> tuple[BaseLayer, Any]:
         stack = getattr(network, child)
         if not is_unrolled_by_default(network.inherited("sharding"), stack.num_layers):
             continue
-        kept = set(field_names(StackedTransformer))
-        fields = {k: v for k, v in assigned_fields(template).items() if k in kept}
-        bare = bare.clone(**{field: StackedTransformer.HParams.config(**fields)})
+        bare = bare.clone(**{field: unrolled_stack(template)})
         places = [stack.locate_layer(layer) for layer in range(stack.num_layers)]
         variables = {
             collection: _split(tree, child, places) for collection, tree in variables.items()

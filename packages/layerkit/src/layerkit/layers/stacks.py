@@ -20,7 +20,14 @@ from flax import linen as nn
 
 from layerkit.base_layer import CACHE, BaseLayer
 from layerkit.checks import check_rates, check_same_shape, check_sizes, require
-from layerkit.config import Config, is_config, sub_config_field, target_of
+from layerkit.config import (
+    Config,
+    assigned_fields,
+    field_names,
+    is_config,
+    sub_config_field,
+    target_of,
+)
 from layerkit.derived_fields import derive_fields
 from layerkit.errors import ConfigError
 from layerkit.field_checks import Conditions
@@ -270,6 +277,17 @@ class StackedTransformer(BaseLayer):
             raise IndexError(
                 f"{self.path_name}: layer={layer}. Expected 0 to {self.num_layers - 1}."
             )
+
+
+def unrolled_stack(stack: Config) -> Config:
+    """Return the config of a `StackedTransformer` with the layers of a repeated stack.
+
+    Args:
+      stack: Config of a subclass, whose fields for the repetition are left out.
+    """
+    kept = set(field_names(StackedTransformer))
+    fields = {name: value for name, value in assigned_fields(stack).items() if name in kept}
+    return StackedTransformer.HParams.config(**fields)
 
 
 class StackedTransformerRepeated(StackedTransformer):

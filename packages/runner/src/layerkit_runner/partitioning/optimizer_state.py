@@ -8,11 +8,11 @@ gathers the new weights.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
+
+from layerkit_runner.partitioning.padding import mesh_axes, split_largest
 
 
 def split_over(
@@ -29,18 +29,9 @@ def split_over(
     Returns:
       The new layout; `spec` if no dimension is divisible, as for norms of few values.
     """
-    entries = [_names(entry) for entry in (*spec, *[None] * (len(shape) - len(spec)))]
-    used = {name for names in entries for name in names}
+    split = mesh_axes(spec, shape)
+    used = {name for names in split for name in names}
     added = tuple(axis for axis in axes if axis not in used and mesh.shape[axis] > 1)
-    for dim in sorted(range(len(shape)), key=lambda dim: -shape[dim]):
-        names = (*entries[dim], *added)
-        if added and shape[dim] % math.prod(mesh.shape[name] for name in names) == 0:
-            entries[dim] = names
-            return PartitionSpec(*(names or None for names in entries))
+    if added and split_largest(split, added, shape=shape, mesh=mesh):
+        return PartitionSpec(*(names or None for names in split))
     return spec
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)

@@ -115,7 +115,8 @@ class UnevenArray:
     @property
     def parts(self) -> tuple[int, ...]:
         """Number of parts that each dimension is split into."""
-        return tuple(_num_parts(axes, self.sharding) for axes in _axes(self.sharding, self.shape))
+        axes = mesh_axes(self.sharding.spec, self.shape)
+        return tuple(_num_parts(names, self.sharding.mesh) for names in axes)
 
     @property
     def on_devices(self) -> jax.ShapeDtypeStruct:
@@ -141,15 +142,12 @@ class UnevenArray:
 
     def _even_spec(self) -> PartitionSpec:
         """Return a spec with the axes of uneven dimensions moved to a dimension they divide."""
-        axes = _axes(self.sharding, self.shape)
+        axes = mesh_axes(self.sharding.spec, self.shape)
         uneven = [d for d, parts in enumerate(self.parts) if self.shape[d] % parts]
         moved = tuple(axis for dim in uneven for axis in axes[dim])
         for dim in uneven:
             axes[dim] = ()
-        for dim in sorted(range(len(axes)), key=lambda dim: -self.shape[dim]):
-            if self.shape[dim] % _num_parts(axes[dim] + moved, self.sharding) == 0:
-                axes[dim] += moved
-                break
+        split_largest(axes, moved, shape=self.shape, mesh=self.sharding.mesh)
         return PartitionSpec(*(entry or None for entry in axes))
 
 
@@ -213,7 +211,7 @@ def padding_text(uneven: Uneven) -> str:
     changes: dict[str, list[str]] = {}
     for path, array in uneven.items():
         sizes = zip(array.axes, array.shape, array.padded_shape, strict=True)
-        over = _axes(array.sharding, array.shape)
+        over = mesh_axes(array.sharding.spec, array.shape)
         for (name, size, to), axes in zip(sizes, over, strict=True):
             if size != to:
                 change = f"{name} {size} → {to} over {' × '.join(axes)}"
@@ -236,11 +234,32 @@ def _names(paths: list[str]) -> str:
     )
 
 
-def _axes(sharding: NamedSharding, shape: tuple[int, ...]) -> list[tuple[str, ...]]:
+def mesh_axes(spec: PartitionSpec, shape: tuple[int, ...]) -> list[tuple[str, ...]]:
     """Return the mesh axes that split each dimension."""
-    entries = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
     return [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]
 
 
-def _num_parts(axes: tuple[str, ...], sharding: NamedSharding) -> int:
-    return math.prod(sharding.mesh.shape[axis] for axis in axes)
+def split_largest(
+    axes: list[tuple[str, ...]], added: tuple[str, ...], *, shape: tuple[int, ...], mesh: Any
+) -> bool:
+    """Add mesh axes to the largest dimension that they divide.
+
+    Args:
+      axes: Mesh axes of each dimension, which are changed.
+      added: Mesh axes to add.
+      shape: Shape of the array.
+      mesh: Devices and their named axes.
+
+    Returns:
+      False if they divide no dimension.
+    """
+    for dim in sorted(range(len(shape)), key=lambda dim: -shape[dim]):
+        if shape[dim] % _num_parts(axes[dim] + added, mesh) == 0:
+            axes[dim] += added
+            return True
+    return False
+
+
+def _num_parts(axes: tuple[str, ...], mesh: Any) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)

@@ -28,9 +28,12 @@ class QuantizedProducts:
 
     def quantized(self, model: Config) -> Config:
         """Return the config of a LanguageModel with the products of QUANTIZATION."""
-        if self.QUANTIZATION is None:
-            return model
-        return with_dots(model, _DOTS[self.QUANTIZATION], only=_LAYERS)
+        name = self.quantization()
+        return model if name is None else with_dots(model, _DOTS[name], only=_LAYERS)
+
+    def quantization(self) -> str | None:
+        """Return the name of the products; None for FPROP_DTYPE."""
+        return self.QUANTIZATION
 
 
 class Fp8Field(QuantizedProducts):
@@ -39,18 +42,18 @@ class Fp8Field(QuantizedProducts):
     USE_FP8: bool = False
     """Pax's name of `QUANTIZATION="fp8_delayed"`."""
 
-    def quantized(self, model: Config) -> Config:
-        """Return the config of a LanguageModel with the products of QUANTIZATION or USE_FP8.
+    def quantization(self) -> str | None:
+        """Return the name of the products by QUANTIZATION or USE_FP8; None for FPROP_DTYPE.
 
         Raises:
           ConfigError: Both fields are set and differ.
         """
         if not self.USE_FP8:
-            return super().quantized(model)
+            return self.QUANTIZATION
         if self.QUANTIZATION not in (None, "fp8_delayed"):
             raise ConfigError(
                 field="QUANTIZATION",
                 value=self.QUANTIZATION,
                 expected="None or 'fp8_delayed' with USE_FP8=True",
             )
-        return with_dots(model, _DOTS["fp8_delayed"], only=_LAYERS)
+        return "fp8_delayed"

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from layerkit.base_layer import PARAMS, BaseLayer
-from layerkit.config import Config, Configurable, assigned_fields, build, field_names
+from layerkit.config import Config, Configurable, build, field_names
 from layerkit.errors import ConfigError
 from layerkit.interop.hugging_face.families import family_of
 from layerkit.interop.hugging_face.family import Family
@@ -42,7 +42,7 @@ from layerkit.interop.hugging_face.tensors import (
 )
 from layerkit.layers.adapters import LORA_WEIGHTS
 from layerkit.layers.residual_adapters import RESIDUAL_ADAPTER_WEIGHTS
-from layerkit.layers.stacks import StackedTransformer
+from layerkit.layers.stacks import unrolled_stack
 from layerkit.near_names import near_names
 from layerkit.weights import canonical_dtype
 
@@ -317,9 +317,7 @@ def _unroll(network: Config) -> None:
     for field in field_names(network):
         stack = getattr(network, field)
         if field.endswith("stack_tpl") and stack is not None:
-            kept = set(field_names(StackedTransformer))
-            fields = {k: v for k, v in assigned_fields(stack).items() if k in kept}
-            setattr(network, field, StackedTransformer.HParams.config(**fields))
+            setattr(network, field, unrolled_stack(stack))
 
 
 class HuggingFaceWeights(Configurable):

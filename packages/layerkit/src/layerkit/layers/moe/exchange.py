@@ -16,11 +16,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
 from layerkit.errors import ConfigError
 from layerkit.layers.moe.grouped_matmul import RowGroups
+from layerkit.layers.moe.slots import no_gradient
 
 EXCHANGES = ("auto", "ragged_all_to_all", "all_gather")
 
@@ -216,8 +216,7 @@ def exchange_rows(rows: jax.Array, slices: RowSlices) -> jax.Array:
 
 
 def _exchange_rows_bwd(slices: RowSlices, gradient: jax.Array) -> tuple[jax.Array, RowSlices]:
-    no_gradient = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), slices)
-    return exchange_rows(gradient, slices.reversed()), no_gradient
+    return exchange_rows(gradient, slices.reversed()), no_gradient(slices)
 
 
 exchange_rows.defvjp(lambda rows, slices: (exchange_rows(rows, slices), slices), _exchange_rows_bwd)

@@ -9,11 +9,14 @@ would be scatters, which are slow on every backend.
 from __future__ import annotations
 
 import functools
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+
+Indices = TypeVar("Indices")
 
 
 @struct.dataclass
@@ -57,7 +60,7 @@ def to_slots(tokens: jax.Array, slots: Slots) -> jax.Array:
 def _to_slots_bwd(slots: Slots, gradient: jax.Array) -> tuple[jax.Array, Slots]:
     of_choices = _take(gradient, slots.slot_of_choice)
     summed = jnp.sum(of_choices, axis=1, dtype=jnp.float32).astype(gradient.dtype)
-    return summed, _no_gradient(slots)
+    return summed, no_gradient(slots)
 
 
 to_slots.defvjp(lambda tokens, slots: (to_slots(tokens, slots), slots), _to_slots_bwd)
@@ -78,9 +81,7 @@ def from_slots(rows: jax.Array, slots: Slots) -> jax.Array:
 
 
 def _from_slots_bwd(slots: Slots, gradient: jax.Array) -> tuple[jax.Array, Slots]:
-    return _take(gradient.reshape(-1, gradient.shape[-1]), slots.choice_of_slot), _no_gradient(
-        slots
-    )
+    return _take(gradient.reshape(-1, gradient.shape[-1]), slots.choice_of_slot), no_gradient(slots)
 
 
 from_slots.defvjp(lambda rows, slots: (from_slots(rows, slots), slots), _from_slots_bwd)
@@ -100,5 +101,6 @@ def _take(rows: jax.Array, index: jax.Array) -> jax.Array:
     return rows.at[index].get(mode="fill", fill_value=0)
 
 
-def _no_gradient(slots: Slots) -> Slots:
-    return jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), slots)
+def no_gradient(indices: Indices) -> Indices:
+    """Return the gradient of a tree of integers `[...]`, as a `jax.custom_vjp` must return it."""
+    return jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), indices)
