@@ -209,7 +209,7 @@ def predictions(traced: Traced, step: CompiledStep, device: DeviceKind) -> dict[
     )
     notes = [note for note in traced.notes if note.startswith("attention backend")]
     return {
-        "num_params": num_params(traced.state),
+        "num_params": num_params(traced.state.params),
         "tokens_per_device": rows * length / mesh.size,
         "flops_per_device": flops / mesh.size,
         "attention": "; ".join(notes).removeprefix("attention backend: "),

@@ -303,7 +303,7 @@ def test_reduced_sets_the_reduced_fields(place: Path):
 @pytest.mark.parametrize(
     ("arguments", "fact"),
     [
-        ([], "--exp=None"),
+        ([], "missing flag: --exp"),
         (["--exp=lm.Small", "--enable_checkpoint_savin=False"], "'--enable_checkpoint_saving'"),
         (["--exp=lm.Small", "--mode=trian"], "'train'"),
         (["--fdl_config=Small"], "acme.lm.Small, acme.vision.Small"),
@@ -479,12 +479,19 @@ def test_main_returns_the_exit_code(capsys: pytest.CaptureFixture[str]):
 
 
 def test_entry_point_that_cannot_be_loaded_is_named_and_harms_no_other(tmp_path: Path):
-    (tmp_path / "acme.py").write_text("def run(resolved, options): ...\n")
+    modules = {
+        "acme": "def run(resolved, options): ...\n",
+        "half": "def run(:\n",
+        "needy": "import pandas_of_acme\n",
+        "rude": "raise KeyError('PORT')\n",
+    }
+    for name, text in modules.items():
+        (tmp_path / f"{name}.py").write_text(text)
     info = tmp_path / "acme-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
-    points = "[layerkit.commands]\nweights = acme:MODE\nnorms = acme:run\n"
-    (info / "entry_points.txt").write_text(points)
+    points = "weights = acme:MODE\nnorms = acme:run\nhalf = half:MODE\nneedy = needy:MODE\n"
+    (info / "entry_points.txt").write_text(f"[layerkit.commands]\n{points}rude = rude:MODE\n")
     paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
 
     def runner(*words: str) -> subprocess.CompletedProcess[str]:
@@ -496,8 +503,18 @@ def test_entry_point_that_cannot_be_loaded_is_named_and_harms_no_other(tmp_path:
             timeout=120,
         )
 
-    assert runner("--help").returncode == 0
-    for mode, part in (("weights", "acme:MODE"), ("norms", "norms = acme:run")):
+    causes = {
+        "weights": "acme:MODE: AttributeError",
+        "half": "half:MODE: SyntaxError: invalid syntax (half.py, line 1)",
+        "needy": "needy:MODE: ModuleNotFoundError: No module named 'pandas_of_acme'",
+        "rude": "rude:MODE: KeyError: 'PORT'",
+    }
+    for words in (("--help",), ("--help", "mode")):
+        shown = runner(*words)
+        assert (shown.returncode, shown.stderr) == (0, "")
+        for mode, cause in causes.items():
+            assert f"  {mode}: cannot be loaded: {cause}" in shown.stdout
+    for mode, part in {**causes, "norms": "norms = acme:run"}.items():
         ended = runner("--exp=lm.quickstart.LocalText", f"--mode={mode}")
         assert ended.returncode == 2, ended.stderr
         assert len(ended.stderr.splitlines()) == 1

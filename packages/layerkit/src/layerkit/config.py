@@ -63,8 +63,22 @@ def _check_keyword(target: Any, name: str) -> None:
     if name not in typed_fields(target) and not _accepts_any_keyword(target):
         owner = getattr(target, "__qualname__", repr(target))
         raise UnknownFieldError(
-            "unknown field", owner=owner, value=name, choices=field_names(target)
+            "unknown field",
+            owner=owner,
+            value=name,
+            choices=field_names(target),
+            hint=dataclass_hint(target, name),
         )
+
+
+def dataclass_hint(target: Any, name: str) -> str | None:
+    """Return the hint about a class whose annotated `name` is no field; None for other names."""
+    bases = inspect.getmro(target) if isinstance(target, type) else ()
+    if dataclasses.is_dataclass(target) or not any(
+        name in inspect.get_annotations(base) for base in bases
+    ):
+        return None
+    return f"Write @dataclasses.dataclass above class {target.__qualname__}."
 
 
 # Cached because Fiddle evaluates all annotations of a target to find its tags.

@@ -82,7 +82,7 @@ class ShardingRules:
                 field="logical axis",
                 value=name,
                 choices=table,
-                hint="Use extend() to add a logical axis.",
+                hint="Add a new logical axis by ShardingRules.extend().",
             )
         axes = table[name]
         if axes is None:

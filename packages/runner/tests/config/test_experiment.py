@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerkit.config import Config, build
-from layerkit_runner import BaseExperiment, Override, UsageError
+from layerkit.errors import ConfigError
+from layerkit_runner import BaseExperiment, Observer, Override, UsageError
 from layerkit_runner.config.config_text import config_json, config_text
 from layerkit_runner.config.experiment import (
     ExperimentClassError,
@@ -324,13 +325,38 @@ def test_validate_runs_before_the_methods():
     assert str(caught.value).endswith("Checked: NUM_LAYERS=101 is more than 100")
 
 
-def test_method_that_returns_no_config_raises():
-    class Wrong(Small):
-        def datasets(self) -> Any:
-            return Config(Input, batch_size=1)
+class PlainObserver(Observer):
+    path: str = "x"
 
-    with pytest.raises(TypeError, match=r"Wrong\.datasets\(\) must return a list of Configs"):
-        resolve(Wrong())
+    def __repr__(self) -> str:
+        return "PlainObserver()"
+
+
+@pytest.mark.parametrize(
+    ("root", "result", "expected"),
+    [
+        ("datasets", Config(Input, batch_size=1), "a list of Configs"),
+        ("observers", [PlainObserver()], "a list of Configs"),
+        ("partitioner", None, "a Config"),
+    ],
+)
+def test_method_that_returns_no_config_raises(raises, root: str, result: Any, expected: str):
+    wrong = type("Wrong", (Small,), {root: lambda self: result})
+    with raises(UsageError, owner="Wrong", field=f"{root}()", expected=expected):
+        resolve(wrong())
+
+
+def test_field_of_an_observer_that_is_no_dataclass_raises_with_a_hint(raises):
+    hint = "Write @dataclasses.dataclass above class PlainObserver."
+    with raises(ConfigError, owner="PlainObserver", value="path", hint=hint):
+        Config(PlainObserver, path="a")
+
+    class Observed(Small):
+        def observers(self) -> list[Config]:
+            return [Config(PlainObserver)]
+
+    with raises(UsageError, owner="--fdl.observers.0.path", value="path", hint=hint):
+        resolve(Observed(), [Override("observers.0.path", "a")])
 
 
 # The resolved configuration as text.

@@ -141,7 +141,7 @@ def test_experiment_is_required_except_by_listings(raises):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_mode_that_writes_requires_a_folder(raises, mode: str):
-    with raises(UsageError, field="--job_log_dir", value=None):
+    with raises(UsageError, problem="missing flag", field="--job_log_dir"):
         check_folder(parse_flags([EXP, f"--mode={mode}"]))
     check_folder(parse_flags([EXP, f"--mode={mode}", "--job_log_dir=gs://bucket/run"]))
 

@@ -19,6 +19,10 @@ from layerkit_runner.interface.buckets import Buckets
 PROMPTS = ["im", "def ", "re"]
 
 
+def use_all_memory(row: int, piece: str) -> None:
+    raise MemoryError
+
+
 def test_greedy_text_equals_the_decode_mode_and_a_loop_without_a_cache(
     run: TrainResult, model: LoadedModel
 ):
@@ -98,6 +102,8 @@ def test_wrong_options_and_folders_raise_with_data(
         model.generate("x", temperature=-1)
     with raises(UserError, field="ids"):
         model.logits([[0.5]])
+    with raises(UserError, owner=model.job.resolved.name, hint=""):
+        model.generate("im", stream=use_all_memory)
     with raises(UserError, field="folder", value="jbo"):
         layerkit_runner.load(Path(run.job_log_dir).with_name("jbo"))
     with pytest.raises(UserError, match="no such step|7"):

@@ -22,7 +22,7 @@ def losses(result: TrainResult) -> dict[int, float]:
 
 
 def test_run_that_ctrl_c_interrupts_is_saved_and_resumes_to_the_same_metrics(
-    run: TrainResult, lines: ModuleType, tmp_path: Path
+    run: TrainResult, lines: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     settings = ("jax_enable_compilation_cache", "jax_compilation_cache_dir")
 
@@ -39,7 +39,9 @@ def test_run_that_ctrl_c_interrupts_is_saved_and_resumes_to_the_same_metrics(
     # Steps are reported after later ones were started.
     (saved,) = [int(path.name[-8:]) for path in (folder / "checkpoints").glob("checkpoint_*")]
     assert 1 <= saved < 4
-    resumed = layerkit_runner.train(lines.LinesLm, job_log_dir=folder)
+    assert "step 1" in capsys.readouterr().out
+    resumed = layerkit_runner.train(lines.LinesLm, job_log_dir=folder, quiet=True)
+    assert capsys.readouterr().out == ""
     assert losses(resumed) == losses(run) and list(losses(run)) == [1, 2, 3, 4]
     evaluated = [each.evaluations["heldout"].last()["xent"] for each in (resumed, run)]
     assert evaluated[0] == evaluated[1]

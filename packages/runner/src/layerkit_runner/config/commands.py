@@ -13,7 +13,6 @@ whatever takes long.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -76,13 +75,15 @@ Kind = TypeVar("Kind", Mode, Command, FlagCommand)
 
 
 def installed(kind: type[Kind]) -> dict[str, Kind]:
-    """Return the commands of a kind whose packages can be imported, by name."""
-    found = {}
-    for name in entry_points():
-        with contextlib.suppress(ImportError):
-            if isinstance(command := _load(name), kind):
-                found[name] = command
-    return found
+    """Return the commands of a kind by name; see `broken` for those that cannot be loaded."""
+    found = {name: _load(name) for name in entry_points()}
+    return {name: command for name, command in found.items() if isinstance(command, kind)}
+
+
+def broken() -> dict[str, str]:
+    """Return what failed when a command or mode was imported, by name."""
+    found = {name: _load(name) for name in entry_points()}
+    return {name: str(error) for name, error in found.items() if isinstance(error, _LoadError)}
 
 
 def load(kind: type[Kind], name: str, *, shown: str) -> Kind:
@@ -94,19 +95,22 @@ def load(kind: type[Kind], name: str, *, shown: str) -> Kind:
       shown: Text on the command line, for messages.
 
     Raises:
-      UsageError: No package has it, its package cannot be imported, or it is of another kind.
+      UsageError: No package has it, its module cannot be imported, or it is of another kind.
     """
-    problem = f"no package names it in the entry-point group {GROUP}"
-    try:
-        command = _load(name) if name in entry_points() else None
-    except ImportError as error:
-        command, problem = None, str(error)
-    if command is None:
-        raise UsageError(f"the tool {name} is not installed: {problem}", owner=shown)
+    if name not in entry_points():
+        raise UsageError(
+            f"the tool {name} is not installed: no package names it in the entry-point group"
+            f" {GROUP}",
+            owner=shown,
+        )
+    command, point = _load(name), entry_points()[name]
     if isinstance(command, kind):
         return command
+    if isinstance(command, _LoadError):
+        hint = f"`python -c 'import {point.module}'` prints the lines of code."
+        raise UsageError(f"the tool {name} cannot be loaded: {command}", owner=shown, hint=hint)
     raise UsageError(
-        f"the entry point {name} = {entry_points()[name].value} is of another kind",
+        f"the entry point {name} = {point.value} is of another kind",
         owner=shown,
         value=type(command).__name__,
         expected=kind.__name__,
@@ -118,7 +122,7 @@ def load_mode(name: str) -> Mode:
     """Return the tool of a mode.
 
     Raises:
-      UsageError: There is no such mode, or the package of its tool is not installed.
+      UsageError: There is no such mode, or it cannot be loaded.
     """
     own = {mode for row in FLAGS for mode in row.modes}
     if name not in own and name not in entry_points():
@@ -136,11 +140,16 @@ def entry_points() -> dict[str, EntryPoint]:
     return {point.name: point for point in points}
 
 
+class _LoadError(Exception):
+    """The error of an entry point that cannot be loaded: its object, and the cause."""
+
+
 @functools.cache
 def _load(name: str) -> Any:
-    """Return the object of an entry point; raise `ImportError` if there is none."""
+    """Return the object of an entry point, or a `_LoadError`."""
     point = entry_points()[name]
     try:
         return point.load()
-    except AttributeError as error:
-        raise ImportError(f"{point.value}: {error}") from error
+    except Exception as error:  # noqa: BLE001  (the module may hold any code)
+        text = " ".join(str(error).split())
+        return _LoadError(f"{point.value}: {type(error).__name__}: {text}")

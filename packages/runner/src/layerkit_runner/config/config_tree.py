@@ -18,6 +18,7 @@ from layerkit.config import (
     Config,
     assigned_fields,
     changed_fields,
+    dataclass_hint,
     field_names,
     is_config,
     target_of,
@@ -158,7 +159,8 @@ class PathSetter:
             annotations = field_types.field_annotations(target_of(node))
             if name not in annotations and name not in assigned_fields(node):
                 problem = f"unknown field of {here} ({target_name(node)})"
-                raise self._error(problem, value=name, choices=annotations)
+                hint = dataclass_hint(target_of(node), name)
+                raise self._error(problem, value=name, choices=annotations, hint=hint)
             child = field_value(node, name)
             if is_config(child) and deeper:
                 self._set(child, deeper, path)

@@ -277,8 +277,8 @@ def _check_experiment(values: Mapping[str, Any]) -> None:
             _contradict("--job_log_dir", "--init_from")
         if not (values["job_log_dir"] or values["init_from"]):
             raise UsageError(
+                "missing flag",
                 field="--job_log_dir",
-                value=None,
                 expected="the folder of a job, or --init_from with a Hugging Face folder",
             )
         return
@@ -291,8 +291,8 @@ def _check_experiment(values: Mapping[str, Any]) -> None:
         folder = values["job_log_dir"]
         recorded = read_recorded_config(folder) if folder else None
         raise UsageError(
+            "missing flag",
             field="--exp",
-            value=values["exp"],
             expected=f"the name of an experiment{or_folder}",
             hint="`runner --list` prints all."
             if recorded is None
@@ -373,7 +373,7 @@ def check_folder(flags: ParsedFlags) -> None:
         return
     if flags.mode in MODES and folder is None and not flags.only_prints:
         expected = f"a folder to write to, which --mode={flags.mode} needs"
-        raise UsageError(field="--job_log_dir", value=None, expected=expected)
+        raise UsageError("missing flag", field="--job_log_dir", expected=expected)
     if folder is None or begin is None or "://" in begin or "://" in folder or flags.only_prints:
         return
     has_begun = os.path.isdir(os.path.join(os.path.expanduser(folder), "checkpoints"))

@@ -94,26 +94,30 @@ def help_text(topic: str | None = None) -> str:
       UsageError: The topic is not a group, mode or command.
     """
     tools, words = commands.installed(commands.Mode), commands.installed(commands.Command)
+    broken = [f"  {name}: cannot be loaded: {what}" for name, what in commands.broken().items()]
     modes = {**MODES, **{name: mode.help for name, mode in tools.items()}}
     if topic is None:
         groups = [(name, description) for name, (description, *_) in GROUPS.items()]
         flags = [(_usage(_ROWS[name]), _first_clause(_ROWS[name].help)) for name in _MOST_USED]
-        return _OVERVIEW.format(
+        overview = _OVERVIEW.format(
             commands=", ".join(words),
             flags="\n".join(table(flags, width=80)),
             groups="\n".join(table(groups, width=80)),
             modes=", ".join(modes),
         )
+        return "\n".join([overview, *broken])
     if topic in GROUPS:
         described = {**modes, **{name: command.help for name, command in words.items()}}
         page = _group_page(topic, described, width=80)
-        return "\n".join(
-            page if len(page) <= _MAX_LINES else _group_page(topic, described, width=100)
-        )
+        if len(page) > _MAX_LINES:
+            page = _group_page(topic, described, width=100)
+        return "\n".join([*page, *(broken if topic == "mode" else ())])
     if topic in modes:
         return _mode_page(topic, modes[topic], tools.get(topic))
     if topic in words:
         return f"{words[topic].help}\n\n`runner {topic} --help` lists its flags."
+    if topic in commands.entry_points():
+        commands.load(commands.Mode, topic, shown=f"--help {topic}")
     raise UsageError(field="--help", value=topic, choices=(*GROUPS, *modes, *words))
 
 

@@ -84,9 +84,9 @@ def resolve(
       deep_overrides: Paths that start with one of `overrides.ROOTS`.
 
     Raises:
-      UsageError: `validate()` raises an error or needs a missing file or package, a path does not
-        exist, a value does not fit its field, or two overrides contradict each other.
-      TypeError: A method of the experiment returns something other than configs.
+      UsageError: `validate()` raises an error or needs a missing file or package, a method returns
+        no configs, a path does not exist, a value does not fit its field, or two overrides
+        contradict each other.
     """
     try:
         experiment.validate()
@@ -169,14 +169,19 @@ def resolve_flags(flags: ParsedFlags) -> ResolvedExperiment:
 
 
 def _checked(experiment: BaseExperiment, root: str) -> Any:
+    """Return the configs of a method; raise `UsageError` if it returns something else."""
     result = getattr(experiment, root)()
-    label = f"{type(experiment).__qualname__}.{root}()"
     if root in OPTIONAL_ROOTS and result is None:
         return None
-    if root in ("task", "partitioner", "executor"):
-        if not is_config(result):
-            raise TypeError(f"{label} must return a Config, got {result!r}")
+    is_one = root in ("task", "partitioner", "executor")
+    if is_one and is_config(result):
         return result
-    if not isinstance(result, (list, tuple)) or not all(is_config(item) for item in result):
-        raise TypeError(f"{label} must return a list of Configs, got {result!r}")
-    return list(result)
+    if not is_one and isinstance(result, (list, tuple)) and all(map(is_config, result)):
+        return list(result)
+    raise UsageError(
+        owner=type(experiment).__qualname__,
+        field=f"{root}()",
+        value=result,
+        expected="a Config" if is_one else "a list of Configs",
+        hint="Return Config(CLASS, FIELD=VALUE) in place of an instance.",
+    )

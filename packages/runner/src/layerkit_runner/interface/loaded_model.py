@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -21,7 +21,8 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.interface.buckets import Buckets
 from layerkit_runner.interface.generation import GenerateOptions, TextStream, prompt_batch
 from layerkit_runner.interface.token_ids import token_array, token_rows
-from layerkit_runner.interface.tokenizer import find_tokenizer
+from layerkit_runner.interface.tokenizer import NoTokenizerError, find_tokenizer
+from layerkit_runner.modes.run import job_errors
 from layerkit_runner.observers import Observers
 from layerkit_runner.trainer import model_calls
 from layerkit_runner.trainer.build_programs import eval_programs
@@ -31,8 +32,21 @@ from layerkit_runner.training.train_state import TrainState
 Ids = Sequence[int] | np.ndarray
 """Token ids of one text, `[tokens]`."""
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
 # Columns of a call without a stream. Ctrl-C is noticed between calls.
 _COLUMNS_AT_A_TIME = 64
+
+
+def _with_job_errors(method: Method) -> Method:
+    """Return a method of `LoadedModel` that raises errors of layers and memory as `UsageError`."""
+
+    @functools.wraps(method)
+    def call(self: LoadedModel, *args: Any, **options: Any) -> Any:
+        with job_errors(method.__name__, self.job.resolved):
+            return method(self, *args, **options)
+
+    return cast(Method, call)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +191,7 @@ class LoadedModel:
                 stream(row, piece)
         return [target.decode(ids) for ids in found]
 
+    @_with_job_errors
     def generate_ids(
         self,
         prompts: Sequence[Ids],
@@ -257,6 +272,7 @@ class LoadedModel:
             start_id=second.start_id,
         )
 
+    @_with_job_errors
     def score_ids(
         self, ids: Sequence[Ids], *, prompts: Sequence[Ids] | None = None, start_id: int = 0
     ) -> list[Score]:
@@ -317,6 +333,7 @@ class LoadedModel:
             for row, (target, start) in enumerate(zip(ids, slice_from, strict=True))
         ]
 
+    @_with_job_errors
     def logits(self, ids: Any, *, source: Any = None) -> np.ndarray:
         """Compute the logits of the token after each position.
 
@@ -347,6 +364,7 @@ class LoadedModel:
         cut = found[: max(1, len(np.atleast_2d(array))), : array.shape[-1]]
         return cut[0] if array.ndim == 1 else cut
 
+    @_with_job_errors
     def evaluate(self) -> dict[str, dict[str, float]]:
         """Evaluate the held-out data sets of the experiment; return metrics by data set.
 
@@ -426,7 +444,7 @@ class LoadedModel:
             return self.model.decoder.eos_id
         try:
             tokenizer = self._tokenizer("tgt") if self._has_source else self.tokenizer
-        except UsageError:  # Ids without texts have no end token.
+        except NoTokenizerError:  # Ids without texts have no end token.
             return None
         return tokenizer.eos_id
 

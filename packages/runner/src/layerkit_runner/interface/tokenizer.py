@@ -13,6 +13,10 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import Partitioner
 
 
+class NoTokenizerError(UsageError):
+    """An experiment whose data sets have no tokenizer."""
+
+
 def find_tokenizer(
     resolved: ResolvedExperiment, partitioner: Partitioner, *, key: str | None = None
 ) -> Tokenizer:
@@ -26,7 +30,8 @@ def find_tokenizer(
       key: `src` or `tgt` for data sets with two vocabularies; None for others.
 
     Raises:
-      UserError: There is none, or its file is missing.
+      NoTokenizerError: There is none.
+      UserError: Its file is missing.
     """
     configs = [*resolved.decode_datasets, *resolved.datasets]
     own = getattr(resolved.experiment, "folder_tokenizer", None)
@@ -44,7 +49,7 @@ def find_tokenizer(
                 source.close()
             if found is not None:
                 return found
-    raise UsageError(
+    raise NoTokenizerError(
         "no tokenizer",
         owner=resolved.name,
         field="datasets",

@@ -98,6 +98,7 @@ def train(
     overrides: Mapping[str, Any] | None = None,
     num_steps: int | None = None,
     options: Mapping[str, Any] | None = None,
+    quiet: bool = False,
 ) -> TrainResult:
     """Train an experiment in this process, or resume its run in a job folder.
 
@@ -113,6 +114,7 @@ def train(
       num_steps: Total number of training steps; None for that of the experiment.
       options: Flags of `--mode=train` by name, such as `{"init_from": folder}`, without those of
         processes, compilers, sweeps and library logs; None for their defaults.
+      quiet: True to print neither progress nor messages.
 
     Raises:
       UserError: A field or flag is wrong, or the run cannot continue.
@@ -124,7 +126,7 @@ def train(
         resolved = with_num_steps(resolved, num_steps)
     flags = _options(folder, options or {})
     with _jax_settings_restored(), job_errors("train", resolved):
-        exit_code = run_train(resolved, flags, signals=Interrupts())
+        exit_code = run_train(resolved, flags, signals=Interrupts(), quiet=quiet)
     if exit_code:
         raise KeyboardInterrupt(f"saved in {folder}; the same call resumes")
     return TrainResult(folder, resolved)

@@ -76,9 +76,14 @@ def start_lines(
     )
     yield from flag_lines(job.options)
     yield f"experiment   {job.resolved.name} (task {job.task.name})"
-    count = num_params(job.partitioner.abstract_stored_state(job.task))
+    params = job.partitioner.abstract_stored_state(job.task).params
+    count, trained = map(
+        num_params, (params, job.task.train.learner.trained_weights.select(params))
+    )
     dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(state.params)})
-    yield f"parameters   {count:,} ({', '.join(dtypes)} weights)"
+    yield f"parameters   {count:,} ({', '.join(dtypes)} weights)" + (
+        f", {trained:,} trained" if trained != count else ""
+    )
     yield f"partitioner  {job.partitioner.describe()}"
     if padded := job.partitioner.padding_text(job.task):
         yield f"padded       {padded}"
@@ -148,7 +153,7 @@ def run_info(job: Job, *, start_step: int) -> RunInfo:
         job_log_dir=job.directory,
         experiment=job.resolved.name,
         mode=job.mode,
-        num_params=num_params(job.partitioner.abstract_stored_state(job.task)),
+        num_params=num_params(job.partitioner.abstract_stored_state(job.task).params),
         num_train_steps=job.task.train.num_train_steps,
         start_step=start_step,
         tokens_per_step=0,
@@ -218,9 +223,9 @@ def report_start(
         )
 
 
-def num_params(state: TrainState) -> int:
-    """Return the number of trained scalars."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
+def num_params(params: Any) -> int:
+    """Return the number of scalars in the weights, frozen ones included."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
 def bytes_per_device(tree: Any) -> int:

@@ -73,7 +73,11 @@ from layerkit_runner.training.train_state import TrainState
 
 
 def run_train(
-    resolved: ResolvedExperiment, options: RunOptions, *, signals: StopSignals | None = None
+    resolved: ResolvedExperiment,
+    options: RunOptions,
+    *,
+    signals: StopSignals | None = None,
+    quiet: bool = False,
 ) -> int:
     """Train to the last step or until a signal; return the exit code.
 
@@ -81,8 +85,9 @@ def run_train(
       resolved: Experiment.
       options: Flags of the run.
       signals: Signal handler, which the run enters; None for that of a process of its own.
+      quiet: True to print neither progress nor messages.
     """
-    job = start_job("train", resolved, options)
+    job = start_job("train", resolved, options, quiet=quiet)
     check_no_sweep(job.given_directory)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(signals or StopSignals())
@@ -202,7 +207,8 @@ def _check_data(programs: _Programs) -> None:
     for each in programs.data.inputs:
         peek_batch(each.dataset)
     if jax.process_count() > 1:
-        # The positions of Prefetch are those of the delivered batches; its source is ahead of them.
+        # Prefetched data sets have the positions of the delivered batches; their sources, which
+        # have read further, are not compared.
         trained: dict[str, BaseInput] = {**programs.data.by_key()}
         check_same_data({**trained, **inputs_of(programs.evals)}, gather_values)
         check_same_data(inputs_of(programs.decodes), gather_values)

@@ -44,7 +44,7 @@ class RunInfo:
       job_log_dir: Folder of the run's files; None for a run without files.
       experiment: Name of the experiment, as on the command line.
       mode: 'train', 'eval', 'decode', …
-      num_params: Number of trained scalars.
+      num_params: Number of scalars in the weights, frozen ones included.
       num_train_steps: Step at which training ends.
       start_step: Number of completed steps; above 0 for a resumed run.
       tokens_per_step: Tokens of one global batch, 0 if it has none. The mean over the steps of

@@ -252,8 +252,16 @@ def no_checkpoint(checkpoints: CheckpointManager) -> UsageError:
     return UsageError("found no checkpoint", owner=str(checkpoints.directory))
 
 
-def start_job(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> Job:
+def start_job(
+    mode: str, resolved: ResolvedExperiment, options: RunOptions, *, quiet: bool = False
+) -> Job:
     """Start the devices and build partitioner, task and observers.
+
+    Args:
+      mode: Mode of the run.
+      resolved: Experiment.
+      options: Flags of the run.
+      quiet: True to print neither progress nor messages.
 
     Raises:
       UsageError: A field or flag is wrong, contradicts another one, or does not fit the devices.
@@ -281,18 +289,19 @@ def start_job(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> J
     partitioner.start()
     partitioner.bind(task)
     if jax.process_index() == 0:
-        observers = [*_built_in_observers(resolved, options, goodput), *observers]
+        built_in = _built_in_observers(resolved, options, goodput, quiet=quiet)
+        observers = [*built_in, *observers]
     else:
         observers = []
     return Job(mode, resolved, options, directory, task, partitioner, Observers(observers), goodput)
 
 
 def _built_in_observers(
-    resolved: ResolvedExperiment, options: RunOptions, goodput: Goodput
+    resolved: ResolvedExperiment, options: RunOptions, goodput: Goodput, *, quiet: bool
 ) -> list[Observer]:
     """Return the observers that every run has, and those that flags enable."""
     progress = Progress()
-    observers: list[Observer] = [progress, MetricsLog()]
+    observers: list[Observer] = [MetricsLog()] if quiet else [progress, MetricsLog()]
     if options.enable_summary_writer:
         observers.append(TensorBoard())
     observers.append(GoodputLog(goodput))

@@ -30,7 +30,7 @@ def launch(*words: str) -> int:
         (["slurm", "--nods=2"], "'--nodes'"),
         (["local", "--nodes=2"], "unknown flag: '--nodes'"),
         (["slurm", "--nodes=0"], "--nodes='0'"),
-        (["slurm", f"--exp={EXP}"], "--job_log_dir=None"),
+        (["slurm", f"--exp={EXP}"], "missing flag: --job_log_dir"),
         (
             ["slurm", f"--exp={EXP}", "--job_log_dir=d", "--fdl.NUM_LAYER=2"],
             f"{EXP}: unknown field: 'NUM_LAYER'",

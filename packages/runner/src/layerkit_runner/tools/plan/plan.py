@@ -84,7 +84,7 @@ class Plan:
 
     Attributes:
       target: Target in the syntax of `--target`, such as `h100x256`.
-      num_params: Number of trained scalars.
+      num_params: Number of scalars in the weights, frozen ones included.
       flops_per_step: Model FLOPs of all devices (`training.step_cost`), without those that
         rematerialization repeats.
       tensors: All tensors of state and batch, largest first.
@@ -239,7 +239,7 @@ def _plan_step(
         versions=versions(),
         partitioner=type(partitioner).__name__,
         mesh=mesh,
-        num_params=num_params(stored),
+        num_params=num_params(stored.params),
         param_dtypes=sorted({leaf.dtype.name for leaf in jax.tree.leaves(state.params)}),
         batch=batch_plan,
         flops_per_step=flops,
