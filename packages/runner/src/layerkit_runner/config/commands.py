@@ -150,6 +150,6 @@ def _load(name: str) -> Any:
     point = entry_points()[name]
     try:
         return point.load()
-    except Exception as error:  # noqa: BLE001  (the module may hold any code)
+    except Exception as error:
         text = " ".join(str(error).split())
         return _LoadError(f"{point.value}: {type(error).__name__}: {text}")
