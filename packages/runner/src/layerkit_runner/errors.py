@@ -96,9 +96,6 @@ def to_usage_error(error: Exception, *, owner: str | None = None) -> UsageError:
 def unknown_name_text(error: Exception) -> str | None:
     """Return one sentence with file and line, if code uses an unknown name or a wrong type.
 
-    Args:
-      error: Any error.
-
     Returns:
       The sentence; None unless the object is an experiment, config, layer, input or NestedMap, and
       the code is outside of the packages below the experiments.

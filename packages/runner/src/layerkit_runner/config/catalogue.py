@@ -46,11 +46,7 @@ class CatalogueLine:
 
 
 def read_catalogue(folder: str | os.PathLike[str]) -> dict[str, CatalogueLine] | None:
-    """Return the catalogue in a package's folder, by names; None if there is no file.
-
-    Raises:
-      UsageError: The file is not a catalogue.
-    """
+    """Return the catalogue in a package's folder, by names; None if there is no file."""
     path = os.path.join(folder, FILE_NAME)
     if not os.path.isfile(path):
         return None

@@ -119,11 +119,7 @@ def load(kind: type[Kind], name: str, *, shown: str) -> Kind:
 
 
 def load_mode(name: str) -> Mode:
-    """Return the tool of a mode.
-
-    Raises:
-      UsageError: There is no such mode, or it cannot be loaded.
-    """
+    """Return the tool of a mode."""
     own = {mode for row in FLAGS for mode in row.modes}
     if name not in own and name not in entry_points():
         raise UsageError(field="--mode", value=name, choices=(*MODES, *installed(Mode)))

@@ -95,16 +95,7 @@ def target_name(config: Any) -> str:
 
 
 def check_required_fields(config: Config, path: str, *, by_job: Collection[str]) -> None:
-    """Check that an experiment sets the fields of a config that need a value, and no others.
-
-    Args:
-      config: Config of a class.
-      path: Path of the config, for messages.
-      by_job: Fields that the job sets.
-
-    Raises:
-      UsageError: A field is set that the job sets, or one without a default is not set.
-    """
+    """Check that an experiment sets the fields of a config that need a value, and no others."""
     kind, assigned = target_of(config), assigned_fields(config)
     if taken := [name for name in assigned if name in by_job]:
         raise UsageError("the job sets this field", field=f"{path}.{taken[0]}", expected="no value")
@@ -140,12 +131,7 @@ class PathSetter:
         """Lines about fields of configs whose class an override has replaced."""
 
     def set(self, root: Any, override: Override) -> Any:
-        """Return the root with the value of an override set below it.
-
-        Raises:
-          UsageError: The path does not exist, the value does not fit the field, or another override
-            sets the same field differently.
-        """
+        """Return the root with the value of an override set below it."""
         self._override = override
         name, *rest = override.parts
         return self._set(root, rest, name)

@@ -201,11 +201,7 @@ def experiment_summary(cls: type) -> str:
 
 
 def experiment_tags(cls: type) -> tuple[str, ...]:
-    """Return the tags of an experiment class, its bases and mix-ins, in alphabetical order.
-
-    Raises:
-      ExperimentClassError: `tags` of one of them are not strings.
-    """
+    """Return the tags of an experiment class, its bases and mix-ins, in alphabetical order."""
     found: set[str] = set()
     for base in cls.__mro__:
         tags = vars(base).get("tags", ())

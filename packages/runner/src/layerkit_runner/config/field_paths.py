@@ -110,10 +110,7 @@ def _remedies(error: BaseException) -> Mapping[str, Any]:
 
 
 def _flags(resolved: ResolvedExperiment, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by flag for `settings`, values by path or by name.
-
-    A name, which has no dot, gives a flag for each field of that name that has another value.
-    """
+    """Return values by flag for `settings`, values by path or by name."""
     values = {path: value for path, value in settings.items() if "." in path}
     for root in ("task", "datasets", "decode_datasets"):
         for path, current in walk(getattr(resolved, root), root):

@@ -137,9 +137,6 @@ def read_flags(
 
     Returns:
       The values of the flags that are given, by name and in their order, and the remaining words.
-
-    Raises:
-      UsageError: A flag is unknown, is given twice with different values, or has a wrong value.
     """
     values = absl_flags.FlagValues()
     values.set_gnu_getopt()
@@ -200,14 +197,7 @@ def _unexpected_word(word: str) -> UsageError:
 
 
 def parse_flags(words: Sequence[str]) -> ParsedFlags:
-    """Parse the command line of a run.
-
-    Args:
-      words: The words after the program's name.
-
-    Raises:
-      UsageError: A flag is unknown, has a wrong value, or contradicts another one.
-    """
+    """Parse the command line of a run."""
     overrides, others = _take_overrides(words)
     named, _ = read_flags(others, [row for row in FLAGS if row.name == "mode"], known_only=True)
     mode = named.get("mode", "train")
@@ -364,9 +354,6 @@ def check_folder(flags: ParsedFlags) -> None:
     """Check that a mode that writes has a folder to write to, and --init_from one to read.
 
     Separate from `parse_flags`, so that a misspelled experiment is reported first.
-
-    Raises:
-      UsageError: A folder is missing.
     """
     folder, begin = flags.options.job_log_dir, flags.options.init_from
     if flags.mode == "generate":

@@ -89,9 +89,6 @@ def help_text(topic: str | None = None) -> str:
 
     Args:
       topic: Group or mode to describe; None for the most used flags.
-
-    Raises:
-      UsageError: The topic is not a group, mode or command.
     """
     tools, words = commands.installed(commands.Mode), commands.installed(commands.Command)
     broken = [f"  {name}: cannot be loaded: {what}" for name, what in commands.broken().items()]

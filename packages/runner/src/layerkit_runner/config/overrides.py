@@ -65,11 +65,7 @@ class Override:
 
 
 def parse_override(path: str, text: str) -> Override:
-    """Return the override that a path and a text describe.
-
-    Raises:
-      UsageError: The path is not made of names and indices joined by dots.
-    """
+    """Return the override that a path and a text describe."""
     if not _PATH.fullmatch(path):
         dotted = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
         is_path = dotted != path and _PATH.fullmatch(dotted)
@@ -90,9 +86,6 @@ def check_consistent(overrides: Iterable[Override]) -> tuple[Override, ...]:
     """Return the overrides without repetitions.
 
     An override of a part, such as `attention_tpl.num_heads`, follows that of the whole.
-
-    Raises:
-      UsageError: Two of them set the same path differently.
     """
     by_path: dict[str, Override] = {}
     for override in overrides:
@@ -115,9 +108,6 @@ def parse_fields(
 
     Returns:
       The values of the overridden fields, by name.
-
-    Raises:
-      FieldError: An override names no field, or its value is of another type; all are reported.
     """
     values: dict[str, Any] = {}
     problems: list[UsageError] = []

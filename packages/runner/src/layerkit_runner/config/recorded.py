@@ -58,9 +58,6 @@ def read_recorded_config(folder: str) -> RecordedConfig | None:
 
     Returns:
       The configuration, or None where the folder has no `config.json`.
-
-    Raises:
-      DamagedRecordError: The file cannot be read, or has an unknown form.
     """
     try:
         text = _read(folder)
@@ -75,11 +72,7 @@ def read_recorded_config(folder: str) -> RecordedConfig | None:
 
 
 def require_recorded_config(folder: str, *, flag: str, hint: str | None = None) -> RecordedConfig:
-    """Return the configuration of a folder that the value of a flag names.
-
-    Raises:
-      UsageError: The folder has no `config.json`, or one that cannot be read.
-    """
+    """Return the configuration of a folder that the value of a flag names."""
     recorded = read_recorded_config(folder)
     if recorded is None:
         expected = f"a folder with {FILE_NAME}, which a training run writes"
@@ -96,9 +89,6 @@ def with_recorded_experiment(flags: ParsedFlags, report: Callable[[str], None]) 
     Args:
       flags: Parsed command line.
       report: Function that is called with a line about the recorded values.
-
-    Raises:
-      UsageError: The folder records no experiment, or one whose module is in the folder.
     """
     folder = flags.options.job_log_dir
     if flags.exp is not None or folder is None:

@@ -100,15 +100,7 @@ def list_experiments(*, tags: Collection[str] = ()) -> list[ExperimentEntry]:
 
 
 def find_experiment(name: str, *, flag: str = "--exp") -> ExperimentEntry:
-    """Return the experiment that a name means; `load_experiment` imports it.
-
-    Args:
-      name: Name of the experiment.
-      flag: Flag with the name, for messages.
-
-    Raises:
-      UsageError: No experiment has the name, with the nearest names; or several have it.
-    """
+    """Return the experiment that a name means; `load_experiment` imports it."""
     packages = experiment_packages()
     catalogued = _catalogued(packages)
     for spelling in dict.fromkeys([name, _from_pax(name)]):
@@ -135,12 +127,7 @@ def find_experiment(name: str, *, flag: str = "--exp") -> ExperimentEntry:
 
 
 def load_experiment(entry: ExperimentEntry) -> type[BaseExperiment]:
-    """Import the class of an experiment.
-
-    Raises:
-      UsageError: Its module cannot be imported, or does not have a class of that name, or the class
-        is not an experiment, or is only a base class.
-    """
+    """Import the class of an experiment."""
     from layerkit_runner.config.experiment import BaseExperiment
 
     cls = getattr(_imported(entry.module), entry.class_name, None)
@@ -251,12 +238,7 @@ def _source(module: str) -> str | None:
 
 
 def _imported(name: str) -> types.ModuleType:
-    """Return a module.
-
-    Raises:
-      UsageError: It is not Python, it imports a module that is not installed, or it makes a wrong
-        class of an experiment, whose file and line the error names.
-    """
+    """Return a module."""
     from layerkit_runner.config import experiment
 
     try:

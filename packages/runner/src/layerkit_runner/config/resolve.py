@@ -82,11 +82,6 @@ def resolve(
     Args:
       experiment: Experiment with its own fields overridden.
       deep_overrides: Paths that start with one of `overrides.ROOTS`.
-
-    Raises:
-      UsageError: `validate()` raises an error or needs a missing file or package, a method returns
-        no configs, a path does not exist, a value does not fit its field, or two overrides
-        contradict each other.
     """
     try:
         experiment.validate()
@@ -102,11 +97,7 @@ def resolve(
 def with_overrides(
     resolved: ResolvedExperiment, deep_overrides: Iterable[Override]
 ) -> ResolvedExperiment:
-    """Return a copy of a resolved experiment with further deep overrides, which take precedence.
-
-    Raises:
-      UsageError: A path does not exist, or a value does not fit its field.
-    """
+    """Return a copy of a resolved experiment with further deep overrides, which take precedence."""
     roots = copy_config({root: getattr(resolved, root) for root in ROOTS})
     added = check_consistent(deep_overrides)
     paths = {override.path for override in added}
@@ -137,10 +128,6 @@ def resolve_entry(
       entry: Registry entry of the experiment.
       overrides: `--fdl.PATH=TEXT` flags.
       reduced: True to set the experiment's `reduced_fields`. Overrides take precedence.
-
-    Raises:
-      UsageError: The experiment cannot be imported, `reduced` is set without `reduced_fields`, or
-        an override does not fit.
     """
     cls = load_experiment(entry)
     fields = parse_fields(entry.name, experiment_fields(cls), overrides)
@@ -157,12 +144,7 @@ def resolve_entry(
 
 
 def resolve_flags(flags: ParsedFlags) -> ResolvedExperiment:
-    """Resolve the experiment of `--exp` with all overrides of the command line.
-
-    Raises:
-      UsageError: The experiment is unknown, an override does not fit, or the mode writes files and
-        no job folder is given.
-    """
+    """Resolve the experiment of `--exp` with all overrides of the command line."""
     entry = find_experiment(flags.exp or "")
     check_folder(flags)
     return resolve_entry(entry, flags.overrides, reduced=bool(flags.given.get("reduced")))

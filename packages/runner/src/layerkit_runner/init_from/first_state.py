@@ -58,10 +58,6 @@ def plan_first_state(
       task: Task of the run.
       weights: Source of the initial weights; None for `task.initial_weights`.
       report: Called with each line about damaged checkpoints.
-
-    Raises:
-      UsageError: A source is missing or does not fit the model. The returned function raises it
-        if a source cannot be read.
     """
     source = task.initial_weights if weights is None else weights
     if source is None:
@@ -255,11 +251,7 @@ def _from_loader(partitioner: Partitioner, task: SingleTask, loader: Any) -> Fir
 
 
 def _check_given(given: Any, like: Any) -> None:
-    """Compare loaded weights, which may be a part of the model's, with those of the model.
-
-    Raises:
-      UsageError: The model lacks a weight, or has it with another shape or dtype.
-    """
+    """Compare loaded weights, which may be a part of the model's, with those of the model."""
 
     def described(tree: Any) -> dict[str, str]:
         return {

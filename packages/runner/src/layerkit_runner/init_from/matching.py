@@ -100,10 +100,6 @@ def match(
       opened: Sources of the settings, in their order.
       state: State of this run, as shapes, dtypes and shardings.
       model: Model of this run, which declares the weights that are copies or frozen.
-
-    Raises:
-      UsageError: Names, shapes or dtypes differ, or a pattern matches nothing. It lists all
-        differences.
     """
     return _Matching(settings, opened, state, model).run()
 

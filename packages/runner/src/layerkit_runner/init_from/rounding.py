@@ -22,12 +22,7 @@ def floating_model(model: Any) -> Any:
 
 
 def floating_weights(model: BaseLayer, state: TrainState) -> TrainState:
-    """Return a state that describes the weights of `floating_model`.
-
-    Args:
-      model: Model, which may store weights in integers.
-      state: Its state, as shapes, dtypes and shardings.
-    """
+    """Return a state that describes the weights of `floating_model`."""
     if model.weight_format is None:
         return state
     variables = jax.eval_shape(floating_model(model).init, jax.random.key(0))

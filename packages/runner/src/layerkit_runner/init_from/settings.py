@@ -58,14 +58,7 @@ class Origin:
         return not self.indices and not self.is_stacked
 
     def shape(self, stored: Mapping[str, Shape]) -> Shape:
-        """Return the shape of the value.
-
-        Args:
-          stored: Shape of each stored value by name.
-
-        Raises:
-          ConfigError: The shapes of the stored values differ, or an index is out of range.
-        """
+        """Return the shape of the value."""
         shapes = sorted({stored[name] for name in self.names})
         if len(shapes) > 1:
             found = [list(shape) for shape in shapes]
@@ -108,11 +101,7 @@ class Rule:
     label: str
 
     def origin(self, name: str, shape: Shape) -> Origin | None:
-        """Return the origin of the value called `name`; None if the rule does not match.
-
-        Raises:
-          UsageError: The rule refers to a group that the pattern lacks, or its index is malformed.
-        """
+        """Return the origin of the value called `name`; None if the rule does not match."""
         match = re.fullmatch(self.pattern, name)
         if match is None:
             return None
@@ -150,12 +139,7 @@ class Rule:
 
 
 def parse_rules(pairs: Sequence[tuple[str, str]], *, label: str) -> list[Rule]:
-    """Return the rules of a config field.
-
-    Raises:
-      UsageError: An item is not a pair of strings.
-      ConfigError: A pattern is not a valid regular expression.
-    """
+    """Return the rules of a config field."""
     rules = []
     for number, pair in enumerate(pairs):
         field = f"{label}[{number}]"
@@ -270,11 +254,7 @@ class InitFrom(InitialWeights):
 
 
 def init_from_flags(folder: str, draw: str | None) -> InitFrom:
-    """Return the settings of `--init_from=DIR` and `--init_draw=PATTERN`.
-
-    Raises:
-      ConfigError: The pattern is not a valid regular expression.
-    """
+    """Return the settings of `--init_from=DIR` and `--init_draw=PATTERN`."""
     return InitFrom(
         sources=[Source(folder=folder)],
         draw=() if draw is None else (draw,),

@@ -79,9 +79,6 @@ def open_source(
       state: State of this run, as shapes, dtypes and shardings.
       report: Called with each line about damaged checkpoints.
       optimizer: Optimizer of this run, to convert moments of Paxml.
-
-    Raises:
-      UserError: The folder or its checkpoint is missing, damaged or of an unknown kind.
     """
     kind = recognize(source.folder or "")
     if isinstance(kind, PaxFolder):
@@ -137,9 +134,6 @@ def recognize(given: str) -> CheckpointFolder | HuggingFaceFolder | PaxFolder:
     Args:
       given: Path of a job, of its checkpoints, of one checkpoint, or of a Hugging Face folder; on
         this machine or in a store, such as `gs://bucket/run`. The job may be one of Paxml.
-
-    Raises:
-      UsageError: The folder does not exist, or is of no such kind.
     """
     directory = absolute(given)
     if not directory.is_dir():
@@ -195,9 +189,6 @@ class StoredCheckpoint:
           directory: Folder of the checkpoints.
           step: Step to read; None for the newest that is not damaged.
           report: Called with each line about newer checkpoints that are damaged.
-
-        Raises:
-          UserError: No such checkpoint exists, it is damaged, or a later version wrote it.
         """
         self.step = _choose(directory, step, report)
         self.label = f"{directory}:{self.step}"
@@ -216,9 +207,6 @@ class StoredCheckpoint:
 
         Args:
           wanted: Stored shape and dtype of each value, with a sharding.
-
-        Raises:
-          DamagedCheckpointError: A chunk would decompress to more than its array holds.
         """
         from layerkit_runner.checkpointing import handlers
 
@@ -264,9 +252,6 @@ class StoredHuggingFace:
           directory: The folder.
           like: Paths of the weights of this run. Layers are named as a stack or one by one,
             whichever shares more names with these. None names them as a stack.
-
-        Raises:
-          UsageError: The model is not supported, or a file is missing or malformed.
         """
         self.label = str(directory)
         self._directory = directory
@@ -286,9 +271,6 @@ class StoredHuggingFace:
 
         Args:
           wanted: Shape and dtype from `leaves`, with a sharding.
-
-        Raises:
-          UsageError: A tensor is missing, unexpected, or of the wrong shape.
         """
         try:
             with folder.SafetensorsFolder(self._directory) as source:

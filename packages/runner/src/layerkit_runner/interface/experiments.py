@@ -50,11 +50,7 @@ def get_experiment(
 
 
 def experiment_class(experiment: str | type[BaseExperiment]) -> type[BaseExperiment]:
-    """Return the class of an experiment by its name, or a class itself.
-
-    Raises:
-      UsageError: The name is unknown, or the value is not an experiment.
-    """
+    """Return the class of an experiment by its name, or a class itself."""
     if isinstance(experiment, type) and issubclass(experiment, BaseExperiment):
         return experiment
     if not isinstance(experiment, str):

@@ -41,9 +41,6 @@ class GenerateOptions:
         """Return the options with those of a decoder in place of None.
 
         A decoder of another class than `SampleDecoder` gives greedy decoding.
-
-        Raises:
-          UsageError: A value is out of range.
         """
         own = decoder if isinstance(decoder, SampleDecoder) else SampleDecoder(temperature=0.0)
         defaults = {
@@ -83,9 +80,6 @@ def prompt_batch(
       options: Options without None.
       buckets: Rounding of sizes.
       are_sources: True if the prompts are the sources of an encoder-decoder.
-
-    Raises:
-      UsageError: A prompt is empty.
     """
     for row, prompt in enumerate(prompts):
         if len(prompt) == 0:
@@ -112,14 +106,7 @@ def _is_integer(value: Any, least: int) -> bool:
 
 
 class TextStream:
-    """The text of a continuation, in pieces of whole characters.
-
-    Args:
-      tokenizer: Tokenizer of the text.
-
-    Attributes:
-      ids: Token ids so far.
-    """
+    """The text of a continuation, in pieces of whole characters."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Start without tokens."""

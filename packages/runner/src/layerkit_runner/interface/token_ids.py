@@ -18,9 +18,6 @@ def token_rows(rows: Iterable[Any], field: str, *, vocab_size: int | None) -> li
       rows: Ids of each text, such as lists, or an array `[rows, tokens]`.
       field: Name of the argument, for messages.
       vocab_size: Number of ids that the model has; None for any number.
-
-    Raises:
-      UserError: A row is not a sequence of token ids, or has an id outside of the vocabulary.
     """
     found = [as_tokens(each, where=f"{field}[{row}]") for row, each in enumerate(rows)]
     for row, ids in enumerate(found):
@@ -29,11 +26,7 @@ def token_rows(rows: Iterable[Any], field: str, *, vocab_size: int | None) -> li
 
 
 def token_array(ids: Any, field: str, *, vocab_size: int | None) -> np.ndarray:
-    """Return token ids int32 `[rows, length]` or `[length]`.
-
-    Raises:
-      UserError: The ids have the wrong shape or dtype, or one is outside of the vocabulary.
-    """
+    """Return token ids int32 `[rows, length]` or `[length]`."""
     array = np.asarray(ids)
     if array.ndim not in (1, 2) or not array.size or array.dtype.kind not in "iu":
         raise UsageError(

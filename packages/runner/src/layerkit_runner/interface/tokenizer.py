@@ -28,10 +28,6 @@ def find_tokenizer(
       resolved: The experiment.
       partitioner: Started partitioner.
       key: `src` or `tgt` for data sets with two vocabularies; None for others.
-
-    Raises:
-      NoTokenizerError: There is none.
-      UserError: Its file is missing.
     """
     configs = [*resolved.decode_datasets, *resolved.datasets]
     own = getattr(resolved.experiment, "folder_tokenizer", None)

@@ -125,9 +125,6 @@ def watch_checkpoints(
       timeout_secs: Longest wait for a new checkpoint; None for no limit.
       signals: Active signal handler.
       report: Function that receives messages.
-
-    Raises:
-      UsageError: The first checkpoint did not appear within `timeout_secs`.
     """
     watcher, done = CheckpointWatcher(directory), None
     while True:
@@ -164,14 +161,7 @@ def watch_checkpoints(
 
 
 def _training_end(directory: epath.Path, done: int | None, own_last_step: int) -> dict[str, Any]:
-    """Return whether `done` is the last step of training, from process 0.
-
-    Returns:
-      A dict:
-        last_step: Configured last step of training.
-        is_last: True if no checkpoint will follow step `done`.
-        reason: Reason why `done` is the last step, to report; empty if none has to be reported.
-    """
+    """Return whether `done` is the last step of training, from process 0."""
 
     def find() -> dict[str, Any]:
         last = recorded_num_train_steps(directory.parent)
@@ -212,10 +202,7 @@ def _wait(
     *,
     is_first: bool,
 ) -> dict[str, Any] | None:
-    """Wait for a new checkpoint; return None after the timeout or a signal.
-
-    Process 0 polls the folder, reads the clock and sends the result to the other processes.
-    """
+    """Wait for a new checkpoint; return None after the timeout or a signal."""
     schedule = PollSchedule(began=time.monotonic())
 
     def poll() -> dict[str, Any]:

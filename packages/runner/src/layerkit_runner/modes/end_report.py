@@ -40,11 +40,7 @@ _ERROR_CHARACTERS = 300
 
 
 def finish(job: Job, executor: Executor, state: TrainState, step: int) -> None:
-    """Evaluate and decode the final model and report both.
-
-    Raises:
-      Exception: A part failed on some processes only, while the others wait inside it.
-    """
+    """Evaluate and decode the final model and report both."""
     parts = _Parts(job)
     baselines: dict[str, float] = {}
     parts.make(
@@ -80,9 +76,6 @@ def finish(job: Job, executor: Executor, state: TrainState, step: int) -> None:
 class _Parts:
     """The parts of one report; a failure of one does not end the others.
 
-    Args:
-      job: Job that reports.
-
     Attributes:
       unshared_failure: Failure of a part in which other processes may wait; None if there is none.
     """
@@ -93,14 +86,7 @@ class _Parts:
         self._tracebacks: list[str] = []
 
     def make(self, name: str, part: Callable[[], None], *, repeat_mode: str | None = None) -> None:
-        """Make a part; report its failure instead of raising it.
-
-        Args:
-          name: Name of the part, for the message.
-          part: Function that makes and reports it.
-          repeat_mode: Mode that makes this part again, if all processes make it together; None if
-            each process makes it by itself.
-        """
+        """Make a part; report its failure instead of raising it."""
         is_shared = repeat_mode is not None
         if is_shared and self.unshared_failure is not None:
             return  # Not all processes would start it.

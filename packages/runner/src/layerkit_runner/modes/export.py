@@ -21,11 +21,7 @@ from layerkit_runner.trainer.job import Job, choose_step, start_job
 
 
 def run_export(resolved: ResolvedExperiment, options: RunOptions) -> int:
-    """Write the model of a checkpoint; return the exit code.
-
-    Raises:
-      UsageError: The folder or the checkpoint is missing, or no Hugging Face family fits the model.
-    """
+    """Write the model of a checkpoint; return the exit code."""
     if options.export_dir is None:
         raise UsageError("--mode=export writes a folder", hint="Give one: --export_dir=DIR.")
     job = start_job("export", resolved, options)

@@ -62,10 +62,6 @@ def export_stablehlo(
       variables: Variables of the model by collection.
       bakes_weights: True to put the weights into both functions, as constants.
       facts: Entries that `signature.json` has in addition; None for none.
-
-    Raises:
-      UserError: The model is not a decoder-only language model, it has an operation that needs a
-        known number of rows, or a package is missing.
     """
     _check_packages(bakes_weights=bakes_weights)
     _check_model(model)

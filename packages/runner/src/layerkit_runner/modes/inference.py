@@ -42,12 +42,7 @@ from layerkit_runner.training.train_state import TrainState
 
 
 def run_inference(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
-    """Evaluate or decode in one of the four modes; return the exit code.
-
-    Raises:
-      UsageError: No data set is evaluated or decoded, or the checkpoint is missing or belongs to
-        another model.
-    """
+    """Evaluate or decode in one of the four modes; return the exit code."""
     job = start_job(mode, resolved, options)
     with contextlib.closing(job.observers):
         reader = _checkpoint_reader(job)
@@ -143,11 +138,7 @@ class CheckpointReader:
             return step if step is not None and self.process(checkpoints, step) else None
 
     def process_steps(self, steps: Sequence[int]) -> None:
-        """Run the pending programs on the checkpoints of these steps.
-
-        Raises:
-          UsageError: A step does not exist; no program has run then.
-        """
+        """Run the pending programs on the checkpoints of these steps."""
         with self.open() as checkpoints:
             folder = checkpoints.directory
             existing = from_process_0(lambda: committed_steps(folder))
@@ -176,9 +167,6 @@ class CheckpointReader:
 
         Returns:
           Whether it was read; False if it was deleted meanwhile.
-
-        Raises:
-          UsageError: The checkpoint is damaged, or belongs to another experiment or model.
         """
         if self.job.options.restore_checkpoint_dir is None:
             # The training job may have started after this one.
@@ -277,10 +265,8 @@ class CheckpointReader:
 
 
 def _reset(program: BaseProgram) -> None:
-    """Reset the input, so that each checkpoint is given the same examples.
-
-    Training instead continues such an input from evaluation to evaluation, and saves its position.
-    """
+    """Reset the input, so that each checkpoint is given the same examples."""
+    # Training instead continues such an input from evaluation to evaluation.
     dataset = program.dataset
     if dataset is not None and not dataset.reset_for_eval:  # others reset themselves
         dataset.reset()
@@ -301,10 +287,7 @@ def _record_path(program: BaseProgram, step: int) -> epath.Path | None:
 
 
 def _program_settings(program: BaseProgram) -> dict[str, Any]:
-    """Return the settings that determine the metrics of an evaluation, as JSON values.
-
-    Call it before the program runs, since it includes the input position.
-    """
+    """Return the settings that determine the metrics of an evaluation, as JSON values."""
     fields = {
         name: value
         for name, value in vars(program).items()

@@ -207,11 +207,7 @@ def memory_remedies(mode: str, resolved: ResolvedExperiment) -> str:
 
 
 def _kept_traceback(error: BaseException, process: JoinedProcess | None) -> str:
-    """Append the traceback to the process's log and return a sentence that names it.
-
-    If the log cannot be written, print the traceback and return an empty string. Without a process,
-    return an empty string.
-    """
+    """Append the traceback to the process's log and return a sentence that names it."""
     if process is None:
         return ""
     from layerkit_runner.distributed.watchdog import SECONDS_TO_WRITE, finished_within

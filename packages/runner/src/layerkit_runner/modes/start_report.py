@@ -190,15 +190,7 @@ def train_run_info(
 def report_start(
     job: Job, data: TrainInputs, first: FirstState, info: RunInfo, compiled: Sequence[str]
 ) -> None:
-    """Report the run and start the observers.
-
-    Args:
-      job: The job.
-      data: Training data sets.
-      first: First state.
-      info: Information for the observers.
-      compiled: Lines about the compiled steps.
-    """
+    """Report the run and start the observers."""
     train, report = job.task.train, job.observers.message
     if jax.process_index() == 0:
         for line in [

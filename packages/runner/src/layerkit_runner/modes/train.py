@@ -215,10 +215,7 @@ def _check_data(programs: _Programs) -> None:
 
 
 def _plan_if_new(job: Job, checkpoints: CheckpointManager) -> Callable[[], FirstState] | None:
-    """Return the plan of a new run's first state; None if the run may resume or restore.
-
-    Errors in the sources of weights are raised here, before the training step is compiled.
-    """
+    """Return the plan of a new run's first state; None if the run may resume or restore."""
     if checkpoints.latest_step() is not None:
         return None
     _check_restart(job, checkpoints)

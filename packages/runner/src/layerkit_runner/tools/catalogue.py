@@ -52,9 +52,6 @@ def catalogue_line(cls: type[BaseExperiment], dotted: str, package: str) -> Cata
       cls: Class of the experiment.
       dotted: Full name of the experiment in the list.
       package: Package that offers the experiment.
-
-    Raises:
-      UsageError: The experiment cannot be resolved.
     """
     line = entry_of(cls, dotted, [package]).line
     if fields_without_value(cls):

@@ -22,11 +22,7 @@ _MARK = ">>> "
 
 
 def run_generate(flags: ParsedFlags) -> int:
-    """Load the model of a folder and continue prompts; return the exit code.
-
-    Raises:
-      UserError: The folder has no model that generates, or no tokenizer.
-    """
+    """Load the model of a folder and continue prompts; return the exit code."""
     options = flags.options
     prompts, asks = options.prompt or (), False
     if not prompts:

@@ -41,10 +41,6 @@ def convert_pax(
 
     Returns:
       The folder of the new step.
-
-    Raises:
-      FileExistsError: The destination has this step.
-      UserError: The checkpoint does not fit the experiment, or is damaged.
     """
     resolved = resolve_entry(find_experiment(experiment), overrides)
     task = build(resolved.task)

@@ -36,9 +36,6 @@ def run_quantize(words: Sequence[str]) -> int:
 
     Args:
       words: Arguments after `runner quantize`.
-
-    Raises:
-      UserError: The source has no such model, the format does not fit it, or the folder exists.
     """
     parser = argparse.ArgumentParser(
         prog="runner quantize", description=_DESCRIPTION, allow_abbrev=False
@@ -71,9 +68,6 @@ def quantize_folder(
 
     Returns:
       A line about the sizes before and after.
-
-    Raises:
-      UserError: The source has no such model, the format does not fit it, or the folder exists.
     """
     from layerkit.layers import quantize_model
     from layerkit.weight_formats import WeightFormat

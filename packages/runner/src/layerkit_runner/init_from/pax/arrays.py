@@ -33,11 +33,7 @@ class PaxArrays(Protocol):
 
 
 def open_arrays(step_folder: epath.Path) -> PaxArrays:
-    """Open the arrays of a step; only names, shapes and dtypes are read.
-
-    Raises:
-      DamagedCheckpointError: The files are malformed.
-    """
+    """Open the arrays of a step; only names, shapes and dtypes are read."""
     state = folders.state_folder(step_folder)
     if (state / folders.OCDBT_FILE).is_file():
         return TensorStoreArrays(state, is_ocdbt=True)
@@ -57,11 +53,7 @@ class MsgpackArrays:
     """
 
     def __init__(self, path: epath.Path) -> None:
-        """Read the arrays and their names.
-
-        Raises:
-          DamagedCheckpointError: The file is malformed.
-        """
+        """Read the arrays and their names."""
         try:
             self._arrays = _named(serialization.msgpack_restore(path.read_bytes()))
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
@@ -118,9 +110,6 @@ class TensorStoreArrays:
         Args:
           state: Folder of the arrays.
           is_ocdbt: True for an OCDBT database, False for a folder for each array.
-
-        Raises:
-          DamagedCheckpointError: The metadata of an array are malformed.
         """
         self._state, self._is_ocdbt = state, is_ocdbt
         self._names: dict[str, str] = {}
@@ -146,20 +135,12 @@ class TensorStoreArrays:
         self.specs: Mapping[str, LeafSpec] = specs
 
     def check(self, names: Collection[str]) -> None:
-        """Check the sizes of the chunks of these arrays.
-
-        Raises:
-          DamagedCheckpointError: A chunk would decompress to more than its array holds.
-        """
+        """Check the sizes of the chunks of these arrays."""
         arrays = {self._names[name]: self.specs[name] for name in names}
         chunks.check_arrays(self._state, arrays, is_ocdbt=self._is_ocdbt)
 
     def read(self, name: str, ranges: tuple[slice, ...]) -> np.ndarray:
-        """Read the chunks of a block of an array.
-
-        Raises:
-          DamagedCheckpointError: A chunk is malformed or missing.
-        """
+        """Read the chunks of a block of an array."""
         import tensorstore as ts
 
         try:
@@ -188,11 +169,7 @@ def _damaged(state: epath.Path, name: str | None, error: Exception) -> DamagedCh
 
 
 def _array_spec(shape: Any, dtype: Any) -> LeafSpec:
-    """Return the shape and the dtype that a file declares.
-
-    Raises:
-      ValueError: The shape is not a list of sizes, or the dtype is not numeric.
-    """
+    """Return the shape and the dtype that a file declares."""
     is_shape = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
     if not is_shape or not isinstance(dtype, str):
         raise ValueError(f"an array with shape={shape} and dtype={dtype}")

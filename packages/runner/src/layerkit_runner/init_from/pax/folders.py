@@ -35,11 +35,7 @@ class PaxFolder:
     steps: dict[int, epath.Path]
 
     def choose(self, step: int | None) -> tuple[int, epath.Path]:
-        """Return (step, its folder); the newest for None.
-
-        Raises:
-          UsageError: There is no such step.
-        """
+        """Return (step, its folder); the newest for None."""
         chosen = max(self.steps) if step is None else step
         if chosen not in self.steps:
             raise UsageError(

@@ -101,9 +101,6 @@ class StoredPax:
           like: Values of the run with their shapes, by path, for which the step is searched.
           optimizer: Optimizer of the run, which has the decays of Adam's moments; None to read no
             moments of Praxis' Adam.
-
-        Raises:
-          DamagedCheckpointError: The files are malformed.
         """
         self.step = step
         self.label = f"{step_folder.parent}:{step}"
@@ -134,9 +131,6 @@ class StoredPax:
 
         Args:
           wanted: Shape and dtype from `leaves`, with a sharding.
-
-        Raises:
-          DamagedCheckpointError: A value cannot be read, or is not finite.
         """
         names = sorted({name for path in wanted for name in self._names(self._sources[path])})
         own = names[jax.process_index() :: jax.process_count()]
@@ -281,10 +275,7 @@ class StoredPax:
 def _logical_shapes(
     step_folder: epath.Path, specs: Mapping[str, LeafSpec]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of arrays without the padding of axes that a mesh did not divide.
-
-    Paxml records the shapes of weights from version 1.1; moments are padded as their weights are.
-    """
+    """Return the shapes of arrays without the padding of axes that a mesh did not divide."""
     path = step_folder / "metadata" / "metadata"
     if not path.is_file():
         return {name: spec.shape for name, spec in specs.items()}
@@ -303,6 +294,7 @@ def _logical_shapes(
         ) from error
     shapes: dict[str, tuple[int, ...]] = {}
     for name, spec in specs.items():
+        # Moments are padded as their weights are.
         moment = _MOMENT.fullmatch(name)
         shape = recorded.get(f"mdl_vars/params/{moment['name']}" if moment else name, spec.shape)
         fits = len(shape) == len(spec.shape) and all(map(operator.le, shape, spec.shape))
@@ -323,10 +315,8 @@ def _collect_shapes(node: Any, path: LeafPath, found: dict[str, tuple[int, ...]]
 
 
 def _adam_decays(optimizer: optax.GradientTransformation) -> dict[str, float]:
-    """Return the decays of Adam's moments by name, as far as the optimizer has them.
-
-    They are found by one update of a weight with gradient 1, which leaves moments of 1 - decay.
-    """
+    """Return the decays of Adam's moments by name, as far as the optimizer has them."""
+    # One update of a weight with gradient 1 leaves moments of 1 - decay.
     one = {"w": jnp.ones(())}
     state = optimizer.init({"w": jnp.zeros(())})
     _, state = update(

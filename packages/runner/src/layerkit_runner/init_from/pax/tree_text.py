@@ -40,9 +40,6 @@ def leaf_paths(text: str) -> list[Path]:
     """Return the path of each leaf, in the order of the leaves.
 
     Children of lists, tuples and unknown classes are named by their index.
-
-    Raises:
-      ValueError: The text is malformed or nested too deeply.
     """
     start, end = "PyTreeDef(", ")"
     if not text.startswith(start) or not text.endswith(end):

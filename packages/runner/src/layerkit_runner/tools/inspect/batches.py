@@ -42,11 +42,7 @@ SPECIAL = "⟪{}⟫"
 
 
 def print_batches(resolved: ResolvedExperiment, options: RunOptions) -> None:
-    """Print the first batches of each input of an experiment.
-
-    Raises:
-      UsageError: Data cannot be read, or fields or flags do not fit together.
-    """
+    """Print the first batches of each input of an experiment."""
     with as_usage_error():
         partitioner = resolved.partitioner.Instantiate()
     devices = start_simulated(
@@ -67,11 +63,7 @@ def print_batches(resolved: ResolvedExperiment, options: RunOptions) -> None:
 
 
 def simulated_hosts(devices: list[jax.Device], num_hosts: int) -> list[HostTopology]:
-    """Return the topologies of `num_hosts` hosts with equal numbers of consecutive devices.
-
-    Raises:
-      UsageError: The devices cannot be split evenly.
-    """
+    """Return the topologies of `num_hosts` hosts with equal numbers of consecutive devices."""
     if num_hosts < 1 or len(devices) % num_hosts:
         expected = f"a divisor of the {len(devices)} device(s) of this experiment"
         raise UsageError(field="--num_hosts", value=num_hosts, expected=expected)

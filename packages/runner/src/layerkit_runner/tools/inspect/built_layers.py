@@ -28,11 +28,7 @@ from layerkit_runner.trainer.job import build_parts
 
 
 def describe_layers(resolved: ResolvedExperiment, options: RunOptions) -> str:
-    """Return the layers of an experiment as text, outer ones first.
-
-    Raises:
-      UsageError: Fields or flags do not fit together.
-    """
+    """Return the layers of an experiment as text, outer ones first."""
     partitioner, task = build_parts(resolved)
     start_simulated(partitioner, num_devices=options.num_devices)
     partitioner.bind(task)
@@ -49,11 +45,7 @@ def describe_layers(resolved: ResolvedExperiment, options: RunOptions) -> str:
 
 
 def built_layers(model: BaseModel) -> dict[str, dict[str, Any]]:
-    """Return the class and the fields of each layer by its path. A repeated body is one layer.
-
-    Raises:
-      ValueError: A field of a layer is wrong.
-    """
+    """Return the class and the fields of each layer by its path. A repeated body is one layer."""
     found: dict[str, dict[str, Any]] = {}
 
     def record(

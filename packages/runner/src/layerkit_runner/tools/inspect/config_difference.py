@@ -42,11 +42,7 @@ def run_diff_config(flags: ParsedFlags) -> int:
 
 
 def recorded_side(folder: str) -> Side:
-    """Return the configuration recorded in a job folder.
-
-    Raises:
-      UsageError: The folder has no configuration, or one that cannot be read.
-    """
+    """Return the configuration recorded in a job folder."""
     recorded = require_recorded_config(folder, flag="--diff_config")
     name = f"{recorded.experiment}, as recorded in {folder}"
     return name, _values(recorded.fields, recorded.config)

@@ -108,11 +108,7 @@ class ParameterTable:
 
 
 def describe_parameters(resolved: ResolvedExperiment, options: RunOptions) -> str:
-    """Return the table of an experiment as text, or as JSON if `options.json` is set.
-
-    Raises:
-      UsageError: Fields or flags do not fit together, or the mesh does not divide a weight.
-    """
+    """Return the table of an experiment as text, or as JSON if `options.json` is set."""
     partitioner, task = build_parts(resolved)
     start_simulated(partitioner, num_devices=options.num_devices)
     partitioner.bind(task)
@@ -127,9 +123,6 @@ def parameter_table(experiment: str, partitioner: Partitioner, task: SingleTask)
       experiment: Name in the first line of the table.
       partitioner: Started partitioner.
       task: Task that is bound to the partitioner.
-
-    Raises:
-      UsageError: A field of a layer is wrong, or the mesh does not divide a weight.
     """
     try:
         on_devices = partitioner.abstract_state(task)

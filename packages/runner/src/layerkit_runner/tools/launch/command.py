@@ -60,9 +60,6 @@ def run_launch(words: Sequence[str], resolve: Resolve) -> int:
 
     Returns:
       The exit code.
-
-    Raises:
-      UsageError: A kind, flag, experiment, field or value is wrong, or a program is not installed.
     """
     name, *rest = words or [""]
     if name in ("", "--help", "-h"):

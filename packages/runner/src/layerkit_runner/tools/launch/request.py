@@ -58,11 +58,7 @@ class Options(types.SimpleNamespace):
         return names
 
     def command(self, default: list[str]) -> list[str]:
-        """Return the words of `--runner`, or the default.
-
-        Raises:
-          UsageError: `--runner` is not a command.
-        """
+        """Return the words of `--runner`, or the default."""
         if self.runner is None:
             return default
         try:
@@ -162,9 +158,6 @@ def make_request(words: Sequence[str], resolve: Resolve) -> Request:
     Args:
       words: Words after `runner`.
       resolve: Function that finds the experiment and applies the overrides.
-
-    Raises:
-      UsageError: A flag, experiment, field or value is wrong, or the mode needs no launcher.
     """
     flags = parse_flags(words)
     if flags.exp is None:
@@ -203,12 +196,7 @@ def installed_runner() -> list[str]:
 
 
 def read_variable(text: str) -> tuple[str, str | None]:
-    """Return name and value of `NAME=VALUE`, or name and None of the reference `NAME`.
-
-    Raises:
-      UsageError: The text has another form, or is the value of a secret. The error does not repeat
-        the value, since errors end up in logs.
-    """
+    """Return name and value of `NAME=VALUE`, or name and None of the reference `NAME`."""
     name, equals, value = text.partition("=")
     if not _NAME.fullmatch(name):
         raise UsageError(field="--env", value=name, expected="NAME=VALUE or NAME")
@@ -252,11 +240,7 @@ class Script:
         yield from (f"# {line}" for line in self.next_steps)
 
     def start(self) -> int:
-        """Write the file and run the program; return its exit code.
-
-        Raises:
-          UsageError: The file cannot be written, or the program is not installed here.
-        """
+        """Write the file and run the program; return its exit code."""
         try:
             if self.folder is not None:
                 Path(self.folder).mkdir(parents=True, exist_ok=True)

@@ -54,11 +54,7 @@ FLAGS = (
 
 
 def make_script(request: Request, options: Options) -> Script:
-    """Return the batch script, which sbatch submits.
-
-    Raises:
-      UsageError: A value cannot be written, or the flags contradict each other or the mesh.
-    """
+    """Return the batch script, which sbatch submits."""
     _check(request, options)
     return Script(
         path=request.script_path("slurm", options.script),
@@ -170,10 +166,8 @@ def _options(request: Request, options: Options) -> list[str]:
 
 
 def _quoted(text: str) -> str:
-    """Quote a value for a `#SBATCH` line, whose rules are Slurm's and not those of a shell.
-
-    Source: `get_argument` in src/sbatch/opt.c of Slurm.
-    """
+    """Quote a value for a `#SBATCH` line, whose rules are Slurm's and not those of a shell."""
+    # Source: `get_argument` in src/sbatch/opt.c of Slurm.
     if re.fullmatch(r"[\w@%+=:,./-]*", text, re.ASCII):
         return text
     return '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'

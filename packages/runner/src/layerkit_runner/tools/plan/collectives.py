@@ -107,9 +107,6 @@ def collective_traffic(
       mesh_shape: Sizes of the mesh axes by name; the program is compiled for the mesh's devices in
         row-major order.
       slices: Index of the slice or node of each of these devices; None for a single slice.
-
-    Raises:
-      ValueError: The form of device groups is unknown.
     """
     found: dict[tuple[str, str], Traffic] = {}
     layout = _Layout(tuple(mesh_shape.items()), None if slices is None else tuple(slices))
@@ -143,11 +140,7 @@ def collective_traffic(
 
 
 def _collectives(hlo_text: str) -> Iterator[tuple[str, Instruction]]:
-    """Yield collectives by kind. An asynchronous one has the type that its `-done` returns.
-
-    A TPU program that overlaps one collective with several products repeats it beside each of them,
-    as links of a chain, which count once.
-    """
+    """Yield collectives by kind. An asynchronous one has the type that its `-done` returns."""
     found = list(instructions(hlo_text))
     types = {instruction.name: instruction.type for instruction in found}
     started: dict[str, Instruction] = {}
@@ -160,6 +153,8 @@ def _collectives(hlo_text: str) -> Iterator[tuple[str, Instruction]]:
             continue
         if kind not in _SENT:
             continue
+        # A TPU program that overlaps one collective with several products repeats it beside each
+        # of them, as links of a chain.
         if chain := _CHAIN.search(instruction.rest):
             if (chain[1], chain[2]) in chains:
                 continue

@@ -62,9 +62,6 @@ def planned_target(
       target: Value of `--target`; None for simulated CPU devices.
       num_devices: Value of `--num_devices`.
       default: Number of devices if neither flags nor mesh give one.
-
-    Raises:
-      UsageError: The target does not exist, or numbers of devices contradict each other.
     """
     asked = parse_target("cpu" if target is None else target)
     if asked.kind is None:
@@ -110,11 +107,7 @@ def planned_target(
 def start_simulated(
     partitioner: Partitioner, *, num_devices: int | None = None, default: int = 1
 ) -> list[jax.Device]:
-    """Start a partitioner on simulated devices; see `planned_target` for their number.
-
-    Raises:
-      UsageError: `num_devices` contradicts the mesh.
-    """
+    """Start a partitioner on simulated devices; see `planned_target` for their number."""
     target = planned_target(partitioner, num_devices=num_devices, default=default)
     devices = target_devices(target)
     partitioner.start(devices)
@@ -135,11 +128,7 @@ def _sizes(partitioner: Partitioner) -> str:
 
 
 def target_devices(target: Target) -> list[jax.Device]:
-    """Return the devices of a target, slice by slice.
-
-    Raises:
-      UsageError: The compiler for them is not installed, or there is no such slice.
-    """
+    """Return the devices of a target, slice by slice."""
     if target.kind is None:
         return jax.devices()
     assert target.num_devices is not None, target
@@ -223,9 +212,6 @@ def simulated_devices(count: int) -> list[jax.Device]:
     """Return `count` simulated CPU devices, which are only compiled for.
 
     This works before JAX is first used in a process; after that, its CPU devices are fixed.
-
-    Raises:
-      UsageError: JAX was used before in this process and has fewer devices.
     """
     try:
         jax.config.update("jax_num_cpu_devices", count)

@@ -266,11 +266,7 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """Read the text of `--target`.
-
-    Raises:
-      UsageError: The form, the kind of device or the number of devices does not exist.
-    """
+    """Read the text of `--target`."""
     try:
         return _parse(text.strip().lower())
     except UsageError as error:
@@ -372,16 +368,7 @@ def usual_topology(kind: DeviceKind, chips: int) -> tuple[int, ...]:
 
 
 def sized(target: Target, *, per_slice: int, num_slices: int) -> Target:
-    """Return a target of a known kind with the number of devices that a mesh has.
-
-    Args:
-      target: Target without a number of devices.
-      per_slice: Devices of the mesh within a slice.
-      num_slices: Slices that the mesh spans.
-
-    Raises:
-      UsageError: No slice has so many chips, or the devices fill no whole nodes.
-    """
+    """Return a target of a known kind with the number of devices that a mesh has."""
     kind = target.kind
     assert kind is not None, target
     try:

@@ -156,10 +156,6 @@ def make_plan(
         nearly all memory of a device, or is rejected, is compiled again with full effort.
       dataset: Name of the training data set whose step is planned; None for all of them.
       check_state: Whether to raise an error before compilation if the state exceeds the memory.
-
-    Raises:
-      UsageError: Fields do not fit together, or sizes cannot be split over the mesh.
-      StateTooLargeError: The state exceeds the memory and `check_state` is set.
     """
     partitioner, task = build_parts(resolved) if parts is None else parts
     target = Target(None) if target is None else target

@@ -326,10 +326,6 @@ def search(
       max_seconds: Time after which no further compilation starts.
       effort: Effort of the compiler; see `compile_step`.
       clock: Clock in seconds.
-
-    Raises:
-      UsageError: `max_compilations` is not positive, the experiment has no mesh to vary, or it
-        cannot be planned.
     """
     if max_compilations < 1:
         expected = "a positive integer; the experiment itself is compiled first"

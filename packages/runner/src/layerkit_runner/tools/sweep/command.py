@@ -54,9 +54,6 @@ def run_study(flags: ParsedFlags, resolve: Resolve) -> int:
     Args:
       flags: Flags of the command, including `--study` and `--job_log_dir`.
       resolve: Function that imports the experiment and applies overrides.
-
-    Raises:
-      UsageError: The command contradicts the file, the experiment or the folder.
     """
     _check_flags(flags)
     options, fixed = flags.options, flags.overrides
@@ -122,17 +119,7 @@ def trial_words(
 def fit_space(
     file: StudyFile, fixed: Sequence[Override], resolve: Resolve, base: ResolvedExperiment
 ) -> dict[str, BaseDistribution]:
-    """Return the search space with ranges of floats for fields that hold a float.
-
-    Args:
-      file: Study file.
-      fixed: Overrides of the command line.
-      resolve: Function that applies overrides to the experiment.
-      base: Experiment with the fixed overrides.
-
-    Raises:
-      UserError: A path does not exist or is set twice, or a value has the wrong type.
-    """
+    """Return the search space with ranges of floats for fields that hold a float."""
     annotations = experiment_fields(type(base.experiment))
     present = {**config_json(base)["config"], **vars(base.experiment)}
     setters = {f"space.{path}": path for path in file.space}

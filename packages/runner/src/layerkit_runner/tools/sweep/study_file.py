@@ -99,11 +99,7 @@ def override_text(value: Value) -> str:
 
 
 def read_study_file(path: str, *, num_trials: int | None = None) -> StudyFile:
-    """Read and check a study file; `num_trials` overrides the number in it.
-
-    Raises:
-      UserError: The file does not exist, or a key or value is wrong.
-    """
+    """Read and check a study file; `num_trials` overrides the number in it."""
     try:
         return _parse(path, _document(path), num_trials)
     except UserError as error:

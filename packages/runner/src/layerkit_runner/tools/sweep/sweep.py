@@ -104,9 +104,6 @@ class Study:
           name: Name of the study in its storage.
           storage: URL of a database, or path of a journal file; None for `study.db`. SQLite may
             lose data on a network disk to which several machines write, and a journal does not.
-
-        Raises:
-          UsageError: The storage cannot be opened.
         """
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)

@@ -30,9 +30,6 @@ def read_values(texts: Mapping[str, str], words: Sequence[str]) -> dict[str, Any
     Args:
       texts: Contents of the files, by file name.
       words: Words `key=value`.
-
-    Raises:
-      UserError: A text is no YAML mapping, or a word is not `key=value`.
     """
     values: dict[str, Any] = {}
     for file, text in texts.items():

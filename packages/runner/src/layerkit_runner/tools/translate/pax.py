@@ -83,9 +83,6 @@ def translate_pax(
 
     Returns:
       The translations, and the names of the other classes.
-
-    Raises:
-      UsageError: A file is not valid Python, or lacks a class.
     """
     classes: dict[str, _PaxClass] = {}
     for file, text in texts.items():
@@ -189,11 +186,7 @@ def _assigned(node: ast.stmt, names: Mapping[str, _Constant]) -> dict[str, Any]:
 
 
 def _evaluate(node: ast.expr, names: Mapping[str, _Constant]) -> Any:
-    """Return the value of a literal, a name, arithmetic of numbers, or a list of numbers.
-
-    Raises:
-      NotTranslatedError: The expression is anything else, or a number has too many bits.
-    """
+    """Return the value of a literal, a name, arithmetic of numbers, or a list of numbers."""
     value: Any = NotTranslatedError(_UNKNOWN)
     if isinstance(node, ast.Constant):
         value = node.value

@@ -67,11 +67,7 @@ class Translation:
 
 
 def read_tables() -> dict[str, Any]:
-    """Return the tables of the first package of experiments with a `translate.yml`.
-
-    Raises:
-      UsageError: No installed package has tables.
-    """
+    """Return the tables of the first package of experiments with a `translate.yml`."""
     for package in experiment_packages():
         spec = importlib.util.find_spec(package)
         for folder in (spec and spec.submodule_search_locations) or ():
@@ -159,9 +155,6 @@ def convert(kind: str, value: Any) -> Any:
         number whose values of 0 and below become None, since both frameworks write "none" so. A
         kind that ends in ? allows None.
       value: Value of Python or YAML.
-
-    Raises:
-      NotTranslatedError: The value is of another kind.
     """
     if value is None and kind.endswith("?"):
         return None
