@@ -67,7 +67,7 @@ def test_other_text_for_the_same_model(data_format: str, reader: type):
         (Lambada126M, {"DATA_FORMAT": "synthetic"}, "DATA_FORMAT"),
         (Lambada126M, {"DATA_FORMAT": "grain"}, "GRAIN_DATA_DIR"),
         (Lambada126M, {"MAX_SEQ_LEN": 64}, "TARGET_LENGTH"),
-        (Pile126M, {"CHECKPOINT_POLICY": "SAVE_OUT_PROJ"}, "CHECKPOINT_POLICY"),
+        (Pile126M, {"CHECKPOINT_POLICY": "SAVE_CONTEXT"}, "CHECKPOINT_POLICY"),
     ],
 )
 def test_contradicting_fields_raise(raises: Any, cls: type, fields: dict[str, Any], field: str):
@@ -78,6 +78,7 @@ def test_contradicting_fields_raise(raises: Any, cls: type, fields: dict[str, An
 def test_policies_by_the_names_of_pax():
     assert remat_policy("AutodiffCheckpointType.SAVE_NOTHING") == "full"
     assert remat_policy("SAVE_DOT_WITH_NO_BATCH_DIM") == "dots_no_batch"
+    assert remat_policy("SAVE_OUT_PROJ") == "attention_out"
     assert remat_policy("projections") == "projections"
     fields = {"CHECKPOINT_POLICY": "SAVE_EVERYTHING"}
     assert resolve(Pile126M(**fields)).task.model.lm_tpl.stack_tpl.remat == "none"

@@ -106,9 +106,9 @@ def test_model_of_a_translated_class_can_be_built(folder: Path, capsys):
 
 
 def test_leftovers_are_printed_and_are_comments_of_the_class(folder: Path, capsys):
-    assert translate.main(["maxtext", "model.yml", "quantization=int8", "ours=1"]) == 1
+    assert translate.main(["maxtext", "model.yml", "quantization=intmp", "ours=1"]) == 1
     text, err = capsys.readouterr()
-    assert "    # NOT TRANSLATED quantization = 'int8': see docs/transformers.md" in text
+    assert "    # NOT TRANSLATED quantization = 'intmp': QUANTIZATION is int8" in text
     assert "translate: FromMaxText: not translated: ours = 1: unknown key" in err
 
 
@@ -130,7 +130,7 @@ class Llama(TransformerLmSpmdAdam, SyntheticDataset):
     ("words", "name"),
     [
         (["pax", "llama.py"], "Llama"),
-        (["maxtext", "model.yml", "quantization=int8"], "FromMaxText"),
+        (["maxtext", "model.yml", "quantization=intmp"], "FromMaxText"),
     ],
 )
 def test_class_with_leftovers_does_not_run(folder: Path, capsys, words, name):

@@ -106,6 +106,8 @@ def test_steps_and_warmup_fraction_set_the_schedule():
         (["remat_policy=minimal"], {"CHECKPOINT_POLICY": "dots_no_batch"}),
         (["attention=cudnn_flash_te"], {"ATTENTION_BACKEND": "cudnn"}),
         (["ici_fsdp_parallelism=4"], {"ICI_MESH_SHAPE": [1, 4, 1]}),
+        (["quantization=int8"], {"QUANTIZATION": "int8"}),
+        (["quantization=fp8"], {"QUANTIZATION": "fp8_delayed"}),
     ],
 )
 def test_key_sets_its_field(words, expected):
@@ -118,7 +120,7 @@ def test_key_sets_its_field(words, expected):
         ("remat_policy=save_dot_except_mlp", "none that keeps just that; projections, dots_no_b"),
         ("decoder_block=gemma3", "recipes know default, llama2, mistral and gpt3; a model"),
         ("opt_type=muon", "recipes have Adam; any optimizer of Optax can be a recipe"),
-        ("quantization=int8", "see docs/transformers.md for fp8 and int8"),
+        ("quantization=intmp", "QUANTIZATION is int8 or fp8_delayed"),
         ("num_experts=8", "see lm.moe and docs/mixture_of_experts.md"),
         ("gradient_accumulation_steps=4", "add --fdl.task.train.gradient_accumulation_steps=N"),
         ("ici_sequence_parallelism=2", "the recipe's mesh is data × fsdp × tensor"),

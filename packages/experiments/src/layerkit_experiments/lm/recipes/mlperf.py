@@ -98,19 +98,14 @@ class MlperfSchedule(ScheduleOverRun):
 
     def learner(self) -> Config:
         """Return the config of the learner."""
-        steps, peak = self.schedule_steps(), self.LEARNING_RATE
+        peak = self.LEARNING_RATE
         if peak is None:
             peak = 2e-5 if self._rows() <= 3584 else 3e-5
         return adamw_learner(
             self,
             decayed=None,
-            learning_rate=Config(
-                linear_warmup_cosine_decay,
-                peak,
-                warmup_steps=steps.warmup,
-                decay_start=steps.decay_start,
-                decay_end=steps.decay_end,
-                min_ratio=self.MIN_LEARNING_RATE_RATIO,
+            learning_rate=self.schedule_steps().config(
+                linear_warmup_cosine_decay, peak, min_ratio=self.MIN_LEARNING_RATE_RATIO
             ),
         )
 

@@ -44,6 +44,9 @@ _PAX_CHECKPOINT_POLICIES = {
     "SAVE_DOT_ONLY": "dots",
     "SAVE_DOT_WITH_NO_BATCH_DIM": "dots_no_batch",
     "SAVE_DOT_WITH_NO_BATCH_DIMS": "dots_no_batch",
+    "SAVE_QKV_OUT_PROJ": "save:query,key,value,attention_out",
+    "SAVE_QKV_OUT_PROJ_SEPARATE": "save:query,key,value,attention_out",
+    "SAVE_OUT_PROJ": "attention_out",
 }
 _POSITIONS = ("rotary", "sinusoidal", "trainable", "none")
 _SIZES = (

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from layerkit.config import Config, Partial
-from layerkit.interop.praxis import axis_order
 from layerkit.weights import WeightInit
 from layerkit_experiments.lm.recipes.data import SyntheticTokens
 from layerkit_experiments.lm.recipes.decoders import CappedDecoder
 from layerkit_experiments.lm.recipes.optimization import AdamExponential
+from layerkit_experiments.lm.recipes.published_optimizers import pax_adafactor
 from layerkit_experiments.lm.recipes.quantization import Fp8Field
 from layerkit_runner.optim.schedules import linear_warmup_cosine_decay
-from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
 
 
 class NvidiaDecoder(Fp8Field, SyntheticTokens, CappedDecoder, abstract=True):
@@ -61,26 +60,8 @@ class CappedCosine(AdamExponential):
 
     def optimizer(self) -> Partial:
         """Return Adam or Adafactor."""
-        if not self.USE_ADAFACTOR:
-            return super().optimizer()
-        return Partial(
-            sharded_adafactor,
-            beta1=self.ADAM_BETA1,
-            decay_adam=0.99,
-            clip_threshold=self.UPDATE_RMS_CAP,
-            weight_decay=self.WEIGHT_DECAY,
-            axis_order=axis_order,
-        )
+        return pax_adafactor(self, decay_adam=0.99) if self.USE_ADAFACTOR else super().optimizer()
 
-    def learner(self) -> Config:
-        """Return the config of the learner."""
-        learner = super().learner()
-        learner.learning_rate = Config(
-            linear_warmup_cosine_decay,
-            self.LEARNING_RATE,
-            warmup_steps=self.WARMUP_STEPS,
-            decay_start=self.DECAY_START,
-            decay_end=self.DECAY_END,
-            min_ratio=self.MIN_LEARNING_RATE_RATIO,
-        )
-        return learner
+    def schedule(self) -> Config:
+        """Return the config of the cosine."""
+        return self.schedule_of(linear_warmup_cosine_decay)

@@ -86,6 +86,23 @@ class ScheduleSteps(NamedTuple):
     decay_start: int
     decay_end: int
 
+    def config(self, schedule: Callable[..., Any], peak: float, **options: Any) -> Config:
+        """Return the config of a schedule of the runner with these steps.
+
+        Args:
+          schedule: Function such as `linear_warmup_cosine_decay`.
+          peak: Highest rate.
+          **options: Other arguments of the function.
+        """
+        return Config(
+            schedule,
+            peak,
+            warmup_steps=self.warmup,
+            decay_start=self.decay_start,
+            decay_end=self.decay_end,
+            **options,
+        )
+
 
 class ScheduleOverRun(TrainingLength):
     """A schedule of a warmup and a decay over the rest of the run.
@@ -133,7 +150,7 @@ class ScheduleOverRun(TrainingLength):
 class ExponentialDecay(TrainingLength):
     """Linear warmup, then exponential decay to a tenth, with the defaults of Pax.
 
-    A subclass defines the optimizer.
+    A subclass defines the optimizer, and may define another decay.
     """
 
     LEARNING_RATE: float = 1e-3
@@ -158,19 +175,21 @@ class ExponentialDecay(TrainingLength):
         """Return the optimizer without its learning rate."""
         raise NotImplementedError(f"{type(self).__qualname__} does not define optimizer")
 
+    def schedule(self) -> Config:
+        """Return the config of the schedule."""
+        return self.schedule_of(linear_warmup_exponential_decay)
+
+    def schedule_of(self, function: Callable[..., Any]) -> Config:
+        """Return the config of a schedule of the runner with the fields of this recipe."""
+        steps = ScheduleSteps(self.WARMUP_STEPS, self.DECAY_START, self.DECAY_END)
+        return steps.config(function, self.LEARNING_RATE, min_ratio=self.MIN_LEARNING_RATE_RATIO)
+
     def learner(self) -> Config:
         """Return the config of the learner."""
         check_optimizer_numbers(self)
         return Learner.HParams.config(
             optimizer=self.optimizer(),
-            learning_rate=Config(
-                linear_warmup_exponential_decay,
-                self.LEARNING_RATE,
-                warmup_steps=self.WARMUP_STEPS,
-                decay_start=self.DECAY_START,
-                decay_end=self.DECAY_END,
-                min_ratio=self.MIN_LEARNING_RATE_RATIO,
-            ),
+            learning_rate=self.schedule(),
             clip_global_norm=self.CLIP_GRADIENT_NORM,
         )
 
@@ -219,16 +238,12 @@ class AdamWCosine(ScheduleOverRun):
 
     def learner(self) -> Config:
         """Return the config of the learner."""
-        steps = self.schedule_steps()
         return adamw_learner(
             self,
             decayed=decays if self.DECAYED_WEIGHTS == "matrices" else None,
-            learning_rate=Config(
+            learning_rate=self.schedule_steps().config(
                 linear_warmup_cosine_decay,
                 self.LEARNING_RATE,
-                warmup_steps=steps.warmup,
-                decay_start=steps.decay_start,
-                decay_end=steps.decay_end,
                 min_ratio=self.MIN_LEARNING_RATE_RATIO,
             ),
         )

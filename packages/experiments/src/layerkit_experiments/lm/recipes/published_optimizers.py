@@ -37,16 +37,11 @@ class AdamWLinear(ScheduleOverRun):
 
     def learner(self) -> Config:
         """Return the config of the learner."""
-        steps = self.schedule_steps()
         return adamw_learner(
             self,
             decayed=decays,
-            learning_rate=Config(
-                schedules.linear_warmup_polynomial_decay,
-                self.LEARNING_RATE,
-                warmup_steps=steps.warmup,
-                decay_start=steps.decay_start,
-                decay_end=steps.decay_end,
+            learning_rate=self.schedule_steps().config(
+                schedules.linear_warmup_polynomial_decay, self.LEARNING_RATE
             ),
         )
 
@@ -97,14 +92,7 @@ class AdafactorExponential(ExponentialDecay):
 
     def optimizer(self) -> Partial:
         """Return Adafactor."""
-        return Partial(
-            sharded_adafactor,
-            beta1=self.ADAM_BETA1,
-            decay_adam=self.ADAM_BETA2,
-            weight_decay=self.WEIGHT_DECAY,
-            clip_threshold=self.UPDATE_RMS_CAP,
-            axis_order=axis_order,
-        )
+        return pax_adafactor(self, decay_adam=self.ADAM_BETA2)
 
 
 class AdamInverseSqrt(TrainingLength):
@@ -134,3 +122,20 @@ class AdamInverseSqrt(TrainingLength):
             ),
             clip_global_norm=self.CLIP_GRADIENT_NORM,
         )
+
+
+def pax_adafactor(fields: ExponentialDecay, *, decay_adam: float) -> Partial:
+    """Return Pax's `ShardedAdafactor`, with a momentum in int8 and factors of the second moment.
+
+    Args:
+      fields: Recipe with the decay of the momentum, the weight decay and the update cap.
+      decay_adam: Decay of the factored second moments, with Adam's bias correction.
+    """
+    return Partial(
+        sharded_adafactor,
+        beta1=fields.ADAM_BETA1,
+        decay_adam=decay_adam,
+        weight_decay=fields.WEIGHT_DECAY,
+        clip_threshold=fields.UPDATE_RMS_CAP,
+        axis_order=axis_order,
+    )

@@ -8,7 +8,7 @@ can read a data set with different vocabularies.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +42,12 @@ def language_model_task(
       ConfigError: No vocabulary is set, it does not exist, or it is too large.
       MissingExtraError: SeqIO is not installed.
     """
-    seqio = import_seqio()
-    tokens = vocabulary(vocab_path, vocab_size)
-    return seqio.Task(
-        _task_name(tfds_name),
-        source=seqio.TfdsDataSource(tfds_name),
-        preprocessors=[
-            _text_as_targets,
-            functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=False),
-            seqio.preprocessors.append_eos,
-            _cut_into_pieces,
-        ],
-        output_features={"targets": seqio.Feature(tokens, add_eos=True)},
+    append_eos = import_seqio().preprocessors.append_eos
+    return _task(
+        tfds_name,
+        [_text_as_targets, _tokenize, append_eos, _cut_into_pieces],
+        vocabulary(vocab_path, vocab_size),
+        add_eos=True,
     )
 
 
@@ -82,18 +76,12 @@ def joined_documents_task(
       ConfigError: No vocabulary is set, it does not exist, or it is too large.
       MissingExtraError: SeqIO is not installed.
     """
-    seqio = import_seqio()
-    tokens = vocabulary(vocab_path, vocab_size)
-    return seqio.Task(
-        f"{_task_name(tfds_name)}_joined",
-        source=seqio.TfdsDataSource(tfds_name),
-        preprocessors=[
-            _text_as_targets,
-            functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=False),
-            functools.partial(_join, num_documents=num_documents),
-            _cut_into_pieces,
-        ],
-        output_features={"targets": seqio.Feature(tokens, add_eos=False)},
+    join = functools.partial(_join, num_documents=num_documents)
+    return _task(
+        tfds_name,
+        [_text_as_targets, _tokenize, join, _cut_into_pieces],
+        vocabulary(vocab_path, vocab_size),
+        suffix="_joined",
         shuffle_buffer_size=10_000,
     )
 
@@ -111,15 +99,8 @@ def token_ids_task(*, tfds_name: str, vocab_size: int) -> Any:
     Raises:
       MissingExtraError: SeqIO is not installed.
     """
-    seqio = import_seqio()
-    return seqio.Task(
-        f"{_task_name(tfds_name)}_ids",
-        source=seqio.TfdsDataSource(tfds_name),
-        preprocessors=[_ids_as_targets],
-        output_features={
-            "targets": seqio.Feature(seqio.PassThroughVocabulary(vocab_size), add_eos=False)
-        },
-    )
+    ids = import_seqio().PassThroughVocabulary(vocab_size)
+    return _task(tfds_name, [_ids_as_targets], ids, suffix="_ids")
 
 
 def last_word_task(*, tfds_name: str, vocab_path: str | None, vocab_size: int | None = None) -> Any:
@@ -140,18 +121,12 @@ def last_word_task(*, tfds_name: str, vocab_path: str | None, vocab_size: int | 
       ConfigError: No vocabulary is set, it does not exist, or it is too large.
       MissingExtraError: SeqIO is not installed.
     """
-    seqio = import_seqio()
-    tokens = vocabulary(vocab_path, vocab_size)
-    return seqio.Task(
-        f"{_task_name(tfds_name)}_last_word",
-        source=seqio.TfdsDataSource(tfds_name),
-        preprocessors=[
-            _passage_and_last_word,
-            functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=False),
-        ],
-        output_features={
-            name: seqio.Feature(tokens, add_eos=False) for name in ("inputs", "targets")
-        },
+    return _task(
+        tfds_name,
+        [_passage_and_last_word, _tokenize],
+        vocabulary(vocab_path, vocab_size),
+        features=("inputs", "targets"),
+        suffix="_last_word",
     )
 
 
@@ -174,19 +149,11 @@ def yes_no_task(*, tfds_name: str, vocab_path: str | None, vocab_size: int | Non
       ConfigError: No vocabulary is set, it does not exist, or it is too large.
       MissingExtraError: SeqIO is not installed.
     """
-    seqio = import_seqio()
-    tokens = vocabulary(vocab_path, vocab_size)
-    return seqio.Task(
-        _task_name(tfds_name),
-        source=seqio.TfdsDataSource(tfds_name),
-        preprocessors=[
-            _question_and_answers,
-            functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=False),
-        ],
-        output_features={
-            name: seqio.Feature(tokens, add_eos=False)
-            for name in ("inputs", "targets", "wrong_targets")
-        },
+    return _task(
+        tfds_name,
+        [_question_and_answers, _tokenize],
+        vocabulary(vocab_path, vocab_size),
+        features=("inputs", "targets", "wrong_targets"),
         shuffle_buffer_size=100_000,
     )
 
@@ -223,11 +190,34 @@ def _check_exists(path: str) -> None:
     raise ConfigError("the file does not exist", field="VOCAB_PATH", value=path, choices=names)
 
 
-def _task_name(tfds_name: str) -> str:
-    return tfds_name.partition(":")[0].replace("/", "_")
+def _task(
+    tfds_name: str,
+    preprocessors: Sequence[Any],
+    tokens: Any,
+    *,
+    features: Sequence[str] = ("targets",),
+    suffix: str = "",
+    add_eos: bool = False,
+    **options: Any,
+) -> Any:
+    """Return a task that is named after its data set, with the features in one vocabulary."""
+    seqio = import_seqio()
+    return seqio.Task(
+        tfds_name.partition(":")[0].replace("/", "_") + suffix,
+        source=seqio.TfdsDataSource(tfds_name),
+        preprocessors=preprocessors,
+        output_features={name: seqio.Feature(tokens, add_eos=add_eos) for name in features},
+        **options,
+    )
 
 
-# Preprocessors map a `tf.data.Dataset` to another; SeqIO passes `sequence_length`.
+# Preprocessors map a `tf.data.Dataset` to another; SeqIO passes `output_features` and
+# `sequence_length` to those that have such an argument.
+
+
+def _tokenize(dataset: Any, output_features: Mapping[str, Any]) -> Any:
+    tokenize = import_seqio().preprocessors.tokenize
+    return tokenize(dataset, output_features, copy_pretokenized=False)
 
 
 def _text_as_targets(dataset: Any) -> Any:
