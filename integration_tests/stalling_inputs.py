@@ -38,7 +38,6 @@ class Stalling(LmCloudSpmdTest):
     MAX_STEPS = 1000
     CHECKPOINT_EVERY_N_STEPS = 500
     TRAIN_STALLS_AT: int | None = None
-    EVAL_STALLS_AT: int | None = None
 
     def datasets(self) -> list[Config]:
         fields = {
@@ -49,5 +48,5 @@ class Stalling(LmCloudSpmdTest):
         }
         make = StallingInput.HParams.config
         train = make(name="train", is_training=True, stalls_at=self.TRAIN_STALLS_AT, **fields)
-        heldout = make(name="heldout", num_examples=8, stalls_at=self.EVAL_STALLS_AT, **fields)
+        heldout = make(name="heldout", num_examples=8, stalls_at=None, **fields)
         return [train, heldout]

@@ -44,22 +44,6 @@ def test_signal_while_training_input_stalls_saves_the_last_completed_step(
 
 
 @pytest.mark.slow
-def test_signal_while_evaluation_input_stalls_saves_the_last_completed_step(
-    jobs: Any, tmp_path: Path, running: list[Any]
-):
-    fields = {"EVAL_INTERVAL_STEPS": 3, "PERCORE_BATCH_SIZE": 2.0}
-    job = jobs.make(EXP, tmp_path / "job", EVAL_STALLS_AT=4, **fields)
-    process = job.start()
-    running.append(process)
-    job.wait_for(process, lambda: 3 in job.steps_logged())
-    process.send_signal(signal.SIGTERM)
-    code, output = end(process)
-    assert (code, saved_steps(job)) == (128 + signal.SIGTERM, [3]), output
-    assert "canceled the evaluation after step 3" in output
-    assert "Traceback" not in output
-
-
-@pytest.mark.slow
 def test_signal_before_the_first_step_ends_a_job_whose_input_stalls(
     jobs: Any, tmp_path: Path, running: list[Any]
 ):

@@ -30,7 +30,7 @@ def step(tmp_path) -> epath.Path:
 
 
 def entry(content: bytes) -> Entry:
-    return Entry(len(content), ("xxh3_128", xxhash.xxh3_128_hexdigest(content)))
+    return {"size": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
 
 
 def test_an_untouched_step_has_no_findings(step):
@@ -67,8 +67,8 @@ def test_a_manifest_of_version_1_is_verified_by_sha256(step):
         Finding(
             "metadata/c",
             FindingKind.ALTERED,
-            Entry(2, ("sha256", digests["metadata/c"])),
-            Entry(2, ("sha256", hashlib.sha256(b"[]").hexdigest())),
+            {"size": 2, "sha256": digests["metadata/c"]},
+            {"size": 2, "sha256": hashlib.sha256(b"[]").hexdigest()},
         ),
     )
 
@@ -181,7 +181,6 @@ def test_shares_verify_every_file_once_and_differ_by_one_file_at_most(step, monk
     assert len(seen) == len(set(seen)) == 23
     assert max(sizes) - min(sizes) <= 119
     assert sorted(findings, key=lambda finding: finding.file) == list(integrity.verify(step))
-    assert [Finding.from_json(finding.to_json()) for finding in findings] == findings
 
 
 def test_more_shares_than_files_are_no_error(step):
@@ -190,7 +189,7 @@ def test_more_shares_than_files_are_no_error(step):
     assert [each.file for found in findings for each in found] == ["state/b"]
 
 
-DAMAGE = Finding("state/a", FindingKind.MISSING, Entry(10, ("xxh3_128", "ab" * 16)))
+DAMAGE = Finding("state/a", FindingKind.MISSING, {"size": 10, "xxh3_128": "ab" * 16})
 STRAY = Finding("state/b", FindingKind.UNLISTED)
 
 
@@ -225,8 +224,8 @@ def test_damage_message_lists_files_and_lost_steps():
         Finding(
             "state/d/a",
             FindingKind.SHORT,
-            Entry(100, ("xxh3_128", "ab" * 16)),
-            Entry(40, ("sha256", "cd" * 32)),
+            {"size": 100, "xxh3_128": "ab" * 16},
+            {"size": 40, "sha256": "cd" * 32},
         ),
         STRAY,
         DAMAGE,
@@ -242,7 +241,7 @@ def test_damage_message_lists_files_and_lost_steps():
 
 
 def test_damage_message_is_short_and_names_the_loss_of_all_steps():
-    findings = [Finding(f"f{i}", FindingKind.MISSING, Entry(1, None)) for i in range(30)]
+    findings = [Finding(f"f{i}", FindingKind.MISSING, {"size": 1}) for i in range(30)]
     lines = integrity.damage_message(1, findings, directory="D", used_instead=None).splitlines()
     assert len(lines) == 11
     assert lines[-2:] == [

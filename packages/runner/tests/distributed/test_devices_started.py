@@ -32,29 +32,13 @@ def start(platforms: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("platforms", "module", "remedy"),
-    [
-        pytest.param("cuda", "jax_cuda13_plugin", "jax[cuda13]", marks=pytest.mark.slow),
-        ("tpu", "libtpu", "jax[tpu]"),
-        pytest.param("tpu,cpu", "libtpu", "jax[tpu]", marks=pytest.mark.slow),
-    ],
+    ("platforms", "reason"), [("tpu", "tpu"), pytest.param("cpuu", "cpuu", marks=pytest.mark.slow)]
 )
-def test_platform_without_its_plugin_names_what_to_install(
-    platforms: str, module: str, remedy: str
-):
-    if importlib.util.find_spec(module) or importlib.util.find_spec("jax_cuda12_plugin"):
-        pytest.skip(f"{module} is installed here")
+def test_platform_that_jax_cannot_start_is_an_error_of_one_line(platforms: str, reason: str):
+    if importlib.util.find_spec("libtpu"):
+        pytest.skip("libtpu is installed here")
     error = start(platforms).stderr
     message = error[error.index("failed: ") :]
-    assert f"JAX_PLATFORMS={platforms!r}" in message
-    assert module in message
-    assert remedy in message
-    assert len(message.splitlines()) == 1
-
-
-def test_misspelled_platform_names_the_nearest():
-    error = start("cpuu").stderr
-    message = error[error.index("failed: ") :]
-    assert "JAX_PLATFORMS='cpuu'" in message
-    assert "did you mean 'cpu'" in message.lower()
+    assert f"JAX_PLATFORMS={platforms}: JAX " in message
+    assert reason in message.partition("cannot start")[2]
     assert len(message.splitlines()) == 1

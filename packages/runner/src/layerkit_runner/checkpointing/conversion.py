@@ -32,8 +32,6 @@ _REPLACED_FILES = ("state/", f"{integrity.MANIFEST_FOLDER}/", folders.COMMIT_FIL
 def copy_step(source: epath.Path, destination: epath.Path, step: int) -> epath.Path:
     """Copy a step and its recorded evaluation to another folder of checkpoints; return its folder.
 
-    A terminal shows the progress.
-
     Raises:
       FileExistsError: The destination has this step.
       DamagedCheckpointError: The step is damaged; nothing is left of the copy.
@@ -76,12 +74,9 @@ def copy_evaluations(source: epath.Path, destination: epath.Path, step: int) -> 
 def convert_step(
     source: epath.Path, destination: epath.Path, step: int, *, state_format: StateFormat
 ) -> epath.Path:
-    """Write a step to another folder of checkpoints, its state in another format.
+    """Write a step to another folder in another format of the state; return its folder.
 
     Input states, metadata and date stay the same. This machine's memory has to hold the state.
-
-    Returns:
-      The folder of the new step.
 
     Raises:
       FileExistsError: The destination has this step.
@@ -144,12 +139,7 @@ def write_safetensors(
 def read_leaves(
     step_directory: epath.Path, *, part: str | None = None
 ) -> dict[structure.LeafPath, jax.Array]:
-    """Read the state of a step, or a part of it, onto one device of this machine.
-
-    Raises:
-      DamagedCheckpointError: The step is damaged.
-      KeyError: The state has no such part.
-    """
+    """Read the state of a step, or a part of it, onto one device of this machine."""
     findings = integrity.verify(step_directory)
     integrity.require_sound(f"The checkpoint {step_directory} is damaged", findings)
     stored = handlers.stored_leaves(step_directory / "state")
@@ -160,10 +150,7 @@ def read_leaves(
 
 
 def nonfinite_arrays(step_directory: epath.Path) -> list[structure.LeafPath]:
-    """Return the paths of stored arrays that are not finite; see `structure.FiniteCheck`.
-
-    Reads about a GiB at a time. The step must be intact.
-    """
+    """Return the paths of arrays of an intact step that are not finite."""
     group: dict[structure.LeafPath, structure.LeafSpec] = {}
     found, size = [], 0
     for path, spec in handlers.stored_leaves(step_directory / "state").items():
@@ -177,11 +164,7 @@ def nonfinite_arrays(step_directory: epath.Path) -> list[structure.LeafPath]:
 
 @contextlib.contextmanager
 def _new_step_folder(directory: epath.Path, step: int) -> Iterator[epath.Path]:
-    """Yield a folder to fill; make it the step at the end, or delete it after an error.
-
-    Raises:
-      FileExistsError: The step exists.
-    """
+    """Yield a folder to fill; make it the step at the end, or delete it after an error."""
     final = folders.step_folder(directory, step)
     if step in folders.committed_steps(directory):
         raise FileExistsError(f"{final} already exists; nothing was changed")
@@ -198,7 +181,6 @@ def _new_step_folder(directory: epath.Path, step: int) -> Iterator[epath.Path]:
 def _restore(
     step_directory: epath.Path, specs: Mapping[structure.LeafPath, structure.LeafSpec]
 ) -> dict[structure.LeafPath, jax.Array]:
-    """Return stored leaves on one device of this machine."""
     device = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     targets: dict[structure.LeafPath, Any] = {
         path: jax.ShapeDtypeStruct(spec.shape, np.dtype(spec.dtype), sharding=device)

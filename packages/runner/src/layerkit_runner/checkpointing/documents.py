@@ -42,11 +42,7 @@ Evaluations = dict[int, dict[str, float]]
 def compose(
     user: Mapping[str, Any], *, state_format: str, process_count: int, policy: CheckpointPolicy
 ) -> dict[str, Any]:
-    """Return the metadata of a step that is going to be written.
-
-    Raises:
-      TypeError: `user` is not made of JSON values.
-    """
+    """Return the metadata of a step that is going to be written."""
     keep = dataclasses.asdict(policy) | {"keep_steps": list(policy.keep_steps)}
     if policy.keep_interval is not None:
         keep["keep_interval"] = policy.keep_interval.total_seconds()
@@ -95,11 +91,7 @@ def policy_of(about: Mapping[str, Any]) -> CheckpointPolicy | None:
 
 
 def to_json(value: Mapping[str, Any], *, name: str) -> str:
-    """Return the JSON text of a value, which later changes of the value do not reach.
-
-    Raises:
-      TypeError: The value is not made of JSON values.
-    """
+    """Return the JSON text of a value, which later changes of the value do not reach."""
     try:
         return json.dumps(dict(value))
     except (TypeError, ValueError) as error:
@@ -148,11 +140,7 @@ def _input_states_name(index: int, count: int) -> str:
 
 
 def read_evaluations(directory: epath.Path) -> Evaluations:
-    """Return the recorded evaluations of a folder of checkpoints; empty if there are none.
-
-    Raises:
-      ConfigError: The file is malformed, or a later version of this package wrote it.
-    """
+    """Return the recorded evaluations of a folder of checkpoints; empty if there are none."""
     path = directory / EVALUATIONS_FILE
     if not path.exists():
         return {}

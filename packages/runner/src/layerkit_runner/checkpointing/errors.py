@@ -12,8 +12,6 @@ from layerkit.errors import ConfigError, UserError
 
 # Errors of storage: the file system's errors, and TensorStore's, which are ValueErrors.
 STORAGE_ERRORS = (OSError, ValueError)
-_ENDING = "cannot schedule new futures after"
-_ORBAX = f"{os.sep}orbax{os.sep}checkpoint{os.sep}"
 
 
 class SaveError(OSError):
@@ -60,12 +58,7 @@ def save_error(
 
 
 def silence_tracebacks() -> None:
-    """Filter tracebacks of storage errors of a save out of the logs; repeated calls are no-ops.
-
-    The manager raises the error as one sentence. Orbax also logs a traceback from each thread, and
-    closes the event loop at the first failing write, upon which TensorStore prints a traceback for
-    each other write.
-    """
+    """Filter tracebacks of storage errors of a save, which the manager raises, out of the logs."""
     logger = logging.getLogger("absl")
     if _is_logged in logger.filters:
         return
@@ -73,13 +66,10 @@ def silence_tracebacks() -> None:
     show = sys.unraisablehook
 
     def show_except_closed_loops(unraisable: Any) -> None:
-        # Compiled code called asyncio, which failed because its loop is closed.
+        # Orbax closes the event loop at the first failing write, and compiled code of TensorStore
+        # then fails to call it, once for each other write.
         codes = [frame.f_code for frame, _ in traceback.walk_tb(unraisable.exc_traceback)]
-        folders = {os.path.basename(os.path.dirname(code.co_filename)) for code in codes}
-        is_closed = [code.co_name for code in codes] == ["call_soon_threadsafe", "_check_closed"]
-        if not (
-            is_closed and folders == {"asyncio"} and isinstance(unraisable.exc_value, RuntimeError)
-        ):
+        if [code.co_name for code in codes] != ["call_soon_threadsafe", "_check_closed"]:
             show(unraisable)
 
     sys.unraisablehook = show_except_closed_loops
@@ -89,6 +79,6 @@ def _is_logged(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
     is_raised_elsewhere = isinstance(error, STORAGE_ERRORS) or (
         # A thread of the failed save still works while the process ends.
-        isinstance(error, RuntimeError) and _ENDING in str(error)
+        isinstance(error, RuntimeError) and "cannot schedule new futures after" in str(error)
     )
-    return not (is_raised_elsewhere and _ORBAX in record.pathname)
+    return not (is_raised_elsewhere and f"{os.sep}orbax{os.sep}checkpoint" in record.pathname)

@@ -1,9 +1,8 @@
-"""The two formats of a stored state.
+"""The two formats of a stored state, which readers recognize by the files.
 
 `TENSORSTORE` stores each array in chunks, which all processes write and read; Orbax does that
-(`handlers.py`), and `chunks.py` checks the chunks before they are decompressed. `MSGPACK` is
-one file, written by one process, for a state that each device holds whole, as under pmap. Readers
-recognize the format by the files.
+(`handlers.py`). `MSGPACK` is one file, written by one process, for a state that each device holds
+whole, as under pmap.
 
 The single file is a stream of msgpack objects: a header (format, version, and path, shape and
 dtype of every leaf), then each leaf's little-endian bytes in pieces, in the header's order.
@@ -44,13 +43,8 @@ class RestoredCheckpoint:
     """The content of a step.
 
     Attributes:
-      step: Training step.
-      state: Tree with the structure of the target; its leaves are `jax.Array` with the target's
-        shardings.
-      input_states: Input states of this process by input name.
+      state: Tree of `jax.Array` with the structure and shardings of the target.
       metadata: Metadata that was passed to `save`.
-      state_format: Format of the stored state.
-      casts: Lines about arrays whose dtype was converted.
     """
 
     step: int
@@ -95,11 +89,6 @@ def write_msgpack(
 ) -> Entry:
     """Write the single file and return its size and digest, taken from memory."""
     packer, hasher = msgpack.Packer(), Hasher()
-
-    def write(file: IO[bytes], content: bytes) -> None:
-        file.write(content)
-        hasher.add(content)
-
     header = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -109,11 +98,17 @@ def write_msgpack(
         ],
     }
     with (state_directory / STATE_FILE).open("wb") as file:
-        write(file, packer.pack(header))
+
+        def write(value: Any) -> None:
+            content = packer.pack(value)
+            file.write(content)
+            hasher.add(content)
+
+        write(header)
         for leaf in leaves.values():
             data = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
             for start in range(0, data.size, _PIECE_BYTES):
-                write(file, packer.pack(data[start : start + _PIECE_BYTES].tobytes()))
+                write(data[start : start + _PIECE_BYTES].tobytes())
     return hasher.entry()
 
 
@@ -126,13 +121,7 @@ def msgpack_leaves(state_directory: epath.Path) -> dict[structure.LeafPath, stru
 def read_msgpack(
     state_directory: epath.Path, targets: Mapping[structure.LeafPath, Any]
 ) -> dict[structure.LeafPath, jax.Array]:
-    """Read the single file, placing each leaf under its target's sharding.
-
-    Args:
-      state_directory: The folder of the state.
-      targets: Stored leaves to read, with a `sharding`. Their shapes must match; numbers are cast
-        to their dtypes.
-    """
+    """Read the leaves in `targets` from the single file, in their dtypes and shardings."""
     restored: dict[structure.LeafPath, jax.Array] = {}
     with (state_directory / STATE_FILE).open("rb") as file:
         unpacker = _unpacker(file)
@@ -172,10 +161,7 @@ def _read_header(
 
 
 def _read_array(unpacker: Iterator[Any], spec: structure.LeafSpec) -> np.ndarray:
-    data = bytearray(spec.num_bytes)
-    position = 0
-    while position < len(data):
-        piece = next(unpacker)
-        data[position : position + len(piece)] = piece
-        position += len(piece)
+    data = bytearray()
+    while len(data) < spec.num_bytes:
+        data += next(unpacker)
     return np.frombuffer(data, dtype=spec.dtype).reshape(spec.shape)

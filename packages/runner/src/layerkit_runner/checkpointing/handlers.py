@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any, NoReturn
@@ -29,11 +30,9 @@ _DATA_FILE_BYTES = 256 * 2**20
 
 @dataclasses.dataclass
 class StateSave(ocp.args.CheckpointArgs):
-    """Saves the leaves of a state; see `StateHandler`.
+    """Saves the leaves of a state, by path; see `StateHandler`.
 
     Attributes:
-      leaves: Arrays by path.
-      state_format: Format to write.
       check: Search for NaN and infinities, which starts when the state is copied. The step is not
         committed if it finds any. None for no such condition.
     """
@@ -56,8 +55,6 @@ class ManifestSave(ocp.args.CheckpointArgs):
 
 
 class _Handler(ocp.handlers.AsyncCheckpointHandler):
-    """The part of Orbax's interface that all items share."""
-
     def save(self, directory: epath.Path, args: ocp.args.CheckpointArgs) -> None:
         for commit in asyncio.run(self.async_save(directory, args)) or ():
             commit.result()
@@ -72,18 +69,13 @@ class _Handler(ocp.handlers.AsyncCheckpointHandler):
 
 
 class StateHandler(_Handler):
-    """Saves a state in either format, under the same item.
-
-    One handler for both, because Orbax finalizes an item with the first handler it has for it,
-    whichever one wrote it.
-    """
+    """Saves a state in either format, under the same item."""
 
     def __init__(self) -> None:
-        """Make the storage of arrays."""
         self._arrays = _array_storage()
 
     async def async_save(self, directory: epath.Path, args: StateSave) -> list[ocp.future.Future]:
-        """Copy the state to the host; return a future of its check, its files and their digests."""
+        """Copy the state to the host; return a future of its check, files and digests."""
         if args.state_format is formats.StateFormat.TENSORSTORE:
             writing: futures.Future[Any] = futures.Future()
 
@@ -122,7 +114,7 @@ class StateHandler(_Handler):
         return [_in_background(write, "state_msgpack")]
 
     def finalize(self, directory: epath.Path) -> None:
-        """Merge the indices that the processes wrote; the single file needs nothing."""
+        """Merge the indices that the processes wrote."""
         if formats.format_of(directory) is formats.StateFormat.TENSORSTORE:
             self._arrays.finalize(directory)
 
@@ -138,11 +130,8 @@ class InputStatesHandler(_Handler):
         self, directory: epath.Path, args: InputStatesSave
     ) -> list[ocp.future.Future]:
         """Write this process's file in the background."""
-        return [
-            _in_background(
-                lambda: documents.write_input_states(directory, args.text), "input_states"
-            )
-        ]
+        write = functools.partial(documents.write_input_states, directory, args.text)
+        return [_in_background(write, "input_states")]
 
 
 class ManifestHandler(_Handler):
@@ -155,7 +144,7 @@ class ManifestHandler(_Handler):
         return []
 
     def finalize(self, directory: epath.Path) -> None:
-        """Write the manifest of the step. Process 0 does so after all have written."""
+        """Write the manifest on process 0, after all processes have written."""
         integrity.write(
             directory.parent, manifest_directory=directory, num_shares=jax.process_count()
         )
@@ -164,21 +153,10 @@ class ManifestHandler(_Handler):
 def read_step(
     path: epath.Path, step: int, target: Any, *, verifies: bool = True, **options: Any
 ) -> tuple[tuple[integrity.Finding, ...], formats.RestoredCheckpoint | None]:
-    """Read a step while a thread verifies it; all processes have to call it.
+    """Return (findings of all processes, content of the step; None if it is damaged).
 
-    Args:
-      path: Folder of the step.
-      step: Training step.
-      target: See `CheckpointManager.restore`, as for the other options.
-      verifies: False if the step is known to be undamaged.
-      **options: Options of `CheckpointManager.restore`.
-
-    Returns:
-      (findings of all processes, content of the step; None if it is damaged).
-
-    Raises:
-      Exception: An error of this process, or a ValueError about another one, if the step is
-        undamaged.
+    A thread verifies the step meanwhile, unless `verifies` is False. All processes have to call it,
+    with the options of `CheckpointManager.restore`.
     """
     found: formats.RestoredCheckpoint | None = None
     problem: Exception | None = None
@@ -231,20 +209,10 @@ def _read_unverified(
 def read_state(
     state_directory: epath.Path, targets: Mapping[structure.LeafPath, Any]
 ) -> dict[structure.LeafPath, jax.Array]:
-    """Read the leaves of a stored state, in either format.
-
-    Args:
-      state_directory: The folder of the state.
-      targets: Leaves to read, with shape, dtype and sharding.
-    """
+    """Read the leaves of a stored state, in either format."""
     if formats.format_of(state_directory) is formats.StateFormat.MSGPACK:
         return formats.read_msgpack(state_directory, targets)
-    nested = structure.nest(
-        {
-            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-            for path, leaf in targets.items()
-        }
-    )
+    nested = structure.nest(targets)
     restore_args = ocp.checkpoint_utils.construct_restore_args(nested)
     args = ocp.args.PyTreeRestore(item=nested, restore_args=restore_args, partial_restore=True)
     with contextlib.closing(_array_storage()) as reader:
@@ -285,15 +253,7 @@ def orbax_manager(
     timeout_secs: int,
     todelete_subdir: str | None,
 ) -> ocp.CheckpointManager:
-    """Return Orbax's manager of a folder.
-
-    Args:
-      directory: Folder of the checkpoints.
-      policy: Policy that determines which steps are kept.
-      evaluated: Metrics by step, to which the policy refers; the caller may add to them.
-      timeout_secs: Time limit of a save, in seconds.
-      todelete_subdir: Folder to which steps that are no longer kept are moved; None deletes them.
-    """
+    """Return Orbax's manager of a folder; see `CheckpointManager`."""
     options = ocp.CheckpointManagerOptions(
         step_name_format=ocp.path.step.standard_name_format(
             step_prefix=folders.STEP_PREFIX, step_format_fixed_length=folders.STEP_DIGITS
@@ -311,11 +271,10 @@ def orbax_manager(
 
 def item_registry() -> ocp.handlers.CheckpointHandlerRegistry:
     """Return the handlers of all items; the manifest is last, since it lists the other files."""
-    state, inputs = StateHandler(), InputStatesHandler()
-    about = ocp.handlers.JsonCheckpointHandler("metadata.json")
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    registry.add(_STATE, StateSave, state)
-    registry.add(_INPUTS, InputStatesSave, inputs)
+    registry.add(_STATE, StateSave, StateHandler())
+    registry.add(_INPUTS, InputStatesSave, InputStatesHandler())
+    about = ocp.handlers.JsonCheckpointHandler("metadata.json")
     registry.add("metadata", ocp.args.JsonSave, about)
     registry.add("integrity", ManifestSave, ManifestHandler())
     return registry

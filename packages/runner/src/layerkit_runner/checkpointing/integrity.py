@@ -1,10 +1,9 @@
-"""Detects files of a checkpoint that changed after they were written.
+"""Detects files of a checkpoint that changed after they were written, which Orbax does not notice.
 
-Orbax does not notice that a committed file was cut, overwritten or deleted. So every step has a
-manifest, `integrity/manifest.json`, with the size and XXH3 digest of every file:
-`{"digest", "manifest": {"version", "step", "files"}}`. The first digest is the manifest's SHA-256.
+Every step has a manifest, `integrity/manifest.json`: `{"digest", "manifest": {"version", "step",
+"files"}}`, with the size and XXH3 digest of every file and the SHA-256 digest of the manifest.
 Manifests of version 1, which are read too, have SHA-256 for the files, and at first had no step.
-XXH3 detects damage in a seventh of the time of SHA-256. It does not protect against forgery.
+XXH3 takes a seventh of the time of SHA-256; it does not protect against forgery.
 
 No process reads the whole step. Before the commit, each process hashes the files that it wrote
 (`write_share`), and process 0 merges these shares and hashes the other, small files (`write`).
@@ -46,52 +45,19 @@ _READERS = 16  # hashes release the interpreter lock; also hides the latency of 
 # Name of the digest in entries that are written; those of version 1 have SHA-256.
 _HASH = "xxh3_128"
 _HASHES: Mapping[str, Callable[[], Any]] = {_HASH: xxhash.xxh3_128, "sha256": hashlib.sha256}
-_DIGEST_CHARACTERS = 12
 _FILES_IN_MESSAGE = 8
 
 _T = TypeVar("_T")
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """A file when the manifest was written.
-
-    Attributes:
-      size: Bytes.
-      digest: Name of the hash function and hexadecimal digest of the content, such as
-        `("xxh3_128", "99aa…")`; None if only the size is known.
-    """
-
-    size: int
-    digest: tuple[str, str] | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry of the manifest, such as `{"size": 2, "xxh3_128": "99aa…"}`."""
-        return {"size": self.size, **({} if self.digest is None else dict([self.digest]))}
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Entry:
-        """Return the entry that `to_json` turned into JSON values."""
-        found = [(name, fields[name]) for name in _HASHES if name in fields]
-        return cls(fields["size"], found[0] if found else None)
-
-    def __str__(self) -> str:
-        """Return size and digest as text."""
-        if self.digest is None:
-            return f"{self.size} bytes"
-        name, text = self.digest
-        return f"{self.size} bytes with {name} {text[:_DIGEST_CHARACTERS]}"
+Entry = Mapping[str, Any]
+"""Size and digest of a file by name of the hash function: `{"size": 2, "xxh3_128": "99aa…"}`."""
 
 
 class Hasher:
-    """The size and digest of bytes that are added one after the other.
-
-    Args:
-      name: Name of the hash function.
-    """
+    """The size and digest of bytes that are added one after the other."""
 
     def __init__(self, name: str = _HASH) -> None:
-        """Start without bytes."""
         self._name, self._hash, self._size = name, _HASHES[name](), 0
 
     def add(self, content: bytes | memoryview) -> None:
@@ -100,8 +66,8 @@ class Hasher:
         self._size += len(content)
 
     def entry(self) -> Entry:
-        """Return the entry of a file that holds the bytes."""
-        return Entry(self._size, (self._name, self._hash.hexdigest()))
+        """Return the entry of a file that holds these bytes."""
+        return {"size": self._size, self._name: self._hash.hexdigest()}
 
 
 class FindingKind(enum.StrEnum):
@@ -120,15 +86,11 @@ class Finding:
     """One file or folder that is not as the manifest says.
 
     Attributes:
-      file: Path relative to the step.
-      kind: Kind of the difference.
-      expected: Entry of the manifest, if it has one.
-      found: Present size and digest, if the file was read.
       reason: Explanation, if sizes and digests do not show the difference.
     """
 
     file: str
-    kind: FindingKind
+    kind: str
     expected: Entry | None = None
     found: Entry | None = None
     reason: str | None = None
@@ -136,41 +98,22 @@ class Finding:
     @property
     def is_damage(self) -> bool:
         """Return whether the step cannot be restored. An unlisted file is never read."""
-        return self.kind is not FindingKind.UNLISTED
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Finding:
-        """Return the finding that `to_json` turned into JSON values."""
-        expected, found = (
-            fields[name] and Entry.from_json(fields[name]) for name in ("expected", "found")
-        )
-        return cls(fields["file"], FindingKind(fields["kind"]), expected, found, fields["reason"])
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the finding as JSON values."""
-        entries = {name: getattr(self, name) for name in ("expected", "found")}
-        texts = {"file": self.file, "kind": self.kind, "reason": self.reason}
-        return texts | {name: entry and entry.to_json() for name, entry in entries.items()}
+        return self.kind != FindingKind.UNLISTED
 
     def __str__(self) -> str:
-        """Return the finding as one line."""
-        described = [f"{self.file}: {self.kind.value}"]
-        if self.expected is not None:
-            described.append(f"expected {self.expected}")
-        if self.found is not None:
-            described.append(f"found {self.found}")
-        if self.reason is not None:
-            described.append(self.reason)
-        return ", ".join(described)
+        expected = self.expected and f"expected {_text(self.expected)}"
+        found = self.found and f"found {_text(self.found)}"
+        described = (f"{self.file}: {self.kind}", expected, found, self.reason)
+        return ", ".join(part for part in described if part)
+
+
+def _text(entry: Entry) -> str:
+    name, digest = next(((name, entry[name]) for name in _HASHES if name in entry), ("", ""))
+    return f"{entry['size']} bytes" + (f" with {name} {digest[:12]}" if name else "")
 
 
 def hash_folder(directory: epath.Path, *, name: str) -> dict[str, Entry]:
-    """Return the size and digest of every file in a folder; empty if there is no folder.
-
-    Args:
-      directory: The folder.
-      name: Path of the folder relative to the step, which may differ while the step is unfinished.
-    """
+    """Return the entries of all files in a folder, which is `name` relative to the step."""
     if not directory.is_dir():
         return {}
     paths = {f"{name}/{file}": directory / file for file in _walk(directory)}
@@ -178,9 +121,8 @@ def hash_folder(directory: epath.Path, *, name: str) -> dict[str, Entry]:
 
 
 def write_share(step_directory: epath.Path, files: Mapping[str, Entry], *, process: int) -> None:
-    """Write the entries that one process hashed, by path relative to the step, for `write`."""
-    text = json.dumps({name: entry.to_json() for name, entry in files.items()})
-    (step_directory / _SHARE_NAME.format(process)).write_text(text)
+    """Write the entries that a process hashed, by path relative to the step, for `write`."""
+    (step_directory / _SHARE_NAME.format(process)).write_text(json.dumps(files))
 
 
 def write(
@@ -190,8 +132,8 @@ def write(
 
     Args:
       step_directory: The step, complete but not yet committed.
-      manifest_directory: The existing folder for the manifest, a child of `step_directory`. It
-        may have a temporary name; nothing inside it is listed.
+      manifest_directory: The existing folder for the manifest, a child of `step_directory`. It may
+        have a temporary name; nothing inside it is listed.
       num_shares: Number of processes that may have called `write_share`.
 
     Raises:
@@ -206,7 +148,7 @@ def write(
             return None  # the process wrote no array, or its files are hashed here
 
     found = _by_name(shares, read).values()
-    hashed = {name: Entry.from_json(entry) for share in found for name, entry in share.items()}
+    hashed = {name: entry for share in found for name, entry in share.items()}
     names = set(_walk(step_directory, skip=(manifest_directory.name, *shares)))
     for lost in sorted(hashed.keys() - names):
         raise FileNotFoundError(f"{step_directory / lost} no longer exists")
@@ -215,7 +157,7 @@ def write(
     body = {
         "version": MANIFEST_VERSION,
         **({} if step is None else {"step": step}),
-        "files": {name: entry.to_json() for name, entry in files.items()},
+        "files": files,
     }
     document = {"digest": _digest(body), "manifest": body}
     (manifest_directory / MANIFEST_FILE).write_text(json.dumps(document, indent=1))
@@ -225,26 +167,15 @@ def write(
 
 
 def verify_own(step_directory: epath.Path) -> tuple[Finding, ...]:
-    """Verify the share of this process.
-
-    Raises:
-      NewerManifestError: A later version of this package wrote the manifest.
-    """
+    """Verify the share of this process."""
     return verify(step_directory, share=jax.process_index(), num_shares=jax.process_count())
 
 
 def merge(find_own: Callable[[], Iterable[Finding]]) -> tuple[Finding, ...]:
-    """Return the findings of all processes by file name; all processes have to call it.
-
-    Args:
-      find_own: Function that returns the findings of this process.
-
-    Raises:
-      NewerManifestError: A later version of this package wrote the manifest.
-    """
-    shares = from_each_process(lambda: [finding.to_json() for finding in find_own()])
-    findings = {Finding.from_json(each) for share in shares for each in share}
-    return tuple(sorted(findings, key=lambda finding: finding.file))
+    """Return the findings of all processes by file name; all processes have to call it."""
+    shares = from_each_process(lambda: [dataclasses.asdict(finding) for finding in find_own()])
+    by_file = {each["file"]: Finding(**each) for share in shares for each in share}
+    return tuple(by_file[file] for file in sorted(by_file))
 
 
 def verify_together(step_directory: epath.Path) -> tuple[Finding, ...]:
@@ -257,10 +188,7 @@ def verify(
 ) -> tuple[Finding, ...]:
     """Read a share of the files of a committed step and return the findings, by file name.
 
-    Args:
-      step_directory: The step.
-      share: Index of the share to read. The first share also lists the folder.
-      num_shares: Number of shares.
+    The first share also lists the folder.
 
     Raises:
       NewerManifestError: A later version of this package wrote the manifest.
@@ -276,27 +204,20 @@ def verify(
             return (_unreadable(".", error),)
         findings = [Finding(name, FindingKind.UNLISTED) for name in present - manifest.keys()]
 
-    def hash_or_finding(name: str) -> Entry | Finding | None:
+    def find(name: str) -> Finding | None:
+        expected = manifest[name]
+        kind = next((each for each in _HASHES if each in expected), _HASH)
         try:
-            digest = manifest[name].digest
-            return _hash_file(step_directory / name, _HASH if digest is None else digest[0])
+            return _compare(name, expected, _hash_file(step_directory / name, kind))
         except OSError as error:
             return _unreadable(name, error)
 
-    names = _divide(manifest, num_shares)[share]
-    hashed: dict[str, Entry | Finding] = _by_name(names, hash_or_finding)
-    for name in names:
-        found = hashed.get(name)
-        findings += [found] if isinstance(found, Finding) else _compare(name, manifest[name], found)
+    findings += _by_name(_divide(manifest, num_shares)[share], find).values()
     return tuple(sorted(findings, key=lambda finding: finding.file))
 
 
 def compare_sizes(step_directory: epath.Path) -> tuple[Finding, ...]:
-    """Return the findings of `verify` that need no digests: truncated and missing files.
-
-    Raises:
-      NewerManifestError: A later version of this package wrote the manifest.
-    """
+    """Return the findings of `verify` that need no digests: truncated and missing files."""
     manifest = _read_manifest(step_directory)
     if isinstance(manifest, Finding):
         return (manifest,)
@@ -304,12 +225,12 @@ def compare_sizes(step_directory: epath.Path) -> tuple[Finding, ...]:
         sizes = file_sizes(step_directory)
     except OSError as error:
         return (_unreadable(".", error),)
-    findings = []
-    for name, entry in sorted(manifest.items()):
-        found = Entry(sizes[name], None) if name in sizes else None
-        if found is None or found.size != entry.size:
-            findings += _compare(name, entry, found)
-    return tuple(findings)
+    findings = (
+        _compare(name, entry, {"size": sizes[name]} if name in sizes else None)
+        for name, entry in sorted(manifest.items())
+        if sizes.get(name) != entry["size"]
+    )
+    return tuple(finding for finding in findings if finding is not None)
 
 
 def require_sound(claim: str, findings: Iterable[Finding], *, hint: str | None = None) -> None:
@@ -336,7 +257,7 @@ def file_sizes(step_directory: epath.Path) -> dict[str, int]:
 def step_digest(step_directory: epath.Path) -> str | None:
     """Return the digest of the manifest, which differs between any two saves of a step.
 
-    A copy has the same digest. None without a readable manifest, as of a step that was deleted.
+    A copy has the same digest. None without a readable manifest.
     """
     try:
         return json.loads((step_directory / MANIFEST_FOLDER / MANIFEST_FILE).read_bytes())["digest"]
@@ -347,10 +268,7 @@ def step_digest(step_directory: epath.Path) -> str | None:
 def newest_sound(
     steps: Iterable[int], findings_of: Callable[[int], Sequence[Finding]]
 ) -> tuple[int | None, dict[int, Sequence[Finding]]]:
-    """Return the newest step without damage, and the findings of newer ones, newest first.
-
-    No older step is verified.
-    """
+    """Return the newest step without damage, and the findings of newer ones, newest first."""
     damaged: dict[int, Sequence[Finding]] = {}
     for step in sorted(steps, reverse=True):
         findings = findings_of(step)
@@ -368,27 +286,25 @@ def damage_message(
     used_instead: int | None,
 ) -> str:
     """Return the message about a damaged step: its damaged files and the lost training steps."""
-    damage = [finding for finding in findings if finding.is_damage]
-    lines = [f"CHECKPOINT DAMAGED: step {step} in {directory}"]
-    lines += [f"  {finding}" for finding in damage[:_FILES_IN_MESSAGE]]
-    if len(damage) > _FILES_IN_MESSAGE:
-        lines.append(f"  and {len(damage) - _FILES_IN_MESSAGE} more files")
+    damage = [f"  {finding}" for finding in findings if finding.is_damage]
+    if (more := len(damage) - _FILES_IN_MESSAGE) > 0:
+        damage[_FILES_IN_MESSAGE:] = [f"  and {more} more files"]
     count = step - (used_instead or 0)
-    lost = f"work lost: {count} step{'' if count == 1 else 's'}."
-    if used_instead is None:
-        lines.append(f"  No intact checkpoint is left; {lost}")
-    else:
-        lines.append(f"  Step {used_instead} is used instead; {lost}")
-    return "\n".join(lines)
+    instead = "No intact checkpoint is left"
+    if used_instead is not None:
+        instead = f"Step {used_instead} is used instead"
+    head = f"CHECKPOINT DAMAGED: step {step} in {directory}"
+    lost = f"  {instead}; work lost: {count} step{'' if count == 1 else 's'}."
+    return "\n".join([head, *damage, lost])
 
 
-def _compare(name: str, expected: Entry, found: Entry | None) -> list[Finding]:
+def _compare(name: str, expected: Entry, found: Entry | None) -> Finding | None:
     if found is None:
-        return [Finding(name, FindingKind.MISSING, expected)]
+        return Finding(name, FindingKind.MISSING, expected)
     if found == expected:
-        return []
-    kind = FindingKind.SHORT if found.size < expected.size else FindingKind.ALTERED
-    return [Finding(name, kind, expected, found)]
+        return None
+    kind = FindingKind.SHORT if found["size"] < expected["size"] else FindingKind.ALTERED
+    return Finding(name, kind, expected, found)
 
 
 def _read_manifest(step_directory: epath.Path) -> dict[str, Entry] | Finding:
@@ -422,7 +338,7 @@ def _read_manifest(step_directory: epath.Path) -> dict[str, Entry] | Finding:
     if saved is not None and named not in (saved, None):
         reason = f"the folder is named step {named}, and step {saved} was saved in it"
         return Finding(name, FindingKind.OTHER_STEP, reason=reason)
-    return {name: Entry.from_json(entry) for name, entry in body["files"].items()}
+    return body["files"]
 
 
 def _unreadable(name: str, error: OSError) -> Finding:
@@ -437,11 +353,11 @@ def _divide(files: Mapping[str, Entry], num_shares: int) -> list[list[str]]:
     """Divide files into shares of about equally many bytes."""
     shares: list[list[str]] = [[] for _ in range(num_shares)]
     heap = [(0, index) for index in range(num_shares)]
-    by_size = sorted(files.items(), key=lambda item: (-item[1].size, item[0]))
+    by_size = sorted(files.items(), key=lambda item: (-item[1]["size"], item[0]))
     for name, entry in by_size:
         size, index = heap[0]
         shares[index].append(name)
-        heapq.heapreplace(heap, (size + entry.size, index))
+        heapq.heapreplace(heap, (size + entry["size"], index))
     return shares
 
 
@@ -457,16 +373,11 @@ def _hash_file(path: epath.Path, name: str = _HASH) -> Entry | None:
     """Return size and digest of a file; None if it does not exist."""
     # The size is counted rather than asked for: stat needs a user database for local files.
     hasher = Hasher(name)
+    remote = is_remote(path)
     try:
-        if is_remote(path):
-            with path.open("rb") as remote:
-                while block := remote.read(_REMOTE_READ_BYTES):
-                    hasher.add(block)
-        else:
-            view = memoryview(bytearray(_READ_BYTES))
-            with open(path, "rb", buffering=0) as file:
-                while size := file.readinto(view):
-                    hasher.add(view[:size])
+        with path.open("rb") if remote else open(path, "rb", buffering=0) as file:
+            while block := file.read(_REMOTE_READ_BYTES if remote else _READ_BYTES):
+                hasher.add(block)
     except FileNotFoundError:
         return None
     return hasher.entry()

@@ -64,9 +64,7 @@ class CheckpointManager:
       todelete_subdir: Folder to which steps that are no longer kept are moved; None deletes them.
       read_only: True if this manager must not write, delete or move files, for example because a
         training job owns the folder.
-      report: Function that receives messages for the user.
-      on_commit: Function that process 0 calls with each committed step. It is not called if
-        `read_only` is set.
+      on_commit: Function that process 0 calls with each committed step, unless `read_only` is set.
 
     Raises:
       ConfigError: `async_timeout_secs` is below 1, or the record of evaluations is malformed.
@@ -85,7 +83,6 @@ class CheckpointManager:
         report: Callable[[str], None] = _LOG.warning,
         on_commit: Callable[[int], None] | None = None,
     ):
-        """Open the folder and, unless `read_only` is set, delete the folders of killed saves."""
         check_sizes("CheckpointManager", async_timeout_secs=async_timeout_secs)
         self._directory = absolute(directory)
         self._policy = policy if policy is not None else CheckpointPolicy()
@@ -150,13 +147,12 @@ class CheckpointManager:
         raises NonFiniteError on every process. Steps committed before are kept.
 
         Args:
-          step: Training step: the number of updates that `state` has had.
+          step: Number of updates that `state` has had.
           state: Any tree of `jax.Array`.
           input_states: Input states of this process by input name, as JSON values. A state with
             `"scope": "global"` is valid for any number of processes.
           metadata: JSON values to store, such as versions and the configuration.
-          force: True to save even if no checkpoint is due, as at the end of training or on
-            preemption.
+          force: True to save even if no checkpoint is due.
 
         Returns:
           True if a save was started; False if none is due, or the step is already saved.
@@ -197,7 +193,7 @@ class CheckpointManager:
             input_states=handlers.InputStatesSave(inputs),
             metadata=ocp.args.JsonSave(about),
             integrity=handlers.ManifestSave(),
-            # Last, since the threads that write it leave no core for the start of the others.
+            # The state is last, since its threads leave no core for the start of the others.
             state=handlers.StateSave(leaves, self._state_format, check),
         )
         try:
@@ -227,15 +223,7 @@ class CheckpointManager:
         return True
 
     def record_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the evaluation metrics of a step that is or will be saved.
-
-        Args:
-          step: The training step.
-          metrics: Values by name `DATASET/METRIC`, equal on all processes.
-
-        Raises:
-          SaveError: The record cannot be written.
-        """
+        """Record metrics by `DATASET/METRIC` of a step that is or will be saved."""
         known = self._evaluations.get(step, {})
         if {**known, **metrics} == known:
             return  # for example because a finished run was started again
@@ -281,11 +269,7 @@ class CheckpointManager:
         return step
 
     def restore_newest(self, target: Any, **options: Any) -> RestoredCheckpoint | None:
-        """Restore the newest undamaged step; see `newest_sound_step` and `restore`.
-
-        Returns:
-          The content of the step; None if there is no undamaged step.
-        """
+        """Restore the newest undamaged step, if any; see `newest_sound_step` and `restore`."""
         self.wait_until_finished()
         restored: RestoredCheckpoint | None = None
 
@@ -311,7 +295,6 @@ class CheckpointManager:
         The mesh, the number of devices and the format may differ from those of the saving job.
 
         Args:
-          step: A committed step.
           target: Tree of `jax.ShapeDtypeStruct` with shardings.
           leave_out: Parts of the stored state that the target does not have, such as `opt_state`;
             their arrays are not read.
@@ -341,9 +324,8 @@ class CheckpointManager:
             cast_dtypes=cast_dtypes,
             with_input_states=with_input_states,
         )
-        where = f"The checkpoint {folders.step_folder(self._directory, step)}"
-        hint = "Restore newest_sound_step()."
-        integrity.require_sound(f"{where} is damaged", findings, hint=hint)
+        claim = f"The checkpoint {folders.step_folder(self._directory, step)} is damaged"
+        integrity.require_sound(claim, findings, hint="Restore newest_sound_step().")
         assert restored is not None
         self._sound.add(step)
         return restored
@@ -363,11 +345,11 @@ class CheckpointManager:
         return findings, found
 
     def wait_until_finished(self) -> None:
-        """Block until the save in progress is committed.
+        """Block until the save in progress is committed. Its errors are raised once.
 
         Raises:
-          NonFiniteError: The state is not finite. This is raised once.
-          SaveError: The save failed. This is raised once; the step may then be saved again.
+          NonFiniteError: The state is not finite.
+          SaveError: The save failed; the step may then be saved again.
         """
         self._require_finite()
         try:
@@ -390,8 +372,7 @@ class CheckpointManager:
     def _require_finite(self) -> None:
         """Raise NonFiniteError and delete the unfinished step if its state is not finite.
 
-        The devices run the check before any later training step, so a call after such a step waits
-        only briefly.
+        The check precedes any later training step, so a call after such a step waits only briefly.
         """
         check, self._check = self._check, None
         found = [] if check is None else check.nonfinite()
@@ -451,11 +432,9 @@ class CheckpointManager:
             self._orbax = None
 
     def __enter__(self) -> CheckpointManager:
-        """Return this manager."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close this manager."""
         self.close()
 
     def _write_evaluations(self) -> None:

@@ -18,8 +18,6 @@ class SavedStep:
     """An existing checkpoint.
 
     Attributes:
-      step: Training step.
-      time: Time of the save, in UTC.
       metrics: Evaluation metrics recorded at this step, by `DATASET/METRIC`; may be empty.
     """
 
@@ -62,7 +60,6 @@ class CheckpointPolicy:
     best_to_keep: int = 1
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         owner = "CheckpointPolicy"
         check_sizes(
             owner,

@@ -63,14 +63,11 @@ class LeafSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        """Return the specification as `float32[4, 8]`."""
         return f"{self.dtype.name}{list(self.shape)}"
 
 
 def named_leaves(tree: Any) -> dict[LeafPath, Any]:
     """Return the leaves of any pytree by path, in the order of the tree.
-
-    None and empty containers have no leaves.
 
     Raises:
       ConfigError: The tree is a bare leaf, or two leaves have the same name.
@@ -123,16 +120,9 @@ def check_match(
     where: str,
     cast_dtypes: bool = False,
 ) -> None:
-    """Compare stored leaves with those to restore.
+    """Raise `StructureMismatchError` if stored leaves differ from those to restore.
 
-    Args:
-      stored: Leaves of the checkpoint.
-      targets: Leaves to restore, with a shape and a dtype.
-      where: Name of the checkpoint in the message.
-      cast_dtypes: True if floating-point dtypes may differ in width.
-
-    Raises:
-      StructureMismatchError: Names, shapes or dtypes differ.
+    `cast_dtypes` allows floating-point dtypes of another width.
     """
     wanted = {path: spec_of(leaf) for path, leaf in targets.items()}
     unexpected = [join(path) for path in stored if path not in wanted]
@@ -217,13 +207,9 @@ class FiniteCheck:
 
     All processes that share the arrays have to make one, and get the same result. The arrays may be
     donated afterwards, since their devices run the search first.
-
-    Args:
-      leaves: The state by path.
     """
 
     def __init__(self, leaves: Mapping[LeafPath, jax.Array]):
-        """Start the search."""
         alike: dict[Any, list[LeafPath]] = collections.defaultdict(list)
         for path, leaf in leaves.items():
             if jnp.issubdtype(leaf.dtype, jnp.inexact):

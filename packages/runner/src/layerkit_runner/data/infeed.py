@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import itertools
-import queue
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +20,6 @@ from layerkit_inputs.extras import MissingExtraError
 from layerkit_inputs.feeds import FeedPlan, plan_feeds
 from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.distributed.process_exchange import gather_values
-from layerkit_runner.distributed.stop_signals import StopRequestedError, active_signals
 from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import UsageError, to_usage_error
 from layerkit_runner.observers import Observer
@@ -41,8 +35,6 @@ def check_batch(dataset: BaseInput, batch: NestedMap, *, is_padded: bool = False
     The check reads shapes, dtypes and the values of 64-bit integers, so it takes microseconds.
 
     Args:
-      dataset: Input that made the batch.
-      batch: Host-local batch.
       is_padded: Whether `get_next_padded` made it, which appends `batch_padding_size` rows.
 
     Raises:
@@ -78,14 +70,7 @@ def check_batch(dataset: BaseInput, batch: NestedMap, *, is_padded: bool = False
 
 
 def cast_text(batch: NestedMap) -> str | None:
-    """Return the fields that JAX converts to floats of fewer bits; None if there are none.
-
-    Args:
-      batch: Host-local batch.
-
-    Returns:
-      Text such as `x, y: float64 → float32 (JAX_ENABLE_X64 is off)`.
-    """
+    """Return the fields that JAX converts to narrower floats: `x, y: float64 → float32`."""
     fields: dict[str, list[str]] = {}
     for path, leaf in batch.flatten_items():
         dtype = getattr(leaf, "dtype", None)
@@ -132,13 +117,9 @@ SKIPPED_RECORDS = "skipped_records"
 
 
 class SkippedRecords:
-    """A counter of the records that an input of this process has skipped during training.
-
-    Process 0 reports to its observers, the others to standard error.
-    """
+    """A counter of the records that an input of this process has skipped during training."""
 
     def __init__(self, dataset: BaseInput, name: str, observers: Observer) -> None:
-        """Create a counter for an input, with its name in reports."""
         self._dataset = dataset
         self._name = name
         self._observers = observers
@@ -182,13 +163,7 @@ def skipped_line(name: str, count: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class HostTopology:
-    """A process of a job, and the processes of all devices.
-
-    Attributes:
-      process_index: Index of the process.
-      num_processes: Number of processes.
-      process_of: Function that returns the index of the process of a device.
-    """
+    """A process of a job, and the processes of all devices."""
 
     process_index: int
     num_processes: int
@@ -211,7 +186,6 @@ def make_input(
       config: Config of an input that sets `batch_size` (rows on each host) or `percore_batch_size`
         (rows per device, a fraction if several devices share a row), or whose class defines the
         size (`BaseInput.get_batch_size`).
-      partitioner: Partitioner that has started.
       host: Process to build the input for; None for this one.
 
     Raises:
@@ -283,16 +257,7 @@ def plan_input(config: Config, partitioner: Partitioner, host: HostTopology) -> 
 def example_batch(
     config: Config, partitioner: Partitioner, host: HostTopology | None = None
 ) -> NestedMap:
-    """Return a training batch with the shapes of a process; zeros if the data are not needed.
-
-    Args:
-      config: Config of an input to train on.
-      partitioner: Partitioner that has started.
-      host: Process of the batch; None for this one.
-
-    Raises:
-      UsageError: See `make_input`; or the shapes depend on the data, which cannot be read.
-    """
+    """Return a training batch with the shapes of a process; zeros if the data are not needed."""
     plan = plan_input(config, partitioner, host or local_topology())
     blank = target_of(config).blank_batch(config, plan.batch_size)
     if blank is not None:
@@ -322,20 +287,15 @@ def dataset_name(config: Config) -> str:
 
 
 def eval_batches(dataset: BaseInput) -> Iterator[NestedMap]:
-    """Yield the batches of one evaluation, equally many on each process; all must consume them.
-
-    Raises:
-      StopRequestedError: A stop signal was received, and the input does not respond.
-      UsageError: The data cannot be read.
-    """
+    """Yield the batches of one evaluation, equally many on each process; all must consume them."""
     with as_usage_error():
         gather = gather_values if jax.process_count() > 1 else None
-        batches = call_until_stopped(lambda: dataset.eval_batches(gather))
+        batches = dataset.eval_batches(gather)
     name = dataset.name or type(dataset).__name__
     for number in itertools.count(1):
         progress(f"reading batch {number} of {name}", waits_for_others=True)
         with as_usage_error():
-            batch = call_until_stopped(lambda: next(batches, None))
+            batch = next(batches, None)
         if batch is None:
             return
         progress(
@@ -349,7 +309,6 @@ def peek_batch(dataset: BaseInput) -> NestedMap:
 
     Raises:
       StopIteration: The data have ended.
-      UsageError: The data cannot be read, or the batch is not what the input declares.
     """
     with as_usage_error():
         return check_batch(dataset, dataset.peek())
@@ -368,62 +327,3 @@ def as_usage_error() -> Iterator[None]:
         yield
     except (MissingExtraError, OSError, ValueError) as error:
         raise to_usage_error(error) from error
-
-
-# Time for which an evaluation waits for its next batch after a signal.
-_SECONDS_FOR_INPUT = 5.0
-_POLL_SECONDS = 0.1
-
-T = TypeVar("T")
-
-
-def call_until_stopped(act: Callable[[], T]) -> T:
-    """Return the result of `act`, unless it does not respond after a stop signal.
-
-    In a job of several processes `act` is called directly, since other processes may wait for this
-    one inside of it.
-
-    Args:
-      act: Function that reads data. The same thread makes all calls.
-
-    Raises:
-      StopRequestedError: A signal was received, and `act` took some seconds more.
-    """
-    signals = active_signals()
-    if signals is None or jax.process_count() > 1:
-        return act()
-    future = _reader().submit(act)
-    since: float | None = None
-    while not concurrent.futures.wait([future], _POLL_SECONDS).done:
-        if signals.gives_up_evaluation:
-            since = since or time.monotonic()
-            if time.monotonic() - since > _SECONDS_FOR_INPUT:
-                raise StopRequestedError
-    return future.result()
-
-
-class _Reader:
-    """A daemon thread that makes submitted calls, one after the other."""
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Any]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="eval-input", daemon=True).start()
-
-    def submit(self, act: Callable[[], T]) -> concurrent.futures.Future[T]:
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        self._calls.put((act, future))
-        return future
-
-    def _run(self) -> None:
-        while True:
-            act, future = self._calls.get()
-            try:
-                future.set_result(act())
-            except BaseException as error:  # raised where the result is read
-                future.set_exception(error)
-            del act, future  # they may hold large arrays
-
-
-@functools.cache
-def _reader() -> _Reader:
-    return _Reader()

@@ -39,11 +39,7 @@ _POLL_SECONDS = 0.002
 class DeviceFeed:
     """A queue of global batches of an endless input on the devices.
 
-    Args:
-      source: Input, which nothing else reads after the first `take`.
-      partitioner: Partitioner that has started.
-      depth: Limit of batches that wait on the devices.
-      clock: Function that returns seconds.
+    Nothing else reads the input after the first `take`. At most `depth` batches wait.
     """
 
     def __init__(
@@ -54,7 +50,6 @@ class DeviceFeed:
         depth: int = 2,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Create a feed that has read no batch."""
         self._source = source
         self._partitioner = partitioner
         self._depth = depth
@@ -69,19 +64,15 @@ class DeviceFeed:
         gives_up: Callable[[], bool] = lambda: False,
         may_take: Callable[[], bool] = lambda: True,
     ) -> tuple[NestedMap, float]:
-        """Return the next global batch.
+        """Return (next global batch, seconds for which the devices were idle for lack of it).
 
         Args:
           is_idle: Function that returns whether the devices have no work left.
           gives_up: Function that returns whether to stop waiting for a batch.
           may_take: Function that is called once the batch is ready; whether to return it.
 
-        Returns:
-          (batch, seconds for which the devices were idle because they waited for it).
-
         Raises:
           StopRequestedError: No batch was returned; the next call returns the same one.
-          UsageError: The data cannot be read.
         """
         idle_seconds = 0.0
         if not self._waiting:
@@ -93,11 +84,7 @@ class DeviceFeed:
         return batch, idle_seconds
 
     def peek(self) -> NestedMap:
-        """Return the global batch that `take` returns next, without consuming it.
-
-        Raises:
-          UsageError: The data cannot be read.
-        """
+        """Return the global batch that `take` returns next, without consuming it."""
         if not self._waiting:
             self._send_next()
         return self._waiting[0][0]
@@ -134,11 +121,7 @@ _KEY_PREFIX = "train/"
 
 
 def datasets_by_name(configs: Iterable[Config]) -> dict[str, Config]:
-    """Return configs of data sets by name.
-
-    Raises:
-      UsageError: Two have the same name.
-    """
+    """Return configs of data sets by name."""
     by_name: dict[str, Config] = {}
     for config in configs:
         name = dataset_name(config)
@@ -149,16 +132,7 @@ def datasets_by_name(configs: Iterable[Config]) -> dict[str, Config]:
 
 
 def chosen_dataset(program: Config, path: str, datasets: Iterable[str]) -> str | None:
-    """Return the data set that the config of a program names, or None.
-
-    Args:
-      program: Config of the program.
-      path: Path of the config, for messages.
-      datasets: Names of the data sets that the program can use.
-
-    Raises:
-      UsageError: The data set does not exist.
-    """
+    """Return the data set that the config of a program names, or None."""
     name: Any = assigned_fields(program).get("dataset")
     if name is not None and name not in datasets:
         raise UsageError("unknown data set", field=f"{path}.dataset", value=name, choices=datasets)
@@ -166,11 +140,7 @@ def chosen_dataset(program: Config, path: str, datasets: Iterable[str]) -> str |
 
 
 def training_configs(resolved: ResolvedExperiment) -> dict[str, Config]:
-    """Return configs of the inputs to train on by name, in the order of the training programs.
-
-    Raises:
-      UsageError: There is none, or there are several and no programs that name each of them once.
-    """
+    """Return configs of the inputs to train on by name, in the order of the training programs."""
     configs = [config for config in resolved.datasets if config.is_training]
     if resolved.datasets and not configs:
         hint = "Evaluate it by --mode=eval_once or --mode=eval."
@@ -221,15 +191,10 @@ def training_configs(resolved: ResolvedExperiment) -> dict[str, Config]:
 
 
 def check_same_data(inputs: Mapping[str, BaseInput], all_gather: AllGather) -> None:
-    """Compare the states of inputs, with their data, across processes.
+    """Raise `UsageError` on every process if one reads other data than process 0.
 
-    Args:
-      inputs: Inputs by name; those whose state differs by process are not compared.
-      all_gather: Function that returns the JSON values of all processes for that of this one.
-
-    Raises:
-      UsageError: Processes read other data than process 0, or the data cannot be read. Every
-        process raises it.
+    `all_gather` returns the JSON values of all processes for that of this one. Inputs whose state
+    differs by process are not compared.
     """
     names = [name for name, dataset in inputs.items() if dataset.state_scope == "global"]
     with as_usage_error():
@@ -254,22 +219,11 @@ def check_same_data(inputs: Mapping[str, BaseInput], all_gather: AllGather) -> N
 
 
 class TrainInput:
-    """A training data set whose batches are sent to the devices ahead of the steps.
-
-    Args:
-      dataset: Endless input. After the first step has started, only `feed` may read it.
-      partitioner: Started partitioner.
-      name: Name of the training program; None if the job has only one.
-      steps: Number of steps in a row before the next data set is used.
-
-    Attributes:
-      feed: Batches on the devices.
-    """
+    """A training data set whose batches are sent to the devices ahead of the steps."""
 
     def __init__(
         self, dataset: Prefetch, partitioner: Partitioner, name: str | None = None, steps: int = 1
     ) -> None:
-        """Create the device feed without reading any batch."""
         self.dataset = dataset
         self.name = name
         self.steps = steps
@@ -292,13 +246,9 @@ class TrainInputs:
     """The training data sets of a job, used round robin.
 
     The data set of a step depends only on the step number, so a resumed run uses the same order.
-
-    Args:
-      inputs: One or more data sets, in the order of their use.
     """
 
     def __init__(self, inputs: Sequence[TrainInput]) -> None:
-        """Store the data sets."""
         self.inputs = tuple(inputs)
         self._ends = [*itertools.accumulate(each.steps for each in inputs)]
 

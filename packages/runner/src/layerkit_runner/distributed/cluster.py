@@ -64,10 +64,7 @@ class ClusterInfo:
 
     Attributes:
       address: `host:port` of the coordinator.
-      num_processes: Number of processes.
-      process_id: Number of this process.
       local_device_ids: GPUs of this process; an empty list for all visible ones.
-      found_by: Source of this information, such as "the flags".
     """
 
     address: str | None
@@ -82,7 +79,6 @@ class JoinedProcess:
     """A process that has joined its job.
 
     Attributes:
-      identity: Number, host and pid of the process.
       job_log_dir: Folder of the job; None for the current folder.
       log: File with the output of the process; None for the only process of a job.
     """
@@ -92,7 +88,7 @@ class JoinedProcess:
     log: Path | None = None
 
     def log_file(self) -> Path:
-        """Return the log, or the path of a log file on this machine if the process keeps none."""
+        """Return the log, or a path for one on this machine if the process keeps none."""
         return self.log or log_file(self.identity, self.job_log_dir)
 
 
@@ -102,9 +98,6 @@ def joined(flags: RunOptions) -> Iterator[JoinedProcess]:
 
     If one of several processes fails, it prints the reason and ends at once, with the exit code of
     the failure, since the others may wait for it in a step.
-
-    Raises:
-      UsageError: The processes cannot find one another, or the log cannot be written.
     """
     cluster = find_cluster(flags, os.environ)
     identity = Identity(0, 1, socket.gethostname(), os.getpid())
@@ -139,11 +132,7 @@ def joined(flags: RunOptions) -> Iterator[JoinedProcess]:
 
 
 def find_cluster(flags: RunOptions, environ: Mapping[str, str]) -> ClusterInfo | None:
-    """Return the coordinator and number of this process; None if it is the only one of its job.
-
-    Raises:
-      UsageError: Flags and environment contradict each other, or no coordinator is known.
-    """
+    """Return the coordinator and number of this process; None if it is the only one of its job."""
     check_processes(flags, environ)
     if flags.num_processes == 1:
         return None
@@ -173,8 +162,7 @@ def find_cluster(flags: RunOptions, environ: Mapping[str, str]) -> ClusterInfo |
 def _detected_cluster(environ: Mapping[str, str], *, is_required: bool) -> str | None:
     """Return the name of a TPU pod or an indexed Kubernetes job of several processes, else None.
 
-    All pods of Kubernetes look alike from inside, notebooks included. So only a pod that has an
-    index in a job counts as one of several.
+    All pods of Kubernetes look alike from inside. Only one with an index in a job counts.
     """
     # Not public, but the public `initialize` does not return the number of processes.
     from jax._src import clusters
@@ -295,10 +283,7 @@ def log_file(identity: Identity, job_log_dir: str | None) -> Path:
 def _end(
     error: Exception, monitor: PeerMonitor, wait_for_others: Callable[[], None] | None
 ) -> NoReturn:
-    """Print the error, tell the other processes, and end this one.
-
-    If another process was lost, the peer monitor ends this one first.
-    """
+    """Print the error, tell the other processes, and end this one."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         # A lost process may have broken the connections of this one.
         time.sleep(_SECONDS_TO_LEARN)
@@ -319,10 +304,9 @@ def _end(
 def bind_address(host: str) -> str:
     """Return the address at which to listen for processes that know this machine as `host`.
 
-    It is the one address of `host`, so that no other interface listens. It is all interfaces if
-    the others may reach this machine by another address: if `host` has several addresses, has one
-    that no interface of this machine has, or is a name that resolves to the loopback interface
-    only here, as a machine's own name does on some distributions.
+    It is the one address of `host`, so that no other interface listens. It is all interfaces if the
+    others may reach this machine by another address: `host` has several, or one that is not of this
+    machine, or is a name that resolves to the loopback interface, maybe only here.
     """
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, 0)}

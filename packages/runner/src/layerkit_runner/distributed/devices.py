@@ -28,16 +28,6 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import UnsafePathError, private_folder
 from layerkit_runner.run_options import RunOptions
 
-# By value of JAX_PLATFORMS: the modules of which JAX needs one, and a command that installs one.
-_GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-_NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
-    "cpu": ((), ""),
-    "cuda": (_GPU_PLUGINS, "pip install 'jax[cuda13]'"),
-    "gpu": ((*_GPU_PLUGINS, "jax_rocm7_plugin"), "pip install 'jax[cuda13]'"),
-    "rocm": (("jax_rocm7_plugin", "jax_rocm60_plugin"), "pip install jax-rocm7-plugin"),
-    "tpu": (("libtpu",), "pip install 'jax[tpu]'"),
-}
-
 # Share of a GPU's memory for a program, here and in plans. The rest is for CUDA's context, NCCL's
 # buffers and libraries. With JAX's own default, three quarters, runs that fit would fail.
 GPU_MEMORY_SHARE = 0.92
@@ -50,12 +40,10 @@ _MEMORY_SHARE = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 @dataclasses.dataclass(frozen=True)
 class FlagSet:
-    """A set of flags that are recommended together.
+    """Flags in XLA's form that are recommended together.
 
     Attributes:
-      variable: Environment variable that carries them.
       device_kind: Regular expression for the whole of `jax.Device.device_kind`.
-      flags: The flags, in XLA's form.
     """
 
     variable: str
@@ -139,81 +127,37 @@ PRESETS: Mapping[str, FlagSet] = {
 
 
 def start_devices() -> None:
-    """Let JAX start its devices.
-
-    Raises:
-      UsageError: JAX cannot start a platform that JAX_PLATFORMS names, or any platform.
-    """
+    """Let JAX start its devices; raise `UsageError` if it cannot."""
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:
-        raise _start_error(os.environ.get("JAX_PLATFORMS"), error) from error
-
-
-def _start_error(platforms: str | None, error: Exception) -> UsageError:
-    names = [name.strip() for name in (platforms or "").split(",") if name.strip()]
-    # Not public, but no public function returns the platforms of all installed plugins before the
-    # devices are started.
-    from jax._src import xla_bridge
-
-    registered = set(getattr(xla_bridge, "_backend_factories", {})) - {"interpreter"}
-    known = {*_NEEDS, *registered}
-    for name in names:
-        if name not in known:
-            choices = sorted(known)
-            return UsageError(
-                "unknown platform", field="JAX_PLATFORMS", value=name, choices=choices
-            )
-    version = importlib.metadata.version("jax")
-    for name in names:
-        modules, command = _NEEDS.get(name, ((), ""))
-        if modules and not any(map(importlib.util.find_spec, modules)):
-            return UsageError(
-                field="JAX_PLATFORMS",
-                value=platforms,
-                expected=f"an installed plugin of JAX {version} for {name}: {' or '.join(modules)}",
-                hint=f"Install it with {command}, or set JAX_PLATFORMS=cpu.",
-            )
-    # An AssertionError without text means that the plugin found no device.
-    reason = str(error).partition("\n")[0] or "no device was found"
-    return UsageError(
-        f"JAX {version} cannot start its devices: {reason}",
-        owner=f"JAX_PLATFORMS={platforms}" if platforms else None,
-        hint="Check this machine with `runner doctor`, or set JAX_PLATFORMS=cpu.",
-    )
+        platforms = os.environ.get("JAX_PLATFORMS")
+        # An AssertionError without text means that the plugin found no device.
+        reason = str(error).partition("\n")[0] or "no device was found"
+        raise UsageError(
+            f"JAX {importlib.metadata.version('jax')} cannot start its devices: {reason}",
+            owner=f"JAX_PLATFORMS={platforms}" if platforms else None,
+            hint="Install the plugin of the platform, such as by pip install 'jax[cuda13]' or"
+            " 'jax[tpu]', check this machine with `runner doctor`, or set JAX_PLATFORMS=cpu.",
+        ) from error
 
 
 def set_compiler_flags(
     options: RunOptions, environment: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Put the selected flags into the environment, before any device is used.
-
-    Raises:
-      UsageError: The file of --pgle_profile does not exist.
-    """
+    """Put the selected flags into the environment, before any device is used."""
     for variable, flags in _chosen(options):
         environment[variable] = " ".join([*flags, environment.get(variable, "")]).strip()
 
 
 def set_gpu_memory_share(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the share of a GPU's memory that plans assume, unless the user set another.
-
-    The function must be called before any device is used.
-    """
+    """Set the share of a GPU's memory that plans assume, unless the user set another."""
     if not any(environment.get(name) for name in _MEMORY_SHARE):
         environment[_MEMORY_SHARE[0]] = str(GPU_MEMORY_SHARE)
 
 
 def check_devices(options: RunOptions, device_kind: str) -> None:
-    """Raise an error if flags are meant for devices of another kind.
-
-    Args:
-      options: Options of the run.
-      device_kind: Value of `jax.Device.device_kind`.
-
-    Raises:
-      UsageError: The preset or the profile does not apply to these devices.
-    """
+    """Raise `UsageError` if the preset or the profile does not apply to devices of this kind."""
     preset = options.xla_flags_preset
     if preset is not None:
         fitting = [
@@ -261,11 +205,7 @@ def _chosen(options: RunOptions) -> Iterator[tuple[str, list[str]]]:
 
 
 def enable_compilation_cache(flag: str | None) -> None:
-    """Cache compiled programs on disk, so that a restart or a second run starts fast.
-
-    Args:
-      flag: Value of --jax_compilation_cache.
-    """
+    """Cache compiled programs on disk, so that a restart or a second run starts fast."""
     folder = cache_folder(flag, os.environ)
     try:
         if folder is not None:
@@ -286,11 +226,7 @@ def enable_compilation_cache(flag: str | None) -> None:
 
 
 def cache_folder(flag: str | None, environ: Mapping[str, str]) -> str | None:
-    """Return the folder of the compilation cache as an absolute path; None for no cache.
-
-    The flag --jax_compilation_cache sets it, else JAX's variable. The default is below the user's
-    cache folder. It may be in a remote store.
-    """
+    """Return the folder of the compilation cache as an absolute path; None for no cache."""
     folder = flag or environ.get("JAX_COMPILATION_CACHE_DIR") or _default_folder(environ)
     if folder == "off":
         return None

@@ -1,8 +1,8 @@
 """Environment variables of a process: those of its launcher, and XLA's flags.
 
 Slurm, Open MPI or torchrun describe a process and its job. A mistake is reported before JAX is
-imported. JAX itself (`jax.distributed`) finds the address of the coordinator, and asks the clusters
-that set no variables: TPU pods and Kubernetes.
+imported. JAX itself finds the address of the coordinator, and asks the clusters that set no
+variables: TPU pods and Kubernetes.
 
 XLA ends the process for a flag that it does not know. The flags in the table of this module are
 missing in every supported version. Sources: openxla/xla, pull requests 11422 (asynchronous
@@ -25,17 +25,13 @@ SEPARATE_JOBS = "--num_processes=1 makes each process a separate job."
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """The description of a process by its launcher.
+    """The description of a process by its launcher; unknown values are None.
 
     Attributes:
       name: The launcher and its job, such as `Slurm (job 4711)`.
-      num_processes: Number of processes of the job.
-      process_id: Number of this process.
       count_variable: Environment variable that holds `num_processes`.
       id_variable: Environment variable that holds `process_id`.
-      local_id: Number of this process on its machine; None if unknown.
-      num_local: Number of processes on its machine; None if unknown.
-      address: `host:port` of the coordinator; None if JAX has to find it.
+      address: `host:port` of the coordinator.
       jax_knows: Whether JAX finds the address by itself.
     """
 
@@ -51,24 +47,15 @@ class Launch:
 
 
 def find_launch(environ: Mapping[str, str]) -> Launch | None:
-    """Return the launcher's description; None if no supported launcher started this process.
-
-    Open MPI comes first, since `mpirun` inside a Slurm allocation starts its own processes.
-
-    Raises:
-      UsageError: A variable is not a number.
-    """
+    """Return the launcher's description; None if no supported launcher started this process."""
+    # `mpirun` inside a Slurm allocation starts its own processes.
     return _open_mpi(environ) or _slurm(environ) or _torchrun(environ)
 
 
 def check_processes(flags: RunOptions, environ: Mapping[str, str]) -> None:
-    """Compare the flags about processes with the launcher's description.
+    """Raise `UsageError` if flags contradict the launcher, or are missing to find the processes.
 
     A launcher that started one process contradicts nothing: that process may start others.
-
-    Raises:
-      UsageError: A flag contradicts the launcher, or a flag that is needed to find the other
-        processes is missing.
     """
     launch = find_launch(environ)
     address = flags.coordinator_address
@@ -113,11 +100,7 @@ def check_processes(flags: RunOptions, environ: Mapping[str, str]) -> None:
 
 
 def check_alone(mode: str, environ: Mapping[str, str]) -> None:
-    """Raise an error if a launcher started several processes for a mode of a single process.
-
-    Raises:
-      UsageError: The processes would write the same files.
-    """
+    """Raise `UsageError` if a launcher started several processes for a mode of a single process."""
     launch = find_launch(environ)
     if launch is not None and launch.num_processes > 1:
         raise UsageError(
@@ -147,13 +130,12 @@ def local_device_ids(launch: Launch | None, environ: Mapping[str, str]) -> list[
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Launch | None:
+    names = [f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")]
+    if not set(names[:2]) <= environ.keys():
+        return None
     # JAX reads the address from a variable that releases from 5 on do not set.
     jax_knows = "OMPI_MCA_orte_hnp_uri" in environ
-    count, rank = "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"
-    local = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    if not {count, rank} <= environ.keys():
-        return None
-    return _launch("Open MPI", environ, count, rank, *local, jax_knows=jax_knows)
+    return _launch("Open MPI", environ, *names, jax_knows=jax_knows)
 
 
 def _slurm(environ: Mapping[str, str]) -> Launch | None:
@@ -208,15 +190,9 @@ def _launch(
     local_count: str = "",
     **fields: Any,
 ) -> Launch:
+    numbers = [_number(environ, name) for name in (count, rank, local_rank, local_count)]
     return Launch(
-        name,
-        num_processes=int(_number(environ, count) or 0),
-        process_id=int(_number(environ, rank) or 0),
-        count_variable=count,
-        id_variable=rank,
-        local_id=_number(environ, local_rank),
-        num_local=_number(environ, local_count),
-        **fields,
+        name, numbers[0] or 0, numbers[1] or 0, count, rank, numbers[2], numbers[3], **fields
     )
 
 
@@ -250,18 +226,10 @@ SUCCESSORS: Mapping[str, str] = {
 
 
 def check_removed_flags(environment: Mapping[str, str]) -> None:
-    """Raise an error if XLA_FLAGS holds a removed flag.
-
-    Args:
-      environment: Environment variables.
-
-    Raises:
-      UsageError: One or more flags were removed; each is named with its successor.
-    """
-    words = environment.get("XLA_FLAGS", "").split()
+    """Raise `UsageError` if XLA_FLAGS holds removed flags; each is named with its successor."""
     # Each group of flags with the same answer is one sentence.
     removed: dict[str, list[str]] = {}
-    for word in words:
+    for word in environment.get("XLA_FLAGS", "").split():
         name = word.lstrip("-").partition("=")[0]
         if name in SUCCESSORS:
             removed.setdefault(SUCCESSORS[name], []).append(word)

@@ -44,8 +44,7 @@ def coordinator_store() -> KeyValueStore:
 def all_arrive(name: str) -> bool:
     """Return whether all processes of the job call this with the same name within 30 seconds.
 
-    The barrier uses the coordinator and no device. So a process can call this while others wait in
-    a collective that it never enters.
+    The barrier uses no device, so others may wait in a collective meanwhile.
     """
     client = distributed_state().client
     if client is None:
@@ -80,8 +79,7 @@ def from_each_process(make: Callable[[], Any]) -> list[Any]:
       Exception: The error of `make` on this process.
       ValueError: The text of an error on another process.
     """
-    value: Any = None
-    error: BaseException | None = None
+    value, error = None, None
     try:
         value = make()
     except BaseException as problem:  # raised below, since the other processes wait for this one

@@ -43,16 +43,6 @@ _FINISHED = 2**62
 _active: StopSignals | None = None
 
 
-def active_signals() -> StopSignals | None:
-    """Return the active signal handler of this process; None if there is none."""
-    return _active
-
-
-def _set_active(signals: StopSignals | None) -> None:
-    global _active
-    _active = signals
-
-
 def _forget_in_child() -> None:
     global _active
     if _active is not None:
@@ -62,7 +52,6 @@ def _forget_in_child() -> None:
 
 @functools.cache
 def _register_at_fork() -> None:
-    """Register the handler once, since Python cannot unregister it."""
     os.register_at_fork(after_in_child=_forget_in_child)
 
 
@@ -72,10 +61,6 @@ class StopRequestedError(Exception):
 
 class StopSignals:
     """A context manager that handles the signals, entered on the main thread.
-
-    Args:
-      leaving: Action after a signal to stop, for the message.
-      saving: Action after a signal to save, for the message.
 
     Attributes:
       received: First signal to stop; None if none was received.
@@ -91,7 +76,6 @@ class StopSignals:
         leaving: str = "finishing this step, saving, leaving",
         saving: str = "saving after this step",
     ) -> None:
-        """Store the texts of the messages; see the class for the arguments."""
         self._leaving = leaving
         self._saving = saving
         self._stop = threading.Event()
@@ -107,7 +91,6 @@ class StopSignals:
         self.save_received = False
 
     def __enter__(self) -> StopSignals:
-        """Handle the signals, on a thread."""
         # Python runs a handler in the main thread, which may be in compiled code for minutes. The C
         # handler writes to this pipe at once, and a thread reads it.
         self._reader, self._writer = os.pipe()
@@ -118,15 +101,16 @@ class StopSignals:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # set by `nohup`
             self._previous[number] = signal.signal(number, lambda *_: None)
-        _set_active(self)
+        global _active
+        _active = self
         _register_at_fork()
         self._watcher = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
         self._watcher.start()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Restore the previous handlers."""
-        _set_active(None)
+        global _active
+        _active = None
         if self._agreement is not None:
             self._agreement.close()
         for number, handler in self._previous.items():
@@ -177,11 +161,6 @@ class StopSignals:
         """Leave the loop of steps; return False if a signal requires a call of `agreed` first."""
         return self._agreement is None or self._agreement.finish()
 
-    @property
-    def gives_up_evaluation(self) -> bool:
-        """True if an evaluation may end without a result, so that the process can exit."""
-        return self.received is not None and self._at_once is None
-
     def _take_requests(self) -> Requests:
         stop, self._unpublished = self._unpublished, 0
         return Requests(stop=stop, saves=self._take_received_save())
@@ -190,8 +169,7 @@ class StopSignals:
     def leaving_at_once(self, what: str) -> Iterator[None]:
         """End the process at once on a signal to stop inside the block, or on a pending one.
 
-        Args:
-          what: Description of the omitted work and its remedy, for the message.
+        `what` describes the omitted work and its remedy, for the message.
         """
         self._at_once = what
         if self.received is not None:
@@ -271,33 +249,24 @@ class Interrupts(StopSignals):
     """A handler of Ctrl-C for a run inside another program, such as a notebook.
 
     The first Ctrl-C finishes the step and saves. A second one, or one during work that is not
-    saved, raises KeyboardInterrupt. Other signals keep their handlers. On another thread than the
-    main thread, which alone receives signals, it handles none.
+    saved, raises KeyboardInterrupt. Outside of the main thread it handles nothing.
     """
 
     ends_process: ClassVar[bool] = False
 
     def __enter__(self) -> Interrupts:
-        """Handle Ctrl-C, unless the process ignores it."""
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
             self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
-        _set_active(self)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Restore the previous handler."""
-        _set_active(None)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     @contextlib.contextmanager
     def leaving_at_once(self, what: str) -> Iterator[None]:
-        """Raise KeyboardInterrupt on Ctrl-C inside the block, or on a pending one.
-
-        Args:
-          what: Description of the omitted work and its remedy.
-        """
+        """Raise KeyboardInterrupt on Ctrl-C inside the block, or on a pending one."""
         if self.received is not None:
             raise KeyboardInterrupt(what)
         self._at_once = what
@@ -305,9 +274,6 @@ class Interrupts(StopSignals):
             yield
         finally:
             self._at_once = None
-
-    def forget_in_child(self) -> None:
-        """Do nothing in a forked child, which records a first Ctrl-C and continues."""
 
     def _interrupt(self, number: int, frame: Any) -> None:
         if self.received is not None or self._at_once is not None:
@@ -335,9 +301,6 @@ class StopAgreement:
     """The agreement between processes on the step after which they act on requests.
 
     Args:
-      store: Key-value store that all processes share.
-      process: Number of this process.
-      num_processes: Number of processes.
       take_requests: Function that returns the requests to this process since its last call.
       has_requests: Function that returns whether there are such requests.
     """
@@ -351,7 +314,6 @@ class StopAgreement:
         take_requests: Callable[[], Requests],
         has_requests: Callable[[], bool],
     ) -> None:
-        """Start the thread that watches for requests; see the class for the arguments."""
         self._store = store
         self._process = process
         self._num_processes = num_processes
@@ -389,12 +351,10 @@ class StopAgreement:
             return True
 
     def reached(self, step: int) -> Requests | None:
-        """Return the requests that all processes meet after this step, or None.
+        """Return the requests that all processes meet after `step`, or None.
 
-        The call waits for the other processes while a request is open.
-
-        Args:
-          step: Newest step that this process has started.
+        `step` is the newest step that this process has started. The call waits for the other
+        processes while a request is open.
         """
         with self._lock:
             if self._started is None:

@@ -1,13 +1,12 @@
 """The watchdog, which ends a process without progress, and the exit of a blocked process.
 
-A reader may never return, a collective may wait for a device that never enters it, a store may not
-answer. Code that makes progress calls `progress`; a thread checks the time of the last call. A
-process has one watchdog.
+Code that makes progress calls `progress`; a thread checks the time of the last call. A process has
+one watchdog.
 
-The main thread may be in compiled code for minutes, where it cannot be interrupted, and standard
-error may be a file on a disk that does not respond. So an exit waits for no thread, disk, device or
-other process, and every action before it has a time limit. This module imports only the standard
-library and `open_append`, since the peer monitor uses it.
+The main thread may be in compiled code for minutes, and standard error may be a file on a disk that
+does not respond. So an exit waits for no thread, disk, device or other process, and every action
+before it has a time limit. This module imports only the standard library and `open_append`, since
+the peer monitor uses it.
 """
 
 from __future__ import annotations
@@ -39,15 +38,7 @@ _wait_for_others: Callable[[], None] | None = None
 
 
 def finished_within(seconds: float, act: Callable[[], object]) -> bool:
-    """Call a function that may never return on a daemon thread, and drop its exceptions.
-
-    Args:
-      seconds: Time limit, after which the thread is abandoned.
-      act: Function to call.
-
-    Returns:
-      True if `act` returned in time, without an exception.
-    """
+    """Return whether a function, called on a daemon thread, returns in time without an error."""
     has_returned = threading.Event()
 
     def run() -> None:
@@ -63,10 +54,7 @@ def finished_within(seconds: float, act: Callable[[], object]) -> bool:
 
 @contextlib.contextmanager
 def before_forced_exit(callback: Callable[[], None]) -> Iterator[None]:
-    """Register a function for the block that `forced_exit` calls before it ends the process.
-
-    The functions are called in reverse order of registration, on another thread than the main one.
-    """
+    """Register a function for the block that `forced_exit` calls, the latest first."""
     _callbacks.append(callback)
     try:
         yield
@@ -80,10 +68,7 @@ def notifying_others(
 ) -> Iterator[None]:
     """Report the reason to the other processes if this one ends inside the block.
 
-    Args:
-      notify: Function that sends the reason.
-      wait_for_others: Function, with a time limit, that is called last if the others need this
-        process until they have the reason.
+    `wait_for_others` has a time limit and is called last if the others need this process.
     """
     global _notify, _wait_for_others
     _notify, _wait_for_others = notify, wait_for_others
@@ -123,7 +108,7 @@ def forced_exit(exit_code: int, reason: str) -> NoReturn:
 
 @contextlib.contextmanager
 def forced_exit_on(*kinds: type[Exception], exit_code: int) -> Iterator[None]:
-    """End the process on an error of these kinds, before contexts outside the block are closed.
+    """End the process on an error of these kinds, before contexts outside of the block are closed.
 
     Closing their files would wait for the same disk.
     """
@@ -161,15 +146,12 @@ _STOPPED_SECONDS = 30.0
 
 @dataclasses.dataclass(frozen=True)
 class _Phase:
-    """The current phase of the process."""
-
     name: str
     since: float
     compiles: bool
     waits_for_others: bool
 
     def limit(self, seconds: float) -> float:
-        """Return the limit of this phase if that of an ordinary one is `seconds`."""
         if self.compiles:
             return _longest(seconds)
         return 1.25 * seconds if self.waits_for_others else seconds
@@ -204,7 +186,6 @@ def watched(seconds: float | None, *, process: str, log: Callable[[], Path]) -> 
 
     Args:
       seconds: Limit of a phase; None for no limit.
-      process: Name of this process, for messages.
       log: Function that returns the file to which the stacks of all threads are appended.
     """
     global _current

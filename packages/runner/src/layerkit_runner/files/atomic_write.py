@@ -71,11 +71,7 @@ def atomic_write(path: os.PathLike[str] | str, content: str | bytes, *, mode: in
 
 
 def remove_stale_partials(directory: os.PathLike[str] | str) -> None:
-    """Delete unfinished files of `atomic_write` that killed processes left more than an hour ago.
-
-    Args:
-      directory: Local folder, which need not exist. Folders in it are not searched.
-    """
+    """Delete files of `atomic_write` that a kill left unfinished over an hour ago."""
     oldest = time.time() - _STALE_SECONDS
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
@@ -88,13 +84,8 @@ def remove_stale_partials(directory: os.PathLike[str] | str) -> None:
 def open_append(path: os.PathLike[str] | str, *, is_buffered: bool = True) -> BinaryIO:
     """Open a local file for reading and appending; create it if there is none.
 
-    Args:
-      path: The file. Its folder must exist.
-      is_buffered: True if writes wait in memory until `flush` or `close`.
-
     Raises:
       UnsafePathError: The path is a symbolic link or is not a regular file.
-      OSError: The file cannot be opened.
     """
     if is_buffered:
         return open(path, "a+b", opener=_open_regular)
@@ -119,9 +110,6 @@ def _open_regular(path: str, flags: int) -> int:
 def private_folder(path: Path) -> Path:
     """Return a local folder that only this user can list or write; create it if there is none.
 
-    Args:
-      path: The folder. Its parent must exist and may be writable by all users, as /tmp is.
-
     Raises:
       UnsafePathError: The path is a link, a file, or the folder of another user.
     """
@@ -138,15 +126,9 @@ def private_folder(path: Path) -> Path:
 
 
 def check_links(directory: os.PathLike[str] | str) -> None:
-    """Raise an error if an entry of a local folder is a symbolic link of another user.
+    """Raise `UnsafePathError` if an entry of a local folder is a symbolic link of another user.
 
     Links of this user and of root are allowed, so `DIR/checkpoints` may lie on another disk.
-
-    Args:
-      directory: The folder, which need not exist.
-
-    Raises:
-      UnsafePathError: Names the link and its owner.
     """
     with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
         for entry in entries:

@@ -1,7 +1,6 @@
 """Readers of YAML, TOML and JSON documents that this package did not write itself.
 
-They bound time and memory, since a short document can describe a huge value: an alias of YAML
-repeats a part of it, and deep nesting exceeds the stack of whatever walks the value.
+They bound the size, and the depth of nesting, which would exceed the stack of what walks the value.
 """
 
 from __future__ import annotations
@@ -10,19 +9,12 @@ import json
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import yaml
+from typing import Any
 
 # Bound of a configuration that people write.
 MAX_BYTES = 1_000_000
 
 _MAX_DEPTH = 100
-# Bound of a YAML document with every alias written out.
-_MAX_NODES = 20_000
-# Bound of one YAML value; a longer one takes long to read as a number.
-_MAX_CHARACTERS = 2_000
 
 
 class DocumentError(ValueError):
@@ -30,12 +22,7 @@ class DocumentError(ValueError):
 
 
 def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
-    """Read a file of UTF-8 text.
-
-    Raises:
-      DocumentError: It is longer than `max_bytes`, or no UTF-8.
-      OSError: It cannot be read.
-    """
+    """Read a file of UTF-8 text of at most `max_bytes`; else raise `DocumentError`."""
     with path.open("rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -47,20 +34,12 @@ def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON.
-
-    Raises:
-      DocumentError: It is malformed or nested too deeply.
-    """
+    """Parse JSON; raise `DocumentError` if it is malformed or nested too deeply."""
     return _parse(json.loads, text)
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML.
-
-    Raises:
-      DocumentError: It is malformed or nested too deeply.
-    """
+    """Parse TOML; raise `DocumentError` if it is malformed or nested too deeply."""
     document: dict[str, Any] = _parse(tomllib.loads, text)
     return document
 
@@ -77,72 +56,19 @@ def _parse(load: Callable[[str], Any], text: str) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse YAML without tags of Python; aliases may repeat parts up to a bound.
-
-    Raises:
-      DocumentError: It is malformed, nested too deeply, or too large with its aliases written out.
-    """
+    """Parse YAML without tags of Python; raise `DocumentError` as for JSON."""
     import yaml
 
     try:
-        loader = yaml.SafeLoader(text)
-        root = loader.get_single_node()
-        if root is None:
-            return None
-        _check_node(root, 1, {})
-        return loader.construct_document(root)
+        return yaml.safe_load(text)
     except RecursionError:
         raise _too_deep() from None
     except yaml.MarkedYAMLError as error:
-        raise DocumentError(f"{error.problem}{_place(error.problem_mark)}") from error
-    except yaml.YAMLError as error:
+        mark = error.problem_mark
+        place = "" if mark is None else f" at line {mark.line + 1}, column {mark.column + 1}"
+        raise DocumentError(f"{error.problem}{place}") from error
+    except (yaml.YAMLError, ValueError) as error:  # such as a date that no calendar has
         raise DocumentError(" ".join(str(error).split())) from error
-    except DocumentError:
-        raise
-    except ValueError as error:  # a date that no calendar has, or a number of too many digits
-        raise DocumentError(f"a value cannot be read: {error}") from error
-
-
-def _check_node(node: yaml.Node, depth: int, sizes: dict[int, int | None]) -> int:
-    """Check a YAML node against the bounds before any value is made of it.
-
-    Args:
-      node: The node.
-      depth: Number of nodes from the root to this one.
-      sizes: Size of each node seen so far by its identity; None while the node is being counted.
-
-    Returns:
-      The number of nodes in it with aliases written out.
-    """
-    place = _place(node.start_mark)
-    if id(node) in sizes:
-        known = sizes[id(node)]
-        if known is None:
-            raise DocumentError(f"an alias repeats the value that it is in{place}")
-        return known
-    if depth > _MAX_DEPTH:
-        raise DocumentError(f"{_too_deep()}{place}")
-    parts = node.value
-    if isinstance(parts, str):
-        if len(parts) > _MAX_CHARACTERS:
-            raise DocumentError(
-                f"expected a value of at most {_MAX_CHARACTERS:,} characters{place}"
-            )
-        parts = []
-    elif parts and isinstance(parts[0], tuple):  # keys and values of a mapping
-        parts = [part for pair in parts for part in pair]
-    sizes[id(node)] = None
-    size = 1 + sum(_check_node(part, depth + 1, sizes) for part in parts)
-    if size > _MAX_NODES:
-        raise DocumentError(
-            f"expected at most {_MAX_NODES:,} values with aliases written out{place}"
-        )
-    sizes[id(node)] = size
-    return size
-
-
-def _place(mark: yaml.Mark | None) -> str:
-    return "" if mark is None else f" at line {mark.line + 1}, column {mark.column + 1}"
 
 
 def _too_deep() -> DocumentError:

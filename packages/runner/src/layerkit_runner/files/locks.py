@@ -25,22 +25,14 @@ class NoLocksError(UsageError):
 
 @contextlib.contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Wait for the lock on a file and hold it; create the file and its folder if needed.
-
-    Raises:
-      UsageError: The file cannot be created or locked (`NoLocksError`).
-    """
+    """Wait for the lock on a file and hold it; create the file and its folder if needed."""
     with _open(path) as file:
         _flock(file, fcntl.LOCK_EX)
         yield
 
 
 def try_lock(path: Path) -> IO[bytes] | None:
-    """Return a file that holds a lock until it is closed; None if another process holds the lock.
-
-    Raises:
-      UsageError: The file cannot be created or locked (`NoLocksError`).
-    """
+    """Return a file that holds a lock until it is closed; None if the lock is taken."""
     while True:
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(_open(path))

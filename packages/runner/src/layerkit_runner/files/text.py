@@ -48,7 +48,6 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> li
     """Return the lines of a table with columns of equal width.
 
     Args:
-      rows: Cells of each row; all rows have the same number of them.
       right: Indices of the columns that are aligned at the right.
 
     >>> aligned([("a", "1"), ("bcd", "23")], right=[1])

@@ -20,15 +20,11 @@ from layerkit.config import build
 from layerkit.interop.hugging_face import families, folder, importing, tensors
 from layerkit_runner.checkpointing import (
     CheckpointManager,
-    StateFormat,
     documents,
     folders,
 )
-from layerkit_runner.checkpointing.chunks import check_decoded_sizes
-from layerkit_runner.checkpointing.formats import format_of
 from layerkit_runner.checkpointing.integrity import require_sound, verify_together
 from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join, named_leaves
-from layerkit_runner.distributed.process_exchange import from_each_process
 from layerkit_runner.errors import UsageError, to_usage_error
 from layerkit_runner.files.atomic_write import absolute
 from layerkit_runner.init_from.pax.folders import PaxFolder, find
@@ -210,10 +206,6 @@ class StoredCheckpoint:
         """
         from layerkit_runner.checkpointing import handlers
 
-        if format_of(self._state) is StateFormat.TENSORSTORE:
-            own = list(wanted)[jax.process_index() :: jax.process_count()]
-            chosen = {path: self.leaves[path] for path in own}
-            from_each_process(lambda: check_decoded_sizes(self._state, chosen))
         return handlers.read_state(self._state, wanted)
 
 

@@ -24,7 +24,7 @@ from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.training_data import check_same_data
 from layerkit_runner.distributed.process_exchange import from_process_0, gather_values
-from layerkit_runner.distributed.stop_signals import StopRequestedError, StopSignals
+from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import atomic_write
@@ -63,19 +63,15 @@ def _follow(reader: CheckpointReader) -> int:
     leaving, saving = "leaving after the current program", "this mode saves no checkpoint"
     with StopSignals(leaving=leaving, saving=saving) as signals, reader.open() as checkpoints:
         reader.is_asked_to_stop = signals.agreed_now
-        try:
-            watch_checkpoints(
-                checkpoints.directory,
-                reader.process_newest,
-                has_outputs=reader.has_outputs,
-                own_last_step=job.task.train.num_train_steps,
-                timeout_secs=job.options.follow_timeout_secs,
-                signals=signals,
-                report=job.observers.message,
-            )
-        except StopRequestedError:
-            job.observers.message("canceled the current program: its input does not respond")
-            signals.agreed_now()
+        watch_checkpoints(
+            checkpoints.directory,
+            reader.process_newest,
+            has_outputs=reader.has_outputs,
+            own_last_step=job.task.train.num_train_steps,
+            timeout_secs=job.options.follow_timeout_secs,
+            signals=signals,
+            report=job.observers.message,
+        )
     return signals.exit_code
 
 

@@ -157,7 +157,6 @@ class Background:
     """
 
     def __init__(self) -> None:
-        """Start without jobs."""
         self._executor = concurrent.futures.ThreadPoolExecutor(max_workers=1)
         self._jobs: collections.deque[concurrent.futures.Future[Any]] = collections.deque()
         self._has_failed = False
@@ -232,7 +231,6 @@ class Observers(Observer):
     in_background = False
 
     def __init__(self, observers: Iterable[Observer]) -> None:
-        """Store the observers, each with its thread."""
         self._callers = [_Caller(observer) for observer in observers]
 
     start = _of_all(Observer.start)
@@ -327,11 +325,7 @@ def _removed(observer: Observer, error: Exception) -> str:
 
 
 def build_observers(configs: Iterable[Config]) -> list[Observer]:
-    """Build the observers that an experiment lists.
-
-    Raises:
-      UsageError: A config is not of an `Observer`, or its class rejects its fields.
-    """
+    """Build the observers that an experiment lists."""
     observers = []
     for index, config in enumerate(configs):
         field = f"observers.{index}"

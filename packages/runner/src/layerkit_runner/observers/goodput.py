@@ -50,8 +50,6 @@ class Goodput:
 
     Attributes:
       num_steps: Number of completed steps whose time is in `steps`.
-      num_lost_steps: Number of steps that a later run repeated.
-      seconds_between_runs: Time from the last record of a run to the start of the next.
       num_runs: Number of runs of this job, including this one.
 
     >>> ticks = iter([0.0, 4.0, 5.0, 8.0, 10.0, 10.0])
@@ -65,7 +63,6 @@ class Goodput:
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Start the phase `start`; `clock` returns seconds."""
         self._clock = clock
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._stack = ["start"]
@@ -172,7 +169,6 @@ class GoodputLog(Observer):
     in_background = False
 
     def __init__(self, goodput: Goodput, *, clock: Callable[[], float] = time.time) -> None:
-        """Store the goodput to record; `clock` returns Unix time in seconds."""
         self._goodput = goodput
         self._clock = clock
         self._background = Background()

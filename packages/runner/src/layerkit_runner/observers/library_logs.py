@@ -14,11 +14,7 @@ _NAMES = ("alsologtostderr", "logtostderr", "v", "stderrthreshold", "log_dir")
 
 
 def configure_library_logs(options: RunOptions) -> None:
-    """Give absl the flags about log messages; leave absl unchanged if none is set.
-
-    Raises:
-      UsageError: The folder of --log_dir cannot be written.
-    """
+    """Give absl the flags about log messages; leave absl unchanged if none is set."""
     default = RunOptions()
     given = {n: getattr(options, n) for n in _NAMES if getattr(options, n) != getattr(default, n)}
     if not given:

@@ -27,11 +27,7 @@ _POINTS_PER_HALF_WIDTH = 40
 
 
 def require_matplotlib() -> None:
-    """Raise an error if matplotlib is not installed.
-
-    Raises:
-      MissingExtraError: It is not installed; the message has the command that installs it.
-    """
+    """Raise an error if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:
@@ -52,10 +48,8 @@ def draw_loss_curve(
     """Draw training loss (raw and smoothed) and held-out loss over the steps.
 
     Args:
-      metrics_path: metrics.jsonl, or the job folder that holds it.
       picture_path: Path of the PNG; None for loss_curve.png beside the record.
       baselines: Reference losses by name, each drawn as a dashed line with name and value.
-      key: Scalar to draw.
       y_label: Label of the y axis; None for `key`.
 
     Returns:

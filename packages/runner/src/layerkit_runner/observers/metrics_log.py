@@ -36,15 +36,11 @@ Record = dict[str, Any]
 
 
 class MetricsLog(Observer):
-    """An observer that writes every scalar of a run as JSON lines into its folder.
-
-    It runs on the main thread, so that a killed process loses at most the line being written.
-    """
+    """An observer that writes every scalar of a run as JSON lines into its folder."""
 
     in_background = False
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
-        """Start without a file; `clock` returns Unix time in seconds."""
         self._clock = clock
         self._lines: LocalLines | StoredLines | None = None
 
@@ -141,7 +137,6 @@ class LocalLines:
     """
 
     def __init__(self, path: epath.Path) -> None:
-        """Open the file, and remove an incomplete last line, which a killed process leaves."""
         self._file = open_append(path)
         self._file.seek(0)
         whole = _whole_lines(self._file.read())
@@ -172,7 +167,6 @@ class StoredLines:
     """
 
     def __init__(self, path: epath.Path, *, interval: float = _SECONDS_BETWEEN_REWRITES) -> None:
-        """Read the lines of the file, if it exists."""
         self._path = path
         self._interval = interval
         self._content = bytearray(_whole_lines(path.read_bytes() if path.exists() else b""))
@@ -213,7 +207,6 @@ class Metrics:
 
     Attributes:
       info: Newest `start` or `resume` line: experiment, num_params, tokens_per_step, …
-      train: One record per logged step, in order: step, time, loss, …
       evals: One record per evaluated step, in order, by name of the data set.
     """
 

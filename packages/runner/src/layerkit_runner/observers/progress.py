@@ -36,7 +36,6 @@ class Progress(Observer):
     def __init__(
         self, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Store the stream, by default standard output, and the clock, in seconds."""
         self._stream = sys.stdout if stream is None else stream
         self._clock = clock
         self._view: _Bar | _Lines | None = None
@@ -90,16 +89,11 @@ class LinePacer:
     a tenth of the elapsed time, which is at least 30 seconds and at most an hour. So a run of an
     hour prints some 40 lines.
 
-    Args:
-      start_step: Number of steps that were completed before this run.
-      num_train_steps: Step at which the run ends.
-
     Attributes:
       last_step: Newest printed step; -1 before the first.
     """
 
     def __init__(self, start_step: int, num_train_steps: int) -> None:
-        """Start without printed steps; see the class for the arguments."""
         self._stride = max(1.0, (num_train_steps - start_step) / _LINES_PER_RUN)
         self._num_train_steps = num_train_steps
         self._began: float | None = None

@@ -35,11 +35,8 @@ class StepProfiler:
     """A context manager that captures traces of training steps, and handles the signal.
 
     Args:
-      directory: Folder of the job.
       capture_step: First step of the capture; None captures only on the signal.
-      num_steps: Number of steps of a capture.
       captures_by_step: True if this process takes part in the capture at `capture_step`.
-      report: Function that prints a line.
     """
 
     def __init__(
@@ -51,7 +48,6 @@ class StepProfiler:
         captures_by_step: bool,
         report: Callable[[str], None],
     ) -> None:
-        """Store the settings; see the class for the arguments."""
         self._directory = directory
         self._capture_step = capture_step if captures_by_step else None
         self._num_steps = num_steps
@@ -62,13 +58,11 @@ class StepProfiler:
         self._previous: Any = None
 
     def __enter__(self) -> StepProfiler:
-        """Handle the signal, if this is the main thread."""
         if threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(CAPTURE_SIGNAL, self._request)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Restore the signal handler, and end a capture without writing it."""
         if self._previous is not None:
             signal.signal(CAPTURE_SIGNAL, self._previous)
         if self._first is not None:

@@ -20,13 +20,7 @@ from layerkit_runner.observers.base import RunInfo
 
 @dataclasses.dataclass(frozen=True)
 class StepWork:
-    """The work of one training step, which may differ between training programs.
-
-    Attributes:
-      examples: Examples of the global batch.
-      tokens: Tokens of the global batch; 0 if it holds none.
-      flops: Model FLOPs of all devices; None if unknown.
-    """
+    """The work of one training step, which may differ between training programs."""
 
     examples: float
     tokens: float
@@ -52,7 +46,6 @@ class Throughput:
     """
 
     def __init__(self, info: RunInfo, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Start without steps; `clock` returns seconds."""
         self._info = info
         self._usual = StepWork(info.examples_per_step, info.tokens_per_step, info.flops_per_step)
         self._clock = clock
@@ -66,7 +59,6 @@ class Throughput:
         A step that ends within a pause is not counted, since it shared its time with other work.
 
         Args:
-          step: Number of the step.
           work: Work of the step; None for that of `info`.
         """
         now = self._clock()

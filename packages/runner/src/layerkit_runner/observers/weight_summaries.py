@@ -20,11 +20,7 @@ _NUM_BUCKETS = 64
 
 
 def weight_summary_fn(replicated: jax.sharding.Sharding) -> Callable[[Any], dict[str, Any]]:
-    """Return a jitted function from the weights to the argument of `histograms`.
-
-    Args:
-      replicated: Sharding of the results, which are replicated.
-    """
+    """Return a jitted function from the weights to the argument of `histograms`."""
 
     def summarize(params: Any) -> dict[str, Any]:
         flat = flatten_dict(params, sep="/")

@@ -30,11 +30,6 @@ class WeightsAndBiases(Observer):
     Names are `train/…`, `eval/<data set>/…` and `decode/<data set>/…`, over `step`. Steps that are
     repeated after a kill are reported again.
 
-    Args:
-      project: Name of the project.
-      config: Configuration of the run, by path.
-      report: Function that prints a line with the address of the run.
-
     Raises:
       UsageError: wandb is not installed.
     """
@@ -42,7 +37,6 @@ class WeightsAndBiases(Observer):
     def __init__(
         self, project: str, *, config: Mapping[str, Any], report: Callable[[str], None]
     ) -> None:
-        """Store the settings, without importing wandb; see the class for the arguments."""
         if importlib.util.find_spec("wandb") is None:
             raise UsageError(
                 field="--wandb_project",

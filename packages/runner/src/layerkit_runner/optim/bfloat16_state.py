@@ -43,7 +43,6 @@ def bfloat16_state(
     same step draws the same random numbers, on any mesh and after a restart.
 
     Args:
-      learning_rate: A number or schedule.
       optimizer: A function of `learning_rate`, such as `Partial(optax.adamw, b2=0.95)`.
 
     Raises:

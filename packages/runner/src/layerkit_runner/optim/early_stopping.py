@@ -40,11 +40,9 @@ def by_path(metrics_by_program: Mapping[str, Mapping[str, float]]) -> dict[str, 
 
 
 def program_of(metric: str, names: Iterable[str]) -> str | None:
-    """Return the program that a metric `PROGRAM/METRIC` belongs to; None if it is not in `names`.
+    """Return the program of a metric `PROGRAM/METRIC`; None if it is not in `names`.
 
-    Args:
-      metric: Path of the metric.
-      names: Names of all programs. One may begin with another: `heldout`, `heldout/averaged`.
+    One name may begin with another: `heldout`, `heldout/averaged`.
     """
     return max((name for name in names if metric.startswith(f"{name}/")), key=len, default=None)
 
@@ -74,7 +72,6 @@ class StoppingRule(Configurable):
           metrics: Results of this step, by `DATASET/METRIC` for evaluations and
             `decode/DATASET/METRIC` for decodings. Only data sets that were due at this step. If
             `asks_each_step` is True, also `train_step/METRIC`, the metrics of the model.
-          step: Number of completed steps.
         """
         raise NotImplementedError(f"{type(self).__qualname__} must define should_stop")
 
@@ -101,7 +98,6 @@ class MetricRule(StoppingRule):
     metric: str
 
     def __post_init__(self) -> None:
-        """Set the initial state."""
         # Names of all data sets that may be evaluated, if known.
         self._datasets: tuple[str, ...] = ()
 
@@ -123,11 +119,7 @@ class MetricRule(StoppingRule):
         return self.metric.startswith(f"{TRAIN_STEP}/")
 
     def value(self, metrics: Mapping[str, float]) -> float | None:
-        """Return the metric, or None if its data set was not evaluated.
-
-        Raises:
-          UsageError: The data set was evaluated and does not report the metric.
-        """
+        """Return the metric, or None if its data set was not evaluated."""
         if self.metric in metrics:
             return float(metrics[self.metric])
         names = self._datasets or {name.rpartition("/")[0] for name in metrics}
@@ -159,7 +151,6 @@ class StopAtTarget(MetricRule):
     mode: str = "min"
 
     def __post_init__(self) -> None:
-        """Check the fields and set the initial state."""
         super().__post_init__()
         check_choice(_OWNER, ("min", "max"), mode=self.mode)
         self._last: float | None = None
@@ -207,7 +198,6 @@ class EarlyStopping(MetricRule):
     mode: str = "min"
 
     def __post_init__(self) -> None:
-        """Check the fields and set the initial state."""
         super().__post_init__()
         check_sizes(_OWNER, patience=self.patience)
         check_non_negative(_OWNER, min_delta=self.min_delta)
@@ -217,11 +207,7 @@ class EarlyStopping(MetricRule):
         self._without_improvement = 0
 
     def should_stop(self, metrics: Mapping[str, float], step: int) -> bool:
-        """Return whether `metric` has not improved in the last `patience` evaluations.
-
-        Raises:
-          UsageError: The data set was evaluated and does not report the metric.
-        """
+        """Return whether `metric` has not improved in the last `patience` evaluations."""
         value = self.value(metrics)
         if value is None:
             return False
@@ -266,12 +252,7 @@ class EarlyStopping(MetricRule):
 
 @dataclasses.dataclass(eq=False)
 class EarlyStop:
-    """A stopping rule at work in one run.
-
-    Attributes:
-      rule: Stopping rule.
-      stopped_at: Number of steps after which the rule ended the run; None if it has not.
-    """
+    """A stopping rule at work in one run."""
 
     rule: StoppingRule
     stopped_at: int | None = dataclasses.field(default=None, init=False)
@@ -295,12 +276,7 @@ class EarlyStop:
         }
 
     def restore(self, record: Mapping[str, Any], *, report: Callable[[str], None]) -> None:
-        """Restore the state of the rule; a rule with other settings is reset.
-
-        Args:
-          record: Value of `record`.
-          report: Function that is called with a message if the rule is reset.
-        """
+        """Restore the state of the rule; a rule with other settings is reset."""
         if record["rule"] != _text(self.rule):
             report(f"early stopping is reset, because its settings were {record['rule']}")
             return
@@ -332,7 +308,6 @@ class SkippedSteps:
 
     Attributes:
       max_in_a_row: Number of such steps in a row that ends the run; None for no limit.
-      num_train_steps: Step at which training ends.
       are_applied: True if such steps are applied, because the learner does not skip steps.
       in_a_row: Number of the newest steps in a row that were not valid.
       in_all: Number of all steps that were not valid, including those before the run was resumed.
@@ -354,17 +329,7 @@ class SkippedSteps:
         self.has_taken_any = True
 
     def add(self, step: int, *, loss_name: str, loss: float, grad_norm: float) -> str | None:
-        """Count a step that was not valid.
-
-        Args:
-          step: Number of the step, from 1.
-          loss_name: Name of the loss metric.
-          loss: Loss of this step.
-          grad_norm: Norm of the gradient, before clipping.
-
-        Returns:
-          A line for the screen; None for most steps of a long row.
-        """
+        """Count a step that was not valid; return a line for the screen, if one is due."""
         self.in_a_row += 1
         self.in_all += 1
         found = f"{loss_name}={loss}, gradient norm={grad_norm}"
@@ -389,12 +354,7 @@ class SkippedSteps:
         )
 
     def check_limit(self, step: int, *, found: str = "") -> None:
-        """Set `problem` if the newest steps in a row that were not valid reach the limit.
-
-        Args:
-          step: Number of completed steps.
-          found: Sentence about the last of these steps, for the message.
-        """
+        """Set `problem` if the newest steps in a row that were not valid reach the limit."""
         self.has_taken_any |= step > self.in_all
         limit = self.max_in_a_row
         if limit is not None and not self.has_taken_any:

@@ -34,12 +34,8 @@ class Update(NamedTuple):
     """Result of one step of a learner.
 
     Attributes:
-      params: New weights, all of them.
-      opt_state: New state of the optimizer.
-      ema: New averaged weights.
       is_valid: True if loss and gradient are finite and the norm is within its limit, bool scalar.
         If not, and the learner skips steps, the weights and states are the old ones.
-      scalars: Scalars to report.
     """
 
     params: Any
@@ -71,7 +67,6 @@ class AuxiliaryOptimizer(Configurable):
     learning_rate: Annotated[Any, float | Callable[..., Any] | None] = None
 
     def __post_init__(self) -> None:
-        """Check the fields and make the transformation."""
         is_name = self.name.isidentifier() and self.name != MAIN
         expected = f"an identifier other than {MAIN!r}, such as 'embedding'"
         require(is_name, "AuxiliaryOptimizer", "name", self.name, expected)
@@ -138,7 +133,6 @@ class Learner(Configurable):
     frozen: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Check the fields and combine the optimizers."""
         check_positive(
             "Learner",
             clip_global_norm=self.clip_global_norm,
@@ -181,16 +175,7 @@ class Learner(Configurable):
         return self.skip_nonfinite_gradients or self.skip_step_gradient_norm_value is not None
 
     def init(self, params: Any, *, stacks: Stacks | None = None) -> Any:
-        """Return the initial state of the optimizers for the trained part of `params`.
-
-        Args:
-          params: All weights, nested dicts `[...]`.
-          stacks: Sizes of the stacked axes by path; see `optimizer_groups.stacks_of`.
-
-        Raises:
-          ConfigError: A pattern matches no weight, or no weight is left to train. An optimizer
-            cannot be used, or it is schedule-free and `ema_decay` is set.
-        """
+        """Return the initial state of the optimizers for the trained part of `params`."""
         state = self._groups.init(self.trained_weights.select(params), stacks or {})
         is_allowed = self.ema_decay is None or not is_schedule_free(state)
         expected = "None with a schedule-free optimizer, which averages the weights itself"
@@ -211,16 +196,7 @@ class Learner(Configurable):
         return self.trained_weights.merge(params, cast)
 
     def evaluated(self, params: Any, opt_state: Any, *, stacks: Stacks | None = None) -> Any:
-        """Return the weights to evaluate, decode and export with.
-
-        Weights of a schedule-free optimizer are replaced by its averages (Defazio et al., 2024,
-        arXiv:2405.15682).
-
-        Args:
-          params: All weights.
-          opt_state: State of the optimizers; may be `()` if none is schedule-free.
-          stacks: Sizes of the stacked axes, by path.
-        """
+        """Return the weights to evaluate, decode and export with."""
         if not is_schedule_free(opt_state):
             return params
         trained = self.trained_weights.select(params)
@@ -242,14 +218,11 @@ class Learner(Configurable):
 
         Args:
           grads: Gradients of the global loss, shaped like the trained part of `params`.
-          opt_state: State of the optimizer.
-          params: Current weights, all of them.
           step: Number of completed steps, int32 scalar, for the reported learning rate and the
             average.
           loss: Global loss, a scalar, which some optimizers need and which decides whether the
             step is valid; None if it is unknown.
           ema: Averaged weights; None if `ema_decay` is None.
-          stacks: Sizes of the stacked axes, by path.
         """
         stacks = stacks or {}
         norm = global_norm(grads)
@@ -350,16 +323,7 @@ class Learner(Configurable):
 def make_transformation(
     optimizer: Any, learning_rate: Any, *, owner: str
 ) -> optax.GradientTransformation:
-    """Return the Optax transformation of an `optimizer` field and a `learning_rate`.
-
-    Args:
-      optimizer: A transformation, or a function of `learning_rate` that returns one.
-      learning_rate: A number or schedule; None for a transformation that has its own.
-      owner: Owner of the two fields, for messages.
-
-    Raises:
-      ConfigError: A field is missing, both set the rate, or the rate is out of range.
-    """
+    """Return the Optax transformation of an `optimizer` field and a `learning_rate`."""
     expected = "an Optax optimizer, such as Partial(optax.adamw)"
     require(optimizer is not None, owner, "optimizer", optimizer, expected)
     if isinstance(optimizer, optax.GradientTransformation):

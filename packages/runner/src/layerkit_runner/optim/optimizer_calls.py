@@ -36,7 +36,6 @@ class Reach(enum.Enum):
     Attributes:
       ENTRY: Gradient of that entry (SGD, Adam, Lion); how weights are stacked does not matter.
       TENSOR: The whole gradient or weight (Adafactor, LAMB, a cap on the update's RMS).
-      TREE: The gradients of several weights (a global norm).
     """
 
     ENTRY = "entry"
@@ -53,16 +52,7 @@ def update(
     raw_grads: Any,
     loss: jax.Array | None,
 ) -> tuple[Any, Any]:
-    """Return (updates, next state) of an optimizer, with the extra arguments that it takes.
-
-    Args:
-      transformation: Optimizer.
-      grads: Gradients, clipped if the learner clips.
-      state: State of the optimizer.
-      params: Weights.
-      raw_grads: Gradients before clipping.
-      loss: Loss at `params`, a scalar; None passes neither loss nor `raw_grads`.
-    """
+    """Return (updates, next state) of an optimizer, with the extra arguments that it takes."""
     extra = {} if loss is None else {"value": loss, "grad": raw_grads}
     declared = inspect.signature(transformation.update).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in declared.values())
@@ -71,17 +61,7 @@ def update(
 
 
 def check_usable(transformation: optax.GradientTransformation, params: Any, *, owner: str) -> None:
-    """Check with shapes alone that the learner can use an optimizer.
-
-    Args:
-      transformation: Optimizer.
-      params: Weights that it updates, or their shapes and dtypes.
-      owner: Name of the optimizer, for messages.
-
-    Raises:
-      ConfigError: The optimizer is Muon, it needs arguments that the learner does not have, or its
-        updates or its state change their shapes.
-    """
+    """Check with shapes alone that the learner can use an optimizer."""
     shapes = _abstract(params)
     try:
         state = jax.eval_shape(transformation.init, shapes)
@@ -131,11 +111,7 @@ def check_usable(transformation: optax.GradientTransformation, params: Any, *, o
 
 
 def steps_taken(state: Any) -> jax.Array | None:
-    """Return the step count of an optimizer's schedule; None if it is unknown.
-
-    Args:
-      state: State of the optimizer; counts `[…]` of the layers of a stack are equal.
-    """
+    """Return the step count of an optimizer's schedule; None if it is unknown."""
     # The count of moments may differ from that of the schedule, as after `load_step`.
     schedules = _instances(
         state, (optax.ScaleByScheduleState, optax.InjectStatefulHyperparamsState)
@@ -155,12 +131,7 @@ def is_schedule_free(state: Any) -> bool:
 
 
 def evaluated(state: Any, params: Any) -> Any:
-    """Return the weights to evaluate, decode and export with, in the dtypes of `params`.
-
-    Args:
-      state: State of an optimizer.
-      params: Weights that the optimizer trains.
-    """
+    """Return the weights to evaluate, decode and export with, in the dtypes of `params`."""
     for average in _instances(state, ScheduleFreeState):
         found = schedule_free_eval_params(average, params)
         params = jax.tree.map(lambda mean, leaf: mean.astype(leaf.dtype), found, params)
@@ -168,15 +139,7 @@ def evaluated(state: Any, params: Any) -> Any:
 
 
 def reach_of(transformation: optax.GradientTransformation, params: Any) -> Reach:
-    """Return what the updates of a transformation depend on.
-
-    The program of the update is traced with shapes alone. Its reductions, and the gradients that
-    reach each update, give the answer.
-
-    Args:
-      transformation: Optimizer.
-      params: Weights that it updates, or their shapes and dtypes.
-    """
+    """Return what the updates of a transformation depend on, by tracing it with shapes."""
     shapes = _abstract(params)
     state = jax.eval_shape(transformation.init, shapes)
     closed, out = jax.make_jaxpr(
@@ -196,12 +159,7 @@ def reach_of(transformation: optax.GradientTransformation, params: Any) -> Reach
 
 
 def _follow(jaxpr: Any, labels: Sequence[_Labels]) -> tuple[list[_Labels], bool]:
-    """Return the weights that reach each result, and whether entries of any of them are mixed.
-
-    Args:
-      jaxpr: An open jaxpr.
-      labels: Indices of the weights that each argument depends on.
-    """
+    """Return the weights that reach each result, and whether entries of any of them are mixed."""
     found: dict[Any, _Labels] = dict(zip(jaxpr.invars, labels, strict=True))
     mixes = False
 

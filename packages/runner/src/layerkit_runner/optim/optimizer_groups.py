@@ -34,11 +34,7 @@ STACK_AXES = frozenset({"layers", "stage"})
 
 
 def stacks_of(boxed: Any) -> dict[Path, tuple[int, ...]]:
-    """Return the sizes of the leading stacked axes of each stacked weight, by path.
-
-    Args:
-      boxed: Weights in boxes with logical axes, nested dicts by layer path.
-    """
+    """Return the sizes of the leading stacked axes of each stacked weight, by path."""
     stacks: dict[Path, tuple[int, ...]] = {}
     for path, box in flatten_dict(boxed, is_leaf=lambda _, leaf: is_box(leaf)).items():
         depth = 0
@@ -69,9 +65,6 @@ class NamedOptimizer:
     """An optimizer of a learner.
 
     Attributes:
-      name: Name in scalars and in the state.
-      owner: Name in error messages.
-      transformation: Optimizer.
       learning_rate: Number or schedule to report; None if the optimizer has its own.
       weights: Patterns of the weights that it updates; None for all weights that are left.
     """
@@ -101,30 +94,18 @@ class _Group:
 
 
 class OptimizerGroups:
-    """All optimizers of a learner as one."""
+    """All optimizers of a learner, the main one first, as one.
+
+    `per_layer` is True if each layer of a stack is a tensor; None decides by optimizer.
+    """
 
     def __init__(self, optimizers: Sequence[NamedOptimizer], *, per_layer: bool | None):
-        """Combine optimizers.
-
-        Args:
-          optimizers: Optimizers, the main one first.
-          per_layer: True if each layer of a stack is a tensor; None decides by optimizer.
-        """
         self._optimizers = tuple(optimizers)
         self._per_layer = per_layer
         self._groups: tuple[Any, dict[str, _Group]] | None = None
 
     def init(self, params: Any, stacks: Stacks) -> Any:
-        """Return the initial state: that of the only group, or a dict by group name.
-
-        Args:
-          params: Trained weights, nested dicts `[...]`.
-          stacks: Sizes of the stacked axes, by path.
-
-        Raises:
-          ConfigError: Patterns overlap, or match nothing or everything. An optimizer cannot be
-            used, or it needs `per_layer`.
-        """
+        """Return the initial state: that of the only group, or a dict by group name."""
         flat = flatten_dict(params)
         return _bare(
             {
@@ -145,16 +126,7 @@ class OptimizerGroups:
         raw_grads: Any,
         loss: jax.Array | None,
     ) -> tuple[Any, Any]:
-        """Return (updates to add to the weights, next state); see `init` for the structure.
-
-        Args:
-          grads: Gradients, clipped if the learner clips.
-          state: State of the optimizers.
-          params: Trained weights.
-          stacks: Sizes of the stacked axes, by path.
-          raw_grads: Gradients before clipping.
-          loss: Global loss; None if it is unknown.
-        """
+        """Return (updates to add to the weights, next state); see `init` for the structure."""
         groups = self._divide(params, stacks)
         states = _by_name(state, groups)
         trees = [flatten_dict(tree) for tree in (grads, params, raw_grads)]
@@ -176,13 +148,7 @@ class OptimizerGroups:
         return unflatten_dict(updates), _bare(states)
 
     def evaluated(self, params: Any, state: Any, stacks: Stacks) -> Any:
-        """Return `params` with the averages of schedule-free optimizers in their places.
-
-        Args:
-          params: Trained weights.
-          state: State of the optimizers.
-          stacks: Sizes of the stacked axes, by path.
-        """
+        """Return `params` with the averages of schedule-free optimizers in their places."""
         groups = self._divide(params, stacks)
         flat = flatten_dict(params)
         for name, own in _by_name(state, groups).items():

@@ -58,9 +58,6 @@ class ElasticWeightsState(NamedTuple):
 
     Attributes:
       has_anchor: True after the first update, bool scalar.
-      anchor: Weights before the first update.
-      inner: State of the optimizer.
-      rate: State of the learning rate.
     """
 
     has_anchor: jax.Array
@@ -169,9 +166,5 @@ def lp_regularized(
 
 
 def decays(params: Any) -> Any:
-    """Return a mask for `optax.adamw(mask=…)`: True for matrices (`w`), not scales and biases.
-
-    Args:
-      params: Weights by layer path.
-    """
+    """Return a mask for `optax.adamw(mask=…)`: True for matrices (`w`), not scales and biases."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "w", params)

@@ -31,7 +31,6 @@ class ShardedAdafactorState(NamedTuple):
     Attributes:
       count: Number of updates, int32 scalar.
       schedule: Step of the learning rate, which `load_step` of initial weights sets.
-      m: Momentum, shaped like the weight.
       m_scale: Value of one step of an integer momentum, float32, with size 1 in the first
         dimension of `axis_order`.
       vr: Second moment of rows, float32, with size 1 in its last dimension.

@@ -28,18 +28,7 @@ _NOISE_STREAM = 0x766E
 def matching_paths(
     pattern: str, paths: Iterable[str], *, owner: str, field: str, kind: str = "weight"
 ) -> list[str]:
-    """Return the paths that a pattern matches.
-
-    Args:
-      pattern: Regular expression.
-      paths: Paths of all weights.
-      owner: Owner of the field, for messages.
-      field: Field that holds the pattern, for messages.
-      kind: Noun for a path, for messages.
-
-    Raises:
-      ConfigError: The pattern matches no path.
-    """
+    """Return the paths that a pattern matches; raise `ConfigError` if it matches none."""
     paths = list(paths)
     found = [path for path in paths if re.fullmatch(pattern, path)]
     if not found:
@@ -73,7 +62,6 @@ class TrainedWeights:
     frozen: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         is_one = self.trainable is None or not self.frozen
         expected = f"(), because trainable={self.trainable} is set"
         require(is_one, "Learner", "frozen", self.frozen, expected)
@@ -125,12 +113,7 @@ class TrainedWeights:
         return unflatten_dict({**flat, **flatten_dict(trained)})
 
     def validate_frozen(self, patterns: Sequence[str], params: Any) -> None:
-        """Raise `ConfigError` if a trained weight matches a pattern of the model's frozen weights.
-
-        Args:
-          patterns: Patterns of the weights that the model keeps frozen.
-          params: All weights.
-        """
+        """Raise `ConfigError` if a weight that the model keeps frozen is trained."""
         if not patterns:
             return
         for path in flatten_dict(self.select(params), sep="/"):
@@ -193,7 +176,6 @@ class VariationalNoise(Configurable):
     start_step: int = 0
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         check_positive("task.vn", scale=self.scale)
         check_integers("task.vn", minimum=0, start_step=self.start_step)
         check_regexes("task.vn", weights=self.weights)

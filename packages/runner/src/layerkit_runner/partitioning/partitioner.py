@@ -49,7 +49,6 @@ class Partitioner(Configurable):
     """Base class of partitioners; call `start` before other methods."""
 
     def __post_init__(self) -> None:
-        """Set the initial state."""
         self._mesh: Mesh | None = None
         self._placed: _PlacedState | None = None
         self._evaluations: dict[str, tuple[SingleTask, Any]] = {}
@@ -66,7 +65,6 @@ class Partitioner(Configurable):
         return self._mesh
 
     def __repr__(self) -> str:
-        """Return the devices and the mesh once started, and the fields before."""
         return super().__repr__() if self._mesh is None else f"<{self.describe()}>"
 
     def _repr_html_(self) -> str | None:

@@ -41,11 +41,7 @@ _BY_JOB = ("compiled", "name", "reports")
 
 
 def train_inputs(job: Job) -> TrainInputs:
-    """Open the training data sets, in the order of the training programs.
-
-    Raises:
-      UsageError: Data sets and programs do not match, or a field is wrong.
-    """
+    """Open the training data sets, in the order of the training programs."""
     by_name = check_train_programs(job.resolved)
     return TrainInputs(
         [
@@ -69,15 +65,7 @@ def train_programs(
     reports: Sequence[StepReports],
     skipped: SkippedSteps,
 ) -> TrainPrograms:
-    """Build the training programs that the experiment lists, or one for its only data set.
-
-    Args:
-      job: The job.
-      inputs: Training data sets.
-      compiled: Compiled step of each data set.
-      reports: Reporting objects of each program.
-      skipped: Counts of steps that were not valid.
-    """
+    """Build the training programs that the experiment lists, or one for its only data set."""
     parts = zip(_train_configs(job.resolved), inputs.inputs, compiled, reports, strict=True)
     programs = [
         config.Instantiate(compiled=step, dataset=data, name=data.name, reports=receivers)
@@ -92,11 +80,7 @@ def _train_configs(resolved: ResolvedExperiment) -> list[Config]:
 
 
 def check_train_programs(resolved: ResolvedExperiment) -> dict[str, Config]:
-    """Return the configs of the training data sets by name, in the order of their programs.
-
-    Raises:
-      UsageError: Data sets and programs do not match, or a listed config is not a training program.
-    """
+    """Return the configs of the training data sets by name, in the order of their programs."""
     by_name = training_configs(resolved)
     for index, config in enumerate(resolved.train_programs or []):
         kind = target_of(config)
@@ -113,13 +97,7 @@ def check_train_programs(resolved: ResolvedExperiment) -> dict[str, Config]:
 def eval_programs(job: Job, training: TrainInputs | None = None) -> list[BaseProgram]:
     """Build the eval programs that the experiment lists, or one for each held-out data set.
 
-    Args:
-      job: The job.
-      training: Training data sets, whose next batches are evaluated too unless `eval_skip_train`
-        is set; None for a job that does not train.
-
-    Raises:
-      UsageError: A name is missing, unknown or given twice, or a field is wrong.
+    The next batches of `training` are evaluated too unless `eval_skip_train` is set.
     """
     held_out = [config for config in job.resolved.datasets if not config.is_training]
     programs = _programs(job, "eval_programs", held_out, EvalProgram)
@@ -144,11 +122,7 @@ def eval_train_programs(job: Job, training: TrainInputs) -> list[BaseProgram]:
 
 
 def decode_programs(job: Job) -> list[BaseProgram]:
-    """Build the decode programs that the experiment lists, or one for each decode data set.
-
-    Raises:
-      UsageError: The model cannot decode, or one of the errors of `eval_programs`.
-    """
+    """Build the decode programs that the experiment lists, or one for each decode data set."""
     configs = job.resolved.decode_programs
     decodings = job.resolved.decode_datasets
     if configs is not None:
@@ -230,18 +204,10 @@ def _build(
 def check_metric_names(
     task: SingleTask, programs: Sequence[BaseProgram], abstract_state: TrainState
 ) -> None:
-    """Check that the evaluations report the metrics that fields of the task name.
+    """Raise `UsageError` if an evaluation does not report a metric that a field of the task names.
 
     The named programs are traced. Otherwise a wrong name would fail at the first evaluation, which
     may be hours later.
-
-    Args:
-      task: Task, which names the metrics of the best checkpoints and of early stopping.
-      programs: Eval programs.
-      abstract_state: Shapes, dtypes and shardings of the state on the devices.
-
-    Raises:
-      UsageError: An evaluation does not report its metric.
     """
     wanted = {"task.train.save_best_metric": task.train.save_best_metric}
     if isinstance(task.early_stopping, EarlyStopping):
@@ -256,15 +222,7 @@ def check_metric_names(
 
 
 def check_best_metric(train: TrainHParams, programs: Iterable[BaseProgram]) -> None:
-    """Check that every checkpoint is evaluated by the metric of the best checkpoints.
-
-    Args:
-      train: Hyperparameters, which name the metric and the save interval.
-      programs: Eval programs.
-
-    Raises:
-      UsageError: The metric names none of the programs, or not every checkpoint is evaluated.
-    """
+    """Raise `UsageError` unless every checkpoint is evaluated by the metric of the best ones."""
     wanted = train.save_best_metric
     if wanted is None:
         return

@@ -48,7 +48,6 @@ class _Processed:
     """The results of a model's `process_decode_out`, over the batches of one decoding."""
 
     def __init__(self) -> None:
-        """Start without batches."""
         self.records: list[dict[str, Any]] = []
         self._scalars = OverBatches()
         self._metrics: dict[str, Any] = {}
@@ -185,7 +184,6 @@ class DecodeProgram(BaseProgram):
         decoded = DecodedRecords(self.dataset, self.name, npz_name=npz_name)
         processed = _Processed()
         for index, batch in enumerate(eval_batches(self.dataset)):
-            self.report_casts(batch, observers)
             if self.dataset.has_prediction_metrics:
                 check_has_provenance(batch, self.name)
             global_batch = self.partitioner.put_batch(batch)
@@ -225,19 +223,9 @@ _ROW_MARKS = ("provenance", "eval_sample_weights")
 
 
 class DecodedRecords:
-    """The records of one decoding, collected batch by batch.
-
-    Args:
-      dataset: Data set whose vocabulary turns ids into texts.
-      name: Name of the decoding, for error messages.
-      npz_name: Name of the file for large arrays; None keeps all values in the records.
-
-    Attributes:
-      records: One record per example, without rows of padding.
-    """
+    """The records of one decoding, collected batch by batch."""
 
     def __init__(self, dataset: BaseInput, name: str, *, npz_name: str | None) -> None:
-        """Start without records."""
         self.records: list[dict[str, Any]] = []
         self._dataset = dataset
         self._name = name
@@ -245,15 +233,7 @@ class DecodedRecords:
         self._large: dict[str, list[np.ndarray]] = {}
 
     def add(self, outputs: NestedMap, num_rows: int) -> None:
-        """Add the outputs of a global batch.
-
-        Args:
-          outputs: NumPy arrays `[rows, …]`, with the row marks that `decode_step` keeps.
-          num_rows: Rows of the global batch.
-
-        Raises:
-          UsageError: An output does not have one entry for each row.
-        """
+        """Add the outputs `[rows, …]` of a global batch, with the marks of `decode_step`."""
         # Other rows only fill up the batch.
         is_example = example_rows(outputs)
         if is_example is None and "prompt_lengths" in outputs:
@@ -328,14 +308,7 @@ class DecodedRecords:
     def _continuations(
         self, outputs: NestedMap, prompt_lengths: np.ndarray, *, key: str | None
     ) -> list[dict[str, Any]]:
-        """Return the continuation of each row's prompt.
-
-        Args:
-          outputs: `ids` and `log_probs` `[rows, length]`, `lengths` `[rows]` and, optionally,
-            `scores` `[rows]`.
-          prompt_lengths: Lengths of the prompts, int32 `[rows]`.
-          key: Key of the vocabulary; see `BaseInput.ids_to_strings`.
-        """
+        """Return the continuation of each row's prompt."""
         ids, lengths = np.asarray(outputs.ids), np.asarray(outputs.lengths)
         tails = [ids[row, prompt_lengths[row] : lengths[row]] for row in range(len(ids))]
         width = max((len(tail) for tail in tails), default=0)

@@ -1,8 +1,8 @@
 """The training loop.
 
-Each iteration: save if due → stop on a signal → train a step → run the evaluations and decodings
-that are due → stop if early stopping decides so. A forced save ends the loop. The end report
-evaluates and decodes the final model.
+Each iteration saves if a checkpoint is due, stops if a signal asks for it, trains a step, runs the
+evaluations and decodings that are due, and asks the rule for early stopping. The loop ends with a
+save. The final model is evaluated and decoded afterwards, by the report at the end.
 """
 
 from __future__ import annotations
@@ -44,22 +44,14 @@ ENDED = "ended"
 class Executor:
     """Runs programs in order until the last step, a signal or early stopping.
 
-    An experiment may replace it by a derived class, returned by `executor()`. Derived classes
-    override `run_due`, which is called after each step but the last, `is_over`, `evaluate` and
-    `decode`. The experiment sets the fields that they add.
+    An experiment may replace it by a derived class, returned by `executor()`, whose added fields
+    the experiment sets. Derived classes override `is_over`, `evaluate`, `decode` or `run_due`,
+    which is called after every step except the last one.
 
     Attributes:
       train: Number of steps and intervals.
-      train_programs: Training programs.
-      eval_programs: Programs that report metrics.
-      decode_programs: Programs that return records.
       checkpoints: Checkpoints of the job; None saves nothing.
-      metadata: Metadata kept beside each checkpoint.
-      observers: Observers of the job.
-      throughput: Clock of the steps.
       signals: Active signal handler (already entered as a context manager).
-      goodput: Wall-clock accounting by phase.
-      exit_after_ondemand_checkpoint: True to end the run after a checkpoint saved on SIGUSR1.
       profiler: Active profiler of steps; None captures nothing.
       early_stop: Rule that is asked after each step with an evaluation or, if it asks for that,
         after each step; None for no such rule.
@@ -86,8 +78,6 @@ class Executor:
     _evaluated: tuple[int, dict[str, dict[str, float]]] = dataclasses.field(
         default_factory=lambda: (-1, {}), init=False
     )
-    # Positions of the held-out inputs before an evaluation that was canceled.
-    _canceled_positions: dict[str, Any] | None = dataclasses.field(default=None, init=False)
 
     @property
     def has_stopped_early(self) -> bool:
@@ -176,17 +166,8 @@ class Executor:
         """Run eval programs (None: all of them); return the metrics by program."""
         programs = self.eval_programs if programs is None else programs
         self.train_programs.drain()
-        positions = self._eval_input_states()
-        try:
-            with self._paused_phase("eval"):
-                found = {p.name: dict(p.run(state, step, self.observers)) for p in programs}
-        except StopRequestedError:
-            # Later positions are unknown, since an input of this evaluation does not respond.
-            self._canceled_positions = positions
-            self.observers.message(
-                f"canceled the evaluation after step {step}: its input does not respond"
-            )
-            raise
+        with self._paused_phase("eval"):
+            found = {p.name: dict(p.run(state, step, self.observers)) for p in programs}
         self._evaluated = (step, self._evaluated_after(step) | found)
         self._record(step, found)
         return found
@@ -252,13 +233,11 @@ class Executor:
             return
         progress(f"saving step {step}", waits_for_others=True)
         self.observers.flush()
-        evals = self._canceled_positions
-        evals = self._eval_input_states() if evals is None else evals
         with self._paused_phase("save"):
             self.checkpoints.save(
                 step,
                 self.train_programs.stored_state(state),
-                input_states={**self.train_programs.input_states(), **evals},
+                input_states=self.train_programs.input_states() | self._eval_input_states(),
                 metadata=self._metadata(step),
                 force=force,
             )
@@ -287,12 +266,7 @@ class Executor:
 
 
 def executor_class(resolved: ResolvedExperiment) -> Callable[..., Executor]:
-    """Return a function that makes the executor from the values of the fields of `Executor`.
-
-    Raises:
-      UsageError: The experiment's class is not an `Executor`, its config sets a field that the job
-        sets, or its config lacks a value for a field that it adds.
-    """
+    """Return a function that makes the executor from the values of the fields of `Executor`."""
     config = resolved.executor
     if config is None:
         return Executor
@@ -313,12 +287,6 @@ def eval_input_key(name: str) -> str:
 def due_programs(
     programs: Sequence[BaseProgram], step: int, interval: int | None
 ) -> list[BaseProgram]:
-    """Return the programs that run after `step` steps.
-
-    Args:
-      programs: Programs.
-      step: Number of completed steps.
-      interval: Interval of the programs without `interval_steps`; None never runs them.
-    """
+    """Return the programs due after `step` steps, by their own interval or by `interval`."""
     intervals = [(program, program.interval_steps or interval) for program in programs]
     return [program for program, every in intervals if every is not None and step % every == 0]

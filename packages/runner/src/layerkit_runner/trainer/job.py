@@ -64,13 +64,6 @@ class Job:
 
     Attributes:
       mode: Value of `--mode`.
-      resolved: Experiment and its configs.
-      options: Flags of the run.
-      directory: Job folder, as an absolute path.
-      task: Task, bound to the partitioner.
-      partitioner: Started partitioner.
-      observers: Observers of the run.
-      goodput: Wall-clock accounting by phase, since the start of the job.
     """
 
     mode: str
@@ -95,8 +88,7 @@ class Job:
           directory: Folder of another job, or the `checkpoints` folder in it; None for this job.
 
         Raises:
-          UsageError: A flag is out of range, the folder cannot be read, or its record of
-            evaluations is damaged.
+          UsageError: The folder cannot be read, or its record of evaluations is damaged.
         """
         folder = self.directory if directory is None else absolute(directory)
         if directory is None or folder.name != "checkpoints":
@@ -142,21 +134,12 @@ class Job:
             ) from error
 
     def abstract_state(self) -> TrainState:
-        """Return the shapes, dtypes and shardings of the state on the devices.
-
-        Raises:
-          UsageError: A field of a layer is wrong, or an axis of a weight is not divisible by the
-            mesh.
-        """
+        """Return the shapes, dtypes and shardings of the state on the devices."""
         with self._errors_name_experiment():
             return self.partitioner.abstract_state(self.task)
 
     def abstract_stored_state(self) -> TrainState:
-        """Return the shapes, dtypes and shardings of the state in the form that checkpoints store.
-
-        Raises:
-          UsageError: As for `abstract_state`.
-        """
+        """Return the shapes, dtypes and shardings of the state in a checkpoint."""
         with self._errors_name_experiment():
             return self.partitioner.abstract_stored_state(self.task)
 
@@ -173,8 +156,6 @@ class Job:
         """Restore a checkpoint onto the devices.
 
         Args:
-          checkpoints: Checkpoints to read.
-          step: Step to restore.
           for_training: True to restore the optimizer state and the input positions too.
 
         Raises:
@@ -186,11 +167,7 @@ class Job:
         return found
 
     def restore_newest(self, checkpoints: CheckpointManager) -> RestoredCheckpoint | None:
-        """Restore the newest undamaged checkpoint for training; see `restore`.
-
-        Returns:
-          None if there is no undamaged checkpoint.
-        """
+        """Restore the newest undamaged checkpoint for training, if any; see `restore`."""
         return self._restore(checkpoints, None, for_training=True)
 
     def _restore(
@@ -236,11 +213,7 @@ class Job:
 
 
 def choose_step(checkpoints: CheckpointManager, wanted: int | None) -> int:
-    """Return the step to restore: `wanted`, or the newest undamaged step if `wanted` is None.
-
-    Raises:
-      UsageError: `wanted` is None, and there is no undamaged checkpoint.
-    """
+    """Return `wanted`, or else the newest undamaged step."""
     step = checkpoints.newest_sound_step() if wanted is None else wanted
     if step is None:
         raise no_checkpoint(checkpoints)
@@ -255,17 +228,7 @@ def no_checkpoint(checkpoints: CheckpointManager) -> UsageError:
 def start_job(
     mode: str, resolved: ResolvedExperiment, options: RunOptions, *, quiet: bool = False
 ) -> Job:
-    """Start the devices and build partitioner, task and observers.
-
-    Args:
-      mode: Mode of the run.
-      resolved: Experiment.
-      options: Flags of the run.
-      quiet: True to print neither progress nor messages.
-
-    Raises:
-      UsageError: A field or flag is wrong, contradicts another one, or does not fit the devices.
-    """
+    """Start the devices and build partitioner, task and observers; `quiet` prints nothing."""
     goodput = Goodput()
     enable_compilation_cache(options.jax_compilation_cache)
     if options.job_log_dir is None:
@@ -316,11 +279,7 @@ def _built_in_observers(
 
 
 def build_parts(resolved: ResolvedExperiment) -> tuple[Partitioner, SingleTask]:
-    """Build the partitioner and the task of an experiment.
-
-    Raises:
-      UsageError: A field is wrong.
-    """
+    """Build the partitioner and the task of an experiment."""
     try:
         return resolved.partitioner.Instantiate(), resolved.task.Instantiate()
     except (ValueError, TypeError) as error:

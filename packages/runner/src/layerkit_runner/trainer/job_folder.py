@@ -112,11 +112,8 @@ def check_no_sweep(directory: epath.Path) -> None:
 def only_trainer(directory: epath.Path) -> Iterator[None]:
     """Lock the folder, so that no other training job deletes the checkpoints of this one.
 
-    The operating system releases the lock when the process ends. A file system without locks, such
-    as an object store, is not guarded. A folder that was made for the lock alone is deleted.
-
-    Raises:
-      UsageError: Another process holds the lock.
+    The operating system releases the lock when the process ends. An object store is not guarded. A
+    folder that was made for the lock alone is deleted.
     """
     if "://" in os.fspath(directory):
         yield
@@ -171,12 +168,7 @@ def write_config(
 ) -> None:
     """Write the configuration and report its changes since the recorded one.
 
-    Args:
-      directory: Job folder.
-      resolved: Experiment with its overrides.
-      options: Flags of this run.
-      resumes: True if the job was started before; the record keeps the flags of its first start.
-      report: Function that receives the lines about changes.
+    If the job was started before (`resumes`), the record keeps the flags of its first start.
     """
     before = read_recorded_config(os.fspath(directory))
     if resumes and before is not None:
@@ -199,16 +191,7 @@ def changed_lines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[s
 
 
 def changes_since_recorded(directory: epath.Path, resolved: ResolvedExperiment) -> list[str]:
-    """Return lines about the differences between an experiment and a folder's record.
-
-    Args:
-      directory: Job folder.
-      resolved: Experiment.
-
-    Returns:
-      A headline and a line for each field of the experiment that differs. If none does, the same
-      for the fields of its configs. Empty without differences.
-    """
+    """Return lines about the fields, or else configs, that differ from a record."""
     recorded = read_recorded_config(os.fspath(directory))
     if recorded is None:
         return []
@@ -236,10 +219,7 @@ def longer(resolved: ResolvedExperiment, num_steps: int) -> dict[str, str | None
 
 
 def last_step_path(resolved: ResolvedExperiment) -> str:
-    """Return the override path of the number of training steps.
-
-    It is a field of the experiment, if there is one, since schedules may depend on it.
-    """
+    """Return the override path of the number of steps: a field of the experiment, if any."""
     return override_path(resolved, "task.train.num_train_steps")
 
 
@@ -253,14 +233,8 @@ def command_line(
 ) -> str:
     """Return a shell command that runs this experiment in this folder.
 
-    The environment variable RUNNER_COMMAND replaces `runner` in it.
-
-    Args:
-      resolved: Experiment with its overrides.
-      options: Flags of this run; the command has those that the mode supports.
-      mode: Mode of the command.
-      changes: Values by override path that replace the present ones; None removes the override.
-      flags: Further arguments.
+    The environment variable RUNNER_COMMAND replaces `runner` in it. `changes` are values by
+    override path that replace the present ones; None removes the override.
     """
     overrides = {**config_json(resolved)["overrides"], **(changes or {})}
     words = [f"--exp={resolved.name}"]
@@ -290,11 +264,7 @@ FLAG = "allow_restart_from_scratch"
 
 
 def record_checkpoint(directory: epath.Path, step: int) -> None:
-    """Record in the job folder that a step is committed, unless the record has this step already.
-
-    Raises:
-      SaveError: The record cannot be written.
-    """
+    """Record in the job folder that a step is committed, unless it is recorded."""
     path, text = directory / FILE_NAME, json.dumps({"step": step}) + "\n"
     try:
         if not (path.exists() and path.read_bytes() == text.encode()):
@@ -315,18 +285,10 @@ def check_restart(
     is_allowed: bool,
     report: Callable[[str], None],
 ) -> None:
-    """Raise an error if a job without an intact checkpoint has committed one before.
+    """Raise `UsageError` if a job without an intact checkpoint has committed one before.
 
-    All processes call it if no checkpoint is intact. Process 0 decides.
-
-    Args:
-      directory: Job folder.
-      checkpoints: Folder of its checkpoints.
-      is_allowed: True to start from scratch nevertheless and to move damaged steps aside.
-      report: Function that receives a line about what was found, and one for each moved step.
-
-    Raises:
-      UsageError: A step is recorded or exists, and a start from scratch is not allowed.
+    All processes call it if no checkpoint is intact. If a start from scratch is allowed, process 0
+    reports it and moves damaged steps aside.
     """
     found = from_process_0(lambda: _lost_work(directory, checkpoints))
     if found is None:

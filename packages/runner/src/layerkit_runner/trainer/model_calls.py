@@ -28,11 +28,7 @@ def has_source(model: BaseModel) -> bool:
 
 
 def network_of(model: BaseModel) -> str:
-    """Return the name of the child that computes logits of tokens.
-
-    Raises:
-      UsageError: The model has none.
-    """
+    """Return the name of the child that computes logits of tokens."""
     for name in ("lm", "model"):
         if hasattr(model, f"{name}_tpl"):
             return name
@@ -59,8 +55,6 @@ def token_logits(model: BaseModel, variables: Variables, batch: NestedMap) -> ja
     """Compute the logits float32 `[rows, length, vocab]` of the token after each position.
 
     Args:
-      model: Language model, or encoder-decoder.
-      variables: Variables of the model.
       batch: `ids` int32 `[rows, length]` and `lengths` int32 `[rows]`; an encoder-decoder also
         reads `source` and `source_lengths`.
     """
@@ -86,8 +80,6 @@ def token_log_probs(model: BaseModel, variables: Variables, batch: NestedMap) ->
     """Compute log p(label) in nats, float32 `[rows, length]`, for a batch of the model.
 
     Args:
-      model: Language model, or encoder-decoder.
-      variables: Variables of the model.
       batch: Batch with `labels`, as an evaluation reads it; see `LanguageModel`.
     """
     own = isinstance(model, (LanguageModel, SequenceModel))
@@ -116,15 +108,7 @@ def start_rows(
     batch: NestedMap,
     seed: jax.Array,
 ) -> SampledRows:
-    """Run the model on the prompts of a batch; see `LanguageModel.decode`.
-
-    Args:
-      model: Model that decodes.
-      decoder: Decoder in place of that of the model.
-      variables: Variables of the model.
-      batch: Batch of prompts, or of sources.
-      seed: Seed of the random numbers, an int32 scalar.
-    """
+    """Run the model on the prompts of a batch; see `LanguageModel.decode`."""
     bound: Any = model.clone(train=False, decoder=decoder)
     rngs = {RANDOM: jax.random.key(seed)} if decoder.needs_key else {}
     return bound.apply(variables, batch, rngs=rngs, method="decode").rows
@@ -152,12 +136,6 @@ def decoder_for(model: Any, *, max_new_tokens: int, is_greedy: bool, eos_id: Any
     """Return a decoder with the stop sequences and processors of a model's own decoder.
 
     Sampling options are those of rows; see `RowOptions`.
-
-    Args:
-      model: Model with a field `decoder`.
-      max_new_tokens: Largest number of new tokens.
-      is_greedy: True to choose the most likely tokens.
-      eos_id: End token, or several; None for no end token.
     """
     own = model.decoder
     fields: dict[str, Any] = {}

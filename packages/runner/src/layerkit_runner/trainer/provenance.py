@@ -89,15 +89,9 @@ def read_provenance(outputs: epath.Path) -> dict[str, Any]:
 def write_outputs(
     outputs: epath.Path, text: str, provenance: dict[str, Any], *, npz: bytes | None = None
 ) -> None:
-    """Write outputs, then their provenance.
+    """Write outputs, then their provenance, which a kill between the two leaves out.
 
-    A kill between the two leaves outputs without provenance.
-
-    Args:
-      outputs: Path of the output file, which holds records.
-      text: Content of the output file.
-      provenance: Provenance of the outputs, as JSON values.
-      npz: Content of the `.npz` file of the outputs' arrays; None deletes such a file.
+    `npz` is the content of the `.npz` file of the outputs' arrays; None deletes such a file.
     """
     _provenance_path(outputs).unlink(missing_ok=True)
     if npz is None:

@@ -50,13 +50,10 @@ class CompiledStep:
     """The training step of a task, compiled for the batches of one data set.
 
     Attributes:
-      task: Task that is trained.
-      partitioner: Partitioner for which the step is compiled.
       run: Function `(state, batch) -> (state, (metrics, scalars))`. It donates the given state.
       batch: Shapes, dtypes and shardings of the batches.
       summarize_layers: Function `(state, batch) -> (histograms, images)`; None if the layers report
         neither.
-      is_from_cache: True if the step was loaded from the compilation cache.
       is_jitted: True if `run` is compiled when it is called, and may be compiled again.
     """
 
@@ -76,12 +73,6 @@ def trace_step(
 
     With `jax_enable_pgle` the step is compiled by its first call instead, because JAX profiles and
     recompiles only functions that are not compiled ahead of time.
-
-    Args:
-      task: Task, bound to the partitioner.
-      partitioner: Started partitioner.
-      state: Shapes, dtypes and shardings of the state on the devices.
-      batch: Shapes, dtypes and shardings of a global batch.
     """
     jitted = partitioner.train_step_fn(task)
     lowered = jitted.lower(state, batch)
@@ -110,14 +101,7 @@ def trace_step(
 
 @dataclasses.dataclass(frozen=True)
 class StepReports:
-    """The objects to which a training program reports its steps.
-
-    Attributes:
-      observers: Observers of the job.
-      throughput: Timing of the steps of all programs.
-      work: Examples, tokens and FLOPs of one step; None for the defaults of `throughput`.
-      goodput: Wall-clock accounting by phase.
-    """
+    """The objects to which a training program reports its steps."""
 
     observers: Observer
     throughput: Throughput
@@ -145,8 +129,6 @@ class TrainProgram:
       compiled: Compiled step. A config sets only `dataset` and `steps`; the job sets the others.
       dataset: Training data set. The config of an experiment gives the name of the data set.
       name: Name of the program; None if the job has only one.
-      reports: Objects to which steps are reported.
-      steps: Number of steps in a row before the next program runs.
     """
 
     def __init__(
@@ -158,7 +140,6 @@ class TrainProgram:
         *,
         steps: int = 1,
     ) -> None:
-        """Store the arguments without reading a batch or starting a step."""
         self.data = dataset
         self.name = name
         self.steps = steps
@@ -185,13 +166,10 @@ class TrainProgram:
           state: State before the step; its buffers are donated.
           step: Number of the step in the job, from 1.
           is_idle: Function that returns whether all started steps of all programs have ended.
-          signals: Signal handler that can cancel the wait for a batch; None to wait without a
-            limit.
+          signals: Signal handler that can cancel the wait for a batch; None to wait without limit.
 
         Raises:
           StopRequestedError: A signal was received, so the step was not started.
-          UsageError: The data cannot be read, or the fields, shapes or dtypes of the batch differ
-            from those of the first batch.
         """
         batch = self._next_batch(step, is_idle, signals)
         if self._compiled.is_jitted:
@@ -359,14 +337,7 @@ class TrainProgram:
 
 
 class TrainPrograms:
-    """The training programs of a job, which run round robin and report steps in order.
-
-    Args:
-      inputs: Training data sets.
-      programs: One program for each data set, in the order of `inputs`.
-      max_inflight_steps: Maximal number of started steps that are not reported yet.
-      skipped: Counts of the steps that were not valid; None for new counts without a limit.
-    """
+    """The training programs of a job, which run round robin and report steps in order."""
 
     def __init__(
         self,
@@ -376,7 +347,6 @@ class TrainPrograms:
         max_inflight_steps: int,
         skipped: SkippedSteps | None = None,
     ) -> None:
-        """Store the arguments without starting a step."""
         self.inputs = inputs
         self.programs = tuple(programs)
         self.skipped = SkippedSteps() if skipped is None else skipped

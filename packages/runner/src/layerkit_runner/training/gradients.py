@@ -51,7 +51,6 @@ class MultiLossAggregator(LossAggregator):
     loss_keys: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Check the names."""
         is_valid = self.loss_keys and len({*self.loss_keys}) == len(self.loss_keys)
         expected = "one or more different names of metrics"
         require(is_valid, "task.loss_aggregator", "loss_keys", self.loss_keys, expected)
@@ -67,9 +66,7 @@ class Variables(NamedTuple):
     Each group is a tree of nested dicts of arrays `[...]`.
 
     Attributes:
-      trained: Weights with respect to which the loss is differentiated.
       overwritten: Variables that are replaced by their gradient, such as the state of FP8 scaling.
-      non_trainable: Variables that the forward pass updates.
     """
 
     trained: Any
@@ -93,9 +90,7 @@ class GradientResult(NamedTuple):
     Attributes:
       gradients: Gradient of this shard's share of the loss, shaped like `Variables.trained`.
       overwriting: Gradient with respect to `Variables.overwritten`.
-      metrics: Metrics over this shard's rows.
       aux: This shard's share of the sum of auxiliary losses; None if the model has none.
-      non_trainable: Next values of the non-trainable variables.
       summaries: Summaries of the layers, with a leading axis `microbatches` if there are several.
     """
 
@@ -125,13 +120,8 @@ def compute_gradients(
     one microbatch returns are passed to the next. Each microbatch has its own random key.
 
     Args:
-      run: Function that runs the model.
       terms: Function that returns the factors of the metrics in the loss; see `LossTerms`.
-      variables: Variables of the model.
       batch: Arrays `[rows, ...]`.
-      key: Random key of this shard.
-      context: Reductions over the shards of the batch.
-      microbatches: Number of parts that the rows are divided into.
 
     Raises:
       UsageError: The rows cannot be divided into that many parts.
@@ -150,10 +140,7 @@ def split_rows(batch: Any, microbatches: int, *, multiple: int = 1) -> Any:
     move between devices.
 
     Args:
-      batch: Arrays `[rows, ...]`.
-      microbatches: Number of microbatches.
-      multiple: Number by which the rows of each microbatch must be divisible, such as the number of
-        devices.
+      multiple: Divisor of the rows of each microbatch, such as the number of devices.
 
     Raises:
       UsageError: The rows cannot be divided into that many parts.

@@ -26,12 +26,7 @@ ArraySummaries = tuple[dict[str, Any], dict[str, jax.Array]]
 
 
 def by_path(tree: Any, *, verbosity: int) -> dict[str, Any]:
-    """Return the summaries of layers, arrays or `Summary`, by path of the layer and name.
-
-    Args:
-      tree: Flax collection of summaries.
-      verbosity: Highest verbosity to keep.
-    """
+    """Return the summaries of layers, arrays or `Summary`, by path of the layer and name."""
     flat = {}
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_summary)
     for path, leaf in leaves:
@@ -46,11 +41,6 @@ def by_path(tree: Any, *, verbosity: int) -> dict[str, Any]:
 
 def scalars_and_marks(tree: Any, context: StepContext, *, verbosity: int) -> dict[str, Any]:
     """Return scalars, averaged over shards and repeated layers, and marks of arrays.
-
-    Args:
-      tree: Flax collection of scalar summaries.
-      context: Reductions over the shards of the batch.
-      verbosity: Highest verbosity to keep.
 
     Returns:
       Scalars and marks by path. A mark is a `Summary` without an array, which tells that a layer
@@ -73,16 +63,7 @@ def array_summaries(
     microbatches: int,
     verbosity: int,
 ) -> ArraySummaries:
-    """Return the histograms and images that layers report of a batch.
-
-    Args:
-      run: Function `(rows, key) -> collection of array summaries`.
-      batch: Arrays `[rows, ...]` of one shard.
-      key: Random key of this shard.
-      context: Reductions over the shards of the batch.
-      microbatches: Number of parts that the rows are divided into; one is run at a time.
-      verbosity: Highest verbosity to keep.
-    """
+    """Return the histograms and images that layers report of a batch."""
     if microbatches == 1:
         found = by_path(run(batch, key), verbosity=verbosity)
     else:

@@ -74,7 +74,6 @@ class OverBatches:
     """The reduction of metrics over global batches."""
 
     def __init__(self) -> None:
-        """Start without metrics."""
         self._totals: dict[str, tuple[float, float]] = {}
         self._largest: dict[str, float] = {}
         self._counts: dict[str, BinCounts] = {}
@@ -170,23 +169,14 @@ Value = TypeVar("Value")
 
 
 class ByExample(Generic[Value]):
-    """A collection of one value for each example, without padding (rows of provenance -1).
-
-    Attributes:
-      values: Value of each example, by the number of the example.
-    """
+    """A collection of one value for each example, without padding (rows of provenance -1)."""
 
     def __init__(self, dataset: str) -> None:
-        """Start without values; `dataset` is the name of the data set in error messages."""
         self._dataset = dataset
         self.values: dict[int, Value] = {}
 
     def add(self, provenance: Any, values: Sequence[Value]) -> None:
-        """Add the rows of a global batch.
-
-        Args:
-          provenance: Numbers of the examples, int `[batch]`; see `BaseInput`.
-          values: Value of each row.
+        """Add the value of each row of a global batch, whose numbers `[batch]` are `provenance`.
 
         Raises:
           UsageError: An example was added before, or there is not one number for each row.

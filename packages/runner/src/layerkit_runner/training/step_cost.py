@@ -58,7 +58,6 @@ def forward_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
     - A one-hot matrix product counts as a matrix product.
 
     Args:
-      fn: Any function that JAX can trace.
       *abstract_args: Pytrees of `jax.ShapeDtypeStruct`, or of arrays with these shapes.
 
     >>> import jax.numpy as jnp
@@ -232,11 +231,6 @@ def model_flops_per_step(task_config: Config, batch: Any, rows: int) -> float:
 
     If all weights are trained, these are three times those of the forward pass. With frozen
     weights, the products in the program of the gradient are counted.
-
-    Args:
-      task_config: Config of the task.
-      batch: Any batch of the task, for the shape of a row.
-      rows: Number of rows of the global batch.
     """
     one_row = jax.tree.map(lambda leaf: batch_spec(leaf, rows=1), batch)
     # The task is not bound to a mesh, because neither a mesh nor a pipeline can split one row.
@@ -297,7 +291,6 @@ def temporary_bytes(stats: Any, *, platform: str) -> int:
 
     Args:
       stats: Value of `memory_analysis()` of a compiled function.
-      platform: Platform that the function was compiled for, such as "tpu".
     """
     others = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     if platform != "tpu" or stats.peak_memory_in_bytes < others:  # Some runtimes report no peak.

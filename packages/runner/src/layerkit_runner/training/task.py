@@ -65,7 +65,6 @@ class WeightsLoader(Protocol):
         """Return weights by name; the model's other weights are initialized randomly.
 
         Args:
-          model: Model of the task.
           like: Shapes, dtypes and shardings of its weights, nested dicts by layer path.
         """
 
@@ -113,7 +112,6 @@ class SingleTask(Configurable):
     initial_weights: Annotated[Any, InitialWeights | WeightsLoader | None] = instance_field(None)
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         self._stacks: Stacks | None = None
         check_integers("task", minimum=0, summary_verbosity=self.summary_verbosity)
         if self.loss_aggregator is not None:
@@ -140,7 +138,6 @@ class SingleTask(Configurable):
         """Return the state before the first step.
 
         Args:
-          key: Random key of the weights.
           given: Weights that are not initialized randomly, nested dicts `[...]` by layer path.
         """
         return self.init_boxed_state(key, given=given)[1]
@@ -182,9 +179,7 @@ class SingleTask(Configurable):
         """Compute one training step.
 
         Args:
-          state: State before the step.
           batch: Arrays `[rows, ...]`.
-          context: Reductions over the shards of the batch.
 
         Returns:
           (new state, (metrics over the global batch, see `training.metrics`; scalars and summaries
@@ -293,9 +288,7 @@ class SingleTask(Configurable):
         """Return metrics over one global batch, without random numbers.
 
         Args:
-          state: State with the weights.
           batch: Arrays `[rows, ...]`.
-          context: Reductions over the shards of the batch.
           averaged: True to use the averaged weights; None for `train.eval_use_ema_states`.
         """
         return self._evaluate(state, batch, context, averaged=averaged)[0]
@@ -308,11 +301,7 @@ class SingleTask(Configurable):
         *,
         averaged: bool | None = None,
     ) -> tuple[Metrics, NestedMap]:
-        """Return the metrics of `eval_step`, and `scores` float32 and `provenance` int32 `[batch]`.
-
-        Raises:
-          UsageError: The model returns no scores of examples.
-        """
+        """Return the metrics, and `scores` float32 and `provenance` int32 `[batch]`."""
         metrics, outputs = self._evaluate(state, batch, context, averaged=averaged)
         if "scores" not in outputs:
             raise UsageError(
@@ -344,9 +333,6 @@ class SingleTask(Configurable):
         """Return the outputs of the model's `decode` for each example.
 
         Args:
-          state: State with the weights.
-          batch: Prompts.
-          context: Reductions over the shards of the batch.
           batch_index: Number of the batch in the data set, int32, which is folded into the key.
 
         Returns:
@@ -378,12 +364,7 @@ class SingleTask(Configurable):
         return NestedMap({**kept, **outputs})
 
     def weights_of(self, state: TrainState, *, averaged: bool) -> TrainState:
-        """Return a state with the weights to evaluate with.
-
-        Args:
-          state: State of training, or its part `TrainState.for_inference`.
-          averaged: True to use the averaged weights (`learner.ema_decay`).
-        """
+        """Return a state with the weights to evaluate with, maybe the averaged ones."""
         learner = self.train.learner
         if averaged:
             return state.replace(params=learner.averaged(state.params, state.ema))

@@ -41,7 +41,6 @@ class TaskMetric(Configurable):
     """Base class of the metrics of a task; a subclass defines `reduce`.
 
     Attributes:
-      value: Path of the values; see the module's docstring.
       weight: Path of weights below `outputs/` or `batch/`, whose shape is a prefix of the shape of
         the values. None counts every example once and padding not at all. It must be None for
         `metrics/`, which have a weight, and for `scalars/`, where each step counts once.
@@ -54,7 +53,6 @@ class TaskMetric(Configurable):
     weight: str | None = None
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         root, _, rest = self.value.partition("/")
         is_path = root in (*PER_EXAMPLE, *PER_STEP) and rest
         expected = "a path below outputs/, batch/, metrics/ or scalars/"
@@ -118,7 +116,6 @@ class Histogram(TaskMetric):
     num_bins: int = 30
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         super().__post_init__()
         is_range = math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high
         expected = f"a finite number above low={self.low}"
@@ -143,11 +140,7 @@ class Composite(Configurable):
 
 
 def named_metrics(metrics: Mapping[str, Any]) -> dict[str, TaskMetric]:
-    """Return all metrics, including the parts of composites, by full name.
-
-    Raises:
-      ConfigError: A value is not a metric.
-    """
+    """Return all metrics, including the parts of composites, by full name."""
     found: dict[str, TaskMetric] = {}
     for name, metric in metrics.items():
         if isinstance(metric, Composite):
@@ -167,12 +160,8 @@ def of_examples(
     """Return the metrics of values that have a row for each example.
 
     Args:
-      metrics: All metrics of the task by name.
       outputs: Per-example outputs of the model, `[rows, ...]`.
       batch: Batch, `[rows, ...]`.
-
-    Raises:
-      ConfigError: A path does not exist, or the shapes of values and weights do not match.
     """
     sources = {"outputs": outputs, "batch": batch}
     found = {}
@@ -191,8 +180,6 @@ def of_step(
     """Return the metrics of values that a step reports of its global batch.
 
     Args:
-      metrics: All metrics of the task by name.
-      of_model: Metrics of the model, and the loss.
       scalars: Other scalars of a training step; None in evaluation.
 
     Raises:

@@ -24,9 +24,6 @@ class TrainState(struct.PyTreeNode):
 
     Attributes:
       step: Number of completed steps, int32 scalar.
-      params: Weights, trained and frozen, nested dicts by layer path.
-      non_trainable: Other variables of the model, such as moving statistics.
-      opt_state: State of the optimizer.
       overwrite_with_gradient: Variables of the model whose gradient is their next value, such as
         the scales of fp8 products.
       ema: Exponential moving averages of the trained weights, in float32; empty if the learner
@@ -57,7 +54,6 @@ def batch_spec(
 
     Args:
       leaf: Array `[host_rows, …]` of NumPy or JAX, or its shape and dtype.
-      rows: Number of rows on the devices.
       sharding: Sharding of the array; None for no sharding.
     """
     # JAX stores 64-bit values of the host in 32 bits, unless `jax_enable_x64` is set.

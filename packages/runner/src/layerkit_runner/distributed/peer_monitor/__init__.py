@@ -17,14 +17,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """A process of the job, as messages name it.
-
-    Attributes:
-      process: Number of the process.
-      num_processes: Number of processes of its job.
-      host: Name of its machine.
-      pid: Process id on that machine.
-    """
+    """A process of the job, as messages name it."""
 
     process: int
     num_processes: int
@@ -32,5 +25,4 @@ class Identity:
     pid: int
 
     def __str__(self) -> str:
-        """Return the name for messages."""
         return f"process {self.process} of {self.num_processes} (host {self.host}, pid {self.pid})"

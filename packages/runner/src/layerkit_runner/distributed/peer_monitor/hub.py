@@ -42,13 +42,9 @@ class Link:
     """One end of a connection.
 
     Args:
-      connection: Connected socket.
       key: Secret that both ends share; None for unsigned lines over a trusted socket pair.
-      sends_as: Role of this end, which its signatures include.
-      receives_from: Role of the other end.
 
     Attributes:
-      socket: The socket, set to non-blocking.
       is_open: True while the other end is connected.
     """
 
@@ -60,7 +56,6 @@ class Link:
         sends_as: str = "",
         receives_from: str = "",
     ) -> None:
-        """Set the socket to non-blocking; see the class for the arguments."""
         connection.settimeout(0)
         self.socket = connection
         self.is_open = True
@@ -93,10 +88,7 @@ class Link:
             self._is_stuck = True
 
     def receive(self) -> list[dict[str, Any]]:
-        """Return the complete messages that have arrived; mark a link that has ended as closed.
-
-        Malformed messages of a trusted sender are dropped.
-        """
+        """Return the complete messages that have arrived; mark a link that has ended as closed."""
         try:
             data = self.socket.recv(_MAX_READ_BYTES)
         except BlockingIOError:
@@ -150,11 +142,8 @@ class Loss:
     """The loss of a process, after which the job cannot continue.
 
     Attributes:
-      process: Number of the process.
       host: Name of its machine; empty if unknown.
-      pid: Process id on that machine.
       how: `ENDED`, `FAILED`, `STALLED` or `SILENT`.
-      text: Reason that the process reported, if any.
     """
 
     process: int
@@ -196,16 +185,12 @@ class Hub:
     connection without introduction is closed after some seconds, or earlier if there are many.
 
     Args:
-      listener: Listening socket for the members.
-      num_processes: Number of processes of the job.
       now: Seconds of a monotonic clock.
-      key: Secret of the job, for the signatures.
     """
 
     def __init__(
         self, listener: socket.socket, num_processes: int, now: float, *, key: bytes
     ) -> None:
-        """Set the socket to non-blocking; see the class for the arguments."""
         listener.settimeout(0)
         self._listener = listener
         self._num_processes = num_processes

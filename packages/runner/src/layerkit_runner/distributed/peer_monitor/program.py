@@ -63,17 +63,12 @@ _MAX_WAITING_LINES = 100_000
 class LogTee:
     """A tee of the output of a process, line by line, to its log and to other descriptors.
 
-    The terminal shows all lines of process 0. From the other processes it shows standard error
-    without the log records below the error level. A thread opens the log and writes each line to
+    The terminal shows all lines of process 0, and of the others standard error without the log
+    records below the error level. A thread opens the log, which may fail, and writes each line to
     it with the time, so the terminal shows lines even while the disk does not respond.
-
-    Args:
-      open_log: Function that opens the log for unbuffered appending. If that fails, it reports the
-        error and returns None, and no log is written.
     """
 
     def __init__(self, open_log: Callable[[], BinaryIO | None]) -> None:
-        """Start the thread that opens and writes the log."""
         self._lines: queue.Queue[bytes] = queue.Queue(_MAX_WAITING_LINES)
         self._threads: list[threading.Thread] = []
         threading.Thread(target=self._write_log, args=(open_log,), daemon=True).start()
@@ -82,7 +77,6 @@ class LogTee:
         """Copy a stream to the log and to `target`, in a new thread, until the stream ends.
 
         Args:
-          source: Reading end of a pipe.
           target: Descriptor that receives the lines until a write fails; None for the log only.
           errors_only: True to copy log records below the error level to the log only.
         """
@@ -153,12 +147,6 @@ class Task:
     """The settings of a peer monitor.
 
     Attributes:
-      identity: The monitored process.
-      control: Descriptor of the socket to the process.
-      streams: Descriptors of the pipes from its standard output and error.
-      log: Path of its log.
-      header: First line of this run in the log.
-      hub_address: (host, port) of the hub.
       hub: Process 0, whose peer monitor runs the hub.
       listener: Descriptor of the hub's listening socket in the peer monitor of process 0; None in
         the others.
@@ -180,7 +168,6 @@ class Monitor:
     """The peer monitor of a process, which runs until the process ends."""
 
     def __init__(self, task: Task) -> None:
-        """Open the log and the hub, connect to the hub, and start to copy the output."""
         now = time.monotonic()
         is_first = task.identity.process == 0
         self._task = task

@@ -35,12 +35,7 @@ class PeerMonitor:
     """The peer monitor of this process, which receives the output of the process.
 
     Args:
-      identity: Identity of this process.
-      hub_address: (host, port) of the hub.
-      hub: Process whose peer monitor has the hub.
       listener: Listening socket of the hub, in process 0; None elsewhere.
-      key: Secret of the job, the same in all processes.
-      log: File to append to.
       exit_code: Exit code of this process if another process, or this peer monitor, is lost.
     """
 
@@ -55,7 +50,6 @@ class PeerMonitor:
         log: Path,
         exit_code: int,
     ) -> None:
-        """Start the peer monitor, and redirect standard output and error to it."""
         ours, theirs = socket.socketpair()
         pipes = [os.pipe(), os.pipe()]
         streams = (pipes[0][0], pipes[1][0])
@@ -160,7 +154,6 @@ class PeerMonitor:
 
 
 def _copy_rest(stream: int, target: int) -> None:
-    """Copy the unread rest of a pipe."""
     os.set_blocking(stream, False)
     with contextlib.suppress(BlockingIOError):
         while data := os.read(stream, 1 << 16):

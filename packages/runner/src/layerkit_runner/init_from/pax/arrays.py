@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax.numpy as jnp
@@ -10,12 +10,12 @@ import numpy as np
 from etils import epath
 from flax import serialization
 
-from layerkit_runner.checkpointing import chunks
+from layerkit_runner.checkpointing import array_store
 from layerkit_runner.checkpointing.errors import DamagedCheckpointError
 from layerkit_runner.checkpointing.structure import LeafSpec, spec_of
 from layerkit_runner.init_from.pax import folders, tree_text
 
-_END = f"/{chunks.METADATA_KEY}"
+_END = f"/{array_store.METADATA_KEY}"
 
 
 class PaxArrays(Protocol):
@@ -24,9 +24,6 @@ class PaxArrays(Protocol):
     @property
     def specs(self) -> Mapping[str, LeafSpec]:
         """Stored shape and dtype of each array."""
-
-    def check(self, names: Collection[str]) -> None:
-        """Raise an error if reading one of these arrays would need more memory than it holds."""
 
     def read(self, name: str, ranges: tuple[slice, ...]) -> np.ndarray:
         """Read a block of an array; `ranges` has a slice with start and stop for each axis."""
@@ -68,9 +65,6 @@ class MsgpackArrays:
             name: spec_of(found) for name, found in self._arrays.items()
         }
 
-    def check(self, names: Collection[str]) -> None:
-        """Do nothing: the arrays are in memory."""
-
     def read(self, name: str, ranges: tuple[slice, ...]) -> np.ndarray:
         """Return a block of an array."""
         return np.array(self._arrays[name][ranges])
@@ -111,12 +105,12 @@ class TensorStoreArrays:
           state: Folder of the arrays.
           is_ocdbt: True for an OCDBT database, False for a folder for each array.
         """
-        self._state, self._is_ocdbt = state, is_ocdbt
+        self._state = state
         self._names: dict[str, str] = {}
         self._open: dict[str, Any] = {}
         specs: dict[str, LeafSpec] = {}
         try:
-            self._store = chunks.open_store(state, is_ocdbt=is_ocdbt)
+            self._store = array_store.open_store(state, is_ocdbt=is_ocdbt)
             keys = self._store.list().result()
         except ValueError as error:
             raise _damaged(state, None, error) from error
@@ -127,17 +121,12 @@ class TensorStoreArrays:
             stored = stored.removesuffix(_END)
             name = stored.replace(".", "/")
             try:
-                metadata = chunks.read_metadata(self._store, stored)
+                metadata = array_store.read_metadata(self._store, stored)
                 specs[name] = _array_spec(metadata["shape"], metadata["dtype"])
             except (ValueError, KeyError, TypeError) as error:
                 raise _damaged(state, name, error) from error
             self._names[name] = stored
         self.specs: Mapping[str, LeafSpec] = specs
-
-    def check(self, names: Collection[str]) -> None:
-        """Check the sizes of the chunks of these arrays."""
-        arrays = {self._names[name]: self.specs[name] for name in names}
-        chunks.check_arrays(self._state, arrays, is_ocdbt=self._is_ocdbt)
 
     def read(self, name: str, ranges: tuple[slice, ...]) -> np.ndarray:
         """Read the chunks of a block of an array."""

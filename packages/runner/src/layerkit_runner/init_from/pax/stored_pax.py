@@ -24,7 +24,6 @@ from layerkit.base_layer import PARAMS
 from layerkit.interop.praxis import WeightSource, find_sources
 from layerkit_runner.checkpointing.errors import DamagedCheckpointError
 from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join, named_leaves
-from layerkit_runner.distributed.process_exchange import from_each_process
 from layerkit_runner.files.bounded_documents import DocumentError, parse_json
 from layerkit_runner.init_from.pax.adafactor import REDUCED_AXES, Slot, find_slot
 from layerkit_runner.init_from.pax.arrays import open_arrays
@@ -132,9 +131,6 @@ class StoredPax:
         Args:
           wanted: Shape and dtype from `leaves`, with a sharding.
         """
-        names = sorted({name for path in wanted for name in self._names(self._sources[path])})
-        own = names[jax.process_index() :: jax.process_count()]
-        from_each_process(lambda: self._arrays.check(own))
         return {path: self._read(path, target) for path, target in wanted.items()}
 
     def _read(self, path: LeafPath, target: jax.ShapeDtypeStruct) -> jax.Array:
@@ -263,13 +259,6 @@ class StoredPax:
                 str(error), owner=self.label, field=source.names[0], value=list(stored)
             ) from error
         return LeafSpec(shape, self._arrays.specs[source.names[0]].dtype)
-
-    def _names(self, source: _Stored) -> tuple[str, ...]:
-        if isinstance(source, _Moment):
-            return (*source.source.names, source.count.name)
-        if isinstance(source, WeightSource | Slot):
-            return source.names
-        return (source if isinstance(source, str) else source.name,)
 
 
 def _logical_shapes(
