@@ -305,18 +305,38 @@ def expert_dropout():
     record("expert_dropout", values=np.unique(values), kept=np.mean(values != 0))
 
 
+def causal_mask(batch, length):
+    """Return the mask of Praxis, `[batch, 1, length, length]`, that excludes later keys."""
+    excluded = py_utils.get_large_negative_number(np.float32)
+    causal = np.where(np.tri(length, dtype=bool), 0.0, excluded).astype(np.float32)
+    return np.tile(causal, (batch, 1, 1, 1))
+
+
+def extra_logits():
+    """Attention of GLaM: no scale, and an extra logit in the sum of the softmax."""
+    x = normal(2, 7, 4)
+    weights, (outputs, _), _ = run(
+        attentions.DotProductAttention,
+        *(x, x, x, causal_mask(2, 7)),
+        input_dim=4,
+        hidden_dim=6,
+        num_heads=2,
+        use_bias=False,
+        internal_enable_query_scale=False,
+        attention_extra_logit=0.5,
+    )
+    record("extra_logit", x=x, weights=weights, outputs=outputs)
+
+
 def relative_biases():
     """Attention with a relative bias and logits that are scaled after it."""
-    x, length = normal(2, 7, 4), 7
-    excluded = py_utils.get_large_negative_number(np.float32)
-    causal = np.where(np.tri(length, dtype=bool), 0.0, excluded).astype(np.float32)[None, None]
-    positions = np.tile(np.arange(length, dtype=np.int32), (2, 1))
+    x, positions = normal(2, 7, 4), np.tile(np.arange(7, dtype=np.int32), (2, 1))
     bias = pax_fiddle.Config(
         attentions.RelativeBias, relative_attention_num_buckets=4, relative_attention_max_distance=6
     )
     weights, (outputs, _), _ = run(
         attentions.DotProductAttention,
-        *(x, x, x, np.tile(causal, (2, 1, 1, 1))),
+        *(x, x, x, causal_mask(2, 7)),
         call={"query_segment_pos": positions, "key_segment_pos": positions},
         input_dim=4,
         hidden_dim=6,
@@ -333,7 +353,7 @@ def main():
     """Write all cases to the file that is named on the command line."""
     for add in (mixtures, softmaxes, norms, frames, residuals, elementwise, samplers):
         add()
-    for add in (row_options, expert_dropout, relative_biases):
+    for add in (row_options, expert_dropout, relative_biases, extra_logits):
         add()
     lines = [f"{json.dumps(name)}: {json.dumps(case)}" for name, case in CASES.items()]
     Path(sys.argv[1]).write_text("{\n" + ",\n".join(lines) + "\n}\n")

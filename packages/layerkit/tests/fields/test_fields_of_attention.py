@@ -76,6 +76,7 @@ EVERYWHERE = {
 }
 HEADS = {
     **EVERYWHERE,
+    "sink_logit": 0.7,
     "num_kv_heads": 2,
     "dim_per_head": 4,
     "use_output_bias": True,

@@ -487,3 +487,18 @@ def test_logits_of_praxis_scaled_after_the_bias_equal_those_of_a_smaller_bias(pr
     layer = MultiHeadAttention(input_dims=4, num_heads=2, dim_per_head=dim, relative_bias_tpl=bias)
     found = run(layer, {"params": weights}, jnp.array(case["x"]))
     np.testing.assert_allclose(found, case["outputs"], rtol=1e-4, atol=1e-5)
+
+
+def test_fixed_sink_without_a_scale_equals_the_extra_logit_of_praxis(praxis):
+    case = praxis("extra_logit")
+    theirs = case["weights"]
+    weights = {name: {"w": theirs[name]["w"]} for name in ("query", "key", "value")}
+    weights["output"] = {"w": theirs["post"]["w"].transpose(1, 2, 0)}
+    layer = MultiHeadAttention(
+        input_dims=4, num_heads=2, dim_per_head=3, logit_scale=1.0, sink_logit=0.5
+    )
+    x = jnp.array(case["x"])
+    found = run(layer, {"params": weights}, x)
+    np.testing.assert_allclose(found, case["outputs"], rtol=1e-4, atol=1e-5)
+    without = run(layer.clone(sink_logit=None), {"params": weights}, x)
+    assert np.abs(found - without).max() > 0.01

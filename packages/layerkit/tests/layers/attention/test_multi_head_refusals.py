@@ -73,3 +73,8 @@ def test_dropout_is_unsupported_in_training_only(raises, train):
 def test_init_raises_for_an_invalid_field(raises, field, value):
     with raises(ConfigError, owner="MultiHeadAttention()", field=field, value=value):
         make(**{"qk_norm_tpl": RMS_NORM, field: value}).init(jax.random.key(0))
+
+
+def test_fixed_and_learned_sinks_together_raise(raises):
+    with raises(ConfigError, owner="MultiHeadAttention()", field="sink_logit", value=0.0):
+        make(use_sinks=True, sink_logit=0.0).init(jax.random.key(0))

@@ -63,6 +63,8 @@ class BaseAttention(BaseLayer):
         bound.
       use_sinks: Learns a logit per head that takes probability and adds no value (gpt-oss), so
         that a head may attend to nothing. It starts at 0.
+      sink_logit: Fixed logit of such a sink, the same in all heads, instead of a learned one (GLaM:
+        0.0); None for none.
       dropout_rate: Dropout rate of the attention probabilities in training.
       zero_fully_masked_rows: True for an output of exactly 0, instead of a mean, where a query may
         attend no key. With sinks it is always 0.
@@ -95,6 +97,7 @@ class BaseAttention(BaseLayer):
     logit_scale: float | None = None
     logit_cap: float | None = None
     use_sinks: bool = False
+    sink_logit: float | None = None
     dropout_rate: float = 0.0
     zero_fully_masked_rows: bool = False
     backend: str = "auto"
@@ -181,7 +184,7 @@ class BaseAttention(BaseLayer):
             value,
             mask=mask,
             bias=bias,
-            sinks=self.theta.sinks if self.use_sinks else None,
+            sinks=self._sinks(),
             head_dim=query.shape[-1],
             cached=cached,
         )
@@ -189,6 +192,14 @@ class BaseAttention(BaseLayer):
             self.constrain(read, "batch", "length", "act_heads", "head_dim")
         )
         return out
+
+    @nn.nowrap
+    def _sinks(self) -> jax.Array | None:
+        """Return the logit of the sink of each head, `[heads]`; None without sinks."""
+        if self.sink_logit is not None:
+            return jnp.full((self.num_heads,), self.sink_logit, jnp.float32)
+        sinks: jax.Array | None = self.theta.sinks if self.use_sinks else None
+        return sinks
 
     @nn.nowrap
     def _head_sizes(self) -> tuple[int, int]:
@@ -223,6 +234,9 @@ class BaseAttention(BaseLayer):
     def _check_options(self) -> None:
         check_attention_options(self)
         check_choice(self, QK_NORM_EXTENTS, qk_norm_over=self.qk_norm_over)
+        is_fixed = self.sink_logit is not None
+        expected = "None with use_sinks=True, which learns the logits"
+        require(not (is_fixed and self.use_sinks), self, "sink_logit", self.sink_logit, expected)
 
 
 def check_attention_options(layer: Any) -> None:
