@@ -31,7 +31,8 @@ from layerkit.config import (
 from layerkit.derived_fields import derive_fields
 from layerkit.errors import ConfigError
 from layerkit.field_checks import Conditions
-from layerkit.layers.attention.biases import add_relative_bias
+from layerkit.layers.attention.biases import add_bias_of_rows, add_relative_bias
+from layerkit.layers.attention.distance_bias import LogitBias
 from layerkit.layers.masks import AttentionMask, row_positions
 from layerkit.layers.remat import check_remat_policy, remat
 from layerkit.layers.repeat import Repeat, check_not_shared
@@ -116,7 +117,7 @@ class StackedTransformer(BaseLayer):
         *,
         mask: AttentionMask,
         positions: jax.Array,
-        bias: jax.Array | None = None,
+        bias: LogitBias | None = None,
         memory: jax.Array | None = None,
         memory_mask: AttentionMask | None = None,
         droppath_rates: jax.Array | None = None,
@@ -127,7 +128,8 @@ class StackedTransformer(BaseLayer):
           x: `[batch, length, dims]`.
           mask: Mask of self-attention.
           positions: int32 `[batch, length]`, for rotary embeddings.
-          bias: float32 `[batch or 1, heads, length, length]`, added to the attention logits.
+          bias: float32 `[batch or 1, heads, length, length]`, or a bias by distance, added to the
+            attention logits.
           memory: `[batch, memory_length, memory_dims]`, for cross attention.
           memory_mask: Mask of cross attention.
           droppath_rates: float32 `[num_layers]`, one rate per layer, passed by a stack that repeats
@@ -139,7 +141,7 @@ class StackedTransformer(BaseLayer):
         shared = drop_none(
             mask=mask,
             positions=positions,
-            bias=add_relative_bias(self, bias, *mask.distinct_positions()),
+            bias=add_bias_of_rows(self, bias, mask),
             memory=memory,
             memory_mask=memory_mask,
         )

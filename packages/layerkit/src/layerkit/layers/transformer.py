@@ -30,6 +30,7 @@ from layerkit.checks import check_choice, check_same_shape, require
 from layerkit.config import Config, sub_config_field
 from layerkit.errors import ConfigError
 from layerkit.field_checks import Conditions
+from layerkit.layers.attention.distance_bias import LogitBias
 from layerkit.layers.attention.multi_head import MultiHeadAttention
 from layerkit.layers.feed_forward import TransformerFeedForward
 from layerkit.layers.masks import AttentionMask
@@ -136,7 +137,7 @@ class Transformer(BaseLayer):
         *,
         mask: AttentionMask,
         positions: jax.Array,
-        bias: jax.Array | None = None,
+        bias: LogitBias | None = None,
         memory: jax.Array | None = None,
         memory_mask: AttentionMask | None = None,
         droppath_rate: jax.Array | None = None,
@@ -147,7 +148,8 @@ class Transformer(BaseLayer):
           x: `[batch, length, dims]`.
           mask: Mask of self-attention.
           positions: int32 `[batch, length]`, for rotary embeddings.
-          bias: float32 `[batch or 1, heads, length, length]`, added to the attention logits.
+          bias: float32 `[batch or 1, heads, length, length]`, or a bias by distance, added to the
+            attention logits.
           memory: `[batch, memory_length, memory_dims]`, for cross attention.
           memory_mask: Mask of cross attention.
           droppath_rate: float32 scalar that replaces the field, from a stack whose rates differ.

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 from layerkit.layers.attention.backends import UnsupportedBackendError, select_backend
+from layerkit.layers.attention.distance_bias import DistanceBias
 from layerkit.layers.attention.dot_product import describe_call, dot_product_attention
 from layerkit.layers.masks import AttentionMask, first_tokens
 from layerkit.sharding import BoundSharding
@@ -45,6 +46,7 @@ class Cell:
     queries: int | None = None
     length: int | None = None
     bias_dtype: Any = None
+    distance_bias: bool = False
     sinks: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -122,6 +124,11 @@ CELLS = {
     "logit cap": Cell(options={"logit_cap": 1.5}),
     "bias, float32": Cell(bias_dtype=jnp.float32),
     "bias, bfloat16 like the rest": Cell(bias_dtype=jnp.bfloat16, dtype=jnp.bfloat16),
+    "bias by distance (T5, ALiBi)": Cell(distance_bias=True),
+    "bias by distance, not causal": Cell(
+        mask=lambda q, k: AttentionMask.bidirectional_mask(BATCH, q), distance_bias=True
+    ),
+    "bias by distance, packed": Cell(mask=packed, distance_bias=True),
     "sinks": Cell(sinks=True),
     "dropout": Cell(options={"dropout": drop_some}),
     "bfloat16": Cell(dtype=jnp.bfloat16),
@@ -149,12 +156,13 @@ CELLS = {
     "padded memory, empty rows zeroed": Cell(
         mask=cross, queries=128, options={"zero_fully_masked_rows": True}
     ),
-    "all options except bias, prefix, dropout": Cell(
+    "all options except bias arrays, prefix, dropout": Cell(
         mask=lambda q, k: packed(q, k).within(5),
         heads=4,
         head_dim=24,
         value_dim=16,
         sinks=True,
+        distance_bias=True,
         options={"logit_cap": 1.5},
     ),
 }
@@ -185,6 +193,9 @@ def arguments(cell: Cell, column: Column):
     if cell.bias_dtype is not None:
         bias = random.normal(size=(1, cell.heads, queries, length))
         learned["bias"] = jnp.asarray(bias.astype(cell.bias_dtype))
+    if cell.distance_bias:
+        by_distance = random.normal(size=(1, cell.heads, 2 * length - 1)).astype(np.float32)
+        learned["bias"] = DistanceBias(jnp.asarray(by_distance))
     if cell.sinks:
         learned["sinks"] = jnp.asarray(random.normal(size=cell.heads).astype(np.float32))
     return inputs, learned, {"mask": cell.mask(queries, length), **cell.options}

@@ -57,6 +57,7 @@ PALLAS_UNSUPPORTED = [
     {"num_length_shards": 16},
     {"num_length_shards": 4, "num_queries": 1, "is_causal": False},
     {"bias_dtype": "float32"},
+    {"bias_dtype": "float32", "has_distance_bias": True, "num_length_shards": 4},
     {"is_in_row_order": False},
     {"has_prefix": True},
     {"has_dropout": True},

@@ -6,6 +6,7 @@ compilers come with `pip install libtpu` and `pip install jax-cuda12-plugin jax-
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -15,6 +16,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, use_abstract_mesh
 
 from layerkit.layers.attention import dot_product
+from layerkit.layers.attention.distance_bias import DistanceBias
 from layerkit.layers.attention.dot_product import dot_product_attention
 from layerkit.layers.masks import AttentionMask
 from layerkit.sharding import BoundSharding
@@ -165,3 +167,46 @@ def test_split_packed_rows_compile_a_fused_kernel(planned_devices, platform, way
     assert collective in text
     gathered = re.findall(r"= (\w+)\S* all-gather(?:-start)?\(", text)
     assert set(gathered) <= {"s32"}  # the segments, for whole rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["cuda"])
+@pytest.mark.usefixtures("as_if_cudnn_were_here")
+def test_auto_compiles_a_fused_kernel_for_a_learned_bias(planned_devices, platform):
+    """No array holds a number for each pair of query and key."""
+    sharding = planned_devices(platform)
+    length, heads = 2048, 4
+    query = jax.ShapeDtypeStruct(
+        (BATCH, length, heads, 64),
+        jnp.bfloat16,
+        sharding=sharding.sharding(("batch", "length", "act_heads", None)),
+    )
+    bias = jax.ShapeDtypeStruct(
+        (1, heads, 2 * length - 1),
+        jnp.float32,
+        sharding=sharding.sharding((None, "act_heads", None)),
+    )
+
+    def total(query, key, value, by_distance, backend):
+        read = dot_product_attention(
+            query,
+            key,
+            value,
+            mask=AttentionMask.causal_mask(BATCH, length),
+            bias=DistanceBias(by_distance),
+            scale=0.1,
+            sharding=sharding,
+            backend=backend,
+        )
+        return jnp.sum(read.astype(jnp.float32))
+
+    def compile_gradients(backend):
+        gradients = jax.grad(functools.partial(total, backend=backend), argnums=(0, 1, 2, 3))
+        return jax.jit(gradients).lower(query, query, query, bias).compile()
+
+    fused, plain = compile_gradients("auto"), compile_gradients("xla")
+    assert {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}[platform] in fused.as_text()
+    assert "2048,2048]" in plain.as_text() and "2048,2048]" not in fused.as_text()
+    sizes = [x.memory_analysis().temp_size_in_bytes for x in (fused, plain)]
+    print(platform, *(f"{size / 2**20:.1f} MiB" for size in sizes))
+    assert sizes[0] < sizes[1] / 4

@@ -52,6 +52,7 @@ class AttentionCall:
       has_segments: True if rows hold several documents or padding.
       has_prefix: True if all queries of a row see a prefix of it.
       bias_dtype: Dtype of the bias of the logits; None if there is no bias.
+      has_distance_bias: True if the bias is a `DistanceBias`.
       has_sinks: True if each head has an attention sink, a logit that takes probability and adds
         no value.
       has_logit_cap: True if logits are capped by tanh.
@@ -76,6 +77,7 @@ class AttentionCall:
     has_segments: bool = False
     has_prefix: bool = False
     bias_dtype: Any = None
+    has_distance_bias: bool = False
     has_sinks: bool = False
     has_logit_cap: bool = False
     has_dropout: bool = False
@@ -206,6 +208,16 @@ _Requirement = tuple[Callable[[AttentionCall], bool], str]
 _FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 _NO_BIAS: _Requirement = (lambda call: call.bias_dtype is not None, "no bias")
+_BIAS_BY_DISTANCE: tuple[_Requirement, ...] = (
+    (
+        lambda call: call.bias_dtype is not None and not call.has_distance_bias,
+        "no bias, or one by distance (DistanceBias)",
+    ),
+    (
+        lambda call: call.has_distance_bias and call.num_length_shards > 1,
+        "rows that are not split over devices with a bias, or context_parallel='ulysses'",
+    ),
+)
 _NO_DROPOUT: _Requirement = (lambda call: call.has_dropout, "no dropout")
 _ZEROED_EMPTY_ROWS: _Requirement = (
     lambda call: call.may_have_empty_rows and not call.zeroes_empty_rows and not call.has_sinks,
@@ -299,7 +311,7 @@ _PALLAS_GPU_REQUIREMENTS: tuple[_Requirement, ...] = (
         lambda call: call.queries_per_part % 16 != 0 or call.keys_per_part % 16 != 0,
         "lengths of a multiple of 16 instead of {call.queries_per_part} and {call.keys_per_part}",
     ),
-    _NO_BIAS,
+    *_BIAS_BY_DISTANCE,
     _ZEROED_EMPTY_ROWS,
     *_FUSED_REQUIREMENTS,
 )

@@ -20,6 +20,7 @@ from layerkit.errors import ConfigError
 from layerkit.field_checks import Conditions
 from layerkit.layers.attention.backends import BACKEND_NAMES
 from layerkit.layers.attention.context_parallel import CONTEXT_PARALLEL_NAMES
+from layerkit.layers.attention.distance_bias import LogitBias
 from layerkit.layers.attention.dot_product import dot_product_attention
 from layerkit.layers.attention.projections import HeadProjection, OutputProjection
 from layerkit.layers.masks import AttentionMask
@@ -169,7 +170,7 @@ class BaseAttention(BaseLayer):
         key: jax.Array,
         value: jax.Array,
         mask: AttentionMask,
-        bias: jax.Array | None,
+        bias: LogitBias | None,
         *,
         cached: bool,
     ) -> jax.Array:
@@ -257,7 +258,7 @@ def attend(
     value: jax.Array,
     *,
     mask: AttentionMask,
-    bias: jax.Array | None,
+    bias: LogitBias | None,
     sinks: jax.Array | None = None,
     head_dim: int,
     cached: bool,
@@ -272,7 +273,8 @@ def attend(
       key: `[batch, keys, kv_heads, dims]`.
       value: `[batch, keys, kv_heads, value_dim]`.
       mask: Mask of the (query, key) pairs that may attend.
-      bias: float32 `[batch or 1, heads or 1, queries, keys]`, added to the logits.
+      bias: float32 `[batch or 1, heads or 1, queries, keys]`, or a bias by distance, added to the
+        logits.
       sinks: `[heads]`, a logit per head that takes probability and adds no value.
       head_dim: Size of a head, for the scale 1/√head_dim if `logit_scale` is None.
       cached: True if the keys are those of a cache. The compiler then splits the work: a step has

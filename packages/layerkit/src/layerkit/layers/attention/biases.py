@@ -4,6 +4,9 @@ Each layer maps positions of queries and keys to a float32 bias `[batch or 1, he
 keys]`, which attention adds to the scaled logits. If all rows have the same positions, one row of
 positions is enough, and the bias is as large as one row of logits.
 
+Where attention stays within rows in the order of their tokens, the bias is one number per distance;
+see `layerkit.layers.attention.distance_bias`.
+
 Distances within documents that are packed in one row are correct, since positions in the row and in
 the document differ by a constant.
 """
@@ -19,6 +22,8 @@ import numpy as np
 
 from layerkit.base_layer import BaseLayer
 from layerkit.checks import check_sizes, require
+from layerkit.layers.attention.distance_bias import DistanceBias, LogitBias
+from layerkit.layers.masks import AttentionMask
 from layerkit.weights import WeightHParams, WeightInit
 
 
@@ -163,6 +168,32 @@ class Alibi(BaseLayer):
         slopes = jnp.asarray(alibi_slopes(self.num_heads))[:, None, None]
         bias = -slopes * distances[:, None].astype(jnp.float32)
         return _constrain_bias(self, bias)
+
+
+def add_bias_of_rows(layer: Any, bias: LogitBias | None, mask: AttentionMask) -> LogitBias | None:
+    """Return the sum of a bias and of the output of the layer's child `relative_bias`.
+
+    Args:
+      layer: Layer with a field `relative_bias_tpl`, the template of that child or None.
+      bias: float32 `[batch or 1, heads or 1, queries, keys]`, or a bias by distance.
+      mask: Mask of self-attention. Its positions define the distances.
+
+    Returns:
+      A bias by distance if `mask` is in row order and `bias` is no array, otherwise float32
+      `[batch or 1, heads, queries, keys]`; None if there is neither bias nor child.
+    """
+    if layer.relative_bias_tpl is None:
+        return bias
+    if not (mask.in_row_order and (bias is None or isinstance(bias, DistanceBias))):
+        dense = bias.dense() if isinstance(bias, DistanceBias) else bias
+        return add_relative_bias(layer, dense, *mask.distinct_positions())
+    length = mask.key_positions.shape[1]
+    # The last query of a row, in the middle of a row of keys that is nearly twice as long.
+    query, keys = jnp.array([[length - 1]]), jnp.arange(2 * length - 1)[None]
+    by_distance: jax.Array = layer.relative_bias(query, keys)[:, :, 0]
+    # A subclass may learn its slopes.
+    own = DistanceBias(by_distance, is_learned=type(layer.relative_bias) is not Alibi)
+    return own if bias is None else own.plus(bias)
 
 
 def add_relative_bias(

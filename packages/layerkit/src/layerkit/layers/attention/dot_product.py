@@ -33,6 +33,7 @@ from layerkit.layers.attention.context_parallel import (
     ulysses_attention,
 )
 from layerkit.layers.attention.cudnn import cudnn_attention, has_cudnn
+from layerkit.layers.attention.distance_bias import DistanceBias, LogitBias
 from layerkit.layers.attention.ring import PartAttention, ring_attention
 from layerkit.layers.attention.sharded_kernel import (
     find_split_problem,
@@ -52,7 +53,7 @@ def dot_product_attention(
     *,
     mask: AttentionMask | None = None,
     scale: float,
-    bias: jax.Array | None = None,
+    bias: LogitBias | None = None,
     sinks: jax.Array | None = None,
     logit_cap: float | None = None,
     dropout: Callable[[jax.Array], jax.Array] | None = None,
@@ -72,7 +73,8 @@ def dot_product_attention(
       value: `[batch, keys, kv_heads, value_dim]`.
       mask: Mask of the (query, key) pairs that may attend; None for all pairs.
       scale: Factor of the products of queries and keys.
-      bias: `[batch or 1, heads or 1, queries, keys]`, added to the scaled products before the cap.
+      bias: `[batch or 1, heads or 1, queries, keys]`, or a bias by distance for a mask in row
+        order, added to the scaled products before the cap.
       sinks: `[heads]`, a logit per head that takes probability and adds no value (attention sinks;
         Xiao et al., 2023, arXiv:2309.17453, learned as in gpt-oss). It is not capped.
       logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
@@ -104,7 +106,7 @@ def dot_product_attention(
         attention.
     """
     _check_shapes(query, key, value, mask)
-    _check_bias_and_sinks(query, key, bias, sinks)
+    _check_bias_and_sinks(query, key, bias, sinks, mask)
     check_choice(None, CONTEXT_PARALLEL_NAMES, context_parallel=context_parallel)
     if sharding is not None and context_parallel == "ulysses" and num_length_shards(sharding) > 1:
         attend = functools.partial(
@@ -150,6 +152,8 @@ def dot_product_attention(
             sharding=sharding,
             sinks=sinks,
         )
+    if isinstance(bias, DistanceBias) and chosen.name != "pallas":
+        bias = bias.dense()
     arrays = {"sinks": sinks, "logit_cap": logit_cap, "bias": bias}
     options: dict[str, Any] = {name: array for name, array in arrays.items() if array is not None}
     options |= {"mask": mask, "scale": scale}
@@ -184,7 +188,7 @@ def describe_call(
     value: jax.Array | jax.ShapeDtypeStruct,
     *,
     mask: AttentionMask | None = None,
-    bias: jax.Array | jax.ShapeDtypeStruct | None = None,
+    bias: LogitBias | jax.ShapeDtypeStruct | None = None,
     sinks: jax.Array | jax.ShapeDtypeStruct | None = None,
     logit_cap: float | None = None,
     dropout: Callable[[jax.Array], jax.Array] | None = None,
@@ -202,7 +206,7 @@ def describe_call(
       key: `[batch, keys, kv_heads, head_dim]`.
       value: `[batch, keys, kv_heads, value_dim]`.
       mask: Mask of the (query, key) pairs that may attend; None for all pairs.
-      bias: `[batch or 1, heads or 1, queries, keys]`.
+      bias: `[batch or 1, heads or 1, queries, keys]`, or a bias by distance.
       sinks: `[heads]`.
       logit_cap: Bound of the logits.
       dropout: Function that drops probabilities.
@@ -226,7 +230,8 @@ def describe_call(
         window=None if mask is None else mask.window,
         has_segments=mask is not None and mask.query_segments is not None,
         has_prefix=mask is not None and mask.key_in_prefix is not None,
-        bias_dtype=None if bias is None else bias.dtype,
+        bias_dtype=None if bias is None else jax.tree.leaves(bias)[0].dtype,
+        has_distance_bias=isinstance(bias, DistanceBias),
         has_sinks=sinks is not None,
         has_logit_cap=logit_cap is not None,
         has_dropout=dropout is not None,
@@ -321,11 +326,24 @@ def _check_shapes(
 
 
 def _check_bias_and_sinks(
-    query: jax.Array, key: jax.Array, bias: jax.Array | None, sinks: jax.Array | None
+    query: jax.Array,
+    key: jax.Array,
+    bias: LogitBias | None,
+    sinks: jax.Array | None,
+    mask: AttentionMask | None,
 ) -> None:
-    batch, queries, heads, _ = query.shape
-    if bias is not None:
-        keys = key.shape[1]
+    (batch, queries, heads, _), keys = query.shape, key.shape[1]
+    if isinstance(bias, DistanceBias):
+        if mask is not None and not mask.in_row_order:
+            expected = "True with a bias by distance"
+            raise ConfigError(
+                "attention", field="mask.in_row_order", value=False, expected=expected
+            )
+        _require_shape("query", query, queries == keys, f"{keys} queries, as many as keys")
+        shape = (1, heads, 2 * keys - 1)
+        is_valid = bias.by_distance.shape == shape
+        _require_shape("bias.by_distance", bias.by_distance, is_valid, str(list(shape)))
+    elif bias is not None:
         fits = bias.ndim == 4 and bias.shape[0] in (1, batch) and bias.shape[1] in (1, heads)
         expected = f"[{batch} or 1, {heads} or 1, {queries}, {keys}]"
         _require_shape("bias", bias, fits and bias.shape[2:] == (queries, keys), expected)

@@ -23,6 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from layerkit.layers.attention.distance_bias import DistanceBias, sum_diagonals
+from layerkit.layers.attention.flash_gpu_bias import bias_tile_gradients
 from layerkit.layers.attention.flash_gpu_kernels import (
     KernelOptions,
     MaskArrays,
@@ -40,6 +42,7 @@ def flash_attention_gpu(
     *,
     mask: AttentionMask | None,
     scale: float,
+    bias: DistanceBias | None = None,
     sinks: jax.Array | None = None,
     logit_cap: float | None = None,
     blocks: tuple[int, int] | None = None,
@@ -55,6 +58,7 @@ def flash_attention_gpu(
       value: `[batch, keys, kv_heads, value_dim]`.
       mask: Mask of the (query, key) pairs that may attend, without a prefix; None for all pairs.
       scale: Factor of the products of queries and keys.
+      bias: Bias by distance, for as many queries as keys in row order; None for no bias.
       sinks: `[heads]`, a logit per head that takes probability and adds no value.
       logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
       blocks: Largest number of (queries, keys) in a block, powers of two of at least 16; None for
@@ -75,9 +79,11 @@ def flash_attention_gpu(
         blocks=blocks,
         interpret=interpret,
     )
+    options = dataclasses.replace(options, learns_bias=bias is not None and bias.is_learned)
     arrays = _mask_arrays(mask, query.shape[0])
     query, key, value = (_pad_heads(x) for x in (query, key, value))
-    return _flash(options, query, key, value, sinks, arrays)[..., :value_dim]
+    by_distance = None if bias is None else bias.by_distance[0].astype(jnp.float32)
+    return _flash(options, query, key, value, sinks, by_distance, arrays)[..., :value_dim]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,30 +149,46 @@ class FlashPartAttention:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _flash(
-    options: KernelOptions, query: Any, key: Any, value: Any, sinks: Any, arrays: MaskArrays
+    options: KernelOptions,
+    query: Any,
+    key: Any,
+    value: Any,
+    sinks: Any,
+    bias: Any,
+    arrays: MaskArrays,
 ) -> jax.Array:
-    return forward(options, query, key, value, sinks, arrays)[0]
+    return forward(options, query, key, value, sinks, arrays, bias)[0]
 
 
 def _flash_forward(
-    options: KernelOptions, query: Any, key: Any, value: Any, sinks: Any, arrays: MaskArrays
+    options: KernelOptions,
+    query: Any,
+    key: Any,
+    value: Any,
+    sinks: Any,
+    bias: Any,
+    arrays: MaskArrays,
 ) -> tuple[jax.Array, Any]:
-    out, log_sum = forward(options, query, key, value, sinks, arrays)
-    return out, (query, key, value, sinks, arrays, out, log_sum)
+    out, log_sum = forward(options, query, key, value, sinks, arrays, bias)
+    return out, (query, key, value, sinks, bias, arrays, out, log_sum)
 
 
 def _flash_backward(options: KernelOptions, residuals: Any, out_gradient: jax.Array) -> Any:
-    query, key, value, sinks, arrays, out, log_sum = residuals
+    query, key, value, sinks, bias, arrays, out, log_sum = residuals
     products = out.astype(jnp.float32) * out_gradient.astype(jnp.float32)
     # The softmax subtracts this number from each of a query's gradients, [batch, heads, queries].
     common = jnp.swapaxes(products.sum(axis=-1), 1, 2)
-    inputs = (query, key, value, out_gradient, log_sum, common, arrays)
+    inputs = (query, key, value, out_gradient, log_sum, common, arrays, bias)
     changes = query_gradient(options, *inputs), *key_gradients(options, *inputs)
-    sinks_gradient = None
+    sinks_gradient = bias_gradient = None
     if sinks is not None:
         weight = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - log_sum)
         sinks_gradient = -(weight * common).sum(axis=(0, 2)).astype(sinks.dtype)
-    return *changes, sinks_gradient, MaskArrays()
+    if options.learns_bias:
+        bias_gradient = sum_diagonals(bias_tile_gradients(options, *inputs))
+    elif bias is not None:
+        bias_gradient = jnp.zeros_like(bias)
+    return *changes, sinks_gradient, bias_gradient, MaskArrays()
 
 
 _flash.defvjp(_flash_forward, _flash_backward)

@@ -40,6 +40,7 @@ class KernelOptions:
       block_keys: Keys in a block.
       interpret: True to run in interpret mode.
       result_dtype: Dtype of outputs and gradients; None for the dtypes of the inputs.
+      learns_bias: True if the bias has a gradient.
     """
 
     scale: float
@@ -51,6 +52,7 @@ class KernelOptions:
     block_keys: int
     interpret: bool
     result_dtype: Any = None
+    learns_bias: bool = False
 
     def result(self, shape: tuple[int, ...], like: Any) -> jax.ShapeDtypeStruct:
         """Return the type of a result that has the dtype of `like` unless `result_dtype` is set."""
@@ -58,23 +60,30 @@ class KernelOptions:
 
 
 def forward(
-    options: KernelOptions, query: Any, key: Any, value: Any, sinks: Any, arrays: MaskArrays
+    options: KernelOptions,
+    query: Any,
+    key: Any,
+    value: Any,
+    sinks: Any,
+    arrays: MaskArrays,
+    bias: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (outputs, log-sum-exp of each query's logits, float32 `[batch, heads, queries]`)."""
     batch, queries, heads, head_dim = query.shape
     keys, kv_heads, value_dim = value.shape[1:]
     group, block = heads // kv_heads, options.block_queries
-    return _call(
+    return call_kernel(
         _forward_kernel,
         options,
         grid=(batch, heads, queries // block),
-        inputs=(query, key, value, sinks, arrays),
+        inputs=(query, key, value, sinks, arrays, bias),
         in_specs=(
             _block(block, head_dim),
             _row(keys, head_dim, group=group),
             _row(keys, value_dim, group=group),
             None if sinks is None else pl.BlockSpec((1,), lambda b, h, i: (h,)),
             _mask_specs(arrays),
+            _bias_spec(bias),
         ),
         out_specs=[_block(block, value_dim), _per_query_block(block)],
         out_shape=[
@@ -92,6 +101,7 @@ def _forward_kernel(
     value: Any,
     sinks: Any,
     arrays: MaskArrays,
+    bias: Any,
     out: Any,
     log_sum: Any,
 ) -> None:
@@ -101,7 +111,9 @@ def _forward_kernel(
     def step(j: jax.Array, carry: Any) -> Any:
         read, largest, total = carry
         at_keys = pl.ds(j * options.block_keys, options.block_keys)
-        logits, allowed = _logits(options, q, key[at_keys, :], arrays, at_queries, at_keys)
+        logits, allowed = block_logits(
+            options, q, key[at_keys, :], arrays, at_queries, at_keys, bias
+        )
         new_largest = jnp.maximum(largest, logits.max(axis=1))
         weights = _zero_masked(allowed, jnp.exp(logits - new_largest[:, None]))
         shrink = jnp.exp(largest - new_largest)
@@ -132,16 +144,17 @@ def query_gradient(
     log_sum: Any,
     common: Any,
     arrays: MaskArrays,
+    bias: Any = None,
 ) -> jax.Array:
     """Return the gradient of the queries, `[batch, queries, heads, head_dim]`."""
     batch, queries, heads, head_dim = query.shape
     keys, kv_heads, value_dim = value.shape[1:]
     group, block = heads // kv_heads, options.block_queries
-    gradient: jax.Array = _call(
+    gradient: jax.Array = call_kernel(
         _query_gradient_kernel,
         options,
         grid=(batch, heads, queries // block),
-        inputs=(query, key, value, out_gradient, log_sum, common, arrays),
+        inputs=(query, key, value, out_gradient, log_sum, common, arrays, bias),
         in_specs=(
             _block(block, head_dim),
             _row(keys, head_dim, group=group),
@@ -150,6 +163,7 @@ def query_gradient(
             _per_query_block(block),
             _per_query_block(block),
             _mask_specs(arrays),
+            _bias_spec(bias),
         ),
         out_specs=_block(block, head_dim),
         out_shape=options.result(query.shape, query),
@@ -167,6 +181,7 @@ def _query_gradient_kernel(
     log_sum: Any,
     common: Any,
     arrays: MaskArrays,
+    bias: Any,
     gradient: Any,
 ) -> None:
     block, index = options.block_queries, pl.program_id(2)
@@ -176,9 +191,9 @@ def _query_gradient_kernel(
     def step(j: jax.Array, total: jax.Array) -> jax.Array:
         at_keys = pl.ds(j * options.block_keys, options.block_keys)
         k = key[at_keys, :]
-        logits, allowed = _logits(options, q, k, arrays, at_queries, at_keys)
-        _, change = _logit_gradients(options, logits, allowed, numbers, given, value[at_keys, :])
-        return total + _dot(change.astype(k.dtype), k)
+        logits, allowed = block_logits(options, q, k, arrays, at_queries, at_keys, bias)
+        _, change = logit_gradients(options, logits, allowed, numbers, given, value[at_keys, :])
+        return total + _dot((change * options.scale).astype(k.dtype), k)
 
     first, last = _blocks_of_keys(options, index, key.shape[0])
     total = jax.lax.fori_loop(first, last, step, jnp.zeros(q.shape, jnp.float32))
@@ -194,6 +209,7 @@ def key_gradients(
     log_sum: Any,
     common: Any,
     arrays: MaskArrays,
+    bias: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the gradients of keys `[batch, keys, kv_heads, head_dim]` and of values."""
     batch, queries, heads, head_dim = query.shape
@@ -201,11 +217,11 @@ def key_gradients(
     group, block = heads // kv_heads, options.block_keys
     # The query heads of a key head are adjacent, so that one block holds them all.
     numbers = pl.BlockSpec((None, group, queries), lambda b, h, j: (b, h, 0))
-    return _call(
+    return call_kernel(
         _key_gradients_kernel,
         options,
         grid=(batch, kv_heads, keys // block),
-        inputs=(query, key, value, out_gradient, log_sum, common, arrays),
+        inputs=(query, key, value, out_gradient, log_sum, common, arrays, bias),
         in_specs=(
             pl.BlockSpec((None, queries, group, head_dim), lambda b, h, j: (b, 0, h, 0)),
             _block(block, head_dim),
@@ -214,6 +230,7 @@ def key_gradients(
             numbers,
             numbers,
             _mask_specs(arrays),
+            None if bias is None else pl.BlockSpec((group, bias.shape[1]), lambda b, h, j: (h, 0)),
         ),
         out_specs=[_block(block, head_dim), _block(block, value_dim)],
         out_shape=[
@@ -233,6 +250,7 @@ def _key_gradients_kernel(
     log_sum: Any,
     common: Any,
     arrays: MaskArrays,
+    bias: Any,
     key_gradient: Any,
     value_gradient: Any,
 ) -> None:
@@ -245,10 +263,12 @@ def _key_gradients_kernel(
             key_total, value_total = totals
             at_queries = pl.ds(i * options.block_queries, options.block_queries)
             q, given = query[at_queries, g, :], out_gradient[at_queries, g, :]
-            logits, allowed = _logits(options, q, k, arrays, at_queries, at_keys)
+            logits, allowed = block_logits(
+                options, q, k, arrays, at_queries, at_keys, bias, head=(g,)
+            )
             numbers = log_sum[g, at_queries], common[g, at_queries]
-            weights, change = _logit_gradients(options, logits, allowed, numbers, given, v)
-            key_total += _dot(change.astype(q.dtype).T, q)
+            weights, change = logit_gradients(options, logits, allowed, numbers, given, v)
+            key_total += _dot((change * options.scale).astype(q.dtype).T, q)
             return key_total, value_total + _dot(weights.astype(given.dtype).T, given)
 
         return jax.lax.fori_loop(first, last, step, totals)
@@ -259,38 +279,72 @@ def _key_gradients_kernel(
     value_gradient[...] = value_total.astype(value_gradient.dtype)
 
 
-def _logits(
-    options: KernelOptions, q: Any, k: Any, arrays: MaskArrays, at_queries: Any, at_keys: Any
+def block_logits(
+    options: KernelOptions,
+    q: Any,
+    k: Any,
+    arrays: MaskArrays,
+    at_queries: Any,
+    at_keys: Any,
+    bias: Any,
+    *,
+    row: tuple[Any, ...] = (),
+    head: tuple[Any, ...] = (),
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return (float32 logits of a block, mask of its allowed pairs or None for all)."""
+    """Return (float32 logits of a block, mask of its allowed pairs or None for all).
+
+    Args:
+      options: Options of the kernel.
+      q: Block of queries, `[block_queries, head_dim]`.
+      k: Block of keys, `[block_keys, head_dim]`.
+      arrays: References to the mask.
+      at_queries: `pl.ds` of the block of queries in the row.
+      at_keys: `pl.ds` of the block of keys in the row.
+      bias: Reference to the bias by distance; None for no bias.
+      row: Index of the row in the mask; () if `arrays` has one row.
+      head: Index of the head in the bias; () if `bias` has one head.
+    """
     logits = _dot(q, k.T) * options.scale
+    if bias is not None:
+        first = at_keys.start - at_queries.start + bias.shape[-1] // 2  # that of distance 0
+        queries, keys = jnp.arange(options.block_queries), jnp.arange(options.block_keys)
+        logits += bias[(*head, first + keys[None, :] - queries[:, None])]
     if options.logit_cap is not None:
         logits = options.logit_cap * jnp.tanh(logits / options.logit_cap)
     conditions = []
     if arrays.query_positions is not None:
-        queries = arrays.query_positions[at_queries][:, None]
-        keys = arrays.key_positions[at_keys][None, :]
+        queries = arrays.query_positions[(*row, at_queries)][:, None]
+        keys = arrays.key_positions[(*row, at_keys)][None, :]
         if options.causal:
             conditions.append(keys <= queries)
         if options.window is not None:
             conditions.append(queries - keys < options.window)
             conditions.append(keys - queries < options.window)
     if arrays.query_segments is not None:
-        segments = arrays.query_segments[at_queries][:, None]
-        conditions.append(segments == arrays.key_segments[at_keys][None, :])
+        segments = arrays.query_segments[(*row, at_queries)][:, None]
+        conditions.append(segments == arrays.key_segments[(*row, at_keys)][None, :])
     if not conditions:
         return logits, None
     allowed = functools.reduce(jnp.logical_and, conditions)
     return jnp.where(allowed, logits, MASKED_LOGIT), allowed
 
 
-def _logit_gradients(
+def logit_gradients(
     options: KernelOptions, logits: Any, allowed: Any, numbers: tuple[Any, Any], given: Any, v: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (probabilities of a block, gradients of its products of queries and keys)."""
+    """Return (probabilities of a block, gradients of its scaled products of queries and keys).
+
+    Args:
+      options: Options of the kernel.
+      logits: Capped and masked logits, `[block_queries, block_keys]`.
+      allowed: Mask of the allowed pairs; None for all.
+      numbers: Log-sum-exp and product of output and gradient of each query.
+      given: Gradient of the output of the queries, `[block_queries, value_dim]`.
+      v: Block of values, `[block_keys, value_dim]`.
+    """
     log_sum, common = numbers
     weights = _zero_masked(allowed, jnp.exp(logits - log_sum[:, None]))
-    change = weights * (_dot(given, v.T) - common[:, None]) * options.scale
+    change = weights * (_dot(given, v.T) - common[:, None])
     if options.logit_cap is not None:
         # The weight of a masked logit, which is far outside the cap, is 0.
         slope = 1.0 - jnp.square(logits / options.logit_cap)
@@ -342,9 +396,18 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return triton.dot(a, b, precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None)
 
 
-def _call(
+def call_kernel(
     kernel: Any, options: KernelOptions, *, inputs: Any, multiply_adds: int, **call: Any
 ) -> Any:
+    """Call a kernel of `options` and references.
+
+    Args:
+      kernel: Function of the options, of references to `inputs` and of references to the outputs.
+      options: Options of the kernel.
+      inputs: Arrays, the queries first.
+      multiply_adds: Number of multiplications of the products without a mask.
+      **call: Grid, specs and type of the outputs; see `pl.pallas_call`.
+    """
     # The cost of attention without a mask, as for array code. Callers account for the mask.
     cost = pl.CostEstimate(
         flops=2 * multiply_adds,
@@ -376,6 +439,11 @@ def _row(length: int, dims: int, *, group: int) -> pl.BlockSpec:
 def _per_query_block(length: int) -> pl.BlockSpec:
     """Return the spec of an array with one number per query, `[batch, heads, queries]`."""
     return pl.BlockSpec((None, None, length), lambda b, h, i: (b, h, i))
+
+
+def _bias_spec(bias: Any) -> pl.BlockSpec | None:
+    """Return the spec of the bias of a query head, of `[heads, 2·length - 1]`."""
+    return None if bias is None else pl.BlockSpec((None, bias.shape[1]), lambda b, h, i: (h, 0))
 
 
 def _mask_specs(arrays: MaskArrays) -> MaskArrays:

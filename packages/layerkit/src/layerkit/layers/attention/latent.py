@@ -29,6 +29,7 @@ from layerkit.config import Config, sub_config_field
 from layerkit.field_checks import Conditions
 from layerkit.layers.attention.base_attention import attend, check_attention_options
 from layerkit.layers.attention.cache import check_time_step, extend_cache, write_cache
+from layerkit.layers.attention.distance_bias import LogitBias
 from layerkit.layers.attention.projections import HeadProjection, OutputProjection
 from layerkit.layers.linears import Bias, Linear
 from layerkit.layers.masks import AttentionMask
@@ -145,7 +146,7 @@ class MultiHeadLatentAttention(BaseLayer):
         *,
         mask: AttentionMask,
         positions: jax.Array,
-        bias: jax.Array | None = None,
+        bias: LogitBias | None = None,
     ) -> jax.Array:
         """Compute attention within whole rows, without a cache.
 
@@ -153,7 +154,8 @@ class MultiHeadLatentAttention(BaseLayer):
           x: `[batch, length, input_dims]`.
           mask: Mask of the pairs (query position, key position) that may attend.
           positions: int32 `[batch, length]`, for the rotation.
-          bias: float32 `[batch or 1, heads or 1, length, length]`, added to the logits.
+          bias: float32 `[batch or 1, heads or 1, length, length]`, or a bias by distance, added to
+            the logits.
 
         Returns:
           `[batch, length, input_dims]` in the compute dtype.
@@ -283,7 +285,7 @@ class MultiHeadLatentAttention(BaseLayer):
         key: jax.Array,
         value: jax.Array,
         mask: AttentionMask,
-        bias: jax.Array | None,
+        bias: LogitBias | None,
         *,
         cached: bool,
     ) -> jax.Array:

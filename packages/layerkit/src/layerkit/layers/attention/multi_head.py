@@ -22,7 +22,7 @@ from layerkit.checks import check_sizes
 from layerkit.config import Config, sub_config_field
 from layerkit.field_checks import Conditions
 from layerkit.layers.attention.base_attention import BaseAttention
-from layerkit.layers.attention.biases import add_relative_bias
+from layerkit.layers.attention.biases import add_bias_of_rows, add_relative_bias
 from layerkit.layers.attention.cache import (
     check_time_step,
     extend_cache,
@@ -31,6 +31,7 @@ from layerkit.layers.attention.cache import (
     write_rounded_cache,
 )
 from layerkit.layers.attention.combined import CombinedProjection
+from layerkit.layers.attention.distance_bias import LogitBias
 from layerkit.layers.masks import AttentionMask
 from layerkit.layers.products import merge_tokens
 from layerkit.layers.remat import name_activation
@@ -104,7 +105,7 @@ class MultiHeadAttention(BaseAttention):
         *,
         mask: AttentionMask,
         positions: jax.Array,
-        bias: jax.Array | None = None,
+        bias: LogitBias | None = None,
     ) -> jax.Array:
         """Compute attention within whole rows.
 
@@ -113,7 +114,8 @@ class MultiHeadAttention(BaseAttention):
           mask: Mask of the pairs of positions that may attend. Its positions define the distances
             of a relative bias.
           positions: int32 `[batch, length]`, for the rotation.
-          bias: float32 `[batch or 1, heads or 1, length, length]`, added to the logits.
+          bias: float32 `[batch or 1, heads or 1, length, length]`, or a bias by distance, added to
+            the logits.
 
         Returns:
           `[batch, length, input_dims]` in the compute dtype.
@@ -123,7 +125,7 @@ class MultiHeadAttention(BaseAttention):
           UnsupportedBackendError: The backend does not support this attention.
         """
         query, key, value = self._project(x, positions)
-        bias = add_relative_bias(self, bias, *mask.distinct_positions())
+        bias = add_bias_of_rows(self, bias, mask)
         mask = mask.within(self.window)
         return self._attend(query, key, value, mask, bias, cached=False)
 

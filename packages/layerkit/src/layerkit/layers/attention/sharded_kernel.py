@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.errors import ConfigError
+from layerkit.layers.attention.distance_bias import DistanceBias, LogitBias
 from layerkit.layers.masks import AttentionMask
 from layerkit.sharding import BoundSharding
 
@@ -36,7 +37,7 @@ def run_kernel_on_mesh(
     sharding: BoundSharding | None,
     mask: AttentionMask | None,
     sinks: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    bias: LogitBias | None = None,
     prepare: Callable[[], Any] | None = None,
     **options: Any,
 ) -> jax.Array:
@@ -50,7 +51,8 @@ def run_kernel_on_mesh(
       sharding: Sharding of the model; without a mesh, the kernel is called directly.
       mask: Mask of the (query, key) pairs that may attend; None for all pairs.
       sinks: `[heads]`, for kernels that support attention sinks.
-      bias: `[batch or 1, heads or 1, queries, keys]`, for kernels that support a bias.
+      bias: `[batch or 1, heads or 1, queries, keys]` or a bias by distance, for kernels that
+        support it.
       prepare: Function that makes the `kernel` argument of splash attention; each device gets its
         shard of it.
       **options: Other keyword arguments of `kernel`.
@@ -127,8 +129,12 @@ def _specs(arrays: dict[str, Any], sharding: BoundSharding) -> dict[str, Any]:
         )
     if "sinks" in arrays:
         specs["sinks"] = sharding.spec(("act_heads",))
-    if "bias" in arrays:
-        rows, heads, *_ = arrays["bias"].shape
+    bias = arrays.get("bias")
+    if isinstance(bias, DistanceBias):
+        by_distance = sharding.spec((None, "act_heads", None))
+        specs["bias"] = jax.tree.map(lambda _: by_distance, bias)
+    elif bias is not None:
+        rows, heads, *_ = bias.shape
         names = ("batch" if rows > 1 else None, "act_heads" if heads > 1 else None)
         specs["bias"] = sharding.spec((*names, "length", None))
     if "kernel" in arrays:

@@ -1,0 +1,127 @@
+"""Pallas kernel of the gradient of a learned bias by distance on GPUs.
+
+Blocks of queries and keys on one diagonal have the same bias. A program visits the blocks of one
+diagonal in all rows of the batch and adds their gradients, always in the same order. Atomic
+additions to a number per distance would give other roundings in each run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from layerkit.layers.attention.flash_gpu_kernels import (
+    KernelOptions,
+    MaskArrays,
+    block_logits,
+    call_kernel,
+    logit_gradients,
+)
+
+
+def bias_tile_gradients(
+    options: KernelOptions,
+    query: Any,
+    key: Any,
+    value: Any,
+    out_gradient: Any,
+    log_sum: Any,
+    common: Any,
+    arrays: MaskArrays,
+    bias: Any,
+) -> jax.Array:
+    """Return the gradient of the bias of each diagonal of blocks, summed over the diagonal.
+
+    Args:
+      options: Options of the kernel.
+      query: `[batch, length, heads, head_dim]`.
+      key: `[batch, length, kv_heads, head_dim]`.
+      value: `[batch, length, kv_heads, value_dim]`.
+      out_gradient: `[batch, length, heads, value_dim]`.
+      log_sum: Log-sum-exp of each query's logits, float32 `[batch, heads, length]`.
+      common: Product of the output and its gradient of each query, float32 `[batch, heads,
+        length]`.
+      arrays: Mask in row order.
+      bias: float32 `[heads, 2·length - 1]`.
+
+    Returns:
+      float32 `[heads, 2·n - 1, block, block]` for n blocks in a row; see
+      `layerkit.layers.attention.distance_bias.sum_diagonals`.
+    """
+    batch, length, heads, head_dim = query.shape
+    kv_heads, value_dim = value.shape[2:]
+    group, block = heads // kv_heads, min(options.block_queries, options.block_keys)
+    options = dataclasses.replace(options, block_queries=block, block_keys=block)
+    num_diagonals = 2 * (length // block) - 1
+    per_query = pl.BlockSpec((batch, None, length), lambda h, t: (0, h, 0))
+    gradient: jax.Array = call_kernel(
+        _bias_gradient_kernel,
+        options,
+        grid=(heads, num_diagonals),
+        inputs=(query, key, value, out_gradient, log_sum, common, arrays, bias),
+        in_specs=(
+            _rows(query, group=1),
+            _rows(key, group=group),
+            _rows(value, group=group),
+            _rows(out_gradient, group=1),
+            per_query,
+            per_query,
+            jax.tree.map(lambda array: pl.BlockSpec(array.shape, lambda h, t: (0, 0)), arrays),
+            pl.BlockSpec((None, bias.shape[1]), lambda h, t: (h, 0)),
+        ),
+        out_specs=pl.BlockSpec((None, None, block, block), lambda h, t: (h, t, 0, 0)),
+        out_shape=jax.ShapeDtypeStruct((heads, num_diagonals, block, block), jnp.float32),
+        multiply_adds=batch * heads * length * length * (head_dim + value_dim),
+    )
+    return gradient
+
+
+def _bias_gradient_kernel(
+    options: KernelOptions,
+    query: Any,
+    key: Any,
+    value: Any,
+    out_gradient: Any,
+    log_sum: Any,
+    common: Any,
+    arrays: MaskArrays,
+    bias: Any,
+    gradient: Any,
+) -> None:
+    batch, length, _ = query.shape
+    block = options.block_queries
+    count = length // block
+    # Number of blocks from the queries to their keys.
+    ahead = pl.program_id(1) - (count - 1)
+    first, last = jnp.maximum(0, -ahead), jnp.minimum(count, count - ahead)
+    if options.causal:
+        last = jnp.where(ahead > 0, first, last)
+    if options.window is not None:
+        nearest = (jnp.abs(ahead) - 1) * block + 1  # distance from a query to a key
+        last = jnp.where(nearest < options.window, last, first)
+
+    def row(b: jax.Array, total: jax.Array) -> jax.Array:
+        def step(i: jax.Array, total: jax.Array) -> jax.Array:
+            at_queries, at_keys = pl.ds(i * block, block), pl.ds((i + ahead) * block, block)
+            q, k = query[b, at_queries, :], key[b, at_keys, :]
+            logits, allowed = block_logits(
+                options, q, k, arrays, at_queries, at_keys, bias, row=(b,)
+            )
+            numbers = log_sum[b, at_queries], common[b, at_queries]
+            given, v = out_gradient[b, at_queries, :], value[b, at_keys, :]
+            return total + logit_gradients(options, logits, allowed, numbers, given, v)[1]
+
+        return jax.lax.fori_loop(first, last, step, total)
+
+    zeros = jnp.zeros((block, block), jnp.float32)
+    gradient[...] = jax.lax.fori_loop(0, batch, row, zeros)
+
+
+def _rows(array: jax.Array, *, group: int) -> pl.BlockSpec:
+    """Return the spec of one head of all rows of `[batch, length, heads, dims]`."""
+    batch, length, _, dims = array.shape
+    return pl.BlockSpec((batch, length, None, dims), lambda h, t: (0, 0, jax.lax.div(h, group), 0))
