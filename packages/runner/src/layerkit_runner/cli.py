@@ -37,14 +37,7 @@ _HELP = ("--help", "-h")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line.
-
-    Args:
-      arguments: Words after the program's name; None for those of this process.
-
-    Returns:
-      The exit code.
-    """
+    """Run a command line, by default that of this process; return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return _run(words)

@@ -68,12 +68,8 @@ def with_data(kind: type[UsageError], error: UserError, **data: Any) -> UsageErr
 def to_usage_error(error: Exception, *, owner: str | None = None) -> UsageError:
     """Return an error of a layer, an input or a file as one that the command line prints.
 
-    A `UserError` keeps its data. Any other error becomes one line that names the layer or input
-    that raised it and the line of code outside of the libraries.
-
-    Args:
-      error: The error.
-      owner: Name to put before the owner of the error, such as that of the experiment.
+    A `UserError` keeps its data, with `owner` before its own. Any other error becomes one line that
+    names the layer or input that raised it and the line of code outside of the libraries.
     """
     layer, source = layer_of(error), input_of(error)
     if isinstance(error, UserError):
@@ -96,9 +92,8 @@ def to_usage_error(error: Exception, *, owner: str | None = None) -> UsageError:
 def unknown_name_text(error: Exception) -> str | None:
     """Return one sentence with file and line, if code uses an unknown name or a wrong type.
 
-    Returns:
-      The sentence; None unless the object is an experiment, config, layer, input or NestedMap, and
-      the code is outside of the packages below the experiments.
+    Return None unless the object is an experiment, config, layer, input or NestedMap, and the code
+    is outside of the packages below the experiments.
     """
     is_unknown_name = isinstance(error, (UnknownNameError, FieldTypeError)) or (
         isinstance(error, AttributeError) and _is_of_this_project(error.obj)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from etils import epath
 
-from layerkit_runner.modes.checkpoint_watcher import CheckpointWatcher, NewStep
+from layerkit_runner.modes.checkpoint_watcher import CheckpointWatcher
 
 
 def save(folder: Path, step: int, digest: str = "first") -> None:
@@ -23,7 +23,7 @@ def test_each_newest_step_is_reported_once(tmp_path: Path):
     watcher = CheckpointWatcher(epath.Path(folder))
     assert watcher.poll_newest() is None  # there is not even a folder
     save(folder, 100)
-    assert watcher.poll_newest() == NewStep(100)
+    assert watcher.poll_newest() == (100, [])
     assert watcher.poll_newest() is None
     (folder / "checkpoint_00000200.orbax-checkpoint-tmp").mkdir()
     assert watcher.poll_newest() is None
@@ -31,7 +31,7 @@ def test_each_newest_step_is_reported_once(tmp_path: Path):
     save(folder, 300)
     shutil.rmtree(folder / "checkpoint_00000100")
     save(folder, 400)
-    assert watcher.poll_newest() == NewStep(400, passed_over=(200, 300))
+    assert watcher.poll_newest() == (400, [200, 300])
     shutil.rmtree(folder / "checkpoint_00000200")
     assert watcher.poll_newest() is None
 
@@ -40,11 +40,11 @@ def test_a_step_that_was_saved_anew_is_another(tmp_path: Path):
     save(tmp_path, 100)
     save(tmp_path, 200)
     watcher = CheckpointWatcher(epath.Path(tmp_path))
-    assert watcher.poll_newest() == NewStep(200, passed_over=(100,))
+    assert watcher.poll_newest() == (200, [100])
     shutil.rmtree(tmp_path / "checkpoint_00000200")
     save(tmp_path, 200, digest="second")
-    assert watcher.poll_newest() == NewStep(200)
+    assert watcher.poll_newest() == (200, [])
     shutil.rmtree(tmp_path / "checkpoint_00000200")
-    assert watcher.poll_newest() == NewStep(100)
+    assert watcher.poll_newest() == (100, [])
     save(tmp_path, 150)
-    assert watcher.poll_newest() == NewStep(150)
+    assert watcher.poll_newest() == (150, [])

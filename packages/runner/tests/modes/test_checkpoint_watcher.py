@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 import signal
@@ -17,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from layerkit_runner.modes.checkpoint_watcher import PollSchedule
 from layerkit_runner.observers import metrics_path, read_metrics
 
 TIMEOUT = 240.0
@@ -227,11 +225,3 @@ def test_two_processes_follow_together(processes: Processes):
     both[1].send_signal(signal.SIGTERM)
     for process in both:
         ended(process, 143)
-
-
-def test_poll_intervals_double_and_reminders_become_rare():
-    schedule = PollSchedule(began=100.0)
-    assert [schedule.next_interval() for _ in range(7)] == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
-    reminded = [now for now in range(100, 30_000, 10) if schedule.reminds(float(now))]
-    assert reminded[:4] == [160, 280, 520, 1000]
-    assert {after - before for before, after in itertools.pairwise(reminded[8:])} == {3600}

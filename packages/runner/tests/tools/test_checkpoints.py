@@ -173,73 +173,15 @@ def test_show_prints_the_arrays_of_the_newest_step(written, capsys):
     assert lines[-1] == "step 20: 4 arrays, 208 B (opt_state 96 B, params 108 B, step 4 B)"
 
 
-def test_copy_has_the_arrays_and_the_evaluations(written, tmp_path, capsys):
-    new = tmp_path / "new"
-    assert run(capsys, "copy", written, new, "--step=10") == (
-        f"{new}/checkpoints/checkpoint_00000010\n"
-    )
+def test_folder_that_other_programs_copied_is_intact_and_can_be_resumed(written, tmp_path, capsys):
+    new = Path(shutil.copytree(written, tmp_path / "new"))
+    assert run(capsys, "verify", new) == "step 10: intact\nstep 20: intact\n"
     assert_is_step(new, 10)
     assert documents.read_evaluations(epath.Path(new / "checkpoints"))[10]["heldout/loss"] == 1.5
-    assert run(capsys, "copy", written, new) == (
-        f"{new}/checkpoints/checkpoint_00000020\nskipped, copied before: step 10\n"
-    )
-    # A training job resumes there with its own retention policy.
     with CheckpointManager(new / "checkpoints") as manager:
         assert manager.newest_sound_step() == 20
         manager.save(21, {"w": jnp.ones(2)}, input_states={}, metadata={}, force=True)
     assert folders.committed_steps(epath.Path(new / "checkpoints")) == [10, 20, 21]
-
-
-def test_copy_of_a_damaged_step_is_deleted(job, tmp_path, capsys):
-    damage(job, 20)
-    text = run(capsys, "copy", job, tmp_path / "new", "--step=20", code=1)
-    assert "checkpoint_00000020 differs from the saved step and was deleted:\n  state/" in text
-    assert list((tmp_path / "new" / "checkpoints").iterdir()) == []
-
-
-def test_copy_can_be_repeated_and_continues_after_damage(job, tmp_path, capsys):
-    new = tmp_path / "new"
-    pristine = Path(shutil.copytree(job, tmp_path / "pristine"))
-    damage(job, 10)
-    first = run(capsys, "copy", job, new, code=1)
-    assert f"{new}/checkpoints/checkpoint_00000020\nnot copied: step 10\n" in first
-    assert "checkpoint_00000010 differs from the saved step and was deleted:\n  state/" in first
-    assert run(capsys, "copy", pristine, new) == (
-        f"{new}/checkpoints/checkpoint_00000010\nskipped, copied before: step 20\n"
-    )
-    # Damage of the original does not matter if its copy is intact.
-    assert run(capsys, "copy", job, new) == "skipped, copied before: steps 10, 20\n"
-    flipped = damage(new, 20)
-    altered = flipped.read_bytes()
-    again = run(capsys, "copy", pristine, new, code=1)
-    assert again.startswith("skipped, copied before: step 10\nnot copied: step 20\n")
-    assert (
-        "The existing checkpoint" in again and "checkpoint_00000020 is damaged:\n  state/" in again
-    )
-    assert "Delete it to copy the step again." in again
-    assert flipped.read_bytes() == altered
-
-
-def test_evaluations_after_a_copy_are_copied_too(job, tmp_path, capsys):
-    there, new = (epath.Path(folder / "checkpoints") for folder in (job, tmp_path / "new"))
-    found = documents.read_evaluations(there)
-    documents.write_evaluations(there, {10: found[10]})
-    run(capsys, "copy", job, tmp_path / "new")
-    assert set(documents.read_evaluations(new)) == {10}
-    documents.write_evaluations(there, found)
-    run(capsys, "copy", job, tmp_path / "new")
-    assert documents.read_evaluations(new) == found
-
-
-def test_different_step_of_the_same_number_is_an_error(written, tmp_path, capsys):
-    other = tmp_path / "other"
-    with CheckpointManager(other / "checkpoints") as manager:
-        manager.save(10, {"w": jnp.ones(2)}, input_states={}, metadata={}, force=True)
-    assert run(capsys, "copy", written, other, code=2) == (
-        f"{other}/checkpoints/checkpoint_00000020\nnot copied: step 10\n"
-        f"checkpoints: {other}/checkpoints/checkpoint_00000010 exists and differs from the"
-        f" step of {written}/checkpoints; nothing was changed\n"
-    )
 
 
 @pytest.mark.parametrize("name", ["_sharding", "_METADATA", "manifest.ocdbt"])
@@ -263,9 +205,8 @@ def test_malformed_evaluations_are_an_error_of_every_command(job, tmp_path, caps
         manager.save(1, {"w": jnp.ones(2)}, input_states={}, metadata={}, force=True)
     for words in (
         ["list", job],
-        ["copy", job, new],
-        ["copy", other, job],
         ["convert", job, new, "--to=msgpack"],
+        ["convert", other, job, "--to=msgpack"],
     ):
         text = run(capsys, *words, code=1)
         assert text.startswith(f"checkpoints: {path}: ")

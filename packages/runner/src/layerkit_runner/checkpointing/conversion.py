@@ -1,22 +1,19 @@
-"""Copies steps, rewrites them in the other format, and exports weights as safetensors.
+"""Rewrites steps in the other format, and exports weights as safetensors.
 
 A step is written under the name of an unfinished save and renamed when it is complete and verified.
-The next training job in that folder deletes the files of a killed copy, as those of a killed save.
+The next training job in that folder deletes the files of a killed conversion.
 This module imports Orbax.
 """
 
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator, Mapping
-from concurrent import futures
 from typing import Any
 
 import jax
 import numpy as np
 from etils import epath
-from tqdm import tqdm
 
 from layerkit.errors import ConfigError
 from layerkit_runner.checkpointing import documents, folders, handlers, integrity, structure
@@ -24,51 +21,7 @@ from layerkit_runner.checkpointing.formats import StateFormat, format_of
 from layerkit_runner.files.atomic_write import atomic_write
 
 _READ_BYTES = 2**30
-_BLOCK_BYTES = 8 * 2**20
-_COPIERS = 8
 _REPLACED_FILES = ("state/", f"{integrity.MANIFEST_FOLDER}/", folders.COMMIT_FILE)
-
-
-def copy_step(source: epath.Path, destination: epath.Path, step: int) -> epath.Path:
-    """Copy a step and its recorded evaluation to another folder of checkpoints; return its folder.
-
-    Raises:
-      FileExistsError: The destination has this step.
-      DamagedCheckpointError: The step is damaged; nothing is left of the copy.
-      OSError: Storage failed; nothing is left of the copy.
-    """
-    original = folders.step_folder(source, step)
-    with _new_step_folder(destination, step) as partial:
-        sizes = integrity.file_sizes(original)
-        sizes.pop(folders.COMMIT_FILE, None)  # written at the commit of the copy
-        for folder in sorted({(partial / name).parent for name in sizes}):
-            folder.mkdir(parents=True, exist_ok=True)
-
-        def copy(name: str) -> int:
-            with (original / name).open("rb") as reader, (partial / name).open("wb") as writer:
-                shutil.copyfileobj(reader, writer, _BLOCK_BYTES)
-            return sizes[name]
-
-        total = sum(sizes.values())
-        bar = tqdm(desc=f"step {step}", total=total, unit="B", unit_scale=True, disable=None)
-        with bar, futures.ThreadPoolExecutor(_COPIERS) as copiers:
-            for size in copiers.map(copy, sizes):
-                bar.update(size)
-        integrity.require_sound(
-            f"The copy of {original} differs from the saved step and was deleted",
-            integrity.verify(partial),
-            hint="Check the original with: verify.",
-        )
-    copy_evaluations(source, destination, step)
-    return folders.step_folder(destination, step)
-
-
-def copy_evaluations(source: epath.Path, destination: epath.Path, step: int) -> None:
-    """Copy the recorded evaluation of a step."""
-    found = documents.read_evaluations(source).get(step)
-    if found is not None:
-        known = documents.read_evaluations(destination)
-        documents.write_evaluations(destination, {**known, step: found})
 
 
 def convert_step(
@@ -91,7 +44,7 @@ def convert_step(
             owner=str(original),
             field="--to",
             value=state_format.value,
-            hint="Use copy instead.",
+            hint="Copy the folder of the step instead.",
         )
     leaves = read_leaves(original)
     with _new_step_folder(destination, step) as partial:
@@ -107,7 +60,9 @@ def convert_step(
             writer.finalize(partial / "state")
         (partial / integrity.MANIFEST_FOLDER).mkdir()
         integrity.write(partial, manifest_directory=partial / integrity.MANIFEST_FOLDER)
-    copy_evaluations(source, destination, step)
+    if (found := documents.read_evaluations(source).get(step)) is not None:
+        known = documents.read_evaluations(destination)
+        documents.write_evaluations(destination, {**known, step: found})
     return folders.step_folder(destination, step)
 
 

@@ -27,16 +27,7 @@ _HEADINGS = ("NAME", "WEIGHTS", "MESH", "DATA", "SUMMARY")
 
 @dataclasses.dataclass(frozen=True)
 class CatalogueLine:
-    """Facts about an experiment that are available without building it.
-
-    Attributes:
-      num_params: Number of weights; None if it depends on a folder of the user, or is unknown.
-      mesh: Mesh axes of more than one device, such as `fsdp 64, data 2 across slices`; None if
-        unknown.
-      data: Source of the data in a few words; None if unknown.
-      summary: First line of the docstring.
-      tags: Words that `--list --tag=NAME` filters by.
-    """
+    """Facts about an experiment that are available without building it; None for unknown ones."""
 
     num_params: int | None
     mesh: str | None
@@ -71,10 +62,7 @@ def catalogue_file_text(lines: Mapping[str, CatalogueLine]) -> str:
 def catalogue_text(entries: Sequence[ExperimentEntry], *, width: int | None = None) -> str:
     """Return the text that `--list` prints: a line for each experiment.
 
-    Args:
-      entries: The experiments.
-      width: Columns of the terminal, at which lines are cut; None, for a file or another program,
-        for whole lines without headings.
+    Lines are cut at the width of a terminal; None gives whole lines without headings.
     """
     columns = zip(_HEADINGS, zip(*map(_row, entries), strict=True), strict=True)
     # Empty columns are left out.

@@ -62,11 +62,7 @@ class Command:
 
 @dataclasses.dataclass(frozen=True)
 class FlagCommand:
-    """An action that a flag of the runner starts in place of the mode, such as `--study`.
-
-    Attributes:
-      run: Function of the parsed command line; returns the exit code.
-    """
+    """An action that a flag of the runner starts in place of the mode, such as `--study`."""
 
     run: Callable[[ParsedFlags], int]
 
@@ -87,16 +83,7 @@ def broken() -> dict[str, str]:
 
 
 def load(kind: type[Kind], name: str, *, shown: str) -> Kind:
-    """Return the command of that kind and name.
-
-    Args:
-      kind: `Mode`, `Command` or `FlagCommand`.
-      name: Name of its entry point.
-      shown: Text on the command line, for messages.
-
-    Raises:
-      UsageError: No package has it, its module cannot be imported, or it is of another kind.
-    """
+    """Return the command of that kind and name."""
     if name not in entry_points():
         raise UsageError(
             f"the tool {name} is not installed: no package names it in the entry-point group"

@@ -40,15 +40,8 @@ def config_json(
 ) -> dict[str, Any]:
     """Return a resolved experiment as JSON, with the arguments that resolve it again.
 
-    Args:
-      resolved: The experiment with its overrides.
-      options: Options of the run; None if there is no run.
-      mode: Mode of the run.
-
-    Returns:
-      `experiment`: full name; `overrides`: text by path; `arguments`: words of a command line with
-      both and the flags of the run; `fields` and `config`: values by name or path. A value is a
-      number, a string, a bool, None, or the text of anything else.
+    `options` is None if there is no run. A value is a number, a string, a bool, None, or the text
+    of anything else.
     """
     # The format of this output is not a flag of the run.
     run = [] if options is None else to_argv(dataclasses.replace(options, json=False), mode=mode)

@@ -54,12 +54,7 @@ def walk(value: Any, path: str, seen: dict[int, str] | None = None) -> Iterator[
     """Yield each path in a tree of configs with its value, outer ones first.
 
     A list or dict without a config in it is one value. A config that was yielded before, at another
-    path, is yielded again without what it holds.
-
-    Args:
-      value: Root of the tree.
-      path: Path of the root.
-      seen: Paths at which configs are yielded first, by identity; the walk adds to it.
+    path, is yielded again without what it holds; `seen` has the first paths by identity.
     """
     seen = {} if seen is None else seen
     is_repeated = is_config(value) and id(value) in seen

@@ -237,15 +237,10 @@ def reduced_overrides(experiment: BaseExperiment) -> set[str]:
 
 
 def is_set_before(experiment: BaseExperiment, name: str, other: str) -> bool:
-    """Return whether a field was last set before another field.
+    """Return whether the field `name` was last set before the field `other`.
 
     Values are set in this order, each replacing the one before: by the bases, by the class itself,
     by `--reduced`, and by the arguments of the constructor, such as the flag `--fdl.NAME`.
-
-    Args:
-      experiment: The experiment.
-      name: Name of the field that may have been set first.
-      other: Name of the other field.
     """
     return _order_of_setting(experiment, name) < _order_of_setting(experiment, other)
 

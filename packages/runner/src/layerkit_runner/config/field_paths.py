@@ -22,12 +22,7 @@ from layerkit_runner.config.resolve import ResolvedExperiment
 def source_field(resolved: ResolvedExperiment, path: str) -> str | None:
     """Return the field of the experiment that gives a configuration path its value.
 
-    Args:
-      resolved: The experiment.
-      path: Path in the resolved configs, such as `partitioner.ici_mesh_shape`.
-
-    Returns:
-      Name of the field; None if an override sets the path, or no single field does.
+    Return None if an override sets the path, or no single field does.
     """
     if any(f"{path}.".startswith(f"{each.path}.") for each in resolved.deep_overrides):
         return None

@@ -61,12 +61,8 @@ _CONTRADICTIONS = (("init_from", "restore_checkpoint_dir"), ("print_config", "di
 class ParsedFlags:
     """A command line whose flags are valid and fit together.
 
-    Attributes:
-      exp: Name of the experiment; None if a job's folder names it, or none is needed.
-      mode: Value of `--mode`.
-      overrides: `--fdl.PATH=TEXT` flags.
-      options: Options of the run.
-      given: Values of the flags that were given, by name.
+    `exp` is None if a job's folder names the experiment, or none is needed; `given` has the values
+    of the flags that were given.
     """
 
     exp: str | None
@@ -126,17 +122,10 @@ def read_flags(
     other_names: Mapping[str, str] = {},
     known_only: bool = False,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of the flags of a table that the words of a command line give.
+    """Return the values of a table's flags that words give, by name, and the remaining words.
 
-    Args:
-      words: Words of the command line.
-      rows: Table of flags.
-      other_names: Further names of flags, each with the name in the table.
-      known_only: Whether words that belong to no flag of the table are returned, in their order;
-        otherwise they are errors.
-
-    Returns:
-      The values of the flags that are given, by name and in their order, and the remaining words.
+    `other_names` are further names of flags. Words that belong to no flag are errors, or remain if
+    `known_only` is set.
     """
     values = absl_flags.FlagValues()
     values.set_gnu_getopt()
@@ -162,12 +151,9 @@ def read_flags(
 
 
 def unknown_flag(name: str, known: Collection[str], table: Collection[str]) -> UsageError:
-    """Return the error about an unknown flag.
+    """Return the error about an unknown flag, with near names.
 
-    Args:
-      name: Name of the flag.
-      known: Names of flags to suggest.
-      table: Names of flags whose negated form is suggested as well, if they are switches.
+    Of the switches in `table`, the negated form is suggested as well.
     """
     name = name.lstrip("-")
     # Negated names are suggested only for a negated name: --nolist does not help with --lits.

@@ -85,11 +85,7 @@ _MAX_LINES = 24
 
 
 def help_text(topic: str | None = None) -> str:
-    """Return what `--help` prints.
-
-    Args:
-      topic: Group or mode to describe; None for the most used flags.
-    """
+    """Return what `--help` prints about a group or mode; None for the most used flags."""
     tools, words = commands.installed(commands.Mode), commands.installed(commands.Command)
     broken = [f"  {name}: cannot be loaded: {what}" for name, what in commands.broken().items()]
     modes = {**MODES, **{name: mode.help for name, mode in tools.items()}}

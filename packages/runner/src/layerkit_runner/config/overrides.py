@@ -99,16 +99,7 @@ def check_consistent(overrides: Iterable[Override]) -> tuple[Override, ...]:
 def parse_fields(
     experiment: str, annotations: Mapping[str, str | None], overrides: Iterable[Override]
 ) -> dict[str, Any]:
-    """Return the values that overrides give to the experiment's own fields, without deep paths.
-
-    Args:
-      experiment: Name of the experiment, for messages.
-      annotations: Fields of the experiment, each with the text of its annotation.
-      overrides: Overrides of the command line.
-
-    Returns:
-      The values of the overridden fields, by name.
-    """
+    """Return the values that overrides give to the experiment's own fields, without deep paths."""
     values: dict[str, Any] = {}
     problems: list[UsageError] = []
     for override in overrides:

@@ -29,15 +29,7 @@ _CLASS_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 @dataclasses.dataclass(frozen=True)
 class RecordedConfig:
-    """The content of `config.json`.
-
-    Attributes:
-      experiment: Full name of the experiment's class.
-      overrides: Text of each override, by its path.
-      arguments: Words of the command line that make the same run.
-      fields: Values of the experiment's fields, by name.
-      config: Values of everything that they resolve to, by path.
-    """
+    """The content of `config.json`; `config` has the values of all fields at any depth, by path."""
 
     experiment: str
     overrides: Mapping[str, str]
@@ -51,14 +43,7 @@ class DamagedRecordError(UsageError):
 
 
 def read_recorded_config(folder: str) -> RecordedConfig | None:
-    """Read the configuration with which a folder was last written.
-
-    Args:
-      folder: Folder of a job, here or in a store such as gs://bucket/run.
-
-    Returns:
-      The configuration, or None where the folder has no `config.json`.
-    """
+    """Read the configuration with which a folder was last written; None without `config.json`."""
     try:
         text = _read(folder)
         return None if text is None else _record(parse_json(text))
@@ -85,10 +70,6 @@ def with_recorded_experiment(flags: ParsedFlags, report: Callable[[str], None]) 
     """Return flags with the experiment and overrides of the job's folder, if they name none.
 
     Overrides of the command line replace recorded ones of the same path.
-
-    Args:
-      flags: Parsed command line.
-      report: Function that is called with a line about the recorded values.
     """
     folder = flags.options.job_log_dir
     if flags.exp is not None or folder is None:

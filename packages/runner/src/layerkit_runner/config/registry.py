@@ -49,13 +49,7 @@ _CLASS = re.compile(r"^class ([A-Za-z]\w*)", re.MULTILINE)
 
 @dataclasses.dataclass(frozen=True)
 class ExperimentEntry:
-    """An experiment as `--list` shows it.
-
-    Attributes:
-      name: Name without the package that offers it.
-      dotted: Full name of the class.
-      line: Line of the experiment in the catalogue.
-    """
+    """An experiment as `--list` shows it: its name without the package that offers it."""
 
     name: str
     dotted: str

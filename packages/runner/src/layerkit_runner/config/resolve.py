@@ -77,12 +77,7 @@ class ResolvedExperiment:
 def resolve(
     experiment: BaseExperiment, deep_overrides: Iterable[Override] = ()
 ) -> ResolvedExperiment:
-    """Call the experiment's methods and set the deep overrides on what they return.
-
-    Args:
-      experiment: Experiment with its own fields overridden.
-      deep_overrides: Paths that start with one of `overrides.ROOTS`.
-    """
+    """Call the experiment's methods and set the deep overrides on what they return."""
     try:
         experiment.validate()
     except (ValueError, OSError, MissingExtraError) as error:
@@ -122,13 +117,7 @@ def _set(roots: dict[str, Any], overrides: Iterable[Override]) -> dict[str, Any]
 def resolve_entry(
     entry: ExperimentEntry, overrides: Sequence[Override], *, reduced: bool = False
 ) -> ResolvedExperiment:
-    """Import an experiment and apply the overrides of its own fields and the deep overrides.
-
-    Args:
-      entry: Registry entry of the experiment.
-      overrides: `--fdl.PATH=TEXT` flags.
-      reduced: True to set the experiment's `reduced_fields`. Overrides take precedence.
-    """
+    """Import an experiment and apply `--reduced`, overrides of its fields and deep overrides."""
     cls = load_experiment(entry)
     fields = parse_fields(entry.name, experiment_fields(cls), overrides)
     if reduced:

@@ -53,11 +53,7 @@ def plan_first_state(
 ) -> Callable[[], FirstState]:
     """Find the initial weights, and return a function that reads or initializes them.
 
-    Args:
-      partitioner: Started partitioner, bound to the task.
-      task: Task of the run.
-      weights: Source of the initial weights; None for `task.initial_weights`.
-      report: Called with each line about damaged checkpoints.
+    `weights` replace `task.initial_weights`. `report` receives lines about damaged checkpoints.
     """
     source = task.initial_weights if weights is None else weights
     if source is None:

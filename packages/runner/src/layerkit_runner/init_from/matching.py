@@ -45,14 +45,7 @@ _STACK = (
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """The origin of one initial value.
-
-    Attributes:
-      stored: Source that holds it.
-      origin: Stored values, by name, from which the value is made.
-      paths: Paths of the stored values in the source.
-      target: Shape, dtype and sharding of the value in this run.
-    """
+    """The origin of one initial value: stored values, and the shape and sharding in this run."""
 
     stored: StoredValues
     origin: Origin
@@ -72,15 +65,10 @@ class Found:
 
 @dataclasses.dataclass(frozen=True)
 class Matched:
-    """The origins of all initial values.
+    """The origins of all initial values by path in the state, such as `("params", "lm", "w")`.
 
-    Attributes:
-      found: Origin of each value, by path in the state, such as `("params", "lm", "w")`.
-      drawn: Paths of the weights that are initialized randomly.
-      copied: Map from the path of a copied weight to the path of its original, both below
-        `params`.
-      step: Step from which the run continues to count.
-      step_from: Label of the source of `step`; None if the run counts from 0.
+    `drawn` weights are initialized randomly; `copied` has the originals of copies, both below
+    `params`. The run continues to count from `step`, that of the source `step_from`.
     """
 
     found: Mapping[LeafPath, Found]
@@ -93,14 +81,7 @@ class Matched:
 def match(
     settings: InitFrom, opened: Sequence[Opened], state: TrainState, *, model: BaseModel
 ) -> Matched:
-    """Find the origin of every initial value.
-
-    Args:
-      settings: Settings of the run.
-      opened: Sources of the settings, in their order.
-      state: State of this run, as shapes, dtypes and shardings.
-      model: Model of this run, which declares the weights that are copies or frozen.
-    """
+    """Find the origin of every initial value; an error lists all differences."""
     return _Matching(settings, opened, state, model).run()
 
 

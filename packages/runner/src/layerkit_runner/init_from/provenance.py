@@ -27,15 +27,13 @@ class Provenance:
     """Origins of initial values.
 
     Attributes:
-      weights: Origin of each weight, by path: `DIR:STEP:PATH` in a checkpoint, `DIR:PATH` in a
-        Hugging Face folder, `copy_of:PATH` for a copy of another weight of the model, or
-        `random_init`.
-      opt_state: Origin of each value of the optimizer state that was read from a source, by path.
+      weights: Origin of each weight, by path: `DIR:STEP:PATH`, `DIR:PATH` in a Hugging Face folder,
+        `copy_of:PATH` for a copy of another weight, or `random_init`.
+      opt_state: Origin of each value of the optimizer state that was read, by path.
       step: `DIR:STEP` from which the step count continues; None if it starts at 0.
       converted: Paths of the converted values, by conversion such as `float32 → bfloat16`.
       num_opt_state: Number of values in the optimizer state.
-      hugging_face: First Hugging Face folder that provided weights, whose tokenizer an export
-        copies; None if no folder did.
+      hugging_face: First Hugging Face folder, whose tokenizer an export copies.
     """
 
     weights: Mapping[str, str]
@@ -91,16 +89,10 @@ class Provenance:
 
 @dataclasses.dataclass(frozen=True)
 class FirstState:
-    """The state with which a run starts, either new or restored.
+    """The state with which a run starts.
 
-    Attributes:
-      state: State on the devices.
-      step: Number of completed steps.
-      provenance: Origins of the values; None if all are initialized randomly, or all restored.
-      restored_from: Folder of the checkpoints from which the state was restored; None for a new
-        state.
-      input_states: Input positions in the restored checkpoint.
-      metadata: Metadata of the job's own checkpoint if the run resumes from it; empty otherwise.
+    `provenance` is None if all values are initialized randomly, or all restored. A restored state
+    comes from the folder `restored_from`, with its input states; a resumed one has metadata too.
     """
 
     state: TrainState

@@ -45,13 +45,7 @@ def has_integers(leaves: Mapping[LeafPath, Any]) -> bool:
 def rounded(
     model: BaseLayer, given: Mapping[LeafPath, jax.Array], like: Mapping[LeafPath, Any]
 ) -> dict[LeafPath, jax.Array]:
-    """Return the integers and scales of floating weights, and all other values unchanged.
-
-    Args:
-      model: Model that stores weights in `weight_format`.
-      given: Values `[...]` by path.
-      like: Shape and dtype of the values of the model, by path.
-    """
+    """Return the integers and scales of floating weights, and all other values unchanged."""
     found = dict(given)
     for path, value in given.items():
         is_float = jnp.issubdtype(value.dtype, jnp.floating)

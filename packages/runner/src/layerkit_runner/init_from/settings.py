@@ -35,12 +35,10 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """The stored values from which one value is made.
+    """The stored values from which one value is made: one, or one for each layer.
 
-    Attributes:
-      text: Name as the rule gives it, such as `w[3]`.
-      names: Names of the stored values: one, or one for each layer.
-      indices: Indices of the leading axes of the stored value. A tuple selects several, in order.
+    `text` is the name as the rule gives it, such as `w[3]`. `indices` are those of the leading axes
+    of the stored value; a tuple selects several, in order.
     """
 
     text: str
@@ -88,13 +86,7 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A pattern of names and the stored name that it stands for.
-
-    Attributes:
-      pattern: Regular expression of names of this run.
-      source: Name in the source.
-      label: Path of the rule, such as `FOLDER: rules[0]`, for messages.
-    """
+    """A pattern of names of this run and the stored name; `label` is the path of the rule."""
 
     pattern: str
     source: str

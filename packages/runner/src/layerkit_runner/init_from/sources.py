@@ -68,14 +68,7 @@ def open_source(
     *,
     optimizer: optax.GradientTransformation,
 ) -> Opened:
-    """Open the folder of a source; only names, shapes and dtypes are read.
-
-    Args:
-      source: Settings of the source.
-      state: State of this run, as shapes, dtypes and shardings.
-      report: Called with each line about damaged checkpoints.
-      optimizer: Optimizer of this run, to convert moments of Paxml.
-    """
+    """Open the folder of a source; only names, shapes and dtypes are read."""
     kind = recognize(source.folder or "")
     if isinstance(kind, PaxFolder):
         # Imported late, since few runs read checkpoints of Paxml.
@@ -125,12 +118,7 @@ class HuggingFaceFolder:
 
 
 def recognize(given: str) -> CheckpointFolder | HuggingFaceFolder | PaxFolder:
-    """Return the kind of a folder.
-
-    Args:
-      given: Path of a job, of its checkpoints, of one checkpoint, or of a Hugging Face folder; on
-        this machine or in a store, such as `gs://bucket/run`. The job may be one of Paxml.
-    """
+    """Return the kind of a folder: of a job, its checkpoints, one checkpoint, or Hugging Face."""
     directory = absolute(given)
     if not directory.is_dir():
         parent = directory.parent
@@ -168,24 +156,12 @@ def recognize(given: str) -> CheckpointFolder | HuggingFaceFolder | PaxFolder:
 
 
 class StoredCheckpoint:
-    """A checkpoint of either format, written under any partitioner.
-
-    Attributes:
-      label: `DIR:STEP`, for messages and records.
-      step: Step of the checkpoint.
-      leaves: Shape and dtype of every value by its path, such as `("params", "lm", "w")`.
-    """
+    """A checkpoint of either format, written under any partitioner; see `StoredValues`."""
 
     def __init__(
         self, directory: epath.Path, *, step: int | None, report: Callable[[str], None]
     ) -> None:
-        """Open a checkpoint; only names, shapes and dtypes are read.
-
-        Args:
-          directory: Folder of the checkpoints.
-          step: Step to read; None for the newest that is not damaged.
-          report: Called with each line about newer checkpoints that are damaged.
-        """
+        """Open a checkpoint, by default the newest that is not damaged; no values are read."""
         self.step = _choose(directory, step, report)
         self.label = f"{directory}:{self.step}"
         self._state = folders.step_folder(directory, self.step) / "state"
@@ -200,9 +176,6 @@ class StoredCheckpoint:
 
         A process reads only what its devices hold. A single file (`StateFormat.MSGPACK`) is read
         one value at a time.
-
-        Args:
-          wanted: Stored shape and dtype of each value, with a sharding.
         """
         from layerkit_runner.checkpointing import handlers
 
@@ -227,23 +200,15 @@ def _choose(directory: epath.Path, step: int | None, report: Callable[[str], Non
 
 
 class StoredHuggingFace:
-    """The weights of a Hugging Face folder, named as in the model that config.json describes.
-
-    Attributes:
-      label: The folder, for messages and records.
-      step: None.
-      leaves: Shape and dtype of every weight by its path, such as `("params", "lm", "w")`.
-    """
+    """Weights of a Hugging Face folder, named as in the model that config.json describes."""
 
     step = None
 
     def __init__(self, directory: epath.Path, *, like: Collection[LeafPath] | None) -> None:
         """Read config.json and the names of the tensors.
 
-        Args:
-          directory: The folder.
-          like: Paths of the weights of this run. Layers are named as a stack or one by one,
-            whichever shares more names with these. None names them as a stack.
+        Layers are named as a stack or one by one, whichever shares more names with the weights
+        `like`.
         """
         self.label = str(directory)
         self._directory = directory
@@ -259,11 +224,7 @@ class StoredHuggingFace:
             raise to_usage_error(error) from error
 
     def read(self, wanted: Mapping[LeafPath, jax.ShapeDtypeStruct]) -> dict[LeafPath, jax.Array]:
-        """Read some of the weights, slice by slice, each into the sharding of `wanted`.
-
-        Args:
-          wanted: Shape and dtype from `leaves`, with a sharding.
-        """
+        """Read some of the weights, slice by slice, each into the sharding of `wanted`."""
         try:
             with folder.SafetensorsFolder(self._directory) as source:
                 like = tensors.unflatten(wanted)

@@ -6,7 +6,6 @@ Ctrl-C or SIGTERM, or after `--follow_timeout_secs` without a new checkpoint.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,36 +27,20 @@ _MIN_POLL_SECS, _MAX_POLL_SECS = 0.5, 10.0
 _FIRST_REMINDER_SECS, _MAX_REMINDER_SECS = 60.0, 3600.0
 
 
-@dataclasses.dataclass(frozen=True)
-class NewStep:
-    """A new step in a folder of checkpoints.
-
-    Attributes:
-      step: The newest committed step.
-      passed_over: Older steps that appeared since the last one that was returned.
-    """
-
-    step: int
-    passed_over: tuple[int, ...] = ()
-
-
 class CheckpointWatcher:
     """A reader of a folder of checkpoints that returns each newest step once.
 
     It reads no arrays, so the step may be damaged. The training job that owns the folder may delete
     steps, and save a step again.
-
-    Args:
-      directory: Folder of the checkpoints, which need not exist yet.
     """
 
     def __init__(self, directory: epath.Path) -> None:
-        """Watch a folder of which no step was returned yet."""
+        """Watch a folder, which need not exist yet."""
         self._directory = directory
         self._returned: tuple[int, str | None] | None = None
 
-    def poll_newest(self) -> NewStep | None:
-        """Return the newest step if it is new or was saved again; None otherwise."""
+    def poll_newest(self) -> tuple[int, list[int]] | None:
+        """Return the newest step, if it is new or was saved again, and older ones passed over."""
         steps = committed_steps(self._directory)
         if not steps:
             return None
@@ -67,39 +50,7 @@ class CheckpointWatcher:
             return None
         before = -1 if self._returned is None else self._returned[0]
         self._returned = (newest, digest)
-        return NewStep(newest, tuple(step for step in steps[:-1] if step > before))
-
-
-@dataclasses.dataclass
-class PollSchedule:
-    """A schedule of the polls of a folder and of the reminders that the job is still waiting.
-
-    The poll interval doubles from half a second up to ten seconds. The first reminder is due after
-    a minute. The interval between reminders then doubles, up to an hour.
-
-    Attributes:
-      began: Value of `time.monotonic()` at the start of the wait.
-    """
-
-    began: float
-    _interval: float = _MIN_POLL_SECS / 2
-    _reminder_interval: float = _FIRST_REMINDER_SECS
-    _next_reminder: float | None = None
-
-    def next_interval(self) -> float:
-        """Return the number of seconds until the next poll."""
-        self._interval = min(2 * self._interval, _MAX_POLL_SECS)
-        return self._interval
-
-    def reminds(self, now: float) -> bool:
-        """Return whether a reminder is due; if so, schedule the next one."""
-        if self._next_reminder is None:
-            self._next_reminder = self.began + self._reminder_interval
-        if now < self._next_reminder:
-            return False
-        self._reminder_interval = min(2 * self._reminder_interval, _MAX_REMINDER_SECS)
-        self._next_reminder = now + self._reminder_interval
-        return True
+        return newest, [step for step in steps[:-1] if step > before]
 
 
 def watch_checkpoints(
@@ -116,12 +67,11 @@ def watch_checkpoints(
 
     Args:
       directory: Folder of the checkpoints, which may not exist yet.
-      process_newest: Function that processes the newest undamaged checkpoint, unless it is already
-        processed. It returns the step of that checkpoint, or None if no checkpoint could be read.
+      process_newest: Function that processes the newest undamaged checkpoint, and returns its step,
+        or None if no checkpoint could be read.
       has_outputs: Function that returns whether the outputs of a step exist. Skipped older steps
         without outputs are reported.
-      own_last_step: Last training step according to this job's config. It is used only if the
-        training job has not recorded its own last step.
+      own_last_step: Last step of this job's config, if the training job has not recorded its own.
       timeout_secs: Longest wait for a new checkpoint; None for no limit.
       signals: Active signal handler.
       report: Function that receives messages.
@@ -203,12 +153,14 @@ def _wait(
     is_first: bool,
 ) -> dict[str, Any] | None:
     """Wait for a new checkpoint; return None after the timeout or a signal."""
-    schedule = PollSchedule(began=time.monotonic())
+    began = time.monotonic()
+    interval, reminder_interval = _MIN_POLL_SECS, _FIRST_REMINDER_SECS
+    next_reminder = began + reminder_interval
 
     def poll() -> dict[str, Any]:
         new = watcher.poll_newest()
-        late = timeout_secs is not None and time.monotonic() - schedule.began >= timeout_secs
-        found = None if new is None else {"step": new.step, "older": new.passed_over}
+        late = timeout_secs is not None and time.monotonic() - began >= timeout_secs
+        found = None if new is None else {"step": new[0], "older": new[1]}
         return {"found": found, "is_late": late}
 
     has_reported = False
@@ -220,11 +172,14 @@ def _wait(
             hint = "; Ctrl-C ends this job, and the same command resumes it"
             report(waits + (hint if is_first else ""))
             has_reported = True
-        elif schedule.reminds(now := time.monotonic()):
-            report(f"still {waits}: {(now - schedule.began) / 60:.0f} min so far")
-        until = time.monotonic() + schedule.next_interval()
+        elif (now := time.monotonic()) >= next_reminder:
+            report(f"still {waits}: {(now - began) / 60:.0f} min so far")
+            reminder_interval = min(2 * reminder_interval, _MAX_REMINDER_SECS)
+            next_reminder = now + reminder_interval
+        until = time.monotonic() + interval
+        interval = min(2 * interval, _MAX_POLL_SECS)
         if timeout_secs is not None:
-            until = min(until, schedule.began + timeout_secs)
+            until = min(until, began + timeout_secs)
         # Short waits report progress often enough for any timeout of the watchdog.
         while (left := until - time.monotonic()) > 0 and signals.received is None:
             progress(waits, waits_for_others=True)

@@ -74,11 +74,7 @@ def finish(job: Job, executor: Executor, state: TrainState, step: int) -> None:
 
 
 class _Parts:
-    """The parts of one report; a failure of one does not end the others.
-
-    Attributes:
-      unshared_failure: Failure of a part in which other processes may wait; None if there is none.
-    """
+    """The parts of one report; a failure of one does not end the others."""
 
     def __init__(self, job: Job) -> None:
         self.unshared_failure: Exception | None = None
@@ -175,12 +171,7 @@ def _draw(job: Job, baselines: dict[str, float], token_unit: str) -> None:
 
 
 def sample_text(name: str, record: Mapping[str, Any]) -> str:
-    """Return the text of a record for reports: a prompt with its continuation, or the outputs.
-
-    Args:
-      name: Name of the decoding.
-      record: Record of `DecodeProgram.run`.
-    """
+    """Return the text of a record for reports: a prompt with its continuation, or the outputs."""
     if "prompt" not in record or "continuation" not in record:
         return f"sample ({name}): {encode(record)[:_SAMPLE_CHARACTERS]}"
     continuation = record["continuation"][:_SAMPLE_CHARACTERS]
@@ -217,13 +208,9 @@ def _on_eight_devices(job: Job) -> dict[str, str | None]:
 
 @dataclasses.dataclass(frozen=True)
 class ReportedMetric:
-    """The metric that reports of a task show.
+    """The metric that reports of a task show, with the unit of its values.
 
-    Attributes:
-      name: Name of the metric.
-      unit: Unit of its values, such as `nats per byte`; None for a metric without one.
-      is_cross_entropy: True for a cross-entropy over tokens, which is reported in bits too and
-        compared with the baselines of the data set.
+    A cross-entropy over tokens is reported in bits too, and compared with baselines of the data.
     """
 
     name: str
@@ -232,12 +219,7 @@ class ReportedMetric:
 
     @classmethod
     def of(cls, task: SingleTask, *, token_unit: str = "token") -> ReportedMetric:
-        """Return the metric that the model names, or the loss of the task.
-
-        Args:
-          task: The task.
-          token_unit: Name of one token of the data set, such as `byte`.
-        """
+        """Return the metric that the model names, or the loss; `token_unit` is that of the data."""
         name = task.model.reported_metric or task.loss_name
         unit = task.model.metric_units.get(name)
         if unit == NATS_PER_TOKEN:

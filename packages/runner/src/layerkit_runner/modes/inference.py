@@ -95,12 +95,7 @@ def _checkpoint_reader(job: Job) -> CheckpointReader:
 class CheckpointReader:
     """A reader that restores checkpoints and runs programs on them.
 
-    Attributes:
-      job: Started job.
-      eval_programs: Programs whose metrics are recorded.
-      decode_programs: Programs that write their outputs themselves.
-      is_asked_to_stop: Function that returns whether to start no further program; the same on all
-        processes.
+    `is_asked_to_stop` returns whether to start no further program; the same on all processes.
     """
 
     job: Job
@@ -123,10 +118,9 @@ class CheckpointReader:
         )
 
     def process_newest(self) -> int | None:
-        """Run the pending programs on the newest intact checkpoint.
+        """Run the pending programs on the newest intact checkpoint; return its step.
 
-        Returns:
-          Its step; None if there is no checkpoint, or it was deleted while it was read.
+        Return None if there is no checkpoint, or it was deleted while it was read.
         """
         progress("looking for the newest checkpoint", compiles=True, waits_for_others=True)
         with self.open() as checkpoints:
@@ -159,11 +153,7 @@ class CheckpointReader:
         return all(path is not None and path.exists() for path in paths)
 
     def process(self, checkpoints: CheckpointManager, step: int) -> bool:
-        """Run the pending programs on one checkpoint.
-
-        Returns:
-          Whether it was read; False if it was deleted meanwhile.
-        """
+        """Run the pending programs on a checkpoint; return False if it was deleted meanwhile."""
         if self.job.options.restore_checkpoint_dir is None:
             # The training job may have started after this one.
             check_same_experiment(self.job.directory, self.job.resolved)

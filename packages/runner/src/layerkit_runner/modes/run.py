@@ -87,10 +87,7 @@ def job_errors(
 ) -> Iterator[None]:
     """Raise `UsageError` for errors of layers, storage and memory that a user can correct.
 
-    Args:
-      mode: Mode of the job.
-      resolved: Experiment.
-      process: Process whose log receives tracebacks of errors in code; None drops them.
+    The log of `process` receives tracebacks of errors in code; None drops them.
     """
     with layer_errors(resolved, process), _storage_and_memory_errors(mode, resolved, process):
         yield
@@ -100,13 +97,7 @@ def job_errors(
 def layer_errors(
     resolved: ResolvedExperiment, process: JoinedProcess | None = None
 ) -> Iterator[None]:
-    """Raise `UsageError` if a layer cannot be traced, or if code uses an unknown name.
-
-    Args:
-      resolved: Experiment.
-      process: Process whose log receives tracebacks of errors in code, but not of a `ConfigError`;
-        None drops them.
-    """
+    """Raise `UsageError` if a layer cannot be traced, or if code uses an unknown name."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -153,16 +153,7 @@ def _step_profiler(job: Job) -> StepProfiler:
 
 @dataclasses.dataclass(frozen=True)
 class _Programs:
-    """The programs of a run before compilation.
-
-    Attributes:
-      data: Training data sets.
-      evals: Eval programs.
-      decodes: Decode programs.
-      decode_interval_steps: Steps between two decodings; None decodes only at the end.
-      early_stop: Rule that may end the run; None for no such rule.
-      make_executor: Function that makes the executor from the fields of `Executor`.
-    """
+    """The programs of a run before compilation."""
 
     data: TrainInputs
     evals: list[BaseProgram]

@@ -47,11 +47,6 @@ def catalogue_line(cls: type[BaseExperiment], dotted: str, package: str) -> Cata
 
     The number of weights is None if a field without a value, such as the folder of a model,
     determines the model.
-
-    Args:
-      cls: Class of the experiment.
-      dotted: Full name of the experiment in the list.
-      package: Package that offers the experiment.
     """
     line = entry_of(cls, dotted, [package]).line
     if fields_without_value(cls):

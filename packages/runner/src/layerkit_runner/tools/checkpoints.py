@@ -3,14 +3,12 @@
     python -m layerkit_runner.tools.checkpoints list DIR             steps, and why each is kept
     python -m layerkit_runner.tools.checkpoints verify DIR           read all files
     python -m layerkit_runner.tools.checkpoints show DIR --step=400  arrays of a step
-    python -m layerkit_runner.tools.checkpoints copy DIR gs://b/run  copy all steps, or one
     python -m layerkit_runner.tools.checkpoints convert DIR NEW --to=msgpack      or tensorstore
     python -m layerkit_runner.tools.checkpoints convert DIR w.safetensors --to=safetensors
     python -m layerkit_runner.tools.checkpoints convert PAX NEW --from=pax --exp=E --to=tensorstore
 
-DIR is the folder of a job, or the folder of its checkpoints. `copy` and `convert` write a step
-atomically and never overwrite one; `copy` skips steps that were copied before. No accelerator is
-used.
+DIR is the folder of a job, or the folder of its checkpoints. `convert` writes a step atomically and
+never overwrites one. No accelerator is used.
 
 Exit codes: 0 done, 1 a checkpoint is damaged or not finite, or storage failed, 2 the command line
 is wrong.
@@ -29,7 +27,7 @@ from typing import Any
 
 from etils import epath
 
-from layerkit.errors import UserError, first_names
+from layerkit.errors import UserError
 from layerkit_runner.checkpointing import documents, errors, folders, formats, integrity
 from layerkit_runner.checkpointing.policy import CheckpointPolicy, SavedStep
 from layerkit_runner.errors import StorageError, UsageError, with_data
@@ -54,16 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.run(options)
     except (UserError, OSError) as error:
-        _report(error)
-        return _exit_code(error)
-
-
-def _exit_code(error: UserError | OSError) -> int:
-    if isinstance(error, UsageError):
-        return error.exit_code
-    is_damage = isinstance(error, errors.DamagedCheckpointError)
-    is_io_error = isinstance(error, OSError) and not isinstance(error, FileExistsError)
-    return StorageError.exit_code if is_damage or is_io_error else UsageError.exit_code
+        print(f"checkpoints: {error}", file=sys.stderr, flush=True)
+        if isinstance(error, UsageError):
+            return error.exit_code
+        is_damage = isinstance(error, errors.DamagedCheckpointError)
+        is_io_error = isinstance(error, OSError) and not isinstance(error, FileExistsError)
+        return StorageError.exit_code if is_damage or is_io_error else UsageError.exit_code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,9 +87,6 @@ def _parser() -> argparse.ArgumentParser:
     add(_show, "print name, shape, dtype and bytes of each array").add_argument(
         "--step", **one_or_newest
     )
-    copy = add(_copy, "copy the steps that another folder or store lacks, and verify the copies")
-    copy.add_argument("destination", metavar="DEST", help="folder of a job or its checkpoints")
-    copy.add_argument("--step", **one_or_all)
     convert = add(_convert, "rewrite a step in another format")
     convert.add_argument("destination", metavar="DEST", help="folder, or file for safetensors")
     convert.add_argument("--to", required=True, choices=_TARGETS)
@@ -214,50 +205,6 @@ def _show(options: argparse.Namespace) -> int:
     return 0
 
 
-def _copy(options: argparse.Namespace) -> int:
-    from layerkit_runner.checkpointing import conversion
-
-    source = _existing(options.directory)
-    destination = _checkpoints_of(options.destination)
-    _recorded_evaluations(source)
-    found = _recorded_evaluations(destination)
-    there = folders.committed_steps(destination)
-    skipped, failed = [], []
-    for step in _steps(source, options.step):
-        try:
-            if step in there:
-                _require_copy(source, destination, step)
-                if step not in found:  # evaluated after the copy
-                    conversion.copy_evaluations(source, destination, step)
-                skipped.append(step)
-            else:
-                print(conversion.copy_step(source, destination, step), flush=True)
-        except (errors.DamagedCheckpointError, FileExistsError) as error:
-            _report(error)
-            failed.append((step, _exit_code(error)))
-    if skipped:
-        print(f"skipped, copied before: {_step_names(skipped)}")
-    if failed:
-        print(f"not copied: {_step_names([step for step, _ in failed])}")
-    # Damage takes precedence over a wrong command.
-    return min((code for _, code in failed), default=0)
-
-
-def _require_copy(source: epath.Path, destination: epath.Path, step: int) -> None:
-    """Raise an error if the step at the destination is damaged or no copy."""
-    original, copy = (folders.step_folder(folder, step) for folder in (source, destination))
-    integrity.require_sound(
-        f"The existing checkpoint {copy} is damaged",
-        integrity.verify(copy),
-        hint="Nothing was changed. Delete it to copy the step again.",
-    )
-    digest = integrity.step_digest(original)
-    if digest is not None and digest != integrity.step_digest(copy):
-        raise FileExistsError(
-            f"{copy} exists and differs from the step of {source}; nothing was changed"
-        )
-
-
 def _convert(options: argparse.Namespace) -> int:
     _use_cpu()
     from layerkit_runner.checkpointing import conversion, handlers
@@ -340,18 +287,10 @@ def _steps(directory: epath.Path, wanted: int | None) -> list[int]:
     return [wanted]
 
 
-def _step_names(steps: Sequence[int]) -> str:
-    return f"{'step' if len(steps) == 1 else 'steps'} {first_names(map(str, steps))}"
-
-
 def _use_cpu() -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-
-
-def _report(error: Exception) -> None:
-    print(f"checkpoints: {error}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

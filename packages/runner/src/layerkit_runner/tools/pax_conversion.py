@@ -29,19 +29,7 @@ def convert_pax(
     step: int | None,
     state_format: StateFormat,
 ) -> epath.Path:
-    """Write the weights, the state of Adam and the step of a checkpoint of Paxml.
-
-    Args:
-      source: Folder of a job of Paxml, of its checkpoints, or of one checkpoint.
-      destination: Folder of checkpoints.
-      experiment: Name of the experiment that trains the model here.
-      overrides: Overrides of its fields.
-      step: Step to convert; None for the newest.
-      state_format: Format to write.
-
-    Returns:
-      The folder of the new step.
-    """
+    """Write weights, state of Adam and step of a checkpoint of Paxml; return the new folder."""
     resolved = resolve_entry(find_experiment(experiment), overrides)
     task = build(resolved.task)
     settings = InitFrom(

@@ -32,11 +32,7 @@ _HUGGING_FACE = "hugging_face"
 
 
 def run_quantize(words: Sequence[str]) -> int:
-    """Write the model of a folder with weights in integers; return the exit code.
-
-    Args:
-      words: Arguments after `runner quantize`.
-    """
+    """Write the model of a folder with weights in integers; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="runner quantize", description=_DESCRIPTION, allow_abbrev=False
     )
@@ -58,16 +54,13 @@ def run_quantize(words: Sequence[str]) -> int:
 def quantize_folder(
     source: str, out: str, *, weight_format: str = "int8", step: int | None = None
 ) -> str:
-    """Write the model of a folder with weights in integers.
+    """Write the model of a folder with weights in integers; return a line about the sizes.
 
     Args:
       source: Folder of a job, or a Hugging Face folder.
       out: Folder to write, which must not exist or be empty.
       weight_format: Format of the weights; see `layerkit.weight_formats`.
       step: Checkpoint step; None for the newest that is not damaged.
-
-    Returns:
-      A line about the sizes before and after.
     """
     from layerkit.layers import quantize_model
     from layerkit.weight_formats import WeightFormat

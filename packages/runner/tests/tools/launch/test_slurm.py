@@ -154,29 +154,13 @@ def test_script_exits_with_the_code_of_the_run(folder, request_of, flags_of, cod
         (["--time=5"], "--time", "5"),
         (["--sbatch=qos"], "--sbatch", "qos"),
         (["--container_mounts=/a:/b"], "--container_mounts", MISSING),
-        (["--nodes=2", "--processes_per_node=2"], "devices of the mesh", 32),
     ],
 )
 def test_flags_that_contradict_each_other_or_the_mesh_are_an_error(
-    raises, request_of, flags_of, monkeypatch, flags, field, value
+    raises, request_of, flags_of, flags, field, value
 ):
-    monkeypatch.delenv("XLA_FLAGS", raising=False)  # the tests set it to simulate devices
     with raises(UserError, field=field, value=value):
         slurm.make_script(request_of(has_mesh=True), flags_of("slurm", *flags))
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--nodes=8", "--processes_per_node=4"],  # one CPU each
-        ["--sbatch=--gres=gpu:8", "--nodes=4"],
-        ["--sbatch=--exclusive", "--nodes=4"],
-        ["--env=XLA_FLAGS=--xla_force_host_platform_device_count=32"],
-    ],
-)
-def test_mesh_is_accepted_without_gpus_per_node(request_of, flags_of, monkeypatch, flags):
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
-    assert slurm.make_script(request_of(has_mesh=True), flags_of("slurm", *flags)).text
 
 
 MINUTE, HOUR, DAY = 60, 3600, 86400

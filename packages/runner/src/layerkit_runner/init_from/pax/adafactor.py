@@ -24,10 +24,7 @@ REDUCED_AXES = {"m": None, "m_scale": 0, "vr": -1, "vc": -2, "v": None}
 class Slot:
     """An array of the state that belongs to one weight of this library.
 
-    Attributes:
-      source: Arrays of Praxis that make it.
-      stored: Shape of each array in Praxis, with size 1 in the dropped dimension.
-      dropped: That dimension; None if the array has all dimensions of the weight.
+    `stored` is the shape of each array in Praxis, with size 1 in the dropped dimension.
     """
 
     source: WeightSource
@@ -63,14 +60,8 @@ def find_slot(
     """Return the slot of a weight, or None if the run cannot use the stored array.
 
     Praxis stores an array of one number for a slot that a weight does not have. The scale of a
-    momentum that several weights of this library share does not fit any of them.
-
-    Args:
-      kind: Name of the slot, a key of `REDUCED_AXES`.
-      source: Arrays of Praxis that make it.
-      weight_shape: Shape of each weight in Praxis, `[...layers, (parts), ...]`.
-      spec: Shape and dtype of each stored array, which may be padded.
-      dtype: Dtype in the state of the run.
+    momentum that several weights of this library share does not fit any of them. `weight_shape` is
+    that in Praxis, `[...layers, (parts), ...]`; the stored array may be padded.
     """
     axis, rank = REDUCED_AXES[kind], source.weight.rank
     is_shared = source.weight.part is not None and kind in ("m", "m_scale")

@@ -44,9 +44,6 @@ class MsgpackArrays:
 
     The file holds the leaves of the train state as a list, and a text that describes their tree. It
     is read whole, which takes no more memory than it has bytes.
-
-    Attributes:
-      specs: Stored shape and dtype of each array, by name.
     """
 
     def __init__(self, path: epath.Path) -> None:
@@ -93,18 +90,10 @@ class TensorStoreArrays:
     """Arrays that Paxml saved by TensorStore: one Zarr folder for each, or an OCDBT database.
 
     A name such as `mdl_vars.params.lm.final_ln.scale` becomes `mdl_vars/params/lm/final_ln/scale`.
-
-    Attributes:
-      specs: Stored shape and dtype of each array, by name.
     """
 
     def __init__(self, state: epath.Path, *, is_ocdbt: bool) -> None:
-        """Read the shapes and dtypes.
-
-        Args:
-          state: Folder of the arrays.
-          is_ocdbt: True for an OCDBT database, False for a folder for each array.
-        """
+        """Read the shapes and dtypes."""
         self._state = state
         self._names: dict[str, str] = {}
         self._open: dict[str, Any] = {}

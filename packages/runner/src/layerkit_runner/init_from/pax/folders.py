@@ -24,12 +24,7 @@ ZARR_PREFIX = "mdl_vars."
 
 @dataclasses.dataclass(frozen=True)
 class PaxFolder:
-    """The steps that Paxml wrote into a folder of checkpoints.
-
-    Attributes:
-      directory: Folder of the checkpoints, absolute.
-      steps: Folder of each step, in ascending order.
-    """
+    """The steps that Paxml wrote into a folder of checkpoints, in ascending order."""
 
     directory: epath.Path
     steps: dict[int, epath.Path]
@@ -49,11 +44,7 @@ class PaxFolder:
 
 
 def find(directory: epath.Path) -> PaxFolder | None:
-    """Return the checkpoints of Paxml in a folder; None if it holds none.
-
-    Args:
-      directory: Folder of a job, of its checkpoints, or of one checkpoint.
-    """
+    """Return the checkpoints of Paxml in a folder of a job, or of one step; None if it has none."""
     named = _STEP_NAME.fullmatch(directory.name)
     if named and _is_pax(directory):
         return PaxFolder(directory.parent, {int(named[1]): directory})

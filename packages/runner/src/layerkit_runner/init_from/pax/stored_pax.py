@@ -48,24 +48,14 @@ _MAX_METADATA_BYTES = 64 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class _Count:
-    """A step count of the optimizer, which all layers share.
-
-    Attributes:
-      name: Name of the count in Paxml, a number or one for each layer.
-    """
+    """A step count of the optimizer, a number or one for each layer."""
 
     name: str
 
 
 @dataclasses.dataclass(frozen=True)
 class _Moment:
-    """A moment of Adam that Praxis stores after the correction of its bias.
-
-    Attributes:
-      source: Moments of Praxis that make it.
-      decay: Decay of the average.
-      count: Step count of the optimizer.
-    """
+    """A moment of Adam that Praxis stores after the correction of its bias."""
 
     source: WeightSource
     decay: float
@@ -76,13 +66,7 @@ _Stored = WeightSource | _Moment | Slot | _Count | str
 
 
 class StoredPax:
-    """A step of Paxml; see `sources.StoredValues`.
-
-    Attributes:
-      label: `DIR:STEP`, for messages and records.
-      step: Step of the checkpoint.
-      leaves: Shape and dtype of every value by its path, such as `("params", "lm", "w")`.
-    """
+    """A step of Paxml; see `sources.StoredValues`."""
 
     def __init__(
         self,
@@ -94,12 +78,8 @@ class StoredPax:
     ) -> None:
         """Open a step; only names, shapes and dtypes are read.
 
-        Args:
-          step_folder: Folder of the step.
-          step: Step in its name.
-          like: Values of the run with their shapes, by path, for which the step is searched.
-          optimizer: Optimizer of the run, which has the decays of Adam's moments; None to read no
-            moments of Praxis' Adam.
+        It is searched for the values `like` of the run. Without an optimizer, which has the decays
+        of Adam's moments, no moments of Praxis' Adam are read.
         """
         self.step = step
         self.label = f"{step_folder.parent}:{step}"
@@ -127,9 +107,6 @@ class StoredPax:
 
         A process reads the chunks of a TensorStore checkpoint that its devices need. A file in
         Flax's format is mapped into memory.
-
-        Args:
-          wanted: Shape and dtype from `leaves`, with a sharding.
         """
         return {path: self._read(path, target) for path, target in wanted.items()}
 

@@ -68,13 +68,7 @@ _FRAME = re.compile(r"\s*(@|#\d+)\s+0x|\*\*\* ")
 
 
 class Problem(NamedTuple):
-    """A failure, or a warning, with its remedy.
-
-    Attributes:
-      what: Sentence that states the problem.
-      to_do: Sentence that states the remedy.
-      fails: Whether a run would fail; False for a warning.
-    """
+    """A sentence with a failure, or a warning if a run would not fail, and one with the remedy."""
 
     what: str
     to_do: str
@@ -82,13 +76,7 @@ class Problem(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """The result of one check.
-
-    Attributes:
-      lines: Text for people, without the name of the check.
-      values: JSON values for programs.
-      problems: Problems that the check found.
-    """
+    """The result of one check: text for people, JSON values for programs, and problems."""
 
     lines: Sequence[str] = ()
     values: Mapping[str, Any] = {}
@@ -122,7 +110,7 @@ def run_doctor(options: RunOptions) -> int:
 
 
 def run_checks(folder: str) -> Iterator[tuple[str, Finding]]:
-    """Run the checks, and yield name and finding of each when it is done."""
+    """Run the checks; yield the name and the finding of each."""
     yield "packages", check_packages()
     yield "host", check_host()
     for name, limit in TIME_LIMITS.items():

@@ -78,15 +78,7 @@ def input_lines(
     hosts: list[HostTopology],
     num_batches: int,
 ) -> Iterator[str]:
-    """Yield the description of an input and of its first batches.
-
-    Args:
-      config: Config of the input.
-      kind: Purpose of the input: train, eval or decode.
-      partitioner: Started partitioner.
-      hosts: Topologies of all hosts.
-      num_batches: Maximum number of batches.
-    """
+    """Yield the description of an input and of its first batches, on all hosts."""
     plan = plan_input(config, partitioner, hosts[0])
     feeding = [feed.processes[0] for feed in plan.feeds]
     inputs = [make_input(config, partitioner, hosts[host]) for host in feeding]

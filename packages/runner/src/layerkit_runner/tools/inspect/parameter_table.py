@@ -47,16 +47,7 @@ _STATE_FIELDS = {
 class Parameter:
     """A weight, or another variable of the model.
 
-    Attributes:
-      path: Path of the layer and name, such as `lm/softmax/w`.
-      shape: Whole shape, without padding.
-      dtype: Name of the dtype.
-      axes: Logical axis name or None for each dimension.
-      sharding: Mesh axes that split each dimension.
-      starts_as: Method and scale of the initializer; "" if none is declared.
-      count: Number of entries.
-      bytes_per_device: Size of one shard, with padding.
-      is_frozen: Whether it is a weight that is not trained.
+    `shape` and `count` are without padding, `bytes_per_device` with it.
     """
 
     path: str
@@ -83,17 +74,9 @@ class Total:
 class ParameterTable:
     """All arrays of a training state. The JSON form has these keys.
 
-    Attributes:
-      experiment: Full name of the experiment.
-      num_devices: Number of devices of the mesh.
-      mesh: Size of each mesh axis.
-      parameters: Weights, ordered by path.
-      non_trainable: Other variables of the model, such as moving statistics.
-      modules: Totals of the weights by the first layers at which the model branches.
-      totals: Totals of `weights`, `trained` and `frozen` weights, and of the rest of a state:
-        `non_trainable`, `optimizer`, `averages`.
-      loads: Class that sets weights before the first step; None for none.
-      padded: Weights that the mesh does not divide, with their padding; "" for none.
+    `modules` are totals by the first layers at which the model branches, and `totals` those of
+    weights and of the rest of a state. `loads` is the class that sets weights before the first
+    step.
     """
 
     experiment: str
@@ -117,13 +100,7 @@ def describe_parameters(resolved: ResolvedExperiment, options: RunOptions) -> st
 
 
 def parameter_table(experiment: str, partitioner: Partitioner, task: SingleTask) -> ParameterTable:
-    """Return the table of a task.
-
-    Args:
-      experiment: Name in the first line of the table.
-      partitioner: Started partitioner.
-      task: Task that is bound to the partitioner.
-    """
+    """Return the table of a task that is bound to a started partitioner."""
     try:
         on_devices = partitioner.abstract_state(task)
         state = partitioner.abstract_stored_state(task)

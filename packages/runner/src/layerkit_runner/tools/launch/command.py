@@ -52,14 +52,11 @@ Kubernetes."""
 
 
 def run_launch(words: Sequence[str], resolve: Resolve) -> int:
-    """Start or print a run, as requested by the words after `runner launch`.
+    """Start or print a run; return the exit code.
 
     Args:
       words: Name of the kind, its flags, and those of `runner`.
       resolve: Function that finds the experiment of parsed flags and applies their overrides.
-
-    Returns:
-      The exit code.
     """
     name, *rest = words or [""]
     if name in ("", "--help", "-h"):

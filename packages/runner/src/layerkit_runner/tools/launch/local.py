@@ -67,10 +67,7 @@ def make_script(request: Request, options: Options) -> Script:
 
 
 def environment_lines(options: Options) -> str:
-    """Return lines that set the variables of `--env` and then run those of `--setup`.
-
-    The script fails if it is started without one of the referenced variables.
-    """
+    """Return lines that set or require the variables of `--env`, and then those of `--setup`."""
     variables = {"PYTHONUNBUFFERED": "1", **options.written_variables}
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     inherited = options.inherited_variables()

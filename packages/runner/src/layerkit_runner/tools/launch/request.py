@@ -6,6 +6,7 @@ run then takes the value from the launching environment, and no file holds it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -14,7 +15,7 @@ import shlex
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,39 +50,25 @@ class Options(types.SimpleNamespace):
         names = [name for name, value in self.env if value is None]
         for name in names:
             if name not in os.environ:
-                raise UsageError(
-                    field="--env",
-                    value=name,
-                    expected="a variable that is set in this environment",
-                    hint=f"Set it before the launch: export {name}=…",
-                )
+                expected = "a variable that is set in this environment"
+                hint = f"Set it before the launch: export {name}=…"
+                raise UsageError(field="--env", value=name, expected=expected, hint=hint)
         return names
 
     def command(self, default: list[str]) -> list[str]:
         """Return the words of `--runner`, or the default."""
         if self.runner is None:
             return default
-        try:
-            words = shlex.split(self.runner)
-        except ValueError:  # an unmatched quote
-            words = []
-        if not words:
-            expected = "a command, such as `python -m mine`"
-            raise UsageError(field="--runner", value=self.runner, expected=expected)
-        return words
+        with contextlib.suppress(ValueError):  # an unmatched quote
+            if words := shlex.split(self.runner):
+                return words
+        expected = "a command, such as `python -m mine`"
+        raise UsageError(field="--runner", value=self.runner, expected=expected)
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A checked command of `runner`.
-
-    Attributes:
-      words: Words after `runner`, with an absolute folder.
-      folder: `--job_log_dir`, absolute.
-      mode: Value of `--mode`.
-      resolved: The experiment.
-      has_preset: Whether the command has an `--xla_flags_preset`.
-    """
+    """A checked command of `runner`; its words have an absolute folder."""
 
     words: tuple[str, ...]
     folder: str
@@ -110,10 +97,7 @@ class Request:
         return self.words
 
     def script_path(self, kind: str, chosen: str | None) -> str:
-        """Return the absolute path of a script: the chosen one, or one in the folder of the run.
-
-        The script lies in the working directory if that folder is in a store.
-        """
+        """Return the absolute path of a script: the chosen one, or one in the folder of the run."""
         if chosen is None and "://" not in self.folder:
             return os.path.join(self.folder, "launch", f"{kind}.sh")
         return os.path.abspath(chosen or f"{self.job_name}.{kind}.sh")
@@ -127,27 +111,6 @@ class Request:
                 value=self.num_devices,
                 expected=f"{count}, as requested by {flags}",
                 hint=f"Request {self.num_devices} devices, or change the mesh.",
-                settings=_MESH_SETTINGS,
-            )
-
-    def check_cpus(self, num_processes: int, flags: str, variables: Mapping[str, str]) -> None:
-        """Raise UsageError if the mesh has more devices than the processes, one CPU each.
-
-        Args:
-          num_processes: Number of processes of the job.
-          flags: Flags that request these processes, for the message.
-          variables: Environment of the processes, which may give each several devices.
-        """
-        in_flags = "xla_force_host_platform_device_count" in variables.get("XLA_FLAGS", "")
-        if in_flags or "JAX_NUM_CPU_DEVICES" in variables:
-            return
-        if (self.num_devices or 0) > num_processes:
-            raise UsageError(
-                owner=self.resolved.name,
-                field="devices of the mesh",
-                value=self.num_devices,
-                expected=f"at most {num_processes}, one CPU for each process of {flags}",
-                hint="Request GPUs by --gpus_per_node, or change the mesh to run on CPUs.",
                 settings=_MESH_SETTINGS,
             )
 

@@ -80,11 +80,6 @@ def _check(request: Request, options: Options) -> None:
     if gpus:
         flags = f"--nodes={options.nodes} --gpus_per_node={gpus}"
         request.check_devices(options.nodes * gpus, flags)
-    elif not any(word in option for option in options.sbatch for word in ("gpu", "exclusive")):
-        # --gres=gpu:8 requests GPUs, and so do whole nodes if Slurm does not count their GPUs.
-        flags = f"--nodes={options.nodes} --processes_per_node={processes}"
-        variables = {**os.environ, **options.written_variables}  # sbatch passes both on
-        request.check_cpus(options.nodes * processes, flags, variables)
 
 
 def _output(request: Request) -> str:

@@ -24,14 +24,7 @@ _PIPELINES = (Pipeline, PipelinedTransformer)
 
 @dataclasses.dataclass(frozen=True)
 class DeviceWork:
-    """The work of one device in a step.
-
-    Attributes:
-      flops: FLOPs of all matrix products, including rematerialized ones.
-      memory_bytes: Bytes read from device memory and written to it.
-      fast_bytes: Bytes sent within the slice or node.
-      slow_bytes: Bytes sent to other slices or nodes.
-    """
+    """Matrix products, bytes of memory and bytes sent within and between slices, in a step."""
 
     flops: float
     memory_bytes: float
@@ -41,18 +34,10 @@ class DeviceWork:
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """Lower bounds of the time of a step. Times that need an unknown rate are None.
+    """Lower bounds of the time of a step. Values that need a rate in `unknown` are None.
 
-    Attributes:
-      fast_network_seconds: Time of sending within a slice or node.
-      slow_network_seconds: Time of sending to other slices or nodes.
-      limited_by: Name of the longest time: `compute`, `memory`, `fast network` or `slow network`.
-      step_seconds: Time with full overlap: the longest of the four.
-      step_seconds_no_overlap: Time with no overlap: the longer of compute and memory, plus both
-        networks.
-      mfu: Model FLOPs utilization at `step_seconds`, a fraction.
-      mfu_no_overlap: Model FLOPs utilization at `step_seconds_no_overlap`.
-      unknown: Rates of the device that are needed but unknown.
+    `step_seconds` and `mfu` are for full overlap of compute, memory and networks. Without overlap,
+    the networks add to the longer of compute and memory.
     """
 
     work: DeviceWork
@@ -71,13 +56,7 @@ class Bounds:
 
 
 def device_work(memory: Memory, collectives: Iterable[Traffic], *, flops: float) -> DeviceWork:
-    """Return the least work of a device in a compiled step.
-
-    Args:
-      memory: Memory of the step on a device.
-      collectives: Traffic of each device.
-      flops: FLOPs of all matrix products on a device, including rematerialized ones.
-    """
+    """Return the least work of a device; `flops` includes rematerialized products."""
     # State and batch are read once, and weights twice more, by both passes. Temporaries and
     # received data are written and read once.
     sent = list(collectives)
@@ -95,14 +74,7 @@ def step_bounds(
     model_flops_per_device: float,
     tokens: int | None,
 ) -> Bounds:
-    """Return the bounds of a step.
-
-    Args:
-      work: Work of each device.
-      device: Peak rates of a device.
-      model_flops_per_device: FLOPs without rematerialization, which MFU counts.
-      tokens: Tokens of the global batch; None if it has none.
-    """
+    """Return the bounds of a step. MFU counts the model's FLOPs, without rematerialized ones."""
     resources = {
         "compute": (work.flops, device.peak_flops, "peak FLOP/s"),
         "memory": (work.memory_bytes, device.memory_bandwidth, "memory bandwidth"),
@@ -142,13 +114,9 @@ def step_bounds(
 
 @dataclasses.dataclass(frozen=True)
 class PipelinePlan:
-    """One pipeline of a task; `layerkit.layers.pipeline_schedule` defines the schedule.
+    """One pipeline of a task, with the schedule of `layerkit.layers.pipeline_schedule`.
 
-    Attributes:
-      rows_per_microbatch: Rows of each microbatch, over all devices.
-      circular_repeats: Number R of rounds; 1 is GPipe.
-      num_ticks: M·R + S − 1 for M microbatches and S stages.
-      bubble_fraction: Fraction of the ticks in which a stage idles: (S − 1) / num_ticks.
+    `bubble_fraction` is the part of the ticks in which a stage idles.
     """
 
     num_stages: int
@@ -160,12 +128,7 @@ class PipelinePlan:
 
 
 def pipeline_plans(task: Any, *, rows: int) -> list[PipelinePlan]:
-    """Return the pipelines of a task's config, in the order of the config.
-
-    Args:
-      task: Config of the task, with valid sizes.
-      rows: Rows of the global batch, or of one part of it under gradient accumulation.
-    """
+    """Return the pipelines of a task's config for the rows of a batch, or of one part of it."""
     found: dict[int, PipelinePlan] = {}  # by the identity of the config, which may be shared
     for config in walk_configs(task):
         target = target_of(config)

@@ -79,14 +79,9 @@ MIXED = "mixed"
 class Traffic:
     """Collectives of one kind over the same mesh axes, in one step.
 
-    Attributes:
-      kind: `all-gather`, `all-reduce`, `reduce-scatter`, `all-to-all`, `collective-permute`, …
-      axes: Mesh axes that it runs over, such as `fsdp` or `data+fsdp`, or `mixed`.
-      executions: Number of runs, with rounds of loops. Arrays that XLA sends together count once.
-      bytes_sent: Bytes that each device sends in all executions together.
-      is_exact: False if it runs in a loop of unknown length (counted once) or in a conditional
-        (all branches counted).
-      bytes_slow: Part of `bytes_sent` that goes to another slice or node.
+    `executions` counts rounds of loops, and arrays that XLA sends together once. `bytes_sent` are
+    those of each device in all executions, of which `bytes_slow` go to another slice or node.
+    `is_exact` is False in a loop of unknown length, which counts once, and in branches.
     """
 
     kind: str
@@ -104,9 +99,8 @@ def collective_traffic(
 
     Args:
       hlo_text: Result of `compiled.as_text()`.
-      mesh_shape: Sizes of the mesh axes by name; the program is compiled for the mesh's devices in
-        row-major order.
-      slices: Index of the slice or node of each of these devices; None for a single slice.
+      mesh_shape: Sizes of the mesh axes by name, for devices in row-major order.
+      slices: Slice or node of each of these devices; None for a single slice.
     """
     found: dict[tuple[str, str], Traffic] = {}
     layout = _Layout(tuple(mesh_shape.items()), None if slices is None else tuple(slices))

@@ -41,13 +41,8 @@ QUICK_NOTE = (
 class Sizes:
     """Bytes on one device, as a compiler reports them.
 
-    Attributes:
-      arguments: Part of state and batch that the step reads.
-      temporaries: Gradients, activations and workspace at the moment of the peak.
-      outputs: All results: new state, metrics and scalars.
-      donated: Part of `outputs` that replaces the old state in its memory.
-      host_arguments: Bytes of arguments in the memory of the host, per device.
-      host_temporaries: Bytes of temporaries in the memory of the host, per device.
+    `temporaries` are those at the peak. `donated` is the part of the outputs that replaces the old
+    state in its memory.
     """
 
     arguments: int
@@ -62,12 +57,9 @@ class Sizes:
 class CompiledStep:
     """The result of compiling a step.
 
-    Attributes:
-      hlo_text: The program; "" if it was rejected or could not be read.
-      sizes: Memory of the program; None if it was rejected.
-      refusal: The compiler's message that the step is too large; None if it was compiled.
-      unreadable: Error of reading the program; None if it was read.
-      is_quick: Whether it was compiled with less effort than in a run.
+    Without a program, `refusal` is the compiler's message that the step is too large, or
+    `unreadable` the error of reading it. `is_quick` tells that the compiler was asked for less
+    effort.
     """
 
     hlo_text: str = ""
@@ -89,15 +81,7 @@ def tracing_for(device: jax.Device) -> contextlib.AbstractContextManager[Any]:
 def compile_step(
     lowered: Any, *, platform: str, is_here: bool, effort: str = "full"
 ) -> CompiledStep:
-    """Compile a lowered step.
-
-    Args:
-      lowered: Result of `jax.jit(…).lower(…)`.
-      platform: Platform of its devices.
-      is_here: Whether these are the devices of this machine.
-      effort: `full` compiles the program of a run. `quick` reduces the effort for absent TPUs;
-        other compilers ignore it.
-    """
+    """Compile a lowered step; `effort="quick"` asks compilers of absent TPUs for less effort."""
     is_quick = effort == "quick" and platform == "tpu" and not is_here
     options: dict[str, Any] = {}
     if platform == "cpu":
@@ -134,12 +118,7 @@ def measured_step(compiled: Any, *, platform: str) -> CompiledStep:
 
 
 def refused_sizes(refusal: str, *, arguments: int) -> Sizes:
-    """Return the sizes of a step that a compiler rejected, from the figures in its message.
-
-    Args:
-      refusal: The message; one without known figures leaves the step without temporaries.
-      arguments: Bytes of state and batch.
-    """
+    """Return the sizes of a step that a compiler rejected, from the figures in its message."""
     temporaries = 0
     if match := _TEMPORARIES.search(refusal):
         temporaries = _bytes(match["bytes"])
@@ -158,14 +137,7 @@ def _bytes(text: str) -> int:
 def compiler_notes(
     lowered: Any, step: CompiledStep, *, platform: str, is_here: bool
 ) -> Iterator[str]:
-    """Yield notes on differences between the compiled step and that of a run on the devices.
-
-    Args:
-      lowered: The step before it was compiled.
-      step: The compiled step.
-      platform: Platform of the devices that it was compiled for.
-      is_here: Whether these are the devices of this machine.
-    """
+    """Yield notes on differences between the compiled step and that of a run on the devices."""
     if step.unreadable is not None:
         yield (
             "collectives and the largest results are not known, since JAX cannot read the program"

@@ -57,11 +57,7 @@ def planned_target(
 ) -> Target:
     """Return the target that flags ask for, completed from the mesh.
 
-    Args:
-      partitioner: Partitioner, not started.
-      target: Value of `--target`; None for simulated CPU devices.
-      num_devices: Value of `--num_devices`.
-      default: Number of devices if neither flags nor mesh give one.
+    Without both, it has `default` simulated devices.
     """
     asked = parse_target("cpu" if target is None else target)
     if asked.kind is None:

@@ -37,17 +37,9 @@ _GIGABIT = 10**9 / 8
 class DeviceKind:
     """A kind of device; None for unknown figures.
 
-    Attributes:
-      name: Name in `--target`.
-      device_kind: Name in `jax.Device.device_kind`.
-      pattern: Regular expression of all device kinds with these figures.
-      memory_bytes: Bytes of memory, as the driver counts them.
-      reserved_bytes: Part of `memory_bytes` that a program cannot have.
-      memory_bandwidth: Bytes/s that the device reads from and writes to its memory.
-      fast_bandwidth: Bytes/s that the device sends within its slice or node (ICI, NVLink).
-      slow_bandwidth: Bytes/s that the device sends to other slices or nodes (DCN, InfiniBand).
-      devices_per_host: Devices of one machine, or of a node of GPUs.
-      peak_flops: Dense bfloat16 FLOP/s, from `observers.throughput`.
+    `pattern` matches `jax.Device.device_kind` of all devices with these figures. Of `memory_bytes`,
+    a program cannot have `reserved_bytes`. Bandwidths are in bytes/s: of the memory, within a slice
+    or node (ICI, NVLink), and between them (DCN, InfiniBand). `peak_flops` is for dense bfloat16.
     """
 
     name: str
@@ -236,13 +228,10 @@ _FORMS = (
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """The devices to plan for.
+    """The devices to plan for: those of this machine if `kind` is None.
 
-    Attributes:
-      kind: Kind of device; None for the devices of this machine.
-      num_devices: Devices of all slices together; None to take as many as the mesh has.
-      num_slices: Number of TPU slices or GPU nodes, each connected by a fast network.
-      topology: Chips of a TPU slice along each dimension; empty for other devices.
+    `num_devices` is None for as many as the mesh has. A slice is a TPU slice of the chips
+    `topology`, or a node of GPUs.
     """
 
     kind: DeviceKind | None

@@ -34,17 +34,11 @@ _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One instruction of HLO.
+    """One instruction of HLO; `rest` is everything after the opening bracket.
 
-    Attributes:
-      type: Type of the result, such as `f32[4,8]{1,0}`, or a tuple of types in brackets.
-      rest: Operands and attributes: everything after the opening bracket.
-      executions: Number of runs each time the program runs.
-      is_exact: False inside a loop of unknown length, whose body counts once, and inside a branch
-        of a conditional, which counts as if it were always taken.
-      computation: Name of the computation that contains it.
-      is_fused: Whether it is part of another instruction, such as a fusion, so that its result
-        takes no memory of its own.
+    `executions` is the number of runs each time the program runs. It is not exact inside a loop of
+    unknown length, whose body counts once, and inside a branch, which counts as if always taken.
+    The result of a fused instruction takes no memory of its own.
     """
 
     name: str
@@ -68,11 +62,7 @@ _Count = tuple[int, bool]
 
 
 def instructions(hlo_text: str) -> Iterator[Instruction]:
-    """Yield all instructions of a compiled program that run.
-
-    Args:
-      hlo_text: Result of `compiled.as_text()`; "" for no program.
-    """
+    """Yield all instructions that run of `compiled.as_text()`."""
     computations, entry = _computations(hlo_text)
     calls = {
         name: [(each, call) for each in body for call in _calls(each, computations)]

@@ -51,12 +51,8 @@ _METHOD = re.compile(r"\w+\.[a-z_]\w*")
 class TensorMemory:
     """A tensor that lives on the devices between steps.
 
-    Attributes:
-      path: Path of names, such as `params/lm/softmax/w`.
-      kind: One of `KINDS`.
-      shape: Shape of the whole tensor, without padding.
-      sharding: For each dimension the mesh axes that split it, `[[], ["fsdp"], ["data", "fsdp"]]`.
-      bytes_per_device: Bytes of one shard, with padding.
+    `shape` is that of the whole tensor, `sharding` has the mesh axes that split each dimension, and
+    `bytes_per_device` are those of one shard, with padding.
     """
 
     path: str
@@ -69,13 +65,7 @@ class TensorMemory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory(Sizes):
-    """Bytes on one device while a step runs: by kind of tensor, and as the compiler reports them.
-
-    Attributes:
-      averages: Moving averages of the weights (`learner.ema_decay`).
-      optimizer: State of the optimizer, and the step counter.
-      peak: arguments + outputs − donated + temporaries.
-    """
+    """Bytes on one device while a step runs, by kind of tensor and as the compiler reports."""
 
     weights: int
     non_trainable: int
@@ -90,10 +80,7 @@ def tensor_memory(
 ) -> list[TensorMemory]:
     """Return every tensor of a state and a batch, largest first.
 
-    Args:
-      state: Arrays or their shapes, with shardings.
-      batch: Arrays or their shapes, with shardings.
-      stored: The state as a checkpoint holds it, without padding; None if no weight is padded.
+    `stored` is the state as a checkpoint holds it; None if no weight is padded.
     """
     leaves = jax.tree_util.tree_leaves_with_path(state)
     shapes = [leaf.shape for leaf in jax.tree.leaves(state if stored is None else stored)]
@@ -149,14 +136,9 @@ def _name(path: tuple[Any, ...]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class TemporaryTensor:
-    """A result that a device holds while a step runs.
+    """A result that a device, or the host, holds while a step runs.
 
-    Attributes:
-      shape: Dtype and shape on one device, such as `bf16[6,2048,1536]`.
-      count: Instructions with such a result under the same name; those of a loop's body count
-        once.
-      name: Path of names under which it was traced, such as `jvp(lm)/stack/feed_forward/up`.
-      memory: `device`, or `host` for an offloaded result.
+    `count` is the number of instructions with such a result of this traced name.
     """
 
     bytes_per_device: int
@@ -167,12 +149,7 @@ class TemporaryTensor:
 
 
 def largest_temporaries(hlo_text: str, *, most: int) -> list[TemporaryTensor]:
-    """Return the largest results of a compiled program, largest first.
-
-    Args:
-      hlo_text: Result of `compiled.as_text()`.
-      most: Maximum number of results.
-    """
+    """Return the largest results of a compiled program, largest first."""
     found: dict[tuple[str, str, str], TemporaryTensor] = {}
     for instruction in instructions(hlo_text):
         for shape, memory, size in _results(instruction):

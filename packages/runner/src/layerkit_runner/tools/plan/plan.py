@@ -57,16 +57,7 @@ _IN_DOUBT = 0.95
 
 @dataclasses.dataclass(frozen=True)
 class BatchPlan:
-    """The layout of a batch.
-
-    Attributes:
-      rows_per_device: rows / number of devices; a fraction if devices share rows.
-      num_shards: Number of parts that the rows are split into.
-      length: Positions of a row; None if the batch has no `ids` `[batch, length]`.
-      tokens: rows × length.
-      fields: Dtype and global shape by name, such as `int32[32, 1024]`.
-      parts: Number of parts of the batch under gradient accumulation.
-    """
+    """The layout of a batch, in `parts` under gradient accumulation; fields have global shapes."""
 
     rows: int
     rows_per_device: float
@@ -82,22 +73,10 @@ class BatchPlan:
 class Plan:
     """A compiled training step. All bytes are per device. The JSON form has these keys.
 
-    Attributes:
-      target: Target in the syntax of `--target`, such as `h100x256`.
-      num_params: Number of scalars in the weights, frozen ones included.
-      flops_per_step: Model FLOPs of all devices (`training.step_cost`), without those that
-        rematerialization repeats.
-      tensors: All tensors of state and batch, largest first.
-      collectives: Traffic between devices in one step.
-      notes: Messages of layers while they were traced, and limits of the figures.
-      num_slices: Number of slices or nodes that the devices lie in.
-      fits: Whether the peak is within the usable memory of a device; None if that is unknown.
-      refusal: The compiler's message for a step that is too large for the device. There are then
-        no temporaries, outputs and collectives.
-      temporaries: The largest results that the step computes.
-      bounds: Lower bounds of the step time; None if there is no program to read.
-      is_quick: Whether the step was compiled with less effort than in a run.
-      dataset: Name of the planned data set, if several are trained round-robin.
+    `flops_per_step` are the model's, without those that rematerialization repeats. `fits` is None
+    if the memory of the device is unknown. A step that is too large has a `refusal` of the
+    compiler, and no temporaries, outputs, collectives and `bounds`. `dataset` is the planned one of
+    several.
     """
 
     experiment: str
@@ -152,10 +131,10 @@ def make_plan(
       devices: Devices to compile for; they need not be able to run the step.
       parts: Partitioner and task if they are built already; they cannot be used again.
       target: Target that the devices represent; None for the devices themselves.
-      effort: Effort of the compiler, `quick` or `full`; see `compile_step`. A quick step that needs
-        nearly all memory of a device, or is rejected, is compiled again with full effort.
+      effort: See `compile_step`. A quick step that needs nearly all memory, or is rejected, is
+        compiled again with full effort.
       dataset: Name of the training data set whose step is planned; None for all of them.
-      check_state: Whether to raise an error before compilation if the state exceeds the memory.
+      check_state: Whether to raise `StateTooLargeError` before compilation.
     """
     partitioner, task = build_parts(resolved) if parts is None else parts
     target = Target(None) if target is None else target

@@ -52,17 +52,10 @@ _REJECTED = "the mesh or the experiment does not allow it"
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A compiled variant of the experiment.
+    """A compiled variant of the experiment, with the flags to add to the command.
 
-    Attributes:
-      flags: Flags to add to the command; empty for the experiment's own values.
-      remat: Rematerialization policy; None if the experiment has none to choose.
-      across: Number of slices along each mesh axis that spans several.
-      accumulation: Number of parts of the batch under gradient accumulation.
-      peak: Peak bytes per device; None if it was not compiled.
-      fits: Whether the peak is within the device's memory; None if that is unknown.
-      bounds: Lower bounds of the step time; None if there is no program to read.
-      reason: Message of the error that prevented compilation; None if it was compiled.
+    `across` has the slices along mesh axes that span several. `reason` is the error that prevented
+    compilation.
     """
 
     flags: list[str]
@@ -78,15 +71,9 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """The result of a search.
+    """The result of a search; `command` has the flags of the best candidate if one fits.
 
-    Attributes:
-      ranked: The compiled candidates, best first.
-      ranked_by: Criterion by which candidates that fit are ranked.
-      command: All `--fdl` flags of the best candidate; None if no candidate fits.
-      left_out: Number of candidates that were not compiled, by reason.
-      limit: The limit that ended the search; None if no candidate was left to compile.
-      is_quick: Whether the compiler was asked for less effort than a run asks for.
+    `left_out` counts candidates that were not compiled, by reason. `limit` ended the search.
     """
 
     experiment: str
@@ -116,10 +103,7 @@ class Point(NamedTuple):
 def neighbors(point: Point, axes: Sequence[str], *, fits: bool | None) -> Iterator[Point]:
     """Yield the points that differ from `point` in one choice.
 
-    Args:
-      point: The original choices.
-      axes: Names of the mesh axes.
-      fits: Whether the point fits in memory. Only if False, gradient accumulation is increased.
+    Only if the point does not fit in memory, gradient accumulation is increased.
     """
     if point.remat is not None:
         at = _POLICIES.index(point.remat) if point.remat in _POLICIES else len(_POLICIES)
@@ -150,11 +134,7 @@ def _moved(
 
 
 def order(candidate: Candidate, ranked_by: str) -> tuple[float, ...]:
-    """Return the sort key of a candidate; the best has the least.
-
-    Candidates that fit come first, in the order of `ranked_by`. Those that do not fit follow by
-    their peak, and those that could not be compiled come last.
-    """
+    """Return the sort key of a candidate; those that do not fit, or do not compile, come last."""
     peak, bounds = float(candidate.peak or 0), candidate.bounds
     if candidate.reason is not None:
         return (3.0,)
@@ -316,17 +296,7 @@ def search(
     effort: str = "full",
     clock: Callable[[], float] = time.monotonic,
 ) -> Search:
-    """Compile variants of an experiment and rank them.
-
-    Args:
-      resolved: The experiment, which is compiled first with its own values.
-      devices: Devices to compile for.
-      target: Target that the devices represent.
-      max_compilations: Maximum number of compiled candidates.
-      max_seconds: Time after which no further compilation starts.
-      effort: Effort of the compiler; see `compile_step`.
-      clock: Clock in seconds.
-    """
+    """Compile variants of an experiment, first the experiment itself, and rank them."""
     if max_compilations < 1:
         expected = "a positive integer; the experiment itself is compiled first"
         raise UsageError(field="--max_compilations", value=max_compilations, expected=expected)

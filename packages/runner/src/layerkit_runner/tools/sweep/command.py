@@ -1,8 +1,4 @@
-"""The command line of a sweep: `runner --exp=… --job_log_dir=DIR --study=FILE`.
-
-Nothing is written before all checks have passed: of the flags, the file, the folder, and the search
-space and the metric against the experiment.
-"""
+"""`--study=FILE`: check flags, file, folder, space and metric, and only then write and run."""
 
 from __future__ import annotations
 
@@ -55,7 +51,17 @@ def run_study(flags: ParsedFlags, resolve: Resolve) -> int:
       flags: Flags of the command, including `--study` and `--job_log_dir`.
       resolve: Function that imports the experiment and applies overrides.
     """
-    _check_flags(flags)
+    problems = {
+        f"--{name}": "Each trial is a job of one process that starts from scratch."
+        for name in _UNSUPPORTED
+        if name in flags.given
+    }
+    if not flags.options.eval_on_test:
+        problems["--noeval_on_test"] = "Evaluations report the metric."
+    if flags.given.get("num_processes", 1) != 1:
+        problems["--num_processes"] = "Start the command several times for parallel trials."
+    for flag, hint in problems.items():
+        raise UsageError("not supported with --study", field=flag, hint=hint)
     options, fixed = flags.options, flags.overrides
     file = read_study_file(options.study or "", num_trials=options.num_trials)
     folder = SweepFolder(options.job_log_dir or "")
@@ -84,20 +90,6 @@ def run_study(flags: ParsedFlags, resolve: Resolve) -> int:
             command=lambda texts, directory: trial_words(flags, resolved.name, texts, directory),
             longer=lambda texts, step: _longer(flags, resolved, texts, step),
         ).run()
-
-
-def _check_flags(flags: ParsedFlags) -> None:
-    problems = {
-        f"--{name}": "Each trial is a job of one process that starts from scratch."
-        for name in _UNSUPPORTED
-        if name in flags.given
-    }
-    if not flags.options.eval_on_test:
-        problems["--noeval_on_test"] = "Evaluations report the metric."
-    if flags.given.get("num_processes", 1) != 1:
-        problems["--num_processes"] = "Start the command several times for parallel trials."
-    for flag, hint in problems.items():
-        raise UsageError("not supported with --study", field=flag, hint=hint)
 
 
 def trial_words(

@@ -28,15 +28,8 @@ _STATES = {
 class TrialResult:
     """The row of a trial in the table.
 
-    Attributes:
-      number: Number of the trial.
-      state: complete, pruned, unfinished or failed.
-      value: Metric of the last evaluation; None if there was no evaluation.
-      parameters: Values by the path of each field.
-      step: Last training step.
-      seconds: Duration; None until the trial ends.
-      folder: Job folder of the trial.
-      reason: Cause of a failure, else empty.
+    `state` is complete, pruned, unfinished or failed; `value` the metric of the last evaluation;
+    `seconds` None until the trial ends; `reason` the cause of a failure.
     """
 
     number: int
@@ -60,22 +53,21 @@ def results(
         value = 0.0 if result.value is None else sign * result.value
         return states.index(result.state), result.value is None, value, result.number
 
-    found = []
-    for trial in trials:
+    def result_of(trial: FrozenTrial) -> TrialResult:
         reported = trial.intermediate_values
         value = trial.value if trial.state == TrialState.COMPLETE else None
-        result = TrialResult(
+        return TrialResult(
             number=trial.number,
             state=_STATES[trial.state],
             value=reported[max(reported)] if reported and value is None else value,
             parameters=trial.params,
             step=trial.user_attrs.get("step", max(reported, default=0)),
             seconds=None if trial.duration is None else round(trial.duration.total_seconds(), 1),
-            folder=folder.shown(f"trials/{trial.number:04d}"),
+            folder=f"{folder.given.rstrip('/')}/trials/{trial.number:04d}",
             reason=trial.user_attrs.get("reason", ""),
         )
-        found.append(result)
-    return sorted(found, key=order)
+
+    return sorted(map(result_of, trials), key=order)
 
 
 def best_of(found: Sequence[TrialResult]) -> TrialResult | None:
@@ -116,10 +108,9 @@ def table(found: Sequence[TrialResult], file: StudyFile) -> list[str]:
         ]
         for result in found
     ]
-    count = len(head)
     failed = [result for result in found if result.state == "failed"]
     return [
-        *aligned([head, *rows], right={*range(1, count - 3), count - 2}),  # columns of numbers
+        *aligned([head, *rows], right={*range(1, len(head) - 3), len(head) - 2}),
         *(f"failed: trial {result.number:04d}: {result.reason}" for result in failed),
     ]
 

@@ -54,17 +54,7 @@ _PRUNERS: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class StudyFile:
-    """Content of a study file.
-
-    Attributes:
-      path: Path of the file.
-      space: Distribution of each searched field, by its `--fdl` path.
-      metric: DATASET/METRIC.
-      direction: Whether a lower or a higher metric is better.
-      num_trials: Total number of trials.
-      sampler: Name and options of the sampler.
-      pruner: Name and options of the pruner.
-    """
+    """Content of a study file; `sampler` and `pruner` are names with their options."""
 
     path: str
     space: Mapping[str, BaseDistribution]

@@ -9,12 +9,13 @@ resumed with its values from the checkpoint in its folder.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any, Literal
 
 import optuna
@@ -41,13 +42,9 @@ _STATES = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The result of a trial's process.
+    """The end of a trial's process; a stopped trial is resumed with its sweep.
 
-    Attributes:
-      state: End of the trial. A stopped trial is resumed with its sweep.
-      value: Metric of the last evaluation; None if there was no evaluation.
-      step: Last training step.
-      reason: Cause of a failure, else empty.
+    `value` is the metric of the last evaluation, and `reason` the cause of a failure.
     """
 
     state: Literal["complete", "pruned", "failed", "stopped"]
@@ -60,11 +57,7 @@ class Outcome:
 class ClaimedTrial:
     """A trial that this process runs and whose lock it holds.
 
-    Attributes:
-      trial: Optuna's trial.
-      lock: Lock of the trial.
-      reported: Steps with values that an earlier process reported.
-      is_resumed: True if another process started the trial.
+    An earlier process may have reported steps of it, and then it is resumed.
     """
 
     trial: optuna.Trial
@@ -96,14 +89,9 @@ class Study:
     def __init__(
         self, file: StudyFile, folder: SweepFolder, *, name: str, storage: str | None
     ) -> None:
-        """Open or create the study.
+        """Open or create the study in a storage: a URL, a journal file, or None for `study.db`.
 
-        Args:
-          file: Study file.
-          folder: Folder of the sweep.
-          name: Name of the study in its storage.
-          storage: URL of a database, or path of a journal file; None for `study.db`. SQLite may
-            lose data on a network disk to which several machines write, and a journal does not.
+        SQLite may lose data on a network disk to which several machines write; a journal does not.
         """
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
@@ -126,7 +114,7 @@ class Study:
                 ) from error
 
     def close(self) -> None:
-        """Close the connections to the storage; call it once, at the end."""
+        """Close the connections to the storage."""
         self._storage.remove_session()
         if isinstance(self._storage, RDBStorage):
             self._storage.engine.dispose()
@@ -136,17 +124,13 @@ class Study:
         return self.optuna.get_trials()
 
     def claim(self) -> ClaimedTrial | None:
-        """Claim a trial that lost its process, or a new one.
-
-        Returns:
-          The trial; None if all trials have ended or are running in other processes.
-        """
+        """Claim a trial that lost its process, or a new one; return None if there is neither."""
         with self._folder.locked():
             trials = self.trials()
             for frozen in trials:
-                lock = None
-                if frozen.state == TrialState.RUNNING:
-                    lock = self._folder.try_lock_trial(frozen.number)
+                if frozen.state != TrialState.RUNNING:
+                    continue
+                lock = self._folder.try_lock_trial(frozen.number)
                 if lock is not None and frozen.params.keys() == self._file.space.keys():
                     trial = optuna.Trial(self.optuna, frozen._trial_id)
                     reported = frozenset(frozen.intermediate_values)
@@ -170,7 +154,7 @@ class Study:
             return ClaimedTrial(trial, lock)
 
     def end(self, claimed: ClaimedTrial, outcome: Outcome) -> None:
-        """Store the outcome of a trial and release its lock; a stopped trial can be resumed."""
+        """Store the outcome of a trial and release its lock."""
         if outcome.state != "stopped":
             claimed.trial.set_user_attr("step", outcome.step)
             claimed.trial.set_user_attr("reason", outcome.reason)
@@ -188,30 +172,19 @@ def _open_storage(storage: str) -> BaseStorage:
     return RDBStorage(storage, engine_kwargs=options)
 
 
-class _StopRequests:
-    """A context manager for the main thread that records SIGINT and SIGTERM.
-
-    Attributes:
-      received: Numbers of the received signals, in order.
-    """
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> _StopRequests:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, lambda n, _: self.received.append(n))
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        for number, handler in self._previous.items():
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Yield the list to which SIGINT and SIGTERM are appended as they arrive."""
+    received: list[int] = []
+    previous = {
+        number: signal.signal(number, lambda n, _: received.append(n))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
             signal.signal(number, handler)
-
-    @property
-    def is_urgent(self) -> bool:
-        """True after a second Ctrl-C, which kills the trial."""
-        return len(self.received) > 1 and self.received[-1] == signal.SIGINT
 
 
 @dataclasses.dataclass
@@ -219,7 +192,7 @@ class Sweep:
     """A loop that runs the trials of a study one after another, each in its own process.
 
     Ctrl-C and SIGTERM stop a sweep: the current trial saves and stops, and the same command resumes
-    it.
+    it. A second Ctrl-C kills the trial.
 
     Attributes:
       file: Study file.
@@ -243,11 +216,8 @@ class Sweep:
     def run(self) -> int:
         """Run trials until all have ended or a signal is received; return the exit code."""
         num_failed = 0
-        with _StopRequests() as stops:
-            while not stops.received:
-                claimed = self.study.claim()
-                if claimed is None:
-                    break
+        with _stop_signals() as stops:
+            while not stops and (claimed := self.study.claim()) is not None:
                 outcome = self._run_trial(claimed, stops)
                 found = self._write_results()
                 num_failed = num_failed + 1 if outcome.state == "failed" else 0
@@ -255,25 +225,29 @@ class Sweep:
                     _say(f"stopping the sweep: {num_failed} trials in a row failed")
                     break
         found = self._write_results()
-        self._print_results(found)
-        if stops.received:
+        for line in report.table(found, self.file):
+            _say(line)
+        if num_unfinished := sum(result.state == "unfinished" for result in found):
+            _say(f"{num_unfinished} of {len(found)} trials are unfinished")
+        if (best := report.best_of(found)) is not None:
+            _say("next: train the best trial for twice as many steps")
+            _say(f"  {self.longer(_texts(best.parameters), best.step)}")
+        if stops:
             _say("the same command resumes this sweep")
-            return 128 + stops.received[0]
+            return 128 + stops[0]
         return 0 if any(result.state in ("complete", "unfinished") for result in found) else 1
 
-    def _run_trial(self, claimed: ClaimedTrial, stops: _StopRequests) -> Outcome:
+    def _run_trial(self, claimed: ClaimedTrial, stops: list[int]) -> Outcome:
         label, began = f"trial {claimed.number:04d}", time.monotonic()
         resumed = "resumed: " if claimed.is_resumed else ""
-        values = ", ".join(
-            f"{path}={report.shown(value)}" for path, value in claimed.values.items()
-        )
-        _say(f"{label}: {resumed}{values}")
+        values = (f"{path}={report.shown(value)}" for path, value in claimed.values.items())
+        _say(f"{label}: {resumed}{', '.join(values)}")
         folder = self.folder.trial(claimed.number)
         name = self.file.metric.removeprefix(f"{self.dataset}/")
         metrics = TrialMetrics(folder / "metrics.jsonl", dataset=self.dataset, name=name)
         process = TrialProcess(folder, self.command(_texts(claimed.values), str(folder)))
         try:
-            outcome = self._follow(claimed, process, metrics, stops)
+            outcome = _follow(claimed, process, metrics, stops)
         except UnknownMetricError as error:
             process.close()
             # The trial is resumed with the corrected file.
@@ -284,63 +258,48 @@ class Sweep:
         finally:
             process.close()
         self.study.end(claimed, outcome)
-        took = f"{time.monotonic() - began:.0f} s"
         reason = f": {outcome.reason}" if outcome.reason else ""
+        took = f"{time.monotonic() - began:.0f} s"
         _say(f"{label}: {outcome.state} at step {outcome.step}, {took}{reason}")
         return outcome
-
-    def _follow(
-        self,
-        claimed: ClaimedTrial,
-        process: TrialProcess,
-        metrics: TrialMetrics,
-        stops: _StopRequests,
-    ) -> Outcome:
-        """Wait for the end of a trial, or stop it."""
-        is_pruned, is_asked, is_killed = False, False, False
-        code = None
-        while code is None:
-            code = process.wait(_SECONDS_BETWEEN_POLLS)
-            for step, value in metrics.read():
-                if claimed.report(step, value):
-                    _say(f"trial {claimed.number:04d}: {metrics.label} {value:.5g} at step {step}")
-                if code is None and not metrics.is_last(step):
-                    is_pruned = is_pruned or claimed.trial.should_prune()
-            is_to_stop = is_pruned or metrics.problem or stops.received
-            if is_to_stop and not is_asked and code is None:
-                process.stop()
-                is_asked = True
-            if stops.is_urgent and not is_killed and code is None:
-                process.kill()
-                is_killed = True
-        last, step = metrics.last_value, metrics.step
-        if metrics.problem:
-            return Outcome("failed", last, step, metrics.problem)
-        if code == 0 and last is not None:
-            return Outcome("complete", last, step)
-        if code == 0:
-            return Outcome("failed", last, step, f"no evaluation reported {metrics.label}")
-        if is_pruned:
-            return Outcome("pruned", last, step)
-        if stops.received:
-            return Outcome("stopped", last, step)
-        return Outcome("failed", last, step, process.reason(code))
 
     def _write_results(self) -> list[report.TrialResult]:
         found = report.results(self.study.trials(), self.file, self.folder)
         report.write_results(found, self.file, self.folder, experiment=self.experiment)
         return found
 
-    def _print_results(self, found: list[report.TrialResult]) -> None:
-        for line in report.table(found, self.file):
-            _say(line)
-        num_unfinished = sum(result.state == "unfinished" for result in found)
-        if num_unfinished:
-            _say(f"{num_unfinished} of {len(found)} trials are unfinished")
-        best = report.best_of(found)
-        if best is not None:
-            _say("next: train the best trial for twice as many steps")
-            _say(f"  {self.longer(_texts(best.parameters), best.step)}")
+
+def _follow(
+    claimed: ClaimedTrial, process: TrialProcess, metrics: TrialMetrics, stops: list[int]
+) -> Outcome:
+    """Wait for the end of a trial, or stop it."""
+    is_pruned, is_asked, is_killed = False, False, False
+    code = None
+    while code is None:
+        code = process.wait(_SECONDS_BETWEEN_POLLS)
+        for step, value in metrics.read():
+            if claimed.report(step, value):
+                _say(f"trial {claimed.number:04d}: {metrics.label} {value:.5g} at step {step}")
+            if code is None and not metrics.is_last(step):
+                is_pruned = is_pruned or claimed.trial.should_prune()
+        if code is None and not is_asked and (is_pruned or metrics.problem or stops):
+            process.stop()
+            is_asked = True
+        if code is None and not is_killed and len(stops) > 1 and stops[-1] == signal.SIGINT:
+            process.kill()
+            is_killed = True
+    last, step = metrics.last_value, metrics.step
+    if metrics.problem:
+        return Outcome("failed", last, step, metrics.problem)
+    if code == 0 and last is not None:
+        return Outcome("complete", last, step)
+    if code == 0:
+        return Outcome("failed", last, step, f"no evaluation reported {metrics.label}")
+    if is_pruned:
+        return Outcome("pruned", last, step)
+    if stops:
+        return Outcome("stopped", last, step)
+    return Outcome("failed", last, step, process.reason(code))
 
 
 def _texts(values: Mapping[str, Value]) -> dict[str, str]:

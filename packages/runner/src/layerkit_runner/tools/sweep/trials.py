@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -64,15 +64,9 @@ class SweepFolder:
         """Return the job folder of a trial."""
         return self.path / "trials" / f"{number:04d}"
 
-    def shown(self, name: str) -> str:
-        """Return a path in the folder as the user wrote the folder."""
-        return f"{self.given.rstrip('/')}/{name}"
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the lock of the sweep, which excludes its other processes."""
-        with lock(self.path / "study.lock"):
-            yield
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that holds the lock of the sweep, which excludes its other processes."""
+        return lock(self.path / "study.lock")
 
     def try_lock_trial(self, number: int) -> IO[bytes] | None:
         """Return the lock of a trial, to be closed at its end; None if another process has it."""
@@ -108,12 +102,8 @@ class UnknownMetricError(UsageError):
 class TrialMetrics:
     """A reader of the metrics that a trial writes to its metrics.jsonl.
 
-    Attributes:
-      label: DATASET/METRIC.
-      step: Newest step of any record.
-      num_train_steps: Last step of the run; None until it is recorded.
-      values: Metric by evaluated step.
-      problem: Cause of a failure, else empty.
+    `values` are by evaluated step, `step` is the newest of any record, and `problem` the cause of a
+    failure.
     """
 
     def __init__(self, path: Path, *, dataset: str, name: str) -> None:
@@ -160,25 +150,19 @@ class TrialMetrics:
 
 
 class TrialProcess:
-    """The process of a trial, in its own session."""
+    """The process of a trial, in a session of its own: the sweep receives Ctrl-C and stops it."""
 
     def __init__(self, folder: Path, words: Sequence[str]) -> None:
-        """Start the process.
-
-        Args:
-          folder: Job folder of the trial.
-          words: Arguments of `runner`.
-        """
+        """Start `runner` with these words, for the job folder of the trial."""
         self._output = folder / "output.txt"
-        module = [sys.executable, "-m", __name__, str(folder / "process.lock")]
+        program = [sys.executable, "-m", __name__, str(folder / "process.lock")]
         with open_append(self._output) as output:
             self._began = output.tell()
             self._process: subprocess.Popen[bytes] = subprocess.Popen(
-                [*module, "layerkit_runner.cli", *words],
+                [*program, "layerkit_runner.cli", *words],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # The sweep receives Ctrl-C, and stops its trial itself.
                 start_new_session=True,
             )
         self.stop = self._process.terminate

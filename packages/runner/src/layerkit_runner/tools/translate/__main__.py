@@ -27,11 +27,7 @@ from layerkit_runner.tools.translate.tables import Translation, module_text, rea
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code.
-
-    Args:
-      arguments: Words after the program's name; None for those of this process.
-    """
+    """Run the words of a command line, None for those of this process; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="translate",
         description=__doc__,

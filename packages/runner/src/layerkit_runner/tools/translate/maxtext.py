@@ -25,12 +25,7 @@ _AXES = ("data", "fsdp", "tensor")
 
 
 def read_values(texts: Mapping[str, str], words: Sequence[str]) -> dict[str, Any]:
-    """Return the values of YAML files and of `key=value` words; later ones take precedence.
-
-    Args:
-      texts: Contents of the files, by file name.
-      words: Words `key=value`.
-    """
+    """Return the values of YAML files and of `key=value` words; later ones take precedence."""
     values: dict[str, Any] = {}
     for file, text in texts.items():
         read = _parse(text, file)
@@ -71,12 +66,7 @@ def translate_maxtext(
 ) -> Translation:
     """Translate keys of MaxText.
 
-    Args:
-      values: Values by key.
-      tables: Result of `read_tables`.
-      name: Name of the class.
-      defaults: Values of MaxText's base.yml for keys that `values` omit. A key with the value of
-        base.yml needs no field.
+    Keys with the value of `defaults`, MaxText's base.yml, need no field.
     """
     table, known = tables["maxtext"], defaults or {}
     keys = _Keys({**known, **values})

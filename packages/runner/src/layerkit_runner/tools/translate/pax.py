@@ -53,15 +53,7 @@ class _Constant(NamedTuple):
 
 
 class _PaxClass(NamedTuple):
-    """A class of a file.
-
-    Attributes:
-      bases: Last parts of the names of the base classes.
-      summary: First line of the docstring.
-      constants: Constants that the class defines itself.
-      leftovers: Decorators, methods and other statements of its body.
-      is_registered: True if a decorator registers the class as an experiment.
-    """
+    """A class of a file: last parts of base names, its own constants, and other statements."""
 
     bases: Sequence[str]
     summary: str
@@ -73,16 +65,9 @@ class _PaxClass(NamedTuple):
 def translate_pax(
     texts: Mapping[str, str], tables: Mapping[str, Any], names: Sequence[str] | None = None
 ) -> tuple[list[Translation], list[str]]:
-    """Translate experiment classes of Pax.
+    """Translate experiment classes of Pax; return the translations, and the names of others.
 
-    Args:
-      texts: Contents of Python files, by file name; classes may inherit across files.
-      tables: Result of `read_tables`.
-      names: Names of classes; None for the registered ones, or if there are none, for classes
-        without subclasses.
-
-    Returns:
-      The translations, and the names of the other classes.
+    Without `names`, these are the registered classes, or else those that no other inherits.
     """
     classes: dict[str, _PaxClass] = {}
     for file, text in texts.items():

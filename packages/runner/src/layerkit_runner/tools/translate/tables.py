@@ -49,13 +49,8 @@ class Leftover:
 class Translation:
     """A configuration of another framework, translated to fields and recipes.
 
-    Attributes:
-      name: Name of the class.
-      summary: First line of its docstring.
-      fields: Values of experiment fields.
-      settings: Values without a field, by their paths from `task`.
-      recipes: Modules of the base classes by name, in the order of inheritance.
-      leftovers: Source text that is not translated.
+    `settings` are values without a field, by their paths from `task`; `recipes` are modules of the
+    base classes by name, in the order of inheritance.
     """
 
     name: str
@@ -81,15 +76,7 @@ def read_tables() -> dict[str, Any]:
 def map_keys(
     table: Mapping[str, Any], values: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Map keys by the rows of a table.
-
-    Args:
-      table: Part of `read_tables` for a framework.
-      values: Values of the keys.
-
-    Returns:
-      Values of fields, recipes and paths from `task`, and reasons of keys that are not mapped.
-    """
+    """Return values of fields, recipes and paths, and reasons of keys that are not mapped."""
     found: dict[str, Any] = {}
     reasons: dict[str, str] = {}
     known = [key for key in table["keys"] if key in values]
@@ -182,15 +169,7 @@ def make_translation(
     leftovers: Sequence[Leftover],
     **names: str,
 ) -> Translation:
-    """Return a translation with chosen recipes and the fields that they have.
-
-    Args:
-      tables: Result of `read_tables`.
-      defaults: Default recipes, by their part.
-      found: Values of fields, recipes and paths from `task`.
-      leftovers: Source text that is not translated.
-      **names: Name and summary of the class.
-    """
+    """Return a translation with chosen recipes and the fields that they have."""
     chosen = {found.get(part, default) for part, default in defaults.items()}
     fields = {key: value for key, value in found.items() if key.isupper()}
     unused = []
