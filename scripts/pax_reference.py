@@ -92,15 +92,20 @@ def install_contrib() -> None:
 
 
 def experiments() -> dict[str, type]:
-    """Return the classes of paxml by the names of this repository."""
-    found = {}
-    for name in json.loads(CATALOGUE.read_text()):
-        module, _, cls = name.rpartition(".")
-        if module in MODULES:
-            theirs = getattr(importlib.import_module(MODULES[module]), cls, None)
-            if theirs is not None:
-                found[name] = theirs
-    return found
+    """Return the classes of paxml, and of later versions, by the names of this repository."""
+    found = {name: find_class(name) for name in json.loads(CATALOGUE.read_text())}
+    return {name: cls for name, cls in found.items() if cls is not None}
+
+
+def find_class(name: str) -> type | None:
+    """Return the class of paxml, or of a later version, that has a name of this repository."""
+    from later_pax import EXPERIMENTS
+
+    module, _, cls = name.rpartition(".")
+    if module not in MODULES:
+        return None
+    later = {each.__name__: each for each in EXPERIMENTS}
+    return getattr(importlib.import_module(MODULES[module]), cls, later.get(cls))
 
 
 def batch_specs(rows: int, length: int) -> py_utils.NestedMap:
@@ -225,6 +230,7 @@ def settings_of(experiment: Any, task: Any) -> dict[str, Any]:
             "activation": fdl.get_callable(layer.tr_fflayer_tpl.activation_tpl).__name__,
             "label_smoothing": getattr(task.model, "label_smoothing_prob", None) or 0.0,
         },
+        **({"experts": experts_of(stack)} if stack.moe_layers else {}),
         "mesh": {
             "ici": task.model.ici_mesh_shape,
             "dcn": task.model.dcn_mesh_shape,
@@ -241,6 +247,23 @@ def settings_of(experiment: Any, task: Any) -> dict[str, Any]:
             "percore_batch_size": experiment.PERCORE_BATCH_SIZE,
             "max_seq_len": length_of(experiment),
             "splits": len(experiment.datasets()),
+        },
+    }
+
+
+def experts_of(stack: Any) -> dict[str, Any]:
+    """Return the settings of the experts of a stack."""
+    experts = stack.moe_layer_tpl
+    return {
+        "activation": fdl.get_callable(experts.activation_tpl).__name__,
+        "num_experts": stack.num_experts,
+        "num_groups": stack.num_groups,
+        **{
+            name: getattr(experts, name)
+            for name in (
+                *("use_gated_activation", "unadjusted_expert_capacity_factor"),
+                *("moe_load_balance_loss_weight", "gating_logit_cap"),
+            )
         },
     }
 
@@ -268,6 +291,7 @@ def write_weights(folder: Path) -> None:
     (folder / "weights.json").write_text("{\n" + ",\n".join(entries) + "\n}\n")
 
 
+_EXPERTS = {"NUM_EXPERTS": 4, "NUM_GROUPS": 8}
 # Reduced forms: class, fields besides those of SMALL, and whether pmap runs them.
 RUNS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "LmCloudSpmd": ("lm_cloud.LmCloudSpmdTest", {}, False),
@@ -275,6 +299,12 @@ RUNS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "C4SpmdPipelineGpt3": (
         "c4.C4SpmdPipelineGpt3SmallAdam8Replicas",
         {"NUM_LAYERS": 4, "MICROBATCH_SIZE": 4, "TRAINABLE_PE_MAX_SEQ_LEN": 48},
+        False,
+    ),
+    "GLaM64B64EProxy": ("nvidia.GLaM64B64EProxy", {"NUM_LAYERS": 4, **_EXPERTS}, False),
+    "Grok_Proxy": (
+        "nvidia.Grok_Proxy",
+        {"NUM_HEADS": 4, "NUM_KV_HEADS": 2, "DIMS_PER_HEAD": 8, **_EXPERTS},
         False,
     ),
 }
@@ -295,6 +325,7 @@ NUM_STEPS, BATCH_SIZE, NUM_SEEDS = 60, 8, 3
 def small_task(cls: type, fields: dict[str, Any]) -> Any:
     """Return the task of a reduced experiment, with a schedule that fits into the run."""
     task = type(cls.__name__, (cls,), {**SMALL, **fields})().task()
+    task.summary_verbosity = 3  # NVIDIA's experiments report no rates and norms.
     schedule = task.train.learner.optimizer.lr_schedule
     schedule.warmup_steps, schedule.decay_start, schedule.decay_end = 5, 6, 200
     return pax_fiddle.instantiate(task)
@@ -365,6 +396,17 @@ def train(task: Any, seeds: range, *, is_pmap: bool) -> Iterator[tuple[Any, dict
         yield initial, {name: np.array(values) for name, values in numbers.items()}
 
 
+def with_heads(key: str, weight: np.ndarray, run: str, fields: dict[str, Any]) -> np.ndarray:
+    """Return a projection of GLaM, whose heads Praxis merges, as Praxis stores those of others."""
+    if run != "GLaM64B64EProxy" or ".self_attention." not in key or not key.endswith(".w"):
+        return weight
+    layers, heads = len(weight), fields.get("NUM_HEADS", SMALL["NUM_HEADS"])
+    if ".post." in key:
+        weight = weight.reshape(layers, heads, -1, weight.shape[-1])
+        return weight.transpose(0, 3, 1, 2)
+    return weight.reshape(*weight.shape[:2], heads, -1)
+
+
 def write_runs(folder: Path) -> None:
     """Write NAME.npz for each reduced experiment.
 
@@ -372,9 +414,8 @@ def write_runs(folder: Path) -> None:
     its steps; `last_losses` has the mean loss of the last ten steps for each seed.
     """
     for name, (path, fields, is_pmap) in RUNS.items():
-        module, _, cls = path.partition(".")
-        theirs = getattr(importlib.import_module(MODULES[f"lm.{module}"]), cls)
-        runs = list(train(small_task(theirs, fields), range(NUM_SEEDS), is_pmap=is_pmap))
+        task = small_task(find_class(f"lm.{path}"), fields)
+        runs = list(train(task, range(NUM_SEEDS), is_pmap=is_pmap))
         initial, numbers = runs[0]
         weights = py_utils.NestedMap.FromNestedDict(initial).FlattenItems()
         last = np.array([steps["loss"][-10:].mean() for _, steps in runs])
@@ -383,7 +424,10 @@ def write_runs(folder: Path) -> None:
             tokens=draw_tokens(),
             last_losses=last,
             **numbers,
-            **{f"params/{key.replace('.', '/')}": value for key, value in weights},
+            **{
+                f"params/{key.replace('.', '/')}": with_heads(key, value, name, fields)
+                for key, value in weights
+            },
         )
         print(f"{name}: loss {numbers['loss'][0]:.4f} to {numbers['loss'][-1]:.4f}, {last}")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
 import layerkit_experiments
 from layerkit.config import target_of
-from layerkit_experiments.lm import moe
+from layerkit_experiments.lm import moe, nvidia
 from layerkit_runner.config.catalogue import read_catalogue
 from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import UsageError
@@ -64,3 +65,36 @@ def test_expert_period_sets_the_pattern_of_expert_layers(raises):
     assert kinds == ["MoeFeedForward", "TransformerFeedForward", "TransformerFeedForward"]
     with raises(UsageError, field="EXPERT_PERIOD", value=0):
         resolve(moe.Glam126M64E(EXPERT_PERIOD=0))
+
+
+# layers, layers with experts, model, hidden, heads, key heads, words, experts, matrices of an
+# expert; GPUs, rows per GPU
+PROXIES = {
+    "GLaM64B64EProxy": (8, 4, 8192, 32_768, 64, 64, 51_200, 64, 2, 128, 4),
+    "GLaM64B64EProxy_EP": (8, 4, 8192, 32_768, 64, 64, 51_200, 8, 2, 128, 4),
+    "Grok": (64, 64, 6144, 32_768, 48, 8, 131_072, 8, 3, 256, 1),
+    "Grok_Proxy": (16, 16, 6144, 32_768, 48, 8, 131_072, 8, 3, 64, 1),
+    "Grok_Proxy_PP": (16, 16, 6144, 32_768, 48, 8, 131_072, 8, 3, 512, 1),
+    "Grok_PP": (64, 64, 6144, 32_768, 48, 8, 131_072, 8, 3, 512, 1),
+}
+
+
+@pytest.mark.parametrize("name", PROXIES)
+def test_weights_and_mesh_of_the_mixtures_of_nvidia(name: str):
+    layers, sparse, dims, hidden, heads, keys, words, experts, matrices, gpus, rows = PROXIES[name]
+    head_dim = dims // heads
+    by_hand = words * dims + dims + layers * 2 * dims
+    by_hand += layers * 2 * (heads + keys) * head_dim * dims
+    by_hand += sparse * (experts * matrices * dims * hidden + experts * dims)
+    by_hand += (layers - sparse) * 3 * dims * hidden
+    if name.startswith("GLaM"):
+        by_hand += layers * heads * 32  # relative positions
+    else:
+        by_hand += layers * ((heads + 2 * keys) * head_dim + dims)  # biases
+    assert CATALOGUE is not None
+    assert CATALOGUE[f"lm.nvidia.{name}"].num_params == by_hand
+    experiment = resolve(getattr(nvidia, name)())
+    mesh = experiment.partitioner
+    sizes = (*mesh.ici_mesh_shape, *(mesh.dcn_mesh_shape or ()))
+    assert math.prod(sizes) == gpus
+    assert experiment.datasets[0].percore_batch_size == rows

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
-from layerkit.config import assigned_fields, build, target_of
+from layerkit.config import Config, assigned_fields, build, target_of
 from layerkit.interop.praxis import match_weights
 from layerkit.weights import WeightBox, is_box
 from layerkit_runner.config.registry import find_experiment, load_experiment
@@ -39,6 +39,9 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 }
 # Pax misspells the field of these.
 MICROBATCH_SIZES = {"lm.c4.C4SpmdPipelineGpt3AdamOrgHPBS1p5k768Replicas": 8}
+# Groups and microbatches that the shards of a batch cannot share evenly.
+NUM_GROUPS = {"lm.nvidia.MoELarge": 32, "lm.nvidia.Grok_PP": 64, "lm.nvidia.Grok_Proxy_PP": 64}
+NUM_MICROBATCHES = {"lm.nvidia.Grok_PP": 8, "lm.nvidia.Grok_Proxy_PP": 8}
 # An evaluation runs on all devices.
 ANY_MESH = ("lm.pile.Lambada126M",)
 # Steps of Pax unless a class says otherwise.
@@ -54,6 +57,8 @@ SAMPLES = (
     "lm.lm_cloud.LmCloudSpmdPipelineMultislice2BCircular",
     "lm.lm_cloud.LmCloudSpmdTest",
     "lm.lm_cloud.LmCloudTransformerAdamLimitSteps",
+    "lm.nvidia.GLaM64B64EProxy",
+    "lm.nvidia.Grok_PP",
     "lm.nvidia.Llama2_70B",
     "lm.nvidia.NVIDIA175B",
     "lm.optimal_scaling.OptimalScaling2x2x1",
@@ -117,10 +122,15 @@ def test_weights_and_first_deviations_are_those_of_pax(name: str):
     for path, source in match_weights(ours, theirs).items():
         line, shape = theirs[source.names[0]], ours[path].value.shape
         own = line.shape[1:] if source.weight.part is not None else line.shape
-        if source.weight.transpose is not None:
+        if len(own) < source.weight.rank:  # GLaM merges heads, those of the output before dims.
+            own = shape[-source.weight.rank :]
+            assert math.prod(own) == math.prod(line.shape)
+        elif source.weight.transpose is not None:
             own = tuple(own[axis] for axis in source.weight.transpose)
         assert shape[len(shape) - len(own) :] == own, path
-        layers = len(source.names) * math.prod(line.prefix) if source.is_stacked else 1
+        layers = 1
+        if source.is_stacked:
+            layers = len(range(len(source.names) * math.prod(line.prefix))[source.layers])
         assert math.prod(shape[: len(shape) - len(own)]) == layers, path
         deviation = standard_deviation(ours[path])
         assert deviation == pytest.approx(line.std, rel=RELATIVE, abs=0), path
@@ -182,7 +192,10 @@ def test_settings_of_training_are_those_of_pax(name: str):
 def test_settings_of_the_model_and_the_data_are_those_of_pax(name: str):
     experiment, pax, data = resolved(name), REFERENCE[name]["model"], REFERENCE[name]["data"]
     model = experiment.task.model
-    lm, layer = model.lm_tpl, model.lm_tpl.stack_tpl.layer_tpl
+    lm = model.lm_tpl
+    # A layer with experts comes first, a dense one last.
+    first, *others = lm.stack_tpl.block_tpls or (lm.stack_tpl.layer_tpl,)
+    layer = others[-1] if others else first
     assert model.fprop_dtype == pax["fprop_dtype"]
     assert layer.dropout_rate == pax["dropout_prob"]
     is_repeated = "repeat" in " ".join(declared(name))
@@ -199,9 +212,13 @@ def test_settings_of_the_model_and_the_data_are_those_of_pax(name: str):
     others = lm.softmax_tpl.label_smoothing * (1 - 1 / lm.vocab_size)
     assert others == pytest.approx(pax["label_smoothing"])
     assert layer.norm_tpl.epsilon == pax["epsilon"]
-    activation = layer.feed_forward_tpl.activation_tpl
-    # Two names of x·sigmoid(x).
-    assert target_of(activation).__name__ == pax["activation"].replace("Swish", "SiLU")
+    experts = REFERENCE[name].get("experts")
+    if experts is not None:
+        check_experts(name, first.feed_forward_tpl, experts)
+    if experts is None or others:
+        activation = layer.feed_forward_tpl.activation_tpl
+        # Two names of x·sigmoid(x).
+        assert target_of(activation).__name__ == pax["activation"].replace("Swish", "SiLU")
     inputs = experiment.datasets
     assert {each.percore_batch_size for each in inputs} == {data["percore_batch_size"]}
     # Later versions of Pax train on BoolQ, too.
@@ -210,6 +227,17 @@ def test_settings_of_the_model_and_the_data_are_those_of_pax(name: str):
         lengths = getattr(each, "task_feature_lengths", None) or {"targets": each.seq_length}
         of_row = (length for feature, length in lengths.items() if feature != "wrong_targets")
         assert sum(of_row) == data["max_seq_len"]
+
+
+def check_experts(name: str, experts: Config, pax: dict[str, Any]) -> None:
+    assert target_of(experts.activation_tpl).__name__ == pax["activation"]
+    assert experts.num_experts == pax["num_experts"]
+    assert experts.num_groups == NUM_GROUPS.get(name, pax["num_groups"])
+    assert experts.use_gate is pax["use_gated_activation"]
+    assert experts.capacity_factor == pax["unadjusted_expert_capacity_factor"]
+    assert experts.load_balance_weight == pax["moe_load_balance_loss_weight"]
+    assert experts.balance_per_group and not experts.router_z_weight
+    assert experts.router_tpl.logit_cap == (pax["gating_logit_cap"] or None)
 
 
 @EACH
@@ -223,6 +251,7 @@ def test_mesh_and_pipeline_are_those_of_pax(name: str):
     if pipeline is not None:
         assert stack.num_stages == pipeline["num_pipeline_stages"]
         assert stack.circular_repeats == pipeline["circular_repeat"]
-        assert stack.num_microbatches == pipeline["num_pipeline_microbatches"]
+        number = NUM_MICROBATCHES.get(name, pipeline["num_pipeline_microbatches"])
+        assert stack.num_microbatches == number
         size = MICROBATCH_SIZES.get(name, pipeline["pipeline_microbatch_size"])
         assert stack.microbatch_size == size

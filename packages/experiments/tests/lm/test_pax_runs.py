@@ -43,11 +43,18 @@ PIPELINE = {
     "SOFTMAX_CHUNK_SIZE": None,
     "ICI_MESH_SHAPE": [1, 1, 1, 1],
 }
+EXPERTS = {"NUM_EXPERTS": 4, "NUM_GROUPS": 8, "ICI_MESH_SHAPE": None, "DCN_MESH_SHAPE": None}
 # Experiment, fields besides those of SMALL, number of devices.
 RUNS: dict[str, tuple[str, dict[str, Any], int]] = {
     "LmCloudSpmd": ("lm.lm_cloud.LmCloudSpmdTest", {}, 1),
     "LmCloudTransformerAdam": ("lm.lm_cloud.LmCloudTransformerAdamLimitSteps", {}, 2),
     "C4SpmdPipelineGpt3": ("lm.c4.C4SpmdPipelineGpt3SmallAdam8Replicas", PIPELINE, 1),
+    "GLaM64B64EProxy": ("lm.nvidia.GLaM64B64EProxy", {"NUM_LAYERS": 4, **EXPERTS}, 1),
+    "Grok_Proxy": (
+        "lm.nvidia.Grok_Proxy",
+        {"NUM_HEADS": 4, "NUM_KV_HEADS": 2, "DIMS_PER_HEAD": 8, "MAX_STEPS": 60, **EXPERTS},
+        1,
+    ),
 }
 
 

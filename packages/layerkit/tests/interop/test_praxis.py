@@ -208,6 +208,33 @@ def test_weight_that_praxis_lacks_raises(raises):
         match_weights({"lm/softmax/b"}, set())
 
 
+@pytest.mark.parametrize("theirs", ["repeat/sub/", ""])
+def test_weights_of_some_layers_are_those_of_their_layers(theirs: str):
+    """The first of every two layers has experts, the second is dense."""
+    experts, dense = np.arange(24.0).reshape(2, 2, 2, 3), np.arange(12.0).reshape(2, 2, 3)
+    names = {"ff_layer/wi_0": (0, experts), "ff_layer/ffn_layer1/linear/w": (1, dense)}
+    stored = {}
+    for name, (block, weights) in names.items():
+        if theirs:
+            stored[f"lm/transformer/{theirs}x_layers_{block}/{name}"] = weights
+        else:
+            for number, weight in enumerate(weights):
+                stored[f"lm/transformer/x_layers_{2 * number + block}/{name}"] = weight
+    repeated = {
+        "lm/stack/repeat/sub/layers_0/feed_forward/up": experts,
+        "lm/stack/repeat/sub/layers_1/feed_forward/up/w": dense,
+    }
+    unrolled = {
+        "lm/stack/layers_2/feed_forward/up": experts[1],
+        "lm/stack/layers_1/feed_forward/up/w": dense[0],
+    }
+    for ours in (repeated, unrolled):
+        sources = find_sources(ours, stored)
+        for name, expected in ours.items():
+            read = read_whole(sources[name], stored, expected.shape)
+            np.testing.assert_array_equal(read, expected)
+
+
 QKV = "lm/transformer/{}/self_attention/combined_qkv/w"
 OURS = "lm/stack/{}attention/{}/w"
 

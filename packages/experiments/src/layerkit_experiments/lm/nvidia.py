@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from layerkit.config import Config
-from layerkit.weights import WeightInit
 from layerkit_experiments.lm.recipes.data import SyntheticTokens
 from layerkit_experiments.lm.recipes.decoders import CappedDecoder
-from layerkit_experiments.lm.recipes.experts import MixtureOfExperts
+from layerkit_experiments.lm.recipes.experts import PipelinedExperts, SpmdExperts
+from layerkit_experiments.lm.recipes.gshard import (
+    GlamExperts,
+    GlamLayers,
+    GrokDecoder,
+    GShardExperts,
+)
 from layerkit_experiments.lm.recipes.nvidia import (
     CappedCosine,
     NvidiaDecoder,
@@ -99,7 +103,7 @@ class Llama33BProxy(NvidiaSpmd):
     USE_ADAFACTOR = True
 
 
-class MoELarge(MixtureOfExperts, NvidiaSpmd):
+class MoELarge(GShardExperts, NvidiaSpmd):
     """27 billion weights in 16 experts of each layer, on 32 GPUs (a100x32), fully sharded."""
 
     tags = ("multislice",)
@@ -110,31 +114,79 @@ class MoELarge(MixtureOfExperts, NvidiaSpmd):
     NUM_HEADS = 32
     DIMS_PER_HEAD = 128
     NUM_EXPERTS = 16
-    CAPACITY_FACTOR = 2.0
     LOAD_BALANCE_WEIGHT = 1.0
     # Pax has 16 groups, which cannot be shared evenly by the 32 shards of the batch.
-    NUM_GROUPS: int | None = 32
-    """Groups of a batch, each with slots of its own; None for one per row."""
+    NUM_GROUPS = 32
     PERCORE_BATCH_SIZE = 4.0
     ICI_MESH_SHAPE = [1, 16, 1]
     DCN_MESH_SHAPE = [1, 2, 1]
 
-    reduced_fields: ClassVar[Mapping[str, Any]] = {"NUM_GROUPS": None}
 
-    def model(self) -> Config:
-        """Return the config of the LanguageModel, whose experts start as in GShard."""
-        model = super().model()
-        experts = model.lm_tpl.stack_tpl.layer_tpl.feed_forward_tpl
-        wide = 4 * self.MODEL_DIMS if self.HIDDEN_DIMS is None else self.HIDDEN_DIMS
-        init = WeightInit.Uniform((3 / self.MODEL_DIMS) ** 0.5)
-        experts.set(
-            num_groups=self.NUM_GROUPS,
-            balance_per_group=True,
-            weight_init=init,
-            down_init=WeightInit.Uniform((3 / wide) ** 0.5),
-        )
-        experts.router_tpl.weight_init = init
-        return model
+class GLaM64B64EProxy(GlamExperts, CappedCosine, Spmd, GlamLayers):
+    """Eight layers of GLaM 64B/64E, 143B weights, on 128 GPUs (a100x128), fully sharded."""
+
+    NUM_LAYERS = 8
+    MODEL_DIMS = 8192
+    HIDDEN_DIMS = 32_768
+    NUM_HEADS = 64
+    DIMS_PER_HEAD = 128
+    VOCAB_SIZE = 51_200
+    MAX_SEQ_LEN = 2048
+    NUM_EXPERTS = 64
+    NUM_GROUPS = 128
+    PERCORE_BATCH_SIZE = 4.0
+    ICI_MESH_SHAPE = [1, 128, 1]
+
+
+class GLaM64B64EProxy_EP(SpmdExperts, GLaM64B64EProxy):  # noqa: N801
+    """Eight layers of GLaM with eight experts on 128 GPUs (a100x128), fsdp 16 × expert 8."""
+
+    NUM_EXPERTS = 8
+    ICI_MESH_SHAPE = [1, 16, 8, 1]
+
+
+class Grok(CappedCosine, SpmdExperts, GrokDecoder):
+    """Grok-1, 316 billion weights, on 256 GPUs (h100x256), fsdp 32 × expert 8."""
+
+    tags = ("multislice",)
+
+    NUM_LAYERS = 64
+    NUM_GROUPS = 256
+    PERCORE_BATCH_SIZE = 1.0
+    ICI_MESH_SHAPE = [1, 1, 8, 1]
+    DCN_MESH_SHAPE = [1, 32, 1, 1]
+    MAX_STEPS = 10
+
+
+class Grok_Proxy(Grok):  # noqa: N801
+    """16 layers of Grok-1 on 64 GPUs (h100x64), fsdp 8 × expert 8."""
+
+    NUM_LAYERS = 16
+    NUM_GROUPS = 64
+    DCN_MESH_SHAPE = [1, 8, 1, 1]
+
+
+class Grok_Proxy_PP(CappedCosine, PipelinedExperts, GrokDecoder):  # noqa: N801
+    """16 layers of Grok-1 in eight stages on 512 GPUs (h100x512), fsdp 8 × expert 8."""
+
+    tags = ("multislice",)
+
+    NUM_LAYERS = 16
+    PERCORE_BATCH_SIZE = 1.0
+    NUM_STAGES = 8
+    # Pax has 32 microbatches of 16 rows in 8 groups, which its 64 shards of a batch cannot share
+    # evenly.
+    NUM_MICROBATCHES = 8
+    NUM_GROUPS = 64
+    ICI_MESH_SHAPE = [1, 1, 1, 8, 1]
+    DCN_MESH_SHAPE = [8, 1, 8, 1, 1]
+    MAX_STEPS = 10
+
+
+class Grok_PP(Grok_Proxy_PP):  # noqa: N801
+    """Grok-1 in eight stages on 512 GPUs (h100x512), fsdp 8 × expert 8."""
+
+    NUM_LAYERS = 64
 
 
 class NVIDIA5B(NvidiaPipeline):

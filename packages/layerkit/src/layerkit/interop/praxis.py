@@ -99,6 +99,8 @@ SERIES_WEIGHTS: _Choices = {
 }
 # A tied weight is [num_classes, dims] here and [dims, num_classes] in Praxis.
 TIED_SOFTMAX = PraxisWeight("lm/softmax/logits_ffn/linear/w", 2, transpose=(1, 0))
+# That of Praxis' GShardSharedEmbeddingSoftmax is as here.
+GSHARD_SOFTMAX = PraxisWeight("lm/softmax/embedding/w", 2)
 
 # Weights of a layer, by paths within it.
 LAYER_WEIGHTS: _Choices = {
@@ -112,6 +114,10 @@ LAYER_WEIGHTS: _Choices = {
     # [dims, heads, head_dim] in Praxis, [heads, head_dim, dims] here.
     "attention/output/w": (PraxisWeight("self_attention/post/w", 3, transpose=(1, 2, 0)),),
     "attention/output/b": (PraxisWeight("self_attention/post/b", 1),),
+    # [heads, buckets] in Praxis, [buckets, heads] here.
+    "attention/relative_bias/w": (
+        PraxisWeight("self_attention/relative_bias/wrb", 2, transpose=(1, 0)),
+    ),
     "attention/scale": (PraxisWeight("self_attention/per_dim_scale/per_dim_scale", 1),),
     **_norm("feed_forward_norm", "ff_layer/layer_norm"),
     **_dense("up", "ffn_layer1"),
@@ -288,14 +294,31 @@ def _is_tied(ours: Collection[str]) -> bool:
     return "lm/embedding/w" not in ours
 
 
-def _praxis_layers(praxis: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Return the names of each weight of a layer, for the layers of a repetition in order."""
+class _PraxisLayers(NamedTuple):
+    """The weights of the layers of Praxis.
+
+    Attributes:
+      names: For each weight of a layer its full names, by the index of the layer in a repetition.
+        A weight need not exist in all layers.
+      period: Number of layers of a repetition; of all layers if nothing repeats.
+      repeats: True if each name holds the weights of several layers.
+    """
+
+    names: dict[str, dict[int, str]]
+    period: int
+    repeats: bool
+
+
+def _praxis_layers(praxis: Collection[str]) -> _PraxisLayers:
     found: dict[str, dict[int, str]] = {}
-    for name in praxis:
-        match = _PRAXIS_LAYER.fullmatch(name)
-        if match is not None:
-            found.setdefault(match["name"], {})[int(match["index"])] = name
-    return {name: tuple(names[index] for index in sorted(names)) for name, names in found.items()}
+    matches = [match for name in praxis if (match := _PRAXIS_LAYER.fullmatch(name))]
+    for match in sorted(matches, key=lambda match: int(match["index"])):
+        found.setdefault(match["name"], {})[int(match["index"])] = match[0]
+    period = 1 + max((int(match["index"]) for match in matches), default=0)
+    parts = ("pipeline/body/", "repeat/sub/")
+    return _PraxisLayers(
+        found, period, any(part in match[0] for match in matches for part in parts)
+    )
 
 
 def _block_of(name: str) -> int:
@@ -309,7 +332,7 @@ def _block_of(name: str) -> int:
 def _choices(name: str, *, is_tied: bool) -> tuple[PraxisWeight, ...]:
     """Return the weights of Praxis, or of a layer of it, that a weight can be read from."""
     if name == "lm/softmax/w" and is_tied:
-        return (TIED_SOFTMAX,)
+        return (TIED_SOFTMAX, GSHARD_SOFTMAX)
     match = _OUR_LAYER.fullmatch(name)
     if match is None:
         return LM_WEIGHTS.get(name, ()) or SERIES_WEIGHTS.get(name, ())
@@ -319,7 +342,7 @@ def _choices(name: str, *, is_tied: bool) -> tuple[PraxisWeight, ...]:
 def _source(
     name: str,
     praxis: Collection[str],
-    layers: Mapping[str, tuple[str, ...]],
+    layers: _PraxisLayers,
     pattern_length: int,
     *,
     is_tied: bool,
@@ -329,15 +352,18 @@ def _source(
         if match is None:
             if weight.name in praxis:
                 return WeightSource((weight.name,), weight)
-        elif weight.name in layers:
-            names = layers[weight.name]
+        elif weight.name in layers.names:
+            names = layers.names[weight.name]
             if match["stacked"] is None:
-                layer = int(match["index"])
-                if not any(part in names[0] for part in ("pipeline/body/", "repeat/sub/")):
-                    names, layer = names[layer : layer + 1], 0
-                return (
-                    WeightSource(names, weight, layers=slice(layer, layer + 1)) if names else None
-                )
-            held = slice(_block_of(name), None, pattern_length)
-            return WeightSource(names, weight, is_stacked=True, layers=held)
+                repetition, index = divmod(int(match["index"]), layers.period)
+                if index not in names:
+                    return None
+                held = slice(repetition, repetition + 1)
+                return WeightSource((names[index],), weight, layers=held)
+            block, held = _block_of(name), slice(None)
+            if layers.repeats and layers.period % pattern_length:  # All layers are alike.
+                own, held = tuple(names.values()), slice(block, None, pattern_length)
+            else:
+                own = tuple(n for index, n in names.items() if index % pattern_length == block)
+            return WeightSource(own, weight, is_stacked=True, layers=held) if own else None
     return None

@@ -9,6 +9,7 @@ from layerkit.checks import check_sizes
 from layerkit.config import Config, target_of
 from layerkit.layers import MoeFeedForward
 from layerkit_experiments.lm.recipes.model import TransformerLmModel
+from layerkit_experiments.lm.recipes.parallelism import Pipelined
 from layerkit_runner.partitioning import SpmdPartitioner
 
 
@@ -67,7 +68,8 @@ class MixtureOfExperts(TransformerLmModel):
             router_z_weight=self.ROUTER_Z_WEIGHT,
         )
         experts.router_tpl.use_noise = self.ROUTER_NOISE
-        experts.shared_tpl.down_init = dense.down_init
+        if self.NUM_SHARED_EXPERTS:
+            experts.shared_tpl.down_init = dense.down_init
         return experts
 
 
@@ -88,3 +90,20 @@ class SpmdExperts:
             ici_mesh_shape=self.ICI_MESH_SHAPE,
             dcn_mesh_shape=self.DCN_MESH_SHAPE,
         )
+
+
+class PipelinedExperts(Pipelined):
+    """A pipeline of layers on a mesh of stage × data × fsdp × expert × tensor."""
+
+    ICI_MESH_SHAPE: list[int] | None = None
+    """[stage, data, fsdp, expert, tensor] within a slice."""
+    DCN_MESH_SHAPE: list[int] | None = None
+    """[stage, data, fsdp, expert, tensor] across slices; None for one slice."""
+
+    reduced_fields: ClassVar[Mapping[str, Any]] = {"ICI_MESH_SHAPE": [1, 1, 1, 1, 1]}
+
+    def partitioner(self) -> Config:
+        """Return the config of the partitioner."""
+        partitioner = super().partitioner()
+        partitioner.mesh_axis_names = ("stage", "data", "fsdp", "expert", "tensor")
+        return partitioner
