@@ -78,10 +78,9 @@ class Histogram:
 
     Attributes:
       edges: float64 `[buckets + 1]`, from the lowest number to the highest.
-      counts: float64 `[buckets]`. A bucket includes its upper edge; the first one also includes
-        the lowest number.
-      sum: Sum of the numbers.
-      sum_of_squares: Sum of their squares.
+      counts: float64 `[buckets]`. A bucket includes its upper edge; the first one also includes the
+        lowest number.
+      sum_of_squares: Sum of the squares of the numbers.
     """
 
     edges: np.ndarray
@@ -212,7 +211,6 @@ _Hook = TypeVar("_Hook", bound=Callable[..., None])
 
 
 def _of_all(hook: _Hook) -> _Hook:
-    """Return the method of `Observers` that calls a hook of every observer."""
     name = hook.__name__
 
     def call(self: Observers, *args: Any) -> None:
@@ -298,14 +296,12 @@ class _Caller:
             raise RuntimeError(f"{_MAX_PENDING_REPORTS} reports are pending")
 
     def close(self) -> None:
-        """Close the observer after its pending calls."""
         if self._background is None:
             self.observer.close()
         else:
             self._background.close(self.observer.close if self._is_started else None)
 
     def abandon(self) -> None:
-        """Close the observer without its pending calls, and drop its errors."""
         if self._background is None:
             with contextlib.suppress(Exception):
                 self.observer.close()

@@ -50,16 +50,9 @@ class Goodput:
 
     Attributes:
       num_steps: Number of completed steps whose time is in `steps`.
+      num_lost_steps: Number of steps that a later run repeated.
+      seconds_between_runs: Time from the last record of a run to the start of the next.
       num_runs: Number of runs of this job, including this one.
-
-    >>> ticks = iter([0.0, 4.0, 5.0, 8.0, 10.0, 10.0])
-    >>> goodput = Goodput(clock=lambda: next(ticks))  # time 0, phase `start`
-    >>> with goodput.phase('steps'):  # from time 4 to 10
-    ...     with goodput.phase('save'):  # from time 5 to 8
-    ...         pass
-    >>> goodput.seconds()  # doctest: +NORMALIZE_WHITESPACE
-    {'steps': 3.0, 'compile': 0.0, 'input_wait': 0.0, 'save': 3.0, 'eval': 0.0, 'decode': 0.0,
-     'profile': 0.0, 'start': 4.0, 'lost': 0.0, 'other': 0.0}
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:

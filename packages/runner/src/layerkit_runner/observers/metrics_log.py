@@ -115,11 +115,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     number = float(value)
-    if math.isnan(number):
-        return "NaN"
-    if math.isinf(number):
-        return "Infinity" if number > 0 else "-Infinity"
-    return number
+    return number if math.isfinite(number) else json.dumps(number)
 
 
 def open_lines(path: epath.PathLike) -> LocalLines | StoredLines:
@@ -197,7 +193,6 @@ class StoredLines:
 
 
 def _whole_lines(content: bytes) -> bytes:
-    """Return the content up to and including its last line end."""
     return content[: content.rfind(b"\n") + 1]
 
 

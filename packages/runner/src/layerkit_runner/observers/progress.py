@@ -7,7 +7,7 @@ run of a minute or a month, without long gaps.
 from __future__ import annotations
 
 import datetime
-import os
+import shutil
 import sys
 import time
 import warnings
@@ -102,15 +102,16 @@ class LinePacer:
 
     def due(self, step: int, now: float) -> bool:
         """Return whether to print `step` at the time `now` (seconds), and count it as printed."""
-        if self._began is None:
-            self._began = now
-            is_due = True
-        else:
-            is_due = step > self.last_step and (
+        is_first = self._began is None
+        self._began = now if self._began is None else self._began
+        is_due = is_first or (
+            step > self.last_step
+            and (
                 step - self.last_step >= self._stride
                 or step == self._num_train_steps
                 or now - self._last_time >= self._patience(now)
             )
+        )
         if is_due:
             self.last_step, self._last_time = step, now
         return is_due
@@ -125,8 +126,6 @@ class LinePacer:
 
 
 class _Lines:
-    """Plain lines for the steps that `LinePacer` selects."""
-
     def __init__(self, info: RunInfo, stream: TextIO, clock: Callable[[], float]) -> None:
         self._info = info
         self._stream = stream
@@ -176,8 +175,6 @@ class _Lines:
 
 
 class _Bar:
-    """A tqdm bar on a terminal, with messages above it, or in a notebook."""
-
     def __init__(self, info: RunInfo, stream: TextIO) -> None:
         self._stream = stream
         self._programs = info.train_programs
@@ -228,7 +225,6 @@ class _Bar:
 
 
 def _in_notebook() -> bool:
-    """Return whether the output is that of a notebook's cell."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return hasattr(shell, "kernel")
@@ -236,19 +232,11 @@ def _in_notebook() -> bool:
 
 def _terminal_width(stream: TextIO) -> int | None:
     """Return the columns of a terminal, 80 if unknown; None for other streams."""
-    if not stream.isatty():
-        return None
-    try:
-        return os.get_terminal_size(stream.fileno()).columns or 80
-    except (OSError, ValueError):  # no terminal device
-        return 80
+    return shutil.get_terminal_size().columns if stream.isatty() else None
 
 
 def _join(parts: Sequence[str], *, width: int | None) -> str:
-    """Join the parts in one line, or in several lines of at most `width` columns.
-
-    Lines after the first are indented.
-    """
+    """Join the parts in lines of at most `width` columns, those after the first indented."""
     lines = [parts[0]]
     for part in parts[1:]:
         if width is not None and len(lines[-1]) + len(part) + 3 > width:
@@ -259,7 +247,6 @@ def _join(parts: Sequence[str], *, width: int | None) -> str:
 
 
 def _highlights(scalars: Mapping[str, float], programs: Sequence[str]) -> list[str]:
-    """Format the main scalars, with the name of their program if there are several."""
     shown = []
     if "loss" in scalars:
         of = next((f" ({name})" for name in programs if f"{name}/loss" in scalars), "")

@@ -1,12 +1,9 @@
 """Profiler traces of a few training steps, for TensorBoard's profile tab or xprof.
 
 The field `task.train.profiler_capture_step` requests a trace; so does the signal SIGUSR2, at any
-time, for the next steps of the process. Without a capture, a step costs one comparison.
+time, for the next steps of the process. All processes of a job write to one session:
 
     DIR/profile/step_00000010/plugins/profile/step_00000010/process_0000.xplane.pb
-
-`tensorboard --logdir=DIR/profile` or `xprof DIR/profile/step_00000010` shows the trace. All
-processes of a job write to one session, since their number is in the file name.
 """
 
 from __future__ import annotations
@@ -94,19 +91,18 @@ class StepProfiler:
         """End the capture and write it; `step` must have ended."""
         if self._first is None or self._traced is None:
             return
-        name = f"step_{self._first:08d}"
+        name, steps = f"step_{self._first:08d}", f"steps {self._first} to {step}"
         folder = self._directory / "profile" / name
         try:
             jax.profiler.stop_trace()
             session = folder / "plugins" / "profile" / name
             size = _move_trace(epath.Path(self._traced.name), session)
             self._report(
-                f"profile of steps {self._first} to {step} ({megabytes(size)}) in {folder};"
+                f"profile of {steps} ({megabytes(size)}) in {folder};"
                 f" view it with: tensorboard --logdir={folder.parent}"
             )
-        except (OSError, RuntimeError) as error:
-            # Training continues without the trace.
-            self._report(f"cannot write the profile of steps {self._first} to {step}: {error}")
+        except (OSError, RuntimeError) as error:  # training continues
+            self._report(f"cannot write the profile of {steps}: {error}")
         finally:
             self._release()
 
@@ -135,10 +131,8 @@ def _move_trace(traced: epath.Path, session: epath.Path) -> int:
 def profiler_server(port: int | None) -> Iterator[None]:
     """Serve traces to xprof or TensorBoard at a port, or nothing if it is None.
 
-    The server listens on all interfaces, without authentication.
-
-    Raises:
-      UsageError: The port is invalid or in use. JAX itself would only log a line.
+    The server listens on all interfaces, without authentication. JAX would only log a line if the
+    port is invalid or in use, which is a UsageError here.
     """
     if port is None:
         yield

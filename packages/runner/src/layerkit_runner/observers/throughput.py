@@ -28,22 +28,7 @@ class StepWork:
 
 
 class Throughput:
-    """A counter of completed steps and of the time between them.
-
-    >>> from layerkit_runner.observers.base import RunInfo
-    >>> info = RunInfo(
-    ...     job_log_dir=None, experiment='Toy', mode='train', num_params=10, num_train_steps=9,
-    ...     start_step=0, tokens_per_step=64, examples_per_step=4, flops_per_step=None,
-    ...     num_devices=1, device_kind='cpu', peak_flops_per_device=None)
-    >>> ticks = iter([100.0, 100.5, 101.0])
-    >>> throughput = Throughput(info, clock=lambda: next(ticks))
-    >>> rates_since_asked = throughput.rates_since_asked()
-    >>> for step in (1, 2, 3):
-    ...     throughput.completed(step)
-    >>> rates = rates_since_asked()
-    >>> rates['step_time'], rates['examples_per_sec'], rates['tokens_per_sec']
-    (0.5, 8.0, 128.0)
-    """
+    """A counter of completed steps and of the time between them."""
 
     def __init__(self, info: RunInfo, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._info = info
@@ -151,10 +136,8 @@ def _rates(info: RunInfo, done: _Counts) -> dict[str, float]:
 def memory_scalars() -> dict[str, float]:
     """Return the bytes in use by name, without unknown ones.
 
-    Returns:
-      memory/device_bytes_in_use and memory/device_peak_bytes_in_use (since the process began),
-      the maximum over the devices of this process, unknown for CPUs; memory/host_rss_bytes, the
-      resident memory of this process, known on systems with /proc.
+    `memory/device_…` are the maximum over the devices of this process, unknown for CPUs, and
+    `memory/host_rss_bytes` is the resident memory of this process, known on systems with /proc.
     """
     import jax  # importing the observers does not load it
 

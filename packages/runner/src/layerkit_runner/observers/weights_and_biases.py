@@ -11,7 +11,6 @@ import importlib.util
 import os
 import secrets
 import shlex
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +19,7 @@ import numpy as np
 from etils import epath
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.files.atomic_write import atomic_write
+from layerkit_runner.files.atomic_write import atomic_write, is_remote
 from layerkit_runner.observers.base import Histogram, Observer, RunInfo
 
 
@@ -48,9 +47,7 @@ class WeightsAndBiases(Observer):
         self._config = dict(config)
         self._report = report
         self._run: Any = None
-        self._temporary: str | None = None
-        # Folder of an offline run, which has not been sent.
-        self._unsent: str | None = None
+        self._unsent: str | None = None  # folder of an offline run, its only copy
 
     def start(self, info: RunInfo) -> None:
         """Create the run of a training job, or resume it."""
@@ -60,14 +57,13 @@ class WeightsAndBiases(Observer):
 
         directory = info.job_log_dir
         # wandb appends to its files, which a remote store does not support.
-        if "://" in os.fspath(directory):
-            self._temporary = tempfile.mkdtemp(prefix="wandb")
+        is_local = not is_remote(directory)
         self._run = wandb.init(
             project=self._project,
             id=_run_id(directory),
             name=directory.name,
             resume="allow",
-            dir=os.fspath(directory) if self._temporary is None else self._temporary,
+            dir=os.fspath(directory) if is_local else tempfile.mkdtemp(prefix="wandb"),
             config={**self._config, "num_params": info.num_params},
             # Capturing the output would break the progress bar.
             settings=wandb.Settings(console="off", silent=True),
@@ -121,9 +117,6 @@ class WeightsAndBiases(Observer):
         run, self._run = self._run, None
         if run is not None:
             run.finish()
-        # The folder of an offline run is its only copy.
-        if self._temporary is not None and self._unsent is None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
         if self._unsent is not None:
             self._report(f"wandb: to send the offline run: wandb sync {shlex.quote(self._unsent)}")
 
@@ -133,7 +126,6 @@ class WeightsAndBiases(Observer):
 
 
 def _run_id(directory: epath.Path) -> str:
-    """Return the id of the job's run, and store it for resumed runs."""
     path = directory / "wandb_run_id.txt"
     if not path.exists():
         atomic_write(path, secrets.token_hex(4) + "\n")
