@@ -108,11 +108,10 @@ def write_input_states(directory: epath.Path, text: str) -> None:
 def read_input_states(directory: epath.Path) -> dict[str, Any]:
     """Return this process's input states by input name.
 
-    If the number of processes has changed, these are the states of process 0, each of which must
-    have `"scope": "global"`.
+    If the number of processes has changed, these are the states of process 0.
 
     Raises:
-      ProcessCountError: The number of processes has changed and a state has another scope.
+      ProcessCountError: The number has changed and a state lacks `"scope": "global"`.
     """
     matches = (_INPUT_STATES.fullmatch(path.name) for path in directory.iterdir())
     count = next(int(match[2]) for match in matches if match)

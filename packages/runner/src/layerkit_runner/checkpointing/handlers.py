@@ -30,12 +30,7 @@ _DATA_FILE_BYTES = 256 * 2**20
 
 @dataclasses.dataclass
 class StateSave(ocp.args.CheckpointArgs):
-    """Saves the leaves of a state, by path; see `StateHandler`.
-
-    Attributes:
-      check: Search for NaN and infinities, which starts when the state is copied. The step is not
-        committed if it finds any. None for no such condition.
-    """
+    """Saves the leaves of a state, by path; `check` searches for NaN and infinities meanwhile."""
 
     leaves: Mapping[structure.LeafPath, jax.Array]
     state_format: formats.StateFormat

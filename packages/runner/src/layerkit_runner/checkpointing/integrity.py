@@ -132,12 +132,8 @@ def write(
 
     Args:
       step_directory: The step, complete but not yet committed.
-      manifest_directory: The existing folder for the manifest, a child of `step_directory`. It may
-        have a temporary name; nothing inside it is listed.
+      manifest_directory: The existing folder for the manifest in it, maybe under a temporary name.
       num_shares: Number of processes that may have called `write_share`.
-
-    Raises:
-      FileNotFoundError: A file that a process wrote no longer exists.
     """
     shares = [_SHARE_NAME.format(process) for process in range(num_shares)]
 
@@ -187,8 +183,6 @@ def verify(
     step_directory: epath.Path, *, share: int = 0, num_shares: int = 1
 ) -> tuple[Finding, ...]:
     """Read a share of the files of a committed step and return the findings, by file name.
-
-    The first share also lists the folder.
 
     Raises:
       NewerManifestError: A later version of this package wrote the manifest.
@@ -255,10 +249,7 @@ def file_sizes(step_directory: epath.Path) -> dict[str, int]:
 
 
 def step_digest(step_directory: epath.Path) -> str | None:
-    """Return the digest of the manifest, which differs between any two saves of a step.
-
-    A copy has the same digest. None without a readable manifest.
-    """
+    """Return the digest of the manifest, if readable, which differs between two saves."""
     try:
         return json.loads((step_directory / MANIFEST_FOLDER / MANIFEST_FILE).read_bytes())["digest"]
     except (OSError, ValueError, KeyError, TypeError):

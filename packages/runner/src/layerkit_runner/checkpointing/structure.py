@@ -160,10 +160,7 @@ def check_match(
 
 
 def is_castable(stored: np.dtype, wanted: np.dtype) -> bool:
-    """Return whether both are floating-point dtypes of more than eight bits.
-
-    Numbers of eight bits or fewer have a scale, which a cast would ignore.
-    """
+    """Return whether both are floating-point dtypes of more than eight bits, without scales."""
     return all(
         jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1 for dtype in (stored, wanted)
     )

@@ -32,10 +32,7 @@ _INTEGER_FIELDS = frozenset({"ids", "segment_ids", "segment_pos", "prompt_length
 def check_batch(dataset: BaseInput, batch: NestedMap, *, is_padded: bool = False) -> NestedMap:
     """Return `batch` if it has the rows that `dataset` declares, and integers that JAX can hold.
 
-    The check reads shapes, dtypes and the values of 64-bit integers, so it takes microseconds.
-
-    Args:
-      is_padded: Whether `get_next_padded` made it, which appends `batch_padding_size` rows.
+    It reads only shapes, dtypes and 64-bit integers. `get_next_padded` makes a padded batch.
 
     Raises:
       UsageError: An array has the wrong number of rows, ids are not integers, or an integer does
@@ -76,10 +73,8 @@ def cast_text(batch: NestedMap) -> str | None:
         dtype = getattr(leaf, "dtype", None)
         if dtype is not None and dtype.kind in "fc" and _dtype_in_jax(dtype) != dtype:
             fields.setdefault(f"{dtype} → {_dtype_in_jax(dtype)}", []).append(path)
-    if not fields:
-        return None
     casts = "; ".join(f"{', '.join(paths)}: {cast}" for cast, paths in fields.items())
-    return f"{casts} (JAX_ENABLE_X64 is off)"
+    return f"{casts} (JAX_ENABLE_X64 is off)" if casts else None
 
 
 def _check_fits(dataset: BaseInput, path: str, leaf: Any) -> None:
@@ -102,7 +97,6 @@ def _check_fits(dataset: BaseInput, path: str, leaf: Any) -> None:
 
 
 def _dtype_in_jax(dtype: np.dtype) -> np.dtype:
-    """Return the dtype that an array of this one has on a device."""
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 
@@ -126,10 +120,7 @@ class SkippedRecords:
         self._reported = 0
 
     def scalars(self) -> dict[str, float]:
-        """Return the metric `skipped_records` of this process; empty if no record was skipped.
-
-        A line is also reported at first, and whenever the number has doubled.
-        """
+        """Return the number of skipped records, and report it at first and when it has doubled."""
         count = self._dataset.num_skipped
         if count and count >= 2 * self._reported:
             self._reported = count
@@ -142,11 +133,7 @@ class SkippedRecords:
 
 
 def report_skipped(dataset: BaseInput, name: str, observers: Observer) -> dict[str, float]:
-    """Report the records of a data set that all hosts skipped; all processes must call it.
-
-    Returns:
-      The metric `skipped_records` over all hosts; empty if no record was skipped.
-    """
+    """Report the records that all hosts skipped; return the metric of their number."""
     # Processes that read the same rows skip the same records.
     by_feed = dict(gather_values([dataset.infeed_host_index, dataset.num_skipped]))
     count = sum(by_feed.values())
@@ -195,22 +182,9 @@ def make_input(
     host = host or local_topology()
     plan = plan_input(config, partitioner, host)
     filled = config.clone()
-    if config.batch_size is None and config.percore_batch_size is None:
-        _check_own_size(config, plan)
-    else:
+    if config.batch_size is not None or config.percore_batch_size is not None:
         filled.set(batch_size=plan.batch_size)
-    filled.set(
-        num_infeed_hosts=plan.num_infeed_hosts,
-        infeed_host_index=plan.infeed_host_index(host.process_index),
-    )
-    with as_usage_error():
-        return filled.Instantiate()
-
-
-def _check_own_size(config: Config, plan: FeedPlan) -> None:
-    """Raise an error if an input that defines its batch size makes another one than the plan."""
-    own = target_of(config).get_batch_size(config)
-    if own != plan.batch_size:
+    elif (own := target_of(config).get_batch_size(config)) != plan.batch_size:
         raise UsageError(
             owner=dataset_name(config),
             field="rows of a batch",
@@ -218,6 +192,12 @@ def _check_own_size(config: Config, plan: FeedPlan) -> None:
             expected=f"{plan.batch_size} for each of {plan.num_infeed_hosts} feeds",
             hint="Change the mesh, or the batch size that the input defines.",
         )
+    filled.set(
+        num_infeed_hosts=plan.num_infeed_hosts,
+        infeed_host_index=plan.infeed_host_index(host.process_index),
+    )
+    with as_usage_error():
+        return filled.Instantiate()
 
 
 def plan_input(config: Config, partitioner: Partitioner, host: HostTopology) -> FeedPlan:
@@ -227,9 +207,8 @@ def plan_input(config: Config, partitioner: Partitioner, host: HostTopology) -> 
     if percore is not None:
         if config.batch_size is not None:
             fields = "batch_size and percore_batch_size"
-            raise UsageError(
-                "contradictory fields", owner=name, field=fields, expected="one of them"
-            )
+            expected = "one of them"
+            raise UsageError("contradictory fields", owner=name, field=fields, expected=expected)
         rows = percore * partitioner.mesh.size
         if abs(rows - round(rows)) > 1e-6:  # 0.1 × 30 is not 3 in binary
             raise UsageError(
@@ -298,9 +277,8 @@ def eval_batches(dataset: BaseInput) -> Iterator[NestedMap]:
             batch = next(batches, None)
         if batch is None:
             return
-        progress(
-            f"working on batch {number} of {name}", compiles=number == 1, waits_for_others=True
-        )
+        is_first = number == 1
+        progress(f"working on batch {number} of {name}", compiles=is_first, waits_for_others=True)
         yield check_batch(dataset, batch, is_padded=True)
 
 

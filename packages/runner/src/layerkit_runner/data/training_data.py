@@ -4,8 +4,6 @@
     TrainInput      a training data set with its feed
     TrainInputs     the training data sets of a job, and the order in which steps use them
 
-Batches that the input has ready are sent while a step runs, so that no step waits for a transfer.
-
 Indexed readers split one global order into the rows of each process. If the files of processes
 differ, so do their orders, and their evaluations end at different batches and wait for each other.
 """
@@ -201,12 +199,8 @@ def check_same_data(inputs: Mapping[str, BaseInput], all_gather: AllGather) -> N
         texts = [json.dumps(inputs[name].get_state(), sort_keys=True) for name in names]
         mine = [zlib.crc32(text.encode()) for text in texts]
     digests = all_gather(mine)
-    for column, name in enumerate(names):
-        others = [
-            process
-            for process, theirs in enumerate(digests)
-            if theirs[column] != digests[0][column]
-        ]
+    for name, column in zip(names, zip(*digests, strict=True), strict=True):
+        others = [process for process, digest in enumerate(column) if digest != column[0]]
         if others:
             raise UsageError(
                 "processes read other data than process 0",
@@ -271,12 +265,7 @@ class TrainInputs:
         return {each.key: each.dataset for each in self.inputs}
 
     def set_states(self, states: Mapping[str, Any]) -> list[str]:
-        """Restore the input positions of a checkpoint; call this before the first step.
-
-        Returns:
-          Keys of the data sets that have no position in the checkpoint. They are read from the
-          beginning.
-        """
+        """Restore the input positions of a checkpoint; return the keys that have none."""
         known = [key for key in states if key == "train" or key.startswith(_KEY_PREFIX)]
         if len(known) == len(self.inputs) == 1:
             # The data set may have been renamed. The oldest checkpoints have the key "train".

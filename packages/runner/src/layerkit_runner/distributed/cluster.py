@@ -160,10 +160,7 @@ def find_cluster(flags: RunOptions, environ: Mapping[str, str]) -> ClusterInfo |
 
 
 def _detected_cluster(environ: Mapping[str, str], *, is_required: bool) -> str | None:
-    """Return the name of a TPU pod or an indexed Kubernetes job of several processes, else None.
-
-    All pods of Kubernetes look alike from inside. Only one with an index in a job counts.
-    """
+    """Return the name of a TPU pod or an indexed Kubernetes job of several processes, else None."""
     # Not public, but the public `initialize` does not return the number of processes.
     from jax._src import clusters
 

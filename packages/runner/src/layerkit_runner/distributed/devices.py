@@ -235,13 +235,9 @@ def cache_folder(flag: str | None, environ: Mapping[str, str]) -> str | None:
 
 
 def make_private(folder: str, environ: Mapping[str, str]) -> None:
-    """Create the default folder for this user only; leave any other folder unchanged.
+    """Create the default cache folder for this user only; leave any other folder unchanged.
 
     JAX runs the programs in this folder, so a user who can write to it can run code in a job.
-
-    Raises:
-      UnsafePathError: The default folder belongs to another user.
-      OSError: The default folder cannot be created.
     """
     if folder == os.path.abspath(_default_folder(environ)):
         Path(folder).parent.mkdir(parents=True, exist_ok=True)

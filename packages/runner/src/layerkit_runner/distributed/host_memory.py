@@ -20,12 +20,8 @@ _ACCELERATOR_PLUGINS = ("jax_plugins", "libtpu")
 def keep_freed_memory() -> bool:
     """Let the process keep freed memory for the next step, if JAX will compute on the CPU.
 
-    Call this before JAX or NumPy is imported: blocks that exist already, and the arenas of threads
-    that run already, are not affected. The resident memory stays at its maximum.
-
-    Returns:
-      True if it was set; False with another C library, if an accelerator may be used, or if the
-      environment has settings of the allocator.
+    Call this before JAX or NumPy is imported. The resident memory stays at its maximum. False with
+    another C library, if an accelerator may be used, or if the environment sets the allocator.
     """
     if platform.libc_ver()[0] != "glibc" or not _computes_on_cpu():
         return False

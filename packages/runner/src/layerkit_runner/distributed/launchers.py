@@ -113,8 +113,7 @@ def check_alone(mode: str, environ: Mapping[str, str]) -> None:
 def local_device_ids(launch: Launch | None, environ: Mapping[str, str]) -> list[int] | None:
     """Return the GPUs of this process: an empty list for all visible ones, None for JAX's choice.
 
-    JAX gives each process of a launcher the one GPU of its local number. That is wrong if the
-    launcher assigned GPUs already, and leaves GPUs idle if there are fewer processes.
+    JAX's choice, the GPU of the local number, is wrong if the launcher assigned GPUs or some idle.
     """
     if launch is None or launch.num_local is None or "JAX_LOCAL_DEVICE_IDS" in environ:
         return None

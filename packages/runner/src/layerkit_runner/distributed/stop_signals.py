@@ -201,8 +201,8 @@ class StopSignals:
     def forget_in_child(self) -> None:
         """Restore the handlers in a forked child, whose signals would reach its parent.
 
-        SIGTERM, which a parent sends to its workers, ends the child. Ctrl-C and a closed terminal,
-        which signal all processes at once, do not, since the job may need its data to save.
+        SIGTERM, which a parent sends to its workers, ends the child. Ctrl-C and a closed terminal
+        do not, since the job may need its data to save.
         """
         signal.set_wakeup_fd(-1)
         os.close(self._writer)

@@ -36,11 +36,10 @@ def atomic_write(path: os.PathLike[str] | str, content: str | bytes, *, mode: in
 
     The content is written to a new file beside `path`, flushed to the disk and renamed. A symbolic
     link at `path` is replaced, not followed. A remote store shows an object only when it is
-    complete, so it is written directly.
+    complete.
 
     Args:
-      path: Local path, or a path that `etils.epath` supports, such as `gs://bucket/file`. The
-        folder of the file is created.
+      path: Local path, or a path that `etils.epath` supports. The folder of the file is created.
       content: The whole content; text is encoded as UTF-8.
       mode: Permissions of a local file, from which the umask takes away.
     """

@@ -45,10 +45,7 @@ def cut(text: str, width: int) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
-    """Return the lines of a table with columns of equal width.
-
-    Args:
-      right: Indices of the columns that are aligned at the right.
+    """Return the lines of a table with columns of equal width; `right` are aligned at the right.
 
     >>> aligned([("a", "1"), ("bcd", "23")], right=[1])
     ['a     1', 'bcd  23']

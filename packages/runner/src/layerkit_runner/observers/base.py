@@ -106,10 +106,10 @@ class Observer:
 
     Attributes:
       in_background: True to run the hooks one after another on a separate thread, so that they
-        delay no training step; False to run them on the main thread, between the steps. The first
-        call of a background observer is `start`; it receives no earlier report.
-      optional: True if the run continues without this observer after it raised an exception or
-        fell behind by 10,000 reports; False if its exception ends the run.
+        delay no training step; it receives no report before `start`. False to run them on the main
+        thread.
+      optional: True if the run continues without this observer after it raised an exception or fell
+        behind by 10,000 reports; False if its exception ends the run.
     """
 
     in_background: bool = True
@@ -222,8 +222,7 @@ def _of_all(hook: _Hook) -> _Hook:
 class Observers(Observer):
     """An observer that passes every report on to several others, in their order.
 
-    If an `optional` observer fails, the others receive one message; it is then closed and
-    removed, and the run continues. The exceptions of other observers are raised.
+    An `optional` observer that fails is closed and removed, with a message.
     """
 
     in_background = False

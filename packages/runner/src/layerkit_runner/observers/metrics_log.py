@@ -101,8 +101,7 @@ def metrics_path(job_log_dir: epath.PathLike, *, mode: str = "train") -> epath.P
 def encode(record: Mapping[str, Any]) -> str:
     """Return a record as one line of valid JSON, without a line end.
 
-    JSON has no NaN or infinity. They become the strings "NaN", "Infinity" and "-Infinity", as in
-    protocol buffers, which `float` parses.
+    NaN and infinity become the strings "NaN", "Infinity" and "-Infinity", which `float` parses.
     """
     return json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False)
 
@@ -156,10 +155,7 @@ class StoredLines:
     """A writer of lines to a store without append, such as `gs://…`, which rewrites the file.
 
     The rewrite runs in the background, every `interval` seconds and on `flush`. A later call raises
-    its error.
-
-    Attributes:
-      resumed: True if the file had lines before.
+    its error. `resumed` is True if the file had lines before.
     """
 
     def __init__(self, path: epath.Path, *, interval: float = _SECONDS_BETWEEN_REWRITES) -> None:
@@ -213,9 +209,8 @@ class Metrics:
 def read_metrics(path: epath.PathLike) -> Metrics:
     """Read the series of metrics.jsonl, given by its path or by its job folder.
 
-    Records of steps after the start step of a later run are omitted. Of two records of one step
-    (and data set), the later one counts. An incomplete last line, which a killed or running process
-    leaves, is ignored.
+    Records of lost work, and an incomplete last line, are omitted. Of two records of one step (and
+    data set), the later one counts.
 
     Raises:
       FileNotFoundError: The file does not exist.

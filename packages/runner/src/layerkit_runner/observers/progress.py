@@ -86,11 +86,7 @@ class LinePacer:
     """A selection of the steps that are printed.
 
     They are the first step, the last step, each fortieth of the steps, and any step after a gap of
-    a tenth of the elapsed time, which is at least 30 seconds and at most an hour. So a run of an
-    hour prints some 40 lines.
-
-    Attributes:
-      last_step: Newest printed step; -1 before the first.
+    a tenth of the elapsed time, which is at least 30 seconds and at most an hour.
     """
 
     def __init__(self, start_step: int, num_train_steps: int) -> None:

@@ -156,7 +156,6 @@ class TensorBoard(Observer):
 
 
 def _tag(name: str) -> str:
-    """Replace the characters that TensorBoard does not allow, as tensorboardX does."""
     return re.sub(r"[^-/\w.]", "_", name).lstrip("/")
 
 

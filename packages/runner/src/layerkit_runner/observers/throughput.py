@@ -39,12 +39,9 @@ class Throughput:
         self._total = _Counts()
 
     def completed(self, step: int, work: StepWork | None = None) -> None:
-        """Count a step that has just ended on the device.
+        """Count a step that has just ended on the device, with its work or that of `info`.
 
         A step that ends within a pause is not counted, since it shared its time with other work.
-
-        Args:
-          work: Work of the step; None for that of `info`.
         """
         now = self._clock()
         if self._mark is not None and self._pause_depth == 0:

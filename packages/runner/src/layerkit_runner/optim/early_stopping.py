@@ -1,13 +1,11 @@
 """Ends of a run before its last step: early stopping, and too many steps that were not valid.
 
 A `StoppingRule` decides whether evaluations still improve, and `EarlyStop` applies it in one run.
-Process 0 asks the rule and sends the answer to the others, so that all processes stop at the same
-step. Each checkpoint holds the rule's state: a resumed run decides as an uninterrupted one, and a
-stopped run does not train on.
+Process 0 asks the rule and sends the answer to the others. Each checkpoint holds the rule's state:
+a resumed run decides as an uninterrupted one, and a stopped run does not train on.
 
-`SkippedSteps` counts the steps that were not valid. Each step computes on the device whether it is
-valid (`learning/is_valid_step`). The host reads that flag when it reports the step, so counting
-delays no step.
+`SkippedSteps` counts the steps that were not valid, by a flag that each step computes on the device
+and the host reads when it reports the step.
 """
 
 from __future__ import annotations
@@ -309,8 +307,7 @@ class SkippedSteps:
     Attributes:
       max_in_a_row: Number of such steps in a row that ends the run; None for no limit.
       are_applied: True if such steps are applied, because the learner does not skip steps.
-      in_a_row: Number of the newest steps in a row that were not valid.
-      in_all: Number of all steps that were not valid, including those before the run was resumed.
+      in_all: Number of all such steps, including those before the run was resumed.
       problem: Reason why the run has to end; None while it may continue.
       has_taken_any: True if any step was valid.
     """

@@ -218,11 +218,10 @@ class Learner(Configurable):
 
         Args:
           grads: Gradients of the global loss, shaped like the trained part of `params`.
-          step: Number of completed steps, int32 scalar, for the reported learning rate and the
-            average.
-          loss: Global loss, a scalar, which some optimizers need and which decides whether the
-            step is valid; None if it is unknown.
+          step: Number of completed steps, int32 scalar, for the rate and the average.
+          loss: Global loss, a scalar, which decides whether the step is valid; None if unknown.
           ema: Averaged weights; None if `ema_decay` is None.
+          stacks: Sizes of the stacked axes, by path.
         """
         stacks = stacks or {}
         norm = global_norm(grads)
@@ -274,7 +273,6 @@ class Learner(Configurable):
         return is_valid
 
     def _clip(self, grads: Any, norm: jax.Array, stacks: Stacks) -> tuple[Any, dict[str, Any]]:
-        """Return the clipped gradients and scalars to report."""
         if self.clip_global_norm is not None:
             scale = _scale_to(self.clip_global_norm, norm)
             clipped = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)

@@ -61,13 +61,22 @@ def update(
 
 
 def check_usable(transformation: optax.GradientTransformation, params: Any, *, owner: str) -> None:
-    """Check with shapes alone that the learner can use an optimizer."""
-    shapes = _abstract(params)
+    """Raise `ConfigError` if the learner cannot use an optimizer, found with shapes alone."""
+    shapes, loss = _abstract(params), jax.ShapeDtypeStruct((), jnp.float32)
+
+    def update_once(grads: Any, state: Any, params: Any, loss: Any) -> tuple[Any, Any]:
+        return update(transformation, grads, state, params, raw_grads=grads, loss=loss)
+
     try:
         state = jax.eval_shape(transformation.init, shapes)
+        updates, new_state = jax.eval_shape(update_once, shapes, state, shapes, loss)
     except (TypeError, ValueError) as error:
-        problem = f"the optimizer cannot be initialized: {_first_line(error)}"
-        raise ConfigError(problem, owner=owner) from error
+        raise ConfigError(
+            "the optimizer fails with the arguments (gradients, state, weights, value=loss,"
+            f" grad=gradients): {type(error).__name__}: {str(error).strip().splitlines()[0]}",
+            owner=owner,
+            hint="Use an optimizer that needs no other arguments, such as optax.adamw.",
+        ) from error
     if _instances(state, MuonState):
         raise ConfigError(
             "optax.contrib.muon is not supported, because it would update attention and expert"
@@ -75,24 +84,6 @@ def check_usable(transformation: optax.GradientTransformation, params: Any, *, o
             owner=owner,
             hint="Use another optimizer, such as optax.adamw.",
         )
-    loss = jax.ShapeDtypeStruct((), jnp.float32)
-    try:
-        updates, new_state = jax.eval_shape(
-            lambda grads, state, params, loss: update(
-                transformation, grads, state, params, raw_grads=grads, loss=loss
-            ),
-            shapes,
-            state,
-            shapes,
-            loss,
-        )
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            "the optimizer's update fails with the arguments (gradients, state, weights,"
-            f" value=loss, grad=gradients): {_first_line(error)}",
-            owner=owner,
-            hint="Use an optimizer that needs no other arguments, such as optax.adamw.",
-        ) from error
     # The dtypes of updates may differ, because Optax converts sums to the dtypes of the weights.
     if _structure(shapes, with_dtypes=False) != _structure(updates, with_dtypes=False):
         problem = "the optimizer's updates differ in structure or shape from the weights"
@@ -123,10 +114,7 @@ def steps_taken(state: Any) -> jax.Array | None:
 
 
 def is_schedule_free(state: Any) -> bool:
-    """Return whether an optimizer's state, of any leaves, has schedule-free averages.
-
-    The weights that such an optimizer trains are not those to evaluate; see `evaluated`.
-    """
+    """Return whether an optimizer's state, of any leaves, has schedule-free averages."""
     return bool(_instances(state, ScheduleFreeState))
 
 
@@ -215,7 +203,3 @@ def _abstract(tree: Any) -> Any:
 def _structure(tree: Any, *, with_dtypes: bool = True) -> tuple[Any, list[Any]]:
     leaves, structure = jax.tree.flatten(tree)
     return structure, [(leaf.shape, leaf.dtype if with_dtypes else None) for leaf in leaves]
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0].rstrip('.')}"

@@ -1,9 +1,8 @@
 """Groups of weights that are updated by the same optimizer and stacked in the same way.
 
 Repeated and pipelined layers keep their weights stacked on leading axes. A rule that works on a
-whole tensor, such as clipping by its norm, is applied to each layer by itself (`jax.vmap`), so that
-training does not depend on the layout of layers. The optimizer of each group sees the weights of
-that group only and has a state for it.
+whole tensor is applied to each layer by itself (`jax.vmap`), so that training does not depend on
+the layout of layers. Each group has an optimizer state.
 """
 
 from __future__ import annotations

@@ -127,10 +127,7 @@ class TrainedWeights:
                 )
 
     def require_floats(self, params: Any) -> None:
-        """Raise `ConfigError` if `params` has integers and no patterns select the trained weights.
-
-        Otherwise, a run that should train all weights would train the norms and embeddings alone.
-        """
+        """Raise `ConfigError` if `params` has integers and nothing selects others."""
         if self.trainable is None and (found := _integer_paths(flatten_dict(params))):
             raise ConfigError(
                 f"weights are stored in integers, such as {'/'.join(found[0])}, and cannot be"

@@ -31,7 +31,6 @@ def make_mesh(
     """Arrange devices in a mesh.
 
     Args:
-      axis_names: Names of the mesh axes.
       ici_mesh_shape: Size of each axis within one slice; None puts all devices of a slice on the
         first axis.
       dcn_mesh_shape: Size of each axis across slices; None for one slice. If `ici_mesh_shape` is
@@ -79,17 +78,7 @@ def mesh_settings(
     *,
     num_slices: int = 1,
 ) -> dict[str, list[int] | None]:
-    """Return the fields of a mesh that has all devices and slices on the first of its axes.
-
-    Args:
-      num_devices: Number of devices.
-      num_axes: Number of mesh axes.
-      dcn_mesh_shape: The present shape, which is kept if it fits.
-      num_slices: Number of slices of TPUs.
-
-    Returns:
-      Values by configuration path.
-    """
+    """Return the fields of a mesh that has all devices and slices on the first of its axes."""
     ones = [1] * (num_axes - 1)
     fields: dict[str, list[int] | None] = {}
     fields["partitioner.ici_mesh_shape"] = [num_devices // num_slices, *ones]

@@ -18,17 +18,7 @@ from layerkit_runner.partitioning.padding import mesh_axes, split_largest
 def split_over(
     spec: PartitionSpec, shape: tuple[int, ...], *, mesh: Mesh, axes: Sequence[str]
 ) -> PartitionSpec:
-    """Split the largest dimension that allows it over the mesh axes that the array does not use.
-
-    Args:
-      spec: Layout by the rules.
-      shape: Shape of the whole array.
-      mesh: Devices and their named axes.
-      axes: Mesh axes to split over.
-
-    Returns:
-      The new layout; `spec` if no dimension is divisible, as for norms of few values.
-    """
+    """Split the largest dimension that allows it over the axes that an array does not use."""
     split = mesh_axes(spec, shape)
     used = {name for names in split for name in names}
     added = tuple(axis for axis in axes if axis not in used and mesh.shape[axis] > 1)

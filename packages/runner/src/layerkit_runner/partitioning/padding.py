@@ -51,13 +51,7 @@ def axes_by_path(boxed: Any) -> dict[Path, tuple[Axes, tuple[int, ...]]]:
 def map_with_axes(
     fn: Callable[[str, Axes, Any], Any], state: Any, weights: dict[Path, tuple[Axes, tuple]]
 ) -> Any:
-    """Map `fn(path, axes, leaf)` over every array of a state.
-
-    Args:
-      fn: Function of an array's name for messages, its axes and the array.
-      state: A tree of weights and of arrays that an optimizer keeps.
-      weights: Value of `axes_by_path`.
-    """
+    """Map `fn(path, axes, leaf)` over every array of a state, given `axes_by_path`."""
 
     def visit(path: KeyPath, leaf: Any) -> Any:
         return fn(jax.tree_util.keystr(path), _axes_of(_dict_keys(path), leaf, weights), leaf)
@@ -94,9 +88,6 @@ class UnevenArray:
     """An array that its mesh axes do not divide, with its forms on devices and in storage.
 
     Attributes:
-      shape: Shape without padding.
-      dtype: Dtype of all forms.
-      axes: Logical name of each dimension.
       sharding: Sharding by the rules, which divides `shape` unevenly.
     """
 
@@ -205,8 +196,7 @@ def _padding(array: UnevenArray) -> Any:
 def padding_text(uneven: Uneven) -> str:
     """Return the padded dimensions with their mesh axes and the bytes of padding; "" if none.
 
-    An example is `vocab 50257 → 50264 over tensor (lm/softmax/w); 16.1 kB per device`. The bytes
-    are those of the whole state beyond an even split.
+    An example is `vocab 50257 → 50264 over tensor (lm/softmax/w); 16.1 kB per device`.
     """
     changes: dict[str, list[str]] = {}
     for path, array in uneven.items():
@@ -227,7 +217,6 @@ def padding_text(uneven: Uneven) -> str:
 
 
 def _names(paths: list[str]) -> str:
-    """Return names, such as `lm/softmax/w`, of the weights, or of all arrays without weights."""
     weights = [path for path in paths if path.startswith(".params")] or paths
     return first_names(
         (path.partition("[")[2].strip("'[]").replace("']['", "/") for path in weights), limit=3
@@ -243,17 +232,7 @@ def mesh_axes(spec: PartitionSpec, shape: tuple[int, ...]) -> list[tuple[str, ..
 def split_largest(
     axes: list[tuple[str, ...]], added: tuple[str, ...], *, shape: tuple[int, ...], mesh: Any
 ) -> bool:
-    """Add mesh axes to the largest dimension that they divide.
-
-    Args:
-      axes: Mesh axes of each dimension, which are changed.
-      added: Mesh axes to add.
-      shape: Shape of the array.
-      mesh: Devices and their named axes.
-
-    Returns:
-      False if they divide no dimension.
-    """
+    """Add mesh axes to the largest dimension that they divide; return False if there is none."""
     for dim in sorted(range(len(shape)), key=lambda dim: -shape[dim]):
         if shape[dim] % _num_parts(axes[dim] + added, mesh) == 0:
             axes[dim] += added

@@ -111,9 +111,8 @@ class Partitioner(Configurable):
     ) -> Callable[..., Any]:
         """Return `step(state, batch, context)` as a function of global `(state, batch)`.
 
-        Args:
-          step: Function that returns a state and an output.
-          output: `ROWS` or `REPLICATED`, the layout of the output; a tuple for a tuple of outputs.
+        `output` is the layout of what the step returns beside the state: `ROWS` or `REPLICATED`, or
+        a tuple of these for a tuple of outputs.
         """
         raise NotImplementedError
 
@@ -169,10 +168,7 @@ class Partitioner(Configurable):
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state(task))
 
     def stored_state(self, task: SingleTask, state: TrainState) -> TrainState:
-        """Return a state on the devices, or a part of one, in the form of storage.
-
-        Arrays without padding are not copied.
-        """
+        """Return a state on the devices, or a part of one, in the form of storage."""
         return padding.to_storage(state, self._place(task).padded)
 
     def device_state(self, task: SingleTask, stored: TrainState) -> TrainState:
@@ -180,10 +176,7 @@ class Partitioner(Configurable):
         return padding.to_devices(stored, self._place(task).padded)
 
     def init_fn(self, task: SingleTask) -> Callable[[], TrainState]:
-        """Return a jitted function that makes the initial state in its shardings.
-
-        No device or host holds more than its part at any time.
-        """
+        """Return a jitted function that makes the initial state in its shardings."""
 
         def init() -> TrainState:
             return task.init_state(task.first_key())
@@ -193,13 +186,7 @@ class Partitioner(Configurable):
     def jit_making(
         self, task: SingleTask, function: Callable[..., TrainState], **options: Any
     ) -> Any:
-        """Jit a function that makes a state, with the layout that steps expect.
-
-        Args:
-          task: Task of the state.
-          function: Function that returns a state without padding.
-          **options: Options of `jax.jit`, such as `donate_argnums`.
-        """
+        """Jit a function that makes a state, with the layout that steps expect."""
         arrays = self._place(task).padded
 
         def making(*args: Any) -> TrainState:
@@ -224,12 +211,7 @@ class Partitioner(Configurable):
         )
 
     def eval_step_fn(self, task: SingleTask, *, averaged: bool | None = None) -> Any:
-        """Return jitted `(state, batch) -> metrics`; each call returns the same function.
-
-        Args:
-          task: Task to evaluate.
-          averaged: True to use the averaged weights; None for the task's setting.
-        """
+        """Return jitted `(state, batch) -> metrics`; each call returns the same function."""
         averaged = task.train.eval_use_ema_states if averaged is None else averaged
         step = functools.partial(task.eval_step, averaged=averaged)
         return self._cached(
@@ -247,7 +229,6 @@ class Partitioner(Configurable):
         )
 
     def _cached(self, name: str, task: SingleTask, make: Callable[[], Any]) -> Any:
-        """Return the cached result of `make` for this task; data sets share compiled programs."""
         cached_for, made = self._evaluations.get(name, (None, None))
         if cached_for is not task:
             made = make()
@@ -296,7 +277,6 @@ class Partitioner(Configurable):
         """Jit a function that reads a state, without the fields that only training needs.
 
         Args:
-          task: Task of the states.
           function: Function of the state and one argument for each of `shardings`.
           *shardings: Shardings of the arguments after the state; None for those of the values.
           replicates: True to replicate the result; False to leave its layout to the compiler.
@@ -368,10 +348,8 @@ class SpmdPartitioner(Partitioner):
     The compiler inserts the communication.
 
     Attributes:
-      mesh_axis_names: Names of the mesh axes.
       ici_mesh_shape: Size of each axis within a slice; None puts all devices on the first axis.
       dcn_mesh_shape: Size of each axis across slices; None for one slice.
-      rules: Mesh axes that each logical axis name is split over.
       shard_optimizer_over_data: True to split the optimizer's state, the averages of the weights
         and the update over the mesh axes of the batch that replicate a weight (ZeRO stage 1).
     """

@@ -43,19 +43,13 @@ _BY_JOB = ("compiled", "name", "reports")
 def train_inputs(job: Job) -> TrainInputs:
     """Open the training data sets, in the order of the training programs."""
     by_name = check_train_programs(job.resolved)
-    return TrainInputs(
-        [
-            TrainInput(
-                Prefetch(source=make_input(dataset, job.partitioner)),
-                job.partitioner,
-                name if len(by_name) > 1 else None,
-                assigned_fields(config).get("steps", 1),
-            )
-            for (name, dataset), config in zip(
-                by_name.items(), _train_configs(job.resolved), strict=True
-            )
-        ]
-    )
+    inputs = []
+    for (name, dataset), config in zip(by_name.items(), _train_configs(job.resolved), strict=True):
+        source = Prefetch(source=make_input(dataset, job.partitioner))
+        own_name = name if len(by_name) > 1 else None
+        steps: Any = assigned_fields(config).get("steps", 1)
+        inputs.append(TrainInput(source, job.partitioner, own_name, steps))
+    return TrainInputs(inputs)
 
 
 def train_programs(
@@ -102,8 +96,8 @@ def eval_programs(job: Job, training: TrainInputs | None = None) -> list[BasePro
     held_out = [config for config in job.resolved.datasets if not config.is_training]
     programs = _programs(job, "eval_programs", held_out, EvalProgram)
     of_training = [] if training is None else eval_train_programs(job, training)
-    taken = {program.name for program in of_training}
-    for name in (program.name for program in programs if program.name in taken):
+    taken = {program.name for program in of_training} & {program.name for program in programs}
+    for name in taken:
         raise UsageError(
             "two evaluations have the same name",
             field="name",
@@ -162,14 +156,11 @@ def _programs(
                 value=name,
                 expected="a different name for each program",
             )
-    return [
-        _build(job, config, name, by_name, root)
-        for config, name in zip(configs, names, strict=True)
-    ]
+    pairs = zip(configs, names, strict=True)
+    return [_build(job, config, name, by_name, root) for config, name in pairs]
 
 
 def _name(config: Config, path: str, datasets: Iterable[str]) -> str:
-    """Return the name of a program, by default that of its data set; check the data set."""
     dataset = chosen_dataset(config, path, datasets)
     if dataset is None and issubclass(target_of(config), (EvalProgram, DecodeProgram)):
         raise UsageError("missing value", field=f"{path}.dataset", choices=datasets)

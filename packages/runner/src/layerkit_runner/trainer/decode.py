@@ -1,8 +1,7 @@
 """DecodeProgram: decodes one data set and writes a record of each example as JSON lines.
 
 Each process feeds its own rows, gets the outputs of all rows and makes the same records. Process 0
-writes them, decides for all processes whether finished outputs are reused, and computes the metrics
-that the data set defines over its predictions.
+writes them, and decides whether finished outputs are reused.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 from etils import epath
-from jax.experimental import multihost_utils
 
 from layerkit.base_model import BaseModel, WeightedScalar
 from layerkit.nested_map import NestedMap
@@ -53,7 +51,6 @@ class _Processed:
         self._metrics: dict[str, Any] = {}
 
     def add(self, scalars: Any, records: Any, metrics: Any) -> None:
-        """Add the result of a batch."""
         self._scalars.add({name: WeightedScalar.of(*pair) for name, pair in scalars.items()})
         for key, value in records:
             plain = jax.tree.map(lambda x: x.tolist() if hasattr(x, "tolist") else x, value)
@@ -64,7 +61,6 @@ class _Processed:
             self._metrics[name] = metric if known is None else known.merge(metric)
 
     def metrics(self) -> dict[str, float]:
-        """Return the means of the scalars, and the metrics."""
         computed = {name: float(metric.compute()) for name, metric in self._metrics.items()}
         return self._scalars.means() | computed
 
@@ -129,14 +125,14 @@ class DecodeProgram(BaseProgram):
             provenance = {"weights": weights, **settings, "record format": _RECORD_FORMAT}
             if not self._processes and _can_reuse(path, provenance, observers):
                 records = [json.loads(line) for line in path.read_text().splitlines()]
-                self._report(records, step, observers)
+                self._report_records(records, step, observers)
                 return records
         decoded, processed = self._decode(state, path, observers)
         records = processed.records if self._processes else decoded.records
         if path is not None and jax.process_index() == 0:
             lines = "".join(encode(record) + "\n" for record in records)
             write_outputs(path, lines, provenance, npz=decoded.npz())
-        self._report(records, step, observers, processed.metrics())
+        self._report_records(records, step, observers, processed.metrics())
         for record in records[:1]:
             observers.text(step, self.name, sample_text(record) or encode(record))
         return records
@@ -146,7 +142,7 @@ class DecodeProgram(BaseProgram):
         model = type(self.task.model)
         return model.process_decode_out is not BaseModel.process_decode_out
 
-    def _report(
+    def _report_records(
         self,
         records: list[dict[str, Any]],
         step: int,
@@ -166,10 +162,8 @@ class DecodeProgram(BaseProgram):
                     " data without such metrics.",
                 )
             predictions = ByExample[str](self.name)
-            predictions.add(
-                [record["example"] for record in records],
-                [record["continuation"] for record in records],
-            )
+            examples, texts = ([one[key] for one in records] for key in ("example", "continuation"))
+            predictions.add(examples, texts)
             metrics |= from_process_0(
                 lambda: as_floats(self.dataset.prediction_metrics(predictions.values))
             )
@@ -197,21 +191,24 @@ class DecodeProgram(BaseProgram):
 
 
 def _can_reuse(path: epath.Path, provenance: dict[str, Any], observers: Observer) -> bool:
-    """Return whether finished outputs have this provenance; process 0 decides for all."""
-    can_reuse = False
-    if jax.process_index() == 0 and path.exists():
+    """Return whether finished outputs have this provenance."""
+
+    def decide() -> bool:
+        if not path.exists():
+            return False
         before = read_provenance(path)
         differing = differences(before, provenance)
-        can_reuse = not differing
-        if can_reuse:
+        if not differing:
             observers.message(
                 f"reusing {path}: its weights, fields and data set are the same (code is not"
                 " compared). Delete this file to decode again."
             )
-        else:
-            reason = f"it has different {', '.join(differing)}" if before else "unknown provenance"
-            observers.message(f"replacing {path}: {reason}")
-    return bool(multihost_utils.broadcast_one_to_all(np.int32(can_reuse)))
+            return True
+        reason = f"it has different {', '.join(differing)}" if before else "unknown provenance"
+        observers.message(f"replacing {path}: {reason}")
+        return False
+
+    return from_process_0(decide)
 
 
 LARGEST_LIST = 1024
@@ -308,7 +305,6 @@ class DecodedRecords:
     def _continuations(
         self, outputs: NestedMap, prompt_lengths: np.ndarray, *, key: str | None
     ) -> list[dict[str, Any]]:
-        """Return the continuation of each row's prompt."""
         ids, lengths = np.asarray(outputs.ids), np.asarray(outputs.lengths)
         tails = [ids[row, prompt_lengths[row] : lengths[row]] for row in range(len(ids))]
         width = max((len(tail) for tail in tails), default=0)

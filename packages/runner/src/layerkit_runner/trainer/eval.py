@@ -1,13 +1,13 @@
 """BaseProgram, the base of programs that run beside training, and the evaluation programs.
 
-An evaluation reports metrics over a held-out data set, or over the next training batch. They are
-means of what the model reports for its batches. A data set may define further ones, computed from
-the model's score of each example.
+Metrics of an evaluation are means of what the model reports for its batches. A data set may define
+further ones, computed from the model's score of each example.
 """
 
 from __future__ import annotations
 
 import collections
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -89,6 +89,17 @@ class BaseProgram:
         """
         raise NotImplementedError(f"{type(self).__qualname__} must define run")
 
+    def _report(
+        self, reported: OverBatches, own: Mapping[str, float], step: int, observers: Observer
+    ) -> dict[str, float]:
+        """Report and return the metrics over batches, their total weight and `own`."""
+        weight = reported.weight(self.task.loss_name)
+        metrics = {**reported.means(), TOTAL_WEIGHT: weight, **own}
+        observers.eval_metrics(step, self.name, metrics)
+        if histograms := reported.histograms():
+            observers.eval_histograms(step, self.name, histograms)
+        return metrics
+
     def trace(self, abstract_state: TrainState) -> set[str] | None:
         """Trace the program on its first batch, to find errors before the first step.
 
@@ -98,9 +109,6 @@ class BaseProgram:
           Names of the metrics that an evaluation reports; None if they are unknown until it runs.
         """
         return None
-
-
-_SCORE_PREFIX = "score/"
 
 
 class EvalProgram(BaseProgram):
@@ -140,9 +148,7 @@ class EvalProgram(BaseProgram):
     def run(self, state: TrainState, step: int, observers: Observer) -> dict[str, float]:
         """Evaluate the weights after `step` steps; report and return the metrics.
 
-        Returns:
-          Metrics of model and task; `total_weight`, the total weight of the loss; and metrics that
-            the data set computes from scores, as `score/NAME`.
+        Metrics that the data set computes from scores are named `score/NAME`.
         """
         reported, scores = OverBatches(), ByExample[float](self.name)
         pending: collections.deque[Any] = collections.deque()
@@ -163,18 +169,14 @@ class EvalProgram(BaseProgram):
                 collect()
         while pending:
             collect()
-        metrics = reported.means()
-        if not metrics:
+        if not reported.means():
             raise UsageError("the data set has no batches to evaluate", owner=self.name)
-        metrics[TOTAL_WEIGHT] = reported.weight(self.task.loss_name)
+        own: dict[str, float] = {}
         if self._scores_examples:
-            own = from_process_0(lambda: as_floats(self.dataset.score_metrics(scores.values)))
-            metrics |= {f"{_SCORE_PREFIX}{name}": value for name, value in own.items()}
-        metrics |= report_skipped(self.dataset, self.name, observers)
-        observers.eval_metrics(step, self.name, metrics)
-        if histograms := reported.histograms():
-            observers.eval_histograms(step, self.name, histograms)
-        return metrics
+            found = from_process_0(lambda: as_floats(self.dataset.score_metrics(scores.values)))
+            own = {f"score/{name}": value for name, value in found.items()}
+        own |= report_skipped(self.dataset, self.name, observers)
+        return self._report(reported, own, step, observers)
 
     def trace(self, abstract_state: TrainState) -> set[str] | None:
         """Trace one step; None if `run` is overridden, or the data set uses scores."""
@@ -194,8 +196,7 @@ class EvalProgram(BaseProgram):
 class NextBatchEvalProgram(BaseProgram):
     """A program that evaluates the next training batch, used with `eval_skip_train=False`.
 
-    The difference to the held-out loss shows overfitting, since this epoch has not trained on the
-    batch yet. Training reads the same batches as without this program.
+    This epoch has not trained on the batch yet, and training reads it afterwards.
     """
 
     def __init__(self, task: SingleTask, partitioner: Partitioner, data: TrainInput) -> None:
@@ -208,12 +209,7 @@ class NextBatchEvalProgram(BaseProgram):
         """Evaluate the next batch; report and return the metrics and `total_weight`."""
         reported = OverBatches()
         reported.add(self._step(state, self._data.feed.peek()))
-        metrics = reported.means()
-        metrics[TOTAL_WEIGHT] = reported.weight(self.task.loss_name)
-        observers.eval_metrics(step, self.name, metrics)
-        if histograms := reported.histograms():
-            observers.eval_histograms(step, self.name, histograms)
-        return metrics
+        return self._report(reported, {}, step, observers)
 
     def trace(self, abstract_state: TrainState) -> set[str]:
         """Trace one step; see `BaseProgram.trace`."""

@@ -201,14 +201,12 @@ class Executor:
             yield
 
     def _stop_profile(self, step: int) -> None:
-        """Wait for all steps, and write the trace if one is being captured."""
         self.train_programs.drain()
         if self.profiler is not None:
             with self._paused_phase("profile"):
                 self.profiler.stop(step)
 
     def _record(self, step: int, found: Mapping[str, Mapping[str, float]]) -> None:
-        """Record the metrics for the choice of the best checkpoints."""
         metrics = by_path(found)
         wanted = self.train.save_best_metric
         names = {program.name for program in self.eval_programs}

@@ -174,20 +174,19 @@ class Job:
         self, checkpoints: CheckpointManager, step: int | None, *, for_training: bool
     ) -> RestoredCheckpoint | None:
         abstract = self.abstract_stored_state()
+        abstract = abstract if for_training else abstract.for_inference()
+        options: dict[str, Any] = {
+            "leave_out": [part for part in TRAINING_ONLY if getattr(abstract, part) == ()],
+            "cast_dtypes": self.options.restore_cast_dtypes,
+            "with_input_states": for_training,
+        }
         try:
-            if not for_training:
-                abstract = abstract.for_inference()
-            options: dict[str, Any] = {
-                "leave_out": [part for part in TRAINING_ONLY if getattr(abstract, part) == ()],
-                "cast_dtypes": self.options.restore_cast_dtypes,
-                "with_input_states": for_training,
-            }
-            if step is not None:
-                restored = checkpoints.restore(step, abstract, **options)
-            elif (newest := checkpoints.restore_newest(abstract, **options)) is None:
-                return None
+            if step is None:
+                restored = checkpoints.restore_newest(abstract, **options)
             else:
-                restored = newest
+                restored = checkpoints.restore(step, abstract, **options)
+            if restored is None:
+                return None
             saved = int(np.asarray(restored.state.step.addressable_data(0)))
             if saved != restored.step:
                 raise DamagedCheckpointError(
@@ -207,8 +206,7 @@ class Job:
         except (FileNotFoundError, DamagedCheckpointError) as error:
             raise UsageError(str(error)) from error
         except StructureMismatchError as error:
-            folder = checkpoints.directory.parent
-            changed = changes_since_recorded(folder, self.resolved)
+            changed = changes_since_recorded(checkpoints.directory.parent, self.resolved)
             raise UsageError("\n".join([*changed, str(error)])) from error
 
 
@@ -262,7 +260,6 @@ def start_job(
 def _built_in_observers(
     resolved: ResolvedExperiment, options: RunOptions, goodput: Goodput, *, quiet: bool
 ) -> list[Observer]:
-    """Return the observers that every run has, and those that flags enable."""
     progress = Progress()
     observers: list[Observer] = [MetricsLog()] if quiet else [progress, MetricsLog()]
     if options.enable_summary_writer:

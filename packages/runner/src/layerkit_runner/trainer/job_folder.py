@@ -29,7 +29,12 @@ from layerkit_runner.config.recorded import read_recorded_config
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.distributed.process_exchange import from_process_0
 from layerkit_runner.errors import UsageError
-from layerkit_runner.files.atomic_write import atomic_write, check_links, remove_stale_partials
+from layerkit_runner.files.atomic_write import (
+    atomic_write,
+    check_links,
+    is_remote,
+    remove_stale_partials,
+)
 from layerkit_runner.files.locks import NoLocksError, delete_and_unlock, try_lock
 
 STUDY_RECORD = "study.json"
@@ -49,10 +54,7 @@ _FIRST_START_FLAGS = (
 
 
 def check_same_experiment(directory: epath.Path, resolved: ResolvedExperiment) -> None:
-    """Raise `UsageError` if the folder holds a run of another experiment.
-
-    An experiment that only evaluates may use the folder of the one that trains its model.
-    """
+    """Raise `UsageError` if the folder holds a run of another experiment."""
     before = read_recorded_config(os.fspath(directory))
     trainer = resolved.experiment.trained_by
     names = {resolved.name}
@@ -70,9 +72,8 @@ def check_same_experiment(directory: epath.Path, resolved: ResolvedExperiment) -
 
 def check_writable(directory: epath.Path) -> None:
     """Raise `UsageError` if a folder cannot be written. Leave the file system unchanged."""
-    if "://" in os.fspath(directory):
+    if is_remote(directory):
         return  # an object store has no folders
-    missing, parent = directory, directory.parent
     try:
         if directory.exists():
             if not directory.is_dir():
@@ -81,8 +82,7 @@ def check_writable(directory: epath.Path) -> None:
                 raise PermissionError("No write permission")
             check_links(directory)
             return
-        while not parent.exists():
-            missing, parent = parent, parent.parent
+        missing = next(each for each in (directory, *directory.parents) if each.parent.exists())
         # Some file systems refuse new folders whatever their permissions are.
         missing.mkdir(exist_ok=True)
     except OSError as error:
@@ -115,7 +115,7 @@ def only_trainer(directory: epath.Path) -> Iterator[None]:
     The operating system releases the lock when the process ends. An object store is not guarded. A
     folder that was made for the lock alone is deleted.
     """
-    if "://" in os.fspath(directory):
+    if is_remote(directory):
         yield
         return
     path = Path(directory) / _RUNNING
@@ -198,12 +198,10 @@ def changes_since_recorded(directory: epath.Path, resolved: ResolvedExperiment) 
     config = config_json(resolved)
     lines = changed_lines(recorded.fields, config["fields"])
     lines = lines or changed_lines(recorded.config, config["config"])
-    if not lines:
-        return []
-    shown = [f"  {line}" for line in lines[:_MAX_CHANGES]]
-    if more := len(lines) - len(shown):
-        shown.append(f"  … and {more} more; --diff_config={directory} shows all")
-    return [f"{directory} was written with other fields (recorded → now):", *shown]
+    if (more := len(lines) - _MAX_CHANGES) > 0:
+        lines[_MAX_CHANGES:] = [f"… and {more} more; --diff_config={directory} shows all"]
+    headline = f"{directory} was written with other fields (recorded → now):"
+    return [headline, *(f"  {line}" for line in lines)] if lines else []
 
 
 def recorded_num_train_steps(directory: epath.Path) -> int | None:
@@ -233,8 +231,8 @@ def command_line(
 ) -> str:
     """Return a shell command that runs this experiment in this folder.
 
-    The environment variable RUNNER_COMMAND replaces `runner` in it. `changes` are values by
-    override path that replace the present ones; None removes the override.
+    RUNNER_COMMAND in the environment replaces `runner`. `changes` are values by override path that
+    replace the present ones; None removes the override.
     """
     overrides = {**config_json(resolved)["overrides"], **(changes or {})}
     words = [f"--exp={resolved.name}"]
@@ -267,7 +265,7 @@ def record_checkpoint(directory: epath.Path, step: int) -> None:
     """Record in the job folder that a step is committed, unless it is recorded."""
     path, text = directory / FILE_NAME, json.dumps({"step": step}) + "\n"
     try:
-        if not (path.exists() and path.read_bytes() == text.encode()):
+        if not path.exists() or path.read_text() != text:
             atomic_write(path, text)
     except OSError as error:
         raise SaveError(f"{path} could not be written: {error}; step {step} is saved.") from error

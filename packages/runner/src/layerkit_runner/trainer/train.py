@@ -4,8 +4,7 @@
     TrainProgram    runs the compiled step on a data set and reports its results
     TrainPrograms   runs each step with the program of its data set
 
-Batches are sent to the devices before their steps start. The results of a step are fetched after
-later steps have started. The devices therefore wait for neither.
+The results of a step are fetched after later steps have started, so the devices do not wait.
 """
 
 from __future__ import annotations
@@ -71,8 +70,7 @@ def trace_step(
 ) -> Callable[[], CompiledStep]:
     """Trace the training step and return a function that compiles it.
 
-    With `jax_enable_pgle` the step is compiled by its first call instead, because JAX profiles and
-    recompiles only functions that are not compiled ahead of time.
+    With `jax_enable_pgle` its first call compiles it, because JAX then profiles and recompiles it.
     """
     jitted = partitioner.train_step_fn(task)
     lowered = jitted.lower(state, batch)
@@ -110,8 +108,6 @@ class StepReports:
 
 
 class _StartedStep(NamedTuple):
-    """A step that has started and is not reported yet."""
-
     step: int
     is_summarized: bool
     # (metrics, scalars, weight summaries, layer summaries), as arrays on the devices.
@@ -250,14 +246,11 @@ class TrainProgram:
         self, step: int, is_idle: Callable[[], bool], signals: StopSignals | None
     ) -> NestedMap:
         progress(f"reading the batch of step {step}")
-        if signals is None:
-            batch, idle_seconds = self.data.feed.take(is_idle)
-        else:
-            batch, idle_seconds = self.data.feed.take(
-                is_idle,
-                gives_up=signals.gives_up_waiting,
-                may_take=functools.partial(signals.may_start, step),
-            )
+        until: dict[str, Any] = {}
+        if signals is not None:
+            may_take = functools.partial(signals.may_start, step)
+            until = {"gives_up": signals.gives_up_waiting, "may_take": may_take}
+        batch, idle_seconds = self.data.feed.take(is_idle, **until)
         self._reports.throughput.waited(idle_seconds)
         self._reports.goodput.moved("input_wait", idle_seconds)
         return batch
@@ -271,7 +264,6 @@ class TrainProgram:
         *,
         is_summarized: bool,
     ) -> None:
-        """Report the results of a step and, if a summary is due, the means since the last one."""
         metrics, scalars = jax.device_get((metrics, scalars))
         values = {name: float(metric.value) for name, metric in metrics.items()}
         if not scalars[IS_VALID]:
@@ -325,11 +317,7 @@ class TrainProgram:
                 )
 
     def _is_summarized(self, step: int) -> bool:
-        """Return whether a summary of a step is due.
-
-        It is due at this program's first step after a start, at its first step in each interval,
-        and at the last step of training.
-        """
+        """Return whether a step is the first after a start or in an interval, or the last."""
         if self._last_step is None or step == self._train.num_train_steps:
             return True
         interval = self._train.summary_interval_steps
@@ -366,7 +354,7 @@ class TrainPrograms:
         self._started.append(program)
         for later in range(step + 1, step + 1 + _STEPS_AHEAD):
             self.inputs.inputs[self.inputs.index_of_step(later)].feed.fill()
-        # Do not start a second step before the first is reported, so that its loss appears at once.
+        # The first step is reported before the second one starts, so that its loss appears at once.
         limit = self._max_inflight_steps if self._last is not None else 0
         while len(self._started) > limit:
             self._report_oldest()

@@ -116,12 +116,8 @@ def compute_gradients(
 
     With several microbatches, only the activations of one are in memory at a time. Loss and
     gradient are those of the whole batch: each microbatch is weighted by its share of the total
-    weight. Auxiliary losses are averaged over the microbatches. The non-trainable variables that
-    one microbatch returns are passed to the next. Each microbatch has its own random key.
-
-    Args:
-      terms: Function that returns the factors of the metrics in the loss; see `LossTerms`.
-      batch: Arrays `[rows, ...]`.
+    weight. Auxiliary losses are averaged. The non-trainable variables that one microbatch returns
+    are passed to the next. Each microbatch has its own random key.
 
     Raises:
       UsageError: The rows cannot be divided into that many parts.
@@ -135,12 +131,8 @@ def compute_gradients(
 def split_rows(batch: Any, microbatches: int, *, multiple: int = 1) -> Any:
     """Reshape arrays `[rows, ...]` to `[microbatches, rows / microbatches, ...]`.
 
-    Microbatch i of n has the rows i, i + n, i + 2n, …, and not a contiguous block. Each device
-    holds a contiguous block of the batch, which therefore has rows of every microbatch. So no rows
-    move between devices.
-
-    Args:
-      multiple: Divisor of the rows of each microbatch, such as the number of devices.
+    Microbatch i of n has the rows i, i + n, i + 2n, … So each device has rows of every microbatch,
+    and no rows move between devices. The rows of a microbatch must be divisible by `multiple`.
 
     Raises:
       UsageError: The rows cannot be divided into that many parts.
@@ -242,9 +234,8 @@ def _compute_batch_gradients(
 ) -> GradientResult:
     """Return the result of one batch or microbatch.
 
-    `totals` holds the sum of the weights of each loss term over the global batch. None computes it
-    from `batch`, which must then be a whole batch and not a microbatch. `share` is the factor of
-    the auxiliary loss, 1 / microbatches. See `compute_gradients` for the other arguments.
+    `totals` holds the sum of the weights of each loss term over the global batch; None computes it
+    from `batch`, which must then be whole. `share` is 1 / microbatches.
     """
 
     def loss_share(trained: Any, overwritten: Any) -> tuple[jax.Array, Any]:

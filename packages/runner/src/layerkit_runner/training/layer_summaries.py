@@ -1,8 +1,7 @@
 """Summaries of layers by path: scalars of each step, histograms and images of summary steps.
 
-Histograms and images are computed by a separate program, which runs the forward pass once more
-before a summary step, on the same rows and with the same random numbers. It is compiled only if
-layers report such summaries, and other steps have no additional cost.
+A separate program computes histograms and images, by running the forward pass once more before a
+summary step, with the same rows and random numbers. Other steps have no additional cost.
 """
 
 from __future__ import annotations
@@ -40,11 +39,9 @@ def by_path(tree: Any, *, verbosity: int) -> dict[str, Any]:
 
 
 def scalars_and_marks(tree: Any, context: StepContext, *, verbosity: int) -> dict[str, Any]:
-    """Return scalars, averaged over shards and repeated layers, and marks of arrays.
+    """Return scalars by path, averaged over shards and repeated layers, and marks of arrays.
 
-    Returns:
-      Scalars and marks by path. A mark is a `Summary` without an array, which tells that a layer
-      reports an array at summary steps.
+    A mark is a `Summary` without an array: a layer reports an array at summary steps.
     """
     found = by_path(tree, verbosity=verbosity)
     for name, leaf in found.items():
@@ -111,7 +108,6 @@ def _suffix(index: tuple[int, ...]) -> str:
 
 
 def _trimmed(histogram: Histogram) -> Histogram:
-    """Return a histogram without the empty bins at both ends."""
     filled = np.flatnonzero(histogram.counts)
     if not len(filled):
         return histogram

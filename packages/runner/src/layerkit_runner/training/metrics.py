@@ -79,7 +79,7 @@ class OverBatches:
         self._counts: dict[str, BinCounts] = {}
 
     def add(self, metrics: Mapping[str, Reported]) -> None:
-        """Add the metrics of one global batch, after waiting until they are computed."""
+        """Add the metrics of one global batch, once they are computed."""
         for name, metric in jax.device_get(dict(metrics)).items():
             if isinstance(metric, WeightedScalar):
                 total, weight = self._totals.get(name, (0.0, 0.0))
@@ -140,8 +140,7 @@ class StepContext:
     Attributes:
       batch_sum: Function that adds a tree of arrays over all shards of the batch.
       batch_max: Function that takes the maximum of a tree of arrays over all shards.
-      fold_shard: Function that makes a random key different on each shard; the identity if there
-        is one shard.
+      fold_shard: Function that makes a random key different on each shard.
       num_shards: Number of shards of the batch; 1 under SPMD.
       row_shards: Number of devices that the rows of a step are split over; 1 under pmap.
     """

@@ -47,45 +47,26 @@ def forward_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
 
     - A scan counts its body once per iteration. A conditional counts its most expensive branch. A
       `while` loop of unknown length counts its body ONCE.
-    - A Pallas kernel counts the FLOPs of its cost estimate. A kernel without an estimate (such as
-      splash attention) counts its body once per cell of its grid. With a window, the grid of splash
-      attention leaves out hidden blocks, and so does the count.
+    - A Pallas kernel counts the FLOPs of its cost estimate, or else its body once per cell of its
+      grid, from which splash attention leaves out hidden blocks.
     - Repetitions by `jax.checkpoint` in a backward pass are not counted.
-    - Inside `shard_map`, the count of one shard is multiplied by the sizes of the mesh axes that
-      split an input. Work that several of these shards repeat counts for each of them.
-    - Contractions under `jax.named_scope('causal_attention')` count half.
-    - Grouped products of experts count the rows that are in use if routing is balanced.
-    - A one-hot matrix product counts as a matrix product.
-
-    Args:
-      *abstract_args: Pytrees of `jax.ShapeDtypeStruct`, or of arrays with these shapes.
-
-    >>> import jax.numpy as jnp
-    >>> shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    >>> forward_flops(lambda a, b: a @ b, shape, shape)  # 2 · 8 · 8 · 8
-    1024.0
+    - Inside `shard_map`, one shard counts times the sizes of the mesh axes that split an input.
+    - Contractions under `jax.named_scope('causal_attention')` count half, grouped products of
+      experts the rows in use with balanced routing, and one-hot products as products.
     """
     return _jaxpr_flops(jax.make_jaxpr(fn)(*abstract_args).jaxpr, share=1.0)
 
 
 def training_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
-    """Return the model FLOPs of one training step with the loss `fn`: three times its FLOPs.
-
-    The backward pass computes two products for each of the forward pass: the gradients of inputs
-    and of weights. Rematerialization and the optimizer are not model FLOPs. If some weights are
-    not trained, the result is too large.
-    """
+    """Return the model FLOPs of one training step with the loss `fn`: three times its FLOPs."""
     return _FORWARDS_PER_TRAINING_STEP * forward_flops(fn, *abstract_args)
 
 
 def program_flops(program: core.ClosedJaxpr) -> float:
     """Return the FLOPs of a traced program, such as a training step, summed over all devices.
 
-    The rules are those of `forward_flops`, but all operations of the program count, including the
-    repetitions of rematerialization and the bubbles of a pipeline.
-
-    Args:
-      program: Value of `jax.jit(fn).trace(…).jaxpr` or of `jax.make_jaxpr`.
+    In contrast to `forward_flops`, repetitions of rematerialization and bubbles of a pipeline
+    count.
     """
     # Unused results are not counted, because a compiler removes them.
     jaxpr, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
@@ -229,8 +210,7 @@ _PIPELINE = "layerkit.layers.pipelined_transformer.PipelinedTransformer"
 def model_flops_per_step(task_config: Config, batch: Any, rows: int) -> float:
     """Return the model FLOPs of one global step, `rows` times those of one row.
 
-    If all weights are trained, these are three times those of the forward pass. With frozen
-    weights, the products in the program of the gradient are counted.
+    With frozen weights, the products in the program of the gradient are counted.
     """
     one_row = jax.tree.map(lambda leaf: batch_spec(leaf, rows=1), batch)
     # The task is not bound to a mesh, because neither a mesh nor a pipeline can split one row.
@@ -285,12 +265,9 @@ def _full_name(target: Any) -> str:
 def temporary_bytes(stats: Any, *, platform: str) -> int:
     """Return the bytes of gradients, activations and workspace on a device at the peak of a step.
 
-    The TPU compiler counts temporaries that do not exist at the same time: 31 GB of them and 6 GB
-    of arguments in a step that needs 33 GB. So the temporaries are its peak less all other memory.
-    Other compilers allocate temporaries for the whole step.
-
-    Args:
-      stats: Value of `memory_analysis()` of a compiled function.
+    The TPU compiler counts temporaries that do not exist at the same time, so they are its peak
+    less all other memory. Other compilers allocate temporaries for the whole step. `stats` is the
+    value of `memory_analysis()`.
     """
     others = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     if platform != "tpu" or stats.peak_memory_in_bytes < others:  # Some runtimes report no peak.

@@ -176,14 +176,11 @@ class SingleTask(Configurable):
     def train_step(
         self, state: TrainState, batch: NestedMap, context: StepContext
     ) -> tuple[TrainState, tuple[dict[str, Any], dict[str, Any]]]:
-        """Compute one training step.
-
-        Args:
-          batch: Arrays `[rows, ...]`.
+        """Compute one training step on arrays `[rows, ...]`.
 
         Returns:
           (new state, (metrics over the global batch, see `training.metrics`; scalars and summaries
-          to report)).
+            to report)).
         """
         model = self.model.clone(train=True)
         learner, step_key = self.train.learner, self._step_key(state.step)
@@ -285,11 +282,9 @@ class SingleTask(Configurable):
         *,
         averaged: bool | None = None,
     ) -> Metrics:
-        """Return metrics over one global batch, without random numbers.
+        """Return metrics over one global batch of arrays `[rows, ...]`, without random numbers.
 
-        Args:
-          batch: Arrays `[rows, ...]`.
-          averaged: True to use the averaged weights; None for `train.eval_use_ema_states`.
+        `averaged` evaluates the averaged weights; None is `train.eval_use_ema_states`.
         """
         return self._evaluate(state, batch, context, averaged=averaged)[0]
 
@@ -330,18 +325,10 @@ class SingleTask(Configurable):
     def decode_step(
         self, state: TrainState, batch: NestedMap, context: StepContext, *, batch_index: jax.Array
     ) -> NestedMap:
-        """Return the outputs of the model's `decode` for each example.
+        """Return the outputs of the model's `decode` for each example, and row marks of the batch.
 
-        Args:
-          batch_index: Number of the batch in the data set, int32, which is folded into the key.
-
-        Returns:
-          The outputs, and `prompt_lengths`, `provenance` and `eval_sample_weights` of the batch if
-          it has them, because a host that reads the outputs of all rows may hold only a part of
-          the batch.
-
-        Raises:
-          UsageError: The model does not return arrays by name.
+        The marks (`_KEPT_FOR_RECORDS`) let a host that reads the outputs of all rows tell padding.
+        `batch_index`, the int32 number of the batch in the data set, is folded into the random key.
         """
         model = self.model.clone(train=False)
         seed = self.train.decode_random_seed

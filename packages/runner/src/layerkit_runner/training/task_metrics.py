@@ -157,12 +157,7 @@ def named_metrics(metrics: Mapping[str, Any]) -> dict[str, TaskMetric]:
 def of_examples(
     metrics: Mapping[str, TaskMetric], outputs: NestedMap, batch: NestedMap
 ) -> dict[str, Reported]:
-    """Return the metrics of values that have a row for each example.
-
-    Args:
-      outputs: Per-example outputs of the model, `[rows, ...]`.
-      batch: Batch, `[rows, ...]`.
-    """
+    """Return the metrics of per-example outputs and of a batch, both `[rows, ...]`."""
     sources = {"outputs": outputs, "batch": batch}
     found = {}
     for name, metric in metrics.items():
@@ -177,14 +172,7 @@ def of_step(
     of_model: Metrics,
     scalars: Mapping[str, jax.Array] | None,
 ) -> dict[str, Reported]:
-    """Return the metrics of values that a step reports of its global batch.
-
-    Args:
-      scalars: Other scalars of a training step; None in evaluation.
-
-    Raises:
-      ConfigError: A path does not exist.
-    """
+    """Return the metrics of model metrics and, in training, of other `scalars` of a step."""
     found = {}
     for name, metric in metrics.items():
         if metric.is_per_example or (scalars is None and metric.is_of_training):

@@ -50,12 +50,7 @@ class TrainState(struct.PyTreeNode):
 def batch_spec(
     leaf: Any, *, rows: int, sharding: jax.sharding.Sharding | None = None
 ) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype that an array of a batch has on the devices.
-
-    Args:
-      leaf: Array `[host_rows, …]` of NumPy or JAX, or its shape and dtype.
-      sharding: Sharding of the array; None for no sharding.
-    """
+    """Return the shape and dtype on the devices of an array `[host_rows, …]` of a batch."""
     # JAX stores 64-bit values of the host in 32 bits, unless `jax_enable_x64` is set.
     dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
     return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), dtype, sharding=sharding)
