@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 
 import pytest
 
@@ -44,33 +42,3 @@ def test_known_absl_errors_are_left_out_of_the_log(logged, path, error, is_logge
     record = logging.LogRecord("absl", logging.ERROR, path, 1, "a thread failed", (), about)
     logging.getLogger("absl").handle(record)
     assert logged == ["a thread failed"] * is_logged
-
-
-PROCESS = """
-import asyncio, weakref
-from layerkit_runner.checkpointing.errors import silence_tracebacks
-
-silence_tracebacks()
-silence_tracebacks()
-loop = asyncio.new_event_loop()
-loop.close()
-
-def own(reference):
-    raise RuntimeError("of a callback of our own")
-
-class Result: pass
-
-for callback in (loop.call_soon_threadsafe, own):
-    # Called by the interpreter, with no Python code around, as TensorStore calls it.
-    result = Result()
-    reference = weakref.ref(result, callback)
-    del result
-"""
-
-
-def test_result_for_a_closed_event_loop_is_not_printed_and_other_errors_are():
-    done = subprocess.run(
-        [sys.executable, "-c", PROCESS], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert "Event loop is closed" not in done.stderr
-    assert "of a callback of our own" in done.stderr

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
-import traceback
-from typing import Any
 
 from layerkit.errors import ConfigError, UserError
 
@@ -60,19 +57,8 @@ def save_error(
 def silence_tracebacks() -> None:
     """Filter tracebacks of storage errors of a save, which the manager raises, out of the logs."""
     logger = logging.getLogger("absl")
-    if _is_logged in logger.filters:
-        return
-    logger.addFilter(_is_logged)
-    show = sys.unraisablehook
-
-    def show_except_closed_loops(unraisable: Any) -> None:
-        # Orbax closes the event loop at the first failing write, and compiled code of TensorStore
-        # then fails to call it, once for each other write.
-        codes = [frame.f_code for frame, _ in traceback.walk_tb(unraisable.exc_traceback)]
-        if [code.co_name for code in codes] != ["call_soon_threadsafe", "_check_closed"]:
-            show(unraisable)
-
-    sys.unraisablehook = show_except_closed_loops
+    if _is_logged not in logger.filters:
+        logger.addFilter(_is_logged)
 
 
 def _is_logged(record: logging.LogRecord) -> bool:

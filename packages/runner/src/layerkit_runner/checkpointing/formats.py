@@ -130,8 +130,11 @@ def read_msgpack(
                 for _ in range(0, spec.num_bytes, _PIECE_BYTES):
                     unpacker.skip()
                 continue
-            target = targets[path]
-            array = _read_array(unpacker, spec).astype(target.dtype, copy=False)
+            target, data = targets[path], bytearray()
+            while len(data) < spec.num_bytes:
+                data += next(unpacker)
+            array = np.frombuffer(data, spec.dtype).reshape(spec.shape)
+            array = array.astype(target.dtype, copy=False)
             restored[path] = jax.make_array_from_callback(
                 spec.shape, target.sharding, array.__getitem__, dtype=target.dtype
             )
@@ -158,10 +161,3 @@ def _read_header(
         tuple(leaf["path"]): structure.LeafSpec(tuple(leaf["shape"]), jnp.dtype(leaf["dtype"]))
         for leaf in header["leaves"]
     }
-
-
-def _read_array(unpacker: Iterator[Any], spec: structure.LeafSpec) -> np.ndarray:
-    data = bytearray()
-    while len(data) < spec.num_bytes:
-        data += next(unpacker)
-    return np.frombuffer(data, dtype=spec.dtype).reshape(spec.shape)

@@ -251,7 +251,14 @@ class CheckpointManager:
           NewerManifestError: A later version of this package wrote the newest step.
         """
         self.wait_until_finished()
-        return self._choose_sound(self._findings)
+
+        def findings_of(step: int) -> Sequence[integrity.Finding]:
+            path = folders.step_folder(self._directory, step)
+            findings = () if step in self._sound else integrity.verify_together(path)
+            self._report_ignored(path, findings)
+            return findings
+
+        return self._choose_sound(findings_of)
 
     def _choose_sound(
         self, findings_of: Callable[[int], Sequence[integrity.Finding]]
@@ -465,14 +472,6 @@ class CheckpointManager:
             if not self._read_only and used_instead is not None:
                 message += f"\n  It was moved aside to {folders.move_aside(path).name}."
             self._report(message)
-
-    def _findings(self, step: int) -> Sequence[integrity.Finding]:
-        if step in self._sound:
-            return ()
-        path = folders.step_folder(self._directory, step)
-        findings = integrity.verify_together(path)
-        self._report_ignored(path, findings)
-        return findings
 
     def _report_ignored(self, path: epath.Path, findings: Sequence[integrity.Finding]) -> None:
         for finding in findings:

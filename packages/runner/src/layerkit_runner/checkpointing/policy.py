@@ -44,9 +44,6 @@ class CheckpointPolicy:
         until better ones exist; None for no such rule.
       best_mode: `min` if a lower value of that metric is better, `max` if a higher one is.
       best_to_keep: Number of best checkpoints to keep. Of equal values, the newer is better.
-
-    Raises:
-      ConfigError: A field is out of range.
     """
 
     save_interval_steps: int = 5000

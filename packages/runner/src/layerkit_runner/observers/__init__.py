@@ -4,41 +4,23 @@ They import only `files` and `errors` of the runner. Importing this package load
 tensorboardX, matplotlib nor tqdm: the first use imports each of them.
 """
 
-from layerkit_runner.observers.base import (
-    DECODE_PREFIX,
-    TOTAL_WEIGHT,
-    Histogram,
-    Observer,
-    Observers,
-    RunInfo,
-    build_observers,
-)
-from layerkit_runner.observers.goodput import Goodput, GoodputLog
-from layerkit_runner.observers.loss_curve import draw_loss_curve
-from layerkit_runner.observers.metrics_log import Metrics, MetricsLog, metrics_path, read_metrics
-from layerkit_runner.observers.progress import Progress
-from layerkit_runner.observers.tensorboard import TensorBoard
-from layerkit_runner.observers.throughput import StepWork, Throughput, memory_scalars, peak_flops
-
-__all__ = [
-    "DECODE_PREFIX",
-    "TOTAL_WEIGHT",
-    "Goodput",
-    "GoodputLog",
-    "Histogram",
-    "Metrics",
-    "MetricsLog",
-    "Observer",
-    "Observers",
-    "Progress",
-    "RunInfo",
-    "StepWork",
-    "TensorBoard",
-    "Throughput",
-    "build_observers",
-    "draw_loss_curve",
-    "memory_scalars",
-    "metrics_path",
-    "peak_flops",
-    "read_metrics",
-]
+from layerkit_runner.observers.base import DECODE_PREFIX as DECODE_PREFIX
+from layerkit_runner.observers.base import TOTAL_WEIGHT as TOTAL_WEIGHT
+from layerkit_runner.observers.base import Histogram as Histogram
+from layerkit_runner.observers.base import Observer as Observer
+from layerkit_runner.observers.base import Observers as Observers
+from layerkit_runner.observers.base import RunInfo as RunInfo
+from layerkit_runner.observers.base import build_observers as build_observers
+from layerkit_runner.observers.goodput import Goodput as Goodput
+from layerkit_runner.observers.goodput import GoodputLog as GoodputLog
+from layerkit_runner.observers.loss_curve import draw_loss_curve as draw_loss_curve
+from layerkit_runner.observers.metrics_log import Metrics as Metrics
+from layerkit_runner.observers.metrics_log import MetricsLog as MetricsLog
+from layerkit_runner.observers.metrics_log import metrics_path as metrics_path
+from layerkit_runner.observers.metrics_log import read_metrics as read_metrics
+from layerkit_runner.observers.progress import Progress as Progress
+from layerkit_runner.observers.tensorboard import TensorBoard as TensorBoard
+from layerkit_runner.observers.throughput import StepWork as StepWork
+from layerkit_runner.observers.throughput import Throughput as Throughput
+from layerkit_runner.observers.throughput import memory_scalars as memory_scalars
+from layerkit_runner.observers.throughput import peak_flops as peak_flops

@@ -56,7 +56,11 @@ class StepProfiler:
 
     def __enter__(self) -> StepProfiler:
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(CAPTURE_SIGNAL, self._request)
+
+            def request(*_: Any) -> None:
+                self._is_requested = True
+
+            self._previous = signal.signal(CAPTURE_SIGNAL, request)
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -111,9 +115,6 @@ class StepProfiler:
         if self._traced is not None:
             self._traced.cleanup()
         self._traced = None
-
-    def _request(self, *_: Any) -> None:
-        self._is_requested = True
 
 
 def _move_trace(traced: epath.Path, session: epath.Path) -> int:

@@ -6,6 +6,7 @@ nothing. Every device reads its own shard of a weight; no weight is gathered.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from layerkit_runner.observers.base import Histogram
 _NUM_BUCKETS = 64
 
 
+@functools.lru_cache
 def weight_summary_fn(replicated: jax.sharding.Sharding) -> Callable[[Any], dict[str, Any]]:
     """Return a jitted function from the weights to the argument of `histograms`."""
 

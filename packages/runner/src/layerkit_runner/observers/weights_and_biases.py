@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from etils import epath
 
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import atomic_write, is_remote
@@ -56,11 +55,14 @@ class WeightsAndBiases(Observer):
         import wandb  # about a second
 
         directory = info.job_log_dir
+        id_file = directory / "wandb_run_id.txt"
+        if not id_file.exists():
+            atomic_write(id_file, secrets.token_hex(4) + "\n")
         # wandb appends to its files, which a remote store does not support.
         is_local = not is_remote(directory)
         self._run = wandb.init(
             project=self._project,
-            id=_run_id(directory),
+            id=id_file.read_text().strip(),
             name=directory.name,
             resume="allow",
             dir=os.fspath(directory) if is_local else tempfile.mkdtemp(prefix="wandb"),
@@ -123,10 +125,3 @@ class WeightsAndBiases(Observer):
     def _log(self, step: int, values: Mapping[str, Any]) -> None:
         if self._run is not None:
             self._run.log({"step": step, **values})
-
-
-def _run_id(directory: epath.Path) -> str:
-    path = directory / "wandb_run_id.txt"
-    if not path.exists():
-        atomic_write(path, secrets.token_hex(4) + "\n")
-    return path.read_text().strip()

@@ -140,9 +140,6 @@ class StopAtTarget(MetricRule):
       metric: See `MetricRule`.
       target: Value at which training ends.
       mode: `min` if a lower value is better, `max` if a higher one is.
-
-    Raises:
-      ConfigError: `mode` is unknown.
     """
 
     target: float
@@ -186,9 +183,6 @@ class EarlyStopping(MetricRule):
         steps for `train_step/METRIC`.
       min_delta: Smallest difference to the best value that counts as an improvement.
       mode: `min` if a lower value is better, `max` if a higher one is.
-
-    Raises:
-      ConfigError: A number is out of range, or `mode` is unknown.
     """
 
     patience: int = 1
@@ -209,7 +203,12 @@ class EarlyStopping(MetricRule):
         value = self.value(metrics)
         if value is None:
             return False
-        if self._improves(value):
+        best = self._best
+        improves = not math.isnan(value)
+        if improves and best is not None:
+            gain = best - value if self.mode == "min" else value - best
+            improves = gain > self.min_delta
+        if improves:
             self._best, self._best_step, self._without_improvement = value, step, 0
         else:
             self._without_improvement += 1
@@ -240,12 +239,6 @@ class EarlyStopping(MetricRule):
         self._best = state["best"]
         self._best_step = state["best_step"]
         self._without_improvement = state["without_improvement"]
-
-    def _improves(self, value: float) -> bool:
-        if self._best is None or math.isnan(value):
-            return not math.isnan(value)
-        gain = self._best - value if self.mode == "min" else value - self._best
-        return gain > self.min_delta
 
 
 @dataclasses.dataclass(eq=False)

@@ -54,9 +54,6 @@ class AuxiliaryOptimizer(Configurable):
         trained weight. Patterns of different optimizers must not match the same weight.
       optimizer: An optimizer; see `Learner.optimizer`.
       learning_rate: A learning rate; see `Learner.learning_rate`.
-
-    Raises:
-      ConfigError: A field is missing or invalid.
     """
 
     name: str = ""
@@ -110,9 +107,6 @@ class Learner(Configurable):
         match the whole path of at least one weight. None trains all but `frozen`.
       frozen: Regular expressions of weights that keep their values, without gradient, optimizer
         state or decay.
-
-    Raises:
-      ConfigError: Fields contradict each other, or a field is out of range.
     """
 
     optimizer: Annotated[Any, optax.GradientTransformation | Callable[..., Any] | None] = (
@@ -225,7 +219,13 @@ class Learner(Configurable):
         """
         stacks = stacks or {}
         norm = global_norm(grads)
-        is_valid = self._is_valid(norm, loss)
+        is_valid = jnp.isfinite(norm)
+        if (
+            loss is not None
+        ):  # A label outside the vocabulary gives a NaN loss, but no such gradient.
+            is_valid &= jnp.isfinite(loss)
+        if self.skip_step_gradient_norm_value is not None:
+            is_valid &= norm <= self.skip_step_gradient_norm_value
         scalars = {
             "learning/raw_grad_norm": norm,
             "learning/is_valid_step": is_valid.astype(jnp.float32),
@@ -258,19 +258,6 @@ class Learner(Configurable):
             is_valid=is_valid,
             scalars=scalars | clipping,
         )
-
-    def _is_valid(self, norm: jax.Array, loss: jax.Array | None) -> jax.Array:
-        """Return whether loss and gradient norm are finite and the norm is within its limit.
-
-        The loss is checked too, because a label outside the vocabulary gives a NaN loss with a
-        finite gradient.
-        """
-        is_valid = jnp.isfinite(norm)
-        if loss is not None:
-            is_valid &= jnp.isfinite(loss)
-        if self.skip_step_gradient_norm_value is not None:
-            is_valid &= norm <= self.skip_step_gradient_norm_value
-        return is_valid
 
     def _clip(self, grads: Any, norm: jax.Array, stacks: Stacks) -> tuple[Any, dict[str, Any]]:
         if self.clip_global_norm is not None:

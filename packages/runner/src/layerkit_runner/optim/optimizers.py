@@ -1,4 +1,4 @@
-"""Optimizers that Optax does not have as a whole."""
+"""Optimizers that Optax does not have as a whole. Numbers out of range raise `ConfigError`."""
 
 from __future__ import annotations
 
@@ -36,9 +36,6 @@ def adam_with_update_cap(
       mu_dtype: Dtype of the first moment, such as bfloat16, which halves its memory; None for the
         dtype of the weights. The second moment has the dtype of the weights, because its increments
         are too small for bfloat16.
-
-    Raises:
-      ConfigError: A number is out of range.
     """
     owner = "adam_with_update_cap"
     check_rates(owner, **concrete_numbers(b1=b1, b2=b2))
@@ -83,9 +80,6 @@ def elastic_weight_consolidation(
       learning_rate: A number or schedule.
       optimizer: A function of `learning_rate`, such as `Partial(optax.adamw)`.
       ewc_regularizer_weight: Weight λ of the penalty.
-
-    Raises:
-      ConfigError: The weight is negative or not finite.
     """
     check_non_negative(
         "elastic_weight_consolidation",
@@ -138,9 +132,6 @@ def lp_regularized(
       l2_regularizer_weight: Weight λ₂.
       mask: A tree of booleans, or a function from the weights to one such as `decays`, True for
         weights with a penalty; None for all.
-
-    Raises:
-      ConfigError: A weight is negative or not finite, or not exactly one of them is above 0.
     """
     owner = "lp_regularized"
     weights = concrete_numbers(

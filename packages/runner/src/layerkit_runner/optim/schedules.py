@@ -1,7 +1,8 @@
 """Learning-rate schedules that Optax does not have as a whole: `step -> learning rate`.
 
 A linear warmup starts at 0, so the first step changes only the optimizer's statistics;
-`warmup_steps=0` starts at the peak instead. Schedules of Optax are used directly, such as
+`warmup_steps=0` starts at the peak instead. Steps out of order, unknown choices and numbers out of
+range raise `ConfigError`. Schedules of Optax are used directly, such as
 `Config(optax.linear_schedule, 0.0, 1.0, 100)`:
 
     constant          optax.constant_schedule(value), or a plain number
@@ -51,9 +52,6 @@ def linear_warmup_exponential_decay(
       decay_start: Step at which the decay begins, at least `warmup_steps`.
       decay_end: Step at which the rate reaches peak·min_ratio and stays.
       min_ratio: Ratio of the last rate to the peak, in (0, 1].
-
-    Raises:
-      ConfigError: Steps are out of order, or a number is out of range.
     """
     owner = "linear_warmup_exponential_decay"
     check_positive(owner, min_ratio=min_ratio)
@@ -103,9 +101,6 @@ def linear_warmup_polynomial_decay(
       origin: End of the decay at which a power above 1 is flat. With u from 0 to 1 in the decay,
         the part of peak·(1 - min_ratio) that is left is (1 - u)^power for `limit`, as in Optax
         and TensorFlow, and 1 - u^power for `start`, as in Pax's `LinearRampupPolynomialDecay`.
-
-    Raises:
-      ConfigError: Steps are out of order, `origin` is unknown, or a number is out of range.
     """
     owner = "linear_warmup_polynomial_decay"
     check_positive(owner, power=power)
@@ -128,9 +123,6 @@ def linear_warmup_sqrt_decay(peak: float, *, warmup_steps: int) -> optax.Schedul
 
     Args:
       warmup_steps: Step at which the peak is reached, at least 1.
-
-    Raises:
-      ConfigError: A number is out of range.
     """
     owner = "linear_warmup_sqrt_decay"
     check_non_negative(owner, **concrete_numbers(peak=peak))
@@ -153,9 +145,6 @@ def sqrt_decay(peak: float, *, decay_start: int, offset: float = 0.0) -> optax.S
       peak: Highest rate.
       decay_start: Number of steps after `offset` at which the decay begins, at least 1.
       offset: Number of steps by which the schedule is late.
-
-    Raises:
-      ConfigError: A number is out of range.
     """
     owner = "sqrt_decay"
     check_non_negative(owner, **concrete_numbers(peak=peak))
@@ -178,9 +167,6 @@ def piecewise_constant(*, boundaries: Sequence[int], values: Sequence[float]) ->
     Args:
       boundaries: Steps, each larger than the one before.
       values: Rates, one more than boundaries.
-
-    Raises:
-      ConfigError: Boundaries are out of order, or values are too few, too many or out of range.
     """
     owner, boundaries, values = "piecewise_constant", tuple(boundaries), tuple(values)
     expected = f"{len(boundaries) + 1} values, one more than boundaries={boundaries}"
@@ -202,9 +188,6 @@ def cycle(schedules: Sequence[optax.Schedule], *, boundaries: Sequence[int]) -> 
     Args:
       schedules: Schedules, each of which counts steps from its own beginning.
       boundaries: Increasing steps at which each ends; at the last, the first begins again.
-
-    Raises:
-      ConfigError: Boundaries are out of order, or their number is not that of the schedules.
     """
     owner, schedules, boundaries = "cycle", tuple(schedules), tuple(boundaries)
     is_valid = 0 < len(schedules) == len(boundaries)
@@ -225,9 +208,6 @@ def transformer(*, warmup_steps: int, model_dims: int, scale: float = 1.0) -> op
       warmup_steps: Step at which the highest rate is reached.
       model_dims: Size of the model dimension.
       scale: Factor of the rate.
-
-    Raises:
-      ConfigError: A number is out of range.
     """
     check_sizes("transformer", warmup_steps=warmup_steps, model_dims=model_dims)
     check_non_negative("transformer", **concrete_numbers(scale=scale))

@@ -108,9 +108,6 @@ def sharded_adafactor(
       axis_order: Function from the weights to a tree of tuples, the dimensions of each weight in
         the order that determines the first one, rows and columns; None for that of the weight.
         `layerkit.interop.praxis.axis_order` gives the order in Praxis.
-
-    Raises:
-      ConfigError: A choice is unknown, or a number is out of range.
     """
     owner = "sharded_adafactor"
     check_choice(owner, get_args(DecayMethod), decay_method=decay_method)

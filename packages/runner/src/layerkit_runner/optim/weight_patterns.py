@@ -53,9 +53,6 @@ class TrainedWeights:
     Attributes:
       trainable: Patterns of the trained weights; None trains all but `frozen`.
       frozen: Patterns of the weights that are not trained.
-
-    Raises:
-      ConfigError: Both are given, or a pattern is not a regular expression.
     """
 
     trainable: Sequence[str] | None = None
@@ -163,9 +160,6 @@ class VariationalNoise(Configurable):
       weights: Regular expressions, each of which has to match the whole path of at least one
         weight.
       start_step: Number of completed steps before the first step with noise.
-
-    Raises:
-      ConfigError: A number is out of range, or `weights` holds no pattern or an invalid one.
     """
 
     scale: float = 0.0

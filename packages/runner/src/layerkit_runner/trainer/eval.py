@@ -47,9 +47,6 @@ class BaseProgram:
       folder: Folder for files of the program, visible to every process; None keeps nothing.
       interval_steps: Number of training steps between two runs of the program; None for
         `eval_interval_steps` or `decode_interval_steps` of the task.
-
-    Raises:
-      UsageError: `interval_steps` is below 1.
     """
 
     def __init__(

@@ -86,9 +86,6 @@ class Job:
         Args:
           read_only: True to open the folder without saving or deleting checkpoints.
           directory: Folder of another job, or the `checkpoints` folder in it; None for this job.
-
-        Raises:
-          UsageError: The folder cannot be read, or its record of evaluations is damaged.
         """
         folder = self.directory if directory is None else absolute(directory)
         if directory is None or folder.name != "checkpoints":

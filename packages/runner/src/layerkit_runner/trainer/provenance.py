@@ -69,7 +69,7 @@ def weights_digest_fn(task: SingleTask, partitioner: Partitioner) -> Callable[[T
     def leaf_sums(state: TrainState) -> jax.Array:
         state = task.decoded_state(state)
         read = (state.params, state.non_trainable, state.overwrite_with_gradient, state.step)
-        return jnp.stack([_mixed_sum(leaf) for leaf in jax.tree.leaves(read)])
+        return jnp.stack([_digest_sum(leaf) for leaf in jax.tree.leaves(read)])
 
     sums = partitioner.jit_reading(task, leaf_sums)
 
@@ -123,23 +123,10 @@ def _text(value: Any) -> str:
     return _ADDRESS.sub("", repr(value))
 
 
-def _mixed_sum(leaf: jax.Array) -> jax.Array:
-    """Return the uint32 sum of a hash of each element's bits and position.
-
-    The sum does not depend on the order of summation.
-    """
+def _digest_sum(leaf: jax.Array) -> jax.Array:
+    """Return the uint32 sum of each element's bits times a random number of its position."""
     if leaf.dtype == jnp.bool_:
         leaf = leaf.astype(jnp.uint8)
     bits = jax.lax.bitcast_convert_type(leaf, _BITS[leaf.dtype.itemsize]).astype(jnp.uint32)
-    position = jnp.zeros((), jnp.uint32)
-    for axis in range(bits.ndim):
-        index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-        position = position * jnp.uint32(bits.shape[axis]) + index
-    return jnp.sum(_mix(bits ^ _mix(position + jnp.uint32(1))), dtype=jnp.uint32)
-
-
-def _mix(x: jax.Array) -> jax.Array:
-    """Apply the finalizer of MurmurHash3 (Appleby): each bit affects all bits of the result."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
+    factors = jax.random.bits(jax.random.key(0), bits.shape) | jnp.uint32(1)
+    return jnp.sum((bits ^ (bits >> 16)) * factors, dtype=jnp.uint32)

@@ -188,17 +188,14 @@ class TrainProgram:
         reported[1][IS_VALID].copy_to_host_async()
         every, weights = self._train.weight_summary_interval_steps, None
         if every is not None and step % every == 0:
+            # Imported late, because few runs enable summaries of the weights.
+            from layerkit_runner.observers.weight_summaries import weight_summary_fn
+
+            summarize = weight_summary_fn(self._compiled.partitioner.replicated())
             # This must precede the next step, which donates the state.
-            weights = self._summarize_weights(self.stored_state(state.for_inference()).params)
+            weights = summarize(self.stored_state(state.for_inference()).params)
         self._pending.append(_StartedStep(step, is_summarized, (*reported, weights, layers)))
         return state
-
-    @functools.cached_property
-    def _summarize_weights(self) -> Callable[[Any], dict[str, Any]]:
-        # Imported late, because few runs enable summaries of the weights.
-        from layerkit_runner.observers.weight_summaries import weight_summary_fn
-
-        return weight_summary_fn(self._compiled.partitioner.replicated())
 
     def stored_state(self, state: TrainState) -> TrainState:
         """Return a state in the form that checkpoints store, without the padding for the mesh."""

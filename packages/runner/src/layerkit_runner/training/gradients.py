@@ -43,9 +43,6 @@ class MultiLossAggregator(LossAggregator):
 
     Attributes:
       loss_keys: Names of the metrics.
-
-    Raises:
-      ConfigError: `loss_keys` is empty or repeats a name.
     """
 
     loss_keys: Sequence[str] = ()

@@ -80,7 +80,11 @@ def _jaxpr_flops(jaxpr: core.Jaxpr, *, share: float) -> float:
 def _equation_flops(eqn: core.JaxprEqn, *, share: float) -> float:
     """Return the FLOPs of an equation; `share` of those of its contractions count."""
     # The name stack of an inner jaxpr does not include that of its equation.
-    share = _share_of_scope(str(eqn.source_info.name_stack)) or share
+    name_stack = str(eqn.source_info.name_stack)
+    if _IN_CAUSAL_SCOPE.search(name_stack):
+        share = 0.5
+    elif rows := _ROWS_IN_USE.search(name_stack):
+        share = int(rows[1]) / int(rows[2])
     if eqn.primitive.name in _CONTRACTIONS:
         return float(_CONTRACTIONS[eqn.primitive.name](eqn)) * share
     if eqn.primitive.name == "pallas_call" and eqn.params["cost_estimate"] is not None:
@@ -92,34 +96,19 @@ def _equation_flops(eqn: core.JaxprEqn, *, share: float) -> float:
     return _repeats(eqn) * sum(inner)
 
 
-def _share_of_scope(name_stack: str) -> float | None:
-    """Return the share of the contractions below a scope that counts; None for other scopes."""
-    if _IN_CAUSAL_SCOPE.search(name_stack):
-        return 0.5
-    rows = _ROWS_IN_USE.search(name_stack)
-    return int(rows[1]) / int(rows[2]) if rows else None
-
-
 def _repeats(eqn: core.JaxprEqn) -> int:
     """Return how many times the inner jaxprs of an equation run; 1 if it is unknown."""
     match eqn.primitive.name:
         case "scan":
             return int(eqn.params["length"])
         case "shard_map":
-            return _num_shards(eqn)
+            entries = [entry for spec in eqn.params["in_specs"] for entry in spec]
+            axes = {axis for e in entries for axis in ((e,) if isinstance(e, str) else e or ())}
+            return math.prod(eqn.params["mesh"].shape[axis] for axis in axes)
         case "pallas_call":
             return math.prod(d for d in eqn.params["grid_mapping"].grid if isinstance(d, int))
         case _:
             return 1
-
-
-def _num_shards(eqn: core.JaxprEqn) -> int:
-    splitting: set[str] = set()
-    for spec in eqn.params["in_specs"]:
-        for entry in spec:
-            splitting.update((entry,) if isinstance(entry, str) else entry or ())
-    mesh_shape = eqn.params["mesh"].shape
-    return math.prod(mesh_shape[axis] for axis in splitting)
 
 
 def _inner_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
@@ -233,10 +222,13 @@ def model_flops_per_step(task_config: Config, batch: Any, rows: int) -> float:
 def _without_pipelines(task: Config) -> Config:
     """Return the config with stacks in place of pipelines, which also compute in their bubbles."""
     task = copy_config(task)
+    known = field_names(StackedTransformerRepeated)
     for config in list(walk_configs(task)):
         for name, value in assigned_fields(config).items():
-            if is_config(value) and _full_name(target_of(value)) == _PIPELINE:
-                setattr(config, name, _repeated(value))
+            target = target_of(value) if is_config(value) else None
+            if target is not None and f"{target.__module__}.{target.__qualname__}" == _PIPELINE:
+                fields = {n: v for n, v in assigned_fields(value).items() if n in known}
+                setattr(config, name, StackedTransformerRepeated.HParams.config(**fields))
     return task
 
 
@@ -250,16 +242,6 @@ def _computed_plainly(task: Config) -> Config:
             if field in field_names(config):
                 setattr(config, field, value)
     return task
-
-
-def _repeated(pipelined: Any) -> Any:
-    names = field_names(StackedTransformerRepeated)
-    fields = {n: value for n, value in assigned_fields(pipelined).items() if n in names}
-    return StackedTransformerRepeated.HParams.config(**fields)
-
-
-def _full_name(target: Any) -> str:
-    return f"{target.__module__}.{target.__qualname__}"
 
 
 def temporary_bytes(stats: Any, *, platform: str) -> int:

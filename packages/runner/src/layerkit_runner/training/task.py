@@ -94,9 +94,6 @@ class SingleTask(Configurable):
       initial_weights: Source of initial weights: a `layerkit_runner.init_from.InitFrom`, or an
         object with a method `load(model, like)`. Other weights are initialized randomly. None
         initializes all weights randomly.
-
-    Raises:
-      ConfigError: A field is invalid.
     """
 
     name: str = "task"

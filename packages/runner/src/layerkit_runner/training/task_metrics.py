@@ -44,9 +44,6 @@ class TaskMetric(Configurable):
       weight: Path of weights below `outputs/` or `batch/`, whose shape is a prefix of the shape of
         the values. None counts every example once and padding not at all. It must be None for
         `metrics/`, which have a weight, and for `scalars/`, where each step counts once.
-
-    Raises:
-      ConfigError: A path is invalid.
     """
 
     value: str
@@ -106,9 +103,6 @@ class Histogram(TaskMetric):
       low: Lower edge of the first bin, which holds lower values too.
       high: Upper edge of the last bin, which holds higher values too.
       num_bins: Number of bins of equal width.
-
-    Raises:
-      ConfigError: A path is invalid, or the bins are.
     """
 
     low: float

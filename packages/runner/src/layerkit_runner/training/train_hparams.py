@@ -83,9 +83,6 @@ class TrainHParams(Configurable):
         except after the signal SIGUSR2.
       profiler_num_steps: Number of steps of a trace.
       profiler_max_num_hosts: Number of processes that are traced, from process 0 on; None for all.
-
-    Raises:
-      ConfigError: A number is out of range, or fields contradict each other.
     """
 
     learner: Annotated[Any, Learner] = instance_field(Learner)

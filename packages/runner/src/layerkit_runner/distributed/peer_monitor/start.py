@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import shlex
@@ -137,10 +136,20 @@ class PeerMonitor:
             " process resumes from the newest checkpoint.\n"
         ).encode()
         self._print_directly()
-        for stream, target in zip(self._streams, (1, 2), strict=True):
-            finished_within(_SECONDS_TO_WRITE, functools.partial(_copy_rest, stream, target))
-        finished_within(_SECONDS_TO_WRITE, lambda: os.write(2, text))
-        finished_within(_SECONDS_TO_WRITE, lambda: _append(self._log, text))
+
+        def copy_rest() -> None:
+            for stream, target in zip(self._streams, (1, 2), strict=True):
+                os.set_blocking(stream, False)
+                with contextlib.suppress(BlockingIOError):
+                    while data := os.read(stream, 1 << 16):
+                        os.write(target, data)
+
+        def append_to_log() -> None:
+            with open_append(self._log) as file:
+                file.write(text)
+
+        for write in (copy_rest, lambda: os.write(2, text), append_to_log):
+            finished_within(_SECONDS_TO_WRITE, write)
         if self._identity.process == 0:
             # Without the coordinator in this process, JAX aborts the others before they report.
             time.sleep(_SECONDS_TO_END)
@@ -151,18 +160,6 @@ class PeerMonitor:
         for target, descriptor in saved.items():
             os.dup2(descriptor, target)
             os.close(descriptor)
-
-
-def _copy_rest(stream: int, target: int) -> None:
-    os.set_blocking(stream, False)
-    with contextlib.suppress(BlockingIOError):
-        while data := os.read(stream, 1 << 16):
-            os.write(target, data)
-
-
-def _append(log: Path, text: bytes) -> None:
-    with open_append(log) as file:
-        file.write(text)
 
 
 def _redirect(targets: list[int]) -> dict[int, int]:
