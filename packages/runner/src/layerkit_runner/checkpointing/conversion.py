@@ -1,8 +1,7 @@
 """Rewrites steps in the other format, and exports weights as safetensors.
 
-A step is written under the name of an unfinished save and renamed when it is complete and verified.
-The next training job in that folder deletes the files of a killed conversion.
-This module imports Orbax.
+A step is written as an unfinished save and renamed when it is complete and verified. This module
+imports Orbax.
 """
 
 from __future__ import annotations
@@ -74,9 +73,7 @@ def write_safetensors(
     Raises:
       FileExistsError: The file exists.
       DamagedCheckpointError: The step is damaged.
-      ImportError: safetensors is not installed.
       KeyError: The state has no such part.
-      OSError: Storage failed.
     """
     from safetensors.flax import save
 

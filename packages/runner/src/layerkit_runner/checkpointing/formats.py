@@ -40,11 +40,9 @@ class StateFormat(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class RestoredCheckpoint:
-    """The content of a step.
+    """The content of a step, with the shardings of the target.
 
-    Attributes:
-      state: Tree of `jax.Array` with the structure and shardings of the target.
-      metadata: Metadata that was passed to `save`.
+    `casts` are lines about dtypes that were converted.
     """
 
     step: int

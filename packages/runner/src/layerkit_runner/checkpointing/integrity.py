@@ -2,12 +2,12 @@
 
 Every step has a manifest, `integrity/manifest.json`: `{"digest", "manifest": {"version", "step",
 "files"}}`, with the size and XXH3 digest of every file and the SHA-256 digest of the manifest.
-Manifests of version 1, which are read too, have SHA-256 for the files, and at first had no step.
-XXH3 takes a seventh of the time of SHA-256; it does not protect against forgery.
+Manifests of version 1 have SHA-256 for the files, and at first had no step. XXH3 takes a seventh of
+the time of SHA-256; it does not protect against forgery.
 
 No process reads the whole step. Before the commit, each process hashes the files that it wrote
-(`write_share`), and process 0 merges these shares and hashes the other, small files (`write`).
-At a restore, each process verifies a share of the files (`verify_together`).
+(`write_share`), and process 0 merges these shares and hashes the other, small files (`write`). At a
+restore, each process verifies a share of the files (`verify_together`).
 """
 
 from __future__ import annotations
@@ -83,11 +83,7 @@ class FindingKind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One file or folder that is not as the manifest says.
-
-    Attributes:
-      reason: Explanation, if sizes and digests do not show the difference.
-    """
+    """One file or folder, by its path in the step, that is not as the manifest says."""
 
     file: str
     kind: str

@@ -117,12 +117,7 @@ class CheckpointManager:
         return self._directory
 
     def should_save(self, step: int) -> bool:
-        """Return whether a checkpoint is due at `step`; always False if read-only.
-
-        Raises:
-          NonFiniteError: The state of the save in progress is not finite; see `save`.
-          SaveError: The save in progress has failed; see `wait_until_finished`.
-        """
+        """Return whether a checkpoint is due at `step`; always False if read-only."""
         self._require_finite()
         if self._orbax is not None and (
             self._is_overdue() or not self._orbax.is_saving_in_progress()
@@ -246,9 +241,6 @@ class CheckpointManager:
         Each process reads a share of the files. Newer, damaged steps are reported and, unless
         read-only, moved aside. They then neither count for the policy nor prevent a new save of the
         step. If all steps are damaged, none is moved.
-
-        Raises:
-          NewerManifestError: A later version of this package wrote the newest step.
         """
         self.wait_until_finished()
 
@@ -352,12 +344,7 @@ class CheckpointManager:
         return findings, found
 
     def wait_until_finished(self) -> None:
-        """Block until the save in progress is committed. Its errors are raised once.
-
-        Raises:
-          NonFiniteError: The state is not finite.
-          SaveError: The save failed; the step may then be saved again.
-        """
+        """Block until the save in progress is committed; raise its errors once, as `save` does."""
         self._require_finite()
         try:
             self._wait_for_orbax()

@@ -15,11 +15,7 @@ LOWER_IS_BETTER, HIGHER_IS_BETTER = "min", "max"
 
 @dataclasses.dataclass(frozen=True)
 class SavedStep:
-    """An existing checkpoint.
-
-    Attributes:
-      metrics: Evaluation metrics recorded at this step, by `DATASET/METRIC`; may be empty.
-    """
+    """An existing checkpoint, with metrics of evaluations by `DATASET/METRIC`."""
 
     step: int
     time: datetime.datetime

@@ -41,11 +41,7 @@ _CAST_HINT = (
 
 
 class StructureMismatchError(ConfigError):
-    """A stored state whose names, shapes or dtypes differ from those of the state to restore.
-
-    Attributes:
-      differences: One line for each leaf, in the order of the paths. The message has the first few.
-    """
+    """A stored state that differs in names, shapes or dtypes: `differences` has a line per leaf."""
 
     differences: tuple[str, ...] = ()
 
@@ -67,11 +63,7 @@ class LeafSpec:
 
 
 def named_leaves(tree: Any) -> dict[LeafPath, Any]:
-    """Return the leaves of any pytree by path, in the order of the tree.
-
-    Raises:
-      ConfigError: The tree is a bare leaf, or two leaves have the same name.
-    """
+    """Return the leaves of any pytree by path, in the order of the tree."""
     leaves: dict[LeafPath, Any] = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)

@@ -283,11 +283,7 @@ def eval_batches(dataset: BaseInput) -> Iterator[NestedMap]:
 
 
 def peek_batch(dataset: BaseInput) -> NestedMap:
-    """Return the next batch of an input without consuming it.
-
-    Raises:
-      StopIteration: The data have ended.
-    """
+    """Return the next batch of an input without consuming it; StopIteration at the end."""
     with as_usage_error():
         return check_batch(dataset, dataset.peek())
 

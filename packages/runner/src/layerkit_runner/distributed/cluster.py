@@ -62,9 +62,7 @@ _ALL_INTERFACES = "::"
 class ClusterInfo:
     """The coordinator and numbers of a process; None leaves a value to JAX's detection.
 
-    Attributes:
-      address: `host:port` of the coordinator.
-      local_device_ids: GPUs of this process; an empty list for all visible ones.
+    `local_device_ids` are the GPUs of this process, an empty list for all visible ones.
     """
 
     address: str | None
@@ -76,12 +74,7 @@ class ClusterInfo:
 
 @dataclasses.dataclass(frozen=True)
 class JoinedProcess:
-    """A process that has joined its job.
-
-    Attributes:
-      job_log_dir: Folder of the job; None for the current folder.
-      log: File with the output of the process; None for the only process of a job.
-    """
+    """A process that has joined its job; it has a log unless it is the only process."""
 
     identity: Identity
     job_log_dir: str | None

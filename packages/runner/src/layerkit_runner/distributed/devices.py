@@ -40,11 +40,7 @@ _MEMORY_SHARE = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 @dataclasses.dataclass(frozen=True)
 class FlagSet:
-    """Flags in XLA's form that are recommended together.
-
-    Attributes:
-      device_kind: Regular expression for the whole of `jax.Device.device_kind`.
-    """
+    """Flags in XLA's form; `device_kind` is a pattern for the whole of JAX's device kind."""
 
     variable: str
     device_kind: str

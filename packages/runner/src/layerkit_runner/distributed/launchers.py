@@ -27,12 +27,8 @@ SEPARATE_JOBS = "--num_processes=1 makes each process a separate job."
 class Launch:
     """The description of a process by its launcher; unknown values are None.
 
-    Attributes:
-      name: The launcher and its job, such as `Slurm (job 4711)`.
-      count_variable: Environment variable that holds `num_processes`.
-      id_variable: Environment variable that holds `process_id`.
-      address: `host:port` of the coordinator.
-      jax_knows: Whether JAX finds the address by itself.
+    `name` includes the job, such as `Slurm (job 4711)`. The two variables hold the numbers above
+    them. `jax_knows` tells whether JAX finds the address of the coordinator by itself.
     """
 
     name: str

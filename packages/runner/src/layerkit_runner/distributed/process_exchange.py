@@ -94,9 +94,5 @@ def from_each_process(make: Callable[[], Any]) -> list[Any]:
 
 
 def from_process_0(make: Callable[[], Any]) -> Any:
-    """Call a function on process 0 alone and return its JSON value on every process.
-
-    Raises:
-      Exception: The error of `make`; on the other processes, a ValueError with its text.
-    """
+    """Call a function on process 0 and return its JSON value, or raise its error, on all."""
     return from_each_process(lambda: make() if jax.process_index() == 0 else None)[0]

@@ -286,12 +286,7 @@ class Interrupts(StopSignals):
 
 @dataclasses.dataclass(frozen=True)
 class Requests:
-    """Requests of signals to the processes.
-
-    Attributes:
-      stop: Number of the signal to stop; 0 for none.
-      saves: True to save and continue.
-    """
+    """Requests of signals to the processes: the number of the one to stop, or 0; and to save."""
 
     stop: int = 0
     saves: bool = False
@@ -300,9 +295,7 @@ class Requests:
 class StopAgreement:
     """The agreement between processes on the step after which they act on requests.
 
-    Args:
-      take_requests: Function that returns the requests to this process since its last call.
-      has_requests: Function that returns whether there are such requests.
+    `take_requests` returns the requests to this process since its last call.
     """
 
     def __init__(

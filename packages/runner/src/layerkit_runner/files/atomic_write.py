@@ -81,11 +81,7 @@ def remove_stale_partials(directory: os.PathLike[str] | str) -> None:
 
 
 def open_append(path: os.PathLike[str] | str, *, is_buffered: bool = True) -> BinaryIO:
-    """Open a local file for reading and appending; create it if there is none.
-
-    Raises:
-      UnsafePathError: The path is a symbolic link or is not a regular file.
-    """
+    """Open a local file for reading and appending; raise `UnsafePathError` if it is a link."""
     if is_buffered:
         return open(path, "a+b", opener=_open_regular)
     return open(path, "a+b", buffering=0, opener=_open_regular)
@@ -109,8 +105,7 @@ def _open_regular(path: str, flags: int) -> int:
 def private_folder(path: Path) -> Path:
     """Return a local folder that only this user can list or write; create it if there is none.
 
-    Raises:
-      UnsafePathError: The path is a link, a file, or the folder of another user.
+    It raises `UnsafePathError` for a link, a file, or the folder of another user.
     """
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)

@@ -150,10 +150,7 @@ class Observer:
 
 
 class Background:
-    """A thread that runs jobs in the order of their submission.
-
-    No job runs after one that failed. The next call of `submit` or `close` raises the failure.
-    """
+    """A thread that runs jobs in order, none after one that failed; later calls raise its error."""
 
     def __init__(self) -> None:
         self._executor = concurrent.futures.ThreadPoolExecutor(max_workers=1)

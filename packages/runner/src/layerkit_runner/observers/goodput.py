@@ -100,10 +100,7 @@ class Goodput:
     def add_earlier(
         self, record: Mapping[str, Any], *, start_step: int, seconds_between: float
     ) -> None:
-        """Add the `record()` of earlier runs of the job.
-
-        The time of their steps after `start_step` is lost, at the mean time of a step.
-        """
+        """Add the `record()` of earlier runs of the job."""
         done = record["num_steps"]
         lost = min(done, max(0, record["step"] - start_step))
         lost_seconds = record["seconds"]["steps"] * lost / done if done else 0.0

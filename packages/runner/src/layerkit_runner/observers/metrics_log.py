@@ -125,11 +125,7 @@ def open_lines(path: epath.PathLike) -> LocalLines | StoredLines:
 
 
 class LocalLines:
-    """A writer that appends lines to a local file, each at once.
-
-    Attributes:
-      resumed: True if the file had lines before.
-    """
+    """A writer that appends lines to a local file; `resumed` if the file had lines before."""
 
     def __init__(self, path: epath.Path) -> None:
         self._file = open_append(path)
@@ -196,9 +192,7 @@ def _whole_lines(content: bytes) -> bytes:
 class Metrics:
     """The series of a metrics file, without lost work.
 
-    Attributes:
-      info: Newest `start` or `resume` line: experiment, num_params, tokens_per_step, …
-      evals: One record per evaluated step, in order, by name of the data set.
+    `info` is the newest `start` or `resume` line. Each series has a record per step, in order.
     """
 
     info: Record

@@ -25,10 +25,7 @@ _BAR_FORMAT = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaini
 
 
 class Progress(Observer):
-    """An observer that prints steps, loss, tokens per second and the remaining time.
-
-    It also prints messages and evaluations, since a `print` elsewhere would break the bar.
-    """
+    """An observer that prints steps, loss, tokens per second and the remaining time."""
 
     in_background = False
     optional = False

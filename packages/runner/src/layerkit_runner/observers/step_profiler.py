@@ -31,9 +31,7 @@ STEP_EVENT = "train"
 class StepProfiler:
     """A context manager that captures traces of training steps, and handles the signal.
 
-    Args:
-      capture_step: First step of the capture; None captures only on the signal.
-      captures_by_step: True if this process takes part in the capture at `capture_step`.
+    `capture_step` begins a trace, on processes with `captures_by_step`; None waits for the signal.
     """
 
     def __init__(

@@ -21,12 +21,7 @@ _DROPPED_BITS = 0xFFFF
 
 
 class Bfloat16State(NamedTuple):
-    """The state of `bfloat16_state`.
-
-    Attributes:
-      num_updates: Number of updates, int32 scalar, from which the random numbers are drawn.
-      inner: State of the optimizer, with float32 arrays in bfloat16.
-    """
+    """The state of `bfloat16_state`; random numbers follow from `num_updates`, an int32 scalar."""
 
     num_updates: jax.Array
     inner: Any

@@ -58,8 +58,7 @@ class StoppingRule(Configurable):
     def asks_each_step(self) -> bool:
         """Return whether the rule is asked after each training step, with the step's metrics.
 
-        The host then waits for each step, which makes short steps slower. By default the rule is
-        asked only after steps with an evaluation or decoding.
+        The host then waits for each step, which makes short steps slower.
         """
         return False
 
@@ -89,8 +88,7 @@ class MetricRule(StoppingRule):
     """A rule about one metric; a subclass defines `should_stop`.
 
     Attributes:
-      metric: Metric as `DATASET/METRIC`, such as `heldout/loss`; `train_step/METRIC` for a metric
-        of each training step.
+      metric: `DATASET/METRIC` such as `heldout/loss`, or `train_step/METRIC` for training steps.
     """
 
     metric: str

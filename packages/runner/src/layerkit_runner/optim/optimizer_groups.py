@@ -61,11 +61,10 @@ def map_tensors(fn: Callable[[jax.Array], jax.Array], tree: Any, stacks: Stacks)
 
 @dataclasses.dataclass(frozen=True)
 class NamedOptimizer:
-    """An optimizer of a learner.
+    """An optimizer of a learner; `owner` names it in errors.
 
-    Attributes:
-      learning_rate: Number or schedule to report; None if the optimizer has its own.
-      weights: Patterns of the weights that it updates; None for all weights that are left.
+    `learning_rate` is None if the optimizer has its own, and `weights` is None for all that are
+    left.
     """
 
     name: str

@@ -51,11 +51,7 @@ def adam_with_update_cap(
 
 
 class ElasticWeightsState(NamedTuple):
-    """The state of `elastic_weight_consolidation`.
-
-    Attributes:
-      has_anchor: True after the first update, bool scalar.
-    """
+    """The state of `elastic_weight_consolidation`."""
 
     has_anchor: jax.Array
     anchor: Any

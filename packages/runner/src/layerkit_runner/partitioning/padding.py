@@ -87,8 +87,7 @@ def _dict_keys(path: KeyPath) -> Path:
 class UnevenArray:
     """An array that its mesh axes do not divide, with its forms on devices and in storage.
 
-    Attributes:
-      sharding: Sharding by the rules, which divides `shape` unevenly.
+    `axes` has the logical name of each dimension, and `sharding` divides `shape` unevenly.
     """
 
     shape: tuple[int, ...]

@@ -109,10 +109,9 @@ class BaseProgram:
 
 
 class EvalProgram(BaseProgram):
-    """A program that evaluates one data set; see `BaseProgram` for the other arguments.
+    """A program that evaluates one data set; see `BaseProgram`.
 
-    Args:
-      use_ema_states: True to evaluate the averaged weights; None for the setting of the task.
+    `use_ema_states` evaluates the averaged weights; None is the setting of the task.
     """
 
     dataset: BaseInput

@@ -60,11 +60,7 @@ _DISTRIBUTIONS = ("layerkit", "layerkit-runner", "jax", "flax", "optax", "orbax-
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A started job: devices are initialized, and the task is built and bound.
-
-    Attributes:
-      mode: Value of `--mode`.
-    """
+    """A started job: devices are initialized, and the task is built and bound."""
 
     mode: str
     resolved: ResolvedExperiment
@@ -81,12 +77,7 @@ class Job:
         return epath.Path(self.options.job_log_dir or self.directory)
 
     def checkpoints(self, *, read_only: bool, directory: str | None = None) -> CheckpointManager:
-        """Open the checkpoints of this job or of another job.
-
-        Args:
-          read_only: True to open the folder without saving or deleting checkpoints.
-          directory: Folder of another job, or the `checkpoints` folder in it; None for this job.
-        """
+        """Open the checkpoints of this job, or of another one by its folder."""
         folder = self.directory if directory is None else absolute(directory)
         if directory is None or folder.name != "checkpoints":
             folder /= "checkpoints"

@@ -117,14 +117,10 @@ class _StartedStep(NamedTuple):
 class TrainProgram:
     """A program that runs the compiled training step on one data set.
 
-    An experiment that trains on several data sets lists a config for each. They run round robin:
-    `[Config(TrainProgram, dataset="web", steps=3), Config(TrainProgram, dataset="code")]` trains
-    three steps on "web", one on "code", and so on.
-
-    Args:
-      compiled: Compiled step. A config sets only `dataset` and `steps`; the job sets the others.
-      dataset: Training data set. The config of an experiment gives the name of the data set.
-      name: Name of the program; None if the job has only one.
+    An experiment that trains on several data sets lists a config for each, with `dataset`, its
+    name, and `steps`; the job sets the others. They run round robin: `[Config(TrainProgram,
+    dataset="web", steps=3), Config(TrainProgram, dataset="code")]` trains three steps on "web", one
+    on "code", and so on. `name` is None if the job has only one program.
     """
 
     def __init__(

@@ -29,11 +29,7 @@ from layerkit_runner.observers import TOTAL_WEIGHT, Histogram
 
 
 class Maximum(struct.PyTreeNode):
-    """The largest of some values.
-
-    Attributes:
-      value: float32 scalar; −∞ if there are no values.
-    """
+    """The largest of some values, a float32 scalar; −∞ if there are none."""
 
     value: jax.Array
 

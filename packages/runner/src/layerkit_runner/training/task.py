@@ -62,11 +62,7 @@ class WeightsLoader(Protocol):
     """An object that loads the weights itself."""
 
     def load(self, model: Any, like: Any) -> Any:
-        """Return weights by name; the model's other weights are initialized randomly.
-
-        Args:
-          like: Shapes, dtypes and shardings of its weights, nested dicts by layer path.
-        """
+        """Return weights by name; others are random. `like` has their shapes and shardings."""
 
 
 # Fields of a batch that are copied to decoded outputs, to tell examples from padding.
@@ -132,11 +128,7 @@ class SingleTask(Configurable):
         self.model = self.model.clone(sharding=sharding)
 
     def init_state(self, key: jax.Array, *, given: Any = None) -> TrainState:
-        """Return the state before the first step.
-
-        Args:
-          given: Weights that are not initialized randomly, nested dicts `[...]` by layer path.
-        """
+        """Return the state before the first step; `given` are nested weights `[...]`."""
         return self.init_boxed_state(key, given=given)[1]
 
     def init_boxed_state(self, key: jax.Array, *, given: Any = None) -> tuple[Any, TrainState]:

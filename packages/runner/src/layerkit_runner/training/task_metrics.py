@@ -124,11 +124,7 @@ class Histogram(TaskMetric):
 
 
 class Composite(Configurable):
-    """Several metrics under one name, reported as `NAME/PART`.
-
-    Attributes:
-      parts: Configs of the metrics by `PART`.
-    """
+    """Several metrics under one name: `parts`, configs by `PART`, are reported as `NAME/PART`."""
 
     parts: Mapping[str, Any]
 

@@ -39,13 +39,10 @@ _MAX_STRANGERS = 64
 
 
 class Link:
-    """One end of a connection.
+    """One end of a connection, whose socket is set to non-blocking.
 
-    Args:
-      key: Secret that both ends share; None for unsigned lines over a trusted socket pair.
-
-    Attributes:
-      is_open: True while the other end is connected.
+    `key` is a secret of both ends; None leaves lines unsigned, for a trusted socket pair. The roles
+    of both ends are part of the signatures.
     """
 
     def __init__(
@@ -139,11 +136,9 @@ def _signature(key: bytes, role: str, number: int, content: bytes) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """The loss of a process, after which the job cannot continue.
+    """The loss of a process (`ENDED`, `FAILED`, `STALLED` or `SILENT`), which ends the job.
 
-    Attributes:
-      host: Name of its machine; empty if unknown.
-      how: `ENDED`, `FAILED`, `STALLED` or `SILENT`.
+    The host is empty if it is unknown, and the text the reason that the process reported, if any.
     """
 
     process: int
@@ -183,9 +178,6 @@ class Hub:
 
     Each member introduces its process once, by a message that is signed with the key of the job. A
     connection without introduction is closed after some seconds, or earlier if there are many.
-
-    Args:
-      now: Seconds of a monotonic clock.
     """
 
     def __init__(

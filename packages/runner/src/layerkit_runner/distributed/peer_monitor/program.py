@@ -74,11 +74,10 @@ class LogTee:
         threading.Thread(target=self._write_log, args=(open_log,), daemon=True).start()
 
     def follow(self, source: int, target: int | None, *, errors_only: bool = False) -> None:
-        """Copy a stream to the log and to `target`, in a new thread, until the stream ends.
+        """Copy a pipe to the log and to `target`, in a new thread, until the stream ends.
 
-        Args:
-          target: Descriptor that receives the lines until a write fails; None for the log only.
-          errors_only: True to copy log records below the error level to the log only.
+        A failed write ends the copies to `target`. `errors_only` keeps records below the error
+        level from it.
         """
         thread = threading.Thread(
             target=self._copy, args=(source, target, _BELOW_ERROR if errors_only else None)
@@ -146,11 +145,9 @@ def _write_all(target: int, data: bytes) -> int | None:
 class Task:
     """The settings of a peer monitor.
 
-    Attributes:
-      hub: Process 0, whose peer monitor runs the hub.
-      listener: Descriptor of the hub's listening socket in the peer monitor of process 0; None in
-        the others.
-      key: Secret of the job in hexadecimal, which signs the messages between peer monitors.
+    `control`, `streams` and `listener` are descriptors that it inherits: of the socket to the
+    process, of the pipes from its output and error, and of the hub's socket, which only process 0
+    has. `header` is the first line of this run in the log, and `key` is in hexadecimal.
     """
 
     identity: Identity

@@ -33,9 +33,8 @@ PROGRAM = "layerkit_runner.distributed.peer_monitor.program"
 class PeerMonitor:
     """The peer monitor of this process, which receives the output of the process.
 
-    Args:
-      listener: Listening socket of the hub, in process 0; None elsewhere.
-      exit_code: Exit code of this process if another process, or this peer monitor, is lost.
+    Process 0 gives the listening socket of the hub. `exit_code` is that of this process if another
+    process, or this peer monitor, is lost.
     """
 
     def __init__(
