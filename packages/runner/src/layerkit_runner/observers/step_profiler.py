@@ -132,9 +132,11 @@ def profiler_server(port: int | None) -> Iterator[None]:
     if port is None:
         yield
         return
+    if port > 65535:
+        raise UsageError(field="--jax_profiler_port", value=port, expected="a port below 65536")
     try:  # JAX itself would only log a line.
         socket.create_server(("", port)).close()
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         expected = f"a free port, different for each process of a machine ({error})"
         raise UsageError(field="--jax_profiler_port", value=port, expected=expected) from error
     jax.profiler.start_server(port)
