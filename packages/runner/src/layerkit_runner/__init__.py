@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from layerkit_runner.interface.loaded_model import LoadedModel as LoadedModel
     from layerkit_runner.interface.loaded_model import Score as Score
     from layerkit_runner.interface.loading import load as load
-    from layerkit_runner.interface.tables import MetricsTable as MetricsTable
+    from layerkit_runner.interface.training import MetricsTable as MetricsTable
     from layerkit_runner.interface.training import TrainResult as TrainResult
     from layerkit_runner.interface.training import train as train
     from layerkit_runner.observers.base import Observer as Observer
@@ -59,8 +59,7 @@ _NAMES = {
     "interface.experiments": "get_experiment input_batches",
     "interface.loaded_model": "LoadedModel Score",
     "interface.loading": "load",
-    "interface.tables": "MetricsTable",
-    "interface.training": "TrainResult train",
+    "interface.training": "MetricsTable TrainResult train",
     "observers.base": "Observer",
     "optim.early_stopping": "EarlyStopping StoppingRule",
     "optim.learner": "AuxiliaryOptimizer Learner",

@@ -14,7 +14,7 @@ import pytest
 import layerkit_runner
 from layerkit.errors import UserError
 from layerkit_runner import LoadedModel, TrainResult, cli
-from layerkit_runner.interface.buckets import Buckets
+from layerkit_runner.interface.generation import Buckets
 
 PROMPTS = ["im", "def ", "re"]
 

@@ -1,7 +1,6 @@
 """Initializes weights from checkpoints, those of Paxml too, and Hugging Face folders.
 
     settings.py     fields that an experiment sets: `InitFrom`, its sources and their rules
-    rules.py        rules that rename, index and stack stored values
     sources.py      readers of checkpoints and Hugging Face folders
     pax/            the reader of checkpoints that Paxml wrote
     matching.py     the comparison of names and shapes, which reports all differences at once

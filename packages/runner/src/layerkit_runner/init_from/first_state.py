@@ -18,17 +18,14 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
+from layerkit.base_layer import BaseLayer
 from layerkit.errors import UserError, first_names
+from layerkit.layers.quantization.stored_weights import round_like, scale_path
+from layerkit.weight_formats import WeightFormat
 from layerkit_runner.checkpointing.structure import LeafPath, join, named_leaves
 from layerkit_runner.errors import UsageError, to_usage_error
 from layerkit_runner.init_from.matching import OPT_STATE, PARAMS, Found, Matched, match
 from layerkit_runner.init_from.provenance import RANDOM_INIT, FirstState, Provenance, copy_of
-from layerkit_runner.init_from.rounding import (
-    floating_model,
-    floating_weights,
-    has_integers,
-    rounded,
-)
 from layerkit_runner.init_from.settings import InitFrom
 from layerkit_runner.init_from.sources import StoredHuggingFace, StoredValues, open_source
 from layerkit_runner.training.task import SingleTask
@@ -66,8 +63,8 @@ def plan_first_state(
         opened = [open_source(one, state, report, optimizer=optimizer) for one in source.sources]
     except UserError as error:
         raise to_usage_error(error, owner=source.label) from error
-    if not any(has_integers(one.stored.leaves) for one in opened):
-        state = floating_weights(task.model, state)
+    if not any(_has_integers(one.stored.leaves) for one in opened):
+        state = _floating_weights(task.model, state)
     matched = match(source, opened, state, model=task.model)
     return lambda: _from_match(partitioner, task, state, matched)
 
@@ -94,7 +91,7 @@ def _from_match(
             target: _compute(found, [read[key] for key in keys[target]])
             for target, found in matched.found.items()
         }
-        return _assemble(task, rounded(task.model, given, stored_leaves), matched.step)
+        return _assemble(task, _rounded(task.model, given, stored_leaves), matched.step)
 
     stored_leaves = named_leaves(partitioner.abstract_stored_state(task))
     consumed = _consumed(matched.found, keys, named_leaves(partitioner.abstract_state(task)))
@@ -213,9 +210,9 @@ def _provenance(state: TrainState, matched: Matched) -> Provenance:
 def _from_loader(partitioner: Partitioner, task: SingleTask, loader: Any) -> FirstState:
     """Make the first state with a custom loader: `load(model, like)`."""
     stored = partitioner.abstract_stored_state(task)
-    like = floating_weights(task.model, stored).params
+    like = _floating_weights(task.model, stored).params
     try:
-        given = loader.load(floating_model(task.model), like)
+        given = loader.load(_floating_model(task.model), like)
     except (OSError, ValueError, ImportError) as error:
         raise to_usage_error(error, owner="task.initial_weights") from error
     _check_given(given, like)
@@ -223,7 +220,7 @@ def _from_loader(partitioner: Partitioner, task: SingleTask, loader: Any) -> Fir
     on_devices = flatten_dict(partitioner.abstract_state(task).params)
 
     def init(consumed: Any, kept: Any) -> TrainState:
-        weights = rounded(task.model, {**consumed, **kept}, flatten_dict(stored.params))
+        weights = _rounded(task.model, {**consumed, **kept}, flatten_dict(stored.params))
         return task.init_state(task.first_key(), given=unflatten_dict(weights))
 
     make = partitioner.jit_making(task, init, donate_argnums=0)
@@ -263,3 +260,42 @@ def _check_given(given: Any, like: Any) -> None:
     ]
     if problems:
         raise UsageError(first_names(problems), owner="task.initial_weights")
+
+
+def _floating_model(model: Any) -> Any:
+    """Return a model that stores all its weights in floats."""
+    return model if model.weight_format is None else model.clone(weight_format=None)
+
+
+def _floating_weights(model: BaseLayer, state: TrainState) -> TrainState:
+    """Return a state that describes the weights of `_floating_model`."""
+    if model.weight_format is None:
+        return state
+    variables = jax.eval_shape(_floating_model(model).init, jax.random.key(0))
+    stored, plain = flatten_dict(state.params), flatten_dict(variables[PARAMS])
+    params = {
+        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=stored[path].sharding)
+        for path, leaf in plain.items()
+    }
+    return state.replace(params=unflatten_dict(params))
+
+
+def _has_integers(leaves: Mapping[LeafPath, Any]) -> bool:
+    """Return whether stored values contain weights in integers."""
+    return any(
+        path[0] == PARAMS and jnp.issubdtype(leaf.dtype, jnp.integer)
+        for path, leaf in leaves.items()
+    )
+
+
+def _rounded(
+    model: BaseLayer, given: Mapping[LeafPath, jax.Array], like: Mapping[LeafPath, Any]
+) -> dict[LeafPath, jax.Array]:
+    """Return the integers and scales of floating weights, and all other values unchanged."""
+    found = dict(given)
+    for path, value in given.items():
+        is_float = jnp.issubdtype(value.dtype, jnp.floating)
+        if path in like and is_float and jnp.issubdtype(like[path].dtype, jnp.integer):
+            kind, scale = WeightFormat.parse(model.weight_format).kind, scale_path(path)
+            found[path], found[scale] = round_like(value, like[path], like[scale], kind=kind)
+    return found

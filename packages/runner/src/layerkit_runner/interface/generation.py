@@ -1,35 +1,98 @@
-"""Options, batches and streamed text of the continuation of prompts."""
+"""Options, ids and batches of the calls of a loaded model, and streamed text."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from layerkit.decoding import SampleDecoder
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.features import prompt_features
+from layerkit_inputs.features import as_tokens, prompt_features
 from layerkit_inputs.tokenizers import Tokenizer
 from layerkit_runner.errors import UsageError
-from layerkit_runner.interface.buckets import Buckets
+from layerkit_runner.partitioning import Partitioner
+from layerkit_runner.trainer.model_calls import max_positions
 
+_SHORTEST = 16
 # Text of bytes that are not yet a whole character.
 _INCOMPLETE = "�"
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerateOptions:
-    """Options of `LoadedModel.generate`; None for those of the model's decoder.
+class Buckets:
+    """Rounding of batches up, so that calls of similar sizes share compiled functions.
 
-    Attributes:
-      max_new_tokens: Largest number of new tokens of each prompt.
-      temperature: Divisor of the logits; 0 chooses the most likely tokens.
-      top_k: Number of most likely tokens to sample from; 0 for all.
-      top_p: Total probability of the fewest most likely tokens to sample from; 1 for all.
-      seed: Seed of the random numbers.
+    Rows are split into `row_multiple` parts. The model has `max_positions`, or any number.
     """
+
+    row_multiple: int = 1
+    max_positions: int | None = None
+
+    @classmethod
+    def of(cls, model: Any, partitioner: Partitioner) -> Buckets:
+        """Return the rounding for a model's config under a partitioner."""
+        return cls(partitioner.num_batch_shards(), max_positions(model))
+
+    def rows(self, count: int) -> int:
+        """Return the rows of a batch for `count` texts."""
+        return self.row_multiple * _power_of_two(-(-count // self.row_multiple))
+
+    def length(self, tokens: int) -> int:
+        """Return the length of a row for `tokens` tokens."""
+        size = max(_SHORTEST, _power_of_two(tokens))
+        return size if self.max_positions is None else max(tokens, min(size, self.max_positions))
+
+    def prompt_and_steps(self, tokens: int, new_tokens: int) -> tuple[int, int]:
+        """Return the width of prompts and the number of steps, whose sum the model must have."""
+        width, steps = self.length(tokens), max(_SHORTEST, _power_of_two(new_tokens))
+        if self.max_positions is None or width + steps <= self.max_positions:
+            return width, steps
+        if width + new_tokens <= self.max_positions:
+            return width, self.max_positions - width
+        return tokens, max(new_tokens, self.max_positions - tokens)
+
+
+def _power_of_two(number: int) -> int:
+    """Return the smallest power of two that is at least `number`."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def token_rows(rows: Iterable[Any], field: str, *, vocab_size: int | None) -> list[np.ndarray]:
+    """Return the token ids of several texts, each int32 `[tokens]`; `field` is for messages."""
+    found = [as_tokens(each, where=f"{field}[{row}]") for row, each in enumerate(rows)]
+    for row, ids in enumerate(found):
+        check_vocabulary(ids, f"{field}[{row}]", vocab_size=vocab_size)
+    return found
+
+
+def token_array(ids: Any, field: str, *, vocab_size: int | None) -> np.ndarray:
+    """Return token ids int32 `[rows, length]` or `[length]`."""
+    array = np.asarray(ids)
+    if array.ndim not in (1, 2) or not array.size or array.dtype.kind not in "iu":
+        raise UsageError(
+            field=field,
+            value=f"{array.dtype}{list(array.shape)}",
+            expected="token ids [rows, length] or [length]",
+        )
+    check_vocabulary(array, field, vocab_size=vocab_size)
+    return array.astype(np.int32)
+
+
+def check_vocabulary(ids: np.ndarray, field: str, *, vocab_size: int | None) -> None:
+    """Raise `UsageError` for an id that the model has no embedding of, whose logits are NaN."""
+    if not ids.size or vocab_size is None:
+        return
+    for found in (int(ids.min()), int(ids.max())):
+        if not 0 <= found < vocab_size:
+            raise UsageError(field=field, value=found, expected=f"ids from 0 to {vocab_size - 1}")
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateOptions:
+    """Options of `LoadedModel.generate`; None for those of the model's decoder."""
 
     max_new_tokens: int | None = None
     temperature: float | None = None
@@ -75,11 +138,7 @@ def prompt_batch(
 ) -> tuple[NestedMap, int]:
     """Return the batch of prompts and the number of decoding steps, both rounded up.
 
-    Args:
-      prompts: Token ids of each prompt.
-      options: Options without None.
-      buckets: Rounding of sizes.
-      are_sources: True if the prompts are the sources of an encoder-decoder.
+    The options have no None. With `are_sources`, an encoder-decoder reads the prompts.
     """
     for row, prompt in enumerate(prompts):
         if len(prompt) == 0:

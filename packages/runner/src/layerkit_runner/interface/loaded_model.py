@@ -18,9 +18,14 @@ from layerkit.nested_map import NestedMap
 from layerkit_inputs.features import encoder_decoder_features, lm_features
 from layerkit_inputs.tokenizers import Tokenizer
 from layerkit_runner.errors import UsageError
-from layerkit_runner.interface.buckets import Buckets
-from layerkit_runner.interface.generation import GenerateOptions, TextStream, prompt_batch
-from layerkit_runner.interface.token_ids import token_array, token_rows
+from layerkit_runner.interface.generation import (
+    Buckets,
+    GenerateOptions,
+    TextStream,
+    prompt_batch,
+    token_array,
+    token_rows,
+)
 from layerkit_runner.interface.tokenizer import NoTokenizerError, find_tokenizer
 from layerkit_runner.modes.run import job_errors
 from layerkit_runner.observers import Observers

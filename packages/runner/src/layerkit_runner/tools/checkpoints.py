@@ -235,8 +235,16 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _convert_pax(options: argparse.Namespace) -> int:
+    """Write a checkpoint of Paxml, whose values the experiment names; they fit into memory."""
+    import jax
+
+    from layerkit.config import build
+    from layerkit_runner.checkpointing import CheckpointManager
     from layerkit_runner.config.overrides import parse_override
-    from layerkit_runner.tools.pax_conversion import convert_pax
+    from layerkit_runner.config.registry import find_experiment
+    from layerkit_runner.config.resolve import resolve_entry
+    from layerkit_runner.init_from import InitFrom, Source, plan_first_state
+    from layerkit_runner.partitioning import SpmdPartitioner
 
     if options.exp is None:
         raise UsageError(field="--exp", value=None, expected="an experiment with --from=pax")
@@ -244,15 +252,33 @@ def _convert_pax(options: argparse.Namespace) -> int:
         choices = [kind.value for kind in formats.StateFormat]
         raise UsageError(field="--to", value=options.to, choices=choices)
     words = (word.removeprefix("--fdl.").partition("=") for word in options.overrides)
-    written = convert_pax(
-        options.directory,
-        _checkpoints_of(options.destination),
-        experiment=options.exp,
-        overrides=[parse_override(path, text) for path, _, text in words],
+    overrides = [parse_override(path, text) for path, _, text in words]
+    resolved = resolve_entry(find_experiment(options.exp), overrides)
+    task = build(resolved.task)
+    source = Source(
+        folder=options.directory,
         step=options.step,
-        state_format=formats.StateFormat(options.to),
+        opt_state_rules=[(r".*", r"\g<0>")],
+        load_step=True,
     )
-    print(written)
+    # Every axis has size 1, whichever mesh the experiment trains on.
+    partitioner = SpmdPartitioner()
+    if isinstance(build(resolved.partitioner), SpmdPartitioner):
+        sizes = [1] * len(resolved.partitioner.mesh_axis_names)
+        partitioner = build(resolved.partitioner, ici_mesh_shape=sizes, dcn_mesh_shape=None)
+    partitioner.start(jax.devices()[:1])
+    partitioner.bind(task)
+    settings = InitFrom(sources=[source], label=f"convert {options.directory}")
+    first = plan_first_state(partitioner, task, weights=settings)()
+    destination = _checkpoints_of(options.destination)
+    folder = folders.step_folder(destination, first.step)
+    if first.step in folders.committed_steps(destination):
+        raise FileExistsError(f"{folder} already exists; nothing was changed")
+    state_format = formats.StateFormat(options.to)
+    with CheckpointManager(destination, state_format=state_format) as checkpoints:
+        state = partitioner.stored_state(task, first.state)
+        checkpoints.save(first.step, state, input_states={}, metadata={}, force=True)
+    print(folder)
     return 0
 
 

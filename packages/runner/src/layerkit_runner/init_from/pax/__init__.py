@@ -3,7 +3,6 @@
     folders.py      finds the step folder and its format
     arrays.py       opens the arrays of a step by name: Zarr folders, OCDBT databases, msgpack files
     tree_text.py    the text in a msgpack file that names its arrays
-    adafactor.py    the state of ShardedAdafactor
     stored_pax.py   the values of a step by the names of a run
 
 Nothing is unpickled or run. `layerkit.interop.praxis` maps the names and layouts of weights.

@@ -3,6 +3,10 @@
 Weights that `layerkit.interop.praxis` maps have the names and layouts of the run. The others keep
 their names in Praxis, so that rules can refer to them and a comparison reports them. The states of
 Adam and ShardedAdafactor follow their weights, whatever the tree of the optimizer is.
+
+Praxis drops the dimension over which a factor or a scale of Adafactor is reduced, our optimizer
+keeps it with size 1. Both have the same numbers if the optimizer of the run takes the dimensions of
+each weight in the order of Praxis (`layerkit.interop.praxis.axis_order`).
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import dataclasses
 import math
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,11 +25,10 @@ import optax
 from etils import epath
 
 from layerkit.base_layer import PARAMS
-from layerkit.interop.praxis import WeightSource, find_sources
+from layerkit.interop.praxis import Ranges, Shape, WeightSource, find_sources
 from layerkit_runner.checkpointing.errors import DamagedCheckpointError
 from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join, named_leaves
 from layerkit_runner.files.bounded_documents import DocumentError, parse_json
-from layerkit_runner.init_from.pax.adafactor import REDUCED_AXES, Slot, find_slot
 from layerkit_runner.init_from.pax.arrays import open_arrays
 from layerkit_runner.optim.optimizer_calls import update
 
@@ -46,6 +49,10 @@ _MAX_PADDING = 2**24
 _MAX_METADATA_BYTES = 64 * 2**20
 
 
+# Dimension of a weight in Praxis over which each array of the state is reduced.
+_REDUCED_AXES = {"m": None, "m_scale": 0, "vr": -1, "vc": -2, "v": None}
+
+
 @dataclasses.dataclass(frozen=True)
 class _Count:
     """A step count of the optimizer, a number or one for each layer."""
@@ -62,7 +69,41 @@ class _Moment:
     count: _Count
 
 
-_Stored = WeightSource | _Moment | Slot | _Count | str
+@dataclasses.dataclass(frozen=True)
+class _Slot:
+    """An array of the state that belongs to one weight of this library.
+
+    `stored` is the shape of each array in Praxis, with size 1 in the dropped dimension.
+    """
+
+    source: WeightSource
+    stored: Shape
+    dropped: int | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the arrays in Praxis."""
+        return self.source.names
+
+    def shape_of(self, like: Shape) -> Shape:
+        """Return the shape in the state of a run, which has the shape `like`."""
+        return self.source.shape_of(self.stored, like)
+
+    def read_block(
+        self, read: Callable[[str, Ranges], np.ndarray], shape: Shape, ranges: Ranges
+    ) -> np.ndarray:
+        """Read a block; see `WeightSource.read_block`."""
+
+        def read_with_all(name: str, block: Ranges) -> np.ndarray:
+            if self.dropped is None:
+                return read(name, block)
+            kept = (*block[: self.dropped], *block[self.dropped + 1 :])
+            return np.expand_dims(read(name, kept), self.dropped)
+
+        return self.source.read_block(read_with_all, self.stored, shape, ranges)
+
+
+_Stored = WeightSource | _Moment | _Slot | _Count | str
 
 
 class StoredPax:
@@ -130,7 +171,7 @@ class StoredPax:
             ranges = tuple(slice(*part.indices(size)[:2]) for part, size in parts)
             if isinstance(source, str):
                 return self._block(source, ranges)
-            if isinstance(source, Slot):
+            if isinstance(source, _Slot):
                 return source.read_block(self._block, shape, ranges)
             stored = self._shapes[source.names[0]]
             block = source.read_block(self._block, stored, shape, ranges)
@@ -165,7 +206,7 @@ class StoredPax:
     def _add_moments(self, like: Mapping[LeafPath, Any], found: Mapping[str, WeightSource]) -> None:
         """Add the averages, moments and counts of the optimizer."""
         moments: dict[str, dict[str, str]] = {
-            kind: {} for kind in (*_KINDS.values(), *REDUCED_AXES)
+            kind: {} for kind in (*_KINDS.values(), *_REDUCED_AXES)
         }
         groups: dict[str, str] = {}
         matches = {name: _MOMENT.fullmatch(name) for name in self._arrays.specs}
@@ -193,7 +234,7 @@ class StoredPax:
             if group in factored:
                 weight_shape = self._shapes[self._weights[source_of.names[0]]]
                 spec, wanted = self._arrays.specs[source.names[0]], like[path].dtype
-                if slot := find_slot(path[at], source, weight_shape, spec, dtype=wanted):
+                if slot := _find_slot(path[at], source, weight_shape, spec, dtype=wanted):
                     self._sources[path] = slot
             elif not _IS_CORRECTED.fullmatch(source.names[0]):
                 self._sources[path] = source
@@ -218,7 +259,7 @@ class StoredPax:
             return LeafSpec(tuple(like[path].shape), np.dtype(like[path].dtype))
         if isinstance(source, str):
             return LeafSpec(self._shapes[source], self._arrays.specs[source].dtype)
-        if isinstance(source, Slot):
+        if isinstance(source, _Slot):
             return LeafSpec(
                 source.shape_of(tuple(like[path].shape)), self._arrays.specs[source.names[0]].dtype
             )
@@ -293,3 +334,25 @@ def _adam_decays(optimizer: optax.GradientTransformation) -> dict[str, float]:
         for path, leaf in named_leaves(state).items()
         if path[-2:] in (("mu", "w"), ("nu", "w"))
     }
+
+
+def _find_slot(
+    kind: str, source: WeightSource, weight_shape: Shape, spec: LeafSpec, *, dtype: np.dtype
+) -> _Slot | None:
+    """Return the slot of a weight, or None if the run cannot use the stored array.
+
+    Praxis stores an array of one number for a slot that a weight does not have. The scale of a
+    momentum that several weights of this library share does not fit any of them. `weight_shape` is
+    that in Praxis, `[...layers, (parts), ...]`; the stored array may be padded.
+    """
+    axis, rank = _REDUCED_AXES[kind], source.weight.rank
+    is_shared = source.weight.part is not None and kind in ("m", "m_scale")
+    if is_shared or spec.dtype != dtype or (axis is not None and not -rank <= axis < rank):
+        return None
+    dropped = None if axis is None else len(weight_shape) - rank + axis % rank
+    whole, left = list(weight_shape), list(weight_shape)
+    if dropped is not None:
+        whole[dropped] = 1
+        del left[dropped]
+    fits = len(left) == len(spec.shape) and all(map(operator.le, left, spec.shape))
+    return _Slot(source, tuple(whole), dropped) if fits else None
