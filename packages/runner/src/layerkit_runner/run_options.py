@@ -8,6 +8,7 @@ the flags that choose what to do. `config.flags` parses the command line by the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -87,11 +88,10 @@ def positive(text: str) -> int:
 
 
 def _positive_or_off(text: str) -> int | None:
-    if text.lower() == "off":
-        return None
-    if not text.isdecimal() or int(text) == 0:
-        raise ValueError("a positive integer, or off")
-    return int(text)
+    try:
+        return None if text.lower() == "off" else positive(text)
+    except ValueError as error:
+        raise ValueError(f"{error}, or off") from None
 
 
 def _integer(text: str) -> int:
@@ -101,23 +101,13 @@ def _integer(text: str) -> int:
         raise ValueError("an integer") from None
 
 
-def _positive_number(text: str) -> float:
+def _number(text: str, *, may_be_zero: bool) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
-        raise ValueError("a number above 0")
-    return value
-
-
-def _non_negative_number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise ValueError("a number of 0 or more")
+    if not (0 < value < math.inf or (may_be_zero and value == 0)):
+        raise ValueError("a number of 0 or more" if may_be_zero else "a number above 0")
     return value
 
 
@@ -243,7 +233,7 @@ class RunOptions:
         " decoder, as for the next two",
         "T",
         _GENERATE,
-        read=_non_negative_number,
+        read=functools.partial(_number, may_be_zero=True),
     )
     top_k: int | None = _option("sample from the K most likely tokens; 0: all", "K", _GENERATE)
     top_p: float | None = _option(
@@ -410,7 +400,7 @@ _READ: dict[str, Callable[[str], Any]] = {
     "str": str,
     "bool": bool,
     "int": non_negative,
-    "float": _positive_number,
+    "float": functools.partial(_number, may_be_zero=False),
     "tuple[int, ...]": _steps,
     "tuple[str, ...]": str,
 }

@@ -27,11 +27,12 @@ from layerkit_runner.errors import UsageError, to_usage_error
 from layerkit_runner.init_from.matching import OPT_STATE, PARAMS, Found, Matched, match
 from layerkit_runner.init_from.provenance import RANDOM_INIT, FirstState, Provenance, copy_of
 from layerkit_runner.init_from.settings import InitFrom
-from layerkit_runner.init_from.sources import StoredHuggingFace, StoredValues, open_source
+from layerkit_runner.init_from.sources import StoredHuggingFace, open_source
 from layerkit_runner.training.task import SingleTask
 from layerkit_runner.training.train_state import TrainState
 
 if TYPE_CHECKING:
+    from layerkit_runner.init_from.sources import StoredValues
     from layerkit_runner.partitioning.partitioner import Partitioner
 
 _LOG = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,11 @@ from layerkit.near_names import near_names
 from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join, named_leaves, spec_of
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from.settings import ADAPTER_WEIGHTS, InitFrom, Origin, Rule
-from layerkit_runner.init_from.sources import Opened, StoredValues
+from layerkit_runner.init_from.sources import Opened
 from layerkit_runner.training.train_state import TrainState
+
+if TYPE_CHECKING:
+    from layerkit_runner.init_from.sources import StoredValues
 
 OPT_STATE = "opt_state"
 EMA = "ema"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import jax
 import optax
@@ -18,11 +18,7 @@ from etils import epath
 from layerkit.base_layer import PARAMS
 from layerkit.config import build
 from layerkit.interop.hugging_face import families, folder, importing, tensors
-from layerkit_runner.checkpointing import (
-    CheckpointManager,
-    documents,
-    folders,
-)
+from layerkit_runner.checkpointing import CheckpointManager, documents, folders
 from layerkit_runner.checkpointing.integrity import require_sound, verify_together
 from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join, named_leaves
 from layerkit_runner.errors import UsageError, to_usage_error
@@ -31,26 +27,13 @@ from layerkit_runner.init_from.pax.folders import PaxFolder, find
 from layerkit_runner.init_from.settings import Source
 from layerkit_runner.training.train_state import TrainState
 
+if TYPE_CHECKING:
+    from layerkit_runner.init_from.pax.stored_pax import StoredPax
+
+    # Values by path, such as `("params", "lm", "w")`; `leaves` have their shapes and dtypes.
+    StoredValues: TypeAlias = "StoredCheckpoint | StoredHuggingFace | StoredPax"
+
 _STEP_NAME = re.compile(rf"{folders.STEP_PREFIX}_(\d+)")
-
-
-class StoredValues(Protocol):
-    """Stored values by name."""
-
-    @property
-    def label(self) -> str:
-        """The place of the source, for messages and records."""
-
-    @property
-    def step(self) -> int | None:
-        """The step of a checkpoint; None for a Hugging Face folder."""
-
-    @property
-    def leaves(self) -> Mapping[LeafPath, LeafSpec]:
-        """Shape and dtype of every value by its path, such as `("params", "lm", "w")`."""
-
-    def read(self, wanted: Mapping[LeafPath, jax.ShapeDtypeStruct]) -> dict[LeafPath, jax.Array]:
-        """Read some of the values, each into the sharding of `wanted`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +139,7 @@ def recognize(given: str) -> CheckpointFolder | HuggingFaceFolder | PaxFolder:
 
 
 class StoredCheckpoint:
-    """A checkpoint of either format, written under any partitioner; see `StoredValues`."""
+    """A checkpoint of either format, written under any partitioner; `leaves` are by path."""
 
     def __init__(
         self, directory: epath.Path, *, step: int | None, report: Callable[[str], None]

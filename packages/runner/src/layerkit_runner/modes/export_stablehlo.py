@@ -63,14 +63,34 @@ def export_stablehlo(
       bakes_weights: True to put the weights into both functions, as constants.
       facts: Entries that `signature.json` has in addition; None for none.
     """
-    _check_packages(bakes_weights=bakes_weights)
-    _check_model(model)
+    for package in ["flatbuffers"] if bakes_weights else ["flatbuffers", "safetensors"]:
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtraError(
+                f"--export_format=stablehlo needs the package {package}",
+                hint="Install it: pip install 'layerkit-runner[stablehlo]'",
+            )
+    is_causal = getattr(getattr(model, "lm_tpl", None), "is_causal", True) is not False
+    is_decoder = hasattr(model, "lm_tpl") and model.can_decode and is_causal
+    if not is_decoder or getattr(model, "is_prefix_lm", False):
+        raise UsageError(
+            field="--export_format",
+            value="stablehlo",
+            expected=f"a decoder-only language model, not a {type(model).__qualname__}",
+        )
     model = model.clone(sharding=None, train=False)
     leaves = flatten_dict(variables, sep="/")
     weights = {name: np.ascontiguousarray(jax.device_get(x)) for name, x in leaves.items()}
     decoder = model.decoder
     steps = decoder.max_decode_steps
     longest = model_calls.max_positions(config)
+    prompts = _ids(longest, steps=steps)
+    rows = prompts["lengths"].shape
+    options = {name: jax.ShapeDtypeStruct(rows, kind) for name, kind in _GENERATE_DTYPES.items()}
+    seed = jax.ShapeDtypeStruct((), jnp.int32)
+
+    def logits(variables: Any, ids: jax.Array, lengths: jax.Array) -> jax.Array:
+        return model_calls.token_logits(model, variables, NestedMap(ids=ids, lengths=lengths))
+
     path = epath.Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     signature: dict[str, Any] = {
@@ -82,8 +102,8 @@ def export_stablehlo(
         "functions": {},
     }
     for name, function, arguments in (
-        ("logits", _logits(model), _ids(longest)),
-        ("generate", _generate(model), _generate_arguments(longest, steps)),
+        ("logits", logits, _ids(longest)),
+        ("generate", _generate(model), {**prompts, **options, "seed": seed}),
     ):
         exported = _export(name, function, weights, arguments, bakes_weights=bakes_weights)
         atomic_write(path / f"{name}.stablehlo", bytes(exported.serialize()))
@@ -97,13 +117,6 @@ def export_stablehlo(
 
         atomic_write(path / "weights.safetensors", save(weights))
     atomic_write(path / "signature.json", json.dumps(signature, indent=2) + "\n")
-
-
-def _logits(model: BaseModel) -> Callable[..., Any]:
-    def logits(variables: Any, ids: jax.Array, lengths: jax.Array) -> jax.Array:
-        return model_calls.token_logits(model, variables, NestedMap(ids=ids, lengths=lengths))
-
-    return logits
 
 
 def _generate(model: Any) -> Callable[..., Any]:
@@ -186,35 +199,5 @@ def _ids(longest: int | None, *, steps: int = 0) -> dict[str, jax.ShapeDtypeStru
     }
 
 
-def _generate_arguments(longest: int | None, steps: int) -> dict[str, jax.ShapeDtypeStruct]:
-    arguments = _ids(longest, steps=steps)
-    rows = arguments["lengths"].shape
-    for name, dtype in _GENERATE_DTYPES.items():
-        arguments[name] = jax.ShapeDtypeStruct(rows, dtype)
-    arguments["seed"] = jax.ShapeDtypeStruct((), jnp.int32)
-    return arguments
-
-
 def _text(spec: Any) -> str:
     return f"{spec.dtype}[{','.join(map(str, spec.shape))}]"
-
-
-def _check_model(model: Any) -> None:
-    is_decoder = hasattr(model, "lm_tpl") and model.can_decode
-    is_decoder = is_decoder and not getattr(model, "is_prefix_lm", False)
-    if not is_decoder or getattr(model.lm_tpl, "is_causal", True) is False:
-        raise UsageError(
-            field="--export_format",
-            value="stablehlo",
-            expected=f"a decoder-only language model, not a {type(model).__qualname__}",
-        )
-
-
-def _check_packages(*, bakes_weights: bool) -> None:
-    needed = ["flatbuffers"] if bakes_weights else ["flatbuffers", "safetensors"]
-    for package in needed:
-        if importlib.util.find_spec(package) is None:
-            raise MissingExtraError(
-                f"--export_format=stablehlo needs the package {package}",
-                hint="Install it: pip install 'layerkit-runner[stablehlo]'",
-            )

@@ -55,7 +55,19 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
 
     set_compiler_flags(options)
     set_gpu_memory_share()
-    run_mode = _mode_function(mode)
+    run_mode: Callable[[ResolvedExperiment, RunOptions], int]
+    if mode == "train":
+        from layerkit_runner.modes.train import run_train
+
+        run_mode = run_train
+    elif mode == "export":
+        from layerkit_runner.modes.export import run_export
+
+        run_mode = run_export
+    else:
+        from layerkit_runner.modes.inference import run_inference
+
+        run_mode = functools.partial(run_inference, mode)
     # An export reports no progress during its long operations.
     timeout = None if mode == "export" else options.hung_step_timeout_secs
     with (
@@ -64,21 +76,6 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
         job_errors(mode, resolved, process),
     ):
         return run_mode(resolved, options)
-
-
-def _mode_function(mode: str) -> Callable[[ResolvedExperiment, RunOptions], int]:
-    """Import the module of a mode and return the function that runs it."""
-    if mode == "train":
-        from layerkit_runner.modes.train import run_train
-
-        return run_train
-    if mode == "export":
-        from layerkit_runner.modes.export import run_export
-
-        return run_export
-    from layerkit_runner.modes.inference import run_inference
-
-    return functools.partial(run_inference, mode)
 
 
 @contextlib.contextmanager

@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from layerkit_runner.config.commands import Command, FlagCommand, Mode
 from layerkit_runner.errors import UsageError
-from layerkit_runner.run_options import FLAGS, RunOptions
+from layerkit_runner.run_options import RunOptions
 
 if TYPE_CHECKING:
     from layerkit_runner.config.flags import ParsedFlags
@@ -87,10 +87,14 @@ def _inspect(resolved: ResolvedExperiment, options: RunOptions) -> int:
     return 0
 
 
-def _diff_config(flags: ParsedFlags) -> int:
-    from layerkit_runner.tools.inspect.config_difference import run_diff_config
+def _late(path: str) -> Callable[..., int]:
+    """Return a function that imports the function `module:name` of a tool when it is called."""
 
-    return run_diff_config(flags)
+    def run(request: Any) -> int:
+        module, _, name = path.partition(":")
+        return getattr(importlib.import_module(f"layerkit_runner.tools.{module}"), name)(request)
+
+    return run
 
 
 def _study(flags: ParsedFlags) -> int:
@@ -108,58 +112,22 @@ def _study(flags: ParsedFlags) -> int:
     return run_study(flags, lambda given: resolve_entry(entry, given, reduced=reduced))
 
 
-def _doctor(words: Sequence[str]) -> int:
-    from layerkit_runner.config.flags import read_flags
-    from layerkit_runner.config.help import flag_rows, table
-    from layerkit_runner.tools.doctor import run_doctor
-
-    names = ("job_log_dir", "json", "help")
-    rows = [row for row in FLAGS if row.name in names]
-    given, _ = read_flags(words, rows)
-    if given.pop("help", False):
-        print("\n".join(["runner doctor [flags]", "", DOCTOR.help, "", *table(flag_rows(rows))]))
-        return 0
-    return run_doctor(RunOptions(**given))
-
-
-def _launch(words: Sequence[str]) -> int:
-    from layerkit_runner.tools.launch import run_launch
-
-    return run_launch(words, _resolve)
-
-
-def _quantize(words: Sequence[str]) -> int:
-    from layerkit_runner.tools.quantize import run_quantize
-
-    return run_quantize(words)
-
-
-def _resolve(flags: ParsedFlags) -> ResolvedExperiment:
-    from layerkit_runner.config.registry import find_experiment
-
-    # A misspelled experiment is reported before Fiddle is imported.
-    find_experiment(flags.exp or "")
-    from layerkit_runner.config.resolve import resolve_flags
-
-    return resolve_flags(flags)
-
-
 PLAN = Mode("compile the training step without the devices; print memory and traffic", _plan)
 INSPECT = Mode(
     "print the configuration, weights or batches; writes nothing",
     _inspect,
 )
-DIFF_CONFIG = FlagCommand(_diff_config)
+DIFF_CONFIG = FlagCommand(_late("inspect.config_difference:run_diff_config"))
 STUDY = FlagCommand(_study)
 DOCTOR = Command(
     "check this machine: versions, memory, disk, devices; exit code 1 if a check fails",
-    _doctor,
+    _late("doctor:run_doctor"),
 )
 LAUNCH = Command(
     "start a run on this machine or on Slurm; `runner launch` lists the kinds",
-    _launch,
+    _late("launch:run_launch"),
 )
 QUANTIZE = Command(
     "store the weights of a trained model in 8 or 4 bits",
-    _quantize,
+    _late("quantize:run_quantize"),
 )

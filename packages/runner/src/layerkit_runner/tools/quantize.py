@@ -9,22 +9,34 @@ override `task.model.weight_format` makes the model store integers.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layerkit.errors import ConfigError
+from layerkit_runner.config.flags import read_flags, unknown_flag
+from layerkit_runner.config.help import flag_rows, table
 from layerkit_runner.errors import UsageError, to_usage_error
 from layerkit_runner.files.text import size_text
+from layerkit_runner.run_options import Flag, non_negative
 
 if TYPE_CHECKING:
     from layerkit_runner.config.resolve import ResolvedExperiment
     from layerkit_runner.interface.loaded_model import LoadedModel
 
-_DESCRIPTION = (
-    "Write a model with weights in 8-bit or 4-bit integers. The new folder has no optimizer state."
-    " Evaluate it by `runner --job_log_dir=OUT --mode=eval`; see docs/quantization.md."
+_DESCRIPTION = """\
+Write a model with weights in 8-bit or 4-bit integers. The new folder has no optimizer state.
+Evaluate it by `runner --job_log_dir=OUT --mode=eval`; see docs/quantization.md."""
+_FLAGS = (
+    Flag(
+        "weight_format",
+        str,
+        "int8, int4 or nf4, with the number of inputs that share a scale after a colon",
+        "FORMAT",
+        default="int8",
+    ),
+    Flag("step", non_negative, "checkpoint step; by default the newest", "STEP"),
+    Flag("help", bool, "print these flags"),
 )
 _FORMAT_PATH = "task.model.weight_format"
 # The description and the tokenizer of a Hugging Face model, in the new folder.
@@ -33,21 +45,21 @@ _HUGGING_FACE = "hugging_face"
 
 def run_quantize(words: Sequence[str]) -> int:
     """Write the model of a folder with weights in integers; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="runner quantize", description=_DESCRIPTION, allow_abbrev=False
-    )
-    parser.add_argument("source", help="folder of a job, or a Hugging Face folder")
-    parser.add_argument("out", help="folder to write")
-    parser.add_argument(
-        "--weight_format",
-        default="int8",
-        metavar="FORMAT",
-        help="int8, int4 or nf4, with the number of inputs that share a scale after a colon"
-        " (default: int8)",
-    )
-    parser.add_argument("--step", type=int, help="checkpoint step (default: the newest)")
-    options = parser.parse_args(words)
-    print(quantize_folder(**vars(options)), flush=True)
+    given, folders = read_flags(words, _FLAGS, known_only=True)
+    if given.pop("help", False):
+        usage = "runner quantize SOURCE OUT [flags]"
+        print("\n".join([usage, "", _DESCRIPTION, "", *table(flag_rows(_FLAGS))]))
+        return 0
+    names = [flag.name for flag in _FLAGS]
+    for word in folders:
+        if word.startswith("-"):
+            raise unknown_flag(word.partition("=")[0], names, names)
+    if len(folders) != 2:
+        expected = "the folder to read and the folder to write"
+        raise UsageError(
+            owner="`runner quantize`", field="folders", value=folders, expected=expected
+        )
+    print(quantize_folder(*folders, **given), flush=True)
     return 0
 
 

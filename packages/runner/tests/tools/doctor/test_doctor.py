@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from layerkit_runner import cli
-from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.tools import doctor
 from layerkit_runner.tools.doctor import Finding, Problem
 
@@ -70,7 +69,7 @@ def test_failures_come_before_warnings_and_set_the_exit_code(
     def run_with(*problems: Problem) -> int:
         found = [("folder", Finding(["full", "of files"], {"free": 0}, problems))]
         monkeypatch.setattr(doctor, "run_checks", lambda folder: iter(found))
-        return doctor.run_doctor(RunOptions())
+        return doctor.run_doctor([])
 
     assert run_with(warning) == 0
     assert "all checks passed" in capsys.readouterr().out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,18 +18,7 @@ from layerkit_runner.init_from.pax import folders, tree_text
 _END = f"/{array_store.METADATA_KEY}"
 
 
-class PaxArrays(Protocol):
-    """Arrays by name, such as `mdl_vars/params/lm/final_ln/scale`."""
-
-    @property
-    def specs(self) -> Mapping[str, LeafSpec]:
-        """Stored shape and dtype of each array."""
-
-    def read(self, name: str, ranges: tuple[slice, ...]) -> np.ndarray:
-        """Read a block of an array; `ranges` has a slice with start and stop for each axis."""
-
-
-def open_arrays(step_folder: epath.Path) -> PaxArrays:
+def open_arrays(step_folder: epath.Path) -> MsgpackArrays | TensorStoreArrays:
     """Open the arrays of a step; only names, shapes and dtypes are read."""
     state = folders.state_folder(step_folder)
     if (state / folders.OCDBT_FILE).is_file():
@@ -40,7 +29,7 @@ def open_arrays(step_folder: epath.Path) -> PaxArrays:
 
 
 class MsgpackArrays:
-    """Arrays that Paxml saved in Flax's format, as under pmap; see `PaxArrays`.
+    """Arrays that Paxml saved in Flax's format, as under pmap.
 
     The file holds the leaves of the train state as a list, and a text that describes their tree. It
     is read whole, which takes no more memory than it has bytes.

@@ -107,7 +107,7 @@ _Stored = WeightSource | _Moment | _Slot | _Count | str
 
 
 class StoredPax:
-    """A step of Paxml; see `sources.StoredValues`."""
+    """A step of Paxml; `leaves` have the shape and dtype of every value by its path."""
 
     def __init__(
         self,

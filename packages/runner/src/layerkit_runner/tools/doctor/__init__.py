@@ -31,8 +31,10 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.flags import read_flags
+from layerkit_runner.config.help import flag_rows, table
 from layerkit_runner.files.text import size_text
+from layerkit_runner.run_options import FLAGS
 
 _OWN_PACKAGES = ("layerkit", "layerkit-inputs", "layerkit-runner", "layerkit-experiments")
 # Each plugin has the version number of its jaxlib.
@@ -61,6 +63,7 @@ _REMEDIES_IF_HANGING = {
     " NCCL_DEBUG=INFO and read its output, and try NCCL_P2P_DISABLE=1; for simulated CPU devices"
     " set NPROC to a number well above theirs.",
 }
+_HELP = "check this machine: versions, memory, disk, devices; exit code 1 if a check fails"
 _INDENT = " " * 15
 _CODE = f"import sys; from {__name__} import main; main(*sys.argv[1:])"
 # Lines of a stack trace from compiled code.
@@ -83,19 +86,24 @@ class Finding(NamedTuple):
     problems: Sequence[Problem] = ()
 
 
-def run_doctor(options: RunOptions) -> int:
+def run_doctor(words: Sequence[str]) -> int:
     """Check this machine, print the page or the JSON object, and return the exit code."""
-    began = time.monotonic()
+    rows = [row for row in FLAGS if row.name in ("job_log_dir", "json", "help")]
+    given, _ = read_flags(words, rows)
+    if given.get("help"):
+        print("\n".join(["runner doctor [flags]", "", _HELP, "", *table(flag_rows(rows))]))
+        return 0
+    began, as_json = time.monotonic(), given.get("json", False)
     findings: dict[str, Finding] = {}
-    for name, finding in run_checks(options.job_log_dir or "."):
+    for name, finding in run_checks(given.get("job_log_dir", ".")):
         findings[name] = finding
-        for line in () if options.json else finding.lines:
+        for line in () if as_json else finding.lines:
             heading = name if line is finding.lines[0] else ""
             print(textwrap.fill(f"{heading:<13}{line}", 100, subsequent_indent=_INDENT), flush=True)
     problems = [(name, problem) for name, found in findings.items() for problem in found.problems]
     fails = any(problem.fails for _, problem in problems)
     seconds = round(time.monotonic() - began, 1)
-    if options.json:
+    if as_json:
         checks = {name: finding.values for name, finding in findings.items()}
         records = [{"check": name, **problem._asdict()} for name, problem in problems]
         record = {"checks": checks, "problems": records, "works": not fails, "seconds": seconds}

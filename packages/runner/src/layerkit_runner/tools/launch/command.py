@@ -19,7 +19,7 @@ from layerkit_runner.config.help import flag_rows, table
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import FLAGS, OTHER_NAMES, Flag
 from layerkit_runner.tools.launch import local, slurm
-from layerkit_runner.tools.launch.request import Options, Resolve, make_request, read_variable
+from layerkit_runner.tools.launch.request import Options, make_request, read_variable
 
 KINDS = {"local": local, "slurm": slurm}
 """Modules by the name of the kind, each with `HELP`, `FLAGS` and `make_script`."""
@@ -51,13 +51,8 @@ Start a run on a cluster or this machine. --dry_run prints the script and the co
 Kubernetes."""
 
 
-def run_launch(words: Sequence[str], resolve: Resolve) -> int:
-    """Start or print a run; return the exit code.
-
-    Args:
-      words: Name of the kind, its flags, and those of `runner`.
-      resolve: Function that finds the experiment of parsed flags and applies their overrides.
-    """
+def run_launch(words: Sequence[str]) -> int:
+    """Start or print a run, as its kind and flags request; return the exit code."""
     name, *rest = words or [""]
     if name in ("", "--help", "-h"):
         rows = [(kind, f"run an experiment {module.HELP}") for kind, module in KINDS.items()]
@@ -72,7 +67,7 @@ def run_launch(words: Sequence[str], resolve: Resolve) -> int:
         usage = f"runner launch {name} [flags] --exp=NAME --job_log_dir=DIR [flags of runner]"
         print(f"{usage}\n\nRun an experiment {kind.HELP}.\n\n{flags}")
         return 0
-    request = make_request(others, resolve)
+    request = make_request(others)
     # The experiment has imported the modules that this import needs.
     from layerkit_runner.config.field_paths import naming_flags
 

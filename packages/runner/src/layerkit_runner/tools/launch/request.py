@@ -15,20 +15,19 @@ import shlex
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layerkit_runner.config.flags import ParsedFlags, flag_word, parse_flags
+from layerkit_runner.config.flags import flag_word, parse_flags
 from layerkit_runner.config.recorded import with_recorded_experiment
+from layerkit_runner.config.registry import find_experiment
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.run_options import JOINING_MODES
 
 if TYPE_CHECKING:
     from layerkit_runner.config.resolve import ResolvedExperiment
-
-Resolve = Callable[[ParsedFlags], "ResolvedExperiment"]
 
 _MAX_NAME_LENGTH = 40
 _SET_BY_LAUNCHER = ("coordinator_address", "num_processes", "process_id", "multiprocess_gpu")
@@ -115,13 +114,8 @@ class Request:
             )
 
 
-def make_request(words: Sequence[str], resolve: Resolve) -> Request:
-    """Parse and check the words of a command of `runner`.
-
-    Args:
-      words: Words after `runner`.
-      resolve: Function that finds the experiment and applies the overrides.
-    """
+def make_request(words: Sequence[str]) -> Request:
+    """Parse and check the words of a command of `runner`."""
     flags = parse_flags(words)
     if flags.exp is None:
         flags = with_recorded_experiment(flags, lambda s: print(f"launch: {s}", file=sys.stderr))
@@ -134,7 +128,11 @@ def make_request(words: Sequence[str], resolve: Resolve) -> Request:
         if name in flags.given:
             problem, hint = "the launcher sets this flag for each process", "Leave it out."
             raise UsageError(problem, field=f"--{name}", hint=hint)
-    resolved = resolve(flags)
+    # A misspelled experiment is reported before Fiddle is imported.
+    find_experiment(flags.exp or "")
+    from layerkit_runner.config.resolve import resolve_flags
+
+    resolved = resolve_flags(flags)
     folder = flags.options.job_log_dir or ""
     if "://" not in folder:
         folder = os.path.abspath(os.path.expanduser(folder))
