@@ -119,3 +119,17 @@ def test_model_without_products_cannot_be_quantized(raises):
     config = Bias.HParams.config(dims=4)
     with raises(ConfigError, field="weight_format", value="int8"):
         quantize_model(config, variables_of(config), weight_format="int8")
+
+
+def test_functions_are_read_one_by_one():
+    config = language_model()
+    variables, read = variables_of(config), []
+
+    def reader(path: Any, leaf: jax.Array) -> Any:
+        return lambda: read.append(path) or leaf
+
+    readers = jax.tree_util.tree_map_with_path(reader, variables)
+    expected = quantize_model(config, variables, weight_format="int8")[1]
+    found = quantize_model(config, readers, weight_format="int8")[1]
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert len(read) == len(jax.tree.leaves(variables))

@@ -8,6 +8,7 @@ mesh, so that no host holds more than its devices need.
 from __future__ import annotations
 
 import collections
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,33 @@ def plan_first_state(
     if not isinstance(source, InitFrom):
         return lambda: _from_loader(partitioner, task, source)
     state = partitioner.abstract_stored_state(task)
+    matched, state = _match(source, state, task, report)
+    return lambda: _from_match(partitioner, task, state, matched)
+
+
+def weight_readers(
+    partitioner: Partitioner, task: SingleTask, source: InitFrom
+) -> tuple[dict[LeafPath, Callable[[], jax.Array]], int]:
+    """Return a function for each value of a model that reads it, and the step of the source.
+
+    Paths start with the field of the state, such as `("params", "lm", "w")`.
+    """
+    state = partitioner.abstract_stored_state(task)
+    matched = _match(source, state, task, _LOG.warning)[0]
+
+    def read(found: Found) -> jax.Array:
+        values = found.stored.read(_to_read(found.stored, [found]))
+        return _compute(found, [values[path] for path in found.paths])
+
+    readers = {path: functools.partial(read, found) for path, found in matched.found.items()}
+    steps = (found.stored.step for found in matched.found.values())
+    return readers, next(steps, None) or 0
+
+
+def _match(
+    source: InitFrom, state: TrainState, task: SingleTask, report: Report
+) -> tuple[Matched, TrainState]:
+    """Return the origins of all values, and the state with the dtypes in which they are read."""
     try:
         optimizer = task.train.learner.transformation
         opened = [open_source(one, state, report, optimizer=optimizer) for one in source.sources]
@@ -66,8 +94,7 @@ def plan_first_state(
         raise to_usage_error(error, owner=source.label) from error
     if not any(_has_integers(one.stored.leaves) for one in opened):
         state = _floating_weights(task.model, state)
-    matched = match(source, opened, state, model=task.model)
-    return lambda: _from_match(partitioner, task, state, matched)
+    return match(source, opened, state, model=task.model), state
 
 
 def _from_match(

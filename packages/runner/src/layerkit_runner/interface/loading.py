@@ -80,11 +80,28 @@ def load_folder(
 ) -> LoadedModel:
     """Load a model as `load` does, with the overrides of a command line."""
     kind = recognize(folder)
+    if isinstance(kind, HuggingFaceFolder) and (step is not None or experiment is not None):
+        name, value = ("step", step) if step is not None else ("experiment", experiment)
+        raise UsageError(field=name, value=value, expected="None for a Hugging Face folder")
+    resolved, job_folder = folder_experiment(folder, experiment=experiment, overrides=overrides)
+    if isinstance(kind, CheckpointFolder):
+        return load_checkpoint(resolved, job_folder, kind.step if step is None else step)
+    with job_errors("load", resolved):
+        job = start_reading(resolved, job_folder)
+        state = plan_first_state(job.partitioner, job.task)().state
+        return LoadedModel(job, state.for_inference(), path=folder, step=0)
+
+
+def folder_experiment(
+    folder: str,
+    *,
+    experiment: ExperimentLike | None = None,
+    overrides: Sequence[Override] = (),
+) -> tuple[ResolvedExperiment, str]:
+    """Return the experiment of a folder, by default the recorded one, and the job's folder."""
+    kind = recognize(folder)
     if isinstance(kind, HuggingFaceFolder):
-        if step is not None or experiment is not None:
-            name, value = ("step", step) if step is not None else ("experiment", experiment)
-            raise UsageError(field=name, value=value, expected="None for a Hugging Face folder")
-        return _load_hugging_face(_of_class(FolderModel, overrides, FOLDER=folder), folder)
+        return _of_class(FolderModel, overrides, FOLDER=folder), folder
     if not isinstance(kind, CheckpointFolder):
         raise UsageError(
             "a checkpoint of Paxml has no configuration",
@@ -101,7 +118,7 @@ def load_folder(
         resolved = _of_class(experiment_class(experiment), overrides)
     else:
         resolved = get_experiment(experiment, {o.path: parse_literal(o.text) for o in overrides})
-    return load_checkpoint(resolved, job_folder, kind.step if step is None else step)
+    return resolved, job_folder
 
 
 def _of_class(
@@ -159,21 +176,14 @@ def _check_unedited(
 def load_checkpoint(resolved: ResolvedExperiment, folder: str, step: int | None) -> LoadedModel:
     """Load the weights of a job folder into the model of an experiment; see `load`."""
     with job_errors("load", resolved):
-        job = _start(resolved, folder)
+        job = start_reading(resolved, folder)
         with job.checkpoints(read_only=True) as checkpoints:
             step = choose_step(checkpoints, step)
             state = job.restore(checkpoints, step, for_training=False).state
         return LoadedModel(job, state.for_inference(), path=folder, step=step)
 
 
-def _load_hugging_face(resolved: ResolvedExperiment, folder: str) -> LoadedModel:
-    with job_errors("load", resolved):
-        job = _start(resolved, folder)
-        state = plan_first_state(job.partitioner, job.task)().state
-        return LoadedModel(job, state.for_inference(), path=folder, step=0)
-
-
-def _start(resolved: ResolvedExperiment, folder: str) -> Job:
+def start_reading(resolved: ResolvedExperiment, folder: str) -> Job:
     """Build the parts of a job that only reads; nothing is written."""
     if jax.process_count() > 1:
         raise UsageError(

@@ -22,7 +22,7 @@ from layerkit_runner.run_options import Flag, non_negative
 
 if TYPE_CHECKING:
     from layerkit_runner.config.resolve import ResolvedExperiment
-    from layerkit_runner.interface.loaded_model import LoadedModel
+    from layerkit_runner.trainer.job import Job
 
 _DESCRIPTION = """\
 Write a model with weights in 8-bit or 4-bit integers. The new folder has no optimizer state.
@@ -74,50 +74,70 @@ def quantize_folder(
       weight_format: Format of the weights; see `layerkit.weight_formats`.
       step: Checkpoint step; None for the newest that is not damaged.
     """
+    import jax
+    from flax.traverse_util import unflatten_dict
+
+    from layerkit.base_layer import PARAMS
     from layerkit.layers import quantize_model
     from layerkit.weight_formats import WeightFormat
     from layerkit_runner.files.atomic_write import absolute
-    from layerkit_runner.interface.loading import load
+    from layerkit_runner.init_from import InitFrom, Source
+    from layerkit_runner.init_from.first_state import weight_readers
+    from layerkit_runner.interface.loading import folder_experiment, start_reading
+    from layerkit_runner.modes.run import job_errors
 
     WeightFormat.parse(weight_format)
     directory = Path(absolute(out))
     if directory.exists() and any(directory.iterdir()):
         raise UsageError(field="out", value=out, expected="a new folder, or an empty one")
-    model = load(source, step=step)
-    _check_optimizer(model)
-    variables = model.variables
-    try:
-        _, stored = quantize_model(model.config, variables, weight_format=weight_format)
-    except ConfigError as error:
-        raise to_usage_error(error, owner=source) from error
-    _write(directory, _with_format(model, directory, weight_format), model.step, stored)
-    before, after = _num_bytes(variables), _num_bytes(stored)
+    resolved, job_folder = folder_experiment(source)
+    with job_errors("load", resolved):
+        job = start_reading(resolved, job_folder)
+        _check_optimizer(job, source)
+        use_ema = job.task.train.decode_use_ema_states
+        settings = InitFrom(
+            sources=[Source(folder=source, step=step, use_ema=use_ema)], label=source
+        )
+        readers, step = weight_readers(job.partitioner, job.task, settings)
+        fields = unflatten_dict(readers)
+        try:
+            # The weights are read one by one, each when it is rounded.
+            weights = {PARAMS: fields.pop(PARAMS)}
+            config = resolved.task.model
+            _, stored = quantize_model(config, weights, weight_format=weight_format)
+        except ConfigError as error:
+            raise to_usage_error(error, owner=source) from error
+        others = jax.tree.map(lambda read: read(), fields)
+        _write(directory, _with_format(resolved, directory, weight_format), step, stored | others)
+        state = job.abstract_stored_state()
+    before = _num_bytes([state.params, others])
+    after = _num_bytes([stored, others])
     return f"{out}: {size_text(after)} in {weight_format}, {size_text(before)} before"
 
 
-def _check_optimizer(model: LoadedModel) -> None:
+def _check_optimizer(job: Job, source: str) -> None:
     """Raise an error for an optimizer whose state holds the weights to evaluate."""
     from layerkit_runner.optim.optimizer_calls import is_schedule_free
 
-    state = model.job.abstract_state()
-    if is_schedule_free(state.opt_state):
+    if is_schedule_free(job.abstract_state().opt_state):
         raise UsageError(
             "a schedule-free optimizer computes the weights of evaluation from its state",
             field="source",
-            value=model.path,
+            value=source,
             expected="a job with another optimizer, or a Hugging Face folder",
             hint="Export the job by --mode=export, and quantize that folder.",
         )
 
 
-def _with_format(model: LoadedModel, directory: Path, weight_format: str) -> ResolvedExperiment:
+def _with_format(
+    resolved: ResolvedExperiment, directory: Path, weight_format: str
+) -> ResolvedExperiment:
     """Return the experiment of the new folder, without averages of weights."""
     from layerkit.interop.hugging_face import folder
     from layerkit_runner.config.overrides import parse_override
     from layerkit_runner.config.resolve import resolve
     from layerkit_runner.interface.loading import FolderModel
 
-    resolved = model.job.resolved
     experiment, fields = resolved.experiment, dict(resolved.experiment.overrides)
     if isinstance(experiment, FolderModel):
         place = directory / _HUGGING_FACE
@@ -137,24 +157,18 @@ def _with_format(model: LoadedModel, directory: Path, weight_format: str) -> Res
 
 
 def _write(
-    directory: Path, resolved: ResolvedExperiment, step: int, variables: Mapping[str, Any]
+    directory: Path, resolved: ResolvedExperiment, step: int, fields: Mapping[str, Any]
 ) -> None:
     import jax.numpy as jnp
     from etils import epath
 
-    from layerkit.base_layer import NON_TRAINABLE, OVERWRITE_WITH_GRADIENT, PARAMS
     from layerkit_runner.checkpointing import CheckpointManager
     from layerkit_runner.run_options import RunOptions
     from layerkit_runner.trainer.job_folder import write_config
     from layerkit_runner.training.train_state import TrainState
 
-    state = TrainState(
-        step=jnp.asarray(step, jnp.int32),
-        params=variables[PARAMS],
-        non_trainable=variables.get(NON_TRAINABLE, {}),
-        opt_state=(),
-        overwrite_with_gradient=variables.get(OVERWRITE_WITH_GRADIENT, {}),
-    )
+    empty: dict[str, Any] = {"non_trainable": {}, "opt_state": (), "overwrite_with_gradient": {}}
+    state = TrainState(step=jnp.asarray(step, jnp.int32), **{**empty, **fields})
     with CheckpointManager(epath.Path(directory) / "checkpoints") as checkpoints:
         checkpoints.save(step, state, input_states={}, metadata={}, force=True)
     options = RunOptions(job_log_dir=str(directory))

@@ -32,7 +32,8 @@ def quantize_model(
 
     Args:
       config: Config of a layer or a model; it is not changed.
-      variables: Variables of the model, `{collection: …}` of nested dicts of arrays `[...]`.
+      variables: Variables of the model, `{collection: …}` of nested dicts of arrays `[...]`, or of
+        functions that return them. These are called one after another.
       weight_format: `int8`, `int4` or `nf4`, with an optional group size: `int4:64`.
 
     Returns:
@@ -54,6 +55,7 @@ def quantize_model(
     found: dict[Path, Any] = {}
     given, wanted = flatten_dict(variables), _abstract_weights(stored)
     for path, leaf in given.items():
+        leaf = leaf() if callable(leaf) else leaf
         scale = wanted.get(scale_path(path))
         if scale is None or scale_path(path) in given:
             found[path] = leaf
