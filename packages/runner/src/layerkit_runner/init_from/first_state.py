@@ -78,7 +78,9 @@ def weight_readers(
         values = found.stored.read(_to_read(found.stored, [found]))
         return _compute(found, [values[path] for path in found.paths])
 
-    readers = {path: functools.partial(read, found) for path, found in matched.found.items()}
+    readers: dict[LeafPath, Callable[[], jax.Array]] = {
+        path: functools.partial(read, found) for path, found in matched.found.items()
+    }
     steps = (found.stored.step for found in matched.found.values())
     return readers, next(steps, None) or 0
 
