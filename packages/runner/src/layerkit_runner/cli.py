@@ -1,17 +1,8 @@
 """The command `runner`: parse the command line, find the experiment, and call a mode or a tool.
 
-    runner --exp=lm.quickstart.LocalText --job_log_dir=DIR     train; the same command resumes
-    runner --exp=… --mode=eval --job_log_dir=DIR               another mode
-    runner --exp=… --fdl.NAME=VALUE                            set a field of the experiment
-    runner --exp=… --fdl.task.model.lm_tpl.num_layers=2        or any field, by its path
-    runner --list                                              every experiment
-    runner --help                                              flags, by groups
-
 Errors are reported as early as possible, and before anything is written: wrong flags and unknown
-experiments before JAX is imported, wrong fields and paths before a device is used.
-
-Tools, such as `--mode=plan` and `runner launch`, are found by the entry-point group
-`layerkit.commands`; see `config.commands`.
+experiments before JAX is imported, wrong fields and paths before a device is used. Tools are found
+by the entry-point group `layerkit.commands`; see `config.commands`.
 """
 
 from __future__ import annotations

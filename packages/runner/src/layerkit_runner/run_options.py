@@ -1,8 +1,6 @@
-"""The modes and flags of `runner`, and the options of a run.
+"""The modes and flags of `runner`, and the options of a run: one table.
 
-A flag of a run is one field of `RunOptions`. `FLAGS` is the table of all flags: those fields, and
-the flags that choose what to do. `config.flags` parses the command line by the table, and
-`config.help` prints it.
+A flag of a run is a field of `RunOptions`. `FLAGS` has those and the flags that choose what to do.
 """
 
 from __future__ import annotations

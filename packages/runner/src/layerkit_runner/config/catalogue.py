@@ -1,9 +1,7 @@
 """The catalogue of a package's experiments, and the text of `--list`.
 
-A package that offers experiments has a file `catalogue.json` beside its `__init__.py`, with an
-object for each experiment by name. `--list` and `--exp` read it, since importing experiments takes
-seconds. `python -m layerkit_runner.tools.catalogue PACKAGE` writes it; a test of the package checks
-that it is up to date.
+`--list` and `--exp` read `catalogue.json` beside the package's `__init__.py`, since importing
+experiments takes seconds. `python -m layerkit_runner.tools.catalogue PACKAGE` writes it.
 """
 
 from __future__ import annotations

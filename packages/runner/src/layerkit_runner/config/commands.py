@@ -1,14 +1,10 @@
-"""Commands and modes that packages add to `runner`.
-
-A distribution names them in the entry-point group `layerkit.commands`, as the runner does for its
-own tools:
+"""Commands and modes that packages add to `runner` by the entry-point group `layerkit.commands`.
 
     [project.entry-points."layerkit.commands"]
     count = "acme.counting:MODE"
 
 The named object is a `Mode` (`runner --mode=count …`) or a `Command` (`runner count …`). Its module
-is imported to parse a command line and for `--help`, so it must be quick to import: `run` imports
-whatever takes long.
+is imported to parse a command line and for `--help`, so `run` imports whatever takes long.
 """
 
 from __future__ import annotations

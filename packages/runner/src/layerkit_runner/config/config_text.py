@@ -1,8 +1,7 @@
 """A resolved experiment as text and as JSON, which `--mode=inspect` prints and a run records.
 
-The text has a line `path = value` for each field at any depth, defaults included; the path is that
-of `--fdl.PATH=VALUE`. The value of a config is the name of its class. A config object that appears
-again is shown as `the same as PATH`.
+The text has a line `path = value` for each field at any depth, with the path of `--fdl.PATH=VALUE`.
+The value of a config is the name of its class, or `the same as PATH` if it appears again.
 """
 
 from __future__ import annotations

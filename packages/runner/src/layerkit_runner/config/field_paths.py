@@ -1,8 +1,4 @@
-"""Lookup of the experiment's field that sets a configuration path.
-
-Errors name configuration paths, such as `partitioner.ici_mesh_shape`. If a field of the experiment,
-such as `ICI_MESH_SHAPE`, sets the path, the message should name that field.
-"""
+"""Lookup of the experiment's field that sets a configuration path which an error names."""
 
 from __future__ import annotations
 

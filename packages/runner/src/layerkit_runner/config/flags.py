@@ -1,8 +1,7 @@
 """Parse the command line of `runner` by the table of flags.
 
-absl parses the words, in the forms `--name=value`, `--name value`, and for switches `--name`,
-`--noname` and `--name=True`. Each parse has flag values of its own, so that flags which libraries
-define through absl do not mix with these. `read_flags` serves tools with tables of their own.
+absl parses the words. Each parse has flag values of its own, so that flags which libraries define
+through absl do not mix with these. `read_flags` serves tools with tables of their own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Overrides of an experiment, `--fdl.NAME=VALUE`, and the checks before it is imported.
 
-A name without dots is a field of the experiment (`NUM_LAYERS`); it is set before the experiment's
-methods are called. A dotted path (`task.model.lm_tpl.num_layers`, `datasets.0.batch_size`) names a
-field at any depth of the configs that those methods return, and is set on them.
+A name without dots is a field of the experiment, set before its methods are called. A dotted path,
+such as `datasets.0.batch_size`, names a field at any depth of the configs that they return.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The configuration that a training run recorded in `config.json` of its folder.
 
-The file names an experiment and its overrides. The class is imported only for a command without
-`--exp`. Its module may not be in the job's folder: otherwise, a user who can write to the folder
-could run code.
+The class that it names is imported only for a command without `--exp`. Its module may not be in the
+job's folder: otherwise, a user who can write to the folder could run code.
 """
 
 from __future__ import annotations

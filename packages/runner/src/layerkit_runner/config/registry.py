@@ -2,15 +2,13 @@
 
 `--exp=lm.pile.Pile126M` means, in this order:
 
-1. that class inside a package which offers experiments (any installed distribution can name one in
-   the entry-point group `layerkit.experiments`), or a class of that full dotted name, anywhere on
-   the Python path or below the current folder;
+1. that class inside a package of the entry-point group `layerkit.experiments`, or a class of that
+   full dotted name, anywhere on the Python path or below the current folder;
 2. the names that Pax's documents use, such as `tasks.lm.params.lm_cloud.LmCloudSpmd`;
-3. the one experiment of the offering packages whose full name ends so (`pile.Pile126M`).
+3. the one experiment of these packages whose full name ends so (`pile.Pile126M`).
 
-The catalogue of a package is the index of its experiments (see `catalogue`). A name that it lacks
-is looked for in the text of its module, so that a misspelled name need not wait for imports; a
-package without a catalogue is imported as a whole to be listed.
+A name that the catalogue of its package lacks is looked for in the text of its module, so that a
+misspelled name need not wait for imports.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Resolution of an experiment into configs, with all overrides applied.
 
-There are two kinds of overrides. Those of the experiment's own fields are applied when the
-experiment is created. Deep overrides have a path into a config, such as `task.train.NAME`.
 `resolve` calls `validate()` and the methods that return configs, and then sets the deep overrides.
 It instantiates no config, so an unknown path is reported before any device is used.
 """

@@ -1,13 +1,11 @@
 """Initializes weights from checkpoints, those of Paxml too, and Hugging Face folders.
 
-    settings.py     fields that an experiment sets: `InitFrom`, its sources and their rules
-    sources.py      readers of checkpoints and Hugging Face folders
-    pax/            the reader of checkpoints that Paxml wrote
-    matching.py     the comparison of names and shapes, which reports all differences at once
-    first_state.py  the state before the first step, each value read into its sharding
-    provenance.py   the record of the origin of each value
-
-A run that resumes reads its own checkpoints instead. The names below are imported on first use.
+settings.py     fields that an experiment sets: `InitFrom`, its sources and their rules
+sources.py      readers of checkpoints and Hugging Face folders
+pax/            the reader of checkpoints that Paxml wrote
+matching.py     the comparison of names and shapes, which reports all differences at once
+first_state.py  the state before the first step, each value read into its sharding
+provenance.py   the record of the origin of each value
 """
 
 from __future__ import annotations

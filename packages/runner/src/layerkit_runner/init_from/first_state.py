@@ -1,8 +1,7 @@
 """The state with which a run starts: some values are read, the others initialized randomly.
 
-`plan_first_state` opens the sources and compares names, so that errors come before the training
-step is compiled. The function that it returns reads each value straight into its sharding on the
-mesh, so that no host holds more than its devices need.
+Names are compared before the training step is compiled. Each value is read straight into its
+sharding on the mesh, so that no host holds more than its devices need.
 """
 
 from __future__ import annotations

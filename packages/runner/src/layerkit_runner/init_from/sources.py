@@ -1,7 +1,6 @@
 """Readers of stored values: checkpoints of a job or of Paxml, and Hugging Face folders.
 
-`open_source` recognizes the kind of a folder and reads the names, shapes and dtypes of its values.
-The values themselves are read later, each straight into the sharding that it has on the mesh.
+Names, shapes and dtypes are read first; values later, each straight into its sharding on the mesh.
 """
 
 from __future__ import annotations

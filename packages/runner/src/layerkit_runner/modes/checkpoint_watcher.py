@@ -1,8 +1,4 @@
-"""Evaluation or decoding of each new checkpoint of a running training job.
-
-`--mode=eval` and `--mode=decode` use it. Watching ends after the last step of the training job, on
-Ctrl-C or SIGTERM, or after `--follow_timeout_secs` without a new checkpoint.
-"""
+"""Evaluation or decoding of each new checkpoint of a running training job, until its last."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""`runner quantize`: write a model with weights in 8-bit or 4-bit integers.
+"""`runner quantize SOURCE OUT`: write a model with weights in 8-bit or 4-bit integers.
 
-    runner quantize SOURCE OUT --weight_format=int4:64
-
-SOURCE is the folder of a job or a Hugging Face folder. OUT is a job folder without optimizer state,
-which evaluation, decoding, generation, `load` and `--init_from` read as any other. Its recorded
-override `task.model.weight_format` makes the model store integers.
+OUT is a job folder without optimizer state. Its recorded override `task.model.weight_format` makes
+the model store integers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Lower bounds of the time of a step, by arithmetic, memory and networks.
 
 Each bound is the work of a device divided by its peak rate (the roofline model: Williams, Waterman
-and Patterson, 2009). docs/planning.md has a table of what is counted and what is assumed. The time
-is reported for full overlap of communication with compute, and for no overlap.
+and Patterson, 2009). docs/planning.md has a table of what is counted and what is assumed.
 """
 
 from __future__ import annotations

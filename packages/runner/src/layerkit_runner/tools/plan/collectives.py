@@ -1,16 +1,12 @@
 """Collectives of a compiled step: kinds, mesh axes, executions and bytes.
 
-Bytes are those that each device sends (it receives as many) with the least traffic, as in a ring
-(Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
-2005): `_SENT` has the formulas. Bytes that leave a slice are those of an algorithm that first does
-the part within the slice. Shapes in HLO are those on one device. A ragged all-to-all counts as if
-each device sent equal parts of the smaller of its two buffers, as with balanced experts: the larger
-one has room for any imbalance. The TPU compiler splits a
-collective over several slices: the part that crosses them is a `send` through the host, which is
-reported as that collective.
+Bytes are those that each device sends with the least traffic, as in a ring (Thakur, Rabenseifner
+and Gropp, 2005); those that leave a slice are of an algorithm that first does the part within it. A
+ragged all-to-all counts the smaller of its two buffers, as with balanced experts. The TPU compiler
+splits a collective over slices: the part between them is a `send` through the host.
 
-HLO has no mesh axes. It lists groups of device numbers, where number i is the i-th device of the
-mesh in row-major order, in one of three forms, or as the pairs of a permutation:
+HLO lists groups of device numbers in row-major order of the mesh, in one of three forms, or as the
+pairs of a permutation:
 
     {{0,2},{1,3}}                                     a list; {} is one group of all devices
     [2,2]<=[2,2]T(1,0)                                a reshaped and transposed range

@@ -2,17 +2,8 @@
 
 Figures are of one JAX device: a chip of a TPU (half a chip of TPU7x) or one GPU. The bandwidth of a
 network is the bytes per second that a device can send over all its links. Vendors that add up both
-directions print twice as much. None stands for a figure that is not published.
-
-| text | meaning |
-|---|---|
-| `cpu`, `cpux256` | simulated devices, as many as the mesh has, or 256 |
-| `here` | the devices of this machine |
-| `v5p:8x8x4` | one slice of 8 · 8 · 4 TPU chips |
-| `v5e:4x4*2` | two slices of 4 · 4 chips each, connected by the data center's network |
-| `v4-128`, `2xv4-128` | a slice by its name in Google Cloud, and two of them |
-| `h100x256` | 256 GPUs in 32 nodes of 8 |
-| `v5p`, `h100` | as many slices and devices as the mesh has |
+directions print twice as much. None stands for a figure that is not published. docs/planning.md has
+a table of the forms of `--target`.
 """
 
 from __future__ import annotations

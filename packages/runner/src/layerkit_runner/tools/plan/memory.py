@@ -1,9 +1,7 @@
 """Bytes on each device: tensors of state and batch, and temporaries and outputs of a step.
 
-The former are exact sums of shard sizes, the latter the compiler's figures. A compiler reports one
-number for all temporaries. The text of the program has the shape of each result and the path of
-names under which it was traced. Results of one name are reported together. They are not all in
-memory at the same time.
+The former are exact sums of shard sizes, the latter the compiler's figures. The text of the program
+has the shape of each result and the names under which it was traced.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """`--mode=plan --search`: compile other meshes and rematerialization policies, and rank them.
 
-The model, the global batch and the devices stay the same. Candidates differ in the mesh sizes of
-`data`, `fsdp` and `tensor`, in the rematerialization policy of the layers, and, while nothing fits,
-in gradient accumulation. The search starts at the experiment's own values and compiles, one at a
-time, an untried neighbor of the best candidate so far. A candidate is skipped if the experiment
-rejects it or if its weights and optimizer state alone exceed the memory.
+The model, the global batch and the devices stay the same. While nothing fits, gradient accumulation
+increases. The search compiles, one at a time, an untried neighbor of the best candidate so far.
 """
 
 from __future__ import annotations
