@@ -261,6 +261,14 @@ def test_name_of_a_missing_module_suggests_files_of_the_folder(
         find_experiment("note_of_mine.Notes")
 
 
+def test_misspelt_module_of_another_package_suggests_the_modules_of_that_package(
+    raises, folder: Path
+):
+    write(folder, {"reg_own/__init__.py": "", "reg_own/text.py": "class Notes: pass\n"})
+    with raises(UsageError, field="--exp", choices=("reg_own.text.Notes",)):
+        find_experiment("reg_own.txt.Notes")
+
+
 @pytest.mark.parametrize("before", ["from layerkit_runner import BaseExperiment", "1 / 0"])
 def test_unknown_class_of_a_custom_module_raises_without_an_import(
     raises, folder: Path, before: str

@@ -94,10 +94,11 @@ def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
     class Measured(BaseExperiment):
         FAILS: str = ""
         PMAP: bool = False
+        LEARNING_RATE: float = 0.01
 
         def task(self) -> Config:
             train = {"num_train_steps": 3, "summary_interval_steps": 1, "save_interval_steps": 10}
-            task = tiny.task_config(learner={"learning_rate": 0.01}, train=train)
+            task = tiny.task_config(learner={"learning_rate": self.LEARNING_RATE}, train=train)
             model = Measuring.HParams.config(fails=self.FAILS == "model")
             return task.set(model=model)
 
@@ -193,6 +194,14 @@ def test_unknown_name_in_a_part_that_fails_is_reported_with_its_line(
     line = source[: source.index("NestedMap(y=1.0).yy")].count("\n") + 1
     start = f"evaluation failed: test_end_report.py:{line}: NestedMap has no such key: 'yy'"
     assert start in capsys.readouterr().out
+
+
+def test_steps_that_were_not_valid_are_counted(
+    experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    # The first update makes the weights so large that all later losses are infinite.
+    assert run_train(resolve(experiment(LEARNING_RATE=1e38)), options(tmp_path / "job")) == 0
+    assert "not valid: 2 of 3 steps, the last 2 in a row" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("pmap", [False, True])

@@ -31,8 +31,8 @@ _MAY_BE_INFINITE = frozenset({"opt_state", "non_trainable"})
 # JAX blocks while more than 32 programs wait for a CPU.
 _ARRAYS_PER_PROGRAM = 16
 _FIT_HINT = (
-    "Restore with the configuration that wrote the checkpoint, or initialize a new job from it"
-    " (--init_from)."
+    "Restore with the configuration that wrote the checkpoint, which modes other than train read"
+    " from the job folder if --exp is left out, or initialize a new job from it (--init_from)."
 )
 _CAST_HINT = (
     "Restore with the dtypes that wrote the checkpoint, or convert floating-point numbers with"

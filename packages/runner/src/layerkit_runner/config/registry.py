@@ -109,8 +109,15 @@ def find_experiment(name: str, *, flag: str = "--exp") -> ExperimentEntry:
         raise _missing_class(flag, module, class_name)
     choices = [entry.name for entry in index.values()]
     package, dot, _ = _from_pax(name).partition(".")
-    if dot and _spec(package) is None and not any(c.startswith(f"{package}.") for c in choices):
-        raise _missing_module(flag, name, package)
+    if dot and not any(choice.startswith(f"{package}.") for choice in choices):
+        spec = _spec(package)
+        if spec is None:
+            raise _missing_module(flag, name, package)
+        # Suggest names of this package alone.
+        choices = [full for full in index if full.startswith(f"{package}.")]
+        if not choices:
+            modules = pkgutil.iter_modules(spec.submodule_search_locations or [])
+            choices = [f"{package}.{found.name}.{class_name}" for found in modules]
     if not module:
         # A bare class name is too unlike a whole dotted one.
         choices = [choice.rpartition(".")[2] for choice in choices]

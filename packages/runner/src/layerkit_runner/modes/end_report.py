@@ -59,6 +59,11 @@ def finish(job: Job, executor: Executor, state: TrainState, step: int) -> None:
     job.observers.flush()
 
     def report_summary() -> None:
+        skipped = executor.train_programs.skipped
+        if skipped.in_all:
+            job.observers.message(
+                f"not valid: {skipped.in_all} of {step} steps, the last {skipped.in_a_row} in a row"
+            )
         job.observers.message(job.goodput.summary())
         peak = memory_scalars().get("memory/device_peak_bytes_in_use")
         if peak is not None:
@@ -203,7 +208,7 @@ def _on_eight_devices(job: Job) -> dict[str, str | None]:
         return {}
     # None removes an override.
     one_slice = {across: None, override_path(job.resolved, across): None, within: None}
-    return {**one_slice, override_path(job.resolved, within): "[2,4,1]"}
+    return {**one_slice, override_path(job.resolved, within): "[8,1,1]"}
 
 
 @dataclasses.dataclass(frozen=True)
