@@ -225,8 +225,6 @@ def stored_leaves(state_directory: epath.Path) -> dict[structure.LeafPath, struc
 
 @dataclasses.dataclass(frozen=True)
 class _Preservation:
-    """Adapter of a `CheckpointPolicy` to the preservation policy of Orbax."""
-
     policy: CheckpointPolicy
     evaluated: documents.Evaluations
 
@@ -276,7 +274,6 @@ def item_registry() -> ocp.handlers.CheckpointHandlerRegistry:
 
 
 def _in_background(work: Callable[[], None], name: str) -> ocp.future.Future:
-    """Return a future of work that Orbax waits for before the commit."""
 
     async def run() -> None:
         work()

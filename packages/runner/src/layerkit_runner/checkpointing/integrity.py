@@ -337,7 +337,6 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 
 def _divide(files: Mapping[str, Entry], num_shares: int) -> list[list[str]]:
-    """Divide files into shares of about equally many bytes."""
     shares: list[list[str]] = [[] for _ in range(num_shares)]
     heap = [(0, index) for index in range(num_shares)]
     by_size = sorted(files.items(), key=lambda item: (-item[1]["size"], item[0]))
@@ -357,7 +356,6 @@ def _by_name(names: Iterable[str], find: Callable[[str], _T | None]) -> dict[str
 
 
 def _hash_file(path: epath.Path, name: str = _HASH) -> Entry | None:
-    """Return size and digest of a file; None if it does not exist."""
     # The size is counted rather than asked for: stat needs a user database for local files.
     hasher = Hasher(name)
     remote = is_remote(path)
@@ -371,7 +369,6 @@ def _hash_file(path: epath.Path, name: str = _HASH) -> Entry | None:
 
 
 def _walk(directory: epath.Path, *, skip: Collection[str] = ()) -> Iterator[str]:
-    """Yield the files in a folder, relative to it, without `skip` and the commit's own files."""
     for path in directory.iterdir():
         if path.name not in skip and path.name not in _COMMIT_FILES:
             yield from _files_under(path, path.name)

@@ -332,7 +332,6 @@ class CheckpointManager:
     def _read(
         self, step: int, target: Any, **options: Any
     ) -> tuple[Sequence[integrity.Finding], RestoredCheckpoint | None]:
-        """Return the findings in a step, and its content if it is undamaged."""
         from layerkit_runner.checkpointing import handlers
 
         path = folders.step_folder(self._directory, step)
@@ -405,7 +404,6 @@ class CheckpointManager:
         return time.monotonic() >= self._deadline + _DEADLINE_GRACE_SECONDS
 
     def _discard_failed_save(self, error: Exception) -> SaveError:
-        """Discard the failed save and return the error that the caller has to raise."""
         step, newest = self._last_saved, self.latest_step()
         # A new Orbax manager is needed, since this one would raise the same error in every call.
         self._orbax = self._step_in_progress = self._check = None
@@ -432,7 +430,6 @@ class CheckpointManager:
         self.close()
 
     def _write_evaluations(self) -> None:
-        """Write the evaluations of saved steps and drop those of deleted steps."""
         if self._evaluations:
             saved = {*folders.committed_steps(self._directory), self._last_saved}
             for step in self._evaluations.keys() - saved:

@@ -78,7 +78,6 @@ def cast_text(batch: NestedMap) -> str | None:
 
 
 def _check_fits(dataset: BaseInput, path: str, leaf: Any) -> None:
-    """Raise UsageError for 64-bit integers that JAX would wrap around."""
     if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iu" or not leaf.size:
         return
     dtype = _dtype_in_jax(leaf.dtype)

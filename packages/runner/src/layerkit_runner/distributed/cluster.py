@@ -217,7 +217,6 @@ def _initialize(cluster: ClusterInfo) -> Identity:
 
 
 def _start_monitor(identity: Identity, log: Path) -> PeerMonitor:
-    """Start the peer monitor; process 0 publishes the address of the hub by JAX's coordinator."""
     from layerkit_runner.distributed.peer_monitor.start import PeerMonitor
 
     state = distributed_state()
@@ -273,7 +272,6 @@ def log_file(identity: Identity, job_log_dir: str | None) -> Path:
 def _end(
     error: Exception, monitor: PeerMonitor, wait_for_others: Callable[[], None] | None
 ) -> NoReturn:
-    """Print the error, tell the other processes, and end this one."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         # A lost process may have broken the connections of this one.
         time.sleep(_SECONDS_TO_LEARN)

@@ -180,7 +180,6 @@ def flag_lines(options: RunOptions) -> Iterator[str]:
 
 
 def _chosen(options: RunOptions) -> Iterator[tuple[str, list[str]]]:
-    """Yield the selected flags by environment variable."""
     chosen: dict[str, list[str]] = {}
     if options.xla_flags_preset is not None:
         preset = PRESETS[options.xla_flags_preset]

@@ -33,7 +33,6 @@ def keep_freed_memory() -> bool:
 
 
 def _computes_on_cpu() -> bool:
-    """Return whether JAX will select the CPU, without importing it."""
     platforms = os.environ.get("JAX_PLATFORMS")
     if platforms:
         return platforms.split(",")[0] == "cpu"

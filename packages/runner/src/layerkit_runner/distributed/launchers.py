@@ -161,7 +161,6 @@ def _tasks_on_this_node(environ: Mapping[str, str]) -> int | None:
 
 
 def _torchrun(environ: Mapping[str, str]) -> Launch | None:
-    """Read torchrun's variables, which other launchers of machine learning jobs set as well."""
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
         return None
     is_torchrun = "TORCHELASTIC_RUN_ID" in environ

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,16 +18,6 @@ _SMALLEST_MESSAGE = 256
 _SECONDS_TO_ARRIVE = 30
 
 
-class KeyValueStore(Protocol):
-    """The part of JAX's distributed client that stores values."""
-
-    def key_value_set(self, key: str, value: str, *, allow_overwrite: bool = False) -> None:
-        """Store a value."""
-
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
-        """Return all keys and values below a key."""
-
-
 def distributed_state() -> Any:
     """Return JAX's record of this process's connection to the others."""
     from jax._src import distributed
@@ -35,10 +25,9 @@ def distributed_state() -> Any:
     return distributed.global_state
 
 
-def coordinator_store() -> KeyValueStore:
-    """Return the key-value store that the processes of this job share."""
-    store: KeyValueStore = distributed_state().client
-    return store
+def coordinator_store() -> Any:
+    """Return the key-value store of JAX's coordinator, which the processes of this job share."""
+    return distributed_state().client
 
 
 def all_arrive(name: str) -> bool:

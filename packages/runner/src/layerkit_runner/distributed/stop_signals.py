@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-from layerkit_runner.distributed.process_exchange import KeyValueStore, gather_values
+from layerkit_runner.distributed.process_exchange import gather_values
 from layerkit_runner.distributed.watchdog import forced_exit, print_error, progress
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -120,7 +120,7 @@ class StopSignals:
         self._watcher.join()
         os.close(self._reader)
 
-    def agree_by(self, store: KeyValueStore, process: int, num_processes: int) -> None:
+    def agree_by(self, store: Any, process: int, num_processes: int) -> None:
         """Agree with the other processes of a training job on the step for each signal."""
         self._agreement = StopAgreement(
             store,
@@ -300,7 +300,7 @@ class StopAgreement:
 
     def __init__(
         self,
-        store: KeyValueStore,
+        store: Any,
         process: int,
         num_processes: int,
         *,

@@ -270,8 +270,6 @@ class Observers(Observer):
 
 
 class _Caller:
-    """The calls of one observer's hooks, on a separate thread for a background observer."""
-
     def __init__(self, observer: Observer) -> None:
         self.observer = observer
         self._background = Background() if observer.in_background else None

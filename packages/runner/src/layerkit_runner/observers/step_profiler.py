@@ -116,7 +116,6 @@ class StepProfiler:
 
 
 def _move_trace(traced: epath.Path, session: epath.Path) -> int:
-    """Copy the files of a trace to the job's folder; return their bytes."""
     size = 0
     for kind in ("xplane.pb", "trace.json.gz"):
         for path in traced.glob(f"plugins/profile/*/*.{kind}"):

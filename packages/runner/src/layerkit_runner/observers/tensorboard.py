@@ -123,7 +123,6 @@ class TensorBoard(Observer):
                 self._add(folder, step, stored)
 
     def _add(self, folder: str, step: int, summary: Any) -> None:
-        """Append a summary to the event file of a folder."""
         if self._summaries is None:
             return
         if folder not in self._files:

@@ -274,7 +274,6 @@ class EarlyStop:
 
 
 def _text(rule: StoppingRule) -> str:
-    """Return the rule and its settings without addresses, which differ from run to run."""
     return _ADDRESS.sub("", repr(rule))
 
 

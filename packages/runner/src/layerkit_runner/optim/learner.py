@@ -291,7 +291,6 @@ class Learner(Configurable):
     def _rates(
         self, opt_state: Any, trained: Any, stacks: Stacks, step: jax.Array
     ) -> dict[str, jax.Array]:
-        """Return the learning rates of this step as scalars to report."""
         counts = {}
         if self.skips_steps:
             # The schedule of an optimizer counts only the steps that were not skipped.

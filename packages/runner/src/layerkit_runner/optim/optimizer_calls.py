@@ -168,7 +168,6 @@ def _follow(jaxpr: Any, labels: Sequence[_Labels]) -> tuple[list[_Labels], bool]
 def _follow_called(
     equation: Any, arguments: list[_Labels], together: _Labels
 ) -> tuple[list[_Labels], bool]:
-    """Return the result of `_follow` for one equation, which may call functions."""
     called: list[Any] = [
         getattr(inner, "jaxpr", inner)
         for value in equation.params.values()

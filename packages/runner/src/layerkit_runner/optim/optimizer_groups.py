@@ -205,7 +205,6 @@ class OptimizerGroups:
         return reach is Reach.TENSOR
 
     def _assign(self, paths: list[Path]) -> list[list[Path]]:
-        """Return the paths of each optimizer's weights, in the order of the optimizers."""
         main, *others = self._optimizers
         owners: dict[str, NamedOptimizer] = {}
         names = ["/".join(path) for path in paths]
@@ -228,10 +227,8 @@ class OptimizerGroups:
 
 
 def _bare(states: dict[str, Any]) -> Any:
-    """Return the states by group, or the state of the only group by itself."""
     return next(iter(states.values())) if len(states) == 1 else states
 
 
 def _by_name(state: Any, groups: Mapping[str, _Group]) -> dict[str, Any]:
-    """Return the states by group from the result of `_bare`."""
     return dict.fromkeys(groups, state) if len(groups) == 1 else dict(state)

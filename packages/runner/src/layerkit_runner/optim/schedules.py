@@ -257,7 +257,6 @@ def _after_warmup(
 def _check_decay(
     owner: str, peak: float, warmup_steps: int, decay_start: int, decay_end: int, min_ratio: float
 ) -> None:
-    """Raise `ConfigError` if a schedule of a warmup, a flat part and a decay is impossible."""
     check_non_negative(owner, **concrete_numbers(peak=peak))
     require(0 <= min_ratio <= 1, owner, "min_ratio", min_ratio, "a number in [0, 1]")
     if 0 <= warmup_steps <= decay_start < decay_end:

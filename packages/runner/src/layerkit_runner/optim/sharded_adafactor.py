@@ -48,8 +48,6 @@ class ShardedAdafactorState(NamedTuple):
 
 
 class _Slots(NamedTuple):
-    """The new arrays of one weight; see `ShardedAdafactorState`."""
-
     m: Any = optax.MaskedNode()
     m_scale: Any = optax.MaskedNode()
     vr: Any = optax.MaskedNode()
@@ -220,14 +218,12 @@ def _state(count: jax.Array, step: jax.Array, slots: Any) -> ShardedAdafactorSta
 
 
 def _tree_of(name: str, slots: Any) -> Any:
-    """Return one array of each weight, from a tree of `_Slots`."""
     return jax.tree.map(
         lambda one: getattr(one, name), slots, is_leaf=lambda node: isinstance(node, _Slots)
     )
 
 
 def _zeros(weight: jax.Array, *, one_at: int | None = None, dtype: Any = jnp.float32) -> jax.Array:
-    """Return zeros shaped like a weight, with size 1 in one dimension."""
     shape = list(weight.shape)
     if one_at is not None:
         shape[one_at] = 1

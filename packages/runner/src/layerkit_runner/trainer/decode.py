@@ -43,8 +43,6 @@ _RECORD_FORMAT = 2
 
 
 class _Processed:
-    """The results of a model's `process_decode_out`, over the batches of one decoding."""
-
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
         self._scalars = OverBatches()
@@ -191,7 +189,6 @@ class DecodeProgram(BaseProgram):
 
 
 def _can_reuse(path: epath.Path, provenance: dict[str, Any], observers: Observer) -> bool:
-    """Return whether finished outputs have this provenance."""
 
     def decide() -> bool:
         if not path.exists():
@@ -326,7 +323,6 @@ class DecodedRecords:
     def _texts(
         self, name: str, ids: np.ndarray, lengths: np.ndarray, *, key: str | None
     ) -> list[dict[str, Any]]:
-        """Return `{name: text}` of each row, or `{name}_ids` if the data set has no vocabulary."""
         try:
             texts = self._dataset.ids_to_strings(ids, lengths, key=key)
         except NotImplementedError:

@@ -255,7 +255,6 @@ class Executor:
         return found if evaluated_at == step else {}
 
     def _eval_input_states(self) -> dict[str, Any]:
-        """Return the positions of the held-out inputs that are not reset for each evaluation."""
         return {
             eval_input_key(program.name): program.dataset.get_state()
             for program in self.eval_programs

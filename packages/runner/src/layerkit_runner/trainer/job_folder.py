@@ -313,7 +313,6 @@ def check_restart(
 
 
 def _lost_work(directory: epath.Path, checkpoints: epath.Path) -> tuple[str, Any] | None:
-    """Return what was lost and the steps that show it; None if the job never saved."""
     if damaged := folders.committed_steps(checkpoints):
         return "all checkpoints are damaged", damaged
     if not (directory / FILE_NAME).exists():

@@ -155,5 +155,4 @@ def decoder_for(model: Any, *, max_new_tokens: int, is_greedy: bool, eos_id: Any
 
 
 def _segments(ids: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Return 1 for tokens and 0 for padding, int32 `[rows, length]`."""
     return (jnp.arange(ids.shape[1]) < lengths[:, None]).astype(jnp.int32)

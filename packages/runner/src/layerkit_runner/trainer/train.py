@@ -295,7 +295,6 @@ class TrainProgram:
         return both | {f"{self.name}/{name}": value for name, value in found.items()}
 
     def _check_same_spec(self, batch: NestedMap, step: int) -> None:
-        """Raise `UsageError` if fields, shapes or dtypes differ from those of the first batch."""
         first, now = (
             {name: f"{x.dtype.name}{list(x.shape)}" for name, x in b.flatten_items()}
             for b in (self._compiled.batch, batch)

@@ -166,7 +166,6 @@ def _accumulate(
     context: StepContext,
     microbatches: int,
 ) -> GradientResult:
-    """Accumulate the gradients of microbatches `[microbatches, rows, ...]` in a scan."""
     keys = microbatch_keys(key, microbatches)
 
     def weights(part: tuple[Any, jax.Array]) -> dict[str, jax.Array]:

@@ -85,7 +85,7 @@ def for_observers(
     for name, counts in fetched[0].items():
         for index in np.ndindex(counts.counts.shape[:-1]):
             own = jax.tree.map(lambda leaf, index=index: leaf[index], counts)
-            histograms[name + _suffix(index)] = _trimmed(histogram_of(own))
+            histograms[name + _suffix(index)] = histogram_of(own)
     for name, stacked in fetched[1].items():
         for index in np.ndindex(stacked.shape[1:-3]):
             for row, image in enumerate(stacked[(slice(MAX_IMAGES), *index)]):
@@ -103,18 +103,4 @@ def _is_summary(value: Any) -> bool:
 
 
 def _suffix(index: tuple[int, ...]) -> str:
-    """Return `/layer_3` for layer 3 of a stack, or `/layer_0_3` for several stacked axes."""
     return "/layer_" + "_".join(map(str, index)) if index else ""
-
-
-def _trimmed(histogram: Histogram) -> Histogram:
-    filled = np.flatnonzero(histogram.counts)
-    if not len(filled):
-        return histogram
-    first, last = filled[0], filled[-1]
-    return Histogram(
-        edges=histogram.edges[first : last + 2],
-        counts=histogram.counts[first : last + 1],
-        sum=histogram.sum,
-        sum_of_squares=histogram.sum_of_squares,
-    )

@@ -97,7 +97,6 @@ def _equation_flops(eqn: core.JaxprEqn, *, share: float) -> float:
 
 
 def _repeats(eqn: core.JaxprEqn) -> int:
-    """Return how many times the inner jaxprs of an equation run; 1 if it is unknown."""
     match eqn.primitive.name:
         case "scan":
             return int(eqn.params["length"])
@@ -233,7 +232,6 @@ def _without_pipelines(task: Config) -> Config:
 
 
 def _computed_plainly(task: Config) -> Config:
-    """Return the config without recomputation and fused attention; see `_PLAIN`."""
     unused = unused_templates(task)  # Setting a field of an unused template is an error.
     for config in walk_configs(task):
         if id(config) in unused:

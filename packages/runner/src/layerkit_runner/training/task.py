@@ -363,14 +363,12 @@ class SingleTask(Configurable):
         return jax.random.fold_in(self.first_key(), step)
 
     def _with_own(self, metrics: Metrics, outputs: NestedMap, batch: NestedMap) -> dict[str, Any]:
-        """Return the model's metrics and the task's metrics over examples."""
         for name in self.own_metrics:
             expected = f"a name other than the model's metrics: {', '.join(metrics)}"
             require(name not in metrics, "task", "metrics", name, expected)
         return {**metrics, **of_examples(self.own_metrics, outputs, batch)}
 
     def _loss_terms(self, metrics: Mapping[str, Any]) -> Mapping[str, float]:
-        """Return the factors of the model's metrics whose sum is the loss."""
         metrics = {name: m for name, m in metrics.items() if name not in self.own_metrics}
         if self.loss_weights is None:
             terms, field = {self.loss_name: 1.0}, "loss_name"
@@ -391,7 +389,6 @@ class SingleTask(Configurable):
         return terms
 
     def _with_loss(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Return the metrics of the global batch with the loss among them."""
         if self.loss_weights is None:
             return metrics
         terms = self._loss_terms(metrics)
@@ -411,7 +408,6 @@ class SingleTask(Configurable):
 
 
 def _variables(state: TrainState) -> dict[str, Any]:
-    """Return the variables that the model is applied to."""
     return {
         PARAMS: state.params,
         NON_TRAINABLE: state.non_trainable,
@@ -420,7 +416,6 @@ def _variables(state: TrainState) -> dict[str, Any]:
 
 
 def _next_overwritten(state: TrainState, found: Any, context: StepContext) -> Any:
-    """Return the next `overwrite_with_gradient` state, which only models with fp8 products have."""
     if not state.overwrite_with_gradient:
         return state.overwrite_with_gradient
     from layerkit.layers.quantization.fp8 import next_state

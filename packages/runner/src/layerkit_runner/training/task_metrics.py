@@ -179,7 +179,6 @@ def of_step(
 def _weights(
     sources: Mapping[str, NestedMap], metric: TaskMetric, values: jax.Array, *, name: str
 ) -> jax.Array:
-    """Return the weights in the shape of the values, `[rows, ...]`."""
     batch = sources["batch"]
     if metric.weight is not None:
         weights = _as_floats(_of_rows(sources, metric.weight, name=name))
@@ -198,7 +197,6 @@ def _weights(
 
 
 def _of_rows(sources: Mapping[str, NestedMap], path: str, *, name: str) -> Any:
-    """Return the array at `outputs/…` or `batch/…`."""
     source = sources[path.partition("/")[0]]
     flat = {key.replace(".", "/"): value for key, value in source.flatten_items()}
     return _at(flat, path, name=name)

@@ -115,7 +115,6 @@ class Link:
             self.socket.close()
 
     def _content(self, line: bytes) -> bytes | None:
-        """Return the content of a line, or None without a valid signature of the other end."""
         if len(line) > _MAX_LINE_BYTES:
             return None
         if self._key is None:
@@ -129,7 +128,6 @@ class Link:
 
 
 def _signature(key: bytes, role: str, number: int, content: bytes) -> bytes:
-    """Return the signature of a message of `role` by its number."""
     signed = f"{role} {number} ".encode() + content
     return hmac.digest(key, signed, "sha256").hex().encode()
 

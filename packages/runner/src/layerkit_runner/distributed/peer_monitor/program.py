@@ -302,7 +302,6 @@ class Monitor:
         self._announce_at = time.monotonic() + delay
 
     def _announce(self) -> None:
-        """End the process and report the lost one, unless it has ended or reported an error."""
         assert self._loss is not None
         self._announce_at = None
         if self._has_reported or self._is_gone:
@@ -320,7 +319,6 @@ class Monitor:
         _print_error(text)
 
     def _kill(self) -> None:
-        """Kill a process that does not end by itself, since it is stopped or blocked."""
         if os.getppid() == self._identity.pid:
             with contextlib.suppress(OSError):
                 os.kill(self._identity.pid, signal.SIGKILL)
