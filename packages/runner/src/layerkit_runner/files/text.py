@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 
 
@@ -37,6 +38,11 @@ def seconds_text(seconds: float) -> str:
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds / 1e-6:.3g} µs"
+
+
+def stable_repr(value: object) -> str:
+    """Return the representation of a value without addresses, which differ from run to run."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def cut(text: str, width: int) -> str:

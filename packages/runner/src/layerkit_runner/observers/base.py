@@ -88,6 +88,23 @@ class Histogram:
     sum: float
     sum_of_squares: float
 
+    @classmethod
+    def of(cls, counts: Any) -> Histogram:
+        """Convert `layerkit.summaries.BinCounts` `[bins]` on the host."""
+        edges, bins = (np.asarray(x, np.float64) for x in (counts.edges, counts.counts))
+        return cls(edges, bins, float(counts.sum), float(counts.sum_of_squares))
+
+    def trimmed(self) -> Histogram:
+        """Return the histogram without the empty buckets at both ends."""
+        filled = np.flatnonzero(self.counts)
+        if not len(filled):
+            return self
+        edges, counts = (
+            self.edges[filled[0] : filled[-1] + 2],
+            self.counts[filled[0] : filled[-1] + 1],
+        )
+        return dataclasses.replace(self, edges=edges, counts=counts)
+
     @property
     def norm(self) -> float:
         """The Euclidean norm √Σ x²."""

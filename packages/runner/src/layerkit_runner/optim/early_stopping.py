@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -20,12 +19,12 @@ from layerkit.checks import check_choice, check_non_negative, check_sizes
 from layerkit.config import Configurable
 from layerkit_runner.distributed.process_exchange import from_process_0
 from layerkit_runner.errors import UsageError
+from layerkit_runner.files.text import stable_repr
 
 TRAIN_STEP = "train_step"
 """Name before the metrics of a training step, such as `train_step/loss`."""
 
 _OWNER = "task.early_stopping"
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def by_path(metrics_by_program: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -259,22 +258,18 @@ class EarlyStop:
     def record(self) -> dict[str, Any]:
         """Return what a checkpoint stores, as JSON values."""
         return {
-            "rule": _text(self.rule),
+            "rule": stable_repr(self.rule),
             "state": self.rule.state(),
             "stopped_at": self.stopped_at,
         }
 
     def restore(self, record: Mapping[str, Any], *, report: Callable[[str], None]) -> None:
         """Restore the state of the rule; a rule with other settings is reset."""
-        if record["rule"] != _text(self.rule):
+        if record["rule"] != stable_repr(self.rule):
             report(f"early stopping is reset, because its settings were {record['rule']}")
             return
         self.rule.set_state(record["state"])
         self.stopped_at = record["stopped_at"]
-
-
-def _text(rule: StoppingRule) -> str:
-    return _ADDRESS.sub("", repr(rule))
 
 
 SKIPPED_STEPS = "skipped_steps"

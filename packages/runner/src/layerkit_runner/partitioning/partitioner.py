@@ -51,7 +51,7 @@ class Partitioner(Configurable):
     def __post_init__(self) -> None:
         self._mesh: Mesh | None = None
         self._placed: _PlacedState | None = None
-        self._evaluations: dict[str, tuple[SingleTask, Any]] = {}
+        self._evaluations: dict[tuple[str, bool], tuple[SingleTask, Any]] = {}
 
     def start(self, devices: Any = None) -> None:
         """Make the mesh of the devices, by default of all devices."""
@@ -211,28 +211,27 @@ class Partitioner(Configurable):
         )
 
     def eval_step_fn(self, task: SingleTask, *, averaged: bool | None = None) -> Any:
-        """Return jitted `(state, batch) -> metrics`; each call returns the same function."""
-        averaged = task.train.eval_use_ema_states if averaged is None else averaged
-        step = functools.partial(task.eval_step, averaged=averaged)
-        return self._cached(
-            f"eval {averaged}", task, lambda: self._jit_evaluation(task, step, output=REPLICATED)
-        )
+        """Return jitted `(state, batch) -> metrics`; each call returns the same function.
+
+        Args:
+          averaged: True to use the averaged weights; None for the task's setting.
+        """
+        return self._evaluation("eval_step", task, averaged=averaged, output=REPLICATED)
 
     def score_step_fn(self, task: SingleTask, *, averaged: bool | None = None) -> Any:
         """Return jitted `(state, batch) -> (metrics, rows of all examples)`; see `score_step`."""
-        averaged = task.train.eval_use_ema_states if averaged is None else averaged
-        step = functools.partial(task.score_step, averaged=averaged)
-        return self._cached(
-            f"score {averaged}",
-            task,
-            lambda: self._jit_evaluation(task, step, output=(REPLICATED, ROWS)),
-        )
+        return self._evaluation("score_step", task, averaged=averaged, output=(REPLICATED, ROWS))
 
-    def _cached(self, name: str, task: SingleTask, make: Callable[[], Any]) -> Any:
-        cached_for, made = self._evaluations.get(name, (None, None))
-        if cached_for is not task:
-            made = make()
-            self._evaluations[name] = (task, made)
+    def _evaluation(
+        self, method: str, task: SingleTask, *, averaged: bool | None, output: Any
+    ) -> Any:
+        """Return a jitted step of this task; data sets share compiled programs."""
+        averaged = task.train.eval_use_ema_states if averaged is None else averaged
+        made_for, made = self._evaluations.get((method, averaged), (None, None))
+        if made_for is not task:
+            step = functools.partial(getattr(task, method), averaged=averaged)
+            made = self._jit_evaluation(task, step, output=output)
+            self._evaluations[method, averaged] = (task, made)
         return made
 
     def _jit_evaluation(

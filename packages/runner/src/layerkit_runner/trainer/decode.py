@@ -72,12 +72,12 @@ class DecodeProgram(BaseProgram):
     dataset: BaseInput
 
     @functools.cached_property
-    def _step(self) -> Callable[..., Any]:
-        return self.partitioner.decode_step_fn(self.task)
-
-    @functools.cached_property
     def _weights_digest(self) -> Callable[[TrainState], str]:
         return weights_digest_fn(self.task, self.partitioner)
+
+    @functools.cached_property
+    def _step(self) -> Callable[..., Any]:
+        return self.partitioner.decode_step_fn(self.task)
 
     def trace(self, abstract_state: TrainState) -> None:
         """Trace one step on the first batch; see `BaseProgram.trace`."""

@@ -116,30 +116,21 @@ class EvalProgram(BaseProgram):
 
     dataset: BaseInput
 
-    def __init__(
-        self,
-        task: SingleTask,
-        partitioner: Partitioner,
-        dataset: BaseInput,
-        name: str,
-        folder: epath.Path | None = None,
-        *,
-        interval_steps: int | None = None,
-        use_ema_states: bool | None = None,
-    ) -> None:
-        super().__init__(task, partitioner, dataset, name, folder, interval_steps=interval_steps)
-        if use_ema_states and task.train.learner.ema_decay is None:
+    def __init__(self, *args: Any, use_ema_states: bool | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if use_ema_states and self.task.train.learner.ema_decay is None:
             raise UsageError(
                 "the task keeps no averaged weights",
-                owner=name,
+                owner=self.name,
                 field="use_ema_states",
                 value=True,
                 hint="Set task.train.learner.ema_decay, such as 0.9999.",
             )
         self.use_ema_states = use_ema_states
-        self._scores_examples = dataset.has_score_metrics
-        make_step = partitioner.score_step_fn if self._scores_examples else partitioner.eval_step_fn
-        self._step = make_step(task, averaged=use_ema_states)
+        self._scores_examples = self.dataset.has_score_metrics
+        of = self.partitioner
+        make_step = of.score_step_fn if self._scores_examples else of.eval_step_fn
+        self._step = make_step(self.task, averaged=use_ema_states)
 
     def run(self, state: TrainState, step: int, observers: Observer) -> dict[str, float]:
         """Evaluate the weights after `step` steps; report and return the metrics.

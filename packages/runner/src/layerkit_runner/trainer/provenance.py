@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from etils import epath
 
 from layerkit_inputs.base_input import BaseInput
 from layerkit_runner.files.atomic_write import atomic_write
+from layerkit_runner.files.text import stable_repr
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.training.task import SingleTask
 from layerkit_runner.training.train_state import TrainState
@@ -33,7 +33,6 @@ _HOST_FIELDS = frozenset(
         *("infeed_host_index", "num_infeed_hosts"),
     }
 )
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
@@ -43,7 +42,7 @@ def describe_settings(task: SingleTask, dataset: BaseInput | None) -> dict[str, 
     A data set that evaluations reset (`reset_for_eval`) is reset first.
     """
     model = {
-        "model settings": _text(task.model.clone(train=False, sharding=None)),
+        "model settings": stable_repr(task.model.clone(train=False, sharding=None)),
         "random seed": task.train.random_seed,
         "random numbers": task.train.prng_impl,
     }
@@ -54,7 +53,7 @@ def describe_settings(task: SingleTask, dataset: BaseInput | None) -> dict[str, 
     if dataset.reset_for_eval:
         dataset.reset()
     fields = [f.name for f in dataclasses.fields(dataset) if f.init and f.name not in _HOST_FIELDS]
-    values = {name: _text(getattr(dataset, name)) for name in fields}
+    values = {name: stable_repr(getattr(dataset, name)) for name in fields}
     position = dataset.get_state()["position"]
     return {**model, "data": {"class": type(dataset).__qualname__, **values, "state": position}}
 
@@ -116,11 +115,6 @@ def npz_path(outputs: epath.Path) -> epath.Path:
 
 def _provenance_path(outputs: epath.Path) -> epath.Path:
     return outputs.parent / f"{outputs.stem}.made_from.json"
-
-
-def _text(value: Any) -> str:
-    # Memory addresses differ from run to run.
-    return _ADDRESS.sub("", repr(value))
 
 
 def _digest_sum(leaf: jax.Array) -> jax.Array:

@@ -25,11 +25,22 @@ from layerkit_runner.data.training_data import TrainInput, TrainInputs
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import UsageError
-from layerkit_runner.observers import Goodput, Observer, StepWork, Throughput, memory_scalars
+from layerkit_runner.observers import (
+    Goodput,
+    Histogram,
+    Observer,
+    StepWork,
+    Throughput,
+    memory_scalars,
+)
 from layerkit_runner.observers.step_profiler import STEP_EVENT
 from layerkit_runner.optim.early_stopping import SkippedSteps
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.training.layer_summaries import for_observers, has_arrays
+from layerkit_runner.training.layer_summaries import (
+    for_observers,
+    has_arrays,
+    weight_histograms_fn,
+)
 from layerkit_runner.training.metrics import OverBatches
 from layerkit_runner.training.task import SingleTask
 from layerkit_runner.training.train_state import TrainState
@@ -184,10 +195,7 @@ class TrainProgram:
         reported[1][IS_VALID].copy_to_host_async()
         every, weights = self._train.weight_summary_interval_steps, None
         if every is not None and step % every == 0:
-            # Imported late, because few runs enable summaries of the weights.
-            from layerkit_runner.observers.weight_summaries import weight_summary_fn
-
-            summarize = weight_summary_fn(self._compiled.partitioner.replicated())
+            summarize = weight_histograms_fn(self._compiled.partitioner.replicated())
             # This must precede the next step, which donates the state.
             weights = summarize(self.stored_state(state.for_inference()).params)
         self._pending.append(_StartedStep(step, is_summarized, (*reported, weights, layers)))
@@ -221,9 +229,8 @@ class TrainProgram:
         if is_summarized or not is_valid:
             self._report_metrics(step, metrics, scalars, skipped, is_summarized=is_summarized)
         if weights is not None:
-            from layerkit_runner.observers.weight_summaries import histograms
-
-            observers.histograms(step, histograms(jax.device_get(weights)))
+            counts = jax.device_get(weights)
+            observers.histograms(step, {n: Histogram.of(c).trimmed() for n, c in counts.items()})
         if layers is not None:
             found, images = for_observers(jax.device_get(layers))
             observers.histograms(step, found)

@@ -6,17 +6,19 @@ summary step, with the same rows and random numbers. Other steps have no additio
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 
-from layerkit.summaries import DEFAULT_VERBOSITY, MAX_IMAGES, Summary
+from layerkit.summaries import DEFAULT_VERBOSITY, LOG_EDGES, MAX_IMAGES, BinCounts, Summary
 from layerkit_runner.observers import Histogram
 from layerkit_runner.training.gradients import microbatch_keys, split_rows
-from layerkit_runner.training.metrics import StepContext, histogram_of
+from layerkit_runner.training.metrics import StepContext
 
 PREFIX = "summaries/"
 
@@ -85,12 +87,29 @@ def for_observers(
     for name, counts in fetched[0].items():
         for index in np.ndindex(counts.counts.shape[:-1]):
             own = jax.tree.map(lambda leaf, index=index: leaf[index], counts)
-            histograms[name + _suffix(index)] = histogram_of(own)
+            histograms[name + _suffix(index)] = Histogram.of(own).trimmed()
     for name, stacked in fetched[1].items():
         for index in np.ndindex(stacked.shape[1:-3]):
             for row, image in enumerate(stacked[(slice(MAX_IMAGES), *index)]):
                 images[f"{name}{_suffix(index)}/{row}"] = np.asarray(image)
     return histograms, images
+
+
+@functools.lru_cache
+def weight_histograms_fn(
+    replicated: jax.sharding.Sharding,
+) -> Callable[[Any], dict[str, BinCounts]]:
+    """Return a jitted function from weights to their counts by `vars/PATH`, replicated.
+
+    Every device reads its own shard of a weight; no weight is gathered.
+    """
+
+    def count(params: Any) -> dict[str, BinCounts]:
+        flat = flatten_dict(params, sep="/")
+        floats = {p: x for p, x in flat.items() if jnp.issubdtype(x.dtype, jnp.floating) and x.size}
+        return {f"vars/{path}": BinCounts.of(leaf, LOG_EDGES) for path, leaf in floats.items()}
+
+    return jax.jit(count, out_shardings=replicated)
 
 
 def has_arrays(scalars: Mapping[str, Any]) -> bool:

@@ -87,7 +87,9 @@ class OverBatches:
                 # Unlike Python's max, np.maximum propagates NaN.
                 self._largest[name] = float(np.maximum(before, metric.value))
             else:
-                self._counts[name] = _sum_in_double(self._counts.get(name), metric)
+                more = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), metric)
+                known = self._counts.get(name)
+                self._counts[name] = more if known is None else jax.tree.map(np.add, known, more)
 
     def means(self) -> dict[str, float]:
         """Return means and maxima by name. A metric without any weight is NaN."""
@@ -95,38 +97,15 @@ class OverBatches:
             name: total / weight if weight else float("nan")
             for name, (total, weight) in self._totals.items()
         }
-        largest = {
-            name: float("nan") if value == -np.inf else value
-            for name, value in self._largest.items()
-        }
-        return means | largest
+        return means | {n: np.nan if x == -np.inf else x for n, x in self._largest.items()}
 
     def histograms(self) -> dict[str, Histogram]:
         """Return histograms by name."""
-        return {name: histogram_of(counts) for name, counts in self._counts.items()}
-
-    def weights(self) -> dict[str, float]:
-        """Return the total weights of the means by name."""
-        return {name: weight for name, (_, weight) in self._totals.items()}
+        return {name: Histogram.of(counts) for name, counts in self._counts.items()}
 
     def weight(self, name: str) -> float:
         """Return the total weight of the metric `name`; 0 before anything was added."""
         return self._totals.get(name, (0.0, 0.0))[1]
-
-
-def _sum_in_double(before: BinCounts | None, more: BinCounts) -> BinCounts:
-    more = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), more)
-    return more if before is None else jax.tree.map(np.add, before, more)
-
-
-def histogram_of(counts: BinCounts) -> Histogram:
-    """Convert counts `[bins]` on the host to the histogram that observers receive."""
-    return Histogram(
-        edges=np.asarray(counts.edges, np.float64),
-        counts=np.asarray(counts.counts, np.float64),
-        sum=float(counts.sum),
-        sum_of_squares=float(counts.sum_of_squares),
-    )
 
 
 @dataclasses.dataclass(frozen=True)
