@@ -34,7 +34,6 @@ def convert_step(
       FileExistsError: The destination has this step.
       DamagedCheckpointError: The step is damaged.
       ConfigError: The state already has this format.
-      OSError: Storage failed.
     """
     original = folders.step_folder(source, step)
     if format_of(original / "state") is state_format:

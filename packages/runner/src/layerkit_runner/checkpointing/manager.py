@@ -1,16 +1,15 @@
 """Manager that saves and restores the state, input states and metadata of training steps.
 
-`CheckpointManager` writes asynchronously with Orbax. It adds to Orbax a manifest of checksums in
-every step (`integrity.py`), a single-file format (`formats.py`), a strict comparison of structures
-on restore (`structure.py`), and messages about all files that it deletes or moves.
+It adds to Orbax a manifest of checksums in every step (`integrity.py`), a single-file format
+(`formats.py`), a strict comparison of structures on restore (`structure.py`), and messages about
+all files that it deletes or moves.
 
     DIR/checkpoint_00000042/            a committed step
         state/  input_states/  metadata/  integrity/
     DIR/damaged_checkpoint_00000042/    a damaged step, moved aside for inspection
     DIR/evaluations.json                recorded evaluations of the saved steps
 
-Orbax is imported by the first save or restore, and not when this module is imported. A new job can
-therefore import `orbax.checkpoint` in the background while its first step compiles.
+The first save or restore imports Orbax; a new job can do so while its first step compiles.
 """
 
 from __future__ import annotations
@@ -56,18 +55,16 @@ class CheckpointManager:
     manager, or use it as a context manager, so that the last save is completed.
 
     Args:
-      directory: Folder of the checkpoints; local, or a store that epath supports (`gs://…`). The
-        first save creates it.
+      directory: Folder of the checkpoints, which the first save creates.
       policy: Policy that determines which steps are saved and kept; None for the default policy.
       state_format: Format of new checkpoints. Both formats are read.
       async_timeout_secs: Time limit of a save, in seconds.
       todelete_subdir: Folder to which steps that are no longer kept are moved; None deletes them.
-      read_only: True if this manager must not write, delete or move files, for example because a
-        training job owns the folder.
+      read_only: True if this manager must not write, delete or move files.
+      report: Function that receives messages for the user.
       on_commit: Function that process 0 calls with each committed step, unless `read_only` is set.
 
     Raises:
-      ConfigError: `async_timeout_secs` is below 1, or the record of evaluations is malformed.
       SaveError: The unfinished folder of a killed save cannot be deleted.
     """
 
@@ -153,9 +150,7 @@ class CheckpointManager:
           True if a save was started; False if none is due, or the step is already saved.
 
         Raises:
-          NonFiniteError: In the previous save, weights were NaN or infinite, or other parts were
-            NaN.
-          PermissionError: The manager is read-only.
+          NonFiniteError: The state of the previous save was not finite.
           SaveError: The previous save failed, or this one cannot be started.
           TypeError: A leaf, input state or metadata value cannot be stored.
           ConfigError: The format does not support the sharding of the state.
@@ -363,10 +358,7 @@ class CheckpointManager:
         self._orbax.wait_until_finished()
 
     def _require_finite(self) -> None:
-        """Raise NonFiniteError and delete the unfinished step if its state is not finite.
-
-        The check precedes any later training step, so a call after such a step waits only briefly.
-        """
+        """Raise NonFiniteError and delete the unfinished step if its state is not finite."""
         check, self._check = self._check, None
         found = [] if check is None else check.nonfinite()
         if not found:

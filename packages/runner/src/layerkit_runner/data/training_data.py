@@ -147,17 +147,17 @@ def training_configs(resolved: ResolvedExperiment) -> dict[str, Config]:
             hint += f" {path} trains its model, and can be planned."
         problem = "the experiment only evaluates: no input has is_training=True"
         raise UsageError(problem, owner=resolved.name, field="datasets()", hint=hint)
+    by_name = datasets_by_name(configs)
     if resolved.train_programs is None:
         if len(configs) != 1:
             raise UsageError(
                 owner=resolved.name,
                 field="datasets()",
-                value=list(datasets_by_name(configs)),
+                value=list(by_name),
                 expected="one input with is_training=True",
                 hint="To train on several, list them in train_programs()." if configs else None,
             )
-        return datasets_by_name(configs)
-    by_name = datasets_by_name(configs)
+        return by_name
     chosen: dict[str, Config] = {}
     for index, program in enumerate(resolved.train_programs):
         path = f"train_programs.{index}"
@@ -177,8 +177,7 @@ def training_configs(resolved: ResolvedExperiment) -> dict[str, Config]:
                 hint="Use one program with more steps, or another data set.",
             )
         chosen[name] = by_name[name]
-    unread = [name for name in by_name if name not in chosen]
-    if unread:
+    if unread := [name for name in by_name if name not in chosen]:
         raise UsageError(
             "no training program reads a data set with is_training=True",
             field="train_programs()",
@@ -237,10 +236,7 @@ class TrainInput:
 
 
 class TrainInputs:
-    """The training data sets of a job, used round robin.
-
-    The data set of a step depends only on the step number, so a resumed run uses the same order.
-    """
+    """The training data sets of a job, used round robin by the number of the step."""
 
     def __init__(self, inputs: Sequence[TrainInput]) -> None:
         self.inputs = tuple(inputs)

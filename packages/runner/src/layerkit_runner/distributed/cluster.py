@@ -39,7 +39,7 @@ from layerkit_runner.distributed.peer_monitor import Identity
 from layerkit_runner.distributed.process_exchange import distributed_state
 from layerkit_runner.distributed.watchdog import notifying_others
 from layerkit_runner.errors import UsageError
-from layerkit_runner.files.atomic_write import absolute, check_links, private_folder
+from layerkit_runner.files.atomic_write import absolute, check_links, is_remote, private_folder
 from layerkit_runner.run_options import AUTO_ADDRESS, RunOptions
 
 if TYPE_CHECKING:
@@ -251,14 +251,14 @@ def log_file(identity: Identity, job_log_dir: str | None) -> Path:
     name = f"process_{identity.process:04d}.log"
     directory = os.fspath(absolute(job_log_dir or "."))
     folder = Path(directory) / "logs"
-    reason = "a store cannot append to files" if "://" in directory else None
-    if reason is None:
-        try:
-            check_links(directory)
-            folder.mkdir(parents=True, exist_ok=True)
-            return folder / name
-        except OSError as error:
-            reason = str(error)
+    try:
+        if is_remote(directory):
+            raise OSError("a store cannot append to files")
+        check_links(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / name
+    except OSError as error:
+        reason = str(error)
     digest = hashlib.sha256(directory.encode()).hexdigest()[:8]
     local = private_folder(Path(tempfile.gettempdir()) / f"layerkit_logs_{os.getuid()}_{digest}")
     if identity.process == 0:
@@ -316,15 +316,16 @@ def bind_address(host: str) -> str:
 
 def listen(host: str, *, backlog: int) -> socket.socket:
     """Return a socket that listens at a free port of `bind_address(host)`."""
-    return _listen(bind_address(host), backlog=backlog)
+    address = bind_address(host)
+    if address != _ALL_INTERFACES:
+        return _listen(address, backlog=backlog)
+    with contextlib.suppress(OSError, ValueError):  # IPv6 may be off
+        return socket.create_server(
+            (address, 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
+        )
+    return socket.create_server(("", 0), backlog=backlog)
 
 
 def _listen(address: str, *, backlog: int) -> socket.socket:
-    if address == _ALL_INTERFACES:
-        with contextlib.suppress(OSError, ValueError):  # IPv6 may be off
-            return socket.create_server(
-                (address, 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
-            )
-        return socket.create_server(("", 0), backlog=backlog)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, 0), family=family, backlog=backlog)

@@ -1,13 +1,11 @@
 """Start of JAX's devices, and the settings of their compilers and allocators.
 
-XLA reads its flags from the environment when the first device is used. So `set_compiler_flags` runs
-before that, and `check_devices`, which compares the flags with the devices, runs afterwards.
-Flags in the user's own environment come last and win.
+XLA reads its flags from the environment when the first device is used: `set_compiler_flags` runs
+before that, and `check_devices` afterwards. Flags in the user's own environment come last and win.
 
 Sources: JAX documentation, "GPU performance tips"; NVIDIA JAX-Toolbox, "GPU performance"; OpenXLA,
-"XLA flags guidance" and "GPU optimization levels" (level O1); MaxText's collected flags for TPUs
-and its scripts for H100; PyTorch/XLA's defaults for weights that are fully sharded (its pull
-request 6528), which Google's recipes for v5p use as well. docs/profiling.md has the reasons.
+"XLA flags guidance" and "GPU optimization levels"; MaxText's collected flags; PyTorch/XLA's
+defaults for fully sharded weights (pull request 6528). docs/profiling.md has the reasons.
 """
 
 from __future__ import annotations
@@ -230,10 +228,7 @@ def cache_folder(flag: str | None, environ: Mapping[str, str]) -> str | None:
 
 
 def make_private(folder: str, environ: Mapping[str, str]) -> None:
-    """Create the default cache folder for this user only; leave any other folder unchanged.
-
-    JAX runs the programs in this folder, so a user who can write to it can run code in a job.
-    """
+    """Create the default cache folder for this user only; leave any other folder unchanged."""
     if folder == os.path.abspath(_default_folder(environ)):
         Path(folder).parent.mkdir(parents=True, exist_ok=True)
         private_folder(Path(folder))

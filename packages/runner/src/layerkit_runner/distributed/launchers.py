@@ -1,13 +1,11 @@
 """Environment variables of a process: those of its launcher, and XLA's flags.
 
-Slurm, Open MPI or torchrun describe a process and its job. A mistake is reported before JAX is
-imported. JAX itself finds the address of the coordinator, and asks the clusters that set no
-variables: TPU pods and Kubernetes.
+JAX itself finds the address of the coordinator, and asks the clusters that set no variables: TPU
+pods and Kubernetes.
 
 XLA ends the process for a flag that it does not know. The flags in the table of this module are
-missing in every supported version. Sources: openxla/xla, pull requests 11422 (asynchronous
-collectives) and 30187 (graph levels), and its commits d7a758b (conversions) and 896e241 (softmax);
-jax-ml/jax, pull request 25444.
+missing in every supported version. Sources: openxla/xla, pull requests 11422 and 30187, commits
+d7a758b and 896e241; jax-ml/jax, pull request 25444.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """Signals: Ctrl-C, SIGTERM and SIGHUP finish the step, save and exit; SIGUSR1 saves and continues.
 
-The first signal sets a flag, which the loop reads between steps and while it waits for its input. A
-second Ctrl-C exits at once, without saving. Work that a signal may interrupt, such as the report at
-the end of training, runs inside `StopSignals.leaving_at_once`.
+The loop reads the flag of a signal between steps and while it waits for its input. A second Ctrl-C
+exits at once, without saving. The report at the end runs inside `StopSignals.leaving_at_once`.
 
-If several processes train together, all act on a signal to any of them, after the same step. A
-process that learns of a signal starts no further step and publishes the last step that it has
-started. When all have published, all act after the newest of these steps, since a step that one
-process has started ends only when all others start it, too. The exchange uses the key-value store
-of JAX's coordinator and no device, so it works while a process waits for input or other processes.
+Processes that train together act on a signal to any of them after the same step. A process that
+learns of a signal starts no further step and publishes the last step that it has started. When all
+have published, all act after the newest of these, since a step that one process has started ends
+only when all start it. The exchange uses JAX's coordinator and no device.
 """
 
 from __future__ import annotations
@@ -167,10 +165,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def leaving_at_once(self, what: str) -> Iterator[None]:
-        """End the process at once on a signal to stop inside the block, or on a pending one.
-
-        `what` describes the omitted work and its remedy, for the message.
-        """
+        """End the process at once on a signal to stop inside the block, or on a pending one."""
         self._at_once = what
         if self.received is not None:
             print_error(f"\n{self.received.name}: leaving at once; {what}")

@@ -1,12 +1,9 @@
 """The watchdog, which ends a process without progress, and the exit of a blocked process.
 
-Code that makes progress calls `progress`; a thread checks the time of the last call. A process has
-one watchdog.
-
-The main thread may be in compiled code for minutes, and standard error may be a file on a disk that
-does not respond. So an exit waits for no thread, disk, device or other process, and every action
-before it has a time limit. This module imports only the standard library and `open_append`, since
-the peer monitor uses it.
+Code that makes progress calls `progress`; a thread checks the time of the last call. The main
+thread may be in compiled code, and standard error on a disk that does not respond. So an exit waits
+for nothing, and every action before it has a time limit. This module imports only the standard
+library and `open_append`, since the peer monitor uses it.
 """
 
 from __future__ import annotations
@@ -66,10 +63,7 @@ def before_forced_exit(callback: Callable[[], None]) -> Iterator[None]:
 def notifying_others(
     notify: Callable[[str], None], wait_for_others: Callable[[], None] | None = None
 ) -> Iterator[None]:
-    """Report the reason to the other processes if this one ends inside the block.
-
-    `wait_for_others` has a time limit and is called last if the others need this process.
-    """
+    """Report the reason to the other processes if this one ends inside the block."""
     global _notify, _wait_for_others
     _notify, _wait_for_others = notify, wait_for_others
     try:
@@ -108,10 +102,7 @@ def forced_exit(exit_code: int, reason: str) -> NoReturn:
 
 @contextlib.contextmanager
 def forced_exit_on(*kinds: type[Exception], exit_code: int) -> Iterator[None]:
-    """End the process on an error of these kinds, before contexts outside of the block are closed.
-
-    Closing their files would wait for the same disk.
-    """
+    """End the process on an error of these kinds, before contexts outside of the block close."""
     try:
         yield
     except kinds as error:

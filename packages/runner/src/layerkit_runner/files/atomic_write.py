@@ -1,10 +1,8 @@
 """Writes files into folders that other users may also write to.
 
-Another user can place a symbolic link under a name that a run is going to write, and so have the
-run overwrite any file that its owner may write. Every function here opens the last component of a
-path without following a link. Folders above it may be links, as in `runs -> /scratch/runs`.
-
-This module imports the standard library alone, since the peer monitor of each process loads it.
+A symbolic link of another user could have a run overwrite any file of its owner. So every function
+opens the last component of a path without following a link. This module imports the standard
+library alone, since the peer monitor of each process loads it.
 """
 
 from __future__ import annotations

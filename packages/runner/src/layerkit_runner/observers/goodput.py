@@ -1,14 +1,12 @@
 """Goodput, the wall-clock accounting of a job by phase, over all its runs.
 
-At every moment the main thread is in one phase, so the phases add up to the elapsed time. The
-goodput is the share of `steps`, the only phase in which the model is trained:
+The phases of the main thread add up to the elapsed time. The goodput is the share of `steps`:
 
     start        before the first step: building, restoring, opening the data
     compile      tracing and compiling the training step
     input_wait   idle devices for lack of a batch
     save         waiting for a checkpoint (writing continues in the background)
-    eval         evaluation, including the compilation of its step
-    decode       decoding, including the compilation of its step
+    eval, decode including the compilation of their steps
     profile      starting, stopping and writing a trace
     lost         steps that were not saved, and that a later run repeated
     other        everything else, such as the report at the end
@@ -151,9 +149,8 @@ class Goodput:
 class GoodputLog(Observer):
     """An observer that records the goodput of a training job, over all its runs, in goodput.json.
 
-    The file is rewritten every 30 seconds, with each save and at the end. The time of a killed run
-    after its last record counts as time between runs. The hooks run on the main thread, whose time
-    they read; the file is written in the background.
+    The file is written in the background, every 30 seconds, with each save and at the end. The
+    hooks run on the main thread, whose time they read.
     """
 
     in_background = False

@@ -54,7 +54,6 @@ def draw_loss_curve(
 
     Raises:
       ConfigError: The record has no finite value of `key`.
-      MissingExtraError: matplotlib is not installed.
     """
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -94,8 +93,7 @@ def draw_loss_curve(
 def smooth(values: Sequence[float], *, half_width: int) -> list[float]:
     """Return the means over a window of up to `half_width` values on either side of each value.
 
-    The window is centered, so that the curve does not lag, and shrinks at the start. At the end,
-    where curves are flat and noise misleads, only its right side shrinks.
+    The window is centered and shrinks at the start. At the end only its right side shrinks.
 
     >>> smooth([9.0, 6.0, 3.0, 0.0], half_width=1)
     [9.0, 6.0, 3.0, 1.5]

@@ -1,16 +1,12 @@
-"""metrics.jsonl, the record of a run as JSON lines.
-
-One object per line, in the order of events:
+"""metrics.jsonl, the record of a run as JSON lines, in the order of events.
 
     {"event": "start", "step": 0, "time": …, "experiment": …, "num_params": …, …}
     {"step": 1, "time": …, "loss": …, "tokens_per_sec": …, "mfu": …, …}
     {"step": 100, "time": …, "dataset": "held_out", "loss": …, …}
     {"event": "resume", "step": 500, "time": …, …}
 
-`time` is Unix time in seconds. A training run that finds an earlier record writes `resume` with its
-start step, which may be 0. Earlier lines of later steps come from lost work: they stay in the file,
-and `read_metrics` omits them. Modes other than training write metrics_<mode>.jsonl, since they may
-run at the same time in the same folder.
+`time` is Unix time in seconds. After `resume`, earlier lines of later steps come from lost work,
+which `read_metrics` omits. Other modes than training write metrics_<mode>.jsonl.
 """
 
 from __future__ import annotations

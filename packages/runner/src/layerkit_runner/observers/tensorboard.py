@@ -32,9 +32,8 @@ _SECONDS_BETWEEN_FLUSHES = 30
 class TensorBoard(Observer):
     """An observer that writes scalars, histograms, images and texts as TensorBoard events.
 
-    A resumed run begins new event files, with a mark that makes TensorBoard hide earlier events
-    after its start step. On remote stores tensorboardX requires the client of the store, such as
-    google-cloud-storage for `gs://`.
+    A resumed run begins new event files, with a mark that hides earlier events after its start
+    step. Remote stores require their client, such as google-cloud-storage for `gs://`.
     """
 
     def __init__(self) -> None:
@@ -161,12 +160,8 @@ def _tag(name: str) -> str:
 def eval_folder(dataset: str) -> str:
     """Return the summary folder of a data set; 'train' and 'train/…' are training data.
 
-    >>> eval_folder('train'), eval_folder('held_out'), eval_folder('c4/en')
-    ('eval_train', 'eval_test_held_out', 'eval_test_c4_en')
-    >>> eval_folder('train/web')
-    'eval_train_web'
-    >>> eval_folder('decode/prompts')
-    'decode_test_prompts'
+    >>> eval_folder('train'), eval_folder('c4/en'), eval_folder('decode/prompts')
+    ('eval_train', 'eval_test_c4_en', 'decode_test_prompts')
     """
     kind, name = "eval_test", dataset
     if dataset.startswith(DECODE_PREFIX):

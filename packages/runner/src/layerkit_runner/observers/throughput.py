@@ -79,9 +79,8 @@ class Throughput:
     def rates_since_asked(self) -> Callable[[], dict[str, float]]:
         """Return a function that returns the rates since its last call, the first time since now.
 
-        The rates are step_time (seconds), steps_per_sec, examples_per_sec and input_wait (the
-        fraction of time without a batch); if known, also tokens_per_sec, tflops_per_sec_per_device
-        (model FLOPs, 1e12) and mfu (a fraction). They are empty if no timed step has ended.
+        They are fractions, seconds and 1e12 model FLOPs, as the names say; unknown ones are left
+        out.
         """
         last = self._total
 

@@ -77,10 +77,7 @@ def _stored_dtype(x: jax.Array) -> Any:
 
 
 def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Return float32 `[...]` in bfloat16, rounded up or down so that the expected value is `x`.
-
-    Numbers that bfloat16 can represent, infinities and NaN are unchanged.
-    """
+    """Return float32 `[...]` in bfloat16, rounded up or down so that the expected value is `x`."""
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise
     rounded = jax.lax.bitcast_convert_type(bits & ~jnp.uint32(_DROPPED_BITS), jnp.float32)

@@ -64,10 +64,8 @@ class StoppingRule(Configurable):
     def should_stop(self, metrics: Mapping[str, float], step: int) -> bool:
         """Return whether training ends after `step` steps; called on process 0 only.
 
-        Args:
-          metrics: Results of this step, by `DATASET/METRIC` for evaluations and
-            `decode/DATASET/METRIC` for decodings. Only data sets that were due at this step. If
-            `asks_each_step` is True, also `train_step/METRIC`, the metrics of the model.
+        `metrics` are those of this step, by `DATASET/METRIC`, `decode/DATASET/METRIC` and, if
+        `asks_each_step` is True, `train_step/METRIC`.
         """
         raise NotImplementedError(f"{type(self).__qualname__} must define should_stop")
 

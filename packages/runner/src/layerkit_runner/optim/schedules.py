@@ -225,12 +225,7 @@ def longest_warmup(num_steps: int) -> int:
 
 
 def concrete_number(value: Any) -> float | None:
-    """Return the value of a number, or of an array that holds one number.
-
-    Returns:
-      None for a schedule, a traced array (as under `optax.inject_hyperparams`) and anything that
-      is not a number.
-    """
+    """Return the value of a number or of an array with one; None for anything else."""
     if isinstance(value, (jax.core.Tracer, str)):
         return None
     try:

@@ -65,11 +65,7 @@ class TrainedWeights:
         check_regexes("Learner", trainable=self.trainable, frozen=self.frozen)
 
     def select(self, params: Any) -> Any:
-        """Return the trained part of a tree of weights, nested dicts of arrays.
-
-        Raises:
-          ConfigError: A pattern matches no weight, or no weight is left to train.
-        """
+        """Return the trained part of a tree of weights, nested dicts of arrays."""
         flat = flatten_dict(params)
         integers = _integer_paths(flat)
         if self._is_all and not integers:
@@ -178,12 +174,9 @@ class VariationalNoise(Configurable):
             matching_paths(pattern, flatten_dict(params, sep="/"), owner="task.vn", field="weights")
 
     def add(self, params: Any, key: jax.Array, *, step: jax.Array) -> Any:
-        """Return `params` with noise on the weights that match.
+        """Return `params`, nested dicts `[...]`, with noise on the weights that match.
 
-        Args:
-          params: All weights, nested dicts `[...]`.
-          key: Random key of the step, the same on every shard of the batch.
-          step: Number of completed steps, int32 scalar.
+        `key` is the random key of the step, the same on every shard of the batch.
         """
         key = jax.random.fold_in(key, _NOISE_STREAM)
         scale = jnp.where(step >= self.start_step, jnp.float32(self.scale), 0.0)

@@ -1,15 +1,12 @@
 """Logical axes of the arrays of a state, and padding of those that the mesh does not divide.
 
-The declaration of a weight names its axes. An optimizer keeps arrays shaped like the weights
-(moments, traces) in trees with the same paths. Such an array has the axes of the weight whose path
-is the end of its path. Some of its dimensions may be reduced to size 1 (scales of integers, factors
-of moments), which have no axis. Arrays of other shapes (counters, the moments of
-`optax.adafactor`) have no axes and are replicated.
+An optimizer keeps arrays shaped like the weights in trees with the same paths. Such an array has
+the axes of the weight whose path is the end of its path; dimensions reduced to size 1 have no axis.
+Arrays of other shapes (counters, the moments of `optax.adafactor`) are replicated.
 
 Between steps, JAX holds arrays in equal parts only, so a dimension such as 50257 words on 8 devices
-is rounded up on the devices with zeros at its end. A compiled step removes them first and adds them
-last, which needs no communication. The model and the optimizer see the array without padding, split
-unevenly by XLA. Storage holds it without padding, so a checkpoint does not depend on the mesh.
+is rounded up with zeros at its end. A compiled step removes them first and adds them last, which
+needs no communication. A checkpoint does not depend on the mesh:
 
     on the devices   [50264/tensor, 768]     equal parts, zeros at the end
     within a step    [50257/tensor, 768]

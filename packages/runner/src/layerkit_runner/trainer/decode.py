@@ -103,17 +103,12 @@ class DecodeProgram(BaseProgram):
         model that defines `process_decode_out` decodes again, since its metrics are not kept.
 
         Returns:
-          One record per example of the global batches, with `example` (its provenance) if the data
-          set numbers its examples. A model that continues prompts has `prompt` (the source, for a
-          model with an encoder), `continuation`, `log_prob` (sum over the drawn tokens, in nats),
-          `num_tokens` and, if the model ranks continuations, `score`; if several were requested,
-          `candidates` holds those that were found, best first, each with the last four. A data set
-          without a vocabulary has `prompt_ids` and `continuation_ids` instead of the texts. All
-          other outputs of the model are in the record by their names; see `DecodedRecords`.
-
-        Raises:
-          UsageError: The data set has metrics over texts and the records hold none, or an output
-            does not have one entry for each row.
+          One record per example, with `example` (its provenance) if the data set numbers its
+            examples. A model that continues prompts has `prompt` (the source, for a model with an
+            encoder), `continuation`, `log_prob` (sum over the drawn tokens, in nats), `num_tokens`
+            and, if the model ranks continuations, `score` and `candidates`, best first. Without a
+            vocabulary, `prompt_ids` and `continuation_ids` replace the texts. All other outputs of
+            the model follow by their names.
         """
         path = self.output_path(step)
         provenance: dict[str, Any] = {}

@@ -85,10 +85,7 @@ class Executor:
         return self.early_stop is not None and self.early_stop.stopped_at is not None
 
     def run(self, state: TrainState, step: int) -> tuple[TrainState, int]:
-        """Train from `step` completed steps until the last step, a signal or early stopping.
-
-        Returns:
-          (state, number of completed steps).
+        """Train from `step` completed steps; return the state and the number of completed steps.
 
         Raises:
           NonFiniteError: Too many steps in a row were not valid, or the state is not finite.

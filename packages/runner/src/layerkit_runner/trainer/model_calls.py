@@ -77,11 +77,7 @@ def token_logits(model: BaseModel, variables: Variables, batch: NestedMap) -> ja
 
 
 def token_log_probs(model: BaseModel, variables: Variables, batch: NestedMap) -> jax.Array:
-    """Compute log p(label) in nats, float32 `[rows, length]`, for a batch of the model.
-
-    Args:
-      batch: Batch with `labels`, as an evaluation reads it; see `LanguageModel`.
-    """
+    """Compute log p(label) in nats, float32 `[rows, length]`, for an evaluated batch."""
     own = isinstance(model, (LanguageModel, SequenceModel))
 
     def call(bound: Any) -> jax.Array:
@@ -133,10 +129,7 @@ def advance_rows(
 
 
 def decoder_for(model: Any, *, max_new_tokens: int, is_greedy: bool, eos_id: Any) -> PausedDecoder:
-    """Return a decoder with the stop sequences and processors of a model's own decoder.
-
-    Sampling options are those of rows; see `RowOptions`.
-    """
+    """Return a decoder of rows with the stop sequences and processors of the model's own."""
     own = model.decoder
     fields: dict[str, Any] = {}
     if isinstance(own, SampleDecoder):

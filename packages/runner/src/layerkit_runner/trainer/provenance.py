@@ -61,8 +61,7 @@ def describe_settings(task: SingleTask, dataset: BaseInput | None) -> dict[str, 
 def weights_digest_fn(task: SingleTask, partitioner: Partitioner) -> Callable[[TrainState], str]:
     """Return a function that computes a digest of a state's weights and step.
 
-    Every device reads its own shards, and the digest does not depend on the mesh. The digest
-    detects mistakes. It does not protect against manipulation.
+    It is the same on every mesh, detects mistakes, and does not protect against manipulation.
     """
 
     def leaf_sums(state: TrainState) -> jax.Array:

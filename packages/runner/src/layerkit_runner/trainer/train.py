@@ -81,7 +81,8 @@ def trace_step(
 ) -> Callable[[], CompiledStep]:
     """Trace the training step and return a function that compiles it.
 
-    With `jax_enable_pgle` its first call compiles it, because JAX then profiles and recompiles it.
+    With `jax_enable_pgle` the step is compiled by its first call, since JAX profiles and recompiles
+    only functions that were not compiled ahead of time.
     """
     jitted = partitioner.train_step_fn(task)
     lowered = jitted.lower(state, batch)
@@ -291,10 +292,7 @@ class TrainProgram:
             self._since_summary = OverBatches()
 
     def _with_prefix(self, found: Mapping[str, T]) -> dict[str, T]:
-        """Return values with names prefixed by the program's name, if the job has several programs.
-
-        The loss is also returned without the prefix.
-        """
+        """Return values with the program's name, if there are several; the loss also alone."""
         if self.name is None:
             return dict(found)
         loss = self._compiled.task.loss_name

@@ -1,13 +1,11 @@
 """Metrics of steps, and their reduction over microbatches, shards and batches.
 
-There are three kinds:
-
     WeightedScalar    a mean, reduced by Σ value·weight / Σ weight
     Maximum           a largest value, reduced by the maximum
     BinCounts         a histogram over fixed bins, whose counts are added
 
-`StepContext` reduces them over shards on the devices. `OverBatches` reduces them over batches on
-the host in double precision. `ByExample` collects one value for each example of a data set.
+`StepContext` reduces them over shards on the devices, and `OverBatches` over batches on the host in
+double precision. `ByExample` collects one value for each example of a data set.
 """
 
 from __future__ import annotations

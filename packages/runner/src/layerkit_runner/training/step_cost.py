@@ -1,9 +1,8 @@
 """Model FLOPs and temporary memory of a training step, for throughput and plans.
 
-FLOPs are counted on the jaxpr of a function, without a device or compilation. XLA's cost analysis
-is not used: it counts the body of a loop once, and the repetitions of rematerialization.
-Only contractions count (matrix products, convolutions, fused attention), two FLOPs for each
-multiply-add. That is the convention of Chowdhery et al., "PaLM", 2022, appendix B.
+FLOPs are counted on the jaxpr of a function: XLA's cost analysis counts the body of a loop once,
+and the repetitions of rematerialization. Only contractions count, two FLOPs for each multiply-add,
+as in Chowdhery et al., "PaLM", 2022, appendix B.
 """
 
 from __future__ import annotations
@@ -144,10 +143,7 @@ def _product_flops(eqn: core.JaxprEqn, contracted: tuple[int, ...], shared: tupl
 
 
 def _conv_flops(eqn: core.JaxprEqn) -> int:
-    """Count one sum over the kernel's window and a group's input channels per output scalar.
-
-    Padding counts, as for a dense product. Zeros between inputs (`lhs_dilation`) do not count.
-    """
+    """Count one sum over the kernel's window and a group's input channels per output scalar."""
     kernel = _shape(eqn.invars[1])
     output = _shape(eqn.outvars[0])
     out_features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]

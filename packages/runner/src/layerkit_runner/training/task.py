@@ -424,10 +424,7 @@ def _next_overwritten(state: TrainState, found: Any, context: StepContext) -> An
 
 
 def _shard_mean(tree: Any, context: StepContext) -> Any:
-    """Return the mean over shards of moving statistics, which each shard updated from its rows.
-
-    Integers are counters, which are equal on all shards.
-    """
+    """Return the mean over shards of moving statistics; integers are equal counters."""
     if context.num_shards == 1:
         return tree
 

@@ -38,10 +38,7 @@ class TrainState(struct.PyTreeNode):
     ema: Any = dataclasses.field(default_factory=dict)
 
     def for_inference(self) -> TrainState:
-        """Return the state without the fields that only training needs; see `TRAINING_ONLY`.
-
-        The state of a schedule-free optimizer stays, because it holds the weights to evaluate.
-        """
+        """Return the state without `TRAINING_ONLY`, unless evaluation needs it."""
         if is_schedule_free(self.opt_state):
             return self
         return self.replace(**dict.fromkeys(TRAINING_ONLY, ()))

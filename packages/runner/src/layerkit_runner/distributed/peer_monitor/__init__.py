@@ -4,10 +4,8 @@
     program.py    loop and end of the peer monitor; copies of the output, to the log and terminal
     hub.py        signed messages between peer monitors; the hub that finds the first lost process
 
-A peer monitor is a separate process, so that it can act when the monitored process is aborted from
-C++, killed, stopped, or in compiled code that holds Python's lock. It imports only the standard
-library and small modules of `layerkit` and `layerkit_runner`. These packages import JAX only when
-it is used.
+A separate process can act when the monitored one is aborted from C++, killed, stopped, or in code
+that holds Python's lock. It imports the standard library and small modules without JAX.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Messages between peer monitors, and the hub that finds the first lost process.
 
-Messages are JSON objects, one on a line, over a non-blocking socket. Over a network each line is
-signed with a key that the processes of a job share. A line that is too long, unsigned or wrongly
-signed closes the connection before its content is parsed. The messages are not encrypted.
+Messages are JSON objects, one on a line, and over a network each line is signed with a key of the
+job. A line that is too long, unsigned or wrongly signed closes the connection before its content is
+parsed. The messages are not encrypted.
 
 The hub is beside process 0. A member beside each process reports to it each second, and at once
-when its process ends, fails or is stopped. A silent member means that the machine or the network
-failed, since no action of the process can silence its peer monitor.
+when its process ends, fails or is stopped. No action of a process silences its peer monitor, so a
+silent member means that the machine or the network failed.
 """
 
 from __future__ import annotations
