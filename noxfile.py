@@ -254,6 +254,7 @@ def pax_reference(session: nox.Session) -> None:
     """Record weights, settings and runs of paxml 1.4.0 in the tests of the experiments."""
     session.install("paxml==1.4.0", "jaxlib==0.4.26", "scipy<1.13")
     folder = "packages/experiments/tests/pax"
+    session.run("python", "scripts/pax_images.py", folder)
     for part in ("weights", "runs"):
         session.run("python", "scripts/pax_reference.py", part, folder)
 

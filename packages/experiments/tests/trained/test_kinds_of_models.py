@@ -12,14 +12,14 @@ import pytest
 
 from layerkit_experiments.lm import bert, jaxformer, llama, moe
 from layerkit_experiments.translation import numbers, wmt
-from layerkit_experiments.vision import digits
+from layerkit_experiments.vision import digits, imagenet
 from layerkit_runner import BaseExperiment, cli
 from layerkit_runner.observers import read_metrics
 
 pytestmark = pytest.mark.experiments
 
 STEPS = 20
-MODULES = (bert, jaxformer, llama, moe, numbers, wmt, digits)
+MODULES = (bert, jaxformer, llama, moe, numbers, wmt, digits, imagenet)
 TRAINED = [
     f"{module.__name__.removeprefix('layerkit_experiments.')}.{name}"
     for module in MODULES

@@ -122,8 +122,8 @@ class MoELarge(GShardExperts, NvidiaSpmd):
     DCN_MESH_SHAPE = [1, 2, 1]
 
 
-class GLaM64B64EProxy(GlamExperts, CappedCosine, Spmd, GlamLayers):
-    """Eight layers of GLaM 64B/64E, 143B weights, on 128 GPUs (a100x128), fully sharded."""
+class GLaM64B64EProxy(GlamExperts, CappedCosine, SpmdExperts, GlamLayers):
+    """Eight layers of GLaM 64B/64E, 143B weights, on 128 GPUs (a100x128), fsdp 16 × expert 8."""
 
     NUM_LAYERS = 8
     MODEL_DIMS = 8192
@@ -135,14 +135,14 @@ class GLaM64B64EProxy(GlamExperts, CappedCosine, Spmd, GlamLayers):
     NUM_EXPERTS = 64
     NUM_GROUPS = 128
     PERCORE_BATCH_SIZE = 4.0
-    ICI_MESH_SHAPE = [1, 128, 1]
+    # Pax splits the 64 experts unevenly over a mesh of [1, 128, 1].
+    ICI_MESH_SHAPE = [1, 16, 8, 1]
 
 
-class GLaM64B64EProxy_EP(SpmdExperts, GLaM64B64EProxy):  # noqa: N801
+class GLaM64B64EProxy_EP(GLaM64B64EProxy):  # noqa: N801
     """Eight layers of GLaM with eight experts on 128 GPUs (a100x128), fsdp 16 × expert 8."""
 
     NUM_EXPERTS = 8
-    ICI_MESH_SHAPE = [1, 16, 8, 1]
 
 
 class Grok(CappedCosine, SpmdExperts, GrokDecoder):

@@ -1,0 +1,151 @@
+"""ResNet-50 at the size and with the schedule of ImageNet, with the values of Pax.
+
+Its data are generated images of 1000 classes, since this package has no reader of ImageNet's files.
+To train on these, override `datasets()`: batches have `inputs` and `labels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import optax
+
+from layerkit.config import Config, Partial
+from layerkit.layers import FlaxModule
+from layerkit.models import ClassificationModel
+from layerkit.weights import WeightInit
+from layerkit_experiments.lm.recipes.optimization import TrainingLength
+from layerkit_experiments.lm.recipes.parallelism import Spmd
+from layerkit_experiments.vision.generated_images import GeneratedImages
+from layerkit_experiments.vision.resnet import ResNet
+from layerkit_runner.config.experiment import BaseExperiment
+from layerkit_runner.optim import schedules
+from layerkit_runner.optim.learner import Learner
+from layerkit_runner.optim.optimizers import lp_regularized
+from layerkit_runner.training.task import SingleTask
+
+# Whole batches of 512 images of ImageNet's 1,281,167.
+STEPS_PER_EPOCH = 2502
+
+
+class ResNet50Pjit(TrainingLength, Spmd, BaseExperiment):
+    """ResNet-50 in 90 epochs of 512 images a step, on 8 GPUs (a100x8), data parallel."""
+
+    tags: ClassVar[tuple[str, ...]] = ("vision",)
+
+    CHANNELS: list[int] = [256, 512, 1024, 2048]
+    """Number of channels of each stage."""
+    BLOCKS: list[int] = [3, 4, 6, 3]
+    """Number of residual blocks of each stage."""
+    IMAGE_SIZE: int = 224
+    NUM_CLASSES: int = 1000
+    NUM_HELDOUT: int = 50_000
+    """Number of images of an evaluation."""
+    PERCORE_BATCH_SIZE: float = 64.0
+    """Images per device."""
+    LEARNING_RATE: float = 0.2
+    MOMENTUM: float = 0.9
+    L2_WEIGHT: float = 1e-4
+    """Weight of the penalty of matrices and kernels; vectors have none."""
+    WARMUP_STEPS: int = 5 * STEPS_PER_EPOCH
+    STEP_BOUNDARIES: list[int] = [30 * STEPS_PER_EPOCH, 60 * STEPS_PER_EPOCH, 80 * STEPS_PER_EPOCH]
+    """Steps at which the rate falls to a tenth."""
+
+    MAX_STEPS = 90 * STEPS_PER_EPOCH
+    SUMMARY_INTERVAL_STEPS = 1000
+    EVAL_INTERVAL_STEPS = STEPS_PER_EPOCH
+    CHECKPOINT_EVERY_N_STEPS = 5000
+    CHECKPOINT_MAX_TO_KEEP = 1000
+    ICI_MESH_SHAPE = [1, 8, 1]
+
+    reduced_fields: ClassVar[Mapping[str, Any]] = {
+        "CHANNELS": [32, 64],
+        "BLOCKS": [1, 1],
+        "IMAGE_SIZE": 32,
+        "NUM_CLASSES": 10,
+        "NUM_HELDOUT": 64,
+        "PERCORE_BATCH_SIZE": 8.0,
+        "WARMUP_STEPS": 5,
+        "STEP_BOUNDARIES": [150],
+    }
+
+    def data_summary(self) -> str:
+        """Return a short description of the training data."""
+        return "generated images"
+
+    def datasets(self) -> list[Config]:
+        """Return configs of the training and the held-out input."""
+        common: dict[str, Any] = {
+            "percore_batch_size": self.PERCORE_BATCH_SIZE,
+            "image_size": self.IMAGE_SIZE,
+            "num_classes": self.NUM_CLASSES,
+        }
+        return [
+            GeneratedImages.HParams.config(name="train", is_training=True, **common),
+            GeneratedImages.HParams.config(name="heldout", num_examples=self.NUM_HELDOUT, **common),
+        ]
+
+    def model(self) -> Config:
+        """Return the config of the ClassificationModel."""
+        network = FlaxModule.HParams.config(
+            module_tpl=Config(ResNet, channels=tuple(self.CHANNELS), blocks=tuple(self.BLOCKS)),
+            example_shapes=((1, self.IMAGE_SIZE, self.IMAGE_SIZE, 3),),
+            train_argument="is_training",
+            random_streams=(),
+        )
+        model = ClassificationModel.HParams.config(network_tpl=network, top_k=5)
+        model.softmax_tpl.set(
+            input_dims=self.CHANNELS[-1],
+            num_classes=self.NUM_CLASSES,
+            weight_init=WeightInit.Gaussian(0.01),
+        )
+        return model
+
+    def learner(self) -> Config:
+        """Return the config of the learner: SGD with Nesterov's momentum and steps of the rate."""
+        sgd = Partial(optax.sgd, momentum=self.MOMENTUM, nesterov=True)
+        return Learner.HParams.config(
+            optimizer=Partial(
+                lp_regularized,
+                optimizer=sgd,
+                l2_regularizer_weight=self.L2_WEIGHT,
+                mask=is_no_vector,
+            ),
+            learning_rate=Config(
+                warmup_then_tenths,
+                self.LEARNING_RATE,
+                warmup_steps=self.WARMUP_STEPS,
+                boundaries=self.STEP_BOUNDARIES,
+            ),
+        )
+
+    def task(self) -> Config:
+        """Return the config of the task."""
+        return SingleTask.HParams.config(
+            name="imagenet", model=self.model(), train=self.train_config(self.learner())
+        )
+
+
+def warmup_then_tenths(
+    peak: float, *, warmup_steps: int, boundaries: Sequence[int]
+) -> optax.Schedule:
+    """Return a linear warmup to `peak`, then a rate that falls to a tenth at each boundary.
+
+    Args:
+      peak: Highest rate.
+      warmup_steps: Step at which the peak is reached.
+      boundaries: Steps after the warmup, each larger than the one before.
+    """
+    constant = schedules.piecewise_constant(
+        boundaries=[step - warmup_steps for step in boundaries],
+        values=[peak * 0.1**number for number in range(len(boundaries) + 1)],
+    )
+    warmup = optax.linear_schedule(0.0, peak, warmup_steps)
+    return optax.join_schedules([warmup, constant], [warmup_steps])
+
+
+def is_no_vector(params: Any) -> Any:
+    """Return a mask of the weights: True for those with two axes or more."""
+    return jax.tree.map(lambda weight: weight.ndim > 1, params)
