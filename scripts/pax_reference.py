@@ -142,21 +142,28 @@ def weights_of(model: base_layer.BaseLayer, length: int) -> tuple[int, list[list
     batch = batch_specs(ROWS, length)
     batch.eval_sample_weights = jax.ShapeDtypeStruct((ROWS,), jnp.float32)
     declared = model.abstract_init_with_metadata(batch)["params"]
-    rows: dict[tuple[Any, ...], int] = {}
-    total = 0
+    rows: dict[tuple[Any, ...], list[str]] = {}
+    total, layers = 0, set()
     for name, weight in py_utils.NestedMap.FromNestedDict(declared).FlattenItems():
         total += math.prod(weight.full_shape)
-        name = re.sub(r"x_layers_\d+", "x_layers_*", name.replace(".", "/"))
+        name = name.replace(".", "/")
+        layers.update(re.findall(r"x_layers_\d+", name))
         key = (
-            name,
+            re.sub(r"x_layers_\d+", "x_layers_*", name),
             tuple(weight.repeat_prefix or ()),
             tuple(weight.shape),
             weight.init.method,
             weight.init.scale,
             standard_deviation(weight),
         )
-        rows[key] = rows.get(key, 0) + 1
-    return total, [[name, copies, *rest] for (name, *rest), copies in rows.items()]
+        rows.setdefault(key, []).append(name)
+    found: list[list[Any]] = []
+    for (name, *rest), names in rows.items():
+        if "*" in name and len(names) < len(layers):  # as experts in every second layer
+            found.extend([each, 1, *rest] for each in names)
+        else:
+            found.append([name, len(names), *rest])
+    return total, found
 
 
 def task_on_its_mesh(experiment: Any) -> Any:

@@ -124,7 +124,9 @@ def test_weights_and_first_deviations_are_those_of_pax(name: str):
     for path, source in match_weights(ours, theirs).items():
         line, shape = theirs[source.names[0]], ours[path].value.shape
         own = line.shape[1:] if source.weight.part is not None else line.shape
-        if len(line.shape) < source.weight.rank:  # GLaM merges heads, those of the output before dims.
+        if (
+            len(line.shape) < source.weight.rank
+        ):  # GLaM merges heads, those of the output before dims.
             own = shape[-source.weight.rank :]
             assert math.prod(own) == math.prod(line.shape)
         elif source.weight.transpose is not None:
