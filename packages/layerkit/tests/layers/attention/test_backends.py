@@ -153,6 +153,7 @@ def test_pallas_runs_supported_calls_if_selected_by_name(change):
         {"is_causal": False, "has_segments": True},
         {"has_logit_cap": True},
         {"has_sinks": True},
+        {"bias_dtype": "float32", "has_distance_bias": True},
         {"head_dim": 256, "value_dim": 256},
         {"head_dim": 192},  # latent attention: 128 coordinates without and 64 with positions
         {"num_length_shards": 4, "num_queries": 512, "num_keys": 512},

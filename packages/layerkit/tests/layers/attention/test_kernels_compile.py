@@ -170,7 +170,7 @@ def test_split_packed_rows_compile_a_fused_kernel(planned_devices, platform, way
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("platform", ["cuda"])
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.usefixtures("as_if_cudnn_were_here")
 def test_auto_compiles_a_fused_kernel_for_a_learned_bias(planned_devices, platform):
     """No array holds a number for each pair of query and key."""
@@ -200,13 +200,18 @@ def test_auto_compiles_a_fused_kernel_for_a_learned_bias(planned_devices, platfo
         )
         return jnp.sum(read.astype(jnp.float32))
 
-    def compile_gradients(backend):
+    def compiled(backend):
         gradients = jax.grad(functools.partial(total, backend=backend), argnums=(0, 1, 2, 3))
         return jax.jit(gradients).lower(query, query, query, bias).compile()
 
-    fused, plain = compile_gradients("auto"), compile_gradients("xla")
-    assert {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}[platform] in fused.as_text()
-    assert "2048,2048]" in plain.as_text() and "2048,2048]" not in fused.as_text()
-    sizes = [x.memory_analysis().temp_size_in_bytes for x in (fused, plain)]
-    print(platform, *(f"{size / 2**20:.1f} MiB" for size in sizes))
-    assert sizes[0] < sizes[1] / 4
+    programs = {backend: compiled(backend) for backend in ("auto", "xla")}
+    pairs = f"{length},{length}]"
+    fused = programs["auto"].as_text()
+    assert {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}[platform] in fused
+    assert pairs not in fused and pairs in programs["xla"].as_text()
+    temporary = {
+        backend: program.memory_analysis().temp_size_in_bytes / 2**20
+        for backend, program in programs.items()
+    }
+    print(platform, *(f"{backend}: {size:.1f} MiB" for backend, size in temporary.items()))
+    assert temporary["auto"] < temporary["xla"] / 8

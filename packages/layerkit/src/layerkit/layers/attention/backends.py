@@ -335,7 +335,7 @@ _PALLAS_TPU_REQUIREMENTS: tuple[_Requirement, ...] = (
         lambda call: call.may_have_empty_rows,
         "as many keys as queries, the same tokens in row order, where keys are masked",
     ),
-    _NO_BIAS,
+    *_BIAS_BY_DISTANCE,
     *_FUSED_REQUIREMENTS,
 )
 

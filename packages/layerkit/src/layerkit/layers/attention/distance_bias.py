@@ -7,6 +7,7 @@ number. `DistanceBias` holds these numbers, and fused kernels read them.
 
 from __future__ import annotations
 
+import math
 from typing import TypeAlias
 
 import jax
@@ -39,17 +40,8 @@ class DistanceBias:
         )
 
     def dense(self) -> jax.Array:
-        """Return the bias of each pair of query and key, `[1, heads, length, length]`.
-
-        It is made by copies alone: a gather would have a scatter as its gradient.
-        """
-        rows, heads, num_distances = self.by_distance.shape
-        length = self.length
-        padded = jnp.pad(self.by_distance, ((0, 0), (0, 0), (0, 1)))
-        repeated = jnp.broadcast_to(padded[:, :, None], (rows, heads, length, num_distances + 1))
-        # Rows that are one shorter than the repeated ones begin one distance earlier each.
-        flat = repeated.reshape(rows, heads, -1)[:, :, : length * num_distances]
-        return flat.reshape(rows, heads, length, num_distances)[..., length - 1 :]
+        """Return the bias of each pair of query and key, `[1, heads, length, length]`."""
+        return _expand(self.by_distance)
 
 
 # What layers accept as a bias: an array `[batch or 1, heads or 1, queries, keys]`, or one number
@@ -71,12 +63,31 @@ def sum_diagonals(tiles: jax.Array) -> jax.Array:
       `[heads, 2·n·size - 1]`, from the lower left diagonal to the upper right one.
     """
     heads, num_tiles, size, _ = tiles.shape
-    # Rows from the last to the first, one longer than the diagonals of a tile: reading them as one
-    # shorter moves each to the right by one more.
-    padded = jnp.pad(tiles[:, :, ::-1], ((0, 0), (0, 0), (0, 0), (0, size)))
-    flat = padded.reshape(heads, num_tiles, -1)[..., : size * (2 * size - 1)]
-    sums = flat.reshape(heads, num_tiles, size, 2 * size - 1).sum(axis=2)
+    by_distance = jax.ShapeDtypeStruct((heads, num_tiles, 2 * size - 1), tiles.dtype)
+    (sums,) = jax.linear_transpose(_expand, by_distance)(tiles)
     # A tile and the next one share the diagonals of the second half of the first.
     first, second = sums[..., :size], jnp.pad(sums[..., size:], ((0, 0), (0, 0), (0, 1)))
     total = jnp.pad(first, ((0, 0), (0, 1), (0, 0))) + jnp.pad(second, ((0, 0), (1, 0), (0, 0)))
     return total.reshape(heads, -1)[:, :-1]
+
+
+def _expand(by_distance: jax.Array) -> jax.Array:
+    """Return the matrix `[…, length, length]` with the diagonals `[…, 2·length - 1]`.
+
+    Row q is a slice that begins at length - 1 - q. A gather of these slices has a scatter as its
+    gradient, and `length` slices would take long to compile. Each step makes 16 times as many rows
+    by slices: the new ones begin as much earlier as there were rows.
+    """
+    length = (by_distance.shape[-1] + 1) // 2
+    num_rows = 2 ** math.ceil(math.log2(length))
+    # Rows after the last one begin before distances begin.
+    missing = num_rows - length
+    rows = jnp.pad(by_distance, [(0, 0)] * (by_distance.ndim - 1) + [(missing, 0)])[..., None, :]
+    while (count := rows.shape[-2]) < num_rows:
+        copies = min(16, num_rows // count)
+        size = rows.shape[-1] - (copies - 1) * count
+        starts = [copy * count for copy in reversed(range(copies))]
+        parts = [rows[..., start : start + size] for start in starts]
+        # Without the barrier, XLA fuses all steps and their use, which takes long to compile.
+        rows = jax.lax.optimization_barrier(jnp.concatenate(parts, axis=-2))
+    return rows[..., :length, :]

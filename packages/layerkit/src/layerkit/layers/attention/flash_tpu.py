@@ -19,6 +19,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask as splash_masks,
 )
 
+from layerkit.layers.attention.distance_bias import DistanceBias
+from layerkit.layers.attention.flash_tpu_bias import biased_attention_tpu
 from layerkit.layers.masks import AttentionMask
 
 
@@ -29,6 +31,7 @@ def flash_attention_tpu(
     *,
     mask: AttentionMask | None,
     scale: float,
+    bias: DistanceBias | None = None,
     sinks: jax.Array | None = None,
     logit_cap: float | None = None,
     blocks: tuple[int, int] | None = None,
@@ -46,6 +49,8 @@ def flash_attention_tpu(
       mask: Mask of the (query, key) pairs that may attend, in row order; None for all pairs.
       scale: Factor of the products of queries and keys. It multiplies the queries, which in
         bfloat16 are rounded once more unless it is a power of two.
+      bias: Bias by distance, for as many queries as keys; None for no bias. It is computed by
+        `layerkit.layers.attention.flash_tpu_bias`.
       sinks: `[heads]`, a logit per head that takes probability and adds no value.
       logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
       blocks: Largest number of (queries, keys) in a block, powers of two of at least 128; None for
@@ -57,6 +62,19 @@ def flash_attention_tpu(
     Returns:
       `[batch, queries, heads, value_dim]` in the dtype of `value`.
     """
+    if bias is not None:
+        return biased_attention_tpu(
+            query,
+            key,
+            value,
+            mask=mask,
+            scale=scale,
+            bias=bias,
+            sinks=sinks,
+            logit_cap=logit_cap,
+            blocks=_largest_blocks(query.shape[1], key.shape[1], blocks),
+            interpret=interpret,
+        )
     if kernel is None:
         kernel = splash_kernel(
             mask, query, key, logit_cap=logit_cap, blocks=blocks, interpret=interpret
@@ -200,7 +218,7 @@ def splash_kernel(
     (_, queries, heads, _), keys = query.shape, key.shape[1]
     return splash.make_splash_mha(
         splash_masks.MultiHeadMask([_static_mask(mask, queries, keys)] * heads),
-        block_sizes=_block_sizes(queries // num_shards, keys, blocks or (512, 512)),
+        block_sizes=_block_sizes(queries // num_shards, keys, blocks),
         head_shards=1,
         q_seq_shards=num_shards,
         attn_logits_soft_cap=logit_cap,
@@ -230,11 +248,14 @@ def _static_mask(mask: AttentionMask | None, queries: int, keys: int) -> splash_
     return splash_masks.LocalMask(shape, (reach, 0 if mask.causal else reach), offset=0)
 
 
-def _block_sizes(queries: int, keys: int, blocks: tuple[int, int]) -> splash.BlockSizes:
-    q, k = (
-        max(128, math.gcd(length, most))
-        for length, most in zip((queries, keys), blocks, strict=True)
-    )
+def _largest_blocks(queries: int, keys: int, blocks: tuple[int, int] | None) -> tuple[int, int]:
+    """Return the numbers of (queries, keys) in a block, at most `blocks` or 512."""
+    most_queries, most_keys = blocks or (512, 512)
+    return max(128, math.gcd(queries, most_queries)), max(128, math.gcd(keys, most_keys))
+
+
+def _block_sizes(queries: int, keys: int, blocks: tuple[int, int] | None) -> splash.BlockSizes:
+    q, k = _largest_blocks(queries, keys, blocks)
     return splash.BlockSizes(
         block_q=q,
         block_kv=k,
