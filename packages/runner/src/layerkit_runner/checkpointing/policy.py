@@ -24,22 +24,11 @@ class SavedStep:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointPolicy:
-    """Rules for saving and keeping checkpoints. A checkpoint is kept if any rule keeps it.
+    """Rules for saving and keeping checkpoints: the fields `save_…` of `TrainHParams`.
 
-    Attributes:
-      save_interval_steps: Number of steps between saves. A checkpoint is due at each multiple, so
-        a resumed run saves at the same steps.
-      max_to_keep: Number of newest checkpoints to keep; None keeps all.
-      keep_interval: Duration. One checkpoint per such duration is kept for good; None for no such
-        rule.
-      save_step_zero: True to save step 0 too.
-      keep_interval_steps: Number of steps. Checkpoints at its multiples are saved and kept for
-        good; None for no such rule.
-      keep_steps: Steps that are saved and kept for good.
-      best_metric: Metric of an evaluation, such as `heldout/loss`, whose best checkpoints are kept
-        until better ones exist; None for no such rule.
-      best_mode: `min` if a lower value of that metric is better, `max` if a higher one is.
-      best_to_keep: Number of best checkpoints to keep. Of equal values, the newer is better.
+    A checkpoint is kept if any rule keeps it. None turns a rule off, but `max_to_keep=None` keeps
+    all. A checkpoint is due at each multiple of the intervals, so a resumed run saves at the same
+    steps. Of equal values of `best_metric`, the newer one is better.
     """
 
     save_interval_steps: int = 5000
