@@ -266,6 +266,18 @@ On GPUs `auto` does not select Pallas in float32, because the kernel then comput
 without tensor cores and takes minutes to compile
 ([reasons](decisions/0009-attention-kernels-on-gpus.md)).
 
+The field `kernel_blocks`, such as `(128, 64)`, sets the largest number of (queries, keys) in a
+block of the Pallas kernels. By default it depends on the device ([sources][4]):
+
+| device | forward | gradient of queries | gradients of keys and values |
+|---|---|---|---|
+| GPUs, heads up to 128 in 16 bits | (64, 64) | (64, 64) | (64, 64) |
+| GPUs, larger heads or float32 | (32, 32) | (32, 32) | (32, 32) |
+| TPUs | (512, 512) | (512, 512) | (512, 512) |
+| TPU v6e | (1024, 512) | (2048, 512) | (2048, 512) |
+
+With a bias, TPUs use the blocks of the forward pass in all passes.
+
 If rows are sharded over devices, `context_parallel` selects one of three ways to read the keys of
 other devices ([context parallelism](partitioning.md#context-parallelism)). `all_gather` and
 `ulysses` use the backend; cuDNN requires `ulysses`. `ring` is ring attention, the last columns of
@@ -290,6 +302,7 @@ learned_bias -s`).
 [1]: ../packages/layerkit/src/layerkit/layers/attention/flash_gpu.py
 [2]: ../packages/layerkit/src/layerkit/layers/attention/flash_gpu_bias.py
 [3]: ../packages/layerkit/src/layerkit/layers/attention/flash_tpu_bias.py
+[4]: ../packages/layerkit/src/layerkit/layers/attention/kernel_blocks.py
 
 ## Supported features
 

@@ -74,7 +74,8 @@ class BaseAttention(BaseLayer):
       context_parallel: `all_gather`, `ring` or `ulysses`, for whole rows that are split over
         devices; see `layerkit.layers.attention.context_parallel`.
       kernel_blocks: Largest number of (queries, keys) in a block of a Pallas kernel, powers of two;
-        None for the kernel's own. It affects speed, not results.
+        None for the default of the device; see `layerkit.layers.attention.kernel_blocks`. It
+        affects speed, not results.
       query_tpl: Projection into query heads.
       key_tpl: Projection into key heads.
       value_tpl: Projection into value heads.

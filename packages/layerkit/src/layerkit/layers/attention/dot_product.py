@@ -141,7 +141,9 @@ def dot_product_attention(
     )
     chosen = select_backend(backend, call)
     _LOG.info(chosen.describe())
-    kernel_options = {"blocks": kernel_blocks, "interpret": interpret}
+    kernel_options: dict[str, Any] = {"blocks": kernel_blocks, "interpret": interpret}
+    if platform == "tpu":
+        kernel_options["device_kind"] = _device_of(sharding).device_kind
     if sharding is not None and call.uses_ring:
         return ring_attention(
             query,
@@ -284,12 +286,15 @@ def _sharded_splash_kernel(
 
 
 def _platform_of(sharding: BoundSharding | None) -> str:
+    return str(_device_of(sharding).platform)
+
+
+def _device_of(sharding: BoundSharding | None) -> Any:
+    """Return a device, or an abstract one, of those that run a model."""
     # A mesh may consist of planned devices. Without a sharding, it may be that of a `shard_map`.
     if sharding is not None and sharding.mesh is not None:
-        device: Any = sharding.mesh.devices.flat[0]
-    else:
-        device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else str(device.platform)
+        return sharding.mesh.devices.flat[0]
+    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
 
 def _check_shapes(

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -32,6 +31,7 @@ from layerkit.layers.attention.flash_gpu_kernels import (
     key_gradients,
     query_gradient,
 )
+from layerkit.layers.attention.kernel_blocks import gpu_blocks
 from layerkit.layers.masks import AttentionMask
 
 
@@ -62,7 +62,7 @@ def flash_attention_gpu(
       sinks: `[heads]`, a logit per head that takes probability and adds no value.
       logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
       blocks: Largest number of (queries, keys) in a block, powers of two of at least 16; None for
-        64, or 32 for float32 and for heads above 128.
+        the default of `layerkit.layers.attention.kernel_blocks`.
       interpret: True to run the kernel in interpret mode on any device, for tests.
 
     Returns:
@@ -205,19 +205,20 @@ def _options(
     blocks: tuple[int, int] | None,
     interpret: bool,
 ) -> KernelOptions:
-    if blocks is None:
-        # Larger blocks do not fit the registers of a program, and exact products of float32 blocks
-        # are unrolled, which takes minutes to compile.
-        is_small = max(query.shape[-1], value.shape[-1]) <= 128 and query.dtype != jnp.float32
-        blocks = (64, 64) if is_small else (32, 32)
+    block_queries, block_keys = gpu_blocks(
+        blocks,
+        lengths=(query.shape[1], key.shape[1]),
+        dtype=query.dtype,
+        largest_dim=max(query.shape[-1], value.shape[-1]),
+    )
     return KernelOptions(
         scale=scale,
         causal=mask is not None and mask.causal,
         window=None if mask is None else mask.window,
         in_row_order=mask is not None and mask.in_row_order,
         logit_cap=logit_cap,
-        block_queries=math.gcd(query.shape[1], blocks[0]),
-        block_keys=math.gcd(key.shape[1], blocks[1]),
+        block_queries=block_queries,
+        block_keys=block_keys,
         interpret=interpret,
     )
 

@@ -7,7 +7,6 @@ static mask hides and has kernels for the backward pass. It assumes positions in
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 
 from layerkit.layers.attention.distance_bias import DistanceBias
 from layerkit.layers.attention.flash_tpu_bias import biased_attention_tpu
+from layerkit.layers.attention.kernel_blocks import KernelBlocks, tpu_blocks
 from layerkit.layers.masks import AttentionMask
 
 
@@ -35,6 +35,7 @@ def flash_attention_tpu(
     sinks: jax.Array | None = None,
     logit_cap: float | None = None,
     blocks: tuple[int, int] | None = None,
+    device_kind: str = "",
     interpret: bool = False,
     kernel: splash.SplashAttentionKernel | None = None,
 ) -> jax.Array:
@@ -54,7 +55,8 @@ def flash_attention_tpu(
       sinks: `[heads]`, a logit per head that takes probability and adds no value.
       logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
       blocks: Largest number of (queries, keys) in a block, powers of two of at least 128; None for
-        512.
+        the default of `layerkit.layers.attention.kernel_blocks`.
+      device_kind: JAX's name of the kind of device, for the default blocks.
       interpret: True to run the kernel in interpret mode on any device, for tests.
       kernel: The device's shard of a `splash_kernel` whose queries are split over devices; None
         to make the kernel here.
@@ -72,12 +74,20 @@ def flash_attention_tpu(
             bias=bias,
             sinks=sinks,
             logit_cap=logit_cap,
-            blocks=_largest_blocks(query.shape[1], key.shape[1], blocks),
+            blocks=tpu_blocks(
+                blocks, lengths=(query.shape[1], key.shape[1]), device_kind=device_kind
+            ),
             interpret=interpret,
         )
     if kernel is None:
         kernel = splash_kernel(
-            mask, query, key, logit_cap=logit_cap, blocks=blocks, interpret=interpret
+            mask,
+            query,
+            key,
+            logit_cap=logit_cap,
+            blocks=blocks,
+            device_kind=device_kind,
+            interpret=interpret,
         )
     query = _scaled(query, scale)
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
@@ -102,12 +112,14 @@ class SplashPartAttention:
       scale: Factor of the products of queries and keys.
       logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
       blocks: Largest number of (queries, keys) in a block; None for the kernel's own.
+      device_kind: JAX's name of the kind of device, for the default blocks.
       interpret: True to run the kernels in interpret mode on any device, for tests.
     """
 
     scale: float
     logit_cap: float | None = None
     blocks: tuple[int, int] | None = None
+    device_kind: str = ""
     interpret: bool = False
 
     def forward(
@@ -186,6 +198,7 @@ class SplashPartAttention:
             key,
             logit_cap=self.logit_cap,
             blocks=self.blocks,
+            device_kind=self.device_kind,
             interpret=self.interpret,
             save_residuals=save_residuals,
         )
@@ -199,6 +212,7 @@ def splash_kernel(
     logit_cap: float | None,
     blocks: tuple[int, int] | None,
     interpret: bool,
+    device_kind: str = "",
     num_shards: int = 1,
     save_residuals: bool = False,
 ) -> splash.SplashAttentionKernel:
@@ -209,8 +223,9 @@ def splash_kernel(
       query: `[batch, queries, heads, head_dim]`; only its shape is read.
       key: `[batch, keys, kv_heads, head_dim]`; only its shape is read.
       logit_cap: Bound of the logits; None for no bound.
-      blocks: Largest number of (queries, keys) in a block; None for 512.
+      blocks: Largest number of (queries, keys) in a block; None for the default of the device.
       interpret: True to run the kernel in interpret mode.
+      device_kind: JAX's name of the kind of device, for the default blocks.
       num_shards: Number of devices over which the queries are split. `manual_sharding_spec` of the
         kernel then gives the specs of its arrays for `jax.shard_map`.
       save_residuals: True for a kernel that also returns the log-sum-exp of each query.
@@ -218,7 +233,9 @@ def splash_kernel(
     (_, queries, heads, _), keys = query.shape, key.shape[1]
     return splash.make_splash_mha(
         splash_masks.MultiHeadMask([_static_mask(mask, queries, keys)] * heads),
-        block_sizes=_block_sizes(queries // num_shards, keys, blocks),
+        block_sizes=_block_sizes(
+            tpu_blocks(blocks, lengths=(queries // num_shards, keys), device_kind=device_kind)
+        ),
         head_shards=1,
         q_seq_shards=num_shards,
         attn_logits_soft_cap=logit_cap,
@@ -248,21 +265,14 @@ def _static_mask(mask: AttentionMask | None, queries: int, keys: int) -> splash_
     return splash_masks.LocalMask(shape, (reach, 0 if mask.causal else reach), offset=0)
 
 
-def _largest_blocks(queries: int, keys: int, blocks: tuple[int, int] | None) -> tuple[int, int]:
-    """Return the numbers of (queries, keys) in a block, at most `blocks` or 512."""
-    most_queries, most_keys = blocks or (512, 512)
-    return max(128, math.gcd(queries, most_queries)), max(128, math.gcd(keys, most_keys))
-
-
-def _block_sizes(queries: int, keys: int, blocks: tuple[int, int] | None) -> splash.BlockSizes:
-    q, k = _largest_blocks(queries, keys, blocks)
+def _block_sizes(blocks: KernelBlocks) -> splash.BlockSizes:
     return splash.BlockSizes(
-        block_q=q,
-        block_kv=k,
-        block_kv_compute=k,
-        block_q_dkv=q,
-        block_kv_dkv=k,
-        block_kv_dkv_compute=k,
-        block_q_dq=q,
-        block_kv_dq=k,
+        block_q=blocks.forward[0],
+        block_kv=blocks.forward[1],
+        block_kv_compute=blocks.forward[1],
+        block_q_dkv=blocks.key_gradients[0],
+        block_kv_dkv=blocks.key_gradients[1],
+        block_kv_dkv_compute=blocks.key_gradients[1],
+        block_q_dq=blocks.query_gradient[0],
+        block_kv_dq=blocks.query_gradient[1],
     )

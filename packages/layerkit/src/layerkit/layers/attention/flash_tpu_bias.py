@@ -27,6 +27,7 @@ from layerkit.layers.attention.flash_tpu_bias_kernels import (
     key_gradients,
     query_gradient,
 )
+from layerkit.layers.attention.kernel_blocks import KernelBlocks
 from layerkit.layers.masks import AttentionMask
 
 
@@ -40,7 +41,7 @@ def biased_attention_tpu(
     bias: DistanceBias,
     sinks: jax.Array | None = None,
     logit_cap: float | None = None,
-    blocks: tuple[int, int],
+    blocks: KernelBlocks,
     interpret: bool = False,
 ) -> jax.Array:
     """Compute self-attention with a bias by the TPU kernels.
@@ -56,7 +57,7 @@ def biased_attention_tpu(
       bias: Bias by distance.
       sinks: `[heads]`, a logit per head that takes probability and adds no value.
       logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
-      blocks: Number of (queries, keys) in a block, multiples of 128 that divide the length.
+      blocks: Blocks of the kernels, multiples of 128 that divide the length.
       interpret: True to run the kernels in interpret mode on any device, for tests.
 
     Returns:
@@ -67,8 +68,8 @@ def biased_attention_tpu(
         causal=mask is not None and mask.causal,
         window=None if mask is None else mask.window,
         logit_cap=logit_cap,
-        block_queries=blocks[0],
-        block_keys=blocks[1],
+        block_queries=blocks.forward[0],
+        block_keys=blocks.forward[1],
         learns_bias=bias.is_learned,
         interpret=interpret,
     )

@@ -74,7 +74,8 @@ class MultiHeadLatentAttention(BaseLayer):
       context_parallel: `all_gather`, `ring` or `ulysses`, used by `fprop` if the length axis is
         split over devices; see `layerkit.layers.attention.context_parallel`.
       kernel_blocks: Largest number of (queries, keys) in a block of a Pallas kernel, powers of two;
-        None for the kernel's own. It affects speed, not results.
+        None for the default of the device; see `layerkit.layers.attention.kernel_blocks`. It
+        affects speed, not results.
       down_tpl: Projections of the inputs to the latents and to the rotary key.
       up_tpl: Projections to heads, from latents or (queries without a latent) from the inputs.
       bias_tpl: Bias of the projections to latents.
