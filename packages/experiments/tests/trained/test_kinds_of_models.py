@@ -27,11 +27,16 @@ TRAINED = [
     if isinstance(cls, type) and cls.__module__ == module.__name__
     if issubclass(cls, BaseExperiment) and not cls._is_abstract
 ]
+# One of each mixture of the module; its dense models are alike.
+TRAINED += ["lm.nvidia.GLaM64B64EProxy", "lm.nvidia.Grok", "lm.nvidia.Grok_PP"]
 MESHES = {
     "lm.llama.Llama70B": [1, 4, 2],
     "lm.moe.Glam126M64E": [1, 2, 4, 1],
     "lm.moe.Glam64B64E": [1, 2, 2, 2],
     "lm.jaxformer.Jaxformer1B": [2, 2, 1, 2],
+    "lm.nvidia.GLaM64B64EProxy": [1, 2, 2, 2],
+    "lm.nvidia.Grok": [1, 2, 4, 1],
+    "lm.nvidia.Grok_PP": [2, 1, 2, 2, 1],
 }
 # Adapters alone learn less of a model that was never trained.
 LEAST = {"lm.llama.Llama7BLora": 0.01, "lm.llama.Llama70BLora": 0.01}

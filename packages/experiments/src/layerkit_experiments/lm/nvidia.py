@@ -178,6 +178,10 @@ class Grok_Proxy_PP(CappedCosine, PipelinedExperts, GrokDecoder):  # noqa: N801
     # evenly.
     NUM_MICROBATCHES = 8
     NUM_GROUPS = 64
+    # Pax keeps the outputs of attention of a whole stage, and all else of its layers while it is
+    # recomputed, which is too much for the eight layers of Grok_PP.
+    CHECKPOINT_POLICY = "full"
+    LAYER_CHECKPOINT_POLICY = "attention_out"
     ICI_MESH_SHAPE = [1, 1, 1, 8, 1]
     DCN_MESH_SHAPE = [8, 1, 8, 1, 1]
     MAX_STEPS = 10
