@@ -66,5 +66,5 @@ def test_a_tag_is_on_all_that_it_is_true_of(tag: str):
     assert tagged
 
 
-def test_no_other_tags():
+def test_every_tag_is_checked_here():
     assert {tag for entry in ENTRIES for tag in entry.line.tags} == set(IS_SO)

@@ -20,7 +20,7 @@ from layerkit_inputs.testing import laws
     ],
 )
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
-def test_obeys(law, mode):
+def test_reader_obeys_the_laws_of_inputs(law, mode):
     law(lambda **more: GeneratedDigits(**{"batch_size": 4, **mode, **more}))
 
 

@@ -32,7 +32,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
-def test_obeys(law, folder):
+def test_reader_obeys_the_laws_of_inputs(law, folder):
     law(
         lambda **more: IdxImages(
             **{"batch_size": 4, "folder": str(folder), "image_size": (4, 3), **more}

@@ -278,7 +278,7 @@ def test_prompts_are_the_beginnings_of_held_out_documents(tmp_path):
     assert rows == list(range(len(documents)))
 
 
-def test_only_so_many_prompts(paths):
+def test_num_prompts_limits_the_prompts(paths):
     source = LocalTextPrompts(batch_size=2, paths=paths, split="train", num_prompts=3)
     assert [batch.provenance.tolist() for batch in epoch(source)] == [[0, 1], [2, -1]]
 

@@ -29,7 +29,7 @@ def files(tmp_path):
 
 @pytest.mark.parametrize("mode", [{"is_training": True}, {}], ids=["training", "epoch"])
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
-def test_obeys(law, mode):
+def test_reader_obeys_the_laws_of_inputs(law, mode):
     fields = {"batch_size": 4, "end": 30, "num_heldout": 7, "split": "heldout", **mode}
     law(lambda **more: NumberWords(**{**fields, **more}))
 
@@ -111,7 +111,7 @@ def test_missing_files_and_different_numbers_of_lines_raise(raises, files, tmp_p
         ),
     ],
 )
-def test_number_words(number, english, german):
+def test_numbers_are_written_in_english_and_german(number, english, german):
     assert (english_words(number), german_words(number)) == (english, german)
 
 

@@ -115,7 +115,7 @@ def test_first_fit_keeps_documents_whole_and_loses_nothing(folder, train_files):
     ids=str,
 )
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
-def test_laws(law, fields, folder):
+def test_reader_obeys_the_laws_of_inputs(law, fields, folder):
     law(lambda **more: reader(folder, **{"batch_size": 4, **fields, **more}))
 
 

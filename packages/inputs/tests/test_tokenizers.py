@@ -179,7 +179,7 @@ def test_the_fingerprint_is_that_of_the_file(sentencepiece_file, tokenizer_json,
     assert ByteTokenizer().fingerprint() == "bytes"
 
 
-def test_a_config_describes_one(sentencepiece_file):
+def test_config_of_a_tokenizer_builds_it(sentencepiece_file):
     config = SentencePieceTokenizer.HParams.config(path=sentencepiece_file)
     assert config.Instantiate().vocab_size == 60
 

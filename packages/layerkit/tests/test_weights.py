@@ -97,7 +97,7 @@ def test_constant_fills_the_weight():
     np.testing.assert_array_equal(draw(WeightInit.Constant(-1.5)), np.full(SHAPE, -1.5))
 
 
-def test_defaults_of_the_initializers():
+def test_initializers_scale_by_one_and_constants_are_zero_by_default():
     assert WeightInit.Xavier().scale == WeightInit.FanIn().scale == 1.0
     assert WeightInit.Constant().scale == 0.0
 
@@ -117,7 +117,7 @@ def test_defaults_of_the_initializers():
         ((1000, 8), (1,), (0,), (8, 1000)),
     ],
 )
-def test_fans(shape, fan_in_dims, fan_out_dims, fans):
+def test_fans_count_the_named_dimensions(shape, fan_in_dims, fan_out_dims, fans):
     weight = WeightHParams(
         shape, axes=(None,) * len(shape), fan_in_dims=fan_in_dims, fan_out_dims=fan_out_dims
     )

@@ -421,7 +421,7 @@ def test_printed_arguments_contain_the_flags_of_the_run(
     assert sorted(printed[2:]) == sorted(flags if kept is None else kept)
 
 
-def test_diff_config(place: Path):
+def test_diff_config_prints_the_fields_that_differ(place: Path):
     done = runner(place, "--exp=own.Mine", "--fdl.NUM_LAYERS=7", "--diff_config=lm.Large")
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout == textwrap.dedent(

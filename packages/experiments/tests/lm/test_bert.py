@@ -20,7 +20,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_values(name: str):
+def test_sizes_and_schedule_are_those_of_the_paper(name: str):
     layers, model, hidden, heads, rows, devices, weights = PUBLISHED[name]
     experiment = resolve(getattr(bert, name)())
     lm = experiment.task.model.lm_tpl
@@ -41,7 +41,7 @@ def test_values(name: str):
     assert catalogue[f"lm.bert.{name}"].num_params == weights - next_sentence + 30_522
 
 
-def test_kind_of_model():
+def test_model_is_the_encoder_of_the_paper():
     model = resolve(bert.BertBase()).task.model
     lm, layer = model.lm_tpl, model.lm_tpl.stack_tpl.layer_tpl
     assert target_of(model).__name__ == "BertModel"

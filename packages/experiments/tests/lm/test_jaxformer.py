@@ -15,7 +15,7 @@ from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import UsageError
 
 
-def test_values():
+def test_fields_are_those_of_the_original():
     experiment = resolve(Jaxformer1B())
     lm = experiment.task.model.lm_tpl
     assert (lm.num_layers, lm.model_dims, lm.hidden_dims, lm.num_heads) == (16, 768, 3072, 12)

@@ -28,7 +28,7 @@ def resolved(name: str) -> ResolvedExperiment:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_values(name: str):
+def test_sizes_and_schedule_are_those_of_the_paper(name: str):
     layers, model, hidden, heads, kv_heads, rate, rows, devices, weights = PUBLISHED[name]
     experiment = resolved(name)
     lm = experiment.task.model.lm_tpl
@@ -49,7 +49,7 @@ def test_values(name: str):
     assert train.learner.clip_global_norm == 1.0
 
 
-def test_kind_of_model():
+def test_model_has_the_layers_of_llama():
     lm = resolved("Llama7B").task.model.lm_tpl
     layer = lm.stack_tpl.layer_tpl
     assert [target_of(tpl).__name__ for tpl in (layer.norm_tpl, lm.final_norm_tpl)] == [

@@ -38,7 +38,7 @@ def abstract_state(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_values(name: str):
+def test_sizes_data_and_schedule_are_those_of_pax(name: str):
     layers, model, hidden, heads, per_head, rows, rate, steps = PUBLISHED[name]
     experiment = resolved(name)
     lm = experiment.task.model.lm_tpl
@@ -67,7 +67,7 @@ def test_values(name: str):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_kind_of_model(name: str):
+def test_model_has_the_layers_of_pax(name: str):
     experiment = resolved(name)
     model = experiment.task.model
     layer = model.lm_tpl.stack_tpl.layer_tpl
@@ -93,7 +93,7 @@ def test_kind_of_model(name: str):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_number_of_parameters(name: str):
+def test_number_of_weights_equals_a_count_by_hand(name: str):
     layers, d, ff, heads, per_head, *_ = PUBLISHED[name]
     attention = 4 * d * heads * per_head
     feed_forward = 2 * d * ff + ff + d

@@ -25,7 +25,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_values(name: str):
+def test_sizes_and_weights_are_those_of_the_paper(name: str):
     layers, model, hidden, heads, per_head, rows, devices, weights = PUBLISHED[name]
     experiment = resolve(getattr(moe, name)())
     lm = experiment.task.model.lm_tpl

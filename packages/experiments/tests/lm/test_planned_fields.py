@@ -80,7 +80,7 @@ def test_half_a_row_on_each_of_two_devices_that_share_it():
 
 
 @pytest.mark.experiments
-def test_ici_mesh_shape():
+def test_plan_follows_ici_mesh_shape():
     by_data, by_fsdp = planned(), planned(ICI_MESH_SHAPE=[1, 2, 1])
     assert (by_data["mesh"]["data"], by_fsdp["mesh"]["fsdp"]) == (2, 2)
     assert by_data["memory"]["weights"] == 4 * by_data["num_params"]
@@ -94,7 +94,7 @@ def test_ici_mesh_shape():
 
 
 @pytest.mark.experiments
-def test_dcn_mesh_shape():
+def test_plan_follows_dcn_mesh_shape():
     one, two = planned(), planned("cpux4", DCN_MESH_SHAPE=[2, 1, 1])
     assert (one["mesh"]["data"], two["mesh"]["data"]) == (2, 4)
     assert (one["batch"]["rows"], two["batch"]["rows"]) == (2, 4)
@@ -110,7 +110,7 @@ def test_dcn_mesh_shape():
 
 
 @pytest.mark.experiments
-def test_num_layers():
+def test_plan_follows_num_layers():
     two, three = planned(), planned(NUM_LAYERS=3)
     layer = 4 * 64 * 64 + 2 * 64 * 256 + 3 * 64 + 64 + 256 + 64 + 4 * 64
     assert three["num_params"] - two["num_params"] == layer
@@ -120,7 +120,7 @@ def test_num_layers():
 
 
 @pytest.mark.experiments
-def test_fprop_dtype():
+def test_plan_follows_fprop_dtype():
     bfloat16, float32 = planned_for_gpus(), planned_for_gpus(FPROP_DTYPE="float32")
     assert bfloat16["param_dtypes"] == float32["param_dtypes"] == ["float32"]
     assert bfloat16["memory"]["weights"] == float32["memory"]["weights"]
@@ -140,7 +140,7 @@ def test_fprop_dtype_if_the_compiler_computes_in_float32():
 
 
 @pytest.mark.experiments
-def test_checkpoint_policy():
+def test_plan_follows_checkpoint_policy():
     fields = {"NUM_LAYERS": 6, "PERCORE_BATCH_SIZE": 32.0, "MAX_SEQ_LEN": 128}
     kept, recomputed, by_pax = (
         planned_for_gpus(**fields, CHECKPOINT_POLICY=policy)
@@ -163,7 +163,7 @@ def test_checkpoint_policy_of_repeated_layers():
 
 
 @pytest.mark.experiments
-def test_percore_batch_size():
+def test_plan_follows_percore_batch_size():
     one, four = planned(), planned(PERCORE_BATCH_SIZE=4.0)
     assert (one["batch"]["rows"], four["batch"]["rows"]) == (2, 8)
     assert four["memory"]["batch"] == 4 * one["memory"]["batch"]

@@ -130,7 +130,7 @@ def resolved(name: str) -> ResolvedExperiment:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_sizes_data_and_mesh(name: str):
+def test_sizes_data_and_mesh_are_those_of_pax(name: str):
     row, experiment = PUBLISHED[name], resolved(name)
     lm = experiment.task.model.lm_tpl
     assert (
@@ -161,7 +161,7 @@ def test_sizes_data_and_mesh(name: str):
 
 
 @pytest.mark.parametrize("name", [name for name, row in PUBLISHED.items() if row.kind == "E"])
-def test_family_e(name: str):
+def test_rows_of_kind_e_have_its_layers_and_schedule(name: str):
     experiment = resolved(name)
     model, train = experiment.task.model, experiment.task.train
     lm, layer = model.lm_tpl, model.lm_tpl.stack_tpl.layer_tpl
@@ -189,7 +189,7 @@ def test_family_e(name: str):
 
 
 @pytest.mark.parametrize("name", OF_K)
-def test_family_k(name: str):
+def test_rows_of_kind_k_have_its_layers_and_schedule(name: str):
     std, warmup, end, steps, remat = OF_K[name]
     experiment = resolved(name)
     model, train = experiment.task.model, experiment.task.train
@@ -355,7 +355,7 @@ def check_weights(names: list[str], tmp_path: Path) -> None:
         assert found["count"] / parts <= found["here"] <= most, name
 
 
-def test_weights_at_full_size(tmp_path: Path):
+def test_number_of_weights_at_full_size(tmp_path: Path):
     check_weights(list(SAMPLES), tmp_path)
 
 

@@ -16,7 +16,7 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.trainer.job import build_parts
 
 
-def test_sizes():
+def test_number_of_weights_equals_a_count_by_hand():
     resolved = resolve(LocalText())
     partitioner, task = build_parts(resolved)
     partitioner.start(jax.devices()[:1])

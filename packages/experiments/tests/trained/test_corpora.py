@@ -86,7 +86,7 @@ def fields_of(data: Path, data_format: str, grain: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("data_format", ["seqio", "grain"])
-def test_c4(data_format: str, data: Path, tmp_path: Path):
+def test_loss_on_c4_falls(data_format: str, data: Path, tmp_path: Path):
     flags = [f"--tfds_data_dir={data / 'tfds'}"] if data_format == "seqio" else []
     fields = fields_of(data, data_format, "tokens")
     metrics = run("lm.c4.C4Spmd1BAdam4Replicas", tmp_path / "c4", *flags, MAX_STEPS=60, **fields)
@@ -96,7 +96,9 @@ def test_c4(data_format: str, data: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("data_format", ["seqio", "grain"])
-def test_lambada_after_the_pile(data_format: str, data: Path, tmp_path: Path):
+def test_lambada_is_evaluated_in_the_folder_of_the_pile(
+    data_format: str, data: Path, tmp_path: Path
+):
     flags = [f"--tfds_data_dir={data / 'tfds'}"] if data_format == "seqio" else []
     fields = fields_of(data, data_format, "tokens")
     run("lm.pile.Pile126M", tmp_path / "pile", *flags, MAX_STEPS=150, **fields)

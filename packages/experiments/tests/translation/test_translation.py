@@ -23,7 +23,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_values(name: str):
+def test_sizes_and_schedule_are_those_of_the_paper(name: str):
     dims, hidden, heads, dropout, steps, millions = PUBLISHED[name]
     experiment = resolve(getattr(wmt, name)())
     network = experiment.task.model.model_tpl

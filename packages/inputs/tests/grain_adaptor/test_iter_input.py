@@ -84,7 +84,7 @@ def reader(**fields):
     ids=["one epoch", "filtered training", "packed training", "packed rolling"],
 )
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
-def test_laws(law, fields):
+def test_reader_obeys_the_laws_of_inputs(law, fields):
     law(lambda **more: reader(**{**fields, **more}))
 
 

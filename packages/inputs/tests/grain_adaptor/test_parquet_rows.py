@@ -56,7 +56,7 @@ def reader(folder, **fields):
     ids=str,
 )
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
-def test_laws(law, fields, folder):
+def test_reader_obeys_the_laws_of_inputs(law, fields, folder):
     law(lambda **more: reader(folder, **{**fields, **more}))
 
 

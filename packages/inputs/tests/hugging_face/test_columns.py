@@ -47,11 +47,11 @@ def fields(tmp_path_factory):
     ids=["training", "epoch"],
 )
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
-def test_obeys(law, mode, fields):
+def test_reader_obeys_the_laws_of_inputs(law, mode, fields):
     law(lambda **more: HuggingFaceColumns(**{**fields, **mode, **more}))
 
 
-def test_values_shapes_and_dtypes(fields):
+def test_columns_become_arrays_of_their_shapes_and_dtypes(fields):
     batch = HuggingFaceColumns(**fields).get_next()
     assert batch.pixels.dtype == np.int32 and batch.pixels.shape == (4, 3, 2)
     assert batch.pixels[3].tolist() == [[3, 1], [2, 3], [4, 3]]

@@ -82,13 +82,13 @@ TRAINING, EPOCH, ROLLING = {"is_training": True}, {}, {"eval_loop_num_batches": 
     ids=["training-stream", "epoch-first_fit", "rolling-none"],
 )
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
-def test_obeys(law, mode, fields):
+def test_reader_obeys_the_laws_of_inputs(law, mode, fields):
     law(lambda **more: HuggingFaceInput(**{**fields, **mode, **more}))
 
 
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
 @pytest.mark.slow
-def test_prompts_obey(law, fields):
+def test_reader_of_prompts_obeys_the_laws_of_inputs(law, fields):
     fields = {name: value for name, value in fields.items() if name != "seq_length"}
     law(lambda **more: HuggingFacePrompts(**{**fields, "prompt_length": 5, **more}))
 
@@ -186,7 +186,7 @@ def test_column_of_token_ids_needs_a_tokenizer(raises, tmp_path, sentencepiece_f
 
 
 @pytest.mark.parametrize("path", ["parquet", "text", "csv", "arrow"])
-def test_formats(path, tmp_path):
+def test_each_file_format_gives_the_same_batches(path, tmp_path):
     rows = [{"text": "one"}, {"text": "two"}]
     file = tmp_path / f"file.{path}"
     data = datasets.Dataset.from_list(rows)
@@ -205,7 +205,7 @@ def test_formats(path, tmp_path):
     assert source.ids_to_strings(source.get_next().labels, [20]) == ["onetwo"]
 
 
-def test_folders(raises, folder, tmp_path, fields):
+def test_saved_folders_are_read_by_split(raises, folder, tmp_path, fields):
     saved = datasets.DatasetDict(
         train=datasets.Dataset.from_list(ROWS), test=datasets.Dataset.from_list(ROWS[:3])
     )

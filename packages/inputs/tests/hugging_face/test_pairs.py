@@ -46,7 +46,7 @@ def fields(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [{"is_training": True}, {}], ids=["training", "epoch"])
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
-def test_obeys(law, mode, fields):
+def test_reader_obeys_the_laws_of_inputs(law, mode, fields):
     law(lambda **more: HuggingFacePairs(**{**fields, **mode, **more}))
 
 

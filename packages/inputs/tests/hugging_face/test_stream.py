@@ -61,7 +61,7 @@ def fields(folder, tmp_path_factory):
     ids=["training-stream", "epoch-first_fit", "training-none", "rolling", "training-first_fit"],
 )
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
-def test_obeys(law, mode, fields):
+def test_reader_obeys_the_laws_of_inputs(law, mode, fields):
     law(lambda **more: HuggingFaceStream(**{**fields, **mode, **more}))
 
 

@@ -180,7 +180,7 @@ def test_the_lingvo_params_are_copied(lingvo):
     ],
     ids=["training", "epoch", "rolling"],
 )
-def test_laws(lingvo, law, arguments, fields):
+def test_reader_obeys_the_laws_of_inputs(lingvo, law, arguments, fields):
     def make(batch_size=4, **more):
         params = params_of(lingvo.Count, batch=batch_size, **arguments)
         return LingvoInputAdaptor(input=params, **fields, **more)

@@ -69,7 +69,7 @@ def test_num_batches_bounds_an_input_without_end(lingvo):
 
 
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
-def test_laws(lingvo, law):
+def test_reader_obeys_the_laws_of_inputs(lingvo, law):
     def make(**fields):
         params = params_of(lingvo.Count, num=14, batch=3)
         return LingvoEvalAdaptor(

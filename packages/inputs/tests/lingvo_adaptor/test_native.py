@@ -115,7 +115,7 @@ def test_a_lazy_epoch_is_a_number_of_samples(numbers):
 
 
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
-def test_laws(numbers, law):
+def test_reader_obeys_the_laws_of_inputs(numbers, law):
     law(
         lambda batch_size=4, **fields: LingvoInputAdaptor(
             input=numbers(14, batch=batch_size), cluster_do_eval=True, **fields

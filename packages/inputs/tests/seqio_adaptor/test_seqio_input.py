@@ -50,7 +50,7 @@ CONFIGURATIONS = [
 
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
 @pytest.mark.parametrize("fields", CONFIGURATIONS)
-def test_laws(law, fields, make_task):
+def test_reader_obeys_the_laws_of_inputs(law, fields, make_task):
     # Opening a pipeline costs more than the few examples read from it, so epochs are not too short.
     count = 30 if fields.get("is_training") else 13
     task = make_task([{"targets": [n + 3] * (1 + n % 5)} for n in range(count)], name="counted")

@@ -68,7 +68,7 @@ def test_documents_of_all_formats_keep_the_order_of_the_input(inputs, tmp_path):
     assert about.splits["train"].num_documents == len(texts)
 
 
-def test_rows_of_parquet(raises, tmp_path):
+def test_parquet_column_is_tokenized_and_a_wrong_one_raises(raises, tmp_path):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     table = arrow.table({"body": ["first", None, "third"], "n": [1, 2, 3]})
     parquet.write_table(table, tmp_path / "rows.parquet")
@@ -115,7 +115,7 @@ def test_stream_does_not_depend_on_shards_and_blocks(inputs, tmp_path):
         assert texts_of(out) == texts
 
 
-def test_tokenizer_of_a_file(tmp_path):
+def test_tokenizer_is_read_from_its_file(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 70_000}, "?"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

@@ -84,13 +84,13 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_equals_hugging_face(name):
+def test_processor_equals_that_of_hugging_face(name):
     ours, theirs = PAIRS[name]
     np.testing.assert_allclose(processed(ours), by_hugging_face(theirs), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", [name for name in PAIRS if name[:3] in ("top", "min")])
-def test_ties(name):
+def test_ties_stay_together_as_in_hugging_face_or_in_order_of_ids(name):
     ours, theirs = PAIRS[name]
     found, expected = processed(ours, TIES), by_hugging_face(theirs, TIES)
     if isinstance(ours, TopP):

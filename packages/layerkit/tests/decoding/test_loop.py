@@ -133,12 +133,12 @@ def test_batch_of_padding_ends_at_once():
     assert not np.any(outputs.ids) and not np.any(outputs.lengths)
 
 
-def test_prompts_of_width_one():
+def test_prompts_may_be_one_token_wide():
     outputs = decode(SampleDecoder(max_decode_steps=4, temperature=0.0), [[5], [1]], [1, 1])
     np.testing.assert_array_equal(outputs.ids, [[5, 5, 10, 7, 1], [1, 1, 2, 4, 8]])
 
 
-def test_one_step_is_enough():
+def test_limit_of_one_step_decodes_one_token():
     outputs = decode(SampleDecoder(max_decode_steps=1, temperature=0.0), [[5, 5]], [2])
     np.testing.assert_array_equal(outputs.ids, [[5, 5, 10]])
 

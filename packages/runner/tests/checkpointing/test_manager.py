@@ -291,7 +291,7 @@ def test_relative_folder_is_resolved(tmp_path, monkeypatch):
     assert (tmp_path / "runs/checkpoints/checkpoint_00000001").exists()
 
 
-def test_folder_without_checkpoints(tmp_path):
+def test_folder_without_checkpoints_has_no_step_to_restore(tmp_path):
     with CheckpointManager(tmp_path / "new") as manager:
         assert manager.latest_step() is None
         assert manager.newest_sound_step() is None

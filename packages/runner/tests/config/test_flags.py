@@ -43,7 +43,7 @@ def test_values_after_an_equals_sign_or_a_space():
         (["--enable_checkpoint_saving=true"], True),
     ],
 )
-def test_switches(words: list[str], *, expected: bool):
+def test_boolean_flag_has_each_spelling_of_absl(words: list[str], *, expected: bool):
     assert parse_flags([EXP, *words]).options.enable_checkpoint_saving is expected
 
 

@@ -54,7 +54,9 @@ def drawn(begin: Any) -> dict[str, np.ndarray]:
     return begin.leaves(plan_first_state(partitioner, task)().state)
 
 
-def test_weights_of_a_job(begin: Any, drawn: dict[str, np.ndarray]):
+def test_weights_of_a_job_are_copied_and_all_else_starts_anew(
+    begin: Any, drawn: dict[str, np.ndarray]
+):
     _, _, first = first_state(begin, begin.job)
     found = begin.leaves(first.state)
     assert_same(weights(found), weights(begin.values))
@@ -210,7 +212,7 @@ def test_layers_out_of_a_stack(begin: Any, shape: Any):
 
 
 @pytest.mark.parametrize("shape", [None, [2, 2, 2]], ids=["one device", "2 x 2 x 2"])
-def test_a_deeper_stack(begin: Any, shape: Any):
+def test_rules_fill_a_deeper_stack_from_chosen_layers(begin: Any, shape: Any):
     rules = [(r"stack/.*", r"\g<0>[0, 1, 1, 0]"), (".*", r"\g<0>")]
     model = begin.model(num_layers=4)
     source = {"folder": str(begin.job), "rules": rules}

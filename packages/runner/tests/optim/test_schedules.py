@@ -32,7 +32,7 @@ COSINE = {"warmup_steps": 100, "decay_start": 200, "decay_end": 300, "min_ratio"
     [(0, 0.0), (1, 0.01), (50, 0.5), (100, 1.0), (150, 1.0), (200, 1.0), (250, 0.505)]
     + [(225, 0.01 + 0.99 * (1 + math.cos(math.pi / 4)) / 2), (300, 0.01), (10_000, 0.01)],
 )
-def test_cosine_decay(step: int, rate: float):
+def test_cosine_decay_equals_its_formula(step: int, rate: float):
     assert float(linear_warmup_cosine_decay(1.0, **COSINE)(step)) == pytest.approx(rate, abs=1e-6)
 
 
@@ -42,7 +42,7 @@ def test_cosine_decay(step: int, rate: float):
     [(0, 0.0), (2000, 1.25e-4), (4000, 2.5e-4), (4001, 2.5e-4), (300_000, 2.5e-5)]
     + [(4001 + 295_999 / 2, 2.5e-4 * math.sqrt(0.1)), (10**6, 2.5e-5)],
 )
-def test_exponential_decay(step: float, rate: float):
+def test_exponential_decay_equals_its_formula(step: float, rate: float):
     schedule = linear_warmup_exponential_decay(
         2.5e-4, warmup_steps=4000, decay_start=4001, decay_end=300_000, min_ratio=0.1
     )
@@ -53,7 +53,7 @@ def test_exponential_decay(step: float, rate: float):
 @pytest.mark.parametrize(
     ("step", "rate"), [(0, 1.74693e-7), (4000, 6.98684e-4), (3999, (512 * 4000) ** -0.5)]
 )
-def test_transformer(step: int, rate: float):
+def test_transformer_schedule_has_the_published_values(step: int, rate: float):
     schedule = transformer(warmup_steps=4000, model_dims=512)
     assert float(schedule(step)) == pytest.approx(rate, rel=2e-6)
     doubled = transformer(warmup_steps=4000, model_dims=512, scale=2.0)
@@ -119,7 +119,7 @@ def test_cosine_decay_may_end_at_zero():
     [(1.0, 0, 0.0), (1.0, 50, 1.0), (1.0, 100, 2.0), (1.0, 200, 2.0), (1.0, 225, 1.55)]
     + [(1.0, 300, 0.2), (1.0, 999, 0.2), (2.0, 250, 0.2 + 1.8 / 4), (0.5, 275, 0.2 + 0.9)],
 )
-def test_polynomial_decay(power: float, step: int, rate: float):
+def test_polynomial_decay_equals_its_formula(power: float, step: int, rate: float):
     schedule = linear_warmup_polynomial_decay(2.0, **{**COSINE, "min_ratio": 0.1}, power=power)
     assert float(schedule(step)) == pytest.approx(rate, rel=1e-5, abs=1e-7)
 
@@ -145,7 +145,7 @@ def test_polynomial_decay_from_the_start_equals_that_of_pax(power: int):
 @pytest.mark.parametrize(
     ("step", "rate"), [(0, 0.0), (1, 0.03), (100, 3.0), (400, 1.5), (2500, 0.6)]
 )
-def test_square_root_decay(step: int, rate: float):
+def test_square_root_decay_equals_its_formula(step: int, rate: float):
     schedule = linear_warmup_sqrt_decay(3.0, warmup_steps=100)
     assert float(schedule(step)) == pytest.approx(rate, rel=1e-6, abs=1e-12)
 
@@ -159,7 +159,7 @@ def test_square_root_decay_after_a_constant_part(step: int, rate: float):
     assert float(schedule(step)) == pytest.approx(rate, rel=1e-6)
 
 
-def test_piecewise_constant():
+def test_piecewise_constant_changes_at_its_boundaries():
     schedule = piecewise_constant(boundaries=[3, 5], values=[1.0, 0.5, 0.0])
     steps = jnp.arange(7)
     expected = [1.0, 1.0, 1.0, 0.5, 0.5, 0.0, 0.0]

@@ -209,7 +209,7 @@ WEIGHTS = {"a": jnp.ones((4, 3)), "b": jnp.ones(3)}
         (optax.novograd(0.1), Reach.TENSOR),
     ],
 )
-def test_reach_of_optimizers(optimizer: Any, reach: Reach):
+def test_optimizers_that_mix_entries_or_tensors_are_recognized(optimizer: Any, reach: Reach):
     assert reach_of(optimizer, WEIGHTS) is reach
 
 

@@ -19,7 +19,7 @@ def ids(mesh: jax.sharding.Mesh) -> list:
     return np.vectorize(lambda device: device.id)(mesh.devices).tolist()
 
 
-def test_mesh_of_one_slice():
+def test_mesh_of_one_slice_has_the_sizes_of_its_axes():
     mesh = make_mesh(AXES, ici_mesh_shape=[2, 4, 1])
     assert dict(mesh.shape) == {"data": 2, "fsdp": 4, "tensor": 1}
     assert sorted(np.ravel(ids(mesh))) == list(range(8))

@@ -224,7 +224,7 @@ def test_the_weights_on_each_device_are_even_parts(spread: Run):
     assert [leaf.sharding.spec for leaf in moments] == [P("tensor", "fsdp")] * 2
 
 
-def test_padding_text(spread: Run):
+def test_padding_is_described_and_counted(spread: Run):
     partitioner, task = spread.partitioner, spread.task
     text = partitioner.padding_text(task)
     assert text.startswith("vocab 13 → 14 over tensor (lm/softmax/w), ")

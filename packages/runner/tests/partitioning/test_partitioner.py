@@ -143,7 +143,7 @@ def test_mesh_before_start_is_an_error():
         _ = SpmdPartitioner().mesh
 
 
-def test_describe(arrangements: Any):
+def test_partitioners_describe_their_meshes(arrangements: Any):
     spmd = arrangements.make_partitioner([2, 2, 2])
     assert spmd.describe() == "SPMD over 8 device(s): data 2 × fsdp 2 × tensor 2"
     assert spmd.batch_sharding().spec == PartitionSpec(("data", "fsdp"))

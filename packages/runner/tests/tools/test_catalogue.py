@@ -14,7 +14,7 @@ from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 from layerkit_runner.tools.catalogue import catalogue_line, fields_without_value, mesh_summary
 
 
-def test_line_of_an_experiment(tiny: SimpleNamespace):
+def test_line_has_weights_mesh_data_and_summary(tiny: SimpleNamespace):
     class Wide(BaseExperiment):
         """A regression."""
 
@@ -76,7 +76,7 @@ def test_number_of_weights_is_none_if_a_field_without_value_determines_the_model
         ),
     ],
 )
-def test_mesh_summary(fields: dict[str, Any], text: str):
+def test_mesh_is_summarized_in_words(fields: dict[str, Any], text: str):
     assert mesh_summary(SpmdPartitioner.HParams.config(**fields)) == text
 
 

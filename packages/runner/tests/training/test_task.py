@@ -49,7 +49,7 @@ def weights_of(state) -> np.ndarray:
     return np.asarray(state.params["linear"]["w"])[:, 0]
 
 
-def test_initial_state(tiny: SimpleNamespace):
+def test_initial_state_has_weights_optimizer_state_and_step_zero(tiny: SimpleNamespace):
     momentum = {"optimizer": Partial(optax.sgd, momentum=0.9)}
     task = tiny.task_config(counts=True, learner=momentum).Instantiate()
     boxed, state = task.init_boxed_state(jax.random.key(0))
@@ -62,7 +62,7 @@ def test_initial_state(tiny: SimpleNamespace):
     assert float(state.non_trainable["counter"]["sum"]) == 0.0
 
 
-def test_step_of_gradient_descent(tiny: SimpleNamespace):
+def test_step_of_gradient_descent_equals_its_formula(tiny: SimpleNamespace):
     task, state = started(tiny.task_config())
     state, (metrics, scalars) = task.train_step(state, ONE_ROW, GLOBAL_BATCH)
     np.testing.assert_allclose(weights_of(state), [1 - 6, 1 - 3])

@@ -120,7 +120,7 @@ def test_outputs_equal_numpy_whole_and_cached(kv_heads, fields, reference):
     np.testing.assert_allclose(jnp.concatenate(outs, axis=1), expected, atol=1e-5)
 
 
-def test_weights_and_cache():
+def test_weights_and_cache_have_the_documented_shapes():
     layer = make(num_kv_heads=2, fprop_dtype="bfloat16")
     weights, (_, memory) = drawn_weights(layer), arrays()
     assert jax.tree.map(jnp.shape, weights) == {

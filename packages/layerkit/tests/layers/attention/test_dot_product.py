@@ -69,7 +69,7 @@ def allowed_pairs(name):
 @pytest.mark.parametrize("cap", [None, 0.7])
 @pytest.mark.parametrize("kv_heads", [1, 2, HEADS])
 @pytest.mark.parametrize("mask", list(MASKS))
-def test_equals_loops(mask, kv_heads, cap):
+def test_attention_equals_numpy_loops(mask, kv_heads, cap):
     query, key, value = draw(0, kv_heads=kv_heads)
     expected = by_loops(query, key, value, allowed=allowed_pairs(mask), scale=0.6, cap=cap)
     actual = dot_product_attention(query, key, value, mask=MASKS[mask](), scale=0.6, logit_cap=cap)

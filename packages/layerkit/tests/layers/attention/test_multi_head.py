@@ -183,7 +183,7 @@ def by_loops(
         ),
     ],
 )
-def test_equals_loops(fields, reference):
+def test_layer_equals_numpy_loops(fields, reference):
     cases = ((1, SEGMENTS), (2, SEGMENTS), (2, None), (HEADS, None))
     if len(fields) in (1, 2):  # other groups are tried without options and with all of them
         cases = cases[1:2]
@@ -252,7 +252,7 @@ def test_window_without_causal_mask_is_two_sided():
     np.testing.assert_array_equal(changed, [False, False, True, True, True, False])
 
 
-def test_weights_and_their_axes():
+def test_weights_have_the_documented_shapes_and_axes():
     layer = make(
         num_kv_heads=2, use_bias=True, per_dim_scale=True, use_sinks=True, rotary_tpl=ROTARY
     )

@@ -49,7 +49,7 @@ def test_biases_start_at_zero(layer):
     np.testing.assert_array_equal(layer.init(jax.random.key(0))["params"]["b"], 0.0)
 
 
-def test_weights_and_their_axes():
+def test_weights_have_the_documented_shapes_and_axes():
     boxed = INTO.init_boxed(jax.random.key(0))
     assert jax.tree.map(jnp.shape, INTO.init(jax.random.key(0))) == {
         "params": {"w": (6, 4, 2), "b": (4, 2)}

@@ -49,7 +49,7 @@ def by_loops(query, key, value, *, allowed, bias, sinks, cap):
 @pytest.mark.parametrize("cap", [None, 0.8])
 @pytest.mark.parametrize("sinks", [None, draw(HEADS)], ids=["plain", "sinks"])
 @pytest.mark.parametrize("bias", list(BIASES))
-def test_equals_loops(bias, sinks, cap):
+def test_attention_equals_numpy_loops(bias, sinks, cap):
     key, value = draw(BATCH, LENGTH, 2, HEAD_DIM), draw(BATCH, LENGTH, 2, VALUE_DIM)
     mask = AttentionMask.causal_mask(BATCH, LENGTH).within(3)
     allowed = np.broadcast_to(

@@ -140,7 +140,7 @@ def test_batched_loop_is_as_long_as_the_longest():
     # a quarter of a mean group: 4096/8/4 = 128, 1000/8/4 = 31 → 16
     [(4096, 8, 128), (1000, 8, 16), (16, 8, 8), (1, 8, 8), (10**7, 8, 512)],
 )
-def test_block_size(rows, groups, expected):
+def test_block_is_a_quarter_of_a_mean_group_rounded_to_a_power_of_two(rows, groups, expected):
     assert block_size(rows, groups) == expected
 
 

@@ -41,7 +41,7 @@ def test_device_that_multiplies_wrongly_is_reported(monkeypatch: pytest.MonkeyPa
     assert problem.fails and problem.what == "Device 3 multiplies matrices wrongly."
 
 
-def test_sum_over_devices(monkeypatch: pytest.MonkeyPatch):
+def test_wrong_sum_over_devices_is_found(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(devices, "_BYTES_ON_CPU", 4096)
     found = devices.check_collectives()
     assert found.values["psum"]["is_right"]

@@ -44,7 +44,7 @@ def test_plugin_for_another_jaxlib_fails(tmp_path: Path, monkeypatch: pytest.Mon
     assert problem.to_do == f"pip install 'jax[cuda13]=={jaxlib}'"
 
 
-def test_memory_of_the_host():
+def test_host_report_has_cpus_and_memory():
     values = doctor.check_host().values
     assert values["cpus"] >= 1
     if "memory_bytes" in values:
@@ -102,7 +102,7 @@ class MemoryStore(MemoryFileSystem):
         return MemoryFileSystem._strip_protocol(path.removeprefix("az:/"))
 
 
-def test_store(monkeypatch: pytest.MonkeyPatch):
+def test_store_that_returns_wrong_bytes_is_found(monkeypatch: pytest.MonkeyPatch):
     fsspec.register_implementation("az", MemoryStore, clobber=True)
     monkeypatch.setattr("etils.epath.gpath._is_tf_installed", lambda: False)
     epath.backend.fsspec_backend._get_filesystem.cache_clear()

@@ -39,7 +39,7 @@ def packed() -> NestedMap:
     )
 
 
-def test_summary_and_table(packed: NestedMap):
+def test_summary_counts_rows_and_padding_and_the_table_lists_fields(packed: NestedMap):
     assert real_rows(packed).tolist() == [True, False]
     assert summary(packed) == "1 of 2 rows hold data | 58.3% padding | weights 2"
     del packed.labels, packed.segment_ids, packed.paddings

@@ -129,7 +129,7 @@ def described(experiment: Any, **fields: Any) -> str:
     return describe_layers(resolve(experiment(**fields)), RunOptions())
 
 
-def test_page_of_layers(experiment: Any):
+def test_page_lists_each_layer_with_its_fields(experiment: Any):
     head, model, block, scale, *others = described(experiment, DIMS=8).split("\n\n")
     assert head == f"layers of {__name__}.{experiment.__qualname__}"
     assert model.splitlines()[0] == "task.model: Tower"

@@ -30,7 +30,7 @@ def inspected(folder: Path) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def test_weights_of_an_experiment(tmp_path: Path):
+def test_table_of_weights_has_axes_shapes_and_sharding(tmp_path: Path):
     table = inspected(tmp_path)
     # The number of devices is independent of the 8 in the environment of the tests.
     assert (table["num_devices"], table["mesh"]["fsdp"]) == (16, 4)

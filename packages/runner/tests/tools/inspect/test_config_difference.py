@@ -49,7 +49,7 @@ def test_differences_of_a_recorded_run_and_the_experiment(resolved: Any, tmp_pat
     assert all(values == {"here": 2, "there": 4} for values in found.values())
 
 
-def test_text_of_differences():
+def test_differences_are_printed_as_a_table():
     here = ("lm.A", {"a": 1, "only": None, "same": "x"})
     there = ("lm.B", {"a": None, "same": "x", "more": [1]})
     found = differences(here[1], there[1])

@@ -135,7 +135,7 @@ def test_mesh_that_does_not_divide_a_weight_raises(raises: Any, tiny: SimpleName
         table_of(tiny.task_config(dims=3))
 
 
-def test_json_form(lm_table: ParameterTable):
+def test_table_can_be_written_as_json(lm_table: ParameterTable):
     record = json.loads(json.dumps(dataclasses.asdict(lm_table)))
     assert record["totals"]["weights"]["count"] == lm_table.totals["weights"].count
     assert record["parameters"][0].keys() >= {"path", "shape", "axes", "sharding", "starts_as"}

@@ -60,7 +60,7 @@ def is_quick(found):
 
 
 @needs_cuda
-def test_gpus_in_two_nodes(plan):
+def test_plan_of_gpus_in_two_nodes_counts_memory_and_slow_traffic(plan):
     found = plan("--target=h100x16", "--fdl.MESH=[1,8,1]", "--fdl.SLICES=[2,1,1]")
     assert (found["target"], found["num_devices"], found["num_slices"]) == ("h100x16", 16, 2)
     assert found["device"]["peak_flops"] == 989.4e12
@@ -77,7 +77,7 @@ def test_gpus_in_two_nodes(plan):
 
 
 @needs_tpu
-def test_tpus_in_two_slices(plan):
+def test_plan_of_tpus_in_two_slices_counts_slow_traffic(plan):
     found = plan("--target=v5e:2x2*2", "--fdl.MESH=[1,4,1]", "--fdl.SLICES=[2,1,1]")
     assert (found["num_devices"], found["num_slices"]) == (8, 2)
     assert found["device"]["device_kind"] == "TPU v5 lite"

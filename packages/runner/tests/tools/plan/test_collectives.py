@@ -64,7 +64,7 @@ def traffic(fn, mesh):
         ),
     ],
 )
-def test_one_collective(fn, kind, axes, bytes_sent, order):
+def test_bytes_sent_by_each_kind_of_collective(fn, kind, axes, bytes_sent, order):
     assert traffic(fn, make_mesh(order)) == [Traffic(kind, axes, 1, bytes_sent, is_exact=True)]
 
 
@@ -250,7 +250,7 @@ def test_collective_with_unknown_groups_raises():
         ("token[]", 0),
     ],
 )
-def test_bytes_of_types(hlo_type, size):
+def test_size_of_each_hlo_type(hlo_type, size):
     assert type_bytes(hlo_type) == size
 
 

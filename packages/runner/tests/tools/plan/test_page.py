@@ -118,7 +118,7 @@ note: attention backend: xla
 traced in 1.2 s, compiled in 3.5 s; nothing was run or written"""
 
 
-def test_the_page():
+def test_page_equals_the_expected_text():
     assert plan_page(PLAN) == PAGE
 
 
@@ -157,5 +157,5 @@ def test_json_has_everything_under_the_names_of_the_attributes():
         (2_000_000_000_000_000, "2000 TB"),
     ],
 )
-def test_sizes_for_people(size, text):
+def test_sizes_are_rounded_to_three_digits(size, text):
     assert size_text(size) == text

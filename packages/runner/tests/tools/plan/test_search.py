@@ -281,7 +281,7 @@ the best
   --exp=lm.Small --fdl.NUM_LAYERS=2 '--fdl.partitioner.ici_mesh_shape=[1,8,1]'"""
 
 
-def test_page_of_a_search():
+def test_page_of_a_search_equals_the_expected_text():
     assert search_page(FOUND) == PAGE
 
 

@@ -38,7 +38,7 @@ for name, metadata in METADATA.items():
     PROGRAM = PROGRAM.replace(name, f"metadata={{op_name={metadata}}}")
 
 
-def test_results_with_their_names():
+def test_largest_temporaries_are_listed_by_operation():
     assert largest_temporaries(PROGRAM, most=10) == [
         TemporaryTensor(256, "f32[64]", 1, "done"),
         TemporaryTensor(128, "f32[32]", 1, "norm"),
@@ -59,7 +59,7 @@ def test_temporaries_of_a_compiled_program():
     assert (largest.bytes_per_device, largest.shape) == (32 * 256 * 4, "f32[32,256]")
 
 
-def test_program_without_metadata():
+def test_temporary_without_metadata_has_the_name_of_its_instruction():
     text = "ENTRY %main (x: f32[4]) -> f32[4] {\n  ROOT %y = f32[4]{0} negate(%x)\n}\n"
     assert largest_temporaries(text, most=3) == [TemporaryTensor(16, "f32[4]", 1, "y")]
     assert largest_temporaries("", most=3) == []

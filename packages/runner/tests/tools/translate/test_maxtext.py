@@ -194,7 +194,7 @@ def test_key_with_the_value_of_base_yml_needs_no_field():
     assert len(leftovers("some_new_key=2", defaults=defaults)) == 1
 
 
-def test_embedding_that_logits_share():
+def test_scaled_logits_of_a_shared_embedding_are_left_over():
     words = ["decoder_block=gpt3", "logits_via_embedding=True"]
     assert len(leftovers(*words)) == 1
     assert list(translate(*words, "normalize_embedding_logits=False").recipes)[-1] == "LmExperiment"
