@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from layerkit.base_model import WeightedScalar
 from layerkit_runner.data.infeed import make_input
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import Observer
@@ -140,3 +142,53 @@ def test_skipped_records_are_reported_and_counted(tiny: SimpleNamespace):
     recorder = Recorder()
     assert program.run(state, 3, recorder)["skipped_records"] == 2.0
     assert recorder.messages == ["points: skipped 2 unreadable records so far"]
+
+
+def make_careless(tiny: SimpleNamespace, weight: Any) -> Any:
+    """A model whose `error` has the weight that `weight(batch)` returns."""
+
+    class Careless(tiny.Regression):
+        """Averages over all rows."""
+
+        def compute_loss(self, predictions: Any, batch: Any) -> Any:
+            metrics, outputs = super().compute_loss(predictions, batch)
+            return {**metrics, "error": WeightedScalar.of(1.0, weight(batch))}, outputs
+
+    return Careless
+
+
+@pytest.mark.parametrize("partitioner", [SpmdPartitioner, PmapPartitioner])
+def test_eval_program_with_metric_that_counts_padding_warns_once(
+    tiny: SimpleNamespace, partitioner: Any
+):
+    model = make_careless(tiny, lambda batch: len(batch.y))
+    points = tiny.Points.HParams.config(num_rows=13)
+    program, state = make_program(tiny, partitioner(), points, model=model)
+    recorder = Recorder()
+    program.run(state, 3, recorder)
+    program.run(state, 4, recorder)
+    [warning] = recorder.messages
+    for fact in ("points", " error ", "16", "13", "example_weights(batch", "Careless.compute_loss"):
+        assert fact in warning
+    assert "loss " not in warning
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "weight"),
+    [
+        (16, lambda batch: len(batch.y)),  # no row of padding
+        (13, lambda batch: 2 * len(batch.y)),  # not the number of rows
+        # 8 + 5 + 3: the number of all rows by chance.
+        (13, lambda batch: jnp.sum(batch.weights) + 3 * (jnp.sum(batch.weights) == 5)),
+        (13, lambda batch: jnp.sum(batch.weights)),
+    ],
+)
+def test_eval_program_with_sound_weights_does_not_warn(
+    tiny: SimpleNamespace, num_rows: int, weight: Any
+):
+    points = tiny.Points.HParams.config(num_rows=num_rows)
+    model = make_careless(tiny, weight)
+    program, state = make_program(tiny, SpmdPartitioner(), points, model=model)
+    recorder = Recorder()
+    program.run(state, 3, recorder)
+    assert recorder.messages == []

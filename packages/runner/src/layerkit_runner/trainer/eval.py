@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from etils import epath
 
+from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
 from layerkit_runner.data.infeed import (
     SKIPPED_RECORDS,
@@ -25,6 +26,7 @@ from layerkit_runner.distributed.process_exchange import from_process_0
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import TOTAL_WEIGHT, Observer
 from layerkit_runner.partitioning import Partitioner
+from layerkit_runner.trainer.padding_check import PaddingCheck
 from layerkit_runner.training.metrics import (
     ByExample,
     OverBatches,
@@ -109,28 +111,39 @@ class BaseProgram:
 
 
 class EvalProgram(BaseProgram):
-    """A program that evaluates one data set; see `BaseProgram`.
+    """A program that evaluates one data set; see `BaseProgram` for the other arguments.
 
-    `use_ema_states` evaluates the averaged weights; None is the setting of the task.
+    Args:
+      use_ema_states: True to evaluate the averaged weights; None for the setting of the task.
     """
 
     dataset: BaseInput
 
-    def __init__(self, *args: Any, use_ema_states: bool | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if use_ema_states and self.task.train.learner.ema_decay is None:
+    def __init__(
+        self,
+        task: SingleTask,
+        partitioner: Partitioner,
+        dataset: BaseInput,
+        name: str,
+        folder: epath.Path | None = None,
+        *,
+        interval_steps: int | None = None,
+        use_ema_states: bool | None = None,
+    ) -> None:
+        super().__init__(task, partitioner, dataset, name, folder, interval_steps=interval_steps)
+        if use_ema_states and task.train.learner.ema_decay is None:
             raise UsageError(
                 "the task keeps no averaged weights",
-                owner=self.name,
+                owner=name,
                 field="use_ema_states",
                 value=True,
                 hint="Set task.train.learner.ema_decay, such as 0.9999.",
             )
         self.use_ema_states = use_ema_states
-        self._scores_examples = self.dataset.has_score_metrics
-        of = self.partitioner
-        make_step = of.score_step_fn if self._scores_examples else of.eval_step_fn
-        self._step = make_step(self.task, averaged=use_ema_states)
+        self._scores_examples = dataset.has_score_metrics
+        make_step = partitioner.score_step_fn if self._scores_examples else partitioner.eval_step_fn
+        self._step = make_step(task, averaged=use_ema_states)
+        self._has_reported_padding = False
 
     def run(self, state: TrainState, step: int, observers: Observer) -> dict[str, float]:
         """Evaluate the weights after `step` steps; report and return the metrics.
@@ -138,7 +151,13 @@ class EvalProgram(BaseProgram):
         Metrics that the data set computes from scores are named `score/NAME`.
         """
         reported, scores = OverBatches(), ByExample[float](self.name)
+        padding = PaddingCheck(self.dataset)
         pending: collections.deque[Any] = collections.deque()
+
+        def start(global_batch: NestedMap) -> tuple[Any, Any]:
+            """Start a step; return metrics, and the scores of rows if the data set uses them."""
+            found = self._step(state, global_batch)
+            return found if self._scores_examples else (found, None)
 
         def collect() -> None:
             metrics, rows = pending.popleft()
@@ -150,14 +169,27 @@ class EvalProgram(BaseProgram):
         for batch in eval_batches(self.dataset):
             if self._scores_examples:
                 check_has_provenance(batch, self.name)
-            found = self._step(state, self.partitioner.put_batch(batch))
-            pending.append(found if self._scores_examples else (found, None))
+            global_batch = self.partitioner.put_batch(batch)
+            padding.add(batch, global_rows=len(jax.tree.leaves(global_batch)[0]))
+            pending.append(start(global_batch))
             if len(pending) > self.task.train.max_inflight_steps:
                 collect()
         while pending:
             collect()
         if not reported.means():
             raise UsageError("the data set has no batches to evaluate", owner=self.name)
+        if not self._has_reported_padding:
+            counted = padding.counted(
+                reported.weights(), lambda batch: start(self.partitioner.put_batch(batch))[0]
+            )
+            if counted is not None:
+                self._has_reported_padding = True
+                model = type(self.task.model).__qualname__
+                observers.message(
+                    f"warning: {self.name}: {counted}. Weight each row by"
+                    f" layerkit.models.example_weights.example_weights(batch, num_rows) in"
+                    f" {model}.compute_loss."
+                )
         own: dict[str, float] = {}
         if self._scores_examples:
             found = from_process_0(lambda: as_floats(self.dataset.score_metrics(scores.values)))

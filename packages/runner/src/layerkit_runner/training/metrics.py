@@ -101,6 +101,10 @@ class OverBatches:
         """Return histograms by name."""
         return {name: Histogram.of(counts) for name, counts in self._counts.items()}
 
+    def weights(self) -> dict[str, float]:
+        """Return the total weight of each metric."""
+        return {name: weight for name, (_, weight) in self._totals.items()}
+
     def weight(self, name: str) -> float:
         """Return the total weight of the metric `name`; 0 before anything was added."""
         return self._totals.get(name, (0.0, 0.0))[1]
