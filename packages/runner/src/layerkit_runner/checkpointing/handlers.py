@@ -67,6 +67,7 @@ class StateHandler(_Handler):
     """Saves a state in either format, under the same item."""
 
     def __init__(self) -> None:
+        """Make the storage of arrays."""
         self._arrays = _array_storage()
 
     async def async_save(self, directory: epath.Path, args: StateSave) -> list[ocp.future.Future]:

@@ -58,6 +58,7 @@ class Hasher:
     """The size and digest of bytes that are added one after the other."""
 
     def __init__(self, name: str = _HASH) -> None:
+        """Start without bytes."""
         self._name, self._hash, self._size = name, _HASHES[name](), 0
 
     def add(self, content: bytes | memoryview) -> None:
@@ -97,6 +98,7 @@ class Finding:
         return self.kind != FindingKind.UNLISTED
 
     def __str__(self) -> str:
+        """Return the finding as one line."""
         expected = self.expected and f"expected {_text(self.expected)}"
         found = self.found and f"found {_text(self.found)}"
         described = (f"{self.file}: {self.kind}", expected, found, self.reason)

@@ -80,6 +80,7 @@ class CheckpointManager:
         report: Callable[[str], None] = _LOG.warning,
         on_commit: Callable[[int], None] | None = None,
     ):
+        """Open the folder and, unless `read_only` is set, delete the folders of killed saves."""
         check_sizes("CheckpointManager", async_timeout_secs=async_timeout_secs)
         self._directory = absolute(directory)
         self._policy = policy if policy is not None else CheckpointPolicy()
@@ -289,6 +290,7 @@ class CheckpointManager:
         The mesh, the number of devices and the format may differ from those of the saving job.
 
         Args:
+          step: Step to restore.
           target: Tree of `jax.ShapeDtypeStruct` with shardings.
           leave_out: Parts of the stored state that the target does not have, such as `opt_state`;
             their arrays are not read.
@@ -416,9 +418,11 @@ class CheckpointManager:
             self._orbax = None
 
     def __enter__(self) -> CheckpointManager:
+        """Return this manager."""
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Close this manager."""
         self.close()
 
     def _write_evaluations(self) -> None:

@@ -42,6 +42,7 @@ class CheckpointPolicy:
     best_to_keep: int = 1
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         owner = "CheckpointPolicy"
         check_sizes(
             owner,

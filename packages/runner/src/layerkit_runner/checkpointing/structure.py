@@ -59,6 +59,7 @@ class LeafSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
+        """Return the specification as `float32[4, 8]`."""
         return f"{self.dtype.name}{list(self.shape)}"
 
 
@@ -199,6 +200,7 @@ class FiniteCheck:
     """
 
     def __init__(self, leaves: Mapping[LeafPath, jax.Array]):
+        """Start the search."""
         alike: dict[Any, list[LeafPath]] = collections.defaultdict(list)
         for path, leaf in leaves.items():
             if jnp.issubdtype(leaf.dtype, jnp.inexact):

@@ -113,6 +113,7 @@ class SkippedRecords:
     """A counter of the records that an input of this process has skipped during training."""
 
     def __init__(self, dataset: BaseInput, name: str, observers: Observer) -> None:
+        """Create a counter for an input, with its name in reports."""
         self._dataset = dataset
         self._name = name
         self._observers = observers
@@ -172,6 +173,7 @@ def make_input(
       config: Config of an input that sets `batch_size` (rows on each host) or `percore_batch_size`
         (rows per device, a fraction if several devices share a row), or whose class defines the
         size (`BaseInput.get_batch_size`).
+      partitioner: Partitioner that has started.
       host: Process to build the input for; None for this one.
 
     Raises:

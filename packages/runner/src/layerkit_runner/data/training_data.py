@@ -48,6 +48,7 @@ class DeviceFeed:
         depth: int = 2,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """Create a feed that has read no batch."""
         self._source = source
         self._partitioner = partitioner
         self._depth = depth
@@ -217,6 +218,7 @@ class TrainInput:
     def __init__(
         self, dataset: Prefetch, partitioner: Partitioner, name: str | None = None, steps: int = 1
     ) -> None:
+        """Create the device feed without reading any batch."""
         self.dataset = dataset
         self.name = name
         self.steps = steps
@@ -239,6 +241,7 @@ class TrainInputs:
     """The training data sets of a job, used round robin by the number of the step."""
 
     def __init__(self, inputs: Sequence[TrainInput]) -> None:
+        """Store the data sets."""
         self.inputs = tuple(inputs)
         self._ends = [*itertools.accumulate(each.steps for each in inputs)]
 

@@ -74,6 +74,7 @@ class StopSignals:
         leaving: str = "finishing this step, saving, leaving",
         saving: str = "saving after this step",
     ) -> None:
+        """Store the texts of the messages; see the class for the arguments."""
         self._leaving = leaving
         self._saving = saving
         self._stop = threading.Event()
@@ -89,6 +90,7 @@ class StopSignals:
         self.save_received = False
 
     def __enter__(self) -> StopSignals:
+        """Handle the signals, on a thread."""
         # Python runs a handler in the main thread, which may be in compiled code for minutes. The C
         # handler writes to this pipe at once, and a thread reads it.
         self._reader, self._writer = os.pipe()
@@ -107,6 +109,7 @@ class StopSignals:
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        """Restore the previous handlers."""
         global _active
         _active = None
         if self._agreement is not None:
@@ -250,12 +253,14 @@ class Interrupts(StopSignals):
     ends_process: ClassVar[bool] = False
 
     def __enter__(self) -> Interrupts:
+        """Handle Ctrl-C, unless the process ignores it."""
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
             self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        """Restore the previous handler."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -302,6 +307,7 @@ class StopAgreement:
         take_requests: Callable[[], Requests],
         has_requests: Callable[[], bool],
     ) -> None:
+        """Start the thread that watches for requests; see the class for the arguments."""
         self._store = store
         self._process = process
         self._num_processes = num_processes

@@ -177,6 +177,7 @@ def watched(seconds: float | None, *, process: str, log: Callable[[], Path]) -> 
 
     Args:
       seconds: Limit of a phase; None for no limit.
+      process: Name of this process in the message.
       log: Function that returns the file to which the stacks of all threads are appended.
     """
     global _current

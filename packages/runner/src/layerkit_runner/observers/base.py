@@ -170,6 +170,7 @@ class Background:
     """A thread that runs jobs in order, none after one that failed; later calls raise its error."""
 
     def __init__(self) -> None:
+        """Start without jobs."""
         self._executor = concurrent.futures.ThreadPoolExecutor(max_workers=1)
         self._jobs: collections.deque[concurrent.futures.Future[Any]] = collections.deque()
         self._has_failed = False
@@ -242,6 +243,7 @@ class Observers(Observer):
     in_background = False
 
     def __init__(self, observers: Iterable[Observer]) -> None:
+        """Store the observers, each with its thread."""
         self._callers = [_Caller(observer) for observer in observers]
 
     start = _of_all(Observer.start)

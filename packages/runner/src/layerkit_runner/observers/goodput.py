@@ -54,6 +54,7 @@ class Goodput:
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Start the phase `start`; `clock` returns seconds."""
         self._clock = clock
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._stack = ["start"]
@@ -156,6 +157,7 @@ class GoodputLog(Observer):
     in_background = False
 
     def __init__(self, goodput: Goodput, *, clock: Callable[[], float] = time.time) -> None:
+        """Store the goodput to record; `clock` returns Unix time in seconds."""
         self._goodput = goodput
         self._clock = clock
         self._background = Background()

@@ -37,6 +37,7 @@ class MetricsLog(Observer):
     in_background = False
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
+        """Start without a file; `clock` returns Unix time in seconds."""
         self._clock = clock
         self._lines: LocalLines | StoredLines | None = None
 
@@ -124,6 +125,7 @@ class LocalLines:
     """A writer that appends lines to a local file; `resumed` if the file had lines before."""
 
     def __init__(self, path: epath.Path) -> None:
+        """Open the file, and remove an incomplete last line, which a killed process leaves."""
         self._file = open_append(path)
         self._file.seek(0)
         whole = _whole_lines(self._file.read())
@@ -151,6 +153,7 @@ class StoredLines:
     """
 
     def __init__(self, path: epath.Path, *, interval: float = _SECONDS_BETWEEN_REWRITES) -> None:
+        """Read the lines of the file, if it exists."""
         self._path = path
         self._interval = interval
         self._content = bytearray(_whole_lines(path.read_bytes() if path.exists() else b""))

@@ -33,6 +33,7 @@ class Progress(Observer):
     def __init__(
         self, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        """Store the stream, by default standard output, and the clock, in seconds."""
         self._stream = sys.stdout if stream is None else stream
         self._clock = clock
         self._view: _Bar | _Lines | None = None
@@ -87,6 +88,7 @@ class LinePacer:
     """
 
     def __init__(self, start_step: int, num_train_steps: int) -> None:
+        """Start without printed steps; see the class for the arguments."""
         self._stride = max(1.0, (num_train_steps - start_step) / _LINES_PER_RUN)
         self._num_train_steps = num_train_steps
         self._began: float | None = None

@@ -43,6 +43,7 @@ class StepProfiler:
         captures_by_step: bool,
         report: Callable[[str], None],
     ) -> None:
+        """Store the settings; see the class for the arguments."""
         self._directory = directory
         self._capture_step = capture_step if captures_by_step else None
         self._num_steps = num_steps
@@ -53,6 +54,7 @@ class StepProfiler:
         self._previous: Any = None
 
     def __enter__(self) -> StepProfiler:
+        """Handle the signal, if this is the main thread."""
         if threading.current_thread() is threading.main_thread():
 
             def request(*_: Any) -> None:
@@ -62,6 +64,7 @@ class StepProfiler:
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        """Restore the signal handler, and end a capture without writing it."""
         if self._previous is not None:
             signal.signal(CAPTURE_SIGNAL, self._previous)
         if self._first is not None:

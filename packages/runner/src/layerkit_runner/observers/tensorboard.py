@@ -37,6 +37,7 @@ class TensorBoard(Observer):
     """
 
     def __init__(self) -> None:
+        """Create the observer without open files."""
         self._summaries: epath.Path | None = None
         self._purge_step: int | None = None
         self._files: dict[str, RecordWriter] = {}

@@ -31,6 +31,7 @@ class Throughput:
     """A counter of completed steps and of the time between them."""
 
     def __init__(self, info: RunInfo, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Start without steps; `clock` returns seconds."""
         self._info = info
         self._usual = StepWork(info.examples_per_step, info.tokens_per_step, info.flops_per_step)
         self._clock = clock

@@ -35,6 +35,7 @@ class WeightsAndBiases(Observer):
     def __init__(
         self, project: str, *, config: Mapping[str, Any], report: Callable[[str], None]
     ) -> None:
+        """Store the settings, without importing wandb; see the class for the arguments."""
         if importlib.util.find_spec("wandb") is None:
             raise UsageError(
                 field="--wandb_project",

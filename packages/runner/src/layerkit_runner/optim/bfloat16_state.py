@@ -38,6 +38,7 @@ def bfloat16_state(
     same step draws the same random numbers, on any mesh and after a restart.
 
     Args:
+      learning_rate: Rate, or a schedule of the step.
       optimizer: A function of `learning_rate`, such as `Partial(optax.adamw, b2=0.95)`.
 
     Raises:

@@ -91,6 +91,7 @@ class MetricRule(StoppingRule):
     metric: str
 
     def __post_init__(self) -> None:
+        """Set the initial state."""
         # Names of all data sets that may be evaluated, if known.
         self._datasets: tuple[str, ...] = ()
 
@@ -141,6 +142,7 @@ class StopAtTarget(MetricRule):
     mode: str = "min"
 
     def __post_init__(self) -> None:
+        """Check the fields and set the initial state."""
         super().__post_init__()
         check_choice(_OWNER, ("min", "max"), mode=self.mode)
         self._last: float | None = None
@@ -185,6 +187,7 @@ class EarlyStopping(MetricRule):
     mode: str = "min"
 
     def __post_init__(self) -> None:
+        """Check the fields and set the initial state."""
         super().__post_init__()
         check_sizes(_OWNER, patience=self.patience)
         check_non_negative(_OWNER, min_delta=self.min_delta)

@@ -64,6 +64,7 @@ class AuxiliaryOptimizer(Configurable):
     learning_rate: Annotated[Any, float | Callable[..., Any] | None] = None
 
     def __post_init__(self) -> None:
+        """Check the fields and make the transformation."""
         is_name = self.name.isidentifier() and self.name != MAIN
         expected = f"an identifier other than {MAIN!r}, such as 'embedding'"
         require(is_name, "AuxiliaryOptimizer", "name", self.name, expected)
@@ -127,6 +128,7 @@ class Learner(Configurable):
     frozen: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        """Check the fields and combine the optimizers."""
         check_positive(
             "Learner",
             clip_global_norm=self.clip_global_norm,
@@ -212,6 +214,8 @@ class Learner(Configurable):
 
         Args:
           grads: Gradients of the global loss, shaped like the trained part of `params`.
+          opt_state: State of the optimizer.
+          params: All weights.
           step: Number of completed steps, int32 scalar, for the rate and the average.
           loss: Global loss, a scalar, which decides whether the step is valid; None if unknown.
           ema: Averaged weights; None if `ema_decay` is None.

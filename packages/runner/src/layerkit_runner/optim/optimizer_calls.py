@@ -69,7 +69,9 @@ def check_usable(transformation: optax.GradientTransformation, params: Any, *, o
 
     try:
         state = jax.eval_shape(transformation.init, shapes)
-        updates, new_state = jax.eval_shape(update_once, shapes, state, shapes, loss)
+        is_muon = bool(_instances(state, MuonState))
+        if not is_muon:
+            updates, new_state = jax.eval_shape(update_once, shapes, state, shapes, loss)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             "the optimizer fails with the arguments (gradients, state, weights, value=loss,"
@@ -77,7 +79,7 @@ def check_usable(transformation: optax.GradientTransformation, params: Any, *, o
             owner=owner,
             hint="Use an optimizer that needs no other arguments, such as optax.adamw.",
         ) from error
-    if _instances(state, MuonState):
+    if is_muon:
         raise ConfigError(
             "optax.contrib.muon is not supported, because it would update attention and expert"
             " weights, which have three dimensions, by Adam, and a tied embedding by Muon",

@@ -92,12 +92,13 @@ class _Group:
 
 
 class OptimizerGroups:
-    """All optimizers of a learner, the main one first, as one.
+    """All optimizers of a learner as one.
 
     `per_layer` is True if each layer of a stack is a tensor; None decides by optimizer.
     """
 
     def __init__(self, optimizers: Sequence[NamedOptimizer], *, per_layer: bool | None):
+        """Combine optimizers, the main one first."""
         self._optimizers = tuple(optimizers)
         self._per_layer = per_layer
         self._groups: tuple[Any, dict[str, _Group]] | None = None

@@ -122,6 +122,7 @@ def linear_warmup_sqrt_decay(peak: float, *, warmup_steps: int) -> optax.Schedul
     """Return a linear warmup to `peak`, then peak·√(warmup_steps / step).
 
     Args:
+      peak: Highest rate.
       warmup_steps: Step at which the peak is reached, at least 1.
     """
     owner = "linear_warmup_sqrt_decay"

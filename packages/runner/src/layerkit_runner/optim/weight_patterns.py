@@ -59,6 +59,7 @@ class TrainedWeights:
     frozen: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         is_one = self.trainable is None or not self.frozen
         expected = f"(), because trainable={self.trainable} is set"
         require(is_one, "Learner", "frozen", self.frozen, expected)
@@ -163,6 +164,7 @@ class VariationalNoise(Configurable):
     start_step: int = 0
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         check_positive("task.vn", scale=self.scale)
         check_integers("task.vn", minimum=0, start_step=self.start_step)
         check_regexes("task.vn", weights=self.weights)

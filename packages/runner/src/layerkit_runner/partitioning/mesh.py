@@ -31,6 +31,7 @@ def make_mesh(
     """Arrange devices in a mesh.
 
     Args:
+      axis_names: Names of the mesh axes.
       ici_mesh_shape: Size of each axis within one slice; None puts all devices of a slice on the
         first axis.
       dcn_mesh_shape: Size of each axis across slices; None for one slice. If `ici_mesh_shape` is

@@ -49,6 +49,7 @@ class Partitioner(Configurable):
     """Base class of partitioners; call `start` before other methods."""
 
     def __post_init__(self) -> None:
+        """Set the initial state."""
         self._mesh: Mesh | None = None
         self._placed: _PlacedState | None = None
         self._evaluations: dict[tuple[str, bool], tuple[SingleTask, Any]] = {}
@@ -65,6 +66,7 @@ class Partitioner(Configurable):
         return self._mesh
 
     def __repr__(self) -> str:
+        """Return the devices and the mesh once started, and the fields before."""
         return super().__repr__() if self._mesh is None else f"<{self.describe()}>"
 
     def _repr_html_(self) -> str | None:
@@ -214,6 +216,7 @@ class Partitioner(Configurable):
         """Return jitted `(state, batch) -> metrics`; each call returns the same function.
 
         Args:
+          task: Task, bound to this partitioner.
           averaged: True to use the averaged weights; None for the task's setting.
         """
         return self._evaluation("eval_step", task, averaged=averaged, output=REPLICATED)
@@ -276,6 +279,7 @@ class Partitioner(Configurable):
         """Jit a function that reads a state, without the fields that only training needs.
 
         Args:
+          task: Task, bound to this partitioner.
           function: Function of the state and one argument for each of `shardings`.
           *shardings: Shardings of the arguments after the state; None for those of the values.
           replicates: True to replicate the result; False to leave its layout to the compiler.

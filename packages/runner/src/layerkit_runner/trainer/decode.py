@@ -215,6 +215,7 @@ class DecodedRecords:
     """The records of one decoding, collected batch by batch."""
 
     def __init__(self, dataset: BaseInput, name: str, *, npz_name: str | None) -> None:
+        """Start without records."""
         self.records: list[dict[str, Any]] = []
         self._dataset = dataset
         self._name = name

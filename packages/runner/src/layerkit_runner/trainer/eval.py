@@ -61,6 +61,7 @@ class BaseProgram:
         *,
         interval_steps: int | None = None,
     ) -> None:
+        """Store the arguments."""
         if interval_steps is not None and interval_steps < 1:
             raise UsageError(
                 owner=name,
@@ -81,6 +82,8 @@ class BaseProgram:
 
         Args:
           state: State to read. The next training step deletes its buffers.
+          step: Number of completed steps.
+          observers: Observers of the job.
 
         Returns:
           For an evaluation, metrics by name, equal on all processes; early stopping and
@@ -130,6 +133,7 @@ class EvalProgram(BaseProgram):
         interval_steps: int | None = None,
         use_ema_states: bool | None = None,
     ) -> None:
+        """Build the evaluation step."""
         super().__init__(task, partitioner, dataset, name, folder, interval_steps=interval_steps)
         if use_ema_states and task.train.learner.ema_decay is None:
             raise UsageError(
@@ -219,6 +223,7 @@ class NextBatchEvalProgram(BaseProgram):
     """
 
     def __init__(self, task: SingleTask, partitioner: Partitioner, data: TrainInput) -> None:
+        """Build the evaluation step."""
         name = "train" if data.name is None else f"train/{data.name}"
         super().__init__(task, partitioner, None, name)
         self._data = data

@@ -144,6 +144,8 @@ class Job:
         """Restore a checkpoint onto the devices.
 
         Args:
+          checkpoints: Checkpoints to read.
+          step: Step to restore.
           for_training: True to restore the optimizer state and the input positions too.
 
         Raises:

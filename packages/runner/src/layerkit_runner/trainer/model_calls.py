@@ -55,6 +55,8 @@ def token_logits(model: BaseModel, variables: Variables, batch: NestedMap) -> ja
     """Compute the logits float32 `[rows, length, vocab]` of the token after each position.
 
     Args:
+      model: Language model.
+      variables: Variables of the model.
       batch: `ids` int32 `[rows, length]` and `lengths` int32 `[rows]`; an encoder-decoder also
         reads `source` and `source_lengths`.
     """

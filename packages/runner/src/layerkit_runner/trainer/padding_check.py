@@ -23,6 +23,7 @@ class PaddingCheck:
     """
 
     def __init__(self, dataset: BaseInput) -> None:
+        """Start without batches of the data set."""
         self._dataset = dataset
         self._is_marked = True
         self._num_rows = self._num_examples_here = self._global_rows = 0

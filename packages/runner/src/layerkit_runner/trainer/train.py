@@ -144,6 +144,7 @@ class TrainProgram:
         *,
         steps: int = 1,
     ) -> None:
+        """Store the arguments without reading a batch or starting a step."""
         self.data = dataset
         self.name = name
         self.steps = steps
@@ -332,6 +333,7 @@ class TrainPrograms:
         max_inflight_steps: int,
         skipped: SkippedSteps | None = None,
     ) -> None:
+        """Store the arguments without starting a step."""
         self.inputs = inputs
         self.programs = tuple(programs)
         self.skipped = SkippedSteps() if skipped is None else skipped

@@ -48,6 +48,7 @@ class MultiLossAggregator(LossAggregator):
     loss_keys: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        """Check the names."""
         is_valid = self.loss_keys and len({*self.loss_keys}) == len(self.loss_keys)
         expected = "one or more different names of metrics"
         require(is_valid, "task.loss_aggregator", "loss_keys", self.loss_keys, expected)

@@ -68,6 +68,7 @@ class OverBatches:
     """The reduction of metrics over global batches."""
 
     def __init__(self) -> None:
+        """Start without metrics."""
         self._totals: dict[str, tuple[float, float]] = {}
         self._largest: dict[str, float] = {}
         self._counts: dict[str, BinCounts] = {}
@@ -148,6 +149,7 @@ class ByExample(Generic[Value]):
     """A collection of one value for each example, without padding (rows of provenance -1)."""
 
     def __init__(self, dataset: str) -> None:
+        """Start without values; `dataset` is the name of the data set in error messages."""
         self._dataset = dataset
         self.values: dict[int, Value] = {}
 

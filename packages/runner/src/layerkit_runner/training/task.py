@@ -105,6 +105,7 @@ class SingleTask(Configurable):
     initial_weights: Annotated[Any, InitialWeights | WeightsLoader | None] = instance_field(None)
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         self._stacks: Stacks | None = None
         check_integers("task", minimum=0, summary_verbosity=self.summary_verbosity)
         if self.loss_aggregator is not None:

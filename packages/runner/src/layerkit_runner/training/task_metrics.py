@@ -50,6 +50,7 @@ class TaskMetric(Configurable):
     weight: str | None = None
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         root, _, rest = self.value.partition("/")
         is_path = root in (*PER_EXAMPLE, *PER_STEP) and rest
         expected = "a path below outputs/, batch/, metrics/ or scalars/"
@@ -110,6 +111,7 @@ class Histogram(TaskMetric):
     num_bins: int = 30
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         super().__post_init__()
         is_range = math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high
         expected = f"a finite number above low={self.low}"

@@ -117,6 +117,7 @@ class TrainHParams(Configurable):
     profiler_max_num_hosts: int | None = 1
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         check_sizes(_OWNER, **{name: getattr(self, name) for name in _POSITIVE})
         steps = {f"save_keep_steps[{i}]": step for i, step in enumerate(self.save_keep_steps)}
         steps["decode_start_after_n_steps"] = self.decode_start_after_n_steps

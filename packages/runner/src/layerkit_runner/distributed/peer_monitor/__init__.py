@@ -23,4 +23,5 @@ class Identity:
     pid: int
 
     def __str__(self) -> str:
+        """Return the name for messages."""
         return f"process {self.process} of {self.num_processes} (host {self.host}, pid {self.pid})"

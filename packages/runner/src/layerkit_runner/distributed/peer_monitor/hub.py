@@ -53,6 +53,7 @@ class Link:
         sends_as: str = "",
         receives_from: str = "",
     ) -> None:
+        """Set the socket to non-blocking; see the class for the arguments."""
         connection.settimeout(0)
         self.socket = connection
         self.is_open = True
@@ -181,6 +182,7 @@ class Hub:
     def __init__(
         self, listener: socket.socket, num_processes: int, now: float, *, key: bytes
     ) -> None:
+        """Set the socket to non-blocking; see the class for the arguments."""
         listener.settimeout(0)
         self._listener = listener
         self._num_processes = num_processes

@@ -69,6 +69,7 @@ class LogTee:
     """
 
     def __init__(self, open_log: Callable[[], BinaryIO | None]) -> None:
+        """Start the thread that opens and writes the log."""
         self._lines: queue.Queue[bytes] = queue.Queue(_MAX_WAITING_LINES)
         self._threads: list[threading.Thread] = []
         threading.Thread(target=self._write_log, args=(open_log,), daemon=True).start()
@@ -165,6 +166,7 @@ class Monitor:
     """The peer monitor of a process, which runs until the process ends."""
 
     def __init__(self, task: Task) -> None:
+        """Open the log and the hub, connect to the hub, and start to copy the output."""
         now = time.monotonic()
         is_first = task.identity.process == 0
         self._task = task

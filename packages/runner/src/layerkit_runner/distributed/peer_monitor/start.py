@@ -48,6 +48,7 @@ class PeerMonitor:
         log: Path,
         exit_code: int,
     ) -> None:
+        """Start the peer monitor, and redirect standard output and error to it."""
         ours, theirs = socket.socketpair()
         pipes = [os.pipe(), os.pipe()]
         streams = (pipes[0][0], pipes[1][0])
