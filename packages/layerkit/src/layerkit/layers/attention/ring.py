@@ -2,7 +2,9 @@
 
 Each device attends with its queries to one part of the keys at a time and merges the outputs by
 their log-sum-exp (Liu et al., 2023, arXiv:2310.01889). The backward pass sends the keys around
-again, with the sums of their gradients. The next part is sent while the present one is computed.
+again, with the sums of their gradients. No product needs the part that is being sent, so that the
+compiler can overlap both. For TPUs it does so in the backward pass only: JAX's splash attention
+gives its scheduler no estimate of the cost of a kernel, and forward the kernels come first.
 
 Under a causal mask, later queries see more keys. Devices would wait for the one with the end of the
 row. With n devices, rows are therefore cut into 2n chunks, and device i works on the chunks i and
