@@ -8,8 +8,9 @@ pax_reference`):
 
 `weights` writes FOLDER/weights.json: for each experiment its weights by abstract initialization
 (name, layers, shape, initializer, standard deviation by the rule of Praxis) and its settings of
-training. `runs` trains a reduced form of one experiment of each kind by paxml's own training step,
-and writes FOLDER/NAME.npz: initial weights, batches, losses, rates and gradient norms.
+training. Experiments of later versions come from `later_pax.py`. `runs` trains a reduced form of
+one experiment of each kind by paxml's own training step, and writes FOLDER/NAME.npz: initial
+weights, batches, losses, rates and gradient norms.
 """
 
 from __future__ import annotations
