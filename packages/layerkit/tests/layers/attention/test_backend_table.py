@@ -283,13 +283,13 @@ other devices ([context parallelism](partitioning.md#context-parallelism)). `all
 `ulysses` use the backend; cuDNN requires `ulysses`. `ring` is ring attention, the last columns of
 the table: `xla` computes a block of logits at a time, and `pallas` runs the fused kernels.
 
-The biases of T5 and ALiBi (`relative_bias_tpl`) depend on the distance of query and key alone. In
-rows in order, layers pass one number per distance (`DistanceBias`), and the Pallas kernels read
-these. A bias that is an array of a number for each pair runs on `xla`, or in cuDNN if it has the
-dtype of the queries. The gradient of a learned bias is computed by a kernel of its own
-([GPUs][2], [TPUs][3]), without atomic additions, so that it is the same in each run. The temporary
-memory of a compiled forward and backward pass, for 2 rows of 2048 tokens, 2 heads of 64 and a
-learned bias, is
+The biases of T5 and ALiBi (`relative_bias_tpl`) and of classes derived from them depend on the
+distance of query and key alone. In rows in order, layers pass one number per distance
+(`DistanceBias`), and the Pallas kernels read these. A bias that is an array of a number for
+each pair runs on `xla`, or in cuDNN if it has the dtype of the queries. The gradient of a
+learned bias is computed by a kernel of its own ([GPUs][2], [TPUs][3]), without atomic
+additions, so that it is the same in each run. The temporary memory of a compiled forward and
+backward pass, for 2 rows of 2048 tokens, 2 heads of 64 and a learned bias, is
 
 | | `xla` | `pallas` |
 |---|---|---|

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from layerkit.base_layer import BaseLayer
 from layerkit.errors import ConfigError
 from layerkit.layers import MultiHeadAttention
 from layerkit.layers.attention.biases import Alibi, RelativeBias
@@ -19,6 +20,16 @@ HEADS, LENGTH = 2, 12
 
 def draw(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
+class SquaredPositions(BaseLayer):
+    """A bias that does not depend on the distance alone."""
+
+    num_heads: int = 0
+
+    def fprop(self, query_positions, key_positions):
+        squares = 0.1 * (query_positions[:, :, None] ** 2 - key_positions[:, None] ** 2)
+        return jnp.repeat(squares[:, None], self.num_heads, axis=1)
 
 
 def test_dense_bias_holds_the_number_of_each_distance():
@@ -46,6 +57,7 @@ def test_sums_of_diagonals_equal_those_of_the_whole_matrix():
     [
         RelativeBias.HParams.config(num_buckets=8, max_distance=7, bidirectional=True),
         Alibi.HParams.config(),
+        SquaredPositions.HParams.config(),
     ],
 )
 def test_layer_with_rows_in_order_equals_the_layer_with_positions(template):

@@ -179,12 +179,15 @@ def add_bias_of_rows(layer: Any, bias: LogitBias | None, mask: AttentionMask) ->
       mask: Mask of self-attention. Its positions define the distances.
 
     Returns:
-      A bias by distance if `mask` is in row order and `bias` is no array, otherwise float32
-      `[batch or 1, heads, queries, keys]`; None if there is neither bias nor child.
+      A bias by distance if `mask` is in row order, the child is a `RelativeBias` or `Alibi`, and
+      `bias` is no array, otherwise float32 `[batch or 1, heads, queries, keys]`; None if there is
+      neither bias nor child.
     """
     if layer.relative_bias_tpl is None:
         return bias
-    if not (mask.in_row_order and (bias is None or isinstance(bias, DistanceBias))):
+    # A layer of another class may read the positions themselves.
+    is_by_distance = mask.in_row_order and isinstance(layer.relative_bias, RelativeBias | Alibi)
+    if not (is_by_distance and (bias is None or isinstance(bias, DistanceBias))):
         dense = bias.dense() if isinstance(bias, DistanceBias) else bias
         return add_relative_bias(layer, dense, *mask.distinct_positions())
     length = mask.key_positions.shape[1]
