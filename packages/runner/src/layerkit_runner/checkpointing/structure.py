@@ -243,6 +243,7 @@ def describe(paths: Sequence[LeafPath]) -> str:
 def _finder(mesh: Any, may_be_infinite: bool) -> Callable[[list[jax.Array]], list[jax.Array]]:  # noqa: FBT001
     def find(arrays: list[jax.Array]) -> list[jax.Array]:
         def is_bad(x: jax.Array) -> jax.Array:
+            x = jax.device_put(x, jax.memory.Space.Device)  # It may be in host memory.
             # NaN and infinities times zero are NaN, and on CPUs a sum takes a third of the time of
             # a search.
             is_finite = ~jnp.isnan(jnp.sum(x * jnp.zeros((), x.dtype)))

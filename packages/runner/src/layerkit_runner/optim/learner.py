@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -178,6 +179,10 @@ class Learner(Configurable):
         require(is_allowed, "Learner", "ema_decay", self.ema_decay, expected)
         return state
 
+    def check_updates_by_layer(self, params: Any, *, stacks: Stacks) -> None:
+        """Raise `ConfigError` if an optimizer cannot update one layer of a stack at a time."""
+        self._groups.check_updates_by_layer(self.trained_weights.select(params), stacks)
+
     def init_ema(self, params: Any) -> Any:
         """Return the initial averages: a float32 copy of the trained weights, or `{}`."""
         if self.ema_decay is None:
@@ -242,16 +247,20 @@ class Learner(Configurable):
         trained = self.trained_weights.select(params)
         scalars |= self._rates(opt_state, trained, stacks, step)
         updates, new_state = self._groups.update(
-            grads, opt_state, trained, stacks, raw_grads=raw_grads, loss=loss
+            grads,
+            opt_state,
+            trained,
+            stacks,
+            raw_grads=raw_grads,
+            loss=loss,
+            select=partial(choose, is_valid) if self.skips_steps else _first,
         )
         new_trained = optax.apply_updates(trained, updates)
         new_ema = self._average(ema, trained if self.ema_before_step else new_trained, step)
         if self.grad_norm_summary:
             scalars["learning/applied_grad_norm"] = global_norm(updates)
         if self.skips_steps:
-            new_trained, new_state, new_ema = choose(
-                is_valid, (new_trained, new_state, new_ema), (trained, opt_state, ema or {})
-            )
+            new_trained, new_ema = choose(is_valid, (new_trained, new_ema), (trained, ema or {}))
             if self.grad_norm_summary:
                 applied = jnp.where(is_valid, scalars["learning/applied_grad_norm"], 0.0)
                 scalars["learning/applied_grad_norm"] = applied
@@ -336,6 +345,11 @@ def global_norm(tree: Any) -> jax.Array:
 
 def _scale_to(limit: float, norm: jax.Array) -> jax.Array:
     return jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))
+
+
+def _first(new: Any, old: Any) -> Any:
+    del old
+    return new
 
 
 def choose(is_valid: jax.Array, new: Any, old: Any) -> Any:

@@ -19,7 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from layerkit.checks import require
 from layerkit.errors import ConfigError
 from layerkit.weights import is_box
-from layerkit_runner.optim import optimizer_calls
+from layerkit_runner.optim import host_state, optimizer_calls
 from layerkit_runner.optim.optimizer_calls import Reach
 from layerkit_runner.optim.weight_patterns import matching_paths
 
@@ -124,8 +124,12 @@ class OptimizerGroups:
         *,
         raw_grads: Any,
         loss: jax.Array | None,
+        select: Callable[[Any, Any], Any],
     ) -> tuple[Any, Any]:
-        """Return (updates to add to the weights, next state); see `init` for the structure."""
+        """Return (updates to add to the weights, next state); see `init` for the structure.
+
+        `select(next state, state)` is the state to keep.
+        """
         groups = self._divide(params, stacks)
         states = _by_name(state, groups)
         trees = [flatten_dict(tree) for tree in (grads, params, raw_grads)]
@@ -140,11 +144,29 @@ class OptimizerGroups:
                 )
 
             own_grads, own_params, own_raw = (group.select(tree) for tree in trees)
-            own, states[name] = over_stack(update_one, group.sizes)(
-                own_grads, states[name], own_params, own_raw
-            )
+            arguments = (own_grads, states[name], own_params, own_raw)
+            update_all = over_stack(update_one, group.sizes)
+            if any(host_state.is_on_host(leaf) for leaf in jax.tree.leaves(states[name])):
+                loop = host_state.update_stack if group.sizes else host_state.update_by_layer
+                own, states[name] = loop(update_all, *arguments, select=select)
+            else:
+                own, new_state = update_all(*arguments)
+                states[name] = select(new_state, states[name])
             updates.update(flatten_dict(own))
         return unflatten_dict(updates), _bare(states)
+
+    def check_updates_by_layer(self, params: Any, stacks: Stacks) -> None:
+        """Raise `ConfigError` if an optimizer cannot update one layer at a time."""
+        flat = flatten_dict(params)
+        for group in self._divide(params, stacks).values():
+            if not any(path in stacks for path in group.paths):
+                continue
+            host_state.check_updates_by_layer(
+                group.optimizer.transformation,
+                group.select(flat),
+                owner=group.optimizer.owner,
+                is_by_layer=bool(group.sizes),
+            )
 
     def evaluated(self, params: Any, state: Any, stacks: Stacks) -> Any:
         """Return `params` with the averages of schedule-free optimizers in their places."""

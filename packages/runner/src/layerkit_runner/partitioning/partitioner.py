@@ -17,10 +17,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from layerkit import html_display
+from layerkit.checks import require
 from layerkit.config import Configurable
 from layerkit.nested_map import NestedMap
 from layerkit.sharding import DEFAULT_RULES, BoundSharding, ShardingRules
 from layerkit_runner.errors import UsageError
+from layerkit_runner.optim.host_state import HOST_MEMORY
 from layerkit_runner.partitioning import padding
 from layerkit_runner.partitioning.mesh import make_mesh
 from layerkit_runner.partitioning.optimizer_state import split_over
@@ -103,6 +105,14 @@ class Partitioner(Configurable):
     def _weight_spec(self, path: str, axes: Any, shape: tuple[int, ...]) -> PartitionSpec:
         raise NotImplementedError
 
+    def _in_host_memory(self, path: str, axes: Any, spec: PartitionSpec) -> bool:
+        """Return whether an array of the state stays in host memory between steps."""
+        del path, axes, spec
+        return False
+
+    def _check_host_memory(self, task: SingleTask, state: TrainState, paths: list[str]) -> None:
+        """Raise `ConfigError` if a step cannot use the arrays at `paths` in host memory."""
+
     def _optimizer_spec(self, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
         """Return the layout of an array of the optimizer with the layout `spec` by the rules."""
         del shape
@@ -147,18 +157,27 @@ class Partitioner(Configurable):
     def _place_state(self, task: SingleTask) -> _PlacedState:
         boxed, state = jax.eval_shape(lambda: task.init_boxed_state(jax.random.key(0)))
         arrays: dict[str, padding.UnevenArray] = {}
+        on_host: list[str] = []
 
         def place(path: str, axes: Any, leaf: Any) -> jax.ShapeDtypeStruct:
             spec = self._weight_spec(path, axes, leaf.shape)
             if path.startswith(_OPTIMIZER_PATHS):
                 spec = self._optimizer_spec(spec, leaf.shape)
-            sharding = NamedSharding(self.mesh, spec)
+            kind = None
+            if self._in_host_memory(path, axes, spec):
+                kind = HOST_MEMORY
+                on_host.append(path)
+            sharding = NamedSharding(self.mesh, spec, memory_kind=kind)
             array = padding.UnevenArray(leaf.shape, leaf.dtype, tuple(axes), sharding)
             if array.padded_shape != leaf.shape:
                 arrays[path] = array
             return array.on_devices
 
         on_devices = map_with_axes(place, state, axes_by_path(boxed))
+        self._check_host_memory(task, on_devices, on_host)
+        uneven = [path for path in on_host if path in arrays]
+        expected = "a mesh that divides the weights of layers, with an optimizer state on the host"
+        require(not uneven, "SpmdPartitioner", "mesh", dict(self.mesh.shape), expected)
         return _PlacedState(task, on_devices, arrays)
 
     def padding_text(self, task: SingleTask) -> str:
@@ -355,6 +374,8 @@ class SpmdPartitioner(Partitioner):
       dcn_mesh_shape: Size of each axis across slices; None for one slice.
       shard_optimizer_over_data: True to split the optimizer's state, the averages of the weights
         and the update over the mesh axes of the batch that replicate a weight (ZeRO stage 1).
+      offload_optimizer_state: True to hold the optimizer's state of repeated layers in pinned host
+        memory, and to copy that of one layer at a time to the device.
     """
 
     mesh_axis_names: Sequence[str] = ("data", "fsdp", "tensor")
@@ -362,6 +383,7 @@ class SpmdPartitioner(Partitioner):
     dcn_mesh_shape: Sequence[int] | None = None
     rules: ShardingRules = DEFAULT_RULES
     shard_optimizer_over_data: bool = False
+    offload_optimizer_state: bool = False
 
     def _make_mesh(self, devices: Any) -> Mesh:
         return make_mesh(
@@ -375,6 +397,18 @@ class SpmdPartitioner(Partitioner):
         if not self.shard_optimizer_over_data:
             return spec
         return split_over(spec, shape, mesh=self.mesh, axes=self.batch_axes())
+
+    def _in_host_memory(self, path: str, axes: Any, spec: PartitionSpec) -> bool:
+        is_stacked = bool(axes) and axes[0] == "layers" and (not spec or spec[0] is None)
+        return self.offload_optimizer_state and is_stacked and path.startswith(".opt_state")
+
+    def _check_host_memory(self, task: SingleTask, state: TrainState, paths: list[str]) -> None:
+        offloads = self.offload_optimizer_state
+        if not offloads:
+            return
+        expected = "False for an optimizer without a state of repeated layers"
+        require(paths, "SpmdPartitioner", "offload_optimizer_state", offloads, expected)
+        task.check_updates_by_layer(state.params)
 
     def model_sharding(self) -> BoundSharding:
         """Return the mesh and the rules."""

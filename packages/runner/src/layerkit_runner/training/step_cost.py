@@ -242,10 +242,15 @@ def temporary_bytes(stats: Any, *, platform: str) -> int:
     """Return the bytes of gradients, activations and workspace on a device at the peak of a step.
 
     The TPU compiler counts temporaries that do not exist at the same time, so they are its peak
-    less all other memory. Other compilers allocate temporaries for the whole step. `stats` is the
-    value of `memory_analysis()`.
+    less all other memory. The peak includes arguments and results in host memory. Other compilers
+    allocate temporaries for the whole step. `stats` is the value of `memory_analysis()`.
     """
     others = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    others += (
+        stats.host_argument_size_in_bytes
+        + stats.host_output_size_in_bytes
+        - stats.host_alias_size_in_bytes
+    )
     if platform != "tpu" or stats.peak_memory_in_bytes < others:  # Some runtimes report no peak.
         return int(stats.temp_size_in_bytes)
     return int(stats.peak_memory_in_bytes - others)

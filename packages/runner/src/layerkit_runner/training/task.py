@@ -397,6 +397,10 @@ class SingleTask(Configurable):
         weight = metrics[next(iter(terms))].weight
         return {**metrics, self.loss_name: WeightedScalar.of(value, weight)}
 
+    def check_updates_by_layer(self, params: Any) -> None:
+        """Raise `ConfigError` if an optimizer cannot update one layer of a stack at a time."""
+        self.train.learner.check_updates_by_layer(params, stacks=self._weight_stacks())
+
     def _weight_stacks(self) -> Stacks:
         if self._stacks is None:
             boxed = jax.eval_shape(lambda: self.model.init_boxed(jax.random.key(0)))

@@ -131,3 +131,15 @@ def test_compiler_flags_change_the_program(plan):
         sum(each["bytes_sent"] for each in found["collectives"]) for found in (plain, with_flags)
     ]
     assert sent[1] < 0.75 * sent[0]
+
+
+@needs_tpu
+def test_optimizer_state_in_host_memory_needs_no_device_memory(plan):
+    target = "--target=v5p:2x2x2"
+    plain = plan(target)["memory"]
+    host = plan(target, "--fdl.partitioner.offload_optimizer_state=True")["memory"]
+    moved = plain["optimizer"] - host["optimizer"]
+    assert 0 < moved <= host["host_arguments"]
+    assert host["host_temporaries"] == 0
+    assert plain["arguments"] - host["arguments"] >= moved
+    assert host["peak"] < plain["peak"]

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from layerkit_runner.optim.host_state import HOST_MEMORY
 from layerkit_runner.tools.plan.collectives import type_bytes
 from layerkit_runner.tools.plan.compiling import CompiledStep, Sizes, refused_sizes
 from layerkit_runner.tools.plan.hlo import Instruction, instructions
@@ -50,7 +51,7 @@ class TensorMemory:
     """A tensor that lives on the devices between steps.
 
     `shape` is that of the whole tensor, `sharding` has the mesh axes that split each dimension, and
-    `bytes_per_device` are those of one shard, with padding.
+    `bytes_per_device` are those of one shard, with padding. `memory` is "device" or "host".
     """
 
     path: str
@@ -59,11 +60,15 @@ class TensorMemory:
     dtype: str
     sharding: list[list[str]]
     bytes_per_device: int
+    memory: str = "device"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory(Sizes):
-    """Bytes on one device while a step runs, by kind of tensor and as the compiler reports."""
+    """Bytes on one device while a step runs, by kind of tensor and as the compiler reports.
+
+    Tensors in host memory are in `host_arguments` only.
+    """
 
     weights: int
     non_trainable: int
@@ -98,7 +103,8 @@ def step_memory(tensors: Iterable[TensorMemory], step: CompiledStep) -> Memory:
     """Return the memory by kind of tensors and of the step that was compiled for them."""
     by_kind = dict.fromkeys(KINDS, 0)
     for tensor in tensors:
-        by_kind[tensor.kind] += tensor.bytes_per_device
+        if tensor.memory == "device":
+            by_kind[tensor.kind] += tensor.bytes_per_device
     sizes = step.sizes
     if sizes is None:
         sizes = refused_sizes(step.refusal or "", arguments=sum(by_kind.values()))
@@ -125,6 +131,7 @@ def _tensor(path: tuple[Any, ...], leaf: Any, shape: tuple[int, ...], *, kind: s
         dtype=leaf.dtype.name,
         sharding=[[entry] if isinstance(entry, str) else list(entry or ()) for entry in entries],
         bytes_per_device=math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
+        memory="host" if leaf.sharding.memory_kind == HOST_MEMORY else "device",
     )
 
 

@@ -147,7 +147,8 @@ def make_plan(
         batches = {name: _abstract_batch(config, partitioner) for name, config in chosen.items()}
         if check_state and device.usable_bytes is not None:
             tensors = tensor_memory(partitioner.abstract_state(task), {})
-            if sum(tensor.bytes_per_device for tensor in tensors) > device.usable_bytes:
+            held = [tensor for tensor in tensors if tensor.memory == "device"]
+            if sum(tensor.bytes_per_device for tensor in held) > device.usable_bytes:
                 raise StateTooLargeError("weights and optimizer state alone exceed the memory")
         plans = {
             name: _plan_step(resolved, devices, partitioner, task, batch, target, effort)
