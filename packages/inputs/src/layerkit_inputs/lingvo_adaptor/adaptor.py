@@ -16,7 +16,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -32,6 +32,20 @@ from layerkit_inputs.lingvo_adaptor.native_stream import NativeStream
 from layerkit_inputs.lingvo_adaptor.preflight import prepare, watch_native_reads
 
 _LOG = logging.getLogger("layerkit.inputs")
+
+
+@runtime_checkable
+class LingvoParams(Protocol):
+    """Params that build a Lingvo input generator, which are Lingvo's `InstantiableParams`."""
+
+    def Copy(self) -> Any:  # noqa: N802 - the names of Lingvo
+        """Return params with the same values."""
+
+    def Get(self, name: str) -> Any:  # noqa: N802
+        """Return the value of a param."""
+
+    def Instantiate(self) -> Any:  # noqa: N802
+        """Return the generator."""
 
 
 def rows_of_params(params: Any) -> int | None:
@@ -58,7 +72,7 @@ class LingvoInputAdaptor(BaseInput):
     the rows itself.
     """
 
-    input: Any = None
+    input: LingvoParams | None = None
     """Params of a Lingvo input generator, which are copied. Required."""
     num_batches: int | None = None
     """Number of batches of the generator after which the data end. None: the generator's own
@@ -78,8 +92,8 @@ class LingvoInputAdaptor(BaseInput):
     def __post_init__(self) -> None:
         """Check the fields and read the batch size from the params."""
         self._tf = prepare()
+        self._params = self._copy_params()
         self._check_lingvo_fields()
-        self._params = self.input.Copy()
         self._set_file_random_seed()
         self._cluster = self._make_cluster()
         self._lingvo_input: Any = None
@@ -110,13 +124,16 @@ class LingvoInputAdaptor(BaseInput):
     def _takes_batch_size_from_params(self) -> bool:
         return True
 
-    def _check_lingvo_fields(self) -> None:
-        if not hasattr(self.input, "Instantiate"):
+    def _copy_params(self) -> Any:
+        if not isinstance(self.input, LingvoParams):
             raise self._config_error(
                 field="input",
                 value=self.input,
                 expected="params of a Lingvo input generator, such as MyInputGenerator.Params()",
             )
+        return self.input.Copy()
+
+    def _check_lingvo_fields(self) -> None:
         if self.batch_size is not None and self._takes_batch_size_from_params():
             raise self._config_error(
                 field="batch_size",
