@@ -18,7 +18,7 @@ TEST = re.compile(r"`([\w/]*\.py)?(?:::(\w+))?`")
 
 
 @pytest.mark.parametrize(("page", "fewest"), [(PAX, 80), (SECURITY, 40)], ids=["pax", "security"])
-def test_every_test_exists(page: str, fewest: int):
+def test_every_documented_test_exists(page: str, fewest: int):
     named, path = 0, Path()
     for found in TEST.finditer(page):
         if found[1]:
@@ -32,7 +32,7 @@ def test_every_test_exists(page: str, fewest: int):
 
 
 @pytest.mark.parametrize(("page", "fewest"), [(PAX, 60), (SECURITY, 20)], ids=["pax", "security"])
-def test_every_row_shows_one(page: str, fewest: int):
+def test_every_row_of_a_documented_table_names_a_test(page: str, fewest: int):
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     assert len(rows) > fewest
     for row in rows:
@@ -40,7 +40,7 @@ def test_every_row_shows_one(page: str, fewest: int):
         assert is_heading or TEST.search(row.rsplit("|", 2)[1]), row
 
 
-def test_every_flag_is_known():
+def test_every_documented_flag_and_mode_is_known():
     known = {flag.name for flag in FLAGS} | OTHER_NAMES.keys() | PAX_ANSWERS.keys() | {"fdl"}
     known |= {f"no{name}" for name in known}
     for flag in re.findall(r"--(\w+)", PAX):

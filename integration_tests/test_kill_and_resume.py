@@ -44,7 +44,7 @@ def never_stopped(jobs: Any, place: dict[str, Any], tmp_path_factory: Any) -> An
     return final
 
 
-def test_killed_inside_a_save_and_at_a_random_step(
+def test_run_killed_inside_a_save_and_at_a_random_step_equals_an_uninterrupted_run(
     jobs: Any, place: dict[str, Any], never_stopped: Any, tmp_path: Path, running: list
 ):
     job = jobs.make(EXP, tmp_path / "job", **place)

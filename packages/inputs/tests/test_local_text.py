@@ -113,7 +113,7 @@ def test_an_epoch_of_training_predicts_every_byte_once_too(paths):
         assert sorted(found) == events(documents)
 
 
-def test_fields_shapes_and_dtypes(paths):
+def test_batch_has_the_documented_fields_shapes_and_dtypes(paths):
     source = LocalText(batch_size=2, paths=paths, seq_length=16)
     batch = source.get_next()
     for field in ("ids", "labels", "segment_ids", "segment_pos"):

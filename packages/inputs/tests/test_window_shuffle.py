@@ -66,7 +66,7 @@ def test_a_state_is_that_of_a_host_whatever_the_source():
 
 @pytest.mark.parametrize(("window", "reads_ahead"), [(1, False), (5, False), (5, True)])
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
-def test_windows_obey_the_laws(law, window, reads_ahead):
+def test_window_shuffle_obeys_the_laws_of_inputs(law, window, reads_ahead):
     made = []
 
     def make(**more):

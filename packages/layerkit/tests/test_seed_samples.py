@@ -76,7 +76,7 @@ class FeedForward(base_layer.BaseLayer):
         return self.activation(outputs)
 
 
-def test_sample_of_hyperparameters():
+def test_seed_sample_builds_a_layer_from_its_hyperparameters():
     layer = Linear.HParams.config(input_dims=2, output_dims=3).Instantiate()
     assert isinstance(layer, Linear)
     assert (layer.input_dims, layer.output_dims) == (2, 3)
@@ -85,7 +85,7 @@ def test_sample_of_hyperparameters():
     np.testing.assert_allclose(layer.apply(weights, X), X @ weights["params"]["w"], rtol=1e-6)
 
 
-def test_sample_of_nesting():
+def test_seed_sample_edits_a_nested_config_before_building():
     config = FeedForward.HParams.config(input_dims=2, output_dims=3)
     assert is_config(config.linear_tpl) and is_config(config.activation_tpl)
     config.has_bias = False

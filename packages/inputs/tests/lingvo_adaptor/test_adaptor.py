@@ -61,7 +61,7 @@ def test_an_evaluation_reads_one_epoch_and_starts_over(lingvo):
     assert [batch.data.tolist() for batch in source.eval_batches()] == [[i] for i in range(10)]
 
 
-def test_num_batches_ends_sooner(lingvo):
+def test_num_batches_ends_an_epoch_after_that_many_batches(lingvo):
     source = LingvoInputAdaptor(input=params_of(lingvo.Count, batch=2), num_batches=4)
     assert values(source) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     source.reset()

@@ -57,7 +57,7 @@ def test_records_come_in_order_to_their_end(numbers):
     assert values(source) == [[2 * i, 2 * i + 1] for i in range(10)]
 
 
-def test_num_batches_ends_sooner(numbers):
+def test_num_batches_ends_an_epoch_after_that_many_batches(numbers):
     source = LingvoInputAdaptor(input=numbers(20), cluster_do_eval=True, num_batches=4)
     assert values(source) == [[2 * i, 2 * i + 1] for i in range(4)]
     source.reset()

@@ -164,7 +164,7 @@ def test_mixture_resumes_mid_epoch_on_any_number_of_hosts():
     ],
 )
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
-def test_mixtures_obey_the_laws(law, reads_ahead, mode):
+def test_mixture_obeys_the_laws_of_inputs(law, reads_ahead, mode):
     made = []
 
     def make(**more):

@@ -83,7 +83,7 @@ READERS = {
 @pytest.mark.parametrize("mode", [TRAINING, EPOCH, ROLLING], ids=["training", "epoch", "rolling"])
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
-def test_input_obeys(law, reader, mode, reads_ahead, text_folder):
+def test_input_obeys_the_laws_of_inputs(law, reader, mode, reads_ahead, text_folder):
     fields = READERS[reader](text_folder)
     made = []
 

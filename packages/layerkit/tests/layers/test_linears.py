@@ -86,7 +86,7 @@ def test_bias_starts_at_zero_and_is_added():
     np.testing.assert_array_equal(layer.apply({"params": {"b": b}}, X), X + b)
 
 
-def test_bias_axes():
+def test_bias_has_the_axis_of_its_field():
     assert boxed_axes(Bias(dims=4)) == {"b": ("mlp",)}
     assert boxed_axes(Bias(dims=4, axes=("embed",))) == {"b": ("embed",)}
 
@@ -102,7 +102,7 @@ def test_feed_forward_is_linear_then_bias_then_activation():
     np.testing.assert_allclose(outputs, np.maximum(X @ w + b, 0.0), rtol=1e-5, atol=1e-6)
 
 
-def test_feed_forward_without_bias():
+def test_feed_forward_without_bias_has_only_the_linear_weight():
     layer = FeedForward(input_dims=4, output_dims=5, has_bias=False)
     variables = layer.init(KEY)
     assert jax.tree.map(jnp.shape, variables) == {"params": {"linear": {"w": (4, 5)}}}

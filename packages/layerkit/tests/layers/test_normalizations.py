@@ -48,7 +48,7 @@ def test_layer_norm_equals_its_formula(offset, epsilon):
     np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_layer_norm_without_bias():
+def test_layer_norm_without_bias_scales_but_does_not_shift():
     layer = LayerNorm(dims=8, use_bias=False)
     variables = layer.init(KEY)
     assert jax.tree.map(jnp.shape, variables) == {"params": {"scale": (8,)}}

@@ -32,7 +32,7 @@ def test_sinusoids_equal_their_formula() -> None:
     np.testing.assert_allclose(vectors, [expected], atol=1e-4)
 
 
-def test_sinusoids_have_custom_timescales() -> None:
+def test_sinusoids_follow_the_timescale_fields() -> None:
     layer = PositionalEmbedding(dims=4, min_timescale=2.0, max_timescale=8.0)
     expected = [np.sin(1.5), np.sin(3 / 8), np.cos(1.5), np.cos(3 / 8)]
     np.testing.assert_allclose(layer.apply({}, jnp.array([[3]]))[0, 0], expected, rtol=1e-5)

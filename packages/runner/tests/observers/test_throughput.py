@@ -36,7 +36,7 @@ def run_steps(throughput, clock, steps, *, seconds):
         throughput.completed(step)
 
 
-def test_rates_of_equal_steps(timed, clock):
+def test_rates_are_means_over_the_steps_since_the_last_call(timed, clock):
     throughput = timed()
     rates = throughput.rates_since_asked()
     run_steps(throughput, clock, [1], seconds=60)  # with compilation
@@ -57,7 +57,7 @@ def test_rates_of_equal_steps(timed, clock):
     assert rates() == {}  # nothing since
 
 
-def test_steps_of_several_sizes(timed, clock):
+def test_rates_sum_the_work_of_steps_of_different_sizes(timed, clock):
     throughput = timed()
     rates = throughput.rates_since_asked()
     run_steps(throughput, clock, [1], seconds=60)

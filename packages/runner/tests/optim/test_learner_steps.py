@@ -138,7 +138,7 @@ def test_skipped_step_changes_the_step_number_alone(tiny: SimpleNamespace):
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_averages_against_numpy(*, before: bool):
+def test_moving_averages_equal_numpy(*, before: bool):
     ours = learner(ema_decay=0.4, ema_before_step=before, frozen=("lm/head/w",))
     params, state, ema = PARAMS, ours.init(PARAMS), ours.init_ema(PARAMS)
     assert list(ema["lm"]) == ["embedding"]

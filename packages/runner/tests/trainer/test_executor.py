@@ -423,7 +423,7 @@ def test_without_a_manager_nothing_is_saved(make: Any, tmp_path: Any):
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_evaluations_of_several_intervals(make: Any):
+def test_evaluations_run_at_the_intervals_of_their_data_sets(make: Any):
     job = make(
         num_train_steps=6, saves=False, eval_interval_steps=3, eval_intervals={"a": 2, "b": None}
     )
