@@ -28,6 +28,7 @@ OPTIMIZERS = {
     "adam": Partial(optax.adam, eps=1e-2),  # With a small one, Adam enlarges rounding errors.
     "masked": Partial(optax.adamw, eps=1e-2, weight_decay=0.1, mask=no_norms),
     "momentum": Partial(optax.sgd, momentum=0.9),
+    "factored": Partial(optax.adafactor, min_dim_size_to_factor=8, momentum=0.9),
     "capped": Partial(adam_with_update_cap, eps=1e-2),
 }
 

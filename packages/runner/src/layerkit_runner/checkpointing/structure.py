@@ -210,8 +210,10 @@ class FiniteCheck:
         for (_, sharding, may_be_infinite), paths in alike.items():
             mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
             find = _finder(mesh, may_be_infinite)
-            for start in range(0, len(paths), _ARRAYS_PER_PROGRAM):
-                some = paths[start : start + _ARRAYS_PER_PROGRAM]
+            # A program copies its arrays in host memory to the devices.
+            count = 1 if sharding.memory_kind == "pinned_host" else _ARRAYS_PER_PROGRAM
+            for start in range(0, len(paths), count):
+                some = paths[start : start + count]
                 flags = find([leaves[path] for path in some])
                 self._flags |= zip(some, flags, strict=True)
 

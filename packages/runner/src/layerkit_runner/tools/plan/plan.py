@@ -53,6 +53,10 @@ from layerkit_runner.training.train_state import batch_spec
 _TEMPORARIES = 30
 # Beyond this share of a device's memory a quick plan leaves open whether the step fits.
 _IN_DOUBT = 0.95
+_ABSENT_HOST_NOTE = (
+    "JAX places no arrays of absent GPUs in host memory, so the optimizer's state counts as device"
+    " memory here"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +212,7 @@ def _plan_step(
         work, device, model_flops_per_device=flops / len(devices), tokens=batch_plan.tokens
     )
     padded = partitioner.padding_text(task)
+    offloads = getattr(partitioner, "offload_optimizer_state", False)
     return Plan(
         experiment=resolved.name,
         target=target.describe() if target.kind else f"{HERE} ({device.name})",
@@ -226,6 +231,7 @@ def _plan_step(
         notes=[
             *([f"padded: {padded}"] if padded else []),
             *notes.lines,
+            *([_ABSENT_HOST_NOTE] if offloads and platform == "gpu" and not is_here else []),
             *compiler_notes(lowered, step, platform=platform, is_here=is_here),
         ],
         trace_seconds=traced - begun,
