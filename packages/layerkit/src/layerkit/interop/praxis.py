@@ -355,7 +355,8 @@ def _source(
         elif weight.name in layers.names:
             names = layers.names[weight.name]
             if match["stacked"] is None:
-                repetition, index = divmod(int(match["index"]), layers.period)
+                layer = int(match["index"])
+                repetition, index = divmod(layer, layers.period) if layers.repeats else (0, layer)
                 if index not in names:
                     return None
                 held = slice(repetition, repetition + 1)
