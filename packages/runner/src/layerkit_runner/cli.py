@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from layerkit.errors import UserError
 from layerkit_runner.config import commands
-from layerkit_runner.config.flags import ParsedFlags, parse_flags
+from layerkit_runner.config.flags import ParsedFlags, configure_library_logs, parse_flags
 from layerkit_runner.errors import UsageError, unknown_name_text
 from layerkit_runner.run_options import MODES
 
@@ -100,10 +100,8 @@ def _run(words: Sequence[str]) -> int:
         options = None if flags.mode == "inspect" else flags.options
         as_json = flags.options.json
         return _print(printed_config(resolved, options, mode=flags.mode, as_json=as_json))
-    from layerkit_runner.observers.library_logs import configure_library_logs
-
     configure_library_logs(flags.options)
-    from layerkit_runner.config.field_paths import naming_flags
+    from layerkit_runner.config.resolve import naming_flags
 
     with naming_flags(resolved):
         if flags.mode not in MODES:

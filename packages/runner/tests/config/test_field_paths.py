@@ -13,8 +13,7 @@ import pytest
 import layerkit_runner
 from layerkit.config import Config
 from layerkit_runner import BaseExperiment, Override
-from layerkit_runner.config.field_paths import naming_flags, override_path, source_field
-from layerkit_runner.config.resolve import resolve
+from layerkit_runner.config.resolve import naming_flags, override_path, resolve, source_field
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import SpmdPartitioner
 

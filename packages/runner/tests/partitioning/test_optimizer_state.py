@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from layerkit.config import Partial
 from layerkit_runner.partitioning import SpmdPartitioner
-from layerkit_runner.partitioning.optimizer_state import split_over
+from layerkit_runner.partitioning.padding import split_over
 
 STEPS = 3
 SPLIT = {"shard_optimizer_over_data": True}

@@ -10,19 +10,19 @@ import contextlib
 import dataclasses
 import enum
 import json
-import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from layerkit import field_types
 from layerkit.config import is_config
 from layerkit_runner.config.config_tree import NOT_SET, target_name, walk
 from layerkit_runner.config.flags import to_argv
 from layerkit_runner.config.overrides import OPTIONAL_ROOTS, ROOTS
-from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.files.text import stable_repr
 from layerkit_runner.run_options import RunOptions
 
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+if TYPE_CHECKING:
+    from layerkit_runner.config.resolve import ResolvedExperiment
 
 
 def config_text(resolved: ResolvedExperiment) -> str:
@@ -131,5 +131,4 @@ def value_text(value: Any) -> str:
         return f"{type(value).__qualname__}.{value.name}"
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
-    # Addresses differ from run to run and say nothing.
-    return _ADDRESS.sub("", repr(value))
+    return stable_repr(value)

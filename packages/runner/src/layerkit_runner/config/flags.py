@@ -53,6 +53,8 @@ _NEEDS = {
     **dict.fromkeys(("num_trials", "study_storage"), "study"),
     "init_draw": "init_from",
 }
+# Flags that absl itself defines.
+_LOG_FLAGS = ("alsologtostderr", "logtostderr", "v", "stderrthreshold", "log_dir")
 _CONTRADICTIONS = (("init_from", "restore_checkpoint_dir"), ("print_config", "diff_config"))
 
 
@@ -384,3 +386,30 @@ def flag_word(name: str, value: Any) -> str:
         return f"--{name}={','.join(map(str, value))}"
     # None is the value of `off`.
     return f"--{name}={'off' if value is None else value}"
+
+
+def configure_library_logs(options: RunOptions) -> None:
+    """Give absl the flags about log messages of libraries, such as Orbax, if any is set.
+
+    Lines of the runner itself do not pass through absl.
+    """
+    default = RunOptions()
+    values = {name: getattr(options, name) for name in _LOG_FLAGS}
+    given = {name: value for name, value in values.items() if value != getattr(default, name)}
+    if not given:
+        return
+    # Imported late, because it replaces the class of Python's loggers.
+    from absl import logging
+
+    for name, value in given.items():
+        absl_flags.FLAGS[name].value = value
+    if not absl_flags.FLAGS.is_parsed():
+        absl_flags.FLAGS.mark_as_parsed()
+    logging.use_absl_handler()
+    if options.log_dir is None:
+        return
+    try:
+        os.makedirs(options.log_dir, exist_ok=True)
+        logging.get_absl_handler().use_absl_log_file("runner", options.log_dir)
+    except OSError as error:
+        raise UsageError(str(error), field="--log_dir", value=options.log_dir) from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -35,6 +36,18 @@ class RecordedConfig:
     arguments: tuple[str, ...]
     fields: Mapping[str, Any]
     config: Mapping[str, Any]
+
+
+def differing_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return the names, or paths, whose JSON values differ; those of `before` come first.
+
+    A name that one side lacks differs. 1, 1.0 and true are different values.
+    """
+
+    def text(side: Mapping[str, Any], name: str) -> str | None:
+        return json.dumps(side[name], sort_keys=True) if name in side else None
+
+    return [name for name in {**before, **after} if text(before, name) != text(after, name)]
 
 
 class DamagedRecordError(UsageError):

@@ -23,11 +23,6 @@ def size_text(size: float) -> str:
     return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
 
 
-def megabytes(size: float) -> str:
-    """Return bytes as MB or, from a billion on, as GB."""
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
-
-
 def seconds_text(seconds: float) -> str:
     """Return a time such as `1.23 s`, `45.6 ms` or `7.89 µs`.
 

@@ -5,7 +5,6 @@ sources.py      readers of checkpoints and Hugging Face folders
 pax/            the reader of checkpoints that Paxml wrote
 matching.py     the comparison of names and shapes, which reports all differences at once
 first_state.py  the state before the first step, each value read into its sharding
-provenance.py   the record of the origin of each value
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from layerkit.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from layerkit_runner.init_from.first_state import plan_first_state as plan_first_state
-    from layerkit_runner.init_from.provenance import FirstState as FirstState
     from layerkit_runner.init_from.settings import InitFrom as InitFrom
     from layerkit_runner.init_from.settings import Source as Source
 
@@ -24,7 +22,6 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "first_state": "plan_first_state",
-        "provenance": "FirstState",
         "settings": "InitFrom Source",
     },
 )

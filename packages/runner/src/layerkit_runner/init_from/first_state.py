@@ -25,11 +25,16 @@ from layerkit.weight_formats import WeightFormat
 from layerkit_runner.checkpointing.structure import LeafPath, join, named_leaves
 from layerkit_runner.errors import UsageError, to_usage_error
 from layerkit_runner.init_from.matching import OPT_STATE, PARAMS, Found, Matched, match
-from layerkit_runner.init_from.provenance import RANDOM_INIT, FirstState, Provenance, copy_of
 from layerkit_runner.init_from.settings import InitFrom
 from layerkit_runner.init_from.sources import StoredHuggingFace, open_source
 from layerkit_runner.training.task import SingleTask
-from layerkit_runner.training.train_state import TrainState
+from layerkit_runner.training.train_state import (
+    RANDOM_INIT,
+    FirstState,
+    Provenance,
+    TrainState,
+    copy_of,
+)
 
 if TYPE_CHECKING:
     from layerkit_runner.init_from.sources import StoredValues

@@ -19,11 +19,11 @@ from layerkit.base_model import NATS_PER_TOKEN
 from layerkit.errors import UserError
 from layerkit_inputs.extras import MissingExtraError
 from layerkit_runner.config.config_tree import NOT_SET, value_at
-from layerkit_runner.config.field_paths import override_path
+from layerkit_runner.config.resolve import override_path
 from layerkit_runner.distributed.process_exchange import all_arrive
 from layerkit_runner.errors import unknown_name_text
 from layerkit_runner.files.atomic_write import atomic_write
-from layerkit_runner.files.text import megabytes
+from layerkit_runner.files.text import size_text
 from layerkit_runner.observers import draw_loss_curve, memory_scalars, metrics_path
 from layerkit_runner.observers.metrics_log import encode
 from layerkit_runner.trainer.executor import Executor
@@ -67,7 +67,7 @@ def finish(job: Job, executor: Executor, state: TrainState, step: int) -> None:
         job.observers.message(job.goodput.summary())
         peak = memory_scalars().get("memory/device_peak_bytes_in_use")
         if peak is not None:
-            job.observers.message(f"memory: peak of {megabytes(peak)} on one device")
+            job.observers.message(f"memory: peak of {size_text(peak)} on one device")
 
     parts.make("summary", report_summary)
     if jax.process_index() == 0:

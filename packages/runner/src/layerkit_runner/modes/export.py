@@ -16,8 +16,8 @@ from layerkit.interop.hugging_face import HuggingFaceWeights, export_model
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError, to_usage_error
-from layerkit_runner.init_from.provenance import recorded_hugging_face
 from layerkit_runner.trainer.job import Job, choose_step, start_job
+from layerkit_runner.training.train_state import recorded_hugging_face
 
 
 def run_export(resolved: ResolvedExperiment, options: RunOptions) -> int:

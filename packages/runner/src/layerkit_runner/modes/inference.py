@@ -21,6 +21,7 @@ from layerkit_runner.checkpointing import CheckpointManager, StructureMismatchEr
 from layerkit_runner.checkpointing.folders import committed_steps, step_folder
 from layerkit_runner.checkpointing.integrity import step_digest
 from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.recorded import differing_names
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.training_data import check_same_data
 from layerkit_runner.distributed.process_exchange import from_process_0, gather_values
@@ -37,7 +38,7 @@ from layerkit_runner.trainer import BaseProgram, DecodeProgram
 from layerkit_runner.trainer.build_programs import decode_programs, eval_programs, inputs_of
 from layerkit_runner.trainer.job import Job, choose_step, start_job
 from layerkit_runner.trainer.job_folder import check_same_experiment
-from layerkit_runner.trainer.provenance import describe_settings, differences
+from layerkit_runner.trainer.provenance import describe_settings
 from layerkit_runner.training.train_state import TrainState
 
 
@@ -291,7 +292,7 @@ def _read_record(path: epath.Path, provenance: dict[str, Any]) -> dict[str, floa
     """Return the recorded metrics; None if there are none of this provenance."""
     try:
         record = json.loads(path.read_text())
-        if differences(record["made_from"], provenance):
+        if differing_names(record["made_from"], provenance):
             return None
         return {name: float(value) for name, value in record["metrics"].items()}
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):

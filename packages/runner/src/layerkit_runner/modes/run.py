@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 from layerkit.diagnostics import layer_of
 from layerkit.errors import ConfigError
 from layerkit_runner.config.config_tree import walk
-from layerkit_runner.config.field_paths import override_path
 from layerkit_runner.config.flags import RunOptions
-from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.config.resolve import ResolvedExperiment, override_path
 from layerkit_runner.errors import (
     StorageError,
     UsageError,

@@ -17,13 +17,12 @@ from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.data.infeed import cast_text, peek_batch
 from layerkit_runner.data.training_data import TrainInputs
 from layerkit_runner.distributed.devices import flag_lines
-from layerkit_runner.files.text import megabytes
-from layerkit_runner.init_from.provenance import FirstState
+from layerkit_runner.files.text import size_text
 from layerkit_runner.observers import RunInfo, StepWork, peak_flops
 from layerkit_runner.trainer.job import Job, versions
 from layerkit_runner.trainer.job_folder import last_step_path
 from layerkit_runner.training.step_cost import temporary_bytes
-from layerkit_runner.training.train_state import TrainState
+from layerkit_runner.training.train_state import FirstState, TrainState
 
 
 class LayerNotes(logging.Handler):
@@ -94,7 +93,7 @@ def start_lines(
             yield f"program      {each.name}, {each.steps} of every {data.num_turn_steps} steps"
         yield f"batch        {batch_text(each.abstract_batch)}"
         yield from input_lines(each.dataset)
-    yield f"state        {megabytes(bytes_per_device(state))} per device with optimizer"
+    yield f"state        {size_text(bytes_per_device(state))} per device with optimizer"
     train = job.task.train
     yield f"steps        {start_step} → {train.num_train_steps}"
     yield from job.resolved.experiment.start_notes()
@@ -144,7 +143,7 @@ def compiled_lines(compiled: Sequence[Any]) -> Iterator[str]:
         if hasattr(memory, "temp_size_in_bytes")
     ]
     if temporaries:
-        yield f"step memory  {megabytes(max(temporaries))} of temporaries per device"
+        yield f"step memory  {size_text(max(temporaries))} of temporaries per device"
 
 
 def run_info(job: Job, *, start_step: int) -> RunInfo:

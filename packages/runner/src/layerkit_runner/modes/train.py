@@ -31,7 +31,6 @@ from layerkit_runner.distributed.process_exchange import coordinator_store, gath
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.distributed.watchdog import before_forced_exit, forced_exit_on
 from layerkit_runner.errors import StorageError, UsageError, to_usage_error
-from layerkit_runner.init_from.provenance import RECORD, FirstState
 from layerkit_runner.modes import end_report
 from layerkit_runner.modes.start_report import (
     LayerNotes,
@@ -69,7 +68,7 @@ from layerkit_runner.trainer.job_folder import (
 )
 from layerkit_runner.trainer.train import CompiledStep, StepReports, trace_step
 from layerkit_runner.training.step_cost import model_flops_per_step
-from layerkit_runner.training.train_state import TrainState
+from layerkit_runner.training.train_state import RECORD, FirstState, TrainState
 
 
 def run_train(

@@ -21,7 +21,7 @@ from etils import epath
 
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import atomic_write
-from layerkit_runner.files.text import megabytes
+from layerkit_runner.files.text import size_text
 
 CAPTURE_SIGNAL = signal.SIGUSR2
 STEP_EVENT = "train"
@@ -103,7 +103,7 @@ class StepProfiler:
             session = folder / "plugins" / "profile" / name
             size = _move_trace(epath.Path(self._traced.name), session)
             self._report(
-                f"profile of {steps} ({megabytes(size)}) in {folder};"
+                f"profile of {steps} ({size_text(size)}) in {folder};"
                 f" view it with: tensorboard --logdir={folder.parent}"
             )
         except (OSError, RuntimeError) as error:  # training continues

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -223,6 +223,24 @@ def mesh_axes(spec: PartitionSpec, shape: tuple[int, ...]) -> list[tuple[str, ..
     """Return the mesh axes that split each dimension."""
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     return [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]
+
+
+def split_over(
+    spec: PartitionSpec, shape: tuple[int, ...], *, mesh: Any, axes: Sequence[str]
+) -> PartitionSpec:
+    """Split the largest dimension that allows it over the axes that an array does not use.
+
+    If weights are replicated over `data`, so are the optimizer's state and the averages by the
+    rules. Splitting these, and with them the update, over the replicas is ZeRO stage 1 (Rajbhandari
+    et al., 2020, arXiv:1910.02054): the compiler sums the gradient of a part on the device that
+    updates it, and gathers the new weights.
+    """
+    split = mesh_axes(spec, shape)
+    used = {name for names in split for name in names}
+    added = tuple(axis for axis in axes if axis not in used and mesh.shape[axis] > 1)
+    if added and split_largest(split, added, shape=shape, mesh=mesh):
+        return PartitionSpec(*(names or None for names in split))
+    return spec
 
 
 def split_largest(

@@ -25,8 +25,7 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.optim.host_state import HOST_MEMORY
 from layerkit_runner.partitioning import padding
 from layerkit_runner.partitioning.mesh import make_mesh
-from layerkit_runner.partitioning.optimizer_state import split_over
-from layerkit_runner.partitioning.padding import axes_by_path, map_with_axes
+from layerkit_runner.partitioning.padding import axes_by_path, map_with_axes, split_over
 from layerkit_runner.training.metrics import GLOBAL_BATCH, StepContext
 from layerkit_runner.training.task import SingleTask
 from layerkit_runner.training.train_state import OPTIMIZER_FIELDS, TrainState, batch_spec

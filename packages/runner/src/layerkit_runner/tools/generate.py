@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from layerkit_runner.config.flags import ParsedFlags
+from layerkit_runner.config.flags import ParsedFlags, configure_library_logs
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import RunOptions
 
@@ -42,7 +42,6 @@ def run_generate(flags: ParsedFlags) -> int:
 def _load(flags: ParsedFlags) -> LoadedModel:
     from layerkit_runner.distributed.devices import enable_compilation_cache, set_gpu_memory_share
     from layerkit_runner.interface.loading import load_folder
-    from layerkit_runner.observers.library_logs import configure_library_logs
 
     options = flags.options
     configure_library_logs(options)

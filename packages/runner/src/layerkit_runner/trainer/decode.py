@@ -20,6 +20,7 @@ from layerkit.base_model import BaseModel, WeightedScalar
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import example_rows
+from layerkit_runner.config.recorded import differing_names
 from layerkit_runner.data.infeed import eval_batches, peek_eval_batch, report_skipped
 from layerkit_runner.distributed.process_exchange import from_process_0
 from layerkit_runner.errors import UsageError
@@ -28,7 +29,6 @@ from layerkit_runner.observers.metrics_log import encode
 from layerkit_runner.trainer.eval import BaseProgram
 from layerkit_runner.trainer.provenance import (
     describe_settings,
-    differences,
     npz_path,
     read_provenance,
     weights_digest_fn,
@@ -189,7 +189,7 @@ def _can_reuse(path: epath.Path, provenance: dict[str, Any], observers: Observer
         if not path.exists():
             return False
         before = read_provenance(path)
-        differing = differences(before, provenance)
+        differing = differing_names(before, provenance)
         if not differing:
             observers.message(
                 f"reusing {path}: its weights, fields and data set are the same (code is not"

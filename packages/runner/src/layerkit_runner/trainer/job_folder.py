@@ -23,10 +23,9 @@ from layerkit_runner.checkpointing import folders
 from layerkit_runner.checkpointing.errors import SaveError
 from layerkit_runner.config.config_text import config_json, config_text
 from layerkit_runner.config.experiment import reduced_overrides, reduced_values
-from layerkit_runner.config.field_paths import override_path
 from layerkit_runner.config.flags import RunOptions, parse_flags, to_argv
-from layerkit_runner.config.recorded import read_recorded_config
-from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.config.recorded import differing_names, read_recorded_config
+from layerkit_runner.config.resolve import ResolvedExperiment, override_path
 from layerkit_runner.distributed.process_exchange import from_process_0
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import (
@@ -185,9 +184,10 @@ def write_config(
 
 
 def changed_lines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return one line for each path whose value differs."""
-    paths = [path for path in {**before, **after} if before.get(path) != after.get(path)]
-    return [f"{path}: {before.get(path)!r} → {after.get(path)!r}" for path in paths]
+    """Return one line for each path whose value differs; a missing value is as None."""
+    pairs = {path: (before.get(path), after.get(path)) for path in differing_names(before, after)}
+    changed = {path: pair for path, pair in pairs.items() if pair != (None, None)}
+    return [f"{path}: {old!r} → {new!r}" for path, (old, new) in changed.items()]
 
 
 def changes_since_recorded(directory: epath.Path, resolved: ResolvedExperiment) -> list[str]:

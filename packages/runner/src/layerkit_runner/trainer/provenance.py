@@ -100,13 +100,6 @@ def write_outputs(
     atomic_write(_provenance_path(outputs), json.dumps(provenance, indent=2) + "\n")
 
 
-def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the names of the parts that differ between two provenances."""
-    # `before` was read from JSON, which turns tuples into lists.
-    now = json.loads(json.dumps(now))
-    return [name for name in now if before.get(name) != now[name]]
-
-
 def npz_path(outputs: epath.Path) -> epath.Path:
     """Return the path of the `.npz` file that holds the large arrays of an output file."""
     return outputs.parent / f"{outputs.stem}.npz"

@@ -1,19 +1,33 @@
-"""TrainState, the state that a step changes and a checkpoint holds, and shapes of batches."""
+"""TrainState, which a step changes and a checkpoint holds, and the first state of a run.
+
+A fresh start records the origin of each initial value in `initial_values.json` of the job folder. A
+resumed run keeps the existing record.
+"""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+from etils import epath
 from flax import struct
 
+from layerkit.errors import first_names
+from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.optim.optimizer_calls import is_schedule_free
 
 # Fields of a state that evaluation and decoding do not need; see `TrainState.for_inference`.
 TRAINING_ONLY = ("opt_state",)
 OPTIMIZER_FIELDS = ("opt_state", "ema")
 """Fields of a state that only the update reads, of all that a training step computes."""
+
+RECORD = "initial_values.json"
+RANDOM_INIT = "random_init"
+_COPY = "copy_of:"
 
 
 class TrainState(struct.PyTreeNode):
@@ -51,3 +65,97 @@ def batch_spec(
     # JAX stores 64-bit values of the host in 32 bits, unless `jax_enable_x64` is set.
     dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
     return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), dtype, sharding=sharding)
+
+
+@dataclasses.dataclass(frozen=True)
+class Provenance:
+    """Origins of initial values.
+
+    Attributes:
+      weights: Origin of each weight, by path: `DIR:STEP:PATH`, `DIR:PATH` in a Hugging Face folder,
+        `copy_of:PATH` for a copy of another weight, or `random_init`.
+      opt_state: Origin of each value of the optimizer state that was read, by path.
+      step: `DIR:STEP` from which the step count continues; None if it starts at 0.
+      converted: Paths of the converted values, by conversion such as `float32 → bfloat16`.
+      num_opt_state: Number of values in the optimizer state.
+      hugging_face: First Hugging Face folder, whose tokenizer an export copies.
+    """
+
+    weights: Mapping[str, str]
+    opt_state: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    step: str | None = None
+    converted: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    num_opt_state: int = 0
+    hugging_face: str | None = None
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the start report."""
+        sources = collections.Counter(
+            origin.rpartition(":")[0] or origin
+            for origin in self.weights.values()
+            if origin != RANDOM_INIT and not origin.startswith(_COPY)
+        )
+        counts = [
+            f"{count} weight{'' if count == 1 else 's'} from {source}"
+            for source, count in sources.items()
+        ]
+        drawn = [name for name, origin in self.weights.items() if origin == RANDOM_INIT]
+        if drawn:
+            counts.append(f"{len(drawn)} initialized randomly ({first_names(drawn, limit=3)})")
+        copies = collections.Counter(
+            (name.partition("/")[0], origin.removeprefix(_COPY).partition("/")[0])
+            for name, origin in self.weights.items()
+            if origin.startswith(_COPY)
+        )
+        counts += [
+            f"{count} copied ({copy} from {original})" for (copy, original), count in copies.items()
+        ]
+        yield f"init from    {'; '.join(counts)}"
+        for dtypes, names in self.converted.items():
+            count = len(names)
+            yield f"             {dtypes}: {count} value{'' if count == 1 else 's'} converted"
+        if self.opt_state:
+            read, total = len(self.opt_state), self.num_opt_state
+            rest = "; the others are initialized" if read < total else ""
+            yield f"             {read} of {total} values of the optimizer state{rest}"
+        if self.step is not None:
+            yield f"             step count continues from {self.step}"
+
+    def write(self, directory: epath.Path) -> None:
+        """Write the record into a job folder."""
+        record = {
+            "weights": self.weights,
+            "opt_state": self.opt_state,
+            "step": self.step,
+            "hugging_face": self.hugging_face,
+        }
+        atomic_write(directory / RECORD, json.dumps(record, indent=2) + "\n")
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstState:
+    """The state with which a run starts.
+
+    `provenance` is None if all values are initialized randomly, or all restored. A restored state
+    comes from the folder `restored_from`, with its input states; a resumed one has metadata too.
+    """
+
+    state: TrainState
+    step: int = 0
+    provenance: Provenance | None = None
+    restored_from: str | None = None
+    input_states: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def copy_of(name: str) -> str:
+    """Return the origin of a weight that starts as a copy of another weight of the model."""
+    return f"{_COPY}{name}"
+
+
+def recorded_hugging_face(directory: epath.Path) -> str | None:
+    """Return the Hugging Face folder that provided a job's initial weights; None if none did."""
+    try:
+        return json.loads((directory / RECORD).read_text()).get("hugging_face")
+    except FileNotFoundError:
+        return None

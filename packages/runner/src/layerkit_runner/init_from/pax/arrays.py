@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import urllib.parse
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from flax import serialization
 
-from layerkit_runner.checkpointing import array_store
 from layerkit_runner.checkpointing.errors import DamagedCheckpointError
 from layerkit_runner.checkpointing.structure import LeafSpec, spec_of
+from layerkit_runner.files.atomic_write import is_remote
+from layerkit_runner.files.bounded_documents import parse_json
 from layerkit_runner.init_from.pax import folders, tree_text
 
-_END = f"/{array_store.METADATA_KEY}"
+if TYPE_CHECKING:
+    import tensorstore as ts
+
+_METADATA_KEY = ".zarray"
+_END = f"/{_METADATA_KEY}"
 
 
 def open_arrays(step_folder: epath.Path) -> MsgpackArrays | TensorStoreArrays:
@@ -88,7 +95,7 @@ class TensorStoreArrays:
         self._open: dict[str, Any] = {}
         specs: dict[str, LeafSpec] = {}
         try:
-            self._store = array_store.open_store(state, is_ocdbt=is_ocdbt)
+            self._store = _open_store(state, is_ocdbt=is_ocdbt)
             keys = self._store.list().result()
         except ValueError as error:
             raise _damaged(state, None, error) from error
@@ -99,7 +106,7 @@ class TensorStoreArrays:
             stored = stored.removesuffix(_END)
             name = stored.replace(".", "/")
             try:
-                metadata = array_store.read_metadata(self._store, stored)
+                metadata = _read_metadata(self._store, stored)
                 specs[name] = _array_spec(metadata["shape"], metadata["dtype"])
             except (ValueError, KeyError, TypeError) as error:
                 raise _damaged(state, name, error) from error
@@ -121,6 +128,26 @@ class TensorStoreArrays:
             return np.asarray(self._open[name][ranges].read().result())
         except ValueError as error:
             raise _damaged(self._state, name, error) from error
+
+
+def _open_store(state_directory: epath.Path, *, is_ocdbt: bool) -> ts.KvStore:
+    """Open a folder of arrays: an OCDBT database, or else one folder for each array."""
+    import tensorstore as ts
+
+    text = os.fspath(state_directory)
+    base = f"{text if is_remote(text) else f'file://{urllib.parse.quote(text)}'}".rstrip("/") + "/"
+    return ts.KvStore.open({"driver": "ocdbt", "base": base} if is_ocdbt else base).result()
+
+
+def _read_metadata(store: ts.KvStore, array: str) -> dict[str, Any]:
+    """Return the Zarr metadata of an array; raise ValueError if they are malformed."""
+    try:
+        metadata = parse_json(store[f"{array}/{_METADATA_KEY}".encode()].decode())
+    except KeyError:
+        raise ValueError(f"{_METADATA_KEY} is missing") from None
+    if not isinstance(metadata, dict):
+        raise ValueError(f"{_METADATA_KEY} is no JSON object")
+    return metadata
 
 
 def _damaged(state: epath.Path, name: str | None, error: Exception) -> DamagedCheckpointError:

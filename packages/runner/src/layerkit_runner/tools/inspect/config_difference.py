@@ -14,7 +14,7 @@ from typing import Any
 
 from layerkit_runner.config.config_text import config_json
 from layerkit_runner.config.flags import ParsedFlags
-from layerkit_runner.config.recorded import require_recorded_config
+from layerkit_runner.config.recorded import differing_names, require_recorded_config
 from layerkit_runner.config.registry import find_experiment
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve_entry, resolve_flags
 from layerkit_runner.files.text import aligned
@@ -63,14 +63,11 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, 
 
     If a side lacks the field, its key is missing. Fields of `here` come first.
     """
-    found = {}
-    for path in {**here, **there}:
-        sides = {"here": here, "there": there}
-        values = {name: side[path] for name, side in sides.items() if path in side}
-        # 1, 1.0 and True are equal in Python, but not as the value of a field.
-        if len({json.dumps(value) for value in values.values()}) > 1 or len(values) < 2:
-            found[path] = values
-    return found
+    sides = {"here": here, "there": there}
+    return {
+        path: {name: side[path] for name, side in sides.items() if path in side}
+        for path in differing_names(here, there)
+    }
 
 
 def difference_text(here: Side, there: Side, found: Mapping[str, Mapping[str, Any]]) -> str:

@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 
 from layerkit_runner import UsageError
-from layerkit_runner.config.flags import parse_flags
-from layerkit_runner.observers.library_logs import configure_library_logs
+from layerkit_runner.config.flags import configure_library_logs, parse_flags
 
 # A process whose library logs two messages by absl and one by the standard library.
 CODE = """
 import logging, sys
-from layerkit_runner.config.flags import parse_flags
-from layerkit_runner.observers.library_logs import configure_library_logs
+from layerkit_runner.config.flags import configure_library_logs, parse_flags
 configure_library_logs(parse_flags(["--exp=x", *sys.argv[1:]]).options)
 import absl.logging
 absl.logging.info("a fact")
