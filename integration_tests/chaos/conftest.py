@@ -26,8 +26,8 @@ from typing import Any
 import pytest
 from etils import epath
 
-from layerkit_runner.checkpointing import CheckpointPolicy, documents, folders
-from layerkit_runner.checkpointing.policy import SavedStep
+from layerkit_runner.checkpointing import CheckpointPolicy, folders
+from layerkit_runner.checkpointing.policy import SavedStep, read_evaluations
 from layerkit_runner.observers import read_metrics
 from layerkit_runner.tools import checkpoints as checkpoints_tool
 
@@ -313,7 +313,7 @@ class Chaos:
         ]
         wanted = POLICY.steps_to_keep(ever)
         assert all(verified.get(step) for step in wanted), (sorted(wanted), verified)
-        known = documents.read_evaluations(epath.Path(self._job.checkpoints))
+        known = read_evaluations(epath.Path(self._job.checkpoints))
         for step in wanted & losses.keys() - {self._reference.num_steps}:
             assert known[step][BEST] == losses[step]
 

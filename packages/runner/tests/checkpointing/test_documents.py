@@ -8,18 +8,17 @@ import pytest
 from etils import epath
 
 from layerkit.errors import ConfigError
-from layerkit_runner.checkpointing import CheckpointManager, documents
+from layerkit_runner.checkpointing import CheckpointManager
+from layerkit_runner.checkpointing.policy import read_evaluations, write_evaluations
 
 
 def test_evaluations_are_read_as_written_without_nan(tmp_path):
     directory = epath.Path(tmp_path)
-    assert documents.read_evaluations(directory) == {}
-    documents.write_evaluations(
-        directory, {20: {"a/loss": 0.1, "a/score": math.nan}, 3: {"a/loss": 1e300}}
-    )
-    assert documents.read_evaluations(directory) == {3: {"a/loss": 1e300}, 20: {"a/loss": 0.1}}
-    documents.write_evaluations(directory, {4: {"b c/loss": -math.inf}})
-    assert documents.read_evaluations(directory) == {4: {"b c/loss": -math.inf}}
+    assert read_evaluations(directory) == {}
+    write_evaluations(directory, {20: {"a/loss": 0.1, "a/score": math.nan}, 3: {"a/loss": 1e300}})
+    assert read_evaluations(directory) == {3: {"a/loss": 1e300}, 20: {"a/loss": 0.1}}
+    write_evaluations(directory, {4: {"b c/loss": -math.inf}})
+    assert read_evaluations(directory) == {4: {"b c/loss": -math.inf}}
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from layerkit_runner.checkpointing import (
     CheckpointManager,
     CheckpointPolicy,
     SavedStep,
-    documents,
 )
+from layerkit_runner.checkpointing.policy import read_evaluations
 
 START = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 
@@ -292,7 +292,7 @@ def test_resumed_run_keeps_the_best_and_their_evaluations(tmp_path):
                 manager.record_evaluation(step, {"heldout/loss": losses[step], "other": math.nan})
                 manager.save(step, {"w": jnp.ones(4)}, input_states={}, metadata={})
     assert saved_steps(tmp_path) == [2, 4]
-    recorded = documents.read_evaluations(epath.Path(tmp_path))
+    recorded = read_evaluations(epath.Path(tmp_path))
     assert {step: recorded[step] for step in (2, 4)} == {
         2: {"heldout/loss": 1.0},
         4: {"heldout/loss": 1.5},

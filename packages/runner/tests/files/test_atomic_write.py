@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from layerkit_runner.checkpointing import documents
+from layerkit_runner.checkpointing.policy import EVALUATIONS_FILE, write_evaluations
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import (
     UnsafePathError,
@@ -78,7 +78,7 @@ def _hold(path: Path) -> None:
 
 REPLACING: dict[str, Callable[[Path], object]] = {
     "atomic_write": lambda path: atomic_write(path, "written"),
-    "evaluations": lambda path: documents.write_evaluations(path.parent, {1: {"a": 1.0}}),
+    "evaluations": lambda path: write_evaluations(path.parent, {1: {"a": 1.0}}),
 }
 APPENDING: dict[str, Callable[[Path], object]] = {
     "open_append": open_append,
@@ -98,7 +98,7 @@ def victim(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", REPLACING)
 def test_atomic_write_replaces_a_link_at_its_path(tmp_path: Path, victim: Path, name: str):
-    path = tmp_path / "job" / documents.EVALUATIONS_FILE
+    path = tmp_path / "job" / EVALUATIONS_FILE
     path.parent.mkdir()
     path.symlink_to(victim)
     # A fixed name of the unfinished file would be known beforehand.

@@ -21,10 +21,10 @@ from layerkit_runner.checkpointing import (
     CheckpointPolicy,
     StateFormat,
     conversion,
-    documents,
     folders,
     structure,
 )
+from layerkit_runner.checkpointing.policy import read_evaluations
 from layerkit_runner.tools.checkpoints import main
 
 STATE = {
@@ -177,7 +177,7 @@ def test_folder_that_other_programs_copied_is_intact_and_can_be_resumed(written,
     new = Path(shutil.copytree(written, tmp_path / "new"))
     assert run(capsys, "verify", new) == "step 10: intact\nstep 20: intact\n"
     assert_is_step(new, 10)
-    assert documents.read_evaluations(epath.Path(new / "checkpoints"))[10]["heldout/loss"] == 1.5
+    assert read_evaluations(epath.Path(new / "checkpoints"))[10]["heldout/loss"] == 1.5
     with CheckpointManager(new / "checkpoints") as manager:
         assert manager.newest_sound_step() == 20
         manager.save(21, {"w": jnp.ones(2)}, input_states={}, metadata={}, force=True)

@@ -14,8 +14,9 @@ import pytest
 from etils import epath
 
 from layerkit_inputs.prefetch import Prefetch
-from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy, documents
+from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy
 from layerkit_runner.checkpointing.folders import committed_steps
+from layerkit_runner.checkpointing.policy import read_evaluations
 from layerkit_runner.data.infeed import make_input
 from layerkit_runner.data.training_data import TrainInput, TrainInputs
 from layerkit_runner.distributed.stop_signals import StopSignals
@@ -329,7 +330,7 @@ def test_best_checkpoint_is_kept(make: Any, tmp_path: Any):
     )
     job.executor.run(job.state, 0)
     job.executor.checkpoints.close()
-    found = documents.read_evaluations(epath.Path(tmp_path) / "checkpoints")
+    found = read_evaluations(epath.Path(tmp_path) / "checkpoints")
     best = min((1, 2, 3), key=lambda step: found.get(step, {}).get("points/loss", float("inf")))
     assert saved_steps(tmp_path) == sorted({best, 4})
 

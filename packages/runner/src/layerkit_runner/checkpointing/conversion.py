@@ -17,6 +17,7 @@ from etils import epath
 from layerkit.errors import ConfigError
 from layerkit_runner.checkpointing import documents, folders, handlers, integrity, structure
 from layerkit_runner.checkpointing.formats import StateFormat, format_of
+from layerkit_runner.checkpointing.policy import read_evaluations, write_evaluations
 from layerkit_runner.files.atomic_write import atomic_write
 
 _READ_BYTES = 2**30
@@ -58,9 +59,9 @@ def convert_step(
             writer.finalize(partial / "state")
         (partial / integrity.MANIFEST_FOLDER).mkdir()
         integrity.write(partial, manifest_directory=partial / integrity.MANIFEST_FOLDER)
-    if (found := documents.read_evaluations(source).get(step)) is not None:
-        known = documents.read_evaluations(destination)
-        documents.write_evaluations(destination, {**known, step: found})
+    if (found := read_evaluations(source).get(step)) is not None:
+        known = read_evaluations(destination)
+        write_evaluations(destination, {**known, step: found})
     return folders.step_folder(destination, step)
 
 

@@ -1,13 +1,8 @@
-"""The JSON documents of checkpoints.
+"""The JSON documents of a checkpoint step.
 
 metadata/metadata.json                    layout version, state format, process count, retention
                                           policy (`keep`), and what the caller of `save` passed
 input_states/process_00000_of_00001.json  input name to input state, one file for each process
-evaluations.json                          beside the steps: {"version": 1, "evaluations":
-                                          {"400": {"heldout/loss": 2.5, …}, …}}
-
-Evaluations lie outside of the steps, since an evaluation may follow the save of its step, whose
-files never change.
 """
 
 from __future__ import annotations
@@ -15,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -23,20 +17,13 @@ from typing import Any
 import jax
 from etils import epath
 
-from layerkit.errors import ConfigError
 from layerkit_runner.checkpointing.errors import LayoutVersionError, ProcessCountError
 from layerkit_runner.checkpointing.policy import CheckpointPolicy
-from layerkit_runner.files.atomic_write import atomic_write
 
 # Increased when the files of a step, the names in them or the metadata change their meaning.
 LAYOUT_VERSION = 1
-EVALUATIONS_FILE = "evaluations.json"
-_EVALUATIONS_VERSION = 1
 _FILE = "metadata/metadata.json"
 _INPUT_STATES = re.compile(r"process_(\d{5})_of_(\d{5})\.json")
-
-Evaluations = dict[int, dict[str, float]]
-"""Metrics by step; each maps `data set/metric` to a value."""
 
 
 def compose(
@@ -136,37 +123,3 @@ def read_input_states(directory: epath.Path) -> dict[str, Any]:
 
 def _input_states_name(index: int, count: int) -> str:
     return f"process_{index:05d}_of_{count:05d}.json"
-
-
-def read_evaluations(directory: epath.Path) -> Evaluations:
-    """Return the recorded evaluations of a folder of checkpoints; empty if there are none."""
-    path = directory / EVALUATIONS_FILE
-    if not path.exists():
-        return {}
-    try:
-        document = json.loads(path.read_text())
-        if document["version"] > _EVALUATIONS_VERSION:
-            raise ValueError(f"version={document['version']}")
-        return {
-            int(step): {name: float(value) for name, value in metrics.items()}
-            for step, metrics in document["evaluations"].items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"cannot read the recorded evaluations ({error})",
-            owner=str(path),
-            expected=f"JSON of version {_EVALUATIONS_VERSION} or earlier",
-            hint="Delete the file to continue without the record of the best checkpoints.",
-        ) from error
-
-
-def write_evaluations(
-    directory: epath.Path, evaluations: Mapping[int, Mapping[str, float]]
-) -> None:
-    """Replace the recorded evaluations by an atomic write; leave out NaN."""
-    numbers = {
-        str(step): {name: value for name, value in metrics.items() if not math.isnan(value)}
-        for step, metrics in sorted(evaluations.items())
-    }
-    document = {"version": _EVALUATIONS_VERSION, "evaluations": numbers}
-    atomic_write(directory / EVALUATIONS_FILE, json.dumps(document, indent=1) + "\n")

@@ -20,7 +20,7 @@ from etils import epath
 
 from layerkit_runner.checkpointing import documents, folders, formats, integrity, structure
 from layerkit_runner.checkpointing.errors import SaveError
-from layerkit_runner.checkpointing.policy import CheckpointPolicy, SavedStep
+from layerkit_runner.checkpointing.policy import CheckpointPolicy, Evaluations, SavedStep
 from layerkit_runner.distributed.process_exchange import from_each_process
 
 _STATE, _INPUTS = "state", "input_states"
@@ -227,7 +227,7 @@ def stored_leaves(state_directory: epath.Path) -> dict[structure.LeafPath, struc
 @dataclasses.dataclass(frozen=True)
 class _Preservation:
     policy: CheckpointPolicy
-    evaluated: documents.Evaluations
+    evaluated: Evaluations
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         del context
@@ -242,7 +242,7 @@ class _Preservation:
 def orbax_manager(
     directory: epath.Path,
     policy: CheckpointPolicy,
-    evaluated: documents.Evaluations,
+    evaluated: Evaluations,
     *,
     timeout_secs: int,
     todelete_subdir: str | None,

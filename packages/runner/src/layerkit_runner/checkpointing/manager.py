@@ -33,7 +33,12 @@ from layerkit_runner.checkpointing.errors import (
     silence_tracebacks,
 )
 from layerkit_runner.checkpointing.formats import RestoredCheckpoint, StateFormat
-from layerkit_runner.checkpointing.policy import CheckpointPolicy
+from layerkit_runner.checkpointing.policy import (
+    CheckpointPolicy,
+    Evaluations,
+    read_evaluations,
+    write_evaluations,
+)
 from layerkit_runner.distributed.process_exchange import from_each_process, from_process_0
 from layerkit_runner.files.atomic_write import absolute
 
@@ -95,9 +100,9 @@ class CheckpointManager:
         self._orbax: ocp.CheckpointManager | None = None
         self._sound: set[int] = set()
         self._deadline = 0.0  # time.monotonic() at which the save in progress is overdue
-        self._evaluations: documents.Evaluations = {}
+        self._evaluations: Evaluations = {}
         if not read_only:
-            self._evaluations.update(documents.read_evaluations(self._directory))
+            self._evaluations.update(read_evaluations(self._directory))
             left_over = folders.unfinished(self._directory)
             # `jax.process_index` starts JAX, so it is called only if there is a folder to delete.
             for path in left_over if left_over and jax.process_index() == 0 else ():
@@ -431,7 +436,7 @@ class CheckpointManager:
             for step in self._evaluations.keys() - saved:
                 del self._evaluations[step]
             if jax.process_index() == 0:
-                documents.write_evaluations(self._directory, self._evaluations)
+                write_evaluations(self._directory, self._evaluations)
 
     def _move_damaged(
         self,

@@ -1,14 +1,29 @@
-"""The policy that decides when a checkpoint is written and which checkpoints are kept."""
+"""The policy that decides when a checkpoint is written and which checkpoints are kept.
+
+The best checkpoints are chosen by evaluations, which `evaluations.json` holds beside the steps:
+{"version": 1, "evaluations": {"400": {"heldout/loss": 2.5, …}, …}}. An evaluation may follow the
+save of its step, whose files never change.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 import math
 from collections.abc import Mapping, Sequence
 
+from etils import epath
+
 from layerkit.checks import check_choice, check_integers, check_sizes
 from layerkit.errors import ConfigError
+from layerkit_runner.files.atomic_write import atomic_write
+
+EVALUATIONS_FILE = "evaluations.json"
+_EVALUATIONS_VERSION = 1
+
+Evaluations = dict[int, dict[str, float]]
+"""Metrics by step; each maps `DATASET/METRIC` to a value."""
 
 LOWER_IS_BETTER, HIGHER_IS_BETTER = "min", "max"
 
@@ -117,3 +132,37 @@ class CheckpointPolicy:
             if not math.isnan(checkpoint.metrics.get(self.best_metric, math.nan))
         )
         return {-negative_step for _, negative_step in ranked[: self.best_to_keep]}
+
+
+def read_evaluations(directory: epath.Path) -> Evaluations:
+    """Return the recorded evaluations of a folder of checkpoints; empty if there are none."""
+    path = directory / EVALUATIONS_FILE
+    if not path.exists():
+        return {}
+    try:
+        document = json.loads(path.read_text())
+        if document["version"] > _EVALUATIONS_VERSION:
+            raise ValueError(f"version={document['version']}")
+        return {
+            int(step): {name: float(value) for name, value in metrics.items()}
+            for step, metrics in document["evaluations"].items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"cannot read the recorded evaluations ({error})",
+            owner=str(path),
+            expected=f"JSON of version {_EVALUATIONS_VERSION} or earlier",
+            hint="Delete the file to continue without the record of the best checkpoints.",
+        ) from error
+
+
+def write_evaluations(
+    directory: epath.Path, evaluations: Mapping[int, Mapping[str, float]]
+) -> None:
+    """Replace the recorded evaluations by an atomic write; leave out NaN."""
+    numbers = {
+        str(step): {name: value for name, value in metrics.items() if not math.isnan(value)}
+        for step, metrics in sorted(evaluations.items())
+    }
+    document = {"version": _EVALUATIONS_VERSION, "evaluations": numbers}
+    atomic_write(directory / EVALUATIONS_FILE, json.dumps(document, indent=1) + "\n")

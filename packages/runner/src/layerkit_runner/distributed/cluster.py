@@ -35,9 +35,8 @@ from layerkit_runner.distributed.launchers import (
     find_launch,
     local_device_ids,
 )
-from layerkit_runner.distributed.peer_monitor import Identity
 from layerkit_runner.distributed.process_exchange import distributed_state
-from layerkit_runner.distributed.watchdog import notifying_others
+from layerkit_runner.distributed.watchdog import Identity, notifying_others
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import absolute, check_links, is_remote, private_folder
 from layerkit_runner.run_options import AUTO_ADDRESS, RunOptions

@@ -34,6 +34,20 @@ _notify: Callable[[str], None] | None = None
 _wait_for_others: Callable[[], None] | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """A process of the job, as messages name it."""
+
+    process: int
+    num_processes: int
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        """Return the name for messages."""
+        return f"process {self.process} of {self.num_processes} (host {self.host}, pid {self.pid})"
+
+
 def finished_within(seconds: float, act: Callable[[], object]) -> bool:
     """Return whether a function, called on a daemon thread, returns in time without an error."""
     has_returned = threading.Event()

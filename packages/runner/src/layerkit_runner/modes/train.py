@@ -27,7 +27,11 @@ from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.infeed import as_usage_error, peek_batch
 from layerkit_runner.data.training_data import TrainInputs, check_same_data
-from layerkit_runner.distributed.process_exchange import coordinator_store, gather_values
+from layerkit_runner.distributed.process_exchange import (
+    coordinator_store,
+    from_process_0,
+    gather_values,
+)
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.distributed.watchdog import before_forced_exit, forced_exit_on
 from layerkit_runner.errors import StorageError, UsageError, to_usage_error
@@ -206,7 +210,7 @@ def _check_data(programs: _Programs) -> None:
 
 def _plan_if_new(job: Job, checkpoints: CheckpointManager) -> Callable[[], FirstState] | None:
     """Return the plan of a new run's first state; None if the run may resume or restore."""
-    if checkpoints.latest_step() is not None:
+    if from_process_0(checkpoints.latest_step) is not None:
         return None
     _check_restart(job, checkpoints)
     return None if job.options.restore_checkpoint_dir is not None else _plan_first_state(job)
@@ -249,6 +253,8 @@ def _first_state(
             hint="To start from an older step, give this folder as --restore_checkpoint_dir and a"
             " new --job_log_dir.",
         )
+    if plan is not None:
+        return plan()
     own = job.restore_newest(checkpoints)
     if own is not None:
         if options.restore_checkpoint_dir is not None:
@@ -258,7 +264,7 @@ def _first_state(
         return _restored(own, checkpoints, metadata=own.metadata)
     _check_restart(job, checkpoints)
     if options.restore_checkpoint_dir is None:
-        return (plan or _plan_first_state(job))()
+        return _plan_first_state(job)()
     with job.checkpoints(read_only=True, directory=options.restore_checkpoint_dir) as others:
         step = options.only_restore_step
         other = job.restore_newest(others) if step is None else job.restore(others, step)

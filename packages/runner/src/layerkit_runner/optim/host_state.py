@@ -15,18 +15,12 @@ from flax.traverse_util import flatten_dict
 from jax.tree_util import DictKey, KeyPath
 
 from layerkit.checks import require
-from layerkit_runner.optim.optimizer_calls import Reach, is_schedule_free, reach_of
+from layerkit_runner.optim.optimizer_calls import Reach, is_on_host, is_schedule_free, reach_of
 
-HOST_MEMORY = "pinned_host"
 FIELD = "SpmdPartitioner.offload_optimizer_state"
 
 UpdateFn = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 """Function `(gradients, state, weights, raw gradients) -> (updates, next state)`."""
-
-
-def is_on_host(x: Any) -> bool:
-    """Return whether an array of a traced step is in host memory."""
-    return bool(jax.typeof(x).memory_space == jax.memory.Space.Host)
 
 
 def check_updates_by_layer(

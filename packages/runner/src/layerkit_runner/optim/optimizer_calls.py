@@ -204,3 +204,8 @@ def _abstract(tree: Any) -> Any:
 def _structure(tree: Any, *, with_dtypes: bool = True) -> tuple[Any, list[Any]]:
     leaves, structure = jax.tree.flatten(tree)
     return structure, [(leaf.shape, leaf.dtype if with_dtypes else None) for leaf in leaves]
+
+
+def is_on_host(x: Any) -> bool:
+    """Return whether an array of a traced step is in host memory."""
+    return bool(jax.typeof(x).memory_space == jax.memory.Space.Host)

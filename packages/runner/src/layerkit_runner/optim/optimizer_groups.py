@@ -19,7 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from layerkit.checks import require
 from layerkit.errors import ConfigError
 from layerkit.weights import is_box
-from layerkit_runner.optim import host_state, optimizer_calls
+from layerkit_runner.optim import optimizer_calls
 from layerkit_runner.optim.optimizer_calls import Reach
 from layerkit_runner.optim.weight_patterns import matching_paths
 
@@ -146,7 +146,9 @@ class OptimizerGroups:
             own_grads, own_params, own_raw = (group.select(tree) for tree in trees)
             arguments = (own_grads, states[name], own_params, own_raw)
             update_all = over_stack(update_one, group.sizes)
-            if any(host_state.is_on_host(leaf) for leaf in jax.tree.leaves(states[name])):
+            if any(map(optimizer_calls.is_on_host, jax.tree.leaves(states[name]))):
+                from layerkit_runner.optim import host_state
+
                 loop = host_state.update_stack if group.sizes else host_state.update_by_layer
                 own, states[name] = loop(update_all, *arguments, select=select)
             else:
@@ -157,6 +159,8 @@ class OptimizerGroups:
 
     def check_updates_by_layer(self, params: Any, stacks: Stacks) -> None:
         """Raise `ConfigError` if an optimizer cannot update one layer at a time."""
+        from layerkit_runner.optim import host_state
+
         flat = flatten_dict(params)
         for group in self._divide(params, stacks).values():
             if not any(path in stacks for path in group.paths):

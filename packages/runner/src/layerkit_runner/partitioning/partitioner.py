@@ -22,7 +22,6 @@ from layerkit.config import Configurable
 from layerkit.nested_map import NestedMap
 from layerkit.sharding import DEFAULT_RULES, BoundSharding, ShardingRules
 from layerkit_runner.errors import UsageError
-from layerkit_runner.optim.host_state import HOST_MEMORY
 from layerkit_runner.partitioning import padding
 from layerkit_runner.partitioning.mesh import make_mesh
 from layerkit_runner.partitioning.padding import axes_by_path, map_with_axes, split_over
@@ -33,6 +32,8 @@ from layerkit_runner.training.train_state import OPTIMIZER_FIELDS, TrainState, b
 ROWS = "rows"
 REPLICATED = "replicated"
 BATCH_AXIS = "batch"
+HOST_MEMORY = "pinned_host"
+"""JAX's name of the host memory that devices can read."""
 # Starts of `jax.tree_util.keystr` of the arrays of the optimizer.
 _OPTIMIZER_PATHS = tuple(f".{name}" for name in OPTIMIZER_FIELDS)
 

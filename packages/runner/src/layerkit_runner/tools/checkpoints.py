@@ -29,7 +29,12 @@ from etils import epath
 
 from layerkit.errors import UserError
 from layerkit_runner.checkpointing import documents, errors, folders, formats, integrity
-from layerkit_runner.checkpointing.policy import CheckpointPolicy, SavedStep
+from layerkit_runner.checkpointing.policy import (
+    CheckpointPolicy,
+    Evaluations,
+    SavedStep,
+    read_evaluations,
+)
 from layerkit_runner.errors import StorageError, UsageError, with_data
 from layerkit_runner.files.atomic_write import absolute
 from layerkit_runner.files.text import aligned, size_text
@@ -296,10 +301,10 @@ def _existing(directory: str) -> epath.Path:
     return path
 
 
-def _recorded_evaluations(directory: epath.Path) -> documents.Evaluations:
+def _recorded_evaluations(directory: epath.Path) -> Evaluations:
     """Return the recorded evaluations, which a command reads before it writes anything."""
     try:
-        return documents.read_evaluations(directory)
+        return read_evaluations(directory)
     except UserError as error:
         raise with_data(StorageError, error) from error
 

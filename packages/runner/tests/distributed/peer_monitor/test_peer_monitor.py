@@ -20,7 +20,7 @@ EXIT_CODE = 75
 PROCESS = """
 import os, socket, sys, warnings
 from pathlib import Path
-from layerkit_runner.distributed.peer_monitor import Identity
+from layerkit_runner.distributed.watchdog import Identity
 from layerkit_runner.distributed.peer_monitor.start import PeerMonitor
 
 index, count, port, fd, hub_pid = map(int, sys.argv[1:6])

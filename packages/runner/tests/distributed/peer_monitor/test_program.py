@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from layerkit_runner.distributed.peer_monitor import Identity
 from layerkit_runner.distributed.peer_monitor.hub import BEAT_SECONDS
 from layerkit_runner.distributed.peer_monitor.program import Monitor, Task
+from layerkit_runner.distributed.watchdog import Identity
 
 NOT_THE_PARENT = Identity(1, 2, "host1", os.getpid())
 

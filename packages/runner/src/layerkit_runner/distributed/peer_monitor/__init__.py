@@ -7,21 +7,3 @@
 A separate process can act when the monitored one is aborted from C++, killed, stopped, or in code
 that holds Python's lock. It imports the standard library and small modules without JAX.
 """
-
-from __future__ import annotations
-
-import dataclasses
-
-
-@dataclasses.dataclass(frozen=True)
-class Identity:
-    """A process of the job, as messages name it."""
-
-    process: int
-    num_processes: int
-    host: str
-    pid: int
-
-    def __str__(self) -> str:
-        """Return the name for messages."""
-        return f"process {self.process} of {self.num_processes} (host {self.host}, pid {self.pid})"

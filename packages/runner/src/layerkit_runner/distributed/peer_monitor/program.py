@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable
 from typing import BinaryIO
 
-from layerkit_runner.distributed.peer_monitor import Identity
 from layerkit_runner.distributed.peer_monitor.hub import (
     BEAT_SECONDS,
     ENDED,
@@ -38,7 +37,7 @@ from layerkit_runner.distributed.peer_monitor.hub import (
     Link,
     Loss,
 )
-from layerkit_runner.distributed.watchdog import finished_within
+from layerkit_runner.distributed.watchdog import Identity, finished_within
 from layerkit_runner.files.atomic_write import open_append
 
 # Delay before the other processes report a failed process. Often all processes fail for the same

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import layerkit
 import layerkit_runner
-from layerkit_runner.distributed.peer_monitor import Identity
 from layerkit_runner.distributed.peer_monitor.hub import Link
 from layerkit_runner.distributed.peer_monitor.program import Task
-from layerkit_runner.distributed.watchdog import finished_within
+from layerkit_runner.distributed.watchdog import Identity, finished_within
 from layerkit_runner.files.atomic_write import open_append
 
 _SECONDS_TO_END = 3.0
