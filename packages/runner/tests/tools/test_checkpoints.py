@@ -257,6 +257,24 @@ def test_missing_step_is_an_error(written, capsys):
     assert "--step=15" in text and "10, 20" in text
 
 
+@pytest.mark.parametrize(
+    ("words", "fact"),
+    [
+        ([], "list, verify, show, convert"),
+        (["lst", "job"], "'list'"),
+        (["list"], "Expected DIR"),
+        (["show", "job", "--step=-1"], "--step='-1'"),
+        (["list", "job", "--red"], "'--read'"),
+        (["convert", "job", "new"], "--to"),
+        (["convert", "job", "--to=msgpack"], "Expected DIR and DEST"),
+        (["convert", "job", "new", "--to=zip"], "safetensors"),
+        (["convert", "job", "new", "--to=msgpack", "--fdl.A=1"], "--fdl.A"),
+    ],
+)
+def test_wrong_command_line_exits_with_2(capsys, words, fact):
+    assert fact in run(capsys, *words, code=2)
+
+
 def test_help_prints_the_commands():
     done = subprocess.run(
         [sys.executable, "-m", "layerkit_runner.tools.checkpoints", "--help"],

@@ -122,11 +122,12 @@ def read_flags(
     *,
     other_names: Mapping[str, str] = {},
     known_only: bool = False,
+    takes_words: bool = False,
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the values of a table's flags that words give, by name, and the remaining words.
 
     `other_names` are further names of flags. Words that belong to no flag are errors, or remain if
-    `known_only` is set.
+    `known_only` is set. With `takes_words`, those remain that do not begin with a dash.
     """
     values = absl_flags.FlagValues()
     values.set_gnu_getopt()
@@ -146,7 +147,7 @@ def read_flags(
         raise unknown_flag(error.flagname, known, table) from None
     except absl_flags.Error as error:
         raise UsageError(str(error)) from None
-    if rest and not known_only:
+    if rest and not known_only and not takes_words:
         raise _unexpected_word(rest[0])
     return given, rest
 

@@ -16,14 +16,12 @@ is wrong.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import datetime
 import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from etils import epath
 
@@ -35,12 +33,44 @@ from layerkit_runner.checkpointing.policy import (
     SavedStep,
     read_evaluations,
 )
+from layerkit_runner.config.flags import read_flags, unknown_flag
+from layerkit_runner.config.help import flag_rows, table
 from layerkit_runner.errors import StorageError, UsageError, with_data
 from layerkit_runner.files.atomic_write import absolute
 from layerkit_runner.files.text import aligned, size_text
+from layerkit_runner.run_options import Flag, non_negative
 
 _SAFETENSORS = "safetensors"
 _TARGETS = (*(kind.value for kind in formats.StateFormat), _SAFETENSORS)
+
+
+_HELP = Flag("help", bool, "print these flags")
+_NEWEST = Flag("step", non_negative, "the step; by default the newest", "STEP")
+# The flags of each command.
+_FLAGS = {
+    "list": (Flag("read", bool, "detect damage by reading all files, not by sizes alone"), _HELP),
+    "verify": (Flag("step", non_negative, "one step; by default all", "STEP"), _HELP),
+    "show": (_NEWEST, _HELP),
+    "convert": (
+        Flag("to", str, f"format to write: {', '.join(_TARGETS)}", "FORMAT", choices=_TARGETS),
+        _NEWEST,
+        Flag("part", str, "part of the state to write as safetensors; by default params", "PART"),
+        Flag(
+            "from",
+            str,
+            "pax: read a checkpoint of Paxml, with the state of Adam and the step",
+            "pax",
+            choices=("pax",),
+        ),
+        Flag(
+            "exp",
+            str,
+            "experiment that the checkpoint of Paxml is for; --fdl.NAME=VALUE sets its fields",
+            "NAME",
+        ),
+        _HELP,
+    ),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,13 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
       arguments: Words after the program's name; None for those of this process.
     """
-    parser = _parser()
-    options, others = parser.parse_known_args(arguments)
-    options.overrides = [word for word in others if word.startswith("--fdl.")]
-    if others != options.overrides or (others and not getattr(options, "exp", None)):
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
-        return options.run(options)
+        return _run(sys.argv[1:] if arguments is None else arguments)
     except (UserError, OSError) as error:
         print(f"checkpoints: {error}", file=sys.stderr, flush=True)
         if isinstance(error, UsageError):
@@ -65,50 +90,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return StorageError.exit_code if is_damage or is_io_error else UsageError.exit_code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="checkpoints",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def add(run: Callable[..., int], text: str) -> argparse.ArgumentParser:
-        name = run.__name__.lstrip("_")
-        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        command.add_argument("directory", metavar="DIR", help="folder of a job or its checkpoints")
-        command.set_defaults(run=run)
-        return command
-
-    listing = add(_list, "print date, size, format and metric of each step, and why it is kept")
-    read = "detect damage by reading all files, not by sizes alone"
-    listing.add_argument("--read", action="store_true", help=read)
-    step: dict[str, Any] = {"type": int, "metavar": "STEP"}
-    one_or_all = step | {"help": "one step (default: all)"}
-    one_or_newest = step | {"help": "the step (default: the newest)"}
-    verify = "read every file, compare it with its checksum, and detect NaN and infinities"
-    add(_verify, verify).add_argument("--step", **one_or_all)
-    add(_show, "print name, shape, dtype and bytes of each array").add_argument(
-        "--step", **one_or_newest
-    )
-    convert = add(_convert, "rewrite a step in another format")
-    convert.add_argument("destination", metavar="DEST", help="folder, or file for safetensors")
-    convert.add_argument("--to", required=True, choices=_TARGETS)
-    convert.add_argument("--step", **one_or_newest)
-    pax = "read a checkpoint of Paxml, with the state of Adam and the step"
-    convert.add_argument("--from", dest="origin", choices=("pax",), help=pax)
-    exp = "experiment that the checkpoint of Paxml is for; --fdl.NAME=VALUE sets its fields"
-    convert.add_argument("--exp", metavar="NAME", help=exp)
-    part = "part of the state to write as safetensors (default: params)"
-    convert.add_argument("--part", default="params", help=part)
-    return parser
+def _run(words: Sequence[str]) -> int:
+    name, *rest = words or [""]
+    if name in ("--help", "-h"):
+        print(__doc__)
+        return 0
+    if name not in _FLAGS:
+        raise UsageError("unknown command", value=name, choices=_FLAGS)
+    overrides = [word for word in rest if word.startswith("--fdl.")]
+    others = [word for word in rest if word not in overrides]
+    given, folders = read_flags(others, _FLAGS[name], takes_words=True)
+    if given.pop("help", False):
+        print("\n".join([__doc__, *table(flag_rows(_FLAGS[name]))]))
+        return 0
+    if overrides and "exp" not in given:
+        known = [flag.name for flag in _FLAGS[name]]
+        raise unknown_flag(overrides[0].partition("=")[0], known, known)
+    places = ["DIR", "DEST"] if name == "convert" else ["DIR"]
+    if len(folders) != len(places):
+        raise UsageError(field="folders", value=folders, expected=" and ".join(places))
+    if name == "convert":
+        if "to" not in given:
+            raise UsageError("missing flag", field="--to", choices=_TARGETS)
+        return _convert(*folders, overrides=overrides, origin=given.pop("from", None), **given)
+    runs: dict[str, Callable[..., int]] = {"list": _list, "verify": _verify, "show": _show}
+    return runs[name](*folders, **given)
 
 
-def _list(options: argparse.Namespace) -> int:
-    directory = _existing(options.directory)
+def _list(folder: str, *, read: bool = False) -> int:
+    directory = _existing(folder)
     evaluations = _recorded_evaluations(directory)
-    check = integrity.verify if options.read else integrity.compare_sizes
+    check = integrity.verify if read else integrity.compare_sizes
     paths = {step: folders.step_folder(directory, step) for step in _steps(directory, None)}
     damage = {step: [f for f in check(path) if f.is_damage] for step, path in paths.items()}
     saved = {
@@ -136,7 +148,7 @@ def _list(options: argparse.Namespace) -> int:
             print(f"step {step}: {finding}")
     for path in folders.set_apart(directory):
         print(f"not a checkpoint: {path.name}")
-    if not options.read:
+    if not read:
         print("intact: by the sizes of the files; --read or verify compares their bytes")
     return StorageError.exit_code if any(damage.values()) else 0
 
@@ -169,19 +181,19 @@ def _metric(metrics: Mapping[str, float], reasons: Sequence[str]) -> str:
     return f"{names[0]} {metrics[names[0]]:.4g}" if names else ""
 
 
-def _verify(options: argparse.Namespace) -> int:
+def _verify(folder: str, *, step: int | None = None) -> int:
     _use_cpu()
     from layerkit_runner.checkpointing import conversion, structure
 
-    directory = _existing(options.directory)
+    directory = _existing(folder)
     is_damaged = False
-    for step in _steps(directory, options.step):
-        folder = folders.step_folder(directory, step)
-        findings = integrity.verify(folder)
+    for each in _steps(directory, step):
+        path = folders.step_folder(directory, each)
+        findings = integrity.verify(path)
         damage = [finding for finding in findings if finding.is_damage]
-        nonfinite = [] if damage else conversion.nonfinite_arrays(folder)
+        nonfinite = [] if damage else conversion.nonfinite_arrays(path)
         verdict = "DAMAGED" if damage else "NOT FINITE" if nonfinite else "intact"
-        print(f"step {step}: {verdict}", flush=True)
+        print(f"step {each}: {verdict}", flush=True)
         for finding in findings:
             print(f"  {finding}")
         if nonfinite:
@@ -190,56 +202,74 @@ def _verify(options: argparse.Namespace) -> int:
     return StorageError.exit_code if is_damaged else 0
 
 
-def _show(options: argparse.Namespace) -> int:
+def _show(folder: str, *, step: int | None = None) -> int:
     from layerkit_runner.checkpointing import handlers, structure
 
-    directory = _existing(options.directory)
-    step = _steps(directory, options.step)[-1]
-    folder = folders.step_folder(directory, step)
-    integrity.require_sound(f"The checkpoint {folder} is damaged", integrity.verify(folder))
-    leaves = handlers.stored_leaves(folder / "state")
+    directory = _existing(folder)
+    step = _steps(directory, step)[-1]
+    path = folders.step_folder(directory, step)
+    integrity.require_sound(f"The checkpoint {path} is damaged", integrity.verify(path))
+    leaves = handlers.stored_leaves(path / "state")
     rows = [("array", "shape", "dtype", "bytes")]
     sizes: collections.Counter[str] = collections.Counter()
-    for path, spec in leaves.items():
-        sizes[path[0]] += spec.num_bytes
+    for name, spec in leaves.items():
+        sizes[name[0]] += spec.num_bytes
         shape = " × ".join(map(str, spec.shape)) or "scalar"
-        rows.append((structure.join(path), shape, spec.dtype.name, f"{spec.num_bytes:,}"))
+        rows.append((structure.join(name), shape, spec.dtype.name, f"{spec.num_bytes:,}"))
     print("\n".join(aligned(rows)))
     parts = ", ".join(f"{part} {size_text(size)}" for part, size in sizes.items())
     print(f"step {step}: {len(leaves)} arrays, {size_text(sizes.total())} ({parts})")
     return 0
 
 
-def _convert(options: argparse.Namespace) -> int:
+def _convert(
+    folder: str,
+    destination: str,
+    *,
+    to: str,
+    origin: str | None,
+    overrides: Sequence[str],
+    exp: str | None = None,
+    step: int | None = None,
+    part: str = "params",
+) -> int:
     _use_cpu()
     from layerkit_runner.checkpointing import conversion, handlers
 
-    if options.origin is not None:
-        return _convert_pax(options)
-    source = _existing(options.directory)
-    step = _steps(source, options.step)[-1]
-    if options.to == _SAFETENSORS:
-        path = absolute(options.destination)
+    if origin is not None:
+        return _convert_pax(folder, destination, to=to, exp=exp, overrides=overrides, step=step)
+    source = _existing(folder)
+    step = _steps(source, step)[-1]
+    if to == _SAFETENSORS:
+        path = absolute(destination)
         try:
-            count = conversion.write_safetensors(source, path, step, part=options.part)
+            count = conversion.write_safetensors(source, path, step, part=part)
         except ImportError as error:
             hint = "Install it: pip install safetensors"
-            raise UsageError(f"{error}", field="--to", value=options.to, hint=hint) from None
+            raise UsageError(f"{error}", field="--to", value=to, hint=hint) from None
         except KeyError:
             stored = handlers.stored_leaves(folders.step_folder(source, step) / "state")
             parts = sorted({name[0] for name in stored})
-            raise UsageError(field="--part", value=options.part, choices=parts) from None
+            raise UsageError(field="--part", value=part, choices=parts) from None
         print(f"{path}: {count} arrays of step {step}")
         return 0
-    destination = _checkpoints_of(options.destination)
-    for directory in (source, destination):
+    target = _checkpoints_of(destination)
+    for directory in (source, target):
         _recorded_evaluations(directory)
-    state_format = formats.StateFormat(options.to)
-    print(conversion.convert_step(source, destination, step, state_format=state_format))
+    state_format = formats.StateFormat(to)
+    print(conversion.convert_step(source, target, step, state_format=state_format))
     return 0
 
 
-def _convert_pax(options: argparse.Namespace) -> int:
+def _convert_pax(
+    folder: str,
+    destination: str,
+    *,
+    to: str,
+    exp: str | None,
+    overrides: Sequence[str],
+    step: int | None,
+) -> int:
     """Write a checkpoint of Paxml, whose values the experiment names; they fit into memory."""
     import jax
 
@@ -251,18 +281,18 @@ def _convert_pax(options: argparse.Namespace) -> int:
     from layerkit_runner.init_from import InitFrom, Source, plan_first_state
     from layerkit_runner.partitioning import SpmdPartitioner
 
-    if options.exp is None:
+    if exp is None:
         raise UsageError(field="--exp", value=None, expected="an experiment with --from=pax")
-    if options.to == _SAFETENSORS:
+    if to == _SAFETENSORS:
         choices = [kind.value for kind in formats.StateFormat]
-        raise UsageError(field="--to", value=options.to, choices=choices)
-    words = (word.removeprefix("--fdl.").partition("=") for word in options.overrides)
-    overrides = [parse_override(path, text) for path, _, text in words]
-    resolved = resolve_entry(find_experiment(options.exp), overrides)
+        raise UsageError(field="--to", value=to, choices=choices)
+    words = (word.removeprefix("--fdl.").partition("=") for word in overrides)
+    parsed = [parse_override(path, text) for path, _, text in words]
+    resolved = resolve_entry(find_experiment(exp), parsed)
     task = build(resolved.task)
     source = Source(
-        folder=options.directory,
-        step=options.step,
+        folder=folder,
+        step=step,
         opt_state_rules=[(r".*", r"\g<0>")],
         load_step=True,
     )
@@ -273,17 +303,17 @@ def _convert_pax(options: argparse.Namespace) -> int:
         partitioner = build(resolved.partitioner, ici_mesh_shape=sizes, dcn_mesh_shape=None)
     partitioner.start(jax.devices()[:1])
     partitioner.bind(task)
-    settings = InitFrom(sources=[source], label=f"convert {options.directory}")
+    settings = InitFrom(sources=[source], label=f"convert {folder}")
     first = plan_first_state(partitioner, task, weights=settings)()
-    destination = _checkpoints_of(options.destination)
-    folder = folders.step_folder(destination, first.step)
-    if first.step in folders.committed_steps(destination):
-        raise FileExistsError(f"{folder} already exists; nothing was changed")
-    state_format = formats.StateFormat(options.to)
-    with CheckpointManager(destination, state_format=state_format) as checkpoints:
+    target = _checkpoints_of(destination)
+    path = folders.step_folder(target, first.step)
+    if first.step in folders.committed_steps(target):
+        raise FileExistsError(f"{path} already exists; nothing was changed")
+    state_format = formats.StateFormat(to)
+    with CheckpointManager(target, state_format=state_format) as checkpoints:
         state = partitioner.stored_state(task, first.state)
         checkpoints.save(first.step, state, input_states={}, metadata={}, force=True)
-    print(folder)
+    print(path)
     return 0
 
 

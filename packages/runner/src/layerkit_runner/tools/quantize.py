@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layerkit.errors import ConfigError
-from layerkit_runner.config.flags import read_flags, unknown_flag
+from layerkit_runner.config.flags import read_flags
 from layerkit_runner.config.help import flag_rows, table
 from layerkit_runner.errors import UsageError, to_usage_error
 from layerkit_runner.files.text import size_text
@@ -42,15 +42,11 @@ _HUGGING_FACE = "hugging_face"
 
 def run_quantize(words: Sequence[str]) -> int:
     """Write the model of a folder with weights in integers; return the exit code."""
-    given, folders = read_flags(words, _FLAGS, known_only=True)
+    given, folders = read_flags(words, _FLAGS, takes_words=True)
     if given.pop("help", False):
         usage = "runner quantize SOURCE OUT [flags]"
         print("\n".join([usage, "", _DESCRIPTION, "", *table(flag_rows(_FLAGS))]))
         return 0
-    names = [flag.name for flag in _FLAGS]
-    for word in folders:
-        if word.startswith("-"):
-            raise unknown_flag(word.partition("=")[0], names, names)
     if len(folders) != 2:
         expected = "the folder to read and the folder to write"
         raise UsageError(

@@ -186,6 +186,10 @@ def test_translated_class_has_additional_weights_of_pax(folder: Path, capsys, na
         (["pax", "latin.py"], "latin.py: "),
         (["pax", "empty.py"], "empty.py: "),
         (["pax", "theirs.py", "--class=Tin"], "'Tiny'"),
+        ([], "maxtext, pax"),
+        (["maxtxt", "model.yml"], "'maxtext'"),
+        (["pax"], "files=[]"),
+        (["pax", "theirs.py", "--clas=Tiny"], "'--class'"),
     ],
 )
 def test_mistake_exits_with_2_and_prints_no_class(folder: Path, capsys, words, fact):

@@ -12,62 +12,84 @@ Exit codes: 0 if everything is translated, 1 if something is not, 2 if the comma
 
 from __future__ import annotations
 
-import argparse
 import keyword
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from layerkit.errors import UserError
+from layerkit_runner.config.flags import read_flags
+from layerkit_runner.config.help import flag_rows, table
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.bounded_documents import DocumentError, read_text
+from layerkit_runner.run_options import Flag
 from layerkit_runner.tools.translate.maxtext import read_values, translate_maxtext
 from layerkit_runner.tools.translate.pax import translate_pax
 from layerkit_runner.tools.translate.tables import Translation, module_text, read_tables
 
+_HELP = Flag("help", bool, "print these flags")
+# The flags of each framework.
+_FLAGS = {
+    "maxtext": (
+        Flag("defaults", str, "MaxText's base.yml, for keys that the others omit", "FILE.yml"),
+        Flag("name", str, "name of the class; by default FromMaxText", "NAME"),
+        _HELP,
+    ),
+    "pax": (
+        Flag(
+            "class",
+            str,
+            "class to write; repeatable; by default the registered classes, or those that no other"
+            " inherits",
+            "NAME",
+            repeats=True,
+        ),
+        _HELP,
+    ),
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the words of a command line, None for those of this process; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="translate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    frameworks = parser.add_subparsers(dest="framework", required=True, metavar="FRAMEWORK")
-    maxtext = frameworks.add_parser("maxtext", help="YAML files and KEY=VALUE", allow_abbrev=False)
-    maxtext.add_argument("words", nargs="+", metavar="FILE.yml or KEY=VALUE")
-    text = "MaxText's base.yml, for keys that the others omit"
-    maxtext.add_argument("--defaults", metavar="FILE.yml", help=text)
-    maxtext.add_argument("--name", default="FromMaxText", help="name of the class", metavar="NAME")
-    pax = frameworks.add_parser("pax", help="Python files of experiments", allow_abbrev=False)
-    pax.add_argument("files", nargs="+", metavar="FILE.py")
-    text = "repeatable; by default the registered classes, or those that no other inherits"
-    pax.add_argument("--class", dest="classes", action="append", metavar="NAME", help=text)
-    options = parser.parse_args(arguments)
     try:
-        return _maxtext(options) if options.framework == "maxtext" else _pax(options)
+        return _run(sys.argv[1:] if arguments is None else arguments)
     except (UserError, OSError) as error:
         print(f"translate: {error}", file=sys.stderr)
         return UsageError.exit_code
 
 
-def _maxtext(options: argparse.Namespace) -> int:
-    if not options.name.isidentifier() or keyword.iskeyword(options.name):
-        raise UsageError(field="--name", value=options.name, expected="the name of a class")
-    files = [word for word in options.words if "=" not in word]
-    values = read_values(_texts(files), [word for word in options.words if "=" in word])
-    defaults = [] if options.defaults is None else [options.defaults]
-    translation = translate_maxtext(
-        values, read_tables(), name=options.name, defaults=read_values(_texts(defaults), [])
-    )
+def _run(words: Sequence[str]) -> int:
+    framework, *rest = words or [""]
+    if framework in ("--help", "-h"):
+        print(__doc__)
+        return 0
+    if framework not in _FLAGS:
+        raise UsageError("unknown framework", value=framework, choices=_FLAGS)
+    given, files = read_flags(rest, _FLAGS[framework], takes_words=True)
+    if given.pop("help", False):
+        print("\n".join([__doc__, *table(flag_rows(_FLAGS[framework]))]))
+        return 0
+    if not files:
+        raise UsageError(field="files", value=files, expected=f"one or more of {framework}")
+    return _maxtext(files, **given) if framework == "maxtext" else _pax(files, given.get("class"))
+
+
+def _maxtext(
+    words: Sequence[str], *, name: str = "FromMaxText", defaults: str | None = None
+) -> int:
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise UsageError(field="--name", value=name, expected="the name of a class")
+    files = [word for word in words if "=" not in word]
+    values = read_values(_texts(files), [word for word in words if "=" in word])
+    base = read_values(_texts([] if defaults is None else [defaults]), [])
+    translation = translate_maxtext(values, read_tables(), name=name, defaults=base)
     return _print_classes([translation], "MaxText")
 
 
-def _pax(options: argparse.Namespace) -> int:
-    translations, others = translate_pax(_texts(options.files), read_tables(), options.classes)
+def _pax(files: Sequence[str], classes: Sequence[str] | None) -> int:
+    translations, others = translate_pax(_texts(files), read_tables(), classes)
     code = _print_classes(translations, "Pax")
-    if others and options.classes is None:
+    if others and classes is None:
         print(f"translate: skipped: {', '.join(others)}; --class=NAME writes one", file=sys.stderr)
     return code
 
