@@ -3,8 +3,8 @@
 Eight is an ordered product of six sizes in 56 ways. The model uses each mesh axis: grouped queries
 with rotary positions on packed rows (tensor, context), a mixture of experts with auxiliary losses
 and a shared expert (expert), repeated layers (fsdp), and a pipeline on meshes with stages.
-`nox -s meshes` runs all meshes. The default tests run one, whose combination of axes no other test
-of a whole model covers.
+`nox -s meshes` runs all meshes, those with tensor also under sequence parallelism. The default
+tests run two, whose combinations of axes no other test of a whole model covers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from layerkit.layers.positions import RotaryPositionalEmbedding
 from layerkit.layers.stacks import StackedTransformerRepeated
 from layerkit.models.language_model import LanguageModel
 from layerkit.nested_map import NestedMap
-from layerkit.sharding import STANDARD_MESH_AXES, BoundSharding
+from layerkit.sharding import DEFAULT_RULES, STANDARD_MESH_AXES, BoundSharding
 from layerkit.weights import logical_axes, unbox
 
 KEY = jax.random.key(0)
@@ -38,6 +38,8 @@ MESHES = [
 ]
 # data, fsdp, tensor, stage, expert, context
 SMOKE = [(1, 1, 2, 1, 2, 2)]
+SEQUENCE_PARALLEL = DEFAULT_RULES.replace(residual_length=("context", "tensor"))
+SEQUENCE_PARALLEL_SMOKE = [(2, 1, 2, 2, 1, 1)]
 
 
 def language_model(num_stages, capacity_factor):
@@ -111,12 +113,30 @@ def name(sizes):
     [pytest.param(s, marks=() if s in SMOKE else pytest.mark.meshes, id=name(s)) for s in MESHES],
 )
 def test_loss_and_gradients_equal_those_of_one_device(sizes):
+    check_mesh(sizes, DEFAULT_RULES)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(
+            s, marks=() if s in SEQUENCE_PARALLEL_SMOKE else pytest.mark.meshes, id=name(s)
+        )
+        for s in MESHES
+        if s[STANDARD_MESH_AXES.index("tensor")] > 1
+    ],
+)
+def test_sequence_parallel_loss_and_gradients_equal_those_of_one_device(sizes):
+    check_mesh(sizes, SEQUENCE_PARALLEL)
+
+
+def check_mesh(sizes, rules):
     # Neighboring meshes alternate between the two dispatch methods.
     capacity_factor = (None, 1.5)[MESHES.index(sizes) % 2]
     num_stages = sizes[STANDARD_MESH_AXES.index("stage")]
     model, params, expected = unsharded(num_stages, capacity_factor)
     auto = (jax.sharding.AxisType.Auto,) * len(sizes)
-    bound = BoundSharding(jax.make_mesh(sizes, STANDARD_MESH_AXES, axis_types=auto))
+    bound = BoundSharding(jax.make_mesh(sizes, STANDARD_MESH_AXES, axis_types=auto), rules)
     boxed = jax.eval_shape(model.init_boxed, KEY)[PARAMS]
     layouts = jax.tree.map(
         lambda axes, weight: bound.sharding(axes, shape=weight.shape),

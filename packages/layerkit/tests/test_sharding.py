@@ -133,6 +133,14 @@ def test_uneven_activation_is_constrained_only_under_jit(cube):
         cube.constrain(jnp.ones(3), ("mlp",))
 
 
+def test_residuals_must_be_split_at_least_like_their_rows(raises):
+    mesh = make_mesh(2, 2, 2, names=("data", "tensor", "context"))
+    with raises(ConfigError, field="mesh axes of residual_length", value=("tensor",)):
+        BoundSharding(mesh, DEFAULT_RULES.replace(residual_length="tensor"))
+    BoundSharding(make_mesh(2, 2, 2), DEFAULT_RULES.replace(residual_length="tensor"))
+    BoundSharding(mesh, DEFAULT_RULES.replace(length=None))
+
+
 def test_mesh_may_have_custom_axes():
     bound = BoundSharding(make_mesh(8, names=("rows",)), ShardingRules.of(batch="rows"))
     assert bound.spec(("batch",)) == P("rows")
@@ -181,7 +189,15 @@ def test_default_rules_name_every_standard_axis():
     names = {name for name, _ in DEFAULT_RULES.table}
     weights = {"embed", "mlp", "heads", "kv_heads", "head_dim", "vocab", "norm", "positions"}
     stacked = {"layers", "stage", "expert"}
-    activations = {"batch", "length", "act_embed", "act_mlp", "act_heads", "act_kv_heads"}
+    activations = {
+        "batch",
+        "length",
+        "residual_length",
+        "act_embed",
+        "act_mlp",
+        "act_heads",
+        "act_kv_heads",
+    }
     assert weights | stacked | activations | {"act_vocab"} <= names
 
 

@@ -52,10 +52,16 @@ def _planned(name: str, fields: str) -> dict[str, Any]:
     return plan
 
 
-def planned_for_gpus(**fields: Any) -> dict[str, Any]:
+def planned_for_tpus(target: str, **fields: Any) -> dict[str, Any]:
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed: pip install 'layerkit-runner[plan-tpu]'")
+    return planned(target, **fields)
+
+
+def planned_for_gpus(target: str = "h100x2", **fields: Any) -> dict[str, Any]:
     if not any(map(importlib.util.find_spec, ["jax_cuda12_plugin", "jax_cuda13_plugin"])):
         pytest.skip("JAX's CUDA plugin is not installed: pip install 'layerkit-runner[plan-cuda]'")
-    return planned("h100x2", **fields)
+    return planned(target, **fields)
 
 
 def matrix(plan: dict[str, Any], path: str) -> dict[str, Any]:
@@ -160,6 +166,29 @@ def test_checkpoint_policy_of_repeated_layers():
     assert recomputed["memory"]["temporaries"] < 0.5 * kept["memory"]["temporaries"]
     assert by_pax["memory"] == recomputed["memory"]
     assert recomputed["flops_per_step"] == kept["flops_per_step"]
+
+
+@pytest.mark.experiments
+@pytest.mark.parametrize("target", ["h100x4", "v5e:2x2"])
+def test_sequence_parallelism_scatters_the_sums_of_products(target):
+    fields = {
+        "USE_REPEATED_LAYER": True,
+        "NUM_LAYERS": 16,
+        "CHECKPOINT_POLICY": "full",
+        "MAX_SEQ_LEN": 256,
+        "ICI_MESH_SHAPE": [1, 1, 4],
+    }
+    planned_on = planned_for_tpus if target.startswith("v5e") else planned_for_gpus
+    whole, split = (planned_on(target, **fields, SEQUENCE_PARALLEL=on) for on in (False, True))
+    sent = [{each["kind"]: each["bytes_sent"] for each in p["collectives"]} for p in (whole, split)]
+    assert set(sent[0]) == {"all-reduce"}
+    # Forward, recomputed (attention alone) and backward, a layer adds five outputs over tensor.
+    row = 256 * 64 * 2 * 4  # the 4 rows of the batch in bfloat16
+    assert sent[1]["reduce-scatter"] >= 16 * 5 * row * 3 / 4
+    # What remains are gradients of norms and sums of the loss.
+    assert sent[1]["all-reduce"] < 0.05 * sent[0]["all-reduce"]
+    if target == "h100x4":  # a TPU pads 64 features to 128
+        assert split["memory"]["temporaries"] < 0.8 * whole["memory"]["temporaries"]
 
 
 @pytest.mark.experiments

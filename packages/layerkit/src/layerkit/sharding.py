@@ -93,7 +93,8 @@ class ShardingRules:
 # The model dimension of weights is split over fsdp and gathered just before use. The hidden
 # dimension of weights and activations is split over tensor. Rows of activations are split over
 # data, fsdp and expert, so that layers without experts do not repeat work. Rows within an expert
-# are split over data and fsdp only.
+# are split over data and fsdp only. With residual_length=("context", "tensor"), norms and residuals
+# are split over tensor as well (`layers.sequence_parallel`).
 DEFAULT_RULES = ShardingRules.of(
     # weights
     embed="fsdp",
@@ -111,6 +112,7 @@ DEFAULT_RULES = ShardingRules.of(
     batch=("data", "fsdp", "expert"),
     expert_batch=("data", "fsdp"),
     length="context",
+    residual_length="context",
     act_embed=None,
     act_mlp="tensor",
     act_heads="tensor",
@@ -120,11 +122,11 @@ DEFAULT_RULES = ShardingRules.of(
 
 # Dimensions that are not split if their size is 1: the tokens of a cached step, and the key heads
 # of multi-query attention.
-_UNSPLIT_IF_ONE = ("length", "kv_heads", "act_kv_heads")
+_UNSPLIT_IF_ONE = ("length", "residual_length", "kv_heads", "act_kv_heads")
 
 # Dimensions that must be split evenly: batches have equal shards, ring attention and pipelines pass
 # equal blocks between devices, and each layer of a stack belongs to one device.
-_ALWAYS_EVEN = ("batch", "expert_batch", "length", "stage", "layers")
+_ALWAYS_EVEN = ("batch", "expert_batch", "length", "residual_length", "stage", "layers")
 # All dimensions of arrays with this axis must be split evenly, since `shard_map` computes experts.
 _EVEN_ARRAY_AXIS = "expert"
 
@@ -140,14 +142,15 @@ class BoundSharding:
       rules: Table of rules.
 
     Raises:
-      ConfigError: A rule names a mesh axis that is neither in the mesh nor a standard one.
+      ConfigError: A rule names a mesh axis that is neither in the mesh nor a standard one, or the
+        mesh axes of `residual_length` do not begin with those of `length`.
     """
 
     mesh: Mesh | AbstractMesh | None
     rules: ShardingRules = DEFAULT_RULES
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for a rule that names an unknown mesh axis."""
+        """Raise `ConfigError` for an unknown mesh axis, or a residual split unlike its rows."""
         mesh_axes = () if self.mesh is None else self.mesh.axis_names
         for name, _ in self.rules.table:
             for axis in self.rules.mesh_axes(name):
@@ -158,6 +161,14 @@ class BoundSharding:
                         expected=f"an axis of the mesh {mesh_axes} or a standard axis",
                         choices=[*mesh_axes, *STANDARD_MESH_AXES],
                     )
+        length, residual = self._split_axes("length"), self._split_axes("residual_length")
+        if residual[: len(length)] != length and "residual_length" in dict(self.rules.table):
+            raise ConfigError(
+                field="mesh axes of residual_length",
+                value=residual,
+                expected=f"axes that begin with those of length, {length}",
+                hint="Use ShardingRules.replace(length=…, residual_length=…).",
+            )
 
     def spec(
         self,
@@ -225,11 +236,14 @@ class BoundSharding:
             entries.append(used[0] if len(used) == 1 else used or None)
         return PartitionSpec(*entries)
 
+    def num_shards(self, name: str) -> int:
+        """Return the number of parts of a logical axis; 1 for a name without a rule."""
+        sizes = {} if self.mesh is None else dict(self.mesh.shape)
+        return math.prod(sizes[axis] for axis in self._split_axes(name))
+
     def is_split(self, name: str) -> bool:
         """Return whether arrays are split along a logical axis; False for a name without a rule."""
-        if self.mesh is None or name not in dict(self.rules.table):
-            return False
-        return any(self.mesh.shape.get(axis, 1) > 1 for axis in self.rules.mesh_axes(name))
+        return self.num_shards(name) > 1
 
     def sharding(
         self, axes: LogicalAxes, *, shape: Sequence[int] | None = None, owner: str = ""
@@ -238,6 +252,13 @@ class BoundSharding:
         if self.mesh is None:
             raise ConfigError(owner="BoundSharding", field="mesh", value=None, expected="a mesh")
         return NamedSharding(self.mesh, self.spec(axes, shape=shape, owner=owner))
+
+    def _split_axes(self, name: str) -> tuple[str, ...]:
+        """Return the mesh axes, larger than 1, of a logical axis; none for one without a rule."""
+        if self.mesh is None or name not in dict(self.rules.table):
+            return ()
+        axes = self.rules.mesh_axes(name)
+        return tuple(axis for axis in axes if self.mesh.shape.get(axis, 1) > 1)
 
     def constrain(self, x: jax.Array, axes: LogicalAxes, *, owner: str = "") -> jax.Array:
         """Constrain the layout of `x` `[...]` to these logical axes; its values do not change.

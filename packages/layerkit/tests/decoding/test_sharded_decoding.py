@@ -17,7 +17,7 @@ from layerkit.layers.stacks import StackedTransformerRepeated
 from layerkit.models.language_model import LanguageModel
 from layerkit.models.sequence_model import SequenceModel
 from layerkit.nested_map import NestedMap
-from layerkit.sharding import BoundSharding
+from layerkit.sharding import DEFAULT_RULES, BoundSharding
 from layerkit.weights import logical_axes, unbox
 
 VOCAB, BATCH, WIDTH, STEPS = 16, 8, 4, 4
@@ -114,6 +114,15 @@ def test_sharded_rows_may_have_any_length(split_rows, model, variables, name, wi
     batch.ids = batch.ids[:, :width]
     expected = jax.jit(decode_of(model, decoder))(variables, batch)
     found, _ = on_mesh(split_rows, model, variables, decoder, batch)
+    check_equal(found, expected)
+
+
+def test_decoding_under_sequence_parallelism_equals_one_device(bound, model, variables):
+    rules = DEFAULT_RULES.replace(residual_length=("context", "tensor"))
+    decoder, batch = DECODERS["greedy"], prompts()
+    batch.ids = batch.ids[:, : WIDTH - 1]
+    expected = jax.jit(decode_of(model, decoder))(variables, batch)
+    found, _ = on_mesh(BoundSharding(bound.mesh, rules), model, variables, decoder, batch)
     check_equal(found, expected)
 
 

@@ -27,6 +27,7 @@ from layerkit.layers import (
     StackedTransformer,
 )
 from layerkit.layers.masks import AttentionMask, segments_from_paddings
+from layerkit.layers.sequence_parallel import gather_positions
 from layerkit.models.example_weights import example_weights
 from layerkit.nested_map import NestedMap
 
@@ -179,8 +180,9 @@ class PatchedDecoder(BaseModel):
         mask = AttentionMask.causal_mask(
             rows, num_patches, segment_ids=segments_from_paddings(is_empty)
         )
-        x = self.constrain(self.cast(x), "batch", "length", "act_embed")
-        outputs = self.horizon(self.stack(x, mask=mask, positions=positions)).astype(jnp.float32)
+        x = self.constrain(self.cast(x), "batch", "residual_length", "act_embed")
+        x = gather_positions(self, self.stack(x, mask=mask, positions=positions))
+        outputs = self.horizon(x).astype(jnp.float32)
         outputs = outputs.reshape(rows, num_patches, self.horizon_length, -1)
         return outputs * deviation[:, None, None, None] + mean[:, None, None, None]
 

@@ -1,8 +1,8 @@
 """Padding of rows whose length axis is split over a mesh.
 
-If the rule of `length` names mesh axes, each device holds an equal part of a row. Prompts and
-caches may have any length, so decoding pads them. Tokens after a prompt are not read, and queries
-do not attend to unwritten cache slots.
+If the rule of `length` or `residual_length` names mesh axes, each device holds an equal part of a
+row. Prompts and caches may have any length, so decoding pads them. Tokens after a prompt are not
+read, and queries do not attend to unwritten cache slots.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.base_layer import BaseLayer
-from layerkit.layers.attention.context_parallel import num_length_shards
 
 
 def row_parts(model: BaseLayer) -> int:
     """Return the number of devices over which a model's mesh splits a row; 1 without a mesh."""
     sharding = model.inherited("sharding")
-    return 1 if sharding is None else num_length_shards(sharding)
+    if sharding is None:
+        return 1
+    return max(map(sharding.num_shards, ("length", "residual_length")))
 
 
 def round_up(length: int, parts: int) -> int:

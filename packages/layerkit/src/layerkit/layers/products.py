@@ -154,14 +154,16 @@ def create_dot(layer: BaseLayer, weight: WeightHParams, *, name: str = "w") -> N
 def merge_tokens(layer: BaseLayer, x: jax.Array) -> jax.Array:
     """Merge `[batch, length, dims]` into `[tokens, dims]` for the products that read it.
 
-    `x` is returned unchanged if the length is sharded, since merging would gather it.
+    `x` is returned unchanged if the length is sharded, since merging would gather it, and under
+    sequence parallelism, which shards the length of the product.
 
     Args:
       layer: Layer that multiplies; its bound sharding is read.
       x: Activations with any leading axes.
     """
     sharding = layer.inherited("sharding")
-    if sharding is not None and sharding.is_split("length"):
+    names = ("length", "residual_length")
+    if sharding is not None and any(sharding.is_split(name) for name in names):
         return x
     # Not -1, which is ambiguous for an empty batch.
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

@@ -36,6 +36,7 @@ from layerkit.layers.feed_forward import TransformerFeedForward
 from layerkit.layers.masks import AttentionMask
 from layerkit.layers.normalizations import BaseNormalization, LayerNorm
 from layerkit.layers.remat import name_activation
+from layerkit.layers.sequence_parallel import gather_positions, split_positions
 from layerkit.layers.stochastic import Dropout, StochasticResidual
 
 NORM_POLICIES = ("pre", "post", "pre_post", "branch")
@@ -242,7 +243,7 @@ class Transformer(BaseLayer):
             x = self.residual(x, output, rate=droppath_rate)
             if self.norm_policy == "post":
                 x = getattr(self, f"{name}_norm")(x)
-            x = self.constrain(x, "batch", "length", "act_embed")
+            x = self.constrain(x, "batch", "residual_length", "act_embed")
         return x
 
     @nn.nowrap
@@ -252,9 +253,9 @@ class Transformer(BaseLayer):
         """Return the output of a branch, with the norms of the branch."""
         if self.norm_policy in ("pre", "pre_post") and not self.parallel_shares_norm:
             x = getattr(self, f"{name}_norm")(x)
-        output = branch(x)
+        output = branch(gather_positions(self, x))
         check_same_shape(getattr(self, name), x, outputs=output)
-        output = name_activation(output, f"{name}_out")
+        output = name_activation(split_positions(self, output), f"{name}_out")
         if self.norm_policy in ("pre_post", "branch"):
             output = getattr(self, f"{name}_post_norm")(output)
         return self.dropout(output)

@@ -21,6 +21,7 @@ from layerkit.layers.attention.cross import CrossAttention
 from layerkit.layers.embeddings import ClassSoftmax, SharedEmbeddingSoftmax
 from layerkit.layers.masks import AttentionMask, row_positions
 from layerkit.layers.normalizations import BaseNormalization, LayerNorm
+from layerkit.layers.sequence_parallel import gather_positions
 from layerkit.layers.stacks import StackedTransformer
 from layerkit.layers.stochastic import Dropout
 from layerkit.layers.transformer import Transformer
@@ -305,7 +306,9 @@ class TransformerEncoderDecoder(BaseLayer):
 
     @nn.nowrap
     def _normalize(self, side: str, x: jax.Array) -> jax.Array:
-        return x if getattr(self, f"{side}_norm_tpl") is None else getattr(self, f"{side}_norm")(x)
+        if getattr(self, f"{side}_norm_tpl") is not None:
+            x = getattr(self, f"{side}_norm")(x)
+        return gather_positions(self, x)
 
     @nn.nowrap
     def _embed(self, side: str, ids: jax.Array, positions: jax.Array | None) -> jax.Array:
@@ -318,4 +321,4 @@ class TransformerEncoderDecoder(BaseLayer):
                 positions = row_positions(*ids.shape)
             x = x + getattr(self, f"{side}_position")(positions)
         x = self.dropout(self.cast(x))
-        return self.constrain(x, "batch", "length", "act_embed")
+        return self.constrain(x, "batch", "residual_length", "act_embed")

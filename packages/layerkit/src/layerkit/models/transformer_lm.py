@@ -20,6 +20,7 @@ from layerkit.field_checks import Conditions
 from layerkit.layers.embeddings import ClassSoftmax, SharedEmbeddingSoftmax
 from layerkit.layers.masks import AttentionMask, row_positions
 from layerkit.layers.normalizations import BaseNormalization, LayerNorm
+from layerkit.layers.sequence_parallel import gather_positions
 from layerkit.layers.stacks import StackedTransformer
 from layerkit.layers.stochastic import Dropout
 from layerkit.layers.transformer import drop_none
@@ -231,7 +232,8 @@ class TransformerLm(BaseLayer):
 
     @nn.nowrap
     def _normalize(self, x: jax.Array) -> jax.Array:
-        return x if self.final_norm_tpl is None else self.final_norm(x)
+        x = x if self.final_norm_tpl is None else self.final_norm(x)
+        return gather_positions(self, x)
 
     @nn.nowrap
     def _embed(self, ids: jax.Array, positions: jax.Array) -> jax.Array:
@@ -241,4 +243,4 @@ class TransformerLm(BaseLayer):
         if self.embedding_norm_tpl is not None:
             x = self.embedding_norm(x)
         x = self.dropout(self.cast(x))
-        return self.constrain(x, "batch", "length", "act_embed")
+        return self.constrain(x, "batch", "residual_length", "act_embed")

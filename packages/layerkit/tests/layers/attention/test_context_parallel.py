@@ -168,7 +168,11 @@ def test_ring_equals_whole_rows_for_every_call(call):
 @pytest.mark.parametrize("way", ["ring", "ulysses"])
 def test_length_may_be_split_over_several_mesh_axes(way):
     sharding = bound(tensor=2, context=2)
-    rules = DEFAULT_RULES.replace(length=("context", "tensor"), act_heads=None, act_kv_heads=None)
+    rules = DEFAULT_RULES.replace(
+        **dict.fromkeys(("length", "residual_length"), ("context", "tensor")),
+        act_heads=None,
+        act_kv_heads=None,
+    )
     sharding = BoundSharding(sharding.mesh, rules)
     options = {"mask": MASKS["packed"]()}
     inputs = draw(kv_heads=HEADS)

@@ -9,8 +9,7 @@ from layerkit.checks import check_sizes
 from layerkit.config import Config, target_of
 from layerkit.layers import MoeFeedForward
 from layerkit_experiments.lm.recipes.model import TransformerLmModel
-from layerkit_experiments.lm.recipes.parallelism import Pipelined
-from layerkit_runner.partitioning import SpmdPartitioner
+from layerkit_experiments.lm.recipes.parallelism import Pipelined, Spmd
 
 
 class MixtureOfExperts(TransformerLmModel):
@@ -73,7 +72,7 @@ class MixtureOfExperts(TransformerLmModel):
         return experts
 
 
-class SpmdExperts:
+class SpmdExperts(Spmd):
     """One program over a mesh of data × fsdp × expert × tensor."""
 
     ICI_MESH_SHAPE: list[int] | None = None
@@ -81,15 +80,11 @@ class SpmdExperts:
     DCN_MESH_SHAPE: list[int] | None = None
     """[data, fsdp, expert, tensor] across slices; None for one slice."""
 
-    reduced_fields: ClassVar[Mapping[str, Any]] = {"ICI_MESH_SHAPE": None, "DCN_MESH_SHAPE": None}
-
     def partitioner(self) -> Config:
         """Return the config of the partitioner."""
-        return SpmdPartitioner.HParams.config(
-            mesh_axis_names=("data", "fsdp", "expert", "tensor"),
-            ici_mesh_shape=self.ICI_MESH_SHAPE,
-            dcn_mesh_shape=self.DCN_MESH_SHAPE,
-        )
+        partitioner = super().partitioner()
+        partitioner.mesh_axis_names = ("data", "fsdp", "expert", "tensor")
+        return partitioner
 
 
 class PipelinedExperts(Pipelined):

@@ -6,12 +6,25 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from layerkit.config import Config
-from layerkit.sharding import DEFAULT_RULES
+from layerkit.sharding import DEFAULT_RULES, ShardingRules
 from layerkit_experiments.lm.recipes.model import TransformerLmModel, remat_policy
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 
 
-class Spmd:
+class Sharded:
+    """Sharding rules of a mesh with the axis tensor."""
+
+    SEQUENCE_PARALLEL: bool = False
+    """True to split norms and residuals by position over tensor."""
+
+    def rules(self) -> ShardingRules:
+        """Return the sharding rules of the partitioner."""
+        if self.SEQUENCE_PARALLEL:
+            return DEFAULT_RULES.replace(residual_length=("context", "tensor"))
+        return DEFAULT_RULES
+
+
+class Spmd(Sharded):
     """One program over a mesh of data × fsdp × tensor."""
 
     ICI_MESH_SHAPE: list[int] | None = None
@@ -24,7 +37,9 @@ class Spmd:
     def partitioner(self) -> Config:
         """Return the config of the partitioner."""
         return SpmdPartitioner.HParams.config(
-            ici_mesh_shape=self.ICI_MESH_SHAPE, dcn_mesh_shape=self.DCN_MESH_SHAPE
+            ici_mesh_shape=self.ICI_MESH_SHAPE,
+            dcn_mesh_shape=self.DCN_MESH_SHAPE,
+            rules=self.rules(),
         )
 
 
@@ -32,17 +47,16 @@ class SpmdFeatures(Spmd):
     """One program over a mesh, with the activations between layers sharded over tensor (Pax).
 
     Without this a device keeps the whole inputs of its layers, which is too much for the largest
-    models.
+    models. SEQUENCE_PARALLEL shards them by position instead.
     """
 
-    def partitioner(self) -> Config:
-        """Return the config of the partitioner."""
-        partitioner = super().partitioner()
-        partitioner.rules = DEFAULT_RULES.replace(act_embed="tensor")
-        return partitioner
+    def rules(self) -> ShardingRules:
+        """Return the sharding rules of the partitioner."""
+        rules = super().rules()
+        return rules if self.SEQUENCE_PARALLEL else rules.replace(act_embed="tensor")
 
 
-class Pipelined(TransformerLmModel):
+class Pipelined(Sharded, TransformerLmModel):
     """A pipeline of layers on a mesh of stage × data × fsdp × tensor.
 
     CHECKPOINT_POLICY is the rematerialization policy of a stage for each microbatch.
@@ -86,27 +100,30 @@ class Pipelined(TransformerLmModel):
             remat=remat_policy(self.LAYER_CHECKPOINT_POLICY),
         )
 
-    def partitioner(self) -> Config:
-        """Return the config of the partitioner."""
+    def rules(self) -> ShardingRules:
+        """Return the sharding rules of the partitioner."""
         # Embedding and softmax are in no stage; without these rules the devices of every stage
         # compute them.
         vocab = ("tensor", "stage")
+        return super().rules().replace(vocab=vocab, act_vocab=vocab)
+
+    def partitioner(self) -> Config:
+        """Return the config of the partitioner."""
         return SpmdPartitioner.HParams.config(
             mesh_axis_names=("stage", "data", "fsdp", "tensor"),
             ici_mesh_shape=self.ICI_MESH_SHAPE,
             dcn_mesh_shape=self.DCN_MESH_SHAPE,
-            rules=DEFAULT_RULES.replace(vocab=vocab, act_vocab=vocab),
+            rules=self.rules(),
         )
 
 
 class PipelinedFeatures(Pipelined):
     """A pipeline with the activations between layers sharded over tensor; see `SpmdFeatures`."""
 
-    def partitioner(self) -> Config:
-        """Return the config of the partitioner."""
-        partitioner = super().partitioner()
-        partitioner.rules = partitioner.rules.replace(act_embed="tensor")
-        return partitioner
+    def rules(self) -> ShardingRules:
+        """Return the sharding rules of the partitioner."""
+        rules = super().rules()
+        return rules if self.SEQUENCE_PARALLEL else rules.replace(act_embed="tensor")
 
 
 class Pmap:

@@ -17,7 +17,6 @@ on their shard alone; attention needs the keys of the other shards:
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 
 import jax
@@ -27,16 +26,6 @@ from layerkit.layers.attention.sharded_kernel import QUERY_AXES, find_split_prob
 from layerkit.sharding import BoundSharding
 
 CONTEXT_PARALLEL_NAMES = ("all_gather", "ring", "ulysses")
-
-
-def num_length_shards(sharding: BoundSharding) -> int:
-    """Return the number of devices over which the rule of `length` splits a row."""
-    if not sharding.is_split("length"):
-        return 1
-    assert sharding.mesh is not None
-    axes = sharding.spec(("length",))[0]
-    names = (axes,) if isinstance(axes, str) else axes
-    return math.prod(sharding.mesh.shape[axis] for axis in names)
 
 
 def gather_keys(

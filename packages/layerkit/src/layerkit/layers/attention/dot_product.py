@@ -29,7 +29,6 @@ from layerkit.layers.attention.causal_blocks import attend_by_causal_blocks, use
 from layerkit.layers.attention.context_parallel import (
     CONTEXT_PARALLEL_NAMES,
     gather_keys,
-    num_length_shards,
     ulysses_attention,
 )
 from layerkit.layers.attention.cudnn import cudnn_attention, has_cudnn
@@ -108,7 +107,7 @@ def dot_product_attention(
     _check_shapes(query, key, value, mask)
     _check_bias_and_sinks(query, key, bias, sinks, mask)
     check_choice(None, CONTEXT_PARALLEL_NAMES, context_parallel=context_parallel)
-    if sharding is not None and context_parallel == "ulysses" and num_length_shards(sharding) > 1:
+    if sharding is not None and context_parallel == "ulysses" and sharding.num_shards("length") > 1:
         attend = functools.partial(
             dot_product_attention,
             mask=mask,
@@ -219,7 +218,7 @@ def describe_call(
         rows and another sharding.
     """
     platform = platform or _platform_of(sharding)
-    num_shards = 1 if sharding is None else num_length_shards(sharding)
+    num_shards = 1 if sharding is None else sharding.num_shards("length")
     return AttentionCall(
         platform=platform,
         dtype=query.dtype,
@@ -281,7 +280,7 @@ def _sharded_splash_kernel(
 
     assert sharding is not None
     return functools.partial(
-        splash_kernel, query=query, key=key, num_shards=num_length_shards(sharding), **options
+        splash_kernel, query=query, key=key, num_shards=sharding.num_shards("length"), **options
     )
 
 

@@ -84,7 +84,7 @@ class OutputProjection(BaseLayer):
     head_dim: int = 0
     use_bias: bool = False
     weight_axes: tuple[str | None, ...] = ("heads", "head_dim", "embed")
-    activation_axes: tuple[str | None, ...] = ("batch", "length", "act_embed")
+    activation_axes: tuple[str | None, ...] = ("batch", "residual_length", "act_embed")
     dot_tpl: Config[Dot] | None = sub_config_field(None)
 
     def setup(self) -> None:

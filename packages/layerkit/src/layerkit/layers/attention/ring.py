@@ -29,7 +29,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from layerkit.layers.attention.context_parallel import num_length_shards
 from layerkit.layers.attention.sharded_kernel import QUERY_AXES, check_split, key_axes
 from layerkit.layers.attention.xla import MASKED_LOGIT
 from layerkit.layers.masks import AttentionMask, row_positions
@@ -243,7 +242,7 @@ def ring_attention(
     """
     check_split(query, key, sharding)
     sharding.spec(("length",), shape=key.shape[1:2], owner="keys")
-    batch, count = query.shape[0], num_length_shards(sharding)
+    batch, count = query.shape[0], sharding.num_shards("length")
     if mask is None:
         queries, keys = (row_positions(batch, x.shape[1]) for x in (query, key))
         mask = AttentionMask(queries, keys)

@@ -219,7 +219,7 @@ class MoeFeedForward(BaseLayer):
             output = self._run_token_choice(x, is_token)
         if self.num_shared_experts:
             output = output + self._shared_output(x)
-        return self.constrain(output, "batch", "length", "act_embed")
+        return self.constrain(output, "batch", "residual_length", "act_embed")
 
     def init_cache(self, batch_size: int, max_length: int) -> None:
         """Check that cached steps give the outputs of whole rows; there is no cache to create.
