@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from layerkit.layers.attention.distance_bias import DistanceBias, sum_diagonals
 from layerkit.layers.attention.flash_gpu_bias import bias_tile_gradients
 from layerkit.layers.attention.flash_gpu_kernels import (
+    BackwardInputs,
     KernelOptions,
     MaskArrays,
     forward,
@@ -131,8 +132,8 @@ class FlashPartAttention:
         options, arrays = self._static_and_arrays(query, key, value, mask)
         q, k, v, given = (_pad_heads(x) for x in (query, key, value, out_gradient))
         log_sum, common = (jnp.swapaxes(x, 1, 2) for x in (log_sum, common))
-        inputs = (q, k, v, given, log_sum, common, arrays)
-        changes = query_gradient(options, *inputs), *key_gradients(options, *inputs)
+        inputs = BackwardInputs(q, k, v, given, log_sum, common, arrays)
+        changes = query_gradient(options, inputs), *key_gradients(options, inputs)
         of_query, of_key, of_value = (
             change[..., : x.shape[-1]]
             for change, x in zip(changes, (query, key, value), strict=True)
@@ -148,16 +149,8 @@ class FlashPartAttention:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(
-    options: KernelOptions,
-    query: Any,
-    key: Any,
-    value: Any,
-    sinks: Any,
-    bias: Any,
-    arrays: MaskArrays,
-) -> jax.Array:
-    return forward(options, query, key, value, sinks, arrays, bias)[0]
+def _flash(options: KernelOptions, *arrays: Any) -> jax.Array:
+    return _flash_forward(options, *arrays)[0]
 
 
 def _flash_forward(
@@ -178,14 +171,14 @@ def _flash_backward(options: KernelOptions, residuals: Any, out_gradient: jax.Ar
     products = out.astype(jnp.float32) * out_gradient.astype(jnp.float32)
     # The softmax subtracts this number from each of a query's gradients, [batch, heads, queries].
     common = jnp.swapaxes(products.sum(axis=-1), 1, 2)
-    inputs = (query, key, value, out_gradient, log_sum, common, arrays, bias)
-    changes = query_gradient(options, *inputs), *key_gradients(options, *inputs)
+    inputs = BackwardInputs(query, key, value, out_gradient, log_sum, common, arrays, bias)
+    changes = query_gradient(options, inputs), *key_gradients(options, inputs)
     sinks_gradient = bias_gradient = None
     if sinks is not None:
         weight = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - log_sum)
         sinks_gradient = -(weight * common).sum(axis=(0, 2)).astype(sinks.dtype)
     if options.learns_bias:
-        bias_gradient = sum_diagonals(bias_tile_gradients(options, *inputs))
+        bias_gradient = sum_diagonals(bias_tile_gradients(options, inputs))
     elif bias is not None:
         bias_gradient = jnp.zeros_like(bias)
     return *changes, sinks_gradient, bias_gradient, MaskArrays()

@@ -15,45 +15,27 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from layerkit.layers.attention.flash_gpu_kernels import (
+    BackwardInputs,
     KernelOptions,
-    MaskArrays,
     block_logits,
     call_kernel,
     logit_gradients,
 )
 
 
-def bias_tile_gradients(
-    options: KernelOptions,
-    query: Any,
-    key: Any,
-    value: Any,
-    out_gradient: Any,
-    log_sum: Any,
-    common: Any,
-    arrays: MaskArrays,
-    bias: Any,
-) -> jax.Array:
+def bias_tile_gradients(options: KernelOptions, inputs: BackwardInputs) -> jax.Array:
     """Return the gradient of the bias of each diagonal of blocks, summed over the diagonal.
 
     Args:
       options: Options of the kernel.
-      query: `[batch, length, heads, head_dim]`.
-      key: `[batch, length, kv_heads, head_dim]`.
-      value: `[batch, length, kv_heads, value_dim]`.
-      out_gradient: `[batch, length, heads, value_dim]`.
-      log_sum: Log-sum-exp of each query's logits, float32 `[batch, heads, length]`.
-      common: Product of the output and its gradient of each query, float32 `[batch, heads,
-        length]`.
-      arrays: Mask in row order.
-      bias: float32 `[heads, 2·length - 1]`.
+      inputs: As many queries as keys, with a bias and a mask in row order.
 
     Returns:
       float32 `[heads, 2·n - 1, block, block]` for n blocks in a row; see
       `layerkit.layers.attention.distance_bias.sum_diagonals`.
     """
-    batch, length, heads, head_dim = query.shape
-    kv_heads, value_dim = value.shape[2:]
+    batch, length, heads, head_dim = inputs.query.shape
+    kv_heads, value_dim = inputs.value.shape[2:]
     group, block = heads // kv_heads, min(options.block_queries, options.block_keys)
     options = dataclasses.replace(options, block_queries=block, block_keys=block)
     num_diagonals = 2 * (length // block) - 1
@@ -62,16 +44,18 @@ def bias_tile_gradients(
         _bias_gradient_kernel,
         options,
         grid=(heads, num_diagonals),
-        inputs=(query, key, value, out_gradient, log_sum, common, arrays, bias),
+        inputs=inputs,
         in_specs=(
-            _rows(query, group=1),
-            _rows(key, group=group),
-            _rows(value, group=group),
-            _rows(out_gradient, group=1),
+            _rows(inputs.query, group=1),
+            _rows(inputs.key, group=group),
+            _rows(inputs.value, group=group),
+            _rows(inputs.out_gradient, group=1),
             per_query,
             per_query,
-            jax.tree.map(lambda array: pl.BlockSpec(array.shape, lambda h, t: (0, 0)), arrays),
-            pl.BlockSpec((None, bias.shape[1]), lambda h, t: (h, 0)),
+            jax.tree.map(
+                lambda array: pl.BlockSpec(array.shape, lambda h, t: (0, 0)), inputs.arrays
+            ),
+            pl.BlockSpec((None, inputs.bias.shape[1]), lambda h, t: (h, 0)),
         ),
         out_specs=pl.BlockSpec((None, None, block, block), lambda h, t: (h, t, 0, 0)),
         out_shape=jax.ShapeDtypeStruct((heads, num_diagonals, block, block), jnp.float32),
@@ -80,19 +64,10 @@ def bias_tile_gradients(
     return gradient
 
 
-def _bias_gradient_kernel(
-    options: KernelOptions,
-    query: Any,
-    key: Any,
-    value: Any,
-    out_gradient: Any,
-    log_sum: Any,
-    common: Any,
-    arrays: MaskArrays,
-    bias: Any,
-    gradient: Any,
-) -> None:
-    batch, length, _ = query.shape
+def _bias_gradient_kernel(options: KernelOptions, *references: Any) -> None:
+    *read, gradient = references
+    inputs = BackwardInputs(*read)
+    batch, length, _ = inputs.query.shape
     block = options.block_queries
     count = length // block
     # Number of blocks from the queries to their keys.
@@ -107,12 +82,12 @@ def _bias_gradient_kernel(
     def row(b: jax.Array, total: jax.Array) -> jax.Array:
         def step(i: jax.Array, total: jax.Array) -> jax.Array:
             at_queries, at_keys = pl.ds(i * block, block), pl.ds((i + ahead) * block, block)
-            q, k = query[b, at_queries, :], key[b, at_keys, :]
+            q, k = inputs.query[b, at_queries, :], inputs.key[b, at_keys, :]
             logits, allowed = block_logits(
-                options, q, k, arrays, at_queries, at_keys, bias, row=(b,)
+                options, q, k, inputs.arrays, at_queries, at_keys, inputs.bias, row=(b,)
             )
-            numbers = log_sum[b, at_queries], common[b, at_queries]
-            given, v = out_gradient[b, at_queries, :], value[b, at_keys, :]
+            numbers = inputs.log_sum[b, at_queries], inputs.common[b, at_queries]
+            given, v = inputs.out_gradient[b, at_queries, :], inputs.value[b, at_keys, :]
             return total + logit_gradients(options, logits, allowed, numbers, given, v)[1]
 
         return jax.lax.fori_loop(first, last, step, total)

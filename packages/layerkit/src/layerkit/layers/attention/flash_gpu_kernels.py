@@ -14,6 +14,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from layerkit.layers.attention.kernel_math import (
+    gradient_before_cap,
+    unmasked_cost,
+    zero_masked,
+)
 from layerkit.layers.attention.xla import MASKED_LOGIT
 
 
@@ -24,6 +29,31 @@ class MaskArrays(NamedTuple):
     key_positions: Any = None
     query_segments: Any = None
     key_segments: Any = None
+
+
+class BackwardInputs(NamedTuple):
+    """The arrays that the kernels of the backward pass read, or references to them.
+
+    Attributes:
+      query: `[batch, queries, heads, head_dim]`.
+      key: `[batch, keys, kv_heads, head_dim]`.
+      value: `[batch, keys, kv_heads, value_dim]`.
+      out_gradient: `[batch, queries, heads, value_dim]`.
+      log_sum: Log-sum-exp of each query's logits, float32 `[batch, heads, queries]`.
+      common: Product of the output and its gradient of each query, float32 `[batch, heads,
+        queries]`.
+      arrays: Arrays of the mask.
+      bias: float32 `[heads, 2·length - 1]`, the bias by distance; None for no bias.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    out_gradient: Any
+    log_sum: Any
+    common: Any
+    arrays: MaskArrays
+    bias: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +145,7 @@ def _forward_kernel(
             options, q, key[at_keys, :], arrays, at_queries, at_keys, bias
         )
         new_largest = jnp.maximum(largest, logits.max(axis=1))
-        weights = _zero_masked(allowed, jnp.exp(logits - new_largest[:, None]))
+        weights = zero_masked(allowed, jnp.exp(logits - new_largest[:, None]))
         shrink = jnp.exp(largest - new_largest)
         v = value[at_keys, :]
         read = read * shrink[:, None] + _dot(weights.astype(v.dtype), v)
@@ -135,26 +165,16 @@ def _forward_kernel(
     log_sum[...] = largest + jnp.log(total)
 
 
-def query_gradient(
-    options: KernelOptions,
-    query: Any,
-    key: Any,
-    value: Any,
-    out_gradient: Any,
-    log_sum: Any,
-    common: Any,
-    arrays: MaskArrays,
-    bias: Any = None,
-) -> jax.Array:
+def query_gradient(options: KernelOptions, inputs: BackwardInputs) -> jax.Array:
     """Return the gradient of the queries, `[batch, queries, heads, head_dim]`."""
-    batch, queries, heads, head_dim = query.shape
-    keys, kv_heads, value_dim = value.shape[1:]
+    batch, queries, heads, head_dim = inputs.query.shape
+    keys, kv_heads, value_dim = inputs.value.shape[1:]
     group, block = heads // kv_heads, options.block_queries
     gradient: jax.Array = call_kernel(
         _query_gradient_kernel,
         options,
         grid=(batch, heads, queries // block),
-        inputs=(query, key, value, out_gradient, log_sum, common, arrays, bias),
+        inputs=inputs,
         in_specs=(
             _block(block, head_dim),
             _row(keys, head_dim, group=group),
@@ -162,58 +182,42 @@ def query_gradient(
             _block(block, value_dim),
             _per_query_block(block),
             _per_query_block(block),
-            _mask_specs(arrays),
-            _bias_spec(bias),
+            _mask_specs(inputs.arrays),
+            _bias_spec(inputs.bias),
         ),
         out_specs=_block(block, head_dim),
-        out_shape=options.result(query.shape, query),
+        out_shape=options.result(inputs.query.shape, inputs.query),
         multiply_adds=batch * heads * queries * keys * (2 * head_dim + value_dim),
     )
     return gradient
 
 
-def _query_gradient_kernel(
-    options: KernelOptions,
-    query: Any,
-    key: Any,
-    value: Any,
-    out_gradient: Any,
-    log_sum: Any,
-    common: Any,
-    arrays: MaskArrays,
-    bias: Any,
-    gradient: Any,
-) -> None:
+def _query_gradient_kernel(options: KernelOptions, *references: Any) -> None:
+    *read, gradient = references
+    inputs = BackwardInputs(*read)
     block, index = options.block_queries, pl.program_id(2)
-    q, given, at_queries = query[...], out_gradient[...], pl.ds(index * block, block)
-    numbers = log_sum[...], common[...]
+    q, given, at_queries = inputs.query[...], inputs.out_gradient[...], pl.ds(index * block, block)
+    numbers = inputs.log_sum[...], inputs.common[...]
 
     def step(j: jax.Array, total: jax.Array) -> jax.Array:
         at_keys = pl.ds(j * options.block_keys, options.block_keys)
-        k = key[at_keys, :]
-        logits, allowed = block_logits(options, q, k, arrays, at_queries, at_keys, bias)
-        _, change = logit_gradients(options, logits, allowed, numbers, given, value[at_keys, :])
+        k, v = inputs.key[at_keys, :], inputs.value[at_keys, :]
+        logits, allowed = block_logits(
+            options, q, k, inputs.arrays, at_queries, at_keys, inputs.bias
+        )
+        _, change = logit_gradients(options, logits, allowed, numbers, given, v)
         return total + _dot((change * options.scale).astype(k.dtype), k)
 
-    first, last = _blocks_of_keys(options, index, key.shape[0])
+    first, last = _blocks_of_keys(options, index, inputs.key.shape[0])
     total = jax.lax.fori_loop(first, last, step, jnp.zeros(q.shape, jnp.float32))
     gradient[...] = total.astype(gradient.dtype)
 
 
-def key_gradients(
-    options: KernelOptions,
-    query: Any,
-    key: Any,
-    value: Any,
-    out_gradient: Any,
-    log_sum: Any,
-    common: Any,
-    arrays: MaskArrays,
-    bias: Any = None,
-) -> tuple[jax.Array, jax.Array]:
+def key_gradients(options: KernelOptions, inputs: BackwardInputs) -> tuple[jax.Array, jax.Array]:
     """Return the gradients of keys `[batch, keys, kv_heads, head_dim]` and of values."""
-    batch, queries, heads, head_dim = query.shape
-    keys, kv_heads, value_dim = value.shape[1:]
+    batch, queries, heads, head_dim = inputs.query.shape
+    keys, kv_heads, value_dim = inputs.value.shape[1:]
+    bias = inputs.bias
     group, block = heads // kv_heads, options.block_keys
     # The query heads of a key head are adjacent, so that one block holds them all.
     numbers = pl.BlockSpec((None, group, queries), lambda b, h, j: (b, h, 0))
@@ -221,7 +225,7 @@ def key_gradients(
         _key_gradients_kernel,
         options,
         grid=(batch, kv_heads, keys // block),
-        inputs=(query, key, value, out_gradient, log_sum, common, arrays, bias),
+        inputs=inputs,
         in_specs=(
             pl.BlockSpec((None, queries, group, head_dim), lambda b, h, j: (b, 0, h, 0)),
             _block(block, head_dim),
@@ -229,44 +233,34 @@ def key_gradients(
             pl.BlockSpec((None, queries, group, value_dim), lambda b, h, j: (b, 0, h, 0)),
             numbers,
             numbers,
-            _mask_specs(arrays),
+            _mask_specs(inputs.arrays),
             None if bias is None else pl.BlockSpec((group, bias.shape[1]), lambda b, h, j: (h, 0)),
         ),
         out_specs=[_block(block, head_dim), _block(block, value_dim)],
         out_shape=[
-            options.result(key.shape, key),
-            options.result(value.shape, value),
+            options.result(inputs.key.shape, inputs.key),
+            options.result(inputs.value.shape, inputs.value),
         ],
         multiply_adds=batch * heads * queries * keys * 2 * (head_dim + value_dim),
     )
 
 
-def _key_gradients_kernel(
-    options: KernelOptions,
-    query: Any,
-    key: Any,
-    value: Any,
-    out_gradient: Any,
-    log_sum: Any,
-    common: Any,
-    arrays: MaskArrays,
-    bias: Any,
-    key_gradient: Any,
-    value_gradient: Any,
-) -> None:
+def _key_gradients_kernel(options: KernelOptions, *references: Any) -> None:
+    *read, key_gradient, value_gradient = references
+    inputs = BackwardInputs(*read)
     block, index = options.block_keys, pl.program_id(2)
-    k, v, at_keys = key[...], value[...], pl.ds(index * block, block)
-    first, last = _blocks_of_queries(options, index, query.shape[0])
+    k, v, at_keys = inputs.key[...], inputs.value[...], pl.ds(index * block, block)
+    first, last = _blocks_of_queries(options, index, inputs.query.shape[0])
 
     def head(g: jax.Array, totals: Any) -> Any:
         def step(i: jax.Array, totals: Any) -> Any:
             key_total, value_total = totals
             at_queries = pl.ds(i * options.block_queries, options.block_queries)
-            q, given = query[at_queries, g, :], out_gradient[at_queries, g, :]
+            q, given = inputs.query[at_queries, g, :], inputs.out_gradient[at_queries, g, :]
             logits, allowed = block_logits(
-                options, q, k, arrays, at_queries, at_keys, bias, head=(g,)
+                options, q, k, inputs.arrays, at_queries, at_keys, inputs.bias, head=(g,)
             )
-            numbers = log_sum[g, at_queries], common[g, at_queries]
+            numbers = inputs.log_sum[g, at_queries], inputs.common[g, at_queries]
             weights, change = logit_gradients(options, logits, allowed, numbers, given, v)
             key_total += _dot((change * options.scale).astype(q.dtype).T, q)
             return key_total, value_total + _dot(weights.astype(given.dtype).T, given)
@@ -274,7 +268,7 @@ def _key_gradients_kernel(
         return jax.lax.fori_loop(first, last, step, totals)
 
     zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    key_total, value_total = jax.lax.fori_loop(0, query.shape[1], head, zeros)
+    key_total, value_total = jax.lax.fori_loop(0, inputs.query.shape[1], head, zeros)
     key_gradient[...] = key_total.astype(key_gradient.dtype)
     value_gradient[...] = value_total.astype(value_gradient.dtype)
 
@@ -343,18 +337,9 @@ def logit_gradients(
       v: Block of values, `[block_keys, value_dim]`.
     """
     log_sum, common = numbers
-    weights = _zero_masked(allowed, jnp.exp(logits - log_sum[:, None]))
+    weights = zero_masked(allowed, jnp.exp(logits - log_sum[:, None]))
     change = weights * (_dot(given, v.T) - common[:, None])
-    if options.logit_cap is not None:
-        # The weight of a masked logit, which is far outside the cap, is 0.
-        slope = 1.0 - jnp.square(logits / options.logit_cap)
-        change = _zero_masked(allowed, change * slope)
-    return weights, change
-
-
-def _zero_masked(allowed: jax.Array | None, x: jax.Array) -> jax.Array:
-    # A fully masked row holds exp(0) everywhere.
-    return x if allowed is None else jnp.where(allowed, x, 0.0)
+    return weights, gradient_before_cap(change, logits, allowed, logit_cap=options.logit_cap)
 
 
 def _blocks_of_keys(options: KernelOptions, index: Any, num_keys: int) -> tuple[Any, Any]:
@@ -408,19 +393,13 @@ def call_kernel(
       multiply_adds: Number of multiplications of the products without a mask.
       **call: Grid, specs and type of the outputs; see `pl.pallas_call`.
     """
-    # The cost of attention without a mask, as for array code. Callers account for the mask.
-    cost = pl.CostEstimate(
-        flops=2 * multiply_adds,
-        transcendentals=multiply_adds // inputs[0].shape[-1],
-        bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(inputs)),
-    )
     return pl.pallas_call(
         functools.partial(kernel, options),
         compiler_params=triton.CompilerParams(
             num_warps=4 if max(options.block_queries, options.block_keys) <= 64 else 8, num_stages=2
         ),
         interpret=options.interpret,
-        cost_estimate=cost,
+        cost_estimate=unmasked_cost(inputs, multiply_adds=multiply_adds),
         name=kernel.__name__.strip("_"),
         **call,
     )(*inputs)

@@ -84,17 +84,8 @@ def biased_attention_tpu(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    options: BiasedOptions,
-    query: Any,
-    key: Any,
-    value: Any,
-    sinks: Any,
-    by_distance: Any,
-    segments: Any,
-) -> jax.Array:
-    arrays = _arrays(by_distance, segments)
-    return forward(options, query, key, value, sinks, arrays)[0]
+def _attend(options: BiasedOptions, *arrays: Any) -> jax.Array:
+    return _attend_forward(options, *arrays)[0]
 
 
 def _attend_forward(

@@ -18,6 +18,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from layerkit.layers.attention.kernel_math import (
+    gradient_before_cap,
+    unmasked_cost,
+    zero_masked,
+)
 from layerkit.layers.attention.xla import MASKED_LOGIT
 
 # Blocks of the gradient of the bias, which is stored for each of their diagonals.
@@ -135,7 +140,7 @@ def _forward_kernel(
         logits, allowed = _logits(options, query[...], key[...], arrays, i, j)
         before = largest[...]
         now = jnp.maximum(before, logits.max(axis=0, keepdims=True))
-        weights = _zero_masked(allowed, jnp.exp(logits - now))
+        weights = zero_masked(allowed, jnp.exp(logits - now))
         shrink = jnp.exp(before - now)
         v = value[...]
         read[...] = read[...] * shrink + _dot(v, weights.astype(v.dtype), (0, 0))
@@ -338,18 +343,9 @@ def _logit_gradients(
     """Return (probabilities of a block, gradients of its scaled products with the bias)."""
     query, key, value, out_gradient, log_sum, common, arrays = inputs
     logits, allowed = _logits(options, query[...], key[...], arrays, i, j)
-    weights = _zero_masked(allowed, jnp.exp(logits - log_sum[...]))
+    weights = zero_masked(allowed, jnp.exp(logits - log_sum[...]))
     change = weights * (_dot(value[...], out_gradient[...], (1, 1)) - common[...])
-    if options.logit_cap is not None:
-        # The weight of a masked logit, which is far outside the cap, is 0.
-        slope = 1.0 - jnp.square(logits / options.logit_cap)
-        change = _zero_masked(allowed, change * slope)
-    return weights, change
-
-
-def _zero_masked(allowed: jax.Array | None, x: jax.Array) -> jax.Array:
-    # A query that sees no key of the first blocks holds exp(0) everywhere.
-    return x if allowed is None else jnp.where(allowed, x, 0.0)
+    return weights, gradient_before_cap(change, logits, allowed, logit_cap=options.logit_cap)
 
 
 def _dot(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
@@ -433,19 +429,13 @@ def _call(
     **call: Any,
 ) -> Any:
     """Call a kernel whose first `num_parallel` axes of the grid may run in any order."""
-    # The cost of attention without a mask, as for array code. Callers account for the mask.
-    cost = pl.CostEstimate(
-        flops=2 * multiply_adds,
-        transcendentals=multiply_adds // inputs[0].shape[-1],
-        bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(inputs)),
-    )
     semantics = (pltpu.PARALLEL,) * num_parallel + (pltpu.ARBITRARY,) * (len(grid) - num_parallel)
     return pl.pallas_call(
         functools.partial(kernel, options),
         grid=grid,
         compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
         interpret=options.interpret,
-        cost_estimate=cost,
+        cost_estimate=unmasked_cost(inputs, multiply_adds=multiply_adds),
         name=kernel.__name__.strip("_"),
         **call,
     )(*inputs)
