@@ -27,6 +27,9 @@ LogicalAxes = Sequence[str | None]
 # Mesh axes that a rule may name even if the mesh lacks them. Their size is then 1.
 STANDARD_MESH_AXES = ("data", "fsdp", "tensor", "stage", "expert", "context")
 
+HOST_MEMORY = "pinned_host"
+"""JAX's kind of the host memory from which devices copy."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ShardingRules:

@@ -16,7 +16,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import numpy as np
 
@@ -29,34 +29,10 @@ from layerkit_inputs.eval_padding import num_rows_of, pad_rows
 from layerkit_inputs.lingvo_adaptor import tf_data
 from layerkit_inputs.lingvo_adaptor.native_reads import check_records, strip_graph_names
 from layerkit_inputs.lingvo_adaptor.native_stream import NativeStream
+from layerkit_inputs.lingvo_adaptor.params import LingvoParams, rows_of_params
 from layerkit_inputs.lingvo_adaptor.preflight import prepare, watch_native_reads
 
 _LOG = logging.getLogger("layerkit.inputs")
-
-
-@runtime_checkable
-class LingvoParams(Protocol):
-    """Params that build a Lingvo input generator, which are Lingvo's `InstantiableParams`."""
-
-    def Copy(self) -> Any:  # noqa: N802 - the names of Lingvo
-        """Return params with the same values."""
-
-    def Get(self, name: str) -> Any:  # noqa: N802
-        """Return the value of a param."""
-
-    def Instantiate(self) -> Any:  # noqa: N802
-        """Return the generator."""
-
-
-def rows_of_params(params: Any) -> int | None:
-    """Return the batch size in Lingvo params, or None if they have none."""
-    if not hasattr(params, "Get"):
-        return None  # invalid params, which raise an error when the input is built
-    limits = params.Get("bucket_batch_limit") if "bucket_batch_limit" in params else None
-    if limits:
-        return int(max(limits))
-    rows = params.Get("batch_size") if "batch_size" in params else None
-    return int(rows) if rows else None
 
 
 class LingvoInputAdaptor(BaseInput):

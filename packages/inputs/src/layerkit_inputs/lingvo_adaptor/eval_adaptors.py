@@ -14,7 +14,8 @@ import numpy as np
 from layerkit.checks import check_sizes, require
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.eval_padding import empty_batch, num_rows_of
-from layerkit_inputs.lingvo_adaptor.adaptor import LingvoInputAdaptor, rows_of_params
+from layerkit_inputs.lingvo_adaptor.adaptor import LingvoInputAdaptor
+from layerkit_inputs.lingvo_adaptor.params import rows_of_params
 
 
 class _OneEpochOfAllHosts(LingvoInputAdaptor):

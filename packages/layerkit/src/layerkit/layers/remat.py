@@ -32,7 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from layerkit.checks import check_choice, require
 from layerkit.errors import ConfigError
-from layerkit.sharding import BoundSharding
+from layerkit.sharding import HOST_MEMORY, BoundSharding
 
 _RESIDUAL = ("residual",)
 _PROJECTIONS = (
@@ -50,15 +50,13 @@ _TREATMENTS = ("save", "offload")
 # Results of products that `jax.checkpoint` cannot look into, since they define their gradients.
 _PRODUCT, _BATCHED_PRODUCT = "product", "batched_product"
 
-_HOST_MEMORY = "pinned_host"
-
 
 def _offload(*names: str, saved: Sequence[str] = ()) -> Any:
     return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=saved,
         names_which_can_be_offloaded=names,
         offload_src="device",
-        offload_dst=_HOST_MEMORY,
+        offload_dst=HOST_MEMORY,
     )
 
 
@@ -166,14 +164,14 @@ def check_host_memory(policy: str, memory_kinds: Collection[str], *, owner: str)
     Raises:
       ConfigError: No kind is pinned host memory. The hint is the same policy on the device.
     """
-    if memory_kinds and _HOST_MEMORY not in memory_kinds:
+    if memory_kinds and HOST_MEMORY not in memory_kinds:
         kept = policy.replace("offload_residual", "full").removeprefix("offload_")
         kept = kept.replace("offload:", "save:")
         raise ConfigError(
             owner=owner,
             field="remat",
             value=policy,
-            expected=f"devices with memory {_HOST_MEMORY!r}; these have {', '.join(memory_kinds)}",
+            expected=f"devices with memory {HOST_MEMORY!r}; these have {', '.join(memory_kinds)}",
             hint=f"Use remat={kept!r}.",
         )
 

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from layerkit.errors import ConfigError, first_names
+from layerkit.sharding import HOST_MEMORY
 from layerkit_runner.errors import NonFiniteError
 
 LeafPath = tuple[str, ...]
@@ -211,7 +212,7 @@ class FiniteCheck:
             mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
             find = _finder(mesh, may_be_infinite)
             # A program copies its arrays in host memory to the devices.
-            count = 1 if sharding.memory_kind == "pinned_host" else _ARRAYS_PER_PROGRAM
+            count = 1 if sharding.memory_kind == HOST_MEMORY else _ARRAYS_PER_PROGRAM
             for start in range(0, len(paths), count):
                 some = paths[start : start + count]
                 flags = find([leaves[path] for path in some])

@@ -21,6 +21,8 @@ FIELD = "SpmdPartitioner.offload_optimizer_state"
 
 UpdateFn = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 """Function `(gradients, state, weights, raw gradients) -> (updates, next state)`."""
+UpdateArguments = tuple[Any, ...]
+"""The four arguments of an `UpdateFn`."""
 
 
 def check_updates_by_layer(
@@ -57,20 +59,15 @@ def _draws_numbers(transformation: Any, shapes: Any, state: Any) -> bool:
 
 
 def update_by_layer(
-    update: UpdateFn,
-    grads: Any,
-    state: Any,
-    params: Any,
-    raw_grads: Any,
-    *,
-    select: Callable[[Any, Any], Any],
+    update: UpdateFn, trees: UpdateArguments, *, select: Callable[[Any, Any], Any]
 ) -> tuple[Any, Any]:
-    """Return `update(grads, state, params, raw_grads)` for a state that is partly on the host.
+    """Return `update(*trees)` for a state that is partly on the host.
 
     Weights whose state is on the host, `[layers, ...]`, are updated in a loop, and others at once.
     `update` is that of an optimizer that passes `check_updates_by_layer`. The state to keep is
     `select(next state, state)`, for steps that may be skipped.
     """
+    grads, state, params, _ = trees
     layers = {
         _weight_path(path): leaf.shape[0]
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
@@ -95,7 +92,6 @@ def update_by_layer(
 
         return jax.tree_util.tree_map_with_path(pick, whole, part)
 
-    trees = (grads, state, params, raw_grads)
     rest = [only(tree, None) for tree in trees]
     found, found_state = update(*rest)
     updates = merge(grads, found, None)
@@ -105,41 +101,24 @@ def update_by_layer(
         def is_sliced(path: KeyPath, size: int = size) -> bool:
             return layers.get(_weight_path(path)) == size
 
-        found, found_state = _loop(
-            update, *(only(tree, size) for tree in trees), is_sliced=is_sliced, select=select
-        )
+        part = tuple(only(tree, size) for tree in trees)
+        found, found_state = update_stack(update, part, select=select, is_sliced=is_sliced)
         updates, new_state = merge(updates, found, size), merge(new_state, found_state, size)
     return updates, new_state
 
 
 def update_stack(
     update: UpdateFn,
-    grads: Any,
-    state: Any,
-    params: Any,
-    raw_grads: Any,
+    trees: UpdateArguments,
     *,
     select: Callable[[Any, Any], Any],
+    is_sliced: Callable[[KeyPath], bool] = lambda _: True,
 ) -> tuple[Any, Any]:
     """Return the result of `update_by_layer` for an `update` that treats layers separately.
 
-    All arrays, those of the state too, are `[layers, ...]`.
+    Arrays whose path `is_sliced` accepts are `[layers, ...]`; others are returned unchanged.
     """
-    trees = (grads, state, params, raw_grads)
-    return _loop(update, *trees, is_sliced=lambda _: True, select=select)
-
-
-def _loop(
-    update: UpdateFn,
-    grads: Any,
-    state: Any,
-    params: Any,
-    raw_grads: Any,
-    *,
-    is_sliced: Callable[[KeyPath], bool],
-    select: Callable[[Any, Any], Any],
-) -> tuple[Any, Any]:
-    """Return (updates, next state) of the sliced arrays; others are as in the arguments."""
+    grads, state, params, raw_grads = trees
 
     def sizes(path: KeyPath, leaf: jax.Array) -> int:
         return leaf.shape[0] if is_sliced(path) else 0
@@ -163,8 +142,8 @@ def _loop(
 
         # Updates replace the gradients, so they need no memory of their own.
         remaining, held = carry
-        trees = (remaining, held, params, raw_grads)
-        parts = [jax.tree_util.tree_map_with_path(cut, tree) for tree in trees]
+        whole = (remaining, held, params, raw_grads)
+        parts = [jax.tree_util.tree_map_with_path(cut, tree) for tree in whole]
         found, found_state = update(*parts)
         found_state = select(found_state, parts[1])
         return (

@@ -150,7 +150,7 @@ class OptimizerGroups:
                 from layerkit_runner.optim import host_state
 
                 loop = host_state.update_stack if group.sizes else host_state.update_by_layer
-                own, states[name] = loop(update_all, *arguments, select=select)
+                own, states[name] = loop(update_all, arguments, select=select)
             else:
                 own, new_state = update_all(*arguments)
                 states[name] = select(new_state, states[name])

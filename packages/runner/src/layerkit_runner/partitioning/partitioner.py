@@ -20,7 +20,7 @@ from layerkit import html_display
 from layerkit.checks import require
 from layerkit.config import Configurable
 from layerkit.nested_map import NestedMap
-from layerkit.sharding import DEFAULT_RULES, BoundSharding, ShardingRules
+from layerkit.sharding import DEFAULT_RULES, HOST_MEMORY, BoundSharding, ShardingRules
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import padding
 from layerkit_runner.partitioning.mesh import make_mesh
@@ -32,8 +32,6 @@ from layerkit_runner.training.train_state import OPTIMIZER_FIELDS, TrainState, b
 ROWS = "rows"
 REPLICATED = "replicated"
 BATCH_AXIS = "batch"
-HOST_MEMORY = "pinned_host"
-"""JAX's name of the host memory that devices can read."""
 # Starts of `jax.tree_util.keystr` of the arrays of the optimizer.
 _OPTIMIZER_PATHS = tuple(f".{name}" for name in OPTIMIZER_FIELDS)
 
@@ -110,7 +108,7 @@ class Partitioner(Configurable):
         del path, axes, spec
         return False
 
-    def _check_host_memory(self, task: SingleTask, state: TrainState, paths: list[str]) -> None:
+    def _check_host_memory(self, task: SingleTask, params: Any, paths: list[str]) -> None:
         """Raise `ConfigError` if a step cannot use the arrays at `paths` in host memory."""
 
     def _optimizer_spec(self, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
@@ -174,7 +172,7 @@ class Partitioner(Configurable):
             return array.on_devices
 
         on_devices = map_with_axes(place, state, axes_by_path(boxed))
-        self._check_host_memory(task, on_devices, on_host)
+        self._check_host_memory(task, on_devices.params, on_host)
         uneven = [path for path in on_host if path in arrays]
         expected = "a mesh that divides the weights of layers, with an optimizer state on the host"
         require(not uneven, "SpmdPartitioner", "mesh", dict(self.mesh.shape), expected)
@@ -402,13 +400,13 @@ class SpmdPartitioner(Partitioner):
         is_stacked = bool(axes) and axes[0] == "layers" and (not spec or spec[0] is None)
         return self.offload_optimizer_state and is_stacked and path.startswith(".opt_state")
 
-    def _check_host_memory(self, task: SingleTask, state: TrainState, paths: list[str]) -> None:
+    def _check_host_memory(self, task: SingleTask, params: Any, paths: list[str]) -> None:
         offloads = self.offload_optimizer_state
         if not offloads:
             return
         expected = "False for an optimizer without a state of repeated layers"
         require(paths, "SpmdPartitioner", "offload_optimizer_state", offloads, expected)
-        task.check_updates_by_layer(state.params)
+        task.check_updates_by_layer(params)
 
     def model_sharding(self) -> BoundSharding:
         """Return the mesh and the rules."""

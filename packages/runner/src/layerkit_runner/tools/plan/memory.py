@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from layerkit_runner.partitioning.partitioner import HOST_MEMORY
+from layerkit.sharding import HOST_MEMORY
 from layerkit_runner.tools.plan.collectives import type_bytes
 from layerkit_runner.tools.plan.compiling import CompiledStep, Sizes, refused_sizes
 from layerkit_runner.tools.plan.hlo import Instruction, instructions
