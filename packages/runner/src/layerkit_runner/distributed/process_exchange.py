@@ -19,15 +19,10 @@ _SECONDS_TO_ARRIVE = 30
 
 
 def distributed_state() -> Any:
-    """Return JAX's record of this process's connection to the others."""
+    """Return JAX's record of this process's connection; its `client` is a store that all share."""
     from jax._src import distributed
 
     return distributed.global_state
-
-
-def coordinator_store() -> Any:
-    """Return the key-value store of JAX's coordinator, which the processes of this job share."""
-    return distributed_state().client
 
 
 def all_arrive(name: str) -> bool:

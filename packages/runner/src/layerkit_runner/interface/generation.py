@@ -1,4 +1,4 @@
-"""Options, ids and batches of the calls of a loaded model, and streamed text."""
+"""Tokenizer, options, ids and batches of the calls of a loaded model, and streamed text."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from layerkit.config import build, is_config
 from layerkit.decoding import SampleDecoder
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.features import as_tokens, prompt_features
 from layerkit_inputs.tokenizers import Tokenizer
+from layerkit_runner.config.config_tree import field_value
+from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.data.infeed import as_usage_error, make_input
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.trainer.model_calls import max_positions
@@ -189,3 +193,45 @@ class TextStream:
         piece = text[self._num_returned :]
         self._num_returned = len(text)
         return piece
+
+
+class NoTokenizerError(UsageError):
+    """An experiment whose data sets have no tokenizer."""
+
+
+def find_tokenizer(
+    resolved: ResolvedExperiment, partitioner: Partitioner, *, key: str | None = None
+) -> Tokenizer:
+    """Return the tokenizer of an experiment.
+
+    The config of a data set that has a tokenizer is enough; other data sets are opened.
+
+    Args:
+      resolved: The experiment.
+      partitioner: Started partitioner.
+      key: `src` or `tgt` for data sets with two vocabularies; None for others.
+    """
+    configs = [*resolved.decode_datasets, *resolved.datasets]
+    own = getattr(resolved.experiment, "folder_tokenizer", None)
+    candidates: list[Any] = [own()] if own is not None else []
+    candidates += [field_value(config, "tokenizer") for config in configs]
+    with as_usage_error():
+        for config in candidates:
+            if is_config(config):
+                return build(config)
+        for config in configs:
+            source = make_input(config, partitioner)
+            try:
+                found = source.text_tokenizer(key)
+            finally:
+                source.close()
+            if found is not None:
+                return found
+    raise NoTokenizerError(
+        "no tokenizer",
+        owner=resolved.name,
+        field="datasets",
+        value=[field_value(config, "name") for config in configs],
+        expected="a data set with a tokenizer, or a folder with tokenizer.json",
+        hint="Call generate_ids, score_ids and logits with token ids.",
+    )

@@ -21,12 +21,13 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.interface.generation import (
     Buckets,
     GenerateOptions,
+    NoTokenizerError,
     TextStream,
+    find_tokenizer,
     prompt_batch,
     token_array,
     token_rows,
 )
-from layerkit_runner.interface.tokenizer import NoTokenizerError, find_tokenizer
 from layerkit_runner.modes.run import job_errors
 from layerkit_runner.observers import Observers
 from layerkit_runner.trainer import model_calls

@@ -28,7 +28,7 @@ from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.infeed import as_usage_error, peek_batch
 from layerkit_runner.data.training_data import TrainInputs, check_same_data
 from layerkit_runner.distributed.process_exchange import (
-    coordinator_store,
+    distributed_state,
     from_process_0,
     gather_values,
 )
@@ -127,7 +127,8 @@ def run_train(
             threading.Thread(target=importlib.import_module, args=("orbax.checkpoint",)).start()
         starting.close()
         if jax.process_count() > 1:
-            signals.agree_by(coordinator_store(), jax.process_index(), jax.process_count())
+            store = distributed_state().client
+            signals.agree_by(store, jax.process_index(), jax.process_count())
         state, step = executor.run(first.state, first.step)
         job.goodput.outermost("other")
         _report_end(job, executor, state, step)

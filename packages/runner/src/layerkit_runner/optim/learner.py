@@ -253,7 +253,7 @@ class Learner(Configurable):
             stacks,
             raw_grads=raw_grads,
             loss=loss,
-            select=partial(choose, is_valid) if self.skips_steps else _first,
+            select=partial(choose, is_valid) if self.skips_steps else lambda new, _: new,
         )
         new_trained = optax.apply_updates(trained, updates)
         new_ema = self._average(ema, trained if self.ema_before_step else new_trained, step)
@@ -345,11 +345,6 @@ def global_norm(tree: Any) -> jax.Array:
 
 def _scale_to(limit: float, norm: jax.Array) -> jax.Array:
     return jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))
-
-
-def _first(new: Any, old: Any) -> Any:
-    del old
-    return new
 
 
 def choose(is_valid: jax.Array, new: Any, old: Any) -> Any:

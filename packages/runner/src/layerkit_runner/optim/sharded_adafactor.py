@@ -1,7 +1,7 @@
 """Pax's ShardedAdafactor: Adafactor with Adam's decay and momentum in int8.
 
 The states keep the rank of their weight, with size 1 along reduced dimensions. So they are sharded
-along the other dimensions as the weight is; see `partitioning.state_axes`.
+along the other dimensions as the weight is; see `partitioning.padding`.
 """
 
 from __future__ import annotations
@@ -178,10 +178,12 @@ def sharded_adafactor(
             scale = rate * jnp.maximum(_rms(weight), epsilon2_param_scale_reg)
         x *= scale
         if beta1:
-            x = _mix(beta1, _floats(m, m_scale), x)
-            if isinstance(m_scale, jax.Array):
+            momentum = m.astype(jnp.float32)
+            if isinstance(m_scale, jax.Array):  # m holds integers
+                x = _mix(beta1, momentum * m_scale, x)
                 m, m_scale = _quantized(x, m.dtype, axis=order[0])
             else:
+                x = _mix(beta1, momentum, x)
                 m = x.astype(m.dtype)
         update = x
         if weight_decay:
@@ -242,9 +244,3 @@ def _quantized(x: jax.Array, dtype: Any, *, axis: int) -> tuple[jax.Array, jax.A
     """Return x as integers, and the value of one, with size 1 along `axis`."""
     scale = jnp.max(jnp.abs(x), axis=axis, keepdims=True) / jnp.iinfo(dtype).max
     return jnp.round(x / jnp.where(scale > 0.0, scale, 1.0)).astype(dtype), scale
-
-
-def _floats(m: jax.Array, scale: Any) -> jax.Array:
-    """Return a stored momentum in float32; `scale` is not an array if it is stored in floats."""
-    m = m.astype(jnp.float32)
-    return m * scale if isinstance(scale, jax.Array) else m
