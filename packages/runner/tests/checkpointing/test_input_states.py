@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from layerkit_runner.checkpointing import CheckpointManager, ProcessCountError, documents
+from layerkit_runner.checkpointing import CheckpointManager, ProcessCountError, folders
 
 
 def written_by_two(folder, states) -> epath.Path:
@@ -26,7 +26,7 @@ def written_by_two(folder, states) -> epath.Path:
 def test_global_input_state_is_restored_by_another_number_of_processes(tmp_path):
     states = [{"train": {"scope": "global", "position": 8}, "eval": {"scope": "global"}}] * 2
     directory = written_by_two(tmp_path, states)
-    restored = documents.read_input_states(directory)
+    restored = folders.read_input_states(directory)
     assert restored == states[0]
 
 
@@ -34,7 +34,7 @@ def test_local_input_state_is_an_error_for_another_number_of_processes(raises, t
     state = {"eval": {"scope": "global"}, "train": {"position": 8}, "extra": [1]}
     directory = written_by_two(tmp_path, [state, state])
     with raises(ProcessCountError, value=1):
-        documents.read_input_states(directory)
+        folders.read_input_states(directory)
 
 
 TWO_PROCESSES = """

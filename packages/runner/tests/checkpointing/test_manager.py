@@ -417,7 +417,7 @@ def test_unlisted_file_is_reported_and_ignored(tmp_path):
 
 def test_later_layout_is_an_error(raises, tmp_path, monkeypatch):
     with monkeypatch.context() as later:
-        later.setattr("layerkit_runner.checkpointing.documents.LAYOUT_VERSION", 2)
+        later.setattr("layerkit_runner.checkpointing.folders.LAYOUT_VERSION", 2)
         save(tmp_path, 1)
     with CheckpointManager(tmp_path) as manager, raises(LayoutVersionError, value=2):
         manager.restore(manager.newest_sound_step(), target_of(numbers(), everywhere))

@@ -15,7 +15,7 @@ import numpy as np
 from etils import epath
 
 from layerkit.errors import ConfigError
-from layerkit_runner.checkpointing import documents, folders, handlers, integrity, structure
+from layerkit_runner.checkpointing import folders, handlers, integrity, structure
 from layerkit_runner.checkpointing.formats import StateFormat, format_of
 from layerkit_runner.checkpointing.policy import read_evaluations, write_evaluations
 from layerkit_runner.files.atomic_write import atomic_write
@@ -51,8 +51,8 @@ def convert_step(
             if not name.startswith(_REPLACED_FILES):
                 (partial / name).parent.mkdir(parents=True, exist_ok=True)
                 (partial / name).write_bytes((original / name).read_bytes())
-        about = {**documents.read(original), "state_format": state_format.value}
-        documents.write(partial, about)
+        about = {**folders.read_metadata(original), "state_format": state_format.value}
+        folders.write_metadata(partial, about)
         (partial / "state").mkdir()
         with contextlib.closing(handlers.StateHandler()) as writer:
             writer.save(partial / "state", handlers.StateSave(leaves, state_format))

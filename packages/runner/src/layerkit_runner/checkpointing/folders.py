@@ -1,16 +1,28 @@
-"""Names of the step folders: which are committed, unfinished or moved aside.
+"""The folders of checkpoint steps: their names, and the JSON documents in them.
 
 Orbax makes and commits the folders. Listing them here needs no Orbax. A step is committed by a
 rename where that is atomic, and by a last file on Google's object store, which has no rename.
+
+metadata/metadata.json                    layout version, state format, process count, retention
+                                          policy (`keep`), and what the caller of `save` passed
+input_states/process_00000_of_00001.json  input name to input state, one file for each process
 """
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
+import json
 import os
 import re
+from collections.abc import Mapping
+from typing import Any
 
+import jax
 from etils import epath
 
+from layerkit_runner.checkpointing.errors import LayoutVersionError, ProcessCountError
+from layerkit_runner.checkpointing.policy import CheckpointPolicy
 from layerkit_runner.files.atomic_write import is_remote
 
 STEP_PREFIX = "checkpoint"
@@ -22,6 +34,10 @@ _ASIDE_PREFIX = "damaged_"
 _TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"
 _STEP_NAME = re.compile(rf"{STEP_PREFIX}_(\d{{{STEP_DIGITS},}})")
 _UNFINISHED_NAME = re.compile(_STEP_NAME.pattern + re.escape(_TEMPORARY_SUFFIX) + ".*")
+# Increased when the files of a step, the names in them or the metadata change their meaning.
+LAYOUT_VERSION = 1
+_METADATA_FILE = "metadata/metadata.json"
+_INPUT_STATES = re.compile(r"process_(\d{5})_of_(\d{5})\.json")
 
 
 def step_folder(directory: epath.Path, step: int) -> epath.Path:
@@ -103,3 +119,102 @@ def _is_committed(path: epath.Path) -> bool:
 
 def _is_without_rename(path: epath.Path) -> bool:
     return str(path).startswith("gs://")
+
+
+def make_metadata(
+    user: Mapping[str, Any], *, state_format: str, process_count: int, policy: CheckpointPolicy
+) -> dict[str, Any]:
+    """Return the metadata of a step that is going to be written."""
+    keep = dataclasses.asdict(policy) | {"keep_steps": list(policy.keep_steps)}
+    if policy.keep_interval is not None:
+        keep["keep_interval"] = policy.keep_interval.total_seconds()
+    return {
+        "layout_version": LAYOUT_VERSION,
+        "state_format": state_format,
+        "process_count": process_count,
+        "keep": keep,
+        "user": json.loads(to_json(user, name="metadata")),
+    }
+
+
+def read_metadata(step_directory: epath.Path) -> dict[str, Any]:
+    """Return the metadata of a committed step.
+
+    Raises:
+      LayoutVersionError: A later version of this package wrote the step.
+    """
+    about = json.loads((step_directory / _METADATA_FILE).read_text())
+    if about["layout_version"] > LAYOUT_VERSION:
+        raise LayoutVersionError(
+            owner=str(step_directory),
+            field="layout_version",
+            value=about["layout_version"],
+            expected=f"at most {LAYOUT_VERSION}",
+            hint="Use the later version of layerkit-runner that wrote the checkpoint.",
+        )
+    return about
+
+
+def write_metadata(step_directory: epath.Path, about: Mapping[str, Any]) -> None:
+    """Replace the metadata of a step that is not committed yet."""
+    (step_directory / _METADATA_FILE).write_text(json.dumps(about))
+
+
+def policy_of(about: Mapping[str, Any]) -> CheckpointPolicy | None:
+    """Return the retention policy in a step's metadata; None if there is none."""
+    fields = about.get("keep")
+    if fields is None:
+        return None
+    known = {field.name for field in dataclasses.fields(CheckpointPolicy)}
+    values = {name: value for name, value in fields.items() if name in known}
+    if values.get("keep_interval") is not None:
+        values["keep_interval"] = datetime.timedelta(seconds=values["keep_interval"])
+    return CheckpointPolicy(**values)
+
+
+def to_json(value: Mapping[str, Any], *, name: str) -> str:
+    """Return the JSON text of a value, which later changes of the value do not reach."""
+    try:
+        return json.dumps(dict(value))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name} cannot be stored: {error}. Expected JSON values (dict, list, str, int, float)."
+        ) from error
+
+
+def write_input_states(directory: epath.Path, text: str) -> None:
+    """Write this process's file; `text` is a JSON object, input name to state."""
+    (directory / _input_states_name(jax.process_index(), jax.process_count())).write_text(text)
+
+
+def read_input_states(directory: epath.Path) -> dict[str, Any]:
+    """Return this process's input states by input name.
+
+    If the number of processes has changed, these are the states of process 0.
+
+    Raises:
+      ProcessCountError: The number has changed and a state lacks `"scope": "global"`.
+    """
+    matches = (_INPUT_STATES.fullmatch(path.name) for path in directory.iterdir())
+    count = next(int(match[2]) for match in matches if match)
+    is_same = count == jax.process_count()
+    index = jax.process_index() if is_same else 0
+    states = json.loads((directory / _input_states_name(index, count)).read_text())
+    bound = [
+        name
+        for name, state in states.items()
+        if not (isinstance(state, Mapping) and state.get("scope") == "global")
+    ]
+    if bound and not is_same:
+        raise ProcessCountError(
+            f"the checkpoint holds input states of single processes ({', '.join(bound)})",
+            field="number of processes",
+            value=jax.process_count(),
+            expected=f"{count}, as in the job that wrote the checkpoint",
+            hint='Or use inputs whose state has "scope": "global", such as a global sample index.',
+        )
+    return states
+
+
+def _input_states_name(index: int, count: int) -> str:
+    return f"process_{index:05d}_of_{count:05d}.json"

@@ -18,7 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from layerkit_runner.checkpointing import documents, folders, formats, integrity, structure
+from layerkit_runner.checkpointing import folders, formats, integrity, structure
 from layerkit_runner.checkpointing.errors import SaveError
 from layerkit_runner.checkpointing.policy import CheckpointPolicy, Evaluations, SavedStep
 from layerkit_runner.distributed.process_exchange import from_each_process
@@ -126,7 +126,7 @@ class InputStatesHandler(_Handler):
         self, directory: epath.Path, args: InputStatesSave
     ) -> list[ocp.future.Future]:
         """Write this process's file in the background."""
-        write = functools.partial(documents.write_input_states, directory, args.text)
+        write = functools.partial(folders.write_input_states, directory, args.text)
         return [_in_background(write, "input_states")]
 
 
@@ -184,7 +184,7 @@ def _read_unverified(
     cast_dtypes: bool = False,
     with_input_states: bool = True,
 ) -> formats.RestoredCheckpoint:
-    about = documents.read(path)
+    about = folders.read_metadata(path)
     targets = structure.named_leaves(target)
     structure.check_target(targets)
     stored = stored_leaves(path / _STATE)
@@ -195,7 +195,7 @@ def _read_unverified(
     return formats.RestoredCheckpoint(
         step=step,
         state=jax.tree.unflatten(jax.tree.structure(target), [read[leaf] for leaf in targets]),
-        input_states=documents.read_input_states(path / _INPUTS) if with_input_states else {},
+        input_states=folders.read_input_states(path / _INPUTS) if with_input_states else {},
         metadata=about["user"],
         state_format=formats.format_of(path / _STATE),
         casts=structure.cast_lines(stored, targets),

@@ -25,7 +25,7 @@ import jax
 from etils import epath
 
 from layerkit.checks import check_sizes
-from layerkit_runner.checkpointing import documents, folders, formats, integrity, structure
+from layerkit_runner.checkpointing import folders, formats, integrity, structure
 from layerkit_runner.checkpointing.errors import (
     STORAGE_ERRORS,
     SaveError,
@@ -172,13 +172,13 @@ class CheckpointManager:
         structure.check_storable(leaves)
         if self._state_format is StateFormat.MSGPACK:
             formats.check_replicated(leaves)
-        about = documents.compose(
+        about = folders.make_metadata(
             metadata,
             state_format=self._state_format.value,
             process_count=jax.process_count(),
             policy=self._policy,
         )
-        inputs = documents.to_json(input_states, name="input_states")
+        inputs = folders.to_json(input_states, name="input_states")
 
         import orbax.checkpoint as ocp
 

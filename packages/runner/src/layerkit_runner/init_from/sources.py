@@ -17,7 +17,7 @@ from etils import epath
 from layerkit.base_layer import PARAMS
 from layerkit.config import build
 from layerkit.interop.hugging_face import families, folder, importing, tensors
-from layerkit_runner.checkpointing import CheckpointManager, documents, folders
+from layerkit_runner.checkpointing import CheckpointManager, folders
 from layerkit_runner.checkpointing.integrity import require_sound, verify_together
 from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join, named_leaves
 from layerkit_runner.errors import UsageError, to_usage_error
@@ -147,7 +147,7 @@ class StoredCheckpoint:
         self.step = _choose(directory, step, report)
         self.label = f"{directory}:{self.step}"
         self._state = folders.step_folder(directory, self.step) / "state"
-        documents.read(self._state.parent)  # raises an error for a later layout
+        folders.read_metadata(self._state.parent)  # raises an error for a later layout
         # Orbax takes most of a second to import.
         from layerkit_runner.checkpointing import handlers
 

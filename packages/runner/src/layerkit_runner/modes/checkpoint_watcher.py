@@ -9,8 +9,7 @@ from typing import Any
 from etils import epath
 
 from layerkit.errors import first_names
-from layerkit_runner.checkpointing import documents
-from layerkit_runner.checkpointing.folders import committed_steps, step_folder
+from layerkit_runner.checkpointing.folders import committed_steps, read_metadata, step_folder
 from layerkit_runner.checkpointing.integrity import step_digest
 from layerkit_runner.distributed.process_exchange import from_process_0
 from layerkit_runner.distributed.stop_signals import StopSignals
@@ -131,7 +130,7 @@ def _early_end(directory: epath.Path, step: int) -> str:
     if step not in committed_steps(directory):
         return ""
     try:
-        user = documents.read(step_folder(directory, step))["user"]
+        user = read_metadata(step_folder(directory, step))["user"]
     except (OSError, ValueError, KeyError):
         return ""  # The checkpoint was just deleted, so the training job is still running.
     if (user.get(EARLY_STOPPING) or {}).get("stopped_at") is not None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from etils import epath
 
 from layerkit.errors import UserError
-from layerkit_runner.checkpointing import documents, errors, folders, formats, integrity
+from layerkit_runner.checkpointing import errors, folders, formats, integrity
 from layerkit_runner.checkpointing.policy import (
     CheckpointPolicy,
     Evaluations,
@@ -167,7 +167,7 @@ def _saved_at(step_directory: epath.Path) -> datetime.datetime:
 def _policy(step_directory: epath.Path) -> CheckpointPolicy | None:
     """Return the recorded retention policy; None if it is damaged, which the findings report."""
     try:
-        return documents.policy_of(documents.read(step_directory))
+        return folders.policy_of(folders.read_metadata(step_directory))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
