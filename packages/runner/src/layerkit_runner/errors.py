@@ -10,7 +10,9 @@ The command line prints every `layerkit.errors.UserError` without a traceback.
 
 from __future__ import annotations
 
+import contextlib
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from layerkit.errors import UnknownNameError, UserError, as_sentence
 from layerkit.field_types import FieldTypeError
 from layerkit.near_names import near_names
 from layerkit_inputs.error_notes import input_of
+from layerkit_inputs.extras import MissingExtraError
 
 
 class UsageError(UserError):
@@ -43,6 +46,8 @@ class NonFiniteError(UsageError):
     exit_code = 65
 
 
+# Errors of reading data sets.
+_DATA_ERRORS = (MissingExtraError, OSError, ValueError)
 # Frames of these packages pass calls on; the code that called them is what a person can change.
 _LIBRARIES = frozenset({"fiddle", "flax", "jax", "jaxlib", "numpy"})
 _OURS = frozenset({"layerkit", "layerkit_inputs", "layerkit_runner"})
@@ -87,6 +92,16 @@ def to_usage_error(error: Exception, *, owner: str | None = None) -> UsageError:
         if origin is not None and origin[0] not in _OURS:
             found.problem = f"{source}: {_first_paragraph(error).rstrip('.')}, {origin[1]}"
     return found
+
+
+@contextlib.contextmanager
+def as_usage_error(*kinds: type[Exception], owner: str | None = None) -> Iterator[None]:
+    """Raise `to_usage_error(error, owner=owner)` for errors of `kinds`, by default of data sets."""
+    caught = kinds or _DATA_ERRORS
+    try:
+        yield
+    except caught as error:
+        raise to_usage_error(error, owner=owner) from error
 
 
 def unknown_name_text(error: Exception) -> str | None:

@@ -15,7 +15,6 @@ from typing import Any
 
 from layerkit.config import Config, copy_config, is_config
 from layerkit.errors import UserError, setting_words
-from layerkit_inputs.extras import MissingExtraError
 from layerkit_runner.config.config_text import plain_value
 from layerkit_runner.config.config_tree import NOT_SET, PathSetter, value_at, walk
 from layerkit_runner.config.experiment import BaseExperiment, experiment_fields, reduced_values
@@ -32,7 +31,7 @@ from layerkit_runner.config.registry import (
     find_experiment,
     load_experiment,
 )
-from layerkit_runner.errors import UsageError, to_usage_error
+from layerkit_runner.errors import UsageError, as_usage_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +80,8 @@ def resolve(
     experiment: BaseExperiment, deep_overrides: Iterable[Override] = ()
 ) -> ResolvedExperiment:
     """Call the experiment's methods and set the deep overrides on what they return."""
-    try:
+    with as_usage_error(owner=type(experiment).__qualname__):
         experiment.validate()
-    except (ValueError, OSError, MissingExtraError) as error:
-        raise to_usage_error(error, owner=type(experiment).__qualname__) from error
     # All roots are copied in one call, so that shared configs stay shared. The overrides are set on
     # the copy, because the experiment may return the same object again.
     roots = copy_config({root: _checked(experiment, root) for root in ROOTS})

@@ -16,12 +16,11 @@ from layerkit.config import Config, target_of
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import mark_rows, pad_rows
-from layerkit_inputs.extras import MissingExtraError
 from layerkit_inputs.feeds import FeedPlan, plan_feeds
 from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.distributed.process_exchange import gather_values
 from layerkit_runner.distributed.watchdog import progress
-from layerkit_runner.errors import UsageError, to_usage_error
+from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.observers import Observer
 from layerkit_runner.partitioning import Partitioner
 
@@ -293,12 +292,3 @@ def peek_eval_batch(dataset: BaseInput) -> NestedMap:
     """Return the next batch of an evaluation, with its rows of padding; see `peek_batch`."""
     batch, padding = peek_batch(dataset), dataset.batch_padding_size
     return mark_rows(pad_rows(batch, padding), padding) if padding else batch
-
-
-@contextlib.contextmanager
-def as_usage_error() -> Iterator[None]:
-    """Raise UsageError, which is shown without a traceback, for errors of data and of fields."""
-    try:
-        yield
-    except (MissingExtraError, OSError, ValueError) as error:
-        raise to_usage_error(error) from error

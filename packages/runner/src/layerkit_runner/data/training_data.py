@@ -26,9 +26,9 @@ from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import AllGather
 from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.config.resolve import ResolvedExperiment
-from layerkit_runner.data.infeed import as_usage_error, check_batch, dataset_name, peek_batch
+from layerkit_runner.data.infeed import check_batch, dataset_name, peek_batch
 from layerkit_runner.distributed.stop_signals import StopRequestedError
-from layerkit_runner.errors import UsageError
+from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.partitioning import Partitioner
 
 _POLL_SECONDS = 0.002

@@ -23,7 +23,7 @@ from layerkit.errors import UserError, first_names
 from layerkit.layers.quantization.stored_weights import round_like, scale_path
 from layerkit.weight_formats import WeightFormat
 from layerkit_runner.checkpointing.structure import LeafPath, join, named_leaves
-from layerkit_runner.errors import UsageError, to_usage_error
+from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.init_from.matching import OPT_STATE, PARAMS, Found, Matched, match
 from layerkit_runner.init_from.settings import InitFrom
 from layerkit_runner.init_from.sources import StoredHuggingFace, open_source
@@ -93,11 +93,9 @@ def _match(
     source: InitFrom, state: TrainState, task: SingleTask, report: Report
 ) -> tuple[Matched, TrainState]:
     """Return the origins of all values, and the state with the dtypes in which they are read."""
-    try:
+    with as_usage_error(UserError, owner=source.label):
         optimizer = task.train.learner.transformation
         opened = [open_source(one, state, report, optimizer=optimizer) for one in source.sources]
-    except UserError as error:
-        raise to_usage_error(error, owner=source.label) from error
     if not any(_has_integers(one.stored.leaves) for one in opened):
         state = _floating_weights(task.model, state)
     return match(source, opened, state, model=task.model), state
@@ -245,10 +243,8 @@ def _from_loader(partitioner: Partitioner, task: SingleTask, loader: Any) -> Fir
     """Make the first state with a custom loader: `load(model, like)`."""
     stored = partitioner.abstract_stored_state(task)
     like = _floating_weights(task.model, stored).params
-    try:
+    with as_usage_error(OSError, ValueError, ImportError, owner="task.initial_weights"):
         given = loader.load(_floating_model(task.model), like)
-    except (OSError, ValueError, ImportError) as error:
-        raise to_usage_error(error, owner="task.initial_weights") from error
     _check_given(given, like)
 
     on_devices = flatten_dict(partitioner.abstract_state(task).params)

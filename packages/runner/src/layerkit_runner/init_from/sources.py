@@ -20,7 +20,7 @@ from layerkit.interop.hugging_face import families, folder, importing, tensors
 from layerkit_runner.checkpointing import CheckpointManager, folders
 from layerkit_runner.checkpointing.integrity import require_sound, verify_together
 from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join, named_leaves
-from layerkit_runner.errors import UsageError, to_usage_error
+from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.atomic_write import absolute
 from layerkit_runner.init_from.pax.folders import PaxFolder, find
 from layerkit_runner.init_from.settings import Source
@@ -194,7 +194,7 @@ class StoredHuggingFace:
         """
         self.label = str(directory)
         self._directory = directory
-        try:
+        with as_usage_error(OSError, ValueError, ImportError):
             self._family = families.family_of(folder.read_json(directory).get("model_type"))
             self._chosen = self._anatomy(repeated=True)
             if like is not None and not self._chosen.weights.keys() <= set(like):
@@ -202,17 +202,15 @@ class StoredHuggingFace:
                 ways = (self._chosen, unrolled)
                 self._chosen = max(ways, key=lambda way: len(way.weights.keys() & set(like)))
             self.leaves: Mapping[LeafPath, LeafSpec] = self._read_names()
-        except (OSError, ValueError, ImportError) as error:
-            raise to_usage_error(error) from error
 
     def read(self, wanted: Mapping[LeafPath, jax.ShapeDtypeStruct]) -> dict[LeafPath, jax.Array]:
         """Read some of the weights, slice by slice, each into the sharding of `wanted`."""
-        try:
-            with folder.SafetensorsFolder(self._directory) as source:
-                like = tensors.unflatten(wanted)
-                read = importing.read_weights(source, self._family, self._chosen, like=like)
-        except (OSError, ValueError) as error:
-            raise to_usage_error(error, owner=self.label) from error
+        with (
+            as_usage_error(OSError, ValueError, owner=self.label),
+            folder.SafetensorsFolder(self._directory) as source,
+        ):
+            like = tensors.unflatten(wanted)
+            read = importing.read_weights(source, self._family, self._chosen, like=like)
         return tensors.flatten(read)
 
     def _anatomy(self, *, repeated: bool) -> tensors.Anatomy:

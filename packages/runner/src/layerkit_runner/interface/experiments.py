@@ -13,7 +13,7 @@ from layerkit_runner.config.experiment import BaseExperiment, experiment_fields
 from layerkit_runner.config.overrides import Override, parse_override
 from layerkit_runner.config.registry import find_experiment, load_experiment
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve, with_overrides
-from layerkit_runner.errors import UsageError
+from layerkit_runner.errors import UsageError, as_usage_error
 
 ExperimentLike = str | type[BaseExperiment] | BaseExperiment | ResolvedExperiment
 """An experiment: its name, its class, an instance, or the result of `get_experiment`."""
@@ -99,7 +99,7 @@ def input_batches(
     Raises:
       UserError: There is no such data set, or it cannot be read.
     """
-    from layerkit_runner.data.infeed import as_usage_error, dataset_name, make_input
+    from layerkit_runner.data.infeed import dataset_name, make_input
     from layerkit_runner.trainer.job import build_parts
 
     resolved = get_experiment(experiment, overrides)

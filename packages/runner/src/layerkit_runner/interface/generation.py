@@ -15,8 +15,8 @@ from layerkit_inputs.features import as_tokens, prompt_features
 from layerkit_inputs.tokenizers import Tokenizer
 from layerkit_runner.config.config_tree import field_value
 from layerkit_runner.config.resolve import ResolvedExperiment
-from layerkit_runner.data.infeed import as_usage_error, make_input
-from layerkit_runner.errors import UsageError
+from layerkit_runner.data.infeed import make_input
+from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.trainer.model_calls import max_positions
 

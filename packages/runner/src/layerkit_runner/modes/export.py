@@ -39,7 +39,7 @@ from layerkit.nested_map import NestedMap
 from layerkit_inputs.extras import MissingExtraError
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
-from layerkit_runner.errors import UsageError, to_usage_error
+from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.trainer import model_calls
 from layerkit_runner.trainer.job import Job, choose_step, start_job
@@ -68,7 +68,7 @@ def run_export(resolved: ResolvedExperiment, options: RunOptions) -> int:
             state = job.restore(checkpoints, step, for_training=False).state
         state = job.partitioner.stored_state(job.task, state)
         variables = job.task.decoded_variables(state)
-        try:
+        with as_usage_error(OSError, ImportError, UserError, owner=resolved.name):
             if options.export_format == "stablehlo":
                 export_stablehlo(
                     options.export_dir,
@@ -85,8 +85,6 @@ def run_export(resolved: ResolvedExperiment, options: RunOptions) -> int:
                     {PARAMS: variables[PARAMS]},
                     tokenizer_folder=_tokenizer_folder(job),
                 )
-        except (OSError, ImportError, UserError) as error:
-            raise to_usage_error(error, owner=resolved.name) from error
         kind = "averaged weights" if job.task.train.decode_use_ema_states else "weights"
         job.observers.message(f"wrote the {kind} of step {step} to {options.export_dir}")
     return 0

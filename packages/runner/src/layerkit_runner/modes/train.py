@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import importlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from layerkit_runner.checkpointing import (
 )
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
-from layerkit_runner.data.infeed import as_usage_error, peek_batch
+from layerkit_runner.data.infeed import peek_batch
 from layerkit_runner.data.training_data import TrainInputs, check_same_data
 from layerkit_runner.distributed.process_exchange import (
     distributed_state,
@@ -34,7 +34,7 @@ from layerkit_runner.distributed.process_exchange import (
 )
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.distributed.watchdog import before_forced_exit, forced_exit_on
-from layerkit_runner.errors import StorageError, UsageError, to_usage_error
+from layerkit_runner.errors import StorageError, UsageError, as_usage_error
 from layerkit_runner.modes import end_report
 from layerkit_runner.modes.start_report import (
     LayerNotes,
@@ -313,7 +313,8 @@ def _prepare(
     with LayerNotes() as notes, job.goodput.phase("compile"):
         traced = []
         for data in programs.data.inputs:
-            with _naming_program(job, data.name):
+            on = "" if data.name is None else f" on {data.name}"
+            with as_usage_error(ValueError, owner=f"{job.resolved.name}{on}"):
                 batch = data.abstract_batch
                 traced.append(trace_step(job.task, job.partitioner, abstract_state, batch))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -331,17 +332,8 @@ def _prepare(
 
 
 def _trace(job: Job, program: BaseProgram, abstract_state: TrainState) -> None:
-    with _naming_program(job, program.name):
+    with as_usage_error(ValueError, owner=f"{job.resolved.name} on {program.name}"):
         program.trace(abstract_state)
-
-
-@contextlib.contextmanager
-def _naming_program(job: Job, name: str | None) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        on = "" if name is None else f" on {name}"
-        raise to_usage_error(error, owner=f"{job.resolved.name}{on}") from error
 
 
 def _programs_that_run(job: Job, programs: _Programs) -> list[BaseProgram]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 from etils import epath
 
-from layerkit_runner.errors import UsageError, to_usage_error
+from layerkit_runner.errors import UsageError, as_usage_error
 
 if TYPE_CHECKING:
     from layerkit.config import Config
@@ -338,10 +338,8 @@ def build_observers(configs: Iterable[Config]) -> list[Observer]:
     observers = []
     for index, config in enumerate(configs):
         field = f"observers.{index}"
-        try:
+        with as_usage_error(TypeError, ValueError, owner=field):
             observer = config.Instantiate()
-        except (TypeError, ValueError) as error:
-            raise to_usage_error(error, owner=field) from error
         if not isinstance(observer, Observer):
             expected = "a class derived from layerkit_runner.observers.Observer"
             raise UsageError(field=field, value=type(observer), expected=expected)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from layerkit.errors import ConfigError
 from layerkit_runner.config.flags import read_flags
 from layerkit_runner.config.help import flag_rows, table
-from layerkit_runner.errors import UsageError, to_usage_error
+from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.text import size_text
 from layerkit_runner.run_options import Flag, non_negative
 
@@ -93,13 +93,11 @@ def quantize_folder(
         )
         readers, step = weight_readers(job.partitioner, job.task, settings)
         fields = unflatten_dict(readers)
-        try:
+        with as_usage_error(ConfigError, owner=source):
             # The weights are read one by one, each when it is rounded.
             weights = {PARAMS: fields.pop(PARAMS)}
             config = resolved.task.model
             _, stored = quantize_model(config, weights, weight_format=weight_format)
-        except ConfigError as error:
-            raise to_usage_error(error, owner=source) from error
         others = jax.tree.map(lambda read: read(), fields)
         _write(directory, _with_format(resolved, directory, weight_format), step, stored | others)
         state = job.abstract_stored_state()

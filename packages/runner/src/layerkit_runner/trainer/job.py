@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import functools
 import importlib.metadata
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -33,7 +31,7 @@ from layerkit_runner.distributed.devices import (
     enable_compilation_cache,
     start_devices,
 )
-from layerkit_runner.errors import UsageError, to_usage_error
+from layerkit_runner.errors import UsageError, as_usage_error, to_usage_error
 from layerkit_runner.files.atomic_write import absolute
 from layerkit_runner.observers import (
     Goodput,
@@ -123,20 +121,13 @@ class Job:
 
     def abstract_state(self) -> TrainState:
         """Return the shapes, dtypes and shardings of the state on the devices."""
-        with self._errors_name_experiment():
+        with as_usage_error(ValueError, owner=self.resolved.name):
             return self.partitioner.abstract_state(self.task)
 
     def abstract_stored_state(self) -> TrainState:
         """Return the shapes, dtypes and shardings of the state in a checkpoint."""
-        with self._errors_name_experiment():
+        with as_usage_error(ValueError, owner=self.resolved.name):
             return self.partitioner.abstract_stored_state(self.task)
-
-    @contextlib.contextmanager
-    def _errors_name_experiment(self) -> Iterator[None]:
-        try:
-            yield
-        except ValueError as error:
-            raise to_usage_error(error, owner=self.resolved.name) from error
 
     def restore(
         self, checkpoints: CheckpointManager, step: int, *, for_training: bool = True
@@ -267,10 +258,8 @@ def _built_in_observers(
 
 def build_parts(resolved: ResolvedExperiment) -> tuple[Partitioner, SingleTask]:
     """Build the partitioner and the task of an experiment."""
-    try:
+    with as_usage_error(ValueError, TypeError, owner=resolved.name):
         return resolved.partitioner.Instantiate(), resolved.task.Instantiate()
-    except (ValueError, TypeError) as error:
-        raise to_usage_error(error, owner=resolved.name) from error
 
 
 def versions() -> dict[str, str]:

@@ -21,14 +21,13 @@ from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.infeed import (
     HostTopology,
-    as_usage_error,
     check_batch,
     dataset_name,
     make_input,
     plan_input,
     skipped_line,
 )
-from layerkit_runner.errors import UsageError
+from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.text import aligned
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.tools.plan.devices import start_simulated

@@ -22,7 +22,7 @@ from layerkit_runner.config.config_text import Name, value_text
 from layerkit_runner.config.config_tree import target_name
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
-from layerkit_runner.errors import to_usage_error
+from layerkit_runner.errors import as_usage_error
 from layerkit_runner.tools.plan.devices import start_simulated
 from layerkit_runner.trainer.job import build_parts
 
@@ -32,10 +32,8 @@ def describe_layers(resolved: ResolvedExperiment, options: RunOptions) -> str:
     partitioner, task = build_parts(resolved)
     start_simulated(partitioner, num_devices=options.num_devices)
     partitioner.bind(task)
-    try:
+    with as_usage_error(ValueError, owner=resolved.name):
         layers = built_layers(task.model)
-    except ValueError as error:
-        raise to_usage_error(error, owner=resolved.name) from error
     lines = [f"layers of {resolved.name}"]
     for path, fields in layers.items():
         indent = "  " * (path.count("/") + 1) if path else ""

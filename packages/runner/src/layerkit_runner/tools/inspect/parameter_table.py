@@ -18,7 +18,7 @@ from layerkit.base_layer import PARAMS
 from layerkit.weights import is_box
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
-from layerkit_runner.errors import to_usage_error
+from layerkit_runner.errors import as_usage_error
 from layerkit_runner.files.text import aligned, size_text
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.tools.plan.devices import start_simulated
@@ -101,13 +101,11 @@ def describe_parameters(resolved: ResolvedExperiment, options: RunOptions) -> st
 
 def parameter_table(experiment: str, partitioner: Partitioner, task: SingleTask) -> ParameterTable:
     """Return the table of a task that is bound to a started partitioner."""
-    try:
+    with as_usage_error(ValueError, owner=experiment):
         on_devices = partitioner.abstract_state(task)
         state = partitioner.abstract_stored_state(task)
         boxes = dict(_by_path(jax.eval_shape(lambda: task.model.init_boxed(jax.random.key(0)))))
         trained = task.train.learner.trained_weights.select(state.params)
-    except ValueError as error:
-        raise to_usage_error(error, owner=experiment) from error
     tensors = {tensor.path: tensor for tensor in tensor_memory(on_devices, {}, stored=state)}
     paths = [path for path, _ in _by_path({PARAMS: state.params})]
     frozen_paths = set(paths) - {path for path, _ in _by_path({PARAMS: trained})}

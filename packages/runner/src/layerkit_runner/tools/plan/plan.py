@@ -17,7 +17,7 @@ from layerkit.config import Config
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.infeed import HostTopology, example_batch, plan_input
 from layerkit_runner.data.training_data import training_configs
-from layerkit_runner.errors import UsageError, to_usage_error
+from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.modes.start_report import LayerNotes, num_params
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.tools.plan.bounds import (
@@ -143,7 +143,7 @@ def make_plan(
     partitioner, task = build_parts(resolved) if parts is None else parts
     target = Target(None) if target is None else target
     device = described_kind(target, devices)
-    try:
+    with as_usage_error(ValueError, owner=resolved.name):
         partitioner.start(devices)
         partitioner.bind(task)
         configs = training_configs(resolved)
@@ -158,8 +158,6 @@ def make_plan(
             name: _plan_step(resolved, devices, partitioner, task, batch, target, effort)
             for name, batch in batches.items()
         }
-    except ValueError as error:
-        raise to_usage_error(error, owner=resolved.name) from error
     largest = max(plans, key=lambda name: (plans[name].fits is False, plans[name].memory.peak))
     plan = plans[largest]
     if len(configs) == 1:

@@ -17,7 +17,7 @@ from layerkit_runner.config.config_text import config_json
 from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.config.flags import ParsedFlags, flag_word
 from layerkit_runner.config.overrides import Override, parse_fields, parse_override
-from layerkit_runner.errors import UsageError, to_usage_error
+from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.tools.sweep.study_file import (
     StudyFile,
     as_floats,
@@ -65,11 +65,9 @@ def run_study(flags: ParsedFlags, resolve: Resolve) -> int:
     options, fixed = flags.options, flags.overrides
     file = read_study_file(options.study or "", num_trials=options.num_trials)
     folder = SweepFolder(options.job_log_dir or "")
-    try:
+    with as_usage_error(UserError, owner=f"--study={file.path}"):
         resolved = resolve(fixed)
         file = dataclasses.replace(file, space=fit_space(file, fixed, resolve, resolved))
-    except UserError as error:
-        raise to_usage_error(error, owner=f"--study={file.path}") from error
     dataset = _dataset_of(file, resolved)
     storage = options.study_storage
     ours = description(file, experiment=resolved.name, fixed=fixed, storage=storage)
