@@ -57,7 +57,9 @@ def language_model(num_stages, capacity_factor):
         stack = StackedTransformerRepeated.HParams.config()
     else:
         stack = PipelinedTransformer.HParams.config(
-            num_stages=num_stages, num_microbatches=num_stages
+            num_stages=num_stages,
+            num_microbatches=num_stages,
+            gather_weights_once=capacity_factor is None,
         )
     stack.layer_tpl.attention_tpl.rotary_tpl = RotaryPositionalEmbedding.HParams.config()
     stack.layer_tpl.feed_forward_tpl = MoeFeedForward.HParams.config(
@@ -131,7 +133,8 @@ def test_sequence_parallel_loss_and_gradients_equal_those_of_one_device(sizes):
 
 
 def check_mesh(sizes, rules):
-    # Neighboring meshes alternate between the two dispatch methods.
+    # Neighboring meshes alternate between the two dispatch methods, and between pipeline weights
+    # that are gathered once and at each tick.
     capacity_factor = (None, 1.5)[MESHES.index(sizes) % 2]
     num_stages = sizes[STANDARD_MESH_AXES.index("stage")]
     model, params, expected = unsharded(num_stages, capacity_factor)

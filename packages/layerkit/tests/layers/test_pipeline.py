@@ -355,6 +355,24 @@ def test_streamed_loop_has_only_collective_permutes(stream):
     assert (collectives == {"collective-permute"}) == stream
 
 
+@pytest.mark.parametrize("repeats", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_weights_are_gathered_once_before_the_ticks(repeats):
+    numbers, in_loop, outside = [], [], []
+    for once in (False, True):
+        layer = wide_pipeline(2, 4, repeats=repeats, gather_weights_once=once)
+        rows = np.random.default_rng(2).normal(size=(2, 16, 5, 8)).astype(np.float32)
+        arguments = (layer.init(KEY), *rows)
+        run, placed = compiled_on(bound(stage=2, fsdp=2, tensor=2), layer, arguments)
+        numbers.append(run(*placed))
+        gathers = [line for line in run.as_text().splitlines() if " all-gather(" in line]
+        in_loop.append(sum("while/body" in line for line in gathers))
+        outside.append(len(gathers) - in_loop[-1])
+    jax.tree.map(check_close, *numbers)
+    # The stage has two weights: forward, recomputed and for the gradients of their inputs.
+    assert in_loop == [6, 0]
+    assert outside[1] - outside[0] == 2
+
+
 def test_loop_saves_no_copy_of_the_weights():
     layer = pipeline(2, 4, remat="none")
     x, shift = inputs(4)

@@ -44,6 +44,7 @@ from layerkit.layers.microbatches import (
     split_microbatches,
 )
 from layerkit.layers.pipeline_schedule import PipelineSchedule, Work
+from layerkit.layers.pipeline_weights import GatheredWeights
 from layerkit.layers.remat import check_remat_policy, remat_in_scan
 from layerkit.layers.repeat import check_carry, check_not_shared, lift_options
 from layerkit.layers.selections import as_float, gradient_where, take, where
@@ -76,6 +77,9 @@ class Pipeline(BaseLayer):
       stream_inputs: True to shard the microbatches that are outside of the stages over the stages.
         This requires a number of microbatches that is a multiple of the number of stages. False
         replicates these microbatches on every stage.
+      gather_weights_once: True to gather weights over `fsdp` once, before the first tick. Those of
+        all rounds stay gathered until the backward pass has ended. False gathers them at each tick,
+        as it does those of experts in any case.
       remat: Name of the rematerialization policy of one pass of one stage; see
         `layerkit.layers.remat`. Activations are saved for every tick, so the default saves only the
         inputs of stages (as in Huang et al., 2019).
@@ -91,6 +95,7 @@ class Pipeline(BaseLayer):
     microbatch_size: int | None = None
     circular_repeats: int = 1
     stream_inputs: bool = True
+    gather_weights_once: bool = False
     remat: str = "full"
 
     def setup(self) -> None:
@@ -124,8 +129,10 @@ class Pipeline(BaseLayer):
         # x and the arguments with one entry per row move from stage to stage.
         count = schedule.num_microbatches
         microbatches = [split_microbatches(rows, count) for rows in (x, *arguments.by_row)]
-        run_stages = self._run_stages(arguments)
+        gathered = self._gathered_weights()
+        run_stages = self._run_stages(arguments, gathered)
         read = {kind: self._stage_variables(kind) for kind in (PARAMS, OVERWRITE_WITH_GRADIENT)}
+        read[PARAMS] = gathered.gather(read[PARAMS])
         constants = read, self._stacked(each)
         shared = [
             jnp.broadcast_to(leaf, (self.num_stages, *leaf.shape)) for leaf in arguments.shared
@@ -195,7 +202,7 @@ class Pipeline(BaseLayer):
     # The stages.
 
     @nn.nowrap
-    def _run_stages(self, arguments: Arguments) -> Callable[..., Any]:
+    def _run_stages(self, arguments: Arguments, gathered: GatheredWeights) -> Callable[..., Any]:
         """Return a function that runs all stages for one tick.
 
         The function takes pytrees of arrays `[stage, ...]` and returns (inside, state, reports):
@@ -221,6 +228,7 @@ class Pipeline(BaseLayer):
             if_real = partial(jax.tree.map, partial(where, work.is_real))
             own_constants, shared = guard((own_constants, shared))
             read, own = _cast_like(constants, own_constants)
+            read[PARAMS] = gathered.scatter_gradients(read[PARAMS])
             x, *rows = if_real(inside, jax.tree.map(jnp.zeros_like, inside))
             args, kwargs = arguments.replace(rows, shared)
             result, updates = stage.apply(
@@ -243,6 +251,13 @@ class Pipeline(BaseLayer):
             out_axes=(0, stacked, 0),
             spmd_axis_name=self._stage_mesh_axes(),
         )
+
+    @nn.nowrap
+    def _gathered_weights(self) -> GatheredWeights:
+        stage, _ = self.stage.unbind()
+        stacked = tuple(name for name, _ in reversed(self._stacked_axes()))
+        sharding = self.inherited("sharding") if self.gather_weights_once else None
+        return GatheredWeights(stage, stacked=stacked, sharding=sharding, owner=self.path_name)
 
     @nn.nowrap
     def _select_round(self, variables: Any, work: Work) -> Any:

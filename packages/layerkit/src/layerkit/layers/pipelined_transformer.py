@@ -36,6 +36,8 @@ class PipelinedTransformer(StackedTransformer):
       microbatch_size: Number of rows of a microbatch, instead of `num_microbatches`.
       circular_repeats: Number of rounds of a microbatch, with a shorter run of layers in each.
       stream_inputs: True to spread waiting microbatches over the stages; see `Pipeline`.
+      gather_weights_once: True to gather weights over `fsdp` once instead of at each tick; see
+        `Pipeline`.
       stage_remat: Name of the rematerialization policy of one pass of one stage; see
         `Pipeline.remat`. Where it saves activations, `remat`, the policy of each layer, has no
         effect.
@@ -50,6 +52,7 @@ class PipelinedTransformer(StackedTransformer):
     microbatch_size: int | None = None
     circular_repeats: int = 1
     stream_inputs: bool = True
+    gather_weights_once: bool = False
     stage_remat: str = "full"
 
     @nn.nowrap
@@ -69,6 +72,7 @@ class PipelinedTransformer(StackedTransformer):
             microbatch_size=self.microbatch_size,
             circular_repeats=self.circular_repeats,
             stream_inputs=self.stream_inputs,
+            gather_weights_once=self.gather_weights_once,
             remat=self.stage_remat,
         )
         self.create_child("pipeline", pipeline)
