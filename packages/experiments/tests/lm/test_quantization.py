@@ -106,12 +106,12 @@ def test_use_fp8_is_the_name_of_pax_for_delayed_scaling(raises):
 
 
 def test_unknown_name_is_an_error(raises):
-    with raises(FieldError, field="QUANTIZATION", value="fp8"):
-        LocalText(QUANTIZATION="fp8")
+    with raises(FieldError, field="QUANTIZATION", value="nvfp4"):
+        LocalText(QUANTIZATION="nvfp4")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fp8_delayed", "fp8_current", "int8"])
+@pytest.mark.parametrize("name", ["fp8_delayed", "fp8_current", "mxfp8", "int8"])
 def test_training_ends_near_that_in_floats(name):
     def losses(quantization: str | None) -> np.ndarray:
         small = {**SMALL, "VOCAB_SIZE": 32, "WARMUP_STEPS": 0, "FPROP_DTYPE": "float32"}

@@ -1,4 +1,6 @@
-"""The compilers of H100 and TPU v5e multiply 8-bit numbers in all layers of GPT5B but the head.
+"""The compilers of H100, B200 and TPU v5e multiply 8-bit numbers in all layers of GPT5B.
+
+The head is no layer.
 
 The devices are absent, so these tests run where the compilers are installed: `nox -s compilers`.
 """
@@ -22,7 +24,8 @@ from layerkit_runner.tools.plan.compiling import compile_step, tracing_for
 from layerkit_runner.tools.plan.devices import planned_target, target_devices
 from layerkit_runner.trainer.job import build_parts
 
-PLUGINS = {"h100x1": ("jax_cuda12_plugin", "jax_cuda13_plugin"), "v5e:1x1": ("libtpu",)}
+CUDA = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+PLUGINS = {"h100x1": CUDA, "b200x1": CUDA, "b200x4": CUDA, "v5e:1x1": ("libtpu",)}
 SMALL: dict[str, Any] = {
     "NUM_LAYERS": 2,
     "MODEL_DIMS": 256,
@@ -42,7 +45,7 @@ def compiled_text(name: str, **fields: Any) -> str:
     """Return the compiled training step of a small GPT5B."""
     if not any(map(importlib.util.find_spec, PLUGINS[name])):
         pytest.skip(f"the compiler of {name} is not installed")
-    resolved = resolve(Synthetic5B(**SMALL, **fields))
+    resolved = resolve(Synthetic5B(**(SMALL | fields)))
     partitioner, task = build_parts(resolved)
     target = planned_target(partitioner, target=name)
     devices = target_devices(target)
@@ -88,3 +91,21 @@ def test_products_of_v5e_are_in_int8_but_for_gradients_of_weights_and_the_head()
     assert found["layers", ("s8", "s8")] == 2 * 6
     assert found["layers", ("bf16", "bf16")] == 6
     assert found["head", ("bf16", "bf16")] == 3
+
+
+@pytest.mark.experiments
+def test_products_of_b200_are_in_mxfp8_but_for_the_head():
+    text = compiled_text("b200x1", QUANTIZATION="mxfp8")
+    # Three products of query, key, value, output, up and down in the bodies of the loops.
+    assert text.count('custom_call_target="__cudnn$blockScaledDot"') == 3 * 6
+    assert Counter(products(text)) == {("head", ("bf16", "bf16")): 3}
+
+
+@pytest.mark.experiments
+def test_shards_of_weights_are_gathered_in_mxfp8():
+    text = compiled_text("b200x4", QUANTIZATION="mxfp8", ICI_MESH_SHAPE=[1, 4, 1])
+    # A device has 64 of the 256 rows or columns of a weight.
+    gathered = "".join(re.findall(r" = (.*) all-gather-start\(", text))
+    shards = re.findall(r"(\w+)\[64,(?:256|512)\]", gathered)
+    assert shards and set(shards) == {"f8e4m3fn"}
+    assert "f8e8m0fnu[64,16]" in gathered

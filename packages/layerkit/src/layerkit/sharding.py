@@ -275,6 +275,18 @@ class BoundSharding:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
 
+def model_device(sharding: BoundSharding | None) -> Any:
+    """Return one of the devices that run a model, or an abstract one.
+
+    Args:
+      sharding: Sharding of the model, whose mesh may consist of planned devices. None or without a
+        mesh for the devices of a surrounding `shard_map`, or else JAX's.
+    """
+    if sharding is not None and sharding.mesh is not None:
+        return sharding.mesh.devices.flat[0]
+    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+
+
 def is_single_cpu(sharding: BoundSharding | None) -> bool:
     """Return whether a model runs on one CPU device, whose compiler has slow cases of its own.
 

@@ -21,6 +21,7 @@ from layerkit.field_checks import Conditions
 from layerkit.layers.adapters import LoraDot
 from layerkit.layers.embeddings import ClassSoftmax
 from layerkit.layers.products import Dot
+from layerkit.layers.quantization.block_scaling import MxFp8Dot
 from layerkit.layers.quantization.current_scaling import Fp8CurrentDot, Int8Dot
 from layerkit.layers.quantization.fp8 import Fp8Dot
 from layerkit.layers.rotary_scaling import LinearScaling
@@ -151,7 +152,7 @@ EXAMPLES = [
     of(Dot, {}, lambda layer: layer(inputs(DIMS), jnp.ones((DIMS, DIMS)))),
     *(
         of(dot, {}, lambda layer: layer(inputs(DIMS), jnp.ones((DIMS, DIMS))))
-        for dot in (Fp8Dot, Fp8CurrentDot, Int8Dot)
+        for dot in (Fp8Dot, Fp8CurrentDot, Int8Dot, MxFp8Dot)
     ),
     of(L.RmsNorm, {"dims": DIMS}, on_inputs("dims")),
     of(L.RmsNormNoScale, {}, lambda layer: layer(inputs(DIMS))),

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     )
     from layerkit.layers.products import Dot as Dot
     from layerkit.layers.products import with_dots as with_dots
+    from layerkit.layers.quantization.block_scaling import MxFp8Dot as MxFp8Dot
     from layerkit.layers.quantization.current_scaling import Fp8CurrentDot as Fp8CurrentDot
     from layerkit.layers.quantization.current_scaling import Int8Dot as Int8Dot
     from layerkit.layers.quantization.fp8 import Fp8Dot as Fp8Dot
@@ -123,6 +124,7 @@ __getattr__, __dir__ = lazy_names(
             "RotaryPositionalEmbedding TrainablePositionalEmbedding"
         ),
         "products": "Dot with_dots",
+        "quantization.block_scaling": "MxFp8Dot",
         "quantization.current_scaling": "Fp8CurrentDot Int8Dot",
         "quantization.fp8": "Fp8Dot",
         "quantization.stored_weights": "dequantize_model quantize_model",

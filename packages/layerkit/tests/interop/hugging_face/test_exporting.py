@@ -35,6 +35,7 @@ from layerkit.layers import (
 from layerkit.layers.adapters import with_lora
 from layerkit.layers.pipelined_transformer import PipelinedTransformer
 from layerkit.layers.products import with_dots
+from layerkit.layers.quantization.block_scaling import MxFp8Dot
 from layerkit.layers.quantization.current_scaling import Fp8CurrentDot, Int8Dot
 from layerkit.layers.quantization.fp8 import Fp8Dot
 from layerkit.models import DpoModel, LanguageModel, TransformerLm
@@ -223,7 +224,7 @@ def test_export_to_the_tokenizer_folder_raises(raises: Any, make_folder: Any):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-@pytest.mark.parametrize("dot", [Fp8Dot, Fp8CurrentDot, Int8Dot])
+@pytest.mark.parametrize("dot", [Fp8Dot, Fp8CurrentDot, Int8Dot, MxFp8Dot])
 def test_weights_trained_in_8_bits_are_not_rounded(make_folder: Any, tmp_path: Path, dot: Any):
     model, variables = import_model(make_folder("llama"))
     export_model(tmp_path / "again", with_dots(model, dot.HParams.config()), variables)

@@ -6,11 +6,12 @@ from typing import Literal
 
 from layerkit.config import Config
 from layerkit.errors import ConfigError
-from layerkit.layers import Fp8CurrentDot, Fp8Dot, Int8Dot, with_dots
+from layerkit.layers import Fp8CurrentDot, Fp8Dot, Int8Dot, MxFp8Dot, with_dots
 
 _DOTS: dict[str, Config] = {
     "fp8_delayed": Fp8Dot.HParams.config(),
     "fp8_current": Fp8CurrentDot.HParams.config(),
+    "mxfp8": MxFp8Dot.HParams.config(),
     "int8": Int8Dot.HParams.config(),
 }
 _LAYERS = r"lm_tpl\.stack_tpl\..*"
@@ -22,9 +23,9 @@ class QuantizedProducts:
     Embedding and softmax keep FPROP_DTYPE.
     """
 
-    QUANTIZATION: Literal["fp8_delayed", "fp8_current", "int8"] | None = None
-    """Products of the layers: `fp8_delayed`, `fp8_current` (Hopper and later GPUs), `int8` (TPUs);
-    None for FPROP_DTYPE. See docs/quantization.md."""
+    QUANTIZATION: Literal["fp8_delayed", "fp8_current", "mxfp8", "int8"] | None = None
+    """Products of the layers: `fp8_delayed`, `fp8_current` (Hopper and later GPUs), `mxfp8`
+    (Blackwell), `int8` (TPUs); None for FPROP_DTYPE. See docs/quantization.md."""
 
     def quantized(self, model: Config) -> Config:
         """Return the config of a LanguageModel with the products of QUANTIZATION."""

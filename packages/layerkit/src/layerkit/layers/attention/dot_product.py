@@ -40,7 +40,7 @@ from layerkit.layers.attention.sharded_kernel import (
 )
 from layerkit.layers.attention.xla import xla_attention
 from layerkit.layers.masks import AttentionMask
-from layerkit.sharding import BoundSharding
+from layerkit.sharding import BoundSharding, model_device
 
 _LOG = logging.getLogger("layerkit.attention")
 
@@ -123,7 +123,7 @@ def dot_product_attention(
             interpret=interpret,
         )
         return ulysses_attention(attend, query, key, value, sharding=sharding)
-    platform = platform or _platform_of(sharding)
+    platform = platform or str(model_device(sharding).platform)
     call = describe_call(
         query,
         key,
@@ -142,7 +142,7 @@ def dot_product_attention(
     _LOG.info(chosen.describe())
     kernel_options: dict[str, Any] = {"blocks": kernel_blocks, "interpret": interpret}
     if platform == "tpu":
-        kernel_options["device_kind"] = _device_of(sharding).device_kind
+        kernel_options["device_kind"] = model_device(sharding).device_kind
     if sharding is not None and call.uses_ring:
         return ring_attention(
             query,
@@ -217,7 +217,7 @@ def describe_call(
       context_parallel: `all_gather` or `ring`. Under `ulysses`, attention is called with whole
         rows and another sharding.
     """
-    platform = platform or _platform_of(sharding)
+    platform = platform or str(model_device(sharding).platform)
     num_shards = 1 if sharding is None else sharding.num_shards("length")
     return AttentionCall(
         platform=platform,
@@ -282,18 +282,6 @@ def _sharded_splash_kernel(
     return functools.partial(
         splash_kernel, query=query, key=key, num_shards=sharding.num_shards("length"), **options
     )
-
-
-def _platform_of(sharding: BoundSharding | None) -> str:
-    return str(_device_of(sharding).platform)
-
-
-def _device_of(sharding: BoundSharding | None) -> Any:
-    """Return a device, or an abstract one, of those that run a model."""
-    # A mesh may consist of planned devices. Without a sharding, it may be that of a `shard_map`.
-    if sharding is not None and sharding.mesh is not None:
-        return sharding.mesh.devices.flat[0]
-    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
 
 def _check_shapes(
