@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from layerkit.layers.linears import Linear
+from layerkit.layers.moe.grouped_matmul import GroupedMatmul, RowGroups, RowsProduct
 from layerkit.layers.quantization.current_scaling import (
     FP8_CURRENT,
     INT8,
     Fp8CurrentDot,
     Int8Dot,
+    grouped_scaled_matmul,
     scaled_matmul,
 )
 
@@ -70,6 +72,25 @@ def test_group_of_weights_equals_its_members(scheme):
         found = (y[member], *(gradient[member] for gradient in pullback(g)))
         for ours, theirs in zip(found, (own, *own_pullback(g[member])), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@SCHEMES
+@pytest.mark.parametrize("implementation", ["ragged_dot", "blocks"])
+def test_rows_of_each_group_equal_numpy(scheme, implementation):
+    sizes = [8, 0, 24]
+    matmul = GroupedMatmul(implementation, "cpu", "")
+    groups = RowGroups(np.array(sizes, np.int32), block=8, num_balanced=32)
+    product = RowsProduct(groups, matmul, num_rows=32)
+    rows, w, g = draw(0, 32, 16), draw(1, 3, 16, 8), draw(2, 32, 8)
+    y, pullback = jax.vjp(lambda rows, w: grouped_scaled_matmul(rows, w, product, scheme), rows, w)
+    of_rows, of_w = pullback(g)
+    for group, part in ((0, slice(0, 8)), (2, slice(8, 32))):
+        found = y[part], of_rows[part], of_w[group]
+        for ours, theirs in zip(
+            found, expected(rows[part], w[group], g[part], scheme), strict=True
+        ):
+            np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5 * np.abs(theirs).max())
+    assert not np.any(of_w[1])
 
 
 @SCHEMES
