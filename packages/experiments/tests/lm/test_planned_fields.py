@@ -146,15 +146,27 @@ def test_fprop_dtype_if_the_compiler_computes_in_float32():
 
 
 @pytest.mark.experiments
-def test_plan_follows_checkpoint_policy():
-    fields = {"NUM_LAYERS": 6, "PERCORE_BATCH_SIZE": 32.0, "MAX_SEQ_LEN": 128}
-    kept, recomputed, by_pax = (
-        planned_for_gpus(**fields, CHECKPOINT_POLICY=policy)
-        for policy in ("none", "full", "SAVE_NOTHING")
+def test_full_checkpoint_policy_keeps_only_the_inputs_of_layers():
+    rows, length, dims = 8, 2048, 768
+    fields = {
+        "PERCORE_BATCH_SIZE": float(rows),
+        "MAX_SEQ_LEN": length,
+        "MODEL_DIMS": dims,
+        "HIDDEN_DIMS": 4 * dims,
+        "NUM_HEADS": 12,
+        "DIMS_PER_HEAD": 64,
+    }
+    kept, recomputed, by_pax, deeper = (
+        planned_for_gpus(**fields, NUM_LAYERS=layers, CHECKPOINT_POLICY=policy)
+        for policy, layers in (("none", 2), ("full", 2), ("SAVE_NOTHING", 2), ("full", 4))
     )
-    assert recomputed["memory"]["temporaries"] < 0.7 * kept["memory"]["temporaries"]
     assert by_pax["memory"] == recomputed["memory"]
     assert recomputed["flops_per_step"] == kept["flops_per_step"]  # those of the model
+    assert recomputed["memory"]["temporaries"] < 0.7 * kept["memory"]["temporaries"]
+    growth = deeper["memory"]["temporaries"] - recomputed["memory"]["temporaries"]
+    layer_input = rows * length * dims * 2  # in bfloat16
+    gradients = 2 * (4 * dims * dims + 2 * dims * 4 * dims)  # of the weights, in bfloat16
+    assert growth < 2.1 * (layer_input + gradients)
 
 
 @pytest.mark.experiments

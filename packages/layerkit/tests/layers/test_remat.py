@@ -202,6 +202,29 @@ def test_name_activation_raises_for_an_unknown_name(raises):
         name_activation(X, "querry")
 
 
+@pytest.mark.parametrize("train_weights", [True, False])
+def test_input_gets_its_gradient_after_the_weights_of_its_layer(train_weights):
+    loss, variables = stack_loss(StackedTransformer, "full")
+    gradient = jax.grad(loss, argnums=(0, 1) if train_weights else 1)
+    equations = jax.make_jaxpr(gradient)(variables, ROWS).eqns
+    backward = [each.params["jaxpr"] for each in equations if each.primitive.name == "remat2"]
+    expected = [ROWS.shape]
+    if train_weights:  # Frozen weights get no gradient.
+        expected += [w.shape for w in jax.tree.leaves(variables["params"]["layers_0"])]
+    assert len(backward) == 2
+    for layer in backward:
+        last = [e for e in layer.eqns if e.primitive.name == "optimization_barrier"][-1]
+        assert sorted(each.aval.shape for each in last.outvars) == sorted(expected)
+
+
+def test_rematerialized_layers_have_forward_mode_derivatives():
+    def derivative(policy):
+        loss, variables = stack_loss(StackedTransformer, policy)
+        return jax.jvp(lambda x: loss(variables, x), (ROWS,), (jnp.cos(ROWS),))[1]
+
+    np.testing.assert_allclose(derivative("full"), derivative("none"), rtol=1e-5)
+
+
 def test_none_policy_returns_the_function():
     def body(module, x):
         return x

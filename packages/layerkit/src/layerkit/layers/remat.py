@@ -23,12 +23,15 @@ and keys, copies the inputs of the layers to host memory, and computes the rest 
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
 from layerkit.checks import check_choice, require
 from layerkit.errors import ConfigError
@@ -193,7 +196,51 @@ def remat(body: Callable[..., Any], policy: str, *, in_scan: bool) -> Callable[.
     """
     if policy == "none":
         return body
+    if not in_scan:
+        body = _in_order(body)
     return nn.remat(body, policy=_policy(policy), prevent_cse=not in_scan)
+
+
+def _in_order(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `body` whose input gets its gradient after the weights have theirs.
+
+    XLA for several GPUs postpones the gradients of weights until they are summed over the devices,
+    which keeps the recomputed activations of all layers.
+    """
+
+    def ordered(module: Any, x: Any, *args: Any) -> Any:
+        if module.is_initializing():
+            return body(module, x, *args)
+
+        def join(weights: Any) -> Any:
+            nonlocal x
+            joined, x = _join_gradients((weights, x))
+            return joined
+
+        def run(module: Any) -> Any:
+            return body(module, x, *args)
+
+        return nn.map_variables(run, "params", trans_in_fn=join)(module)
+
+    return ordered
+
+
+@jax.custom_jvp
+def _join_gradients(arrays: Any) -> Any:
+    """Return the arrays; the gradient of none is read before those of all are computed."""
+    return arrays
+
+
+@functools.partial(_join_gradients.defjvp, symbolic_zeros=True)
+def _join_tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    leaves, structure = jax.tree.flatten(tangents[0])
+    # Frozen weights and integers have no gradient.
+    is_joined = [not isinstance(leaf, SymbolicZero) for leaf in leaves]
+    joined = iter(jax.lax.optimization_barrier([*itertools.compress(leaves, is_joined)]))
+    leaves = [
+        next(joined) if is_kept else leaf for leaf, is_kept in zip(leaves, is_joined, strict=True)
+    ]
+    return primals[0], jax.tree.unflatten(structure, leaves)
 
 
 def remat_in_scan(body: Callable[..., Any], policy: str) -> Callable[..., Any]:
