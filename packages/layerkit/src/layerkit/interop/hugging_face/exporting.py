@@ -47,11 +47,11 @@ _NO_EFFECT = frozenset({
     "activation_axes", "axes", "backend", "balance_all_choices", "bias_axes", "cache_format",
     "capacity_factor", "chunk_size", "circular_repeats", "context_parallel", "decoder", "down_init",
     "dropout_rate", "droppath_rate", "dtype", "embedding_axes", "exchange_buffer_factor",
-    "expert_exchange", "fprop_dtype", "grouped_matmul", "jitter", "kernel_blocks",
-    "label_smoothing", "load_balance_weight", "microbatch_size", "num_groups", "num_microbatches",
-    "num_stages", "params_init", "remat", "router_z_weight", "sharding", "stacked_shape",
-    "stage_remat", "stream_inputs", "train", "unroll", "weight_axes", "weight_init",
-    "z_loss_weight",
+    "expert_exchange", "fprop_dtype", "gather_weights_once", "grouped_matmul", "jitter",
+    "kernel_blocks", "label_smoothing", "load_balance_weight", "microbatch_size", "num_groups",
+    "num_microbatches", "num_stages", "params_init", "remat", "router_z_weight", "sharding",
+    "stacked_shape", "stage_remat", "stream_inputs", "train", "unroll", "weight_axes",
+    "weight_init", "z_loss_weight",
 })
 # fmt: on
 # Products that round their factors. The weights themselves are not rounded.
