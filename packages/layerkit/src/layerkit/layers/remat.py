@@ -24,7 +24,6 @@ and keys, copies the inputs of the layers to host memory, and computes the rest 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -235,11 +234,9 @@ def _join_gradients(arrays: Any) -> Any:
 def _join_tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
     leaves, structure = jax.tree.flatten(tangents[0])
     # Frozen weights and integers have no gradient.
-    is_joined = [not isinstance(leaf, SymbolicZero) for leaf in leaves]
-    joined = iter(jax.lax.optimization_barrier([*itertools.compress(leaves, is_joined)]))
-    leaves = [
-        next(joined) if is_kept else leaf for leaf, is_kept in zip(leaves, is_joined, strict=True)
-    ]
+    given = [leaf for leaf in leaves if not isinstance(leaf, SymbolicZero)]
+    joined = iter(jax.lax.optimization_barrier(given))
+    leaves = [leaf if isinstance(leaf, SymbolicZero) else next(joined) for leaf in leaves]
     return primals[0], jax.tree.unflatten(structure, leaves)
 
 

@@ -77,11 +77,8 @@ class MxFp8Dot(Dot):
         del own
         self._kernel()
         if self.is_training:
-            raise ConfigError(
-                owner=self.path_name,
-                field="dot_tpl",
-                value=type(self).__name__,
-                expected="Fp8CurrentDot, Fp8Dot or Int8Dot, since experts have no capacity",
+            raise self._refusal(
+                "Fp8CurrentDot, Fp8Dot or Int8Dot, since experts have no capacity",
                 hint="Or set capacity_factor.",
             )
         rounded_w = _restored(w.swapaxes(1, 2)).swapaxes(1, 2)
@@ -94,11 +91,8 @@ class MxFp8Dot(Dot):
         nearest = "The nearest product is Fp8CurrentDot (QUANTIZATION=fp8_current)."
         for name in _UNSPLIT_AXES:
             if sharding is not None and sharding.is_split(name):
-                raise ConfigError(
-                    owner=self.path_name,
-                    field="dot_tpl",
-                    value=type(self).__name__,
-                    expected=f"a product that supports the mesh, which splits {name!r}",
+                raise self._refusal(
+                    f"a product that supports the mesh, which splits {name!r}",
                     hint=f"MXFP8 supports meshes of data, fsdp, expert and stage. {nearest}",
                 )
         device = model_device(sharding)
@@ -107,12 +101,19 @@ class MxFp8Dot(Dot):
         if device.platform == "cpu":
             return "float32"
         # XLA would compute `scaled_matmul` in float32 on older GPUs.
-        raise ConfigError(
+        raise self._refusal(
+            f"a product that the device kind {device.device_kind!r} supports",
+            hint=f"MXFP8 needs a B200, GB200, B300 or GB300. {nearest}",
+        )
+
+    @nn.nowrap
+    def _refusal(self, expected: str, *, hint: str) -> ConfigError:
+        return ConfigError(
             owner=self.path_name,
             field="dot_tpl",
             value=type(self).__name__,
-            expected=f"a product that the device kind {device.device_kind!r} supports",
-            hint=f"MXFP8 needs a B200, GB200, B300 or GB300. {nearest}",
+            expected=expected,
+            hint=hint,
         )
 
 
