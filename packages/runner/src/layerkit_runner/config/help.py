@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from layerkit_runner.config import commands
+from layerkit_runner.config.flags import read_flags
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import FLAGS, MODES, Flag
 
@@ -136,6 +138,33 @@ def _mode_page(name: str, summary: str, tool: commands.Mode | None) -> str:
     return "\n".join(
         [f"runner --exp=NAME --mode={name} [flags]", "", summary, "", *table(rows), "", *wrapped]
     )
+
+
+def read_command(
+    words: Sequence[str], tables: Mapping[str, Sequence[Flag]], *, kind: str, page: str
+) -> tuple[str, dict[str, Any], list[str]] | None:
+    """Read the words of a tool whose first word selects the table of flags.
+
+    Args:
+      words: Words after the program's name.
+      tables: Flags by first word, each with the switch `help`.
+      kind: What the first word names, for error messages.
+      page: Text that `--help` prints.
+
+    Returns:
+      (first word, values of the given flags by name, other words), or None if help was printed.
+    """
+    name, *rest = words or [""]
+    if name in ("--help", "-h"):
+        print(page)
+        return None
+    if name not in tables:
+        raise UsageError(f"unknown {kind}", value=name, choices=tables)
+    given, others = read_flags(rest, tables[name], takes_words=True)
+    if given.pop("help", False):
+        print("\n".join([page, *table(flag_rows(tables[name]))]))
+        return None
+    return name, given, others
 
 
 def flag_rows(rows: Iterable[Flag]) -> list[tuple[str, str]]:

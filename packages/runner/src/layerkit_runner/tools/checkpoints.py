@@ -33,8 +33,8 @@ from layerkit_runner.checkpointing.policy import (
     SavedStep,
     read_evaluations,
 )
-from layerkit_runner.config.flags import read_flags, unknown_flag
-from layerkit_runner.config.help import flag_rows, table
+from layerkit_runner.config.flags import unknown_flag
+from layerkit_runner.config.help import read_command
 from layerkit_runner.errors import StorageError, UsageError, with_data
 from layerkit_runner.files.atomic_write import absolute
 from layerkit_runner.files.text import aligned, size_text
@@ -91,30 +91,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    name, *rest = words or [""]
-    if name in ("--help", "-h"):
-        print(__doc__)
+    overrides = [word for word in words[1:] if word.startswith("--fdl.")]
+    others = [word for word in words if word not in overrides]
+    command = read_command(others, _FLAGS, kind="command", page=__doc__ or "")
+    if command is None:
         return 0
-    if name not in _FLAGS:
-        raise UsageError("unknown command", value=name, choices=_FLAGS)
-    overrides = [word for word in rest if word.startswith("--fdl.")]
-    others = [word for word in rest if word not in overrides]
-    given, folders = read_flags(others, _FLAGS[name], takes_words=True)
-    if given.pop("help", False):
-        print("\n".join([__doc__, *table(flag_rows(_FLAGS[name]))]))
-        return 0
+    name, given, paths = command
     if overrides and "exp" not in given:
         known = [flag.name for flag in _FLAGS[name]]
         raise unknown_flag(overrides[0].partition("=")[0], known, known)
     places = ["DIR", "DEST"] if name == "convert" else ["DIR"]
-    if len(folders) != len(places):
-        raise UsageError(field="folders", value=folders, expected=" and ".join(places))
+    if len(paths) != len(places):
+        raise UsageError(field="folders", value=paths, expected=" and ".join(places))
     if name == "convert":
         if "to" not in given:
             raise UsageError("missing flag", field="--to", choices=_TARGETS)
-        return _convert(*folders, overrides=overrides, origin=given.pop("from", None), **given)
+        return _convert(*paths, overrides=overrides, origin=given.pop("from", None), **given)
     runs: dict[str, Callable[..., int]] = {"list": _list, "verify": _verify, "show": _show}
-    return runs[name](*folders, **given)
+    return runs[name](*paths, **given)
 
 
 def _list(folder: str, *, read: bool = False) -> int:

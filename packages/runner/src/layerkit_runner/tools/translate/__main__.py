@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from layerkit.errors import UserError
-from layerkit_runner.config.flags import read_flags
-from layerkit_runner.config.help import flag_rows, table
+from layerkit_runner.config.help import read_command
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.bounded_documents import DocumentError, read_text
 from layerkit_runner.run_options import Flag
@@ -59,16 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    framework, *rest = words or [""]
-    if framework in ("--help", "-h"):
-        print(__doc__)
+    command = read_command(words, _FLAGS, kind="framework", page=__doc__ or "")
+    if command is None:
         return 0
-    if framework not in _FLAGS:
-        raise UsageError("unknown framework", value=framework, choices=_FLAGS)
-    given, files = read_flags(rest, _FLAGS[framework], takes_words=True)
-    if given.pop("help", False):
-        print("\n".join([__doc__, *table(flag_rows(_FLAGS[framework]))]))
-        return 0
+    framework, given, files = command
     if not files:
         raise UsageError(field="files", value=files, expected=f"one or more of {framework}")
     return _maxtext(files, **given) if framework == "maxtext" else _pax(files, given.get("class"))
