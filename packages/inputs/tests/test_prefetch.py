@@ -86,6 +86,7 @@ def test_an_error_of_the_source_comes_after_the_batches_before_it():
 
 
 def test_closing_ends_the_thread_and_closes_the_source():
+    gc.collect()  # ends the threads of inputs that other tests left in reference cycles
     before = prefetch_threads()
     source = Gated(batch_size=1, is_training=True)
     ahead = Prefetch(source=source)
@@ -96,9 +97,11 @@ def test_closing_ends_the_thread_and_closes_the_source():
 
 
 def test_forgetting_the_input_ends_the_thread():
+    gc.collect()
     before = prefetch_threads()
     ahead = Prefetch(source=Gated(batch_size=1, is_training=True))
     ahead.get_next()
+    assert prefetch_threads() == before + 1
     del ahead
     gc.collect()
     assert prefetch_threads() == before
