@@ -116,6 +116,10 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 MESSAGES = "error_messages.json"
+# Python 3.13 appends this suggestion to its own message; earlier versions do not.
+PYTHON_SUGGESTION = re.compile(
+    r"(?P<message>\(\) got an unexpected keyword argument '\w+')\. Did you mean '\w+'\?"
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -166,6 +170,7 @@ class _Messages:
     def check(self, message: str) -> None:
         """Compare a message with its record, or replace the record."""
         message = self._folder.sub("TMP", message)
+        message = PYTHON_SUGGESTION.sub(r"\g<message>", message)
         self._count += 1
         key = self._key if self._count == 1 else f"{self._key} #{self._count}"
         if self._update:

@@ -157,7 +157,7 @@ def test_signal_during_a_print_is_handled(
 
 # Sends a signal to a forked child, which outlives the loop unless the signal ends it.
 FORK = """
-import os, signal, sys, threading, time, warnings
+import os, signal, sys, threading, time
 from layerkit_runner.distributed.stop_signals import StopSignals
 number = signal.Signals[sys.argv[1]]
 children = []
@@ -196,8 +196,10 @@ if number != signal.SIGTERM:
     ],
 )
 def test_signal_to_a_forked_child_does_not_reach_its_parent(name: str, child: str):
+    # Python 3.12 and later warn of `os.fork` in a process with several threads.
+    ignore = "ignore:This process (pid=:DeprecationWarning"
     done = subprocess.run(
-        [sys.executable, "-c", FORK, name],
+        [sys.executable, "-W", ignore, "-c", FORK, name],
         capture_output=True,
         text=True,
         timeout=60,
