@@ -1,4 +1,4 @@
-"""Compare training steps on this machine: layerkit, hand-written JAX, and PyTorch.
+"""Compare training steps on a CPU or a GPU: layerkit, hand-written JAX, and PyTorch.
 
 Each trains the same model from the same weights on the same batch, in a process of its own, as a
 run would: layerkit's keeps freed memory, as `runner` does. The processes take turns of some steps,
@@ -7,12 +7,18 @@ speed relative to layerkit's. The losses of the first steps must agree.
 
     python -m venv torch && torch/bin/pip install torch==2.13.0 numpy
     python benchmarks/peers.py --torch=torch/bin/python
+    python benchmarks/peers.py --torch=python --bf16 --dims 768 --layers 12 --heads 12 --mlp 2048 \
+        --length 2048 --vocab 50304      # on a GPU
+
+With `--bf16`, products are in bfloat16, and weights, norms and the loss in float32 (in PyTorch, by
+autocast).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -24,12 +30,12 @@ from typing import Any
 import numpy as np
 
 CHECKED_STEPS = 3
-LOSS_TOLERANCE = 1e-4
+LOSS_TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-3}
 RIVALS = ("layerkit", "handwritten", "torch eager", "torch compiled")
 SIZES = {"vocab": 512, "dims": 256, "layers": 4, "heads": 4, "mlp": 1024, "batch": 8, "length": 256}
 
 
-def jax_step(name: str, sizes: dict[str, int], given: dict[str, Any]) -> Callable[[], float]:
+def jax_step(name: str, sizes: dict[str, Any], given: dict[str, Any]) -> Callable[[], float]:
     """Return a function that trains one step of layerkit or of the hand-written model."""
     if name == "layerkit":
         from layerkit_runner.distributed.host_memory import keep_freed_memory
@@ -41,7 +47,7 @@ def jax_step(name: str, sizes: dict[str, int], given: dict[str, Any]) -> Callabl
     from layerkit.nested_map import NestedMap
 
     params = jax.tree.map(jax.numpy.asarray, given["params"])
-    whole = Sizes(**sizes, kv_heads=sizes["heads"], bf16=False, remat=False)
+    whole = Sizes(**sizes, kv_heads=sizes["heads"], remat=False)
     if name == "layerkit":
         batch = NestedMap({key: given["batch"][key] for key in ("ids", "labels", "weights")})
         step, state = layerkit_step(whole, params, batch)
@@ -78,9 +84,12 @@ def work(name: str, folder: Path) -> None:
     if name.startswith("torch"):
         from torch_rival import make_step
 
-        is_compiled = name == "torch compiled"
         step = make_step(
-            given["params"], given["batch"], heads=sizes["heads"], is_compiled=is_compiled
+            given["params"],
+            given["batch"],
+            heads=sizes["heads"],
+            bf16=sizes["bf16"],
+            is_compiled=name == "torch compiled",
         )
     else:
         step = jax_step(name, sizes, given)
@@ -97,13 +106,13 @@ def serve(step: Callable[[], Any], *, first: Any) -> None:
         print((time.perf_counter() - began) / int(line), flush=True)
 
 
-def write_inputs(folder: Path, sizes: dict[str, int]) -> None:
+def write_inputs(folder: Path, sizes: dict[str, Any]) -> None:
     """Write sizes, weights and batch for all rivals."""
     import handwritten
     import jax
     from step import Sizes, make_batch, rival_config
 
-    whole = Sizes(**sizes, kv_heads=sizes["heads"], bf16=False, remat=False)
+    whole = Sizes(**sizes, kv_heads=sizes["heads"], remat=False)
     params = handwritten.init_params(jax.random.key(0), rival_config(whole))
     batch = make_batch(whole, 0)
     length = np.arange(sizes["length"], dtype=np.int32)
@@ -123,7 +132,11 @@ def write_inputs(folder: Path, sizes: dict[str, int]) -> None:
 
 def start(command: Sequence[str]) -> subprocess.Popen[str]:
     """Start a worker, which calls `serve`."""
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    # The workers share the memory of a GPU.
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ}
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
 
 def read(worker: subprocess.Popen[str]) -> str:
@@ -160,7 +173,7 @@ def print_table(seconds: dict[str, list[float]]) -> None:
 
 
 def compare(
-    rivals: Sequence[str], sizes: dict[str, int], *, torch: str | None, turns: int, steps: int
+    rivals: Sequence[str], sizes: dict[str, Any], *, torch: str | None, turns: int, steps: int
 ) -> dict[str, list[float]]:
     """Return the seconds per step of each turn, by rival."""
     with tempfile.TemporaryDirectory() as name:
@@ -174,9 +187,10 @@ def compare(
             )
             for rival in rivals
         }
+        tolerance = LOSS_TOLERANCES["bfloat16" if sizes["bf16"] else "float32"]
         losses = {rival: json.loads(read(worker)) for rival, worker in workers.items()}
         for rival, found in losses.items():
-            if not np.allclose(found, losses[rivals[0]], rtol=LOSS_TOLERANCE):
+            if not np.allclose(found, losses[rivals[0]], rtol=tolerance):
                 raise SystemExit(f"losses differ: {rival} {found}, {rivals[0]} {losses[rivals[0]]}")
         return take_turns(workers, turns=turns, steps=steps)
 
@@ -187,6 +201,7 @@ def main() -> None:
     parser.add_argument("--torch", help="Python interpreter with PyTorch; none: without PyTorch")
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--steps", type=int, default=5, help="steps of a turn")
+    parser.add_argument("--bf16", action="store_true", help="multiply in bfloat16")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     for name, default in SIZES.items():
@@ -196,7 +211,7 @@ def main() -> None:
         work(args.worker, args.folder)
         return
     rivals = [name for name in RIVALS if args.torch or not name.startswith("torch")]
-    sizes = {name: getattr(args, name) for name in SIZES}
+    sizes = {name: getattr(args, name) for name in (*SIZES, "bf16")}
     found = compare(rivals, sizes, torch=args.torch, turns=args.turns, steps=args.steps)
     print_table(found)
 

@@ -1,7 +1,7 @@
 """The model of `handwritten.py` and its training step in PyTorch, for `peers.py`.
 
-It imports nothing of this project. Rows are whole documents, so that attention is plainly causal
-and PyTorch's fused kernel for CPUs applies.
+It imports nothing of this project, and uses the GPU if PyTorch finds one. Rows are whole documents,
+so that attention is plainly causal and PyTorch's fused kernels apply.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ class Model(nn.Module):
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the mean cross-entropy of `labels` `[batch, length]` in nats, a scalar."""
-        exponents = torch.arange(0, self.head, 2, dtype=torch.float32) / self.head
-        angles = torch.arange(ids.shape[1])[:, None] / 10_000.0**exponents
+        numbers = {"dtype": torch.float32, "device": ids.device}
+        exponents = torch.arange(0, self.head, 2, **numbers) / self.head
+        angles = torch.arange(ids.shape[1], **numbers)[:, None] / 10_000.0**exponents
         sin, cos = angles.sin(), angles.cos()
         x = self.embedding[ids]
         for layer in self.layers:
@@ -78,19 +79,28 @@ class Model(nn.Module):
 
 
 def make_step(
-    params: Mapping[str, Any], batch: Mapping[str, np.ndarray], *, heads: int, is_compiled: bool
+    params: Mapping[str, Any],
+    batch: Mapping[str, np.ndarray],
+    *,
+    heads: int,
+    bf16: bool,
+    is_compiled: bool,
 ) -> Callable[[], float]:
     """Return a function that trains one step with AdamW and returns the loss before it."""
-    model = Model(params, heads)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = Model(params, heads).to(device)
     optimizer = torch.optim.AdamW(
         model.parameters(), LEARNING_RATE, (0.9, 0.95), 1e-8, weight_decay=0.0, fused=True
     )
-    ids, labels = (torch.tensor(batch[name], dtype=torch.long) for name in ("ids", "labels"))
+    ids, labels = (
+        torch.tensor(batch[name], dtype=torch.long, device=device) for name in ("ids", "labels")
+    )
     forward = torch.compile(model) if is_compiled else model
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
-        loss = forward(ids, labels)
+        with torch.autocast(device, torch.bfloat16, enabled=bf16):
+            loss = forward(ids, labels)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP, foreach=True)
         optimizer.step()

@@ -6,10 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from layerkit.layers.attention.backends import UnsupportedBackendError, select_backend
 from layerkit.layers.attention.dot_product import describe_call, dot_product_attention
 from layerkit.layers.attention.flash_gpu import flash_attention_gpu
+from layerkit.layers.attention.kernel_math import overlapping_blocks
 from layerkit.layers.attention.xla import xla_attention
 from layerkit.layers.masks import AttentionMask
 from layerkit.sharding import BoundSharding
@@ -119,6 +122,45 @@ def test_masked_blocks_are_skipped():
     clean, read = attend(query, key, value), attend(query, *poisoned)
     np.testing.assert_array_equal(read[:, :32], clean[:, :32])
     assert np.isnan(read[:, 32:]).all()
+
+
+def test_blocks_of_other_documents_are_skipped():
+    """What other documents hold may be NaN, in values and gradients."""
+    mask = AttentionMask.bidirectional_mask(
+        BATCH, LENGTH, segment_ids=jnp.repeat(jnp.array([[1, 2, 2], [1, 1, 2]]), 16, axis=1)
+    )
+    blocks = {"mask": mask, "scale": 1.0, "blocks": (16, 16)}
+
+    def first_block(*inputs):
+        return jnp.sum(jnp.sin(interpreted(*inputs, **blocks)[0, :16]))
+
+    inputs = draw()
+    poisoned = [x.at[0, 16:].set(jnp.nan) for x in inputs]
+    gradients = jax.jit(jax.value_and_grad(first_block, (0, 1, 2)))
+    (clean, expected), (found, ours) = gradients(*inputs), gradients(*poisoned)
+    assert found == clean
+    for a, b in zip(ours, expected, strict=True):
+        np.testing.assert_array_equal(a[0, :16], b[0, :16])
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_overlapping_blocks_include_every_equal_segment(data):
+    """Segment ids in any order, of rows of unequal lengths."""
+    rows = [
+        np.array(data.draw(st.lists(st.integers(0, 4), min_size=size, max_size=size)), np.int32)
+        for size in (12, 8)
+    ]
+    found = overlapping_blocks(*(jnp.asarray(row[None]) for row in rows), blocks=(4, 2))
+    for block, (first, last) in zip(rows[0].reshape(3, 4), np.asarray(found[0]), strict=True):
+        equal = [i for i, other in enumerate(rows[1].reshape(4, 2)) if set(block) & set(other)]
+        assert all(first <= i < last for i in equal)
+
+
+def test_ascending_segments_overlap_in_their_own_blocks_alone():
+    row = jnp.array([[1, 1, 1, 1, 2, 2, 3, 3]])
+    found = overlapping_blocks(row, row, blocks=(2, 2))
+    np.testing.assert_array_equal(found, [[[0, 2], [0, 2], [2, 3], [3, 4]]])
 
 
 @pytest.mark.slow  # the kernel for TPU, split in the same place, is on a mesh in the ordinary run

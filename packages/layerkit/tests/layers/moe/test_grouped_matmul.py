@@ -73,6 +73,39 @@ def test_values_and_gradients_equal_one_product_per_group(matmul, block, dims):
     np.testing.assert_allclose(gradients[1], w_gradient, atol=5e-5)
 
 
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_kernels_equal_float32_products_on_gpu(dtype):
+    """Groups of unequal sizes, one of them empty, with unused blocks of rows behind them."""
+    sizes, block, dims = (256, 0, 896, 128, 640), 128, (256, 384)
+    used, num_rows = sum(sizes), sum(sizes) + 3 * block
+    rows, w, probe = (
+        jnp.asarray(x, dtype)
+        for x in drawn((num_rows, dims[0]), (len(sizes), *dims), (num_rows, dims[1]))
+    )
+    groups = RowGroups(jnp.asarray(sizes, jnp.int32), block, num_rows)
+    kernel = GroupedMatmul("pallas", "cuda", "test")
+
+    def run(matmul, rows, w, probe):
+        out, pull = jax.vjp(matmul, rows, w)
+        of_rows, of_w = pull(probe)
+        return out[:used], of_rows[:used], of_w
+
+    ours = jax.jit(lambda *x: run(lambda rows, w: kernel(rows, w, groups), *x))(rows, w, probe)
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    in_float64 = [np.asarray(x, np.float64) for x in (rows[:used], w, probe[:used])]
+    left, weights, gradient = in_float64
+    expected = (
+        np.stack([row @ weights[g] for row, g in zip(left, owner, strict=True)]),
+        np.stack([row @ weights[g].T for row, g in zip(gradient, owner, strict=True)]),
+        np.stack([left[owner == g].T @ gradient[owner == g] for g in range(len(sizes))]),
+    )
+    for a, b in zip(ours, expected, strict=True):
+        error = np.linalg.norm(np.asarray(a, np.float64) - b)
+        assert error < float(jnp.finfo(dtype).eps) * np.linalg.norm(b)
+    np.testing.assert_array_equal(ours[2][1], 0.0)
+
+
 def test_blocks_skip_unused_rows():
     groups = row_groups([4, 0, 4], 4)
     rows = np.where(np.arange(ROWS)[:, None] < 8, np.ones((ROWS, IN), np.float32), np.nan)

@@ -141,7 +141,7 @@ def dot_product_attention(
     chosen = select_backend(backend, call)
     _LOG.info(chosen.describe())
     kernel_options: dict[str, Any] = {"blocks": kernel_blocks, "interpret": interpret}
-    if platform == "tpu":
+    if chosen.name == "pallas":
         kernel_options["device_kind"] = model_device(sharding).device_kind
     if sharding is not None and call.uses_ring:
         return ring_attention(

@@ -5,9 +5,9 @@ blocks of keys with a running maximum and sum, and never writes logits to memory
 recomputes them from the log-sum-exp of each query. It has one kernel for queries and one for keys
 and values, where a program sums over all query heads of its key head without repeating keys.
 
-Positions and segments are read as arrays, so a row or a cache may begin at any position. If
-positions are in row order, blocks outside the causal triangle or the window are skipped. A query
-that sees no key reads 0.
+Positions and segments are read as arrays, so a row or a cache may begin at any position. Blocks of
+other documents are skipped, and if positions are in row order those outside the causal triangle or
+the window, too. A query that sees no key reads 0.
 
 JAX 0.12 deprecates the Triton backend of Pallas in favor of Mosaic GPU; a later version removes it.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from layerkit.layers.attention.flash_gpu_kernels import (
     key_gradients,
     query_gradient,
 )
-from layerkit.layers.attention.kernel_blocks import gpu_blocks
+from layerkit.layers.attention.kernel_blocks import gpu_tiles
 from layerkit.layers.masks import AttentionMask
 
 
@@ -47,6 +47,7 @@ def flash_attention_gpu(
     sinks: jax.Array | None = None,
     logit_cap: float | None = None,
     blocks: tuple[int, int] | None = None,
+    device_kind: str = "",
     interpret: bool = False,
 ) -> jax.Array:
     """Compute attention by the GPU kernel.
@@ -64,6 +65,7 @@ def flash_attention_gpu(
       logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
       blocks: Largest number of (queries, keys) in a block, powers of two of at least 16; None for
         the default of `layerkit.layers.attention.kernel_blocks`.
+      device_kind: JAX's name of the kind of device, for the default blocks.
       interpret: True to run the kernel in interpret mode on any device, for tests.
 
     Returns:
@@ -77,11 +79,12 @@ def flash_attention_gpu(
         mask,
         scale=scale,
         logit_cap=logit_cap,
+        learns_bias=bias is not None and bias.is_learned,
         blocks=blocks,
+        device_kind=device_kind,
         interpret=interpret,
     )
-    options = dataclasses.replace(options, learns_bias=bias is not None and bias.is_learned)
-    arrays = _mask_arrays(mask, query.shape[0])
+    arrays = mask_arrays(mask, query.shape[0])
     query, key, value = (_pad_heads(x) for x in (query, key, value))
     by_distance = None if bias is None else bias.by_distance[0].astype(jnp.float32)
     return _flash(options, query, key, value, sinks, by_distance, arrays)[..., :value_dim]
@@ -95,12 +98,14 @@ class FlashPartAttention:
       scale: Factor of the products of queries and keys.
       logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
       blocks: Largest number of (queries, keys) in a block; None for the kernel's own.
+      device_kind: JAX's name of the kind of device, for the default blocks.
       interpret: True to run the kernels in interpret mode on any device, for tests.
     """
 
     scale: float
     logit_cap: float | None = None
     blocks: tuple[int, int] | None = None
+    device_kind: str = ""
     interpret: bool = False
 
     def forward(
@@ -112,7 +117,7 @@ class FlashPartAttention:
         """
         options, arrays = self._static_and_arrays(query, key, value, mask)
         q, k, v = (_pad_heads(x) for x in (query, key, value))
-        read, log_sum = forward(options, q, k, v, None, arrays)
+        read, log_sum = forward(options.forward, q, k, v, None, arrays)
         return read[..., : value.shape[-1]], jnp.swapaxes(log_sum, 1, 2)
 
     def gradients(
@@ -133,7 +138,10 @@ class FlashPartAttention:
         q, k, v, given = (_pad_heads(x) for x in (query, key, value, out_gradient))
         log_sum, common = (jnp.swapaxes(x, 1, 2) for x in (log_sum, common))
         inputs = BackwardInputs(q, k, v, given, log_sum, common, arrays)
-        changes = query_gradient(options, inputs), *key_gradients(options, inputs)
+        changes = (
+            query_gradient(options.query_gradient, inputs),
+            *key_gradients(options.key_gradients, inputs),
+        )
         of_query, of_key, of_value = (
             change[..., : x.shape[-1]]
             for change, x in zip(changes, (query, key, value), strict=True)
@@ -142,19 +150,27 @@ class FlashPartAttention:
 
     def _static_and_arrays(
         self, query: jax.Array, key: jax.Array, value: jax.Array, mask: AttentionMask
-    ) -> tuple[KernelOptions, MaskArrays]:
-        options = _options(query, key, value, mask, **dataclasses.asdict(self))
-        options = dataclasses.replace(options, result_dtype=jnp.float32)
-        return options, _mask_arrays(mask, query.shape[0])
+    ) -> tuple[_PassOptions, MaskArrays]:
+        fields = dataclasses.asdict(self)
+        options = _options(query, key, value, mask, result_dtype=jnp.float32, **fields)
+        return options, mask_arrays(mask, query.shape[0])
+
+
+class _PassOptions(NamedTuple):
+    """The options of the kernel of each pass, whose blocks differ."""
+
+    forward: KernelOptions
+    query_gradient: KernelOptions
+    key_gradients: KernelOptions
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(options: KernelOptions, *arrays: Any) -> jax.Array:
+def _flash(options: _PassOptions, *arrays: Any) -> jax.Array:
     return _flash_forward(options, *arrays)[0]
 
 
 def _flash_forward(
-    options: KernelOptions,
+    options: _PassOptions,
     query: Any,
     key: Any,
     value: Any,
@@ -162,23 +178,26 @@ def _flash_forward(
     bias: Any,
     arrays: MaskArrays,
 ) -> tuple[jax.Array, Any]:
-    out, log_sum = forward(options, query, key, value, sinks, arrays, bias)
+    out, log_sum = forward(options.forward, query, key, value, sinks, arrays, bias)
     return out, (query, key, value, sinks, bias, arrays, out, log_sum)
 
 
-def _flash_backward(options: KernelOptions, residuals: Any, out_gradient: jax.Array) -> Any:
+def _flash_backward(options: _PassOptions, residuals: Any, out_gradient: jax.Array) -> Any:
     query, key, value, sinks, bias, arrays, out, log_sum = residuals
     products = out.astype(jnp.float32) * out_gradient.astype(jnp.float32)
     # The softmax subtracts this number from each of a query's gradients, [batch, heads, queries].
     common = jnp.swapaxes(products.sum(axis=-1), 1, 2)
     inputs = BackwardInputs(query, key, value, out_gradient, log_sum, common, arrays, bias)
-    changes = query_gradient(options, inputs), *key_gradients(options, inputs)
+    changes = (
+        query_gradient(options.query_gradient, inputs),
+        *key_gradients(options.key_gradients, inputs),
+    )
     sinks_gradient = bias_gradient = None
     if sinks is not None:
         weight = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - log_sum)
         sinks_gradient = -(weight * common).sum(axis=(0, 2)).astype(sinks.dtype)
-    if options.learns_bias:
-        bias_gradient = sum_diagonals(bias_tile_gradients(options, inputs))
+    if options.forward.learns_bias:
+        bias_gradient = sum_diagonals(bias_tile_gradients(options.query_gradient, inputs))
     elif bias is not None:
         bias_gradient = jnp.zeros_like(bias)
     return *changes, sinks_gradient, bias_gradient, MaskArrays()
@@ -193,30 +212,33 @@ def _options(
     value: jax.Array,
     mask: AttentionMask | None,
     *,
-    scale: float,
-    logit_cap: float | None,
     blocks: tuple[int, int] | None,
-    interpret: bool,
-) -> KernelOptions:
-    block_queries, block_keys = gpu_blocks(
+    device_kind: str,
+    **fields: Any,
+) -> _PassOptions:
+    tiles = gpu_tiles(
         blocks,
         lengths=(query.shape[1], key.shape[1]),
         dtype=query.dtype,
         largest_dim=max(query.shape[-1], value.shape[-1]),
+        device_kind=device_kind,
     )
-    return KernelOptions(
-        scale=scale,
-        causal=mask is not None and mask.causal,
-        window=None if mask is None else mask.window,
-        in_row_order=mask is not None and mask.in_row_order,
-        logit_cap=logit_cap,
-        block_queries=block_queries,
-        block_keys=block_keys,
-        interpret=interpret,
+    return _PassOptions(
+        *(
+            KernelOptions(
+                causal=mask is not None and mask.causal,
+                window=None if mask is None else mask.window,
+                in_row_order=mask is not None and mask.in_row_order,
+                tile=tile,
+                **fields,
+            )
+            for tile in tiles
+        )
     )
 
 
-def _mask_arrays(mask: AttentionMask | None, batch: int) -> MaskArrays:
+def mask_arrays(mask: AttentionMask | None, batch: int) -> MaskArrays:
+    """Return the arrays of a mask that the kernels read, each with a row for each of the batch."""
     if mask is None:
         return MaskArrays()
     arrays = MaskArrays(query_segments=mask.query_segments, key_segments=mask.key_segments)

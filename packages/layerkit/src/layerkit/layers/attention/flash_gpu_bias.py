@@ -21,6 +21,7 @@ from layerkit.layers.attention.flash_gpu_kernels import (
     call_kernel,
     logit_gradients,
 )
+from layerkit.layers.attention.kernel_blocks import GpuTile
 
 
 def bias_tile_gradients(options: KernelOptions, inputs: BackwardInputs) -> jax.Array:
@@ -36,8 +37,8 @@ def bias_tile_gradients(options: KernelOptions, inputs: BackwardInputs) -> jax.A
     """
     batch, length, heads, head_dim = inputs.query.shape
     kv_heads, value_dim = inputs.value.shape[2:]
-    group, block = heads // kv_heads, min(options.block_queries, options.block_keys)
-    options = dataclasses.replace(options, block_queries=block, block_keys=block)
+    group, block = heads // kv_heads, min(options.tile.queries, options.tile.keys)
+    options = dataclasses.replace(options, tile=GpuTile(block, block))
     num_diagonals = 2 * (length // block) - 1
     per_query = pl.BlockSpec((batch, None, length), lambda h, t: (0, h, 0))
     gradient: jax.Array = call_kernel(
@@ -68,7 +69,7 @@ def _bias_gradient_kernel(options: KernelOptions, *references: Any) -> None:
     *read, gradient = references
     inputs = BackwardInputs(*read)
     batch, length, _ = inputs.query.shape
-    block = options.block_queries
+    block = options.tile.queries
     count = length // block
     # Number of blocks from the queries to their keys.
     ahead = pl.program_id(1) - (count - 1)

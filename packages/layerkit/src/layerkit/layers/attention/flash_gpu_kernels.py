@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from layerkit.layers.attention.kernel_blocks import GpuTile
 from layerkit.layers.attention.kernel_math import (
     gradient_before_cap,
+    overlapping_blocks,
     unmasked_cost,
     zero_masked,
 )
@@ -66,8 +68,7 @@ class KernelOptions:
       window: Distance from which keys are hidden; None for no window.
       in_row_order: True if hidden blocks can be skipped.
       logit_cap: Bound of the logits; None for no bound.
-      block_queries: Queries in a block.
-      block_keys: Keys in a block.
+      tile: Block of queries and keys.
       interpret: True to run in interpret mode.
       result_dtype: Dtype of outputs and gradients; None for the dtypes of the inputs.
       learns_bias: True if the bias has a gradient.
@@ -78,8 +79,7 @@ class KernelOptions:
     window: int | None
     in_row_order: bool
     logit_cap: float | None
-    block_queries: int
-    block_keys: int
+    tile: GpuTile
     interpret: bool
     result_dtype: Any = None
     learns_bias: bool = False
@@ -101,12 +101,13 @@ def forward(
     """Return (outputs, log-sum-exp of each query's logits, float32 `[batch, heads, queries]`)."""
     batch, queries, heads, head_dim = query.shape
     keys, kv_heads, value_dim = value.shape[1:]
-    group, block = heads // kv_heads, options.block_queries
+    group, block = heads // kv_heads, options.tile.queries
+    visible = _visible_keys(options, arrays)
     return call_kernel(
         _forward_kernel,
         options,
         grid=(batch, heads, queries // block),
-        inputs=(query, key, value, sinks, arrays, bias),
+        inputs=(query, key, value, sinks, arrays, bias, visible),
         in_specs=(
             _block(block, head_dim),
             _row(keys, head_dim, group=group),
@@ -114,6 +115,7 @@ def forward(
             None if sinks is None else pl.BlockSpec((1,), lambda b, h, i: (h,)),
             _mask_specs(arrays),
             _bias_spec(bias),
+            _visible_spec(visible),
         ),
         out_specs=[_block(block, value_dim), _per_query_block(block)],
         out_shape=[
@@ -132,15 +134,16 @@ def _forward_kernel(
     sinks: Any,
     arrays: MaskArrays,
     bias: Any,
+    visible: Any,
     out: Any,
     log_sum: Any,
 ) -> None:
-    block, index = options.block_queries, pl.program_id(2)
+    block, index = options.tile.queries, pl.program_id(2)
     q, at_queries = query[...], pl.ds(index * block, block)
 
     def step(j: jax.Array, carry: Any) -> Any:
         read, largest, total = carry
-        at_keys = pl.ds(j * options.block_keys, options.block_keys)
+        at_keys = pl.ds(j * options.tile.keys, options.tile.keys)
         logits, allowed = block_logits(
             options, q, key[at_keys, :], arrays, at_queries, at_keys, bias
         )
@@ -158,7 +161,7 @@ def _forward_kernel(
         largest = jnp.broadcast_to(sinks[...].astype(jnp.float32), (block,))
         total = jnp.ones((block,), jnp.float32)
     read = jnp.zeros((block, value.shape[-1]), jnp.float32)
-    first, last = _blocks_of_keys(options, index, key.shape[0])
+    first, last = _blocks_of_keys(options, index, key.shape[0], visible)
     read, largest, total = jax.lax.fori_loop(first, last, step, (read, largest, total))
     total = jnp.where(total == 0.0, 1.0, total)  # The query sees no key, and `read` is 0.
     out[...] = (read / total[:, None]).astype(out.dtype)
@@ -169,12 +172,13 @@ def query_gradient(options: KernelOptions, inputs: BackwardInputs) -> jax.Array:
     """Return the gradient of the queries, `[batch, queries, heads, head_dim]`."""
     batch, queries, heads, head_dim = inputs.query.shape
     keys, kv_heads, value_dim = inputs.value.shape[1:]
-    group, block = heads // kv_heads, options.block_queries
+    group, block = heads // kv_heads, options.tile.queries
+    visible = _visible_keys(options, inputs.arrays)
     gradient: jax.Array = call_kernel(
         _query_gradient_kernel,
         options,
         grid=(batch, heads, queries // block),
-        inputs=inputs,
+        inputs=(*inputs, visible),
         in_specs=(
             _block(block, head_dim),
             _row(keys, head_dim, group=group),
@@ -184,6 +188,7 @@ def query_gradient(options: KernelOptions, inputs: BackwardInputs) -> jax.Array:
             _per_query_block(block),
             _mask_specs(inputs.arrays),
             _bias_spec(inputs.bias),
+            _visible_spec(visible),
         ),
         out_specs=_block(block, head_dim),
         out_shape=options.result(inputs.query.shape, inputs.query),
@@ -193,14 +198,14 @@ def query_gradient(options: KernelOptions, inputs: BackwardInputs) -> jax.Array:
 
 
 def _query_gradient_kernel(options: KernelOptions, *references: Any) -> None:
-    *read, gradient = references
+    *read, visible, gradient = references
     inputs = BackwardInputs(*read)
-    block, index = options.block_queries, pl.program_id(2)
+    block, index = options.tile.queries, pl.program_id(2)
     q, given, at_queries = inputs.query[...], inputs.out_gradient[...], pl.ds(index * block, block)
     numbers = inputs.log_sum[...], inputs.common[...]
 
     def step(j: jax.Array, total: jax.Array) -> jax.Array:
-        at_keys = pl.ds(j * options.block_keys, options.block_keys)
+        at_keys = pl.ds(j * options.tile.keys, options.tile.keys)
         k, v = inputs.key[at_keys, :], inputs.value[at_keys, :]
         logits, allowed = block_logits(
             options, q, k, inputs.arrays, at_queries, at_keys, inputs.bias
@@ -208,7 +213,7 @@ def _query_gradient_kernel(options: KernelOptions, *references: Any) -> None:
         _, change = logit_gradients(options, logits, allowed, numbers, given, v)
         return total + _dot((change * options.scale).astype(k.dtype), k)
 
-    first, last = _blocks_of_keys(options, index, inputs.key.shape[0])
+    first, last = _blocks_of_keys(options, index, inputs.key.shape[0], visible)
     total = jax.lax.fori_loop(first, last, step, jnp.zeros(q.shape, jnp.float32))
     gradient[...] = total.astype(gradient.dtype)
 
@@ -218,14 +223,18 @@ def key_gradients(options: KernelOptions, inputs: BackwardInputs) -> tuple[jax.A
     batch, queries, heads, head_dim = inputs.query.shape
     keys, kv_heads, value_dim = inputs.value.shape[1:]
     bias = inputs.bias
-    group, block = heads // kv_heads, options.block_keys
+    group, block = heads // kv_heads, options.tile.keys
     # The query heads of a key head are adjacent, so that one block holds them all.
     numbers = pl.BlockSpec((None, group, queries), lambda b, h, j: (b, h, 0))
+    visible = None
+    if inputs.arrays.key_segments is not None:
+        segments = inputs.arrays.key_segments, inputs.arrays.query_segments
+        visible = overlapping_blocks(*segments, blocks=(block, options.tile.queries))
     return call_kernel(
         _key_gradients_kernel,
         options,
         grid=(batch, kv_heads, keys // block),
-        inputs=inputs,
+        inputs=(*inputs, visible),
         in_specs=(
             pl.BlockSpec((None, queries, group, head_dim), lambda b, h, j: (b, 0, h, 0)),
             _block(block, head_dim),
@@ -235,6 +244,7 @@ def key_gradients(options: KernelOptions, inputs: BackwardInputs) -> tuple[jax.A
             numbers,
             _mask_specs(inputs.arrays),
             None if bias is None else pl.BlockSpec((group, bias.shape[1]), lambda b, h, j: (h, 0)),
+            _visible_spec(visible),
         ),
         out_specs=[_block(block, head_dim), _block(block, value_dim)],
         out_shape=[
@@ -246,16 +256,16 @@ def key_gradients(options: KernelOptions, inputs: BackwardInputs) -> tuple[jax.A
 
 
 def _key_gradients_kernel(options: KernelOptions, *references: Any) -> None:
-    *read, key_gradient, value_gradient = references
+    *read, visible, key_gradient, value_gradient = references
     inputs = BackwardInputs(*read)
-    block, index = options.block_keys, pl.program_id(2)
+    block, index = options.tile.keys, pl.program_id(2)
     k, v, at_keys = inputs.key[...], inputs.value[...], pl.ds(index * block, block)
-    first, last = _blocks_of_queries(options, index, inputs.query.shape[0])
+    first, last = _blocks_of_queries(options, index, inputs.query.shape[0], visible)
 
     def head(g: jax.Array, totals: Any) -> Any:
         def step(i: jax.Array, totals: Any) -> Any:
             key_total, value_total = totals
-            at_queries = pl.ds(i * options.block_queries, options.block_queries)
+            at_queries = pl.ds(i * options.tile.queries, options.tile.queries)
             q, given = inputs.query[at_queries, g, :], inputs.out_gradient[at_queries, g, :]
             logits, allowed = block_logits(
                 options, q, k, inputs.arrays, at_queries, at_keys, inputs.bias, head=(g,)
@@ -301,7 +311,7 @@ def block_logits(
     logits = _dot(q, k.T) * options.scale
     if bias is not None:
         first = at_keys.start - at_queries.start + bias.shape[-1] // 2  # that of distance 0
-        queries, keys = jnp.arange(options.block_queries), jnp.arange(options.block_keys)
+        queries, keys = jnp.arange(options.tile.queries), jnp.arange(options.tile.keys)
         logits += bias[(*head, first + keys[None, :] - queries[:, None])]
     if options.logit_cap is not None:
         logits = options.logit_cap * jnp.tanh(logits / options.logit_cap)
@@ -342,33 +352,51 @@ def logit_gradients(
     return weights, gradient_before_cap(change, logits, allowed, logit_cap=options.logit_cap)
 
 
-def _blocks_of_keys(options: KernelOptions, index: Any, num_keys: int) -> tuple[Any, Any]:
+def _visible_keys(options: KernelOptions, arrays: MaskArrays) -> jax.Array | None:
+    """Return the blocks of keys that share a segment with each block of queries; None for all."""
+    if arrays.query_segments is None:
+        return None
+    blocks = options.tile.queries, options.tile.keys
+    return overlapping_blocks(arrays.query_segments, arrays.key_segments, blocks=blocks)
+
+
+def _blocks_of_keys(
+    options: KernelOptions, index: Any, num_keys: int, visible: Any
+) -> tuple[Any, Any]:
     """Return the first and last (exclusive) block of keys that a block of queries may see."""
     first: Any = 0
-    last: Any = num_keys // options.block_keys
+    last: Any = num_keys // options.tile.keys
+    if visible is not None:
+        first, last = visible[0], visible[1]
     if not options.in_row_order:
         return first, last
-    start, end = index * options.block_queries, (index + 1) * options.block_queries
+    start, end = index * options.tile.queries, (index + 1) * options.tile.queries
     ahead = 0 if options.causal else None if options.window is None else options.window - 1
     if ahead is not None:
-        last = jnp.minimum(last, _divide_up(end + ahead, options.block_keys))
+        last = jnp.minimum(last, _divide_up(end + ahead, options.tile.keys))
     if options.window is not None:
-        first = jax.lax.div(jnp.maximum(start - options.window + 1, 0), options.block_keys)
+        oldest = jax.lax.div(jnp.maximum(start - options.window + 1, 0), options.tile.keys)
+        first = jnp.maximum(first, oldest)
     return first, last
 
 
-def _blocks_of_queries(options: KernelOptions, index: Any, num_queries: int) -> tuple[Any, Any]:
+def _blocks_of_queries(
+    options: KernelOptions, index: Any, num_queries: int, visible: Any
+) -> tuple[Any, Any]:
     """Return the first and last (exclusive) block of queries that may see a block of keys."""
     first: Any = 0
-    last: Any = num_queries // options.block_queries
+    last: Any = num_queries // options.tile.queries
+    if visible is not None:
+        first, last = visible[0], visible[1]
     if not options.in_row_order:
         return first, last
-    start, end = index * options.block_keys, (index + 1) * options.block_keys
+    start, end = index * options.tile.keys, (index + 1) * options.tile.keys
     behind = 0 if options.causal else None if options.window is None else options.window - 1
     if behind is not None:
-        first = jax.lax.div(jnp.maximum(start - behind, 0), options.block_queries)
+        oldest = jax.lax.div(jnp.maximum(start - behind, 0), options.tile.queries)
+        first = jnp.maximum(first, oldest)
     if options.window is not None:
-        last = jnp.minimum(last, _divide_up(end + options.window - 1, options.block_queries))
+        last = jnp.minimum(last, _divide_up(end + options.window - 1, options.tile.queries))
     return first, last
 
 
@@ -396,7 +424,7 @@ def call_kernel(
     return pl.pallas_call(
         functools.partial(kernel, options),
         compiler_params=triton.CompilerParams(
-            num_warps=4 if max(options.block_queries, options.block_keys) <= 64 else 8, num_stages=2
+            num_warps=options.tile.warps, num_stages=options.tile.stages
         ),
         interpret=options.interpret,
         cost_estimate=unmasked_cost(inputs, multiply_adds=multiply_adds),
@@ -429,3 +457,8 @@ def _mask_specs(arrays: MaskArrays) -> MaskArrays:
     return jax.tree.map(
         lambda array: pl.BlockSpec((None, array.shape[1]), lambda b, h, i: (b, 0)), arrays
     )
+
+
+def _visible_spec(visible: Any) -> pl.BlockSpec | None:
+    """Return the spec of (first, last) blocks that a program visits, `[batch, blocks, 2]`."""
+    return None if visible is None else pl.BlockSpec((None, None, 2), lambda b, h, i: (b, i, 0))

@@ -1,11 +1,14 @@
 """Sizes of the blocks of the Pallas kernels of attention, by kind of device.
 
 They affect speed and memory of the chip, not results. The field `kernel_blocks` of attention layers
-replaces all of them. None of these numbers was measured in this project; each has its source:
+replaces all of them. The sources of the defaults:
 
-- GPUs: tokamax (`ops/attention/pallas_triton.py`) selects blocks of at most 64 by 64 with 4 warps
-  and 2 stages for a kernel of the same method on all GPUs. Larger ones do not fit the registers of
-  a program, and exact products of float32 blocks are unrolled, which takes minutes to compile.
+- Hopper GPUs: measured on an H200 with causal rows of 2048 and 4096 tokens in bfloat16
+  (benchmarks/README.md, Attention on GPUs). They are the fastest of 15 combinations of block,
+  warps and stages, with heads of 64, 128 and 256.
+- Other GPUs: tokamax (`ops/attention/pallas_triton.py`) selects blocks of at most 64 by 64 with 4
+  warps and 2 stages for a kernel of the same method. Larger ones do not fit the registers of a
+  program, and exact products of float32 blocks are unrolled, which takes minutes to compile.
 - TPUs: MaxText (`configs/base.yml`, `sa_block_*`) has 512 by 512 in all passes.
 - TPU v6e: MaxText (`benchmarks/maxtext_trillium_model_configs.py`) has more queries for Llama 2, 3
   and GPT-3: 1024 forward, 2048 backward.
@@ -14,6 +17,7 @@ replaces all of them. None of these numbers was measured in this project; each h
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -38,21 +42,74 @@ _ALL_TPUS = KernelBlocks((512, 512), (512, 512), (512, 512))
 _TPU_KINDS = {"TPU v6": KernelBlocks((1024, 512), (2048, 512), (2048, 512))}
 
 
-def gpu_blocks(
-    most: tuple[int, int] | None, *, lengths: tuple[int, int], dtype: Any, largest_dim: int
-) -> tuple[int, int]:
-    """Return the number of (queries, keys) in a block of all passes on GPUs.
+class GpuTile(NamedTuple):
+    """The block of a pass on a GPU, and how Triton compiles its loop.
+
+    Attributes:
+      queries: Queries in a block.
+      keys: Keys in a block.
+      stages: Number of blocks that are loaded ahead.
+    """
+
+    queries: int
+    keys: int
+    stages: int = 2
+
+    @property
+    def warps(self) -> int:
+        """The number of warps of a program, whose registers hold the sums of a block."""
+        return 4 if max(self.queries, self.keys) <= 64 else 8
+
+
+class GpuTiles(NamedTuple):
+    """The blocks of each pass on a GPU; see `KernelBlocks`."""
+
+    forward: GpuTile
+    query_gradient: GpuTile
+    key_gradients: GpuTile
+
+
+_HOPPER = re.compile(r"NVIDIA G?H\d+")
+# By the largest size of a head.
+_HOPPER_TILES = {
+    64: GpuTiles(*[GpuTile(64, 64, stages=3)] * 3),
+    128: GpuTiles(GpuTile(64, 64, stages=3), GpuTile(128, 64, stages=3), GpuTile(64, 64)),
+    256: GpuTiles(GpuTile(64, 32), GpuTile(64, 64), GpuTile(64, 32)),
+}
+
+
+def gpu_tiles(
+    most: tuple[int, int] | None,
+    *,
+    lengths: tuple[int, int],
+    dtype: Any,
+    largest_dim: int,
+    device_kind: str,
+) -> GpuTiles:
+    """Return the blocks on GPUs.
 
     Args:
-      most: Largest numbers, powers of two; None for the default.
+      most: Largest numbers of (queries, keys) in all passes, powers of two; None for the default
+        of the device.
       lengths: Numbers of (queries, keys) in a row, which the blocks divide.
       dtype: Dtype of queries, keys and values.
       largest_dim: Size of a head of keys or of values, the larger of the two.
+      device_kind: JAX's name of the kind of device.
     """
-    if most is None:
-        size = 64 if largest_dim <= 128 and jnp.dtype(dtype) != jnp.float32 else 32
-        most = (size, size)
-    return math.gcd(lengths[0], most[0]), math.gcd(lengths[1], most[1])
+    in_float32 = jnp.dtype(dtype) == jnp.float32
+    size = 64 if largest_dim <= 128 and not in_float32 else 32
+    tiles = GpuTiles(*[GpuTile(*(most or (size, size)))] * 3)
+    if most is None and not in_float32 and _HOPPER.match(device_kind):
+        fitting = [dim for dim in _HOPPER_TILES if dim >= largest_dim]
+        tiles = _HOPPER_TILES[min(fitting)] if fitting else tiles
+    return GpuTiles(
+        *(
+            tile._replace(
+                queries=math.gcd(lengths[0], tile.queries), keys=math.gcd(lengths[1], tile.keys)
+            )
+            for tile in tiles
+        )
+    )
 
 
 def tpu_blocks(

@@ -34,6 +34,35 @@ def gradient_before_cap(
     return zero_masked(allowed, change * (1.0 - jnp.square(logits / logit_cap)))
 
 
+def overlapping_blocks(
+    segments: jax.Array, others: jax.Array, *, blocks: tuple[int, int]
+) -> jax.Array:
+    """Return which blocks of a row share a segment with each block of another row.
+
+    A block counts if the ranges of segment ids overlap, which includes each block with an equal id.
+    In packed rows the ids ascend, and these are the blocks of the same documents.
+
+    Args:
+      segments: Segment ids, int32 `[batch, length]`.
+      others: Segment ids of the row whose blocks are returned, int32 `[batch, other_length]`.
+      blocks: Sizes of the blocks of `segments` and of `others`, divisors of the lengths.
+
+    Returns:
+      int32 `[batch, length / block, 2]`: the first and last (exclusive) block of `others`.
+    """
+    (smallest, largest), (other_smallest, other_largest) = (
+        (x.reshape(len(x), -1, block).min(-1), x.reshape(len(x), -1, block).max(-1))
+        for x, block in zip((segments, others), blocks, strict=True)
+    )
+    overlaps = (smallest[..., None] <= other_largest[:, None]) & (
+        other_smallest[:, None] <= largest[..., None]
+    )
+    count = overlaps.shape[-1]
+    first = jnp.argmax(overlaps, axis=-1)
+    last = jnp.where(overlaps.any(-1), count - jnp.argmax(overlaps[..., ::-1], axis=-1), first)
+    return jnp.stack([first, last], axis=-1).astype(jnp.int32)
+
+
 def unmasked_cost(inputs: Any, *, multiply_adds: int) -> pl.CostEstimate:
     """Return the cost of a kernel without a mask, as for array code. Callers account for the mask.
 
