@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from layerkit.near_names import near_names
+from layerkit.errors import near_names
 
 
 @pytest.mark.parametrize(

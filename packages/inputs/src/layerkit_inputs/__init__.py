@@ -14,7 +14,7 @@ from layerkit_inputs._version import __version__ as __version__
 if TYPE_CHECKING:
     from layerkit_inputs.bad_records import BadRecordError as BadRecordError
     from layerkit_inputs.base_input import BaseInput as BaseInput
-    from layerkit_inputs.extras import MissingExtraError as MissingExtraError
+    from layerkit_inputs.errors import MissingExtraError as MissingExtraError
     from layerkit_inputs.features import encoder_decoder_features as encoder_decoder_features
     from layerkit_inputs.features import lm_features as lm_features
     from layerkit_inputs.features import prompt_features as prompt_features
@@ -103,7 +103,7 @@ _MODULE_OF = {
     "LingvoLazyEvalAdaptor": "lingvo_adaptor.eval_adaptors",
     "LocalText": "local_text",
     "LocalTextPrompts": "local_text",
-    "MissingExtraError": "extras",
+    "MissingExtraError": "errors",
     "Mixture": "mixing.mixture",
     "MultiInput": "mixing.multi_input",
     "NumberWords": "number_words",

@@ -33,7 +33,7 @@ from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 from layerkit_inputs import state as state_lib
 from layerkit_inputs.delivery import delivers, ends, starts_over
-from layerkit_inputs.error_notes import naming_input
+from layerkit_inputs.errors import naming_input
 from layerkit_inputs.eval_padding import AllGather, end_together, mark_rows, pad_rows
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.error_notes import naming_input
+from layerkit_inputs.errors import naming_input
 
 if TYPE_CHECKING:
     from layerkit_inputs.base_input import BaseInput

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from layerkit_inputs.bad_records import BadRecordError
-from layerkit_inputs.extras import require
+from layerkit_inputs.errors import require_extra
 
 MAX_ROW_GROUP_BYTES = 1 << 30
 """Default bound on the bytes of a decoded row group."""
@@ -37,7 +37,7 @@ _HEADER_BYTES = 12
 
 def open_parquet(path: Any) -> Any:
     """Open a Parquet file, and verify its page checksums on reading if it has any."""
-    parquet = require("pyarrow.parquet", needed_by="Parquet files")
+    parquet = require_extra("pyarrow.parquet", needed_by="Parquet files")
     return parquet.ParquetFile(path, page_checksum_verification=True)
 
 
@@ -87,7 +87,7 @@ def read_row_group(
     Raises:
       BadRecordError: The row group declares more bytes, or decodes to more.
     """
-    arrow = require("pyarrow", needed_by="Parquet files")
+    arrow = require_extra("pyarrow", needed_by="Parquet files")
     size = declared_bytes(file.metadata, number, columns=columns)
     if size > max_bytes:
         raise _too_large("the row group", size, max_bytes)

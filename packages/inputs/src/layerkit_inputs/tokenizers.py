@@ -30,7 +30,7 @@ from layerkit.config import Config, Configurable
 from layerkit.errors import ConfigError, first_names
 from layerkit_inputs import byte_vocabulary
 from layerkit_inputs.bad_records import BadRecordError, MissingFileError
-from layerkit_inputs.extras import require
+from layerkit_inputs.errors import require_extra
 
 _MAX_NAMES = 4
 
@@ -136,7 +136,7 @@ class SentencePieceTokenizer(Configurable):
 
     @functools.cached_property
     def _model(self) -> Any:
-        sentencepiece = require("sentencepiece", needed_by="SentencePieceTokenizer")
+        sentencepiece = require_extra("sentencepiece", needed_by="SentencePieceTokenizer")
         try:
             return sentencepiece.SentencePieceProcessor(model_file=str(self.path))
         except (RuntimeError, OSError) as error:
@@ -228,7 +228,7 @@ class HuggingFaceTokenizer(Configurable):
 
     @functools.cached_property
     def _model(self) -> Any:
-        tokenizers = require("tokenizers", needed_by="HuggingFaceTokenizer")
+        tokenizers = require_extra("tokenizers", needed_by="HuggingFaceTokenizer")
         try:
             model = tokenizers.Tokenizer.from_file(str(self.path))
         except Exception as error:  # The bindings raise no narrower class.

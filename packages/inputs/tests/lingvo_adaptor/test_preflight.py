@@ -33,7 +33,7 @@ def test_the_package_is_imported_without_tensorflow_or_lingvo():
 def test_a_missing_lingvo_is_an_error_with_the_remedy():
     printed = run(
         "import sys; sys.modules['lingvo'] = None\n"  # as Python treats what is not installed
-        "from layerkit_inputs.extras import MissingExtraError\n"
+        "from layerkit_inputs.errors import MissingExtraError\n"
         "from layerkit_inputs.lingvo_adaptor import LingvoInputAdaptor\n"
         "try: LingvoInputAdaptor()\n"
         "except MissingExtraError as error: print(error)"

@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from layerkit.diagnostics import layer_of
-from layerkit.errors import UnknownNameError, UserError, as_sentence
+from layerkit.errors import UnknownNameError, UserError, as_sentence, near_names
 from layerkit.field_types import FieldTypeError
-from layerkit.near_names import near_names
-from layerkit_inputs.error_notes import input_of
-from layerkit_inputs.extras import MissingExtraError
+from layerkit_inputs.errors import MissingExtraError, input_of
 
 
 class UsageError(UserError):

@@ -29,7 +29,7 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.modes.end_report import ERRORS_FILE
 from layerkit_runner.modes.inference import run_inference
 from layerkit_runner.modes.train import run_train
-from layerkit_runner.observers import draw_loss_curve
+from layerkit_runner.observers.loss_curve import draw_loss_curve
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 
 NUM_ROWS = 7  # one less than devices, so one row of each batch is padding

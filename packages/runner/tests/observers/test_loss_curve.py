@@ -7,8 +7,7 @@ import struct
 import pytest
 
 from layerkit.errors import ConfigError
-from layerkit_runner.observers import draw_loss_curve
-from layerkit_runner.observers.loss_curve import smooth
+from layerkit_runner.observers.loss_curve import draw_loss_curve, smooth
 
 pytestmark = pytest.mark.usefixtures("matplotlib")
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from layerkit.errors import ConfigError
 from layerkit_inputs.bad_records import BadRecordError, BadRecords
-from layerkit_inputs.extras import require
+from layerkit_inputs.errors import require_extra
 
 WRITER_OPTIONS = "group_size:1"
 """Writer options for files that are read by number: each record can be decoded alone."""
@@ -46,7 +46,7 @@ def open_array_record(path: str | os.PathLike[str], *, num_bytes: int | None = N
       BadRecordError: The file is truncated, or not an ArrayRecord file.
     """
     path = os.fspath(path)
-    module = require("array_record.python.array_record_module", needed_by="ArrayRecordFiles")
+    module = require_extra("array_record.python.array_record_module", needed_by="ArrayRecordFiles")
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{path}: no such ArrayRecord file.")
     size = os.path.getsize(path)

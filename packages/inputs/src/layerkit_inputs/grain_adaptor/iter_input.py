@@ -16,9 +16,9 @@ import numpy as np
 
 from layerkit.checks import check_choice, check_integers, require
 from layerkit.nested_map import NestedMap
-from layerkit_inputs import extras
 from layerkit_inputs.bad_records import BadRecordError, BadRecords, OnBadRecord
 from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.errors import require_extra
 from layerkit_inputs.eval_padding import agreed_num_batches, pad_rows
 from layerkit_inputs.grain_adaptor.row_batches import check_row, stack_rows
 from layerkit_inputs.grain_adaptor.row_lists import RowList, RowsOfLists
@@ -172,7 +172,7 @@ class GrainIterInput(BaseInput):
             )
         )
         if self.num_workers:
-            grain = extras.require("grain", needed_by=type(self).__qualname__)
+            grain = require_extra("grain", needed_by=type(self).__qualname__)
             _mark_flags_parsed()
             dataset = dataset.batch(self.worker_buffer_size, batch_fn=RowList)
             lists_ahead = -(-self.local_batch_size // self.worker_buffer_size)
@@ -181,7 +181,7 @@ class GrainIterInput(BaseInput):
         return dataset
 
     def _checked(self, dataset: Any) -> Any:
-        grain = extras.require("grain", needed_by=type(self).__qualname__)
+        grain = require_extra("grain", needed_by=type(self).__qualname__)
         if not isinstance(dataset, grain.IterDataset):
             is_map = isinstance(dataset, grain.MapDataset)
             raise self._config_error(

@@ -27,8 +27,8 @@ import numpy as np
 
 from layerkit.checks import check_choice, check_integers, require
 from layerkit.nested_map import NestedMap
-from layerkit_inputs import extras
 from layerkit_inputs.bad_records import BadRecordError, BadRecords, OnBadRecord
+from layerkit_inputs.errors import require_extra
 from layerkit_inputs.grain_adaptor.array_records import ArrayRecordFiles
 from layerkit_inputs.grain_adaptor.row_batches import blank_rows, check_row, stack_rows
 from layerkit_inputs.indexed_input import IndexedInput
@@ -87,7 +87,7 @@ class GrainMapInput(IndexedInput):
 
     @functools.cached_property
     def _dataset(self) -> Any:
-        grain = extras.require("grain", needed_by=type(self).__qualname__)
+        grain = require_extra("grain", needed_by=type(self).__qualname__)
         dataset = self._make_dataset()
         if not isinstance(dataset, grain.MapDataset):
             is_iter = isinstance(dataset, grain.IterDataset)
@@ -210,7 +210,7 @@ class ArrayRecordRows(GrainMapInput):
         require(paths and not isinstance(paths, str), label, "paths", paths, "a list of files")
 
     def _make_dataset(self) -> Any:
-        grain = extras.require("grain", needed_by=type(self).__qualname__)
+        grain = require_extra("grain", needed_by=type(self).__qualname__)
         return grain.MapDataset.source(self._files).map(self.parse)
 
     @functools.cached_property

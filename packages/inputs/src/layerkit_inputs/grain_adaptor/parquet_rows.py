@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from layerkit.checks import check_choice, check_sizes, require
-from layerkit_inputs import extras
 from layerkit_inputs.bad_records import BadRecordError
+from layerkit_inputs.errors import require_extra
 from layerkit_inputs.grain_adaptor.iter_input import GrainIterInput
 from layerkit_inputs.grain_adaptor.row_groups import RowGroup, open_row_group
 from layerkit_inputs.parquet_bounds import MAX_ROW_GROUP_BYTES
@@ -96,8 +96,8 @@ class ParquetRows(GrainIterInput):
         return found
 
     def _row_groups_of(self, path: Path) -> list[RowGroup]:
-        arrow = extras.require("pyarrow", needed_by="ParquetRows")
-        parquet = extras.require("pyarrow.parquet", needed_by="ParquetRows")
+        arrow = require_extra("pyarrow", needed_by="ParquetRows")
+        parquet = require_extra("pyarrow.parquet", needed_by="ParquetRows")
         try:
             metadata = parquet.read_metadata(path)
             schema = metadata.schema.to_arrow_schema()
@@ -112,7 +112,7 @@ class ParquetRows(GrainIterInput):
         return [RowGroup(str(path), n, size) for n, size in zip(groups, sizes, strict=True) if size]
 
     def _make_dataset(self, *, host_index: int, num_hosts: int, seed: int) -> Any:
-        grain = extras.require("grain", needed_by="ParquetRows")
+        grain = require_extra("grain", needed_by="ParquetRows")
         if self.is_training and len(self._row_groups) < num_hosts:
             raise self._config_error(
                 field="number of row groups",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from layerkit_inputs.bad_records import BadRecordError
-from layerkit_inputs.extras import require
+from layerkit_inputs.errors import require_extra
 from layerkit_inputs.parquet_bounds import open_parquet, read_row_group
 
 
@@ -40,7 +40,7 @@ def open_row_group(group: RowGroup, *, columns: Sequence[str] | None, max_bytes:
       columns: Columns to read. None: all.
       max_bytes: Bound on the bytes of the decoded columns.
     """
-    require("grain", needed_by="ParquetRows")
+    require_extra("grain", needed_by="ParquetRows")
     from layerkit_inputs.grain_adaptor.row_group_dataset import RowGroupDataset
 
     return RowGroupDataset(_Rows(group, columns, max_bytes))
@@ -89,7 +89,7 @@ class _Rows:
         return {name: value(row) for name, value in value_of.items()}
 
     def _decode(self) -> _Decoded | BadRecordError:
-        arrow = require("pyarrow", needed_by="ParquetRows")
+        arrow = require_extra("pyarrow", needed_by="ParquetRows")
         columns = None if self._columns is None else list(self._columns)
         try:
             with open_parquet(self._group.path) as file:
@@ -148,7 +148,7 @@ def _unreadable_column(schema: Any, columns: Sequence[str] | None) -> BadRecordE
 
 
 def _decode_column(array: Any) -> _Column:
-    arrow = require("pyarrow", needed_by="ParquetRows")
+    arrow = require_extra("pyarrow", needed_by="ParquetRows")
     if isinstance(array, arrow.ChunkedArray):  # a column without rows
         array = arrow.concat_arrays(array.chunks)
     has_null = array.is_null().to_numpy(zero_copy_only=False)
@@ -169,25 +169,25 @@ def _decode_column(array: Any) -> _Column:
 
 def _numbers(array: Any) -> np.ndarray:
     """Return an Arrow array as NumPy, with 0 for nulls so that the dtype stays the same."""
-    compute = require("pyarrow.compute", needed_by="ParquetRows")
+    compute = require_extra("pyarrow.compute", needed_by="ParquetRows")
     if array.null_count:
-        arrow = require("pyarrow", needed_by="ParquetRows")
+        arrow = require_extra("pyarrow", needed_by="ParquetRows")
         array = compute.fill_null(array, arrow.scalar(0).cast(array.type))
     return array.to_numpy(zero_copy_only=False)
 
 
 def _is_number(kind: Any) -> bool:
-    types = require("pyarrow", needed_by="ParquetRows").types
+    types = require_extra("pyarrow", needed_by="ParquetRows").types
     return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
 
 
 def _is_list_of_numbers(kind: Any) -> bool:
-    types = require("pyarrow", needed_by="ParquetRows").types
+    types = require_extra("pyarrow", needed_by="ParquetRows").types
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     return is_list and _is_number(kind.value_type)
 
 
 def _is_text(kind: Any) -> bool:
-    types = require("pyarrow", needed_by="ParquetRows").types
+    types = require_extra("pyarrow", needed_by="ParquetRows").types
     is_string = types.is_string(kind) or types.is_large_string(kind)
     return is_string or types.is_binary(kind) or types.is_large_binary(kind)

@@ -14,8 +14,8 @@ import numpy as np
 
 from layerkit.checks import check_choice, require
 from layerkit.nested_map import NestedMap
-from layerkit_inputs import extras
 from layerkit_inputs.bad_records import BadRecordError
+from layerkit_inputs.errors import require_extra
 from layerkit_inputs.hugging_face.data import HuggingFaceData
 from layerkit_inputs.indexed_input import IndexedInput
 
@@ -87,7 +87,7 @@ class HuggingFaceColumns(HuggingFaceData, IndexedInput):
 
     def _array(self, name: str, values: Any, rows: np.ndarray) -> np.ndarray:
         """Return the values of a column in some rows, `[rows, ...]`."""
-        arrow = extras.require("pyarrow", needed_by="HuggingFaceColumns")
+        arrow = require_extra("pyarrow", needed_by="HuggingFaceColumns")
         shape = [len(rows)]
         while True:
             if values.null_count:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from layerkit.checks import check_choice, require
-from layerkit_inputs import extras
 from layerkit_inputs.bad_records import BadRecordError, BadRecords, OnBadRecord
 from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.errors import require_extra
 from layerkit_inputs.hugging_face.faults import faulty_file, first_unreadable
 from layerkit_inputs.parquet_bounds import MAX_ROW_GROUP_BYTES, check_row_groups
 
@@ -70,7 +70,7 @@ class HuggingFaceData(BaseInput):
         return self._bad.num_skipped
 
     def _library(self) -> Any:
-        datasets = extras.require("datasets", needed_by=type(self).__qualname__)
+        datasets = require_extra("datasets", needed_by=type(self).__qualname__)
         if not self.allow_network:
             # Otherwise `datasets` reports every opened data set to the Hub, also local files, and
             # waits if there is no network.
@@ -144,9 +144,9 @@ class HuggingFaceData(BaseInput):
 
     def _check_parquet(self, config: Any) -> None:
         """Enable verification of page checksums, and check the declared sizes of row groups."""
-        parquet = extras.require("pyarrow.parquet", needed_by=type(self).__qualname__)
+        parquet = require_extra("pyarrow.parquet", needed_by=type(self).__qualname__)
         if getattr(config, "fragment_scan_options", self) is None:  # since datasets 4.2
-            dataset = extras.require("pyarrow.dataset", needed_by=type(self).__qualname__)
+            dataset = require_extra("pyarrow.dataset", needed_by=type(self).__qualname__)
             config.fragment_scan_options = dataset.ParquetFragmentScanOptions(
                 page_checksum_verification=True
             )

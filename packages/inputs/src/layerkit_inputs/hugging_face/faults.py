@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from layerkit_inputs.extras import require
+from layerkit_inputs.errors import require_extra
 from layerkit_inputs.parquet_bounds import open_parquet
 
 
@@ -21,8 +21,8 @@ def faulty_file(file: str, file_format: str) -> str | None:
         return "the file is empty."
     if file_format != "parquet":
         return None
-    parquet = require("pyarrow.parquet", needed_by="HuggingFaceData")
-    arrow = require("pyarrow", needed_by="HuggingFaceData")
+    parquet = require_extra("pyarrow.parquet", needed_by="HuggingFaceData")
+    arrow = require_extra("pyarrow", needed_by="HuggingFaceData")
     try:
         rows = parquet.read_metadata(file).num_rows
     except (arrow.ArrowException, OSError) as error:
@@ -54,7 +54,7 @@ def _column_difference(file: str, first: str, kind: str) -> str | None:
 
 
 def _parquet_columns(file: str) -> dict[str, str]:
-    parquet = require("pyarrow.parquet", needed_by="HuggingFaceData")
+    parquet = require_extra("pyarrow.parquet", needed_by="HuggingFaceData")
     return {field.name: str(field.type) for field in parquet.read_schema(file)}
 
 
@@ -101,7 +101,7 @@ def _bad_row_group(file: str) -> str | None:
 
 
 def _bad_arrow_batch(file: str) -> str | None:
-    arrow = require("pyarrow", needed_by="HuggingFaceData")
+    arrow = require_extra("pyarrow", needed_by="HuggingFaceData")
     with arrow.memory_map(file) as source:
         first = 0
         try:

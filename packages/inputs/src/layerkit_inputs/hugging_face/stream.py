@@ -28,7 +28,7 @@ import numpy as np
 
 from layerkit.checks import require
 from layerkit.nested_map import NestedMap
-from layerkit_inputs import extras
+from layerkit_inputs.errors import require_extra
 from layerkit_inputs.eval_padding import pad_rows
 from layerkit_inputs.features import Segment, segment_features
 from layerkit_inputs.hugging_face.input import Packing, check_row_fields, too_long_error
@@ -113,7 +113,7 @@ class HuggingFaceStream(HuggingFaceText):
         if self._opened is None:
             stream = self._open_streamed()
             if self.is_training and self.num_infeed_hosts > 1:
-                distributed = extras.require(
+                distributed = require_extra(
                     "datasets.distributed", needed_by=type(self).__qualname__
                 )
                 stream = distributed.split_dataset_by_node(

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from layerkit.checks import check_choice
-from layerkit_inputs.extras import require
+from layerkit_inputs.errors import require_extra
 from layerkit_inputs.features import as_tokens
 from layerkit_inputs.hugging_face.data import HuggingFaceData
 from layerkit_inputs.tokenizers import ByteTokenizer, Tokenizer
@@ -56,7 +56,7 @@ class HuggingFaceText(HuggingFaceData):
 
     def _examples(self, table: Any, order: Sequence[int]) -> Iterator[tuple[int, Example | str]]:
         """Yield the row number, and the example or its problem, of rows of an Arrow table."""
-        arrow = require("pyarrow", needed_by=type(self).__qualname__)
+        arrow = require_extra("pyarrow", needed_by=type(self).__qualname__)
         self._check_text_columns(table.column_names)
         columns = []
         for name in self._text_columns():

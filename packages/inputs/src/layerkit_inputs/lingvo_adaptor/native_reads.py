@@ -15,7 +15,7 @@ from typing import Any
 
 from layerkit.errors import ConfigError
 from layerkit_inputs.bad_records import BadRecordError
-from layerkit_inputs.extras import require
+from layerkit_inputs.errors import require_extra
 
 _RECORD_TYPES = ("tfrecord", "tfrecord_gzip", "text", "iota")
 _MERGED_DTYPES = ("float32", "bfloat16", "uint8", "int32", "int64", "bool", "string")
@@ -150,7 +150,7 @@ def _files_of(pattern: str) -> Iterator[RecordFile]:
 
 
 def _paths_of(part: str, pattern: str) -> list[str]:
-    gfile = require("tensorflow", needed_by="Lingvo inputs").io.gfile
+    gfile = require_extra("tensorflow", needed_by="Lingvo inputs").io.gfile
     paths = [path for path in gfile.glob(_shards_as_glob(part)) if not gfile.isdir(path)]
     if not paths:
         raise NativeReadError(f"no file matches {part!r}", field="file_pattern", value=pattern)
@@ -184,7 +184,7 @@ def check_records(files: Iterable[RecordFile]) -> int:
     Raises:
       BadRecordError: A record is damaged. The error names the file and the record.
     """
-    tensorflow = require("tensorflow", needed_by="Lingvo inputs")
+    tensorflow = require_extra("tensorflow", needed_by="Lingvo inputs")
     total = 0
     for file in files:
         if not file.record_type.startswith("tfrecord"):
@@ -224,7 +224,7 @@ def _damaged(file: RecordFile, number: int, problem: str) -> BadRecordError:
 
 def first_damaged(file: RecordFile) -> tuple[int, str] | None:
     """Return number and problem of the first damaged record of a TFRecord file, or None."""
-    tensorflow = require("tensorflow", needed_by="Lingvo inputs")
+    tensorflow = require_extra("tensorflow", needed_by="Lingvo inputs")
     number = 0
     try:
         for _ in _records_of(tensorflow, file):

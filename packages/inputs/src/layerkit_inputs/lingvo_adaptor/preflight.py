@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from layerkit_inputs.extras import MissingExtraError
+from layerkit_inputs.errors import MissingExtraError
 from layerkit_inputs.lingvo_adaptor.native_reads import (
     NativeRead,
     NativeReadError,

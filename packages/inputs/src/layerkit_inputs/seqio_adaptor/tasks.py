@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from layerkit.checks import check_choice
 from layerkit.checks import require as require_valid
 from layerkit.errors import ConfigError
-from layerkit_inputs.extras import require
+from layerkit_inputs.errors import require_extra
 
 _NEEDED_BY = "SeqIOInput"
 
@@ -51,7 +51,7 @@ class WeightedTask(NamedTuple):
 @functools.cache
 def import_tensorflow() -> ModuleType:
     """Import TensorFlow and hide accelerators from it, since JAX uses them."""
-    tf = require("tensorflow", needed_by=_NEEDED_BY)
+    tf = require_extra("tensorflow", needed_by=_NEEDED_BY)
     for kind in ("GPU", "TPU"):
         if tf.config.get_visible_devices(kind):
             # Raises RuntimeError if TensorFlow has already initialized the devices.
@@ -63,7 +63,7 @@ def import_tensorflow() -> ModuleType:
 def import_seqio() -> ModuleType:
     """Import SeqIO, after `import_tensorflow`."""
     import_tensorflow()
-    return require("seqio", needed_by=_NEEDED_BY)
+    return require_extra("seqio", needed_by=_NEEDED_BY)
 
 
 def find_tasks(
@@ -218,7 +218,7 @@ def _splits(seqio: ModuleType, task: Any, owner: str) -> Any:
 
 
 def _check_prepared(loader: Any, task: Any, owner: str) -> None:
-    tfds = require("tensorflow_datasets", needed_by=_NEEDED_BY)
+    tfds = require_extra("tensorflow_datasets", needed_by=_NEEDED_BY)
     where = f"{loader.name} in {loader.data_dir or tfds.core.constants.DATA_DIR}"
     try:
         builder = loader.builder

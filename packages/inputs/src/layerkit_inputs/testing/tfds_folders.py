@@ -25,7 +25,7 @@ import numpy as np
 from layerkit.checks import check_choice
 from layerkit.checks import require as require_valid
 from layerkit.errors import ConfigError
-from layerkit_inputs.extras import require
+from layerkit_inputs.errors import require_extra
 
 FileFormat = Literal["tfrecord", "array_record"]
 
@@ -149,7 +149,7 @@ def write_tfds_folder(
             value=str(folder),
             hint="Remove it, or use another folder.",
         )
-    tfds = require("tensorflow_datasets", needed_by="write_tfds_folder")
+    tfds = require_extra("tensorflow_datasets", needed_by="write_tfds_folder")
     with _quiet():
         tfds.dataset_builders.store_as_tfds_dataset(
             name=name,

@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple
 
 from layerkit.errors import ConfigError
 from layerkit_inputs.bad_records import BadRecordError
-from layerkit_inputs.extras import require
+from layerkit_inputs.errors import require_extra
 from layerkit_inputs.parquet_bounds import open_parquet, row_group_batches
 from layerkit_inputs.text_files import TextFile
 
@@ -124,7 +124,7 @@ def _json_lines(
 
 
 def _parquet_rows(path: Path, field: str, max_document_bytes: int) -> Iterator[RawDocument]:
-    arrow = require("pyarrow", needed_by="Parquet files")
+    arrow = require_extra("pyarrow", needed_by="Parquet files")
     try:
         with open_parquet(path) as opened:
             names = opened.schema_arrow.names
@@ -176,7 +176,7 @@ def num_declared_documents(file: TextFile) -> int:
     """
     if file.path.suffix.lower() != ".parquet":
         return 1
-    arrow = require("pyarrow", needed_by="Parquet files")
+    arrow = require_extra("pyarrow", needed_by="Parquet files")
     try:
         with open_parquet(file.path) as opened:
             return int(opened.metadata.num_rows)

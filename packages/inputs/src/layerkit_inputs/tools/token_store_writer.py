@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from layerkit_inputs.extras import require
+from layerkit_inputs.errors import require_extra
 from layerkit_inputs.grain_adaptor.array_records import WRITER_OPTIONS
 from layerkit_inputs.token_store import BLOCK_LENGTH, ENDS_FILE, Shard, SplitAbout
 
@@ -18,7 +18,7 @@ class _ShardWriter:
     """Writer of one file of blocks."""
 
     def __init__(self, path: Path, dtype: np.dtype, block_length: int):
-        module = require("array_record.python.array_record_module", needed_by="SplitWriter")
+        module = require_extra("array_record.python.array_record_module", needed_by="SplitWriter")
         self._path = path
         self._writer: Any = module.ArrayRecordWriter(str(path), WRITER_OPTIONS)
         self._block_bytes = block_length * dtype.itemsize

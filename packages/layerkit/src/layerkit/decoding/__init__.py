@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from layerkit.decoding.loop import SampledRows as SampledRows
     from layerkit.decoding.loop import advance_rows as advance_rows
     from layerkit.decoding.loop import extend_prompts as extend_prompts
+    from layerkit.decoding.loop import sample_token as sample_token
     from layerkit.decoding.row_options import RowOptions as RowOptions
-    from layerkit.decoding.samplers import sample_token as sample_token
 
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -42,8 +42,7 @@ __getattr__, __dir__ = lazy_names(
             "NoRepeatNgrams RepetitionPenalty RowsSoFar Temperature TopK TopP"
         ),
         "cached_network": "cached_step",
-        "loop": "PausedDecoder SampleDecoder SampledRows advance_rows extend_prompts",
+        "loop": "PausedDecoder SampleDecoder SampledRows advance_rows extend_prompts sample_token",
         "row_options": "RowOptions",
-        "samplers": "sample_token",
     },
 )

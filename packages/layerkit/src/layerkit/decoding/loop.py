@@ -1,7 +1,8 @@
 """Continuation of prompts with a cached model, and the decoder for sampling and greedy decoding.
 
 `extend_prompts` runs any decoder. `SampleDecoder` samples tokens or chooses the most likely ones.
-Its loop stops when all rows have ended. `BeamSearch` is in `layerkit.decoding.beam_search`.
+Its loop stops when all rows have ended, and each row has its own random numbers. `BeamSearch` is in
+`layerkit.decoding.beam_search`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from layerkit.decoding.logit_processors import (
     process_logits,
 )
 from layerkit.decoding.row_options import OptionOfRows, RowOptions
-from layerkit.decoding.samplers import row_keys, sample_token
 from layerkit.decoding.split_rows import pad_columns
 from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
@@ -412,3 +412,36 @@ def _ends(
         matches = jnp.all(tail == jnp.array(sequence), axis=1)
         ends = ends | (matches & (num_drawn >= size))
     return ends & (num_drawn > decoder.min_decode_steps)
+
+
+def row_keys(key: jax.Array, row_ids: jax.Array) -> jax.Array:
+    """Return a random key for each row: `fold_in(key, row_id)`.
+
+    The samples of a row then depend only on its id, not on the other rows of the batch.
+
+    Args:
+      key: Random key, a scalar.
+      row_ids: Ids of the rows, int32 `[rows]`.
+
+    Returns:
+      Random keys `[rows]`.
+    """
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, row_ids)
+
+
+def sample_token(logits: jax.Array, keys: jax.Array | None) -> jax.Array:
+    """Draw one token per row from softmax(logits).
+
+    The index of the largest logit after adding Gumbel noise is such a draw (Gumbel, 1954).
+
+    Args:
+      logits: Logits float32 `[rows, vocab]`; -inf is never drawn unless all are -inf.
+      keys: Random keys `[rows]`; None selects the most likely token instead.
+
+    Returns:
+      Token ids int32 `[rows]`.
+    """
+    if keys is not None:
+        draw_noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], logits.dtype))
+        logits = logits + draw_noise(keys)
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)

@@ -25,7 +25,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layerkit.near_names import find_near_names
+from layerkit.errors import find_near_names
 from layerkit_runner.config.catalogue import CatalogueLine, read_catalogue
 from layerkit_runner.errors import FieldError, UsageError
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from layerkit.base_layer import PARAMS
 from layerkit.base_model import BaseModel
-from layerkit.near_names import near_names
+from layerkit.errors import near_names
 from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join, named_leaves, spec_of
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from.settings import ADAPTER_WEIGHTS, InitFrom, Origin, Rule

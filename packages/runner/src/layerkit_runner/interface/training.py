@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from layerkit import html_display
-from layerkit_inputs.extras import MissingExtraError
+from layerkit_inputs.errors import MissingExtraError
 from layerkit_runner.config.flags import flag_word, parse_flags
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.distributed.stop_signals import Interrupts

@@ -17,14 +17,14 @@ import jax
 
 from layerkit.base_model import NATS_PER_TOKEN
 from layerkit.errors import UserError
-from layerkit_inputs.extras import MissingExtraError
+from layerkit_inputs.errors import MissingExtraError
 from layerkit_runner.config.config_tree import NOT_SET, value_at
 from layerkit_runner.config.resolve import override_path
 from layerkit_runner.distributed.process_exchange import all_arrive
 from layerkit_runner.errors import unknown_name_text
 from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.files.text import size_text
-from layerkit_runner.observers import draw_loss_curve, memory_scalars, metrics_path
+from layerkit_runner.observers import memory_scalars, metrics_path
 from layerkit_runner.observers.metrics_log import encode
 from layerkit_runner.trainer.executor import Executor
 from layerkit_runner.trainer.job import Job
@@ -159,6 +159,8 @@ def _report_speed(job: Job, executor: Executor) -> None:
 
 def _draw(job: Job, baselines: dict[str, float], token_unit: str) -> None:
     """Draw the loss curve and report its path, or why there is none."""
+    from layerkit_runner.observers.loss_curve import draw_loss_curve
+
     name = "loss_curve.png"
     metric = ReportedMetric.of(job.task, token_unit=token_unit)
     try:

@@ -36,7 +36,7 @@ from layerkit.decoding import SampleDecoder
 from layerkit.errors import UserError
 from layerkit.interop.hugging_face import HuggingFaceWeights, export_model
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.extras import MissingExtraError
+from layerkit_inputs.errors import MissingExtraError
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError, as_usage_error

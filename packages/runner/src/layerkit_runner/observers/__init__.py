@@ -13,7 +13,6 @@ from layerkit_runner.observers.base import RunInfo as RunInfo
 from layerkit_runner.observers.base import build_observers as build_observers
 from layerkit_runner.observers.goodput import Goodput as Goodput
 from layerkit_runner.observers.goodput import GoodputLog as GoodputLog
-from layerkit_runner.observers.loss_curve import draw_loss_curve as draw_loss_curve
 from layerkit_runner.observers.metrics_log import Metrics as Metrics
 from layerkit_runner.observers.metrics_log import MetricsLog as MetricsLog
 from layerkit_runner.observers.metrics_log import metrics_path as metrics_path

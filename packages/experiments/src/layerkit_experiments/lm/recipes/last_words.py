@@ -15,7 +15,7 @@ import numpy as np
 from layerkit.config import build
 from layerkit.errors import ConfigError
 from layerkit_inputs import Tokenizer, tokenizer_config
-from layerkit_inputs.extras import require
+from layerkit_inputs.errors import require_extra
 from layerkit_inputs.features import lm_features
 from layerkit_inputs.text_files import find_text_files
 from layerkit_inputs.tools.raw_documents import read_raw_documents, text_of
@@ -92,7 +92,7 @@ def last_word_rows(
       ConfigError: The vocabulary is not set or too large, or a passage cannot be read.
       OSError: A file or the vocabulary does not exist.
     """
-    grain = require("grain", needed_by="last_word_rows")
+    grain = require_extra("grain", needed_by="last_word_rows")
     tokenizer: Tokenizer = build(tokenizer_config(require_vocab_path(vocab_path)))
     check_vocab_size(vocab_size, tokenizer.vocab_size, vocab_path)
 

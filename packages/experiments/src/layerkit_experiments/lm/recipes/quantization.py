@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
+from layerkit import layers
 from layerkit.config import Config
 from layerkit.errors import ConfigError
-from layerkit.layers import Fp8CurrentDot, Fp8Dot, Int8Dot, MxFp8Dot, with_dots
 
-_DOTS: dict[str, Config] = {
-    "fp8_delayed": Fp8Dot.HParams.config(),
-    "fp8_current": Fp8CurrentDot.HParams.config(),
-    "mxfp8": MxFp8Dot.HParams.config(),
-    "int8": Int8Dot.HParams.config(),
+# Names in `layerkit.layers`, which imports a layer when it is used.
+_DOTS = {
+    "fp8_delayed": "Fp8Dot",
+    "fp8_current": "Fp8CurrentDot",
+    "mxfp8": "MxFp8Dot",
+    "int8": "Int8Dot",
 }
 _LAYERS = r"lm_tpl\.stack_tpl\..*"
 
@@ -30,7 +31,10 @@ class QuantizedProducts:
     def quantized(self, model: Config) -> Config:
         """Return the config of a LanguageModel with the products of QUANTIZATION."""
         name = self.quantization()
-        return model if name is None else with_dots(model, _DOTS[name], only=_LAYERS)
+        if name is None:
+            return model
+        dot = getattr(layers, _DOTS[name])
+        return layers.with_dots(model, dot.HParams.config(), only=_LAYERS)
 
     def quantization(self) -> str | None:
         """Return the name of the products; None for FPROP_DTYPE."""

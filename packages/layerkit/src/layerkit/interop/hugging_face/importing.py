@@ -17,7 +17,7 @@ import numpy as np
 
 from layerkit.base_layer import PARAMS, BaseLayer
 from layerkit.config import Config, Configurable, build, field_names
-from layerkit.errors import ConfigError
+from layerkit.errors import ConfigError, near_names
 from layerkit.interop.hugging_face.families import family_of
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.folder import (
@@ -43,7 +43,6 @@ from layerkit.interop.hugging_face.tensors import (
 from layerkit.layers.adapters import LORA_WEIGHTS
 from layerkit.layers.residual_adapters import RESIDUAL_ADAPTER_WEIGHTS
 from layerkit.layers.stacks import unrolled_stack
-from layerkit.near_names import near_names
 from layerkit.weights import canonical_dtype
 
 # Largest number of differences between a folder and a model that an error lists.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -24,7 +24,6 @@ from layerkit.layers.attention.backends import (
     AttentionCall,
     select_backend,
 )
-from layerkit.layers.attention.blockwise import BlockwiseAttention
 from layerkit.layers.attention.causal_blocks import attend_by_causal_blocks, uses_causal_blocks
 from layerkit.layers.attention.context_parallel import (
     CONTEXT_PARALLEL_NAMES,
@@ -33,7 +32,6 @@ from layerkit.layers.attention.context_parallel import (
 )
 from layerkit.layers.attention.cudnn import cudnn_attention, has_cudnn
 from layerkit.layers.attention.distance_bias import DistanceBias, LogitBias
-from layerkit.layers.attention.ring import PartAttention, ring_attention
 from layerkit.layers.attention.sharded_kernel import (
     find_split_problem,
     run_kernel_on_mesh,
@@ -41,6 +39,9 @@ from layerkit.layers.attention.sharded_kernel import (
 from layerkit.layers.attention.xla import xla_attention
 from layerkit.layers.masks import AttentionMask
 from layerkit.sharding import BoundSharding, model_device
+
+if TYPE_CHECKING:
+    from layerkit.layers.attention.ring import PartAttention
 
 _LOG = logging.getLogger("layerkit.attention")
 
@@ -144,6 +145,8 @@ def dot_product_attention(
     if chosen.name == "pallas":
         kernel_options["device_kind"] = model_device(sharding).device_kind
     if sharding is not None and call.uses_ring:
+        from layerkit.layers.attention.ring import ring_attention
+
         return ring_attention(
             query,
             key,
@@ -262,6 +265,8 @@ def _part_attention(
 ) -> PartAttention:
     """Return the attention of a ring to a part of the keys."""
     if name == "xla":
+        from layerkit.layers.attention.blockwise import BlockwiseAttention
+
         return BlockwiseAttention(scale, logit_cap)
     if platform == "tpu":
         from layerkit.layers.attention.flash_tpu import SplashPartAttention

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from layerkit.near_names import near_names
+from layerkit.errors import near_names
 from layerkit_runner.config.registry import experiment_packages
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.bounded_documents import parse_yaml, read_text

@@ -10,7 +10,7 @@ import pytest
 
 from layerkit.nested_map import NestedMap
 from layerkit_inputs import IndexedInput, Mixture, Prefetch
-from layerkit_inputs.error_notes import input_of
+from layerkit_inputs.errors import input_of
 
 
 class Failing(IndexedInput):

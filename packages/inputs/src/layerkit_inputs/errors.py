@@ -1,16 +1,19 @@
-"""Imports of optional dependencies, which extras of layerkit-inputs install.
+"""Errors of inputs: the label of the input that raised one, and missing optional dependencies.
 
 An optional dependency is imported when a reader that needs it is built. If it is missing, the error
-message has the command that installs it.
+message has the command that installs it. This module loads neither NumPy nor JAX.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from types import ModuleType
 
 from layerkit.errors import UserError
 
+_ATTRIBUTE = "layerkit_input"
 # Importable name -> extra of layerkit-inputs that installs it.
 _EXTRA_OF = {
     "array_record": "grain",
@@ -25,11 +28,42 @@ _EXTRA_OF = {
 }
 
 
+@contextlib.contextmanager
+def naming_input(label: str) -> Iterator[None]:
+    """Record the label of an input in its errors, except StopIteration.
+
+    A `UserError` without an owner gets the label as its owner. Errors of values and files keep
+    their text, and reports add the label by `input_of`. Other errors get a note, which tracebacks
+    show.
+
+    Args:
+      label: Class and name, such as `LocalText 'train'`.
+    """
+    try:
+        yield
+    except StopIteration:
+        raise
+    except Exception as error:
+        # An input that reads another input does not replace the label of that input.
+        if input_of(error) is None:
+            setattr(error, _ATTRIBUTE, label)
+            if isinstance(error, UserError):
+                error.owner = error.owner or label
+            elif not isinstance(error, (OSError, ValueError)):
+                error.add_note(f"In input {label}")
+        raise
+
+
+def input_of(error: BaseException) -> str | None:
+    """Return the label of the input that raised an error, such as `LocalText 'train'`."""
+    return getattr(error, _ATTRIBUTE, None)
+
+
 class MissingExtraError(UserError, ImportError):
     """An optional dependency that is not installed."""
 
 
-def require(module: str, *, needed_by: str) -> ModuleType:
+def require_extra(module: str, *, needed_by: str) -> ModuleType:
     """Import and return a module that an extra of layerkit-inputs installs.
 
     Args:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from layerkit.decoding.samplers import row_keys, sample_token
+from layerkit.decoding.loop import row_keys, sample_token
 
 PROBABILITIES = np.array([0.4, 0.3, 0.2, 0.1])
 NUM_DRAWS = 20_000
