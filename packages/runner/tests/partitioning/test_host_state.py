@@ -56,13 +56,20 @@ def trained(partitioner: Any, task: Any, batch: Any) -> tuple[Any, Any]:
     return state, scalars
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_equals_that_with_the_state_on_devices(arrangements: Any, name: str):
+@pytest.mark.parametrize(
+    ("name", "split"), [*((name, False) for name in OPTIMIZERS), ("adam", True)]
+)
+def test_training_equals_that_with_the_state_on_devices(arrangements: Any, name: str, split: bool):
+    """Also if the state is split over the data axis (`shard_optimizer_over_data`)."""
     task, batch = make_task(arrangements, OPTIMIZERS[name]), arrangements.unequal_batch()
     plain, plain_scalars = trained(started(task, [2, 2, 2]), task, batch)
-    state, scalars = trained(started(task, [2, 2, 2], **HOST), task, batch)
+    offloading = started(task, [2, 2, 2], shard_optimizer_over_data=split, **HOST)
+    state, scalars = trained(offloading, task, batch)
     kinds = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state)]
     assert "pinned_host" in kinds
+    on_host = [x for x in jax.tree.leaves(state.opt_state) if x.sharding.memory_kind != "device"]
+    is_split = ["data" in jax.tree.leaves(tuple(leaf.sharding.spec)) for leaf in on_host]
+    assert any(is_split) == split
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
         (state, scalars),
