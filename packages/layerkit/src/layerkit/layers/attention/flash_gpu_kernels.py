@@ -364,44 +364,52 @@ def _blocks_of_keys(
     options: KernelOptions, index: Any, num_keys: int, visible: Any
 ) -> tuple[Any, Any]:
     """Return the first and last (exclusive) block of keys that a block of queries may see."""
-    first: Any = 0
-    last: Any = num_keys // options.tile.keys
-    if visible is not None:
-        first, last = visible[0], visible[1]
-    if not options.in_row_order:
-        return first, last
-    start, end = index * options.tile.queries, (index + 1) * options.tile.queries
-    ahead = 0 if options.causal else None if options.window is None else options.window - 1
-    if ahead is not None:
-        last = jnp.minimum(last, _divide_up(end + ahead, options.tile.keys))
-    if options.window is not None:
-        oldest = jax.lax.div(jnp.maximum(start - options.window + 1, 0), options.tile.keys)
-        first = jnp.maximum(first, oldest)
-    return first, last
+    behind = None if options.window is None else options.window - 1
+    reach = behind, 0 if options.causal else behind
+    sizes = options.tile.queries, options.tile.keys
+    return _blocks_within(options, index, sizes, num_keys, visible, reach=reach)
 
 
 def _blocks_of_queries(
     options: KernelOptions, index: Any, num_queries: int, visible: Any
 ) -> tuple[Any, Any]:
     """Return the first and last (exclusive) block of queries that may see a block of keys."""
-    first: Any = 0
-    last: Any = num_queries // options.tile.queries
-    if visible is not None:
-        first, last = visible[0], visible[1]
+    ahead = None if options.window is None else options.window - 1
+    reach = 0 if options.causal else ahead, ahead
+    sizes = options.tile.keys, options.tile.queries
+    return _blocks_within(options, index, sizes, num_queries, visible, reach=reach)
+
+
+def _blocks_within(
+    options: KernelOptions,
+    index: Any,
+    sizes: tuple[int, int],
+    length: int,
+    visible: Any,
+    *,
+    reach: tuple[int | None, int | None],
+) -> tuple[Any, Any]:
+    """Return the first and last (exclusive) block of a row that another block visits.
+
+    Args:
+      options: Options of the kernel.
+      index: Index of the visiting block.
+      sizes: Sizes of the visiting block and of those it visits.
+      length: Length of the visited row.
+      visible: Reference to the first and last block by segments; None for all.
+      reach: Distances (behind, ahead) that the visiting block reaches if positions are in row
+        order; None for all.
+    """
+    own, size = sizes
+    first, last = (0, length // size) if visible is None else (visible[0], visible[1])
     if not options.in_row_order:
         return first, last
-    start, end = index * options.tile.keys, (index + 1) * options.tile.keys
-    behind = 0 if options.causal else None if options.window is None else options.window - 1
+    behind, ahead = reach
     if behind is not None:
-        oldest = jax.lax.div(jnp.maximum(start - behind, 0), options.tile.queries)
-        first = jnp.maximum(first, oldest)
-    if options.window is not None:
-        last = jnp.minimum(last, _divide_up(end + options.window - 1, options.tile.queries))
+        first = jnp.maximum(first, jax.lax.div(jnp.maximum(index * own - behind, 0), size))
+    if ahead is not None:
+        last = jnp.minimum(last, jax.lax.div((index + 1) * own + ahead + size - 1, size))
     return first, last
-
-
-def _divide_up(a: Any, b: int) -> Any:
-    return jax.lax.div(a + b - 1, b)
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
