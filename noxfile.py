@@ -59,6 +59,20 @@ COMPILER_SUITES = (
     "packages/experiments/tests/lm/test_quantization_compiles.py",
     "integration_tests/test_accelerator_benchmark.py",
 )
+# Tests of kernels on a GPU, named `…_on_gpu`; they are skipped without one.
+GPU_SUITES = (
+    "packages/layerkit/tests/layers/attention/test_backend_table.py",
+    "packages/layerkit/tests/layers/moe/test_grouped_matmul.py",
+)
+GPU_BENCHMARKS = (
+    "accelerators.py --quick",
+    "accelerators.py --quick --packed --dtypes=bf16 --backends=auto",
+    "attention_blocks.py --batch 8 --length 2048 --heads 12 --head-dim 64 --documents 4",
+    "attention_blocks.py --batch 4 --length 4096 --heads 16 --head-dim 128",
+    "attention_blocks.py --batch 2 --length 4096 --heads 8 --head-dim 256",
+    "moe.py --bf16 --dims 1024 --hidden 2048 --length 2048",
+    "decode.py --bf16 --dims 1024 --layers 12 --heads 16 --prompt 512 --steps 128",
+)
 # Packages whose modules can all be imported; some modules of inputs need extras.
 DOCTESTED = ("layerkit", "runner")
 # Extras of layerkit-inputs in the ordinary sessions.
@@ -164,6 +178,19 @@ def compilers(session: nox.Session) -> None:
     # Most of these tests are marked slow or experiments.
     every = ["python", "-m", "pytest", "-m", "not chaos"]
     session.run(*every, *(session.posargs or COMPILER_SUITES))
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """Compare kernels on an NVIDIA GPU with float32, and run the benchmarks of GPUs."""
+    install_sources(session, TEST_TOOLS)
+    session.install(*PINNED, "--editable", "./packages/runner[cuda]")
+    shared = {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    tests = ["python", "-m", "pytest", "-n", "4", "-k", "on_gpu", *GPU_SUITES]
+    session.run(*tests, env=shared)
+    for command in session.posargs or GPU_BENCHMARKS:
+        script, *options = command.split()
+        session.run("python", f"benchmarks/{script}", *options)
 
 
 @nox.session

@@ -30,6 +30,7 @@ COMMANDS = {
     "experiments": ("experiments", "train a reduced form of every named experiment"),
     "plans": ("plans", "plan every named experiment on its target devices"),
     "compilers": ("compilers", "compile kernels and plans for TPUs and GPUs, without the devices"),
+    "gpu": ("gpu", "compare kernels on an NVIDIA GPU with float32, and measure their speed"),
     "parity": ("parity", "compare with PyTorch and transformers; prints a table of errors"),
     "readers": ("readers", "test the readers that need TensorFlow: SeqIO, TFDS folders and Lingvo"),
     "notebooks": ("notebooks", "run the notebooks of docs/notebooks; prints the time of each"),

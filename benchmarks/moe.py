@@ -1,6 +1,7 @@
 """Compare the speed of mixtures of experts, dropless and with a capacity, with a dense block.
 
-python benchmarks/moe.py
+    python benchmarks/moe.py
+    python benchmarks/moe.py --bf16 --dims 1024 --hidden 2048 --length 2048     # on a GPU or TPU
 
 Each expert layer has eight experts, of which a token uses two. The dense feed-forward block has
 twice the width of one expert, so it has the same multiplications per token. A round runs a forward
@@ -23,14 +24,19 @@ from layerkit.layers.feed_forward import TransformerFeedForward
 from layerkit.layers.moe.feed_forward import MoeFeedForward
 
 
-def layers(dims: int, hidden: int) -> dict[str, Any]:
+def layers(dims: int, hidden: int, *, bf16: bool) -> dict[str, Any]:
     """Return the layers to compare by name, the dense one first."""
     sizes = {"input_dims": dims, "hidden_dims": hidden, "train": True}
+    sizes["fprop_dtype"] = jnp.bfloat16 if bf16 else None
     experts = {**sizes, "num_experts": 8, "num_experts_per_token": 2}
     silu = SiLU.HParams.config()
     dense = {**sizes, "hidden_dims": 2 * hidden, "use_gate": True, "activation_tpl": silu}
+    kernels = {}
+    if bf16 and jax.default_backend() != "cpu":
+        kernels["dropless, pallas"] = MoeFeedForward(**experts, grouped_matmul="pallas")
     return {
         "dense": TransformerFeedForward(**dense),
+        **kernels,
         "dropless, blocks": MoeFeedForward(**experts, grouped_matmul="blocks"),
         "dropless, ragged_dot": MoeFeedForward(**experts, grouped_matmul="ragged_dot"),
         "capacity factor 1.0": MoeFeedForward(**experts, capacity_factor=1.0),
@@ -63,9 +69,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
     given = parser.parse_args()
     x = jax.random.normal(jax.random.key(1), (given.batch, given.length, given.dims))
-    steps = {name: step_of(layer, x) for name, layer in layers(given.dims, given.hidden).items()}
+    rivals = layers(given.dims, given.hidden, bf16=given.bf16)
+    steps = {name: step_of(layer, x) for name, layer in rivals.items()}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(given.rounds):
         for name, (step, _, _) in steps.items():

@@ -320,15 +320,11 @@ learned_bias -s`).
 - **lowered**: a test lowers forward and backward pass for NVIDIA GPUs.
 - **requires**: not supported; the cell lists the requirements as the error does.
 
-On a machine with a GPU, `test_supported_cell_equals_float32_on_gpu` compares values and gradients
-of both GPU columns with array code in float32:
-
-    JAX_PLATFORMS=cuda python -m pytest packages/layerkit/tests/layers/attention -k on_gpu
-
-Elsewhere no test runs a kernel on an accelerator. `test_kernels_compile.py` compiles all
-kernels, forward and backward, for a TPU v5p and an H100, if libtpu or JAX's CUDA plugin is
-installed. On TPUs a bfloat16 query is rounded once more after scaling, unless the scale is a
-power of two.
+On a machine with a GPU, `python3 start.py gpu` compares values and gradients of both GPU columns
+with array code in float32 (`test_supported_cell_equals_float32_on_gpu`). Elsewhere no test runs a
+kernel on an accelerator. `test_kernels_compile.py` compiles all kernels, forward and backward, for
+a TPU v5p and an H100, if libtpu or JAX's CUDA plugin is installed. On TPUs a bfloat16 query is
+rounded once more after scaling, unless the scale is a power of two.
 
 Each row is causal self-attention with two heads, changed in one respect, in float32 (bfloat16 for
 cuDNN) unless the row names a dtype.
