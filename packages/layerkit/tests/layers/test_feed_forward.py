@@ -109,3 +109,19 @@ def test_down_init_overrides_weight_init():
     assert np.all(weights["up"]["w"] == 1.0) and np.all(weights["down"]["w"] == 2.0)
     config.down_init = None
     assert np.all(config.Instantiate().init(KEY)["params"]["down"]["w"] == 1.0)
+
+
+@pytest.mark.parametrize(("use_gate", "num_kept"), [(False, 2), (True, 3)])
+@pytest.mark.parametrize("activation", [GELU, SiLU, SquaredReLU])
+def test_backward_pass_keeps_slopes_and_hidden(activation, use_gate, num_kept):
+    layer = TransformerFeedForward(
+        input_dims=DIMS,
+        hidden_dims=12,
+        has_bias=True,
+        use_gate=use_gate,
+        activation_tpl=activation.HParams.config(),
+        fprop_dtype=jnp.bfloat16,
+    )
+    _, backward = jax.vjp(layer.apply, random_weights(layer), X)
+    wide = [leaf for leaf in jax.tree.leaves(backward) if leaf.size == X.size // DIMS * 12]
+    assert [leaf.dtype for leaf in wide] == [jnp.bfloat16] * num_kept

@@ -1,47 +1,148 @@
 """Element-wise activations as layers, so that a config can choose one.
 
 Each maps `[...]` of any shape to the same shape in the compute dtype. A custom activation is a
-subclass of `BaseActivation` with an `fprop`; every `activation_tpl` accepts it.
+subclass of `BaseActivation` with a `function` or an `fprop`; every `activation_tpl` accepts it.
+
+The backward pass of a `function` keeps one array, the slope (`save_slopes`). JAX would keep an
+array for each step of the formula: five for the GELU.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
 
+ElementWise = Callable[..., jax.Array]
+"""A function of arrays `[...]` of one shape that computes each element separately."""
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def save_slopes(function: ElementWise, *arrays: jax.Array) -> jax.Array:
+    """Return `function(*arrays)`, whose backward pass keeps one array per argument.
+
+    It keeps the partial derivatives, in the dtype of the result.
+
+    Args:
+      function: Differentiable element-wise function that closes over no arrays.
+      *arrays: Arrays `[...]` of one shape.
+    """
+    return function(*arrays)
+
+
+@save_slopes.defjvp
+def _save_slopes_jvp(
+    function: ElementWise, arrays: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
+    terms = []
+    for index, (x, tangent) in enumerate(zip(arrays, tangents, strict=True)):
+
+        def of_one(x: jax.Array, index: int = index) -> jax.Array:
+            return function(*arrays[:index], x, *arrays[index + 1 :])
+
+        outputs, slope = jax.jvp(of_one, (x,), (jnp.ones_like(x),))
+        terms.append((slope * tangent).astype(outputs.dtype))
+    return outputs, functools.reduce(jnp.add, terms)
+
 
 class BaseActivation(BaseLayer):
-    """The base class of activations, which have no weights."""
+    """The base class of activations, which have no weights.
+
+    A subclass defines `function`, or `fprop` if it is not a pure function of its inputs.
+
+    Attributes:
+      saves_slope: False for a function whose gradient in JAX keeps no more than its slope.
+    """
+
+    saves_slope: ClassVar[bool] = True
+
+    @nn.nowrap
+    def function(self) -> ElementWise:
+        """Return the function of `[...]` that the layer applies."""
+        raise NotImplementedError(f"{type(self).__qualname__} does not define fprop or function")
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
         """Map `[...]` to `[...]`, element by element."""
-        raise NotImplementedError(f"{type(self).__qualname__} does not define fprop")
+        function, inputs = self.function(), self.cast(inputs)
+        return save_slopes(function, inputs) if self.saves_slope else function(inputs)
+
+    def gate(
+        self,
+        gate: jax.Array,
+        factor: jax.Array,
+        *,
+        limit: float | None = None,
+        offset: float = 0.0,
+    ) -> jax.Array:
+        """Return activation(gate) · (factor + offset), both `[...]`, in the compute dtype.
+
+        The backward pass keeps two arrays, the slopes of the product.
+
+        Args:
+          gate: `[...]`, input of the activation.
+          factor: `[...]`, the other factor.
+          limit: Bound of both arguments: from above of the gate, on both sides of the factor. None
+            for no bound.
+          offset: Number that is added to the factor.
+        """
+        product = functools.partial(_gated_product, limit=limit, offset=offset)
+        if type(self).fprop is not BaseActivation.fprop:
+            return product(self, gate, factor)
+        product = functools.partial(product, self.function())
+        return save_slopes(product, self.cast(gate), factor)
+
+
+def _gated_product(
+    activation: ElementWise,
+    gate: jax.Array,
+    factor: jax.Array,
+    *,
+    limit: float | None,
+    offset: float,
+) -> jax.Array:
+    if limit is not None:
+        gate = jnp.minimum(gate, limit)
+        factor = jnp.clip(factor, -limit, limit)
+    if offset:
+        factor = factor + offset
+    return activation(gate) * factor
 
 
 class Identity(BaseActivation):
     """The identity x, for templates that must name an activation."""
 
-    def fprop(self, inputs: jax.Array) -> jax.Array:
-        """Apply the activation to `[...]`."""
-        return self.cast(inputs)
+    saves_slope: ClassVar[bool] = False
+
+    @nn.nowrap
+    def function(self) -> ElementWise:
+        """Return the function of `[...]`."""
+        return _identity
 
 
 class ReLU(BaseActivation):
     """max(x, 0)."""
 
-    def fprop(self, inputs: jax.Array) -> jax.Array:
-        """Apply the activation to `[...]`."""
-        return jax.nn.relu(self.cast(inputs))
+    saves_slope: ClassVar[bool] = False
+
+    @nn.nowrap
+    def function(self) -> ElementWise:
+        """Return the function of `[...]`."""
+        return jax.nn.relu
 
 
 class SquaredReLU(BaseActivation):
     """max(x, 0)² (So et al., 2021: Primer)."""
 
-    def fprop(self, inputs: jax.Array) -> jax.Array:
-        """Apply the activation to `[...]`."""
-        return jnp.square(jax.nn.relu(self.cast(inputs)))
+    @nn.nowrap
+    def function(self) -> ElementWise:
+        """Return the function of `[...]`."""
+        return _squared_relu
 
 
 class GELU(BaseActivation):
@@ -54,9 +155,10 @@ class GELU(BaseActivation):
 
     approximate: bool = True
 
-    def fprop(self, inputs: jax.Array) -> jax.Array:
-        """Apply the activation to `[...]`."""
-        return jax.nn.gelu(self.cast(inputs), approximate=self.approximate)
+    @nn.nowrap
+    def function(self) -> ElementWise:
+        """Return the function of `[...]`."""
+        return functools.partial(jax.nn.gelu, approximate=self.approximate)
 
 
 class SiLU(BaseActivation):
@@ -68,12 +170,12 @@ class SiLU(BaseActivation):
 
     beta: float = 1.0
 
-    def fprop(self, inputs: jax.Array) -> jax.Array:
-        """Apply the activation to `[...]`."""
-        inputs = self.cast(inputs)
+    @nn.nowrap
+    def function(self) -> ElementWise:
+        """Return the function of `[...]`."""
         if self.beta == 1.0:
-            return jax.nn.silu(inputs)
-        return inputs * jax.nn.sigmoid(self.beta * inputs)
+            return jax.nn.silu
+        return functools.partial(_silu, beta=self.beta)
 
 
 # Name of the same function in Ramachandran et al. (2017).
@@ -83,33 +185,41 @@ Swish = SiLU
 class Sigmoid(BaseActivation):
     """1 / (1 + exp(-x))."""
 
-    def fprop(self, inputs: jax.Array) -> jax.Array:
-        """Apply the activation to `[...]`."""
-        return jax.nn.sigmoid(self.cast(inputs))
+    saves_slope: ClassVar[bool] = False
+
+    @nn.nowrap
+    def function(self) -> ElementWise:
+        """Return the function of `[...]`."""
+        return jax.nn.sigmoid
 
 
 class Tanh(BaseActivation):
     """tanh(x)."""
 
-    def fprop(self, inputs: jax.Array) -> jax.Array:
-        """Apply the activation to `[...]`."""
-        return jnp.tanh(self.cast(inputs))
+    @nn.nowrap
+    def function(self) -> ElementWise:
+        """Return the function of `[...]`."""
+        return jnp.tanh
 
 
 class ReLU6(BaseActivation):
     """min(max(x, 0), 6) (Krizhevsky, 2010)."""
 
-    def fprop(self, inputs: jax.Array) -> jax.Array:
-        """Apply the activation to `[...]`."""
-        return jax.nn.relu6(self.cast(inputs))
+    saves_slope: ClassVar[bool] = False
+
+    @nn.nowrap
+    def function(self) -> ElementWise:
+        """Return the function of `[...]`."""
+        return jax.nn.relu6
 
 
 class CubedReLU(BaseActivation):
     """max(x, 0)³."""
 
-    def fprop(self, inputs: jax.Array) -> jax.Array:
-        """Apply the activation to `[...]`."""
-        return jnp.power(jax.nn.relu(self.cast(inputs)), 3)
+    @nn.nowrap
+    def function(self) -> ElementWise:
+        """Return the function of `[...]`."""
+        return _cubed_relu
 
 
 class LeakyReLU(BaseActivation):
@@ -121,9 +231,12 @@ class LeakyReLU(BaseActivation):
 
     negative_slope: float = 0.01
 
-    def fprop(self, inputs: jax.Array) -> jax.Array:
-        """Apply the activation to `[...]`."""
-        return jax.nn.leaky_relu(self.cast(inputs), self.negative_slope)
+    saves_slope: ClassVar[bool] = False
+
+    @nn.nowrap
+    def function(self) -> ElementWise:
+        """Return the function of `[...]`."""
+        return functools.partial(jax.nn.leaky_relu, negative_slope=self.negative_slope)
 
 
 class ELU(BaseActivation):
@@ -135,25 +248,30 @@ class ELU(BaseActivation):
 
     alpha: float = 1.0
 
-    def fprop(self, inputs: jax.Array) -> jax.Array:
-        """Apply the activation to `[...]`."""
-        return jax.nn.elu(self.cast(inputs), self.alpha)
+    @nn.nowrap
+    def function(self) -> ElementWise:
+        """Return the function of `[...]`."""
+        return functools.partial(jax.nn.elu, alpha=self.alpha)
 
 
 class Softplus(BaseActivation):
     """log(1 + exp(x))."""
 
-    def fprop(self, inputs: jax.Array) -> jax.Array:
-        """Apply the activation to `[...]`."""
-        return jax.nn.softplus(self.cast(inputs))
+    @nn.nowrap
+    def function(self) -> ElementWise:
+        """Return the function of `[...]`."""
+        return jax.nn.softplus
 
 
 class Exp(BaseActivation):
     """exp(x)."""
 
-    def fprop(self, inputs: jax.Array) -> jax.Array:
-        """Apply the activation to `[...]`."""
-        return jnp.exp(self.cast(inputs))
+    saves_slope: ClassVar[bool] = False
+
+    @nn.nowrap
+    def function(self) -> ElementWise:
+        """Return the function of `[...]`."""
+        return jnp.exp
 
 
 class SineReLU(BaseActivation):
@@ -165,15 +283,40 @@ class SineReLU(BaseActivation):
 
     epsilon: float = 0.0025
 
-    def fprop(self, inputs: jax.Array) -> jax.Array:
-        """Apply the activation to `[...]`."""
-        x = self.cast(inputs)
-        return jnp.where(x > 0, x, self.epsilon * (jnp.sin(x) - jnp.cos(x)))
+    @nn.nowrap
+    def function(self) -> ElementWise:
+        """Return the function of `[...]`."""
+        return functools.partial(_sine_relu, epsilon=self.epsilon)
 
 
 class SineOfReLU(BaseActivation):
     """sin(max(x, 0)), which Pax calls SineReLU."""
 
-    def fprop(self, inputs: jax.Array) -> jax.Array:
-        """Apply the activation to `[...]`."""
-        return jnp.sin(jax.nn.relu(self.cast(inputs)))
+    @nn.nowrap
+    def function(self) -> ElementWise:
+        """Return the function of `[...]`."""
+        return _sine_of_relu
+
+
+def _identity(x: jax.Array) -> jax.Array:
+    return x
+
+
+def _squared_relu(x: jax.Array) -> jax.Array:
+    return jnp.square(jax.nn.relu(x))
+
+
+def _silu(x: jax.Array, *, beta: float) -> jax.Array:
+    return x * jax.nn.sigmoid(beta * x)
+
+
+def _cubed_relu(x: jax.Array) -> jax.Array:
+    return jnp.power(jax.nn.relu(x), 3)
+
+
+def _sine_relu(x: jax.Array, *, epsilon: float) -> jax.Array:
+    return jnp.where(x > 0, x, epsilon * (jnp.sin(x) - jnp.cos(x)))
+
+
+def _sine_of_relu(x: jax.Array) -> jax.Array:
+    return jnp.sin(jax.nn.relu(x))

@@ -88,7 +88,7 @@ class TransformerFeedForward(BaseLayer):
         tokens = merge_tokens(self, x)
         hidden = self._widen("up", tokens)
         if self.use_gate:
-            hidden = self.activation(self._widen("gate", tokens)) * hidden
+            hidden = self.activation.gate(self._widen("gate", tokens), hidden)
         else:
             hidden = self.activation(hidden)
         hidden = name_activation(hidden, "feed_forward_hidden")

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
+
+from layerkit.layers.activations import BaseActivation
 
 _WIDEN, _NARROW = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
 WEIGHT_AXES = {
@@ -36,7 +37,7 @@ class ExpertFunction:
     hidden is activation(up), or with a gate activation(gate) · (up + up_offset).
 
     Attributes:
-      activation: Activation function.
+      activation: Activation, bound.
       use_gate: True for a gate.
       gate_limit: Bound of the factors before the activation, from above for the gate and on both
         sides for up; None for no bound.
@@ -44,7 +45,7 @@ class ExpertFunction:
       dropout: Function that drops hidden activations.
     """
 
-    activation: Callable[[jax.Array], jax.Array]
+    activation: BaseActivation
     use_gate: bool
     gate_limit: float | None = None
     up_offset: float = 0.0
@@ -56,10 +57,8 @@ class ExpertFunction:
         if not self.use_gate:
             return product(self.dropout(self.activation(up)), "down")
         gate = product(rows, "gate")
-        if self.gate_limit is not None:
-            gate = jnp.minimum(gate, self.gate_limit)
-            up = jnp.clip(up, -self.gate_limit, self.gate_limit)
-        return product(self.dropout(self.activation(gate) * (up + self.up_offset)), "down")
+        hidden = self.activation.gate(gate, up, limit=self.gate_limit, offset=self.up_offset)
+        return product(self.dropout(hidden), "down")
 
 
 def weight_names(*, use_gate: bool, use_bias: bool) -> tuple[str, ...]:

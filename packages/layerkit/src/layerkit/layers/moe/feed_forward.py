@@ -367,10 +367,7 @@ class MoeFeedForward(BaseLayer):
                     output = output + grouped(ones, own[f"{name}_bias"][:, None])
                 return output
 
-            def activate(rows: jax.Array) -> jax.Array:
-                return activation.apply(variables, rows)
-
-            return self._expert_function(activate)(rows, product)
+            return self._expert_function(activation.bind(variables))(rows, product)
 
         compute = Dropless(apply, self.num_experts, matmul)
         own = {name: getattr(self.theta, name) for name in self._weight_names()}
@@ -401,7 +398,7 @@ class MoeFeedForward(BaseLayer):
     @nn.nowrap
     def _expert_function(
         self,
-        activation: Callable[..., jax.Array],
+        activation: BaseActivation,
         dropout: Callable[[jax.Array], jax.Array] = lambda hidden: hidden,
     ) -> ExpertFunction:
         return ExpertFunction(activation, self.use_gate, self.gate_limit, self.up_offset, dropout)
