@@ -161,3 +161,113 @@ def test_layer_norm_without_scale_equals_praxis(praxis, use_bias):
     assert layer.init(KEY)["params"].keys() == case["weights"].keys()
     found = layer.apply({"params": case["weights"]}, case["x"])
     np.testing.assert_allclose(found, case["outputs"], rtol=1e-5, atol=1e-6)
+
+
+def plain_norm(layer, weights, x):
+    """Return what a norm computes, as a formula that JAX differentiates."""
+    x = x.astype(jnp.float32)
+    if isinstance(layer, LayerNorm):
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+    y = x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + layer.epsilon)
+    if "scale" in weights:
+        y = y * (layer.scale_offset + weights["scale"])
+    return (y + weights.get("bias", 0.0)).astype(layer.fprop_dtype)
+
+
+NORMS = [
+    (LayerNorm, {"dims": 8}, {"scale": W, "bias": B}),
+    (LayerNorm, {"dims": 8, "scale_offset": 0.0, "use_bias": False}, {"scale": W}),
+    (LayerNorm, {"dims": 8, "use_scale": False}, {"bias": B}),
+    (LayerNorm, {"dims": 8, "use_scale": False, "use_bias": False}, {}),
+    (RmsNorm, {"dims": 8, "epsilon": 0.1}, {"scale": W}),
+    (RmsNorm, {"dims": 8, "scale_offset": 1.0}, {"scale": W}),
+    (RmsNormNoScale, {}, {}),
+]
+FACTORS = jnp.asarray(np.random.default_rng(3).normal(size=X.shape), jnp.float32)
+
+
+def made(norm, fields, weights, dtype=jnp.float32):
+    """Return (function of weights and inputs, its formula, weights, inputs)."""
+    layer = norm(**fields, fprop_dtype=dtype)
+
+    def function(weights, x):
+        return layer.apply({"params": weights}, x)
+
+    def formula(weights, x):
+        return plain_norm(layer, weights, x)
+
+    return function, formula, jax.tree.map(jnp.asarray, weights), jnp.asarray(X, dtype)
+
+
+def assert_trees_close(found, expected, **close):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), **close)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("norm", "fields", "weights"), NORMS)
+def test_gradients_equal_those_of_the_formula(norm, fields, weights, dtype):
+    *functions, weights, x = made(norm, fields, weights, dtype)
+
+    def total(function):
+        return lambda *args: jnp.sum(function(*args).astype(jnp.float32) * FACTORS)
+
+    found, expected = (jax.grad(total(f), argnums=(0, 1))(weights, x) for f in functions)
+    # Gradients of bfloat16 inputs are rounded once to 8 bits.
+    tolerance = 1e-5 if dtype == jnp.float32 else 0.01
+    assert_trees_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("norm", "fields", "weights"), NORMS)
+def test_forward_mode_and_second_order_equal_those_of_the_formula(norm, fields, weights):
+    *functions, weights, x = made(norm, fields, weights)
+    tangents = (jax.tree.map(jnp.cos, weights), jnp.sin(x))
+
+    def orders(function):
+        def total(*args):
+            return jnp.sum(function(*args) ** 2 * FACTORS)
+
+        gradient = jax.grad(total, argnums=(0, 1))
+
+        def along(*args):
+            return sum(jax.tree.leaves(jax.tree.map(jnp.vdot, gradient(*args), tangents)))
+
+        return (
+            jax.jvp(function, (weights, x), tangents),
+            jax.jvp(gradient, (weights, x), tangents)[1],
+            jax.grad(along, argnums=(0, 1))(weights, x),
+        )
+
+    found, expected = map(orders, functions)
+    assert_trees_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("norm", "fields", "weights"), NORMS)
+def test_vmap_checkpoint_and_scan_keep_the_gradient(norm, fields, weights):
+    function, formula, weights, x = made(norm, fields, weights)
+
+    def gradients(function):
+        def total(weights, x):
+            y, _ = jax.lax.scan(lambda x, _: (x + function(weights, x), None), x, None, length=3)
+            return jnp.sum(y * FACTORS[0])
+
+        return jax.vmap(jax.grad(total, argnums=(0, 1)), in_axes=(None, 0))(weights, x)
+
+    expected = gradients(formula)
+    policy = jax.checkpoint_policies.nothing_saveable
+    for body in (function, jax.checkpoint(function), jax.checkpoint(function, policy=policy)):
+        assert_trees_close(gradients(body), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("norm", "fields", "weights"), NORMS)
+def test_backward_pass_keeps_the_inputs_and_numbers_of_positions(norm, fields, weights, dtype):
+    function, _, weights, x = made(norm, fields, weights, dtype)
+    _, backward = jax.vjp(function, weights, x)
+    kept = [leaf for leaf in jax.tree.leaves(backward) if leaf.ndim > 1]
+    assert [leaf.dtype for leaf in kept if leaf.shape == x.shape] == [dtype]
+    num_statistics = 2 if norm is LayerNorm else 1
+    shapes = [leaf.shape for leaf in kept if leaf.shape != x.shape]
+    assert shapes == [(*x.shape[:-1], 1)] * num_statistics

@@ -8,7 +8,8 @@ Gemma the scale minus 1 (offset 1). Adding 1 during an import would not be exact
 
 from __future__ import annotations
 
-from typing import ClassVar
+import functools
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from layerkit.base_layer import BaseLayer
 from layerkit.checks import check_last_axis, check_non_negative, check_sizes
 from layerkit.field_checks import Conditions
+from layerkit.layers.remat import in_remat
 from layerkit.weights import WeightHParams, WeightInit
 
 
@@ -57,10 +59,8 @@ class RmsNorm(BaseNormalization):
           ConfigError: The size of the last axis of the inputs is not `dims`.
         """
         check_last_axis(self, inputs, dims=self.dims)
-        x = inputs.astype(jnp.float32)
-        normalized = x * jax.lax.rsqrt(mean_square(x) + self.epsilon)
-        scaled = normalized * (self.scale_offset + _float32(self.theta.scale))
-        return scaled.astype(self.compute_dtype)
+        form = _form(self, subtracts_mean=False)
+        return _normalize(form, inputs, self.scale_offset + _float32(self.theta.scale), None)
 
 
 class RmsNormNoScale(BaseNormalization):
@@ -80,9 +80,8 @@ class RmsNormNoScale(BaseNormalization):
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
         """Normalize `[..., dims]`."""
-        x = inputs.astype(jnp.float32)
-        normalized = x * jax.lax.rsqrt(mean_square(x) + self.epsilon)
-        return normalized.astype(self.compute_dtype)
+        form = _form(self, subtracts_mean=False)
+        return _normalize(form, inputs, None, None)
 
 
 class LayerNorm(BaseNormalization):
@@ -129,14 +128,10 @@ class LayerNorm(BaseNormalization):
           ConfigError: The size of the last axis of the inputs is not `dims`.
         """
         check_last_axis(self, inputs, dims=self.dims)
-        x = inputs.astype(jnp.float32)
-        centered = x - jnp.mean(x, axis=-1, keepdims=True)
-        normalized = centered * jax.lax.rsqrt(mean_square(centered) + self.epsilon)
-        if self.use_scale:
-            normalized = normalized * (self.scale_offset + _float32(self.theta.scale))
-        if self.use_bias:
-            normalized = normalized + _float32(self.theta.bias)
-        return normalized.astype(self.compute_dtype)
+        form = _form(self, subtracts_mean=True)
+        scale = self.scale_offset + _float32(self.theta.scale) if self.use_scale else None
+        bias = _float32(self.theta.bias) if self.use_bias else None
+        return _normalize(form, inputs, scale, bias)
 
 
 def mean_square(x: jax.Array) -> jax.Array:
@@ -147,3 +142,91 @@ def mean_square(x: jax.Array) -> jax.Array:
 def _float32(weight: jax.Array) -> jax.Array:
     # float32, because 1 + 0.001 is 1 in bfloat16.
     return weight.astype(jnp.float32)
+
+
+class _Form(NamedTuple):
+    """What a normalization computes, apart from its arrays.
+
+    Attributes:
+      epsilon: ε.
+      dtype: Dtype of the result.
+      subtracts_mean: True for LayerNorm, False for RmsNorm.
+      in_remat: True if a rematerialization policy decides what the backward pass keeps.
+    """
+
+    epsilon: float
+    dtype: jnp.dtype
+    subtracts_mean: bool
+    in_remat: bool
+
+
+def _form(layer: RmsNorm | RmsNormNoScale | LayerNorm, *, subtracts_mean: bool) -> _Form:
+    return _Form(layer.epsilon, layer.compute_dtype, subtracts_mean, in_remat())
+
+
+class _Statistics(NamedTuple):
+    """Statistics of each position, float32 `[..., 1]`.
+
+    Attributes:
+      mean: Mean; None if it is not subtracted.
+      factor: 1 / √(mean square + ε).
+    """
+
+    mean: jax.Array | None
+    factor: jax.Array
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _normalize(
+    form: _Form, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None
+) -> jax.Array:
+    """Normalize `[..., dims]`; the backward pass keeps `x` and the statistics of each position."""
+    return _outputs(form, x, scale, bias)[0]
+
+
+@_normalize.defjvp
+def _normalize_jvp(form: _Form, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    x, scale, bias = primals
+    outputs, statistics = _outputs(form, x, scale, bias)
+    tangent = functools.partial(_tangent, form)
+    if not form.in_remat:
+        # Otherwise JAX would keep the float32 factors of the tangents. XLA may merge what is
+        # computed twice: it fuses such element-wise steps into the loops that read them.
+        tangent = jax.checkpoint(tangent, prevent_cse=False)
+    return outputs, tangent(x, scale, statistics, tangents)
+
+
+def _outputs(
+    form: _Form, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None
+) -> tuple[jax.Array, _Statistics]:
+    centered, mean = x.astype(jnp.float32), None
+    if form.subtracts_mean:
+        mean = jnp.mean(centered, axis=-1, keepdims=True)
+        centered = centered - mean
+    factor = jax.lax.rsqrt(mean_square(centered) + form.epsilon)
+    outputs = centered * factor
+    if scale is not None:
+        outputs = outputs * scale
+    if bias is not None:
+        outputs = outputs + bias
+    return outputs.astype(form.dtype), _Statistics(mean, factor)
+
+
+def _tangent(
+    form: _Form, x: jax.Array, scale: jax.Array | None, statistics: _Statistics, tangents: Any
+) -> jax.Array:
+    """Return the tangent of the outputs; it is linear in those of x, scale and bias."""
+    x_tangent, scale_tangent, bias_tangent = tangents
+    centered, change = x.astype(jnp.float32), x_tangent.astype(jnp.float32)
+    if statistics.mean is not None:
+        centered = centered - statistics.mean
+    normalized = centered * statistics.factor
+    common = normalized * jnp.mean(normalized * change, axis=-1, keepdims=True)
+    if statistics.mean is not None:
+        common = common + jnp.mean(change, axis=-1, keepdims=True)
+    total = (change - common) * statistics.factor
+    if scale is not None:
+        total = total * scale + normalized * scale_tangent
+    if bias_tangent is not None:
+        total = total + bias_tangent
+    return total.astype(form.dtype)

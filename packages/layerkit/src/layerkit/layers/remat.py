@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -51,6 +52,7 @@ ACTIVATION_NAMES = (*_RESIDUAL, *_PROJECTIONS, *_HIDDEN)
 _TREATMENTS = ("save", "offload")
 # Results of products that `jax.checkpoint` cannot look into, since they define their gradients.
 _PRODUCT, _BATCHED_PRODUCT = "product", "batched_product"
+_IN_REMAT: ContextVar[bool] = ContextVar("in_remat", default=False)
 
 
 def _offload(*names: str, saved: Sequence[str] = ()) -> Any:
@@ -197,7 +199,30 @@ def remat(body: Callable[..., Any], policy: str, *, in_scan: bool) -> Callable[.
         return body
     if not in_scan:
         body = _in_order(body)
+    body = _rematerialized(body)
     return nn.remat(body, policy=_policy(policy), prevent_cse=not in_scan)
+
+
+def in_remat() -> bool:
+    """Return whether a policy other than `none` applies to the layer that is being traced.
+
+    A `jax.checkpoint` of a layer's own is then superfluous. It would save its input a second time
+    if the policy saves that input by name.
+    """
+    return _IN_REMAT.get()
+
+
+def _rematerialized(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `body`, within which `in_remat` is True."""
+
+    def run(*args: Any) -> Any:
+        token = _IN_REMAT.set(True)
+        try:
+            return body(*args)
+        finally:
+            _IN_REMAT.reset(token)
+
+    return run
 
 
 def _in_order(body: Callable[..., Any]) -> Callable[..., Any]:
@@ -249,4 +274,4 @@ def remat_in_scan(body: Callable[..., Any], policy: str) -> Callable[..., Any]:
     """
     if policy == "none":
         return body
-    return jax.checkpoint(body, policy=_policy(policy), prevent_cse=False)
+    return jax.checkpoint(_rematerialized(body), policy=_policy(policy), prevent_cse=False)
