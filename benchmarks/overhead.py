@@ -11,6 +11,10 @@ rounds with a 95 % interval, and how long the loop blocks for a save.
     python benchmarks/overhead.py --dims 256             # longer steps
     python benchmarks/overhead.py --all                  # Weights & Biases and weight histograms
     python benchmarks/overhead.py --memory --steps 2000  # memory growth of one run
+    python benchmarks/overhead.py --host --dims 32       # processor time of the main thread
+
+With `--host` the run has summaries every 100 steps and no saves. The processor time of the main
+thread, without that of the calls of the compiled step, is the Python of the loop.
 """
 
 from __future__ import annotations
@@ -49,6 +53,7 @@ from layerkit_runner.trainer.job import build_parts
 from layerkit_runner.training.train_state import TrainState
 
 SAVE_INTERVAL = 20
+CLOCK_INTERVAL = 500
 
 
 class Quickstart(LocalText):
@@ -104,6 +109,23 @@ class HeapReading(BaseProgram):
         """Report the heap size, except at saves."""
         if step % SAVE_INTERVAL:
             observers.eval_metrics(step, self.name, {"live_bytes": live_heap_bytes()})
+        return {}
+
+
+class WithClock(Quickstart):
+    """The quickstart with a reading of the main thread's processor time at two steps."""
+
+    def eval_programs(self) -> list[Config]:
+        """Return the config of `ThreadTime`."""
+        return [Config(ThreadTime, name="host", interval_steps=CLOCK_INTERVAL)]
+
+
+class ThreadTime(BaseProgram):
+    """A program that reports the processor time of the main thread."""
+
+    def run(self, state: TrainState, step: int, observers: Observer) -> dict[str, float]:
+        """Report the seconds."""
+        observers.eval_metrics(step, self.name, {"seconds": time.thread_time()})
         return {}
 
 
@@ -230,6 +252,24 @@ def memory(*, steps: int, dims: int) -> dict[str, Any]:
     return {"steps": steps, "live_heap": _growth(live), "resident": _growth(resident)}
 
 
+def host_time(*, steps: int, dims: int) -> dict[str, Any]:
+    """Return the microseconds of the main thread per step of one run, and of its step's calls."""
+    resolved = resolved_for(WithClock, steps=steps, dims=dims)
+    resolved.task.train.set(summary_interval_steps=100, save_interval_steps=steps)
+    turns = record_of_run(resolved).evals["host"]
+    first, last = turns[0], turns[-1]
+    whole = (last["seconds"] - first["seconds"]) / (last["step"] - first["step"])
+    bare = Bare(dims)
+    began = time.thread_time()
+    bare.run(CLOCK_INTERVAL)
+    calls = (time.thread_time() - began) / CLOCK_INTERVAL
+    return {
+        "main_thread_microseconds_per_step": round(1e6 * whole),
+        "of_the_calls_of_the_compiled_step": round(1e6 * calls),
+        "of_the_loop": round(1e6 * (whole - calls)),
+    }
+
+
 def _growth(bytes_by_step: Mapping[int, float]) -> dict[str, float]:
     """Return the megabytes at a quarter and at the end of the run, and the slope between."""
     numbers = np.array(list(bytes_by_step.items()))[len(bytes_by_step) // 4 :]
@@ -248,12 +288,15 @@ def main() -> None:
     parser.add_argument("--dims", type=int, default=128, help="model width")
     parser.add_argument("--all", action="store_true", help="enable all observers")
     parser.add_argument("--memory", action="store_true", help="measure the memory of one run")
+    parser.add_argument("--host", action="store_true", help="measure the main thread of one run")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     args = parser.parse_args()
     if args.steps < 4 * SAVE_INTERVAL:
         parser.error(f"--steps={args.steps}: expected at least {4 * SAVE_INTERVAL}")
     if args.memory:
         result = memory(steps=args.steps, dims=args.dims)
+    elif args.host:
+        result = host_time(steps=max(args.steps, 3 * CLOCK_INTERVAL), dims=args.dims)
     else:
         result = compare(steps=args.steps, dims=args.dims, all_observers=args.all)
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {jax.devices()[0].device_kind}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,7 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import Observer, RunInfo, Throughput
 from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.trainer.train import (
+    IS_VALID,
     StepReports,
     TrainProgram,
     TrainPrograms,
@@ -64,8 +67,10 @@ def started(
     model: Any = None,
     metrics: Any = None,
     bad_steps: tuple[int, ...] = (),
+    report: Callable[[Any], Any] = lambda reported: reported,
     **train: Any,
 ) -> tuple[TrainPrograms, Any, Recorder]:
+    """Return programs, state and recorder; `report` replaces the results of the compiled step."""
     partitioner = SpmdPartitioner(ici_mesh_shape=[1, 1, 1])
     partitioner.start(jax.devices()[:1])
     learner = {"learning_rate": 0.01}
@@ -95,7 +100,13 @@ def started(
     )
     abstract_state = partitioner.abstract_state(task)
     compiled = trace_step(task, partitioner, abstract_state, data.abstract_batch)()
-    program = TrainProgram(compiled, data, None, StepReports(recorder, Throughput(info)))
+
+    def run(state: Any, batch: Any) -> tuple[Any, Any]:
+        state, reported = compiled.run(state, batch)
+        return state, report(reported)
+
+    replaced = dataclasses.replace(compiled, run=run)
+    program = TrainProgram(replaced, data, None, StepReports(recorder, Throughput(info)))
     inflight = task.train.max_inflight_steps
     programs = TrainPrograms(TrainInputs([data]), [program], max_inflight_steps=inflight)
     return programs, state, recorder
@@ -193,6 +204,54 @@ def test_metrics_come_at_the_first_the_last_and_every_interval(tiny: SimpleNames
     assert list(recorder.metrics) == [3, 4, 8, 11]
     assert recorder.metrics[8]["learning/lr"] == pytest.approx(0.01)
     assert {"loss", "learning/raw_grad_norm", "steps_per_sec"} <= recorder.metrics[8].keys()
+
+
+class OnDevice:
+    """An array of a step that records its copies to the host."""
+
+    def __init__(self, array: jax.Array, name: str, reads: collections.Counter[str]) -> None:
+        self._array, self._name, self._reads = array, name, reads
+        self.is_copied_ahead = False
+
+    def copy_to_host_async(self) -> None:
+        self.is_copied_ahead = True
+
+    def block_until_ready(self) -> OnDevice:
+        self._array.block_until_ready()
+        return self
+
+    def is_ready(self) -> bool:
+        return bool(self._array.is_ready())
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        assert self.is_copied_ahead  # `jax.device_get` does so for all arrays before it waits
+        self._reads[self._name] += 1
+        return np.asarray(self._array)
+
+    def __bool__(self) -> bool:
+        return bool(self.__array__())
+
+
+def test_between_summaries_the_host_reads_one_number_that_was_copied_ahead(tiny: SimpleNamespace):
+    reads: list[collections.Counter[str]] = []
+
+    def report(reported: Any) -> Any:
+        reads.append(collections.Counter())
+
+        def wrap(path: Any, array: jax.Array) -> OnDevice:
+            return OnDevice(array, jax.tree_util.keystr(path), reads[-1])
+
+        return jax.tree_util.tree_map_with_path(wrap, reported)
+
+    program, state, _ = started(tiny, report=report, summary_interval_steps=4, num_train_steps=100)
+    for step in range(1, 11):
+        state = program.run_step(state, step)
+    program.drain()
+    for step, found in enumerate(reads, 1):
+        if step in (1, 4, 8):
+            assert len(found) > 1
+        else:
+            assert found == {f"[1]['{IS_VALID}']": 1}
 
 
 def test_bad_step_between_summaries_is_reported_with_its_number(tiny: SimpleNamespace):

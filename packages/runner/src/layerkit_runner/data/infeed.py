@@ -54,7 +54,7 @@ def check_batch(dataset: BaseInput, batch: NestedMap, *, is_padded: bool = False
             continue
         # np.asarray would fetch an array that is on a device.
         dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-        if not np.issubdtype(dtype, np.integer):
+        if dtype.kind not in "iu":
             raise UsageError(
                 owner=_label(dataset),
                 field=f"dtype of {path}",
@@ -79,8 +79,7 @@ def cast_text(batch: NestedMap) -> str | None:
 def _check_fits(dataset: BaseInput, path: str, leaf: Any) -> None:
     if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iu" or not leaf.size:
         return
-    dtype = _dtype_in_jax(leaf.dtype)
-    if dtype == leaf.dtype:
+    if leaf.dtype.itemsize < 8 or (dtype := _dtype_in_jax(leaf.dtype)) == leaf.dtype:
         return
     limits = np.iinfo(dtype)
     for value in (leaf.min(), leaf.max()):

@@ -227,7 +227,8 @@ class TrainProgram:
         is_valid = bool(scalars[IS_VALID])
         if is_valid:
             skipped.add_valid()
-            self._since_summary.add(own)
+            if own:
+                self._since_summary.add(own)
         if is_summarized or not is_valid:
             self._report_metrics(step, metrics, scalars, skipped, is_summarized=is_summarized)
         if weights is not None:
