@@ -9,6 +9,7 @@ Gemma the scale minus 1 (offset 1). Adding 1 during an import would not be exact
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -188,7 +189,7 @@ def _normalize(
 def _normalize_jvp(form: _Form, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     x, scale, bias = primals
     outputs, statistics = _outputs(form, x, scale, bias)
-    tangent = functools.partial(_tangent, form)
+    tangent: Callable[..., jax.Array] = functools.partial(_tangent, form)
     if not form.in_remat:
         # Otherwise JAX would keep the float32 factors of the tangents. XLA may merge what is
         # computed twice: it fuses such element-wise steps into the loops that read them.
