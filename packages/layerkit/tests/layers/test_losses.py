@@ -115,6 +115,14 @@ def test_soft_cap_bounds_large_and_keeps_small_logits() -> None:
     assert soft_cap(logits, None) is logits
 
 
+def test_backward_pass_of_soft_cap_keeps_one_array() -> None:
+    logits = jnp.linspace(-50.0, 50.0, 21)
+    _, backward = jax.vjp(lambda logits: soft_cap(logits, 30.0), logits)
+    assert [leaf.shape for leaf in jax.tree.leaves(backward) if leaf.ndim] == [logits.shape]
+    (found,) = backward(jnp.ones_like(logits))
+    np.testing.assert_allclose(found, 1.0 / np.cosh(logits / 30.0) ** 2, rtol=1e-5)
+
+
 def test_soft_cap_raises_unless_the_cap_is_positive(raises):
     with raises(ConfigError, owner="soft_cap", field="cap", value=0.0):
         soft_cap(jnp.zeros(2), 0.0)

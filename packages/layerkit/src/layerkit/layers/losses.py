@@ -10,6 +10,7 @@ All losses are in nats and float32.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from layerkit.checks import (
     check_sizes,
     require,
 )
+from layerkit.layers.activations import save_slopes
 
 
 class TokenLosses(NamedTuple):
@@ -58,7 +60,11 @@ def soft_cap(logits: jax.Array, cap: float | None) -> jax.Array:
       ConfigError: The cap is not positive.
     """
     check_positive("soft_cap", cap=cap)
-    return logits if cap is None else cap * jnp.tanh(logits / cap)
+    return logits if cap is None else save_slopes(functools.partial(_capped, cap=cap), logits)
+
+
+def _capped(logits: jax.Array, *, cap: float) -> jax.Array:
+    return cap * jnp.tanh(logits / cap)
 
 
 def cross_entropy(

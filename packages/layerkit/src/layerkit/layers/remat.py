@@ -212,6 +212,16 @@ def in_remat() -> bool:
     return _IN_REMAT.get()
 
 
+def save_inputs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of arrays `[...]` whose backward pass keeps its inputs alone.
+
+    The backward pass computes the function again, so it should be cheap, such as a cast. Within a
+    layer that a policy applies to, the policy decides what is kept.
+    """
+    # XLA may merge what is computed twice: it fuses such steps into the loops that read them.
+    return function if in_remat() else jax.checkpoint(function, prevent_cse=False)
+
+
 def _rematerialized(body: Callable[..., Any]) -> Callable[..., Any]:
     """Return `body`, within which `in_remat` is True."""
 

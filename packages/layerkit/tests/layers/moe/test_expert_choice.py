@@ -156,3 +156,23 @@ def test_dropout_drops_hidden_activations_of_experts_as_in_praxis(praxis, router
 def test_dropout_without_a_capacity_raises(raises):
     with raises(ConfigError, field="dropout_rate", value=0.1):
         MoeFeedForward(**SIZES, dropout_rate=0.1).init(KEY)
+
+
+@pytest.mark.parametrize("options", [{}, EXPERT_CHOICE, {"gate_limit": 7.0, "up_offset": 1.0}])
+def test_backward_pass_keeps_slopes_and_no_float32_inputs(options):
+    """Arrays of 32 features are hidden ones: two slopes and the hidden activations."""
+    fields = {"input_dims": 16, "hidden_dims": 32, "num_experts": 4, "use_gate": True}
+    layer = MoeFeedForward(**fields, **options, fprop_dtype=jnp.bfloat16)
+    x = jax.random.normal(KEY, (2, 8, 16), jnp.bfloat16)
+    variables = layer.init(KEY)
+    weight_shapes = {leaf.shape for leaf in jax.tree.leaves(variables)}
+    _, backward = jax.vjp(layer.apply, variables, x)
+    # Constants are not kept, such as the zeros that the outputs of `EXPERT_CHOICE` are added to.
+    kept = [
+        leaf
+        for leaf in jax.tree.leaves(backward)
+        if leaf.ndim > 1 and leaf.shape not in weight_shapes and bool(jnp.any(leaf))
+    ]
+    wide = [leaf for leaf in kept if leaf.shape[-1] == 32]
+    assert [leaf.dtype for leaf in wide] == [jnp.bfloat16] * 3
+    assert {leaf.dtype for leaf in kept if leaf.shape[-1] == 16} == {jnp.dtype(jnp.bfloat16)}

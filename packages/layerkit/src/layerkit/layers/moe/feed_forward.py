@@ -53,7 +53,7 @@ from layerkit.layers.moe.experts import (
 from layerkit.layers.moe.grouped_matmul import IMPLEMENTATIONS, RowsProduct, select_grouped_matmul
 from layerkit.layers.moe.losses import expert_load, load_balance_loss, router_z_loss
 from layerkit.layers.moe.routing import ExpertChoiceRouter, Routing, TopKRouter
-from layerkit.layers.moe.slots import from_slots, to_slots, weighted_sum
+from layerkit.layers.moe.slots import from_slots, to_slots, weighted, weighted_sum
 from layerkit.layers.products import (
     Dot,
     batched_matmul,
@@ -61,6 +61,7 @@ from layerkit.layers.products import (
     grouped_arrays,
     grouped_matmul,
 )
+from layerkit.layers.remat import save_inputs
 from layerkit.layers.stochastic import Dropout
 from layerkit.weights import WeightHParams, WeightInit
 
@@ -262,8 +263,9 @@ class MoeFeedForward(BaseLayer):
 
         rows = jax.vmap(take)(tokens, routing.tokens)
         outputs = self._run_on_expert_devices(rows, self._run_experts)
-        weighted = outputs.astype(jnp.float32) * routing.weights[..., None]
-        return self.cast(jax.vmap(add)(weighted, routing.tokens)).reshape(x.shape)
+        # Otherwise the backward pass would keep a float32 copy of the outputs.
+        added = save_inputs(weighted)(outputs, routing.weights)
+        return self.cast(jax.vmap(add)(added, routing.tokens)).reshape(x.shape)
 
     @nn.nowrap
     def _run_token_choice(self, x: jax.Array, is_token: jax.Array | None) -> jax.Array:

@@ -38,6 +38,7 @@ from layerkit.checks import (
 from layerkit.errors import ConfigError
 from layerkit.field_checks import Conditions
 from layerkit.layers.losses import soft_cap
+from layerkit.layers.remat import save_inputs
 from layerkit.weights import WeightHParams, WeightInit
 
 _SCORES = ("softmax", "sigmoid")
@@ -129,14 +130,15 @@ class BaseRouter(BaseLayer):
           ValueError: Training with jitter lacks a random key.
         """
         check_last_axis(self, x, input_dims=self.input_dims)
-        x = x.astype(jnp.float32)
         if self.jitter > 0.0 and self.is_training:
             low, high = 1.0 - self.jitter, 1.0 + self.jitter
-            x = x * jax.random.uniform(self.next_prng_key(), x.shape, jnp.float32, low, high)
-        logits = _float32_product(x, self.theta.w)
+            noise = jax.random.uniform(self.next_prng_key(), x.shape, jnp.float32, low, high)
+            x = x.astype(jnp.float32) * noise
+        # Otherwise the backward pass would keep a float32 copy of x.
+        logits = save_inputs(_float32_product)(x, self.theta.w)
         if self.use_bias:
             logits = logits + self.theta.b
-        return x, soft_cap(logits, self.logit_cap)
+        return x.astype(jnp.float32), soft_cap(logits, self.logit_cap)
 
 
 class ExpertChoiceRouter(BaseRouter):
@@ -317,7 +319,7 @@ class TopKRouter(BaseRouter):
 
 def _float32_product(x: jax.Array, w: jax.Array) -> jax.Array:
     """Multiply `[..., in]` by `[in, out]` without rounding the factors on accelerators."""
-    return jnp.matmul(x, w, precision=jax.lax.Precision.HIGHEST)
+    return jnp.matmul(x.astype(jnp.float32), w, precision=jax.lax.Precision.HIGHEST)
 
 
 def _normalize_sum(scores: jax.Array) -> jax.Array:

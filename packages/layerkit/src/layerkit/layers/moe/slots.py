@@ -104,3 +104,8 @@ def _take(rows: jax.Array, index: jax.Array) -> jax.Array:
 def no_gradient(indices: Indices) -> Indices:
     """Return the gradient of a tree of integers `[...]`, as a `jax.custom_vjp` must return it."""
     return jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), indices)
+
+
+def weighted(rows: jax.Array, weights: jax.Array) -> jax.Array:
+    """Multiply rows `[..., dims]` by weights `[...]`, in float32."""
+    return rows.astype(jnp.float32) * weights[..., None]
