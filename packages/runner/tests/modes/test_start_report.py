@@ -10,10 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from layerkit.layers import TransformerFeedForward, quantize_model
 from layerkit.nested_map import NestedMap
 from layerkit_inputs import IndexedInput, LocalText, Prefetch
 from layerkit_inputs.tokenizers import HuggingFaceTokenizer
-from layerkit_runner.modes.start_report import LayerNotes, compiled_lines, input_lines
+from layerkit_runner.modes.start_report import (
+    LayerNotes,
+    compiled_lines,
+    input_lines,
+    num_params,
+)
 
 
 def test_notes_of_layers_are_collected_once_and_not_propagated(
@@ -91,3 +97,16 @@ def test_temporary_memory_of_the_largest_step_is_reported():
     assert [*compiled_lines([small, large])] == [line] != [*compiled_lines([small])]
     assert line.endswith("of temporaries per device")
     assert not [*compiled_lines([])]
+
+
+@pytest.mark.parametrize("weight_format", ["int8", "int4", "nf4:2"])
+def test_weights_in_integers_count_as_those_in_floats(weight_format: str):
+    config = TransformerFeedForward.HParams.config(input_dims=4, hidden_dims=8, has_bias=True)
+    variables = config.Instantiate().init(jax.random.key(0))
+    _, stored = quantize_model(config, variables, weight_format=weight_format)
+    assert num_params(stored["params"]) == num_params(variables["params"]) == 2 * 4 * 8 + 4 + 8
+
+
+def test_scales_of_weights_in_floats_count():
+    weight = jnp.zeros((3, 2))
+    assert num_params({"w": weight, "w_scale": weight, "other_scale": weight}) == 18

@@ -11,7 +11,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.tree_util import DictKey, tree_leaves_with_path
 
+from layerkit.weight_formats import SCALE_SUFFIX
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.data.infeed import cast_text, peek_batch
@@ -215,8 +218,18 @@ def report_start(
 
 
 def num_params(params: Any) -> int:
-    """Return the number of scalars in the weights, frozen ones included."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    """Return the number of weights, frozen ones included.
+
+    Weights that are stored in integers count without their scales, and two 4-bit ones share a byte.
+    """
+    leaves = dict(tree_leaves_with_path(params))
+    in_bytes = [path for path, leaf in leaves.items() if leaf.dtype in (jnp.int8, jnp.uint8)]
+    scales = {(*path[:-1], DictKey(path[-1].key + SCALE_SUFFIX)) for path in in_bytes}
+    return sum(
+        math.prod(leaf.shape) * (2 if leaf.dtype == jnp.uint8 else 1)
+        for path, leaf in leaves.items()
+        if path not in scales
+    )
 
 
 def bytes_per_device(tree: Any) -> int:
