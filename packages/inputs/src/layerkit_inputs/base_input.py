@@ -129,6 +129,8 @@ class BaseInput(Configurable):
     def get_next(self) -> NestedMap:
         """Return the next batch, arrays `[batch, ...]`.
 
+        A subclass returns new arrays for each batch: on CPUs, JAX may share their memory.
+
         Raises:
           StopIteration: the data has ended (never while training or repeating).
         """

@@ -127,17 +127,6 @@ def test_abstract_batch_of_64_bit_arrays_describes_what_is_put_on_the_devices(
         assert spec.sharding == put[name].sharding
 
 
-def test_a_batch_on_the_devices_does_not_share_memory_with_the_input(started: tuple[Any, Any]):
-    """An input may overwrite its arrays; JAX's CPU shares those that begin at 64 bytes."""
-    partitioner, _ = started
-    buffer = np.zeros(4096 + 64, np.uint8)
-    start = -buffer.ctypes.data % 64
-    ids = buffer[start : start + 4096].view(np.int32).reshape(8, 128)
-    batch = partitioner.put_batch(NestedMap(ids=ids))
-    ids[:] = 1
-    assert not np.any(batch.ids)
-
-
 def test_axis_without_a_rule_is_an_error(raises, arrangements: Any, tiny: Any):
     for partitioner in (SpmdPartitioner(), PmapPartitioner()):
         partitioner.start()

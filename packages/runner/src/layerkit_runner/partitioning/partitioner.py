@@ -356,8 +356,7 @@ class Partitioner(Configurable):
     def put_batch(self, batch: NestedMap) -> NestedMap:
         """Put this process's rows of a batch on its devices, as part of the global batch."""
         if jax.process_count() == 1:
-            # `jax.device_put` takes several times as long on the host, and on CPUs shares memory
-            # with aligned arrays, which an input may overwrite.
+            # `jax.device_put` takes several times as long on the host.
             copied: NestedMap = self._copy_batch(batch)
             return copied
         sharding = self.batch_sharding()
