@@ -43,6 +43,11 @@ NF4_VALUES = (
 """The 16 values of `nf4`, in the order of their indices."""
 
 
+def scale_path(path: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the path of the scales of a weight."""
+    return (*path[:-1], path[-1] + SCALE_SUFFIX)
+
+
 @dataclasses.dataclass(frozen=True)
 class WeightFormat:
     """A format of stored weights.

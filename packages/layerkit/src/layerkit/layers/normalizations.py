@@ -9,7 +9,6 @@ Gemma the scale minus 1 (offset 1). Adding 1 during an import would not be exact
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 from layerkit.base_layer import BaseLayer
 from layerkit.checks import check_last_axis, check_non_negative, check_sizes
 from layerkit.field_checks import Conditions
-from layerkit.layers.remat import in_remat
+from layerkit.layers.remat import in_remat, save_inputs
 from layerkit.weights import WeightHParams, WeightInit
 
 
@@ -189,11 +188,8 @@ def _normalize(
 def _normalize_jvp(form: _Form, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     x, scale, bias = primals
     outputs, statistics = _outputs(form, x, scale, bias)
-    tangent: Callable[..., jax.Array] = functools.partial(_tangent, form)
-    if not form.in_remat:
-        # Otherwise JAX would keep the float32 factors of the tangents. XLA may merge what is
-        # computed twice: it fuses such element-wise steps into the loops that read them.
-        tangent = jax.checkpoint(tangent, prevent_cse=False)
+    # Otherwise JAX would keep the float32 factors of the tangents.
+    tangent = save_inputs(functools.partial(_tangent, form), has_policy=form.in_remat)
     return outputs, tangent(x, scale, statistics, tangents)
 
 

@@ -212,14 +212,23 @@ def in_remat() -> bool:
     return _IN_REMAT.get()
 
 
-def save_inputs(function: Callable[..., Any]) -> Callable[..., Any]:
+def save_inputs(
+    function: Callable[..., Any], *, has_policy: bool | None = None
+) -> Callable[..., Any]:
     """Return a function of arrays `[...]` whose backward pass keeps its inputs alone.
 
     The backward pass computes the function again, so it should be cheap, such as a cast. Within a
     layer that a policy applies to, the policy decides what is kept.
+
+    Args:
+      function: Function to compute again.
+      has_policy: Whether a policy applies, for rules of gradients, which are traced after the
+        layer; None for the value of `in_remat` now.
     """
+    if has_policy is None:
+        has_policy = in_remat()
     # XLA may merge what is computed twice: it fuses such steps into the loops that read them.
-    return function if in_remat() else jax.checkpoint(function, prevent_cse=False)
+    return function if has_policy else jax.checkpoint(function, prevent_cse=False)
 
 
 def _rematerialized(body: Callable[..., Any]) -> Callable[..., Any]:

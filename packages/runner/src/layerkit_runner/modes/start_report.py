@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import DictKey, tree_leaves_with_path
+from flax.traverse_util import flatten_dict
 
-from layerkit.weight_formats import SCALE_SUFFIX
+from layerkit.weight_formats import scale_path
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.data.infeed import cast_text, peek_batch
@@ -22,6 +22,7 @@ from layerkit_runner.data.training_data import TrainInputs
 from layerkit_runner.distributed.devices import flag_lines
 from layerkit_runner.files.text import size_text
 from layerkit_runner.observers import RunInfo, StepWork, peak_flops
+from layerkit_runner.optim.weight_patterns import integer_paths
 from layerkit_runner.trainer.job import Job, versions
 from layerkit_runner.trainer.job_folder import last_step_path
 from layerkit_runner.training.step_cost import temporary_bytes
@@ -222,12 +223,11 @@ def num_params(params: Any) -> int:
 
     Weights that are stored in integers count without their scales, and two 4-bit ones share a byte.
     """
-    leaves = dict(tree_leaves_with_path(params))
-    in_bytes = [path for path, leaf in leaves.items() if leaf.dtype in (jnp.int8, jnp.uint8)]
-    scales = {(*path[:-1], DictKey(path[-1].key + SCALE_SUFFIX)) for path in in_bytes}
+    flat = flatten_dict(params)
+    scales = set(map(scale_path, integer_paths(flat)))
     return sum(
         math.prod(leaf.shape) * (2 if leaf.dtype == jnp.uint8 else 1)
-        for path, leaf in leaves.items()
+        for path, leaf in flat.items()
         if path not in scales
     )
 

@@ -19,7 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from layerkit.checks import check_integers, check_positive, check_regexes, require
 from layerkit.config import Configurable
 from layerkit.errors import ConfigError
-from layerkit.weight_formats import SCALE_SUFFIX
+from layerkit.weight_formats import scale_path
 
 # Folded into the key of a step, so that the noise differs from the random numbers of all layers.
 _NOISE_STREAM = 0x766E
@@ -68,7 +68,7 @@ class TrainedWeights:
     def select(self, params: Any) -> Any:
         """Return the trained part of a tree of weights, nested dicts of arrays."""
         flat = flatten_dict(params)
-        integers = _integer_paths(flat)
+        integers = integer_paths(flat)
         if self._is_all and not integers:
             return params
         trains_matched = self.trainable is not None
@@ -80,8 +80,7 @@ class TrainedWeights:
                 matching_paths(pattern, map("/".join, flat), owner="Learner", field=field)
             )
         if not trains_matched:
-            matched |= {"/".join(path) for path in integers}
-            matched |= {"/".join(path) + SCALE_SUFFIX for path in integers}
+            matched |= {"/".join(path) for path in [*integers, *map(scale_path, integers)]}
         trained = {
             path: leaf
             for path, leaf in flat.items()
@@ -102,7 +101,7 @@ class TrainedWeights:
     def merge(self, params: Any, trained: Any) -> Any:
         """Return `params` with its trained part replaced by `trained`."""
         flat = flatten_dict(params)
-        if self._is_all and not _integer_paths(flat):
+        if self._is_all and not integer_paths(flat):
             return trained
         return unflatten_dict({**flat, **flatten_dict(trained)})
 
@@ -122,7 +121,7 @@ class TrainedWeights:
 
     def require_floats(self, params: Any) -> None:
         """Raise `ConfigError` if `params` has integers and nothing selects others."""
-        if self.trainable is None and (found := _integer_paths(flatten_dict(params))):
+        if self.trainable is None and (found := integer_paths(flatten_dict(params))):
             raise ConfigError(
                 f"weights are stored in integers, such as {'/'.join(found[0])}, and cannot be"
                 " trained",
@@ -138,7 +137,8 @@ class TrainedWeights:
         return self.trainable is None and not self.frozen
 
 
-def _integer_paths(flat: dict[tuple[str, ...], Any]) -> list[tuple[str, ...]]:
+def integer_paths(flat: dict[tuple[str, ...], Any]) -> list[tuple[str, ...]]:
+    """Return the paths of the weights that are stored in integers."""
     return [
         path
         for path, leaf in flat.items()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from layerkit.layers.attention.flash_gpu_kernels import (
     key_gradients,
     query_gradient,
 )
-from layerkit.layers.attention.kernel_blocks import gpu_tiles
+from layerkit.layers.attention.kernel_blocks import Passes, gpu_tiles
 from layerkit.layers.masks import AttentionMask
 
 
@@ -138,10 +138,7 @@ class FlashPartAttention:
         q, k, v, given = (_pad_heads(x) for x in (query, key, value, out_gradient))
         log_sum, common = (jnp.swapaxes(x, 1, 2) for x in (log_sum, common))
         inputs = BackwardInputs(q, k, v, given, log_sum, common, arrays)
-        changes = (
-            query_gradient(options.query_gradient, inputs),
-            *key_gradients(options.key_gradients, inputs),
-        )
+        changes = _gradients(options, inputs)
         of_query, of_key, of_value = (
             change[..., : x.shape[-1]]
             for change, x in zip(changes, (query, key, value), strict=True)
@@ -150,27 +147,19 @@ class FlashPartAttention:
 
     def _static_and_arrays(
         self, query: jax.Array, key: jax.Array, value: jax.Array, mask: AttentionMask
-    ) -> tuple[_PassOptions, MaskArrays]:
+    ) -> tuple[Passes[KernelOptions], MaskArrays]:
         fields = dataclasses.asdict(self)
         options = _options(query, key, value, mask, result_dtype=jnp.float32, **fields)
         return options, mask_arrays(mask, query.shape[0])
 
 
-class _PassOptions(NamedTuple):
-    """The options of the kernel of each pass, whose blocks differ."""
-
-    forward: KernelOptions
-    query_gradient: KernelOptions
-    key_gradients: KernelOptions
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(options: _PassOptions, *arrays: Any) -> jax.Array:
+def _flash(options: Passes[KernelOptions], *arrays: Any) -> jax.Array:
     return _flash_forward(options, *arrays)[0]
 
 
 def _flash_forward(
-    options: _PassOptions,
+    options: Passes[KernelOptions],
     query: Any,
     key: Any,
     value: Any,
@@ -182,16 +171,13 @@ def _flash_forward(
     return out, (query, key, value, sinks, bias, arrays, out, log_sum)
 
 
-def _flash_backward(options: _PassOptions, residuals: Any, out_gradient: jax.Array) -> Any:
+def _flash_backward(options: Passes[KernelOptions], residuals: Any, out_gradient: jax.Array) -> Any:
     query, key, value, sinks, bias, arrays, out, log_sum = residuals
     products = out.astype(jnp.float32) * out_gradient.astype(jnp.float32)
     # The softmax subtracts this number from each of a query's gradients, [batch, heads, queries].
     common = jnp.swapaxes(products.sum(axis=-1), 1, 2)
     inputs = BackwardInputs(query, key, value, out_gradient, log_sum, common, arrays, bias)
-    changes = (
-        query_gradient(options.query_gradient, inputs),
-        *key_gradients(options.key_gradients, inputs),
-    )
+    changes = _gradients(options, inputs)
     sinks_gradient = bias_gradient = None
     if sinks is not None:
         weight = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - log_sum)
@@ -206,6 +192,14 @@ def _flash_backward(options: _PassOptions, residuals: Any, out_gradient: jax.Arr
 _flash.defvjp(_flash_forward, _flash_backward)
 
 
+def _gradients(
+    options: Passes[KernelOptions], inputs: BackwardInputs
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the gradients of queries, keys and values."""
+    of_keys = key_gradients(options.key_gradients, inputs)
+    return query_gradient(options.query_gradient, inputs), *of_keys
+
+
 def _options(
     query: jax.Array,
     key: jax.Array,
@@ -215,7 +209,7 @@ def _options(
     blocks: tuple[int, int] | None,
     device_kind: str,
     **fields: Any,
-) -> _PassOptions:
+) -> Passes[KernelOptions]:
     tiles = gpu_tiles(
         blocks,
         lengths=(query.shape[1], key.shape[1]),
@@ -223,7 +217,7 @@ def _options(
         largest_dim=max(query.shape[-1], value.shape[-1]),
         device_kind=device_kind,
     )
-    return _PassOptions(
+    return Passes(
         *(
             KernelOptions(
                 causal=mask is not None and mask.causal,

@@ -102,7 +102,7 @@ def forward(
     batch, queries, heads, head_dim = query.shape
     keys, kv_heads, value_dim = value.shape[1:]
     group, block = heads // kv_heads, options.tile.queries
-    visible = _visible_keys(options, arrays)
+    visible = _visible_blocks(arrays.query_segments, arrays.key_segments, blocks=options.tile[:2])
     return call_kernel(
         _forward_kernel,
         options,
@@ -173,7 +173,8 @@ def query_gradient(options: KernelOptions, inputs: BackwardInputs) -> jax.Array:
     batch, queries, heads, head_dim = inputs.query.shape
     keys, kv_heads, value_dim = inputs.value.shape[1:]
     group, block = heads // kv_heads, options.tile.queries
-    visible = _visible_keys(options, inputs.arrays)
+    arrays = inputs.arrays
+    visible = _visible_blocks(arrays.query_segments, arrays.key_segments, blocks=options.tile[:2])
     gradient: jax.Array = call_kernel(
         _query_gradient_kernel,
         options,
@@ -226,10 +227,8 @@ def key_gradients(options: KernelOptions, inputs: BackwardInputs) -> tuple[jax.A
     group, block = heads // kv_heads, options.tile.keys
     # The query heads of a key head are adjacent, so that one block holds them all.
     numbers = pl.BlockSpec((None, group, queries), lambda b, h, j: (b, h, 0))
-    visible = None
-    if inputs.arrays.key_segments is not None:
-        segments = inputs.arrays.key_segments, inputs.arrays.query_segments
-        visible = overlapping_blocks(*segments, blocks=(block, options.tile.queries))
+    arrays, blocks = inputs.arrays, (block, options.tile.queries)
+    visible = _visible_blocks(arrays.key_segments, arrays.query_segments, blocks=blocks)
     return call_kernel(
         _key_gradients_kernel,
         options,
@@ -352,12 +351,9 @@ def logit_gradients(
     return weights, gradient_before_cap(change, logits, allowed, logit_cap=options.logit_cap)
 
 
-def _visible_keys(options: KernelOptions, arrays: MaskArrays) -> jax.Array | None:
-    """Return the blocks of keys that share a segment with each block of queries; None for all."""
-    if arrays.query_segments is None:
-        return None
-    blocks = options.tile.queries, options.tile.keys
-    return overlapping_blocks(arrays.query_segments, arrays.key_segments, blocks=blocks)
+def _visible_blocks(segments: Any, others: Any, *, blocks: tuple[int, int]) -> jax.Array | None:
+    """Return `overlapping_blocks`; None, for all blocks, without segments."""
+    return None if segments is None else overlapping_blocks(segments, others, blocks=blocks)
 
 
 def _blocks_of_keys(

@@ -18,23 +18,29 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 
+T = TypeVar("T")
 
-class KernelBlocks(NamedTuple):
-    """Numbers of (queries, keys) in a block of each pass.
+
+class Passes(NamedTuple, Generic[T]):
+    """A value for each pass of attention.
 
     Attributes:
-      forward: Blocks of the forward pass.
-      query_gradient: Blocks of the gradient of queries.
-      key_gradients: Blocks of the gradients of keys and values.
+      forward: Value of the forward pass.
+      query_gradient: Value of the gradient of queries.
+      key_gradients: Value of the gradients of keys and values.
     """
 
-    forward: tuple[int, int]
-    query_gradient: tuple[int, int]
-    key_gradients: tuple[int, int]
+    forward: T
+    query_gradient: T
+    key_gradients: T
+
+
+KernelBlocks = Passes[tuple[int, int]]
+"""Numbers of (queries, keys) in a block of each pass."""
 
 
 _ALL_TPUS = KernelBlocks((512, 512), (512, 512), (512, 512))
@@ -61,20 +67,12 @@ class GpuTile(NamedTuple):
         return 4 if max(self.queries, self.keys) <= 64 else 8
 
 
-class GpuTiles(NamedTuple):
-    """The blocks of each pass on a GPU; see `KernelBlocks`."""
-
-    forward: GpuTile
-    query_gradient: GpuTile
-    key_gradients: GpuTile
-
-
 _HOPPER = re.compile(r"NVIDIA G?H\d+")
 # By the largest size of a head.
 _HOPPER_TILES = {
-    64: GpuTiles(*[GpuTile(64, 64, stages=3)] * 3),
-    128: GpuTiles(GpuTile(64, 64, stages=3), GpuTile(128, 64, stages=3), GpuTile(64, 64)),
-    256: GpuTiles(GpuTile(64, 32), GpuTile(64, 64), GpuTile(64, 32)),
+    64: Passes(*[GpuTile(64, 64, stages=3)] * 3),
+    128: Passes(GpuTile(64, 64, stages=3), GpuTile(128, 64, stages=3), GpuTile(64, 64)),
+    256: Passes(GpuTile(64, 32), GpuTile(64, 64), GpuTile(64, 32)),
 }
 
 
@@ -85,7 +83,7 @@ def gpu_tiles(
     dtype: Any,
     largest_dim: int,
     device_kind: str,
-) -> GpuTiles:
+) -> Passes[GpuTile]:
     """Return the blocks on GPUs.
 
     Args:
@@ -98,11 +96,11 @@ def gpu_tiles(
     """
     in_float32 = jnp.dtype(dtype) == jnp.float32
     size = 64 if largest_dim <= 128 and not in_float32 else 32
-    tiles = GpuTiles(*[GpuTile(*(most or (size, size)))] * 3)
+    tiles = Passes(*[GpuTile(*(most or (size, size)))] * 3)
     if most is None and not in_float32 and _HOPPER.match(device_kind):
         fitting = [dim for dim in _HOPPER_TILES if dim >= largest_dim]
         tiles = _HOPPER_TILES[min(fitting)] if fitting else tiles
-    return GpuTiles(
+    return Passes(
         *(
             tile._replace(
                 queries=math.gcd(lengths[0], tile.queries), keys=math.gcd(lengths[1], tile.keys)

@@ -18,7 +18,7 @@ from layerkit.base_layer import PARAMS
 from layerkit.checks import require
 from layerkit.config import Config, build, copy_config, field_names, walk_configs
 from layerkit.errors import ConfigError
-from layerkit.weight_formats import SCALE_SUFFIX, StoredWeight, WeightFormat, quantize
+from layerkit.weight_formats import StoredWeight, WeightFormat, quantize, scale_path
 
 Path = tuple[str, ...]
 
@@ -113,11 +113,6 @@ def _abstract_weights(config: Config) -> dict[Path, Any]:
     """Return the shape and dtype of each weight by its path, such as `("params", "w")`."""
     variables = jax.eval_shape(build(config).init, jax.random.key(0))
     return dict(flatten_dict({PARAMS: variables[PARAMS]}))
-
-
-def scale_path(path: Path) -> Path:
-    """Return the path of the scales of a weight."""
-    return (*path[:-1], path[-1] + SCALE_SUFFIX)
 
 
 def round_like(
