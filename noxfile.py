@@ -52,6 +52,7 @@ COMPILER_SUITES = (
     "packages/layerkit/tests/layers/attention/test_kernels_compile.py",
     "packages/layerkit/tests/layers/moe/test_experts_compile.py",
     "packages/layerkit/tests/layers/quantization/test_stored_weights_compile.py",
+    "packages/layerkit/tests/layers/test_losses.py",
     "packages/runner/tests/partitioning/test_mesh.py",
     "packages/runner/tests/tools/plan/test_absent_devices.py",
     "packages/runner/tests/distributed/test_devices.py",

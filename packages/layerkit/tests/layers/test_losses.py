@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from layerkit.errors import ConfigError
 from layerkit.layers.losses import (
+    _statistics_in_four_passes,
+    _statistics_in_one_pass,
     chunked_cross_entropy,
     cross_entropy,
     soft_cap,
@@ -82,6 +86,47 @@ def test_correct_is_argmax_with_ties_to_the_first() -> None:
     for label in range(3):
         correct = cross_entropy(jnp.array(logits), jnp.full(len(logits), label)).correct
         np.testing.assert_array_equal(correct, logits.argmax(-1) == label)
+
+
+def test_statistics_of_gpus_equal_those_of_cpus() -> None:
+    logits = draw(40, 300, scale=20.0)
+    logits[0, 7] = logits[0, 9] = 1e4  # equal highest logits, above all others
+    logits[1, :-1] = -np.inf
+    labels = draw_labels(40, classes=300)
+    labels[:4] = [9, 299, -1, 300]
+    one_pass = jax.jit(_statistics_in_one_pass)(logits, labels)
+    log_z, label_logit, is_best = _statistics_in_four_passes(jnp.array(logits), labels)
+    np.testing.assert_allclose(one_pass[0], log_z, rtol=1e-6)
+    np.testing.assert_array_equal(one_pass[1], label_logit)
+    in_range = (labels >= 0) & (labels < 300)
+    np.testing.assert_array_equal(one_pass[2][in_range], is_best[in_range])
+
+
+@pytest.mark.slow
+def test_gpu_reads_float32_logits_once_forward_and_once_backward(absent_devices) -> None:
+    device = SingleDeviceSharding(absent_devices("cuda", 1)[0])
+    tokens, dims, classes = 2048, 64, 50304
+
+    def loss(hidden: jax.Array, vectors: jax.Array, labels: jax.Array) -> jax.Array:
+        logits = jnp.einsum("td,vd->tv", hidden, vectors, preferred_element_type=jnp.float32)
+        return cross_entropy(logits, labels).loss.mean()
+
+    shapes = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=device)
+        for shape, dtype in [
+            ((tokens, dims), jnp.bfloat16),
+            ((classes, dims), jnp.bfloat16),
+            ((tokens,), jnp.int32),
+        ]
+    ]
+    program = (
+        jax.jit(jax.grad(loss, argnums=(0, 1)))
+        .lower(*shapes)
+        .compile({"xla_gpu_autotune_level": 0})
+    )
+    logits = f"f32[{tokens},{classes}]"
+    fused = re.findall(r"^%(?!gemm)\S+ \(.*\) -> ", program.as_text(), re.M)
+    assert sum(logits in parameters for parameters in fused) == 2
 
 
 @pytest.mark.parametrize("label", [-100, -1, 3])

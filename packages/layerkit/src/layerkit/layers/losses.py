@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import zero_from_primal
 
 from layerkit.checks import (
     check_integer_arrays,
@@ -105,13 +107,9 @@ def cross_entropy(
     check_rates(owner, label_smoothing=label_smoothing)
     check_non_negative(owner, z_loss_weight=z_loss_weight)
     logits = logits.astype(jnp.float32)
-    labels = jnp.asarray(labels)[..., None]  # NumPy's int64 becomes int32
-    # Comparing with an index, instead of gathering by label, keeps the class axis sharded and fuses
-    # with the other reductions, forward and backward.
-    classes = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
-    label_logit = jnp.sum(jnp.where(classes == labels, logits, 0.0), -1)
-    in_range = jnp.squeeze((labels >= 0) & (labels < logits.shape[-1]), -1)
-    log_z = jax.nn.logsumexp(logits, axis=-1)
+    labels = jnp.asarray(labels)  # NumPy's int64 becomes int32
+    in_range = (labels >= 0) & (labels < logits.shape[-1])
+    log_z, label_logit, is_best = _row_statistics(logits, labels)
 
     xent = jnp.where(in_range, log_z - label_logit, jnp.nan)
     z_loss = z_loss_weight * jnp.square(log_z)
@@ -119,11 +117,94 @@ def cross_entropy(
     if label_smoothing:
         loss += label_smoothing * (label_logit - jnp.mean(logits, axis=-1))
     loss += _entropy_loss(logits, log_z, weight=entropy_loss_weight)
+    return TokenLosses(xent, z_loss, loss, is_best & in_range)
 
-    best = jax.lax.stop_gradient(label_logit)[..., None]
-    others = jax.lax.stop_gradient(logits)
-    beats_all = jnp.all((others < best) | ((others == best) & (classes >= labels)), -1)
-    return TokenLosses(xent, z_loss, loss, beats_all & in_range)
+
+@jax.custom_jvp
+def _row_statistics(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return log Z, the label's logit (0 if out of range), and whether it is the first highest.
+
+    Args:
+      logits: float32 `[..., num_classes]`.
+      labels: Integers `[...]`.
+
+    Returns:
+      Three arrays `[...]`: float32, float32 and bool.
+    """
+    gpu = _statistics_in_one_pass
+    results: tuple[jax.Array, jax.Array, jax.Array] = jax.lax.platform_dependent(
+        logits, labels, cuda=gpu, rocm=gpu, default=_statistics_in_four_passes
+    )
+    return results
+
+
+@_row_statistics.defjvp
+def _row_statistics_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    (logits, labels), logits_dot = primals, tangents[0]
+    log_z, label_logit, is_best = _row_statistics(logits, labels)
+    log_z_dot = jnp.sum(jnp.exp(logits - log_z[..., None]) * logits_dot, axis=-1)
+    label_dot = jnp.sum(jnp.where(_is_label(logits, labels), logits_dot, 0.0), axis=-1)
+    results = log_z, label_logit, is_best
+    return results, (log_z_dot, label_dot, zero_from_primal(is_best))
+
+
+def _statistics_in_four_passes(
+    logits: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Compute `_row_statistics` by one reduction for each number, which is fast on CPUs."""
+    label_logit = jnp.sum(jnp.where(_is_label(logits, labels), logits, 0.0), axis=-1)
+    best, others = label_logit[..., None], _classes(logits) >= labels[..., None]
+    is_best = jnp.all((logits < best) | ((logits == best) & others), axis=-1)
+    return jax.nn.logsumexp(logits, axis=-1), label_logit, is_best
+
+
+def _statistics_in_one_pass(
+    logits: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Compute `_row_statistics` by one reduction, since GPUs would read the logits four times.
+
+    As in Milakov and Gimelshein, 2018 (arXiv:1805.02867), the sum of exp is relative to the highest
+    logit so far.
+    """
+
+    def merge(left: Sequence[jax.Array], right: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        (top, total, index, of_label), (other, other_total, other_index, other_label) = left, right
+        is_left = top >= other
+        ratio = jnp.exp(-jnp.abs(top - other))
+        first = jnp.where(is_left, index, other_index)
+        return (
+            jnp.maximum(top, other),
+            jnp.where(is_left, total + other_total * ratio, other_total + total * ratio),
+            jnp.where(top == other, jnp.minimum(index, other_index), first),
+            of_label + other_label,
+        )
+
+    # The lowest number, since -inf - -inf is NaN.
+    low, largest = np.float32(np.finfo(np.float32).min), np.iinfo(np.int32).max
+    highest, total, index, label_logit = jax.lax.reduce(
+        (
+            logits,
+            jnp.ones_like(logits),
+            _classes(logits),
+            jnp.where(_is_label(logits, labels), logits, 0.0),
+        ),
+        (low, np.float32(0), np.int32(largest), np.float32(0)),
+        merge,
+        (logits.ndim - 1,),
+    )
+    return highest + jnp.log(total), label_logit, index == labels
+
+
+def _is_label(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Return whether each class is the label, bool `[..., num_classes]`.
+
+    Unlike a gather by label, a comparison keeps the class axis sharded and fuses with reductions.
+    """
+    return _classes(logits) == labels[..., None]
+
+
+def _classes(logits: jax.Array) -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
 
 
 def soft_cross_entropy(
