@@ -17,6 +17,7 @@ from layerkit.layers.linears import FeedForward, Linear
 from layerkit.layers.normalizations import LayerNorm
 from layerkit.layers.products import (
     Dot,
+    add_bias,
     batched_matmul,
     constrain_tokens,
     create_dot,
@@ -192,10 +193,10 @@ def test_every_projection_uses_its_dot(name):
     doubled = layer.clone(dot_tpl=Doubled.HParams.config())
     assert jax.tree.map(jnp.shape, doubled.init(KEY)) == jax.tree.map(jnp.shape, variables)
     expected = layer.apply(variables, x)
-    np.testing.assert_allclose(doubled.apply(variables, x), 2 * expected, rtol=1e-6)
+    np.testing.assert_allclose(doubled.apply(variables, x), 2 * expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", PROJECTIONS)
+@pytest.mark.parametrize("name", ["linear", "into heads"])
 def test_plain_product_is_one_contraction_of_merged_tokens(name):
     layer, x = PROJECTIONS[name]
     variables = layer.init(KEY)
@@ -205,6 +206,24 @@ def test_plain_product_is_one_contraction_of_merged_tokens(name):
 
     assert program(layer).count("dot_general") == 1
     assert program(layer) == program(layer.clone(dot_tpl=Dot.HParams.config()))
+
+
+def test_gradient_of_a_bias_is_summed_in_float32():
+    random = np.random.default_rng(0)
+    given = jnp.asarray(random.normal(0.5, 1.0, (8, 2048, 32)), jnp.bfloat16)
+    bias = jnp.zeros(32, jnp.bfloat16)
+    (found,) = jax.vjp(lambda bias: add_bias(jnp.zeros_like(given), bias), bias)[1](given)
+    assert found.dtype == jnp.bfloat16
+    expected = np.asarray(given, np.float64).sum((0, 1))
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=2.0**-8)
+
+
+def test_backward_pass_of_the_output_projection_keeps_its_input_unchanged():
+    layer, heads = PROJECTIONS["out of heads"]
+    variables = layer.init(KEY)
+    _, backward = jax.vjp(layer.apply, variables, heads)
+    kept = [leaf for leaf in jax.tree.leaves(backward) if leaf.size == heads.size]
+    assert [leaf.shape for leaf in kept] == [heads.shape]
 
 
 def small_model():

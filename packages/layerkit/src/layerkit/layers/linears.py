@@ -15,7 +15,7 @@ from layerkit.checks import check_last_axis, check_sizes
 from layerkit.config import Config, sub_config_field
 from layerkit.field_checks import Conditions
 from layerkit.layers.activations import BaseActivation, ReLU
-from layerkit.layers.products import Dot, create_dot, matmul
+from layerkit.layers.products import Dot, add_bias, create_dot, matmul
 from layerkit.weights import WeightHParams, WeightInit
 
 
@@ -85,7 +85,7 @@ class Bias(BaseLayer):
         """
         # Without this check an axis of size 1 would be broadcast silently.
         check_last_axis(self, inputs, dims=self.dims)
-        return self.cast(inputs) + self.theta.b
+        return add_bias(self.cast(inputs), self.theta.b)
 
 
 class FeedForward(BaseLayer):

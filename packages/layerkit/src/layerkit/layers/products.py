@@ -211,6 +211,16 @@ def _matmul_on_cpu_jvp(
 _matmul_on_cpu.defjvp(_matmul_on_cpu_jvp, symbolic_zeros=True)
 
 
+def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """Add a bias `[features...]` to `[..., features...]`, in the dtype of `x`.
+
+    The addition is in float32, because the gradient of the bias is then the sum over all tokens in
+    float32. In bfloat16, GPUs round each partial sum.
+    """
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return (x.astype(wide) + bias.astype(wide)).astype(x.dtype)
+
+
 def batched_matmul(layer: BaseLayer, x: jax.Array, w: jax.Array, *, name: str = "w") -> jax.Array:
     """Multiply `[group, tokens, in]` by `[group, in, out]`: `[group, tokens, out]`.
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from layerkit.base_layer import BaseLayer
 from layerkit.checks import check_divisible, check_last_axis, check_sizes
 from layerkit.config import Config, sub_config_field
-from layerkit.layers.products import Dot, create_dot, matmul
+from layerkit.layers.products import Dot, add_bias, create_dot, matmul
 from layerkit.weights import WeightHParams, WeightInit
 
 
@@ -84,7 +84,7 @@ class CombinedProjection(BaseLayer):
         heads = matmul(self, self.cast(x), w.reshape(self.input_dims, -1))
         heads = heads.reshape(*(leading or x.shape[:-1]), *w.shape[1:])
         if self.use_bias:
-            heads = heads + self.theta.b
+            heads = add_bias(heads, self.theta.b)
         query, key, value = split_heads(heads)
         return (
             self.constrain(query, *self.query_axes),

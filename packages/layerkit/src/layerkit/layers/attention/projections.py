@@ -7,11 +7,13 @@ are those of all heads together.
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from layerkit.base_layer import BaseLayer
 from layerkit.checks import check_last_axis, check_sizes
 from layerkit.config import Config, sub_config_field
-from layerkit.layers.products import Dot, create_dot, matmul
+from layerkit.layers.products import Dot, add_bias, create_dot, matmul
+from layerkit.sharding import is_single_cpu
 from layerkit.weights import WeightHParams, WeightInit
 
 
@@ -61,7 +63,7 @@ class HeadProjection(BaseLayer):
         heads = matmul(self, self.cast(x), w.reshape(self.input_dims, -1))
         heads = heads.reshape(*(leading or x.shape[:-1]), self.num_heads, self.head_dim)
         if self.use_bias:
-            heads = heads + self.theta.b
+            heads = add_bias(heads, self.theta.b)
         return self.constrain(heads, *self.activation_axes)
 
 
@@ -107,8 +109,13 @@ class OutputProjection(BaseLayer):
 
     def fprop(self, heads: jax.Array) -> jax.Array:
         """Project heads `[batch, length, num_heads, head_dim]` to outputs."""
-        merged = self.cast(heads).reshape(*heads.shape[:-2], -1)
-        outputs = matmul(self, merged, self.theta.w.reshape(-1, self.output_dims))
+        heads, w = self.cast(heads), self.theta.w
+        if self.dot_tpl is None and not is_single_cpu(self.inherited("sharding")):
+            # The backward pass then keeps the heads once, for attention and for this product.
+            outputs = jnp.einsum("...hd,hdo->...o", heads, w)
+        else:
+            merged = heads.reshape(*heads.shape[:-2], -1)
+            outputs = matmul(self, merged, w.reshape(-1, self.output_dims))
         if self.use_bias:
-            outputs = outputs + self.theta.b
+            outputs = add_bias(outputs, self.theta.b)
         return self.constrain(outputs, *self.activation_axes)
