@@ -13,7 +13,7 @@ from layerkit.decoding.decoder import ExtendFn
 from layerkit.decoding.loop import extend_prompts
 from layerkit.decoding.row_options import RowOptions
 from layerkit.decoding.split_rows import round_up, row_parts
-from layerkit.decoding.unrolled import unroll_layers
+from layerkit.decoding.step_weights import step_weights
 from layerkit.nested_map import NestedMap
 
 
@@ -49,7 +49,7 @@ def decode_with_cache(
       ConfigError: The decoder draws but has no random key, or the network has fewer positions than
         tokens.
     """
-    bare, variables = unroll_layers(network)
+    bare, variables = step_weights(network)
     decoder, parts = model.decoder, row_parts(model)
     max_length = round_up(prompts.shape[1] + decoder.max_decode_steps, parts)
 
@@ -81,7 +81,7 @@ def cached_step(network: BaseLayer) -> ExtendFn:
       network: Bound network with a method `extend_step(ids, time_step=…)`. The cache of the
         function is a pair of its collection `cache` and the prefix lengths of the rows.
     """
-    return _extend_fn(*unroll_layers(network))
+    return _extend_fn(*step_weights(network))
 
 
 def _extend_fn(bare: BaseLayer, variables: Any) -> ExtendFn:

@@ -1,4 +1,4 @@
-"""Decoding with unrolled layers gives the tokens of the repeated layers."""
+"""Steps with unrolled layers and cast weights equal those of the given network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from layerkit.decoding import BeamSearch, SampleDecoder
-from layerkit.decoding.unrolled import unroll_layers
+from layerkit.decoding.step_weights import step_weights
 from layerkit.layers import LayerNorm, RmsNorm, StackedTransformerRepeated, Transformer
 from layerkit.models import LanguageModel, TransformerLm
 from layerkit.nested_map import NestedMap
@@ -65,7 +65,7 @@ def test_tokens_equal_those_of_repeated_layers(decoder: Any, stack: str):
 def test_each_layer_has_weights_of_its_own():
     def layers_of(model: Any) -> dict[str, Any]:
         def call(bound: Any) -> Any:
-            return unroll_layers(bound.lm)[1]["params"]["stack"]
+            return step_weights(bound.lm)[1]["params"]["stack"]
 
         return jax.eval_shape(lambda v: model.apply(v, method=call), variables)
 
@@ -76,3 +76,29 @@ def test_each_layer_has_weights_of_its_own():
     assert layers["layers_0"]["feed_forward"]["up"]["w"].shape == (16, 32)
     # A number in the field is kept.
     assert sorted(layers_of(language_model(GREEDY, unroll=1, num_layers=3))) == ["repeat"]
+
+
+def test_weights_are_cast_to_the_dtypes_in_which_layers_compute():
+    norm = LayerNorm.HParams.config(fprop_dtype="float32")
+    model = language_model(GREEDY, unroll=1, num_layers=3).clone(fprop_dtype="bfloat16")
+    model = model.clone(lm_tpl=model.lm_tpl.clone().set(final_norm_tpl=norm))
+    variables = jax.jit(model.init)(jax.random.key(0))
+    ids = jnp.array([[3, 4, 5], [6, 7, 8]])
+
+    def call(bound: Any) -> Any:
+        network, given = step_weights(bound.lm)
+        plain, own = bound.lm.unbind()
+
+        def logits(network: Any, given: Any) -> jax.Array:
+            def step(lm: Any) -> jax.Array:
+                lm.init_cache(2, 4)
+                return lm.extend_step(ids, time_step=0)
+
+            return network.apply(given, method=step, mutable=["cache"])[0]
+
+        return given["params"], logits(network, given), logits(plain, own)
+
+    given, found, expected = model.apply(variables, method=call)
+    dtypes = {str(path[0].key): x.dtype for path, x in jax.tree_util.tree_leaves_with_path(given)}
+    assert dtypes == {"softmax": jnp.bfloat16, "stack": jnp.bfloat16, "final_norm": jnp.float32}
+    np.testing.assert_array_equal(found, expected)
