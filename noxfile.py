@@ -186,7 +186,7 @@ def gpu(session: nox.Session) -> None:
     """Compare kernels on an NVIDIA GPU with float32, and run the benchmarks of GPUs."""
     install_sources(session, TEST_TOOLS)
     session.install(*PINNED, "--editable", "./packages/runner[cuda]")
-    shared = {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    shared = {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     tests = ["python", "-m", "pytest", "-n", "4", "-k", "on_gpu", *GPU_SUITES]
     session.run(*tests, env=shared)
     for command in session.posargs or GPU_BENCHMARKS:

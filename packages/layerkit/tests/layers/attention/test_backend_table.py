@@ -170,7 +170,8 @@ CELLS = {
 
 def bound_ring():
     auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((2,), ("context",), axis_types=auto, devices=jax.devices()[:2])
+    devices = jax.devices("cpu")[:2]  # a machine may have one GPU
+    mesh = jax.make_mesh((2,), ("context",), axis_types=auto, devices=devices)
     return BoundSharding(mesh)
 
 
@@ -290,7 +291,7 @@ the table: `xla` computes a block of logits at a time, and `pallas` runs the fus
 
 Measured on one H200: a step of GPT-3 126M with 8 rows of 2048 tokens takes 52.0 ms with cuDNN,
 57.1 ms with Pallas and 148.1 ms with `xla`
-([commands](../benchmarks/README.md#attention-on-gpus)).
+([commands](../benchmarks/README.md#gpus)).
 
 The biases of T5 and ALiBi (`relative_bias_tpl`) and of classes derived from them depend on the
 distance of query and key alone. In rows in order, layers pass one number per distance

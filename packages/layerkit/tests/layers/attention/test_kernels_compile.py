@@ -21,11 +21,6 @@ from layerkit.layers.attention.dot_product import dot_product_attention
 from layerkit.layers.masks import AttentionMask
 from layerkit.sharding import BoundSharding
 
-# JAX 0.12 announces the end of the backend in which `flash_gpu` is written.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
-
 BATCH, LENGTH = 4, 256
 
 
