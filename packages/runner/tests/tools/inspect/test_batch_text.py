@@ -94,10 +94,17 @@ def test_ids_without_a_vocabulary_are_numbers_and_long_rows_are_cut():
     assert len(line) < 180
 
 
-def test_a_batch_without_ids_has_a_table_and_no_text():
-    batch = NestedMap(image=np.zeros((2, 3, 3)), eval_sample_weights=np.array([1.0, 0.0]))
-    assert summary(batch) == "1 of 2 rows hold data"
-    assert list(row_lines(LETTERS, batch, 0)) == ["row 0"]
+def test_rows_of_a_batch_without_ids_are_numbers():
+    images = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    batch = NestedMap(inputs=images, labels=np.array([5, 6]), boxes=np.ones((2, 4)))
+    batch.eval_sample_weights = np.ones(2, np.float32)
+    assert summary(batch) == "2 of 2 rows hold data"
+    assert list(row_lines(LETTERS, batch, 1)) == [
+        "row 1",
+        "  boxes: 1 1 1 1",
+        f"  inputs: [3, 4], mean 17.5, standard deviation {np.arange(12).std():.6g}",
+        "  labels: 6",
+    ]
 
 
 def test_special_ids_are_marked(tmp_path: Path):

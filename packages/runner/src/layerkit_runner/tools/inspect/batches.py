@@ -34,6 +34,7 @@ from layerkit_runner.tools.plan.devices import start_simulated
 
 _ROWS_SHOWN = 2
 _MOST_CHARACTERS = 160
+_NUMBERS_SHOWN = 8
 UNWEIGHTED = "⟦{}⟧"
 """Mark of labels of weight 0."""
 SPECIAL = "⟪{}⟫"
@@ -185,13 +186,17 @@ def field_table(batch: NestedMap) -> list[str]:
 
 
 def row_lines(dataset: BaseInput, batch: NestedMap, row: int) -> Iterator[str]:
-    """Yield the text of each sequence of ids in a row, by segments."""
+    """Yield the text of each sequence of ids in a row, by segments, or else its numbers."""
     number = f" (example {batch.provenance[row]})" if "provenance" in batch else ""
     if not real_rows(batch)[row]:
         yield f"row {row}: padding"
         return
     yield f"row {row}{number}"
-    for side, part in _sides(batch):
+    sides = [*_sides(batch)]
+    for path, value in batch.flatten_items() if not sides else ():
+        if path not in ("provenance", "eval_sample_weights"):
+            yield f"  {path}: {_numbers_text(np.asarray(value)[row])}"
+    for side, part in sides:
         valid = _valid(part)
         length = part.ids.shape[1]
         here = np.ones(length, bool) if valid is None else valid[row]
@@ -208,6 +213,13 @@ def row_lines(dataset: BaseInput, batch: NestedMap, row: int) -> Iterator[str]:
                     for is_weighted, piece in _runs(has_weight, part.labels[row][where])
                 )
                 yield f"  {prefix}labels{suffix}: {_shown(text)}"
+
+
+def _numbers_text(x: np.ndarray) -> str:
+    """Return up to a few numbers, or else the shape and statistics of many."""
+    if x.size <= _NUMBERS_SHOWN:
+        return " ".join(f"{number:.6g}" for number in x.ravel())
+    return f"{list(x.shape)}, mean {x.mean():.6g}, standard deviation {x.std():.6g}"
 
 
 def _sides(batch: NestedMap) -> Iterator[tuple[str, NestedMap]]:
