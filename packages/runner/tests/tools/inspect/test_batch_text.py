@@ -97,8 +97,8 @@ def test_ids_without_a_vocabulary_are_numbers_and_long_rows_are_cut():
 def test_rows_of_a_batch_without_ids_are_numbers():
     images = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     batch = NestedMap(inputs=images, labels=np.array([5, 6]), boxes=np.ones((2, 4)))
-    batch.eval_sample_weights = np.ones(2, np.float32)
-    assert summary(batch) == "2 of 2 rows hold data"
+    batch.eval_sample_weights = np.array([0.0, 1.0])
+    assert summary(batch) == "1 of 2 rows hold data"
     assert list(row_lines(LETTERS, batch, 1)) == [
         "row 1",
         "  boxes: 1 1 1 1",
