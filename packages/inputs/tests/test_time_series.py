@@ -44,6 +44,44 @@ def test_training_windows_hold_no_heldout_value_and_evaluation_windows_end_in_on
     assert last_values.tolist() == list(range(NUM_TIMES - HELDOUT, NUM_TIMES))
 
 
+def test_last_stride_values_of_evaluation_windows_are_held_out_up_to_the_end(path):
+    fields = {"path": path, "window_length": 12, "columns": ["a"], "batch_size": 4}
+    heldout = CsvSeries(stride=3, heldout_values=HELDOUT, **fields)
+    (batch,) = heldout.eval_batches()
+    horizons = batch.series[batch.eval_sample_weights > 0][:, -3:]
+    assert horizons.tolist() == [[34, 35, 36], [37, 38, 39]]
+
+
+def test_columns_without_a_name_are_left_out_and_equal_names_are_two_series(tmp_path):
+    file = tmp_path / "names.csv"
+    file.write_text(",a,a,\nx,1,2,\ny,3,4,\n")
+    batch = CsvSeries(path=str(file), window_length=2, batch_size=2, shuffle=False).get_next()
+    assert batch.series.tolist() == [[1, 3], [2, 4]]
+
+
+@pytest.mark.parametrize("line", ["x,1,234,5", "x,1"])
+def test_line_with_another_number_of_cells_is_an_error(raises, tmp_path, line):
+    file = tmp_path / "cells.csv"
+    file.write_text(f"t,a,b\nw,1,2\n{line}\n")
+    found = len(line.split(","))
+    with raises(BadRecordError, owner=f"{file}, line 3", field="number of cells", value=found):
+        CsvSeries(path=str(file), window_length=1, batch_size=1).get_next()
+
+
+@pytest.mark.parametrize("text", ["", "date,a\n", "date,a\nx,1\n", "date\nx\ny\n"])
+def test_file_without_a_window_is_an_error(raises, tmp_path, text):
+    file = tmp_path / "short.csv"
+    file.write_text(text)
+    with raises(ValueError, field="window_length", value=2):
+        list(CsvSeries(path=str(file), window_length=2, batch_size=1).eval_batches())
+
+
+@pytest.mark.parametrize("noise", [-0.1, float("nan")])
+def test_noise_must_be_finite_and_not_negative(raises, noise):
+    with raises(ValueError, field="noise"):
+        GeneratedSeries(noise=noise, num_examples=3, batch_size=1)
+
+
 def test_windows_are_consecutive_values_of_one_column(path):
     series = CsvSeries(path=path, window_length=5, batch_size=72)
     rows = series.get_next().series

@@ -1,8 +1,9 @@
-"""Windows of time series: `CsvSeries` from the columns of a file, `GeneratedSeries` on demand.
+"""Windows of time series: `CsvSeries` reads columns of a file; `GeneratedSeries` generates series.
 
 A batch has `series` float32 `[batch, window_length]`, `paddings` float32 of the same shape, which
 is 1 where a value is missing, and `frequency` int32 `[batch]`. The frequency is a category that a
-model may embed: in TimesFM 0 up to daily, 1 weekly and monthly, 2 quarterly and yearly.
+model may embed: TimesFM uses 0 for daily or finer, 1 for weekly and monthly, 2 for quarterly and
+yearly.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class _Series(IndexedInput):
     """Base class of inputs of windows."""
 
     window_length: int = 640
-    """Values of a window: the context and what follows it."""
+    """Number of values in a window: context plus horizon."""
     frequency: int = 0
     """Category of the frequency of all series."""
 
@@ -48,19 +49,20 @@ class _Series(IndexedInput):
 class CsvSeries(_Series):
     """Windows of the numeric columns of a CSV file with a header, such as ETTh1.
 
-    The last `heldout_values` values of each column are held out: a training window has none of
-    them, and those of an evaluation end in them, one after another. An empty cell is padding. The
-    file is read on first use and kept in memory.
+    The last `heldout_values` values of each column are held out. Training windows contain none of
+    them. The last `stride` values of every evaluation window are held-out values, and the last
+    window ends with the column. An empty cell is padding. The file is read on first use and kept in
+    memory.
     """
 
     path: str | None = None
     """The file. Required."""
     columns: Sequence[str] | None = None
-    """Names of the columns, each a series; None for all but the first, which is the time."""
+    """Names of the columns, each a series; None for all with a name but the first, the time."""
     heldout_values: int = 0
     """Values at the end of each column that are held out."""
     stride: int = 1
-    """Distance of the first values of two windows."""
+    """Number of values between the starts of consecutive windows."""
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -74,22 +76,34 @@ class CsvSeries(_Series):
         """Values float32 `[series, time]`, NaN where a cell is empty."""
         with epath.Path(str(self.path)).open() as file:
             reader = csv.reader(file)
-            header = next(reader)
+            header = next(reader, [])
             lines = [(reader.line_num, cells) for cells in reader if cells]
-        names = header[1:] if self.columns is None else list(self.columns)
-        for name in names:
+        for name in self.columns or ():
             if name not in header:
                 raise self._config_error(field="columns", value=name, choices=header)
-        places = [header.index(name) for name in names]
+        if self.columns is not None:
+            places = [header.index(name) for name in self.columns]
+        else:
+            places = [place for place in range(1, len(header)) if header[place].strip()]
         values = np.empty((len(places), len(lines)), np.float32)
         for time, (line, cells) in enumerate(lines):
+            if len(cells) != len(header):
+                raise BadRecordError(
+                    owner=f"{self.path}, line {line}",
+                    field="number of cells",
+                    value=len(cells),
+                    expected=f"{len(header)}, as in the header",
+                )
             for row, place in enumerate(places):
-                cell = cells[place].strip() if place < len(cells) else ""
-                values[row, time] = _number(cell)
+                cell = cells[place].strip()
+                try:
+                    values[row, time] = float(cell)
+                except ValueError:
+                    values[row, time] = np.nan
                 if cell and not np.isfinite(values[row, time]):
                     raise BadRecordError(
                         owner=f"{self.path}, line {line}",
-                        field=names[row],
+                        field=header[place],
                         value=cell,
                         expected="a finite number, or nothing for a missing value",
                     )
@@ -97,12 +111,25 @@ class CsvSeries(_Series):
 
     @functools.cached_property
     def _starts(self) -> np.ndarray:
-        """First value of each window of a column, int64."""
+        """Index of the first value of each window of a column, int64."""
         length = self._values.shape[1]
-        first, end = 0, length - self.heldout_values
-        if not self.is_training and self.heldout_values:
-            first, end = max(0, end + 1 - self.window_length), length
-        return np.arange(first, end - self.window_length + 1, self.stride)
+        if self.is_training or not self.heldout_values:
+            starts = np.arange(
+                0, length - self.heldout_values - self.window_length + 1, self.stride
+            )
+        else:
+            distances = self.stride * np.arange(self.heldout_values // self.stride)[::-1]
+            starts = length - distances - self.window_length
+        starts = starts[starts >= 0]
+        if not (starts.size and len(self._values)):
+            count = f"{len(self._values)} series of {length} values"
+            raise self._config_error(
+                field="window_length",
+                value=self.window_length,
+                expected=f"windows in {self.path}, which has {count}",
+                hint=f"heldout_values is {self.heldout_values}, and stride {self.stride}.",
+            )
+        return starts
 
     def _num_rows(self) -> int:
         return len(self._values) * len(self._starts)
@@ -114,16 +141,11 @@ class CsvSeries(_Series):
 
     def _fingerprint(self) -> dict[str, Any]:
         fields = ("window_length", "stride", "heldout_values", "is_training")
-        crc32 = zlib.crc32(self._values.tobytes())
-        return {**{name: getattr(self, name) for name in fields}, "values_crc32": crc32}
+        return {**{name: getattr(self, name) for name in fields}, "values_crc32": self._crc32}
 
-
-def _number(cell: str) -> float:
-    """Return the number in a cell; NaN if it holds none."""
-    try:
-        return float(cell)
-    except ValueError:
-        return np.nan
+    @functools.cached_property
+    def _crc32(self) -> int:
+        return zlib.crc32(self._values)
 
 
 class GeneratedSeries(_Series):
@@ -145,6 +167,8 @@ class GeneratedSeries(_Series):
         is_valid = self.num_examples is not None or self.endless
         require(is_valid, self._label, "num_examples", None, "the number of rows of an epoch")
         self._check_at_least(1, "num_examples")
+        is_valid = np.isfinite(self.noise) and self.noise >= 0
+        require(is_valid, self._label, "noise", self.noise, "a finite number, at least 0")
 
     def _num_rows(self) -> int | None:
         return self.num_examples

@@ -269,6 +269,9 @@ def test_missing_step_is_an_error(written, capsys):
         (["convert", "job", "--to=msgpack"], "Expected DIR and DEST"),
         (["convert", "job", "new", "--to=zip"], "safetensors"),
         (["convert", "job", "new", "--to=msgpack", "--fdl.A=1"], "--fdl.A"),
+        (["convert", "job", "new", "--to=msgpack", "--part=params"], "--part='params'"),
+        (["convert", "job", "new", "--to=msgpack", "--exp=E"], "--from=pax"),
+        (["convert", "job", "new", "--to=msgpack", "--exp=E", "--from=pax"], "DIR='job'"),
     ],
 )
 def test_wrong_command_line_exits_with_2(capsys, words, fact):

@@ -1,8 +1,8 @@
 """`tf.data` pipelines that read the shards of a SeqIO task.
 
-Transferring single examples out of `tf.data`, and making a pipeline, are the main costs. So
-examples are transferred in chunks, which `tf.data` prefetches on its own threads from the opening
-of a shard, and a pipeline that is the same in every epoch is made once.
+Transferring single examples out of `tf.data`, and making a pipeline, are the main costs. Examples
+are therefore transferred in chunks. `tf.data` starts to prefetch them when a shard is opened. A
+pipeline that does not depend on the epoch is made once, for as many shards as are kept.
 
 An error loses the whole chunk. The reader then opens the shard again at its position and reads
 single examples (`in_chunks=False`), which identifies the bad record.
@@ -10,7 +10,6 @@ single examples (`in_chunks=False`), which identifies the bad record.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import threading
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from layerkit.errors import ConfigError
 from layerkit_inputs.bad_records import BadRecords
 from layerkit_inputs.seqio_adaptor.tasks import import_seqio, import_tensorflow
 from layerkit_inputs.tensor_iterator import TensorIterator, has_tensors_only
@@ -271,7 +271,14 @@ def _skip_past_errors(iterator: Iterator[Example], count: int) -> Iterator[Examp
     """Skip `count` examples and return the iterator; `tf.data`'s `skip` ends at a bad record."""
     errors = import_tensorflow().errors
     while count:
-        with contextlib.suppress(errors.OpError):  # was counted when it was first read
+        try:
             next(iterator)
-            count -= 1
+        except StopIteration:
+            raise ConfigError(
+                f"a shard ended {count} examples before the position to resume at",
+                hint="Check that the files are those of the checkpoint.",
+            ) from None
+        except (errors.InvalidArgumentError, errors.UnknownError):
+            continue  # a bad record, which was counted when it was first read
+        count -= 1
     return iterator

@@ -1,7 +1,7 @@
 """List, verify, copy and convert checkpoints.
 
     python -m layerkit_runner.tools.checkpoints list DIR             steps, and why each is kept
-    python -m layerkit_runner.tools.checkpoints verify DIR           read all files
+    python -m layerkit_runner.tools.checkpoints verify DIR           compare digests, find NaN
     python -m layerkit_runner.tools.checkpoints show DIR --step=400  arrays of a step
     python -m layerkit_runner.tools.checkpoints convert DIR NEW --to=msgpack      or tensorstore
     python -m layerkit_runner.tools.checkpoints convert DIR w.safetensors --to=safetensors
@@ -162,12 +162,14 @@ def _policy(step_directory: epath.Path) -> CheckpointPolicy | None:
     """Return the recorded retention policy; None if it is damaged, which the findings report."""
     try:
         return folders.policy_of(folders.read_metadata(step_directory))
+    except errors.LayoutVersionError:
+        raise
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def _metric(metrics: Mapping[str, float], reasons: Sequence[str]) -> str:
-    """Return the metric of the retention policy, else a loss, else any."""
+    """Return `NAME VALUE` of the retention metric, else of a loss, else of the first metric."""
     is_best = {reason.removeprefix("best ") for reason in reasons}
     names = sorted(
         metrics, key=lambda name: (name not in is_best, not name.endswith("/loss"), name)
@@ -225,11 +227,16 @@ def _convert(
     overrides: Sequence[str],
     exp: str | None = None,
     step: int | None = None,
-    part: str = "params",
+    part: str | None = None,
 ) -> int:
     _use_cpu()
     from layerkit_runner.checkpointing import conversion, handlers
 
+    if part is not None and (origin is not None or to != _SAFETENSORS):
+        expected = f"--to={_SAFETENSORS}; other conversions write the whole state"
+        raise UsageError(field="--part", value=part, expected=expected)
+    if origin is None and exp is not None:
+        raise UsageError(field="--exp", value=exp, expected="--from=pax beside it")
     if origin is not None:
         return _convert_pax(folder, destination, to=to, exp=exp, overrides=overrides, step=step)
     source = _existing(folder)
@@ -237,7 +244,7 @@ def _convert(
     if to == _SAFETENSORS:
         path = absolute(destination)
         try:
-            count = conversion.write_safetensors(source, path, step, part=part)
+            count = conversion.write_safetensors(source, path, step, part=part or "params")
         except ImportError as error:
             hint = "Install it: pip install safetensors"
             raise UsageError(f"{error}", field="--to", value=to, hint=hint) from None
@@ -264,7 +271,10 @@ def _convert_pax(
     overrides: Sequence[str],
     step: int | None,
 ) -> int:
-    """Write a checkpoint of Paxml, whose values the experiment names; they fit into memory."""
+    """Convert a checkpoint of Paxml. The state must fit in memory.
+
+    The experiment determines which values are read.
+    """
     import jax
 
     from layerkit.config import build
@@ -273,6 +283,7 @@ def _convert_pax(
     from layerkit_runner.config.registry import find_experiment
     from layerkit_runner.config.resolve import resolve_entry
     from layerkit_runner.init_from import InitFrom, Source, plan_first_state
+    from layerkit_runner.init_from.pax.folders import find
     from layerkit_runner.partitioning import SpmdPartitioner
 
     if exp is None:
@@ -280,6 +291,8 @@ def _convert_pax(
     if to == _SAFETENSORS:
         choices = [kind.value for kind in formats.StateFormat]
         raise UsageError(field="--to", value=to, choices=choices)
+    if find(absolute(folder)) is None:
+        raise UsageError(field="DIR", value=folder, expected="a folder with checkpoints of Paxml")
     words = (word.removeprefix("--fdl.").partition("=") for word in overrides)
     parsed = [parse_override(path, text) for path, _, text in words]
     resolved = resolve_entry(find_experiment(exp), parsed)
@@ -312,7 +325,7 @@ def _convert_pax(
 
 
 def _checkpoints_of(directory: str) -> epath.Path:
-    """Return the folder of checkpoints for itself or for the folder of its job."""
+    """Return the folder of checkpoints, given that folder or its job folder."""
     path = absolute(directory)
     is_itself = path.name == folders.JOB_SUBFOLDER or folders.committed_steps(path)
     return path if is_itself else path / folders.JOB_SUBFOLDER

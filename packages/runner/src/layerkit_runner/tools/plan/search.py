@@ -40,9 +40,10 @@ _FREE_AXES = ("data", "fsdp", "tensor")
 _FREE_AXES_ACROSS = ("data", "fsdp")
 _REASON_LENGTH = 200
 
-BY_TIME = "step time, the mean of full and no overlap of communication with compute"
+BY_TIME = "step time: the mean of the bounds with full overlap and with no overlap of communication"
 BY_BYTES = (
-    "bytes sent between slices, then all bytes read, written and sent, since a speed is unknown"
+    "bytes sent between slices, then all bytes read, written and sent (a rate of the hardware is"
+    " unknown)"
 )
 _REJECTED = "the mesh or the experiment does not allow it"
 
@@ -51,8 +52,8 @@ _REJECTED = "the mesh or the experiment does not allow it"
 class Candidate:
     """A compiled variant of the experiment, with the flags to add to the command.
 
-    `across` has the slices along mesh axes that span several. `reason` is the error that prevented
-    compilation.
+    `across` maps each mesh axis that spans several slices to its number of slices. `reason` is the
+    error that prevented compilation.
     """
 
     flags: list[str]
@@ -68,9 +69,10 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """The result of a search; `command` has the flags of the best candidate if one fits.
+    """The result of a search; `command` has the flags of the best candidate that may fit.
 
-    `left_out` counts candidates that were not compiled, by reason. `limit` ended the search.
+    `compilations` counts the candidates that compiled, and `left_out` those that were not compiled,
+    by reason. `limit` names the limit that ended the search; None if nothing was left to try.
     """
 
     experiment: str
@@ -100,7 +102,7 @@ class Point(NamedTuple):
 def neighbors(point: Point, axes: Sequence[str], *, fits: bool | None) -> Iterator[Point]:
     """Yield the points that differ from `point` in one choice.
 
-    Only if the point does not fit in memory, gradient accumulation is increased.
+    Points with more gradient accumulation are yielded only if `point` does not fit in memory.
     """
     if point.remat is not None:
         at = _POLICIES.index(point.remat) if point.remat in _POLICIES else len(_POLICIES)
@@ -176,6 +178,8 @@ class _Searcher:
         self._start = self._own_point()
         self.candidates = {self._start: self._candidate(self._start, [], **_measured(self.first))}
         self.left_out: collections.Counter[str] = collections.Counter()
+        self.rejected: list[str] = []
+        self.is_quick = self.first.is_quick
         self._tried = {self._start}
 
     def _own_point(self) -> Point:
@@ -232,11 +236,12 @@ class _Searcher:
                 dataset=self.first.dataset,
                 check_state=True,
             )
+            self.is_quick |= plan.is_quick
             self.candidates[point] = self._candidate(point, flags, **_measured(plan))
         except StateTooLargeError as error:
             self.left_out[str(error)] += 1
-        except UsageError:
-            self.left_out[_REJECTED] += 1
+        except UsageError as error:
+            self.rejected.append(" ".join(str(error).split())[:_REASON_LENGTH])
         except (ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
             source = "the compiler: " if isinstance(error, jax.errors.JaxRuntimeError) else ""
             reason = (source + " ".join(str(error).split()))[:_REASON_LENGTH]
@@ -315,6 +320,9 @@ def search(
         edits = dict(flag.removeprefix("--fdl.").split("=", 1) for flag in ranked[0].flags)
         overrides = config_json(searcher.varied(edits))["overrides"]
         command = [f"--fdl.{path}={text}" for path, text in overrides.items()]
+    left_out = dict(searcher.left_out)
+    if searcher.rejected:
+        left_out[f"{_REJECTED}, such as: {searcher.rejected[0]}"] = len(searcher.rejected)
     return Search(
         experiment=resolved.name,
         target=first.target,
@@ -324,11 +332,11 @@ def search(
         ranked=ranked,
         ranked_by=ranked_by,
         command=command,
-        compilations=len(ranked),
-        left_out=dict(searcher.left_out),
+        compilations=sum(each.reason is None for each in ranked),
+        left_out=left_out,
         limit=limit,
         seconds=clock() - begun,
-        is_quick=first.is_quick,
+        is_quick=searcher.is_quick,
     )
 
 
@@ -346,8 +354,8 @@ def search_page(search: Search) -> str:
         lines.append(f"stopped at the limit of {search.limit}; other candidates were not compiled")
     meshes = [
         " × ".join(map(str, each.mesh.values()))
-        + "".join(f", {axis} {slices} across" for axis, slices in each.across.items())
-        + (f", {each.accumulation} parts" if each.accumulation > 1 else "")
+        + "".join(f", {slices} slices along {axis}" for axis, slices in each.across.items())
+        + (f", {each.accumulation} microbatches" if each.accumulation > 1 else "")
         for each in search.ranked
     ]
     axes = " × ".join(search.ranked[0].mesh)
