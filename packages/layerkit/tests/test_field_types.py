@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerkit.field_types import FieldTypeError, convert, parse_value
+from layerkit.type_converters import MISMATCH, converter_of
 
 
 @pytest.mark.parametrize(
@@ -79,6 +81,16 @@ def test_text_is_parsed_as_the_type_of_the_field(text: str, annotation: str | No
 def test_text_of_another_type_raises(raises, text, annotation, value, expected):
     with raises(FieldTypeError, value=value, expected=expected):
         parse_value(text, annotation)
+
+
+class Color(enum.Enum):
+    RED = "r"
+
+
+@pytest.mark.parametrize("value", ["r", "Color.RED", "RED", Color.RED])
+def test_member_may_be_given_by_value_or_name(value):
+    assert converter_of(Color, ())(value) is Color.RED
+    assert converter_of(Color, ())("Color.BLUE") is MISMATCH
 
 
 _LITERALS = st.recursive(

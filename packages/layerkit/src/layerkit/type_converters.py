@@ -309,7 +309,8 @@ def _to_member(base: Any, value: Any) -> Any:
     try:
         return base(value)
     except ValueError:
-        return MISMATCH
+        name = value.removeprefix(f"{base.__qualname__}.") if isinstance(value, str) else None
+        return base.__members__.get(name, MISMATCH)
 
 
 def _config_of(base: Any, target: Any, modules: tuple[str, ...]) -> Converter:

@@ -11,9 +11,11 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.base_layer import PARAMS
+from layerkit.config import target_of
 from layerkit.errors import ConfigError
 from layerkit.layers.activations import SiLU
 from layerkit.layers.attention.projections import OutputProjection
+from layerkit.layers.composition import Sequential
 from layerkit.layers.feed_forward import TransformerFeedForward
 from layerkit.layers.linears import Linear
 from layerkit.layers.residual_adapters import (
@@ -109,6 +111,16 @@ def test_blocks_of_a_pattern_are_adapted():
     params = jax.eval_shape(config.Instantiate().init, KEY)[PARAMS]
     found = ["/".join(path) for path in flatten_dict(params)]
     assert len([name for name in found if re.fullmatch(RESIDUAL_ADAPTER_WEIGHTS, name)]) == 16
+
+
+def test_layers_in_a_sequence_and_the_config_itself_are_adapted():
+    branch = TransformerFeedForward.HParams.config(input_dims=4, hidden_dims=6)
+    in_sequence = Sequential.HParams.config(layer_tpls=(branch, Linear.HParams.config()))
+    sequence = with_residual_adapters(in_sequence, bottleneck_dims=2)
+    alone = with_residual_adapters(branch, bottleneck_dims=2)
+    for config in (sequence.layer_tpls[0], alone):
+        assert target_of(config) is AdaptedFeedForward
+        assert config.adapter_tpl.bottleneck_dims == 2 and config.hidden_dims == 6
 
 
 def test_with_residual_adapters_raises_for_a_config_without_branches(raises):

@@ -72,9 +72,9 @@ def test_weights_of_a_job_are_copied_and_all_else_starts_anew(
 
 
 @pytest.mark.parametrize("where", ["", "checkpoints", "checkpoints/checkpoint_00000007"])
-def test_folders_of_the_same_checkpoint(begin: Any, where: str):
-    partitioner, task = begin.bound(begin.model(), begin=begin.init_from(begin.job / where))
-    plan_first_state(partitioner, task)
+def test_source_may_be_a_job_its_checkpoints_or_one_step(begin: Any, where: str):
+    _, _, first = first_state(begin, begin.job / where)
+    assert_same(weights(begin.leaves(first.state)), weights(begin.values))
 
 
 @pytest.mark.parametrize("one_file", [False, True], ids=["tensorstore", "msgpack"])

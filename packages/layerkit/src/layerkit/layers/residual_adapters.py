@@ -199,6 +199,8 @@ _ADAPTED: dict[Any, Any] = {
 def with_residual_adapters(config: Config, *, bottleneck_dims: int) -> Config:
     """Return a copy of a model's config with an adapter after every attention and feed-forward.
 
+    Experts (`MoeFeedForward`) have no adapter, but their shared feed-forward layer gets one.
+
     Args:
       config: Config that contains Transformers, such as that of a stack or a model.
       bottleneck_dims: Bottleneck size of the adapters.
@@ -208,17 +210,29 @@ def with_residual_adapters(config: Config, *, bottleneck_dims: int) -> Config:
         of these are not adapted, since they may compute something else.
     """
     adapter = ResidualAdapter.HParams.config(bottleneck_dims=bottleneck_dims)
-    config, num_adapted = config.clone(), 0
+    num_adapted = 0
+
+    def adapted(held: Any) -> Any:
+        nonlocal num_adapted
+        if isinstance(held, dict):
+            return {name: adapted(value) for name, value in held.items()}
+        if type(held) in (list, tuple):
+            return type(held)(map(adapted, held))
+        target = _ADAPTED.get(target_of(held)) if is_config(held) else None
+        if target is None:
+            return held
+        num_adapted += 1
+        return Config(target, **{**assigned_fields(held), "adapter_tpl": adapter.clone()})
+
+    config = adapted(config.clone())
     unused = unused_templates(config)
     for owner in walk_configs(config):
         if id(owner) in unused:
             continue
         for name, held in assigned_fields(owner).items():
-            adapted = _ADAPTED.get(target_of(held)) if is_config(held) else None
-            if adapted is not None:
-                fields = {**assigned_fields(held), "adapter_tpl": adapter.clone()}
-                setattr(owner, name, Config(adapted, **fields))
-                num_adapted += 1
+            before, replaced = num_adapted, adapted(held)
+            if num_adapted > before:
+                setattr(owner, name, replaced)
     if not num_adapted:
         raise ConfigError(
             owner="with_residual_adapters",

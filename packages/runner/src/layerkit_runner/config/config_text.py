@@ -39,10 +39,9 @@ def config_json(
 ) -> dict[str, Any]:
     """Return a resolved experiment as JSON, with the arguments that resolve it again.
 
-    `options` is None if there is no run. A value is a number, a string, a bool, None, or the text
-    of anything else.
+    `options` is None if there is no run. Values that JSON cannot represent are texts.
     """
-    # The format of this output is not a flag of the run.
+    # `--json` selects the format of this output and is not part of the run.
     run = [] if options is None else to_argv(dataclasses.replace(options, json=False), mode=mode)
     named = [] if options is None or mode == "train" else [f"--mode={mode}"]
     fields = {name: override_text(value) for name, value in resolved.experiment.overrides.items()}
@@ -108,8 +107,9 @@ def plain_value(value: Any) -> Any:
 
 
 def override_text(value: Any) -> str:
-    """Return the text of an override by a value, without quotes if they are not needed."""
-    if isinstance(value, str) and value not in ("true", "false"):  # these are errors
+    """Return the text of VALUE in `--fdl.PATH=VALUE` that sets a value, unquoted where possible."""
+    # As bare words, `true` and `false` are rejected.
+    if isinstance(value, str) and value not in ("true", "false"):
         with contextlib.suppress(field_types.FieldTypeError):
             if field_types.parse_literal(value) == value:
                 return value
