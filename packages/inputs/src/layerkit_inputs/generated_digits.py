@@ -75,7 +75,7 @@ def glyphs() -> np.ndarray:
 class GeneratedDigits(IndexedInput):
     """An input of `inputs` float32 `[batch, 28, 28, 1]` in [0, 1] and `labels` int32 `[batch]`.
 
-    Outside of training batches also have `provenance` and `eval_sample_weights`, each `[batch]`.
+    Evaluation batches also have `provenance` and `eval_sample_weights`, each `[batch]`.
     """
 
     num_examples: int | None = None

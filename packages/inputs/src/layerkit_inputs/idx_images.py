@@ -60,7 +60,7 @@ def read_idx(path: Path) -> np.ndarray:
 class IdxImages(IndexedInput):
     """An input of `inputs` float32 `[batch, height, width, 1]` and `labels` int32 `[batch]`.
 
-    Pixels are in [0, 1]. Outside of training batches also have `provenance` and
+    Pixels are in [0, 1]. Evaluation batches also have `provenance` and
     `eval_sample_weights`, each `[batch]`. The files are read on first use and kept in memory.
     """
 

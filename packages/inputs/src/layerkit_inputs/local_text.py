@@ -360,7 +360,7 @@ class LocalText(_TextFilesInput):
 
     Batches hold arrays `[batch, length]`: `ids` and `labels` (int32; a label is the document's next
     token or its end id), `weights` (float32, 1 where a label counts), `paddings` (float32, 1 where
-    padded), `segment_ids` and `segment_pos` (int32; see `packing`). Outside of training batches
+    padded), `segment_ids` and `segment_pos` (int32; see `packing`). Evaluation batches
     also have `provenance` and `eval_sample_weights`, each `[batch]`.
     """
 

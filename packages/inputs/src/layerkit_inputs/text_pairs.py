@@ -35,7 +35,7 @@ class TextPairs(IndexedInput):
     (float32), both with `segment_ids` (int32) and `paddings` (float32), `[batch, inputs_length]`
     and `[batch, targets_length]`. In packed rows both sides also have `segment_pos` (int32), and a
     pair has the same number in `segment_ids` of both sides. Only rows of one pair can be decoded.
-    Outside of training batches also have `provenance` and `eval_sample_weights`, each `[batch]`.
+    Evaluation batches also have `provenance` and `eval_sample_weights`, each `[batch]`.
     """
 
     tokenizer: Tokenizer | None = None

@@ -145,7 +145,7 @@ class CsvSeries(_Series):
 
     @functools.cached_property
     def _crc32(self) -> int:
-        return zlib.crc32(self._values)
+        return zlib.crc32(self._values.tobytes())
 
 
 class GeneratedSeries(_Series):

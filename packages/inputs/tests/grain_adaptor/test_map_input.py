@@ -77,7 +77,7 @@ def test_states_are_small():
     assert len(json.dumps(source.get_state())) < 200
 
 
-def test_config_holds_the_data_set_or_a_function():
+def test_dataset_field_accepts_a_data_set_or_a_function_that_makes_one():
     built = Config(make_rows, num_rows=8)
     for dataset in (built, lambda: make_rows(8)):
         source = GrainMapInput.HParams.config(dataset=dataset, batch_size=8).Instantiate()
@@ -147,7 +147,7 @@ def test_map_input_raises_if_rows_differ(raises):
         source.get_next()
 
 
-def test_map_input_raises_for_data_sets_without_rows_by_number(raises):
+def test_map_input_raises_for_data_sets_without_random_access_or_length(raises):
     numbers = grain.MapDataset.range(4).map(lambda n: {"x": n})
     for dataset, value in (
         (numbers.to_iter_dataset(), "PrefetchIterDataset"),

@@ -1,4 +1,4 @@
-"""Errors that a SaveError tells are in no log, and all others are."""
+"""Errors that a SaveError already reports are kept out of the log; other errors are logged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ IN_ORBAX = "/site-packages/orbax/checkpoint/_src/futures/future.py"
 
 @pytest.fixture
 def logged():
-    """Messages that pass the logger of Orbax, as it was before and will be again."""
+    """Yield the messages that pass the absl logger; restore its filters afterwards."""
     logger = logging.getLogger("absl")
     before, messages = list(logger.filters), []
     handler = logging.Handler()

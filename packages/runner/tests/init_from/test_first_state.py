@@ -79,7 +79,9 @@ def test_source_may_be_a_job_its_checkpoints_or_one_step(begin: Any, where: str)
 
 @pytest.mark.parametrize("one_file", [False, True], ids=["tensorstore", "msgpack"])
 @pytest.mark.parametrize("arrangement", ["2 x 2 x 2", "pmap"])
-def test_any_format_on_any_mesh(begin: Any, tmp_path: Path, one_file: bool, arrangement: str):
+def test_state_of_either_format_is_restored_on_any_mesh(
+    begin: Any, tmp_path: Path, one_file: bool, arrangement: str
+):
     job = begin.job
     if one_file:
         job = tmp_path
@@ -197,7 +199,7 @@ def test_floats_are_converted_and_reported(begin: Any):
 
 
 @pytest.mark.parametrize("shape", [None, [2, 2, 2]], ids=["one device", "2 x 2 x 2"])
-def test_layers_out_of_a_stack(begin: Any, shape: Any):
+def test_rules_split_a_stack_into_layers(begin: Any, shape: Any):
     rules = [*OUT_OF_STACK, (".*", r"\g<0>")]
     model = begin.model(num_layers=3, repeated=False)
     source = {"folder": str(begin.job), "rules": rules}
@@ -224,7 +226,7 @@ def test_rules_fill_a_deeper_stack_from_chosen_layers(begin: Any, shape: Any):
         np.testing.assert_array_equal(value, expected, err_msg=name)
 
 
-def test_a_stack_out_of_layers(begin: Any, tmp_path: Path):
+def test_rules_stack_layers(begin: Any, tmp_path: Path):
     partitioner, task = begin.bound(begin.model(repeated=False))
     state = begin.filled(partitioner.abstract_state(task))
     begin.save(tmp_path, state)
@@ -261,7 +263,7 @@ def test_adapters_on_a_pretrained_model(begin: Any):
 
 
 def test_first_source_with_a_weight_provides_it(begin: Any, tmp_path: Path):
-    """The first that has a weight gives it, and `draw` goes before all."""
+    """`draw` takes precedence over all sources."""
     partitioner, task = begin.bound(begin.model())
     params = begin.filled(partitioner.abstract_state(task).params, seed=3)
     head = {"params": {"head": params["head"]}}
@@ -295,7 +297,7 @@ def test_record_of_a_fresh_start(begin: Any, tmp_path: Path):
 
 
 class OneWeight(Configurable):
-    """Loads the head by itself."""
+    """A custom loader that returns only the head."""
 
     folder: str = "somewhere"
 

@@ -80,7 +80,7 @@ def test_new_run_starts_from_the_weights_of_another(train: Any, job: Path, tmp_p
     assert f"init from    1 weight from {there}/checkpoints:3\n" in output
     record = json.loads((new / "initial_values.json").read_text())
     assert record["weights"] == {"linear/w": f"{there}/checkpoints:3:params/linear/w"}
-    # The same data from the start on, other weights.
+    # The new run reads the same data from the beginning, with other weights.
     assert losses(new).keys() == {1, 2, 3}
     assert losses(new)[1] != losses(job)[1]
 
@@ -100,7 +100,7 @@ def test_init_from_of_the_experiment_is_used(train: Any, job: Path, tmp_path: Pa
     assert f"step count continues from {job}/checkpoints:3\n" in output
     assert "steps        3 → 5\n" in output
     assert losses(tmp_path / "new").keys() == {4, 5}
-    # The flag goes before it.
+    # The flag takes precedence over the experiment.
     output = train(tmp_path / "newer", init_from=str(tmp_path / "new"), fields=fields)
     assert "--init_from replaces task.initial_weights\n" in output
     assert f"init from    1 weight from {tmp_path}/new/checkpoints:5\n" in output

@@ -30,14 +30,14 @@ from layerkit_runner.training.task_metrics import Max
 from layerkit_runner.training.train_state import TrainState
 
 ROWS = {"few": 8, "many": 16}
-"""Of a global batch."""
+"""Rows of a global batch, by data set."""
 NUM_ROWS = {"few": 7, "many": 5}
-"""Of a data set."""
+"""Rows of each data set."""
 LEARNING_RATE = 0.05
 
 
 class Counting(TrainProgram):
-    """A training program of one's own, which keeps the numbers of its steps."""
+    """A custom training program that records its step numbers."""
 
     started: dict[str, list[int]] = {}
 
@@ -51,7 +51,7 @@ class Counting(TrainProgram):
 
 
 class Needing(TrainProgram):
-    """One with a field that has no default."""
+    """A training program with a required field."""
 
     def __init__(self, *given: Any, factor: float, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -59,7 +59,7 @@ class Needing(TrainProgram):
 
 @dataclasses.dataclass
 class Patient(Executor):
-    """Evaluates before the first step too, and ends once a loss is small enough."""
+    """An executor that also evaluates before step 1, and ends once the loss is small enough."""
 
     good_enough: float = 0.0
     loss: float = float("inf")
@@ -135,7 +135,7 @@ def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
 def train(
     experiment: type[BaseExperiment], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """Trains in a folder of this name and returns what was printed."""
+    """Return a function that trains in a folder of this name and returns the output."""
 
     def run(name: str, *, changes: tuple[Override, ...] = (), **fields: Any) -> str:
         options = RunOptions(job_log_dir=str(tmp_path / name), jax_compilation_cache="off")
@@ -146,7 +146,7 @@ def train(
 
 
 def reference(num_steps: int, turns: tuple[str, ...]) -> list[tuple[str, float]]:
-    """The data set and the loss of each step, by NumPy."""
+    """Return the data set and the loss of each step, computed by NumPy."""
     w, read, found = np.ones(2), dict.fromkeys(ROWS, 0), []
     for step in range(num_steps):
         name = turns[step % len(turns)]
@@ -174,7 +174,7 @@ def test_losses_are_those_of_a_plain_loop(train: Any, tmp_path: Path, pmap: bool
         assert record["loss"] == record[f"{name}/loss"] == pytest.approx(loss, rel=1e-5)
         (other,) = ROWS.keys() - {name}
         assert f"{other}/loss" not in record
-        # All that is of a data set is told under its name, and only the loss as "loss" too.
+        # Metrics are reported under the data set's name; the loss is also reported as `loss`.
         assert f"{name}/worst" in record
         assert "worst" not in record
     assert re.search(r"^step 1/7 \| loss \d\.\d{4} \(few\)", output, re.MULTILINE)
@@ -193,7 +193,7 @@ def test_run_resumed_within_a_round_equals_an_uninterrupted_one(train: Any, tmp_
 
 
 def test_every_program_is_summarized_whatever_the_interval(train: Any, tmp_path: Path):
-    """Every third step is that of one program, so the other is told by the next of its steps."""
+    """Steps 3, 6 and 9 belong to `many`, so `few` is summarized at its next step."""
     train("job", MAX_STEPS=10, SUMMARY_INTERVAL_STEPS=3)
     seen = records(tmp_path / "job")
     told = {step: "few" if "few/loss" in record else "many" for step, record in seen.items()}
@@ -205,7 +205,7 @@ def test_the_next_batches_of_each_program_are_evaluated(train: Any, tmp_path: Pa
     train("job", EVAL_SKIP_TRAIN=False)
     seen = read_metrics(tmp_path / "job")
     at_2 = {n: r["loss"] for n, found in seen.evals.items() for r in found if r["step"] == 2}
-    # The third step is the first on many; it is trained on what was looked at.
+    # Step 3, the first on `many`, trains on the batch that was evaluated at step 2.
     assert at_2["train/many"] == pytest.approx(records(tmp_path / "job")[3]["loss"])
     assert at_2.keys() == {"train/few", "train/many", "held"}
     folders = {path.name for path in (tmp_path / "job" / "summaries").iterdir()}
@@ -213,7 +213,7 @@ def test_the_next_batches_of_each_program_are_evaluated(train: Any, tmp_path: Pa
 
 
 def test_resumed_run_reports_the_metric_of_its_next_batches(train: Any, tmp_path: Path):
-    """The names of its metrics are looked up before the data stand where they stood."""
+    """Metric names are looked up before input positions are restored."""
     fields = {"EVAL_SKIP_TRAIN": False}
     best = (
         Override("task.train.save_best_metric", "train/few/loss"),
@@ -238,7 +238,7 @@ def test_training_data_sets_may_be_added_and_removed(train: Any, tmp_path: Path)
 
 
 def positions(folder: Path, step: int) -> dict[str, int]:
-    """How many rows of each data set a checkpoint says to be read."""
+    """Return the rows read of each data set, as stored in a checkpoint."""
     states = folder / "checkpoints" / f"checkpoint_{step:08d}" / "input_states"
     stored = json.loads((states / "process_00000_of_00001.json").read_text())
     return {name: state["position"]["rows_done"] for name, state in stored.items()}
@@ -269,7 +269,7 @@ def test_custom_executor_ends_the_run(
     assert min(losses) == 0
     assert losses[last] < 0.55 <= min(loss for step, loss in losses.items() if step < last)
     assert max(records(tmp_path / "job")) == last < 50
-    # The end is after an evaluation, which is not done twice.
+    # The run ends after an evaluation and does not repeat it.
     lines = (tmp_path / "job" / "metrics.jsonl").read_text().splitlines()
     assert sum('"dataset": "held"' in line for line in lines) == len(losses)
     # A job that watches the checkpoints sees that training ended.

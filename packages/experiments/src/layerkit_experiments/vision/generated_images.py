@@ -1,4 +1,4 @@
-"""GeneratedImages, an input of colored images of any size that are generated on demand.
+"""GeneratedImages, an input of colored images that are generated on demand.
 
 The images of a class share a pattern of 8 × 8 colors, to which each image adds noise. They serve to
 measure speed and to test that a network learns.
@@ -21,7 +21,7 @@ _TRAINING_ROWS, _EVAL_ROWS, _PATTERNS = range(3)
 class GeneratedImages(IndexedInput):
     """An input of `inputs` float32 `[batch, size, size, 3]` and `labels` int32 `[batch]`.
 
-    Pixels have about mean 0 and variance 1. Outside of training batches also have `provenance` and
+    Pixels have about mean 0 and variance 1. Evaluation batches also have `provenance` and
     `eval_sample_weights`, each `[batch]`.
     """
 

@@ -44,8 +44,8 @@ class BeamSearch(Decoder):
 
     Attributes:
       beam_size: Number of open beams per prompt.
-      num_results: Number of continuations returned per prompt, best first. If fewer exist, the rest
-        have the score -inf and no tokens beyond the prompt, as have those of rows of padding.
+      num_results: Number of continuations returned per prompt, best first. Missing
+        results, and all results of padding rows, have score -inf and only the prompt's tokens.
       length_norm_alpha: Exponent of the length normalization. Larger values favor longer
         continuations; 0 compares plain sums.
 
@@ -184,10 +184,10 @@ def _search(
         )
 
     # Only the first beam has a finite score at first. Otherwise all beams would be the same.
-    is_first = jnp.where(jnp.arange(decoder.beam_size) == 0, 0.0, -jnp.inf)
+    first_scores = jnp.where(jnp.arange(decoder.beam_size) == 0, 0.0, -jnp.inf)
     first = _State(
         column=prompts.start,
-        open=_Beams.of_prompts(prompts, decoder.beam_size, is_first),
+        open=_Beams.of_prompts(prompts, decoder.beam_size, first_scores),
         ended=_Beams.of_prompts(prompts, decoder.num_results, jnp.float32(-jnp.inf)),
         done=prompts.lengths >= prompts.limits,
         cache=cache,
@@ -221,10 +221,10 @@ def _score_tokens(
 
 
 def _best_of(kept: _Beams, new: _Beams) -> _Beams:
-    """Return the best of both, sorted, as many as `kept` has."""
+    """Return the n best beams of both, best first; n is the number of beams in `kept`."""
     both = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), kept, new)
-    scores, places = jax.lax.top_k(both.scores, kept.scores.shape[1])
-    return both.take(places).replace(scores=scores)
+    _, places = jax.lax.top_k(both.scores, kept.scores.shape[1])
+    return both.take(places)
 
 
 def _where(condition: jax.Array, a: _Beams, b: _Beams) -> _Beams:

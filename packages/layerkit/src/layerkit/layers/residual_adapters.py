@@ -84,7 +84,7 @@ class ResidualAdapter(BaseLayer):
 
 
 class MultitaskResidualAdapter(BaseLayer):
-    """Bottlenecks x + up(activation(down(norm(x)))) of `[batch, ..., input_dims]`, one a task.
+    """Bottlenecks x + up(activation(down(norm(x)))) of `[batch, ..., input_dims]`, one per task.
 
     The weights have a first axis of tasks, and each example or position uses those of its task. At
     first all outputs are the inputs.

@@ -27,7 +27,7 @@ def test_arrays_of_flax_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         rng.normal(size=5).astype("bfloat16"),
         rng.integers(0, 9, size=(2, 0)),
     ]
-    # Flax splits arrays of more than a GiB; here of more than 16 bytes.
+    # Flax splits arrays above MAX_CHUNK_SIZE (1 GiB), which this test lowers to 16 bytes.
     monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", 16)
     state = {str(i): leaf for i, leaf in enumerate(leaves)}
     path = tmp_path / "checkpoint"

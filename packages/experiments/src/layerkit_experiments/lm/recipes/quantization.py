@@ -48,7 +48,7 @@ class Fp8Field(QuantizedProducts):
     """Pax's name of `QUANTIZATION="fp8_delayed"`."""
 
     def quantization(self) -> str | None:
-        """Return the name of the products by QUANTIZATION or USE_FP8; None for FPROP_DTYPE.
+        """Return QUANTIZATION, or `fp8_delayed` if USE_FP8 is set; None for FPROP_DTYPE.
 
         Raises:
           ConfigError: Both fields are set and differ.

@@ -67,7 +67,7 @@ class Layout:
         our_shape: tuple[int, ...],
         ranges: Ranges,
     ) -> np.ndarray:
-        """Read a block of a weight from the smallest block of the stored tensor that contains it.
+        """Read a block of a weight from a block of the stored tensor that contains it.
 
         Args:
           read_theirs: Function that reads the block of the stored tensor within ranges.

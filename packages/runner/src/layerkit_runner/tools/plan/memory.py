@@ -1,7 +1,7 @@
 """Bytes on each device: tensors of state and batch, and temporaries and outputs of a step.
 
-The former are exact sums of shard sizes, the latter the compiler's figures. The text of the program
-has the shape of each result and the names under which it was traced.
+State and batch are exact sums of shard sizes. Temporaries and outputs are the compiler's figures.
+The text of the program has the shape of each result and the names under which it was traced.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def tensor_memory(
 
 
 def step_memory(tensors: Iterable[TensorMemory], step: CompiledStep) -> Memory:
-    """Return the memory by kind of tensors and of the step that was compiled for them."""
+    """Return the bytes of `tensors` by kind, and the bytes of the step compiled for them."""
     by_kind = dict.fromkeys(KINDS, 0)
     for tensor in tensors:
         if tensor.memory == "device":
@@ -115,8 +115,8 @@ def step_memory(tensors: Iterable[TensorMemory], step: CompiledStep) -> Memory:
         averages=by_kind["averages"],
         optimizer=by_kind["optimizer"],
         batch=by_kind["batch"],
-        # Not the compiler's own peak, which on CPU leaves the temporaries out. On TPUs the sum is
-        # that peak: see `temporary_bytes`.
+        # The compiler's own peak is not used, because on CPU it omits temporaries. On TPUs this sum
+        # equals it: see `temporary_bytes`.
         peak=sizes.arguments + sizes.outputs - sizes.donated + sizes.temporaries,
     )
 
@@ -143,7 +143,7 @@ def _name(path: tuple[Any, ...]) -> str:
 class TemporaryTensor:
     """A result that a device, or the host, holds while a step runs.
 
-    `count` is the number of instructions with such a result of this traced name.
+    `count` is the number of instructions with this shape, memory and traced name.
     """
 
     bytes_per_device: int
@@ -171,7 +171,7 @@ def _results(instruction: Instruction) -> list[tuple[str, str, int]]:
     """Return shape, memory and bytes of each array that an instruction leaves in memory."""
     if instruction.is_fused or _NO_MEMORY.fullmatch(instruction.opcode):
         return []
-    if instruction.rest.startswith(")"):  # no operands: zeros that a loop overwrites
+    if instruction.rest.startswith(")"):  # a buffer of zeros that a loop fills
         return []
     found = []
     for shape, layout in _SHAPE.findall(instruction.type):
