@@ -4,8 +4,9 @@ Run by the `release` session:
 
     python3 scripts/check_release.py dist
 
-Versions must agree between the files, `_version.py` and the changelog. The bounds of a package on
-its siblings must allow their versions.
+Versions must agree between the files, `_version.py` and the changelog. A package whose changelog
+begins with an unreleased section is not published, so that the version of this section may differ.
+The bounds of a package on its siblings must allow their versions.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
+_UNRELEASED = "unreleased"
 
 
 def versions() -> dict[str, tuple[Path, str]]:
@@ -34,6 +36,13 @@ def versions() -> dict[str, tuple[Path, str]]:
     return found
 
 
+def newest_section(folder: Path) -> tuple[str, str]:
+    """Return (version, date or `unreleased`) of the newest section of a changelog."""
+    text = (folder / "CHANGELOG.md").read_text()
+    heading = re.search(r"^## \[(.+?)\] - (.+)$", text, re.MULTILINE)
+    return (heading[1], heading[2].strip()) if heading else ("no version", "")
+
+
 def problems(dist: Path) -> list[str]:
     """Return a line for each thing that is wrong."""
     found = []
@@ -41,11 +50,9 @@ def problems(dist: Path) -> list[str]:
     for name, (folder, version) in known.items():
         stem = f"{name.replace('-', '_')}-{version}"
         wheel, sdist = dist / f"{stem}-py3-none-any.whl", dist / f"{stem}.tar.gz"
-        heading = re.search(r"^## \[(.+?)\]", (folder / "CHANGELOG.md").read_text(), re.MULTILINE)
-        if heading is None or heading[1] != version:
-            found.append(
-                f"{name}: the changelog begins with {heading and heading[1]}, not {version}"
-            )
+        noted, date = newest_section(folder)
+        if date != _UNRELEASED and noted != version:
+            found.append(f"{name}: the changelog begins with {noted}, not {version}")
         members: dict[Path, list[str]] = {}
         for path in (wheel, sdist):
             if not path.is_file():
@@ -70,13 +77,16 @@ def problems(dist: Path) -> list[str]:
 
 
 def main() -> int:
-    """Print problems, or the commands that tag the release; return the status."""
+    """Print problems, or the commands that tag the packages to publish; return the status."""
     found = problems(Path(sys.argv[1]))
     for line in found:
         print(line)
     if not found:
-        for name, (_, version) in versions().items():
-            print(f'git tag -a {name}-v{version} -m "{name} {version}"')
+        for name, (folder, version) in versions().items():
+            if newest_section(folder)[1] == _UNRELEASED:
+                print(f"{name} is not published: its changelog begins with an unreleased section")
+            else:
+                print(f'git tag -a {name}-v{version} -m "{name} {version}"')
     return int(bool(found))
 
 

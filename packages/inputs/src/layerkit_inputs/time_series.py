@@ -120,6 +120,11 @@ class CsvSeries(_Series):
         else:
             distances = self.stride * np.arange(self.heldout_values // self.stride)[::-1]
             starts = length - distances - self.window_length
+            if self.stride > self.heldout_values:
+                expected = f"0, or at least stride={self.stride}"
+                raise self._config_error(
+                    field="heldout_values", value=self.heldout_values, expected=expected
+                )
         starts = starts[starts >= 0]
         if not (starts.size and len(self._values)):
             count = f"{len(self._values)} series of {length} values"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from layerkit.errors import ConfigError
 from layerkit_inputs.bad_records import BadRecords
 from layerkit_inputs.seqio_adaptor.shard_pipelines import ReadOptions, ShardPipelines
 
@@ -67,6 +68,26 @@ def test_deterministic_pipeline_is_made_once(make_task):
     pipelines = make(make_task(EXAMPLES, preprocessors=[count]))
     epochs = [read(pipelines, epoch=epoch) for epoch in (0, 1, 0)]
     assert len(made) == 1 and epochs[0] == epochs[2] != epochs[1]
+
+
+def test_skipping_past_bad_records_raises_errors_of_the_file(make_task, tmp_path):
+    import tensorflow as tf
+
+    @tf.autograph.experimental.do_not_convert
+    def as_example(line):
+        return {name: tf.fill([1], tf.strings.length(line)) for name in ("inputs", "targets")}
+
+    def read_missing_file(dataset):
+        return tf.data.TextLineDataset(str(tmp_path / "missing")).map(as_example)
+
+    skip = BadRecords("skip")
+    missing = make(make_task(EXAMPLES, preprocessors=[read_missing_file]), bad_records=skip)
+    with pytest.raises(tf.errors.NotFoundError, match="missing"):
+        read(missing, start=5, in_chunks=False)
+    shorter = make(make_task(EXAMPLES), bad_records=skip)
+    assert read(shorter, start=150, in_chunks=False) == []
+    with pytest.raises(ConfigError, match="ended 2 examples before the position"):
+        read(shorter, start=152, in_chunks=False)
 
 
 def _draw_ids(dataset):

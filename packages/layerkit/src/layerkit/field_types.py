@@ -103,10 +103,10 @@ def convert_field(target: Any, name: str, value: Any, *, owner: str | None = Non
 def convert(value: Any, annotation: str | None) -> Any:
     """Return a value as a field with this annotation holds it.
 
-    An int is converted to an expected float, a list to a tuple, a tuple to a list, and the value of
-    an enumeration's member to that member. Other values are not converted: True and 1.0 are not
-    valid as an int. A config is valid for the class that it builds. A config of a function is valid
-    for every type except None.
+    An int is converted to an expected float, a list to a tuple, a tuple to a list, and the value or
+    name of an enumeration's member (`RED` or `Color.RED`) to that member. Other values are not
+    converted: True and 1.0 are not valid as an int. A config is valid for the class that it builds.
+    A config of a function is valid for every type except None.
 
     Raises:
       FieldTypeError: `value` is of another type.
@@ -121,7 +121,8 @@ def convert(value: Any, annotation: str | None) -> Any:
 def parse_value(text: str, annotation: str | None = None) -> Any:
     """Return the value that a text on a command line has for a field with this annotation.
 
-    `text` is a Python literal, in which bare words (`bfloat16`, also inside brackets) are strings.
+    `text` is a Python literal, in which bare words (`bfloat16`, also inside brackets) are strings,
+    and `inf` and `nan` are floats.
     A field that takes strings takes any other text unchanged: `3` is then `"3"`.
 
     Raises:
@@ -149,7 +150,7 @@ def parse_value(text: str, annotation: str | None = None) -> Any:
 
 
 def parse_literal(text: str) -> Any:
-    """Read a Python literal in which bare words are strings.
+    """Read a Python literal in which bare words are strings, except `inf` and `nan`.
 
     Raises:
       FieldTypeError: `text` opens a bracket or a quote and is not a literal, or nests too deeply.
@@ -172,7 +173,7 @@ def parse_literal(text: str) -> Any:
 
 class _WordsToStrings(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(node.id)
+        return ast.Constant(float(node.id) if node.id in ("inf", "nan") else node.id)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         return ast.Constant(ast.unparse(node))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
 from typing import Any
 
@@ -423,6 +424,22 @@ def test_arguments_in_config_json_resolve_to_the_same_config():
     second = resolve(Small(**fields), [o for o in flags.overrides if o.is_deep])
     assert config_text(second) == config_text(first)
     assert config_json(second) == config_json(first)
+
+
+class Color(enum.Enum):
+    RED = "r"
+
+
+class Bounded(Small):
+    BOUNDS: list[float] = [0.0]
+    COLOR: Color | None = None
+
+
+def test_arguments_in_config_json_keep_infinite_floats_and_members():
+    fields = {"BOUNDS": [1.0, float("inf"), float("-inf")], "COLOR": Color.RED}
+    written = json.loads(json.dumps(config_json(resolve(Bounded(**fields)))))
+    flags = parse_flags(written["arguments"])
+    assert parse_fields("Bounded", experiment_fields(Bounded), flags.overrides) == fields
 
 
 class Named(Small):

@@ -54,10 +54,11 @@ def drawn(begin: Any) -> dict[str, np.ndarray]:
     return begin.leaves(plan_first_state(partitioner, task)().state)
 
 
+@pytest.mark.parametrize("where", ["", "checkpoints", "checkpoints/checkpoint_00000007"])
 def test_weights_of_a_job_are_copied_and_all_else_starts_anew(
-    begin: Any, drawn: dict[str, np.ndarray]
+    begin: Any, drawn: dict[str, np.ndarray], where: str
 ):
-    _, _, first = first_state(begin, begin.job)
+    _, _, first = first_state(begin, begin.job / where)
     found = begin.leaves(first.state)
     assert_same(weights(found), weights(begin.values))
     # Everything but the weights starts anew.
@@ -69,12 +70,6 @@ def test_weights_of_a_job_are_copied_and_all_else_starts_anew(
     assert first.provenance.weights == {name: f"{label}:params/{name}" for name in names}
     count = len(names)
     assert list(first.provenance.lines()) == [f"init from    {count} weights from {label}"]
-
-
-@pytest.mark.parametrize("where", ["", "checkpoints", "checkpoints/checkpoint_00000007"])
-def test_source_may_be_a_job_its_checkpoints_or_one_step(begin: Any, where: str):
-    _, _, first = first_state(begin, begin.job / where)
-    assert_same(weights(begin.leaves(first.state)), weights(begin.values))
 
 
 @pytest.mark.parametrize("one_file", [False, True], ids=["tensorstore", "msgpack"])

@@ -252,6 +252,19 @@ def test_folder_without_checkpoints_is_an_error(tmp_path, capsys, command):
     assert f"{tmp_path}/checkpoints: " in run(capsys, command, tmp_path, code=2)
 
 
+def test_list_of_a_later_layout_names_its_version(job, capsys):
+    path = job / "checkpoints/checkpoint_00000020/metadata/metadata.json"
+    path.write_text(path.read_text().replace('"layout_version": 1', '"layout_version": 9'))
+    assert "layout_version=9. Expected at most 1." in run(capsys, "list", job, code=2)
+
+
+def test_conversion_from_pax_of_another_checkpoint_is_an_error(job, tmp_path, capsys):
+    new = tmp_path / "new"
+    words = ("convert", job, new, "--to=msgpack", "--from=pax", "--exp=lm.lm_cloud.LmCloudSpmdTest")
+    assert f"DIR='{job}'" in run(capsys, *words, code=2)
+    assert not new.exists()
+
+
 def test_missing_step_is_an_error(written, capsys):
     text = run(capsys, "verify", written, "--step=15", code=2)
     assert "--step=15" in text and "10, 20" in text

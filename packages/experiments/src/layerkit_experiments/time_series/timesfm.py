@@ -28,11 +28,12 @@ class TimesFM200M(AdamWCosine, Spmd, BaseExperiment):
     """A CSV file with a header, each of whose columns but the first is a series; None for generated
     series."""
     CSV_COLUMNS: list[str] | None = None
-    """Columns of the file; None for all but the first."""
+    """Columns of the file; None for all with a name but the first."""
     HELDOUT_VALUES: int = 2000
-    """Values at the end of each column that an evaluation predicts."""
+    """Values at the end of each column that training does not read. An evaluation predicts the last
+    ones, in as many whole horizons as they hold."""
     FREQUENCY: int = 0
-    """0 up to daily, 1 weekly and monthly, 2 quarterly and yearly."""
+    """0 for daily or finer, 1 for weekly and monthly, 2 for quarterly and yearly."""
     CONTEXT_LENGTH: int = 512
     HORIZON_LENGTH: int = 128
     PATCH_LENGTH: int = 32

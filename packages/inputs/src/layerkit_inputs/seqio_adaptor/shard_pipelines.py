@@ -2,7 +2,7 @@
 
 Transferring single examples out of `tf.data`, and making a pipeline, are the main costs. Examples
 are therefore transferred in chunks. `tf.data` starts to prefetch them when a shard is opened. A
-pipeline that does not depend on the epoch is made once, for as many shards as are kept.
+pipeline that does not depend on the epoch is made once for each of the first 64 shards.
 
 An error loses the whole chunk. The reader then opens the shard again at its position and reads
 single examples (`in_chunks=False`), which identifies the bad record.
@@ -39,7 +39,8 @@ _REPEATABLE = frozenset(
     )
 )
 
-# SeqIO passes seeds to preprocessors through a module global.
+# SeqIO passes seeds to preprocessors through a module global, so only one thread may build a
+# pipeline at a time.
 _PIPELINE_LOCK = threading.Lock()
 
 Example = Mapping[str, np.ndarray]
@@ -56,7 +57,7 @@ class ReadOptions(NamedTuple):
     shuffle_buffer_size: int | None
     seed: int
     num_shards: int | None
-    """Number of parts of an epoch. None: one per file."""
+    """Number of parts of an epoch. None: one per file, or one per host if there are fewer files."""
     share: tuple[int, int]
     """Index of this host and number of hosts that divide the shards; `(0, 1)` reads all shards."""
     endless: bool
@@ -72,7 +73,7 @@ class _Datasets(NamedTuple):
 
     examples: Any
     """Examples of the task."""
-    measured: Any
+    with_lengths: Any
     """Values of `features` and their lengths, or None if examples cannot be read in chunks."""
     features: Sequence[str]
 
@@ -110,8 +111,8 @@ class ShardPipelines:
         seed = int(key.generate_state(1)[0] >> 1)
         made = self._datasets_of(shard, seed)
         skips_bad_records = options.bad_records.policy == "skip"
-        if in_chunks and made.measured is not None and not (skips_bad_records and start):
-            dataset = self._from(start, self._shuffled(made.measured, seed))
+        if in_chunks and made.with_lengths is not None and not (skips_bad_records and start):
+            dataset = self._from(start, self._shuffled(made.with_lengths, seed))
             chunks = self._in_chunks(dataset).prefetch(_CHUNKS_AHEAD)
             return _examples_of_chunks(_run_tensors(chunks), made.features)
         dataset = self._shuffled(made.examples, seed)
@@ -128,7 +129,7 @@ class ShardPipelines:
         return dataset.skip(start) if start else dataset
 
     def _in_chunks(self, dataset: Any) -> Any:
-        """Batch examples to chunks: padded if their lengths have a bound, else ragged."""
+        """Batch examples into chunks: padded batches if features are trimmed, else ragged."""
         if self._options.trim_output_features:
             return dataset.padded_batch(_CHUNK_EXAMPLES)
         return dataset.ragged_batch(_CHUNK_EXAMPLES)
@@ -222,10 +223,9 @@ def _run(dataset: Any) -> Iterator[Any]:
 def _run_tensors(dataset: Any) -> Iterator[Any]:
     """Iterate as `_run` over flat tuples of features, with prefetching from the start."""
     tf = import_tensorflow()
-    dataset = _in_fixed_order(dataset)
     if not has_tensors_only(tf, dataset):
-        return dataset.as_numpy_iterator()
-    return _elements_of(TensorIterator(tf, dataset))
+        return _run(dataset)
+    return _elements_of(TensorIterator(tf, _in_fixed_order(dataset)))
 
 
 def _elements_of(iterator: TensorIterator) -> Iterator[list[np.ndarray]]:
@@ -242,8 +242,8 @@ def _in_fixed_order(dataset: Any) -> Any:
     options = import_tensorflow().data.Options()
     options.deterministic = True
     options.experimental_warm_start = True
-    # The tuner delays the release of a pipeline by a time that grows with its age. Without it, maps
-    # with AUTOTUNE still run in parallel.
+    # Autotuning delays the release of a pipeline; the older the pipeline, the longer the delay.
+    # With autotuning off, maps with AUTOTUNE still run in parallel.
     options.autotune.enabled = False
     # The optimizations cost more at the opening of each shard than they gain.
     options.experimental_optimization.apply_default_optimizations = False
@@ -251,7 +251,10 @@ def _in_fixed_order(dataset: Any) -> Any:
 
 
 def _is_repeatable(dataset: Any) -> bool:
-    """Return True if neither TensorFlow nor the ops of the pipeline report a state or seed."""
+    """Return whether every epoch can reuse the pipeline.
+
+    It can if the pipeline has no external state and all its ops are in `_REPEATABLE`.
+    """
     tf = import_tensorflow()
     fail_on_state = 2
     try:
@@ -268,7 +271,12 @@ def _is_repeatable(dataset: Any) -> bool:
 
 
 def _skip_past_errors(iterator: Iterator[Example], count: int) -> Iterator[Example]:
-    """Skip `count` examples and return the iterator; `tf.data`'s `skip` ends at a bad record."""
+    """Skip `count` examples and return the iterator; `tf.data`'s `skip` ends at a bad record.
+
+    Raises:
+      ConfigError: The shard has fewer examples.
+      OpError: A file cannot be read.
+    """
     errors = import_tensorflow().errors
     while count:
         try:

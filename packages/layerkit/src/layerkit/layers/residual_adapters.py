@@ -12,8 +12,8 @@ added. The weights of the model keep their paths: `feed_forward/up/w` stays and
     config = with_residual_adapters(config, bottleneck_dims=64)
 
 Give the learner the pattern `RESIDUAL_ADAPTER_WEIGHTS` to train the adapters alone. For low-rank
-adapters of the weights see `layerkit.layers.adapters`. `MultitaskResidualAdapter` has an adapter
-for each of several tasks, for a layer that knows the tasks of its examples.
+adapters of the weights see `layerkit.layers.adapters`. `MultitaskResidualAdapter` has one
+adapter per task; the calling layer passes the task of each example.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class MultitaskResidualAdapter(BaseLayer):
     """Bottlenecks x + up(activation(down(norm(x)))) of `[batch, ..., input_dims]`, one per task.
 
     The weights have a first axis of tasks, and each example or position uses those of its task. At
-    first all outputs are the inputs.
+    first the outputs equal the inputs, or are zeros if `add_residual` is False.
 
     Attributes:
       input_dims: Size of the last axis.

@@ -17,7 +17,7 @@ from layerkit import field_types
 from layerkit.config import is_config
 from layerkit_runner.config.config_tree import NOT_SET, target_name, walk
 from layerkit_runner.config.flags import to_argv
-from layerkit_runner.config.overrides import OPTIONAL_ROOTS, ROOTS
+from layerkit_runner.config.overrides import ROOTS
 from layerkit_runner.files.text import stable_repr
 from layerkit_runner.run_options import RunOptions
 
@@ -84,7 +84,8 @@ def _walk(resolved: ResolvedExperiment) -> Iterator[tuple[str, Any]]:
     seen: dict[int, str] = {}
     for root in ROOTS:
         value = getattr(resolved, root)
-        if value is None if root in OPTIONAL_ROOTS else root == "observers" and not value:
+        is_unset = not value if root == "observers" else value is None
+        if is_unset:
             continue
         for path, each in walk(value, root, seen):
             if is_config(each):

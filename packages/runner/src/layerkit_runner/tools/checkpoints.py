@@ -159,7 +159,11 @@ def _saved_at(step_directory: epath.Path) -> datetime.datetime:
 
 
 def _policy(step_directory: epath.Path) -> CheckpointPolicy | None:
-    """Return the recorded retention policy; None if it is damaged, which the findings report."""
+    """Return the recorded retention policy; None if it is damaged, which the findings report.
+
+    Raises:
+      LayoutVersionError: A later version of this package wrote the step.
+    """
     try:
         return folders.policy_of(folders.read_metadata(step_directory))
     except errors.LayoutVersionError:

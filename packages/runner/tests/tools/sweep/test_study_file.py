@@ -177,6 +177,9 @@ def test_range_of_integers_becomes_one_of_floats():
         (None, "int | None"),
         ("rms_norm", "str"),
         ("3", "str"),
+        ("inf", "str"),
+        ([1.0, float("inf"), float("-inf")], "list[float]"),
+        ({"inf": float("inf")}, "dict[str, float]"),
     ],
 )
 def test_override_text_of_a_value_is_parsed_to_the_value(value: Any, annotation: str):

@@ -50,8 +50,9 @@ _METHOD = re.compile(r"\w+\.[a-z_]\w*")
 class TensorMemory:
     """A tensor that lives on the devices between steps.
 
-    `shape` is that of the whole tensor, `sharding` has the mesh axes that split each dimension, and
-    `bytes_per_device` are those of one shard, with padding. `memory` is "device" or "host".
+    `shape` is that of the whole tensor, without padding. `sharding` has the mesh axes that split
+    each dimension. `bytes_per_device` are those of one shard, with padding. `memory` is "device" or
+    "host".
     """
 
     path: str
@@ -110,11 +111,7 @@ def step_memory(tensors: Iterable[TensorMemory], step: CompiledStep) -> Memory:
         sizes = refused_sizes(step.refusal or "", arguments=sum(by_kind.values()))
     return Memory(
         **dataclasses.asdict(sizes),
-        weights=by_kind["weights"],
-        non_trainable=by_kind["non-trainable"],
-        averages=by_kind["averages"],
-        optimizer=by_kind["optimizer"],
-        batch=by_kind["batch"],
+        **{kind.replace("-", "_"): size for kind, size in by_kind.items()},
         # The compiler's own peak is not used, because on CPU it omits temporaries. On TPUs this sum
         # equals it: see `temporary_bytes`.
         peak=sizes.arguments + sizes.outputs - sizes.donated + sizes.temporaries,
@@ -171,7 +168,7 @@ def _results(instruction: Instruction) -> list[tuple[str, str, int]]:
     """Return shape, memory and bytes of each array that an instruction leaves in memory."""
     if instruction.is_fused or _NO_MEMORY.fullmatch(instruction.opcode):
         return []
-    if instruction.rest.startswith(")"):  # a buffer of zeros that a loop fills
+    if instruction.rest.startswith(")"):  # no operands: a buffer of zeros that a loop fills
         return []
     found = []
     for shape, layout in _SHAPE.findall(instruction.type):

@@ -368,10 +368,10 @@ def search_page(search: Search) -> str:
     ]
     for number, (candidate, mesh) in enumerate(zip(search.ranked, meshes, strict=True), start=1):
         mark = " " if candidate.flags else "*"
-        row = (
-            f"{number:>3} {mark} {mesh:<{width}}  {candidate.remat or '':<14}{_figures(candidate)}"
+        remat = candidate.remat or ""
+        lines.append(
+            f"{number:>3} {mark} {mesh:<{width}}  {remat:<14}{_figures(candidate)}".rstrip()
         )
-        lines.append(row.rstrip())
     lines += ["* the experiment as it is", ""]
     if search.command is None:
         lines.append("no compiled candidate fits")
