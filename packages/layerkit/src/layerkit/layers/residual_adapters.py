@@ -12,8 +12,8 @@ added. The weights of the model keep their paths: `feed_forward/up/w` stays and
     config = with_residual_adapters(config, bottleneck_dims=64)
 
 Give the learner the pattern `RESIDUAL_ADAPTER_WEIGHTS` to train the adapters alone. For low-rank
-adapters of the weights see `layerkit.layers.adapters`. `MultitaskResidualAdapter` has one
-adapter per task; the calling layer passes the task of each example.
+adapters of the weights see `layerkit.layers.adapters`. `MultitaskResidualAdapter` has one adapter
+per task; the calling layer passes the task of each example.
 """
 
 from __future__ import annotations
