@@ -66,6 +66,18 @@ def test_rest_of_a_damaged_file_is_skipped_and_counted(change, damage):
     assert 9 <= count < 13 and source.num_skipped == 1
 
 
+def test_resume_within_a_file_that_is_gone_skips_and_counts_it(damage):
+    whole = damage(lambda path: None, on_bad_record="skip")
+    whole.get_next()
+    state = whole.get_state()
+    epoch_shard_example = state["position"]["at"]["examples"]["at"]
+    assert epoch_shard_example == [0, 1, 1]  # files have 3, 3, 3 and 4 examples
+    source = damage(os.remove, on_bad_record="skip")
+    source.set_state(state)
+    rows = [source.get_next().provenance.tolist() for _ in range(2)]
+    assert rows == [[4, 5, 6, 7], [8, 9, 10, -1]] and source.num_skipped == 1
+
+
 def test_record_that_a_preprocessor_rejects_raises_or_is_skipped(make_task):
     import tensorflow as tf
 
