@@ -20,6 +20,9 @@ from layerkit.nested_map import NestedMap
 AllGather = Callable[[Any], Sequence[Any]]
 """Function that takes a JSON value of this host and returns the values of all hosts, by index."""
 
+ROW_MARKS = ("provenance", "eval_sample_weights")
+"""Fields of a batch that tell examples from padding. A batch has one, both or neither."""
+
 # Values in padded rows, by field name at any depth. Other fields, such as weights, are 0.
 PADDING_VALUES = {"provenance": -1, "paddings": 1}
 
@@ -57,7 +60,7 @@ def mark_rows(batch: NestedMap, num_padding: int) -> NestedMap:
       batch: Batch with rows of padding at its end.
       num_padding: Number of rows of padding.
     """
-    if "provenance" in batch or "eval_sample_weights" in batch:
+    if any(name in batch for name in ROW_MARKS):
         return batch
     weights = np.ones(num_rows_of(batch), np.float32)
     weights[len(weights) - num_padding :] = 0.0

@@ -70,6 +70,10 @@ class CsvSeries(_Series):
         require(self.path is not None, self._label, "path", None, "a CSV file with a header")
         check_sizes(self._label, stride=self.stride)
         self._check_at_least(0, "heldout_values")
+        # An evaluation window ends with `stride` held-out values.
+        is_valid = self.is_training or not 0 < self.heldout_values < self.stride
+        expected = f"0, or at least stride={self.stride}"
+        require(is_valid, self._label, "heldout_values", self.heldout_values, expected)
 
     @functools.cached_property
     def _values(self) -> np.ndarray:
@@ -120,11 +124,6 @@ class CsvSeries(_Series):
         else:
             distances = self.stride * np.arange(self.heldout_values // self.stride)[::-1]
             starts = length - distances - self.window_length
-            if self.stride > self.heldout_values:
-                expected = f"0, or at least stride={self.stride}"
-                raise self._config_error(
-                    field="heldout_values", value=self.heldout_values, expected=expected
-                )
         starts = starts[starts >= 0]
         if not (starts.size and len(self._values)):
             count = f"{len(self._values)} series of {length} values"

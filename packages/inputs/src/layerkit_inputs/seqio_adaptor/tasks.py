@@ -18,6 +18,7 @@ from layerkit.checks import check_choice
 from layerkit.checks import require as require_valid
 from layerkit.errors import ConfigError
 from layerkit_inputs.errors import require_extra
+from layerkit_inputs.eval_padding import ROW_MARKS
 
 _NEEDED_BY = "SeqIOInput"
 
@@ -26,7 +27,7 @@ _BATCH_NAMES = frozenset(
     (
         *("ids", "labels", "weights", "paddings", "segment_ids", "segment_pos"),
         *("inputs_indicator", "prompt_lengths", "src", "tgt"),
-        *("provenance", "eval_sample_weights"),
+        *ROW_MARKS,
     )
 )
 

@@ -9,15 +9,14 @@ before the loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 
 from layerkit.base_layer import PARAMS, BaseLayer
 from layerkit.config import field_names, is_config, target_of
+from layerkit.layer_visits import visit_layers
 from layerkit.layers.repeat import is_unrolled_by_default
 from layerkit.layers.stacks import StackedTransformerRepeated, unrolled_stack
 from layerkit.sharding import BoundSharding, is_single_cpu, model_device
@@ -99,22 +98,13 @@ def _split(tree: Any, child: str, places: list[tuple[tuple[str, ...], tuple[int,
 
 def _compute_dtypes(network: BaseLayer) -> dict[tuple[str, ...], jnp.dtype]:
     """Return the dtype to which each weight is cast when its layer reads it, by path."""
-    dtypes: dict[tuple[str, ...], jnp.dtype] = {}
-
-    def record(
-        call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
-    ) -> Any:
-        result = call(*args, **kwargs)
-        layer = context.module
-        # It is called on every layer, also inside of a scan.
-        if isinstance(layer, BaseLayer) and context.method_name == "create_weights":
-            names = layer._own("weights")
-            dtypes.update({(*layer.path, name): layer.compute_dtype for name in names})
-        return result
-
-    with nn.intercept_methods(record):
-        jax.eval_shape(lambda: network.init(jax.random.key(0), method="create_weights"))
-    return dtypes
+    layers: list[BaseLayer] = []
+    visit_layers(network, layers.append)
+    return {
+        (*layer.path, name): layer.compute_dtype
+        for layer in layers
+        for name in layer._own("weights")
+    }
 
 
 def _copies_fit(weights: Any, sharding: BoundSharding | None) -> bool:

@@ -153,8 +153,8 @@ def _statistics_in_four_passes(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute `_row_statistics` by one reduction for each number, which is fast on CPUs."""
     label_logit = jnp.sum(jnp.where(_is_label(logits, labels), logits, 0.0), axis=-1)
-    best, others = label_logit[..., None], _classes(logits) >= labels[..., None]
-    is_best = jnp.all((logits < best) | ((logits == best) & others), axis=-1)
+    best, is_not_earlier = label_logit[..., None], _classes(logits) >= labels[..., None]
+    is_best = jnp.all((logits < best) | ((logits == best) & is_not_earlier), axis=-1)
     return jax.nn.logsumexp(logits, axis=-1), label_logit, is_best
 
 

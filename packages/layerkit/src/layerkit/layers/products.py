@@ -212,7 +212,7 @@ _matmul_on_cpu.defjvp(_matmul_on_cpu_jvp, symbolic_zeros=True)
 
 
 def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
-    """Add a bias `[features...]` to `[..., features...]`, in the dtype of `x`.
+    """Add a bias, `[features...]` or `[expert, 1, features...]`, in the dtype of `x`.
 
     The addition is in float32, because the gradient of the bias is then the sum over all tokens in
     float32. In bfloat16, GPUs round each partial sum.

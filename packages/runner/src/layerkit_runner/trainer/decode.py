@@ -19,7 +19,7 @@ from etils import epath
 from layerkit.base_model import BaseModel, WeightedScalar
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
-from layerkit_inputs.eval_padding import example_rows
+from layerkit_inputs.eval_padding import ROW_MARKS, example_rows
 from layerkit_runner.config.recorded import differing_names
 from layerkit_runner.data.infeed import eval_batches, peek_eval_batch, report_skipped
 from layerkit_runner.distributed.process_exchange import from_process_0
@@ -208,7 +208,6 @@ LARGEST_LIST = 1024
 
 _CONTINUATION = ("ids", "lengths", "log_probs", "prompt_lengths")
 _OPTIONAL = ("scores", "candidates", "source")
-_ROW_MARKS = ("provenance", "eval_sample_weights")
 
 
 class DecodedRecords:
@@ -232,7 +231,7 @@ class DecodedRecords:
         records: list[dict[str, Any]] = [{} for _ in rows]
         if "provenance" in outputs:
             records = [{"example": int(outputs.provenance[row])} for row in rows]
-        done = set(_ROW_MARKS)
+        done = set(ROW_MARKS)
         if all(name in outputs for name in _CONTINUATION):
             texts = self._continued_prompts(outputs)
             records = [{**record, **texts[row]} for record, row in zip(records, rows, strict=True)]

@@ -30,6 +30,7 @@ from layerkit.nested_map import NestedMap
 from layerkit.sharding import BoundSharding
 from layerkit.summaries import DEFAULT_VERBOSITY
 from layerkit.weights import unbox
+from layerkit_inputs.eval_padding import ROW_MARKS
 from layerkit_runner.errors import UsageError
 from layerkit_runner.optim.early_stopping import StoppingRule
 from layerkit_runner.optim.learner import choose, global_norm
@@ -66,7 +67,7 @@ class WeightsLoader(Protocol):
 
 
 # Fields of a batch that are copied to decoded outputs, to tell examples from padding.
-_KEPT_FOR_RECORDS = ("prompt_lengths", "provenance", "eval_sample_weights")
+_KEPT_FOR_RECORDS = ("prompt_lengths", *ROW_MARKS)
 
 
 class SingleTask(Configurable):

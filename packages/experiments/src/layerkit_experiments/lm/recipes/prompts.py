@@ -7,9 +7,7 @@ import numpy as np
 from layerkit.config import Config, assigned_fields, target_of
 from layerkit.nested_map import NestedMap
 from layerkit_inputs import BaseInput, LocalText, SeqIOInput, SyntheticInput, TokenRecords
-
-# Fields of the batch that prompts keep, if it has them.
-_KEPT = ("provenance", "eval_sample_weights")
+from layerkit_inputs.eval_padding import ROW_MARKS
 
 
 class RowPrompts(BaseInput):
@@ -30,7 +28,7 @@ class RowPrompts(BaseInput):
         if "segment_ids" in batch:
             valid &= batch.segment_ids[:, : self.prompt_length] == batch.segment_ids[:, :1]
         return NestedMap(
-            {name: batch[name] for name in _KEPT if name in batch},
+            {name: batch[name] for name in ROW_MARKS if name in batch},
             ids=np.where(valid, ids, 0).astype(np.int32),
             paddings=(~valid).astype(np.float32),
             prompt_lengths=valid.sum(axis=1).astype(np.int32),

@@ -56,6 +56,7 @@ from layerkit.layers.moe.routing import ExpertChoiceRouter, Routing, TopKRouter
 from layerkit.layers.moe.slots import from_slots, to_slots, weighted, weighted_sum
 from layerkit.layers.products import (
     Dot,
+    add_bias,
     batched_matmul,
     create_dot,
     grouped_arrays,
@@ -342,7 +343,7 @@ class MoeFeedForward(BaseLayer):
         def product(rows: jax.Array, name: str) -> jax.Array:
             output = batched_matmul(self, rows, getattr(self.theta, name), name=name)
             if self.use_bias:
-                output = output + getattr(self.theta, f"{name}_bias")[:, None]
+                output = add_bias(output, getattr(self.theta, f"{name}_bias")[:, None])
             return output if name == "down" else self.constrain(output, *hidden_axes)
 
         return self._expert_function(self.activation, self.dropout)(rows, product)

@@ -16,7 +16,7 @@ import numpy as np
 from layerkit.config import Config, target_of
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
-from layerkit_inputs.eval_padding import num_rows_of
+from layerkit_inputs.eval_padding import ROW_MARKS, example_rows, num_rows_of
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.infeed import (
@@ -154,11 +154,8 @@ def _other_hosts(batches: list[NestedMap | None], hosts: list[int]) -> Iterator[
 
 def real_rows(batch: NestedMap) -> np.ndarray:
     """Return bool `[batch]`: True for rows that hold data, False for padding."""
-    if "provenance" in batch:
-        return np.asarray(batch.provenance >= 0)
-    if "eval_sample_weights" in batch:
-        return np.asarray(batch.eval_sample_weights > 0)
-    return np.ones(num_rows_of(batch), bool)
+    rows = example_rows(batch)
+    return np.ones(num_rows_of(batch), bool) if rows is None else rows
 
 
 def summary(batch: NestedMap) -> str:
@@ -194,7 +191,7 @@ def row_lines(dataset: BaseInput, batch: NestedMap, row: int) -> Iterator[str]:
     yield f"row {row}{number}"
     sides = [*_sides(batch)]
     for path, value in batch.flatten_items() if not sides else ():
-        if path not in ("provenance", "eval_sample_weights"):
+        if path not in ROW_MARKS:
             yield f"  {path}: {_numbers_text(np.asarray(value)[row])}"
     for side, part in sides:
         valid = _valid(part)

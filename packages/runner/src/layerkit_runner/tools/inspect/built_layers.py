@@ -7,15 +7,14 @@ evaluation each set it. Devices are simulated, and no weight is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import jax
 from flax import linen as nn
 
 from layerkit.base_layer import INHERITED_FIELDS, BaseLayer
 from layerkit.base_model import BaseModel
 from layerkit.config import field_names, is_config
+from layerkit.layer_visits import visit_layers
 from layerkit.sharding import BoundSharding
 from layerkit.weights import check_init, floating_dtype
 from layerkit_runner.config.config_text import Name, value_text
@@ -46,19 +45,12 @@ def built_layers(model: BaseModel) -> dict[str, dict[str, Any]]:
     """Return the class and the fields of each layer by its path. A repeated body is one layer."""
     found: dict[str, dict[str, Any]] = {}
 
-    def record(
-        call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
-    ) -> Any:
-        layer = context.module
-        # It is called on every layer, also inside of a scan.
-        if isinstance(layer, BaseLayer) and context.method_name == "create_weights":
-            names = [name for name in field_names(type(layer)) if name not in ("name", "sharding")]
-            named = {name: _named(_value(layer, name)) for name in names}
-            found.setdefault("/".join(layer.path), {"class": type(layer).__qualname__, **named})
-        return call(*args, **kwargs)
+    def record(layer: BaseLayer) -> None:
+        names = [name for name in field_names(type(layer)) if name not in ("name", "sharding")]
+        named = {name: _named(_value(layer, name)) for name in names}
+        found.setdefault("/".join(layer.path), {"class": type(layer).__qualname__, **named})
 
-    with nn.intercept_methods(record):
-        jax.eval_shape(lambda: model.init_boxed(jax.random.key(0)))
+    visit_layers(model, record)
     return found
 
 
