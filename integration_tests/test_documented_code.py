@@ -197,9 +197,10 @@ def test_walk_through_from_pax_shows_a_translation_and_an_equal_class(
 
 @pytest.mark.slow
 def test_walk_through_from_pax_trains_to_the_losses_of_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ):
     page = (DOCS / "coming_from_pax.md").read_text()
+    request.addfinalizer(lambda: sys.modules.pop("mine", None))
     (tmp_path / "mine.py").write_text(BLOCK.findall(page)[0])
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -207,7 +208,6 @@ def test_walk_through_from_pax_trains_to_the_losses_of_the_page(
     # The same batch on the eight devices of the tests.
     fields = ("PERCORE_BATCH_SIZE=0.5", "ICI_MESH_SHAPE=[1,1,8]")
     assert cli.main([*words, *(f"--fdl.{field}" for field in fields)]) == 0
-    sys.modules.pop("mine")
     losses = {record["step"]: record["loss"] for record in read_metrics(Path("runs/tiny")).train}
     for step, loss in re.findall(r"^step (\d+)/100 \| loss (\S+)", page, re.M):
         assert losses[int(step)] == pytest.approx(float(loss), abs=1e-2)

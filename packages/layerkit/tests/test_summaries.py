@@ -49,6 +49,14 @@ def test_counts_equal_those_of_numpy():
     assert float(found.sum_of_squares) == pytest.approx(2 * np.square(kept).sum(), rel=1e-5)
 
 
+def test_nan_counts_in_the_last_bin_unless_its_weight_is_0():
+    values = np.array([0.5, np.nan], np.float32)
+    found = BinCounts.of(values, (0.0, 1.0, 2.0))
+    np.testing.assert_array_equal(found.counts, [1, 1])
+    assert np.isnan(found.sum) and np.isnan(found.sum_of_squares)
+    assert float(BinCounts.of(values, (0.0, 1.0, 2.0), np.array([1.0, 0.0])).sum) == 0.5
+
+
 def test_bins_include_their_upper_edge_and_end_bins_all_beyond():
     counts = BinCounts.of(np.array([-9.0, 0.0, 1.0, 1.5, 9.0]), (0.0, 1.0, 2.0)).counts
     np.testing.assert_array_equal(counts, [3, 2])
@@ -119,3 +127,9 @@ class Wrong(BaseLayer):
 def test_invalid_summary_raises(raises, kind: str, field: str, value: Any):
     with raises(ConfigError, owner="Wrong().x", field=field, value=value):
         Wrong(kind=kind).apply({}, X, mutable=[SUMMARY_ARRAYS])
+
+
+def test_image_of_integers_that_are_not_bytes_raises(raises):
+    images = np.full((1, 2, 2, 3), 128, np.int32)
+    with raises(ConfigError, field="dtype of the image summary", value="int32"):
+        Wrong().apply({}, images, mutable=[SUMMARY_ARRAYS])

@@ -86,15 +86,22 @@ class Counter(BaseLayer):
 
 
 class Points(IndexedInput):
-    """An input whose row n is x = (n mod 5, 1), y = n mod 3, weight 1. x is NaN in bad rows."""
+    """An input whose row n is x = (n mod 5, 1), y = n mod 3, weight 1. x is NaN in bad rows.
+
+    Reading the row `unreadable_row` raises `error`.
+    """
 
     num_rows: int = 7
     bad_rows: Sequence[int] = ()
+    unreadable_row: int | None = None
+    error: type[Exception] = OSError
 
     def _num_rows(self) -> int:
         return self.num_rows
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        if self.unreadable_row in rows:
+            raise self.error(f"row {self.unreadable_row}")
         x = np.stack([rows % 5, np.ones_like(rows)], axis=1).astype(np.float32)
         x[np.isin(rows, self.bad_rows)] = np.nan
         y = (rows % 3).astype(np.float32)

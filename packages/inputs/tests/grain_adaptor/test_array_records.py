@@ -57,6 +57,14 @@ def test_records_are_numbered_through_all_files(files):
     for number in (-1, 5):
         with pytest.raises(IndexError, match="there are 5"):
             records[number]
+        with pytest.raises(IndexError, match="there are 5"):
+            records.locate(number)
+
+
+@pytest.mark.parametrize("field", ["num_records", "num_bytes"])
+def test_sizes_of_another_number_of_files_raise(raises, files, field):
+    with raises(ConfigError, field=field, value=[1]):
+        ArrayRecordFiles(files, **{field: [1]})
 
 
 def test_files_can_be_closed_and_pickled(files):

@@ -10,6 +10,7 @@ from layerkit.nested_map import NestedMap
 from layerkit_inputs import BaseInput, LocalText, Prefetch, SyntheticInput
 from layerkit_inputs.features import lm_features
 from layerkit_inputs.indexed_input import IndexedInput
+from layerkit_inputs.mixing.components import renumber_provenance
 from layerkit_inputs.mixing.mixture import Mixture
 from layerkit_inputs.packing import plan_packing
 from layerkit_inputs.testing import laws
@@ -219,6 +220,14 @@ def test_provenance_of_a_rolling_evaluation_identifies_each_row():
     assert len(batches) == 2 and batches[0].eval_sample_weights.tolist() == [1] * 8
 
 
+def test_provenance_beyond_int32_raises(raises):
+    batch = NestedMap(provenance=np.array([2**30 - 1, -1], np.int32))
+    assert renumber_provenance(batch, 1, 2).provenance.tolist() == [2**31 - 1, -1]
+    batch.provenance[0] += 1
+    with raises(ConfigError, field="provenance", value=2**31 + 1):
+        renumber_provenance(batch, 1, 2)
+
+
 def test_mixture_delegates_texts_and_units_to_its_components():
     source = three()
     assert source.shares() == {"a": 0.7, "b": 0.2, "c": 0.1}
@@ -259,6 +268,11 @@ class OtherRows(Numbers):
             {"components": {"a": config(0, 5, num_infeed_hosts=2)}},
             "components['a'].num_infeed_hosts",
             2,
+        ),
+        (
+            {"components": {"a": config(0, 5, percore_batch_size=2.0)}},
+            "components['a'].percore_batch_size",
+            2.0,
         ),
         (
             {

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from layerkit.errors import MISSING, ConfigError
@@ -19,6 +21,10 @@ def weighted_match(targets, predictions, aux_values):
     right = [target == said for target, said in zip(targets, predictions, strict=True)]
     weighed = zip(right, aux_values["confidence"], strict=True)
     return {"weighted_match": sum(one * weight for one, weight in weighed)}
+
+
+def exact_match_of_aux(targets, predictions, aux_values):
+    return {"exact_match": 0.0}
 
 
 @pytest.fixture
@@ -72,6 +78,8 @@ def test_auxiliary_values_are_passed_to_metrics_that_need_them(raises, make_text
     assert metrics == {"exact_match": 1.0, "weighted_match": 0.75}
     with raises(ConfigError, owner="task texts", field="aux_values", value=None):
         source.prediction_metrics(said)
+    with raises(ConfigError, owner="task texts", field="aux_values['confidence']", value=[1]):
+        source.prediction_metrics(said, aux_values={"confidence": {0: 0.5}})
 
 
 def test_metrics_of_a_mixture_are_computed_by_task(make_text_input):
@@ -82,6 +90,13 @@ def test_metrics_of_a_mixture_are_computed_by_task(make_text_input):
         "second/total_score": 7.0,
         "second/count": 2.0,
     }
+
+
+def test_names_of_metrics_do_not_depend_on_the_tasks_of_the_examples_read(make_text_input):
+    source = make_text_input(
+        names=("first", "second"), metric_fns=[total_score], eval_loop_num_batches=1
+    )
+    assert source.score_metrics({0: 1.0, 1: 2.0}) == {"first/total_score": 3.0, "first/count": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -158,6 +173,12 @@ def test_metrics_without_results_or_with_equal_names_raise(raises, make_text_inp
         make_text_input(metric_fns=[nothing]).score_metrics(scores)
     with raises(ConfigError, owner="task texts"):
         make_text_input(metric_fns=[total_score, total_score]).score_metrics(scores)
+    with raises(ConfigError, owner="task texts"):
+        functions = [functools.partial(nothing), total_score]
+        make_text_input(metric_fns=functions).score_metrics(scores)
+    with raises(ConfigError, owner="task texts"):
+        source = make_text_input(metric_fns=[exact_match, exact_match_of_aux])
+        source.prediction_metrics({0: "one", 1: "two"}, aux_values={"confidence": {0: 1, 1: 1}})
     assert make_text_input(metric_fns=[with_text]).score_metrics(scores) == {"mean": 2.0}
     assert "skipping metric 'best', which is a str" in caplog.text
 

@@ -6,6 +6,7 @@ all of them, so that programs and tests read attributes instead of sentences:
     UserError                  base of all; raised by no code directly
     ├── ConfigError            also a ValueError: a wrong field of a layer, input or function
     │   └── UnknownNameError   also an AttributeError: a name that does not exist
+    │       └── UnknownFieldError   also a TypeError: a field that a class does not have
     └── layerkit_runner's UsageError   a request that the command line refuses
 
 `near_names` and `find_near_names` suggest valid names for an unknown one.
@@ -97,7 +98,7 @@ class UnknownFieldError(UnknownNameError, TypeError):
 
 
 def render(error: UserError) -> str:
-    """Return the message, `owner: problem: field=value. Expected …. Did you mean …? Hint Set …`."""
+    """Return the message: `owner: problem: field=value. Expected …. Did you mean …? hint Set …`."""
     subject = error.field or ""
     if error.value is not MISSING:
         value = short_repr(error.value)
@@ -124,8 +125,8 @@ def _choice_sentence(error: UserError) -> str:
         return listed
     suggestion = f"Did you mean {' or '.join(map(repr, near))}?"
     # Of many choices, the nearest ones are enough.
-    is_complete = len(choices) > _MAX_CHOICES or len(near) == len(choices)
-    return suggestion if is_complete else f"{suggestion} {listed}"
+    needs_no_list = len(choices) > _MAX_CHOICES or len(near) == len(choices)
+    return suggestion if needs_no_list else f"{suggestion} {listed}"
 
 
 def setting_words(settings: Mapping[str, Any]) -> str:
@@ -141,7 +142,7 @@ def setting_words(settings: Mapping[str, Any]) -> str:
 
 
 def short_repr(value: Any) -> str:
-    """Return the `repr` of a value in one line of at most 100 characters."""
+    """Return the `repr` of a value in one line, cut after 100 characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _MAX_VALUE_LENGTH else f"{text[:_MAX_VALUE_LENGTH]}…"
 
@@ -184,19 +185,10 @@ def find_near_names(name: str, valid: Iterable[str]) -> list[str]:
     return [folded[m] for m, ratio in zip(matches, ratios, strict=True) if ratio > ratios[0] - 0.1]
 
 
-def near_names(name: str, valid: Iterable[str], *, prefix: str = "") -> str:
-    """Return the end of a sentence about an unknown name: `"; did you mean 'x'?"`.
-
-    Args:
-      name: Unknown name.
-      valid: Names that exist.
-      prefix: Text before each suggestion, such as `--`.
-
-    Returns:
-      The end of the sentence, which is `"."` if no valid name is similar.
-    """
+def near_names(name: str, valid: Iterable[str]) -> str:
+    """Return the end of a sentence about an unknown name, `"; did you mean 'x'?"`, or `""`."""
     near = find_near_names(name, valid)
-    return f"; did you mean {' or '.join(repr(prefix + each) for each in near)}?" if near else "."
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def _fold(name: str) -> str:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from layerkit.checks import check_choice
+from layerkit.checks import check_choice, require
 from layerkit.errors import ConfigError
 
 # Names of the Flax collections that layers report to.
@@ -55,7 +55,8 @@ class BinCounts(struct.PyTreeNode):
     ) -> BinCounts:
         """Count `values` `[...]` by `weights` of that shape; None weights each value by 1.
 
-        Values of weight 0, even if not finite, are left out.
+        Values of weight 0, even if not finite, are left out. NaN counts in the last bin, and makes
+        the sums NaN.
         """
         values = jnp.asarray(values, jnp.float32)
         weights = jnp.ones(values.shape) if weights is None else weights
@@ -88,8 +89,9 @@ class Summary(struct.PyTreeNode):
     """A value that a layer reports.
 
     Attributes:
-      value: A scalar, a `BinCounts`, or images uint8 `[rows, height, width, channels]` with at most
-        `MAX_IMAGES` rows; None in a placeholder. Repeated layers add leading axes.
+      value: A scalar, an array that counts as its mean, a `BinCounts`, or images uint8 `[rows,
+        height, width, channels]` with at most `MAX_IMAGES` rows; None in a placeholder. Repeated
+        layers add leading axes.
       kind: Kind of the value.
       verbosity: Smallest `summary_verbosity` of tasks that report the value.
     """
@@ -151,4 +153,7 @@ def _images(value: jax.Array, *, owner: str) -> jax.Array:
     images = jax.lax.stop_gradient(jnp.asarray(value)[:MAX_IMAGES])
     if images.dtype == jnp.uint8:
         return images
+    is_float = jnp.issubdtype(images.dtype, jnp.floating)
+    expected = "uint8 from 0 to 255, or floats from 0 to 1"
+    require(is_float, owner, "dtype of the image summary", images.dtype.name, expected)
     return jnp.round(jnp.clip(images.astype(jnp.float32), 0.0, 1.0) * 255).astype(jnp.uint8)

@@ -145,6 +145,15 @@ def test_label_out_of_range_is_nan_and_skipped_by_a_weight_of_zero(label: int) -
     np.testing.assert_array_equal(gradient[1], 0.0)
 
 
+@pytest.mark.parametrize(("num_classes", "dtype"), [(256, "uint8"), (128, "int8"), (300, "uint8")])
+def test_small_integers_are_labels_of_as_many_classes(num_classes: int, dtype: str):
+    labels = np.array([1, 100], dtype)
+    logits = jax.random.normal(jax.random.key(0), (2, num_classes))
+    found, expected = cross_entropy(logits, labels), cross_entropy(logits, labels.astype(np.int32))
+    assert np.isfinite(found.loss).all()
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 def test_cross_entropy_raises_for_labels_of_another_shape_or_dtype(raises):
     logits = jnp.zeros((2, 3, 4))
     with raises(ConfigError, owner="cross_entropy", field="shape of labels", value=[2, 1]):

@@ -1,4 +1,4 @@
-"""Errors of requests, as distinct from faults of the program, and how errors of others become them.
+"""Errors that the command line prints without a traceback, and conversion of others to them.
 
     UsageError          a wrong flag, name, path or value; exit code 2
     ├── FieldError      a wrong experiment field; also a TypeError, for callers from Python
@@ -44,6 +44,10 @@ class NonFiniteError(UsageError):
     exit_code = 65
 
 
+UNREADABLE_DATA = 74
+"""Exit code of training whose data could not be read after its first step, such as a network file
+system that failed for a while."""
+
 # Errors of reading data sets.
 _DATA_ERRORS = (MissingExtraError, OSError, ValueError)
 # Frames of these packages pass calls on; the code that called them is what a person can change.
@@ -71,13 +75,16 @@ def with_data(kind: type[UsageError], error: UserError, **data: Any) -> UsageErr
 def to_usage_error(error: Exception, *, owner: str | None = None) -> UsageError:
     """Return an error of a layer, an input or a file as one that the command line prints.
 
-    A `UserError` keeps its data, with `owner` before its own. Any other error becomes one line that
-    names the layer or input that raised it and the line of code outside of the libraries.
+    A `UserError` keeps its data, with `owner` before its own, and its class if that is a
+    `UsageError`. The error of a layer, or of the code of an experiment's input, becomes one line
+    that names the layer or input and the line of code outside of the libraries. Any other error
+    keeps its message.
     """
     layer, source = layer_of(error), input_of(error)
     if isinstance(error, UserError):
         names = (owner, error.owner or layer or source)
-        return with_data(UsageError, error, owner=": ".join(filter(None, names)) or None)
+        kind = type(error) if isinstance(error, UsageError) else UsageError
+        return with_data(kind, error, owner=": ".join(filter(None, names)) or None)
     found = UsageError(str(error), owner=owner)
     if layer is not None:
         found.problem = _first_paragraph(error)
@@ -94,7 +101,12 @@ def to_usage_error(error: Exception, *, owner: str | None = None) -> UsageError:
 
 @contextlib.contextmanager
 def as_usage_error(*kinds: type[Exception], owner: str | None = None) -> Iterator[None]:
-    """Raise `to_usage_error(error, owner=owner)` for errors of `kinds`, by default of data sets."""
+    """Convert errors of the block by `to_usage_error`.
+
+    Args:
+      *kinds: Classes of errors that are converted; by default those of reading data sets.
+      owner: See `to_usage_error`.
+    """
     caught = kinds or _DATA_ERRORS
     try:
         yield
@@ -105,8 +117,8 @@ def as_usage_error(*kinds: type[Exception], owner: str | None = None) -> Iterato
 def unknown_name_text(error: Exception) -> str | None:
     """Return one sentence with file and line, if code uses an unknown name or a wrong type.
 
-    Return None unless the object is an experiment, config, layer, input or NestedMap, and the code
-    is outside of the packages below the experiments.
+    Return None unless the class of the object derives from one of layerkit, its inputs or its
+    runner, and the code is outside of these packages.
     """
     is_unknown_name = isinstance(error, (UnknownNameError, FieldTypeError)) or (
         isinstance(error, AttributeError) and _is_of_this_project(error.obj)

@@ -6,6 +6,7 @@ The disks are real: small file systems in memory, mounted where only one process
 
 from __future__ import annotations
 
+import errno
 import json
 import resource
 import subprocess
@@ -27,6 +28,7 @@ from layerkit_runner.checkpointing import (
     SaveTimeoutError,
     StateFormat,
 )
+from layerkit_runner.checkpointing.errors import save_error
 
 PROGRAM = """
 import json, os, subprocess, sys
@@ -155,6 +157,14 @@ def test_a_save_that_hangs_is_named(bucket, monkeypatch: pytest.MonkeyPatch, nam
     assert manager.save(2, {"w": jnp.ones(4)}, input_states={}, metadata={})
     with pytest.raises(SaveTimeoutError, match=r"step 2 .* --async_timeout_secs=1\..* step 1"):
         manager.wait_until_finished()
+
+
+def test_time_out_of_the_file_system_does_not_blame_the_limit_of_the_save():
+    error = OSError(errno.ETIMEDOUT, "Connection timed out")
+    assert isinstance(error, TimeoutError)
+    found = save_error(error, step=2, directory="job", newest=1, timeout_secs=600)
+    assert not isinstance(found, SaveTimeoutError)
+    assert "Connection timed out" in str(found) and "async_timeout_secs" not in str(found)
 
 
 def test_failed_save_is_reported_at_the_next_step(tmp_path):

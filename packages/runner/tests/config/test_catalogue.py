@@ -1,4 +1,4 @@
-"""Catalogues of experiments: files that tell what only a built model shows."""
+"""Catalogues of experiments: files of facts that otherwise require building the model."""
 
 from __future__ import annotations
 
@@ -37,9 +37,11 @@ def test_written_record_is_read_back(tmp_path: Path):
     assert read_catalogue(tmp_path) == LINES
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"lm.A": {"x": 1, "tags": []}}', '{"lm.A": 1}'])
-def test_invalid_catalogue_file_is_an_error(raises, text: str, tmp_path: Path):
-    (tmp_path / FILE_NAME).write_text(text)
+@pytest.mark.parametrize(
+    "content", [b"{", b"[]", b'{"lm.A": {"x": 1, "tags": []}}', b'{"lm.A": 1}', b'{"\xff": 1}']
+)
+def test_invalid_catalogue_file_is_an_error(raises, content: bytes, tmp_path: Path):
+    (tmp_path / FILE_NAME).write_bytes(content)
     with raises(UsageError, owner=f"{tmp_path}/catalogue.json"):
         read_catalogue(tmp_path)
 

@@ -85,6 +85,7 @@ def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
         rule: StoppingRule | None = None,
         eval_intervals: dict[str, int] | None = None,
         bad_steps: Sequence[int] = (),
+        unreadable: dict[str, Any] | None = None,
         learner: dict[str, Any] | None = None,
         **train: Any,
     ) -> Any:
@@ -100,7 +101,8 @@ def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
             return make_input(kind.HParams.config(percore_batch_size=1.0, **fields), partitioner)
 
         # Step n reads the rows from 8(n - 1) on.
-        fields = {"num_rows": 800, "shuffle": False} if bad_steps else {}
+        fields = {"num_rows": 800, "shuffle": False} if bad_steps or unreadable else {}
+        fields |= unreadable or {}
         bad_rows = [8 * (step - 1) for step in bad_steps]
         train_input = Prefetch(
             source=dataset(tiny.Points, is_training=True, bad_rows=bad_rows, **fields)
@@ -190,6 +192,42 @@ def test_run_saves_evaluates_and_decodes_at_their_intervals(make: Any):
     assert [int(saved.state.step) for saved in restored] == [4, 6]
     rows = [saved.input_states["train/Points"]["position"]["rows_done"] for saved in restored]
     assert rows == [8 * 4, 8 * 6]
+
+
+@pytest.mark.parametrize(("error", "exit_code"), [(OSError, 74), (ValueError, 1)])
+def test_run_whose_data_become_unreadable_saves_its_steps(
+    make: Any, tmp_path: Any, error: type[Exception], exit_code: int
+):
+    # The batch of step 6.
+    job = make(num_train_steps=9, unreadable={"unreadable_row": 40, "error": error})
+    with pytest.raises(UsageError) as caught:
+        job.executor.run(job.state, 0)
+    assert caught.value.exit_code == exit_code and "row 40" in str(caught.value)
+    with job.executor.checkpoints as checkpoints:
+        checkpoints.wait_until_finished()
+        assert saved_steps(tmp_path) == [5]
+        restored = checkpoints.restore(5, job.abstract)
+    assert int(restored.state.step) == 5
+    assert restored.input_states["train/Points"]["position"]["rows_done"] == 8 * 5
+
+
+def test_evaluation_whose_data_are_unreadable_saves_the_steps_before_it(make: Any, tmp_path: Any):
+    job = make(num_train_steps=9, eval_interval_steps=3)
+    job.executor.eval_programs[0].dataset.unreadable_row = 0
+    with pytest.raises(UsageError) as caught:
+        job.executor.run(job.state, 0)
+    assert caught.value.exit_code == 74
+    with job.executor.checkpoints as checkpoints:
+        checkpoints.wait_until_finished()
+    assert saved_steps(tmp_path) == [3]
+
+
+def test_data_that_are_unreadable_before_the_first_step_save_nothing(make: Any, tmp_path: Any):
+    job = make(num_train_steps=9, unreadable={"unreadable_row": 8})
+    with pytest.raises(UsageError) as caught:
+        job.executor.run(job.executor.train_programs.run_step(job.state, 1), 1)
+    assert caught.value.exit_code == UsageError.exit_code
+    assert saved_steps(tmp_path) == []
 
 
 SMALL_STEPS = {"learning_rate": 0.01}

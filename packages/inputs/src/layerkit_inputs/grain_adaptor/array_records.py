@@ -12,7 +12,6 @@ ArrayRecordFiles is a Grain source, so it can begin a pipeline:
 
 from __future__ import annotations
 
-import bisect
 import collections
 import os
 import threading
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from layerkit.checks import require
 from layerkit.errors import ConfigError
 from layerkit_inputs.bad_records import BadRecordError, BadRecords
 from layerkit_inputs.errors import require_extra
@@ -88,6 +88,10 @@ class ArrayRecordFiles:
                 owner="ArrayRecordFiles", field="paths", value=paths, expected="a list of files"
             )
         self.paths = [os.fspath(path) for path in paths]
+        for field, values in (("num_records", num_records), ("num_bytes", num_bytes)):
+            is_valid = values is None or len(values) == len(paths)
+            expected = f"a number for each of the {len(paths)} files"
+            require(is_valid, "ArrayRecordFiles", field, values, expected)
         self._num_bytes = None if num_bytes is None else list(num_bytes)
         self._num_records = None if num_records is None else list(num_records)
         self._ends: np.ndarray | None = None
@@ -114,11 +118,8 @@ class ArrayRecordFiles:
 
     def __getitem__(self, number: int) -> bytes:
         """Return a record by number; raise `BadRecordError` if it is damaged."""
-        if not 0 <= number < len(self):
-            raise IndexError(f"{self!r}: record {number}; there are {len(self)}.")
-        file, within = self._place_of(number)
-        record = self._read_one(self._reader(file), file, within, BadRecords())
-        assert record is not None
+        (record,) = self.read([number], BadRecords())
+        assert record is not None  # the default policy raises
         return record
 
     @property
@@ -143,23 +144,19 @@ class ArrayRecordFiles:
           IndexError: A number is out of range.
           BadRecordError: A record is damaged and `bad` does not skip it, or a file is invalid.
         """
-        wanted = np.asarray(numbers, np.int64)
-        if len(wanted) and (wanted.min() < 0 or wanted.max() >= len(self)):
-            raise IndexError(f"{self!r}: records {wanted.tolist()}; there are {len(self)}.")
-        files = np.searchsorted(self.record_ends, wanted, side="right")
-        records: list[bytes | None] = [None] * len(wanted)
+        files, within = self._places_of(np.asarray(numbers, np.int64))
+        records: list[bytes | None] = [None] * len(files)
         for file in np.unique(files).tolist():
-            begin = int(self.record_ends[file - 1]) if file else 0
             places = np.flatnonzero(files == file)
-            found = self._read_file(file, (wanted[places] - begin).tolist(), bad)
+            found = self._read_file(file, within[places].tolist(), bad)
             for place, record in zip(places.tolist(), found, strict=True):
                 records[place] = record
         return records
 
     def locate(self, number: int) -> tuple[str, int]:
         """Return the path of the file of a record, and the number of the record in that file."""
-        file, within = self._place_of(number)
-        return self.paths[file], within
+        (file,), (within,) = self._places_of(np.array([number], np.int64))
+        return self.paths[file], int(within)
 
     def close(self) -> None:
         """Close all files; they are opened again when needed."""
@@ -181,11 +178,12 @@ class ArrayRecordFiles:
             bad.report(file=self.paths[file], record=record, problem=problem)
             return None
 
-    def _place_of(self, number: int) -> tuple[int, int]:
-        """Return the index of the file of a record, and the number of the record in that file."""
-        ends = self.record_ends
-        file = bisect.bisect_right(ends, number)
-        return file, int(number - (ends[file - 1] if file else 0))
+    def _places_of(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the indices of the files of records, and the numbers of the records in these."""
+        if len(numbers) and (numbers.min() < 0 or numbers.max() >= len(self)):
+            raise IndexError(f"{self!r}: records {numbers.tolist()}; there are {len(self)}.")
+        files = np.searchsorted(self.record_ends, numbers, side="right")
+        return files, numbers - np.insert(self.record_ends, 0, 0)[files]
 
     def _open(self, file: int) -> Any:
         num_bytes = None if self._num_bytes is None else self._num_bytes[file]

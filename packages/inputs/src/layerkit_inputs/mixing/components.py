@@ -57,7 +57,7 @@ def build_components(
     for number, (name, config) in enumerate(check_configs(owner, configs, field).items()):
         given = {**shared, "batch_size": batch_sizes[name]}
         own = {key: value for key, value in assigned_fields(config).items() if value is not None}
-        for key, value in given.items():
+        for key, value in (given | {"percore_batch_size": owner.percore_batch_size}).items():
             if own.get(key, value) != value:
                 raise owner._config_error(
                     field=f"{_label(field, name)}.{key}",
@@ -186,9 +186,14 @@ def renumber_provenance(batch: NestedMap, index: int, count: int) -> NestedMap:
     """Return `batch` with provenance that is unique among components.
 
     Provenance `n` of component `index` of `count` becomes `n * count + index`. Padding keeps -1.
+
+    Raises:
+      ConfigError: A number exceeds int32.
     """
     if "provenance" not in batch:
         return batch
-    provenance = np.asarray(batch.provenance)
+    provenance = np.asarray(batch.provenance, np.int64)
     numbered = np.where(provenance < 0, provenance, provenance * count + index)
-    return batch | {"provenance": numbered.astype(provenance.dtype)}
+    most = int(numbered.max(initial=0))
+    require(most < 2**31, "mixture", "provenance", most, "a number below 2**31")
+    return batch | {"provenance": numbered.astype(np.int32)}

@@ -60,7 +60,7 @@ class MultiInput(CompositeInput):
                 )
         self._components = build_components(
             self,
-            configs,
+            {name: config.clone(percore_batch_size=None) for name, config in configs.items()},
             field="input_to_params",
             batch_sizes=sizes,
             one_vocabulary=False,

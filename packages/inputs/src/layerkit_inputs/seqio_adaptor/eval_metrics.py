@@ -5,8 +5,8 @@ A task has three kinds of metric functions: `(targets, scores)`, `(targets, pred
 targets are read from the data again, one example at a time, and only the postprocessed target is
 kept. Outputs are keyed by the number of their example (`provenance`).
 
-An output for padding or for an unknown example is an error, and so is an example without output. So
-a metric always covers the whole data set.
+An output for padding or for an unknown example is an error. An example without output is one too if
+the evaluation reads a whole epoch.
 """
 
 from __future__ import annotations
@@ -20,15 +20,26 @@ from layerkit_inputs.seqio_adaptor.example_stream import NumberedExample
 
 _SHOWN = 5
 
+# A metric function and its arguments.
+_Call = tuple[Callable[..., Any], Mapping[str, Any]]
+
 
 def have_scores(tasks: list[Any]) -> bool:
     """Return True if any task has metrics of scores."""
-    return any(task.score_metric_fns for task in tasks)
+    return any(map(_has_scores, tasks))
 
 
 def have_predictions(tasks: list[Any]) -> bool:
     """Return True if any task has metrics of predictions."""
-    return any(task.predict_metric_fns or task.predict_with_aux_metric_fns for task in tasks)
+    return any(map(_has_predictions, tasks))
+
+
+def _has_scores(task: Any) -> bool:
+    return bool(task.score_metric_fns)
+
+
+def _has_predictions(task: Any) -> bool:
+    return bool(task.predict_metric_fns or task.predict_with_aux_metric_fns)
 
 
 def check_metrics(task: Any, owner: str) -> None:
@@ -47,34 +58,41 @@ def check_metrics(task: Any, owner: str) -> None:
 
 
 def score_metrics(
-    examples: Iterable[NumberedExample], scores: Mapping[int, float], *, whole_epoch: bool
+    tasks: list[Any],
+    examples: Iterable[NumberedExample],
+    scores: Mapping[int, float],
+    *,
+    whole_epoch: bool,
 ) -> dict[str, float]:
     """Compute the `(targets, scores)` metrics.
 
     Args:
+      tasks: All tasks of the input.
       examples: Examples of one pass, in order.
       scores: Log-probability of the targets by example number.
       whole_epoch: True if every example must have a score.
 
     Returns:
-      Values by metric name, or by `task/metric` for several tasks.
+      Values by metric name, or by `task/metric` if several tasks have such metrics.
 
     Raises:
       ConfigError: The numbers of scores and examples differ.
     """
     collected: dict[Any, dict[str, list[Any]]] = {}
     for number, task, example in _with_outputs(examples, scores, "scores", whole_epoch=whole_epoch):
-        if task.score_metric_fns:
+        if _has_scores(task):
             columns = collected.setdefault(task, {"targets": [], "scores": []})
             columns["targets"].append(_target(task, example))
             columns["scores"].append(float(scores[number]))
     results = {
-        task: _call(task, task.score_metric_fns, columns) for task, columns in collected.items()
+        task: _call(task, [(function, columns) for function in task.score_metric_fns])
+        for task, columns in collected.items()
     }
-    return _by_name(results)
+    return _by_name(results, several=sum(map(_has_scores, tasks)) > 1)
 
 
 def prediction_metrics(
+    tasks: list[Any],
     examples: Iterable[NumberedExample],
     predictions: Mapping[int, Any],
     *,
@@ -84,6 +102,7 @@ def prediction_metrics(
     """Compute the `(targets, predictions)` and `(targets, predictions, aux_values)` metrics.
 
     Args:
+      tasks: All tasks of the input.
       examples: Examples of one pass, in order.
       predictions: Predicted text by example number.
       aux_values: Auxiliary outputs of the model by name and example number. Required if a task has
@@ -91,7 +110,7 @@ def prediction_metrics(
       whole_epoch: True if every example must have a prediction.
 
     Returns:
-      Values by metric name, or by `task/metric` for several tasks.
+      Values by metric name, or by `task/metric` if several tasks have such metrics.
 
     Raises:
       ConfigError: The numbers of predictions and examples differ, or auxiliary values are missing.
@@ -101,7 +120,7 @@ def prediction_metrics(
     for number, task, example in _with_outputs(
         examples, predictions, "predictions", whole_epoch=whole_epoch
     ):
-        if task.predict_metric_fns or task.predict_with_aux_metric_fns:
+        if _has_predictions(task):
             columns = collected.setdefault(task, {"targets": [], "predictions": []})
             columns["targets"].append(_target(task, example))
             said = task.postprocess_fn(predictions[number], example=example, is_target=False)
@@ -109,11 +128,12 @@ def prediction_metrics(
             numbers.setdefault(task, []).append(number)
     results = {}
     for task, columns in collected.items():
-        results[task] = _call(task, task.predict_metric_fns, columns)
+        calls: list[_Call] = [(function, columns) for function in task.predict_metric_fns]
         if task.predict_with_aux_metric_fns:
-            aux = {"aux_values": _aux_columns(task, aux_values, numbers[task])}
-            results[task] |= _call(task, task.predict_with_aux_metric_fns, columns | aux)
-    return _by_name(results)
+            aux = columns | {"aux_values": _aux_columns(task, aux_values, numbers[task])}
+            calls += [(function, aux) for function in task.predict_with_aux_metric_fns]
+        results[task] = _call(task, calls)
+    return _by_name(results, several=sum(map(_has_predictions, tasks)) > 1)
 
 
 def _with_outputs(
@@ -170,18 +190,25 @@ def _aux_columns(
             expected="auxiliary values, which a metric of the task needs",
             hint="Pass aux_values, or set use_task_metrics=False.",
         )
+    for name, column in aux_values.items():
+        if without := [number for number in numbers if number not in column]:
+            raise ConfigError(
+                f"{len(without)} examples have no value",
+                owner=f"task {task.name}",
+                field=f"aux_values[{name!r}]",
+                value=without[:_SHOWN],
+            )
     return {name: [column[number] for number in numbers] for name, column in aux_values.items()}
 
 
-def _call(
-    task: Any, functions: Iterable[Callable[..., Any]], columns: Mapping[str, Any]
-) -> dict[str, float]:
-    """Return the merged results of metric functions, as numbers."""
+def _call(task: Any, calls: Iterable[_Call]) -> dict[str, float]:
+    """Return the merged results of calls of metric functions, as numbers."""
     results: dict[str, float] = {}
-    for function in functions:
+    for function, columns in calls:
         returned = function(**columns)
         if not returned:
-            raise ConfigError(f"{function.__name__} returned no metrics", owner=f"task {task.name}")
+            name = getattr(function, "__name__", type(function).__name__)
+            raise ConfigError(f"{name} returned no metrics", owner=f"task {task.name}")
         for name, value in returned.items():
             if name in results:
                 problem = f"two metric functions return {name!r}"
@@ -207,8 +234,7 @@ def _as_number(value: Any) -> float | None:
         return None
 
 
-def _by_name(results: Mapping[Any, Mapping[str, float]]) -> dict[str, float]:
-    several = len(results) > 1
+def _by_name(results: Mapping[Any, Mapping[str, float]], *, several: bool) -> dict[str, float]:
     return {
         f"{task.name}/{name}" if several else name: value
         for task, metrics in results.items()

@@ -261,7 +261,10 @@ class SeqIOInput(BaseInput):
         if not self.has_score_metrics:
             return {}
         return eval_metrics.score_metrics(
-            self._pass_over_examples(), scores, whole_epoch=self._is_whole_epoch
+            self._task_list,
+            self._pass_over_examples(),
+            scores,
+            whole_epoch=self._is_whole_epoch,
         )
 
     def prediction_metrics(
@@ -279,6 +282,7 @@ class SeqIOInput(BaseInput):
         if not self.has_prediction_metrics:
             return {}
         return eval_metrics.prediction_metrics(
+            self._task_list,
             self._pass_over_examples(),
             predictions,
             aux_values=aux_values,

@@ -107,7 +107,8 @@ def _embed(
     check_integer_arrays(layer, ids=ids)
     sharding = layer.inherited("sharding")
     if axes is not None and sharding is not None and sharding.is_split(axes[-1]):
-        # Each device looks up its features of all words; whole vectors of all tokens are too large.
+        # Each device looks up its shard of the features of every id, since whole vectors of all
+        # tokens would be too large.
         table = layer.constrain(layer.theta.w, None, axes[-1])
     else:
         # Each device holds whole vectors of its shard of the vocabulary. Otherwise the compiler
@@ -246,7 +247,8 @@ class ClassSoftmax(BaseLayer):
             loss: Weighted mean of `per_token_loss`, for training; a scalar, 0 if all weights are 0.
             total_weight: Sum of the weights; a float32 scalar.
             per_token_xent: −log p(label), `[batch, length]`.
-            per_token_loss: Loss of each token with label smoothing and z-loss, `[batch, length]`.
+            per_token_loss: Loss of each token with label smoothing, z-loss and entropy loss,
+              `[batch, length]`.
             correct: True where the label has the highest logit, bool `[batch, length]`.
 
         Raises:

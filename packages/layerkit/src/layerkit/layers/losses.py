@@ -107,7 +107,7 @@ def cross_entropy(
     check_rates(owner, label_smoothing=label_smoothing)
     check_non_negative(owner, z_loss_weight=z_loss_weight)
     logits = logits.astype(jnp.float32)
-    labels = jnp.asarray(labels)  # NumPy's int64 becomes int32
+    labels = jnp.asarray(labels, jnp.int32)  # small integers cannot hold the number of classes
     in_range = (labels >= 0) & (labels < logits.shape[-1])
     log_z, label_logit, is_best = _row_statistics(logits, labels)
 

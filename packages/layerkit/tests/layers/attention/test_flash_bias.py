@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -92,6 +93,28 @@ def test_kernel_for_tpus_equals_xla_without_gradients():
     ours = dot_product_attention(**inputs, **options, **kernel)
     expected = dot_product_attention(**inputs, **options, backend="xla")
     np.testing.assert_allclose(ours, expected, atol=5e-6)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_query_that_sees_no_key_gets_and_gives_zeros(platform):
+    length, heads = UNITS[platform], 1
+    random = np.random.default_rng(0)
+    inputs = {
+        name: jnp.asarray(random.normal(size=(1, length, heads, 8)), jnp.float32)
+        for name in ("query", "key", "value")
+    }
+    inputs["bias"] = DistanceBias(jnp.zeros((1, heads, 2 * length - 1)), is_learned=False)
+    segments = jnp.ones((1, length), jnp.int32)
+    mask = AttentionMask.bidirectional_mask(1, length, segment_ids=segments)
+    mask = dataclasses.replace(mask, query_segments=segments.at[0, 3].set(2))
+    kernel = {"backend": "pallas", "platform": platform, "interpret": True}
+    gradients, read = values_and_gradients(inputs, mask=mask, scale=0.4, **kernel)
+    np.testing.assert_array_equal(read[0, 3], 0.0)
+    expected, _ = values_and_gradients(
+        inputs, mask=mask, scale=0.4, backend="xla", zero_fully_masked_rows=True
+    )
+    for name in ("query", "key", "value"):
+        np.testing.assert_allclose(gradients[name], expected[name], atol=2e-5)
 
 
 def test_fixed_bias_has_no_kernel_of_its_gradient():

@@ -129,8 +129,8 @@ def test_products_have_the_highest_precision():
     layer, variables = make(use_noise=True, train=True)
     rngs = {"random": jax.random.key(0)}
     text = jax.jit(lambda v: layer.apply(v, X, rngs=rngs)).lower(variables).as_text()
-    # The router's and the noise's.
-    assert text.count("precision = [HIGHEST, HIGHEST]") == 2
+    # Of the router, the noise and the choice of weights.
+    assert text.count("precision = [HIGHEST, HIGHEST]") == 3
 
 
 def test_zero_scores_give_finite_weights():

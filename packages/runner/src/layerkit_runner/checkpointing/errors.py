@@ -32,7 +32,7 @@ class NewerManifestError(ConfigError):
 
 
 class ProcessCountError(ConfigError):
-    """An input state of another number of processes that is not a global one."""
+    """Input states of single processes, which a job with another number of processes wrote."""
 
 
 def save_error(
@@ -40,7 +40,8 @@ def save_error(
 ) -> SaveError:
     """Return the error of a save of `step`; `newest` is the newest committed step, if any."""
     left = "none" if newest is None else f"step {newest}"
-    if isinstance(error, TimeoutError):
+    # The time-out of a file system has an errno.
+    if isinstance(error, TimeoutError) and error.errno is None:
         return SaveTimeoutError(
             f"The checkpoint of step {step} was not written to {directory} within "
             f"--async_timeout_secs={timeout_secs}. The newest checkpoint there: {left}."

@@ -21,7 +21,11 @@ from typing import Any
 import jax
 from etils import epath
 
-from layerkit_runner.checkpointing.errors import LayoutVersionError, ProcessCountError
+from layerkit_runner.checkpointing.errors import (
+    DamagedCheckpointError,
+    LayoutVersionError,
+    ProcessCountError,
+)
 from layerkit_runner.checkpointing.policy import CheckpointPolicy
 from layerkit_runner.files.atomic_write import is_remote
 
@@ -52,7 +56,7 @@ def step_in_name(path: epath.Path) -> int | None:
 
 
 def is_there(path: epath.Path) -> bool:
-    """Return whether a path exists; a dangling link does."""
+    """Return whether a path exists. A dangling link counts as existing."""
     return path.exists() or (not is_remote(path) and os.path.lexists(path))
 
 
@@ -75,7 +79,7 @@ def unfinished(directory: epath.Path) -> list[epath.Path]:
     )
 
 
-def set_apart(directory: epath.Path) -> list[epath.Path]:
+def unfinished_or_damaged(directory: epath.Path) -> list[epath.Path]:
     """Return the folders of unfinished saves and of damaged steps that were moved aside."""
     aside = [path for path in _children(directory) if path.name.startswith(_ASIDE_PREFIX)]
     return sorted([*unfinished(directory), *aside])
@@ -173,12 +177,13 @@ def policy_of(about: Mapping[str, Any]) -> CheckpointPolicy | None:
 
 
 def to_json(value: Mapping[str, Any], *, name: str) -> str:
-    """Return the JSON text of a value, which later changes of the value do not reach."""
+    """Return the JSON text of a value, so that later changes of the value are not saved."""
     try:
         return json.dumps(dict(value))
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"{name} cannot be stored: {error}. Expected JSON values (dict, list, str, int, float)."
+            f"{name} cannot be stored: {error}. "
+            "Expected JSON values (dict, list, str, int, float, bool, None)."
         ) from error
 
 
@@ -194,9 +199,13 @@ def read_input_states(directory: epath.Path) -> dict[str, Any]:
 
     Raises:
       ProcessCountError: The number has changed and a state lacks `"scope": "global"`.
+      DamagedCheckpointError: The folder has no file of input states.
     """
-    matches = (_INPUT_STATES.fullmatch(path.name) for path in directory.iterdir())
-    count = next(int(match[2]) for match in matches if match)
+    matches = [_INPUT_STATES.fullmatch(path.name) for path in directory.iterdir()]
+    counts = [int(match[2]) for match in matches if match]
+    if not counts:
+        raise DamagedCheckpointError("no input states", owner=str(directory))
+    count = counts[0]
     is_same = count == jax.process_count()
     index = jax.process_index() if is_same else 0
     states = json.loads((directory / _input_states_name(index, count)).read_text())

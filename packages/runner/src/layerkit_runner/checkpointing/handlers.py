@@ -30,7 +30,7 @@ _DATA_FILE_BYTES = 256 * 2**20
 
 @dataclasses.dataclass
 class StateSave(ocp.args.CheckpointArgs):
-    """Saves the leaves of a state, by path; `check` searches for NaN and infinities meanwhile."""
+    """The leaves of a state to save, by path, and `check`, a search for NaN and infinities."""
 
     leaves: Mapping[structure.LeafPath, jax.Array]
     state_format: formats.StateFormat
@@ -39,14 +39,14 @@ class StateSave(ocp.args.CheckpointArgs):
 
 @dataclasses.dataclass
 class InputStatesSave(ocp.args.CheckpointArgs):
-    """Saves this process's input states, as JSON text."""
+    """Input states of this process to save, as JSON text."""
 
     text: str
 
 
 @dataclasses.dataclass
 class ManifestSave(ocp.args.CheckpointArgs):
-    """Requests the manifest of the step."""
+    """The request for the manifest of the step."""
 
 
 class _Handler(ocp.handlers.AsyncCheckpointHandler):
@@ -64,7 +64,7 @@ class _Handler(ocp.handlers.AsyncCheckpointHandler):
 
 
 class StateHandler(_Handler):
-    """Saves a state in either format, under the same item."""
+    """Handler that saves a state in either format, under the same item."""
 
     def __init__(self) -> None:
         """Make the storage of arrays."""
@@ -120,7 +120,7 @@ class StateHandler(_Handler):
 
 
 class InputStatesHandler(_Handler):
-    """Stores the input states of each process as one JSON file."""
+    """Handler that stores the input states of each process as one JSON file."""
 
     async def async_save(
         self, directory: epath.Path, args: InputStatesSave
@@ -131,7 +131,7 @@ class InputStatesHandler(_Handler):
 
 
 class ManifestHandler(_Handler):
-    """Writes the manifest when the items registered before it are final."""
+    """Handler that writes the manifest when the items registered before it are final."""
 
     async def async_save(
         self, directory: epath.Path, args: ManifestSave

@@ -25,7 +25,7 @@ _HEADINGS = ("NAME", "WEIGHTS", "MESH", "DATA", "SUMMARY")
 
 @dataclasses.dataclass(frozen=True)
 class CatalogueLine:
-    """Facts about an experiment that are available without building it; None for unknown ones."""
+    """Facts about an experiment that are available without building it; None if unknown."""
 
     num_params: int | None
     mesh: str | None
@@ -39,17 +39,17 @@ def read_catalogue(folder: str | os.PathLike[str]) -> dict[str, CatalogueLine] |
     path = os.path.join(folder, FILE_NAME)
     if not os.path.isfile(path):
         return None
-    with open(path, encoding="utf-8") as file:
-        text = file.read()
+    with open(path, "rb") as file:
+        content = file.read()
     try:
-        rows = json.loads(text)
+        rows = json.loads(content)
         return {name: CatalogueLine(**{**r, "tags": tuple(r["tags"])}) for name, r in rows.items()}
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise UsageError(f"not a catalogue of experiments: {error!r}", owner=path) from None
 
 
 def catalogue_file_text(lines: Mapping[str, CatalogueLine]) -> str:
-    """Return the content of the file, an experiment a line."""
+    """Return the content of the file, one experiment per line."""
     rows = [
         f"  {json.dumps(name)}: {json.dumps(dataclasses.asdict(line), ensure_ascii=False)}"
         for name, line in sorted(lines.items())

@@ -70,7 +70,8 @@ _ROWS = {
 _EXIT_CODES = """\
 Exit codes: 0 done; 1 a write failed, or out of memory; 2 wrong command line or
 fields; 65 training was not finite; 70 no progress for --hung_step_timeout_secs;
-75 another process was lost; 129, 130, 143 stopped by SIGHUP, Ctrl-C, SIGTERM.
+74 data could not be read; 75 another process was lost; 129, 130, 143 stopped by
+SIGHUP, Ctrl-C, SIGTERM.
 Stopped training saves first and can resume. SIGUSR1 saves and continues."""
 _OVERVIEW = """\
 runner --exp=NAME --job_log_dir=DIR     train; the same command resumes

@@ -55,6 +55,7 @@ class DeviceFeed:
         self._clock = clock
         self._waiting: collections.deque[tuple[NestedMap, dict[str, Any]]] = collections.deque()
         self._state: dict[str, Any] | None = None
+        self._error: UsageError | None = None
 
     def take(
         self,
@@ -72,9 +73,12 @@ class DeviceFeed:
 
         Raises:
           StopRequestedError: No batch was returned; the next call returns the same one.
+          UsageError: The next batch could not be read.
         """
         idle_seconds = 0.0
         if not self._waiting:
+            if self._error is not None:
+                raise self._error
             idle_seconds = self._wait(is_idle, gives_up)
             self._send_next()
         if not may_take():
@@ -89,9 +93,15 @@ class DeviceFeed:
         return self._waiting[0][0]
 
     def fill(self) -> None:
-        """Send batches that are ready to the devices up to `depth`, without waiting."""
-        while len(self._waiting) < self._depth and self._source.num_ready:
-            self._send_next()
+        """Send batches that are ready to the devices up to `depth`, without waiting.
+
+        If one cannot be read, `take` raises the error after the batches before it.
+        """
+        while len(self._waiting) < self._depth and self._source.num_ready and self._error is None:
+            try:
+                self._send_next()
+            except UsageError as error:
+                self._error = error
 
     def state(self) -> dict[str, Any]:
         """Return the state of the input after the batches that were returned."""

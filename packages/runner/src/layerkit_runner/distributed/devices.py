@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import importlib.util
 import os
 import re
 import sys
@@ -32,13 +31,19 @@ GPU_MEMORY_SHARE = 0.92
 
 _GPU = "XLA_FLAGS"
 _TPU = "LIBTPU_INIT_ARGS"
-# The name that JAX reads, and its former name; JAX rejects both at a time.
+# The name that JAX reads, and its former name. JAX rejects an environment that sets both.
 _MEMORY_SHARE = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 @dataclasses.dataclass(frozen=True)
 class FlagSet:
-    """Flags in XLA's form; `device_kind` is a pattern for the whole of JAX's device kind."""
+    """Flags of XLA for one kind of device.
+
+    Attributes:
+      variable: Environment variable that XLA reads them from.
+      device_kind: Regular expression that matches the whole of JAX's device kind.
+      flags: Flags in XLA's form.
+    """
 
     variable: str
     device_kind: str

@@ -301,7 +301,7 @@ class _Matching:
     def _near(self, name: str, names: Iterable[str]) -> str:
         """Return the nearest names; empty for faults that are not shown, since a search is slow."""
         shown = len(self._faults) < _MAX_SHOWN
-        return near_names(name, names).rstrip(".") if shown else ""
+        return near_names(name, names) if shown else ""
 
     def _message(self) -> str:
         count = len(self._faults)
@@ -338,7 +338,7 @@ def _names_in(source: Opened, field: str) -> list[str]:
 
 
 def _no_match(label: str, pattern: str, names: Sequence[str]) -> str:
-    return f"{label}: {pattern!r} matches no name{near_names(pattern, names).rstrip('.')}"
+    return f"{label}: {pattern!r} matches no name{near_names(pattern, names)}"
 
 
 def _is_float(dtype: Any) -> bool:

@@ -32,7 +32,8 @@ from layerkit_runner.training.train_state import FirstState, TrainState
 class LayerNotes(logging.Handler):
     """A handler that collects what layers log while they are traced, such as the attention backend.
 
-    Meanwhile, records do not reach Python's root logger, which TensorFlow and others print.
+    Inside the `with` block, records do not reach Python's root logger, whose handlers, such as
+    TensorFlow's, would print them.
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,9 @@ class LayerNotes(logging.Handler):
         self._logger.setLevel(level)
         if exception[0] is not None:  # The caller prints no lines then.
             for record in self._records:
-                logging.getLogger(record.name).handle(record)
+                logger = logging.getLogger(record.name)
+                if logger.isEnabledFor(record.levelno):
+                    logger.handle(record)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Collect a record; a repeated line is collected once."""
@@ -171,7 +174,7 @@ def run_info(job: Job, *, start_step: int) -> RunInfo:
 def train_run_info(
     job: Job, data: TrainInputs, works: Sequence[StepWork], *, start_step: int
 ) -> RunInfo:
-    """Return the information about a training run, averaged over its data sets."""
+    """Return the information about a training run; a step has the mean work of its data sets."""
     known = run_info(job, start_step=start_step)
 
     def mean(values: Sequence[Any]) -> Any:

@@ -19,14 +19,14 @@ import numpy as np
 
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import atomic_write, is_remote
-from layerkit_runner.observers.base import Histogram, Observer, RunInfo
+from layerkit_runner.observers.base import DECODE_PREFIX, Histogram, Observer, RunInfo
 
 
 class WeightsAndBiases(Observer):
     """An observer that writes scalars, texts, images and histograms to a run of a project.
 
-    Names are `train/…`, `eval/<data set>/…` and `decode/<data set>/…`, over `step`. Steps that are
-    repeated after a kill are reported again.
+    Names are `train/…`, `eval/<data set>/…` and `decode/<data set>/…`, and `vars/…` for histograms
+    of weights. The x-axis is `step`. Steps that are repeated after a kill are reported again.
 
     Raises:
       UsageError: wandb is not installed.
@@ -85,11 +85,13 @@ class WeightsAndBiases(Observer):
 
     def eval_metrics(self, step: int, dataset: str, scalars: Mapping[str, float]) -> None:
         """Log the scalars as `eval/<data set>/…` or `decode/<data set>/…`."""
-        prefix = dataset if "/" in dataset else f"eval/{dataset}"
-        self._log(step, {f"{prefix}/{name}": value for name, value in scalars.items()})
+        folder = _eval_folder(dataset)
+        self._log(step, {f"{folder}/{name}": value for name, value in scalars.items()})
 
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Log the norms, and the histograms that are finite."""
+        """Log the norms of all arrays, and the histograms that are finite."""
+        if self._run is None:
+            return
         import wandb
 
         values: dict[str, Any] = {}
@@ -100,17 +102,22 @@ class WeightsAndBiases(Observer):
         self._log(step, values)
 
     def eval_histograms(self, step: int, dataset: str, histograms: Mapping[str, Histogram]) -> None:
-        """Log the histograms as `eval/<data set>/…`."""
-        self.histograms(step, {f"eval/{dataset}/{name}": h for name, h in histograms.items()})
+        """Log the histograms as `eval/<data set>/…` or `decode/<data set>/…`."""
+        folder = _eval_folder(dataset)
+        self.histograms(step, {f"{folder}/{name}": h for name, h in histograms.items()})
 
     def images(self, step: int, images: Mapping[str, np.ndarray]) -> None:
         """Log the images as `train/…`."""
+        if self._run is None:
+            return
         import wandb
 
         self._log(step, {f"train/{name}": wandb.Image(image) for name, image in images.items()})
 
     def text(self, step: int, name: str, text: str) -> None:
         """Log the text as `decode/<data set>/sample`."""
+        if self._run is None:
+            return
         import wandb
 
         self._log(step, {f"decode/{name}/sample": wandb.Html(f"<pre>{html.escape(text)}</pre>")})
@@ -126,3 +133,7 @@ class WeightsAndBiases(Observer):
     def _log(self, step: int, values: Mapping[str, Any]) -> None:
         if self._run is not None:
             self._run.log({"step": step, **values})
+
+
+def _eval_folder(dataset: str) -> str:
+    return dataset if dataset.startswith(DECODE_PREFIX) else f"eval/{dataset}"

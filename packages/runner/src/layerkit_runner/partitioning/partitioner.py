@@ -371,8 +371,10 @@ class SpmdPartitioner(Partitioner):
     The compiler inserts the communication.
 
     Attributes:
+      mesh_axis_names: Names of the mesh axes, the slowest network first.
       ici_mesh_shape: Size of each axis within a slice; None puts all devices on the first axis.
       dcn_mesh_shape: Size of each axis across slices; None for one slice.
+      rules: Mesh axes of the logical axes of weights and activations.
       shard_optimizer_over_data: True to split the optimizer's state, the averages of the weights
         and the update over the mesh axes of the batch that replicate a weight (ZeRO stage 1).
       offload_optimizer_state: True to hold the optimizer's state of repeated layers in pinned host

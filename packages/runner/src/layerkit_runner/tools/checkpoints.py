@@ -140,7 +140,7 @@ def _list(folder: str, *, read: bool = False) -> int:
     for step, findings in damage.items():
         for finding in findings:
             print(f"step {step}: {finding}")
-    for path in folders.set_apart(directory):
+    for path in folders.unfinished_or_damaged(directory):
         print(f"not a checkpoint: {path.name}")
     if not read:
         print("intact: by the sizes of the files; --read or verify compares their bytes")

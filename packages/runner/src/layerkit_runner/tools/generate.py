@@ -56,7 +56,7 @@ def _load(flags: ParsedFlags) -> LoadedModel:
 
 
 def _piped_prompt() -> tuple[str, ...]:
-    text = sys.stdin.read()
+    text = sys.stdin.read().removesuffix("\n")  # which `echo` and editors add
     if not text:
         raise UsageError(field="--prompt", value=None, expected="a text to continue")
     return (text,)

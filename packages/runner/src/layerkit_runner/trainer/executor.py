@@ -12,13 +12,20 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from layerkit.config import target_of
 from layerkit_runner.checkpointing import CheckpointManager
 from layerkit_runner.config.config_tree import check_required_fields
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.distributed.stop_signals import StopRequestedError, StopSignals
 from layerkit_runner.distributed.watchdog import progress
-from layerkit_runner.errors import NonFiniteError, UsageError
+from layerkit_runner.errors import (
+    UNREADABLE_DATA,
+    NonFiniteError,
+    StorageError,
+    UsageError,
+)
 from layerkit_runner.observers import DECODE_PREFIX, Goodput, Observer, Throughput
 from layerkit_runner.observers.step_profiler import StepProfiler
 from layerkit_runner.optim.early_stopping import (
@@ -89,12 +96,14 @@ class Executor:
 
         Raises:
           NonFiniteError: Too many steps in a row were not valid, or the state is not finite.
+          UsageError: A data set could not be read, or a program failed. A job of one process has
+            saved the state first.
         """
         with self.goodput.phase("steps"):
             return self._run(state, step)
 
     def _run(self, state: TrainState, step: int) -> tuple[TrainState, int]:
-        skipped = self.train_programs.skipped
+        skipped, first = self.train_programs.skipped, step
         if step >= self.train.num_train_steps:
             # A run that failed at its last step cannot recover in a later step.
             skipped.check_limit(step)
@@ -118,7 +127,7 @@ class Executor:
                 self.train_programs.drain()
                 with self._paused_phase("profile"):
                     self.profiler.start(step + 1)
-            with contextlib.suppress(StopRequestedError):
+            try:
                 state = self.train_programs.run_step(state, step + 1, self.signals)
                 step += 1
                 if self.after_first_step is not None:
@@ -129,6 +138,12 @@ class Executor:
                     self._stop_profile(step)
                 if step < self.train.num_train_steps:
                     self.run_due(state, step)
+            except StopRequestedError:
+                continue
+            except UsageError as error:
+                if step > first:
+                    self._save_after(error, state, step)
+                raise
         self._stop_profile(step)
         self._save(state, step, force=True)
         if skipped.problem is not None:
@@ -236,6 +251,16 @@ class Executor:
                 metadata=self._metadata(step),
                 force=force,
             )
+
+    def _save_after(self, error: UsageError, state: TrainState, step: int) -> None:
+        """Save the completed steps, and set the exit code of an error that followed them."""
+        if error.exit_code == UsageError.exit_code:
+            is_storage = isinstance(error.__cause__, OSError)
+            error.exit_code = UNREADABLE_DATA if is_storage else StorageError.exit_code
+        # Other processes may have started the next step, which never ends.
+        if jax.process_count() == 1 and self.checkpoints is not None:
+            self._save(state, step, force=True)
+            self.observers.message(f"saved step {step} after an error")
 
     def _metadata(self, step: int) -> dict[str, Any]:
         metadata = dict(self.metadata)

@@ -68,6 +68,8 @@ def test_default_is_used_if_neither_flags_nor_mesh_give_a_number():
         (FSDP_4, {"num_devices": 8}, "--num_devices"),
         (SpmdPartitioner(ici_mesh_shape=[1, 8, 1]), {"target": "v5e:2x2*2"}, "--target"),
         (PmapPartitioner(), {"target": "cpux4", "num_devices": 8}, "--num_devices"),
+        (SpmdPartitioner(dcn_mesh_shape=[2, 1, 1]), {"num_devices": 3}, "--num_devices"),
+        (SpmdPartitioner(dcn_mesh_shape=[2, 1, 1]), {"target": "cpux3"}, "--target"),
         (PmapPartitioner(), {"num_devices": 0}, "--num_devices"),
         (PmapPartitioner(), {"target": "here", "num_devices": 8}, "--num_devices"),
     ],

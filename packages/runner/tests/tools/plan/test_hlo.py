@@ -105,27 +105,41 @@ LOOP = """%condition (state: (s32[], f32[4])) -> pred[] {
 }
 
 ENTRY %main (x: f32[4]) -> f32[4] {
+  %first = s32[] constant(FIRST)
+  %first.copy = s32[] copy(%first)
+  %start = (s32[], f32[4]{0}) tuple(%first.copy, %x)
   ROOT %loop = (s32[], f32[4]{0}) while(%start), condition=%condition, body=%body
 }
 """
 
 
 @pytest.mark.parametrize(
-    ("step", "executions", "is_exact"),
+    ("first", "step", "executions", "is_exact"),
     [
-        ("1", 12, True),
-        ("5", 3, True),  # 0, 5 and 10
-        ("unknown", 12, False),
+        ("0", "1", 12, True),
+        ("0", "5", 3, True),  # 0, 5 and 10
+        ("2", "5", 2, True),  # 2 and 7
+        ("0", "unknown", 12, False),
+        ("unknown", "1", 12, False),
     ],
 )
-def test_loop_count_is_read_from_the_condition(step, executions, is_exact):
-    program = {each.name: each for each in instructions(LOOP.replace("STEP", step))}
+def test_loop_count_is_read_from_the_condition(first, step, executions, is_exact):
+    text = LOOP.replace("FIRST", first).replace("STEP", step)
+    program = {each.name: each for each in instructions(text)}
     assert (program["y"].executions, program["y"].is_exact) == (executions, is_exact)
     assert program["y"].computation == "body"
     assert not program["y"].is_fused
 
 
 def test_loop_of_unknown_length_counts_once():
-    text = LOOP.replace("STEP", "1").replace("direction=LT", "direction=NE")
+    text = LOOP.replace("FIRST", "0").replace("STEP", "1").replace("direction=LT", "direction=NE")
     program = {each.name: each for each in instructions(text)}
     assert (program["y"].executions, program["y"].is_exact) == (1, False)
+
+
+def test_loop_that_may_end_early_counts_its_limit_and_is_not_exact():
+    less = "ROOT %less = pred[] compare(%counter, %limit), direction=LT"
+    both = less.removeprefix("ROOT ") + "\n  ROOT %both = pred[] and(%less, %alive)"
+    text = LOOP.replace("FIRST", "0").replace("STEP", "1").replace(less, both)
+    program = {each.name: each for each in instructions(text)}
+    assert (program["y"].executions, program["y"].is_exact) == (12, False)

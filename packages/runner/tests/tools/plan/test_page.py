@@ -104,7 +104,7 @@ largest results of the step, per device; not all exist at the same time
 
 collectives of one step, bytes sent by each device
   all-gather         fsdp              1,200 ×      1.5 MB  500 kB of it slow
-  all-reduce         data+tensor           3 ×        96 B  (not exact: a loop of unknown length)
+  all-reduce         data+tensor           3 ×        96 B  (not exact: branch or unknown loop)
 
 lower bounds of the step time
   compute          50.5 ms  1.25 × the model's FLOPs at 989.4 TFLOP/s  ← the bound

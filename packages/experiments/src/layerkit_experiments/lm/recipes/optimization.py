@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import optax
 
-from layerkit.checks import check_non_negative, check_rates, check_sizes
+from layerkit.checks import check_non_negative, check_positive, check_rates, check_sizes
 from layerkit.config import Config, Partial
 from layerkit_runner.config.experiment import is_set_before
 from layerkit_runner.optim.learner import Learner
@@ -27,6 +27,7 @@ _NON_NEGATIVE = (
     "SECOND_MOMENT_DECAY",
 )
 _RATES = ("ADAM_BETA1", "ADAM_BETA2")
+_POSITIVE = ("UPDATE_RMS_CAP",)
 
 
 class TrainingLength:
@@ -287,5 +288,9 @@ def check_optimizer_numbers(fields: Any) -> None:
       ConfigError: A number is out of range.
     """
     owner = type(fields).__qualname__
-    for names, check in ((_NON_NEGATIVE, check_non_negative), (_RATES, check_rates)):
+    for names, check in (
+        (_NON_NEGATIVE, check_non_negative),
+        (_RATES, check_rates),
+        (_POSITIVE, check_positive),
+    ):
         check(owner, **{name: getattr(fields, name) for name in names if hasattr(fields, name)})

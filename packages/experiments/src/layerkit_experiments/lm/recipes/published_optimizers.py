@@ -50,7 +50,7 @@ class AdafactorSqrt(TrainingLength):
     """Adafactor without momentum; a constant rate, then 1/√step (Du et al., 2021: GLaM).
 
     Updates are proportional to the size of the weights, so the rate is relative to it (Shazeer and
-    Stern, 2018; arXiv:1804.04235). A step whose gradient is not finite is skipped.
+    Stern, 2018; arXiv:1804.04235).
     """
 
     LEARNING_RATE: float = 0.01

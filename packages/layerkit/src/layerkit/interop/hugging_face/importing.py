@@ -290,7 +290,7 @@ def _check_tensors(
         if name not in present:
             # Each search reads all names, so only problems that are listed get a suggestion.
             near = near_names(name, surplus) if len(problems) < _MOST_PROBLEMS else ""
-            problems.append(f"{name}: missing tensor of shape {list(shape)}{near.rstrip('.')}")
+            problems.append(f"{name}: missing tensor of shape {list(shape)}{near}")
             continue
         if source.shape(name) != shape:
             found = list(source.shape(name))

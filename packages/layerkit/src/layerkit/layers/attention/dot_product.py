@@ -80,8 +80,8 @@ def dot_product_attention(
       logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
       dropout: Function that drops probabilities, applied in the dtype of `value`.
       zero_fully_masked_rows: True for an output of exactly 0 where a query may attend no key;
-        otherwise it is the mean of all values. With `sinks`, which then take all probability, it
-        is 0 in both cases.
+        otherwise it is the mean of all values, or 0 in kernels. With `sinks`, which then take all
+        probability, it is 0 in all cases.
       backend: `auto`, `xla`, `cudnn` or `pallas`; see `layerkit.layers.attention.backends`.
       platform: JAX's name of the platform that runs it; None for that of the mesh, of `sharding` or
         of a surrounding `jax.shard_map`, or without a mesh JAX's default.

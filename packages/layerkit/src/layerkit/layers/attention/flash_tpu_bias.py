@@ -1,13 +1,13 @@
 """Attention with a bias by distance as fused kernels on TPUs.
 
-JAX's splash attention has no bias, and its older flash attention reads one of a number for each
-pair of query and key. These kernels read one number per distance (`DistanceBias`) and make the bias
-of a block from the numbers of its distances: a row of the block is the row above, shifted by one.
-The method is that of `layerkit.layers.attention.flash_gpu`, FlashAttention-2 (Dao, 2023,
+JAX's splash attention has no bias. Its older flash attention reads a dense bias, with one number
+for each pair of query and key. These kernels read one number per distance (`DistanceBias`) and make
+the bias of a block from the numbers of its distances: a row of the block is the row above, shifted
+by one. The method is that of `layerkit.layers.attention.flash_gpu`, FlashAttention-2 (Dao, 2023,
 arXiv:2307.08691).
 
-A learned bias has a gradient by a kernel of its own. It visits the blocks on one diagonal of the
-logits, which have the same bias, one after the other and adds their gradients.
+A separate kernel computes the gradient of a learned bias. It visits the blocks on one diagonal of
+the logits, which have the same bias, one after the other and adds their gradients.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def biased_attention_tpu(
       bias: Bias by distance.
       sinks: `[heads]`, a logit per head that takes probability and adds no value.
       logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
-      blocks: Blocks of the kernels, multiples of 128 that divide the length.
+      blocks: Blocks of the kernels, multiples of 128 that divide the length. All passes use those
+        of `forward`.
       interpret: True to run the kernels in interpret mode on any device, for tests.
 
     Returns:

@@ -70,8 +70,8 @@ class Arrays(NamedTuple):
     """The arrays that all kernels read besides queries, keys and values.
 
     Attributes:
-      bias: float32 `[heads, 1, 2·length]`, the bias of the distances from length - 1 down to
-        -(length - 1), key position - query position, and a number that is not used.
+      bias: float32 `[heads, 1, 2·length]`, the bias of each distance (key position - query
+        position) from length - 1 down to -(length - 1), followed by one unused number.
       query_segments: int32 `[batch, 1, length]`; None for a single segment.
       key_segments: int32 `[batch, length, 1]`; None for a single segment.
     """
@@ -149,8 +149,10 @@ def _forward_kernel(
 
     @pl.when(j == pl.num_programs(3) - 1)
     def _end() -> None:
-        out[...] = (read[...] / total[...]).T.astype(out.dtype)
-        log_sum[...] = largest[...] + jnp.log(total[...])
+        # 0 for a query without visible keys.
+        some = jnp.where(total[...] == 0.0, 1.0, total[...])
+        out[...] = (read[...] / some).T.astype(out.dtype)
+        log_sum[...] = largest[...] + jnp.log(some)
 
 
 def query_gradient(options: BiasedOptions, *inputs: Any) -> jax.Array:

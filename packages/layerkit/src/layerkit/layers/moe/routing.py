@@ -4,8 +4,9 @@ A router scores every expert for every token and chooses the best few (Shazeer e
 arXiv:1701.06538). The routers of published models are configurations of `TopKRouter`:
 
 - Switch (arXiv:2101.03961): `num_experts_per_token=1, renormalize=False, jitter=0.01`;
-- GShard, Mixtral and gpt-oss: the defaults, since a softmax over the chosen logits equals the
-  renormalized softmax over all of them;
+- GShard and Mixtral: the defaults, since a softmax over the chosen logits equals the renormalized
+  softmax over all of them;
+- gpt-oss: `use_bias=True`;
 - Qwen 2 MoE and OLMoE: `renormalize=False`;
 - DeepSeek V3 (arXiv:2412.19437): `score="sigmoid", use_score_bias=True, num_expert_groups=8,
   num_chosen_groups=4, weight_scale=2.5`.
@@ -240,7 +241,12 @@ class TopKRouter(BaseRouter):
         x, logits = self.inputs_and_logits(x)
         scores = self._scores(self._add_noise(logits, x))
         experts = self._choose(scores)
-        weights = jnp.einsum("...ke,...e->...k", jax.nn.one_hot(experts, self.num_experts), scores)
+        weights = jnp.einsum(
+            "...ke,...e->...k",
+            jax.nn.one_hot(experts, self.num_experts),
+            scores,
+            precision=jax.lax.Precision.HIGHEST,
+        )
         if self.renormalize:
             weights = _normalize_sum(weights)
         if is_token is not None:

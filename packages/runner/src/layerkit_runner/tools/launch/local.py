@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from layerkit_runner.run_options import Flag, non_negative
 from layerkit_runner.tools.launch.request import Options, Request, Script, installed_runner
 
-# No progress (70), another process lost (75), or killed: 128 plus SIGABRT, SIGBUS, SIGKILL (such as
-# for lack of memory) or SIGSEGV. Ctrl-C (130) and SIGTERM (143) are requests to stop.
-RETRIED_EXIT_CODES = (70, 75, 134, 135, 137, 139)
+# No progress (70), unreadable data (74), another process lost (75), or killed: 128 plus SIGABRT,
+# SIGBUS, SIGKILL (such as for lack of memory) or SIGSEGV. Ctrl-C (130) and SIGTERM (143) are
+# requests to stop.
+RETRIED_EXIT_CODES = (70, 74, 75, 134, 135, 137, 139)
 # An error, a wrong command, or non-finite training: a restart would fail in the same way.
 FINAL_EXIT_CODES = (1, 2, 65)
 # Machines that were replaced need time to start.

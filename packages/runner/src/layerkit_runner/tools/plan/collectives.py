@@ -77,7 +77,7 @@ class Traffic:
 
     `executions` counts rounds of loops, and arrays that XLA sends together once. `bytes_sent` are
     those of each device in all executions, of which `bytes_slow` go to another slice or node.
-    `is_exact` is False in a loop of unknown length, which counts once, and in branches.
+    `is_exact` is as in `Instruction`.
     """
 
     kind: str

@@ -57,7 +57,14 @@ def planned_target(
 ) -> Target:
     """Return the target that flags ask for, completed from the mesh.
 
-    Without both, it has `default` simulated devices.
+    Args:
+      partitioner: Partitioner, whose mesh gives the number of devices if its sizes are set.
+      target: `--target`; None for simulated CPU devices.
+      num_devices: `--num_devices`.
+      default: Number of devices if neither the flags nor the mesh give one.
+
+    Raises:
+      UsageError: The target is unknown, or the flags contradict each other or the mesh.
     """
     asked = parse_target("cpu" if target is None else target)
     if asked.kind is None:
@@ -83,6 +90,12 @@ def planned_target(
             expected=f"the {needed} devices of the mesh ({_sizes(partitioner)})",
             hint=f"{other} to plan for the mesh as it is, or change the mesh.",
             settings=_mesh_settings(partitioner, asked, count),
+        )
+    if ici is None and count is not None and count % dcn:
+        raise UsageError(
+            field="--num_devices" if num_devices else "--target",
+            value=num_devices or target,
+            expected=f"a multiple of {dcn}, the slices of the mesh ({_sizes(partitioner)})",
         )
     # Slices are connected by another network than their chips, so a mesh must know of them.
     if asked.topology and dcn % asked.num_slices and (ici is not None or dcn > 1):

@@ -36,9 +36,10 @@ _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 class Instruction:
     """One instruction of HLO; `rest` is everything after the opening bracket.
 
-    `executions` is the number of runs each time the program runs. It is not exact inside a loop of
-    unknown length, whose body counts once, and inside a branch, which counts as if always taken.
-    The result of a fused instruction takes no memory of its own.
+    `executions` is the number of runs each time the program runs. It is not exact inside a branch,
+    which counts as if always taken, and inside a loop that may end early or whose counter is
+    unknown: such a loop counts its limit if that is a constant, otherwise once. The result of a
+    fused instruction takes no memory of its own.
     """
 
     name: str
@@ -65,7 +66,7 @@ def instructions(hlo_text: str) -> Iterator[Instruction]:
     """Yield all instructions that run of `compiled.as_text()`."""
     computations, entry = _computations(hlo_text)
     calls = {
-        name: [(each, call) for each in body for call in _calls(each, computations)]
+        name: [(each, call) for each in body for call in _calls(each, body, computations)]
         for name, body in computations.items()
     }
     callers: dict[str, set[str]] = collections.defaultdict(set)
@@ -111,7 +112,7 @@ def _computations(hlo_text: str) -> tuple[dict[str, _Body], str]:
 
 
 def _calls(
-    instruction: Instruction, computations: dict[str, _Body]
+    instruction: Instruction, caller: _Body, computations: dict[str, _Body]
 ) -> Iterator[tuple[str, _Count]]:
     """Yield the computations that an instruction calls, with the number of calls per run."""
     opcode, rest = instruction.opcode, instruction.rest
@@ -120,7 +121,7 @@ def _calls(
     count = (1, opcode != "conditional")
     if opcode == "while":
         known = _TRIP_COUNT.search(rest)
-        count = (int(known[1]), True) if known else _rounds(rest, computations)
+        count = (int(known[1]), True) if known else _rounds(instruction, caller, computations)
     for match in _CALLED.finditer(rest):
         yield match[1], count
     for match in _BRANCHES.finditer(rest):
@@ -128,9 +129,9 @@ def _calls(
             yield name.strip().removeprefix("%"), count
 
 
-def _rounds(attributes: str, computations: dict[str, _Body]) -> _Count:
-    """Count the rounds of a loop that counts up from 0 to a constant; else 1, not exact."""
-    parts = dict(_LOOP_PARTS.findall(attributes))
+def _rounds(loop: Instruction, caller: _Body, computations: dict[str, _Body]) -> _Count:
+    """Count the rounds of a loop that counts up to a constant; see `Instruction`."""
+    parts = dict(_LOOP_PARTS.findall(loop.rest))
     condition, body = (computations.get(parts.get(p, ""), []) for p in ("condition", "body"))
     named = {each.name: each for each in condition}
     for compare in condition:
@@ -141,9 +142,23 @@ def _rounds(attributes: str, computations: dict[str, _Body]) -> _Count:
         most = _constant(limit)
         if index is None or most is None:
             continue
-        step = _step(body, int(index[1]))
-        return -(-most // (step or 1)), step is not None
+        step, start = _step(body, int(index[1])), _start(loop, caller, int(index[1]))
+        is_only_condition = compare is condition[-1]
+        is_exact = is_only_condition and step is not None and start is not None
+        return max(0, -(-(most - (start or 0)) // (step or 1))), is_exact
     return 1, False
+
+
+def _start(loop: Instruction, caller: _Body, index: int) -> int | None:
+    """Return the first value of a loop's counter, element `index` of its state."""
+    named = {each.name: each for each in caller}
+    state = named.get(loop.operands[0]) if loop.operands else None
+    if state is None or state.opcode != "tuple" or index >= len(state.operands):
+        return None
+    value = named.get(state.operands[index])
+    while value is not None and value.opcode.startswith("copy") and value.operands:
+        value = named.get(value.operands[0])
+    return _constant(value)
 
 
 def _step(body: _Body, index: int) -> int | None:

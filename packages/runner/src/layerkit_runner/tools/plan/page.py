@@ -147,7 +147,7 @@ def _traffic_lines(plan: Plan) -> Iterator[str]:
         return
     yield "collectives of one step, bytes sent by each device"
     for traffic in plan.collectives[:_MOST_COLLECTIVES]:
-        remark = "" if traffic.is_exact else "  (not exact: a loop of unknown length)"
+        remark = "" if traffic.is_exact else "  (not exact: branch or unknown loop)"
         slow = f"  {size_text(traffic.bytes_slow)} of it slow" if traffic.bytes_slow else ""
         yield (
             f"  {traffic.kind:<19}{traffic.axes:<16}{traffic.executions:>7,} ×"
