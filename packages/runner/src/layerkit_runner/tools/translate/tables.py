@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from layerkit.errors import near_names
+from layerkit.errors import as_sentence, near_names
 from layerkit_runner.config.registry import experiment_packages
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.bounded_documents import parse_yaml, read_text
@@ -96,7 +96,7 @@ def _map_key(table: Mapping[str, Any], key: str, values: Mapping[str, Any]) -> d
         raise value
     if row is None:
         near = near_names(key, [*table["keys"], *neutral])
-        raise NotTranslatedError(f"unknown key{near}")
+        raise NotTranslatedError(as_sentence(f"unknown key{near}"))
     row = {"to": row} if isinstance(row, str) else row
     if _is_one_of(value, [row.get("same", row)]):
         return {}
