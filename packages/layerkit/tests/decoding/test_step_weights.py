@@ -11,7 +11,13 @@ import pytest
 
 from layerkit.decoding import BeamSearch, SampleDecoder
 from layerkit.decoding.step_weights import step_weights
-from layerkit.layers import LayerNorm, RmsNorm, StackedTransformerRepeated, Transformer
+from layerkit.layers import (
+    LayerNorm,
+    RelativeBias,
+    RmsNorm,
+    StackedTransformerRepeated,
+    Transformer,
+)
 from layerkit.models import LanguageModel, TransformerLm
 from layerkit.nested_map import NestedMap
 from layerkit.sharding import BoundSharding
@@ -25,6 +31,14 @@ STACKS = {
         "block_tpls": (LAYER, LAYER.clone().set(norm_tpl=RmsNorm.HParams.config())),
     },
     "two axes": {"num_layers": 4, "stacked_shape": (2, 2)},
+    "weights of the stack itself": {
+        "num_layers": 3,
+        "relative_bias_tpl": RelativeBias.HParams.config(),
+    },
+    "weights that are shared in each layer": {
+        "num_layers": 3,
+        "layer_tpl": LAYER.clone().set(norm_tpl=RmsNorm.HParams.config(shared_weight_id="norm")),
+    },
 }
 
 
@@ -52,14 +66,18 @@ BEAMS = BeamSearch.HParams.config(max_decode_steps=4, beam_size=2, eos_id=1)
 )
 def test_tokens_equal_those_of_repeated_layers(decoder: Any, stack: str):
     models = [language_model(decoder, unroll=unroll, **STACKS[stack]) for unroll in (None, 1)]
-    variables = jax.jit(models[0].init)(jax.random.key(0))
+    random = np.random.default_rng(0)
+    variables = jax.tree.map(
+        lambda x: x + 0.3 * random.normal(size=x.shape).astype(x.dtype),
+        jax.jit(models[0].init)(jax.random.key(0)),
+    )
     batch = NestedMap(ids=jnp.array([[3, 4, 5], [6, 7, 0]]), prompt_lengths=jnp.array([3, 2]))
-    ours, theirs = (
+    unrolled, repeated = (
         jax.jit(lambda v, model=model: model.apply(v, batch, method="decode"))(variables)
         for model in models
     )
-    np.testing.assert_array_equal(ours.ids, theirs.ids)
-    np.testing.assert_allclose(ours.log_probs, theirs.log_probs, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(unrolled.ids, repeated.ids)
+    np.testing.assert_allclose(unrolled.log_probs, repeated.log_probs, rtol=1e-5, atol=1e-6)
 
 
 def test_each_layer_has_weights_of_its_own():

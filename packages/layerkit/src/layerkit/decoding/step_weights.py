@@ -1,4 +1,4 @@
-"""The weights of a network as a decoding loop reads them: one array per layer, cast once.
+"""Weights prepared for a decoding loop: one array per layer, cast once to the compute dtype.
 
 XLA does not move work out of the loop over the tokens. For each token and layer it copies weights
 and cache out of the stack, and the cache back, and casts the weights to the compute dtype. For few
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.base_layer import PARAMS, BaseLayer
-from layerkit.config import field_names, is_config, target_of
+from layerkit.config import assigned_fields, is_config, target_of, walk_configs
 from layerkit.layer_visits import visit_layers
 from layerkit.layers.repeat import is_unrolled_by_default
 from layerkit.layers.stacks import StackedTransformerRepeated, unrolled_stack
@@ -23,19 +23,21 @@ from layerkit.sharding import BoundSharding, is_single_cpu, model_device
 
 
 def step_weights(network: BaseLayer) -> tuple[BaseLayer, Any]:
-    """Return a network without its variables, and these, as its decoding steps read them fastest.
+    """Return (unbound network, its variables), arranged so that decoding steps run fastest.
 
-    Weights get the dtype in which their layers compute if that is smaller, and stacks of layers are
-    unrolled. The results of steps are the same. On accelerators, each of the two is left out if its
-    copies of weights exceed a quarter of the memory of a device, or with several processes; on
-    CPUs, if there are several devices or, for unrolling, more layers than `Repeat` unrolls by
-    default. A stack with a value in its field `unroll` is not unrolled.
+    Weights are cast to the dtype in which their layers compute if that is smaller, and the stack of
+    layers is unrolled. The results of steps are the same.
+
+    On accelerators, the cast or the unrolling is skipped if its weights exceed a quarter of the
+    memory of a device, or with several processes. On CPUs, both are skipped with several devices,
+    and the unrolling for more layers than `Repeat` unrolls by default. A stack with a value in its
+    field `unroll`, or with layers that share weights (`shared_weight_id`), is not unrolled.
 
     Call this outside of the loop over the tokens, so that each weight is copied once.
 
     Args:
-      network: Bound network, with a child `stack` of the field `stack_tpl`, or children such as
-        `decoder` of fields such as `decoder_stack_tpl`.
+      network: Bound network with a child `stack` of the field `stack_tpl`, or `decoder` of the
+        field `decoder_stack_tpl`.
     """
     sharding = network.inherited("sharding")
     bare, variables = _unrolled(network, sharding)
@@ -55,13 +57,14 @@ def step_weights(network: BaseLayer) -> tuple[BaseLayer, Any]:
 
 def _unrolled(network: BaseLayer, sharding: BoundSharding | None) -> tuple[BaseLayer, Any]:
     bare, variables = network.unbind()
-    for field in field_names(type(bare)):
-        template = getattr(bare, field)
-        if not (field.endswith("stack_tpl") and is_config(template)):
+    for field, child in (("stack_tpl", "stack"), ("decoder_stack_tpl", "decoder")):
+        template = getattr(bare, field, None)
+        if not (is_config(template) and target_of(template) is StackedTransformerRepeated):
             continue
-        if target_of(template) is not StackedTransformerRepeated or template.unroll is not None:
+        # An id of shared weights in a repeated layer holds in each repetition on its own.
+        shares = any(assigned_fields(x).get("shared_weight_id") for x in walk_configs(template))
+        if shares or template.unroll is not None:
             continue
-        child = "stack" if field == "stack_tpl" else field.removesuffix("_stack_tpl")
         stack = getattr(network, child)
         if model_device(sharding).platform == "cpu":
             is_faster = is_unrolled_by_default(sharding, stack.num_layers)
@@ -78,7 +81,7 @@ def _unrolled(network: BaseLayer, sharding: BoundSharding | None) -> tuple[BaseL
 
 
 def _split(tree: Any, child: str, places: list[tuple[tuple[str, ...], tuple[int, ...]]]) -> Any:
-    """Return variables with those of each layer of a stack in the place of the stacked ones.
+    """Replace the stacked variables of a stack by a dict for each layer, `layers_<index>`.
 
     Args:
       tree: Variables of one collection, nested dicts by layer path.
@@ -87,13 +90,14 @@ def _split(tree: Any, child: str, places: list[tuple[tuple[str, ...], tuple[int,
     """
     if child not in tree:
         return tree
-    layers = {}
+    of_layers = {path[0] for path, _ in places}
+    split = {name: value for name, value in tree[child].items() if name not in of_layers}
     for layer, (path, indices) in enumerate(places):
         found = tree[child]
         for name in path:
             found = found.get(name, {})
-        layers[f"layers_{layer}"] = jax.tree.map(lambda x, at=indices: x[at], found)
-    return {**tree, child: layers}
+        split[f"layers_{layer}"] = jax.tree.map(lambda x, at=indices: x[at], found)
+    return {**tree, child: split}
 
 
 def _compute_dtypes(network: BaseLayer) -> dict[tuple[str, ...], jnp.dtype]:
