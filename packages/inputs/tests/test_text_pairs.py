@@ -7,10 +7,11 @@ import pytest
 
 from layerkit.errors import ConfigError
 from layerkit_inputs import NumberWords, ParallelText
-from layerkit_inputs.bad_records import MissingFileError
+from layerkit_inputs.bad_records import BadRecordError, MissingFileError
 from layerkit_inputs.number_words import english_words, german_words
 from layerkit_inputs.specs import spec_of
 from layerkit_inputs.testing import laws
+from layerkit_inputs.tokenizers import ByteTokenizer
 
 
 @pytest.fixture
@@ -68,7 +69,23 @@ def test_exact_matches_are_counted(files):
     source = ParallelText(batch_size=1, **files)
     assert source.has_prediction_metrics
     assert source.prediction_metrics({0: "A", 1: "C C", 2: "E"}) == {"exact_match": 2 / 3}
+    assert source.prediction_metrics({}) == {}
     assert not ParallelText(batch_size=1, **files, is_training=True).has_prediction_metrics
+
+
+def test_lines_end_at_newlines_alone_and_a_byte_order_mark_is_dropped(files, tmp_path):
+    (tmp_path / "train.en").write_bytes(b"\xef\xbb\xbfa\rb\r\nc")
+    (tmp_path / "train.de").write_bytes(b"A\r\nC\n")
+    batch = ParallelText(batch_size=2, **files).get_next()
+    texts = ByteTokenizer()
+    read = [texts.decode(row[row > 2]) for row in batch.src.ids]
+    assert read == ["a\rb", "c"]
+
+
+def test_line_that_is_not_utf8_raises(raises, files, tmp_path):
+    (tmp_path / "train.en").write_bytes(b"a\nb\n\xff\n")
+    with raises(BadRecordError, owner=f"{tmp_path}/train.en, line 3"):
+        ParallelText(batch_size=2, **files).get_next()
 
 
 def test_longer_texts_raise_or_are_trimmed(raises, files):

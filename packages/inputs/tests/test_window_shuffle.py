@@ -7,7 +7,7 @@ import pytest
 
 from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
-from layerkit_inputs import BaseInput, Prefetch, SyntheticInput
+from layerkit_inputs import BaseInput, Prefetch
 from layerkit_inputs.testing import laws
 from layerkit_inputs.window_shuffle import WindowShuffle
 
@@ -57,11 +57,6 @@ def test_each_window_holds_its_rows_in_another_order():
 def test_an_evaluation_keeps_the_order():
     source = shuffled(is_training=False)
     assert [batch.provenance[0] for batch in source.eval_batches()] == list(range(0, 40, 4))
-
-
-def test_a_state_is_that_of_a_host_whatever_the_source():
-    source = SyntheticInput.HParams.config(num_examples=9, seq_length=4)
-    assert shuffled(source=source).state_scope == "host"
 
 
 @pytest.mark.parametrize(("window", "reads_ahead"), [(1, False), (5, False), (5, True)])

@@ -1,8 +1,8 @@
 """TextPairs and ParallelText, inputs of sources and targets for an encoder-decoder model.
 
-`TextPairs` makes rows of the pairs of texts of a subclass. `ParallelText` reads pairs from two
-files with corresponding lines, the usual format of translations. All texts are tokenized on first
-use and kept in memory.
+`TextPairs` makes rows of pairs of texts, which a subclass supplies. `ParallelText` reads pairs from
+two files with corresponding lines, the usual format of translations. All texts are tokenized on
+first use and kept in memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from layerkit.checks import check_choice, require
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.bad_records import MissingFileError
+from layerkit_inputs.bad_records import BadRecordError, MissingFileError
 from layerkit_inputs.documents import Documents
 from layerkit_inputs.features import stretch_pair_features
 from layerkit_inputs.first_fit import PackingPlan, plan_packing
@@ -180,7 +180,12 @@ class TextPairs(IndexedInput):
         return self.packing == "none"
 
     def prediction_metrics(self, predictions: Mapping[int, str]) -> dict[str, float]:
-        """Return `exact_match`, the share of decoded targets that are equal to the reference."""
+        """Return `exact_match`, the share of decoded targets that equal the (maybe cut) reference.
+
+        Without predictions, return an empty dict.
+        """
+        if not predictions:
+            return {}
         _, targets = self._sides
         found = np.array(sorted(predictions))
         sizes = self._sizes[found, 1]
@@ -225,8 +230,20 @@ class ParallelText(TextPairs):
                 yield source.strip(), target.strip()
 
     def _lines(self, field: str) -> list[str]:
-        """Return the lines of a file, split only at newlines. Texts may hold other breaks."""
+        """Return the lines of a file, split only at newlines. Texts may hold other breaks.
+
+        Raises:
+          BadRecordError: A line is not UTF-8.
+        """
         file = str(getattr(self, field))
         if not Path(file).is_file():
             raise MissingFileError("file not found", owner=self._label, field=field, value=file)
-        return Path(file).read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        content = Path(file).read_bytes()
+        try:
+            text = content.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            line = content.count(b"\n", 0, error.start) + 1
+            raise BadRecordError(
+                f"not UTF-8 ({error.reason})", owner=f"{file}, line {line}"
+            ) from None
+        return text.removesuffix("\n").split("\n")

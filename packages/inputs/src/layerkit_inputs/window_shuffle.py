@@ -1,10 +1,10 @@
 """WindowShuffle, which shuffles the rows of a stream, for readers without random access.
 
-A window of batches is read at a time, and its rows are delivered in random order. In a shuffle
-buffer each row stays for a random time, but a window ends at a known batch. So the state consists
-of the state of the source before the window, the number of the window and the number of delivered
-batches. It is exact, and a few bytes larger than that of the source. Resuming reads one window
-again.
+A window of batches is read at a time, and its rows are delivered in random order. Unlike the rows
+of a shuffle buffer, all rows of a window have been delivered after a known number of batches. So
+the state consists of the state of the source before the window, the number of the window and the
+number of delivered batches. It is exact, and a few bytes larger than that of the source. Resuming
+reads one window again.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class WindowShuffle(CompositeInput):
     """An input that shuffles the rows of `source` within windows while training.
 
     Outside of training it returns the batches of `source` unchanged. Each host shuffles its own
-    stream, so a state fits only the same host of as many hosts. Readers of rows by number have
-    their own fields `shuffle` and `shuffle_window`, without this restriction.
+    stream, so a state can be restored only on the host with the same index, among the same number
+    of hosts. Readers of rows by number have their own fields `shuffle` and `shuffle_window`,
+    without this restriction.
     """
 
     state_scope: ClassVar[Scope] = "host"

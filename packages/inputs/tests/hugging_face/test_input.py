@@ -338,6 +338,23 @@ def test_input_raises_for_invalid_fields(raises, more, field, value, fields):
         list(HuggingFaceInput(**{**fields, **more}).eval_batches())
 
 
+def test_urls_in_the_settings_of_a_local_folder_raise(raises, fields, folder):
+    url = "http://localhost/rows.jsonl"
+    configs = "configs:\n- config_name: default\n  data_files: {}\n"
+    source = HuggingFaceInput(**{**fields, "path": str(folder), "data_files": None})
+    page = "---\nlicense_link: https://here\n{}---\nSee https://here.\n"
+    (folder / "README.md").write_text(page.format(configs.format("1.jsonl")))
+    source.get_next()
+    for name, text in (
+        ("README.md", page.format(configs.format(url))),
+        (".huggingface.yaml", configs.format(url)),
+    ):
+        (folder / name).write_text(text)
+        with raises(ConfigError, field=f"configs in {name}", value=url):
+            HuggingFaceInput(**{**fields, "path": str(folder), "data_files": None}).get_next()
+        (folder / name).unlink()
+
+
 def test_missing_file_raises_with_similar_names(fields, folder):
     missing = str(folder / "1.json")
     with pytest.raises(ConfigError, match="Did you mean") as caught:

@@ -16,6 +16,7 @@ from layerkit.layers.losses import (
     chunked_cross_entropy,
     cross_entropy,
     soft_cap,
+    soft_cross_entropy,
     weighted_mean,
 )
 
@@ -143,6 +144,29 @@ def test_label_out_of_range_is_nan_and_skipped_by_a_weight_of_zero(label: int) -
     np.testing.assert_allclose(value, losses.xent[0])
     assert np.isfinite(gradient).all()
     np.testing.assert_array_equal(gradient[1], 0.0)
+
+
+def test_classes_whose_logit_is_minus_infinity_cost_nothing():
+    logits = jnp.array([[1.0, 2.0, -jnp.inf]])
+    options = {"entropy_loss_weight": 0.1, "z_loss_weight": 0.1}
+
+    def hard(logits: jax.Array) -> jax.Array:
+        return cross_entropy(logits, jnp.array([1]), **options).loss[0]
+
+    def soft(logits: jax.Array) -> jax.Array:
+        targets = jax.nn.one_hot(jnp.array([1]), logits.shape[-1])
+        return soft_cross_entropy(logits, targets, **options).loss[0]
+
+    for loss in (hard, soft):
+        value, gradient = jax.value_and_grad(loss)(logits)
+        expected = jax.value_and_grad(loss)(logits[:, :2])
+        np.testing.assert_allclose(value, expected[0], rtol=1e-6)
+        np.testing.assert_allclose(gradient, np.pad(expected[1], ((0, 0), (0, 1))), atol=1e-6)
+
+
+def test_no_label_of_logits_that_are_nan_is_correct():
+    logits = jnp.full((6, 4), jnp.nan)
+    assert not cross_entropy(logits, jnp.array([0, 1, 2, 3, 0, 1])).correct.any()
 
 
 @pytest.mark.parametrize(("num_classes", "dtype"), [(256, "uint8"), (128, "int8"), (300, "uint8")])

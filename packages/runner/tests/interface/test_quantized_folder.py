@@ -64,6 +64,13 @@ def test_folder_evaluates_and_generates(model, quantized):
         ids.append(token)
 
 
+def test_output_that_is_a_file_raises(raises, run, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    with raises(UsageError, field="out", value=str(file)):
+        quantize_folder(str(run.job_log_dir), str(file))
+
+
 def test_averaged_weights_are_stored_as_the_weights(lines, tmp_path):
     overrides = {
         "task.train.learner.ema_decay": 0.5,

@@ -1,17 +1,19 @@
 """ResNet-50 at the size and with the schedule of ImageNet, with the values of Pax.
 
 Its data are generated images of 1000 classes, since this package has no reader of ImageNet's files.
-To train on these, override `datasets()`: batches have `inputs` and `labels`.
+To train on ImageNet, override `datasets()`: batches have `inputs` and `labels`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import optax
 
+from layerkit.checks import require
 from layerkit.config import Config, Partial
 from layerkit.layers import FlaxModule
 from layerkit.models import ClassificationModel
@@ -51,7 +53,7 @@ class ResNet50Pjit(TrainingLength, Spmd, BaseExperiment):
     """Weight of the penalty of matrices and kernels; vectors have none."""
     WARMUP_STEPS: int = 5 * STEPS_PER_EPOCH
     STEP_BOUNDARIES: list[int] = [30 * STEPS_PER_EPOCH, 60 * STEPS_PER_EPOCH, 80 * STEPS_PER_EPOCH]
-    """Steps at which the rate falls to a tenth."""
+    """Steps at which the rate is divided by ten."""
 
     MAX_STEPS = 90 * STEPS_PER_EPOCH
     SUMMARY_INTERVAL_STEPS = 1000
@@ -137,7 +139,14 @@ def warmup_then_tenths(
       peak: Highest rate.
       warmup_steps: Step at which the peak is reached.
       boundaries: Steps after the warmup, each larger than the one before.
+
+    Raises:
+      ConfigError: The boundaries are not increasing steps after the warmup.
     """
+    steps = [warmup_steps, *boundaries]
+    is_valid = all(before < after for before, after in itertools.pairwise(steps))
+    expected = f"increasing steps after the warmup of {warmup_steps}"
+    require(is_valid, "warmup_then_tenths", "boundaries", list(boundaries), expected)
     constant = schedules.piecewise_constant(
         boundaries=[step - warmup_steps for step in boundaries],
         values=[peak * 0.1**number for number in range(len(boundaries) + 1)],

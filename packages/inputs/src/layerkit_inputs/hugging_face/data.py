@@ -23,6 +23,9 @@ from layerkit_inputs.hugging_face.faults import faulty_file, first_unreadable
 from layerkit_inputs.parquet_bounds import MAX_ROW_GROUP_BYTES, check_row_groups
 
 _FORMATS = ("arrow", "csv", "json", "parquet", "text")
+# Files in which a folder may name its data files.
+_SETTINGS = ("README.md", ".huggingface.yaml")
+_READ_URLS = "To read URLs, set allow_network=True."
 _FILES_OF_SAVE_TO_DISK = ("dataset_dict.json", "state.json")
 _STREAMED_SHARDS = 64
 """Number of shards of a streamed `save_to_disk` data set, for hosts and for shuffling."""
@@ -41,7 +44,8 @@ class HuggingFaceData(BaseInput):
     config_name: str | None = None
     """Name of the configuration, for a data set that has several."""
     split: str = "train"
-    """Name of the split; also a slice such as `train[:10%]`, unless the data set is streamed."""
+    """Name of the split. Also a slice such as `train[:10%]` or a sum such as `train+test`, unless
+    the data set is streamed or was written by `save_to_disk`."""
     cache_dir: str | None = None
     """Folder in which `datasets` caches converted files. None: the default of `datasets`."""
     allow_network: bool = False
@@ -66,7 +70,7 @@ class HuggingFaceData(BaseInput):
 
     @property
     def num_skipped(self) -> int:
-        """Examples and files that this host skipped; one that it reads again counts again."""
+        """Number of examples and files that this host skipped, counted at each reading."""
         return self._bad.num_skipped
 
     def _library(self) -> Any:
@@ -123,7 +127,7 @@ class HuggingFaceData(BaseInput):
     def _builder(self, datasets: Any) -> Any:
         """Return the `datasets` builder of the files, after checks that they exist."""
         self._check_path()
-        wanted = re.findall(r"(?:^|\+)([^\[+]+)", self.split)
+        wanted = [name.strip() for name in re.findall(r"(?:^|\+)([^\[+]+)", self.split)]
         files = self._files_by_split(wanted)
         try:
             builder = datasets.load_dataset_builder(
@@ -145,7 +149,8 @@ class HuggingFaceData(BaseInput):
     def _check_parquet(self, config: Any) -> None:
         """Enable verification of page checksums, and check the declared sizes of row groups."""
         parquet = require_extra("pyarrow.parquet", needed_by=type(self).__qualname__)
-        if getattr(config, "fragment_scan_options", self) is None:  # since datasets 4.2
+        has_options = hasattr(config, "fragment_scan_options")  # since datasets 4.2
+        if has_options and config.fragment_scan_options is None:
             dataset = require_extra("pyarrow.dataset", needed_by=type(self).__qualname__)
             config.fragment_scan_options = dataset.ParquetFragmentScanOptions(
                 page_checksum_verification=True
@@ -162,7 +167,13 @@ class HuggingFaceData(BaseInput):
 
     def _check_path(self) -> None:
         path = str(self.path)
-        if self.allow_network or path in _FORMATS or Path(path).is_dir():
+        if self.allow_network or path in _FORMATS:
+            return
+        if Path(path).is_dir():
+            for name in _SETTINGS:
+                if urls := _urls_of_settings(Path(path, name)):
+                    field = f"configs in {name}"
+                    raise self._config_error(field=field, value=urls[0], hint=_READ_URLS)
             return
         raise self._config_error(
             field="path",
@@ -197,9 +208,7 @@ class HuggingFaceData(BaseInput):
     def _matches(self, entry: str) -> list[str]:
         if "://" in entry:
             if not self.allow_network:
-                raise self._config_error(
-                    field="data_files", value=entry, hint="To read URLs, set allow_network=True."
-                )
+                raise self._config_error(field="data_files", value=entry, hint=_READ_URLS)
             return [entry]
         matches = sorted(str(Path(match).absolute()) for match in glob.glob(entry, recursive=True))
         if not matches:
@@ -243,3 +252,16 @@ class HuggingFaceData(BaseInput):
             yield from tables
         except Exception as error:  # of any reader of any format below
             raise self._unreadable(error) from error
+
+
+def _urls_of_settings(file: Path) -> list[str]:
+    """Return the URLs of data files that the YAML of a data set's folder names."""
+    if not file.is_file():
+        return []
+    text = file.read_text(encoding="utf-8", errors="replace")
+    if file.suffix == ".md":
+        front_matter = re.match(r"\s*---[^\S\n]*\n(.*?)\n---", text, re.DOTALL)
+        text = front_matter[1] if front_matter else ""
+    settings = require_extra("yaml", needed_by="HuggingFaceData").safe_load(text)
+    configs = settings.get("configs") if isinstance(settings, dict) else None
+    return re.findall(r"\w+://[^\s'\"]+", str(configs))

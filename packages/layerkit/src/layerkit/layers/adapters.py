@@ -6,13 +6,13 @@ matrices, which is added to it:
     x·w + (alpha / rank) · (x·a)·b
 
 b starts at 0, so the outputs of the model do not change at first. An adapter is a `Dot` (see
-`layerkit.layers.products`) that wraps the previous one, fp8 included. The weights of the model keep
-their paths: `query/w` stays; `query/dot/lora_a` and `query/dot/lora_b` are new.
+`layerkit.layers.products`) that wraps the `Dot` of the layer, such as `Fp8Dot`. The weights of the
+model keep their paths: `query/w` stays; `query/dot/lora_a` and `query/dot/lora_b` are new.
 
     config = with_lora(config, rank=8, only=".*(query|value)_tpl")
 
 Give the learner the pattern `LORA_WEIGHTS` to train the adapters alone. `merge_lora` adds trained
-adapters to the weights of the model; `without_lora` returns its config too.
+adapters to the weights of the model; `without_lora` also returns the config without adapters.
 """
 
 from __future__ import annotations
@@ -250,8 +250,8 @@ def without_lora(config: Config, variables: Any) -> tuple[Config, Any]:
       variables: Variables of the model, `{collection: …}` of nested dicts of arrays `[...]`.
 
     Returns:
-      (config, variables), with every adapter added to its weight, which is floating also if it was
-      stored in integers; the arguments themselves if the config has no adapters.
+      (config, variables), with every adapter added to its weight. Weights that are stored in
+      integers become floating, all of them. The arguments themselves if the config has no adapters.
 
     Raises:
       ConfigError: The adapters have several values of alpha, or their weights are missing.

@@ -117,7 +117,7 @@ def cross_entropy(
     if label_smoothing:
         loss += label_smoothing * (label_logit - jnp.mean(logits, axis=-1))
     loss += _entropy_loss(logits, log_z, weight=entropy_loss_weight)
-    return TokenLosses(xent, z_loss, loss, is_best & in_range)
+    return TokenLosses(xent, z_loss, loss, is_best & ~jnp.isnan(xent))
 
 
 @jax.custom_jvp
@@ -179,7 +179,7 @@ def _statistics_in_one_pass(
             of_label + other_label,
         )
 
-    # The lowest number, since -inf - -inf is NaN.
+    # The first maximum is the lowest finite number, since -inf - (-inf) is NaN.
     low, largest = np.float32(np.finfo(np.float32).min), np.iinfo(np.int32).max
     highest, total, index, label_logit = jax.lax.reduce(
         (
@@ -234,7 +234,9 @@ def soft_cross_entropy(
     logits = logits.astype(jnp.float32)
     targets = jax.lax.stop_gradient(jnp.asarray(class_probabilities).astype(jnp.float32))
     log_z = jax.nn.logsumexp(logits, axis=-1)
-    xent = jnp.sum(targets * (log_z[..., None] - logits), axis=-1)
+    # A class of probability 0 counts 0, also if its logit is -inf.
+    costs = jnp.where(targets > 0, log_z[..., None] - logits, 0.0)
+    xent = jnp.sum(targets * costs, axis=-1)
     z_loss = z_loss_weight * jnp.square(log_z)
     loss = xent + z_loss + _entropy_loss(logits, log_z, weight=entropy_loss_weight)
     correct = jnp.argmax(logits, axis=-1) == jnp.argmax(targets, axis=-1)
@@ -243,10 +245,14 @@ def soft_cross_entropy(
 
 def _entropy_loss(logits: jax.Array, log_z: jax.Array, *, weight: float) -> jax.Array:
     """Return weight·Σ p·log p of logits `[..., num_classes]` with log Z `[...]`."""
+    is_valid = math.isfinite(weight)
+    require(is_valid, "cross_entropy", "entropy_loss_weight", weight, "a finite number")
     if not weight:
         return jnp.zeros_like(log_z)
     log_probs = logits - log_z[..., None]
-    return weight * jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
+    # The limit of p·log p at 0 is 0.
+    factors = jnp.where(jnp.isneginf(log_probs), 0.0, log_probs)
+    return weight * jnp.sum(jnp.exp(log_probs) * factors, axis=-1)
 
 
 def chunked_cross_entropy(
@@ -299,7 +305,7 @@ def chunked_cross_entropy(
         )
 
     chunks = (_split(hidden, num_chunks), _split(labels, num_chunks))
-    # prevent_cse keeps XLA from merging the recomputation, which cannot happen in a scan.
+    # In a scan, XLA cannot merge the recomputation with the forward pass.
     losses = jax.lax.map(jax.checkpoint(losses_of, prevent_cse=False), chunks)
     return jax.tree.map(lambda x: _join(x, length), losses)
 

@@ -39,9 +39,9 @@ def take(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def as_float(x: jax.Array) -> jax.Array:
-    """Return `x` `[...]`, converted to float32 if its dtype is summed by the maximum.
+    """Return `x` `[...]`, converted to float32 if its dtype is `fm32`, whose sum is a maximum.
 
-    The functions above support only floats; see
+    The functions above support only JAX's floating dtypes; see
     `layerkit.layers.quantization.fp8.accumulate_by_max`.
     """
     return _as_float(x) if x.dtype == fm32 else x

@@ -124,6 +124,8 @@ def test_layer_is_near_the_exact_product(name, dtype):
 def test_zeros_and_values_that_are_not_finite(scheme):
     x, w = draw(0, 4, 16), draw(1, 16, 8)
     assert not np.any(scaled_matmul(np.zeros_like(x), w, scheme))
+    # The scale of these would be below the normal float32 numbers.
+    assert not np.any(scaled_matmul(np.where(x > 1, np.float32(1e-36), 0), w, scheme))
     for value in (np.nan, np.inf):
         x[2, 3] = value
         found = np.asarray(scaled_matmul(x, w, scheme))

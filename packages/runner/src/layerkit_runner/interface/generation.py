@@ -1,4 +1,4 @@
-"""Tokenizer, options, ids and batches of the calls of a loaded model, and streamed text."""
+"""Parts of the calls of a loaded model: token ids, options, padded batches and streamed text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ _INCOMPLETE = "�"
 class Buckets:
     """Rounding of batches up, so that calls of similar sizes share compiled functions.
 
-    Rows are split into `row_multiple` parts. The model has `max_positions`, or any number.
+    Attributes:
+      row_multiple: Divisor of the number of rows.
+      max_positions: Number of positions of the model; None for no limit.
     """
 
     row_multiple: int = 1
@@ -96,7 +98,7 @@ def check_vocabulary(ids: np.ndarray, field: str, *, vocab_size: int | None) -> 
 
 @dataclasses.dataclass(frozen=True)
 class GenerateOptions:
-    """Options of `LoadedModel.generate`; None for those of the model's decoder."""
+    """Options of `LoadedModel.generate`; None takes the value of the model's decoder."""
 
     max_new_tokens: int | None = None
     temperature: float | None = None
@@ -142,7 +144,14 @@ def prompt_batch(
 ) -> tuple[NestedMap, int]:
     """Return the batch of prompts and the number of decoding steps, both rounded up.
 
-    The options have no None. With `are_sources`, an encoder-decoder reads the prompts.
+    Args:
+      prompts: Token ids of each prompt.
+      options: Options, all set.
+      buckets: Rounding of the batch.
+      are_sources: True if the encoder of an encoder-decoder reads the prompts.
+
+    Raises:
+      UsageError: A prompt is empty.
     """
     for row, prompt in enumerate(prompts):
         if len(prompt) == 0:

@@ -35,8 +35,12 @@ class Update(NamedTuple):
     """Result of one step of a learner.
 
     Attributes:
+      params: All weights after the step.
+      opt_state: State of the optimizers.
+      ema: Averaged weights; `{}` without `ema_decay`.
       is_valid: True if loss and gradient are finite and the norm is within its limit, bool scalar.
         If not, and the learner skips steps, the weights and states are the old ones.
+      scalars: Scalars to report, by name.
     """
 
     params: Any
@@ -172,7 +176,12 @@ class Learner(Configurable):
         return self.skip_nonfinite_gradients or self.skip_step_gradient_norm_value is not None
 
     def init(self, params: Any, *, stacks: Stacks | None = None) -> Any:
-        """Return the initial state of the optimizers for the trained part of `params`."""
+        """Return the initial state of the optimizers for the trained part of `params`.
+
+        Raises:
+          ConfigError: A pattern matches no weight, or `ema_decay` is set with a schedule-free
+            optimizer.
+        """
         state = self._groups.init(self.trained_weights.select(params), stacks or {})
         is_allowed = self.ema_decay is None or not is_schedule_free(state)
         expected = "None with a schedule-free optimizer, which averages the weights itself"
@@ -223,15 +232,14 @@ class Learner(Configurable):
           params: All weights.
           step: Number of completed steps, int32 scalar, for the rate and the average.
           loss: Global loss, a scalar, which decides whether the step is valid; None if unknown.
-          ema: Averaged weights; None if `ema_decay` is None.
+          ema: Averaged weights; None or `{}` if `ema_decay` is None.
           stacks: Sizes of the stacked axes, by path.
         """
         stacks = stacks or {}
         norm = global_norm(grads)
         is_valid = jnp.isfinite(norm)
-        if (
-            loss is not None
-        ):  # A label outside the vocabulary gives a NaN loss, but no such gradient.
+        # A label outside the vocabulary gives a NaN loss, but a finite gradient.
+        if loss is not None:
             is_valid &= jnp.isfinite(loss)
         if self.skip_step_gradient_norm_value is not None:
             is_valid &= norm <= self.skip_step_gradient_norm_value

@@ -18,6 +18,8 @@ from layerkit_runner.files.text import size_text
 from layerkit_runner.run_options import Flag, non_negative
 
 if TYPE_CHECKING:
+    from etils import epath
+
     from layerkit_runner.config.resolve import ResolvedExperiment
     from layerkit_runner.trainer.job import Job
 
@@ -59,7 +61,7 @@ def run_quantize(words: Sequence[str]) -> int:
 def quantize_folder(
     source: str, out: str, *, weight_format: str = "int8", step: int | None = None
 ) -> str:
-    """Write the model of a folder with weights in integers; return a line about the sizes.
+    """Write the model of a folder with weights in integers; return a line with both sizes.
 
     Args:
       source: Folder of a job, or a Hugging Face folder.
@@ -73,17 +75,20 @@ def quantize_folder(
     from layerkit.base_layer import PARAMS
     from layerkit.layers import quantize_model
     from layerkit.weight_formats import WeightFormat
-    from layerkit_runner.files.atomic_write import absolute
+    from layerkit_runner.files.atomic_write import absolute, is_remote
     from layerkit_runner.init_from import InitFrom, Source
     from layerkit_runner.init_from.first_state import weight_readers
-    from layerkit_runner.interface.loading import folder_experiment, start_reading
+    from layerkit_runner.interface.loading import FolderModel, folder_experiment, start_reading
     from layerkit_runner.modes.run import job_errors
 
     WeightFormat.parse(weight_format)
-    directory = Path(absolute(out))
-    if directory.exists() and any(directory.iterdir()):
+    directory = absolute(out)
+    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise UsageError(field="out", value=out, expected="a new folder, or an empty one")
     resolved, job_folder = folder_experiment(source)
+    if is_remote(directory) and isinstance(resolved.experiment, FolderModel):
+        expected = "a local folder, to which the files of the Hugging Face folder are copied"
+        raise UsageError(field="out", value=out, expected=expected)
     with job_errors("load", resolved):
         job = start_reading(resolved, job_folder)
         _check_optimizer(job, source)
@@ -121,7 +126,7 @@ def _check_optimizer(job: Job, source: str) -> None:
 
 
 def _with_format(
-    resolved: ResolvedExperiment, directory: Path, weight_format: str
+    resolved: ResolvedExperiment, directory: epath.Path, weight_format: str
 ) -> ResolvedExperiment:
     """Return the experiment of the new folder, without averages of weights."""
     from layerkit.interop.hugging_face import folder
@@ -131,13 +136,13 @@ def _with_format(
 
     experiment, fields = resolved.experiment, dict(resolved.experiment.overrides)
     if isinstance(experiment, FolderModel):
-        place = directory / _HUGGING_FACE
+        place = Path(directory, _HUGGING_FACE)
         place.mkdir(parents=True, exist_ok=True)
         folder.write_json(place, folder.CONFIG, folder.read_json(experiment.FOLDER))
         folder.copy_companions(experiment.FOLDER, place)
         fields["FOLDER"] = str(place)
     changes = {_FORMAT_PATH: weight_format}
-    # The weights of evaluation are stored; there is nothing left to average.
+    # The stored weights are averaged already.
     if resolved.task.train.learner.ema_decay is not None:
         changes["task.train.learner.ema_decay"] = "None"
         for name in ("eval_use_ema_states", "decode_use_ema_states"):
@@ -148,10 +153,9 @@ def _with_format(
 
 
 def _write(
-    directory: Path, resolved: ResolvedExperiment, step: int, fields: Mapping[str, Any]
+    directory: epath.Path, resolved: ResolvedExperiment, step: int, fields: Mapping[str, Any]
 ) -> None:
     import jax.numpy as jnp
-    from etils import epath
 
     from layerkit_runner.checkpointing import CheckpointManager
     from layerkit_runner.run_options import RunOptions
@@ -160,10 +164,10 @@ def _write(
 
     empty: dict[str, Any] = {"non_trainable": {}, "opt_state": (), "overwrite_with_gradient": {}}
     state = TrainState(step=jnp.asarray(step, jnp.int32), **{**empty, **fields})
-    with CheckpointManager(epath.Path(directory) / "checkpoints") as checkpoints:
+    with CheckpointManager(directory / "checkpoints") as checkpoints:
         checkpoints.save(step, state, input_states={}, metadata={}, force=True)
     options = RunOptions(job_log_dir=str(directory))
-    write_config(epath.Path(directory), resolved, options, report=print)
+    write_config(directory, resolved, options, report=print)
 
 
 def _num_bytes(variables: Any) -> int:

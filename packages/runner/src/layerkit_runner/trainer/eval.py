@@ -44,7 +44,7 @@ class BaseProgram:
     """A program that reads the state of a job at intervals; users may add their own.
 
     An experiment lists programs as configs, `Config(MyProgram, name="probe", interval_steps=50)`.
-    The job sets the first five arguments.
+    The job passes `task`, `partitioner` and `folder`, and the data set and name of the config.
 
     Args:
       dataset: Input that the program reads; None for a program without data.
@@ -221,7 +221,7 @@ class EvalProgram(BaseProgram):
 class NextBatchEvalProgram(BaseProgram):
     """A program that evaluates the next training batch, used with `eval_skip_train=False`.
 
-    This epoch has not trained on the batch yet, and training reads it afterwards.
+    The batch is that of the next training step, which trains on it afterwards.
     """
 
     def __init__(self, task: SingleTask, partitioner: Partitioner, data: TrainInput) -> None:

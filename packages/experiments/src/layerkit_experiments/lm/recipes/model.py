@@ -37,7 +37,7 @@ _INITS = {
     "xavier_last_axes": WeightInit.XavierLastAxes,
     "fan_in": WeightInit.FanIn,
 }
-# Names of Pax for policies that keep the same values.
+# Pax's names of policies, with the names here of policies that save the same values.
 _PAX_CHECKPOINT_POLICIES = {
     "SAVE_EVERYTHING": "none",
     "SAVE_NOTHING": "full",
@@ -88,14 +88,18 @@ class TransformerLmModel:
     COMBINE_QKV: bool = False
     """Keep the query, key and value projections as one weight, which optimizers see as a whole."""
     SOFTMAX_BIAS: bool = False
-    """Use a bias for each word in the logits."""
+    """Use a bias for each token of the vocabulary in the logits."""
     NORM: str = "layer_norm"
+    """`layer_norm` or `rms_norm`."""
     NORM_EPSILON: float = 1e-6
     POSITIONS: str = "sinusoidal"
+    """`rotary`, `sinusoidal`, `trainable` or `none`."""
     MAX_POSITIONS: int | None = None
     """Number of trainable positions; None for MAX_SEQ_LEN."""
     ATTENTION_LOGIT_CAP: float | None = None
+    """Bound of the logits of attention; None for no bound."""
     SOFTMAX_LOGIT_CAP: float | None = None
+    """Bound of the logits of tokens; None for no bound."""
     SOFTMAX_CHUNK_SIZE: int | None = None
     """Number of positions whose logits are in memory at a time; None for all, or for 512 from a
     vocabulary of 65,536 on."""
@@ -200,7 +204,7 @@ class TransformerLmModel:
 
     def _set_initial_weights(self, lm: Config) -> None:
         lm.params_init = self._weight_init()
-        # Embedding vectors start with unit length.
+        # Without INIT_STD, embedding vectors have unit length on average.
         std = self.MODEL_DIMS**-0.5 if self.INIT_STD is None else self.INIT_STD
         lm.softmax_tpl.weight_init = WeightInit.Gaussian(std)
         if self.SCALE_RESIDUAL_INIT:

@@ -32,15 +32,15 @@ Product = Callable[[jax.Array, str], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class ExpertFunction:
-    """The function down(hidden) of an expert.
+    """The function y = down(h) of an expert.
 
-    hidden is activation(up), or with a gate activation(gate) · (up + up_offset).
+    h = activation(up(x)), or h = activation(gate(x)) · (up(x) + up_offset) with a gate.
 
     Attributes:
       activation: Activation, bound.
       use_gate: True for a gate.
-      gate_limit: Bound of the factors before the activation, from above for the gate and on both
-        sides for up; None for no bound.
+      gate_limit: Bound before the activation: the gate is at most this, and up within ± this; None
+        for no bound.
       up_offset: Number that is added to up if there is a gate.
       dropout: Function that drops hidden activations.
     """

@@ -1,4 +1,4 @@
-"""Products of MXFP8 numbers: 8-bit floats, of which each 32 share a scale.
+"""Products of MXFP8 numbers: 8-bit floats in blocks of 32 that share a scale.
 
 The format is that of the OCP Microscaling Formats (MX) Specification 1.0, 2023: blocks of 32
 numbers along the contracted axis, in e4m3, with a power of two as their scale. As in Mishra et al.,
@@ -33,8 +33,8 @@ Kernel = Literal["cudnn", "float32"]
 BLOCK_SIZE = 32
 _VALUE, _SCALE = jnp.float8_e4m3fn, jnp.float8_e8m0fnu
 _MANTISSA_BITS = 23  # of float32
-# If the contracted axis is split and another one too, `jax.nn.scaled_matmul` gathers the factors:
-# hidden features, or tokens beside them. Positions are gathered because they are merged with rows.
+# `jax.nn.scaled_matmul` gathers factors whose contracted axis and another axis are both split, as
+# with split hidden features. It also gathers split positions, since they are merged with rows.
 _UNSPLIT_AXES = ("act_mlp", "act_heads", "length", "residual_length")
 _BLACKWELL = re.compile(r"NVIDIA G?B\d{3}\b")
 
@@ -181,7 +181,7 @@ def round_to_mxfp8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     most = float(jnp.finfo(_VALUE).max)
     bits = lax.bitcast_convert_type(jnp.max(jnp.abs(blocks), axis=-1) / most, jnp.uint32)
     exponent, mantissa = bits >> _MANTISSA_BITS, bits & (2**_MANTISSA_BITS - 1)
-    # A scale below 2**-126 is none of float32's normal numbers; 255 stands for NaN in e8m0.
+    # A scale below 2**-126 is not a normal float32; 255 stands for NaN in e8m0.
     exponent = jnp.clip(exponent + (mantissa > 0), 1, 255)
     scale = lax.bitcast_convert_type(exponent << _MANTISSA_BITS, jnp.float32)
     values = (blocks / scale[..., None]).astype(_VALUE).reshape(wide.shape)

@@ -59,8 +59,8 @@ INT8 = Scheme(_INT8, _INT8, is_per_row=True, rounds_weight_gradient=False)
 class Fp8CurrentDot(Dot):
     """A product of factors rounded to e4m3, with output gradients rounded to e5m2.
 
-    Every tensor is read twice, once for its largest value. In exchange the scale is that of the
-    tensor, which delayed scaling only predicts, and nothing is stored.
+    Every tensor is read twice, once for its largest value. In exchange, the scale is exact, where
+    delayed scaling predicts it from past steps, and the layer has no state.
     """
 
     def fprop(self, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -251,7 +251,8 @@ def _scaled(wide: jax.Array, largest: jax.Array, dtype: Any) -> tuple[jax.Array,
     """Return float32 `[...]` in an 8-bit dtype and the scale of the largest values."""
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     most = float(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)
-    # The scale of zeros is 1. That of values which are not finite is not finite either.
-    scale = jnp.where(largest == 0, 1.0, largest / most)
+    # Values whose scale would underflow become 0. Values that are not finite have such a scale.
+    least = most * float(jnp.finfo(jnp.float32).tiny)
+    scale = jnp.where(largest < least, 1.0, largest / most)
     values = jnp.clip(wide / scale, -most, most)
     return (jnp.round(values) if is_integer else values).astype(dtype), scale
