@@ -20,7 +20,7 @@ from layerkit.config import build
 from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 from layerkit_experiments.vision.generated_images import GeneratedImages
-from layerkit_experiments.vision.imagenet import ResNet50Pjit
+from layerkit_experiments.vision.imagenet import ResNet50Pjit, warmup_then_tenths
 from layerkit_runner.config.resolve import resolve
 from layerkit_runner.trainer.job import build_parts
 
@@ -116,6 +116,12 @@ def test_twenty_steps_equal_those_of_paxml():
         losses.append(float(metrics["loss"].value))
     assert losses[-1] < losses[0] - 0.2  # It learns.
     np.testing.assert_allclose(losses, run["loss"], atol=1e-4)
+
+
+@pytest.mark.parametrize("boundaries", [[50, 120], [120, 120]])
+def test_boundaries_that_do_not_follow_the_warmup_raise(raises, boundaries: list[int]):
+    with raises(ConfigError, field="boundaries", value=boundaries):
+        warmup_then_tenths(1.0, warmup_steps=100, boundaries=boundaries)
 
 
 def test_generated_images_repeat_the_pattern_of_their_class():

@@ -58,7 +58,7 @@ def step_weights(network: BaseLayer) -> tuple[BaseLayer, Any]:
 def _unrolled(network: BaseLayer, sharding: BoundSharding | None) -> tuple[BaseLayer, Any]:
     bare, variables = network.unbind()
     for field, child in (("stack_tpl", "stack"), ("decoder_stack_tpl", "decoder")):
-        template = getattr(bare, field, None)
+        template: Any = getattr(bare, field, None)
         if not (is_config(template) and target_of(template) is StackedTransformerRepeated):
             continue
         # An id of shared weights in a repeated layer holds in each repetition on its own.

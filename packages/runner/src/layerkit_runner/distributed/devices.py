@@ -188,10 +188,10 @@ def _chosen(options: RunOptions) -> Iterator[tuple[str, list[str]]]:
         preset = PRESETS[options.xla_flags_preset]
         chosen[preset.variable] = list(preset.flags)
     if options.pgle_profile is not None:
-        if not os.path.exists(options.pgle_profile):
-            raise UsageError(
-                field="--pgle_profile", value=options.pgle_profile, expected="an existing file"
-            )
+        # XLA splits its flags at spaces.
+        if not os.path.exists(options.pgle_profile) or " " in options.pgle_profile:
+            expected = "an existing file, without spaces in its path"
+            raise UsageError(field="--pgle_profile", value=options.pgle_profile, expected=expected)
         # Only the latency-hiding scheduler reads a profile.
         guided = [
             "--xla_gpu_enable_latency_hiding_scheduler=true",
