@@ -11,10 +11,11 @@ rounds with a 95 % interval, and how long the loop blocks for a save.
     python benchmarks/overhead.py --dims 256             # longer steps
     python benchmarks/overhead.py --all                  # Weights & Biases and weight histograms
     python benchmarks/overhead.py --memory --steps 2000  # memory growth of one run
-    python benchmarks/overhead.py --host --dims 32       # processor time of the main thread
+    python benchmarks/overhead.py --host                 # processor time of the main thread
 
-With `--host` the run has summaries every 100 steps and no saves. The processor time of the main
-thread, without that of the calls of the compiled step, is the Python of the loop.
+With `--host` the run has steps of a few milliseconds, summaries every 100 steps and no saves. The
+processor time of the main thread is the Python of the loop, without the calls of the compiled step,
+the copies of batches to the device and the waits for the device.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import dataclasses
 import io
 import itertools
 import json
@@ -30,7 +32,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +41,21 @@ import numpy as np
 from step import median_interval
 
 from layerkit.config import Config
+from layerkit.nested_map import NestedMap
 from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
-from layerkit_runner.data.infeed import make_input
+from layerkit_runner.data.infeed import dataset_name, make_input
 from layerkit_runner.data.training_data import training_configs
 from layerkit_runner.init_from import plan_first_state
 from layerkit_runner.modes.train import run_train
 from layerkit_runner.observers import Observer, read_metrics
 from layerkit_runner.observers.metrics_log import Metrics
+from layerkit_runner.optim.early_stopping import SkippedSteps
+from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.trainer import BaseProgram
 from layerkit_runner.trainer.job import build_parts
+from layerkit_runner.trainer.train import IS_VALID, CompiledStep, TrainProgram
 from layerkit_runner.training.train_state import TrainState
 
 SAVE_INTERVAL = 20
@@ -113,19 +119,72 @@ class HeapReading(BaseProgram):
 
 
 class WithClock(Quickstart):
-    """The quickstart with a reading of the main thread's processor time at two steps."""
+    """The quickstart with short steps and readings of the main thread's processor time."""
+
+    NUM_LAYERS = 1
+    MAX_SEQ_LEN = 32
+    PERCORE_BATCH_SIZE = 2.0
+
+    def partitioner(self) -> Config:
+        """Return the config of `TimedCopies`."""
+        return super().partitioner().with_class(TimedCopies)
+
+    def train_programs(self) -> list[Config]:
+        """Return the config of `TimedSteps`."""
+        (config,) = self.datasets()
+        return [Config(TimedSteps, dataset=dataset_name(config))]
 
     def eval_programs(self) -> list[Config]:
         """Return the config of `ThreadTime`."""
         return [Config(ThreadTime, name="host", interval_steps=CLOCK_INTERVAL)]
 
 
+# Processor time in code of JAX, in seconds.
+inside = {"steps": 0.0, "copies": 0.0, "waits": 0.0}
+
+
+def timed(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a function that adds the processor time of each call to `inside`."""
+
+    def run(*given: Any) -> Any:
+        began = time.thread_time()
+        result = call(*given)
+        inside[name] += time.thread_time() - began
+        return result
+
+    return run
+
+
+class TimedCopies(SpmdPartitioner):
+    """A partitioner that times the copies of batches to the device."""
+
+    def put_batch(self, batch: NestedMap) -> NestedMap:
+        """Put a batch on the device."""
+        copied: NestedMap = timed(super().put_batch, "copies")(batch)
+        return copied
+
+
+class TimedSteps(TrainProgram):
+    """A training program that times the calls of its compiled step and the waits for it."""
+
+    def __init__(self, compiled: CompiledStep, *given: Any, **named: Any) -> None:
+        """Wrap the compiled step in a clock."""
+        compiled = dataclasses.replace(compiled, run=timed(compiled.run, "steps"))
+        super().__init__(compiled, *given, **named)
+
+    def report_oldest(self, skipped: SkippedSteps) -> None:
+        """Wait for the oldest step and report it."""
+        timed(jax.block_until_ready, "waits")(self._pending[0].reported[1][IS_VALID])
+        super().report_oldest(skipped)
+
+
 class ThreadTime(BaseProgram):
     """A program that reports the processor time of the main thread."""
 
     def run(self, state: TrainState, step: int, observers: Observer) -> dict[str, float]:
-        """Report the seconds."""
-        observers.eval_metrics(step, self.name, {"seconds": time.thread_time()})
+        """Report the seconds of the clock, of the thread and of JAX."""
+        times = {"wall": time.perf_counter(), "thread": time.thread_time(), **inside}
+        observers.eval_metrics(step, self.name, times)
         return {}
 
 
@@ -253,20 +312,22 @@ def memory(*, steps: int, dims: int) -> dict[str, Any]:
 
 
 def host_time(*, steps: int, dims: int) -> dict[str, Any]:
-    """Return the microseconds of the main thread per step of one run, and of its step's calls."""
+    """Return the processor time of the main thread per step of one run, and where it goes."""
     resolved = resolved_for(WithClock, steps=steps, dims=dims)
     resolved.task.train.set(summary_interval_steps=100, save_interval_steps=steps)
     turns = record_of_run(resolved).evals["host"]
     first, last = turns[0], turns[-1]
-    whole = (last["seconds"] - first["seconds"]) / (last["step"] - first["step"])
-    bare = Bare(dims)
-    began = time.thread_time()
-    bare.run(CLOCK_INTERVAL)
-    calls = (time.thread_time() - began) / CLOCK_INTERVAL
+    microseconds = {
+        name: round(1e6 * (last[name] - first[name]) / (last["step"] - first["step"]))
+        for name in ("wall", "thread", *inside)
+    }
     return {
-        "main_thread_microseconds_per_step": round(1e6 * whole),
-        "of_the_calls_of_the_compiled_step": round(1e6 * calls),
-        "of_the_loop": round(1e6 * (whole - calls)),
+        "microseconds_per_step": microseconds["wall"],
+        "of_the_main_thread": microseconds["thread"],
+        "in_calls_of_the_compiled_step": microseconds["steps"],
+        "in_copies_of_batches": microseconds["copies"],
+        "in_waits_for_the_device": microseconds["waits"],
+        "in_the_loop": microseconds["thread"] - sum(microseconds[name] for name in inside),
     }
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import json
 import numbers
 import time
@@ -253,17 +252,17 @@ class TrainInputs:
     def __init__(self, inputs: Sequence[TrainInput]) -> None:
         """Store the data sets."""
         self.inputs = tuple(inputs)
-        self._ends = [*itertools.accumulate(each.steps for each in inputs)]
+        # The data set of each step of a turn.
+        self._turn = [index for index, each in enumerate(inputs) for _ in range(each.steps)]
 
     @property
     def num_turn_steps(self) -> int:
         """Number of steps of one round through all data sets."""
-        return self._ends[-1]
+        return len(self._turn)
 
     def index_of_step(self, step: int) -> int:
         """Return the index of the data set that a step uses; steps are counted from 1."""
-        place = (step - 1) % self.num_turn_steps
-        return next(index for index, end in enumerate(self._ends) if place < end)
+        return self._turn[(step - 1) % len(self._turn)]
 
     def share(self, index: int) -> float:
         """Return the fraction of the steps that use a data set."""

@@ -218,13 +218,12 @@ class TrainProgram:
         step, is_summarized, (metrics, scalars, weights, layers) = self._pending.popleft()
         observers = self._reports.observers
         progress(f"waiting for the devices to end step {step}", waits_for_others=True)
-        jax.block_until_ready(metrics)
+        is_valid = bool(scalars[IS_VALID])
         progress(f"reporting step {step}")
         self._reports.throughput.completed(step, self._reports.work)
         observers.progress(step)
         self._reported = dict(metrics)
         own = {name: metrics.pop(name) for name in self._compiled.task.own_metrics}
-        is_valid = bool(scalars[IS_VALID])
         if is_valid:
             skipped.add_valid()
             if own:
