@@ -47,6 +47,12 @@ TENSORFLOW_SUITES = (
     ROOT / "packages/inputs/tests/lingvo_adaptor",
     ROOT / "packages/inputs/tests/testing/test_tfds_folders.py",
 )
+# Tests of code that has another path on a single device, such as unrolled layers.
+ONE_DEVICE_SUITES = (
+    ROOT / "packages/layerkit/tests/decoding",
+    ROOT / "packages/layerkit/tests/models",
+    ROOT / "packages/runner/tests/interface",
+)
 # Tests that need the compilers of TPUs and GPUs. They are skipped where these are missing.
 COMPILER_SUITES = (
     "packages/layerkit/tests/layers/attention/test_kernels_compile.py",
@@ -134,6 +140,14 @@ def slow(session: nox.Session) -> None:
     """Run the tests that `tests` leaves out: many kills, many more cases of each kind."""
     marker = "slow and not chaos and not experiments"
     check_wheels(session, list(PACKAGES), ALL_SUITES, marker=marker)
+
+
+@nox.session
+def one_device(session: nox.Session) -> None:
+    """Test models, decoding and loaded models on one CPU device; other sessions simulate eight."""
+    session.env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
+    needs_more = ["-k", "not sharded and not mesh"]
+    check_wheels(session, list(PACKAGES), ONE_DEVICE_SUITES, options=needs_more, doctests=False)
 
 
 @nox.session
@@ -338,15 +352,16 @@ def check_wheels(
     versions: Sequence[str] = PINNED,
     marker: str = "not slow and not meshes and not chaos and not experiments",
     doctests: bool = True,
+    options: Sequence[str] = (),
 ) -> None:
-    """Run `suites` and doctests on wheels built from `folders`.
+    """Run `suites` and doctests on wheels built from `folders`; pytest gets `options`.
 
     Arguments of the session go to pytest; a path among them replaces the suites.
     """
     install_wheels(session, folders, extras=extras, versions=versions)
     # Distributed by file, so that tests of a module share its fixtures and compiled steps.
     workers = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
-    pytest = ["python", "-P", "-m", "pytest", *workers, "-m", marker, *session.posargs]
+    pytest = ["python", "-P", "-m", "pytest", *workers, "-m", marker, *options, *session.posargs]
     if not any(Path(argument.partition("::")[0]).exists() for argument in session.posargs):
         if doctests:
             # --pyargs selects the doctests of the installed packages.
