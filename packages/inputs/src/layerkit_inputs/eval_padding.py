@@ -51,6 +51,19 @@ def pad_rows(batch: NestedMap, num_rows: int, *, copy: bool = True) -> NestedMap
     return NestedMap({name: pad(name, value) for name, value in batch.items()})
 
 
+def blank_rows(batch: NestedMap, is_blank: np.ndarray) -> NestedMap:
+    """Return `batch` with padding (weight 0, provenance -1) in the rows of a bool mask `[rows]`."""
+
+    def blank(name: str, value: Any) -> Any:
+        if isinstance(value, NestedMap):
+            return NestedMap({key: blank(key, item) for key, item in value.items()})
+        array = np.array(value)
+        array[is_blank] = PADDING_VALUES.get(name, 0)
+        return array
+
+    return NestedMap({name: blank(name, value) for name, value in batch.items()})
+
+
 def mark_rows(batch: NestedMap, num_padding: int) -> NestedMap:
     """Add `eval_sample_weights` float32 `[batch]`: 1 for examples, 0 for rows of padding.
 

@@ -16,7 +16,7 @@ import numpy as np
 from layerkit.checks import require
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
-from layerkit_inputs.eval_padding import pad_rows, split_rows
+from layerkit_inputs.eval_padding import blank_rows, pad_rows, split_rows
 from layerkit_inputs.index_shuffle import shuffled_rows, window_shuffled_rows
 from layerkit_inputs.state import Scope, check_same_data
 
@@ -50,8 +50,8 @@ class IndexedInput(BaseInput):
     state_scope: ClassVar[Scope] = "global"
 
     rows_in_memory: ClassVar[bool] = False
-    """Whether `_read_rows` needs no storage and never fails, so that a `Mixture` may read the rows
-    of a few batches at once."""
+    """Whether `_read_rows` needs no storage and reads every row, so that a `Mixture` may read a few
+    batches at once."""
 
     def __post_init__(self) -> None:
         """Check the fields and derive `shuffle`."""
@@ -68,6 +68,8 @@ class IndexedInput(BaseInput):
         require(in_range, self._label, "input_random_seed", self._seed, expected)
         self._rows_done = 0
         self._orders: dict[int, np.ndarray] = {}
+        # Set by `_read_rows`: True for each row that could not be read; empty if all could.
+        self._is_unreadable = np.zeros(0, bool)
 
     # Methods that a reader defines.
 
@@ -101,20 +103,26 @@ class IndexedInput(BaseInput):
             batch_size=self.local_batch_size,
             host_index=self.infeed_host_index,
         )
-        batch = self._read_positions(positions, num_rows)
+        if len(positions):
+            batch, rows = self._read_at(positions, num_rows)
+        else:  # This host has no rows left. Any row gives the shapes.
+            batch, rows = self._read_at(np.zeros(1, np.int64), num_rows)
+            batch, rows = batch.transform(lambda array: array[:0]), rows[:0]
+            self._is_unreadable = self._is_unreadable[:0]
+        batch = self._finished(batch, rows)
         self._rows_done += self.global_batch_size
         return batch
 
-    def _read_positions(self, positions: np.ndarray, num_rows: int | None) -> NestedMap:
+    def _read_at(self, positions: np.ndarray, num_rows: int | None) -> tuple[NestedMap, np.ndarray]:
+        """Return the rows at positions of the stream of all epochs, and their numbers."""
         rows = self._rows_at(positions, num_rows)
-        if len(rows):
-            batch = self._read_rows(rows)
-        else:  # This host has no rows left. Any row gives the shapes.
-            batch = self._read_rows(np.zeros(1, np.int64)).transform(lambda array: array[:0])
-        return self._finished(batch, rows)
+        return self._read_rows(rows), rows
 
     def _finished(self, batch: NestedMap, rows: np.ndarray) -> NestedMap:
-        """Return a full batch with padding and, outside of training, with `provenance`."""
+        """Return a full batch with padding and, outside of training, with `provenance`.
+
+        Outside of training, rows that could not be read become padding.
+        """
         if not self.is_training:
             if len(rows) and rows.max() >= 2**31:
                 raise self._config_error(
@@ -125,7 +133,12 @@ class IndexedInput(BaseInput):
                 )
             batch.provenance = rows.astype(np.int32)
             batch.eval_sample_weights = np.ones(len(rows), np.float32)
-        return pad_rows(batch, self.local_batch_size - len(rows), copy=False)
+        batch = pad_rows(batch, self.local_batch_size - len(rows), copy=False)
+        if self.is_training or not self._is_unreadable.any():
+            return batch
+        is_blank = np.zeros(self.local_batch_size, bool)
+        is_blank[: len(rows)] = self._is_unreadable
+        return blank_rows(batch, is_blank)
 
     def _rows_at(self, positions: np.ndarray, num_rows: int | None) -> np.ndarray:
         """Return the row numbers at these positions of the stream of all epochs."""

@@ -25,9 +25,9 @@ from layerkit.checks import check_choice, require
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.bad_records import BadRecords, OnBadRecord
 from layerkit_inputs.documents import ids_and_labels
+from layerkit_inputs.eval_padding import blank_rows
 from layerkit_inputs.features import stretch_features
 from layerkit_inputs.first_fit import DocumentPieces, PackingPlan, cut_documents, plan_packing
-from layerkit_inputs.grain_adaptor.row_batches import blank_rows
 from layerkit_inputs.indexed_input import IndexedInput
 from layerkit_inputs.packing import RowPieces, num_stream_rows, stream_pieces
 from layerkit_inputs.token_store import TokenStore
@@ -72,7 +72,6 @@ class TokenRecords(IndexedInput):
         check_choice(self._label, get_args(OnBadRecord), on_bad_record=self.on_bad_record)
         self._check_at_least(1, "seq_length", "vocab_size")
         self._bad = BadRecords(self.on_bad_record)
-        self._unreadable = np.zeros(0, bool)
 
     @functools.cached_property
     def _store(self) -> TokenStore:
@@ -154,16 +153,8 @@ class TokenRecords(IndexedInput):
             length=self.seq_length,
             pad_id=self._store.about.tokenizer["pad_id"],
         )
-        self._unreadable = np.bincount(pieces.row[~is_read], minlength=len(rows)) > 0
-        return blank_rows(batch, self._unreadable) if self._unreadable.any() else batch
-
-    def _read_positions(self, positions: np.ndarray, num_rows: int | None) -> NestedMap:
-        batch = super()._read_positions(positions, num_rows)
-        if not len(positions) or not self._unreadable.any():
-            return batch
-        is_blank = np.zeros(self.local_batch_size, bool)
-        is_blank[: len(positions)] = self._unreadable
-        return blank_rows(batch, is_blank)
+        self._is_unreadable = np.bincount(pieces.row[~is_read], minlength=len(rows)) > 0
+        return blank_rows(batch, self._is_unreadable) if self._is_unreadable.any() else batch
 
     def _begins(self, documents: np.ndarray) -> np.ndarray:
         """Return the positions of documents in the stream, which has a start id for each."""

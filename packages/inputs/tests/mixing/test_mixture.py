@@ -9,6 +9,7 @@ from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 from layerkit_inputs import BaseInput, LocalText, Prefetch, SyntheticInput
 from layerkit_inputs.features import lm_features
+from layerkit_inputs.grain_adaptor.map_input import GrainMapInput
 from layerkit_inputs.indexed_input import IndexedInput
 from layerkit_inputs.mixing.components import renumber_provenance
 from layerkit_inputs.mixing.mixture import Mixture
@@ -218,6 +219,47 @@ def test_provenance_of_a_rolling_evaluation_identifies_each_row():
         row, component = np.divmod(batch.provenance, 3)
         np.testing.assert_array_equal(batch.ids, component * 100 + row)
     assert len(batches) == 2 and batches[0].eval_sample_weights.tolist() == [1] * 8
+
+
+def grain_rows(bad_row=None):
+    """Return a config of random rows that differ by epoch, one of which may be unreadable."""
+    import grain
+
+    def augment(row, random):
+        if row == bad_row:
+            raise ValueError("bad")
+        return NestedMap(x=np.float32(row + random.random()))
+
+    rows = grain.MapDataset.range(4).random_map(augment, seed=5)
+    return GrainMapInput.HParams.config(dataset=rows, shuffle=False, on_bad_record="skip")
+
+
+def test_rows_of_a_component_differ_by_epoch_as_they_do_alone():
+    pytest.importorskip("grain")
+    fields = {"batch_size": 4, "is_training": True}
+    alone = grain_rows().clone(**fields).Instantiate()
+    mixed = Mixture(components={"a": grain_rows()}, **fields)
+    nested = Mixture.HParams.config(components={"a": grain_rows()})
+    nested = Mixture(components={"b": nested}, **fields)
+    expected = laws.take(alone, 3)
+    assert (expected[0].x != expected[1].x).all()
+    for source in (mixed, nested):
+        laws.assert_same_batches(laws.take(source, 3), expected)
+
+
+def test_rows_that_cannot_be_read_are_padding_in_an_evaluation():
+    pytest.importorskip("grain")
+    source = Mixture(
+        components={"a": grain_rows(bad_row=1), "b": grain_rows()},
+        batch_size=8,
+        eval_loop_num_batches=1,
+    )
+    batch = source.get_next()
+    is_bad = batch.provenance < 0
+    assert is_bad.sum() == 1 and source.num_skipped == 1
+    np.testing.assert_array_equal(batch.eval_sample_weights, ~is_bad)
+    assert sorted(batch.provenance[~is_bad]) == [0, 1, 3, 4, 5, 6, 7]
+    np.testing.assert_array_equal(batch.x[~is_bad] // 1, batch.provenance[~is_bad] // 2)
 
 
 def test_provenance_beyond_int32_raises(raises):

@@ -30,7 +30,7 @@ from layerkit.nested_map import NestedMap
 from layerkit_inputs.bad_records import BadRecordError, BadRecords, OnBadRecord
 from layerkit_inputs.errors import require_extra
 from layerkit_inputs.grain_adaptor.array_records import ArrayRecordFiles
-from layerkit_inputs.grain_adaptor.row_batches import blank_rows, check_row, stack_rows
+from layerkit_inputs.grain_adaptor.row_batches import check_row, stack_rows
 from layerkit_inputs.indexed_input import IndexedInput
 
 
@@ -74,7 +74,6 @@ class GrainMapInput(IndexedInput):
         check_choice(self._label, get_args(OnBadRecord), on_bad_record=self.on_bad_record)
         self._check_dataset()
         self._bad = BadRecords(self.on_bad_record)
-        self._unreadable = np.zeros(0, bool)
         self._epochs = np.zeros(0, np.int64)
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
 
@@ -114,22 +113,17 @@ class GrainMapInput(IndexedInput):
         """Length of the data set, cached because Grain recomputes it at each call."""
         return len(self._dataset)
 
-    def _read_positions(self, positions: np.ndarray, num_rows: int | None) -> NestedMap:
+    def _read_at(self, positions: np.ndarray, num_rows: int | None) -> tuple[NestedMap, np.ndarray]:
         assert num_rows is not None
         self._epochs = positions // num_rows
-        batch = super()._read_positions(positions, num_rows)
-        if self.is_training or not len(positions) or not self._unreadable.any():
-            return batch
-        is_blank = np.zeros(self.local_batch_size, bool)
-        is_blank[: len(positions)] = self._unreadable
-        return blank_rows(batch, is_blank)
+        return super()._read_at(positions, num_rows)
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        # A host that has no rows left reads one row of epoch 0 to learn the shapes.
+        # Rows that are not read by position are those of epoch 0.
         epochs = self._epochs if len(self._epochs) == len(rows) else np.zeros_like(rows)
         places = list(zip(rows.tolist(), epochs.tolist(), strict=True))
         found = self._read_places(places)
-        self._unreadable = np.array([row is None for row in found])
+        self._is_unreadable = np.array([row is None for row in found])
         read = [
             self._read_after(place) if row is None else row
             for row, place in zip(found, places, strict=True)

@@ -10,7 +10,6 @@ import numpy as np
 
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.bad_records import BadRecordError
-from layerkit_inputs.eval_padding import PADDING_VALUES
 
 
 def check_row(row: Any, *, where: Callable[[], str]) -> NestedMap:
@@ -77,19 +76,6 @@ def stack_rows(rows: Sequence[NestedMap], *, name_of: Callable[[int], str]) -> N
                 hint="Pad, cut or pack rows to one shape.",
             )
     return _stacked(rows)
-
-
-def blank_rows(batch: NestedMap, is_blank: np.ndarray) -> NestedMap:
-    """Return `batch` with padding (weight 0, provenance -1) in the rows of a bool mask `[rows]`."""
-
-    def blank(name: str, value: Any) -> Any:
-        if isinstance(value, NestedMap):
-            return NestedMap({key: blank(key, item) for key, item in value.items()})
-        array = np.array(value)
-        array[is_blank] = PADDING_VALUES.get(name, 0)
-        return array
-
-    return NestedMap({name: blank(name, value) for name, value in batch.items()})
 
 
 def _as_array(value: Any) -> np.ndarray:

@@ -42,6 +42,12 @@ class _Pieces(NamedTuple):
     """Component of each row, int64 `[rows]`."""
     rows: np.ndarray
     """Row numbers in the mixture, int64 `[rows]`."""
+    is_unreadable: np.ndarray
+    """True for rows that could not be read, bool `[rows]`."""
+
+    def merged(self) -> NestedMap:
+        """Return the rows in their order."""
+        return merge_rows(self.parts, self.turns)
 
 
 class Mixture(IndexedInput):
@@ -125,75 +131,57 @@ class Mixture(IndexedInput):
         """Token unit of the components, which all have the same."""
         return self._readers[0].token_unit
 
-    # Row numbers of the mixture: row n of component c is n * components + c.
-
     def _num_rows(self) -> None:
         return None
 
-    def _rows_at(self, positions: np.ndarray, num_rows: int | None) -> np.ndarray:
-        turns, within = self._schedule.turns(positions)
-        rows = np.empty(len(positions), np.int64)
-        for index, reader in enumerate(self._readers):
-            here = turns == index
-            if not here.any():
-                continue
-            own_rows = reader._num_rows()
-            if own_rows == 0:
-                raise reader._config_error("there are no rows to read.")
-            rows[here] = reader._rows_at(within[here], own_rows) * len(self._readers) + index
-        return rows
+    def _read_at(self, positions: np.ndarray, num_rows: int | None) -> tuple[NestedMap, np.ndarray]:
+        first, size = int(positions[0]), len(positions)
+        is_batch = size == self.local_batch_size and int(positions[-1]) - first == size - 1
+        if is_batch and all(reader.rows_in_memory for reader in self._readers):
+            if first not in self._ahead:
+                self._ahead = self._read_batches(positions, _BATCHES_AT_ONCE)
+            found = self._ahead.pop(first)
+        else:
+            found = self._read_batches(positions, 1)[first]
+        self._is_unreadable = found.is_unreadable
+        return found.merged(), found.rows
 
-    def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        own_rows, turns = np.divmod(rows, len(self._readers))
-        if not self._are_alike:
-            self._check_components()
-        parts = []
-        for index, reader in enumerate(self._readers):
-            here = turns == index
-            if here.any():
-                parts.append(reader._read_rows(own_rows[here]))
-        return merge_rows(parts, turns)
+    def _read_batches(self, positions: np.ndarray, count: int) -> dict[int, _Pieces]:
+        """Read the batch at `positions` and the next ones together; keyed by first position.
 
-    def _read_positions(self, positions: np.ndarray, num_rows: int | None) -> NestedMap:
-        if not all(reader.rows_in_memory for reader in self._readers):
-            return super()._read_positions(positions, num_rows)
-        first = int(positions[0])
-        if first not in self._ahead:
-            self._ahead = self._read_batches_from(first)
-        parts, turns, rows = self._ahead.pop(first)
-        return self._finished(merge_rows(parts, turns), rows)
-
-    def _read_batches_from(self, first: int) -> dict[int, _Pieces]:
-        """Read the next batches together, which costs less than reading each; keyed by position.
-
-        Batches depend on their positions alone, so they stay valid after a seek.
+        Reading `count` batches together costs less than reading each. Batches depend on their
+        positions alone, so they stay valid after a seek.
         """
         if not self._are_alike:
             self._check_components()
-        firsts = first + np.arange(_BATCHES_AT_ONCE) * self.global_batch_size
-        size = self.local_batch_size
-        rows = self._rows_at((firsts[:, None] + np.arange(size)).reshape(-1), None)
-        own_rows, turns = np.divmod(rows, len(self._readers))
+        size, firsts = len(positions), positions[0] + np.arange(count) * self.global_batch_size
+        positions = (firsts[:, None] + (positions - positions[0])).reshape(-1)
+        turns, within = self._schedule.turns(positions)
+        rows, is_unreadable = np.empty(count * size, np.int64), np.zeros(count * size, bool)
         parts: list[list[NestedMap]] = [[] for _ in firsts]
         for index, reader in enumerate(self._readers):
             places = np.flatnonzero(turns == index)
             if not len(places):
                 continue
-            read = reader._read_rows(own_rows[places])
-            ends = places.searchsorted(np.arange(len(firsts) + 1) * size).tolist()
+            read, numbers = reader._read_at(within[places], _num_rows_of(reader))
+            # Row n of component c is row n * components + c of the mixture.
+            rows[places] = numbers * len(self._readers) + index
+            if len(reader._is_unreadable):
+                is_unreadable[places] = reader._is_unreadable
+            ends = places.searchsorted(np.arange(count + 1) * size).tolist()
             for batch, (start, stop) in zip(parts, itertools.pairwise(ends), strict=True):
                 if start < stop:
                     batch.append(slice_rows(read, start, stop))
-        batches = zip(parts, turns.reshape(-1, size), rows.reshape(-1, size), strict=True)
+        of_batches = (array.reshape(-1, size) for array in (turns, rows, is_unreadable))
+        batches = zip(parts, *of_batches, strict=True)
         return {at: _Pieces(*batch) for at, batch in zip(firsts.tolist(), batches, strict=True)}
 
     def _check_components(self) -> None:
         """Compare a row of each component now, not at the first batch that holds both."""
-        first_row = np.zeros(1, np.int64)
-        names = self._schedule.names
+        first = np.zeros(1, np.int64)
         rows = {
-            name: reader._read_rows(first_row)
-            for name, reader in zip(names, self._readers, strict=True)
+            name: reader._read_at(first, _num_rows_of(reader))[0]
+            for name, reader in zip(self._schedule.names, self._readers, strict=True)
         }
         check_same_rows(self, rows, "components")
         self._are_alike = True
@@ -223,3 +211,11 @@ class Mixture(IndexedInput):
         self._ahead = {}
         for reader in self._readers:
             reader.close()
+
+
+def _num_rows_of(reader: IndexedInput) -> int | None:
+    """Return the number of rows of a component, or raise an error if it has none."""
+    num_rows = reader._num_rows()
+    if num_rows == 0:
+        raise reader._config_error("there are no rows to read.")
+    return num_rows
