@@ -291,17 +291,17 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
         sow_summary(self, name, value, kind=kind, verbosity=verbosity)
 
     @nn.nowrap
-    def next_prng_key(self, stream: str = RANDOM) -> jax.Array:
+    def next_prng_key(self) -> jax.Array:
         """Return a scalar key that is unique to this layer, call and step.
 
         Raises:
-          ValueError: The caller gave no key for the stream.
+          ConfigError: The caller gave no key.
         """
-        if not self.has_rng(stream):
-            hint = f"Apply with rngs={{'{stream}': key}}"
+        if not self.has_rng(RANDOM):
+            hint = f"Apply with rngs={{'{RANDOM}': key}}"
             problem = "random numbers are needed"
             raise ConfigError(problem, owner=self.path_name, field="rngs", hint=hint)
-        return self.make_rng(stream)
+        return self.make_rng(RANDOM)
 
     @nn.nowrap
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:

@@ -178,6 +178,17 @@ def test_search_stops_when_no_better_beam_is_possible():
     assert outputs.ids[0, 4] == 2 and outputs.lengths[0] == 5
 
 
+def test_search_ends_if_scores_are_nan():
+    def extend(cache, ids, time_step):
+        cache, logits = extend_table(cache, ids, time_step)
+        return cache, jnp.full_like(logits, jnp.nan)
+
+    outputs = search(
+        BeamSearch(max_decode_steps=4, beam_size=2, eos_id=3), [[1, 2]], [2], extend=extend
+    )
+    assert np.isnan(outputs.scores).all()
+
+
 def test_missing_results_have_score_minus_infinity():
     decoder = BeamSearch(beam_size=6, num_results=6, max_decode_steps=1)
     found = search(decoder, PROMPTS, LENGTHS).candidates

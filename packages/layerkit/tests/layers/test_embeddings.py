@@ -269,6 +269,15 @@ def test_chunked_loss_equals_full_loss_in_value_and_gradient(cls: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
 
 
+def test_chunks_do_not_apply_to_examples_without_positions() -> None:
+    layer = FullSoftmax(input_dims=5, num_classes=3, chunk_size=2)
+    batch = (draw(4, 5), draw_ids(4, classes=3), jnp.ones(4))
+    variables = layer.init(KEY)
+    expected = value_and_gradient(layer.clone(chunk_size=None), variables, *batch)
+    got = value_and_gradient(layer, variables, *batch)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
 @pytest.mark.parametrize(("classes", "is_whole"), [(65_535, True), (65_536, False)])
 def test_large_vocabulary_is_chunked_by_default(classes: int, *, is_whole: bool) -> None:
     layer = SharedEmbeddingSoftmax(input_dims=2, num_classes=classes)

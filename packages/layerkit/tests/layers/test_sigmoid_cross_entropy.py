@@ -28,6 +28,13 @@ def test_loss_is_the_sum_of_binary_losses():
     assert outputs.total_weight == 5.0
 
 
+@pytest.mark.parametrize("shape", [(5,), (5, 1), (1, 3), ()])
+def test_labels_of_another_shape_raise(raises, shape):
+    layer = SigmoidCrossEntropy(input_dims=4, num_classes=3)
+    with raises(ConfigError, field="shape of labels", value=list(shape)):
+        layer.apply(layer.init(KEY), X, np.zeros(shape, np.float32), WEIGHTS)
+
+
 def test_bias_starts_at_the_initial_probability():
     layer = SigmoidCrossEntropy(input_dims=4, num_classes=3, initial_probability=0.01)
     variables = layer.init(KEY)

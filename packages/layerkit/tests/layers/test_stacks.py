@@ -442,6 +442,16 @@ def test_init_raises_unless_stacked_shape_has_the_number_of_periods(raises):
         make(StackedTransformerRepeated, **fields).init(KEY)
 
 
+def test_rematerialized_layers_that_share_weights_raise(raises):
+    layer = Transformer.HParams.config()
+    layer.feed_forward_tpl.shared_weight_id = "ff"
+    sizes = {"input_dims": 4, "hidden_dims": 8, "num_heads": 2, "num_layers": 2}
+    stack = StackedTransformer(**sizes, layer_tpl=layer)
+    jax.eval_shape(stack.init, jax.random.key(0))
+    with raises(ConfigError, field="remat", value="full"):
+        stack.clone(remat="full").init(jax.random.key(0))
+
+
 def test_scan_raises_for_a_shared_weight_id_in_the_pattern(raises):
     shared = Transformer.HParams.config(shared_weight_id="all")
     fields = {"block_tpls": (LOCAL, shared), "num_layers": 4}

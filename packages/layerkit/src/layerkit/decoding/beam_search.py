@@ -179,7 +179,10 @@ def _search(
             column=column + 1,
             open=continued,
             ended=ended,
-            done=state.done | (~in_prompt & (ended.scores[:, -1] >= upper_bound)),
+            # With a NaN among the scores, only the limit ends a row.
+            done=state.done
+            | (~in_prompt & (ended.scores[:, -1] >= upper_bound))
+            | (column + 1 >= prompts.limits),
             cache=reorder_rows(cache, cache_axes, parents),
         )
 

@@ -293,7 +293,7 @@ class ClassSoftmax(BaseLayer):
         chunk_size = self.chunk_size
         if chunk_size is None and self.num_classes >= _LARGE_VOCABULARY:
             chunk_size = _DEFAULT_CHUNK
-        if chunk_size is None or hidden.shape[1] <= chunk_size:
+        if chunk_size is None or hidden.ndim != 3 or hidden.shape[1] <= chunk_size:
             return cross_entropy(self.logits(hidden), labels, **options)
         # float32, because the gradients of the chunks are summed in this dtype.
         vectors = self.class_vectors().astype(jnp.float32)

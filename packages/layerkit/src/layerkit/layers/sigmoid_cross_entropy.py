@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.base_layer import BaseLayer
-from layerkit.checks import check_last_axis, check_sizes, require
+from layerkit.checks import check_last_axis, check_same_shape, check_sizes, require
 from layerkit.layers.losses import weighted_mean
 from layerkit.layers.products import matmul
 from layerkit.nested_map import NestedMap
@@ -70,8 +70,13 @@ class SigmoidCrossEntropy(BaseLayer):
             total_weight: Sum of the weights; a scalar.
             per_example_loss: Sum of the losses of all classes, `[...]`.
             logits: Logits, `[..., num_classes]`.
+
+        Raises:
+          ConfigError: The shapes are incompatible.
         """
-        logits, labels = self.logits(features), labels.astype(jnp.float32)
+        logits = self.logits(features)
+        check_same_shape(self, logits, labels=labels)
+        labels = labels.astype(jnp.float32)
         yes, no = jax.nn.log_sigmoid(logits), jax.nn.log_sigmoid(-logits)
         losses = -jnp.sum(labels * yes + (1.0 - labels) * no, axis=-1)
         return NestedMap(

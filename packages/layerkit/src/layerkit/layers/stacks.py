@@ -27,6 +27,7 @@ from layerkit.config import (
     is_config,
     sub_config_field,
     target_of,
+    walk_configs,
 )
 from layerkit.derived_fields import derive_fields
 from layerkit.errors import ConfigError
@@ -85,6 +86,11 @@ class StackedTransformer(BaseLayer):
     @nn.nowrap
     def _create_layers(self, sizes: dict[str, Any]) -> None:
         pattern = self.pattern
+        # Layers read shared weights from the first one, which rematerialization does not pass on.
+        is_shared = any(assigned_fields(x).get("shared_weight_id") for x in walk_configs(pattern))
+        expected = "'none' for layers that share weights (shared_weight_id)"
+        is_valid = self.remat == "none" or not is_shared or self.num_layers == 1
+        require(is_valid, self, "remat", self.remat, expected)
         templates = [pattern[layer % len(pattern)] for layer in range(self.num_layers)]
         self.create_children("layers", templates, **sizes)
 

@@ -278,6 +278,16 @@ def test_export_of_sharded_weights_equals_the_original(
     assert {k: v.tobytes() for k, v in before.items()} == {k: v.tobytes() for k, v in after.items()}
 
 
+def test_model_takes_precedence_over_the_folder_of_the_tokenizer(make_folder: Any, tmp_path: Path):
+    folder, again = make_folder("gemma3_text"), tmp_path / "again"
+    model, variables = import_model(folder)
+    content = json.loads((folder / "config.json").read_text())
+    assert content["rope_local_base_freq"] != 7.0
+    (folder / "config.json").write_text(json.dumps({**content, "rope_local_base_freq": 7.0}))
+    export_model(again, model, variables, tokenizer_folder=folder)
+    assert model_config(again) == model
+
+
 def test_tokenizer_files_and_token_ids_are_copied(make_folder: Any, tmp_path: Path):
     folder, again = make_folder("llama"), tmp_path / "again"
     (folder / "tokenizer.json").write_text("{}")

@@ -185,6 +185,14 @@ def test_cache_can_be_filled_completely():
     np.testing.assert_allclose(in_chunks(layer, weights, x, [7, 1]), expected, atol=1e-5)
 
 
+def test_cache_holds_values_of_children_with_another_compute_dtype():
+    norm = RMS_NORM.clone().set(fprop_dtype="float32")
+    layer = make(num_kv_heads=2, rotary_tpl=ROTARY, qk_norm_tpl=norm, fprop_dtype="bfloat16")
+    weights, x = drawn_weights(layer), inputs()
+    expected = whole(layer, weights, x)
+    np.testing.assert_allclose(in_chunks(layer, weights, x, [7, 1]), expected, atol=0.05)
+
+
 def test_cache_holds_rotated_keys_and_values_in_the_compute_dtype():
     layer = make(num_kv_heads=2, rotary_tpl=ROTARY, fprop_dtype="bfloat16")
     weights = drawn_weights(layer)

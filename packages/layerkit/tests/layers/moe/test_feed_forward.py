@@ -180,7 +180,9 @@ def test_evaluation_drops_no_choices():
     wrapped = make(capacity_factor=0.1, dot_tpl=Dot.HParams.config())
     assert_close(jax.jit(wrapped.apply)(variables, X), evaluated)
     # Groups are for training: a cached step may have fewer tokens than there are groups.
-    assert jax.eval_shape(wrapped.clone(num_groups=9).apply, variables, X[:, :1]).shape == (3, 1, 4)
+    for fields in ({}, {"balance_per_group": True}):
+        grouped = wrapped.clone(num_groups=9, **fields)
+        assert jax.eval_shape(grouped.apply, variables, X[:, :1]).shape == (3, 1, 4)
 
 
 @pytest.mark.parametrize("fields", [{}, {"capacity_factor": 1.0}])

@@ -110,7 +110,8 @@ def export_model(
         path.mkdir(parents=True, exist_ok=True)
         if tokenizer_folder is not None:
             copy_companions(tokenizer_folder, path)
-            content |= _carried_over(tokenizer_folder, chosen)
+            # What describes the model takes precedence.
+            content = _carried_over(tokenizer_folder, chosen) | content
         # The old key, which all versions of Transformers read.
         content["torch_dtype"] = str(next(iter(leaves.values())).dtype)
         write_json(path, CONFIG, content)

@@ -102,6 +102,8 @@ def extend_cache(
             expected=f"batch_size={num_rows} and at most max_length={max_length}, the sizes of the"
             " cache",
         )
+    # A child with another compute dtype may have made the values.
+    new = new.astype(cache.dtype)
     cache = jax.lax.dynamic_update_slice_in_dim(cache, new, time_step, axis=slot_axis)
     return write_cache(layer, name, cache, axes)
 

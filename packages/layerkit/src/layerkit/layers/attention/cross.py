@@ -77,8 +77,8 @@ class CrossAttention(BaseAttention):
           ConfigError: Shapes are incompatible, or the collection is not mutable.
         """
         key, value = self._project_memory(memory)
-        write_cache(self, "key", key, self.key.activation_axes)
-        write_cache(self, "value", value, self.value.activation_axes)
+        write_cache(self, "key", self.cast(key), self.key.activation_axes)
+        write_cache(self, "value", self.cast(value), self.value.activation_axes)
 
     def extend_step(
         self, x: jax.Array, *, mask: AttentionMask, bias: jax.Array | None = None

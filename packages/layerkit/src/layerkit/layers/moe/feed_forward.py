@@ -129,8 +129,8 @@ class MoeFeedForward(BaseLayer):
       load_balance_weight: Weight of the load-balancing loss, see `layerkit.layers.moe.losses`; 0
         for none.
       balance_all_choices: Balances all choices of a token instead of the first choice.
-      balance_per_group: Computes the load-balancing loss of each of the groups and averages it
-        (GShard), instead of once for the batch (Switch). It requires a capacity.
+      balance_per_group: In training, computes the load-balancing loss of each of the groups and
+        averages it (GShard), instead of once for the batch (Switch). It requires a capacity.
       router_z_weight: Weight of the router's z-loss; 0 for none.
       weight_init: Initializer of `up` and `gate`, with the fans of one expert; None inherits
         `params_init`.
@@ -272,7 +272,7 @@ class MoeFeedForward(BaseLayer):
     def _run_token_choice(self, x: jax.Array, is_token: jax.Array | None) -> jax.Array:
         routing = self.router(x, is_token=is_token)
         has_capacity = self.capacity_factor is not None and self.is_training
-        num_groups = self._num_groups(x) if has_capacity or self.balance_per_group else 1
+        num_groups = self._num_groups(x) if has_capacity else 1
         self._report(routing, num_groups=num_groups if self.balance_per_group else 1)
         if has_capacity:
             capacity = self._capacity(x, num_groups)
