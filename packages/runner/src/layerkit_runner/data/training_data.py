@@ -54,7 +54,8 @@ class DeviceFeed:
         self._clock = clock
         self._waiting: collections.deque[tuple[NestedMap, dict[str, Any]]] = collections.deque()
         self._state: dict[str, Any] | None = None
-        self._error: UsageError | None = None
+        self._before: dict[str, Any] | None = None  # the state before the batch that was taken last
+        self._error: Exception | None = None
 
     def take(
         self,
@@ -72,7 +73,7 @@ class DeviceFeed:
 
         Raises:
           StopRequestedError: No batch was returned; the next call returns the same one.
-          UsageError: The next batch could not be read.
+          UsageError: The next batch could not be read. A defect in a reader raises its own error.
         """
         idle_seconds = 0.0
         if not self._waiting:
@@ -82,8 +83,15 @@ class DeviceFeed:
             self._send_next()
         if not may_take():
             raise StopRequestedError
+        self._before = self._state
         batch, self._state = self._waiting.popleft()
         return batch, idle_seconds
+
+    def give_back(self, batch: NestedMap) -> None:
+        """Return the batch that was taken last, so that `take` returns it again."""
+        assert self._state is not None
+        self._waiting.appendleft((batch, self._state))
+        self._state = self._before
 
     def peek(self) -> NestedMap:
         """Return the global batch that `take` returns next, without consuming it."""
@@ -99,7 +107,7 @@ class DeviceFeed:
         while len(self._waiting) < self._depth and self._source.num_ready and self._error is None:
             try:
                 self._send_next()
-            except UsageError as error:
+            except Exception as error:
                 self._error = error
 
     def state(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection, Sequence
 
 
@@ -36,8 +37,11 @@ def seconds_text(seconds: float) -> str:
 
 
 def stable_repr(value: object) -> str:
-    """Return the representation of a value without addresses, which differ from run to run."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    """Return the representation of a value, with all numbers of arrays and without addresses."""
+    import numpy as np
+
+    with np.printoptions(threshold=sys.maxsize, floatmode="unique"):
+        return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def cut(text: str, width: int) -> str:

@@ -137,10 +137,16 @@ def export_stablehlo(
         )
     model = model.clone(sharding=None, train=False)
     leaves = flatten_dict(variables, sep="/")
-    weights = {name: np.ascontiguousarray(jax.device_get(x)) for name, x in leaves.items()}
+    weights = {name: np.asarray(jax.device_get(x), order="C") for name, x in leaves.items()}
     decoder = model.decoder
     steps = decoder.max_decode_steps
     longest = model_calls.max_positions(config)
+    if longest is not None and steps >= longest:
+        raise UsageError(
+            field="task.model.decoder.max_decode_steps",
+            value=steps,
+            expected=f"less than {longest}, the number of positions of the model",
+        )
     prompts = _ids(longest, steps=steps)
     rows = prompts["lengths"].shape
     options = {name: jax.ShapeDtypeStruct(rows, kind) for name, kind in _GENERATE_DTYPES.items()}

@@ -29,6 +29,7 @@ from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import atomic_write
+from layerkit_runner.files.text import stable_repr
 from layerkit_runner.modes.checkpoint_watcher import watch_checkpoints
 from layerkit_runner.modes.end_report import ReportedMetric, sample_text
 from layerkit_runner.modes.start_report import run_info
@@ -261,8 +262,10 @@ def _reset(program: BaseProgram) -> None:
 
 # Incremented when metrics change their meaning, so that older records are not reused.
 _FORMAT = 1
-# Attributes that name a program or schedule it during training.
-_UNRECORDED = ("name", "interval_steps")
+# Attributes that are recorded otherwise, or that name a program or schedule it during training.
+_UNRECORDED = frozenset(
+    {"name", "interval_steps", "task", "partitioner", "dataset", "folder", "metrics"}
+)
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -276,14 +279,17 @@ def _record_path(program: BaseProgram, step: int) -> epath.Path | None:
 def _program_settings(program: BaseProgram) -> dict[str, Any]:
     """Return the settings that determine the metrics of an evaluation, as JSON values."""
     fields = {
-        name: value
+        name: value if isinstance(value, _PLAIN) else stable_repr(value)
         for name, value in vars(program).items()
-        if isinstance(value, _PLAIN) and not name.startswith("_") and name not in _UNRECORDED
+        if not name.startswith("_") and name not in _UNRECORDED
     }
+    task = program.task
     return {
         "program": {"class": type(program).__qualname__, **fields},
-        "averaged weights": program.task.train.eval_use_ema_states,
-        **describe_settings(program.task, program.dataset),
+        "averaged weights": task.train.eval_use_ema_states,
+        "loss": [task.loss_name, stable_repr(task.loss_weights)],
+        "metrics": stable_repr(task.own_metrics),
+        **describe_settings(task, program.dataset),
         "record format": _FORMAT,
     }
 

@@ -349,7 +349,7 @@ def _programs_that_run(job: Job, programs: _Programs) -> list[BaseProgram]:
 
 def _step_work(job: Job, dataset: Any) -> StepWork:
     batch, rows = dataset.peek(), dataset.global_batch_size
-    columns = batch.ids.shape[1] if "ids" in batch else 0
+    columns = batch.ids.shape[1] if "ids" in batch and batch.ids.ndim > 1 else 0
     flops = model_flops_per_step(job.resolved.task, batch, rows)
     return StepWork(examples=rows, tokens=rows * columns, flops=flops)
 

@@ -72,10 +72,11 @@ def check_usable(transformation: optax.GradientTransformation, params: Any, *, o
         is_muon = bool(_instances(state, MuonState))
         if not is_muon:
             updates, new_state = jax.eval_shape(update_once, shapes, state, shapes, loss)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        line = str(error).strip().partition("\n")[0]
         raise ConfigError(
             "the optimizer fails with the arguments (gradients, state, weights, value=loss,"
-            f" grad=gradients): {type(error).__name__}: {str(error).strip().splitlines()[0]}",
+            f" grad=gradients): {type(error).__name__}: {line}",
             owner=owner,
             hint="Use an optimizer that needs no other arguments, such as optax.adamw.",
         ) from error
@@ -129,21 +130,29 @@ def evaluated(state: Any, params: Any) -> Any:
 
 
 def reach_of(transformation: optax.GradientTransformation, params: Any) -> Reach:
-    """Return what the updates of a transformation depend on, by tracing it with shapes."""
+    """Return what the updates of a transformation depend on, by tracing it with shapes.
+
+    They may depend on earlier gradients and weights through the state.
+    """
     shapes = _abstract(params)
     state = jax.eval_shape(transformation.init, shapes)
-    closed, out = jax.make_jaxpr(
+    closed = jax.make_jaxpr(
         lambda grads, params, state, loss: update(
             transformation, grads, state, params, raw_grads=grads, loss=loss
-        )[0],
-        return_shape=True,
+        )
     )(shapes, shapes, state, jax.ShapeDtypeStruct((), jnp.float32))
     count = len(jax.tree.leaves(shapes))
     own = [frozenset({index}) for index in range(count)]
-    rest = len(closed.jaxpr.invars) - 2 * count
-    reached, mixes = _follow(closed.jaxpr, [*own, *own, *[frozenset[int]()] * rest])
-    assert len(reached) == len(jax.tree.leaves(out)) == count
-    if any(not labels <= mine for labels, mine in zip(reached, own, strict=True)):
+    nothing: _Labels = frozenset()
+    of_state = [nothing] * len(jax.tree.leaves(state))
+    while True:
+        reached, mixes = _follow(closed.jaxpr, [*own, *own, *of_state, nothing])
+        assert len(reached) == count + len(of_state)
+        grown = [old | new for old, new in zip(of_state, reached[count:], strict=True)]
+        if grown == of_state:
+            break
+        of_state = grown
+    if any(not labels <= mine for labels, mine in zip(reached[:count], own, strict=True)):
         return Reach.TREE
     return Reach.TENSOR if mixes else Reach.ENTRY
 

@@ -149,6 +149,8 @@ def integer_paths(flat: dict[tuple[str, ...], Any]) -> list[tuple[str, ...]]:
 class VariationalNoise(Configurable):
     """Normal noise on the weights at which the loss is computed; stored weights do not change.
 
+    Weights that are stored in integers, and their scales, get no noise.
+
     Each step draws new noise, the same for all rows of its batch. Evaluation and decoding have no
     noise (A. Graves, "Practical Variational Inference for Neural Networks", 2011).
 
@@ -183,9 +185,11 @@ class VariationalNoise(Configurable):
         key = jax.random.fold_in(key, _NOISE_STREAM)
         scale = jnp.where(step >= self.start_step, jnp.float32(self.scale), 0.0)
         flat = flatten_dict(params)
+        stored = set(integer_paths(flat))
+        stored |= {scale_path(path) for path in stored}
         for path, leaf in flat.items():
             name = "/".join(path)
-            if any(re.fullmatch(pattern, name) for pattern in self.weights):
+            if path not in stored and any(re.fullmatch(pattern, name) for pattern in self.weights):
                 own = jax.random.fold_in(key, zlib.crc32(name.encode()))
                 noise = scale * jax.random.normal(own, leaf.shape, jnp.float32)
                 flat[path] = leaf + noise.astype(leaf.dtype)

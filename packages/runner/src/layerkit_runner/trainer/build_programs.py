@@ -22,7 +22,7 @@ from layerkit_runner.data.training_data import (
     training_configs,
 )
 from layerkit_runner.errors import UsageError
-from layerkit_runner.optim.early_stopping import EarlyStopping, SkippedSteps, program_of
+from layerkit_runner.optim.early_stopping import MetricRule, SkippedSteps, program_of
 from layerkit_runner.trainer.decode import DecodeProgram
 from layerkit_runner.trainer.eval import BaseProgram, EvalProgram, NextBatchEvalProgram
 from layerkit_runner.trainer.job import Job
@@ -201,7 +201,7 @@ def check_metric_names(
     may be hours later.
     """
     wanted = {"task.train.save_best_metric": task.train.save_best_metric}
-    if isinstance(task.early_stopping, EarlyStopping):
+    if isinstance(task.early_stopping, MetricRule):
         wanted["task.early_stopping.metric"] = task.early_stopping.metric
     by_name = {program.name: program for program in programs}
     for field, path in wanted.items():

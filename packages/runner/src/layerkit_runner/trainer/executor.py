@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from layerkit.config import target_of
+from layerkit_inputs.errors import input_of
 from layerkit_runner.checkpointing import CheckpointManager
 from layerkit_runner.config.config_tree import check_required_fields
 from layerkit_runner.config.resolve import ResolvedExperiment
@@ -140,8 +141,9 @@ class Executor:
                     self.run_due(state, step)
             except StopRequestedError:
                 continue
-            except UsageError as error:
-                if step > first:
+            except Exception as error:
+                is_of_data = isinstance(error, UsageError) or input_of(error) is not None
+                if is_of_data and step > first:
                     self._save_after(error, state, step)
                 raise
         self._stop_profile(step)
@@ -252,9 +254,9 @@ class Executor:
                 force=force,
             )
 
-    def _save_after(self, error: UsageError, state: TrainState, step: int) -> None:
+    def _save_after(self, error: Exception, state: TrainState, step: int) -> None:
         """Save the completed steps, and set the exit code of an error that followed them."""
-        if error.exit_code == UsageError.exit_code:
+        if isinstance(error, UsageError) and error.exit_code == UsageError.exit_code:
             is_storage = isinstance(error.__cause__, OSError)
             error.exit_code = UNREADABLE_DATA if is_storage else StorageError.exit_code
         # Other processes may have started the next step, which never ends.

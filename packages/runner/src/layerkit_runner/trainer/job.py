@@ -156,8 +156,9 @@ class Job:
     ) -> RestoredCheckpoint | None:
         abstract = self.abstract_stored_state()
         abstract = abstract if for_training else abstract.for_inference()
+        unneeded = [part for part in TRAINING_ONLY if getattr(abstract, part) == ()]
         options: dict[str, Any] = {
-            "leave_out": [part for part in TRAINING_ONLY if getattr(abstract, part) == ()],
+            "leave_out": () if for_training else unneeded,
             "cast_dtypes": self.options.restore_cast_dtypes,
             "with_input_states": for_training,
         }

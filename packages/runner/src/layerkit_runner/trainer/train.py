@@ -307,6 +307,7 @@ class TrainProgram:
         )
         for name in sorted({*first, *now}):
             if first.get(name) != now.get(name):
+                self.data.feed.give_back(batch)  # since no step has used it
                 raise UsageError(
                     f"the batch of step {step} differs from the first batch",
                     field=name,

@@ -14,6 +14,7 @@ from optuna.distributions import BaseDistribution, distribution_to_json
 from layerkit.config import assigned_fields
 from layerkit.errors import UserError
 from layerkit_runner.config.config_text import config_json
+from layerkit_runner.config.config_tree import value_at
 from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.config.flags import ParsedFlags, flag_word
 from layerkit_runner.config.overrides import Override, parse_fields, parse_override
@@ -124,7 +125,8 @@ def fit_space(
         for value in end_values(distribution):
             override = parse_override(path, override_text(value))
             if override.is_deep:
-                held = config_json(resolve([*fixed, override]))["config"][path]
+                root, *names = path.split(".")
+                held = value_at(getattr(resolve([*fixed, override]), root), names)
             else:
                 # Not resolved, since a value may be valid only with those of other fields.
                 held = parse_fields(base.name, annotations, [override])[path]

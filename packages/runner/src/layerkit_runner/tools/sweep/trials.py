@@ -193,7 +193,7 @@ class TrialProcess:
         number = -code if code < 0 else code - 128
         if number == signal.SIGKILL:
             return "killed by SIGKILL, possibly for lack of memory"
-        if number > 0:
+        if number in {each.value for each in signal.Signals}:
             return f"ended by {signal.Signals(number).name}"
         last = next((line for line in reversed(lines) if line.strip()), "no output")
         return f"exit code {code}: {last.strip()}"
