@@ -35,7 +35,12 @@ def read_idx(path: Path) -> np.ndarray:
     Raises:
       BadRecordError: The file is truncated, is no IDX file, or does not hold unsigned bytes.
     """
-    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    data = path.read_bytes()
+    if path.suffix == ".gz":
+        try:
+            data = gzip.decompress(data)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise BadRecordError(f"not a whole gzip file ({error})", owner=str(path)) from None
     if len(data) < 4 or data[:2] != b"\0\0" or data[2] != _UNSIGNED_BYTES:
         raise BadRecordError(
             "not an IDX file of unsigned bytes",

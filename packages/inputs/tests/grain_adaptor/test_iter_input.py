@@ -225,6 +225,16 @@ def test_bad_records_raise_or_are_counted(raises):
     assert "row 6: dtype of x='<U4'" in source._bad.first[2]
 
 
+def all_bad(*, host_index, num_hosts, seed):
+    return grain.MapDataset.range(3).map(lambda number: {"x": "text"}).to_iter_dataset()
+
+
+def test_training_raises_if_no_row_can_be_read(raises):
+    source = reader(dataset=all_bad, on_bad_record="skip", is_training=True)
+    with raises(ConfigError, owner=source._label):
+        source.get_next()
+
+
 def raising(*, host_index, num_hosts, seed):
     def read(number):
         if number == 6:

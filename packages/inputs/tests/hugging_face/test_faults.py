@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import re
 
 import pytest
@@ -189,6 +190,12 @@ def test_folder_without_records_raises(reader, content, tmp_path):
     source = reader(path=str(file.parent), cache_dir=str(tmp_path / "cache"), batch_size=1)
     with pytest.raises(ConfigError, match=re.escape(str(file))):
         source.get_next()
+
+
+def test_compressed_files_are_not_blamed(tmp_path):
+    file = tmp_path / "x.jsonl.gz"
+    file.write_bytes(gzip.compress(b'{"text": "a"}\nnot json\n'))
+    assert first_unreadable([str(file)], "json") is None
 
 
 def test_first_unreadable_returns_none_for_valid_files(tmp_path):

@@ -257,6 +257,15 @@ def test_stream_raises_for_invalid_fields(raises, more, field, fields):
         HuggingFaceStream(**{**fields, **more}).get_next()
 
 
+@pytest.mark.parametrize("is_training", [True, False])
+def test_an_error_is_raised_again(fields, is_training):
+    more = {"packing": "none", "seq_length": 4, "is_training": is_training}
+    source = HuggingFaceStream(**{**fields, **more})
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="seq_length"):
+            source.get_next()
+
+
 def test_arrays_are_int32_and_float32(fields):
     batch = HuggingFaceStream(**fields, inputs_field="question").get_next()
     for name, array in batch.items():

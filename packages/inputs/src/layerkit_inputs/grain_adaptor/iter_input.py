@@ -69,6 +69,7 @@ class GrainIterInput(BaseInput):
         self._check_dataset()
         self._epoch = 0
         self._rows_done = 0
+        self._num_used = 0  # number of rows of the epoch that could be read
         self._batches_done = 0
         self._iterator: Any = None
 
@@ -101,8 +102,11 @@ class GrainIterInput(BaseInput):
             if row is None:
                 if not self.endless:
                     break
+                if not self._num_used:
+                    raise self._config_error(f"none of {self._rows_done} rows can be read")
                 self._begin_epoch(self._epoch + 1)
                 continue
+            self._num_used += 1
             numbers.append((self._rows_done - 1) * self.num_infeed_hosts + self.infeed_host_index)
             rows.append(row)
         if not rows and self._batches_done >= self._num_planned_batches:
@@ -211,9 +215,12 @@ class GrainIterInput(BaseInput):
         )
         iterator = iter(dataset)
         try:
-            return check_row(next(iterator), where=lambda: f"{self._label}, row 0")
-        except StopIteration:
-            raise self._config_error("the data set has no rows") from None
+            for element in iterator:
+                if not isinstance(element, BadRecordError):
+                    return check_row(element, where=lambda: f"{self._label}, any row")
+                if self.on_bad_record == "refuse":
+                    raise element
+            raise self._config_error("the data set has no rows")
         finally:
             iterator.close()
 
@@ -224,7 +231,7 @@ class GrainIterInput(BaseInput):
 
     def _begin_epoch(self, epoch: int) -> None:
         self._close()
-        self._epoch, self._rows_done = epoch, 0
+        self._epoch, self._rows_done, self._num_used = epoch, 0, 0
 
     def _reset(self) -> None:
         self._begin_epoch(0)
@@ -250,6 +257,7 @@ class GrainIterInput(BaseInput):
         check_same_data(self._label, position["data"], self._identity())
         self._begin_epoch(position["epoch"])
         self._rows_done, self._batches_done = position["rows_done"], position["batches_done"]
+        self._num_used = self._rows_done
         if position["iterator"] is not None:
             self._iterate()
             self._iterator.set_state(position["iterator"])

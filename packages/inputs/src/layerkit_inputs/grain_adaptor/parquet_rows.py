@@ -86,8 +86,11 @@ class ParquetRows(GrainIterInput):
         """Row groups of all files in the order of file names; only footers are read."""
         assert self.paths is not None
         found = []
+        others = [path for path in self.paths if not Path(path).is_dir()]
+        named = {file.path.resolve() for file in find_text_files(others)}
         for file in find_text_files(self.paths):
-            if file.path.suffix == ".parquet" or str(file.path) in self.paths:
+            # Other files of folders are left out.
+            if file.path.suffix == ".parquet" or file.path.resolve() in named:
                 found += self._row_groups_of(file.path)
         if not found:
             raise self._config_error(

@@ -14,6 +14,8 @@ from typing import Any
 from layerkit_inputs.errors import require_extra
 from layerkit_inputs.parquet_bounds import open_parquet
 
+_COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst"})
+
 
 def faulty_file(file: str, file_format: str) -> str | None:
     """Return the fault of an empty file or a truncated Parquet file, or None."""
@@ -32,7 +34,8 @@ def faulty_file(file: str, file_format: str) -> str | None:
 
 def first_unreadable(files: Sequence[str], file_format: str) -> str | None:
     """Return the first unreadable file with the record and the fault, or None if there is none."""
-    here = [file for file in files if Path(file).is_file()]
+    # Compressed files are not searched.
+    here = [f for f in files if Path(f).is_file() and Path(f).suffix not in _COMPRESSED]
     for file in here:
         kind = file_format if file_format in _FINDERS else Path(file).suffix.lstrip(".")
         problem = faulty_file(file, kind)

@@ -99,6 +99,7 @@ class HuggingFaceStream(HuggingFaceText):
     def _restart(self) -> None:
         self._position = _Position()
         self._rows: Iterator[list[Segment]] | None = None
+        self._error: Exception | None = None
         self._rows_done = 0
         if self._packer is not None:
             self._packer.clear()
@@ -205,12 +206,18 @@ class HuggingFaceStream(HuggingFaceText):
         return self._packer
 
     def _next(self) -> NestedMap:
+        if self._error is not None:
+            raise self._error
         if self._rows is None:
             self._rows = self._single_rows() if self.packing == "none" else self._packed_rows()
+        wanted = self.local_batch_size if self.is_training else self.global_batch_size
+        try:
+            rows = [*itertools.islice(self._rows, wanted)]
+        except Exception as error:
+            self._error = error  # which has ended the generator
+            raise
         if self.is_training:
-            own = [next(self._rows) for _ in range(self.local_batch_size)]
-            return segment_features(own, **self._row_fields)
-        rows = [*itertools.islice(self._rows, self.global_batch_size)]
+            return segment_features(rows, **self._row_fields)
         if not rows:
             raise StopIteration
         begin = self.infeed_host_index * self.local_batch_size
@@ -258,7 +265,7 @@ class HuggingFaceStream(HuggingFaceText):
         self._position = _Position(**position)
 
     def _close(self) -> None:
-        self._rows = self._opened = None
+        self._rows = self._opened = self._error = None
 
 
 def _size_of(file: str) -> int | None:

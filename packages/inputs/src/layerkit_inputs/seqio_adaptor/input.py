@@ -186,8 +186,12 @@ class SeqIOInput(BaseInput):
         first, wanted = 0, size
         if self.each_host_reads == "everything":
             first, wanted = self.infeed_host_index * size, self.global_batch_size
-        rows = self._read_rows(wanted)[first : first + size]
-        batch = self._format.batch([[item.example for item in row] for _, row in rows])
+        read = self._read_rows(wanted)
+        rows = read[first : first + size]
+        # On a host that has no rows left, any row gives the shapes.
+        shown = rows or read[:1]
+        batch = self._format.batch([[item.example for item in row] for _, row in shown])
+        batch = batch.transform(lambda array: array[: len(rows)])
         if not self.is_training:
             batch.provenance = np.array([number for number, _ in rows], np.int32)
             batch.eval_sample_weights = np.ones(len(rows), np.float32)

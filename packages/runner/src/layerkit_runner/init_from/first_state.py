@@ -212,9 +212,16 @@ def _with_schedules_at(opt_state: Any, step: int) -> Any:
     def visit(node: Any) -> Any:
         if not isinstance(node, kinds):
             return node
-        return node._replace(count=jnp.full_like(node.count, step))
+        node = node._replace(count=jnp.full_like(node.count, step))
+        if isinstance(node, optax.InjectStatefulHyperparamsState):
+            states = optax.tree_utils.tree_set(node.hyperparams_states, count=node.count)
+            node = node._replace(hyperparams_states=states, inner_state=at_step(node.inner_state))
+        return node
 
-    return jax.tree.map(visit, opt_state, is_leaf=lambda node: isinstance(node, kinds))
+    def at_step(tree: Any) -> Any:
+        return jax.tree.map(visit, tree, is_leaf=lambda node: isinstance(node, kinds))
+
+    return at_step(opt_state)
 
 
 def _provenance(state: TrainState, matched: Matched) -> Provenance:

@@ -96,6 +96,11 @@ def check_vocabulary(ids: np.ndarray, field: str, *, vocab_size: int | None) -> 
             raise UsageError(field=field, value=found, expected=f"ids from 0 to {vocab_size - 1}")
 
 
+def end_of_source(tokenizer: Tokenizer) -> list[int]:
+    """Return the ids that end a source of an encoder-decoder, as in its training data."""
+    return [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+
+
 @dataclasses.dataclass(frozen=True)
 class GenerateOptions:
     """Options of `LoadedModel.generate`; None takes the value of the model's decoder."""

@@ -23,6 +23,7 @@ from layerkit_runner.interface.generation import (
     GenerateOptions,
     NoTokenizerError,
     TextStream,
+    end_of_source,
     find_tokenizer,
     prompt_batch,
     token_array,
@@ -158,8 +159,7 @@ class LoadedModel:
           temperature: Divisor of the logits, 0 for the most likely tokens; None for that of the
             model's decoder, or 0 if that is not a `SampleDecoder`.
           top_k: Number of most likely tokens to sample from, 0 for all; None as for `temperature`.
-          top_p: Total probability of the most likely tokens to sample from, 1 for all; None as for
-            `temperature`.
+          top_p: Probability of the tokens to sample from, 1 for all; None as for `temperature`.
           seed: Seed of the random numbers. The tokens of a text do not depend on other texts.
           stream: Function that is called with the index of a prompt and each new piece of its
             continuation; None for none.
@@ -168,14 +168,13 @@ class LoadedModel:
           The continuation of each prompt, without the prompt.
 
         Raises:
-          UserError: The model cannot decode, has no tokenizer or too few positions, or an option is
-            out of range.
+          UserError: The model cannot decode or has no tokenizer, or an option is out of range.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         has_source = self._has_source
         source = self._tokenizer("src") if has_source else self.tokenizer
         target = self._tokenizer("tgt") if has_source else source
-        start = [] if has_source else [source.start_id]
+        start, end = ([], end_of_source(source)) if has_source else ([source.start_id], [])
         streams = [TextStream(target) for _ in texts]
 
         def pass_on(row: int, token_id: int) -> None:
@@ -184,7 +183,7 @@ class LoadedModel:
                 stream(row, piece)
 
         found = self.generate_ids(
-            [[*start, *source.encode(text).tolist()] for text in texts],
+            [[*start, *source.encode(text).tolist(), *end] for text in texts],
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_k=top_k,
@@ -272,9 +271,10 @@ class LoadedModel:
         texts = [texts] if isinstance(texts, str) else list(texts)
         first = self._tokenizer("src") if self._has_source else self.tokenizer
         second = self._tokenizer("tgt") if self._has_source else self.tokenizer
+        end = end_of_source(first) if self._has_source else []
         return self.score_ids(
             [second.encode(text) for text in texts],
-            prompts=None if prompts is None else [first.encode(text) for text in prompts],
+            prompts=None if prompts is None else [[*first.encode(text), *end] for text in prompts],
             start_id=second.start_id,
         )
 

@@ -133,12 +133,13 @@ def advance_rows(
 def decoder_for(model: Any, *, max_new_tokens: int, is_greedy: bool, eos_id: Any) -> PausedDecoder:
     """Return a decoder of rows with the stop sequences and processors of the model's own."""
     own = model.decoder
-    fields: dict[str, Any] = {}
-    if isinstance(own, SampleDecoder):
-        names = [field.name for field in dataclasses.fields(PausedDecoder)]
-        fields = {name: getattr(own, name) for name in names}
-        fields["min_decode_steps"] = min(own.min_decode_steps, max_new_tokens)
+    names = [field.name for field in dataclasses.fields(PausedDecoder)]
+    fields = {name: getattr(own, name) for name in names if hasattr(own, name)}
+    fields["min_decode_steps"] = min(own.min_decode_steps, max_new_tokens)
+    # Longer ones cannot occur.
+    stops = [each for each in fields.get("stop_sequences") or () if len(each) <= max_new_tokens]
     fields |= {
+        "stop_sequences": tuple(stops),
         "max_decode_steps": max_new_tokens,
         "temperature": 0.0 if is_greedy else 1.0,
         "top_k": None,

@@ -88,9 +88,10 @@ class _FeedForward:
     def write(self, network: Config) -> dict[str, Any]:
         """Return keys from fields."""
         activation = spelling_of(get_field(network, _ACTIVATION), preferred="relu")
-        if not get_field(network, _GATE):
-            return {"feed_forward_proj": activation}
-        return {"feed_forward_proj": "gated-" + activation.removesuffix("_new")}
+        is_gated = get_field(network, _GATE)
+        name = "gated-" + activation.removesuffix("_new") if is_gated else activation
+        # Transformers prefers the other two keys where they exist.
+        return {"feed_forward_proj": name, "dense_act_fn": activation, "is_gated_act": is_gated}
 
 
 class _Head:
