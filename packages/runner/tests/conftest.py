@@ -88,13 +88,14 @@ class Counter(BaseLayer):
 class Points(IndexedInput):
     """An input whose row n is x = (n mod 5, 1), y = n mod 3, weight 1. x is NaN in bad rows.
 
-    Reading the row `unreadable_row` raises `error`.
+    Reading the row `unreadable_row` raises `error`. A batch with the row `wide_row` has a wider x.
     """
 
     num_rows: int = 7
     bad_rows: Sequence[int] = ()
     unreadable_row: int | None = None
     error: type[Exception] = OSError
+    wide_row: int | None = None
 
     def _num_rows(self) -> int:
         return self.num_rows
@@ -104,6 +105,7 @@ class Points(IndexedInput):
             raise self.error(f"row {self.unreadable_row}")
         x = np.stack([rows % 5, np.ones_like(rows)], axis=1).astype(np.float32)
         x[np.isin(rows, self.bad_rows)] = np.nan
+        x = np.repeat(x, 2, axis=1) if self.wide_row in rows else x
         y = (rows % 3).astype(np.float32)
         return NestedMap(x=x, y=y, weights=np.ones(len(rows), np.float32))
 

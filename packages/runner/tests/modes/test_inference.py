@@ -24,6 +24,7 @@ from layerkit_runner.observers import metrics_path, read_metrics
 from layerkit_runner.optim.early_stopping import EarlyStopping
 from layerkit_runner.trainer.build_programs import eval_programs
 from layerkit_runner.trainer.job import start_job
+from layerkit_runner.training.task_metrics import Mean
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +131,22 @@ def test_each_checkpoint_is_evaluated_on_the_same_batches(
     assert run_inference("eval_once", resolved, several) == 0
     said = capsys.readouterr().out
     assert all(f"reusing {record(job, step)}: " in said for step in (4, 2))
+
+
+@pytest.mark.parametrize("field", ["metrics", "loss_name"])
+def test_record_of_other_metrics_is_replaced(
+    gated: ModuleType, job: Path, capsys: pytest.CaptureFixture[str], field: str
+):
+    resolved = resolve(gated.Gated())
+    assert run_inference("eval_once", resolved, options(job)) == 0
+    if field == "metrics":
+        resolved.task.metrics = {"mean_error": Mean.HParams.config(value="batch/y")}
+    else:
+        resolved.task.set(loss_name="mean_error", loss_weights={"loss": 2.0})
+    capsys.readouterr()
+    assert run_inference("eval_once", resolved, options(job)) == 0
+    assert "reusing" not in capsys.readouterr().out
+    assert "mean_error" in found(job, 6)
 
 
 def test_record_of_another_provenance_is_replaced(

@@ -207,6 +207,8 @@ WEIGHTS = {"a": jnp.ones((4, 3)), "b": jnp.ones(3)}
         (optax.apply_if_finite(optax.adam(0.1), 3), Reach.TREE),
         (optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), Reach.ENTRY),
         (optax.novograd(0.1), Reach.TENSOR),
+        # One number in the state depends on all earlier gradients.
+        (optax.contrib.dadapt_adamw(0.1), Reach.TREE),
     ],
 )
 def test_optimizers_that_mix_entries_or_tensors_are_recognized(optimizer: Any, reach: Reach):

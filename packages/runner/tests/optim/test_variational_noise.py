@@ -37,6 +37,14 @@ def test_noise_is_added_to_matching_weights_from_start_step():
     assert np.all(other["lm"]["w"] != after["lm"]["w"])
 
 
+def test_weights_in_integers_and_their_scales_get_no_noise():
+    stored = {"w": jnp.arange(4, dtype=jnp.int8), "w_scale": jnp.full(4, 0.01), "b": jnp.zeros(9)}
+    noisy = noise().Instantiate().add(stored, jax.random.key(0), step=jnp.int32(0))
+    np.testing.assert_array_equal(noisy["w"], stored["w"])
+    np.testing.assert_array_equal(noisy["w_scale"], stored["w_scale"])
+    assert np.all(noisy["b"] != 0)
+
+
 def test_training_has_noise_and_evaluation_has_none(tiny: SimpleNamespace):
     """With w = (1, 1) + n and the row (1, 0): loss ½·(1 + n₀)², gradient (1 + n₀, 0)."""
     batch = NestedMap(x=[[1.0, 0.0]], y=[0.0], weights=[1.0]).transform(np.float32)

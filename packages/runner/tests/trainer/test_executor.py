@@ -194,15 +194,24 @@ def test_run_saves_evaluates_and_decodes_at_their_intervals(make: Any):
     assert rows == [8 * 4, 8 * 6]
 
 
-@pytest.mark.parametrize(("error", "exit_code"), [(OSError, 74), (ValueError, 1)])
-def test_run_whose_data_become_unreadable_saves_its_steps(
-    make: Any, tmp_path: Any, error: type[Exception], exit_code: int
+@pytest.mark.parametrize(
+    ("fields", "kind", "exit_code"),
+    [
+        ({"unreadable_row": 40}, UsageError, 74),
+        ({"unreadable_row": 40, "error": ValueError}, UsageError, 1),
+        ({"unreadable_row": 40, "error": KeyError}, KeyError, None),
+        ({"wide_row": 40}, UsageError, 1),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else None,
+)
+def test_run_saves_its_steps_if_no_batch_follows(
+    make: Any, tmp_path: Any, fields: dict[str, Any], kind: type, exit_code: int | None
 ):
     # The batch of step 6.
-    job = make(num_train_steps=9, unreadable={"unreadable_row": 40, "error": error})
-    with pytest.raises(UsageError) as caught:
+    job = make(num_train_steps=9, unreadable=fields)
+    with pytest.raises(kind) as caught:
         job.executor.run(job.state, 0)
-    assert caught.value.exit_code == exit_code and "row 40" in str(caught.value)
+    assert getattr(caught.value, "exit_code", None) == exit_code
     with job.executor.checkpoints as checkpoints:
         checkpoints.wait_until_finished()
         assert saved_steps(tmp_path) == [5]

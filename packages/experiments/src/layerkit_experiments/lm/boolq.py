@@ -63,7 +63,8 @@ class LlamaBoolQ(InitialWeights, AdamExponential, Spmd, BoolQ, LlamaDecoder, abs
         model.lm_tpl.softmax_tpl = FullSoftmax.HParams.config()
         model.lm_tpl.embedding_tpl = Embedding.HParams.config()
         attention = model.lm_tpl.stack_tpl.layer_tpl.attention_tpl
-        attention.rotary_tpl.pairing = "neighbors"
+        if attention.rotary_tpl is not None:
+            attention.rotary_tpl.pairing = "neighbors"
         if self.NUM_KV_HEADS is None:
             # Pax draws the three as one weight, with three times the fans. They are separate here,
             # as Pax's adapters of them are.

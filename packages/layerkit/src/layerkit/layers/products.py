@@ -252,6 +252,7 @@ def grouped_matmul(
     own: Mapping[str, jax.Array],
     *,
     name: str = "w",
+    bias: jax.Array | None = None,
 ) -> jax.Array:
     """Multiply sorted rows `[rows, in]` by the weights `[group, in, out]` of their groups.
 
@@ -262,13 +263,19 @@ def grouped_matmul(
       product: Plain product of these rows.
       own: Shards of the arrays of `grouped_arrays` on this device, by name.
       name: Name of the weight, which selects the layer's `Dot`.
+      bias: Bias of each group, `[group, out]`; None for none.
 
     Returns:
       `[rows, out]`. Unused rows are 0 if the layer has a `Dot`, and arbitrary otherwise.
     """
-    if getattr(layer, "dot_tpl", None) is None:
-        return product(rows, w)
-    output = getattr(layer, _dot_name(name)).grouped(rows, w, product, own)
+    has_dot = getattr(layer, "dot_tpl", None) is not None
+    dot = getattr(layer, _dot_name(name)) if has_dot else None
+    output = product(rows, w) if dot is None else dot.grouped(rows, w, product, own)
+    if bias is not None:
+        # The gradient of a product sums over the rows of each group.
+        output = output + product(jnp.ones((rows.shape[0], 1), rows.dtype), bias[:, None])
+    if dot is None:
+        return output
     # A scale is that of the largest value, which must not be that of an unused row.
     is_used = product.group_of_row < product.num_groups
     return jnp.where(is_used[:, None], output, 0)

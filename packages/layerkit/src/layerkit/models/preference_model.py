@@ -60,7 +60,8 @@ class DpoModel(BaseModel):
     and `segment_pos`, which mask padding. The batch itself may have `weights` float32 `[batch]`,
     the weights of the pairs, and `eval_sample_weights` float32 `[batch]`, which is 0 for rows of
     padding. `reference="batch"` requires `chosen_reference_log_probs` and
-    `rejected_reference_log_probs` float32 `[batch]`. For decoding, a batch has `ids` and
+    `rejected_reference_log_probs` float32 `[batch]`, sums over the tokens with weights, as `scores`
+    returns; with `loss="ipo"`, means over these tokens. For decoding, a batch has `ids` and
     `prompt_lengths`, as for `LanguageModel`.
 
     Attributes:

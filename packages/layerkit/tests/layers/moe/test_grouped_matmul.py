@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from layerkit.errors import ConfigError
+from layerkit.layers import Fp8CurrentDot, MoeFeedForward, products
 from layerkit.layers.moe.grouped_matmul import (
     GroupedMatmul,
     RowGroups,
+    RowsProduct,
     block_size,
     select_grouped_matmul,
 )
@@ -40,6 +42,27 @@ def drawn(*shapes):
 
 def group_of_row(sizes):
     return np.repeat(np.arange(len(sizes)), sizes)
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+def test_unused_rows_of_fp8_products_with_a_bias_are_zero(platform):
+    sizes = SIZES[16]
+    num_rows = sum(sizes) + 64
+    product = RowsProduct(row_groups(sizes, 16), KERNELS[platform], num_rows)
+    layer = MoeFeedForward(
+        input_dims=IN,
+        hidden_dims=OUT,
+        num_experts=len(sizes),
+        dot_tpl=Fp8CurrentDot.HParams.config(),
+    )
+    rows, w, bias = drawn((num_rows, IN), (len(sizes), IN, OUT), (len(sizes), OUT))
+    bound = layer.bind(layer.init(jax.random.key(0)))
+    found = products.grouped_matmul(bound, rows, w, product, {}, name="up", bias=jnp.asarray(bias))
+    used = sum(sizes)
+    np.testing.assert_array_equal(found[used:], 0.0)
+    of_row = group_of_row(sizes)
+    expected = jnp.einsum("ri,rio->ro", rows[:used], w[of_row]) + bias[of_row]
+    np.testing.assert_allclose(found[:used], expected, atol=0.5)
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def read_flags(
         rest = values(["runner", *words], known_only=known_only)[1:]
     except absl_flags.UnrecognizedFlagError as error:
         raise unknown_flag(error.flagname, known, table) from None
-    except absl_flags.Error as error:
+    except (absl_flags.Error, ValueError) as error:  # such as a value of a negated switch
         raise UsageError(str(error)) from None
     if rest and not known_only and not takes_words:
         raise _unexpected_word(rest[0])

@@ -365,9 +365,10 @@ def _restore_positions(job: Job, programs: _Programs, first: FirstState) -> None
                         f"the checkpoint has no input position for {key}: reading from the"
                         " beginning"
                     )
-                for name, dataset in inputs_of(programs.evals).items():
-                    if (key := eval_input_key(name)) in first.input_states:
-                        dataset.set_state(first.input_states[key])
+                inputs = {eval_input_key(n): d for n, d in inputs_of(programs.evals).items()}
+                inputs |= {DECODE_PREFIX + n: d for n, d in inputs_of(programs.decodes).items()}
+                for key in sorted(inputs.keys() & first.input_states.keys()):
+                    inputs[key].set_state(first.input_states[key])
         except UsageError as error:
             folder = job.given_directory
             flags = f"A new run: --init_from={folder} with another --job_log_dir."

@@ -256,7 +256,7 @@ def _check_decay(
     check_non_negative(owner, **concrete_numbers(peak=peak))
     require(0 <= min_ratio <= 1, owner, "min_ratio", min_ratio, "a number in [0, 1]")
     if 0 <= warmup_steps <= decay_start < decay_end:
-        return _check_last(owner, decay_start=decay_start)
+        return _check_last(owner, decay_start=decay_start, decay_end=decay_end)
     shorter = max(1, decay_end // 10)
     fields = {"warmup_steps": shorter}
     if decay_start != warmup_steps:

@@ -279,9 +279,11 @@ class Executor:
         return found if evaluated_at == step else {}
 
     def _eval_input_states(self) -> dict[str, Any]:
+        keys = [(eval_input_key(program.name), program) for program in self.eval_programs]
+        keys += [(DECODE_PREFIX + program.name, program) for program in self.decode_programs]
         return {
-            eval_input_key(program.name): program.dataset.get_state()
-            for program in self.eval_programs
+            key: program.dataset.get_state()
+            for key, program in keys
             if program.dataset is not None and not program.dataset.reset_for_eval
         }
 

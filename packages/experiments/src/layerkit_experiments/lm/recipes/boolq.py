@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from layerkit.base_model import Metrics, WeightedScalar
+from layerkit.checks import require
 from layerkit.config import Config
 from layerkit.errors import ConfigError
 from layerkit.models import LanguageModel
@@ -28,6 +29,8 @@ class ChoiceLanguageModel(LanguageModel):
     def compute_predictions(self, batch: NestedMap) -> NestedMap:
         """Return the outputs of the softmax and, if there are answers, `margin` `[batch]`."""
         self.check_batch(batch, "ids", "labels", "weights")
+        expected = "False, since questions and answers are read from left to right"
+        require(not self.is_prefix_lm, self, "is_prefix_lm", self.is_prefix_lm, expected)
         hidden = self.lm.hidden(
             batch.ids, segment_ids=batch.get("segment_ids"), segment_pos=batch.get("segment_pos")
         )

@@ -45,6 +45,8 @@ class LatentAttention(TransformerLmModel):
             ("DIMS_PER_HEAD", None),
             ("NUM_KV_HEADS", None),
             ("POSITIONS", "none"),
+            ("PER_DIM_SCALE", False),
+            ("COMBINE_QKV", False),
         ):
             if (value := getattr(self, field)) != expected:
                 raise ConfigError(

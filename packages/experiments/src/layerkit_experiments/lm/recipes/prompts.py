@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from layerkit.config import Config, assigned_fields, target_of
+from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 from layerkit_inputs import BaseInput, LocalText, SeqIOInput, SyntheticInput, TokenRecords
 from layerkit_inputs.eval_padding import ROW_MARKS
@@ -79,4 +80,8 @@ def prompts_of(rows: Config, *, percore_batch_size: float, prompt_length: int) -
         "reset_for_eval": True,
         "eval_loop_num_batches": 1,
     }
-    return Config(_PROMPTS[target_of(rows)], **fields)
+    kind = target_of(rows)
+    if kind not in _PROMPTS:
+        names = [each.__name__ for each in _PROMPTS]
+        raise ConfigError(owner="prompts", field="class of the input", value=kind, choices=names)
+    return Config(_PROMPTS[kind], **fields)

@@ -363,12 +363,8 @@ class MoeFeedForward(BaseLayer):
             def product(rows: jax.Array, name: str) -> jax.Array:
                 start = f"{name}/"
                 dot = {n.removeprefix(start): a for n, a in own.items() if n.startswith(start)}
-                output = grouped_matmul(self, rows, own[name], grouped, dot, name=name)
-                if self.use_bias:
-                    # The gradient of a product sums over the rows of each expert.
-                    ones = jnp.ones((rows.shape[0], 1), rows.dtype)
-                    output = output + grouped(ones, own[f"{name}_bias"][:, None])
-                return output
+                bias = own.get(f"{name}_bias")
+                return grouped_matmul(self, rows, own[name], grouped, dot, name=name, bias=bias)
 
             return self._expert_function(activation.bind(variables))(rows, product)
 

@@ -125,9 +125,16 @@ def round_like(
       values: Shape of the integers.
       scale: Shape of the scales.
       kind: `int8`, `int4` or `nf4`.
+
+    Raises:
+      ConfigError: `w` does not have the shape of the weight of the model.
     """
-    sizes = zip(values.shape, w.shape, strict=True)
+    sizes = list(zip(values.shape, w.shape, strict=True))
     halves = [axis for axis, (packed, size) in enumerate(sizes) if packed != size]
+    is_half = [packed == -(-size // 2) for packed, size in sizes if packed != size]
+    expected = f"the shape of a weight that is stored as {kind} {list(values.shape)}"
+    is_valid = is_half in ([], [True] if kind != "int8" else [])
+    require(is_valid, "round_like", "shape of w", list(w.shape), expected)
     return _quantize(w, kind=kind, scale_shape=scale.shape, packed_axis=next(iter(halves), None))
 
 
