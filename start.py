@@ -25,7 +25,7 @@ COMMANDS = {
     "train": ("train", "train a small language model on text of this machine; downloads no data"),
     "test": ("tests", "build the four packages, install them and run their tests"),
     "slow": ("slow", "run the tests that `test` leaves out: many kills, more cases of each kind"),
-    "one-device": ("one_device", "test models and decoding on one device instead of eight"),
+    "one_device": ("one_device", "test models and decoding on one device instead of eight"),
     "meshes": ("meshes", "train a model on all 56 meshes of eight simulated devices"),
     "chaos": ("chaos", "kill a run fifty times under each partitioner"),
     "experiments": ("experiments", "train a reduced form of every named experiment"),
