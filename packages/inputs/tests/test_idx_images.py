@@ -73,7 +73,6 @@ def test_damaged_files_raise(raises, data, field, value, tmp_path):
         read_idx(path)
 
 
-@pytest.mark.parametrize(("num_labels", "image_size"), [(4, (4, 3)), (5, (28, 28))], ids=str)
 @pytest.mark.parametrize("keep", [1, 12, 30])
 def test_damaged_gzip_file_raises(raises, keep, tmp_path):
     file = tmp_path / "images.gz"
@@ -82,6 +81,7 @@ def test_damaged_gzip_file_raises(raises, keep, tmp_path):
         read_idx(file)
 
 
+@pytest.mark.parametrize(("num_labels", "image_size"), [(4, (4, 3)), (5, (28, 28))], ids=str)
 def test_images_of_another_number_or_size_raise(raises, folder, num_labels, image_size):
     (folder / "train-labels-idx1-ubyte").write_bytes(idx(np.zeros(num_labels)))
     with raises(ConfigError, field="shape of the images", value=[5, 4, 3]):
