@@ -147,7 +147,7 @@ class BaseInput(Configurable):
         return pad_rows(self.get_next(), self.batch_padding_size, copy=False)
 
     def peek(self) -> NestedMap:
-        """Return a copy of the next batch without consuming it."""
+        """Return the next batch without consuming it. Its arrays must not be changed."""
         if self._peeked is None:
             before = self._envelope()
             batch = self.get_next()

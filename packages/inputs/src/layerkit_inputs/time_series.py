@@ -81,6 +81,7 @@ class CsvSeries(_Series):
         with epath.Path(str(self.path)).open() as file:
             reader = csv.reader(file)
             header = next(reader, [])
+            header[:1] = [name.removeprefix("\ufeff") for name in header[:1]]  # Excel writes it
             lines = [(reader.line_num, cells) for cells in reader if cells]
         for name in self.columns or ():
             if name not in header:

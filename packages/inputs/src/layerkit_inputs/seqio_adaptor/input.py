@@ -416,7 +416,7 @@ class SeqIOInput(BaseInput):
 
     def _check_lengths(self) -> RowFormat:
         lengths = self.task_feature_lengths
-        if lengths is None or not all(length >= 1 for length in lengths.values()):
+        if lengths is None or not all(length and length >= 1 for length in lengths.values()):
             raise self._config_error(
                 field="task_feature_lengths",
                 value=lengths,

@@ -92,6 +92,7 @@ class BaseActivation(BaseLayer):
           offset: Number that is added to the factor.
         """
         product = functools.partial(_gated_product, limit=limit, offset=offset)
+        factor = self.cast(factor)
         if type(self).fprop is not BaseActivation.fprop:
             return product(self, gate, factor)
         product = functools.partial(product, self.function())

@@ -80,7 +80,8 @@ class BatchNorm(BaseNormalization):
             batch_mean, batch_variance = masked_moments(x, is_token, axes=axes)
             batch_mean, batch_variance = batch_mean.reshape(-1), batch_variance.reshape(-1)
             # A batch without tokens leaves the moving averages unchanged.
-            decay = self.decay if is_token is None else jnp.where(is_token.any(), self.decay, 1.0)
+            has_token = x.size > 0 if is_token is None else is_token.any()
+            decay = jnp.where(has_token, self.decay, 1.0)
             mean = decay * mean + (1.0 - decay) * batch_mean
             variance = decay * variance + (1.0 - decay) * batch_variance
             self.update_var("moving_mean", jax.lax.stop_gradient(mean))

@@ -28,7 +28,7 @@ from layerkit_runner.training.task import InitialWeights
 
 LAYER = "{layer}"
 
-_INDICES = re.compile(r"(?P<name>[^\[\]]*)(?P<indices>(?:\[[\d, ]+\])*)")
+_INDICES = re.compile(r"(?P<name>[^\[\]]*)(?P<indices>(?:\[\d+(?:, *\d+)*,?\])*)")
 
 Shape = tuple[int, ...]
 

@@ -85,6 +85,8 @@ def load_folder(
         raise UsageError(field=name, value=value, expected="None for a Hugging Face folder")
     resolved, job_folder = folder_experiment(folder, experiment=experiment, overrides=overrides)
     if isinstance(kind, CheckpointFolder):
+        if step is not None and kind.step not in (None, step):
+            raise UsageError(field="step", value=step, expected=f"the step of {folder}")
         return load_checkpoint(resolved, job_folder, kind.step if step is None else step)
     with job_errors("load", resolved):
         job = start_reading(resolved, job_folder)

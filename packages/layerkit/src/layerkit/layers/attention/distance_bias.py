@@ -28,11 +28,6 @@ class DistanceBias:
     by_distance: jax.Array
     is_learned: bool = struct.field(pytree_node=False, default=True)
 
-    @property
-    def length(self) -> int:
-        """Number of tokens of a row."""
-        return (self.by_distance.shape[-1] + 1) // 2
-
     def plus(self, other: DistanceBias) -> DistanceBias:
         """Return the sum of two biases of rows of one length."""
         return DistanceBias(

@@ -147,7 +147,7 @@ class StoredPax:
         """Read some of the values, each into the sharding of `wanted`.
 
         A process reads the chunks of a TensorStore checkpoint that its devices need. A file in
-        Flax's format is mapped into memory.
+        Flax's format is read whole.
         """
         return {path: self._read(path, target) for path, target in wanted.items()}
 
