@@ -63,6 +63,18 @@ def test_folder_without_a_tokenizer_scores_ids_and_names_what_is_missing(
         layerkit_runner.load(tmp_path, step=3)
 
 
+def test_folder_may_be_relative_to_the_home_or_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("safetensors")
+    write_llama(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    monkeypatch.chdir(tmp_path.parent)
+    for given in (f"~/{tmp_path.name}", tmp_path.name):
+        experiment = layerkit_runner.load(given).job.resolved.experiment
+        assert Path(experiment.FOLDER) == tmp_path
+
+
 def test_quantized_folder_is_near_its_source(tmp_path: Path):
     pytest.importorskip("safetensors")
     (tmp_path / "llama").mkdir()

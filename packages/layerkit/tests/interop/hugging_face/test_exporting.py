@@ -288,6 +288,23 @@ def test_model_takes_precedence_over_the_folder_of_the_tokenizer(make_folder: An
     assert import_model(again)[0] == model
 
 
+def test_interrupted_export_leaves_no_model(
+    make_folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder, again = make_folder("llama"), tmp_path / "again"
+    model, variables = import_model(folder)
+    export_model(again, model, variables)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError("full")
+
+    monkeypatch.setattr(exporting, "_write_tensors", fail)
+    with pytest.raises(OSError, match="full"):
+        export_model(again, model, variables)
+    with pytest.raises(FileNotFoundError):
+        import_model(again)
+
+
 def test_tokenizer_files_and_token_ids_are_copied(make_folder: Any, tmp_path: Path):
     folder, again = make_folder("llama"), tmp_path / "again"
     (folder / "tokenizer.json").write_text("{}")

@@ -233,6 +233,15 @@ def test_tensor_that_is_not_finite_raises(raises: Any, make_folder: Any, number:
         import_model(folder)
 
 
+def test_tensor_beyond_float16_raises(raises: Any, make_folder: Any):
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors["model.layers.1.mlp.up_proj.weight"][2, 3] = 1e5
+
+    folder = make_folder("llama", change=change)
+    with raises(TensorMismatchError, field="tensor model.layers.1.mlp.up_proj.weight in float16"):
+        import_model(folder, dtype="float16")
+
+
 def test_error_lists_at_most_fifty_differences(make_folder: Any):
     def change(tensors: dict[str, np.ndarray]) -> None:
         tensors |= {f"surplus.{i}": np.zeros(1, np.float32) for i in range(200)}

@@ -21,7 +21,7 @@ from layerkit_runner.checkpointing import CheckpointManager, folders
 from layerkit_runner.checkpointing.integrity import require_sound, verify_together
 from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join, named_leaves
 from layerkit_runner.errors import UsageError, as_usage_error
-from layerkit_runner.files.atomic_write import absolute
+from layerkit_runner.files.atomic_write import absolute, is_remote
 from layerkit_runner.init_from.pax.folders import PaxFolder, find
 from layerkit_runner.init_from.settings import Source
 from layerkit_runner.training.train_state import TrainState
@@ -123,6 +123,9 @@ def recognize(given: str) -> CheckpointFolder | HuggingFaceFolder | PaxFolder:
             return CheckpointFolder(place, None)
     children = [path.name for path in directory.iterdir()]
     if "config.json" in children and any(name.endswith(".safetensors") for name in children):
+        if is_remote(directory):
+            expected = "a local Hugging Face folder, such as a copy of this one"
+            raise UsageError(field="folder", value=given, expected=expected)
         return HuggingFaceFolder(directory)
     hint = None
     if any(name.endswith(".bin") for name in children):

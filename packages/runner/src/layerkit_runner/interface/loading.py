@@ -103,7 +103,8 @@ def folder_experiment(
     """Return the experiment of a folder, by default the recorded one, and the job's folder."""
     kind = recognize(folder)
     if isinstance(kind, HuggingFaceFolder):
-        return _of_class(FolderModel, overrides, FOLDER=folder), folder
+        # Absolute, since the working folder may change.
+        return _of_class(FolderModel, overrides, FOLDER=str(kind.directory)), folder
     if not isinstance(kind, CheckpointFolder):
         raise UsageError(
             "a checkpoint of Paxml has no configuration",
@@ -235,7 +236,7 @@ class FolderModel(BaseExperiment, abstract=True):
 
     def folder_tokenizer(self) -> Config | None:
         """Return the config of the folder's tokenizer; None if it has none."""
-        for name in ("tokenizer.json", "tokenizer.model"):
+        for name in ("tokenizer.json", "tokenizer.model", "spiece.model"):
             if Path(self.FOLDER, name).is_file():
                 return tokenizer_config(str(Path(self.FOLDER, name)))
         return None

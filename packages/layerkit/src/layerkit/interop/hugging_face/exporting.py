@@ -114,8 +114,11 @@ def export_model(
             content = _carried_over(tokenizer_folder, chosen) | content
         # The old key, which all versions of Transformers read.
         content["torch_dtype"] = str(next(iter(leaves.values())).dtype)
-        write_json(path, CONFIG, content)
+        # It is written last, since a folder without it is no model.
+        (path / CONFIG).unlink(missing_ok=True)
     _write_tensors(path, pieces, leaves, max_shard_bytes=max_shard_bytes, writes=writes)
+    if writes:
+        write_json(path, CONFIG, content)
 
 
 def _candidates(

@@ -241,7 +241,10 @@ class _WeightReader:
         starts = tuple(start for start, _ in outer)
         for place in np.ndindex(*(stop - start for start, stop in outer)):
             piece = self._pieces[tuple(a + b for a, b in zip(starts, place, strict=True))]
-            block[place] = self._read(piece, inner)
+            with np.errstate(over="ignore"):
+                block[place] = self._read(piece, inner)
+            if self._dtype == np.float16:
+                _finite(block[place], f"{piece.name} in float16")
         return block
 
     def _read(self, piece: Piece, ranges: Ranges) -> np.ndarray:
