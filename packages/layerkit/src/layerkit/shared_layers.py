@@ -8,6 +8,12 @@ from layerkit.config import Config, assigned_fields, build, walk_configs
 from layerkit.errors import ConfigError
 
 
+def shared_ids(template: Any) -> list[str]:
+    """Return the ids of shared weights of the configs in a template."""
+    found = (assigned_fields(config).get("shared_weight_id") for config in walk_configs(template))
+    return [shared_id for shared_id in found if shared_id is not None]
+
+
 class SharedLayers:
     """The shared layers of a model, which its root layer holds."""
 
@@ -27,13 +33,11 @@ class SharedLayers:
         Raises:
           ConfigError: An id is also used outside of the repeated layer.
         """
-        for config in walk_configs(template):
-            shared_id = assigned_fields(config).get("shared_weight_id")
-            if shared_id is not None:
-                first, known, _ = self._by_id.get(shared_id, (where, None, None))
-                if first != where or known is not None:
-                    raise _crossing_error(shared_id, first, where)
-                self._by_id[shared_id] = (where, None, None)
+        for shared_id in shared_ids(template):
+            first, known, _ = self._by_id.get(shared_id, (where, None, None))
+            if first != where or known is not None:
+                raise _crossing_error(shared_id, first, where)
+            self._by_id[shared_id] = (where, None, None)
 
     def layer(self, config: Config, where: str) -> Any:
         """Return the layer with the id of `config`, which the first call builds.

@@ -119,9 +119,7 @@ class GrainMapInput(IndexedInput):
         return super()._read_at(positions, num_rows)
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        # Rows that are not read by position are those of epoch 0.
-        epochs = self._epochs if len(self._epochs) == len(rows) else np.zeros_like(rows)
-        places = list(zip(rows.tolist(), epochs.tolist(), strict=True))
+        places = list(zip(rows.tolist(), self._epochs.tolist(), strict=True))
         found = self._read_places(places)
         self._is_unreadable = np.array([row is None for row in found])
         read = [

@@ -156,7 +156,8 @@ def _search(
         cache, log_probs, gains = _score_tokens(decoder, extend, state, prompts)
         totals = state.open.scores[..., None] + gains  # [batch, beam, vocab]
         ends = id_mask(decoder.eos_ids, totals.shape[-1], owner="BeamSearch", field="eos_id")
-        ends = ends | (column + 1 >= prompts.limits)[:, None, None]
+        is_last = column + 1 >= prompts.limits
+        ends = ends | is_last[:, None, None]
 
         def best(totals: jax.Array, n: int) -> tuple[_Beams, jax.Array]:
             """Return the `n` best continued beams and the indices of their parents."""
@@ -180,9 +181,7 @@ def _search(
             open=continued,
             ended=ended,
             # With a NaN among the scores, only the limit ends a row.
-            done=state.done
-            | (~in_prompt & (ended.scores[:, -1] >= upper_bound))
-            | (column + 1 >= prompts.limits),
+            done=state.done | is_last | (~in_prompt & (ended.scores[:, -1] >= upper_bound)),
             cache=reorder_rows(cache, cache_axes, parents),
         )
 

@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.base_layer import PARAMS, BaseLayer
-from layerkit.config import assigned_fields, is_config, target_of, walk_configs
+from layerkit.config import is_config, target_of
 from layerkit.layer_visits import visit_layers
 from layerkit.layers.repeat import is_unrolled_by_default
 from layerkit.layers.stacks import StackedTransformerRepeated, unrolled_stack
 from layerkit.sharding import BoundSharding, is_single_cpu, model_device
+from layerkit.shared_layers import shared_ids
 
 
 def step_weights(network: BaseLayer) -> tuple[BaseLayer, Any]:
@@ -62,8 +63,7 @@ def _unrolled(network: BaseLayer, sharding: BoundSharding | None) -> tuple[BaseL
         if not (is_config(template) and target_of(template) is StackedTransformerRepeated):
             continue
         # An id of shared weights in a repeated layer holds in each repetition on its own.
-        shares = any(assigned_fields(x).get("shared_weight_id") for x in walk_configs(template))
-        if shares or template.unroll is not None:
+        if shared_ids(template) or template.unroll is not None:
             continue
         stack = getattr(network, child)
         if model_device(sharding).platform == "cpu":

@@ -27,7 +27,6 @@ from layerkit.config import (
     is_config,
     sub_config_field,
     target_of,
-    walk_configs,
 )
 from layerkit.derived_fields import derive_fields
 from layerkit.errors import ConfigError
@@ -38,6 +37,7 @@ from layerkit.layers.masks import AttentionMask, row_positions
 from layerkit.layers.remat import check_remat_policy, remat
 from layerkit.layers.repeat import Repeat, check_not_shared
 from layerkit.layers.transformer import Transformer, drop_none
+from layerkit.shared_layers import shared_ids
 
 
 class StackedTransformer(BaseLayer):
@@ -87,9 +87,8 @@ class StackedTransformer(BaseLayer):
     def _create_layers(self, sizes: dict[str, Any]) -> None:
         pattern = self.pattern
         # Layers read shared weights from the first one, which rematerialization does not pass on.
-        is_shared = any(assigned_fields(x).get("shared_weight_id") for x in walk_configs(pattern))
+        is_valid = self.remat == "none" or self.num_layers == 1 or not shared_ids(pattern)
         expected = "'none' for layers that share weights (shared_weight_id)"
-        is_valid = self.remat == "none" or not is_shared or self.num_layers == 1
         require(is_valid, self, "remat", self.remat, expected)
         templates = [pattern[layer % len(pattern)] for layer in range(self.num_layers)]
         self.create_children("layers", templates, **sizes)

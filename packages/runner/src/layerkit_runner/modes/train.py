@@ -59,8 +59,8 @@ from layerkit_runner.trainer.eval import BaseProgram
 from layerkit_runner.trainer.executor import (
     EARLY_STOPPING,
     Executor,
-    eval_input_key,
     executor_class,
+    inputs_by_key,
 )
 from layerkit_runner.trainer.job import Job, no_checkpoint, start_job, versions
 from layerkit_runner.trainer.job_folder import (
@@ -365,8 +365,7 @@ def _restore_positions(job: Job, programs: _Programs, first: FirstState) -> None
                         f"the checkpoint has no input position for {key}: reading from the"
                         " beginning"
                     )
-                inputs = {eval_input_key(n): d for n, d in inputs_of(programs.evals).items()}
-                inputs |= {DECODE_PREFIX + n: d for n, d in inputs_of(programs.decodes).items()}
+                inputs = inputs_by_key(programs.evals, programs.decodes)
                 for key in sorted(inputs.keys() & first.input_states.keys()):
                     inputs[key].set_state(first.input_states[key])
         except UsageError as error:

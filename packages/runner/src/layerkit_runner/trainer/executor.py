@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from layerkit.config import target_of
+from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.errors import input_of
 from layerkit_runner.checkpointing import CheckpointManager
 from layerkit_runner.config.config_tree import check_required_fields
@@ -249,7 +250,7 @@ class Executor:
             self.checkpoints.save(
                 step,
                 self.train_programs.stored_state(state),
-                input_states=self.train_programs.input_states() | self._eval_input_states(),
+                input_states=self.train_programs.input_states() | self._program_input_states(),
                 metadata=self._metadata(step),
                 force=force,
             )
@@ -278,14 +279,9 @@ class Executor:
         evaluated_at, found = self._evaluated
         return found if evaluated_at == step else {}
 
-    def _eval_input_states(self) -> dict[str, Any]:
-        keys = [(eval_input_key(program.name), program) for program in self.eval_programs]
-        keys += [(DECODE_PREFIX + program.name, program) for program in self.decode_programs]
-        return {
-            key: program.dataset.get_state()
-            for key, program in keys
-            if program.dataset is not None and not program.dataset.reset_for_eval
-        }
+    def _program_input_states(self) -> dict[str, Any]:
+        inputs = inputs_by_key(self.eval_programs, self.decode_programs)
+        return {key: d.get_state() for key, d in inputs.items() if not d.reset_for_eval}
 
 
 def executor_class(resolved: ResolvedExperiment) -> Callable[..., Executor]:
@@ -302,9 +298,13 @@ def executor_class(resolved: ResolvedExperiment) -> Callable[..., Executor]:
     return config.Instantiate
 
 
-def eval_input_key(name: str) -> str:
-    """Return the checkpoint key that stores the input position of an eval program."""
-    return f"eval/{name}"
+def inputs_by_key(
+    evals: Iterable[BaseProgram], decodes: Iterable[BaseProgram]
+) -> dict[str, BaseInput]:
+    """Return the inputs of programs by the checkpoint key of their position."""
+    keys = {f"eval/{program.name}": program for program in evals}
+    keys |= {DECODE_PREFIX + program.name: program for program in decodes}
+    return {key: p.dataset for key, p in keys.items() if p.dataset is not None}
 
 
 def due_programs(

@@ -129,11 +129,11 @@ def round_like(
     Raises:
       ConfigError: `w` does not have the shape of the weight of the model.
     """
-    sizes = list(zip(values.shape, w.shape, strict=True))
+    sizes = zip(values.shape, w.shape, strict=True)
     halves = [axis for axis, (packed, size) in enumerate(sizes) if packed != size]
-    is_half = [packed == -(-size // 2) for packed, size in sizes if packed != size]
+    is_packed = len(halves) == 1 and all(values.shape[a] == -(-w.shape[a] // 2) for a in halves)
+    is_valid = not halves or (is_packed and kind != "int8")
     expected = f"the shape of a weight that is stored as {kind} {list(values.shape)}"
-    is_valid = is_half in ([], [True] if kind != "int8" else [])
     require(is_valid, "round_like", "shape of w", list(w.shape), expected)
     return _quantize(w, kind=kind, scale_shape=scale.shape, packed_axis=next(iter(halves), None))
 
