@@ -12,7 +12,7 @@ import pytest
 
 from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
-from layerkit_inputs import LocalText, Prefetch, SyntheticInput
+from layerkit_inputs import LocalText, Prefetch
 from layerkit_inputs.base_input import BaseInput
 
 
@@ -62,15 +62,20 @@ def test_prefetch_state_counts_delivered_batches_only():
     ahead.close()
 
 
-def test_states_are_the_same_with_and_without_it():
+def test_tokens_and_states_are_the_same_with_and_without_it(tmp_path):
+    for name in "abc":
+        (tmp_path / name).write_bytes(b"some text")
+
     def make():
-        return SyntheticInput(batch_size=2, seq_length=4, is_training=True)
+        return LocalText(batch_size=2, paths=[str(tmp_path)], seq_length=4, is_training=True)
 
     plain, ahead = make(), Prefetch(source=make())
+    assert (ahead.token_unit, ahead.state_scope) == ("byte", "global")
     for _ in range(4):
         assert ahead.get_state() == plain.get_state()
         np.testing.assert_array_equal(ahead.get_next().ids, plain.get_next().ids)
     ahead.close()
+    assert Prefetch(source=Gated(batch_size=1)).state_scope == "host"
 
 
 def test_an_error_of_the_source_comes_after_the_batches_before_it():
@@ -82,6 +87,21 @@ def test_an_error_of_the_source_comes_after_the_batches_before_it():
     assert ahead.get_state()["position"] == {"num_delivered": 2}
     ahead.reset()
     assert ahead.get_next().ids[0] == 1
+    ahead.close()
+
+
+def test_an_error_of_the_check_comes_after_the_batches_before_it_and_keeps_the_position():
+    def check(batch: NestedMap) -> None:
+        assert threading.current_thread().name == "layerkit-prefetch"
+        if batch.ids[0] == 3:
+            raise ValueError("three")
+
+    ahead = Prefetch(source=Gated(batch_size=1, is_training=True), check=check)
+    assert [int(ahead.get_next().ids[0]) for _ in range(2)] == [1, 2]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="three"):
+            ahead.get_next()
+    assert ahead.get_state()["position"] == {"num_delivered": 2}
     ahead.close()
 
 
@@ -115,16 +135,6 @@ def test_fields_are_those_of_the_source(raises):
     for field, value in (("batch_size", 4), ("depth", 0)):
         with raises(ConfigError, field=field, value=value):
             Prefetch(source=source, **{field: value})
-
-
-def test_prefetch_has_the_tokens_and_states_of_its_source(tmp_path):
-    for name in "abc":
-        (tmp_path / name).write_bytes(b"some text")
-    source = LocalText(batch_size=1, paths=[str(tmp_path)], seq_length=4)
-    ahead = Prefetch(source=source)
-    assert (ahead.token_unit, ahead.state_scope) == ("byte", "global")
-    assert ahead.get_state() == source.get_state()
-    assert Prefetch(source=Gated(batch_size=1)).state_scope == "host"
 
 
 @pytest.mark.parametrize("how", ["endless", "hanging"])

@@ -164,7 +164,7 @@ class BaseInput(Configurable):
         if self._peeked is not None:
             assert self._state_before_peek is not None
             return self._state_before_peek
-        with naming_input(self._label):
+        with naming_input(self):
             return self._envelope()
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -174,7 +174,7 @@ class BaseInput(Configurable):
           ConfigError: The state belongs to another kind of reader, another host or other data.
         """
         self._peeked = None
-        with naming_input(self._label):
+        with naming_input(self):
             self._set_envelope(state)
 
     def _begin_again(self, get_next: Callable[[Any], NestedMap]) -> NestedMap:
@@ -269,16 +269,19 @@ class BaseInput(Configurable):
     def ids_to_strings(
         self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
     ) -> list[str]:
-        """Decode token ids.
+        """Decode token ids, by default with `text_tokenizer`, without special ids.
 
         Args:
           ids: int `[batch, length]`.
           lengths: int `[batch]`. Ids beyond them are ignored.
           key: Vocabulary of a reader that has several, such as `src` or `tgt`.
         """
-        raise NotImplementedError(
-            f"{type(self).__qualname__} has no vocabulary to decode ids with."
-        )
+        tokenizer = self.text_tokenizer(key)
+        if tokenizer is None:
+            raise NotImplementedError(
+                f"{type(self).__qualname__} has no vocabulary to decode ids with."
+            )
+        return [tokenizer.decode(row[:n]) for row, n in zip(ids, lengths, strict=True)]
 
     def text_tokenizer(self, key: str | None = None) -> Any:
         """Return the tokenizer that made the ids, or None if the input has none.

@@ -60,12 +60,12 @@ def delivers(get_next: Callable[..., NestedMap]) -> Callable[..., NestedMap]:
             return batch
         self._is_delivering = True
         try:
-            with naming_input(self._label):
+            with naming_input(self):
                 batch = get_next(self)
         except StopIteration:
             if not self.endless:
                 raise
-            with naming_input(self._label):
+            with naming_input(self):
                 batch = self._begin_again(get_next)
         except (SystemExit, GeneratorExit) as error:
             raise exit_as_error(self, error) from error

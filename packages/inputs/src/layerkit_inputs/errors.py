@@ -10,8 +10,12 @@ import contextlib
 import importlib
 from collections.abc import Iterator
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from layerkit.errors import UserError
+
+if TYPE_CHECKING:
+    from layerkit_inputs.base_input import BaseInput
 
 _ATTRIBUTE = "layerkit_input"
 # Importable name -> extra of layerkit-inputs that installs it.
@@ -29,15 +33,12 @@ _EXTRA_OF = {
 
 
 @contextlib.contextmanager
-def naming_input(label: str) -> Iterator[None]:
-    """Record the label of an input in its errors, except StopIteration.
+def naming_input(source: BaseInput) -> Iterator[None]:
+    """Record the label of an input, its class and name, in its errors, except StopIteration.
 
     A `UserError` without an owner gets the label as its owner. Errors of values and files keep
     their text, and reports add the label by `input_of`. Other errors get a note, which tracebacks
     show.
-
-    Args:
-      label: Class and name, such as `LocalText 'train'`.
     """
     try:
         yield
@@ -46,6 +47,7 @@ def naming_input(label: str) -> Iterator[None]:
     except Exception as error:
         # An input that reads another input does not replace the label of that input.
         if input_of(error) is None:
+            label = source._label
             setattr(error, _ATTRIBUTE, label)
             if isinstance(error, UserError):
                 error.owner = error.owner or label

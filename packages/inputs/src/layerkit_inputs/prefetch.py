@@ -12,7 +12,7 @@ import collections
 import dataclasses
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,9 +30,10 @@ _CLOSE_SECONDS = 5.0
 class _Worker:
     """A thread that reads ahead until the source ends or fails, or until it is stopped."""
 
-    def __init__(self, source: BaseInput, depth: int):
+    def __init__(self, source: BaseInput, depth: int, check: Callable[[NestedMap], object] | None):
         self._source = source
         self._depth = depth
+        self._check = check
         self._ready: collections.deque[tuple[NestedMap, dict[str, Any]]] = collections.deque()
         self._end: BaseException | None = None
         self._is_stopped = False
@@ -43,7 +44,10 @@ class _Worker:
     def _run(self) -> None:
         while self._wait_for_room():
             try:
-                item = (self._source.get_next(), self._source.get_state())
+                batch = self._source.get_next()
+                if self._check is not None:
+                    self._check(batch)
+                item = (batch, self._source.get_state())
             except BaseException as error:  # Without it, `take` would wait forever.
                 with self._changed:
                     self._end = exit_as_error(self._source, error)
@@ -72,8 +76,7 @@ class _Worker:
     @property
     def num_ready(self) -> int:
         """Number of batches in the queue."""
-        with self._changed:
-            return len(self._ready)
+        return len(self._ready)
 
     def wait(self, timeout: float) -> bool:
         """Wait until `take` would not block, at most `timeout` seconds; return whether it is so."""
@@ -104,6 +107,8 @@ class Prefetch(BaseInput):
     """Input to read."""
     depth: int = 2
     """Maximum number of batches in the queue."""
+    check: Callable[[NestedMap], object] | None = None
+    """Function that is called with each batch on the thread. `get_next` raises its errors."""
 
     def __post_init__(self) -> None:
         """Check the fields and copy those of `source`."""
@@ -159,7 +164,7 @@ class Prefetch(BaseInput):
     def _started(self) -> _Worker:
         if self._worker is None:
             self._position = self.source.get_state()
-            self._worker = _Worker(self.source, self.depth)
+            self._worker = _Worker(self.source, self.depth, self.check)
             self._stop_at_exit = weakref.finalize(self, self._worker.stop, _EXIT_SECONDS)
         return self._worker
 

@@ -11,8 +11,7 @@ import pytest
 
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
-from layerkit_inputs.prefetch import Prefetch
-from layerkit_runner.data.infeed import cast_text, check_batch, eval_batches, peek_batch
+from layerkit_runner.data.infeed import cast_text, check_batch, eval_batches, peek_batch, prefetched
 from layerkit_runner.data.training_data import DeviceFeed
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import SpmdPartitioner
@@ -40,7 +39,7 @@ class Given(BaseInput):
 def enter_by_prefetch(dataset: BaseInput) -> None:
     partitioner = SpmdPartitioner()
     partitioner.start()
-    with contextlib.closing(Prefetch(source=dataset)) as ahead:
+    with contextlib.closing(prefetched(dataset)) as ahead:
         DeviceFeed(ahead, partitioner).take(lambda: True)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +23,7 @@ from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.data.infeed import make_input
 from layerkit_runner.data.training_data import TrainInput, TrainInputs
 from layerkit_runner.errors import UsageError
-from layerkit_runner.observers import Observer, RunInfo, Throughput
+from layerkit_runner.observers import Throughput
 from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.trainer.train import (
     IS_VALID,
@@ -35,81 +35,56 @@ from layerkit_runner.trainer.train import (
 from layerkit_runner.training.task_metrics import Histogram, Max, Mean
 
 
-class Recorder(Observer):
-    """Records what is reported."""
+@pytest.fixture
+def started(tiny: SimpleNamespace, make_recorder: Any) -> Any:
+    """A function that makes programs, state and recorder."""
 
-    def __init__(self) -> None:
-        self.completed: list[int] = []
-        self.messages: list[str] = []
-        self.metrics: dict[int, dict[str, float]] = {}
-        self.weights: dict[int, dict[str, Any]] = {}
-        self.pictures: dict[int, dict[str, Any]] = {}
+    def start(
+        *,
+        model: Any = None,
+        metrics: Any = None,
+        bad_steps: tuple[int, ...] = (),
+        report: Callable[[Any], Any] = lambda reported: reported,
+        **train: Any,
+    ) -> tuple[TrainPrograms, Any, Any]:
+        """`report` replaces the results of the compiled step."""
+        partitioner = SpmdPartitioner(ici_mesh_shape=[1, 1, 1])
+        partitioner.start(jax.devices()[:1])
+        learner = {"learning_rate": 0.01}
+        config = tiny.task_config(learner=learner, train=train, **(model or {}))
+        task = config.set(metrics=metrics).Instantiate()
+        partitioner.bind(task)
+        points = tiny.Points.HParams.config(
+            batch_size=1, is_training=True, shuffle=False, bad_rows=[step - 1 for step in bad_steps]
+        )
+        data = TrainInput(Prefetch(source=make_input(points, partitioner)), partitioner)
+        abstract_state = partitioner.abstract_state(task)
+        compiled = trace_step(task, partitioner, abstract_state, data.abstract_batch)()
 
-    def progress(self, step: int) -> None:
-        self.completed.append(step)
+        def run(state: Any, batch: Any) -> tuple[Any, Any]:
+            state, reported = compiled.run(state, batch)
+            return state, report(reported)
 
-    def message(self, text: str) -> None:
-        self.messages.append(text)
+        replaced = dataclasses.replace(compiled, run=run)
+        recorder = make_recorder()
+        info = SimpleNamespace(examples_per_step=1, tokens_per_step=0, flops_per_step=None)
+        reports = StepReports(recorder, Throughput(info))
+        programs = TrainPrograms(
+            TrainInputs([data]),
+            [TrainProgram(replaced, data, None, reports)],
+            max_inflight_steps=task.train.max_inflight_steps,
+        )
+        return programs, partitioner.init_fn(task)(), recorder
 
-    def train_metrics(self, step: int, scalars: Any) -> None:
-        self.metrics[step] = dict(scalars)
-
-    def histograms(self, step: int, histograms: Any) -> None:
-        self.weights[step] = dict(histograms)
-
-    def images(self, step: int, images: Any) -> None:
-        self.pictures[step] = dict(images)
+    return start
 
 
-def started(
-    tiny: SimpleNamespace,
-    *,
-    model: Any = None,
-    metrics: Any = None,
-    bad_steps: tuple[int, ...] = (),
-    report: Callable[[Any], Any] = lambda reported: reported,
-    **train: Any,
-) -> tuple[TrainPrograms, Any, Recorder]:
-    """Return programs, state and recorder; `report` replaces the results of the compiled step."""
-    partitioner = SpmdPartitioner(ici_mesh_shape=[1, 1, 1])
-    partitioner.start(jax.devices()[:1])
-    learner = {"learning_rate": 0.01}
-    config = tiny.task_config(learner=learner, train=train, **(model or {}))
-    task = config.set(metrics=metrics).Instantiate()
-    partitioner.bind(task)
-    points = tiny.Points.HParams.config(
-        batch_size=1, is_training=True, shuffle=False, bad_rows=[step - 1 for step in bad_steps]
-    )
-    train_input = Prefetch(source=make_input(points, partitioner))
-    data = TrainInput(train_input, partitioner)
-    state = partitioner.init_fn(task)()
-    recorder = Recorder()
-    info = RunInfo(
-        job_log_dir=None,
-        experiment="tiny",
-        mode="train",
-        num_params=2,
-        num_train_steps=task.train.num_train_steps,
-        start_step=0,
-        tokens_per_step=0,
-        examples_per_step=1,
-        flops_per_step=None,
-        num_devices=1,
-        device_kind="cpu",
-        peak_flops_per_device=None,
-    )
-    abstract_state = partitioner.abstract_state(task)
-    compiled = trace_step(task, partitioner, abstract_state, data.abstract_batch)()
-
-    def run(state: Any, batch: Any) -> tuple[Any, Any]:
-        state, reported = compiled.run(state, batch)
-        return state, report(reported)
-
-    replaced = dataclasses.replace(compiled, run=run)
-    program = TrainProgram(replaced, data, None, StepReports(recorder, Throughput(info)))
-    inflight = task.train.max_inflight_steps
-    programs = TrainPrograms(TrainInputs([data]), [program], max_inflight_steps=inflight)
-    return programs, state, recorder
+def run(program: TrainPrograms, state: Any, steps: Iterable[int]) -> Any:
+    """Return the state after these steps, of which all is reported."""
+    for step in steps:
+        state = program.run_step(state, step)
+    program.drain()
+    return state
 
 
 @given(turns=st.lists(st.integers(1, 7), min_size=1, max_size=5))
@@ -123,14 +98,12 @@ def test_data_sets_alternate_round_robin(turns: list[int]):
     assert sum(inputs.share(index) for index in range(len(turns))) == pytest.approx(1)
 
 
-def test_losses_equal_computed_ones(tiny: SimpleNamespace):
+def test_losses_equal_computed_ones(started: Any):
     # Rows (0, 1) → 0 and (1, 1) → 1 with w = (1, 1): errors 1 and, after w₁ -= 0.01, 0.99.
-    program, state, recorder = started(tiny, summary_interval_steps=1)
-    for step in (1, 2):
-        state = program.run_step(state, step)
-    program.drain()
-    assert recorder.metrics[1]["loss"] == pytest.approx(0.5)
-    assert recorder.metrics[2]["loss"] == pytest.approx(0.5 * 0.99**2)
+    program, state, recorder = started(summary_interval_steps=1)
+    state = run(program, state, (1, 2))
+    losses = [recorder.metrics[step]["loss"] for step in (1, 2)]
+    assert losses == pytest.approx([0.5, 0.5 * 0.99**2])
     assert int(state.step) == 2
 
 
@@ -146,10 +119,8 @@ def profile_guided() -> Iterator[None]:
 # A CPU has no kernels to profile.
 @pytest.mark.filterwarnings("ignore:PGLE collected an empty trace:RuntimeWarning")
 @pytest.mark.usefixtures("profile_guided")
-def test_profile_guidance_compiles_the_step_again_after_its_first_run(
-    raises: Any, tiny: SimpleNamespace
-):
-    program, state, recorder = started(tiny, summary_interval_steps=1)
+def test_profile_guidance_compiles_the_step_again_after_its_first_run(raises: Any, started: Any):
+    program, state, recorder = started(summary_interval_steps=1)
     compiled: list[str] = []
 
     def listen(event: str, *_: Any, **labels: Any) -> None:
@@ -172,11 +143,11 @@ def test_profile_guidance_compiles_the_step_again_after_its_first_run(
         _run_step_with_a_narrow_batch(program, state, 4)
 
 
-def test_weight_summaries_at_their_interval(tiny: SimpleNamespace):
-    program, state, recorder = started(tiny, weight_summary_interval_steps=2)
+def test_weight_summaries_at_their_interval(started: Any):
+    program, state, recorder = started(weight_summary_interval_steps=2)
     for step in range(1, 5):
         state = program.run_step(state, step)
-        if step == 2:
+        if step == 2:  # It is reported later.
             norm = float(optax.tree.norm(state.params))
     program.drain()
     assert list(recorder.weights) == [2, 4]
@@ -184,8 +155,8 @@ def test_weight_summaries_at_their_interval(tiny: SimpleNamespace):
     assert spread.norm == pytest.approx(norm)
 
 
-def test_first_step_is_reported_at_once_and_later_steps_with_a_delay(tiny: SimpleNamespace):
-    program, state, recorder = started(tiny, max_inflight_steps=3)
+def test_first_step_is_reported_at_once_and_later_steps_with_a_delay(started: Any):
+    program, state, recorder = started(max_inflight_steps=3)
     seen = []
     for step in range(1, 8):
         state = program.run_step(state, step)
@@ -196,11 +167,9 @@ def test_first_step_is_reported_at_once_and_later_steps_with_a_delay(tiny: Simpl
     assert recorder.completed == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_metrics_come_at_the_first_the_last_and_every_interval(tiny: SimpleNamespace):
-    program, state, recorder = started(tiny, summary_interval_steps=4, num_train_steps=11)
-    for step in range(3, 12):  # a resumed run
-        state = program.run_step(state, step)
-    program.drain()
+def test_metrics_come_at_the_first_the_last_and_every_interval(started: Any):
+    program, state, recorder = started(summary_interval_steps=4, num_train_steps=11)
+    run(program, state, range(3, 12))  # a resumed run
     assert list(recorder.metrics) == [3, 4, 8, 11]
     assert recorder.metrics[8]["learning/lr"] == pytest.approx(0.01)
     assert {"loss", "learning/raw_grad_norm", "steps_per_sec"} <= recorder.metrics[8].keys()
@@ -232,7 +201,7 @@ class OnDevice:
         return bool(self.__array__())
 
 
-def test_between_summaries_the_host_reads_one_number_that_was_copied_ahead(tiny: SimpleNamespace):
+def test_between_summaries_the_host_reads_one_number_that_was_copied_ahead(started: Any):
     reads: list[collections.Counter[str]] = []
 
     def report(reported: Any) -> Any:
@@ -243,10 +212,9 @@ def test_between_summaries_the_host_reads_one_number_that_was_copied_ahead(tiny:
 
         return jax.tree_util.tree_map_with_path(wrap, reported)
 
-    program, state, _ = started(tiny, report=report, summary_interval_steps=4, num_train_steps=100)
-    for step in range(1, 11):
-        state = program.run_step(state, step)
-    program.drain()
+    program, state, _ = started(report=report, summary_interval_steps=4, num_train_steps=100)
+    program.programs[0]._is_on_cpu = False  # On a CPU, results are in the memory of the host.
+    run(program, state, range(1, 11))
     for step, found in enumerate(reads, 1):
         if step in (1, 4, 8):
             assert len(found) > 1
@@ -254,10 +222,10 @@ def test_between_summaries_the_host_reads_one_number_that_was_copied_ahead(tiny:
             assert found == {f"[1]['{IS_VALID}']": 1}
 
 
-def test_bad_step_between_summaries_is_reported_with_its_number(tiny: SimpleNamespace):
+def test_bad_step_between_summaries_is_reported_with_its_number(started: Any):
     metrics = {"smooth": Mean.HParams.config(value="metrics/loss")}
     program, state, recorder = started(
-        tiny, bad_steps=(4,), metrics=metrics, summary_interval_steps=3, max_inflight_steps=2
+        bad_steps=(4,), metrics=metrics, summary_interval_steps=3, max_inflight_steps=2
     )
     before = None
     for step in range(1, 8):
@@ -283,45 +251,34 @@ def test_bad_step_between_summaries_is_reported_with_its_number(tiny: SimpleName
     assert (program.skipped.in_a_row, program.skipped.in_all) == (0, 1)
 
 
-def test_the_input_state_is_that_of_the_steps_started(tiny: SimpleNamespace):
-    program, state, _ = started(tiny)
+def test_the_input_state_is_that_of_the_steps_started(started: Any):
+    program, state, _ = started()
     for step in (1, 2, 3):
         assert program.input_states()["train/Points"]["position"]["rows_done"] == step - 1
         state = program.run_step(state, step)
     assert program.input_states()["train/Points"]["position"]["rows_done"] == 3
 
 
-def test_metrics_of_the_task_cover_the_steps_since_the_last_summary(tiny: SimpleNamespace):
+def test_metrics_of_the_task_cover_the_steps_since_the_last_summary(started: Any):
     """Row n mod 7 is x = (n mod 5, 1), y = n mod 3."""
     metrics = {
         "smooth": Mean.HParams.config(value="metrics/loss"),
         "worst": Max.HParams.config(value="metrics/loss"),
         "y": Histogram.HParams.config(value="batch/y", low=-0.5, high=2.5, num_bins=3),
     }
-    program, state, recorder = started(tiny, metrics=metrics, summary_interval_steps=1)
-    each = run(program, state, recorder, 7)["loss"]
-    program, state, recorder = started(tiny, metrics=metrics, summary_interval_steps=3)
-    found = run(program, state, recorder, 7)
+    program, state, recorder = started(metrics=metrics, summary_interval_steps=1)
+    run(program, state, range(1, 8))
+    each = [values["loss"] for values in recorder.metrics.values()]
+    program, state, recorder = started(metrics=metrics, summary_interval_steps=3)
+    run(program, state, range(1, 8))
     assert list(recorder.metrics) == [1, 3, 6]
-    spans = [each[:1], each[1:3], each[3:6]]
-    assert found["smooth"] == pytest.approx([sum(span) / len(span) for span in spans])
-    assert found["worst"] == pytest.approx([max(span) for span in spans])
-    assert [list(recorder.weights[step]["y"].counts) for step in (1, 3, 6)] == [
-        [1, 0, 0],
-        [0, 1, 1],
-        [1, 1, 1],
-    ]
-
-
-def run(
-    program: TrainPrograms, state: Any, recorder: Recorder, steps: int
-) -> dict[str, list[float]]:
-    """What was reported of so many steps, as a list for each metric."""
-    for step in range(1, steps + 1):
-        state = program.run_step(state, step)
-    program.drain()
-    names = recorder.metrics[1].keys() & {"loss", "smooth", "worst"}
-    return {name: [values[name] for values in recorder.metrics.values()] for name in names}
+    for found, span in zip(
+        recorder.metrics.values(), (each[:1], each[1:3], each[3:6]), strict=True
+    ):
+        assert found["smooth"] == pytest.approx(sum(span) / len(span))
+        assert found["worst"] == pytest.approx(max(span))
+    counts = [list(recorder.weights[step]["y"].counts) for step in (1, 3, 6)]
+    assert counts == [[1, 0, 0], [0, 1, 1], [1, 1, 1]]
 
 
 class Drawn(Linear):
@@ -333,11 +290,11 @@ class Drawn(Linear):
         return super().fprop(x)
 
 
-def test_arrays_of_layers_come_with_the_summaries(tiny: SimpleNamespace):
+def test_arrays_of_layers_come_with_the_summaries(started: Any):
     program, state, recorder = started(
-        tiny, model={"linear_tpl": Drawn.HParams.config()}, summary_interval_steps=3
+        model={"linear_tpl": Drawn.HParams.config()}, summary_interval_steps=3
     )
-    run(program, state, recorder, 4)
+    run(program, state, range(1, 5))
     assert list(recorder.weights) == list(recorder.pictures) == [1, 3]
     # The third row is (2, 1): the batch of step 3 itself.
     (spread,) = recorder.weights[3].values()
@@ -346,8 +303,8 @@ def test_arrays_of_layers_come_with_the_summaries(tiny: SimpleNamespace):
     assert picture.tolist() == [[[255], [255]]]
 
 
-def test_batch_of_another_shape_is_an_error(raises: Any, tiny: SimpleNamespace):
-    program, state, _ = started(tiny)
+def test_batch_of_another_shape_is_an_error(raises: Any, started: Any):
+    program, state, _ = started()
     state = program.run_step(state, 1)
     with raises(UsageError, field="x", value="float32[1, 1]", expected="float32[1, 2]"):
         _run_step_with_a_narrow_batch(program, state, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -63,6 +64,11 @@ def check_batch(dataset: BaseInput, batch: NestedMap, *, is_padded: bool = False
                 hint="Convert the field in the input.",
             )
     return batch
+
+
+def prefetched(dataset: BaseInput) -> Prefetch:
+    """Return an input that reads `dataset` ahead on a thread and checks each batch there."""
+    return Prefetch(source=dataset, check=functools.partial(check_batch, dataset))
 
 
 def cast_text(batch: NestedMap) -> str | None:

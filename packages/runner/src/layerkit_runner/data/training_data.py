@@ -25,7 +25,7 @@ from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import AllGather
 from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.config.resolve import ResolvedExperiment
-from layerkit_runner.data.infeed import check_batch, dataset_name, peek_batch
+from layerkit_runner.data.infeed import dataset_name, peek_batch
 from layerkit_runner.distributed.stop_signals import StopRequestedError
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.partitioning import Partitioner
@@ -118,7 +118,7 @@ class DeviceFeed:
         if self._state is None:
             self._state = self._source.get_state()
         with as_usage_error():
-            batch = check_batch(self._source, self._source.get_next())
+            batch = self._source.get_next()
         self._waiting.append((self._partitioner.put_batch(batch), self._source.get_state()))
 
     def _wait(self, is_idle: Callable[[], bool], gives_up: Callable[[], bool]) -> float:

@@ -60,7 +60,7 @@ class Throughput:
 
     def waited(self, seconds: float) -> None:
         """Count time in which the devices were idle for lack of a batch."""
-        if self._mark is not None and self._pause_depth == 0:
+        if seconds and self._mark is not None and self._pause_depth == 0:
             self._add(_Counts(input_wait=seconds))
 
     @contextlib.contextmanager

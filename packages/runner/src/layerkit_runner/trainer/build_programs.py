@@ -10,10 +10,9 @@ from typing import Any
 
 from layerkit.config import Config, assigned_fields, target_of
 from layerkit_inputs.base_input import BaseInput
-from layerkit_inputs.prefetch import Prefetch
 from layerkit_runner.config.config_tree import check_required_fields
 from layerkit_runner.config.resolve import ResolvedExperiment
-from layerkit_runner.data.infeed import make_input
+from layerkit_runner.data.infeed import make_input, prefetched
 from layerkit_runner.data.training_data import (
     TrainInput,
     TrainInputs,
@@ -45,7 +44,7 @@ def train_inputs(job: Job) -> TrainInputs:
     by_name = check_train_programs(job.resolved)
     inputs = []
     for (name, dataset), config in zip(by_name.items(), _train_configs(job.resolved), strict=True):
-        source = Prefetch(source=make_input(dataset, job.partitioner))
+        source = prefetched(make_input(dataset, job.partitioner))
         own_name = name if len(by_name) > 1 else None
         steps: Any = assigned_fields(config).get("steps", 1)
         inputs.append(TrainInput(source, job.partitioner, own_name, steps))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import numpy as np
 
 from layerkit.nested_map import NestedMap
 from layerkit.summaries import Summary
@@ -150,6 +151,7 @@ class TrainProgram:
         self.steps = steps
         self._compiled = compiled
         self._train = compiled.task.train
+        self._is_on_cpu = compiled.partitioner.mesh.devices.flat[0].platform == "cpu"
         self._reports = reports
         self._rates = reports.throughput.rates_since_asked()
         self._skipped_records = SkippedRecords(dataset.dataset, name or "train", reports.observers)
@@ -193,8 +195,9 @@ class TrainProgram:
             except TypeError as error:
                 self._check_same_spec(batch, step)
                 raise error from None
-        # The host reads this scalar after every step, so the copy starts now, while the step runs.
-        reported[1][IS_VALID].copy_to_host_async()
+        if not self._is_on_cpu:
+            # The host reads this scalar after every step; the copy starts now, while the step runs.
+            reported[1][IS_VALID].copy_to_host_async()
         every, weights = self._train.weight_summary_interval_steps, None
         if every is not None and step % every == 0:
             summarize = weight_histograms_fn(self._compiled.partitioner.replicated())
@@ -218,7 +221,7 @@ class TrainProgram:
         step, is_summarized, (metrics, scalars, weights, layers) = self._pending.popleft()
         observers = self._reports.observers
         progress(f"waiting for the devices to end step {step}", waits_for_others=True)
-        is_valid = bool(scalars[IS_VALID])
+        is_valid = bool(np.asarray(scalars[IS_VALID]))
         progress(f"reporting step {step}")
         self._reports.throughput.completed(step, self._reports.work)
         observers.progress(step)
@@ -352,8 +355,9 @@ class TrainPrograms:
             state, step, lambda: all(each.is_idle() for each in self.programs), signals
         )
         self._started.append(program)
-        for later in range(step + 1, step + 1 + _STEPS_AHEAD):
-            self.inputs.inputs[self.inputs.index_of_step(later)].feed.fill()
+        ahead = range(step + 1, step + 1 + _STEPS_AHEAD)
+        for index in dict.fromkeys(map(self.inputs.index_of_step, ahead)):
+            self.inputs.inputs[index].feed.fill()
         # The first step is reported before the second one starts, so that its loss appears at once.
         limit = self._max_inflight_steps if self._last is not None else 0
         while len(self._started) > limit:
