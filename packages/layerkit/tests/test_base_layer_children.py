@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax.traverse_util import flatten_dict
 
 from layerkit.base_layer import BaseLayer
 from layerkit.config import Config, sub_config_field
-from layerkit.derived_fields import derive_fields
 from layerkit.errors import ConfigError
+from layerkit.field_checks import derive_fields
 from layerkit.field_types import FieldTypeError
 from layerkit.layers.linears import FeedForward, Linear
 from layerkit.sharding import BoundSharding, ShardingRules
@@ -107,26 +108,19 @@ def top_config(**fields):
 def test_inherited_field_reaches_descendants_that_do_not_set_it(field):
     above, own = INHERITED[field]
     assert top_config().Instantiate().apply({}, field) == (None, None)
-    assert top_config(**{field: above}).Instantiate().apply({}, field) == (above, above)
+    layer = top_config(**{field: above}).Instantiate()
+    assert layer.apply({}, field) == (above, above)
+    assert layer.clone(**{field: own}).apply({}, field) == (own, own)
 
-    template_sets = top_config(**{field: above})
-    setattr(template_sets.middle_tpl.probe_tpl, field, own)
-    assert template_sets.Instantiate().apply({}, field) == (own, above)
-
-    built_sets = top_config(**{field: above})
-    setattr(built_sets.middle_tpl.built, field, own)
-    assert built_sets.Instantiate().apply({}, field) == (above, own)
-
-    between_sets = top_config(**{field: above})
-    setattr(between_sets.middle_tpl, field, own)
-    assert between_sets.Instantiate().apply({}, field) == (own, own)
-
-
-@pytest.mark.parametrize("field", INHERITED)
-def test_clone_changes_inherited_fields_of_descendants(field):
-    first, second = INHERITED[field]
-    layer = top_config(**{field: first}).Instantiate().clone(**{field: second})
-    assert layer.apply({}, field) == (second, second)
+    # The template sets the field, the built layer, or the layer between.
+    for setter, expected in (
+        (lambda middle: middle.probe_tpl, (own, above)),
+        (lambda middle: middle.built, (above, own)),
+        (lambda middle: middle, (own, own)),
+    ):
+        config = top_config(**{field: above})
+        setattr(setter(config.middle_tpl), field, own)
+        assert config.Instantiate().apply({}, field) == expected
 
 
 def test_inherited_dtype_and_initializer_reach_weights():
@@ -165,34 +159,54 @@ def test_initializer_of_another_type_raises(raises):
         FeedForward(**SQUARE, params_init=0.02).init(KEY)
 
 
-def test_same_config_in_two_fields_shares_weights():
-    linear = square()
-    layer = Chain.HParams.config(first=linear, second=linear).Instantiate()
+LINEAR = square()
+TIED = square(shared_weight_id="tied")
+SHARING = {
+    "one config in two fields": Chain.HParams.config(first=LINEAR, second=LINEAR),
+    "one config at two depths": Chain.HParams.config(
+        first=Chain.HParams.config(first=LINEAR), second=LINEAR
+    ),
+    "one shared weight id in copies": Chain.HParams.config(link_tpl=TIED, num_copies=2),
+    "one shared weight id": Chain.HParams.config(
+        first=Config(Chain, link_tpl=TIED, num_copies=1),
+        second=Config(Chain, link_tpl=TIED.clone(), num_copies=1),
+    ),
+}
+
+
+@pytest.mark.parametrize("config", SHARING.values(), ids=SHARING)
+def test_layers_share_weights(config):
+    layer = config.Instantiate()
     variables = layer.init(KEY)
-    assert shapes(variables) == {"params": {"first": W}}
-    w = np.asarray(variables["params"]["first"]["w"])
+    (w,) = jax.tree.leaves(variables)
+    assert shapes(variables) == shapes(layer.init(KEY, X))
     np.testing.assert_allclose(layer.apply(variables, X), X @ w @ w, rtol=1e-5)
 
 
-def test_equal_configs_do_not_share_weights():
-    layer = Chain.HParams.config(first=square(), second=square()).Instantiate()
-    assert shapes(layer.init(KEY)) == {"params": {"first": W, "second": W}}
+ALSO_APART = {
+    "equal configs": (Chain.HParams.config(first=square(), second=square()), ("first", "second")),
+    "copies of a template": (Chain.HParams.config(num_copies=2), ("links_0", "links_1")),
+    "one config in two templates": (
+        Chain.HParams.config(
+            first=Config(Chain, link_tpl=LINEAR, num_copies=1),
+            second=Config(Chain, link_tpl=LINEAR, num_copies=1),
+        ),
+        ("first/links_0", "second/links_0"),
+    ),
+    "two shared weight ids": (
+        Chain.HParams.config(
+            first=Config(Chain, link_tpl=square(shared_weight_id="a"), num_copies=1),
+            second=Config(Chain, link_tpl=square(shared_weight_id="b"), num_copies=1),
+        ),
+        ("first/links_0", "second/links_0"),
+    ),
+}
 
 
-def test_copies_of_a_template_do_not_share_weights():
-    layer = Chain.HParams.config(num_copies=2).Instantiate()
-    assert shapes(layer.init(KEY)) == {"params": {"links_0": W, "links_1": W}}
-
-
-def test_same_config_in_two_templates_does_not_share_weights():
-    linear = square()
-    layer = Chain.HParams.config(
-        first=Config(Chain, link_tpl=linear, num_copies=1),
-        second=Config(Chain, link_tpl=linear, num_copies=1),
-    ).Instantiate()
-    assert shapes(layer.init(KEY)) == {
-        "params": {"first": {"links_0": W}, "second": {"links_0": W}}
-    }
+@pytest.mark.parametrize(("config", "paths"), ALSO_APART.values(), ids=ALSO_APART)
+def test_layers_do_not_share_weights_otherwise(config, paths):
+    params = config.Instantiate().init(KEY)["params"]
+    assert flatten_dict(shapes(params), sep="/") == {f"{path}/w": (2, 2) for path in paths}
 
 
 def test_copies_of_a_template_share_weights_internally():
@@ -212,15 +226,6 @@ def test_copies_of_a_template_share_weights_internally():
     assert shapes(layer.init(KEY)) == {"params": {"pairs_0": {"first": W}, "pairs_1": {"first": W}}}
 
 
-def test_config_at_two_depths_shares_weights():
-    linear = square()
-    inner = Chain.HParams.config(first=linear)
-    layer = Chain.HParams.config(first=inner, second=linear).Instantiate()
-    variables = layer.init(KEY, X)
-    (w,) = jax.tree.leaves(variables)
-    np.testing.assert_allclose(layer.apply(layer.init(KEY), X), X @ w @ w, rtol=1e-5)
-
-
 def test_gradients_of_shared_weights_are_summed():
     linear = square()
     layer = Chain.HParams.config(first=linear, second=linear).Instantiate()
@@ -238,30 +243,9 @@ def test_gradients_of_shared_weights_are_summed():
     )
 
 
-def test_shared_weight_id_shares_weights_between_templates():
-    linear = square(shared_weight_id="tied")
-    layer = Chain.HParams.config(
-        first=Config(Chain, link_tpl=linear, num_copies=2),
-        second=Config(Chain, link_tpl=linear.clone(), num_copies=1),
-    ).Instantiate()
-    variables = layer.init(KEY)
-    (w,) = jax.tree.leaves(variables)
-    assert shapes(variables) == shapes(layer.init(KEY, X))
-    np.testing.assert_allclose(layer.apply(variables, X), X @ w @ w @ w, rtol=1e-4)
-
-
-def test_different_shared_weight_ids_do_not_share():
-    layer = Chain.HParams.config(
-        first=Config(Chain, link_tpl=square(shared_weight_id="a"), num_copies=1),
-        second=Config(Chain, link_tpl=square(shared_weight_id="b"), num_copies=1),
-    ).Instantiate()
-    assert len(jax.tree.leaves(layer.init(KEY))) == 2
-
-
 def test_models_do_not_share_weights():
     config = Chain.HParams.config(num_copies=1, link_tpl=square(shared_weight_id="a"))
-    first, second = config.Instantiate(), config.Instantiate()
-    assert first.init(KEY)["params"].keys() == second.init(KEY)["params"].keys()
+    config.Instantiate().init(KEY)
     changed = config.clone()
     changed.link_tpl.weight_init = WeightInit.Constant(1.0)
     assert np.all(changed.Instantiate().init(KEY)["params"]["links_0"]["w"] == 1.0)
@@ -327,16 +311,13 @@ def test_explicit_default_contradicts_a_derived_field(raises):
     assert derive_fields(template, "here", first=square()).first == square()
 
 
-def test_derived_fields_may_be_templates():
-    theirs = Linear.HParams.config(weight_axes=("mlp", "embed"))
-    config = derive_fields(FeedForward.HParams.config(), "here", linear_tpl=theirs)
-    assert config.linear_tpl == theirs
-
-
 def test_derive_fields_keeps_the_template_and_skips_none():
     template = Linear.HParams.config(output_dims=3)
     derived = derive_fields(template, "here", input_dims=2, output_dims=None)
     assert (derived.input_dims, derived.output_dims, template.input_dims) == (2, 3, 0)
+    # Derived fields may be templates.
+    config = derive_fields(FeedForward.HParams.config(), "here", linear_tpl=template)
+    assert config.linear_tpl == template
 
 
 def test_error_of_a_child_has_its_path(raises):

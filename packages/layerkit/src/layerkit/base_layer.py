@@ -34,10 +34,9 @@ from layerkit.checks import require
 from layerkit.config import BaseHParams, adopt_hparams, build, is_config, target_of
 from layerkit.config import instance_field as instance_field
 from layerkit.config import sub_config_field as sub_config_field
-from layerkit.derived_fields import derive_fields
 from layerkit.diagnostics import immutable_error, naming_layer, unknown_name, warn_of_unset_train
 from layerkit.errors import ConfigError
-from layerkit.field_checks import Conditions, checking_fields
+from layerkit.field_checks import Conditions, checking_fields, derive_fields
 from layerkit.field_types import FieldTypeError
 from layerkit.sharding import BoundSharding
 from layerkit.shared_layers import SharedLayers

@@ -7,6 +7,7 @@ effect:
         used_only_if: ClassVar[Conditions] = {"bias_tpl": "use_bias"}
 
 A field whose condition is not met must keep its default, since setting it would change nothing.
+A field that the owner of a template derives must not be set to another value; see `derive_fields`.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ def _is_finite(value: Any) -> bool:
     return not isinstance(value, numbers.Real) or math.isfinite(value)
 
 
+# Cached, since every trace of every layer needs it.
 @functools.cache
 def _defaults(cls: Any) -> Config:
     return Config(cls)
@@ -138,3 +140,33 @@ def _state(layer: Any, field: str) -> str:
     value = getattr(layer, field)
     is_plain = value is None or isinstance(value, (bool, int, float, str))
     return f"{field}={short_repr(value)}" if is_plain else f"{field} is set"
+
+
+def derive_fields(template: Config, where: str, **derived: Any) -> Config:
+    """Return a copy of a template with the fields that its owner derives.
+
+    Args:
+      template: Config of the layer.
+      where: Path of the template, for error messages.
+      **derived: Derived values by field; None leaves a field unchanged.
+
+    Raises:
+      ConfigError: The template sets a field to another value, even to the field's default.
+    """
+    config = template.clone()
+    defaults = assigned_fields(_defaults(target_of(config)))
+    for name, value in derived.items():
+        if value is None:
+            continue
+        explicit = assigned_fields(config).get(name)
+        is_set = explicit is not None and explicit != defaults.get(name)
+        if is_set and explicit != value:
+            raise ConfigError(
+                owner=where,
+                field=name,
+                value=explicit,
+                expected=f"{value!r}, which the owner derives",
+                hint="Leave the field out.",
+            )
+        setattr(config, name, value)
+    return config

@@ -28,9 +28,8 @@ from layerkit.config import (
     sub_config_field,
     target_of,
 )
-from layerkit.derived_fields import derive_fields
 from layerkit.errors import ConfigError
-from layerkit.field_checks import Conditions
+from layerkit.field_checks import Conditions, derive_fields
 from layerkit.layers.attention.biases import add_bias_of_rows, add_relative_bias
 from layerkit.layers.attention.distance_bias import LogitBias
 from layerkit.layers.masks import AttentionMask, row_positions

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -111,27 +109,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
 for _name, _config in CONFIGS.items():
     _config["model_type"] = _name
 
-MakeFolder = Callable[..., Path]
-
 
 @pytest.fixture
-def configs() -> dict[str, dict[str, Any]]:
+def configs():
     """A small config.json of every family."""
     return CONFIGS
 
 
 @pytest.fixture
-def make_folder(tmp_path: Path) -> MakeFolder:
-    """Writes a folder of a family with random tensors: (family, dtype=…, change=…) → folder."""
+def make_folder(tmp_path):
+    """Writes a folder of a family with random tensors; `edit` changes only its config.json."""
     safetensors = pytest.importorskip("safetensors.numpy")
 
-    def make(
-        family: str,
-        *,
-        dtype: Any = np.float32,
-        change: Callable[[dict[str, np.ndarray]], None] | None = None,
-        **keys: Any,
-    ) -> Path:
+    def make(family, *, dtype=np.float32, change=None, edit=None, **keys):
         content = {**CONFIGS[family], **keys, "torch_dtype": np.dtype(dtype).name}
         rows = family_of(family).rows
         model = build(family_of(family).read_config(content))
@@ -145,18 +135,18 @@ def make_folder(tmp_path: Path) -> MakeFolder:
         folder = tmp_path / f"folder of {family}"
         folder.mkdir(exist_ok=True)
         safetensors.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(content))
+        (folder / "config.json").write_text(json.dumps({**content, **(edit or {})}))
         return folder
 
     return make
 
 
 @pytest.fixture
-def read_tensors() -> Callable[[Path], dict[str, np.ndarray]]:
+def read_tensors():
     """All tensors of a folder, whatever its files."""
     safetensors = pytest.importorskip("safetensors.numpy")
 
-    def read(folder: Path) -> dict[str, np.ndarray]:
+    def read(folder):
         files = sorted(folder.glob("*.safetensors"))
         return {k: v for file in files for k, v in safetensors.load_file(file).items()}
 
@@ -164,7 +154,7 @@ def read_tensors() -> Callable[[Path], dict[str, np.ndarray]]:
 
 
 @pytest.fixture
-def bfloat16() -> Any:
+def bfloat16():
     """The dtype, which NumPy does not have."""
     return ml_dtypes.bfloat16
 
@@ -173,12 +163,12 @@ _PARITY = pytest.StashKey[list[tuple[str, str, float]]]()
 
 
 @pytest.fixture(scope="session")
-def parity_table(request: pytest.FixtureRequest) -> list[tuple[str, str, float]]:
+def parity_table(request):
     """(family, what is special, relative error), to be printed at the end."""
     return request.config.stash.setdefault(_PARITY, [])
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter):
     table = terminalreporter.config.stash.get(_PARITY, [])
     if not table:
         return

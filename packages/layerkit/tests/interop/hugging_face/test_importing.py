@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from layerkit.config import build
+from layerkit.config import build, target_of
 from layerkit.errors import ConfigError
 from layerkit.interop.hugging_face import (
     HuggingFaceWeights,
@@ -29,10 +27,11 @@ from layerkit.interop.hugging_face import (
 )
 from layerkit.interop.hugging_face.gemma2 import GEMMA2
 from layerkit.interop.hugging_face.importing import read_weights
-from layerkit.interop.hugging_face.layouts import Ranges
 from layerkit.interop.hugging_face.llama import LLAMA
 from layerkit.interop.hugging_face.mixtral import MIXTRAL
+from layerkit.interop.hugging_face.t5 import T5
 from layerkit.interop.hugging_face.tensors import dissect, pieces_of, their_shapes
+from layerkit.layers.activations import ReLU
 from layerkit.layers.adapters import with_lora
 from layerkit.layers.residual_adapters import with_residual_adapters
 
@@ -44,13 +43,13 @@ def test_import_of_the_package_imports_no_hugging_face_library():
     assert found.stdout == "[]\n"
 
 
-def test_unknown_family_raises(raises: Any, tmp_path: Path):
+def test_unknown_family_raises(raises, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen_3"}))
     with raises(UnsupportedModelError, field="model_type", value="qwen_3"):
         model_config(tmp_path)
 
 
-def test_missing_file_raises(raises: Any, make_folder: Any, tmp_path: Path):
+def test_missing_file_raises(raises, make_folder, tmp_path):
     with raises(FileNotFoundError):
         model_config(tmp_path)
     folder = make_folder("gpt2")
@@ -73,31 +72,33 @@ def test_missing_file_raises(raises: Any, make_folder: Any, tmp_path: Path):
         ("gpt2", "scale_attn_by_inverse_layer_idx", True, True),
         ("qwen3", "layer_types", ["chunked_attention"] * 3, ["chunked_attention"] * 3),
         ("t5", "feed_forward_proj", "gated-mish", "gated-mish"),
+        ("t5", "dense_act_fn", "mish", "mish"),
     ],
 )
-def test_unsupported_option_raises(
-    raises: Any, make_folder: Any, family: str, key: str, value: Any, found: Any
-):
-    folder = make_folder(family)
-    content = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**content, key: value}))
-    owner = f"config.json of a {content['model_type']} model"
+def test_unsupported_option_raises(raises, make_folder, family, key, value, found):
+    owner = f"config.json of a {family} model"
     with raises(UnsupportedModelError, owner=owner, value=found):
-        model_config(folder)
+        model_config(make_folder(family, edit={key: value}))
 
 
 @pytest.mark.parametrize(
     ("key", "value"), [("residual_multiplier", None), ("rope_interleaved", False)]
 )
-def test_disabled_option_has_no_effect(make_folder: Any, key: str, value: Any):
-    folder = make_folder("llama")
-    expected = model_config(folder)
-    content = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**content, key: value}))
-    assert model_config(folder) == expected
+def test_disabled_option_has_no_effect(make_folder, key, value):
+    expected = model_config(make_folder("llama"))
+    assert model_config(make_folder("llama", edit={key: value})) == expected
 
 
-def test_eos_id_prefers_generation_config_to_config(tmp_path: Path):
+def test_t5_activation_and_start_token_are_those_of_transformers(configs):
+    keys = {"feed_forward_proj": "gated-gelu", "dense_act_fn": "relu", "is_gated_act": False}
+    model: Any = T5.read_config({**configs["t5"], **keys, "decoder_start_token_id": 7})
+    feed_forward = model.model_tpl.decoder_stack_tpl.layer_tpl.feed_forward_tpl
+    assert (target_of(feed_forward.activation_tpl), feed_forward.use_gate) == (ReLU, False)
+    assert model.start_id == T5.write_config(model)["decoder_start_token_id"] == 7
+    assert T5.read_config({**configs["t5"], "decoder_start_token_id": None}).start_id == 0
+
+
+def test_eos_id_prefers_generation_config_to_config(tmp_path):
     with pytest.raises(FileNotFoundError):
         eos_id(tmp_path)
     for name, content, expected in (
@@ -110,7 +111,7 @@ def test_eos_id_prefers_generation_config_to_config(tmp_path: Path):
         assert eos_id(tmp_path) == expected
 
 
-def test_tokenizer_and_positions_are_those_of_the_folder(tmp_path: Path):
+def test_tokenizer_and_positions_are_those_of_the_folder(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert (tokenizer_file(tmp_path), max_length(tmp_path)) == (None, None)
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -124,7 +125,7 @@ def test_tokenizer_and_positions_are_those_of_the_folder(tmp_path: Path):
 INERT = {"architectures", "bos_token_id", "eos_token_id", "max_position_embeddings"}
 
 
-def test_each_key_changes_the_config_or_raises(configs: dict[str, dict[str, Any]]):
+def test_each_key_changes_the_config_or_raises(configs):
     from layerkit.interop.hugging_face.families import FAMILIES
 
     others = {"silu": "relu", "gelu_new": "relu", "gelu_pytorch_tanh": "relu"}
@@ -156,8 +157,8 @@ def test_each_key_changes_the_config_or_raises(configs: dict[str, dict[str, Any]
             assert repr(changed) != repr(usual), (family.model_type, key)
 
 
-def test_import_raises_with_all_differences_of_tensors(raises: Any, make_folder: Any):
-    def change(tensors: dict[str, np.ndarray]) -> None:
+def test_import_raises_with_all_differences_of_tensors(raises, make_folder):
+    def change(tensors):
         tensors["model.layers.1.mlp.up_projj.weight"] = tensors.pop(
             "model.layers.1.mlp.up_proj.weight"
         )
@@ -168,10 +169,10 @@ def test_import_raises_with_all_differences_of_tensors(raises: Any, make_folder:
         import_model(make_folder("llama", change=change))
 
 
-def test_gpt2_is_read_without_prefix_and_with_buffers(make_folder: Any):
+def test_gpt2_is_read_without_prefix_and_with_buffers(make_folder):
     whole = import_model(make_folder("gpt2"))[1]
 
-    def change(tensors: dict[str, np.ndarray]) -> None:
+    def change(tensors):
         for name in list(tensors):
             tensors[name.removeprefix("transformer.")] = tensors.pop(name)
         tensors["h.0.attn.bias"] = np.ones((1, 1, 4, 4), np.float32)
@@ -181,11 +182,11 @@ def test_gpt2_is_read_without_prefix_and_with_buffers(make_folder: Any):
     jax.tree.map(np.testing.assert_array_equal, bare, whole)
 
 
-def test_copy_of_a_tied_tensor_raises_unless_it_is_equal(raises: Any, make_folder: Any):
-    def copy(tensors: dict[str, np.ndarray]) -> None:
+def test_copy_of_a_tied_tensor_raises_unless_it_is_equal(raises, make_folder):
+    def copy(tensors):
         tensors["lm_head.weight"] = tensors["transformer.wte.weight"].copy()
 
-    def differ(tensors: dict[str, np.ndarray]) -> None:
+    def differ(tensors):
         copy(tensors)
         tensors["lm_head.weight"][3, 2] += 1
 
@@ -194,8 +195,8 @@ def test_copy_of_a_tied_tensor_raises_unless_it_is_equal(raises: Any, make_folde
         import_model(make_folder("gpt2", change=differ))
 
 
-def test_mixed_dtypes_in_one_weight_require_dtype(raises: Any, make_folder: Any, bfloat16: Any):
-    def change(tensors: dict[str, np.ndarray]) -> None:
+def test_mixed_dtypes_in_one_weight_require_dtype(raises, make_folder, bfloat16):
+    def change(tensors):
         name = "model.layers.0.input_layernorm.weight"
         tensors[name] = tensors[name].astype(bfloat16)
 
@@ -206,14 +207,14 @@ def test_mixed_dtypes_in_one_weight_require_dtype(raises: Any, make_folder: Any,
     assert import_model(folder, dtype="float32")[0].dtype == "float32"
 
 
-def test_unsupported_stored_dtype_requires_dtype(raises: Any, make_folder: Any):
+def test_unsupported_stored_dtype_requires_dtype(raises, make_folder):
     folder = make_folder("gpt2", dtype=np.float64)
     with raises(TensorMismatchError, value="float64"):
         load_weights(folder, build(model_config(folder)))
     assert import_model(folder, dtype="float32")[0].dtype == "float32"
 
 
-def test_missing_key_has_the_default_of_transformers(configs: dict[str, dict[str, Any]]):
+def test_missing_key_has_the_default_of_transformers(configs):
     content = configs["gemma2"]
     caps = ("attn_logit_softcapping", "final_logit_softcapping")
     shorter = {key: value for key, value in content.items() if key not in caps}
@@ -221,9 +222,7 @@ def test_missing_key_has_the_default_of_transformers(configs: dict[str, dict[str
     assert [content[cap] for cap in caps] == [50.0, 30.0]
 
 
-def test_neutral_keys_of_published_folders_are_ignored(
-    configs: dict[str, dict[str, Any]],
-):
+def test_neutral_keys_of_published_folders_are_ignored(configs):
     # Gemma 2 9B; SmolLM 2.
     for family, more in (
         (GEMMA2, {"sliding_window_size": 4096}),
@@ -233,7 +232,7 @@ def test_neutral_keys_of_published_folders_are_ignored(
         assert family.read_config({**content, **more}) == family.read_config(content)
 
 
-def test_balance_loss_of_mixtral_is_divided_by_num_layers(configs: dict[str, dict[str, Any]]):
+def test_balance_loss_of_mixtral_is_divided_by_num_layers(configs):
     # Two choices of a token and three layers; Transformers adds one loss over all layers.
     model = MIXTRAL.read_config(configs["mixtral"])
     experts = model.lm_tpl.stack_tpl.layer_tpl.feed_forward_tpl
@@ -241,15 +240,14 @@ def test_balance_loss_of_mixtral_is_divided_by_num_layers(configs: dict[str, dic
     assert MIXTRAL.write_config(model)["router_aux_loss_coef"] == 0.02
 
 
-def test_weights_have_the_sharding_and_dtype_of_like(make_folder: Any):
+def test_weights_have_the_sharding_and_dtype_of_like(make_folder):
     folder = make_folder("mixtral")
     model = build(model_config(folder))
-    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    mesh = Mesh(np.reshape(jax.devices()[:4], (2, 2)), ("fsdp", "tensor"))
 
-    def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        axes = [("fsdp" if size % 2 == 0 else None) for size in leaf.shape]
-        spec = [axis if i == len(axes) - 1 else None for i, axis in enumerate(axes)]
-        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    def place(leaf):
+        last = "fsdp" if leaf.shape[-1] % 2 == 0 else None
+        sharding = NamedSharding(mesh, PartitionSpec(*[None] * (leaf.ndim - 1), last))
         return jax.ShapeDtypeStruct(leaf.shape, np.float16, sharding=sharding)
 
     like = jax.tree.map(place, jax.eval_shape(model.init, jax.random.key(0)))
@@ -262,25 +260,25 @@ def test_weights_have_the_sharding_and_dtype_of_like(make_folder: Any):
 class CountingSource:
     """A source of zeros that records the bytes of each read."""
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]]):
+    def __init__(self, shapes):
         self.shapes, self.reads = shapes, list[int]()
 
-    def names(self) -> list[str]:
+    def names(self):
         return list(self.shapes)
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape(self, name):
         return self.shapes[name]
 
-    def dtype(self, name: str) -> np.dtype:
+    def dtype(self, name):
         return np.dtype(np.float32)
 
-    def read(self, name: str, ranges: Ranges) -> np.ndarray:
+    def read(self, name, ranges):
         block = np.zeros([stop - start for start, stop in ranges], np.float32)
         self.reads.append(block.nbytes)
         return block
 
 
-def read_with_peak(monkeypatch: Any, layers: int, place: Callable[[Any], Any]) -> dict[str, int]:
+def read_with_peak(monkeypatch, layers, place):
     """Return the bytes of the largest read, of the peak of host memory, and of all weights."""
     import tracemalloc
 
@@ -295,7 +293,7 @@ def read_with_peak(monkeypatch: Any, layers: int, place: Callable[[Any], Any]) -
     kept: list[Any] = []
     make = jax.make_array_from_callback
 
-    def make_and_release(shape: Any, sharding: Any, read: Any) -> Any:
+    def make_and_release(shape, sharding, read):
         """Release blocks when they are read, as copies to an accelerator do."""
         devices = sharding.addressable_devices_indices_map(shape)
         read(next(iter(devices.values())))
@@ -322,9 +320,9 @@ def test_replicas_of_a_slice_are_read_once():
     model = build(LLAMA.read_config(content))
     anatomy = dissect(model, LLAMA.rows)
     source = CountingSource(their_shapes(pieces_of(anatomy, LLAMA.rows)))
-    mesh = jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    mesh = Mesh(np.reshape(jax.devices(), (4, 2)), ("data", "fsdp"))
 
-    def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def place(leaf):
         spec = PartitionSpec(*[None] * (leaf.ndim - 1), "fsdp")
         sharding = NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -335,10 +333,10 @@ def test_replicas_of_a_slice_are_read_once():
     assert len(source.reads) == 2 * (3 + 2 * 9)
 
 
-def test_host_memory_holds_one_slice_and_one_block(monkeypatch: pytest.MonkeyPatch):
-    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+def test_host_memory_holds_one_slice_and_one_block(monkeypatch):
+    mesh = Mesh(jax.devices(), ("fsdp",))
 
-    def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def place(leaf):
         # As rules do: never along the layers, here along the last axis that can be split.
         splits = [i for i, size in enumerate(leaf.shape) if size % 8 == 0 and i > 0]
         spec = ["fsdp" if splits and i == splits[-1] else None for i in range(len(leaf.shape))]
@@ -356,7 +354,7 @@ def test_host_memory_holds_one_slice_and_one_block(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("kind", ["lora", "adapter"])
-def test_weights_of_adapters_are_not_loaded(raises: Any, make_folder: Any, kind: str):
+def test_weights_of_adapters_are_not_loaded(raises, make_folder, kind):
     folder = make_folder("llama")
     config = model_config(folder)
     if kind == "lora":
@@ -372,6 +370,6 @@ def test_weights_of_adapters_are_not_loaded(raises: Any, make_folder: Any, kind:
         load_weights(folder, model)
 
 
-def test_weights_without_a_folder_raise(raises: Any, make_folder: Any):
+def test_weights_without_a_folder_raise(raises, make_folder):
     with raises(ConfigError, owner="HuggingFaceWeights", field="folder", value=None):
         HuggingFaceWeights().load(build(model_config(make_folder("gpt2"))), {})

@@ -28,9 +28,7 @@ def test_projection_to_heads_is_transposed_and_split():
 
 @pytest.mark.parametrize(("text", "shape"), LAYOUTS.items())
 @given(data=st.data())
-def test_block_equals_slice_of_the_whole_tensor(
-    text: str, shape: tuple[int, ...], data: st.DataObject
-):
+def test_block_equals_slice_of_the_whole_tensor(text, shape, data):
     layout = Layout.parse(text)
     ours = np.arange(np.prod(shape)).reshape(shape)
     theirs = layout.to_theirs(ours)
@@ -46,7 +44,7 @@ def test_read_requests_only_the_rows_of_its_heads():
     layout = Layout.parse("(heads head_dim) embed -> embed heads head_dim")
     asked = []
 
-    def read(ranges: tuple[tuple[int, int], ...]) -> np.ndarray:
+    def read(ranges):
         asked.append(ranges)
         return np.zeros([stop - start for start, stop in ranges])
 

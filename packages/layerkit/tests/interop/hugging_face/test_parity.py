@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +18,6 @@ import pytest
 from layerkit.config import build
 from layerkit.decoding import SampleDecoder
 from layerkit.interop.hugging_face import FAMILIES, export_model, import_model
-from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.mixtral import MIXTRAL
 from layerkit.nested_map import NestedMap
 
@@ -48,8 +46,11 @@ GPT2 |= {"bos_token_id": None, "eos_token_id": None}
 T5 = {"vocab_size": VOCAB_SIZE, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2}
 T5 |= {"num_decoder_layers": 3, "num_heads": 2, "decoder_start_token_id": 0, "eos_token_id": None}
 WIDE_HEADS = {**SIZES, "head_dim": 8}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 32}
 YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.1}
+YARN |= {"original_max_position_embeddings": 16}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [4.0, 8.0]}
 
 
@@ -80,24 +81,16 @@ CASES = [
     Case("Llama"),
     Case("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}, note="tied, no groups"),
     Case("Llama", {"attention_bias": True, "mlp_bias": True}, note="biases"),
-    Case(
-        "Llama",
-        {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 32}},
-        note="Llama 3 rope",
-    ),
-    Case(
-        "Llama",
-        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-        note="linear rope",
-        is_slow=True,
-    ),
+    Case("Llama", {"rope_scaling": LLAMA3}, note="Llama 3 rope"),
+    Case("Llama", {"rope_scaling": LINEAR}, note="linear rope", is_slow=True),
     Case("Mistral", {"sliding_window": 4}, note="window"),
     Case("Mistral", {"sliding_window": None, "head_dim": 8}, note="wide heads", is_slow=True),
     Case("Mixtral", {"num_local_experts": 4}),
     Case(
         "Mixtral",
         {"num_experts_per_tok": 1, "num_local_experts": 3},
-        note="one of three",
+        SIZES,
+        "one of three",
         is_slow=True,
     ),
     Case("Qwen2", {"tie_word_embeddings": True}, note="tied"),
@@ -106,11 +99,7 @@ CASES = [
         {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
         note="near layers last",
     ),
-    Case(
-        "Qwen2",
-        {"rope_scaling": {**YARN, "original_max_position_embeddings": 16}},
-        note="YaRN",
-    ),
+    Case("Qwen2", {"rope_scaling": YARN}, note="YaRN"),
     Case("Qwen3", sizes=WIDE_HEADS),
     Case("Qwen3", {"attention_bias": True}, WIDE_HEADS, "biases", is_slow=True),
     Case("Gemma2", {"sliding_window": 4, "query_pre_attn_scalar": 24}, WIDE_HEADS),
@@ -130,15 +119,14 @@ CASES = [
     ),
     Case("Phi3"),
     Case(
-        "Phi3",
-        {"rope_scaling": LONGROPE, "original_max_position_embeddings": 64},
-        note="LongRoPE",
+        "Phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 64}, note="LongRoPE"
     ),
     Case("Olmo2"),
     Case(
         "Olmo2",
         {"num_key_value_heads": 4, "attention_bias": True},
-        note="biases, no groups",
+        SIZES,
+        "biases, no groups",
         is_slow=True,
     ),
     Case("T5", sizes=T5),
@@ -152,7 +140,7 @@ CASES = [
 ]
 
 
-def name_of(case: Case) -> str:
+def name_of(case):
     return f"{case.family} {case.note}".strip().replace(" ", "-")
 
 
@@ -160,7 +148,7 @@ def name_of(case: Case) -> str:
     scope="module",
     params=[pytest.param(c, marks=[pytest.mark.slow] * c.is_slow, id=name_of(c)) for c in CASES],
 )
-def theirs(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Case, Any, Path]:
+def theirs(request, tmp_path_factory):
     """A case, the model of Transformers and its folder."""
     case = request.param
     config_class = getattr(
@@ -181,11 +169,11 @@ def theirs(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Case,
     return case, model, folder
 
 
-def inputs(length: int, *, seed: int = 0) -> np.ndarray:
+def inputs(length, *, seed=0):
     return np.random.default_rng(seed).integers(1, VOCAB_SIZE, (2, length))
 
 
-def their_logits(case: Case, model: Any, length: int) -> np.ndarray:
+def their_logits(case, model, length):
     with torch.no_grad():
         if case.family != "T5":
             return model(torch.tensor(inputs(length))).logits.numpy()
@@ -194,13 +182,13 @@ def their_logits(case: Case, model: Any, length: int) -> np.ndarray:
         return outputs.logits.numpy()
 
 
-def our_logits(case: Case, model: Any, variables: Any, length: int) -> np.ndarray:
+def our_logits(case, model, variables, length):
     ids = (jnp.asarray(inputs(length)),)
     if case.family == "T5":
         ids = (*ids, jnp.asarray(inputs(length + 2, seed=1)))
 
     @jax.jit
-    def run(variables: Any) -> jax.Array:
+    def run(variables):
         network = "model" if case.family == "T5" else "lm"
         return model.apply(variables, *ids, method=lambda m, *ids: getattr(m, network).logits(*ids))
 
@@ -208,9 +196,7 @@ def our_logits(case: Case, model: Any, variables: Any, length: int) -> np.ndarra
 
 
 @pytest.mark.parametrize("repeated", [True, False], ids=["repeated", "unrolled"])
-def test_logits_agree(
-    theirs: tuple[Case, Any, Path], parity_table: list[tuple[str, str, float]], repeated: bool
-):
+def test_logits_agree(theirs, parity_table, repeated):
     case, model, folder = theirs
     config, variables = import_model(folder, repeated=repeated)
     ours = build(config)
@@ -224,7 +210,7 @@ def test_logits_agree(
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
-def test_missing_keys_have_the_defaults_of_transformers(family: Family):
+def test_missing_keys_have_the_defaults_of_transformers(family):
     full = transformers.AutoConfig.for_model(family.model_type).to_dict()
     needed = {"model_type", "vocab_size", "hidden_size", "intermediate_size"}
     needed |= {"num_hidden_layers", "num_attention_heads"}
@@ -258,7 +244,7 @@ def test_the_balance_loss_of_mixtral_agrees():
     np.testing.assert_allclose(loss, 0.5 * outputs.aux_loss.numpy(), rtol=1e-5)
 
 
-def test_cached_greedy_decoding_gives_the_same_tokens(theirs: tuple[Case, Any, Path]):
+def test_cached_greedy_decoding_gives_the_same_tokens(theirs):
     case, model, folder = theirs
     config, variables = import_model(folder)
     config.decoder = SampleDecoder.HParams.config(max_decode_steps=NEW_TOKENS, temperature=0.0)
@@ -277,7 +263,7 @@ def test_cached_greedy_decoding_gives_the_same_tokens(theirs: tuple[Case, Any, P
     np.testing.assert_array_equal(decode(variables).ids, expected)
 
 
-def test_transformers_loads_an_exported_model(theirs: tuple[Case, Any, Path], tmp_path: Path):
+def test_transformers_loads_an_exported_model(theirs, tmp_path):
     case, model, folder = theirs
     config, variables = import_model(folder)
     export_model(tmp_path, config, variables, tokenizer_folder=folder)

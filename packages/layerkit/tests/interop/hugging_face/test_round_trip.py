@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,9 +18,7 @@ CASES = [(name, True) for name in NAMES] + [("gpt2", False), ("gemma3_text", Fal
 
 
 @pytest.mark.parametrize(("family", "repeated"), CASES)
-def test_every_tensor_comes_back(
-    family: str, repeated: bool, make_folder: Any, read_tensors: Any, bfloat16: Any, tmp_path: Path
-):
+def test_every_tensor_comes_back(family, repeated, make_folder, read_tensors, bfloat16, tmp_path):
     folder, again = make_folder(family, dtype=bfloat16), tmp_path / "again"
     model, variables = import_model(folder, repeated=repeated)
     drawn = jax.eval_shape(build(model).init, jax.random.key(0))
@@ -38,11 +34,11 @@ def test_every_tensor_comes_back(
     assert (written["model_type"], written["torch_dtype"]) == (family, "bfloat16")
 
 
-def described(tree: Any) -> Any:
+def described(tree):
     return jax.tree.map(lambda leaf: (leaf.shape, np.dtype(leaf.dtype).name), tree)
 
 
-def test_repeated_and_unrolled_hold_the_same_layers(make_folder: Any):
+def test_repeated_and_unrolled_hold_the_same_layers(make_folder):
     folder = make_folder("gemma3_text")
     _, repeated = import_model(folder)
     _, unrolled = import_model(folder, repeated=False)
@@ -54,7 +50,7 @@ def test_repeated_and_unrolled_hold_the_same_layers(make_folder: Any):
     jax.tree.map(np.testing.assert_array_equal, stack["remainder_0"], layers["layers_4"])
 
 
-def test_names_and_shapes_of_gpt2_are_those_of_its_folders(make_folder: Any, read_tensors: Any):
+def test_names_and_shapes_of_gpt2_are_those_of_its_folders(make_folder, read_tensors):
     shapes = {name: tensor.shape for name, tensor in read_tensors(make_folder("gpt2")).items()}
     layer = {
         "attn.c_attn.weight": (8, 24),
@@ -76,7 +72,7 @@ def test_names_and_shapes_of_gpt2_are_those_of_its_folders(make_folder: Any, rea
     assert shapes == expected
 
 
-def test_a_dtype_can_be_asked_for(make_folder: Any, bfloat16: Any):
+def test_a_dtype_can_be_asked_for(make_folder, bfloat16):
     model, variables = import_model(make_folder("llama"), dtype="bfloat16", fprop_dtype="float32")
     assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {np.dtype(bfloat16)}
     assert (model.dtype, model.fprop_dtype) == ("bfloat16", "float32")

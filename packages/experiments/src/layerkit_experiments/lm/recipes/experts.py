@@ -13,7 +13,10 @@ from layerkit_experiments.lm.recipes.parallelism import Pipelined, Spmd
 
 
 class MixtureOfExperts(TransformerLmModel):
-    """Experts instead of a feed-forward layer, in every EXPERT_PERIOD-th layer."""
+    """Experts instead of a feed-forward layer, in every EXPERT_PERIOD-th layer.
+
+    USE_GATED_ACTIVATION and FEED_FORWARD_BIAS apply to dense layers only; experts have no biases.
+    """
 
     tags: ClassVar[tuple[str, ...]] = ("moe",)
 

@@ -59,7 +59,7 @@ _ROUNDING_DOTS = (Fp8Dot, Fp8CurrentDot, Int8Dot, MxFp8Dot)
 # Largest number of differences that an error lists.
 _MAX_SHOWN = 4
 # Keys of config.json without a field in our configs, which are copied.
-_CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+_CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def export_model(

@@ -29,6 +29,7 @@ class Family:
       buffers: Regular expression of the names of tensors that are not weights.
       model_class: Model class that contains the network.
       network_field: Field of the model that holds the network.
+      model_entries: Table from keys of config.json to fields of the model itself.
       counts: Keys of config.json with the numbers of repeated tensors. The folder must hold at
         least as many tensors as the product of the keys in each tuple.
     """
@@ -44,6 +45,7 @@ class Family:
     buffers: str = "(?!)"
     model_class: Any = LanguageModel
     network_field: str = "lm_tpl"
+    model_entries: tuple[Entry, ...] = ()
     counts: tuple[tuple[str, ...], ...] = (("num_hidden_layers",),)
 
     def read_config(self, content: Mapping[str, Any]) -> Config:
@@ -57,12 +59,15 @@ class Family:
             network = self.skeleton(file)
             for entry in self.entries:
                 entry.read(file, network)
+            model: Config = self.model_class.HParams.config(**{self.network_field: network})
+            for entry in self.model_entries:
+                entry.read(file, model)
         except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
             raise UnsupportedModelError(
                 f"value of a wrong type: {error}", owner=file.owner
             ) from error
         file.require_all_read()
-        return self.model_class.HParams.config(**{self.network_field: network})
+        return model
 
     def check_counts(self, content: Mapping[str, Any], *, num_tensors: int) -> None:
         """Compare the numbers of layers and experts with a number of tensors.
@@ -102,4 +107,6 @@ class Family:
         }
         for entry in self.entries:
             content |= entry.write(network)
+        for entry in self.model_entries:
+            content |= entry.write(model)
         return content

@@ -68,7 +68,10 @@ class _Depths:
 
 
 class _FeedForward:
-    """Entry of `feed_forward_proj`: an activation, with the prefix `gated-` if gated."""
+    """Entry of `feed_forward_proj`: an activation, with the prefix `gated-` if gated.
+
+    Transformers prefers `dense_act_fn` and `is_gated_act` where a file has them.
+    """
 
     def read(self, file: ConfigFile, network: Config) -> None:
         """Set fields from the file."""
@@ -82,7 +85,10 @@ class _FeedForward:
             )
         # T5 1.1 uses the approximate GELU, despite the name.
         activation = "gelu_new" if given == "gated-gelu" else activation
-        set_field(network, _GATE, bool(gated))
+        activation = file.get("dense_act_fn", activation)
+        if activation not in ACTIVATIONS:
+            raise file.invalid("dense_act_fn", "an activation", choices=ACTIVATIONS)
+        set_field(network, _GATE, bool(file.get("is_gated_act", bool(gated))))
         set_field(network, _ACTIVATION, ACTIVATIONS[activation].clone())
 
     def write(self, network: Config) -> dict[str, Any]:
@@ -90,7 +96,6 @@ class _FeedForward:
         activation = spelling_of(get_field(network, _ACTIVATION), preferred="relu")
         is_gated = get_field(network, _GATE)
         name = "gated-" + activation.removesuffix("_new") if is_gated else activation
-        # Transformers prefers the other two keys where they exist.
         return {"feed_forward_proj": name, "dense_act_fn": activation, "is_gated_act": is_gated}
 
 
@@ -164,6 +169,7 @@ T5 = Family(
     skeleton=_skeleton,
     model_class=SequenceModel,
     network_field="model_tpl",
+    model_entries=(Key("decoder_start_token_id", "start_id", 0, to_ours=lambda start: start or 0),),
     entries=(
         Key("vocab_size", "vocab_size", 32128),
         Key("d_model", "model_dims", 512),
@@ -201,8 +207,8 @@ T5 = Family(
         ),
         Fixed("is_encoder_decoder", value=True),
     ),
-    # The first two repeat feed_forward_proj; the third belongs to a classification head.
-    neutral=frozenset({"dense_act_fn", "is_gated_act", "classifier_dropout", "n_positions"}),
+    # The first belongs to a classification head; the second is the length of training rows.
+    neutral=frozenset({"classifier_dropout", "n_positions"}),
     copies={
         "lm_head.weight": "shared.weight",
         "encoder.embed_tokens.weight": "shared.weight",
