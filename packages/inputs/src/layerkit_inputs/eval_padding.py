@@ -8,7 +8,7 @@ provenance -1. Readers that know their number of rows use `agreed_num_batches`. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,9 +38,7 @@ def pad_rows(batch: NestedMap, num_rows: int, *, copy: bool = True) -> NestedMap
     """
     check_integers("pad_rows", minimum=0, num_rows=num_rows)
 
-    def pad(name: str, value: object) -> object:
-        if isinstance(value, NestedMap):
-            return NestedMap({key: pad(key, item) for key, item in value.items()})
+    def pad(name: str, value: object) -> np.ndarray:
         array = np.asarray(value)
         if not num_rows:
             is_own = array.flags.owndata and array.flags.writeable
@@ -48,20 +46,32 @@ def pad_rows(batch: NestedMap, num_rows: int, *, copy: bool = True) -> NestedMap
         fill = np.full((num_rows, *array.shape[1:]), PADDING_VALUES.get(name, 0), array.dtype)
         return np.concatenate([array, fill])
 
-    return NestedMap({name: pad(name, value) for name, value in batch.items()})
+    return _map_with_names(pad, batch)
+
+
+def _map_with_names(
+    function: Callable[[str, Any], np.ndarray], batch: Mapping[str, Any]
+) -> NestedMap:
+    """Return the results of a function of the name and the value of each field at any depth."""
+    return NestedMap(
+        {
+            name: _map_with_names(function, value)
+            if isinstance(value, dict)
+            else function(name, value)
+            for name, value in batch.items()
+        }
+    )
 
 
 def blank_rows(batch: NestedMap, is_blank: np.ndarray) -> NestedMap:
     """Return `batch` with padding (weight 0, provenance -1) in the rows of a bool mask `[rows]`."""
 
-    def blank(name: str, value: Any) -> Any:
-        if isinstance(value, NestedMap):
-            return NestedMap({key: blank(key, item) for key, item in value.items()})
+    def blank(name: str, value: object) -> np.ndarray:
         array = np.array(value)
         array[is_blank] = PADDING_VALUES.get(name, 0)
         return array
 
-    return NestedMap({name: blank(name, value) for name, value in batch.items()})
+    return _map_with_names(blank, batch)
 
 
 def mark_rows(batch: NestedMap, num_padding: int) -> NestedMap:
@@ -178,13 +188,11 @@ def _describe(batch: NestedMap) -> dict[str, Any]:
 def _padding_like(description: dict[str, Any]) -> NestedMap:
     """Return a batch of padding with the shapes and dtypes of a description by `_describe`."""
 
-    def make(name: str, value: Any) -> Any:
-        if isinstance(value, dict):
-            return NestedMap({key: make(key, item) for key, item in value.items()})
-        shape, dtype = value
+    def make(name: str, spec: Any) -> np.ndarray:
+        shape, dtype = spec
         return np.full(shape, PADDING_VALUES.get(name, 0), np.dtype(dtype))
 
-    return NestedMap({name: make(name, value) for name, value in description.items()})
+    return _map_with_names(make, description)
 
 
 def num_rows_of(batch: NestedMap) -> int:

@@ -428,9 +428,7 @@ def as_tokens(tokens: Tokens, *, where: str, may_be_negative: bool = False) -> n
     least, most = int(array.min()), int(array.max())
     if most >= 2**31 or least <= -(2**31) or (least < 0 and not may_be_negative):
         raise ConfigError(
-            field=where,
-            value=f"ids from {least} to {most}",
-            expected="token ids in [0, 2**31)",
+            field=where, value=f"ids from {least} to {most}", expected="token ids in [0, 2**31)"
         )
     return array.astype(np.int32)
 

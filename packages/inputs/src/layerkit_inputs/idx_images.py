@@ -124,8 +124,7 @@ class IdxImages(IndexedInput):
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
         images, labels = self._arrays
         return NestedMap(
-            inputs=(images[rows] / np.float32(255))[..., None],
-            labels=labels[rows].astype(np.int32),
+            inputs=(images[rows] / np.float32(255))[..., None], labels=labels[rows].astype(np.int32)
         )
 
     def _fingerprint(self) -> dict[str, Any]:

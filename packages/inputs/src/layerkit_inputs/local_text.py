@@ -26,12 +26,7 @@ import numpy as np
 from layerkit.checks import check_choice, require
 from layerkit.errors import UserError, first_names
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.bad_records import (
-    BadRecordError,
-    BadRecords,
-    OnBadRecord,
-    UnfitFieldError,
-)
+from layerkit_inputs.bad_records import BadRecordError, BadRecords, OnBadRecord, UnfitFieldError
 from layerkit_inputs.documents import DocumentBuilder, Documents
 from layerkit_inputs.features import stretch_features
 from layerkit_inputs.indexed_input import IndexedInput
@@ -347,12 +342,6 @@ class _TextFilesInput(IndexedInput):
     def text_tokenizer(self, key: str | None = None) -> Tokenizer:
         """Return the tokenizer that made the ids."""
         return self._tokenizer
-
-    def ids_to_strings(
-        self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
-    ) -> list[str]:
-        """Decode ids int `[batch, length]`. Special ids are dropped, invalid UTF-8 is replaced."""
-        return [self._tokenizer.decode(row[:n]) for row, n in zip(ids, lengths, strict=True)]
 
 
 class LocalText(_TextFilesInput):

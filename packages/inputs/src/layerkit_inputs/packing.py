@@ -1,9 +1,10 @@
 """Packing of documents of any length into rows of one length, in plain NumPy.
 
 There are two methods. Concatenated documents are cut every `length` positions, so only the last row
-has padding; `stream_rows` computes any row by its number. Or each document is placed whole into the
-first row with room for it: `plan_packing` plans the rows from lengths, and `pack_documents` packs a
-few documents in memory. `StreamPacker` supports both methods for a stream of documents.
+has padding; `stream_pieces` finds the contents of any row by its number. Or each document is placed
+whole into the first row with room for it: `plan_packing` plans the rows from lengths, and
+`pack_documents` packs a few documents in memory. `StreamPacker` supports both methods for a stream
+of documents.
 
 In all rows, `segment_ids` number the documents of a row from 1, with 0 for padding, and
 `segment_pos` are positions from 0 at the beginning of each segment in the row.
@@ -17,23 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.features import in_rows
-from layerkit_inputs.first_fit import cut_documents as cut_documents
-from layerkit_inputs.first_fit import plan_packing as plan_packing
-from layerkit_inputs.stream_packer import StreamPacker as StreamPacker
-
-
-class StreamRows(NamedTuple):
-    """Source of each position of some rows. Every array is `[rows, length]`, 0 where padded."""
-
-    document: np.ndarray
-    """Number of the document, int64."""
-    offset: np.ndarray
-    """Position inside the document, int64."""
-    segment_ids: np.ndarray
-    """Number of the segment in the row, int32, from 1."""
-    segment_pos: np.ndarray
-    """Position in the segment of the row, int32, from 0."""
+from layerkit_inputs.features import as_tokens
 
 
 def num_stream_rows(document_ends: np.ndarray, length: int) -> int:
@@ -81,20 +66,6 @@ def stream_pieces(rows: np.ndarray, document_ends: np.ndarray, length: int) -> R
     return pieces if is_real.all() else RowPieces(*(array[is_real] for array in pieces))
 
 
-def stream_rows(rows: np.ndarray, document_ends: np.ndarray, length: int) -> StreamRows:
-    """Return the source of each position of rows; see `stream_pieces` for the arguments."""
-    pieces = stream_pieces(rows, document_ends, length)
-    sizes = pieces.length
-    valid = np.arange(length) < np.bincount(pieces.row, sizes, minlength=len(rows))[:, None]
-    segment = np.arange(len(sizes)) - np.searchsorted(pieces.row, pieces.row) + 1
-    return StreamRows(
-        document=in_rows(np.repeat(pieces.document, sizes), valid, np.int64),
-        offset=in_rows(ranges(pieces.start, sizes), valid, np.int64),
-        segment_ids=in_rows(np.repeat(segment, sizes), valid, np.int32),
-        segment_pos=in_rows(ranges(np.zeros_like(sizes), sizes), valid, np.int32),
-    )
-
-
 def ranges(begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """Concatenate ranges of `sizes` integers that start at `begins`, int64.
 
@@ -125,9 +96,9 @@ def pack_documents(documents: Sequence[np.ndarray | Sequence[int]], *, length: i
       length: Positions of a row.
 
     Raises:
-      ConfigError: A document is longer than a row.
+      ConfigError: A document is longer than a row, or does not consist of token ids.
     """
-    contents = [np.asarray(document, np.int32) for document in documents]
+    contents = [as_tokens(d, where=f"document {n}") for n, d in enumerate(documents)]
     room = np.zeros(len(contents), np.int64)
     placed: list[list[np.ndarray]] = []
     for number, document in enumerate(contents):

@@ -20,12 +20,7 @@ Scope = Literal["global", "host"]
 
 
 def pack_state(
-    position: dict[str, Any],
-    *,
-    reader: str,
-    scope: Scope,
-    host_index: int,
-    num_hosts: int,
+    position: dict[str, Any], *, reader: str, scope: Scope, host_index: int, num_hosts: int
 ) -> dict[str, Any]:
     """Return the envelope of a reader's position.
 
@@ -47,12 +42,7 @@ def pack_state(
 
 
 def unpack_state(
-    envelope: dict[str, Any],
-    *,
-    reader: str,
-    scope: Scope,
-    host_index: int,
-    num_hosts: int,
+    envelope: dict[str, Any], *, reader: str, scope: Scope, host_index: int, num_hosts: int
 ) -> dict[str, Any]:
     """Return the position in an envelope; see `pack_state` for the arguments.
 

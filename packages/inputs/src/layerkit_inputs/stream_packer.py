@@ -152,14 +152,19 @@ class StreamPacker:
         """Restore a state that `state` returned.
 
         Raises:
-          ConfigError: The state has another mode or row length.
+          ConfigError: The state has another mode or row length, or more open rows.
         """
-        for field, expected in (("mode", self._mode), ("length", self._length)):
-            if state[field] != expected:
+        num_open = len(state["open"]["segments_per_row"])
+        for field, value, expected in (
+            ("mode of packed rows", state["mode"], self._mode),
+            ("length of packed rows", state["length"], self._length),
+            ("open rows", num_open, min(num_open, self._max_open)),
+        ):
+            if value != expected:
                 raise ConfigError(
                     "cannot restore",
-                    field=f"{field} of packed rows",
-                    value=state[field],
+                    field=field,
+                    value=value,
                     expected=repr(expected),
                     hint="Restore with the same fields, or start a new run from the weights alone.",
                 )

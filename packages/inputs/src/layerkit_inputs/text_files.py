@@ -121,18 +121,13 @@ def _below(folder: Path, *, skipped: frozenset[str] = frozenset()) -> Iterator[T
 def split_files(
     files: Sequence[TextFile], *, heldout_fraction: float
 ) -> tuple[list[TextFile], list[TextFile]]:
-    """Return (training files, held-out files) of two or more files, in order; see `held_out`."""
-    names = [file.name.encode("utf-8", "surrogateescape") for file in files]
-    chosen = held_out(names, fraction=heldout_fraction)
+    """Return (training files, held-out files) of two or more files; see `held_out_shares`."""
+    shares = [share_of(file.name.encode("utf-8", "surrogateescape")) for file in files]
+    chosen = held_out_shares(shares, fraction=heldout_fraction)
     return (
         [file for index, file in enumerate(files) if index not in chosen],
         [file for index, file in enumerate(files) if index in chosen],
     )
-
-
-def held_out(names: Sequence[bytes], *, fraction: float) -> set[int]:
-    """Return the indices of the names that are held out; see `held_out_shares`."""
-    return held_out_shares([share_of(name) for name in names], fraction=fraction)
 
 
 def held_out_shares(shares: Sequence[float], *, fraction: float) -> set[int]:

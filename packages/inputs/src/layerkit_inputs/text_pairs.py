@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -167,12 +167,6 @@ class TextPairs(IndexedInput):
     def text_tokenizer(self, key: str | None = None) -> Tokenizer:
         """Return the tokenizer that made the ids."""
         return self._tokenizer
-
-    def ids_to_strings(
-        self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
-    ) -> list[str]:
-        """Decode ids int `[batch, length]`. Both sides have the same vocabulary."""
-        return [self._tokenizer.decode(row[:n]) for row, n in zip(ids, lengths, strict=True)]
 
     @property
     def has_prediction_metrics(self) -> bool:

@@ -184,4 +184,4 @@ class TokenRecords(IndexedInput):
             raise self._config_error(
                 "cannot decode ids", field="tokenizer", value=None, expected="that of the documents"
             )
-        return [self.tokenizer.decode(row[:n]) for row, n in zip(ids, lengths, strict=True)]
+        return super().ids_to_strings(ids, lengths, key)

@@ -168,13 +168,7 @@ class GrainIterInput(BaseInput):
         return element
 
     def _pipeline(self) -> Any:
-        dataset = self._checked(
-            self._make_dataset(
-                host_index=self.infeed_host_index,
-                num_hosts=self.num_infeed_hosts,
-                seed=self._epoch_seed(),
-            )
-        )
+        dataset = self._dataset_of_host(self.infeed_host_index, self.num_infeed_hosts)
         if self.num_workers:
             grain = require_extra("grain", needed_by=type(self).__qualname__)
             _mark_flags_parsed()
@@ -184,8 +178,13 @@ class GrainIterInput(BaseInput):
             dataset = dataset.mp_prefetch(options)
         return dataset
 
-    def _checked(self, dataset: Any) -> Any:
+    def _dataset_of_host(self, host_index: int, num_hosts: int) -> Any:
+        """Return the data set of a host for the epoch, or raise if it is no `grain.IterDataset`."""
         grain = require_extra("grain", needed_by=type(self).__qualname__)
+        # Evaluation repeats the order of the first epoch. Grain requires 31 bits.
+        epoch = self._epoch if self.is_training else 0
+        seed = int(np.random.SeedSequence([self._seed, epoch]).generate_state(1)[0] >> 1)
+        dataset = self._make_dataset(host_index=host_index, num_hosts=num_hosts, seed=seed)
         if not isinstance(dataset, grain.IterDataset):
             is_map = isinstance(dataset, grain.MapDataset)
             raise self._config_error(
@@ -196,11 +195,6 @@ class GrainIterInput(BaseInput):
             )
         return dataset
 
-    def _epoch_seed(self) -> int:
-        """Return the seed of the epoch, 31 bits as Grain requires."""
-        epoch = self._epoch if self.is_training else 0
-        return int(np.random.SeedSequence([self._seed, epoch]).generate_state(1)[0] >> 1)
-
     @functools.cached_property
     def _num_planned_batches(self) -> int:
         """Number of batches of the host with most rows, or 0 if it is unknown."""
@@ -210,10 +204,7 @@ class GrainIterInput(BaseInput):
     @functools.cached_property
     def _any_row(self) -> NestedMap:
         """Row of any host, for the shapes on a host without rows."""
-        dataset = self._checked(
-            self._make_dataset(host_index=0, num_hosts=1, seed=self._epoch_seed())
-        )
-        iterator = iter(dataset)
+        iterator = iter(self._dataset_of_host(0, 1))
         try:
             for element in iterator:
                 if not isinstance(element, BadRecordError):
@@ -263,7 +254,7 @@ class GrainIterInput(BaseInput):
             self._iterator.set_state(position["iterator"])
 
     def _iterate(self) -> None:
-        from layerkit_inputs.grain_adaptor.untimed_rows import UntimedRows  # imports Grain
+        from layerkit_inputs.grain_adaptor.grain_iterators import UntimedRows  # imports Grain
 
         iterator = iter(self._pipeline())
         self._iterator = RowsOfLists(iterator) if self.num_workers else UntimedRows(iterator)

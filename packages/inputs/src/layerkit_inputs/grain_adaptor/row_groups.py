@@ -41,7 +41,7 @@ def open_row_group(group: RowGroup, *, columns: Sequence[str] | None, max_bytes:
       max_bytes: Bound on the bytes of the decoded columns.
     """
     require_extra("grain", needed_by="ParquetRows")
-    from layerkit_inputs.grain_adaptor.row_group_dataset import RowGroupDataset
+    from layerkit_inputs.grain_adaptor.grain_iterators import RowGroupDataset
 
     return RowGroupDataset(_Rows(group, columns, max_bytes))
 

@@ -140,8 +140,4 @@ class HuggingFaceColumns(HuggingFaceData, IndexedInput):
 
     def _fingerprint(self) -> dict[str, Any]:
         assert self.columns is not None
-        return {
-            "split": self.split,
-            "columns": list(self.columns),
-            "rows_crc32": self._checksum,
-        }
+        return {"split": self.split, "columns": list(self.columns), "rows_crc32": self._checksum}

@@ -89,23 +89,20 @@ class HuggingFaceStream(HuggingFaceText):
         }
         self._packer: StreamPacker | None = None
         self._opened: Any = None
-        self._restart()
+        self._reset()
 
     @property
     def state_scope(self) -> Scope:  # type: ignore[override]
         """`host` in training, when each host reads its own files, else `global`."""
         return "host" if self.is_training else "global"
 
-    def _restart(self) -> None:
+    def _reset(self) -> None:
         self._position = _Position()
         self._rows: Iterator[list[Segment]] | None = None
         self._error: Exception | None = None
         self._rows_done = 0
         if self._packer is not None:
             self._packer.clear()
-
-    def _reset(self) -> None:
-        self._restart()
 
     # Examples.
 
@@ -258,7 +255,7 @@ class HuggingFaceStream(HuggingFaceText):
 
     def _set_reader_state(self, position: dict[str, Any]) -> None:
         check_same_data(self._label, position.pop("data"), self._identity)
-        self._restart()
+        self._reset()
         if self.packing != "none":
             self._packer_of_rows().set_state(position.pop("packer"))
         self._rows_done = position.pop("rows_done")

@@ -146,9 +146,3 @@ class HuggingFaceText(HuggingFaceData):
     def text_tokenizer(self, key: str | None = None) -> Tokenizer:
         """Return the tokenizer that made the ids."""
         return self._tokenizer
-
-    def ids_to_strings(
-        self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
-    ) -> list[str]:
-        """Return the text of ids, int `[batch, length]`, without special ids."""
-        return [self._tokenizer.decode(row[:n]) for row, n in zip(ids, lengths, strict=True)]

@@ -12,7 +12,7 @@ Restoring it reads the window again. SeqIO keeps one row open at a time and so p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ from layerkit_inputs.features import (
     prompt_features,
     stretch_features,
 )
-from layerkit_inputs.first_fit import OpenRows
+from layerkit_inputs.first_fit import plan_packing
 from layerkit_inputs.seqio_adaptor.example_stream import ExampleSource, NumberedExample
 from layerkit_inputs.seqio_adaptor.shard_pipelines import Example
 
@@ -160,9 +160,7 @@ class RowFormat(NamedTuple):
                 )
             case "prompts":
                 return prompt_features(
-                    [np.abs(tokens) for tokens in inputs],
-                    length=self.limits[0],
-                    bos_id=self.bos_id,
+                    [np.abs(tokens) for tokens in inputs], length=self.limits[0], bos_id=self.bos_id
                 )
         batch = lm_features(
             inputs if "inputs" in self.lengths else None,
@@ -307,7 +305,8 @@ class Rows:
                 window.append(numbered)
                 sizes.append(size)
                 total += size
-        self._window = [[window[n] for n in row] for row in first_fit(sizes, limits.tolist())]
+        plan = plan_packing(sizes, limits.tolist(), open_rows=max(len(sizes), 1))
+        self._window = [[window[number] for number in row] for row in plan.rows()]
         if not self._window:
             raise StopIteration
 
@@ -323,27 +322,3 @@ class Rows:
                 problem=f"the example has {sizes} positions, but a row has {limits}. Set "
                 "trim_output_features=True, or increase task_feature_lengths.",
             )
-
-
-def first_fit(sizes: Sequence[Sequence[int]], limits: Sequence[int]) -> Iterator[list[int]]:
-    """Place each item into the first row with room on every side, and yield the items of each row.
-
-    >>> list(first_fit([(4,), (3,), (2,), (1,)], (6,)))
-    [[0, 2], [1, 3]]
-
-    Args:
-      sizes: Sizes of each item by side, each at most the limit of the side.
-      limits: Size of a row by side.
-
-    Yields:
-      Indices of the items in a row.
-    """
-    places = OpenRows(limits, max(len(sizes), 1))
-    rows: list[list[int]] = []
-    for number, size in enumerate(sizes):
-        is_empty = bool(rows) and not any(size)  # fits even a full row
-        row = 0 if is_empty else places.place(size)[0]
-        if row == len(rows):
-            rows.append([])
-        rows[row].append(number)
-    yield from rows

@@ -137,11 +137,7 @@ def prediction_metrics(
 
 
 def _with_outputs(
-    examples: Iterable[NumberedExample],
-    outputs: Mapping[int, Any],
-    what: str,
-    *,
-    whole_epoch: bool,
+    examples: Iterable[NumberedExample], outputs: Mapping[int, Any], what: str, *, whole_epoch: bool
 ) -> Iterator[NumberedExample]:
     """Yield the examples that have an output; raise if the two do not correspond."""
     if padded := sum(number < 0 for number in outputs):

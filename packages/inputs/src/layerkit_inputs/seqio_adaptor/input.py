@@ -27,12 +27,7 @@ from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import pad_rows
 from layerkit_inputs.features import NegativeIds
 from layerkit_inputs.seqio_adaptor import eval_metrics
-from layerkit_inputs.seqio_adaptor.converters import (
-    FeatureConverter,
-    FirstToken,
-    RowFormat,
-    Rows,
-)
+from layerkit_inputs.seqio_adaptor.converters import FeatureConverter, FirstToken, RowFormat, Rows
 from layerkit_inputs.seqio_adaptor.example_stream import (
     ExampleSource,
     MixedTasks,
@@ -265,10 +260,7 @@ class SeqIOInput(BaseInput):
         if not self.has_score_metrics:
             return {}
         return eval_metrics.score_metrics(
-            self._task_list,
-            self._pass_over_examples(),
-            scores,
-            whole_epoch=self._is_whole_epoch,
+            self._task_list, self._pass_over_examples(), scores, whole_epoch=self._is_whole_epoch
         )
 
     def prediction_metrics(

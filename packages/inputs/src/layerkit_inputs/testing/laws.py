@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import PADDING_VALUES
+from layerkit_inputs.mixing.components import concatenate_rows
 from layerkit_inputs.specs import check_batch, spec_of
 
 Make = Callable[..., BaseInput]
@@ -261,17 +262,7 @@ def _hosts(make: Make, size: int, count: int) -> list[BaseInput]:
 
 def _side_by_side(streams: list[list[NestedMap]]) -> list[NestedMap]:
     """Return the global batches, which concatenate the rows of the hosts in order."""
-    return [_concatenate(parts) for parts in zip(*streams, strict=True)]
-
-
-def _concatenate(parts: Sequence[NestedMap]) -> NestedMap:
-    joined = NestedMap()
-    for key, value in parts[0].items():
-        values = [part[key] for part in parts]
-        joined[key] = (
-            _concatenate(values) if isinstance(value, NestedMap) else np.concatenate(values)
-        )
-    return joined
+    return [concatenate_rows(parts) for parts in zip(*streams, strict=True)]
 
 
 def _assert_no_row_twice(streams: list[list[NestedMap]]) -> None:

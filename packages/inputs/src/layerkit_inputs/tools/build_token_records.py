@@ -20,7 +20,6 @@ import contextlib
 import fcntl
 import functools
 import glob
-import hashlib
 import multiprocessing
 import os
 import secrets
@@ -37,7 +36,7 @@ from layerkit.checks import check_integers, check_rates
 from layerkit.config import build
 from layerkit.errors import ConfigError
 from layerkit_inputs.bad_records import BadRecords, OnBadRecord
-from layerkit_inputs.text_files import TextFile, find_text_files
+from layerkit_inputs.text_files import TextFile, find_text_files, share_of
 from layerkit_inputs.token_store import BLOCK_LENGTH, About
 from layerkit_inputs.tokenizers import SpecialTokensInText, Tokenizer, tokenizer_config
 from layerkit_inputs.tools.raw_documents import (
@@ -134,10 +133,7 @@ def build_token_records(
             for name in ("train", *(["heldout"] if heldout_fraction else []))
         }
         encode = functools.partial(
-            _encode,
-            tokenizer=tokenizer,
-            special_tokens_in_text=special_tokens_in_text,
-            field=field,
+            _encode, tokenizer=tokenizer, special_tokens_in_text=special_tokens_in_text, field=field
         )
         encoded = _in_order(encode, _work(files, field, max_document_bytes), workers)
         for document in stack.enter_context(contextlib.closing(encoded)):
@@ -268,9 +264,7 @@ def _encode_one(document: RawDocument, model: Tokenizer, field: str) -> _Encoded
         return _Encoded(document.where, None, str(error), 0.0, document.position)
     end = [] if model.eos_id is None else [model.eos_id]
     ids = np.concatenate([[model.start_id], tokens, end]).astype(np.int32)
-    digest = hashlib.blake2b(text, digest_size=8).digest()
-    share = int.from_bytes(digest, "big") / 2**64
-    return _Encoded(document.where, ids, "", share, document.position)
+    return _Encoded(document.where, ids, "", share_of(text), document.position)
 
 
 def _in_order(
@@ -385,12 +379,7 @@ def _parse(arguments: Sequence[str] | None) -> dict[str, Any]:
     )
     add("--field", default="text", help="key or column of the text (default: text)")
     add("--num_shards", type=int, default=1, help="number of files of each split (default: 1)")
-    add(
-        "--workers",
-        type=int,
-        default=0,
-        help="number of worker processes (default: 0)",
-    )
+    add("--workers", type=int, default=0, help="number of worker processes (default: 0)")
     add(
         "--heldout_fraction",
         type=float,

@@ -160,12 +160,7 @@ def _parquet_rows(path: Path, field: str, max_document_bytes: int) -> Iterator[R
 def _parquet_batches(path: Path, opened: Any, field: str) -> Iterator[Any]:
     for group in range(opened.num_row_groups):
         yield from row_group_batches(
-            path,
-            opened,
-            group,
-            columns=[field],
-            max_bytes=_PARQUET_BYTES,
-            most_rows=_PARQUET_ROWS,
+            path, opened, group, columns=[field], max_bytes=_PARQUET_BYTES, most_rows=_PARQUET_ROWS
         )
 
 
