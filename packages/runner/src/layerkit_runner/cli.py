@@ -32,16 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return _run(words)
-    except UserError as error:
+    except (UserError, AttributeError, KeyError, TypeError) as error:
         text = None if isinstance(error, UsageError) else unknown_name_text(error)
+        if text is None and not isinstance(error, UserError):
+            raise
         print(f"runner: {text or error}", file=sys.stderr)
         return error.exit_code if isinstance(error, UsageError) else UsageError.exit_code
-    except (AttributeError, KeyError, TypeError) as error:
-        text = unknown_name_text(error)
-        if text is None:
-            raise
-        print(f"runner: {text}", file=sys.stderr)
-        return UsageError.exit_code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -132,16 +128,14 @@ def _resolve(flags: ParsedFlags) -> ResolvedExperiment:
     find_experiment(flags.exp or "")
     # Printing a configuration needs no other processes.
     if flags.mode in MODES and not flags.only_prints:
-        from layerkit_runner.distributed.launchers import check_removed_flags
-
-        check_removed_flags(os.environ)
         # Looks for the clusters that JAX supports, without importing JAX.
-        from layerkit_runner.distributed.launchers import check_alone, check_processes
+        from layerkit_runner.distributed import launchers
 
+        launchers.check_removed_flags(os.environ)
         if flags.mode == "export":
-            check_alone(flags.mode, os.environ)
+            launchers.check_alone(flags.mode, os.environ)
         else:
-            check_processes(flags.options, os.environ)
+            launchers.check_processes(flags.options, os.environ)
     # Imports Fiddle and the experiment.
     from layerkit_runner.config.resolve import resolve_flags
 

@@ -48,14 +48,12 @@ UNREADABLE_DATA = 74
 """Exit code of training whose data could not be read after its first step, such as a network file
 system that failed for a while."""
 
-# Errors of reading data sets.
-_DATA_ERRORS = (MissingExtraError, OSError, ValueError)
 # Frames of these packages pass calls on; the code that called them is what a person can change.
 _LIBRARIES = frozenset({"fiddle", "flax", "jax", "jaxlib", "numpy"})
 _OURS = frozenset({"layerkit", "layerkit_inputs", "layerkit_runner"})
 # Modules and functions that look up a name for the code that asks.
 _LOOKUP_MODULES = frozenset(
-    f"layerkit.{name}" for name in ("config", "derived_fields", "field_types", "nested_map")
+    f"layerkit.{name}" for name in ("config", "field_checks", "field_types", "nested_map")
 )
 _LOOKUP_FUNCTIONS = frozenset(
     {
@@ -107,7 +105,7 @@ def as_usage_error(*kinds: type[Exception], owner: str | None = None) -> Iterato
       *kinds: Classes of errors that are converted; by default those of reading data sets.
       owner: See `to_usage_error`.
     """
-    caught = kinds or _DATA_ERRORS
+    caught = kinds or (MissingExtraError, OSError, ValueError)
     try:
         yield
     except caught as error:
@@ -121,7 +119,8 @@ def unknown_name_text(error: Exception) -> str | None:
     runner, and the code is outside of these packages.
     """
     is_unknown_name = isinstance(error, (UnknownNameError, FieldTypeError)) or (
-        isinstance(error, AttributeError) and _is_of_this_project(error.obj)
+        isinstance(error, AttributeError)
+        and any(cls.__module__.partition(".")[0] in _OURS for cls in type(error.obj).__mro__)
     )
     origin = _origin(error)
     if not is_unknown_name or origin is None or origin[0] in _OURS:
@@ -160,7 +159,3 @@ def _origin(error: Exception) -> tuple[str, str] | None:
             path = path.relative_to(Path.cwd())
         found = package, f"{path}:{line}"
     return found
-
-
-def _is_of_this_project(value: object) -> bool:
-    return any(cls.__module__.partition(".")[0] in _OURS for cls in type(value).__mro__)

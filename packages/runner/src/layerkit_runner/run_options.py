@@ -186,9 +186,7 @@ class RunOptions:
 
     job_log_dir: str | None = _option("folder for everything that the run writes", "DIR")
     eval_on_test: bool = _switch(
-        "evaluate held-out data during training; off: leave it to --mode=eval",
-        _TRAIN,
-        default=True,
+        "evaluate held-out data during training; off: leave it to --mode=eval", _TRAIN, default=True
     )
     decode_during_train: bool = _switch(
         "decode at each save if task.train.decode_interval_steps is not set, not only at the end",
@@ -341,10 +339,7 @@ class RunOptions:
     )
     jax_compilation_cache: str | None = _option("folder for compiled programs, or off", "DIR")
     xla_flags_preset: str | None = _option(
-        f"set of compiler flags: {', '.join(_PRESETS)}",
-        "NAME",
-        ("train", "plan"),
-        choices=_PRESETS,
+        f"set of compiler flags: {', '.join(_PRESETS)}", "NAME", ("train", "plan"), choices=_PRESETS
     )
     pgle_profile: str | None = _option(
         "profile of earlier steps that guides the scheduler of NVIDIA GPUs", "FILE", _TRAIN

@@ -15,6 +15,4 @@ from layerkit_runner.checkpointing.formats import StateFormat as StateFormat
 from layerkit_runner.checkpointing.manager import CheckpointManager as CheckpointManager
 from layerkit_runner.checkpointing.policy import CheckpointPolicy as CheckpointPolicy
 from layerkit_runner.checkpointing.policy import SavedStep as SavedStep
-from layerkit_runner.checkpointing.structure import (
-    StructureMismatchError as StructureMismatchError,
-)
+from layerkit_runner.checkpointing.structure import StructureMismatchError as StructureMismatchError

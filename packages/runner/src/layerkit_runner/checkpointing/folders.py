@@ -42,6 +42,7 @@ _UNFINISHED_NAME = re.compile(_STEP_NAME.pattern + re.escape(_TEMPORARY_SUFFIX) 
 LAYOUT_VERSION = 1
 _METADATA_FILE = "metadata/metadata.json"
 _INPUT_STATES = re.compile(r"process_(\d{5})_of_(\d{5})\.json")
+_INPUT_STATES_NAME = "process_{:05d}_of_{:05d}.json"
 
 
 def step_folder(directory: epath.Path, step: int) -> epath.Path:
@@ -189,7 +190,8 @@ def to_json(value: Mapping[str, Any], *, name: str) -> str:
 
 def write_input_states(directory: epath.Path, text: str) -> None:
     """Write this process's file; `text` is a JSON object, input name to state."""
-    (directory / _input_states_name(jax.process_index(), jax.process_count())).write_text(text)
+    name = _INPUT_STATES_NAME.format(jax.process_index(), jax.process_count())
+    (directory / name).write_text(text)
 
 
 def read_input_states(directory: epath.Path) -> dict[str, Any]:
@@ -208,7 +210,7 @@ def read_input_states(directory: epath.Path) -> dict[str, Any]:
     count = counts[0]
     is_same = count == jax.process_count()
     index = jax.process_index() if is_same else 0
-    states = json.loads((directory / _input_states_name(index, count)).read_text())
+    states = json.loads((directory / _INPUT_STATES_NAME.format(index, count)).read_text())
     bound = [
         name
         for name, state in states.items()
@@ -223,7 +225,3 @@ def read_input_states(directory: epath.Path) -> dict[str, Any]:
             hint='Or use inputs whose state has "scope": "global", such as a global sample index.',
         )
     return states
-
-
-def _input_states_name(index: int, count: int) -> str:
-    return f"process_{index:05d}_of_{count:05d}.json"

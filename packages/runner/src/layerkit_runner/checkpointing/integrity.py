@@ -148,11 +148,7 @@ def write(
         raise FileNotFoundError(f"{step_directory / lost} no longer exists")
     files = _by_name(names, lambda name: hashed.get(name) or _hash_file(step_directory / name))
     step = folders.step_in_name(step_directory)
-    body = {
-        "version": MANIFEST_VERSION,
-        **({} if step is None else {"step": step}),
-        "files": files,
-    }
+    body = {"version": MANIFEST_VERSION, **({} if step is None else {"step": step}), "files": files}
     document = {"digest": _digest(body), "manifest": body}
     (manifest_directory / MANIFEST_FILE).write_text(json.dumps(document, indent=1))
     for share in shares:
@@ -268,11 +264,7 @@ def newest_sound(
 
 
 def damage_message(
-    step: int,
-    findings: Sequence[Finding],
-    *,
-    directory: epath.PathLike,
-    used_instead: int | None,
+    step: int, findings: Sequence[Finding], *, directory: epath.PathLike, used_instead: int | None
 ) -> str:
     """Return the message about a damaged step: its damaged files and the lost training steps."""
     damage = [f"  {finding}" for finding in findings if finding.is_damage]

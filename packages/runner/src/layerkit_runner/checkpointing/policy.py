@@ -25,8 +25,6 @@ _EVALUATIONS_VERSION = 1
 Evaluations = dict[int, dict[str, float]]
 """Metrics by step; each maps `DATASET/METRIC` to a value."""
 
-LOWER_IS_BETTER, HIGHER_IS_BETTER = "min", "max"
-
 
 @dataclasses.dataclass(frozen=True)
 class SavedStep:
@@ -43,7 +41,8 @@ class CheckpointPolicy:
 
     A checkpoint is kept if any rule keeps it. None turns a rule off, but `max_to_keep=None` keeps
     all. A checkpoint is due at each multiple of the intervals, so a resumed run saves at the same
-    steps. Of equal values of `best_metric`, the newer one is better.
+    steps. `best_mode` is `min` if a lower `best_metric` is better, and `max` if a higher one is. Of
+    equal values, the newer one is better.
     """
 
     save_interval_steps: int = 5000
@@ -53,7 +52,7 @@ class CheckpointPolicy:
     keep_interval_steps: int | None = None
     keep_steps: Sequence[int] = ()
     best_metric: str | None = None
-    best_mode: str = LOWER_IS_BETTER
+    best_mode: str = "min"
     best_to_keep: int = 1
 
     def __post_init__(self) -> None:
@@ -68,7 +67,7 @@ class CheckpointPolicy:
         )
         for index, step in enumerate(self.keep_steps):
             check_integers(owner, minimum=0, **{f"keep_steps[{index}]": step})
-        check_choice(owner, (LOWER_IS_BETTER, HIGHER_IS_BETTER), best_mode=self.best_mode)
+        check_choice(owner, ("min", "max"), best_mode=self.best_mode)
         if self.keep_interval is not None and self.keep_interval <= datetime.timedelta(0):
             raise ConfigError(
                 owner=owner,
@@ -125,7 +124,7 @@ class CheckpointPolicy:
     def _best(self, in_order: Sequence[SavedStep]) -> set[int]:
         if self.best_metric is None:
             return set()
-        sign = 1 if self.best_mode == LOWER_IS_BETTER else -1
+        sign = 1 if self.best_mode == "min" else -1
         ranked = sorted(
             (sign * checkpoint.metrics[self.best_metric], -checkpoint.step)
             for checkpoint in in_order

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from layerkit import field_types
 from layerkit.config import is_config
 from layerkit_runner.config.config_tree import NOT_SET, target_name, walk
+from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.config.flags import to_argv
 from layerkit_runner.config.overrides import ROOTS
 from layerkit_runner.files.text import stable_repr
@@ -74,8 +75,6 @@ class Name(str):
 
 
 def _experiment_values(resolved: ResolvedExperiment) -> Iterator[tuple[str, Any]]:
-    from layerkit_runner.config.experiment import experiment_fields
-
     for name in experiment_fields(type(resolved.experiment)):
         yield name, getattr(resolved.experiment, name)
 
@@ -84,8 +83,7 @@ def _walk(resolved: ResolvedExperiment) -> Iterator[tuple[str, Any]]:
     seen: dict[int, str] = {}
     for root in ROOTS:
         value = getattr(resolved, root)
-        is_unset = not value if root == "observers" else value is None
-        if is_unset:
+        if value is None or (root == "observers" and not value):
             continue
         for path, each in walk(value, root, seen):
             if is_config(each):

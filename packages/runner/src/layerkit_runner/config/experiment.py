@@ -270,10 +270,9 @@ def experiment_fields(cls: type) -> dict[str, str | None]:
 def _check_assigned(cls: type) -> None:
     """Raise an error if a field is assigned that is not declared."""
     declared = _annotated_fields(cls)
-    assigned = [(base, name) for base in cls.__mro__ for name in vars(base)]
-    for base, name in assigned:
+    assigned = [(base, *each) for base in cls.__mro__ for each in vars(base).items()]
+    for base, name, value in assigned:
         if is_field_name(name) and name not in declared:
-            value = vars(base)[name]
             raise ExperimentClassError(
                 "undeclared field",
                 owner=base.__qualname__,

@@ -37,22 +37,12 @@ _ABSL_FLAGS = ("flagfile", "undefok")
 # Flags that a printed command omits: its reader chooses where to write, a sweep sets its own, some
 # differ between the processes of a job, and one overrides a single error.
 _OMITTED = (
-    *(
-        "job_log_dir",
-        "log_dir",
-        "allow_restart_from_scratch",
-        "study",
-        "num_trials",
-        "study_storage",
-    ),
+    *("job_log_dir", "log_dir", "allow_restart_from_scratch"),
+    *("study", "num_trials", "study_storage"),
     *("coordinator_address", "num_processes", "process_id", "multiprocess_gpu"),
 )
 # Flags that need another one.
-_NEEDS = {
-    "tag": "list",
-    **dict.fromkeys(("num_trials", "study_storage"), "study"),
-    "init_draw": "init_from",
-}
+_NEEDS = {"tag": "list", "num_trials": "study", "study_storage": "study", "init_draw": "init_from"}
 # Flags that absl itself defines.
 _LOG_FLAGS = ("alsologtostderr", "logtostderr", "v", "stderrthreshold", "log_dir")
 _CONTRADICTIONS = (("init_from", "restore_checkpoint_dir"), ("print_config", "diff_config"))
@@ -199,22 +189,17 @@ def parse_flags(words: Sequence[str]) -> ParsedFlags:
     if path := given.get("tfds_data_dir"):
         # The field of the experiment has the flag's name, in upper case as all fields.
         overrides.append(Override("tfds_data_dir".upper(), path))
-    values = {row.name: given.get(row.name, row.default) for row in (*FLAGS, *own)}
-    if not given.get("help") and not given.get("list"):
-        _check_together(given, values)
-        _check_experiment(values)
-        _check_modes(given, values, tool)
-    names = [f.name for f in dataclasses.fields(RunOptions) if f.metadata]
-    return ParsedFlags(
-        exp=values["exp"],
-        mode=values["mode"],
-        overrides=check_consistent(overrides),
-        options=RunOptions(
-            **{name: values[name] for name in names},
-            extra={row.name: values[row.name] for row in own},
-        ),
-        given=given,
+    names = [f.name for f in dataclasses.fields(RunOptions) if f.metadata and f.name in given]
+    options = RunOptions(
+        **{name: given[name] for name in names},
+        extra={row.name: given.get(row.name, row.default) for row in own},
     )
+    flags = ParsedFlags(given.get("exp"), mode, tuple(overrides), options, given)
+    if not given.get("help") and not given.get("list"):
+        _check_together(flags)
+        _check_experiment(flags)
+        _check_modes(flags, tool)
+    return dataclasses.replace(flags, overrides=check_consistent(overrides))
 
 
 def _take_overrides(words: Sequence[str]) -> tuple[list[Override], list[str]]:
@@ -247,13 +232,13 @@ def _contradict(*flags: str) -> None:
     raise UsageError("contradictory flags", field=" and ".join(flags), expected="one of them")
 
 
-def _check_experiment(values: Mapping[str, Any]) -> None:
+def _check_experiment(flags: ParsedFlags) -> None:
     """Raise UsageError unless the flags name an experiment, or a folder that records one."""
-    mode = values["mode"]
-    if mode == "generate" and not _only_prints(values):
-        if values["job_log_dir"] and values["init_from"]:
+    folder, begin = flags.options.job_log_dir, flags.options.init_from
+    if flags.mode == "generate" and not flags.only_prints:
+        if folder and begin:
             _contradict("--job_log_dir", "--init_from")
-        if not (values["job_log_dir"] or values["init_from"]):
+        if not (folder or begin):
             raise UsageError(
                 "missing flag",
                 field="--job_log_dir",
@@ -261,12 +246,11 @@ def _check_experiment(values: Mapping[str, Any]) -> None:
             )
         return
     # A folder names the experiment that was trained there, but not what to train next.
-    has_record = values["job_log_dir"] and (mode != "train" or _only_prints(values))
-    if not values["exp"] and not has_record:
+    has_record = folder and (flags.mode != "train" or flags.only_prints)
+    if not flags.exp and not has_record:
         from layerkit_runner.config.recorded import read_recorded_config  # it imports this module
 
-        or_folder = "" if mode == "train" else ", or the --job_log_dir of a job that ran it"
-        folder = values["job_log_dir"]
+        or_folder = "" if flags.mode == "train" else ", or the --job_log_dir of a job that ran it"
         recorded = read_recorded_config(folder) if folder else None
         raise UsageError(
             "missing flag",
@@ -278,28 +262,22 @@ def _check_experiment(values: Mapping[str, Any]) -> None:
         )
 
 
-def _only_prints(values: Mapping[str, Any]) -> bool:
-    return bool(values["print_config"]) or values["diff_config"] is not None
-
-
-def _check_modes(
-    given: Mapping[str, Any], values: Mapping[str, Any], tool: commands.Mode | None
-) -> None:
+def _check_modes(flags: ParsedFlags, tool: commands.Mode | None) -> None:
     """Raise UsageError if a flag has no meaning in the mode."""
-    mode, what = values["mode"], values["inspect"]
+    what, used = flags.options.inspect, () if tool is None else tool.uses
     for row in FLAGS:
-        if row.name not in given or (tool is not None and row.name in tool.uses):
+        if row.name not in flags.given or row.name in used:
             continue
         # A configuration is printed from the command that would run it, as JSON too.
-        is_printing = _only_prints(values)
-        if row.modes and mode not in row.modes and not (is_printing and row.name == "json"):
+        is_printed = flags.only_prints and row.name == "json"
+        if row.modes and flags.mode not in row.modes and not is_printed:
             raise UsageError(
-                f"not a flag of --mode={mode}",
+                f"not a flag of --mode={flags.mode}",
                 field=f"--{row.name}",
                 expected=f"--mode={_either(row.modes)}",
             )
         apt = [inspected for inspected, names in INSPECTED.items() if row.name in names]
-        if mode == "inspect" and apt and what not in apt and not is_printing:
+        if flags.mode == "inspect" and apt and what not in apt and not flags.only_prints:
             raise UsageError(
                 f"not a flag of --inspect={what}",
                 field=f"--{row.name}",
@@ -312,27 +290,28 @@ def _either(names: Sequence[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def _check_together(given: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+def _check_together(flags: ParsedFlags) -> None:
     """Check flags against each other; `distributed.launchers` checks the environment, too."""
+    given, options = flags.given, flags.options
     for name, other in _NEEDS.items():
         if name in given and other not in given:
             raise UsageError(field=f"--{name}", expected=f"--{other} with it")
     for name, other in _CONTRADICTIONS:
         if given.get(name) and given.get(other):
             _contradict(f"--{name}", f"--{other}")
-    if values["bakes_weights"] and values["export_format"] != "stablehlo":
+    if options.bakes_weights and options.export_format != "stablehlo":
         raise UsageError(field="--bakes_weights", expected="--export_format=stablehlo with it")
-    steps = values["restore_checkpoint_step"] or ()
-    if len(steps) > 1 and values["mode"] not in ONCE_MODES:
+    steps = options.restore_checkpoint_step or ()
+    if len(steps) > 1 and flags.mode not in ONCE_MODES:
         raise UsageError(
             field="--restore_checkpoint_step",
             value=",".join(map(str, steps)),
-            expected=f"one step in --mode={values['mode']}",
+            expected=f"one step in --mode={flags.mode}",
             hint=f"The modes {' and '.join(ONCE_MODES)} take several.",
         )
-    if values["exit_after_ondemand_checkpoint"] and not values["enable_checkpoint_saving"]:
+    if options.exit_after_ondemand_checkpoint and not options.enable_checkpoint_saving:
         _contradict("--exit_after_ondemand_checkpoint", "--noenable_checkpoint_saving")
-    count, index = values["num_processes"], values["process_id"]
+    count, index = options.num_processes, options.process_id
     if count is not None and index is not None and index >= count:
         expected = f"0 to {count - 1}, since --num_processes={count}"
         raise UsageError(field="--process_id", value=index, expected=expected)
@@ -370,13 +349,10 @@ def near_folders(folder: str) -> list[str]:
 
 def to_argv(options: RunOptions, *, mode: str) -> list[str]:
     """Return flags for the options that have a meaning in a mode and are not at their defaults."""
-    rows = {row.name: row for row in FLAGS if not row.modes or mode in row.modes}
-    names = [field.name for field in dataclasses.fields(options) if field.name in rows]
-    return [
-        flag_word(name, getattr(options, name))
-        for name in names
-        if name not in _OMITTED and getattr(options, name) != rows[name].default
-    ]
+    rows = [row for row in FLAGS if not row.modes or mode in row.modes]
+    names = [row.name for row in rows if hasattr(options, row.name) and row.name not in _OMITTED]
+    values = {name: getattr(options, name) for name in names}
+    return [flag_word(n, value) for n, value in values.items() if value != getattr(RunOptions, n)]
 
 
 def flag_word(name: str, value: Any) -> str:
@@ -394,9 +370,8 @@ def configure_library_logs(options: RunOptions) -> None:
 
     Lines of the runner itself do not pass through absl.
     """
-    default = RunOptions()
     values = {name: getattr(options, name) for name in _LOG_FLAGS}
-    given = {name: value for name, value in values.items() if value != getattr(default, name)}
+    given = {name: value for name, value in values.items() if value != getattr(RunOptions, name)}
     if not given:
         return
     # Imported late, because it replaces the class of Python's loggers.

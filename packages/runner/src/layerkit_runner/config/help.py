@@ -129,10 +129,8 @@ def _group_page(group: str, modes: Mapping[str, str], *, width: int) -> list[str
 
 def _mode_page(name: str, summary: str, tool: commands.Mode | None) -> str:
     own = [row for row in FLAGS if name in row.modes or (tool and row.name in tool.uses)]
-    rows = [
-        (_usage(row), _explained(row, names_modes=False))
-        for row in (*own, *(tool.flags if tool else ()))
-    ]
+    own += tool.flags if tool else ()
+    rows = [(_usage(row), _explained(row, names_modes=False)) for row in own]
     common = [row.name for row in FLAGS if not row.modes and row.name not in ("mode", "help")]
     also = f"Flags of every mode: --fdl.NAME, {', '.join(f'--{name}' for name in common)}"
     wrapped = textwrap.wrap(also, 80, break_on_hyphens=False)

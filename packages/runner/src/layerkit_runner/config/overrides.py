@@ -14,21 +14,11 @@ from typing import Any
 from layerkit import field_types
 from layerkit_runner.errors import FieldError, UsageError, with_data
 
-# Lists that few experiments define; None for the others.
-PROGRAM_ROOTS = ("train_programs", "eval_programs", "decode_programs")
-
-# Roots that may be None.
-OPTIONAL_ROOTS = (*PROGRAM_ROOTS, "executor")
+# Roots that few experiments define; None for the others.
+OPTIONAL_ROOTS = ("train_programs", "eval_programs", "decode_programs", "executor")
 
 # First names of deep paths: the parts of a resolved experiment.
-ROOTS = (
-    "task",
-    "datasets",
-    "decode_datasets",
-    "partitioner",
-    *OPTIONAL_ROOTS,
-    "observers",
-)
+ROOTS = ("task", "datasets", "decode_datasets", "partitioner", *OPTIONAL_ROOTS, "observers")
 
 _PATH = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 

@@ -98,16 +98,13 @@ def with_recorded_experiment(flags: ParsedFlags, report: Callable[[str], None]) 
         )
     _check_module("experiment", recorded.experiment, folder)
     given = {override.path for override in flags.overrides}
+    taken = []
     for path, text in recorded.overrides.items():
-        if (
-            path not in given and "." in path and _CLASS_NAME.fullmatch(text)
-        ):  # it may name the class of a config
+        if path in given:
+            continue
+        if "." in path and _CLASS_NAME.fullmatch(text):  # It may name the class of a config.
             _check_module(path, text, folder)
-    taken = [
-        dataclasses.replace(parse_override(path, text), is_recorded=True)
-        for path, text in recorded.overrides.items()
-        if path not in given
-    ]
+        taken.append(dataclasses.replace(parse_override(path, text), is_recorded=True))
     words = [f"--exp={recorded.experiment}", *map(str, taken)]
     # Escape control characters, which would otherwise reach the terminal.
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in shlex.join(words))
@@ -131,24 +128,19 @@ def _read(folder: str) -> str | None:
 def _record(document: Any) -> RecordedConfig:
     if not isinstance(document, dict):
         raise DocumentError("expected an object")
-    values = {
-        "experiment": document.get("experiment"),
-        "overrides": document.get("overrides"),
-        # A record without them is of an older version.
-        "arguments": document.get("arguments", []),
-        "fields": document.get("fields"),
-        "config": document.get("config"),
-    }
-    for name, kind in (
-        *(("experiment", str), ("arguments", list)),
-        *((name, dict) for name in ("overrides", "fields", "config")),
-    ):
-        if not isinstance(values[name], kind):
+    # A record without arguments is of an older version.
+    values = {"arguments": [], **document}
+    kinds = {"experiment": str, "arguments": list} | dict.fromkeys(
+        ("overrides", "fields", "config"), dict
+    )
+    for name, kind in kinds.items():
+        if not isinstance(values.get(name), kind):
             raise DocumentError(f"{name} is missing or of another type")
     texts = [*values["overrides"].values(), *values["arguments"]]
     if not all(isinstance(text, str) for text in texts):
         raise DocumentError("overrides or arguments contain a value that is not text")
-    return RecordedConfig(**{**values, "arguments": tuple(values["arguments"])})
+    fields = {name: values[name] for name in kinds}
+    return RecordedConfig(**fields | {"arguments": tuple(values["arguments"])})
 
 
 def _check_module(field: str, name: str, folder: str) -> None:

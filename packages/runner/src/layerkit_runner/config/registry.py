@@ -170,9 +170,7 @@ def experiment_classes(package: str) -> dict[str, type[BaseExperiment]]:
     return found
 
 
-def entry_of(
-    cls: type[BaseExperiment], dotted: str, packages: Collection[str] = ()
-) -> ExperimentEntry:
+def entry_of(cls: type[BaseExperiment], dotted: str, packages: Collection[str]) -> ExperimentEntry:
     """Return the entry of an experiment class, which is not built."""
     from layerkit_runner.config.experiment import experiment_summary, experiment_tags
 
@@ -187,7 +185,7 @@ def _catalogued(packages: Collection[str]) -> dict[str, ExperimentEntry]:
     return {
         f"{package}.{name}": ExperimentEntry(name, f"{package}.{name}", line)
         for package in packages
-        for name, line in (read_catalogue(_folder(package)) or {}).items()
+        for name, line in (_catalogue(package) or {}).items()
     }
 
 
@@ -195,7 +193,7 @@ def _index(packages: Collection[str]) -> dict[str, ExperimentEntry]:
     """Return the experiments of packages, by full name; those without a catalogue are imported."""
     index = _catalogued(packages)
     for package in packages:
-        if read_catalogue(_folder(package)) is None:
+        if _catalogue(package) is None:
             for dotted, cls in experiment_classes(package).items():
                 index[dotted] = entry_of(cls, dotted, packages)
     names = [entry.name for entry in index.values()]
@@ -206,10 +204,10 @@ def _index(packages: Collection[str]) -> dict[str, ExperimentEntry]:
     }
 
 
-def _folder(package: str) -> str:
+def _catalogue(package: str) -> dict[str, CatalogueLine] | None:
     spec = _spec(package)
     folders = None if spec is None else spec.submodule_search_locations
-    return next(iter(folders or []), "")
+    return read_catalogue(next(iter(folders or []), ""))
 
 
 def _named_entry(dotted: str, packages: Collection[str]) -> ExperimentEntry | None:

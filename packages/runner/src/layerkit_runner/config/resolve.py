@@ -26,11 +26,7 @@ from layerkit_runner.config.overrides import (
     check_consistent,
     parse_fields,
 )
-from layerkit_runner.config.registry import (
-    ExperimentEntry,
-    find_experiment,
-    load_experiment,
-)
+from layerkit_runner.config.registry import ExperimentEntry, find_experiment, load_experiment
 from layerkit_runner.errors import UsageError, as_usage_error
 
 
@@ -182,10 +178,9 @@ def source_field(resolved: ResolvedExperiment, path: str) -> str | None:
     # A conversion loses the name, and None and bools cannot carry one. Then the answer is the
     # field that has the same name as the path and the same value.
     same_name = names[-1].upper() if names else ""
-    is_same = same_name in fields and plain_value(getattr(experiment, same_name)) == plain_value(
-        value
-    )
-    return same_name if is_same else None
+    if same_name in fields and plain_value(getattr(experiment, same_name)) == plain_value(value):
+        return same_name
+    return None
 
 
 def override_path(resolved: ResolvedExperiment, path: str) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import signal
@@ -48,9 +47,7 @@ def _forget_in_child() -> None:
         _active = None
 
 
-@functools.cache
-def _register_at_fork() -> None:
-    os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class StopRequestedError(Exception):
@@ -103,7 +100,6 @@ class StopSignals:
             self._previous[number] = signal.signal(number, lambda *_: None)
         global _active
         _active = self
-        _register_at_fork()
         self._watcher = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
         self._watcher.start()
         return self

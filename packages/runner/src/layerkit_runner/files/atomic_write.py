@@ -80,9 +80,7 @@ def remove_stale_partials(directory: os.PathLike[str] | str) -> None:
 
 def open_append(path: os.PathLike[str] | str, *, is_buffered: bool = True) -> BinaryIO:
     """Open a local file for reading and appending; raise `UnsafePathError` if it is a link."""
-    if is_buffered:
-        return open(path, "a+b", opener=_open_regular)
-    return open(path, "a+b", buffering=0, opener=_open_regular)
+    return open(path, "a+b", buffering=-1 if is_buffered else 0, opener=_open_regular)
 
 
 def _open_regular(path: str, flags: int) -> int:

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
-
-# Bound of a configuration that people write.
-MAX_BYTES = 1_000_000
 
 _MAX_DEPTH = 100
 
@@ -21,8 +18,11 @@ class DocumentError(ValueError):
     """A document that is malformed, or larger than its bounds; the text says what is wrong."""
 
 
-def read_text(path: Path, *, max_bytes: int = MAX_BYTES) -> str:
-    """Read a file of UTF-8 text of at most `max_bytes`; else raise `DocumentError`."""
+def read_text(path: Path, *, max_bytes: int = 1_000_000) -> str:
+    """Read a file of UTF-8 text of at most `max_bytes`; else raise `DocumentError`.
+
+    The default is enough for a configuration that people write.
+    """
     with path.open("rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -60,7 +60,7 @@ def parse_yaml(text: str) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(text)
+        document = yaml.safe_load(text)
     except RecursionError:
         raise _too_deep() from None
     except yaml.MarkedYAMLError as error:
@@ -69,17 +69,24 @@ def parse_yaml(text: str) -> Any:
         raise DocumentError(f"{error.problem}{place}") from error
     except (yaml.YAMLError, ValueError) as error:  # such as a date that no calendar has
         raise DocumentError(" ".join(str(error).split())) from error
+    _check_depth(document)
+    return document
 
 
 def _too_deep() -> DocumentError:
     return DocumentError(f"expected values nested at most {_MAX_DEPTH} deep")
 
 
-def _check_depth(value: Any, depth: int = 1) -> None:
-    if depth > _MAX_DEPTH:
+def _check_depth(document: Any) -> None:
+    level = {id(document): document}
+    for _ in range(_MAX_DEPTH):
+        # A level has each object once. Aliases of YAML may repeat it exponentially often.
+        level = {id(item): item for value in level.values() for item in _items(value)}
+    if level:
         raise _too_deep()
+
+
+def _items(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            _check_depth(item, depth + 1)
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()

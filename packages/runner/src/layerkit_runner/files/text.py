@@ -27,13 +27,15 @@ def size_text(size: float) -> str:
 def seconds_text(seconds: float) -> str:
     """Return a time such as `1.23 s`, `45.6 ms` or `7.89 µs`.
 
-    >>> seconds_text(0.0456)
-    '45.6 ms'
+    >>> seconds_text(0.0456), seconds_text(0.9996), seconds_text(1234.5)
+    ('45.6 ms', '1 s', '1234 s')
     """
-    for scale, unit in ((1, "s"), (1e-3, "ms")):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} µs"
+    value, unit = seconds * 1e6, "µs"
+    for larger in ("ms", "s"):
+        # A value that would be rounded to 1000 of a unit is 1 of the next.
+        if value >= 999.5:
+            value, unit = value / 1000, larger
+    return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
 
 
 def stable_repr(value: object) -> str:

@@ -19,9 +19,5 @@ if TYPE_CHECKING:
     from layerkit_runner.init_from.settings import Source as Source
 
 __getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "first_state": "plan_first_state",
-        "settings": "InitFrom Source",
-    },
+    __name__, {"first_state": "plan_first_state", "settings": "InitFrom Source"}
 )

@@ -22,7 +22,7 @@ from layerkit.base_layer import BaseLayer
 from layerkit.errors import UserError, first_names
 from layerkit.layers.quantization.stored_weights import round_like
 from layerkit.weight_formats import WeightFormat, scale_path
-from layerkit_runner.checkpointing.structure import LeafPath, join, named_leaves
+from layerkit_runner.checkpointing.structure import LeafPath, join, named_leaves, spec_of
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.init_from.matching import OPT_STATE, PARAMS, Found, Matched, match
 from layerkit_runner.init_from.settings import InitFrom
@@ -96,7 +96,12 @@ def _match(
     with as_usage_error(UserError, owner=source.label):
         optimizer = task.train.learner.transformation
         opened = [open_source(one, state, report, optimizer=optimizer) for one in source.sources]
-    if not any(_has_integers(one.stored.leaves) for one in opened):
+    has_integers = any(
+        path[0] == PARAMS and jnp.issubdtype(leaf.dtype, jnp.integer)
+        for one in opened
+        for path, leaf in one.stored.leaves.items()
+    )
+    if not has_integers:
         state = _floating_weights(task.model, state)
     return match(source, opened, state, model=task.model), state
 
@@ -174,8 +179,7 @@ def _consumed(
         for target, one in found.items()
         if one.origin.is_whole
         and one.stored_dtype == one.target.dtype
-        and one.target.shape == on_devices[target].shape
-        and one.target.dtype == on_devices[target].dtype
+        and spec_of(one.target) == spec_of(on_devices[target])
         and uses[keys[target][0]] == 1
     }
 
@@ -253,7 +257,6 @@ def _from_loader(partitioner: Partitioner, task: SingleTask, loader: Any) -> Fir
     with as_usage_error(OSError, ValueError, ImportError, owner="task.initial_weights"):
         given = loader.load(_floating_model(task.model), like)
     _check_given(given, like)
-
     on_devices = flatten_dict(partitioner.abstract_state(task).params)
 
     def init(consumed: Any, kept: Any) -> TrainState:
@@ -274,8 +277,7 @@ def _from_loader(partitioner: Partitioner, task: SingleTask, loader: Any) -> Fir
     consumed: dict[Any, Any] = {}
     kept: dict[Any, Any] = {}
     for path, leaf in flatten_dict(given).items():
-        target = on_devices[path]
-        is_whole = (leaf.shape, leaf.dtype) == (target.shape, target.dtype)
+        is_whole = spec_of(leaf) == spec_of(on_devices[path])
         (consumed if is_whole else kept)[path] = leaf
     return FirstState(make(consumed, kept), provenance=Provenance(weights))
 
@@ -284,10 +286,7 @@ def _check_given(given: Any, like: Any) -> None:
     """Compare loaded weights, which may be a part of the model's, with those of the model."""
 
     def described(tree: Any) -> dict[str, str]:
-        return {
-            path: f"{leaf.dtype}{list(leaf.shape)}"
-            for path, leaf in flatten_dict(tree, sep="/").items()
-        }
+        return {path: str(spec_of(leaf)) for path, leaf in flatten_dict(tree, sep="/").items()}
 
     expected = described(like)
     problems = [
@@ -315,14 +314,6 @@ def _floating_weights(model: BaseLayer, state: TrainState) -> TrainState:
         for path, leaf in plain.items()
     }
     return state.replace(params=unflatten_dict(params))
-
-
-def _has_integers(leaves: Mapping[LeafPath, Any]) -> bool:
-    """Return whether stored values contain weights in integers."""
-    return any(
-        path[0] == PARAMS and jnp.issubdtype(leaf.dtype, jnp.integer)
-        for path, leaf in leaves.items()
-    )
 
 
 def _rounded(

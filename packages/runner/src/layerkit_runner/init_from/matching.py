@@ -34,16 +34,8 @@ MODEL_FIELDS = (PARAMS, "non_trainable", "overwrite_with_gradient")
 
 _MAX_SHOWN = 20
 # (part of the names of this run, part of those of the source, the rule that relates them)
-_UNSTACK = (
-    "/layers_0/",
-    "/repeat/sub/",
-    r'(r"(.*)/layers_(\d+)/(.*)", r"\1/repeat/sub/\3[\2]")',
-)
-_STACK = (
-    "/repeat/sub/",
-    "/layers_0/",
-    r'(r"(.*)/repeat/sub/(.*)", r"\1/layers_{layer}/\2")',
-)
+_UNSTACK = ("/layers_0/", "/repeat/sub/", r'(r"(.*)/layers_(\d+)/(.*)", r"\1/repeat/sub/\3[\2]")')
+_STACK = ("/repeat/sub/", "/layers_0/", r'(r"(.*)/repeat/sub/(.*)", r"\1/layers_{layer}/\2")')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,23 +114,19 @@ class _Matching:
             self._check_surplus(source)
         if self._faults:
             raise UsageError(self._message(), owner=self._settings.label)
-        loaded = next((one for one in self._opened if one.settings.load_step), None)
-        if loaded is None or loaded.stored.step is None:
-            return Matched(self._found, tuple(self._drawn), self._copied)
-        stored = loaded.stored
-        return Matched(
-            self._found, tuple(self._drawn), self._copied, stored.step or 0, stored.label
-        )
+        matched = Matched(self._found, tuple(self._drawn), self._copied)
+        for source in self._opened:
+            if source.settings.load_step:
+                stored = source.stored
+                return dataclasses.replace(matched, step=stored.step or 0, step_from=stored.label)
+        return matched
 
     def _check_fields(self, source: Opened) -> None:
         """Raise an error if a field asks for values that the kind of source does not hold."""
         settings, stored = source.settings, source.stored
         if stored.step is None:
-            asked = [
-                name
-                for name in ("load_step", "use_ema", "opt_state_rules")
-                if getattr(settings, name)
-            ]
+            names = ("load_step", "use_ema", "opt_state_rules")
+            asked = [name for name in names if getattr(settings, name)]
             if settings.step is not None:
                 asked.append("step")
             if asked:

@@ -204,7 +204,13 @@ class StoredHuggingFace:
                 unrolled = self._anatomy(repeated=False)
                 ways = (self._chosen, unrolled)
                 self._chosen = max(ways, key=lambda way: len(way.weights.keys() & set(like)))
-            self.leaves: Mapping[LeafPath, LeafSpec] = self._read_names()
+            with folder.SafetensorsFolder(directory) as source:
+                dtypes = importing.stored_dtypes(source, self._family, self._chosen)
+        self.leaves: Mapping[LeafPath, LeafSpec] = {
+            path: LeafSpec(tuple(weight.shape), dtypes[path])  # the dtype in the files
+            for path, weight in self._chosen.weights.items()
+            if path[0] == PARAMS and path in dtypes
+        }
 
     def read(self, wanted: Mapping[LeafPath, jax.ShapeDtypeStruct]) -> dict[LeafPath, jax.Array]:
         """Read some of the weights, slice by slice, each into the sharding of `wanted`."""
@@ -219,13 +225,3 @@ class StoredHuggingFace:
     def _anatomy(self, *, repeated: bool) -> tensors.Anatomy:
         model = build(importing.model_config(self._directory, repeated=repeated))
         return tensors.dissect(model, self._family.rows)
-
-    def _read_names(self) -> dict[LeafPath, LeafSpec]:
-        """Return the weights with the dtypes in which they are stored."""
-        with folder.SafetensorsFolder(self._directory) as source:
-            dtypes = importing.stored_dtypes(source, self._family, self._chosen)
-        return {
-            path: LeafSpec(tuple(weight.shape), dtypes[path])
-            for path, weight in self._chosen.weights.items()
-            if path[0] == PARAMS and path in dtypes
-        }

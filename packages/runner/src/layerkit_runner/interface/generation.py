@@ -18,7 +18,6 @@ from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.infeed import make_input
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.trainer.model_calls import max_positions
 
 _SHORTEST = 16
 # Text of bytes that are not yet a whole character.
@@ -36,11 +35,6 @@ class Buckets:
 
     row_multiple: int = 1
     max_positions: int | None = None
-
-    @classmethod
-    def of(cls, model: Any, partitioner: Partitioner) -> Buckets:
-        """Return the rounding for a model's config under a partitioner."""
-        return cls(partitioner.num_batch_shards(), max_positions(model))
 
     def rows(self, count: int) -> int:
         """Return the rows of a batch for `count` texts."""

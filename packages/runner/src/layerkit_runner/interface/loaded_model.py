@@ -91,21 +91,15 @@ class LoadedModel:
       job: Task, partitioner and experiment.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        state: TrainState,
-        *,
-        path: str,
-        step: int,
-    ) -> None:
+    def __init__(self, job: Job, state: TrainState, *, path: str, step: int) -> None:
         """Store the parts; see the class."""
         self.job = job
         self.path = path
         self.step = step
         self._state = state
         self._compiled: dict[Any, Any] = {}
-        self._buckets = Buckets.of(job.resolved.task.model, job.partitioner)
+        longest = model_calls.max_positions(job.resolved.task.model)
+        self._buckets = Buckets(job.partitioner.num_batch_shards(), longest)
 
     @property
     def model(self) -> Any:
@@ -236,10 +230,7 @@ class LoadedModel:
             return []
         batch, steps = prompt_batch(prompts, options, self._buckets, are_sources=self._has_source)
         decoder = model_calls.decoder_for(
-            self.model,
-            max_new_tokens=steps,
-            is_greedy=options.is_greedy,
-            eos_id=self._eos_id,
+            self.model, max_new_tokens=steps, is_greedy=options.is_greedy, eos_id=self._eos_id
         )
         rows = self._start(decoder)(self._state, batch, np.int32(seed))
         column = int(rows.column)
@@ -303,40 +294,35 @@ class LoadedModel:
         if not ids:
             return []
         size = self._buckets.rows(len(ids))
-        targets: list[Ids] = [*ids, *[[]] * (size - len(ids))]
-        inputs: list[Ids] | None = None
-        if prompts is not None:
-            inputs = [*prompts, *[[]] * (size - len(ids))]
+        blank: list[Ids] = [[]] * size
+        targets = [*ids, *blank[len(ids) :]]
+        inputs = None if prompts is None else [*prompts, *blank[len(ids) :]]
+        before = inputs or blank
         if self._has_source:
-            assert inputs is not None
+            starts = [0] * len(ids)
             batch = encoder_decoder_features(
-                inputs,
+                before,
                 targets,
-                inputs_length=self._buckets.length(max(map(len, inputs))),
+                inputs_length=self._buckets.length(max(map(len, before))),
                 targets_length=self._buckets.length(max(map(len, targets))),
                 bos_id=self.model.start_id,
             )
-            slice_from = [0] * len(ids)
         else:
-            lengths = [
-                len(target) + (0 if inputs is None else len(inputs[row]))
-                for row, target in enumerate(targets)
-            ]
-            needs_inputs = getattr(self.model, "is_prefix_lm", False)
+            starts = [len(each) for each in before[: len(ids)]]
+            longest = max(len(b) + len(t) for b, t in zip(before, targets, strict=True))
             batch = lm_features(
-                [[]] * size if inputs is None and needs_inputs else inputs,
+                before if getattr(self.model, "is_prefix_lm", False) else inputs,
                 targets,
-                length=self._buckets.length(max(lengths)),
+                length=self._buckets.length(longest),
                 bos_id=start_id,
             )
-            slice_from = [0 if inputs is None else len(inputs[row]) for row in range(len(ids))]
         log_probs = self._call("score", model_calls.token_log_probs, batch)
         return [
             Score(
                 np.asarray(target, np.int32),
                 np.asarray(log_probs[row, start : start + len(target)], np.float32),
             )
-            for row, (target, start) in enumerate(zip(ids, slice_from, strict=True))
+            for row, (target, start) in enumerate(zip(ids, starts, strict=True))
         ]
 
     @_with_job_errors
@@ -355,19 +341,20 @@ class LoadedModel:
           UserError: The model has no such logits, or the ids have the wrong shape.
         """
         array = token_array(ids, "ids", vocab_size=self._vocab_size())
-        batch = self._in_bucket(np.atleast_2d(array))
+        rows = np.atleast_2d(array)
+        batch = self._in_bucket(rows)
         if (source is not None) != self._has_source:
             expected = "the source ids, for this model" if self._has_source else "None"
             raise UsageError(field="source", value=source, expected=expected)
         if source is not None:
             sources = token_array(source, "source", vocab_size=self._vocab_size(of_source=True))
-            if np.atleast_2d(sources).shape[0] != np.atleast_2d(array).shape[0]:
-                expected = f"as many rows as ids, {np.atleast_2d(array).shape[0]}"
+            if len(np.atleast_2d(sources)) != len(rows):
+                expected = f"as many rows as ids, {len(rows)}"
                 raise UsageError(field="source", value=list(sources.shape), expected=expected)
             other = self._in_bucket(np.atleast_2d(sources))
             batch = NestedMap(**batch, source=other.ids, source_lengths=other.lengths)
         found = self._call("logits", model_calls.token_logits, batch)
-        cut = found[: max(1, len(np.atleast_2d(array))), : array.shape[-1]]
+        cut = found[: len(rows), : array.shape[-1]]
         return cut[0] if array.ndim == 1 else cut
 
     @_with_job_errors
@@ -413,19 +400,20 @@ class LoadedModel:
     def _has_source(self) -> bool:
         return model_calls.has_source(self.model)
 
+    @property
+    def _network_tpl(self) -> Any:
+        return getattr(self.config, f"{model_calls.network_of(self.model)}_tpl")
+
     def _vocab_size(self, *, of_source: bool = False) -> int | None:
         """Return the number of token ids of the model; None if it is unknown."""
-        template = getattr(self.config, f"{model_calls.network_of(self.model)}_tpl")
-        separate = getattr(template, "source_vocab_size", None) if of_source else None
-        return separate or getattr(template, "vocab_size", None) or None
+        separate = getattr(self._network_tpl, "source_vocab_size", None) if of_source else None
+        return separate or getattr(self._network_tpl, "vocab_size", None) or None
 
     def _tokenizer(self, key: str | None) -> Tokenizer:
         return find_tokenizer(self.job.resolved, self.job.partitioner, key=key)
 
     def _check_predicts_next(self) -> None:
-        network = model_calls.network_of(self.model)
-        template = getattr(self.config, f"{network}_tpl")
-        if getattr(template, "is_causal", True) is False:
+        if getattr(self._network_tpl, "is_causal", True) is False:
             raise UsageError(
                 "the model does not predict next tokens",
                 field="model",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -95,10 +94,7 @@ def load_folder(
 
 
 def folder_experiment(
-    folder: str,
-    *,
-    experiment: ExperimentLike | None = None,
-    overrides: Sequence[Override] = (),
+    folder: str, *, experiment: ExperimentLike | None = None, overrides: Sequence[Override] = ()
 ) -> tuple[ResolvedExperiment, str]:
     """Return the experiment of a folder, by default the recorded one, and the job's folder."""
     kind = recognize(folder)
@@ -133,17 +129,14 @@ def _of_class(
 
 def _recorded(folder: str, overrides: Sequence[Override]) -> ResolvedExperiment:
     """Return the experiment that a job folder records, with further overrides."""
-    flags = ParsedFlags(None, "export", tuple(overrides), RunOptions(job_log_dir=folder))
-    flags = with_recorded_experiment(flags, lambda _: None)
-    cls = experiment_class(flags.exp or "")
-    resolved = _of_class(cls, flags.overrides)
-    before = resolved
-    if overrides:
-        own = with_recorded_experiment(
-            dataclasses.replace(flags, exp=None, overrides=()), lambda _: None
-        )
-        before = _of_class(cls, own.overrides)
-    _check_unedited(folder, resolved, before)
+
+    def resolved_with(added: Sequence[Override]) -> ResolvedExperiment:
+        flags = ParsedFlags(None, "export", tuple(added), RunOptions(job_log_dir=folder))
+        flags = with_recorded_experiment(flags, lambda _: None)
+        return _of_class(experiment_class(flags.exp or ""), flags.overrides)
+
+    resolved = resolved_with(overrides)
+    _check_unedited(folder, resolved, resolved_with(()) if overrides else resolved)
     return resolved
 
 

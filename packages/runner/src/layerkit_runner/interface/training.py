@@ -190,23 +190,15 @@ def train(
 
 def _options(folder: str, options: Mapping[str, Any]) -> RunOptions:
     """Return the options that a command line with these flags has, after the same checks."""
-    rows = [
-        f.metadata["row"] | {"name": f.name} for f in dataclasses.fields(RunOptions) if f.metadata
-    ]
-    trains = [row["name"] for row in rows if not row["modes"] or "train" in row["modes"]]
-    choices = [name for name in trains if name not in {"job_log_dir", *_FLAGS_OF_THE_COMMAND}]
+    rows = {f.name: f.metadata["row"] for f in dataclasses.fields(RunOptions) if f.metadata}
+    trains = {name for name, row in rows.items() if not row["modes"] or "train" in row["modes"]}
+    choices = [name for name in rows if name in trains - {"job_log_dir"} - _FLAGS_OF_THE_COMMAND]
     for name in options:
-        if name in _FLAGS_OF_THE_COMMAND:
-            raise UsageError(
-                "only the command `runner` acts on this flag",
-                field="options",
-                value=name,
-                choices=choices,
-            )
         if name not in choices:
-            raise UsageError(
-                "not a flag of --mode=train", field="options", value=name, choices=choices
-            )
+            problem = "not a flag of --mode=train"
+            if name in _FLAGS_OF_THE_COMMAND:
+                problem = "only the command `runner` acts on this flag"
+            raise UsageError(problem, field="options", value=name, choices=choices)
     words = [flag_word(name, value) for name, value in options.items() if value is not None]
     # The flags are checked together; the experiment is resolved elsewhere.
     return parse_flags(["--exp=given", f"--job_log_dir={folder}", *words]).options

@@ -193,16 +193,8 @@ def _generate(model: Any) -> Callable[..., Any]:
     names = [field.name for field in dataclasses.fields(SampleDecoder)]
     decoder = SampleDecoder(**{name: getattr(paused, name) for name in names})
 
-    def generate(
-        variables: Any,
-        ids: jax.Array,
-        lengths: jax.Array,
-        max_new_tokens: jax.Array,
-        temperature: jax.Array,
-        top_k: jax.Array,
-        top_p: jax.Array,
-        seed: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def generate(variables: Any, *arguments: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        ids, lengths, max_new_tokens, temperature, top_k, top_p, seed = arguments
         batch = NestedMap(
             ids=ids,
             prompt_lengths=lengths,

@@ -49,32 +49,30 @@ def run_inference(mode: str, resolved: ResolvedExperiment, options: RunOptions) 
     with contextlib.closing(job.observers):
         reader = _checkpoint_reader(job)
         if mode in FOLLOWING_MODES:
-            return _follow(reader)
+            leaving, saving = "leaving after the current program", "this mode saves no checkpoint"
+            with (
+                StopSignals(leaving=leaving, saving=saving) as signals,
+                reader.open() as checkpoints,
+            ):
+                reader.is_asked_to_stop = signals.agreed_now
+                watch_checkpoints(
+                    checkpoints.directory,
+                    reader.process_newest,
+                    has_outputs=reader.has_outputs,
+                    own_last_step=job.task.train.num_train_steps,
+                    timeout_secs=options.follow_timeout_secs,
+                    signals=signals,
+                    report=job.observers.message,
+                )
+            return signals.exit_code
         if options.restore_checkpoint_step is not None:
             reader.process_steps(options.restore_checkpoint_step)
-        else:
-            # If the newest step is deleted while it is read, there is a newer one.
-            while reader.process_newest() is None:
-                with reader.open() as checkpoints:
-                    choose_step(checkpoints, None)
-    return 0
-
-
-def _follow(reader: CheckpointReader) -> int:
-    job = reader.job
-    leaving, saving = "leaving after the current program", "this mode saves no checkpoint"
-    with StopSignals(leaving=leaving, saving=saving) as signals, reader.open() as checkpoints:
-        reader.is_asked_to_stop = signals.agreed_now
-        watch_checkpoints(
-            checkpoints.directory,
-            reader.process_newest,
-            has_outputs=reader.has_outputs,
-            own_last_step=job.task.train.num_train_steps,
-            timeout_secs=job.options.follow_timeout_secs,
-            signals=signals,
-            report=job.observers.message,
-        )
-    return signals.exit_code
+            return 0
+        # If the newest step is deleted while it is read, there is a newer one.
+        while reader.process_newest() is None:
+            with reader.open() as checkpoints:
+                choose_step(checkpoints, None)
+        return 0
 
 
 def _checkpoint_reader(job: Job) -> CheckpointReader:

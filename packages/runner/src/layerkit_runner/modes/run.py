@@ -18,12 +18,7 @@ from layerkit.errors import ConfigError
 from layerkit_runner.config.config_tree import walk
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment, override_path
-from layerkit_runner.errors import (
-    StorageError,
-    UsageError,
-    to_usage_error,
-    unknown_name_text,
-)
+from layerkit_runner.errors import StorageError, UsageError, to_usage_error, unknown_name_text
 from layerkit_runner.files.atomic_write import open_append
 from layerkit_runner.files.text import size_text
 
@@ -98,16 +93,14 @@ def layer_errors(
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         text = unknown_name_text(error)
-        if text is None:
-            is_of_batch = isinstance(error, (TypeError, ValueError))
-            if not is_of_batch or layer_of(error) is None:
-                raise
-        found = to_usage_error(error, owner=resolved.name)
         if text is not None:
             found = UsageError(text, owner=resolved.name)
+        elif isinstance(error, (TypeError, ValueError)) and layer_of(error) is not None:
+            found = to_usage_error(error, owner=resolved.name)
+        else:
+            raise
         if process is not None and (text is not None or not isinstance(error, ConfigError)):
-            kept = _kept_traceback(error, process).strip()
-            found.hint = " ".join(part for part in (found.hint, kept) if part)
+            found.hint = " ".join(filter(None, (found.hint, _kept_traceback(error, process))))
         raise found from error
 
 
@@ -138,18 +131,16 @@ def _storage_and_memory_errors(
         text = out_of_memory_text(str(error))
         if text is None:
             raise
-        raise OutOfMemoryError(
-            f"out of memory: {text}",
-            owner=resolved.name,
-            hint=(memory_remedies(mode, resolved) + _kept_traceback(error, process)).strip(),
-        ) from error
+        hints = memory_remedies(mode, resolved), _kept_traceback(error, process)
+        hint = " ".join(filter(None, hints))
+        raise OutOfMemoryError(f"out of memory: {text}", owner=resolved.name, hint=hint) from error
     except MemoryError as error:
         # NumPy reports the requested size, Python does not.
         text = str(error).rstrip(".") or "Python could not allocate memory"
         raise OutOfMemoryError(
             f"out of memory on the host, not on a device: {text}",
             owner=resolved.name,
-            hint=_kept_traceback(error, process).strip(),
+            hint=_kept_traceback(error, process),
         ) from error
 
 
@@ -173,19 +164,21 @@ def memory_remedies(mode: str, resolved: ResolvedExperiment) -> str:
         # The policy "full" already saves all that rematerialization can.
         if not (isinstance(value, str) and value == "full")
     }
-    is_training = mode == "train"
+    changes = {
+        "remat": "{}=full",
+        "percore_batch_size": "a smaller {}",
+        "batch_size": "a smaller {}",
+        "ici_mesh_shape": "a {} with more fsdp",
+    }
+    if mode != "train":
+        del changes["remat"]
     remedies = [
         words.format(f"--fdl.{override_path(resolved, paths[name])}")
-        for name, words, applies in (
-            ("remat", "{}=full", is_training),
-            ("percore_batch_size", "a smaller {}", True),
-            ("batch_size", "a smaller {}", True),
-            ("ici_mesh_shape", "a {} with more fsdp", True),
-        )
-        if applies and name in paths
+        for name, words in changes.items()
+        if name in paths
     ]
     sentences = [f"To use less memory, set {', '.join(remedies)}."] if remedies else []
-    if is_training:
+    if mode == "train":
         sentences.append(
             "To find settings that fit, without the devices: runner"
             f" --exp={resolved.name} --mode=plan --search, with the same --fdl flags."
@@ -211,4 +204,4 @@ def _kept_traceback(error: BaseException, process: JoinedProcess | None) -> str:
     if not finished_within(SECONDS_TO_WRITE, append):
         print(text, end="", file=sys.stderr)
         return ""
-    return f" The traceback is in {logs[0]}."
+    return f"The traceback is in {logs[0]}."

@@ -122,22 +122,16 @@ def batch_text(batch: Any) -> str:
 
 def input_lines(train_input: BaseInput) -> Iterator[str]:
     """Yield the lines about an input, casts of its batches and its tokenizer."""
-    yield f"input        {input_text(train_input)}"
+    inner = train_input.source if isinstance(train_input, Prefetch) else train_input
+    hosts = "1 host" if inner.num_infeed_hosts == 1 else f"{inner.num_infeed_hosts} hosts"
+    yield (
+        f"input        {type(inner).__qualname__}, {hosts} of {inner.local_batch_size} rows each;"
+        f" its position takes {len(json.dumps(train_input.get_state())):,} bytes"
+    )
     if casts := cast_text(peek_batch(train_input)):
         yield f"cast         {casts}"
     if note := getattr(train_input.text_tokenizer(), "note", None):
         yield f"tokenizer    {note}"
-
-
-def input_text(train_input: BaseInput) -> str:
-    """Return text such as `LocalText, 4 hosts of 8 rows each; its position takes 175 bytes`."""
-    inner = train_input.source if isinstance(train_input, Prefetch) else train_input
-    hosts = "1 host" if inner.num_infeed_hosts == 1 else f"{inner.num_infeed_hosts} hosts"
-    size = len(json.dumps(train_input.get_state()))
-    return (
-        f"{type(inner).__qualname__}, {hosts} of {inner.local_batch_size} rows each; its position"
-        f" takes {size:,} bytes"
-    )
 
 
 def compiled_lines(compiled: Sequence[Any]) -> Iterator[str]:

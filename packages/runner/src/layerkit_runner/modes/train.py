@@ -18,11 +18,7 @@ from typing import Any
 import jax
 
 from layerkit_inputs.base_input import BaseInput
-from layerkit_runner.checkpointing import (
-    CheckpointManager,
-    RestoredCheckpoint,
-    SaveTimeoutError,
-)
+from layerkit_runner.checkpointing import CheckpointManager, RestoredCheckpoint, SaveTimeoutError
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.infeed import peek_batch
@@ -56,12 +52,7 @@ from layerkit_runner.trainer.build_programs import (
     train_programs,
 )
 from layerkit_runner.trainer.eval import BaseProgram
-from layerkit_runner.trainer.executor import (
-    EARLY_STOPPING,
-    Executor,
-    executor_class,
-    inputs_by_key,
-)
+from layerkit_runner.trainer.executor import EARLY_STOPPING, Executor, executor_class, inputs_by_key
 from layerkit_runner.trainer.job import Job, no_checkpoint, start_job, versions
 from layerkit_runner.trainer.job_folder import (
     check_no_sweep,
@@ -109,8 +100,7 @@ def run_train(
         check_best_metric(job.task.train, programs.evals)
         check_metric_names(job.task, programs.evals, abstract_state)
         if signals.ends_process:
-            exit_code = StorageError.exit_code
-            stack.enter_context(forced_exit_on(SaveTimeoutError, exit_code=exit_code))
+            stack.enter_context(forced_exit_on(SaveTimeoutError, exit_code=StorageError.exit_code))
         reads_only = not options.enable_checkpoint_saving
         checkpoints = stack.enter_context(job.checkpoints(read_only=reads_only))
         plan = _plan_if_new(job, checkpoints)
@@ -322,7 +312,11 @@ def _prepare(
         works = [_step_work(job, data.dataset) for data in programs.data.inputs]
         first = _first_state(job, checkpoints, plan)
         with job.goodput.phase("compile"):
-            untraced = _programs_that_run(job, programs)
+            # Programs that do not run before the job ends are not traced.
+            train = job.task.train
+            every = train.eval_at_end or train.eval_interval_steps
+            evals = [program for program in programs.evals if every or program.interval_steps]
+            untraced = [*evals, *programs.decodes]
             # With steps from the compilation cache, trace after the first step instead.
             while untraced and not all(f.done() and f.result().is_from_cache for f in compiling):
                 _trace(job, untraced.pop(0), abstract_state)
@@ -334,17 +328,6 @@ def _prepare(
 def _trace(job: Job, program: BaseProgram, abstract_state: TrainState) -> None:
     with as_usage_error(ValueError, owner=f"{job.resolved.name} on {program.name}"):
         program.trace(abstract_state)
-
-
-def _programs_that_run(job: Job, programs: _Programs) -> list[BaseProgram]:
-    """Return the eval and decode programs that run before the job ends."""
-    train = job.task.train
-    evals = [
-        program
-        for program in programs.evals
-        if train.eval_at_end or program.interval_steps or train.eval_interval_steps
-    ]
-    return [*evals, *programs.decodes]
 
 
 def _step_work(job: Job, dataset: Any) -> StepWork:

@@ -99,11 +99,10 @@ class Histogram:
         filled = np.flatnonzero(self.counts)
         if not len(filled):
             return self
-        edges, counts = (
-            self.edges[filled[0] : filled[-1] + 2],
-            self.counts[filled[0] : filled[-1] + 1],
+        first, end = filled[0], filled[-1] + 1
+        return dataclasses.replace(
+            self, edges=self.edges[first : end + 1], counts=self.counts[first:end]
         )
-        return dataclasses.replace(self, edges=edges, counts=counts)
 
     @property
     def norm(self) -> float:
@@ -226,12 +225,8 @@ _Hook = TypeVar("_Hook", bound=Callable[..., None])
 
 
 def _of_all(hook: _Hook) -> _Hook:
-    name = hook.__name__
-
-    def call(self: Observers, *args: Any) -> None:
-        self._report(name, *args)
-
-    return cast(_Hook, call)
+    """Return a method that passes a report on to every observer."""
+    return cast(_Hook, lambda self, *args: self._report(hook.__name__, *args))
 
 
 class Observers(Observer):

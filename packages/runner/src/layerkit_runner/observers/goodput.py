@@ -29,16 +29,8 @@ from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.observers.base import Background, Observer, RunInfo
 
 PHASES = (
-    "steps",
-    "compile",
-    "input_wait",
-    "save",
-    "eval",
-    "decode",
-    "profile",
-    "start",
-    "lost",
-    "other",
+    *("steps", "compile", "input_wait", "save", "eval", "decode", "profile"),
+    *("start", "lost", "other"),
 )
 _SECONDS_BETWEEN_WRITES = 30.0
 

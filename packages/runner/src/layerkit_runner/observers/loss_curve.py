@@ -24,17 +24,6 @@ if TYPE_CHECKING:
 _POINTS_PER_HALF_WIDTH = 40
 
 
-def require_matplotlib() -> None:
-    """Raise `MissingExtraError`, which has the command that installs it, if it is missing."""
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(
-            "drawing requires matplotlib. Run pip install 'layerkit-runner[plots]' and then the"
-            " same command."
-        ) from error
-
-
 def draw_loss_curve(
     metrics_path: epath.PathLike,
     picture_path: epath.PathLike | None = None,
@@ -54,21 +43,22 @@ def draw_loss_curve(
 
     Raises:
       ConfigError: The record has no finite value of `key`.
+      MissingExtraError: matplotlib is not installed.
     """
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
-
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            "drawing requires matplotlib. Run pip install 'layerkit-runner[plots]' and then the"
+            " same command."
+        ) from error
     record_path = epath.Path(metrics_path)
     folder = record_path if record_path.is_dir() else record_path.parent
     metrics = read_metrics(record_path)
     figure = Figure(figsize=(8, 4.8), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    heights = [
-        height for draw in (_draw_training, _draw_evals) for height in draw(axes, metrics, key)
-    ]
+    heights = _draw_training(axes, metrics, key) + _draw_evals(axes, metrics, key)
     if not heights:
         raise ConfigError(
             owner=str(record_path), field="key", value=key, expected="a scalar with finite values"

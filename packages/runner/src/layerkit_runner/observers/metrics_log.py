@@ -218,7 +218,10 @@ def read_metrics(path: epath.PathLike) -> Metrics:
     *lines, _ = path.read_text().split("\n")
     for number, line in enumerate(lines, start=1):
         try:
-            record = parse_record(line)
+            record: Record = {
+                key: float(value) if value in _NON_FINITE else value
+                for key, value in json.loads(line).items()
+            }
         except json.JSONDecodeError as error:
             owner = f"{path}, line {number}"
             raise ConfigError(owner=owner, value=line, expected="JSON") from error
@@ -242,11 +245,3 @@ def read_metrics(path: epath.PathLike) -> Metrics:
 
 def _by_step(series: dict[int, Record]) -> list[Record]:
     return [series[step] for step in sorted(series)]
-
-
-def parse_record(line: str) -> Record:
-    """Parse one line; convert the strings for NaN and infinity to numbers."""
-    return {
-        key: float(value) if value in _NON_FINITE else value
-        for key, value in json.loads(line).items()
-    }

@@ -36,7 +36,7 @@ class Progress(Observer):
         """Store the stream, by default standard output, and the clock, in seconds."""
         self._stream = sys.stdout if stream is None else stream
         self._clock = clock
-        self._view: _Bar | _Lines | None = None
+        self._view = Observer()
 
     def start(self, info: RunInfo) -> None:
         """Create the bar or the pacing of lines for a training run."""
@@ -49,13 +49,11 @@ class Progress(Observer):
 
     def train_metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         """Print the scalars if a line is due, or show them in the bar."""
-        if self._view is not None:
-            self._view.train_metrics(step, scalars)
+        self._view.train_metrics(step, scalars)
 
     def progress(self, step: int) -> None:
         """Advance the bar, or print a line after a long gap."""
-        if self._view is not None:
-            self._view.progress(step)
+        self._view.progress(step)
 
     def eval_metrics(self, step: int, dataset: str, scalars: Mapping[str, float]) -> None:
         """Print the scalars of an evaluation."""
@@ -75,9 +73,8 @@ class Progress(Observer):
 
     def close(self) -> None:
         """Print the last step, and close the bar."""
-        view, self._view = self._view, None
-        if view is not None:
-            view.close()
+        view, self._view = self._view, Observer()
+        view.close()
 
 
 class LinePacer:
@@ -120,7 +117,7 @@ class LinePacer:
         return min(3600.0, max(30.0, (now - self._began) / 10))
 
 
-class _Lines:
+class _Lines(Observer):
     def __init__(self, info: RunInfo, stream: TextIO, clock: Callable[[], float]) -> None:
         self._info = info
         self._stream = stream
@@ -145,10 +142,8 @@ class _Lines:
             self._print(step)
 
     def eval_is_due(self, step: int, dataset: str) -> bool:
-        if dataset not in self._eval_pacers:
-            info = self._info
-            self._eval_pacers[dataset] = LinePacer(info.start_step, info.num_train_steps)
-        pacer = self._eval_pacers[dataset]
+        new = LinePacer(self._info.start_step, self._info.num_train_steps)
+        pacer = self._eval_pacers.setdefault(dataset, new)
         return step == pacer.last_step or pacer.due(step, self._clock())
 
     def close(self) -> None:
@@ -169,7 +164,7 @@ class _Lines:
         print(" | ".join(parts), file=self._stream, flush=True)
 
 
-class _Bar:
+class _Bar(Observer):
     def __init__(self, info: RunInfo, stream: TextIO) -> None:
         self._stream = stream
         self._programs = info.train_programs

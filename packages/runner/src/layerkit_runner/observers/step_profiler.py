@@ -49,8 +49,8 @@ class StepProfiler:
         self._num_steps = num_steps
         self._report = report
         self._is_requested = False
-        self._first: int | None = None  # of the capture under way
-        self._traced: tempfile.TemporaryDirectory[str] | None = None
+        # First step and local folder of the capture under way.
+        self._capture: tuple[int, tempfile.TemporaryDirectory[str]] | None = None
         self._previous: Any = None
 
     def __enter__(self) -> StepProfiler:
@@ -67,55 +67,49 @@ class StepProfiler:
         """Restore the signal handler, and end a capture without writing it."""
         if self._previous is not None:
             signal.signal(CAPTURE_SIGNAL, self._previous)
-        if self._first is not None:
+        if self._capture is not None:
             jax.profiler.stop_trace()
-            self._release()
+            self._capture[1].cleanup()
+            self._capture = None
 
     def starts_before(self, step: int) -> bool:
         """Return whether a capture should start with `step`."""
-        return self._first is None and (self._is_requested or step == self._capture_step)
+        return self._capture is None and (self._is_requested or step == self._capture_step)
 
     def start(self, step: int) -> None:
         """Start a capture with `step`; earlier steps must have ended."""
         self._is_requested = False
         # In a local folder, since the tracer cannot write to a store, and names files by host.
-        self._traced = tempfile.TemporaryDirectory(prefix="profile")
+        traced = tempfile.TemporaryDirectory(prefix="profile")
         try:
-            jax.profiler.start_trace(self._traced.name)
+            jax.profiler.start_trace(traced.name)
+            self._capture = (step, traced)
         except RuntimeError as error:  # another trace of this process is active
             self._report(f"no profile of step {step}: {error}")
-            self._release()
-            return
-        self._first = step
+            traced.cleanup()
 
     def ends_after(self, step: int) -> bool:
         """Return whether `step` is the last one of the active capture."""
-        return self._first is not None and step >= self._first + self._num_steps - 1
+        return self._capture is not None and step >= self._capture[0] + self._num_steps - 1
 
     def stop(self, step: int) -> None:
         """End the capture and write it; `step` must have ended."""
-        if self._first is None or self._traced is None:
+        if self._capture is None:
             return
-        name, steps = f"step_{self._first:08d}", f"steps {self._first} to {step}"
+        (first, traced), self._capture = self._capture, None
+        name, steps = f"step_{first:08d}", f"steps {first} to {step}"
         folder = self._directory / "profile" / name
-        try:
-            jax.profiler.stop_trace()
-            session = folder / "plugins" / "profile" / name
-            size = _move_trace(epath.Path(self._traced.name), session)
-            self._report(
-                f"profile of {steps} ({size_text(size)}) in {folder};"
-                f" view it with: tensorboard --logdir={folder.parent}"
-            )
-        except (OSError, RuntimeError) as error:  # training continues
-            self._report(f"cannot write the profile of {steps}: {error}")
-        finally:
-            self._release()
-
-    def _release(self) -> None:
-        self._first = None
-        if self._traced is not None:
-            self._traced.cleanup()
-        self._traced = None
+        with traced:
+            try:
+                jax.profiler.stop_trace()
+                session = folder / "plugins" / "profile" / name
+                size = _move_trace(epath.Path(traced.name), session)
+                self._report(
+                    f"profile of {steps} ({size_text(size)}) in {folder};"
+                    f" view it with: tensorboard --logdir={folder.parent}"
+                )
+            except (OSError, RuntimeError) as error:  # training continues
+                self._report(f"cannot write the profile of {steps}: {error}")
 
 
 def _move_trace(traced: epath.Path, session: epath.Path) -> int:

@@ -98,9 +98,7 @@ class TensorBoard(Observer):
         from tensorboardX.proto.summary_pb2 import Summary
 
         # One event for all scalars; `tensorboardX.summary.scalar` takes four times as long.
-        values = [
-            Summary.Value(tag=_tag(name), simple_value=float(scalars[name])) for name in scalars
-        ]
+        values = [Summary.Value(tag=_tag(n), simple_value=float(x)) for n, x in scalars.items()]
         self._add(folder, step, Summary(value=values))
 
     def _add_histograms(self, folder: str, step: int, histograms: Mapping[str, Histogram]) -> None:
@@ -134,9 +132,8 @@ class TensorBoard(Observer):
     def _new_file(self, folder: str, path: str) -> None:
         # A `RecordWriter` raises errors, such as those of a full disk, in this thread. In a
         # `SummaryWriter` they would end its own thread, and adding an event would wait forever.
-        from tensorboardX.proto.event_pb2 import (
-            SessionLog,  # takes a second if tensorboardX imports PyTorch
-        )
+        # This import takes a second if tensorboardX imports PyTorch.
+        from tensorboardX.proto.event_pb2 import SessionLog
         from tensorboardX.record_writer import RecordWriter, directory_check
 
         directory_check(path)

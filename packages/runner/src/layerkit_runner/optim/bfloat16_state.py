@@ -28,9 +28,7 @@ class Bfloat16State(NamedTuple):
 
 
 def bfloat16_state(
-    learning_rate: optax.ScalarOrSchedule,
-    *,
-    optimizer: Callable[..., optax.GradientTransformation],
+    learning_rate: optax.ScalarOrSchedule, *, optimizer: Callable[..., optax.GradientTransformation]
 ) -> optax.GradientTransformationExtraArgs:
     """Return an optimizer that computes in float32 and stores its state in bfloat16.
 

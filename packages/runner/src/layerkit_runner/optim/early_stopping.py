@@ -120,11 +120,7 @@ class MetricRule(StoppingRule):
         evaluated = {program_of(name, names) for name in metrics}
         if program_of(self.metric, names) in evaluated - {None}:
             raise UsageError(
-                "unknown metric",
-                owner=_OWNER,
-                field="metric",
-                value=self.metric,
-                choices=metrics,
+                "unknown metric", owner=_OWNER, field="metric", value=self.metric, choices=metrics
             )
         return None
 

@@ -73,11 +73,12 @@ class AuxiliaryOptimizer(Configurable):
         is_name = self.name.isidentifier() and self.name != MAIN
         expected = f"an identifier other than {MAIN!r}, such as 'embedding'"
         require(is_name, "AuxiliaryOptimizer", "name", self.name, expected)
-        self.owner = f"AuxiliaryOptimizer {self.name}"
-        check_regexes(self.owner, weights=self.weights)
-        require(self.weights, self.owner, "weights", self.weights, "at least one pattern")
-        self.transformation = make_transformation(
-            self.optimizer, self.learning_rate, owner=self.owner
+        owner = f"AuxiliaryOptimizer {self.name}"
+        check_regexes(owner, weights=self.weights)
+        require(self.weights, owner, "weights", self.weights, "at least one pattern")
+        transformation = make_transformation(self.optimizer, self.learning_rate, owner=owner)
+        self.named = NamedOptimizer(
+            self.name, owner, transformation, self.learning_rate, self.weights
         )
 
 
@@ -157,16 +158,7 @@ class Learner(Configurable):
         self.trained_weights = TrainedWeights(self.trainable, self.frozen)
         self._optimizers = (
             NamedOptimizer(MAIN, "Learner.optimizer", self.transformation, self.learning_rate),
-            *(
-                NamedOptimizer(
-                    auxiliary.name,
-                    auxiliary.owner,
-                    auxiliary.transformation,
-                    auxiliary.learning_rate,
-                    auxiliary.weights,
-                )
-                for auxiliary in self.auxiliary_optimizers
-            ),
+            *(auxiliary.named for auxiliary in self.auxiliary_optimizers),
         )
         self._groups = OptimizerGroups(self._optimizers, per_layer=self.per_layer)
 
@@ -304,9 +296,7 @@ class Learner(Configurable):
         count = step.astype(jnp.float32)
         decay = jnp.minimum(self.ema_decay, (1.0 + count) / (10.0 + count))
         return jax.tree.map(
-            lambda mean, leaf: decay * mean + (1.0 - decay) * leaf.astype(jnp.float32),
-            ema,
-            trained,
+            lambda mean, leaf: decay * mean + (1.0 - decay) * leaf.astype(jnp.float32), ema, trained
         )
 
     def _rates(

@@ -110,16 +110,14 @@ def _arrange(ici: list[int], dcn: list[int], devices: list[Any]) -> np.ndarray:
                 "partitioner.ici_mesh_shape": "…",
             },
         )
-    on_tpu = bool(devices) and devices[0].platform == "tpu"
-    if math.prod(dcn) == 1 or (on_tpu and num_slices == 1):
+    shape = [d * i for d, i in zip(dcn, ici, strict=True)]
+    if math.prod(dcn) == 1 or (devices[0].platform == "tpu" and num_slices == 1):
         # All chips of a slice are on one torus, so ICI and DCN axes need not be kept apart.
-        shape = [d * i for d, i in zip(dcn, ici, strict=True)]
         return _on_torus(mesh_utils.create_device_mesh, shape, devices=devices)
     slices = {getattr(device, "slice_index", None) for device in devices}
     if len(slices) == math.prod(dcn) and None not in slices:
         return _on_torus(mesh_utils.create_hybrid_device_mesh, ici, dcn, devices=devices)
-    processes = {device.process_index for device in devices}
-    if len(processes) == math.prod(dcn):
+    if len({device.process_index for device in devices}) == math.prod(dcn):
         return mesh_utils.create_hybrid_device_mesh(
             ici, dcn, devices=devices, process_is_granule=True
         )
@@ -127,7 +125,7 @@ def _arrange(ici: list[int], dcn: list[int], devices: list[Any]) -> np.ndarray:
     # ordered [dcn_0, ici_0, dcn_1, ici_1, …], with the slow network outermost.
     grid = np.asarray(devices, dtype=object).reshape([*dcn, *ici])
     order = [axis for dim in range(len(dcn)) for axis in (dim, len(dcn) + dim)]
-    return grid.transpose(order).reshape([d * i for d, i in zip(dcn, ici, strict=True)])
+    return grid.transpose(order).reshape(shape)
 
 
 def _on_torus(arrange: Callable[..., np.ndarray], *shapes: list[int], devices: Any) -> np.ndarray:

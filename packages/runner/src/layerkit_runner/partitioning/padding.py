@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -72,12 +73,8 @@ def _axes_of(keys: Path, leaf: Any, weights: dict[Path, tuple[Axes, tuple]]) -> 
 
 def _dict_keys(path: KeyPath) -> Path:
     """Return the dict keys that a path ends with."""
-    keys: list[Any] = []
-    for entry in reversed(path):
-        if not isinstance(entry, DictKey):
-            break
-        keys.append(entry.key)
-    return tuple(reversed(keys))
+    entries = itertools.takewhile(lambda entry: isinstance(entry, DictKey), reversed(path))
+    return tuple(entry.key for entry in entries)[::-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,9 +109,18 @@ class UnevenArray:
 
     @property
     def in_storage(self) -> jax.ShapeDtypeStruct:
-        """Form that storage reads and writes."""
-        sharding = NamedSharding(self.sharding.mesh, self._even_spec())
-        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=sharding)
+        """Form that storage reads and writes.
+
+        Mesh axes of uneven dimensions split the largest dimension that they divide, if any.
+        """
+        axes = mesh_axes(self.sharding.spec, self.shape)
+        uneven = [d for d, parts in enumerate(self.parts) if self.shape[d] % parts]
+        moved = tuple(axis for dim in uneven for axis in axes[dim])
+        for dim in uneven:
+            axes[dim] = ()
+        split_largest(axes, moved, shape=self.shape, mesh=self.sharding.mesh)
+        even = NamedSharding(self.sharding.mesh, PartitionSpec(*(entry or None for entry in axes)))
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=even)
 
     def padded(self, x: jax.Array) -> jax.Array:
         """Return `x` `[...]` with zeros at the end of uneven dimensions, in traced code."""
@@ -127,53 +133,27 @@ class UnevenArray:
         x = jax.lax.slice(x, (0,) * x.ndim, self.shape)
         return jax.lax.with_sharding_constraint(x, self.sharding)
 
-    def _even_spec(self) -> PartitionSpec:
-        """Return a spec with the axes of uneven dimensions moved to a dimension they divide."""
-        axes = mesh_axes(self.sharding.spec, self.shape)
-        uneven = [d for d, parts in enumerate(self.parts) if self.shape[d] % parts]
-        moved = tuple(axis for dim in uneven for axis in axes[dim])
-        for dim in uneven:
-            axes[dim] = ()
-        split_largest(axes, moved, shape=self.shape, mesh=self.sharding.mesh)
-        return PartitionSpec(*(entry or None for entry in axes))
+    def to_storage(self, x: jax.Array) -> Any:
+        """Return `x` `[...]` on the devices in the form of storage."""
+        return _cutting(self)(x)
+
+    def to_devices(self, x: jax.Array) -> Any:
+        """Return `x` `[...]` from storage in the form of the devices."""
+        return _padding(self)(x)
 
 
 Uneven = Mapping[str, UnevenArray]
 """Uneven arrays by their path in a state, as `jax.tree_util.keystr` writes it."""
 
 
-def stored_shapes(state: Any, uneven: Uneven) -> Any:
-    """Return shapes, dtypes and shardings in storage from those on the devices."""
-    return _each(state, uneven, lambda array, _: array.in_storage)
-
-
-def cut(state: Any, uneven: Uneven) -> Any:
-    """Return a state on the devices without padding, in traced code."""
-    return _each(state, uneven, lambda array, x: array.cut(x))
-
-
-def padded(state: Any, uneven: Uneven) -> Any:
-    """Return a state with padding, the reverse of `cut`, in traced code."""
-    return _each(state, uneven, lambda array, x: array.padded(x))
-
-
-def to_storage(state: Any, uneven: Uneven) -> Any:
-    """Return a state on the devices in the form of storage; even arrays are not copied."""
-    return _each(state, uneven, lambda array, x: _cutting(array)(x))
-
-
-def to_devices(state: Any, uneven: Uneven) -> Any:
-    """Return a state from storage in the form of the devices, the reverse of `to_storage`."""
-    return _each(state, uneven, lambda array, x: _padding(array)(x))
-
-
-def _each(state: Any, uneven: Uneven, change: Callable[[UnevenArray, Any], Any]) -> Any:
+def map_uneven(fn: Callable[[UnevenArray, Any], Any], state: Any, uneven: Uneven) -> Any:
+    """Map `fn(array, leaf)` over the uneven arrays of a state; other leaves are not copied."""
     if not uneven:
         return state
 
     def visit(path: Any, x: Any) -> Any:
         array = uneven.get(jax.tree_util.keystr(path))
-        return x if array is None else change(array, x)
+        return x if array is None else fn(array, x)
 
     return jax.tree_util.tree_map_with_path(visit, state)
 

@@ -24,14 +24,23 @@ from layerkit.sharding import DEFAULT_RULES, HOST_MEMORY, BoundSharding, Shardin
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import padding
 from layerkit_runner.partitioning.mesh import make_mesh
-from layerkit_runner.partitioning.padding import axes_by_path, map_with_axes, split_over
+from layerkit_runner.partitioning.padding import (
+    Uneven,
+    UnevenArray,
+    axes_by_path,
+    map_uneven,
+    map_with_axes,
+    split_over,
+)
 from layerkit_runner.training.metrics import GLOBAL_BATCH, StepContext
 from layerkit_runner.training.task import SingleTask
 from layerkit_runner.training.train_state import OPTIMIZER_FIELDS, TrainState, batch_spec
 
-ROWS = "rows"
-REPLICATED = "replicated"
 BATCH_AXIS = "batch"
+# Layouts of the arguments and outputs of a step.
+ROWS = PartitionSpec(BATCH_AXIS)
+REPLICATED = PartitionSpec()
+_Layout = PartitionSpec | tuple[PartitionSpec, ...]
 # Starts of `jax.tree_util.keystr` of the arrays of the optimizer.
 _OPTIMIZER_PATHS = tuple(f".{name}" for name in OPTIMIZER_FIELDS)
 
@@ -42,7 +51,7 @@ class _PlacedState:
 
     task: SingleTask
     on_devices: TrainState
-    padded: padding.Uneven
+    padded: Uneven
 
 
 class Partitioner(Configurable):
@@ -101,25 +110,11 @@ class Partitioner(Configurable):
         """Return the mesh axes that the rows of a batch are split over."""
         raise NotImplementedError
 
-    def _weight_spec(self, path: str, axes: Any, shape: tuple[int, ...]) -> PartitionSpec:
+    def _array_sharding(self, path: str, axes: Any, shape: tuple[int, ...]) -> NamedSharding:
+        """Return the sharding between steps of an array of a state with these logical axes."""
         raise NotImplementedError
 
-    def _in_host_memory(self, path: str, axes: Any, spec: PartitionSpec) -> bool:
-        """Return whether an array of the state stays in host memory between steps."""
-        del path, axes, spec
-        return False
-
-    def _check_host_memory(self, task: SingleTask, params: Any, paths: list[str]) -> None:
-        """Raise `ConfigError` if a step cannot use the arrays at `paths` in host memory."""
-
-    def _optimizer_spec(self, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
-        """Return the layout of an array of the optimizer with the layout `spec` by the rules."""
-        del shape
-        return spec
-
-    def _spread(
-        self, step: Callable[..., Any], *, output: str | tuple[str, ...]
-    ) -> Callable[..., Any]:
+    def _spread(self, step: Callable[..., Any], *, output: _Layout) -> Callable[..., Any]:
         """Return `step(state, batch, context)` as a function of global `(state, batch)`.
 
         `output` is the layout of what the step returns beside the state: `ROWS` or `REPLICATED`, or
@@ -146,7 +141,7 @@ class Partitioner(Configurable):
     def abstract_stored_state(self, task: SingleTask) -> TrainState:
         """Return the state in a checkpoint, without padding, as shapes, dtypes and shardings."""
         placed = self._place(task)
-        return padding.stored_shapes(placed.on_devices, placed.padded)
+        return map_uneven(lambda array, _: array.in_storage, placed.on_devices, placed.padded)
 
     def _place(self, task: SingleTask) -> _PlacedState:
         if self._placed is None or self._placed.task is not task:
@@ -155,29 +150,16 @@ class Partitioner(Configurable):
 
     def _place_state(self, task: SingleTask) -> _PlacedState:
         boxed, state = jax.eval_shape(lambda: task.init_boxed_state(jax.random.key(0)))
-        arrays: dict[str, padding.UnevenArray] = {}
-        on_host: list[str] = []
+        arrays: dict[str, UnevenArray] = {}
 
         def place(path: str, axes: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-            spec = self._weight_spec(path, axes, leaf.shape)
-            if path.startswith(_OPTIMIZER_PATHS):
-                spec = self._optimizer_spec(spec, leaf.shape)
-            kind = None
-            if self._in_host_memory(path, axes, spec):
-                kind = HOST_MEMORY
-                on_host.append(path)
-            sharding = NamedSharding(self.mesh, spec, memory_kind=kind)
-            array = padding.UnevenArray(leaf.shape, leaf.dtype, tuple(axes), sharding)
+            sharding = self._array_sharding(path, axes, leaf.shape)
+            array = UnevenArray(leaf.shape, leaf.dtype, tuple(axes), sharding)
             if array.padded_shape != leaf.shape:
                 arrays[path] = array
             return array.on_devices
 
-        on_devices = map_with_axes(place, state, axes_by_path(boxed))
-        self._check_host_memory(task, on_devices.params, on_host)
-        uneven = [path for path in on_host if path in arrays]
-        expected = "a mesh that divides the weights of layers, with an optimizer state on the host"
-        require(not uneven, "SpmdPartitioner", "mesh", dict(self.mesh.shape), expected)
-        return _PlacedState(task, on_devices, arrays)
+        return _PlacedState(task, map_with_axes(place, state, axes_by_path(boxed)), arrays)
 
     def padding_text(self, task: SingleTask) -> str:
         """Return one line about the padded weights; see `padding.padding_text`."""
@@ -189,19 +171,15 @@ class Partitioner(Configurable):
 
     def stored_state(self, task: SingleTask, state: TrainState) -> TrainState:
         """Return a state on the devices, or a part of one, in the form of storage."""
-        return padding.to_storage(state, self._place(task).padded)
+        return map_uneven(UnevenArray.to_storage, state, self._place(task).padded)
 
     def device_state(self, task: SingleTask, stored: TrainState) -> TrainState:
         """Return a restored state in the form of the devices."""
-        return padding.to_devices(stored, self._place(task).padded)
+        return map_uneven(UnevenArray.to_devices, stored, self._place(task).padded)
 
     def init_fn(self, task: SingleTask) -> Callable[[], TrainState]:
         """Return a jitted function that makes the initial state in its shardings."""
-
-        def init() -> TrainState:
-            return task.init_state(task.first_key())
-
-        return self.jit_making(task, init)
+        return self.jit_making(task, lambda: task.init_state(task.first_key()))
 
     def jit_making(
         self, task: SingleTask, function: Callable[..., TrainState], **options: Any
@@ -210,7 +188,7 @@ class Partitioner(Configurable):
         arrays = self._place(task).padded
 
         def making(*args: Any) -> TrainState:
-            return padding.padded(function(*args), arrays)
+            return map_uneven(UnevenArray.padded, function(*args), arrays)
 
         return jax.jit(making, out_shardings=self.state_shardings(task), **options)
 
@@ -220,8 +198,8 @@ class Partitioner(Configurable):
         step = self._spread(task.train_step, output=REPLICATED)
 
         def train_step(state: TrainState, batch: NestedMap) -> tuple[TrainState, Any]:
-            state, reported = step(padding.cut(state, arrays), batch)
-            return padding.padded(state, arrays), reported
+            state, reported = step(map_uneven(UnevenArray.cut, state, arrays), batch)
+            return map_uneven(UnevenArray.padded, state, arrays), reported
 
         return jax.jit(
             train_step,
@@ -244,7 +222,7 @@ class Partitioner(Configurable):
         return self._evaluation("score_step", task, averaged=averaged, output=(REPLICATED, ROWS))
 
     def _evaluation(
-        self, method: str, task: SingleTask, *, averaged: bool | None, output: Any
+        self, method: str, task: SingleTask, *, averaged: bool | None, output: _Layout
     ) -> Any:
         """Return a jitted step of this task; data sets share compiled programs."""
         averaged = task.train.eval_use_ema_states if averaged is None else averaged
@@ -256,7 +234,7 @@ class Partitioner(Configurable):
         return made
 
     def _jit_evaluation(
-        self, task: SingleTask, evaluate: Callable[..., Any], *, output: str | tuple[str, ...]
+        self, task: SingleTask, evaluate: Callable[..., Any], *, output: _Layout
     ) -> Any:
         def step(state: TrainState, batch: NestedMap, context: Any) -> tuple[Any, Any]:
             return state, evaluate(state, batch, context)
@@ -306,7 +284,7 @@ class Partitioner(Configurable):
         arrays = self._place(task).padded
 
         def reading(state: TrainState, *rest: Any) -> Any:
-            return function(padding.cut(state, arrays), *rest)
+            return function(map_uneven(UnevenArray.cut, state, arrays), *rest)
 
         jitted = jax.jit(
             reading,
@@ -396,22 +374,27 @@ class SpmdPartitioner(Partitioner):
             devices=devices,
         )
 
-    def _optimizer_spec(self, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
-        if not self.shard_optimizer_over_data:
-            return spec
-        return split_over(spec, shape, mesh=self.mesh, axes=self.batch_axes())
-
-    def _in_host_memory(self, path: str, axes: Any, spec: PartitionSpec) -> bool:
+    def _array_sharding(self, path: str, axes: Any, shape: tuple[int, ...]) -> NamedSharding:
+        spec = self.model_sharding().spec(axes, shape=shape, owner=path, allow_uneven=True)
+        if self.shard_optimizer_over_data and path.startswith(_OPTIMIZER_PATHS):
+            spec = split_over(spec, shape, mesh=self.mesh, axes=self.batch_axes())
         is_stacked = bool(axes) and axes[0] == "layers" and (not spec or spec[0] is None)
-        return self.offload_optimizer_state and is_stacked and path.startswith(".opt_state")
+        on_host = self.offload_optimizer_state and is_stacked and path.startswith(".opt_state")
+        return NamedSharding(self.mesh, spec, memory_kind=HOST_MEMORY if on_host else None)
 
-    def _check_host_memory(self, task: SingleTask, params: Any, paths: list[str]) -> None:
-        offloads = self.offload_optimizer_state
+    def _place_state(self, task: SingleTask) -> _PlacedState:
+        placed, offloads = super()._place_state(task), self.offload_optimizer_state
         if not offloads:
-            return
+            return placed
+        leaves = jax.tree_util.tree_leaves_with_path(placed.on_devices)
+        on_host = [path for path, leaf in leaves if leaf.sharding.memory_kind == HOST_MEMORY]
         expected = "False for an optimizer without a state of repeated layers"
-        require(paths, "SpmdPartitioner", "offload_optimizer_state", offloads, expected)
-        task.check_updates_by_layer(params)
+        require(on_host, "SpmdPartitioner", "offload_optimizer_state", offloads, expected)
+        task.check_updates_by_layer(placed.on_devices.params)
+        is_even = placed.padded.keys().isdisjoint(map(jax.tree_util.keystr, on_host))
+        expected = "a mesh that divides the weights of layers, with an optimizer state on the host"
+        require(is_even, "SpmdPartitioner", "mesh", dict(self.mesh.shape), expected)
+        return placed
 
     def model_sharding(self) -> BoundSharding:
         """Return the mesh and the rules."""
@@ -421,12 +404,7 @@ class SpmdPartitioner(Partitioner):
         """Return the mesh axes of the rule for `batch`."""
         return tuple(axis for axis in self.rules.mesh_axes("batch") if axis in self.mesh.shape)
 
-    def _weight_spec(self, path: str, axes: Any, shape: tuple[int, ...]) -> PartitionSpec:
-        return self.model_sharding().spec(axes, shape=shape, owner=path, allow_uneven=True)
-
-    def _spread(
-        self, step: Callable[..., Any], *, output: str | tuple[str, ...]
-    ) -> Callable[..., Any]:
+    def _spread(self, step: Callable[..., Any], *, output: _Layout) -> Callable[..., Any]:
         del output  # Results are global, and out_shardings of jit lay them out.
         context = dataclasses.replace(GLOBAL_BATCH, row_shards=self.num_batch_shards())
         return lambda state, batch: step(state, batch, context)
@@ -461,31 +439,25 @@ class PmapPartitioner(Partitioner):
         """Return the only mesh axis."""
         return (BATCH_AXIS,)
 
-    def _weight_spec(self, path: str, axes: Any, shape: tuple[int, ...]) -> PartitionSpec:
-        self.model_sharding().spec(
-            axes, shape=shape, owner=path
-        )  # Raises an error for unknown names.
-        return PartitionSpec()
+    def _array_sharding(self, path: str, axes: Any, shape: tuple[int, ...]) -> NamedSharding:
+        # This raises an error for unknown names.
+        self.model_sharding().spec(axes, shape=shape, owner=path)
+        return self.replicated()
 
-    def _spread(
-        self, step: Callable[..., Any], *, output: str | tuple[str, ...]
-    ) -> Callable[..., Any]:
+    def _spread(self, step: Callable[..., Any], *, output: _Layout) -> Callable[..., Any]:
         context = StepContext(
             batch_sum=functools.partial(jax.lax.psum, axis_name=BATCH_AXIS),
             batch_max=functools.partial(jax.lax.pmax, axis_name=BATCH_AXIS),
             fold_shard=lambda key: jax.random.fold_in(key, jax.lax.axis_index(BATCH_AXIS)),
             num_shards=self.num_batch_shards(),
         )
-        outputs = jax.tree.map(
-            lambda kind: PartitionSpec(BATCH_AXIS) if kind == ROWS else PartitionSpec(), output
-        )
         # The step adds the gradients of all devices. With check_vma=True, JAX would also add them
         # in the backward pass.
         return jax.shard_map(
             lambda state, batch: step(state, batch, context),
             mesh=self.mesh,
-            in_specs=(PartitionSpec(), PartitionSpec(BATCH_AXIS)),
-            out_specs=(PartitionSpec(), outputs),
+            in_specs=(REPLICATED, ROWS),
+            out_specs=(REPLICATED, output),
             check_vma=False,
         )
 

@@ -113,10 +113,7 @@ def _study(flags: ParsedFlags) -> int:
 
 
 PLAN = Mode("compile the training step without the devices; print memory and traffic", _plan)
-INSPECT = Mode(
-    "print the configuration, weights or batches; writes nothing",
-    _inspect,
-)
+INSPECT = Mode("print the configuration, weights or batches; writes nothing", _inspect)
 DIFF_CONFIG = FlagCommand(_late("inspect.config_difference:run_diff_config"))
 STUDY = FlagCommand(_study)
 DOCTOR = Command(
@@ -125,7 +122,7 @@ DOCTOR = Command(
 )
 LAUNCH = Command(
     "start a run on this machine or on Slurm; `runner launch` lists the kinds",
-    _late("launch:run_launch"),
+    _late("launch.command:run_launch"),
 )
 QUANTIZE = Command(
     "store the weights of a trained model in 8 or 4 bits",

@@ -37,7 +37,7 @@ from layerkit_runner.distributed.peer_monitor.hub import (
     Link,
     Loss,
 )
-from layerkit_runner.distributed.watchdog import Identity, finished_within
+from layerkit_runner.distributed.watchdog import Identity, print_error
 from layerkit_runner.files.atomic_write import open_append
 
 # Delay before the other processes report a failed process. Often all processes fail for the same
@@ -317,7 +317,7 @@ class Monitor:
             " the newest checkpoint."
         )
         self._log.note(text)
-        _print_error(text)
+        print_error(text)
 
     def _kill(self) -> None:
         if os.getppid() == self._identity.pid:
@@ -352,18 +352,13 @@ class Monitor:
                 " ends the job and does not name the process."
             )
             self._log.note(text)
-            _print_error(text)
+            print_error(text)
             return None
         key = bytes.fromhex(task.key)
         link = Link(connection, key=key, sends_as=MEMBER, receives_from=HUB)
         identity = task.identity
         link.send(hello=identity.process, host=identity.host, pid=identity.pid)
         return link
-
-
-def _print_error(text: str) -> None:
-    # Standard error may be a file on a disk that does not respond.
-    finished_within(_SECONDS_TO_DRAIN, lambda: os.write(2, text.encode() + b"\n"))
 
 
 def _is_stopped(pid: int) -> bool:
@@ -380,7 +375,7 @@ def _open_log(task: Task) -> BinaryIO | None:
     try:
         return open_append(task.log, is_buffered=False)
     except OSError as error:
-        _print_error(f"runner: process {task.identity.process} cannot open its log: {error}")
+        print_error(f"runner: process {task.identity.process} cannot open its log: {error}")
         return None
 
 

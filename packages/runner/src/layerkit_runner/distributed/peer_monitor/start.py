@@ -18,11 +18,10 @@ import layerkit
 import layerkit_runner
 from layerkit_runner.distributed.peer_monitor.hub import Link
 from layerkit_runner.distributed.peer_monitor.program import Task
-from layerkit_runner.distributed.watchdog import Identity, finished_within
+from layerkit_runner.distributed.watchdog import SECONDS_TO_WRITE, Identity, finished_within
 from layerkit_runner.files.atomic_write import open_append
 
 _SECONDS_TO_END = 3.0
-_SECONDS_TO_WRITE = 2.0
 _MAX_TEXT = 1000
 
 PROGRAM = "layerkit_runner.distributed.peer_monitor.program"
@@ -148,7 +147,7 @@ class PeerMonitor:
                 file.write(text)
 
         for write in (copy_rest, lambda: os.write(2, text), append_to_log):
-            finished_within(_SECONDS_TO_WRITE, write)
+            finished_within(SECONDS_TO_WRITE, write)
         if self._identity.process == 0:
             # Without the coordinator in this process, JAX aborts the others before they report.
             time.sleep(_SECONDS_TO_END)

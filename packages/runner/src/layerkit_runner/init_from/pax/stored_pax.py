@@ -156,9 +156,7 @@ class StoredPax:
         if isinstance(source, _Count):
             count = self._read_count(source)
             return jax.make_array_from_callback(
-                shape,
-                target.sharding,
-                lambda index: np.full(shape, count, target.dtype)[index],
+                shape, target.sharding, lambda index: np.full(shape, count, target.dtype)[index]
             )
 
         factor = None

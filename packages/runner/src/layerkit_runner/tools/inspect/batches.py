@@ -6,6 +6,7 @@ as many as the mesh has, or else one for each host.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -72,11 +73,7 @@ def simulated_hosts(devices: list[jax.Device], num_hosts: int) -> list[HostTopol
 
 
 def input_lines(
-    config: Config,
-    kind: str,
-    partitioner: Partitioner,
-    hosts: list[HostTopology],
-    num_batches: int,
+    config: Config, kind: str, partitioner: Partitioner, hosts: list[HostTopology], num_batches: int
 ) -> Iterator[str]:
     """Yield the description of an input and of its first batches, on all hosts."""
     plan = plan_input(config, partitioner, hosts[0])
@@ -123,13 +120,11 @@ def _size_text(dataset: BaseInput) -> str:
 
 
 def _next_batch(dataset: BaseInput) -> NestedMap | None:
-    with as_usage_error():
-        try:
-            if dataset.is_training:
-                return check_batch(dataset, dataset.get_next())
-            return check_batch(dataset, dataset.get_next_padded(), is_padded=True)
-        except StopIteration:
-            return None
+    with as_usage_error(), contextlib.suppress(StopIteration):
+        if dataset.is_training:
+            return check_batch(dataset, dataset.get_next())
+        return check_batch(dataset, dataset.get_next_padded(), is_padded=True)
+    return None
 
 
 def _other_hosts(batches: list[NestedMap | None], hosts: list[int]) -> Iterator[str]:

@@ -193,7 +193,7 @@ def table_text(table: ParameterTable) -> str:
     ]
     if table.non_trainable:
         lines += ["not trained, changed by the model itself", *_rows(table.non_trainable), ""]
-    width = max([0, *map(len, table.modules)])
+    width = max(map(len, table.modules), default=0)
     in_all = max(table.totals["weights"].count, 1)
     for name, total in table.modules.items():
         share = 100 * total.count / in_all

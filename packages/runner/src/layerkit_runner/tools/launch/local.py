@@ -20,8 +20,6 @@ from layerkit_runner.tools.launch.request import Options, Request, Script, insta
 RETRIED_EXIT_CODES = (70, 74, 75, 134, 135, 137, 139)
 # An error, a wrong command, or non-finite training: a restart would fail in the same way.
 FINAL_EXIT_CODES = (1, 2, 65)
-# Machines that were replaced need time to start.
-_SECONDS_BETWEEN_STARTS = 10
 
 MAX_RESTARTS = Flag(
     "max_restarts",
@@ -83,21 +81,17 @@ def bash_array(name: str, words: Sequence[str]) -> str:
 
 
 def restart_loop(
-    start: str,
-    *,
-    max_restarts: int,
-    before_start: str = "",
-    after_end: str = "",
-    pause: int = _SECONDS_BETWEEN_STARTS,
+    start: str, *, max_restarts: int, before_start: str = "", after_end: str = ""
 ) -> str:
     """Return a loop that starts a command in the background and waits for it.
+
+    It waits 10 s before a restart, since machines that were replaced need time to start.
 
     Args:
       start: The command, a line of Bash.
       max_restarts: Limit of restarts, which follow `RETRIED_EXIT_CODES`.
       before_start: Lines before each start. They may exit the script.
       after_end: Lines after each end, where `$code` is the exit code. They may exit the script.
-      pause: Seconds before a restart.
     """
     retried = " | ".join(map(str, RETRIED_EXIT_CODES))
     return f"""\
@@ -121,6 +115,6 @@ while :; do
   if [ "$restarts" -ge {max_restarts} ] || [ -n "${{early:-}}" ]; then exit "$code"; fi
   restarts=$((restarts + 1))
   echo "launch: exit code $code; restart $restarts of {max_restarts}, from the newest checkpoint"
-  sleep {pause}
+  sleep 10
 done
 """

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 _MAX_NAME_LENGTH = 40
 _SET_BY_LAUNCHER = ("coordinator_address", "num_processes", "process_id", "multiprocess_gpu")
-_MESH_SETTINGS = {"partitioner.ici_mesh_shape": "…", "partitioner.dcn_mesh_shape": "…"}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD)(_|$)", re.IGNORECASE)
 
@@ -67,13 +66,15 @@ class Options(types.SimpleNamespace):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A checked command of `runner`; its words have an absolute folder."""
+    """A checked command of `runner`; its words have an absolute folder.
+
+    `may_use_preset` is True for training without an `--xla_flags_preset` of its own.
+    """
 
     words: tuple[str, ...]
     folder: str
-    mode: str
     resolved: ResolvedExperiment
-    has_preset: bool = False
+    may_use_preset: bool = True
 
     @property
     def job_name(self) -> str:
@@ -81,17 +82,9 @@ class Request:
         name = re.sub(r"[^a-z0-9]+", "-", self.resolved.name.rpartition(".")[2].lower())
         return name.strip("-")[:_MAX_NAME_LENGTH].strip("-") or "run"
 
-    @property
-    def num_devices(self) -> int | None:
-        """Number of devices of the mesh; None if the mesh takes all devices."""
-        within = getattr(self.resolved.partitioner, "ici_mesh_shape", None)
-        across = getattr(self.resolved.partitioner, "dcn_mesh_shape", None)
-        return None if within is None else math.prod(within) * math.prod(across or [1])
-
     def run_words(self, options: Options, *, has_gpus: bool) -> tuple[str, ...]:
         """Return `words`, with the preset of compiler flags for GPUs if it applies."""
-        wants_preset = options.recommended_xla_flags and self.mode == "train"
-        if has_gpus and wants_preset and not self.has_preset:
+        if has_gpus and self.may_use_preset and options.recommended_xla_flags:
             return (*self.words, "--xla_flags_preset=gpu_latency_hiding")
         return self.words
 
@@ -103,14 +96,19 @@ class Request:
 
     def check_devices(self, count: int, flags: str) -> None:
         """Raise UsageError if the mesh has another number of devices than `flags` request."""
-        if self.num_devices not in (None, count):
+        within = getattr(self.resolved.partitioner, "ici_mesh_shape", None)
+        if within is None:  # the mesh takes all devices
+            return
+        across = getattr(self.resolved.partitioner, "dcn_mesh_shape", None)
+        num_devices = math.prod([*within, *(across or ())])
+        if num_devices != count:
             raise UsageError(
                 owner=self.resolved.name,
                 field="devices of the mesh",
-                value=self.num_devices,
+                value=num_devices,
                 expected=f"{count}, as requested by {flags}",
-                hint=f"Request {self.num_devices} devices, or change the mesh.",
-                settings=_MESH_SETTINGS,
+                hint=f"Request {num_devices} devices, or change the mesh.",
+                settings={"partitioner.ici_mesh_shape": "…", "partitioner.dcn_mesh_shape": "…"},
             )
 
 
@@ -144,9 +142,8 @@ def make_request(words: Sequence[str]) -> Request:
             *(flag_word(name, v) for name, v in (given | {"job_log_dir": folder}).items()),
         ),
         folder=folder,
-        mode=flags.mode,
         resolved=resolved,
-        has_preset=flags.options.xla_flags_preset is not None,
+        may_use_preset=flags.mode == "train" and flags.options.xla_flags_preset is None,
     )
 
 

@@ -67,11 +67,7 @@ def device_work(memory: Memory, collectives: Iterable[Traffic], *, flops: float)
 
 
 def step_bounds(
-    work: DeviceWork,
-    device: DeviceKind,
-    *,
-    model_flops_per_device: float,
-    tokens: int | None,
+    work: DeviceWork, device: DeviceKind, *, model_flops_per_device: float, tokens: int | None
 ) -> Bounds:
     """Return the bounds of a step. MFU counts the model's FLOPs, without rematerialized ones."""
     resources = {

@@ -45,12 +45,12 @@ _SENT["ragged-all-to-all"] = _SENT["all-to-all"]
 _SENT["collective-broadcast"] = _SENT["collective-permute"]
 
 _GROUPS = re.compile(
-    r"replica_groups=("
+    r"replica_groups=(?:"
     r"mesh\[[^\]]*\](?:, device_ids=\(.*?\))? \{[^}]*\}"
     r"|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?"
     r"|\{(?:\{[\d,]*\},?)*\})"
 )
-_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}")
+_PAIRS = re.compile(r"source_target_pairs=\{(?:\{\d+,\d+\},?)+\}")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _CHAIN = re.compile(r'channel_id=(\d+),.*\bchain_id="(\d+)"')
 _OPERAND = re.compile(r"%([\w.\-]+)\)")
@@ -106,10 +106,10 @@ def collective_traffic(
             span = layout.across_slices
             sent = slow = _sent_between_slices(kind, instruction, span.num_slices)
         else:
-            groups, pairs = (each.search(instruction.rest) for each in (_GROUPS, _PAIRS))
-            if not (groups or pairs):
+            devices = _GROUPS.search(instruction.rest) or _PAIRS.search(instruction.rest)
+            if devices is None:
                 raise ValueError(f"unknown form of device groups: {instruction.rest}")
-            span = _span(groups and groups[1], pairs and pairs[1], layout)
+            span = _span(devices[0], layout)
             if kind == "reduce-scatter" and instruction.opcode.startswith("all-reduce"):
                 size //= span.num_devices  # a TPU's fusion, which keeps a part of the sum
             sent, slow = (
@@ -153,21 +153,16 @@ def _collectives(hlo_text: str) -> Iterator[tuple[str, Instruction]]:
             kind = "reduce-scatter"
         if instruction.opcode.endswith("-start"):
             started[instruction.name] = instruction
-        elif instruction.opcode.endswith("-done"):
+            continue
+        start = instruction
+        if instruction.opcode.endswith("-done"):
             operand = _OPERAND.search(instruction.rest)
             assert operand is not None, instruction
             start = started[operand[1]]
-            yield kind, dataclasses.replace(start, type=_moved(kind, start, instruction, types))
-        else:
-            moved = _moved(kind, instruction, instruction, types)
-            yield kind, dataclasses.replace(instruction, type=moved)
-
-
-def _moved(kind: str, start: Instruction, done: Instruction, types: Mapping[str, str]) -> str:
-    """Return the type of the array whose bytes `_SENT` reads."""
-    if kind != "ragged-all-to-all":
-        return done.type
-    return min(types[start.operands[0]], done.type, key=type_bytes)
+        moved = instruction.type
+        if kind == "ragged-all-to-all":
+            moved = min(types[start.operands[0]], moved, key=type_bytes)
+        yield kind, dataclasses.replace(start, type=moved)
 
 
 class _Span(NamedTuple):
@@ -213,13 +208,15 @@ def _sent_between_slices(kind: str, instruction: Instruction, num_slices: int) -
 
 
 @functools.lru_cache(maxsize=1024)
-def _span(groups_text: str | None, pairs_text: str | None, layout: _Layout) -> _Span:
+def _span(attribute: str, layout: _Layout) -> _Span:
+    """Return the span of a collective with `replica_groups=…` or `source_target_pairs=…`."""
     sizes = dict(layout.axes)
-    if groups_text is not None:
-        groups = parse_groups(groups_text, num_devices=math.prod(sizes.values()))
+    name, _, text = attribute.partition("=")
+    if name == "replica_groups":
+        groups = parse_groups(text, num_devices=math.prod(sizes.values()))
         axes = axes_of_groups(groups, sizes)
         return _Span(axes, max(map(len, groups)), layout.num_slices(groups))
-    numbers = _ints(pairs_text or "")
+    numbers = _ints(text)
     moves = [(a, b) for a, b in zip(numbers[::2], numbers[1::2], strict=True) if a != b]
     if not moves:
         return _Span("", 1, 1)

@@ -81,8 +81,8 @@ def planned_target(
     ici: Sequence[int] | None = getattr(partitioner, "ici_mesh_shape", None)
     dcn = max(1, math.prod(getattr(partitioner, "dcn_mesh_shape", None) or ()))
     needed = None if ici is None else max(1, math.prod(ici) * dcn)  # the mesh rejects sizes below 1
+    field, value = ("--num_devices", num_devices) if num_devices else ("--target", target)
     if count is not None and needed not in (None, count):
-        field, value = ("--num_devices", num_devices) if num_devices else ("--target", target)
         other = "Leave out --num_devices" if num_devices else f"Use --target={asked.kind.name}"
         raise UsageError(
             field=field,
@@ -92,11 +92,8 @@ def planned_target(
             settings=_mesh_settings(partitioner, asked, count),
         )
     if ici is None and count is not None and count % dcn:
-        raise UsageError(
-            field="--num_devices" if num_devices else "--target",
-            value=num_devices or target,
-            expected=f"a multiple of {dcn}, the slices of the mesh ({_sizes(partitioner)})",
-        )
+        expected = f"a multiple of {dcn}, the slices of the mesh ({_sizes(partitioner)})"
+        raise UsageError(field=field, value=value, expected=expected)
     # Slices are connected by another network than their chips, so a mesh must know of them.
     if asked.topology and dcn % asked.num_slices and (ici is not None or dcn > 1):
         raise UsageError(
@@ -117,8 +114,7 @@ def start_simulated(
     partitioner: Partitioner, *, num_devices: int | None = None, default: int = 1
 ) -> list[jax.Device]:
     """Start a partitioner on simulated devices; see `planned_target` for their number."""
-    target = planned_target(partitioner, num_devices=num_devices, default=default)
-    devices = target_devices(target)
+    devices = target_devices(planned_target(partitioner, num_devices=num_devices, default=default))
     partitioner.start(devices)
     return devices
 

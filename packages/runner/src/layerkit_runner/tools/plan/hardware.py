@@ -80,16 +80,11 @@ _GPUS: tuple[tuple[str, str, str, int, float, float, float], ...] = (
 
 
 def _chip(
-    capability: tuple[int, int],
-    multiprocessors: int,
-    fpus: int,
-    shared_kib: int,
-    l2: int,
-    ghz: float,
+    major: int, multiprocessors: int, fpus: int, shared_kib: int, l2: int, ghz: float
 ) -> dict[str, Any]:
     """Return the properties that CUDA reports of a chip, named as in XLA's `GpuDeviceInfoProto`."""
     return {
-        "cuda_compute_capability": f"{{ major: {capability[0]} minor: {capability[1]} }}",
+        "cuda_compute_capability": f"{{ major: {major} minor: 0 }}",
         "core_count": multiprocessors,
         "fpus_per_core": fpus,
         "shared_memory_per_core": shared_kib * _KIB,
@@ -100,9 +95,9 @@ def _chip(
 
 
 _CHIPS = {
-    **dict.fromkeys(("a100", "a100-40gb"), _chip((8, 0), 108, 64, 164, 40 * _MIB, 1.41)),
-    **dict.fromkeys(("h100", "h200"), _chip((9, 0), 132, 128, 228, 50 * _MIB, 1.98)),
-    "b200": _chip((10, 0), 148, 128, 228, 132_644_864, 1.965),
+    **dict.fromkeys(("a100", "a100-40gb"), _chip(8, 108, 64, 164, 40 * _MIB, 1.41)),
+    **dict.fromkeys(("h100", "h200"), _chip(9, 132, 128, 228, 50 * _MIB, 1.98)),
+    "b200": _chip(10, 148, 128, 228, 132_644_864, 1.965),
 }
 _EVERY_CHIP = {
     "threads_per_block_limit": 1024,
@@ -151,8 +146,7 @@ def _kinds() -> Iterator[DeviceKind]:
     yield DeviceKind("cpu", "cpu", "cpu", "cpu")
 
 
-KINDS: tuple[DeviceKind, ...] = tuple(_kinds())
-
+KINDS = tuple(_kinds())
 _OTHER_NAMES = {"v5litepod": "v5e", "tpu7x": "v7x", "ironwood": "v7x", "trillium": "v6e"}
 
 
@@ -186,11 +180,12 @@ def target_config(kind: DeviceKind) -> str:
     On a machine with GPUs XLA gets these properties from the driver.
     """
     assert kind.memory_bandwidth is not None
-    memory = {
+    device = {
+        **_EVERY_CHIP,
+        **_CHIPS[kind.name],
         "memory_bandwidth": round(kind.memory_bandwidth),
         "device_memory_size": kind.memory_bytes,
     }
-    device = {**_EVERY_CHIP, **_CHIPS[kind.name], **memory}
     fields = " ".join(f"{name}: {value}" for name, value in device.items())
     return (
         f"gpu_device_info {{ {fields} }}\n"
@@ -229,11 +224,6 @@ class Target:
     num_devices: int | None = None
     num_slices: int = 1
     topology: tuple[int, ...] = ()
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the target is the devices of this machine."""
-        return self.kind is None
 
     def describe(self) -> str:
         """Return the text that `parse_target` reads."""

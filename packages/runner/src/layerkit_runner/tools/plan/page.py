@@ -171,20 +171,14 @@ def _bound_lines(plan: Plan) -> Iterator[str]:
     work, peak, model_flops = bounds.work, device.peak_flops, plan.flops_per_device
     flops = f"{work.flops / model_flops:.2f} × the model's FLOPs" if model_flops else "FLOPs"
     flops += f" at {peak / 1e12:.4g} TFLOP/s" if peak else ""
+    fast = _moved(work.fast_bytes, device.fast_bandwidth)
+    slow = _moved(work.slow_bytes, device.slow_bandwidth)
     yield "lower bounds of the step time"
     for name, seconds, what in (
         ("compute", bounds.compute_seconds, flops),
         ("memory", bounds.memory_seconds, _moved(work.memory_bytes, device.memory_bandwidth)),
-        (
-            "fast network",
-            bounds.fast_network_seconds,
-            _moved(work.fast_bytes, device.fast_bandwidth),
-        ),
-        (
-            "slow network",
-            bounds.slow_network_seconds,
-            _moved(work.slow_bytes, device.slow_bandwidth),
-        ),
+        ("fast network", bounds.fast_network_seconds, fast),
+        ("slow network", bounds.slow_network_seconds, slow),
     ):
         if seconds != 0:
             time = "not known" if seconds is None else seconds_text(seconds)
@@ -201,11 +195,7 @@ def _moved(amount: float, rate: float | None) -> str:
 def _ends(bounds: Bounds) -> Iterator[str]:
     """Yield the time of a step with all communication hidden, and with none."""
     hidden = (bounds.step_seconds, bounds.tokens_per_sec, bounds.mfu)
-    none = (
-        bounds.step_seconds_no_overlap,
-        bounds.tokens_per_sec_no_overlap,
-        bounds.mfu_no_overlap,
-    )
+    none = (bounds.step_seconds_no_overlap, bounds.tokens_per_sec_no_overlap, bounds.mfu_no_overlap)
     for name, (seconds, tokens, mfu), condition in (
         ("full overlap", hidden, "if all communication overlaps with compute"),
         ("no overlap", none, "if no communication overlaps with compute"),

@@ -193,7 +193,7 @@ def _plan_step(
     traced = time.perf_counter()
     stored = partitioner.abstract_stored_state(task)
     tensors = tensor_memory(state, batch, stored=stored)
-    is_here, platform = target.is_here, device.platform
+    is_here, platform = target.kind is None, device.platform
     step = compile_step(lowered, platform=platform, is_here=is_here, effort=effort)
     memory, usable = step_memory(tensors, step), device.usable_bytes
     if step.is_quick and is_in_doubt(memory, device, step):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import gc
 import itertools
 import math
@@ -161,9 +162,8 @@ class _Searcher:
         effort: str,
     ):
         self._resolved = resolved
-        self._devices = devices
-        self._target = target
-        self._effort = effort
+        self._platform = devices[0].platform
+        self._plan = functools.partial(make_plan, devices=devices, target=target, effort=effort)
         self._values: dict[str, Any] = config_json(resolved)["config"]
         paths = [path for path in self._values if path.startswith("task.")]
         stages = {path.removesuffix(_STAGE_REMAT) for path in paths if path.endswith(_STAGE_REMAT)}
@@ -173,7 +173,7 @@ class _Searcher:
             if path.endswith(_STAGE_REMAT)
             or (path.endswith(_REMAT) and path.removesuffix(_REMAT) not in stages)
         ]
-        self.first = make_plan(resolved, devices, target=target, effort=effort)
+        self.first = self._plan(resolved)
         self._axes = tuple(self.first.mesh)
         self._start = self._own_point()
         self.candidates = {self._start: self._candidate(self._start, [], **_measured(self.first))}
@@ -191,7 +191,7 @@ class _Searcher:
                 expected="a partitioner with ici_mesh_shape, which --search varies",
             )
         dcn = tuple(self._values[_DCN] or ())
-        if not dcn and self._values[_ICI] is None and self._devices[0].platform == "tpu":
+        if not dcn and self._values[_ICI] is None and self._platform == "tpu":
             # Without sizes the partitioner lays the slices along the first axis.
             dcn = (self.first.num_slices, *[1] * (len(self._axes) - 1))
         is_sliced = math.prod(dcn) > 1
@@ -228,14 +228,7 @@ class _Searcher:
         edits = self._edits(point)
         flags = [f"--fdl.{path}={text}" for path, text in edits.items()]
         try:
-            plan = make_plan(
-                self.varied(edits),
-                self._devices,
-                target=self._target,
-                effort=self._effort,
-                dataset=self.first.dataset,
-                check_state=True,
-            )
+            plan = self._plan(self.varied(edits), dataset=self.first.dataset, check_state=True)
             self.is_quick |= plan.is_quick
             self.candidates[point] = self._candidate(point, flags, **_measured(plan))
         except StateTooLargeError as error:

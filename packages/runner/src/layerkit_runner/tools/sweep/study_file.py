@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import math
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,12 +38,12 @@ Value = None | bool | int | float | str
 # Types that Optuna can store. Other choices, such as a list, are stored as their text.
 _PLAIN = (type(None), bool, int, float, str)
 
-_SAMPLERS: dict[str, Any] = {
+_SAMPLERS: dict[str, Callable[..., samplers.BaseSampler]] = {
     "tpe": samplers.TPESampler,
     "random": samplers.RandomSampler,
     "grid": samplers.GridSampler,
 }
-_PRUNERS: dict[str, Any] = {
+_PRUNERS: dict[str, Callable[..., pruners.BasePruner]] = {
     "none": pruners.NopPruner,
     "median": pruners.MedianPruner,
     "percentile": pruners.PercentilePruner,
@@ -73,14 +73,12 @@ class StudyFile:
         options["seed"] += number
         # The constant liar avoids the values of trials that run in other processes.
         more = {"constant_liar": True} if name == "tpe" else {}
-        sampler: samplers.BaseSampler = _SAMPLERS[name](**more, **options)
-        return sampler
+        return _SAMPLERS[name](**more, **options)
 
     def make_pruner(self) -> pruners.BasePruner:
         """Return the pruner; its steps are training steps."""
         name, options = self.pruner
-        pruner: pruners.BasePruner = _PRUNERS[name](**options)
-        return pruner
+        return _PRUNERS[name](**options)
 
 
 def override_text(value: Value) -> str:

@@ -65,16 +65,6 @@ class ClaimedTrial:
     reported: frozenset[int] = frozenset()
     is_resumed: bool = False
 
-    @property
-    def number(self) -> int:
-        """Number of the trial."""
-        return self.trial.number
-
-    @property
-    def values(self) -> Mapping[str, Value]:
-        """Values by the path of each field."""
-        return self.trial.params
-
     def report(self, step: int, value: float) -> bool:
         """Report the metric after a training step; return False if it was reported before."""
         if step in self.reported:
@@ -159,7 +149,7 @@ class Study:
             claimed.trial.set_user_attr("step", outcome.step)
             claimed.trial.set_user_attr("reason", outcome.reason)
             value = outcome.value if outcome.state == "complete" else None
-            self.optuna.tell(claimed.number, value, state=_STATES[outcome.state])
+            self.optuna.tell(claimed.trial.number, value, state=_STATES[outcome.state])
         claimed.lock.close()
 
 
@@ -194,15 +184,9 @@ class Sweep:
     Ctrl-C and SIGTERM stop a sweep: the current trial saves and stops, and the same command resumes
     it. A second Ctrl-C kills the trial.
 
-    Attributes:
-      file: Study file.
-      folder: Folder of the sweep.
-      study: Study that the processes of the sweep share.
-      experiment: Name of the experiment.
-      dataset: Data set of the metric.
-      command: Function of the texts of a trial's values and its folder that returns its arguments.
-      longer: Function of the texts of the best trial's values and its number of steps that returns
-        the command to train it for longer.
+    `dataset` is the data set of the metric. `command` returns the arguments of a trial, from the
+    texts of its values and its folder. `longer` returns the command that trains the best trial for
+    longer, from the texts of its values and its number of steps.
     """
 
     file: StudyFile
@@ -238,14 +222,14 @@ class Sweep:
         return 0 if any(result.state in ("complete", "unfinished") for result in found) else 1
 
     def _run_trial(self, claimed: ClaimedTrial, stops: list[int]) -> Outcome:
-        label, began = f"trial {claimed.number:04d}", time.monotonic()
-        resumed = "resumed: " if claimed.is_resumed else ""
-        values = (f"{path}={report.shown(value)}" for path, value in claimed.values.items())
+        trial, began = claimed.trial, time.monotonic()
+        label, resumed = f"trial {trial.number:04d}", "resumed: " if claimed.is_resumed else ""
+        values = (f"{path}={report.shown(value)}" for path, value in trial.params.items())
         _say(f"{label}: {resumed}{', '.join(values)}")
-        folder = self.folder.trial(claimed.number)
+        folder = self.folder.trial(trial.number)
         name = self.file.metric.removeprefix(f"{self.dataset}/")
         metrics = TrialMetrics(folder / "metrics.jsonl", dataset=self.dataset, name=name)
-        process = TrialProcess(folder, self.command(_texts(claimed.values), str(folder)))
+        process = TrialProcess(folder, self.command(_texts(trial.params), str(folder)))
         try:
             outcome = _follow(claimed, process, metrics, stops)
         except UnknownMetricError as error:
@@ -279,7 +263,8 @@ def _follow(
         code = process.wait(_SECONDS_BETWEEN_POLLS)
         for step, value in metrics.read():
             if claimed.report(step, value):
-                _say(f"trial {claimed.number:04d}: {metrics.label} {value:.5g} at step {step}")
+                number = claimed.trial.number
+                _say(f"trial {number:04d}: {metrics.label} {value:.5g} at step {step}")
             if code is None and not metrics.is_last(step):
                 is_pruned = is_pruned or claimed.trial.should_prune()
         if code is None and not is_asked and (is_pruned or metrics.problem or stops):

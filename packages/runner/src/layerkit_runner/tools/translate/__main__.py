@@ -50,21 +50,20 @@ _FLAGS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the words of a command line, None for those of this process; return the exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        return _run(sys.argv[1:] if arguments is None else arguments)
+        command = read_command(words, _FLAGS, kind="framework", page=__doc__ or "")
+        if command is None:
+            return 0
+        framework, given, files = command
+        if not files:
+            raise UsageError(field="files", value=files, expected=f"one or more of {framework}")
+        if framework == "maxtext":
+            return _maxtext(files, **given)
+        return _pax(files, given.get("class"))
     except (UserError, OSError) as error:
         print(f"translate: {error}", file=sys.stderr)
         return UsageError.exit_code
-
-
-def _run(words: Sequence[str]) -> int:
-    command = read_command(words, _FLAGS, kind="framework", page=__doc__ or "")
-    if command is None:
-        return 0
-    framework, given, files = command
-    if not files:
-        raise UsageError(field="files", value=files, expected=f"one or more of {framework}")
-    return _maxtext(files, **given) if framework == "maxtext" else _pax(files, given.get("class"))
 
 
 def _maxtext(

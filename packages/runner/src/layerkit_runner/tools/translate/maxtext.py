@@ -148,16 +148,14 @@ def _meshes(keys: _Keys, fields: Mapping[str, str]) -> dict[str, list[int]]:
         axes = [f"{kind}_{axis}_parallelism" for axis in _AXES]
         names = [n for n in keys.values if n.startswith(f"{kind}_") and n.endswith("_parallelism")]
         sizes = {name: keys.get(name, "integer") for name in names}
-        is_complete = bool(sizes)
         for name, size in sizes.items():
-            if size is None or size < 1:
-                is_complete = False
-                if size is not None:
-                    keys.reject(name, "expected a number of devices; write it in place of -1")
-            elif name not in axes and size != 1:
+            if size is not None and size < 1:
+                keys.reject(name, "expected a number of devices; write it in place of -1")
+            elif size is not None and size > 1 and name not in axes:
                 reason = "the recipe's mesh is data × fsdp × tensor; docs/partitioning.md has more"
                 keys.reject(name, reason)
         shape = [sizes.get(name) or 1 for name in axes]
+        is_complete = sizes and all(size is not None and size > 0 for size in sizes.values())
         if is_complete and (kind == "ici" or math.prod(shape) > 1):
             found[field] = shape
     return found
