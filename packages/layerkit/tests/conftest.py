@@ -6,9 +6,11 @@ Samples for type checkers, one of which is wrong on purpose, are not collected f
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
 import json
+import pkgutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ collect_ignore = ["typing_samples"]
 
 
 @functools.cache
-def _recorded() -> dict[str, Any]:
+def _recorded():
     return json.loads((Path(__file__).parent / "praxis" / "reference.json").read_text())
 
 
@@ -33,3 +35,20 @@ def praxis():
         return array.astype(kinds.get(array.dtype.kind, array.dtype))
 
     return lambda name: as_arrays(_recorded()[name])
+
+
+@pytest.fixture
+def layers_in():
+    """Return a function from a package to the layer classes that its modules define."""
+
+    def find(package):
+        from layerkit.base_layer import BaseLayer
+
+        found = set()
+        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            for _, thing in inspect.getmembers(importlib.import_module(info.name), inspect.isclass):
+                if issubclass(thing, BaseLayer) and thing.__module__ == info.name:
+                    found.add(thing)
+        return found
+
+    return find

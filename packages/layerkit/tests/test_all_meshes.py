@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from layerkit.base_layer import AUX_LOSS, PARAMS
 from layerkit.layers.moe.feed_forward import MoeFeedForward
@@ -27,7 +27,7 @@ from layerkit.layers.stacks import StackedTransformerRepeated
 from layerkit.models.language_model import LanguageModel
 from layerkit.nested_map import NestedMap
 from layerkit.sharding import DEFAULT_RULES, STANDARD_MESH_AXES, BoundSharding
-from layerkit.weights import logical_axes, unbox
+from layerkit.weights import is_box
 
 KEY = jax.random.key(0)
 VOCAB, BATCH, LENGTH, NUM_LAYERS = 16, 8, 16, 8
@@ -138,14 +138,10 @@ def check_mesh(sizes, rules):
     capacity_factor = (None, 1.5)[MESHES.index(sizes) % 2]
     num_stages = sizes[STANDARD_MESH_AXES.index("stage")]
     model, params, expected = unsharded(num_stages, capacity_factor)
-    auto = (jax.sharding.AxisType.Auto,) * len(sizes)
-    bound = BoundSharding(jax.make_mesh(sizes, STANDARD_MESH_AXES, axis_types=auto), rules)
+    bound = BoundSharding(Mesh(np.reshape(jax.devices(), sizes), STANDARD_MESH_AXES), rules)
     boxed = jax.eval_shape(model.init_boxed, KEY)[PARAMS]
     layouts = jax.tree.map(
-        lambda axes, weight: bound.sharding(axes, shape=weight.shape),
-        logical_axes(boxed),
-        unbox(boxed),
-        is_leaf=lambda leaf: isinstance(leaf, tuple),
+        lambda box: bound.sharding(box.axes, shape=box.value.shape), boxed, is_leaf=is_box
     )
     rows = NamedSharding(bound.mesh, bound.spec(("batch", "length")))
     step = jax.jit(

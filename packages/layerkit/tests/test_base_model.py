@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,12 +72,12 @@ def test_undefined_method_of_a_model_raises(raises, method, args):
     ],
     ids=["array", "dict", "metrics", "array_metric", "tuple_metric", "vector_metric", "outputs"],
 )
-def test_compute_loss_with_wrong_return_type_raises(raises, found: Any, subject: str, value: str):
+def test_compute_loss_with_wrong_return_type_raises(raises, found, subject, value):
     class Careless(BaseModel):
-        def compute_predictions(self, batch: NestedMap) -> jax.Array:
+        def compute_predictions(self, batch):
             return batch.x
 
-        def compute_loss(self, predictions: jax.Array, batch: NestedMap) -> Any:
+        def compute_loss(self, predictions, batch):
             return found(predictions)
 
     field = f"type of {subject}"

@@ -48,17 +48,11 @@ def test_checks_accept_valid_values_and_none():
     checks.check_integer_arrays(None, ids=np.zeros(2, np.int32))
 
 
-def test_choice_error_suggests_the_nearest_choice(raises):
+def test_errors_of_choices_and_patterns_name_what_is_wrong(raises):
     with raises(ConfigError, field="activation", value="rely", choices=("gelu", "relu")):
         checks.check_choice("Linear(lm)", ("gelu", "relu"), activation="rely")
-
-
-def test_choice_error_lists_the_choices_if_none_is_near(raises):
     with raises(ConfigError, field="bits", value=5, choices=(4, 8)):
         checks.check_choice("Linear(lm)", (4, 8), bits=5)
-
-
-def test_regex_error_names_the_pattern_by_its_index(raises):
     with raises(ConfigError, field="patterns[1]", value="("):
         checks.check_regexes(None, patterns=("a", "("))
 

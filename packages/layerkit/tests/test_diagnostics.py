@@ -49,7 +49,7 @@ class WithoutOwner(BaseLayer):
         raise ConfigError(field="x", value=1)
 
 
-class WiderLayer(BaseLayer):
+class NarrowerLayer(BaseLayer):
     input_dims: int = 0
     hidden_dims: int = 0
     num_heads: int = 0
@@ -79,33 +79,33 @@ def layer_notes(error):
     return [note for note in getattr(error, "__notes__", ()) if note.startswith("In layer")]
 
 
-@pytest.mark.parametrize("stack", [StackedTransformer, StackedTransformerRepeated])
-def test_wrong_shape_of_a_branch_raises_with_path_and_both_shapes(stack):
+STACKS = pytest.mark.parametrize(
+    ("stack", "place"),
+    [(StackedTransformer, "layers_0"), (StackedTransformerRepeated, "repeat/sub")],
+)
+
+
+@STACKS
+def test_wrong_shape_raises_with_path_and_both_shapes(stack, place):
     config = small(stack_tpl=stack.HParams.config())
-    config.stack_tpl.layer_tpl.feed_forward_tpl = Wider.HParams.config()
-    place = "layers_0" if stack is StackedTransformer else "repeat/sub"
-    with pytest.raises(ValueError) as raised:
-        run(build(config), IDS, **LOGITS)
-    assert f"Wider(stack/{place}/feed_forward)" in str(raised.value)
-    assert "[2, 4, 5]" in str(raised.value) and "[2, 4, 4]" in str(raised.value)
+    wide_branch, narrow_layer = config.stack_tpl.layer_tpl.clone(), NarrowerLayer.HParams.config()
+    wide_branch.feed_forward_tpl = Wider.HParams.config()
+    for layer, owner, shape in (
+        (wide_branch, f"Wider(stack/{place}/feed_forward)", "[2, 4, 5]"),
+        (narrow_layer, "NarrowerLayer(stack/", "[2, 4, 3]"),
+    ):
+        config.stack_tpl.layer_tpl = layer
+        with pytest.raises(ValueError) as raised:
+            run(build(config), IDS, **LOGITS)
+        assert all(part in str(raised.value) for part in (owner, shape, "[2, 4, 4]"))
 
 
-@pytest.mark.parametrize("stack", [StackedTransformer, StackedTransformerRepeated])
-def test_wrong_shape_of_a_layer_raises_with_path_and_both_shapes(stack):
-    config = small(stack_tpl=stack.HParams.config(layer_tpl=WiderLayer.HParams.config()))
-    with pytest.raises(ValueError) as raised:
-        run(build(config), IDS, **LOGITS)
-    assert "WiderLayer(stack/" in str(raised.value)
-    assert "[2, 4, 3]" in str(raised.value) and "[2, 4, 4]" in str(raised.value)
-
-
-@pytest.mark.parametrize("stack", [StackedTransformer, StackedTransformerRepeated])
-def test_error_of_jax_has_a_note_with_the_innermost_layer(stack):
+@STACKS
+def test_error_of_jax_has_a_note_with_the_innermost_layer(stack, place):
     config = small(stack_tpl=stack.HParams.config())
     config.stack_tpl.layer_tpl.feed_forward_tpl = Failing.HParams.config()
     with pytest.raises((TypeError, ValueError)) as raised:
         run(build(config), IDS, **LOGITS)
-    place = "layers_0" if stack is StackedTransformer else "repeat/sub"
     assert layer_of(raised.value) == f"Failing(stack/{place}/feed_forward)"
     assert layer_notes(raised.value) == [f"In layer Failing(stack/{place}/feed_forward)"]
 
@@ -196,17 +196,12 @@ def test_training_with_train_unset_warns(body):
         losses(body)
 
 
-@pytest.mark.parametrize("fields", [{"train": True}, {"train": False}], ids=str)
-def test_model_with_train_set_does_not_warn(fields):
+def test_model_with_train_set_or_that_does_not_depend_on_train_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        losses(Dropout.HParams.config(rate=0.5), **fields)
-        losses(EXPERTS, **fields)
-
-
-def test_model_that_does_not_depend_on_train_does_not_warn():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        for train in (True, False):
+            losses(Dropout.HParams.config(rate=0.5), train=train)
+            losses(EXPERTS, train=train)
         losses(Dropout.HParams.config(rate=0.0))
         losses(TransformerFeedForward.HParams.config(input_dims=4, hidden_dims=4))
         # Auxiliary losses are not collected, so this is no training step.

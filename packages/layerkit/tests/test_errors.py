@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pickle
 
-from layerkit.errors import ConfigError
+import pytest
+
+from layerkit.errors import ConfigError, near_names
 
 
 def test_message_holds_every_part_in_order(raises):
@@ -38,3 +40,20 @@ def test_pickled_error_keeps_its_data():
     error = ConfigError(field="rate", value=2, choices=("a", "b"), hint="Choose one")
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), vars(copy), str(copy)) == (ConfigError, vars(error), str(error))
+
+
+@pytest.mark.parametrize(
+    ("name", "valid", "expected"),
+    [
+        ("NUM-Layers", ["num_layers"], "; did you mean 'num_layers'?"),
+        ("--mood", ["--mode", "--exp"], "; did you mean '--mode'?"),
+        ("--x", ["--a", "--b"], ""),
+        ("--ab", ["--cd"], ""),
+        ("lm/norm/scale", ["lm/norm/bias", "lm/norm/scales"], "; did you mean 'lm/norm/scales'?"),
+        ("/data/runs/of/a/long/path/x", ["/data/runs/of/a/long/path/base"], ""),
+        ("LR", ["TRAIN", "LEARNING_RATE"], "; did you mean 'LEARNING_RATE'?"),
+        ("tensr", ["tensor", "sensor"], "; did you mean 'tensor'?"),
+    ],
+)
+def test_near_names_ignores_case_dashes_and_shared_folders(name, valid, expected):
+    assert near_names(name, valid) == expected

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import enum
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -56,7 +55,7 @@ from layerkit.type_converters import MISMATCH, converter_of
         ("bfloat16", "SomeClass", "bfloat16"),
     ],
 )
-def test_text_is_parsed_as_the_type_of_the_field(text: str, annotation: str | None, expected: Any):
+def test_text_is_parsed_as_the_type_of_the_field(text, annotation, expected):
     value = parse_value(text, annotation)
     assert value == expected
     assert type(value) is type(expected)
@@ -105,14 +104,14 @@ _LITERALS = st.recursive(
 
 
 @given(_LITERALS)
-def test_repr_of_a_literal_is_parsed_to_an_equal_value(value: Any):
+def test_repr_of_a_literal_is_parsed_to_an_equal_value(value):
     assert parse_value(repr(value)) == value
 
 
 @given(
     st.integers() | st.floats() | st.text() | st.none(), st.sampled_from(["int", "str", "float"])
 )
-def test_conversion_is_idempotent(value: Any, annotation: str):
+def test_conversion_is_idempotent(value, annotation):
     try:
         converted = convert(value, annotation)
     except FieldTypeError:

@@ -14,7 +14,7 @@ from layerkit import base_layer
 from layerkit.base_layer import BaseHParams, WeightHParams, sub_config_field
 from layerkit.config import build, is_config
 from layerkit.layers import activations
-from layerkit.layers.activations import ReLU
+from layerkit.layers.activations import ReLU, Tanh
 
 KEY = jax.random.key(0)
 X = np.array([[1.0, -2.0]], np.float32)
@@ -89,20 +89,12 @@ def test_seed_sample_edits_a_nested_config_before_building():
     config = FeedForward.HParams.config(input_dims=2, output_dims=3)
     assert is_config(config.linear_tpl) and is_config(config.activation_tpl)
     config.has_bias = False
-    layer = config.Instantiate()
-    weights = layer.init(KEY)
+    weights = config.Instantiate().init(KEY)
     assert jax.tree.map(jnp.shape, weights) == {"params": {"linear": {"w": (2, 3)}}}
-    expected = np.maximum(X @ np.asarray(weights["params"]["linear"]["w"]), 0.0)
-    np.testing.assert_allclose(layer.apply(weights, X), expected, rtol=1e-6)
-
-
-def test_sample_of_another_activation():
-    config = FeedForward.HParams.config(input_dims=2, output_dims=3, has_bias=False)
-    config.activation_tpl = activations.Tanh.HParams.config()
-    layer = config.Instantiate()
-    weights = layer.init(KEY)
-    expected = np.tanh(X @ np.asarray(weights["params"]["linear"]["w"]))
-    np.testing.assert_allclose(layer.apply(weights, X), expected, rtol=1e-5)
+    for activation, reference in ((ReLU, lambda x: np.maximum(x, 0.0)), (Tanh, np.tanh)):
+        config.activation_tpl = activation.HParams.config()
+        expected = reference(X @ np.asarray(weights["params"]["linear"]["w"]))
+        np.testing.assert_allclose(config.Instantiate().apply(weights, X), expected, rtol=1e-5)
 
 
 def test_sample_of_eager_error_checking():
@@ -130,21 +122,15 @@ class Siamese(base_layer.BaseLayer):
         return self.left(inputs), self.right(inputs)
 
 
-def test_sample_of_shared_layers():
+def test_sample_of_shared_and_unshared_layers():
     linear = Linear.HParams.config(input_dims=2, output_dims=3)
     shared = Siamese.HParams.config(left=linear, right=linear).Instantiate()
     weights = shared.init(KEY)
     assert jax.tree.map(jnp.shape, weights) == {"params": {"left": {"w": (2, 3)}}}
-    left, right = shared.apply(weights, X)
-    np.testing.assert_array_equal(left, right)
-
-
-def test_sample_of_unshared_layers():
-    linear = Linear.HParams.config(input_dims=2, output_dims=3)
+    np.testing.assert_array_equal(*shared.apply(weights, X))
     apart = Siamese.HParams.config(left=linear, right=linear.clone()).Instantiate()
     weights = apart.init(KEY)
-    assert jax.tree.map(jnp.shape, weights) == {
-        "params": {"left": {"w": (2, 3)}, "right": {"w": (2, 3)}}
-    }
+    w = {"w": (2, 3)}
+    assert jax.tree.map(jnp.shape, weights) == {"params": {"left": w, "right": w}}
     left, right = apart.apply(weights, X)
     assert np.all(left != right)

@@ -14,13 +14,13 @@ from jax.sharding import PartitionSpec as P
 from layerkit.errors import ConfigError
 from layerkit.layers.linears import FeedForward
 from layerkit.sharding import DEFAULT_RULES, BoundSharding, ShardingRules
-from layerkit.weights import logical_axes, unbox
+from layerkit.weights import is_box
 
 RULES = ShardingRules.of(embed="fsdp", mlp="tensor", batch=("data", "fsdp"), norm=None)
 
 
 def make_mesh(*shape, names=("data", "fsdp", "tensor")):
-    return jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(shape))
+    return jax.sharding.Mesh(np.reshape(jax.devices(), shape), names)
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +40,8 @@ def test_mesh_axes_of_size_one_and_missing_standard_axes_do_not_split():
     assert bound.spec(("batch", "mlp", "expert")) == P("data", None, None)
 
 
-def test_replace_returns_a_new_table():
-    changed = RULES.replace(mlp=None)
-    assert changed.mesh_axes("mlp") == () and RULES.mesh_axes("mlp") == ("tensor",)
-
-
-def test_extend_adds_a_custom_name(cube):
+def test_replace_and_extend_return_a_new_table(cube):
+    assert RULES.replace(mlp=None).mesh_axes("mlp") == () and RULES.mesh_axes("mlp") == ("tensor",)
     bound = BoundSharding(cube.mesh, RULES.extend(mine=("fsdp", "tensor")))
     assert bound.spec(("mine",)) == P(("fsdp", "tensor"))
 
@@ -89,12 +85,9 @@ def test_invalid_axes_raise(raises, cube, axes, shape, data):
         cube.spec(axes, shape=shape, owner="Linear(up).w")
 
 
-def test_replacing_an_unknown_name_raises(raises):
+def test_unknown_names_in_rules_raise(raises, cube):
     with raises(ConfigError, owner=None, value="embd"):
         RULES.replace(embd="data")
-
-
-def test_rule_for_an_unknown_mesh_axis_raises(raises, cube):
     with raises(ConfigError, value="tensr"):
         BoundSharding(cube.mesh, RULES.extend(mine="tensr"))
 
@@ -172,12 +165,9 @@ def test_weights_are_initialized_in_the_layout_of_their_axes():
     bound = BoundSharding(make_mesh(2, 2, 2))
     layer = FeedForward(input_dims=4, output_dims=8, sharding=bound)
     key = jax.random.key(0)
-    shapes = jax.eval_shape(layer.init_boxed, key)
+    boxed = jax.eval_shape(layer.init_boxed, key)
     shardings = jax.tree.map(
-        lambda axes, weight: bound.sharding(axes, shape=weight.shape),
-        logical_axes(shapes),
-        unbox(shapes),
-        is_leaf=lambda leaf: isinstance(leaf, tuple),
+        lambda box: bound.sharding(box.axes, shape=box.value.shape), boxed, is_leaf=is_box
     )
     born = jax.jit(layer.init, out_shardings=shardings)(key)
     assert born["params"]["linear"]["w"].addressable_shards[0].data.shape == (2, 4)
@@ -186,19 +176,9 @@ def test_weights_are_initialized_in_the_layout_of_their_axes():
 
 
 def test_default_rules_name_every_standard_axis():
-    names = {name for name, _ in DEFAULT_RULES.table}
-    weights = {"embed", "mlp", "heads", "kv_heads", "head_dim", "vocab", "norm", "positions"}
-    stacked = {"layers", "stage", "expert"}
-    activations = {
-        "batch",
-        "length",
-        "residual_length",
-        "act_embed",
-        "act_mlp",
-        "act_heads",
-        "act_kv_heads",
-    }
-    assert weights | stacked | activations | {"act_vocab"} <= names
+    weights = "embed mlp heads kv_heads head_dim vocab norm positions layers stage expert"
+    activations = "batch length residual_length act_embed act_mlp act_heads act_kv_heads act_vocab"
+    assert {*weights.split(), *activations.split()} <= {name for name, _ in DEFAULT_RULES.table}
 
 
 @given(st.lists(st.sampled_from([*dict(DEFAULT_RULES.table), None]), max_size=4))

@@ -22,20 +22,20 @@ X = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
 class Drawing(BaseLayer):
     """A layer that doubles its input and reports it."""
 
-    def fprop(self, x: jax.Array) -> jax.Array:
+    def fprop(self, x):
         self.add_summary("mean", jnp.mean(x), verbosity=4)
         self.add_summary("x", x, kind="histogram")
         self.add_summary("picture", jnp.abs(x)[:, None, :, None], kind="image", verbosity=2)
         return 2 * x
 
 
-def arrays_of(layer: BaseLayer) -> Any:
+def arrays_of(layer):
     variables = layer.init(jax.random.key(0))
     _, sown = layer.apply(variables, X, mutable=[SUMMARY_ARRAYS])
     return sown[SUMMARY_ARRAYS]
 
 
-def assert_counts(counts: Any, values: np.ndarray) -> None:
+def assert_counts(counts, values):
     expected, _ = np.histogram(values, np.asarray(LOG_EDGES, np.float32))
     np.testing.assert_array_equal(counts, expected)
 
@@ -95,7 +95,7 @@ def test_repeated_layers_report_one_histogram_each():
 
 
 @pytest.mark.parametrize("repeats", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_pipeline_stages_report_the_whole_batch(repeats: int):
+def test_pipeline_stages_report_the_whole_batch(repeats):
     layer = Pipeline.HParams.config(
         stage_tpl=Drawing.HParams.config(),
         num_stages=2,
@@ -115,7 +115,7 @@ class Wrong(BaseLayer):
     kind: str = "image"
     sub_tpl: Any = sub_config_field(None)
 
-    def fprop(self, x: jax.Array) -> jax.Array:
+    def fprop(self, x):
         self.add_summary("x", x, kind=self.kind)
         return x
 
@@ -124,7 +124,7 @@ class Wrong(BaseLayer):
     ("kind", "field", "value"),
     [("images", "kind", "images"), ("image", "shape of the image summary", [4, 3])],
 )
-def test_invalid_summary_raises(raises, kind: str, field: str, value: Any):
+def test_invalid_summary_raises(raises, kind, field, value):
     with raises(ConfigError, owner="Wrong().x", field=field, value=value):
         Wrong(kind=kind).apply({}, X, mutable=[SUMMARY_ARRAYS])
 

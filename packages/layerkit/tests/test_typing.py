@@ -14,7 +14,7 @@ PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 
 
 @pytest.fixture(scope="module")
-def mypy_errors() -> dict[str, dict[int, str]]:
+def mypy_errors():
     """Return the codes of mypy's errors in each sample, by line."""
     pytest.importorskip("mypy")
     options = ["--config-file", str(PYPROJECT), "--follow-imports=silent"]

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from layerkit.errors import ConfigError
-from layerkit.weight_formats import NF4_VALUES, StoredWeight, WeightFormat, quantize
+from layerkit.weight_formats import NF4_VALUES, WeightFormat, quantize
 
 FORMATS = ["int8", "int8:4", "int4", "int4:8", "nf4", "nf4:8"]
 
 
-def draw(*shape: int) -> np.ndarray:
+def draw(*shape):
     # Rows of very different sizes, and a group of zeros.
     rng = np.random.default_rng(0)
     w = (rng.normal(size=shape) * rng.uniform(0.1, 3, shape[:-1] + (1,))).astype(np.float32)
@@ -23,7 +21,7 @@ def draw(*shape: int) -> np.ndarray:
     return w
 
 
-def stored(w: np.ndarray, text: str, contracted: tuple[int, ...] = (0,)) -> StoredWeight:
+def stored(w, text, contracted=(0,)):
     form = WeightFormat.parse(text)
     return quantize(
         jnp.asarray(w),
@@ -33,7 +31,7 @@ def stored(w: np.ndarray, text: str, contracted: tuple[int, ...] = (0,)) -> Stor
     )
 
 
-def integers(weight: StoredWeight) -> np.ndarray:
+def integers(weight):
     """Return the integers of `[in, out]`, unpacked."""
     values = np.asarray(weight.values)
     if weight.kind == "int8":
@@ -43,7 +41,7 @@ def integers(weight: StoredWeight) -> np.ndarray:
     return pairs if weight.kind == "nf4" else pairs - 8
 
 
-def expected(w: np.ndarray, text: str) -> np.ndarray:
+def expected(w, text):
     """Return the rounded values of `[in, out]` by the definition, one group after the other."""
     kind, _, group = text.partition(":")
     size, found = int(group or len(w)), np.zeros(w.shape)
@@ -114,19 +112,19 @@ def test_scales_are_shared_by_consecutive_inputs(text, shape, contracted, scales
 
 
 @pytest.mark.parametrize("text", ["int3", "int8:0", "int4:", "fp8", 8])
-def test_unknown_format_is_an_error(raises: Any, text):
+def test_unknown_format_is_an_error(raises, text):
     with raises(ConfigError, field="weight_format", value=text):
         WeightFormat.parse(text)
 
 
 @pytest.mark.parametrize(("group", "shape"), [(5, (16, 6)), (32, (16, 6)), (12, (4, 8, 6))])
-def test_group_that_does_not_divide_the_inputs_is_an_error(raises: Any, group, shape):
+def test_group_that_does_not_divide_the_inputs_is_an_error(raises, group, shape):
     form = WeightFormat.parse(f"int4:{group}")
     with raises(ConfigError, field="group size of weight_format", value=group):
         form.scale_shape(shape, tuple(range(len(shape) - 1)), owner="Linear(up).w")
 
 
-def test_odd_number_of_inputs_has_no_pairs(raises: Any):
+def test_odd_number_of_inputs_has_no_pairs(raises):
     with raises(ConfigError, field="number of inputs", value=5):
         WeightFormat.parse("nf4").packed_axis((5, 6), (0,), owner="Linear(up).w")
 

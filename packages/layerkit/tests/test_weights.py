@@ -93,11 +93,8 @@ def test_uniform_is_within_its_bound():
     assert values.std() == pytest.approx(0.3 / math.sqrt(3.0), rel=0.02)
 
 
-def test_constant_fills_the_weight():
+def test_constant_fills_the_weight_and_defaults_are_one_and_zero():
     np.testing.assert_array_equal(draw(WeightInit.Constant(-1.5)), np.full(SHAPE, -1.5))
-
-
-def test_initializers_scale_by_one_and_constants_are_zero_by_default():
     assert WeightInit.Xavier().scale == WeightInit.FanIn().scale == 1.0
     assert WeightInit.Constant().scale == 0.0
 
@@ -122,15 +119,6 @@ def test_fans_count_the_named_dimensions(shape, fan_in_dims, fan_out_dims, fans)
         shape, axes=(None,) * len(shape), fan_in_dims=fan_in_dims, fan_out_dims=fan_out_dims
     )
     assert weight.fans() == fans
-
-
-def test_xavier_bound_uses_the_fans_of_all_dimensions():
-    weight = WeightHParams(
-        (64, 8, 24), axes=("embed", "heads", None), fan_in_dims=(0,), fan_out_dims=(1, 2)
-    )
-    bound = math.sqrt(6.0 / (64 + 8 * 24))
-    largest = np.abs(draw(WeightInit.Xavier(), weight)).max()
-    assert 0.999 * bound < largest <= bound
 
 
 @pytest.mark.parametrize("init", [WeightInit.Xavier(), WeightInit.Gaussian(), WeightInit.FanIn()])

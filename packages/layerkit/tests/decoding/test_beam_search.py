@@ -152,14 +152,6 @@ def test_narrow_beams_equal_a_search_by_hand(beam_size, num_results, eos_id):
     assert not np.any(outputs.ids[3]) and outputs.lengths[3] == 0
 
 
-def test_one_beam_without_end_token_is_greedy():
-    fields = {"max_decode_steps": 5}
-    beam = search(BeamSearch(beam_size=1, **fields), PROMPTS, LENGTHS)
-    greedy = search(SampleDecoder(temperature=0.0, **fields), PROMPTS, LENGTHS)
-    np.testing.assert_array_equal(beam.ids, greedy.ids)
-    np.testing.assert_allclose(beam.log_probs, greedy.log_probs, rtol=1e-6)
-
-
 def test_search_stops_when_no_better_beam_is_possible():
     """The end is almost sure after the second token, and everything else all but impossible."""
     calls = []
@@ -183,9 +175,8 @@ def test_search_ends_if_scores_are_nan():
         cache, logits = extend_table(cache, ids, time_step)
         return cache, jnp.full_like(logits, jnp.nan)
 
-    outputs = search(
-        BeamSearch(max_decode_steps=4, beam_size=2, eos_id=3), [[1, 2]], [2], extend=extend
-    )
+    decoder = BeamSearch(max_decode_steps=4, beam_size=2, eos_id=3)
+    outputs = search(decoder, [[1, 2]], [2], extend=extend)
     assert np.isnan(outputs.scores).all()
 
 

@@ -133,22 +133,17 @@ def test_batch_of_padding_ends_at_once():
     assert not np.any(outputs.ids) and not np.any(outputs.lengths)
 
 
-def test_prompts_may_be_one_token_wide():
+def test_prompts_may_be_one_token_wide_and_steps_may_be_one():
     outputs = decode(SampleDecoder(max_decode_steps=4, temperature=0.0), [[5], [1]], [1, 1])
     np.testing.assert_array_equal(outputs.ids, [[5, 5, 10, 7, 1], [1, 1, 2, 4, 8]])
-
-
-def test_limit_of_one_step_decodes_one_token():
     outputs = decode(SampleDecoder(max_decode_steps=1, temperature=0.0), [[5, 5]], [2])
     np.testing.assert_array_equal(outputs.ids, [[5, 5, 10]])
 
 
 def test_samples_differ_by_column_row_and_key():
     decoder = SampleDecoder(max_decode_steps=400, temperature=1.0)
-    run = lambda seed: decode(  # noqa: E731
-        decoder, [[1], [1]], [1, 1], key=jax.random.key(seed), extend=uniform
-    )
-    outputs = run(0)
+    run = partial(decode, decoder, [[1], [1]], [1, 1], extend=uniform)
+    outputs, again, other = (run(key=jax.random.key(seed)) for seed in (0, 0, 1))
     drawn = np.asarray(outputs.ids[:, 1:])
     # 800 draws from 13 tokens: with 12 degrees of freedom above 32.91 once in a thousand.
     observed = np.bincount(drawn.ravel(), minlength=VOCAB)
@@ -156,8 +151,8 @@ def test_samples_differ_by_column_row_and_key():
     # Columns and rows agree by chance once in 13.
     assert np.mean(drawn[:, 1:] == drawn[:, :-1]) < 0.15
     assert np.mean(drawn[0] == drawn[1]) < 0.15
-    np.testing.assert_array_equal(outputs.ids, run(0).ids)
-    assert np.any(outputs.ids != run(1).ids)
+    np.testing.assert_array_equal(outputs.ids, again.ids)
+    assert np.any(outputs.ids != other.ids)
     # Probabilities are the model's own, at any temperature.
     np.testing.assert_allclose(outputs.log_probs[:, 1:], -np.log(VOCAB), rtol=1e-5)
 
@@ -335,13 +330,9 @@ def test_id_outside_of_the_vocabulary_raises(raises, field, ids):
 def test_lists_are_converted_to_tuples():
     config = SampleDecoder.HParams.config(stop_sequences=[[5, 6]], eos_id=[1, 2])
     config.processors = [TopK.HParams.config(k=3)]
-    decoder = build(config)
-    assert decoder == SampleDecoder(
-        stop_sequences=((5, 6),), eos_id=(1, 2), processors=(TopK(k=3),)
-    )
-    assert decoder != SampleDecoder(
-        stop_sequences=((5, 6),), eos_id=(1, 2), processors=(TopK(k=4),)
-    )
+    decoder, fields = build(config), {"stop_sequences": ((5, 6),), "eos_id": (1, 2)}
+    assert decoder == SampleDecoder(**fields, processors=(TopK(k=3),))
+    assert decoder != SampleDecoder(**fields, processors=(TopK(k=4),))
     assert hash(decoder) != hash(SampleDecoder())
 
 
@@ -351,6 +342,13 @@ def test_equal_decoders_are_equal_values():
     assert hash(build(config)) == hash(SampleDecoder(max_decode_steps=3))
     assert build(config) != SampleDecoder(max_decode_steps=4)
     assert SampleDecoder() != object()
+
+    class Cautious(SampleDecoder):
+        top_k: int = 1
+
+    assert Cautious(top_k=2) == Cautious(top_k=2)
+    assert hash(Cautious(top_k=2)) == hash(Cautious(top_k=2))
+    assert Cautious(top_k=2) != Cautious(top_k=3) and Cautious() != SampleDecoder()
 
 
 @pytest.mark.parametrize(
@@ -411,12 +409,3 @@ def test_length_beyond_the_row_is_clipped():
     found, expected = (decode(decoder, [[1, 2]], [length]) for length in (5, 2))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert found.lengths.tolist() == [4]
-
-
-def test_decoders_differ_by_fields_of_subclasses():
-    class Cautious(SampleDecoder):
-        top_k: int = 1
-
-    assert Cautious(top_k=2) == Cautious(top_k=2)
-    assert hash(Cautious(top_k=2)) == hash(Cautious(top_k=2))
-    assert Cautious(top_k=2) != Cautious(top_k=3) and Cautious() != SampleDecoder()

@@ -29,19 +29,11 @@ def extend(cache, ids, time_step):
     return cache, jnp.asarray(TABLE)[sums]
 
 
-def decode(decoder, rows, options=None, key=KEY):
-    prompts, lengths = PROMPTS[rows], LENGTHS[rows]
-    cache = jnp.zeros((len(rows), prompts.shape[1] + STEPS), jnp.int32)
-    return extend_prompts(
-        decoder,
-        extend,
-        cache,
-        prompts=jnp.array(prompts),
-        prompt_lengths=jnp.array(lengths),
-        key=key,
-        row_ids=jnp.array(rows),
-        options=options,
-    )
+def decode(decoder, rows, options=None):
+    given = {"prompts": PROMPTS[rows], "prompt_lengths": LENGTHS[rows], "row_ids": rows}
+    cache = jnp.zeros((len(rows), PROMPTS.shape[1] + STEPS), jnp.int32)
+    given = jax.tree.map(jnp.array, given)
+    return extend_prompts(decoder, extend, cache, **given, key=KEY, options=options)
 
 
 ALL_ROWS = np.arange(4)
@@ -99,7 +91,7 @@ def test_top_p_with_ties_equals_praxis(praxis):
 
 def test_top_p_keeps_the_fewest_of_equal_tokens():
     # 0.5 + 0.2 reach 0.6, and so do three tokens of 0.25: no more are kept.
-    logits = np.log(np.array([[0.5, 0.2, 0.2, 0.1], [0.25, 0.25, 0.25, 0.25]], np.float32))
+    logits = np.log(np.array([[0.2, 0.5, 0.1, 0.2], [0.25, 0.25, 0.25, 0.25]], np.float32))
     kept = np.isfinite(processed(TopP(p=0.6), logits))
     np.testing.assert_array_equal(kept, [[True, True, False, False], [True, True, True, False]])
 

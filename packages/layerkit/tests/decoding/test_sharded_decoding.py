@@ -7,7 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from layerkit.decoding.beam_search import BeamSearch
 from layerkit.decoding.loop import SampleDecoder
@@ -18,7 +18,7 @@ from layerkit.models.language_model import LanguageModel
 from layerkit.models.sequence_model import SequenceModel
 from layerkit.nested_map import NestedMap
 from layerkit.sharding import DEFAULT_RULES, BoundSharding
-from layerkit.weights import logical_axes, unbox
+from layerkit.weights import is_box
 
 VOCAB, BATCH, WIDTH, STEPS = 16, 8, 4, 4
 LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 2
@@ -39,8 +39,7 @@ DECODERS = {
 
 @pytest.fixture(scope="module")
 def bound():
-    axes = ("data", "fsdp", "tensor")
-    return BoundSharding(jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3))
+    return BoundSharding(Mesh(np.reshape(jax.devices(), (2, 2, 2)), ("data", "fsdp", "tensor")))
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +72,7 @@ def prompts():
 @pytest.fixture(scope="module")
 def split_rows():
     """A mesh that splits whole rows in two."""
-    axes = ("data", "tensor", "context")
-    return BoundSharding(jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3))
+    return BoundSharding(Mesh(np.reshape(jax.devices(), (2, 2, 2)), ("data", "tensor", "context")))
 
 
 def random_weights(model):
@@ -99,31 +97,23 @@ def decode_of(model, decoder):
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "beams")) for n in DECODERS]
 )
 def test_decoding_with_a_sharded_cache_equals_one_device(bound, model, variables, name):
-    decoder = DECODERS[name]
-    expected = jax.jit(decode_of(model, decoder))(variables, prompts())
-    found, program = on_mesh(bound, model, variables, decoder, prompts())
-    check_equal(found, expected)
+    program = check_on_mesh(bound, model, variables, DECODERS[name], prompts())
     check_cache(program, num_rows=BATCH * (1 if name == "greedy" else 2))
 
 
 @pytest.mark.slow  # attention's own tests have single tokens on rows that are split
 @pytest.mark.parametrize(("name", "width"), [("greedy", WIDTH - 1), ("beams", 1)])
 def test_sharded_rows_may_have_any_length(split_rows, model, variables, name, width):
-    """Of a prompt each device holds a part; a step has one token, which is not split."""
-    decoder, batch = DECODERS[name], prompts()
+    batch = prompts()
     batch.ids = batch.ids[:, :width]
-    expected = jax.jit(decode_of(model, decoder))(variables, batch)
-    found, _ = on_mesh(split_rows, model, variables, decoder, batch)
-    check_equal(found, expected)
+    check_on_mesh(split_rows, model, variables, DECODERS[name], batch)
 
 
 def test_decoding_under_sequence_parallelism_equals_one_device(bound, model, variables):
     rules = DEFAULT_RULES.replace(residual_length=("context", "tensor"))
-    decoder, batch = DECODERS["greedy"], prompts()
+    batch, sharding = prompts(), BoundSharding(bound.mesh, rules)
     batch.ids = batch.ids[:, : WIDTH - 1]
-    expected = jax.jit(decode_of(model, decoder))(variables, batch)
-    found, _ = on_mesh(BoundSharding(bound.mesh, rules), model, variables, decoder, batch)
-    check_equal(found, expected)
+    check_on_mesh(sharding, model, variables, DECODERS["greedy"], batch)
 
 
 def test_sharded_sources_may_have_any_length(split_rows):
@@ -133,34 +123,26 @@ def test_sharded_sources_may_have_any_length(split_rows):
     config.model_tpl.embedding_tpl = Embedding.HParams.config()
     config.model_tpl.softmax_tpl = FullSoftmax.HParams.config()
     model = config.Instantiate()
-    variables, decoder = random_weights(model), DECODERS["greedy"]
+    variables = random_weights(model)
     ids = np.random.default_rng(5).integers(1, VOCAB, (BATCH, 5)).astype(np.int32)
     lengths = np.array([5, 1, 2, 3, 0, 2, 4, 1])[:, None]
     paddings = (np.arange(5) >= lengths).astype(np.float32)
     batch = NestedMap(src=NestedMap(ids=ids, paddings=paddings))
+    check_on_mesh(split_rows, model, variables, DECODERS["greedy"], batch, min_tokens=4)
+
+
+def check_on_mesh(bound, model, variables, decoder, batch, *, min_tokens=5):
+    """Compare eight devices with one; return the program of the eight."""
     expected = jax.jit(decode_of(model, decoder))(variables, batch)
-    found, _ = on_mesh(split_rows, model, variables, decoder, batch)
-    check_equal(found, expected, min_tokens=4)
-
-
-def on_mesh(bound, model, variables, decoder, batch):
-    """What eight devices make of the prompts, and the program that they run."""
     boxed = jax.eval_shape(model.init_boxed, KEY)
     places = jax.tree.map(
-        lambda axes, weight: bound.sharding(axes, shape=weight.shape),
-        logical_axes(boxed),
-        unbox(boxed),
-        is_leaf=lambda leaf: isinstance(leaf, tuple),
+        lambda box: bound.sharding(box.axes, shape=box.value.shape), boxed, is_leaf=is_box
     )
     axes = tuple(axis for axis in ("data", "fsdp") if axis in bound.mesh.shape)
     rows = NamedSharding(bound.mesh, PartitionSpec(axes))
     run = jax.jit(decode_of(model.clone(sharding=bound), decoder), in_shardings=(places, rows))
     compiled = run.lower(variables, batch).compile()
     found = compiled(jax.device_put(variables, places), jax.device_put(batch, rows))
-    return found, compiled.as_text()
-
-
-def check_equal(found, expected, *, min_tokens=5):
     names = jax.tree.leaves(jax.tree_util.tree_map_with_path(lambda p, _: str(p[-1]), expected))
     for leaf, a, b in zip(names, jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         if "ids" in leaf or "lengths" in leaf:
@@ -168,6 +150,7 @@ def check_equal(found, expected, *, min_tokens=5):
         else:
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=leaf)
     assert len(set(np.asarray(expected.ids)[:, -STEPS:].ravel())) >= min_tokens
+    return compiled.as_text()
 
 
 def check_cache(program, *, num_rows):

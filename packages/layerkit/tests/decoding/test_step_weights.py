@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +40,7 @@ STACKS = {
 }
 
 
-def language_model(decoder: Any, *, unroll: int | None, num_layers: int, **stack: Any) -> Any:
+def language_model(decoder, *, unroll, num_layers, **stack):
     lm = TransformerLm.HParams.config(
         vocab_size=16,
         model_dims=16,
@@ -61,10 +59,9 @@ BEAMS = BeamSearch.HParams.config(max_decode_steps=4, beam_size=2, eos_id=1)
 
 
 @pytest.mark.parametrize(
-    ("decoder", "stack"),
-    [*((GREEDY, stack) for stack in STACKS), (BEAMS, "alike")],
+    ("decoder", "stack"), [*((GREEDY, stack) for stack in STACKS), (BEAMS, "alike")]
 )
-def test_tokens_equal_those_of_repeated_layers(decoder: Any, stack: str):
+def test_tokens_equal_those_of_repeated_layers(decoder, stack):
     models = [language_model(decoder, unroll=unroll, **STACKS[stack]) for unroll in (None, 1)]
     random = np.random.default_rng(0)
     variables = jax.tree.map(
@@ -81,8 +78,8 @@ def test_tokens_equal_those_of_repeated_layers(decoder: Any, stack: str):
 
 
 def test_each_layer_has_weights_of_its_own():
-    def layers_of(model: Any) -> dict[str, Any]:
-        def call(bound: Any) -> Any:
+    def layers_of(model):
+        def call(bound):
             return step_weights(bound.lm)[1]["params"]["stack"]
 
         return jax.eval_shape(lambda v: model.apply(v, method=call), variables)
@@ -103,12 +100,12 @@ def test_weights_are_cast_to_the_dtypes_in_which_layers_compute():
     variables = jax.jit(model.init)(jax.random.key(0))
     ids = jnp.array([[3, 4, 5], [6, 7, 8]])
 
-    def call(bound: Any) -> Any:
+    def call(bound):
         network, given = step_weights(bound.lm)
         plain, own = bound.lm.unbind()
 
-        def logits(network: Any, given: Any) -> jax.Array:
-            def step(lm: Any) -> jax.Array:
+        def logits(network, given):
+            def step(lm):
                 lm.init_cache(2, 4)
                 return lm.extend_step(ids, time_step=0)
 

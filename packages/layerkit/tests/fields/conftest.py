@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 import pytest
 
 from layerkit.sharding import BoundSharding
@@ -10,5 +11,5 @@ from layerkit.sharding import BoundSharding
 
 @pytest.fixture(scope="session")
 def sharding():
-    auto = (jax.sharding.AxisType.Auto,) * 3
-    return BoundSharding(jax.make_mesh((2, 2, 2), ("data", "tensor", "context"), axis_types=auto))
+    devices = np.reshape(jax.devices(), (2, 2, 2))
+    return BoundSharding(jax.sharding.Mesh(devices, ("data", "tensor", "context")))

@@ -93,7 +93,7 @@ def test_batch_norm_keeps_its_averages_for_a_batch_of_padding():
 def test_batch_norm_on_a_mesh_uses_the_global_batch():
     layer = BatchNorm(dims=DIMS, train=True)
     variables = layer.init(KEY)
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.sharding.Mesh(jax.devices()[:4], ("data",))
     rows = jax.sharding.NamedSharding(mesh, jax.P("data"))
     sharded = layer.clone(sharding=BoundSharding(mesh))
     y, updates = jax.jit(lambda v, x: sharded.apply(v, x, mutable=[NON_TRAINABLE]))(

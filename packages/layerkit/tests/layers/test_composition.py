@@ -51,10 +51,11 @@ def test_mlp_block_equals_its_formula(activate_output):
     np.testing.assert_allclose(layer.apply(variables, X), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_mlp_block_raises_unless_hidden_dims_are_positive(raises):
-    layer = MLPBlock(input_dims=3, hidden_dims=(0,), output_dims=2)
+def test_init_raises_for_sizes_out_of_range(raises):
     with raises(ConfigError, owner="MLPBlock()", field="hidden_dims[0]", value=0):
-        layer.init(KEY)
+        MLPBlock(input_dims=3, hidden_dims=(0,), output_dims=2).init(KEY)
+    with raises(ConfigError, owner="StackingOverTime()", field="left", value=-1):
+        StackingOverTime(left=-1).init(KEY)
 
 
 @pytest.mark.parametrize("field", ["has_bias", "activation_tpl"])
@@ -79,11 +80,6 @@ def test_stacking_concatenates_neighbors(left, right, stride):
         ]
         expected.append(np.concatenate(frames, axis=-1))
     np.testing.assert_array_equal(layer.apply({}, X), np.stack(expected, axis=1))
-
-
-def test_stacking_over_time_raises_for_a_negative_context(raises):
-    with raises(ConfigError, owner="StackingOverTime()", field="left", value=-1):
-        StackingOverTime(left=-1).init(KEY)
 
 
 @pytest.mark.parametrize(

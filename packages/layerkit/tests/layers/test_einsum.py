@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,9 +56,7 @@ def test_values_and_gradients_equal_einsum(equation):
 
     found = run(lambda w, x: layer.apply({"params": {"w": w}}, x))
     expected = run(lambda w, x: jnp.einsum(equation, x, w))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected
-    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, expected)
     replaced = make(equation, dot_tpl=Doubled.HParams.config())
     doubled = jax.jit(replaced.apply)({"params": {"w": w}}, x)
     np.testing.assert_allclose(doubled, 2 * expected[0], rtol=1e-4, atol=1e-5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import re
 from typing import Any
 
@@ -9,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from layerkit.base_layer import AUX_LOSS, CACHE, NON_TRAINABLE, PARAMS, SUMMARIES, BaseLayer
 from layerkit.config import sub_config_field
@@ -16,7 +19,7 @@ from layerkit.errors import ConfigError
 from layerkit.layers.pipeline import Pipeline
 from layerkit.layers.repeat import Repeat
 from layerkit.sharding import BoundSharding
-from layerkit.weights import WeightHParams, WeightInit, logical_axes, unbox
+from layerkit.weights import WeightHParams, WeightInit, is_box, logical_axes
 
 KEY = jax.random.key(0)
 DIMS = 4
@@ -56,8 +59,8 @@ def reference(weights, x, shift, scale):
     return jax.lax.scan(layer, x, weights)
 
 
-def pipeline(stages, microbatches, repeats=1, layers=1, **fields):
-    stage = Block.HParams.config()
+def pipeline(stages, microbatches, repeats=1, *, block=Block, layers=1, **fields):
+    stage = block.HParams.config()
     if layers > 1:
         stage = Repeat.HParams.config(sub_tpl=stage, num_repeats=layers)
     fields = {"num_stages": stages, "num_microbatches": microbatches, "train": False, **fields}
@@ -93,9 +96,32 @@ def drawn_weights(layer):
     return {**zeros, PARAMS: jax.tree.map(draw, shapes[PARAMS])}
 
 
-def check_against_a_row(layer, *, leading, batch):
+def slow(layer, name):
+    return pytest.param(layer, id=name, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        pytest.param(pipeline(4, 16), id="gpipe"),
+        slow(pipeline(4, 4), "gpipe, full"),
+        pytest.param(pipeline(4, 8, 2), id="circular"),
+        slow(pipeline(2, 4, 2), "circular, two stages"),
+        pytest.param(pipeline(2, 2, 3), id="circular, full"),
+        pytest.param(pipeline(3, 5, 2, stream_inputs=False), id="not streamed, circular"),
+        slow(pipeline(4, 2, stream_inputs=False), "not streamed"),
+        pytest.param(pipeline(2, None, layers=2, microbatch_size=3), id="by size, several layers"),
+        slow(pipeline(2, 2, remat="none"), "without remat"),
+        slow(pipeline(2, 2, 2, remat="dots"), "circular, remat dots"),
+    ],
+)
+def test_pipeline_equals_sequential_layers(layer):
     """Values, gradients, auxiliary losses, summaries and state of a pipeline of blocks."""
     variables = drawn_weights(layer)
+    num_microbatches = layer.num_microbatches or 2
+    batch = num_microbatches * (layer.microbatch_size or 2)
+    (w,) = jax.tree.leaves(variables[PARAMS])
+    leading = w.ndim - 2
     x, shift = inputs(batch)
     scale = np.float32(1.5)
     collections = [AUX_LOSS, SUMMARIES, NON_TRAINABLE]
@@ -113,8 +139,8 @@ def check_against_a_row(layer, *, leading, batch):
         return jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2, 3), has_aux=True))
 
     (_, (outputs, updates)), gradients = both(run)(variables[PARAMS], x, shift, scale)
-    weights = np.concatenate(jax.tree.leaves(in_depth_order(variables[PARAMS], leading)))
-    (_, (expected, means, squares)), row_gradients = both(run_row)(weights, x, shift, scale)
+    row = (in_depth_order(w, leading), x, shift, scale)
+    (_, (expected, means, squares)), row_gradients = both(run_row)(*row)
 
     check_close(outputs, expected)
     (of_weights,) = jax.tree.leaves(in_depth_order(gradients[0], leading))
@@ -124,11 +150,7 @@ def check_against_a_row(layer, *, leading, batch):
         (reported,) = jax.tree.leaves(in_depth_order(updates[collection], leading))
         check_close(reported, of_row)
     (count,) = jax.tree.leaves(updates[NON_TRAINABLE])
-    np.testing.assert_array_equal(count, np.full(count.shape, count_microbatches(layer, batch)))
-
-
-def count_microbatches(layer, batch):
-    return layer.num_microbatches or batch // layer.microbatch_size
+    np.testing.assert_array_equal(count, np.full(count.shape, num_microbatches))
 
 
 def test_bubbles_with_nan_have_no_effect():
@@ -136,42 +158,6 @@ def test_bubbles_with_nan_have_no_effect():
     run = lambda variables, x: jnp.sum(block.apply(variables, x, shift=0.0))  # noqa: E731
     value, gradient = jax.value_and_grad(run)(block.init(KEY), jnp.zeros((1, DIMS)))
     assert np.isnan(value) and np.all(np.isnan(gradient[PARAMS]["w"]))
-
-
-@pytest.mark.parametrize(
-    ("stages", "microbatches"), [(4, 16), pytest.param(4, 4, marks=pytest.mark.slow)]
-)
-def test_gpipe_equals_sequential_layers(stages, microbatches):
-    check_against_a_row(pipeline(stages, microbatches), leading=1, batch=2 * microbatches)
-
-
-@pytest.mark.parametrize(
-    ("repeats", "stages", "microbatches"),
-    [pytest.param(2, 2, 4, marks=pytest.mark.slow), (2, 4, 8), (3, 2, 2)],
-)
-def test_circular_pipeline_equals_sequential_layers(repeats, stages, microbatches):
-    layer = pipeline(stages, microbatches, repeats)
-    check_against_a_row(layer, leading=2, batch=2 * microbatches)
-
-
-@pytest.mark.parametrize(
-    ("stages", "microbatches", "repeats"),
-    [pytest.param(4, 2, 1, marks=pytest.mark.slow), (3, 5, 2)],
-)
-def test_stream_inputs_does_not_change_outputs(stages, microbatches, repeats):
-    layer = pipeline(stages, microbatches, repeats, stream_inputs=False)
-    check_against_a_row(layer, leading=1 + (repeats > 1), batch=2 * microbatches)
-
-
-def test_stage_of_several_layers_with_microbatch_size():
-    layer = pipeline(2, None, layers=2, microbatch_size=3)
-    check_against_a_row(layer, leading=2, batch=6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("repeats", "remat"), [(1, "none"), (2, "dots")])
-def test_remat_does_not_change_values_and_gradients(repeats, remat):
-    check_against_a_row(pipeline(2, 2, repeats, remat=remat), leading=repeats, batch=4)
 
 
 def test_weights_are_stacked_in_order_of_depth():
@@ -274,19 +260,19 @@ class Wide(BaseLayer):
         return self.constrain(x, "batch", "length", "act_embed")
 
 
+wide_pipeline = functools.partial(pipeline, block=Wide, layers=2)
+
+
 def bound(**sizes):
-    auto = (jax.sharding.AxisType.Auto,) * len(sizes)
-    return BoundSharding(jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=auto))
+    devices = jax.devices()[: math.prod(sizes.values())]
+    return BoundSharding(Mesh(np.reshape(devices, tuple(sizes.values())), tuple(sizes)))
 
 
 def compiled_on(sharding, layer, arguments):
     """(loss and gradients, compiled for a mesh; its arguments, where they belong)."""
     boxed = jax.eval_shape(layer.init_boxed, KEY)
     weights = jax.tree.map(
-        lambda axes, weight: sharding.sharding(axes, shape=weight.shape),
-        logical_axes(boxed),
-        unbox(boxed),
-        is_leaf=lambda leaf: isinstance(leaf, tuple),
+        lambda box: sharding.sharding(box.axes, shape=box.value.shape), boxed, is_leaf=is_box
     )
     rows = sharding.sharding(("batch", None, None))
     places = (weights, rows, rows)
@@ -300,13 +286,6 @@ def compiled_on(sharding, layer, arguments):
 
 def summed(layer):
     return lambda variables, x, shift: jnp.sum(jnp.sin(layer.apply(variables, x, shift=shift)))
-
-
-def wide_pipeline(stages, microbatches, repeats=1, **fields):
-    fields = {"num_stages": stages, "num_microbatches": microbatches, "train": False, **fields}
-    stage = Repeat.HParams.config(sub_tpl=Wide.HParams.config(), num_repeats=2)
-    config = Pipeline.HParams.config(stage_tpl=stage, circular_repeats=repeats, **fields)
-    return config.Instantiate()
 
 
 @pytest.mark.parametrize(

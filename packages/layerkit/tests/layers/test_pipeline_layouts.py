@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from layerkit.errors import ConfigError
 from layerkit.layers.linears import Linear
 from layerkit.layers.pipeline import Pipeline
 from layerkit.sharding import DEFAULT_RULES, BoundSharding
-from layerkit.weights import logical_axes, unbox
+from layerkit.weights import is_box, unbox
 
 KEY = jax.random.key(0)
 X = np.random.default_rng(0).normal(size=(16, 4, 16)).astype(np.float32)
@@ -30,8 +31,7 @@ def sharded(first_axis, rules):
     """A pipeline on eight devices, and the same layer without them."""
     linear = Linear.HParams.config(input_dims=16, output_dims=16)
     layer = Pipeline(stage_tpl=linear, num_stages=2, num_microbatches=2)
-    auto = (jax.sharding.AxisType.Auto,) * 3
-    mesh = jax.make_mesh((2, 2, 2), (first_axis, "fsdp", "tensor"), axis_types=auto)
+    mesh = Mesh(np.reshape(jax.devices(), (2, 2, 2)), (first_axis, "fsdp", "tensor"))
     return layer.clone(sharding=BoundSharding(mesh, rules)), layer
 
 
@@ -48,10 +48,7 @@ def test_gradients_on_a_mesh_equal_one_device(first_axis, rules):
     boxed = layer.init_boxed(KEY)
     variables, bound = unbox(boxed), split.sharding
     layouts = jax.tree.map(
-        lambda axes, weight: bound.sharding(axes, shape=weight.shape),
-        logical_axes(boxed),
-        variables,
-        is_leaf=lambda leaf: isinstance(leaf, tuple),
+        lambda box: bound.sharding(box.axes, shape=box.value.shape), boxed, is_leaf=is_box
     )
     rows = bound.sharding(("batch", None, None), shape=X.shape)
     found = jax.jit(

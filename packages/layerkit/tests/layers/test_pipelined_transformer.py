@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from typing import Any
 
 import jax
@@ -23,8 +22,6 @@ from layerkit.layers.positions import RotaryPositionalEmbedding
 from layerkit.layers.stacks import StackedTransformerRepeated
 from layerkit.layers.transformer import Transformer
 from layerkit.models.transformer_lm import TransformerLm
-from layerkit.sharding import BoundSharding
-from layerkit.weights import logical_axes, unbox
 
 KEY = jax.random.key(0)
 BATCH, LENGTH, MEMORY_LENGTH, DIMS, HEADS = 8, 6, 3, 8, 4
@@ -232,47 +229,6 @@ def test_cached_steps_equal_the_logits_of_whole_rows(repeats):
     for start, end in itertools.pairwise([0, 3, 4, 5]):
         logits, cache = step(cache, ids[:, start:end], start)
         check_close(logits, expected[:, start:end])
-
-
-@pytest.mark.slow  # test_all_meshes has a smoke case
-@pytest.mark.parametrize("kind", ["gpipe", "circular"])
-def test_training_on_a_mesh_equals_one_device(kind):
-    fields = {"gpipe": {"stage_remat": "dots"}, "circular": {"circular_repeats": 2}}[kind]
-    model = language_model(num_stages=2, num_microbatches=2, **fields).clone(train=True)
-    auto = (jax.sharding.AxisType.Auto,) * 3
-    mesh = jax.make_mesh((2, 2, 2), ("stage", "fsdp", "tensor"), axis_types=auto)
-    bound = BoundSharding(mesh)
-    boxed = jax.eval_shape(model.init_boxed, KEY)
-    weights = jax.tree.map(
-        lambda axes, weight: bound.sharding(axes, shape=weight.shape),
-        logical_axes(boxed),
-        unbox(boxed),
-        is_leaf=lambda leaf: isinstance(leaf, tuple),
-    )
-    ids = np.random.default_rng(1).integers(1, 16, (BATCH, LENGTH)).astype(np.int32)
-
-    def loss_and_gradients(model):
-        def loss(variables, ids):
-            inputs = {"labels": jnp.roll(ids, -1, 1), "weights": jnp.ones(ids.shape)}
-            rows = {"segment_ids": SEGMENTS, "segment_pos": POSITIONS}
-            outputs = model.apply(variables, ids, **inputs, **rows, rngs={"random": KEY})
-            return jnp.mean(outputs.xent)
-
-        return jax.value_and_grad(loss)
-
-    variables = random_weights(model)
-    expected = jax.jit(loss_and_gradients(model))(variables, ids)
-    rows = bound.sharding(("batch", None))
-    run = jax.jit(
-        loss_and_gradients(model.clone(sharding=bound)),
-        in_shardings=(weights, rows),
-        out_shardings=(None, weights),
-    )
-    compiled = run.lower(variables, ids).compile()
-    found = compiled(jax.device_put(variables, weights), jax.device_put(ids, rows))
-    jax.tree.map(check_close, found, expected)
-    # What the stages hand on: two of the four rows of a microbatch, and nothing of the whole batch.
-    assert re.search(rf"f32\[1,2,{LENGTH},{DIMS}\]\S* collective-permute", compiled.as_text())
 
 
 @pytest.mark.parametrize(

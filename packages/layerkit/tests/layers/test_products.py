@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -39,12 +41,12 @@ W = jax.random.normal(jax.random.key(1), (IN, OUT))
 class Calling(BaseLayer):
     """Gives a function of this module a layer, with whatever sharding is bound to it."""
 
-    def fprop(self, function: Any, *args: Any) -> Any:
+    def fprop(self, function, *args):
         return function(self, *args)
 
 
-def on_mesh(*shape: int, names: tuple[str, ...]) -> Calling:
-    mesh = jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(shape))
+def on_mesh(*shape, names):
+    mesh = jax.sharding.Mesh(np.reshape(jax.devices()[: math.prod(shape)], shape), names)
     rules = ShardingRules.of(batch="data", length="context", act_mlp=None)
     return Calling(sharding=BoundSharding(mesh, rules))
 
@@ -90,9 +92,7 @@ def test_values_and_gradients_equal_the_plain_product(name):
 
     found = run(lambda x, w: apply(LAYERS[name], matmul, x, w))
     expected = run(lambda x, w: jnp.einsum("bti,io->bto", x, w))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected
-    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
 
 
 def test_transposed_inputs_of_weight_gradients_are_copied_on_a_single_cpu():
@@ -231,7 +231,7 @@ def small_model():
     return config.set(input_dims=8, hidden_dims=12, num_heads=2)
 
 
-def test_with_dots_replaces_all_dots_of_a_model():
+def test_with_dots_replaces_all_dots_of_a_model_or_those_of_a_pattern():
     config = small_model()
     switched = with_dots(config, Doubled.HParams.config())
     layer = switched.layer_tpl
@@ -241,14 +241,11 @@ def test_with_dots_replaces_all_dots_of_a_model():
     assert config == small_model()
     assert with_dots(switched, None) == config
 
-
-def test_with_dots_replaces_dots_of_matching_layers():
     pattern = r"layer_tpl\.attention_tpl\.(query|value)_tpl"
-    switched = with_dots(small_model(), Doubled.HParams.config(), only=pattern)
-    attention = switched.layer_tpl.attention_tpl
+    layer = with_dots(config, Doubled.HParams.config(), only=pattern).layer_tpl
+    attention = layer.attention_tpl
     assert attention.query_tpl.dot_tpl == attention.value_tpl.dot_tpl == Doubled.HParams.config()
-    assert attention.key_tpl.dot_tpl is None
-    assert switched.layer_tpl.feed_forward_tpl.linear_tpl.dot_tpl is None
+    assert attention.key_tpl.dot_tpl is layer.feed_forward_tpl.linear_tpl.dot_tpl is None
 
 
 def test_with_dots_ignores_layer_tpl_beside_block_tpls():

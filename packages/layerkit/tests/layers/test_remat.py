@@ -87,10 +87,9 @@ def attended(policy, in_scan):
 @pytest.mark.parametrize("in_scan", [False, True])
 @pytest.mark.parametrize("policy", REMAT_POLICIES[1:])
 def test_policies_do_not_change_values_and_gradients(policy, in_scan):
-    def assert_close(a, b):  # XLA merges other operations where less is kept
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-
-    jax.tree.map(assert_close, attended(policy, in_scan), attended("none", in_scan=False))
+    # XLA merges other operations where less is kept.
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    jax.tree.map(close, attended(policy, in_scan), attended("none", in_scan=False))
 
 
 BATCH, LENGTH, DIMS = 3, 5, 8
@@ -135,10 +134,7 @@ def test_named_policies_save_only_their_values_of_a_transformer():
     assert kept_by_scan("attention_out") == {f"f32{MODEL}": 2}
     assert kept_by_scan("projections") == {f"f32{MODEL}": 2, f"f32{HEADS}": 3}
     assert kept_by_scan("offload_residual") == {f"f32<host>{MODEL}": 1}
-    assert kept_by_scan("offload_projections") == {
-        f"f32<host>{MODEL}": 2,
-        f"f32<host>{HEADS}": 3,
-    }
+    assert kept_by_scan("offload_projections") == {f"f32<host>{MODEL}": 2, f"f32<host>{HEADS}": 3}
     # A norm after a branch needs what the branch gave.
     assert kept_by_scan("projections", norm_policy="pre_post") == {
         f"f32{MODEL}": 3,
@@ -164,23 +160,18 @@ def test_listed_names_are_saved_or_offloaded():
     ("stack", "policy"),
     [
         (StackedTransformerRepeated, "save:query,key;offload:residual,feed_forward_hidden"),
-        pytest.param(StackedTransformer, "projections", marks=pytest.mark.slow),
-        pytest.param(StackedTransformer, "full", marks=pytest.mark.slow),
-        pytest.param(StackedTransformer, "offload_residual", marks=pytest.mark.slow),
         (StackedTransformerRepeated, "offload_projections"),
-        pytest.param(StackedTransformerRepeated, "dots", marks=pytest.mark.slow),
-        pytest.param(StackedTransformerRepeated, "dots_no_batch", marks=pytest.mark.slow),
-        pytest.param(StackedTransformerRepeated, "projections", marks=pytest.mark.slow),
-        pytest.param(StackedTransformerRepeated, "attention_out", marks=pytest.mark.slow),
-        pytest.param(StackedTransformerRepeated, "full", marks=pytest.mark.slow),
-        pytest.param(StackedTransformerRepeated, "offload_residual", marks=pytest.mark.slow),
+        *(
+            pytest.param(stack, policy, marks=pytest.mark.slow)
+            for stack in (StackedTransformer, StackedTransformerRepeated)
+            for policy in REMAT_POLICIES
+            if policy not in ("none", "offload_projections")
+        ),
     ],
 )
 def test_policies_do_not_change_a_transformer(stack, policy):
-    def assert_close(a, b):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-
-    jax.tree.map(assert_close, stacked(stack, policy), stacked(stack, "none"))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, stacked(stack, policy), stacked(stack, "none"))
 
 
 @functools.cache
@@ -225,27 +216,16 @@ def test_rematerialized_layers_have_forward_mode_derivatives():
     np.testing.assert_allclose(derivative("full"), derivative("none"), rtol=1e-5)
 
 
-def test_none_policy_returns_the_function():
-    def body(module, x):
-        return x
-
-    assert remat(body, "none", in_scan=False) is body
-
-
-def test_check_remat_policy_raises_for_an_unknown_policy(raises):
-    with raises(ConfigError, owner="Repeat(stack)", field="remat", value="ful"):
-        check_remat_policy("ful", owner="Repeat(stack)")
-
-
 @pytest.mark.parametrize(
     ("policy", "field", "value"),
     [
+        ("ful", "remat", "ful"),
         ("keep:query", "treatment", "keep"),
         ("save:querry", "name", "querry"),
         ("save:", "name", ""),
         ("save:query;offload:query", "remat", "save:query;offload:query"),
     ],
 )
-def test_check_remat_policy_raises_for_a_wrong_list(raises, policy, field, value):
+def test_check_remat_policy_raises_for_an_invalid_policy(raises, policy, field, value):
     with raises(ConfigError, field=field, value=value):
         check_remat_policy(policy, owner="Repeat(stack)")

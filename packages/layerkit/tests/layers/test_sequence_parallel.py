@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import Mesh
 
 from layerkit.errors import ConfigError
 from layerkit.layers.attention.cross import CrossAttention
@@ -15,7 +17,7 @@ from layerkit.layers.sequence_parallel import gather_positions, split_positions
 from layerkit.layers.stacks import StackedTransformer, StackedTransformerRepeated
 from layerkit.layers.transformer import NORM_POLICIES, Transformer
 from layerkit.sharding import DEFAULT_RULES, BoundSharding
-from layerkit.weights import logical_axes, unbox
+from layerkit.weights import is_box
 
 KEY = jax.random.key(0)
 LAYERS, BATCH, LENGTH, DIMS = 3, 4, 8, 24
@@ -26,10 +28,8 @@ RULES = DEFAULT_RULES.replace(residual_length=("context", "tensor"))
 
 def bound(rules=RULES, **sizes):
     sizes = sizes or {"data": 2, "tensor": 4}
-    mesh = jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
-    )
-    return BoundSharding(mesh, rules)
+    devices = np.reshape(jax.devices()[: math.prod(sizes.values())], tuple(sizes.values()))
+    return BoundSharding(Mesh(devices, tuple(sizes)), rules)
 
 
 def biased(**fields):
@@ -53,10 +53,7 @@ def value_and_gradients(stack, extra):
 def compiled_on(sharding, stack, extra, variables):
     boxed = jax.eval_shape(stack.init_boxed, KEY)
     places = jax.tree.map(
-        lambda names, weight: sharding.sharding(names, shape=weight.shape),
-        logical_axes(boxed),
-        unbox(boxed),
-        is_leaf=lambda leaf: isinstance(leaf, tuple),
+        lambda box: sharding.sharding(box.axes, shape=box.value.shape), boxed, is_leaf=is_box
     )
     rows = sharding.sharding(("batch", "residual_length", None), shape=X.shape)
     run = jax.jit(

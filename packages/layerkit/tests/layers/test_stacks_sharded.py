@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from layerkit.layers.attention.biases import RelativeBias
 from layerkit.layers.attention.cross import CrossAttention
@@ -14,7 +14,7 @@ from layerkit.layers.masks import AttentionMask, row_positions
 from layerkit.layers.stacks import StackedTransformer, StackedTransformerRepeated
 from layerkit.layers.transformer import Transformer
 from layerkit.sharding import BoundSharding
-from layerkit.weights import logical_axes, unbox
+from layerkit.weights import is_box
 
 KEY = jax.random.key(0)
 BATCH, LENGTH, DIMS = 8, 4, 8
@@ -22,7 +22,6 @@ SIZES = {"input_dims": DIMS, "hidden_dims": 12, "num_heads": 4}
 X = np.asarray(jax.random.normal(KEY, (BATCH, LENGTH, DIMS)))
 MEMORY = np.asarray(jax.random.normal(jax.random.key(1), (BATCH, 3, DIMS)))
 SEGMENTS = np.tile(np.array([1, 1, 2, 2], np.int32), (BATCH, 1))
-MESHES = (((2, 2, 2), ("data", "fsdp", "tensor")), ((2, 4), ("fsdp", "tensor")))
 
 
 def sandwiched_and_parallel():
@@ -64,15 +63,8 @@ def value_and_gradients(layer, extra):
     return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
 
 
-def random_weights(layer):
-    random = np.random.default_rng(7)
-    shapes = jax.eval_shape(layer.init, KEY)
-    return jax.tree.map(lambda x: random.normal(0.0, 0.3, x.shape).astype(np.float32), shapes)
-
-
 @pytest.fixture(
-    scope="module",
-    params=[sandwiched_and_parallel, pytest.param(crossing, marks=pytest.mark.slow)],
+    scope="module", params=[sandwiched_and_parallel, pytest.param(crossing, marks=pytest.mark.slow)]
 )
 def case(request):
     """A stack, its weights, what it is called with, and its results on one device."""
@@ -81,23 +73,24 @@ def case(request):
     if request.param is crossing:
         mask = AttentionMask(row_positions(BATCH, LENGTH), row_positions(BATCH, 3))
         extra = {"memory": MEMORY, "memory_mask": mask}
-    variables = random_weights(layer)
+    random, shapes = np.random.default_rng(7), jax.eval_shape(layer.init, KEY)
+    variables = jax.tree.map(lambda x: random.normal(0.0, 0.3, x.shape).astype(np.float32), shapes)
     return layer, variables, extra, jax.jit(value_and_gradients(layer, extra))(variables, X)
 
 
 @pytest.mark.parametrize(
     ("shape", "axes"),
-    [MESHES[0], pytest.param(*MESHES[1], marks=pytest.mark.slow)],
+    [
+        ((2, 2, 2), ("data", "fsdp", "tensor")),
+        pytest.param((2, 4), ("fsdp", "tensor"), marks=pytest.mark.slow),
+    ],
 )
 def test_values_and_gradients_equal_one_device(case, shape, axes):
     layer, variables, extra, expected = case
-    bound = BoundSharding(jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes)))
+    bound = BoundSharding(Mesh(np.reshape(jax.devices(), shape), axes))
     boxed = jax.eval_shape(layer.init_boxed, KEY)
     places = jax.tree.map(
-        lambda names, weight: bound.sharding(names, shape=weight.shape),
-        logical_axes(boxed),
-        unbox(boxed),
-        is_leaf=lambda leaf: isinstance(leaf, tuple),
+        lambda box: bound.sharding(box.axes, shape=box.value.shape), boxed, is_leaf=is_box
     )
     rows = NamedSharding(bound.mesh, PartitionSpec(tuple(a for a in axes if a != "tensor")))
     run = jax.jit(

@@ -70,9 +70,9 @@ def weights_of(model):
     ids=lambda f: f.__name__,
 )
 def made(request):
+    """A function that makes a config, weights of its model, and the model's jitted logits."""
     model = request.param().Instantiate()
-    variables = weights_of(model)
-    return model, variables, jax.jit(partial(model.apply, method="logits"))
+    return request.param, weights_of(model), jax.jit(partial(model.apply, method="logits"))
 
 
 def test_target_attends_to_earlier_targets_and_the_whole_source(made):
@@ -119,15 +119,9 @@ def test_packed_documents_attend_to_their_source(made):
 
 
 def test_cached_steps_equal_the_full_pass(made):
-    model, variables, logits = made
-    _, state = model.apply(
-        variables,
-        SOURCE_IDS,
-        TARGET,
-        segment_ids=SOURCE_SEGMENTS,
-        method="init_cache",
-        mutable=[CACHE],
-    )
+    make, variables, logits = made
+    model, options = make().Instantiate(), {"method": "init_cache", "mutable": [CACHE]}
+    _, state = model.apply(variables, SOURCE_IDS, TARGET, segment_ids=SOURCE_SEGMENTS, **options)
     extend = jax.jit(partial(model.apply, method="extend_step", mutable=[CACHE]))
     steps = []
     for start, end in ((0, 3), (3, 4), (4, 5)):
@@ -156,21 +150,15 @@ def sequence_model(make, decoder):
 
 
 def test_greedy_decoding_equals_repeated_forward_passes(made):
-    _, variables, logits = made
-    make = sinusoidal if "embedding" in variables["params"] else repeated_with_relative_bias
+    make, own, logits = made
     model = sequence_model(make, SampleDecoder.HParams.config(temperature=0.0, max_decode_steps=4))
-    variables = {"params": {"model": variables["params"]}}
+    variables = {"params": {"model": own["params"]}}
     source = NestedMap(ids=SOURCE_IDS, paddings=1 - SOURCE_SEGMENTS)
     source.paddings[2] = 1  # a row that only fills up the batch
     decoded = jax.jit(partial(model.apply, method="decode"))(variables, NestedMap(src=source))
     ids = np.full((BATCH, 1), 2, np.int32)
     for _ in range(4):
-        step = logits(
-            {"params": variables["params"]["model"]},
-            SOURCE_IDS,
-            ids,
-            source_segment_ids=SOURCE_SEGMENTS,
-        )
+        step = logits(own, SOURCE_IDS, ids, source_segment_ids=SOURCE_SEGMENTS)
         ids = np.concatenate([ids, np.argmax(step[:, -1:], axis=-1)], axis=1)
     np.testing.assert_array_equal(decoded.ids[:2], ids[:2])
     np.testing.assert_array_equal(decoded.lengths, [5, 5, 0])
@@ -181,8 +169,7 @@ def test_greedy_decoding_equals_repeated_forward_passes(made):
 
 @pytest.mark.slow
 def test_beam_as_wide_as_the_vocabulary_finds_the_most_likely_pair(made):
-    _, variables, logits = made
-    make = sinusoidal if "embedding" in variables["params"] else repeated_with_relative_bias
+    make, variables, logits = made
     model = sequence_model(make, BeamSearch.HParams.config(beam_size=VOCAB, max_decode_steps=2))
     batch = NestedMap(src=NestedMap(ids=SOURCE_IDS, segment_ids=SOURCE_SEGMENTS))
     decoded = jax.jit(partial(model.apply, method="decode"))(
@@ -212,13 +199,9 @@ def test_loss_is_weighted():
         tgt=NestedMap(ids=TARGET_IDS, labels=labels, weights=weights),
     )
     metrics, _ = jax.jit(model.apply)(variables, batch)
-    inner = model.model_tpl.Instantiate()
-    logits = jax.jit(partial(inner.apply, method="logits"))(
-        {"params": variables["params"]["model"]},
-        SOURCE_IDS,
-        TARGET_IDS,
-        source_segment_ids=SOURCE_SEGMENTS,
-    )
+    own = {"params": variables["params"]["model"]}
+    run = jax.jit(partial(model.model_tpl.Instantiate().apply, method="logits"))
+    logits = run(own, SOURCE_IDS, TARGET_IDS, source_segment_ids=SOURCE_SEGMENTS)
     every = jax.nn.log_softmax(logits)
     xent = -np.take_along_axis(np.asarray(every), labels[..., None], -1)[..., 0]
     np.testing.assert_allclose(metrics["xent"].value, np.average(xent, weights=weights), rtol=1e-4)
@@ -253,9 +236,3 @@ def test_source_may_have_a_separate_embedding():
         {"params": params}, SOURCE_IDS + 20, TARGET_IDS
     )
     assert jnp.isfinite(logits).all()
-
-
-def test_configs_of_two_models_are_independent():
-    one, other = network(), network()
-    one.decoder_stack_tpl.layer_tpl.cross_attention_tpl.logit_cap = 5.0
-    assert other.decoder_stack_tpl.layer_tpl.cross_attention_tpl.logit_cap is None

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-from layerkit.config import Config
 from layerkit.decoding.beam_search import BeamSearch
 from layerkit.decoding.loop import SampleDecoder
 from layerkit.errors import ConfigError
@@ -23,7 +22,7 @@ VOCAB = 17
 NUM_STEPS = 4
 
 
-def model_config(stack: type = StackedTransformerRepeated) -> Config[LanguageModel]:
+def model_config(stack=StackedTransformerRepeated):
     config = LanguageModel.HParams.config(
         is_prefix_lm=True,
         decoder=SampleDecoder.HParams.config(temperature=0.0, max_decode_steps=NUM_STEPS),
@@ -37,7 +36,7 @@ def model_config(stack: type = StackedTransformerRepeated) -> Config[LanguageMod
     return config
 
 
-def latent_config() -> Config[LanguageModel]:
+def latent_config():
     config = model_config()
     config.lm_tpl.stack_tpl.layer_tpl.attention_tpl = MultiHeadLatentAttention.HParams.config(
         latent_dims=6,
@@ -49,7 +48,7 @@ def latent_config() -> Config[LanguageModel]:
     return config
 
 
-def random_variables(model: LanguageModel) -> dict:
+def random_variables(model):
     """Weights large enough for greedy continuations to wander."""
     random = np.random.default_rng(3)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
@@ -57,7 +56,7 @@ def random_variables(model: LanguageModel) -> dict:
 
 
 @partial(jax.jit, static_argnums=0)
-def logits_of(model: LanguageModel, variables, ids, **options):
+def logits_of(model, variables, ids, **options):
     def ask(model, ids):
         return model.lm.logits(ids, **options)
 

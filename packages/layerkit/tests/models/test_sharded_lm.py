@@ -5,26 +5,22 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from layerkit.decoding.loop import SampleDecoder
 from layerkit.layers.embeddings import Embedding, FullSoftmax
 from layerkit.layers.positions import RotaryPositionalEmbedding, TrainablePositionalEmbedding
 from layerkit.layers.stacks import StackedTransformer, StackedTransformerRepeated
 from layerkit.models.language_model import LanguageModel
 from layerkit.nested_map import NestedMap
 from layerkit.sharding import BoundSharding
-from layerkit.weights import logical_axes, unbox
+from layerkit.weights import is_box
 
 KEY = jax.random.key(0)
 VOCAB, BATCH, LENGTH = 16, 8, 6
-MESH_AXES = ("data", "fsdp", "tensor")
 
 
 def make_model(stack, **fields):
-    config = LanguageModel.HParams.config(
-        decoder=SampleDecoder.HParams.config(temperature=0.0, max_decode_steps=3)
-    )
+    config = LanguageModel.HParams.config()
     config.lm_tpl.set(vocab_size=VOCAB, model_dims=8, hidden_dims=12, num_layers=2, num_heads=4)
     config.lm_tpl.stack_tpl = stack.HParams.config(**fields)
     return config
@@ -55,8 +51,7 @@ def biased_in_a_row():
 
 @pytest.fixture(scope="module")
 def bound():
-    auto = (jax.sharding.AxisType.Auto,) * 3
-    return BoundSharding(jax.make_mesh((2, 2, 2), MESH_AXES, axis_types=auto))
+    return BoundSharding(Mesh(np.reshape(jax.devices(), (2, 2, 2)), ("data", "fsdp", "tensor")))
 
 
 def random_weights(model):
@@ -67,12 +62,9 @@ def random_weights(model):
 
 def layouts(model, bound):
     """Where the weights of a model lie, by their logical axes."""
-    shapes = jax.eval_shape(model.init_boxed, KEY)
+    boxed = jax.eval_shape(model.init_boxed, KEY)
     return jax.tree.map(
-        lambda axes, weight: bound.sharding(axes, shape=weight.shape),
-        logical_axes(shapes),
-        unbox(shapes),
-        is_leaf=lambda leaf: isinstance(leaf, tuple),
+        lambda box: bound.sharding(box.axes, shape=box.value.shape), boxed, is_leaf=is_box
     )
 
 
@@ -103,12 +95,9 @@ def loss_and_gradients(model):
     return jax.value_and_grad(loss, has_aux=True)
 
 
-# The first is on every mesh, with experts, in the tests of all meshes.
-@pytest.mark.parametrize(
-    "make", [pytest.param(rotary_in_a_loop, marks=pytest.mark.slow), biased_in_a_row]
-)
-def test_losses_and_gradients_equal_those_of_one_device(bound, make):
-    model, batch = make(), packed_batch()
+# test_all_meshes.py has repeated layers with rotary positions.
+def test_losses_and_gradients_equal_those_of_one_device(bound):
+    model, batch = biased_in_a_row(), packed_batch()
     variables = random_weights(model)
     expected = jax.jit(loss_and_gradients(model))(variables, batch)
 
@@ -148,23 +137,3 @@ def test_logits_are_sharded_by_their_axes(bound):
     logits = run(variables, ids)
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
     assert logits.addressable_shards[0].data.shape == (BATCH // 4, LENGTH, VOCAB // 2)
-
-
-@pytest.mark.slow  # a smaller model is decoded on a mesh in the tests of decoding
-def test_decoding_equals_that_of_one_device(bound):
-    model = rotary_in_a_loop()
-    variables = random_weights(model)
-    batch = NestedMap(
-        ids=packed_batch().ids[:, :3], prompt_lengths=np.array([3, 1, 2, 3, 0, 2, 2, 1], np.int32)
-    )
-    expected = jax.jit(lambda v: model.apply(v, batch, method="decode"))(variables)
-    sharded = model.clone(sharding=bound)
-    run = jax.jit(
-        lambda v, batch: sharded.apply(v, batch, method="decode"),
-        in_shardings=(layouts(model, bound), rows(bound)),
-    )
-    found = run(variables, batch)
-    assert len(set(np.asarray(expected.ids)[:, 3:].ravel())) > 2
-    np.testing.assert_array_equal(found.ids, expected.ids)
-    np.testing.assert_array_equal(found.lengths, expected.lengths)
-    np.testing.assert_allclose(found.log_probs, expected.log_probs, rtol=1e-4, atol=1e-5)

@@ -38,19 +38,9 @@ def test_metrics_are_means_and_scores_are_per_row():
     np.testing.assert_array_equal(outputs.scores, [-4.0, -2.0])
     np.testing.assert_array_equal(outputs.per_token_xent, xent)
     np.testing.assert_array_equal(outputs.exact_match, [0.0, 1.0])
-
-
-def test_row_without_weight_is_no_exact_match():
-    ones = jnp.ones((2, 2))
-    predictions = NestedMap(
-        loss=jnp.float32(1.0),
-        xent=jnp.float32(1.0),
-        total_weight=jnp.float32(1.0),
-        per_token_xent=ones,
-        correct=jnp.array([[False, True], [True, True]]),
-    )
-    _, outputs = token_metrics(predictions, jnp.array([[0.0, 0.5], [0.0, 0.0]]))
-    assert outputs.exact_match.tolist() == [1.0, 0.0]
+    # A row without weight is no exact match.
+    _, outputs = token_metrics(predictions, jnp.array([[0.5, 0.0], [0.0, 0.0]]))
+    np.testing.assert_array_equal(outputs.exact_match, [1.0, 0.0])
 
 
 def test_classification_model_reports_scores():

@@ -175,7 +175,7 @@ def bound_ring():
     return BoundSharding(mesh)
 
 
-def arguments(cell: Cell, column: Column):
+def arguments(cell, column):
     """Return ((query, key, value), options with a gradient, other options)."""
     length = cell.length or column.length
     queries = cell.queries or length
@@ -203,7 +203,7 @@ def arguments(cell: Cell, column: Column):
 
 
 @functools.cache
-def verdict(cell_name: str, column_name: str) -> str:
+def verdict(cell_name, column_name):
     cell, column = CELLS[cell_name], COLUMNS[column_name]
     inputs, learned, options = arguments(cell, column)
     ring = {"sharding": bound_ring(), "context_parallel": "ring"} if column.ring else {}
@@ -219,7 +219,7 @@ def verdict(cell_name: str, column_name: str) -> str:
     )
 
 
-def rendered() -> str:
+def rendered():
     """Return the page: the introduction and the table of verdicts."""
     head = INTRODUCTION.strip()
     lines = [
@@ -378,7 +378,7 @@ def values_and_gradients(inputs, learned, options):
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 @pytest.mark.parametrize(("cell", "column"), ON_GPU)
-def test_supported_cell_equals_float32_on_gpu(cell: Cell, column: Column):
+def test_supported_cell_equals_float32_on_gpu(cell, column):
     inputs, learned, options = arguments(cell, column)
     kernel = jax.jit(lambda *x: values_and_gradients(*x, options | {"backend": column.backend}))
     ours = jax.tree.leaves(kernel(inputs, learned))
@@ -394,7 +394,7 @@ def test_supported_cell_equals_float32_on_gpu(cell: Cell, column: Column):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("cell", "column"), ACCEPTED)
-def test_supported_cell_equals_xla(cell: Cell, column: Column):
+def test_supported_cell_equals_xla(cell, column):
     inputs, learned, options = arguments(cell, column)
     chosen = {"backend": column.backend, "platform": column.platform, "interpret": True}
     if column.ring:

@@ -26,6 +26,8 @@ FUSABLE = AttentionCall(
     is_causal=True,
 )
 ON_TPU = {"platform": "tpu"}
+RING = {"num_length_shards": 2, "uses_ring": True}
+RING_ON_TPU = {**ON_TPU, "num_queries": 512, "num_keys": 512, **RING}
 
 CUDNN_UNSUPPORTED = [
     {"platform": "cpu"},
@@ -71,14 +73,7 @@ PALLAS_UNSUPPORTED = [
     {**ON_TPU, "has_prefix": True},
     {**ON_TPU, "has_dropout": True},
     {**ON_TPU, "num_queries": 256, "num_keys": 256, "num_length_shards": 2, "uses_ring": True},
-    {
-        **ON_TPU,
-        "num_queries": 512,
-        "num_keys": 512,
-        "num_length_shards": 2,
-        "uses_ring": True,
-        "window": 99,
-    },
+    {**RING_ON_TPU, "window": 99},
 ]
 RING_UNSUPPORTED = [
     {"num_queries": 1, "is_causal": False},
@@ -86,7 +81,6 @@ RING_UNSUPPORTED = [
     {"has_dropout": True},
     {"is_in_row_order": False},
 ]
-RING = {"num_length_shards": 2, "uses_ring": True}
 
 
 def name_change(change):
@@ -126,14 +120,7 @@ def test_cudnn_runs_supported_calls(change):
         {"num_length_shards": 4, "uses_ring": True},
         {"has_cudnn": False},
         {**ON_TPU},
-        {
-            **ON_TPU,
-            "num_queries": 512,
-            "num_keys": 512,
-            "num_length_shards": 2,
-            "uses_ring": True,
-            "has_segments": True,
-        },
+        {**RING_ON_TPU, "has_segments": True},
         {**ON_TPU, "dtype": "float32", "head_dim": 576, "value_dim": 512},
         {**ON_TPU, "window": 8, "has_segments": True, "has_sinks": True, "has_logit_cap": True},
         {**ON_TPU, "num_queries": 256, "is_causal": False, "is_in_row_order": False},

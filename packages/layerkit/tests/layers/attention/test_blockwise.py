@@ -12,13 +12,8 @@ from layerkit.layers.attention.xla import xla_attention
 from layerkit.layers.masks import AttentionMask
 
 
-@pytest.mark.parametrize(
-    ("length", "block"),
-    [
-        (640, 320),
-        (1021, 1021),  # a prime number: one block
-    ],
-)
+# 1021 is a prime number: one block.
+@pytest.mark.parametrize(("length", "block"), [(640, 320), (1021, 1021)])
 def test_several_blocks_equal_array_code(length, block):
     segments = jnp.asarray(1 + np.arange(length) // 200, jnp.int32)[None]
     mask = AttentionMask.causal_mask(1, length, segment_ids=segments).within(150)
@@ -43,7 +38,6 @@ def test_several_blocks_equal_array_code(length, block):
         return read, *pull(given)
 
     inputs = query, key, value
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), blockwise(*inputs), whole(*inputs)
-    )
+    for ours_, expected in zip(blockwise(*inputs), whole(*inputs), strict=True):
+        np.testing.assert_allclose(ours_, expected, atol=2e-5)
     assert f"f32[1,1,2,{block},{block}]" in str(jax.make_jaxpr(blockwise)(*inputs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ SEGMENTS = jnp.asarray(np.where(POSITIONS < 250, 1 + (POSITIONS > 99), 0), jnp.i
 MASK = AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=SEGMENTS)
 
 
-def draw(seed: int, *shape: int) -> jax.Array:
+def draw(seed, *shape):
     return jax.random.normal(jax.random.key(seed), shape)
 
 
@@ -52,12 +53,9 @@ def test_values_and_gradients_equal_attention_with_all_keys(case):
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(QUERY, KEY, VALUE)
 
-    found = run(lambda *x, **options: dot_product_attention(*x, **options, sharding=ONE_CPU))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-        found,
-        run(xla_attention),
-    )
+    found = run(partial(dot_product_attention, sharding=ONE_CPU))
+    close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, found, run(xla_attention))
 
 
 def test_no_products_with_keys_after_a_block_are_computed():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import Mesh
 
 from layerkit.errors import ConfigError
 from layerkit.layers.adapters import LoraDot, with_lora
@@ -27,13 +27,10 @@ def make(**fields):
     )
 
 
-def drawn_weights(layer, seed=0):
+def drawn_weights(layer):
     """Return weights without zeros, since weights that start at 0 would hide errors."""
-    random = np.random.default_rng(seed)
-    shapes = jax.eval_shape(layer.init, jax.random.key(0))
-    return jax.tree.map(
-        lambda w: jnp.asarray(random.normal(0.0, 0.5, w.shape), jnp.float32), shapes
-    )
+    random, shapes = np.random.default_rng(0), jax.eval_shape(layer.init, jax.random.key(0))
+    return jax.tree.map(lambda w: random.normal(0.0, 0.5, w.shape).astype(np.float32), shapes)
 
 
 def combined_weights(weights):
@@ -81,19 +78,16 @@ def test_equals_separate_projections_with_the_same_weights(kv_heads):
 
 
 def test_weight_is_split_over_devices_by_groups():
-    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    bound = BoundSharding(Mesh(np.reshape(jax.devices(), (2, 2, 2)), ("data", "fsdp", "tensor")))
     layer = make(num_kv_heads=2, combined_qkv=True)
     weights = drawn_weights(layer)
     expected = value_and_gradients(layer)(weights, X)
-    bound = BoundSharding(mesh)
     axes = logical_axes(layer.init_boxed(jax.random.key(0)))["params"]
     assert axes["qkv"] == {
         "w": ("embed", "kv_heads", None, "head_dim"),
         "b": ("kv_heads", None, "head_dim"),
     }
-    places = jax.tree.map(
-        lambda names: bound.sharding(names), axes, is_leaf=lambda leaf: isinstance(leaf, tuple)
-    )
+    places = jax.tree.map(bound.sharding, axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
     placed = {"params": jax.device_put(weights["params"], places)}
     w = placed["params"]["qkv"]["w"]
     assert w.sharding.shard_shape(w.shape) == (DIMS // 2, 1, HEADS // 2 + 2, DIMS // HEADS)
@@ -132,9 +126,8 @@ def test_low_rank_adapter_applies_to_the_combined_projection():
 
 @pytest.mark.parametrize(("combined", "only"), [(True, "(query|value)_tpl"), (False, "qkv_tpl")])
 def test_adapter_of_a_missing_projection_raises(combined, only):
-    config = MultiHeadAttention.HParams.config(
-        input_dims=DIMS, num_heads=HEADS, combined_qkv=combined
-    )
+    sizes = {"input_dims": DIMS, "num_heads": HEADS}
+    config = MultiHeadAttention.HParams.config(**sizes, combined_qkv=combined)
     used = ("qkv_tpl",) if combined else ("query_tpl", "key_tpl", "value_tpl")
     with pytest.raises(ConfigError) as caught:
         with_lora(config, rank=2, only=only)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.extend import core
+from jax.sharding import Mesh
 
 from layerkit.errors import ConfigError
 from layerkit.layers.attention.backends import UnsupportedBackendError
@@ -31,9 +32,7 @@ MASKS = {
     "none": lambda: None,
     "causal": lambda: AttentionMask.causal_mask(BATCH, LENGTH),
     "packed": lambda: AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=SEGMENTS),
-    "packed_window": lambda: AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=SEGMENTS).within(
-        7
-    ),
+    "packed_window": lambda: MASKS["packed"]().within(7),
     "causal_window": lambda: AttentionMask.causal_mask(BATCH, LENGTH).within(3),
     "window_both_ways": lambda: AttentionMask.bidirectional_mask(BATCH, LENGTH).within(3),
     "prefix": lambda: AttentionMask.causal_mask(
@@ -43,12 +42,8 @@ MASKS = {
 
 
 def bound(**sizes):
-    count = int(np.prod(list(sizes.values())))
-    auto = (jax.sharding.AxisType.Auto,) * len(sizes)
-    mesh = jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=auto, devices=jax.devices()[:count]
-    )
-    return BoundSharding(mesh)
+    devices = np.reshape(jax.devices()[: math.prod(sizes.values())], tuple(sizes.values()))
+    return BoundSharding(Mesh(devices, tuple(sizes)))
 
 
 def draw(
@@ -77,13 +72,17 @@ def values_and_gradients(inputs, learned=None, **options):
 
 
 def check_equal(ours, expected, atol=3e-6):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(
-            np.asarray(a, np.float32), np.asarray(b, np.float32), atol=atol
-        ),
-        ours,
-        expected,
-    )
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), atol=atol)
+
+
+def check_split(inputs, learned=None, *, way, sharding, atol=3e-6, **options):
+    """Compare split rows with whole rows; return the results of split rows."""
+    expected = values_and_gradients(inputs, learned, **options)
+    split = {"sharding": sharding, "context_parallel": way}
+    ours = values_and_gradients(inputs, learned, **split, **options)
+    check_equal(ours, expected, atol)
+    return ours
 
 
 @pytest.mark.parametrize(
@@ -102,13 +101,8 @@ def check_equal(ours, expected, atol=3e-6):
 )
 def test_split_rows_equal_whole_rows(way, mask, sizes):
     options = {"mask": MASKS[mask](), "logit_cap": 1.5}
-    learned = {"sinks": SINKS}
     inputs = draw(kv_heads=HEADS if way == "ulysses" else KV_HEADS)
-    expected = values_and_gradients(inputs, learned, **options)
-    ours = values_and_gradients(
-        inputs, learned, sharding=bound(**sizes), context_parallel=way, **options
-    )
-    check_equal(ours, expected)
+    check_split(inputs, {"sinks": SINKS}, way=way, sharding=bound(**sizes), **options)
 
 
 @pytest.mark.slow
@@ -118,11 +112,8 @@ def test_split_rows_equal_whole_rows(way, mask, sizes):
 @pytest.mark.parametrize("way", ["all_gather", "ring", "ulysses"])
 @pytest.mark.parametrize("mask", list(MASKS))
 def test_every_mask_on_every_mesh_equals_whole_rows(mask, way, sizes):
-    options = {"mask": MASKS[mask]()}
     inputs = draw(heads=8, kv_heads=8) if way == "ulysses" else draw()
-    expected = values_and_gradients(inputs, **options)
-    ours = values_and_gradients(inputs, sharding=bound(**sizes), context_parallel=way, **options)
-    check_equal(ours, expected)
+    check_split(inputs, way=way, sharding=bound(**sizes), mask=MASKS[mask]())
 
 
 @st.composite
@@ -167,17 +158,13 @@ def test_ring_equals_whole_rows_for_every_call(call):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["ring", "ulysses"])
 def test_length_may_be_split_over_several_mesh_axes(way):
-    sharding = bound(tensor=2, context=2)
     rules = DEFAULT_RULES.replace(
         **dict.fromkeys(("length", "residual_length"), ("context", "tensor")),
         act_heads=None,
         act_kv_heads=None,
     )
-    sharding = BoundSharding(sharding.mesh, rules)
-    options = {"mask": MASKS["packed"]()}
-    inputs = draw(kv_heads=HEADS)
-    ours = values_and_gradients(inputs, sharding=sharding, context_parallel=way, **options)
-    check_equal(ours, values_and_gradients(inputs, **options))
+    sharding = BoundSharding(bound(tensor=2, context=2).mesh, rules)
+    check_split(draw(kv_heads=HEADS), way=way, sharding=sharding, mask=MASKS["packed"]())
 
 
 @pytest.mark.parametrize(
@@ -189,21 +176,15 @@ def test_length_may_be_split_over_several_mesh_axes(way):
     ],
 )
 def test_single_key_head_is_replicated_over_tensor(way):
-    options = {"mask": MASKS["causal"]()}
-    inputs = draw(kv_heads=1)
     sharding = bound(tensor=2, context=2)
-    expected = values_and_gradients(inputs, **options)
-    ours = values_and_gradients(inputs, sharding=sharding, context_parallel=way, **options)
-    check_equal(ours, expected)
+    check_split(draw(kv_heads=1), way=way, sharding=sharding, mask=MASKS["causal"]())
 
 
 @pytest.mark.slow
 def test_ring_supports_low_precision_and_other_lengths_of_keys():
     inputs = draw(dtype=jnp.bfloat16, keys=2 * LENGTH)
-    expected = values_and_gradients(inputs)
-    ours = values_and_gradients(inputs, sharding=bound(context=4), context_parallel="ring")
+    ours = check_split(inputs, way="ring", sharding=bound(context=4), atol=0.04)
     assert ours[1][0][0].dtype == jnp.bfloat16
-    check_equal(ours, expected, atol=0.04)
 
 
 @pytest.mark.slow
@@ -212,11 +193,8 @@ def test_query_without_a_key_reads_0_in_a_ring():
     ones = jnp.ones_like(positions)
     mask = AttentionMask(positions, positions, ones.at[:, 3].set(9), ones)
     options = {"mask": mask, "zero_fully_masked_rows": True}
-    ours = values_and_gradients(
-        draw(), sharding=bound(context=4), context_parallel="ring", **options
-    )
+    ours = check_split(draw(), way="ring", sharding=bound(context=4), **options)
     np.testing.assert_array_equal(ours[0][:, 3], 0.0)
-    check_equal(ours, values_and_gradients(draw(), **options))
 
 
 @pytest.mark.parametrize("way", ["all_gather", "ulysses"])
@@ -226,12 +204,8 @@ def test_whole_rows_support_bias_and_dropout(way):
 
     bias = jax.random.normal(jax.random.key(5), (1, HEADS, LENGTH, LENGTH))
     options = {"mask": MASKS["causal"](), "dropout": drop_odd_keys}
-    inputs = draw(kv_heads=HEADS)
-    expected = values_and_gradients(inputs, {"bias": bias}, **options)
     sharding = bound(data=2, context=4)
-    options |= {"sharding": sharding, "context_parallel": way}
-    ours = values_and_gradients(inputs, {"bias": bias}, **options)
-    check_equal(ours, expected)
+    check_split(draw(kv_heads=HEADS), {"bias": bias}, way=way, sharding=sharding, **options)
 
 
 def test_single_query_is_replicated_and_raises_in_a_ring(raises):
@@ -350,6 +324,15 @@ def test_ring_runs_the_gpu_kernel():
     np.testing.assert_allclose(ours, dot_product_attention(*inputs, **options), atol=3e-6)
 
 
+@pytest.mark.slow
+def test_gpu_kernel_of_split_rows_equals_that_of_whole_rows():
+    segments = jnp.repeat(SEGMENTS, 3, axis=1)  # three blocks of 16, one for each shard
+    options = {"mask": AttentionMask.causal_mask(BATCH, 48, segment_ids=segments)}
+    options |= {"backend": "pallas", "platform": "gpu", "interpret": True}
+    inputs, sharding = draw(queries=48, keys=48), bound(data=2, context=3)
+    check_split(inputs, {"sinks": SINKS}, way="all_gather", sharding=sharding, **options)
+
+
 def test_ring_runs_on_each_stage_of_a_pipeline():
     """Stages are a mapped axis on a separate mesh axis."""
     stages = [jnp.stack([x, 2 * x]) for x in draw()]
@@ -370,36 +353,23 @@ def test_ring_runs_on_each_stage_of_a_pipeline():
 
 @pytest.mark.slow
 def test_ring_without_a_split_length_equals_attention():
-    expected = values_and_gradients(draw(), mask=MASKS["causal"]())
-    ours = values_and_gradients(
-        draw(), mask=MASKS["causal"](), sharding=bound(data=2), context_parallel="ring"
-    )
-    check_equal(ours, expected)
+    check_split(draw(), way="ring", sharding=bound(data=2), mask=MASKS["causal"]())
 
 
-def test_heads_that_cannot_be_split_raise_in_ulysses(raises):
-    with raises(UnsupportedBackendError, field="context_parallel", value="ulysses"):
-        dot_product_attention(
-            *draw(), scale=1.0, sharding=bound(context=4), context_parallel="ulysses"
-        )
-
-
-@pytest.mark.parametrize("way", ["all_gather", "ring"])
-def test_lengths_that_cannot_be_split_raise(raises, way):
-    with raises(ConfigError, owner="queries", value=LENGTH):
-        dot_product_attention(*draw(), scale=1.0, sharding=bound(context=3), context_parallel=way)
-
-
-def test_keys_that_cannot_be_split_raise_in_a_ring(raises):
-    with raises(ConfigError, owner="keys", value=6):
-        dot_product_attention(
-            *draw(keys=6), scale=1.0, sharding=bound(context=4), context_parallel="ring"
-        )
-
-
-def test_unknown_kind_of_context_parallelism_raises(raises):
-    with raises(ConfigError, field="context_parallel", value="rings"):
-        dot_product_attention(*draw(), scale=1.0, context_parallel="rings")
+@pytest.mark.parametrize(
+    ("inputs", "count", "way", "kind", "data"),
+    [
+        ({}, 4, "ulysses", UnsupportedBackendError, {"value": "ulysses"}),  # two key heads
+        ({}, 3, "all_gather", ConfigError, {"owner": "queries", "value": LENGTH}),
+        ({}, 3, "ring", ConfigError, {"owner": "queries", "value": LENGTH}),
+        ({"keys": 6}, 4, "ring", ConfigError, {"owner": "keys", "value": 6}),
+        ({}, None, "rings", ConfigError, {"field": "context_parallel", "value": "rings"}),
+    ],
+)
+def test_calls_that_cannot_be_split_raise(raises, inputs, count, way, kind, data):
+    sharding = count and bound(context=count)
+    with raises(kind, **data):
+        dot_product_attention(*draw(**inputs), scale=1.0, sharding=sharding, context_parallel=way)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import Mesh
 
 from layerkit.base_layer import CACHE
 from layerkit.errors import ConfigError
@@ -28,13 +28,10 @@ def make(**fields):
     )
 
 
-def drawn_weights(layer, seed=0):
+def drawn_weights(layer):
     """Return weights without zeros, since weights that start at 0 would hide errors."""
-    random = np.random.default_rng(seed)
-    shapes = jax.eval_shape(layer.init, jax.random.key(0))
-    return jax.tree.map(
-        lambda w: jnp.asarray(random.normal(0.0, 0.5, w.shape), jnp.float32), shapes
-    )
+    random, shapes = np.random.default_rng(0), jax.eval_shape(layer.init, jax.random.key(0))
+    return jax.tree.map(lambda w: random.normal(0.0, 0.5, w.shape).astype(np.float32), shapes)
 
 
 def arrays(batch=BATCH):
@@ -137,31 +134,20 @@ def test_weights_and_cache_have_the_documented_shapes():
     assert shapes == {CACHE: {"key": each, "value": each}}
 
 
-def test_padding_of_the_memory_has_no_effect():
+def test_padding_of_the_memory_has_no_effect_and_memory_of_padding_reads_zero():
     layer = make()
     weights, (x, memory) = drawn_weights(layer), arrays()
     read = at_once(layer, weights, x, memory, mask_of())
     changed = memory.at[0, 4:].set(1e3)
     np.testing.assert_array_equal(at_once(layer, weights, x, changed, mask_of()), read)
-
-
-def test_memory_of_padding_reads_zero_if_rows_are_zeroed():
-    layer = make(zero_fully_masked_rows=True)
-    weights, (x, memory) = drawn_weights(layer), arrays()
-    nothing = mask_of(np.zeros((BATCH, MEMORY), np.int32))
-    read = at_once(layer, weights, x, memory, nothing)
+    zeroing, nothing = make(zero_fully_masked_rows=True), np.zeros((BATCH, MEMORY), np.int32)
+    read = at_once(zeroing, weights, x, memory, mask_of(nothing))
     np.testing.assert_array_equal(read, 0.0)
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(("data", "fsdp", "tensor"), marks=pytest.mark.slow),
-        ("data", "context", "tensor"),
-    ],
-)
-def test_on_a_mesh_equals_one_device(names):
-    mesh = jax.make_mesh((2, 2, 2), names, axis_types=(AxisType.Auto,) * 3)
+@pytest.mark.parametrize("axis", [pytest.param("fsdp", marks=pytest.mark.slow), "context"])
+def test_on_a_mesh_equals_one_device(axis):
+    mesh = Mesh(np.reshape(jax.devices(), (2, 2, 2)), ("data", axis, "tensor"))
     layer = make(num_kv_heads=2, use_bias=True)
     weights, (x, memory) = drawn_weights(layer), arrays(4)
     mask = mask_of(np.tile(PADDED, (2, 1)))

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend import core
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from layerkit.errors import ConfigError
-from layerkit.layers.attention.backends import UnsupportedBackendError
 from layerkit.layers.attention.dot_product import dot_product_attention
 from layerkit.layers.masks import AttentionMask
 
@@ -28,20 +28,22 @@ def draw(seed, *, queries=LENGTH, keys=LENGTH, heads=HEADS, kv_heads=HEADS, dtyp
     ]
 
 
-def by_loops(query, key, value, *, allowed, scale, cap=None):
+def by_loops(query, key, value, *, allowed, scale, cap=None, bias=None, sinks=None):
     """float64; `allowed` is `[batch, queries, keys]`."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     group = query.shape[2] // key.shape[2]
-    out = np.zeros(query.shape)
+    out = np.zeros((*query.shape[:3], value.shape[-1]))
     for b, i, h in np.ndindex(*query.shape[:3]):
-        weights = []
-        for j in range(key.shape[1]):
+        total = 0.0 if sinks is None else math.exp(sinks[h])
+        for j in np.flatnonzero(allowed[b, i]):
             logit = scale * float(query[b, i, h] @ key[b, j, h // group])
+            if bias is not None:
+                logit += bias[b % bias.shape[0], h % bias.shape[1], i, j]
             if cap is not None:
                 logit = cap * math.tanh(logit / cap)
-            weights.append(math.exp(logit) if allowed[b, i, j] else 0.0)
-        for j, weight in enumerate(weights):
-            out[b, i, h] += weight / sum(weights) * value[b, j, h // group]
+            out[b, i, h] += math.exp(logit) * value[b, j, h // group]
+            total += math.exp(logit)
+        out[b, i, h] /= total
     return out
 
 
@@ -49,9 +51,7 @@ MASKS = {
     "none": lambda: None,
     "causal": lambda: AttentionMask.causal_mask(BATCH, LENGTH),
     "packed": lambda: AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=jnp.asarray(SEGMENTS)),
-    "padded": lambda: AttentionMask.bidirectional_mask(
-        BATCH, LENGTH, segment_ids=jnp.asarray(SEGMENTS)
-    ),
+    "padded": lambda: MASKS["packed"]().replace(causal=False),
 }
 
 
@@ -72,6 +72,23 @@ def test_attention_equals_numpy_loops(mask, kv_heads, cap):
     query, key, value = draw(0, kv_heads=kv_heads)
     expected = by_loops(query, key, value, allowed=allowed_pairs(mask), scale=0.6, cap=cap)
     actual = dot_product_attention(query, key, value, mask=MASKS[mask](), scale=0.6, logit_cap=cap)
+    np.testing.assert_allclose(actual, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("cap", [None, 0.8])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("sizes", [None, (BATCH, HEADS), (1, HEADS), (BATCH, 1)])
+def test_attention_with_a_bias_sinks_and_a_window_equals_numpy_loops(sizes, has_sinks, cap):
+    query, key, value = draw(0, kv_heads=2)
+    value = value[..., :2]  # smaller than queries and keys
+    normal = np.random.default_rng(0).normal
+    bias = None if sizes is None else normal(size=(*sizes, LENGTH, LENGTH)).astype(np.float32)
+    learned = {"bias": bias, "sinks": normal(size=HEADS).astype(np.float32) if has_sinks else None}
+    allowed = np.tri(LENGTH, dtype=bool) & ~np.tri(LENGTH, k=-3, dtype=bool)
+    allowed = np.broadcast_to(allowed, (BATCH, LENGTH, LENGTH))
+    expected = by_loops(query, key, value, allowed=allowed, scale=0.7, cap=cap, **learned)
+    options = {"mask": MASKS["causal"]().within(3), "scale": 0.7, "logit_cap": cap}
+    actual = dot_product_attention(query, key, value, **options, **jax.tree.map(jnp.array, learned))
     np.testing.assert_allclose(actual, expected, atol=2e-6)
 
 
@@ -103,11 +120,7 @@ def test_causal_mask_hides_huge_later_keys(dtype):
     before = dot_product_attention(query, key, value, mask=mask, scale=1.0)
     for token in range(1, LENGTH):
         after = dot_product_attention(
-            query,
-            key.at[:, token].set(1e3),
-            value.at[:, token].set(6e4),
-            mask=mask,
-            scale=1.0,
+            query, key.at[:, token].set(1e3), value.at[:, token].set(6e4), mask=mask, scale=1.0
         )
         np.testing.assert_array_equal(after[:, :token], before[:, :token])
         assert not np.array_equal(after[:, token], before[:, token])
@@ -143,20 +156,16 @@ def test_fully_masked_rows_with_sinks_are_zero():
         assert np.abs(read[:, 0]).max() > 0
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("cap", [None, 5.0])
-def test_gradients_are_finite_with_fully_masked_rows(zero, cap):
-    inputs = draw(5)
+def test_gradients_are_finite_with_fully_masked_rows(zero, cap, dtype):
+    inputs = draw(5, dtype=dtype)
 
     def total(inputs):
-        out = dot_product_attention(
-            *inputs,
-            mask=mask_with_an_empty_row(),
-            scale=30.0,
-            logit_cap=cap,
-            zero_fully_masked_rows=zero,
-        )
-        return jnp.sum(out**2)
+        options = {"logit_cap": cap, "zero_fully_masked_rows": zero}
+        out = dot_product_attention(*inputs, mask=mask_with_an_empty_row(), scale=30.0, **options)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
 
     gradients = jax.jit(jax.grad(total))(inputs)
     for gradient in gradients:
@@ -184,10 +193,8 @@ def test_dropout_applies_to_probabilities():
 def walk(jaxpr):
     for eqn in jaxpr.eqns:
         yield eqn
-        for value in eqn.params.values():
-            inner = getattr(value, "jaxpr", None)
-            if inner is not None:
-                yield from walk(inner)
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from walk(inner)
 
 
 def test_grouped_keys_are_not_repeated_in_memory():
@@ -220,23 +227,6 @@ def test_platform_is_that_of_a_surrounding_mesh(caplog):
             jax.eval_shape(attend, array)
         jax.eval_shape(attend, array)
     assert ["pallas" in line for line in caplog.messages] == [True, False]
-
-
-def test_unsupported_backend_raises_with_every_requirement(raises):
-    query, key, value = draw(9)
-    mask = AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=jnp.asarray(SEGMENTS))
-    with raises(UnsupportedBackendError, field="backend", value="cudnn"):
-        dot_product_attention(
-            query,
-            key,
-            value,
-            mask=mask,
-            scale=1.0,
-            logit_cap=1.0,
-            dropout=lambda p: p,
-            backend="cudnn",
-            platform="cpu",
-        )
 
 
 @pytest.mark.parametrize(

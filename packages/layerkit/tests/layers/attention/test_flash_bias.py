@@ -120,17 +120,13 @@ def test_query_that_sees_no_key_gets_and_gives_zeros(platform):
 def test_fixed_bias_has_no_kernel_of_its_gradient():
     inputs, options, _, _ = draw_call("gpu", 0)
 
+    kernel = {"backend": "pallas", "platform": "gpu", "interpret": True}
+
     def kernels(*, is_learned):
         def total(by_distance):
             bias = DistanceBias(by_distance, is_learned=is_learned)
-            read = dot_product_attention(
-                **{**inputs, "bias": bias},
-                **options,
-                backend="pallas",
-                platform="gpu",
-                interpret=True,
-            )
-            return jnp.sum(read)
+            given = {**inputs, "bias": bias}
+            return jnp.sum(dot_product_attention(**given, **options, **kernel))
 
         return str(jax.make_jaxpr(jax.grad(total))(inputs["bias"].by_distance))
 
@@ -140,8 +136,7 @@ def test_fixed_bias_has_no_kernel_of_its_gradient():
 
 @pytest.mark.parametrize("platform", ["gpu", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_devices_of_a_mesh_have_the_bias_of_their_heads(platform):
-    auto = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=auto, devices=jax.devices()[:4])
+    mesh = jax.sharding.Mesh(np.reshape(jax.devices()[:4], (2, 2)), ("data", "tensor"))
     random = np.random.default_rng(0)
     length, heads = UNITS[platform], 4
     shapes = dict.fromkeys(("query", "key", "value"), (BATCH, length, heads, 8))

@@ -58,20 +58,20 @@ def test_largest_blocks_determine_the_blocks_of_the_kernel():
         assert (sizes.block_q, sizes.block_kv_dkv) == blocks
 
 
-@pytest.mark.slow
-def test_all_options_together_equal_xla_and_auto_selects_the_kernel():
+MESH = jax.sharding.Mesh(np.reshape(jax.devices(), (2, 2, 2)), ("data", "tensor", "context"))
+
+
+# Without a backend, auto selects the kernel.
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param({}, id="auto", marks=pytest.mark.slow),
+        pytest.param({"sharding": BoundSharding(MESH), "backend": "pallas"}, id="mesh"),
+    ],
+)
+def test_all_options_together_equal_xla_on_one_device_and_on_a_mesh(chosen):
     mask = AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=segments()).within(150)
     options = {"mask": mask, "logit_cap": 1.5}
     sinks = jnp.array([1.0, -1.0, 0.0, 2.0])
-    ours = values_and_gradients(sinks, **options)
-    check_equal(ours, values_and_gradients(sinks, backend="xla", **options))
-
-
-def test_each_device_of_a_mesh_computes_its_shard_of_rows_heads_and_length():
-    auto = (jax.sharding.AxisType.Auto,) * 3
-    mesh = jax.make_mesh((2, 2, 2), ("data", "tensor", "context"), axis_types=auto)
-    mask = AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=segments()).within(150)
-    options = {"mask": mask, "logit_cap": 1.5}
-    sinks = jnp.array([1.0, -1.0, 0.0, 2.0])
-    ours = values_and_gradients(sinks, sharding=BoundSharding(mesh), backend="pallas", **options)
+    ours = values_and_gradients(sinks, **chosen, **options)
     check_equal(ours, values_and_gradients(sinks, backend="xla", **options))

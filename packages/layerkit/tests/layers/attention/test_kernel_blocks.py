@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 
 from layerkit.layers.attention.flash_tpu import splash_kernel
-from layerkit.layers.attention.kernel_blocks import (
-    GpuTile,
-    KernelBlocks,
-    gpu_tiles,
-    tpu_blocks,
-)
+from layerkit.layers.attention.kernel_blocks import GpuTile, KernelBlocks, gpu_tiles, tpu_blocks
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, use_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, use_abstract_mesh
 
 from layerkit.layers.attention import dot_product
 from layerkit.layers.attention.distance_bias import DistanceBias
@@ -24,15 +24,16 @@ from layerkit.sharding import BoundSharding
 BATCH, LENGTH = 4, 256
 
 
-def packed_and_windowed(segments):
-    return AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=segments).within(100)
+def packed(segments):
+    return AttentionMask.causal_mask(*segments.shape, segment_ids=segments)
 
 
 CALLS = {
-    "causal": lambda _: {"mask": AttentionMask.causal_mask(BATCH, LENGTH)},
-    "window": lambda _: {"mask": AttentionMask.causal_mask(BATCH, LENGTH).within(100)},
+    "causal": lambda segments: {"mask": AttentionMask.causal_mask(*segments.shape)},
+    "window": lambda segments: {"mask": AttentionMask.causal_mask(*segments.shape).within(100)},
+    "packed": lambda segments: {"mask": packed(segments)},
     "everything": lambda segments: {
-        "mask": packed_and_windowed(segments),
+        "mask": packed(segments).within(100),
         "logit_cap": 30.0,
         "sinks": jnp.zeros(4),
     },
@@ -41,11 +42,12 @@ DEVICES = {
     "cuda": AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu"),
     "tpu": AbstractDevice("TPU v5", num_cores=1, platform="tpu"),
 }
+FUSED = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}
 KERNELS = [
     ("cudnn", "cuda", "causal", "__cudnn$fmhaSoftmax"),
     ("cudnn", "cuda", "window", "__cudnn$fmhaSoftmax"),
-    ("pallas", "cuda", "everything", "__gpu$xla.gpu.triton"),
-    ("pallas", "tpu", "everything", "tpu_custom_call"),
+    ("pallas", "cuda", "everything", FUSED["cuda"]),
+    ("pallas", "tpu", "everything", FUSED["tpu"]),
 ]
 
 
@@ -59,17 +61,17 @@ def gradients(call, **options):
     return jax.jit(jax.grad(total, argnums=(0, 1, 2)))
 
 
-def abstract(sharding=None, head_dim=64, value_dim=None):
+def abstract(sharding=None, head_dim=64, value_dim=None, length=LENGTH):
     def array(shape, axes, dtype=jnp.bfloat16):
         layout = None if sharding is None else sharding.sharding(axes, shape=shape)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
 
-    query = array((BATCH, LENGTH, 4, head_dim), ("batch", "length", "act_heads", None))
+    query = array((BATCH, length, 4, head_dim), ("batch", "length", "act_heads", None))
     key, value = (
-        array((BATCH, LENGTH, 2, dim), ("batch", "length", "act_kv_heads", None))
+        array((BATCH, length, 2, dim), ("batch", "length", "act_kv_heads", None))
         for dim in (head_dim, value_dim or head_dim)
     )
-    return query, key, value, array((BATCH, LENGTH), ("batch", "length"), jnp.int32)
+    return query, key, value, array((BATCH, length), ("batch", "length"), jnp.int32)
 
 
 @pytest.fixture
@@ -78,7 +80,7 @@ def planned_devices(absent_devices):
 
     def bind(platform):
         grid = np.array(absent_devices(platform)).reshape(2, 2)
-        return BoundSharding(Mesh(grid, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2))
+        return BoundSharding(Mesh(grid, ("data", "tensor")))
 
     return bind
 
@@ -130,7 +132,7 @@ def test_auto_compiles_a_fused_kernel_for_large_and_unequal_heads(
     sharding = planned_devices(platform)
     program = gradients("everything", sharding=sharding)
     text = program.lower(*abstract(sharding, head_dim, value_dim)).compile().as_text()
-    assert {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}[platform] in text
+    assert FUSED[platform] in text
     assert "all-gather" not in text
 
 
@@ -141,24 +143,11 @@ def test_auto_compiles_a_fused_kernel_for_large_and_unequal_heads(
 )
 @pytest.mark.usefixtures("as_if_cudnn_were_here")
 def test_split_packed_rows_compile_a_fused_kernel(planned_devices, platform, way, collective):
-    mesh = planned_devices(platform).mesh
-    auto = (AxisType.Auto,) * 2
-    sharding = BoundSharding(Mesh(mesh.devices, ("data", "context"), axis_types=auto))
-    length = 1024
-    inputs = [
-        jax.ShapeDtypeStruct((BATCH, length, *x.shape[2:]), x.dtype, sharding=x.sharding)
-        for x in abstract(sharding)
-    ]
-
-    def total(query, key, value, segments):
-        mask = AttentionMask.causal_mask(BATCH, length, segment_ids=segments)
-        read = dot_product_attention(
-            query, key, value, mask=mask, scale=0.1, sharding=sharding, context_parallel=way
-        )
-        return jnp.sum(read.astype(jnp.float32))
-
-    text = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(*inputs).compile().as_text()
-    assert {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}[platform] in text
+    devices = planned_devices(platform).mesh.devices
+    sharding = BoundSharding(Mesh(devices, ("data", "context")))
+    program = gradients("packed", sharding=sharding, context_parallel=way)
+    text = program.lower(*abstract(sharding, length=1024)).compile().as_text()
+    assert FUSED[platform] in text
     assert collective in text
     gathered = re.findall(r"= (\w+)\S* all-gather(?:-start)?\(", text)
     assert set(gathered) <= {"s32"}  # the segments, for whole rows
@@ -202,7 +191,7 @@ def test_auto_compiles_a_fused_kernel_for_a_learned_bias(planned_devices, platfo
     programs = {backend: compiled(backend) for backend in ("auto", "xla")}
     pairs = f"{length},{length}]"
     fused = programs["auto"].as_text()
-    assert {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}[platform] in fused
+    assert FUSED[platform] in fused
     assert pairs not in fused and pairs in programs["xla"].as_text()
     temporary = {
         backend: program.memory_analysis().temp_size_in_bytes / 2**20

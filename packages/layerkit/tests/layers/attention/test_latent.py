@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import Mesh
 
 from layerkit.base_layer import CACHE
 from layerkit.errors import ConfigError
@@ -35,13 +35,10 @@ def make(**fields):
     return MultiHeadLatentAttention(**{**SIZES, **fields})
 
 
-def drawn_weights(layer, seed=0):
+def drawn_weights(layer):
     """Return weights without zeros, since weights that start at 0 would hide errors."""
-    random = np.random.default_rng(seed)
-    shapes = jax.eval_shape(layer.init, jax.random.key(0))
-    return jax.tree.map(
-        lambda w: jnp.asarray(random.normal(0.0, 0.5, w.shape), jnp.float32), shapes
-    )
+    random, shapes = np.random.default_rng(0), jax.eval_shape(layer.init, jax.random.key(0))
+    return jax.tree.map(lambda w: random.normal(0.0, 0.5, w.shape).astype(np.float32), shapes)
 
 
 def inputs(batch=BATCH):
@@ -241,30 +238,15 @@ def test_folded_steps_never_expand_the_cache(folds):
     layer = (config if folds else with_lora(config, rank=2)).Instantiate()
     weights = drawn_weights(layer)
 
-    def step(cache, x):
-        return layer.apply(
-            {**weights, **cache},
-            x,
-            time_step=jnp.int32(0),
-            positions=positions(BATCH, 0, 1),
-            method="extend_step",
-            mutable=[CACHE],
-        )
-
+    step = functools.partial(extend, layer, weights, start=0)
     program = str(jax.make_jaxpr(step)(empty_cache(layer, weights), inputs()[:, :1]))
     slots_of_heads = f"[{BATCH},{SLOTS},{HEADS},"
     assert (slots_of_heads in program) is not folds
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(("data", "fsdp", "tensor"), marks=pytest.mark.slow),
-        ("data", "context", "tensor"),
-    ],
-)
-def test_on_a_mesh_equals_one_device(names):
-    mesh = jax.make_mesh((2, 2, 2), names, axis_types=(AxisType.Auto,) * 3)
+@pytest.mark.parametrize("axis", [pytest.param("fsdp", marks=pytest.mark.slow), "context"])
+def test_on_a_mesh_equals_one_device(axis):
+    mesh = Mesh(np.reshape(jax.devices(), (2, 2, 2)), ("data", axis, "tensor"))
     layer = make(query_latent_dims=QUERY_LATENT)
     weights, x = drawn_weights(layer), inputs(4)
     expected = whole(layer, weights, x)

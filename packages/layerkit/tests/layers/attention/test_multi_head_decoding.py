@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
-from jax.sharding import AxisType
+from jax.sharding import Mesh
 
-from layerkit.base_layer import CACHE, PARAMS, BaseLayer
-from layerkit.config import sub_config_field
+from layerkit.base_layer import CACHE, PARAMS
 from layerkit.errors import ConfigError
 from layerkit.layers.attention.biases import Alibi, RelativeBias
 from layerkit.layers.attention.multi_head import MultiHeadAttention
@@ -25,19 +22,17 @@ from layerkit.sharding import BoundSharding
 BATCH, LENGTH, SLOTS, DIMS, HEADS = 2, 6, 8, 8, 4
 ROTARY = RotaryPositionalEmbedding.HParams.config()
 RMS_NORM = RmsNorm.HParams.config()
+RELATIVE_BIAS = RelativeBias.HParams.config(num_buckets=4, max_distance=4)
 
 
 def make(**fields):
     return MultiHeadAttention(**{"input_dims": DIMS, "num_heads": HEADS, **fields})
 
 
-def drawn_weights(layer, seed=0):
+def drawn_weights(layer):
     """Return weights without zeros, since weights that start at 0 would hide errors."""
-    random = np.random.default_rng(seed)
-    shapes = jax.eval_shape(layer.init, jax.random.key(0))
-    return jax.tree.map(
-        lambda w: jnp.asarray(random.normal(0.0, 0.5, w.shape), jnp.float32), shapes
-    )
+    random, shapes = np.random.default_rng(0), jax.eval_shape(layer.init, jax.random.key(0))
+    return jax.tree.map(lambda w: random.normal(0.0, 0.5, w.shape).astype(np.float32), shapes)
 
 
 def inputs(batch=BATCH, length=LENGTH, seed=2):
@@ -49,10 +44,10 @@ def positions(batch, start, stop):
 
 
 @functools.partial(jax.jit, static_argnames="layer")
-def whole(layer, weights, x):
+def whole(layer, weights, x, bias=None):
     batch, length = x.shape[:2]
     mask = AttentionMask.causal_mask(batch, length)
-    return layer.apply(weights, x, mask=mask, positions=positions(batch, 0, length))
+    return layer.apply(weights, x, mask=mask, positions=positions(batch, 0, length), bias=bias)
 
 
 @functools.partial(jax.jit, static_argnames=("layer", "batch", "slots"))
@@ -108,7 +103,7 @@ def test_steps_equal_fprop(kv_heads, rotary):
 OPTIONS = [
     {"window": 3},
     {"combined_qkv": True, "use_bias": True},
-    {"relative_bias_tpl": RelativeBias.HParams.config(num_buckets=4, max_distance=4)},
+    {"relative_bias_tpl": RELATIVE_BIAS},
     {"qk_norm_tpl": RMS_NORM, "qk_norm_before_rotary": True, "qk_norm_over": "projection"},
     {"use_sinks": True},
     {"use_bias": True},
@@ -141,10 +136,11 @@ def combinations(number):
 
 @pytest.mark.parametrize(
     "fields",
-    CASES[:4]
-    + [pytest.param(fields, marks=pytest.mark.slow) for fields in CASES[4:]]
-    + list(combinations(6))[:1]
-    + [pytest.param(fields, marks=pytest.mark.slow) for fields in list(combinations(6))[1:]],
+    [
+        pytest.param(fields, marks=[pytest.mark.slow] * (i >= ordinary))
+        for cases, ordinary in ((CASES, 4), (combinations(6), 1))
+        for i, fields in enumerate(cases)
+    ],
     ids=lambda fields: "-".join(sorted(fields)[:9]),
 )
 def test_steps_equal_fprop_for_every_option(fields):
@@ -165,11 +161,7 @@ def test_steps_equal_fprop_with_a_bias_argument():
     layer = make(num_kv_heads=2, relative_bias_tpl=Alibi.HParams.config())
     weights, x = drawn_weights(layer), inputs()
     bias = jax.random.normal(jax.random.key(5), (1, HEADS, SLOTS, SLOTS))
-    mask = AttentionMask.causal_mask(BATCH, LENGTH)
-    places = positions(BATCH, 0, LENGTH)
-    seen = bias[:, :, :LENGTH, :LENGTH]
-    at_once = jax.jit(lambda w, x, b: layer.apply(w, x, mask=mask, positions=places, bias=b))
-    expected = at_once(weights, x, seen)
+    expected = whole(layer, weights, x, bias=bias[:, :, :LENGTH, :LENGTH])
     cache, outs = empty_cache(layer, weights), []
     for start, stop in ((0, 4), (4, 5), (5, 6)):
         own = bias[:, :, start:stop]
@@ -248,86 +240,23 @@ def test_prompts_of_unequal_length_are_written_in_one_step(fields):
         np.testing.assert_allclose(out[:, 0], expected[:, start], atol=1e-5)
 
 
-class Layers(BaseLayer):
-    """Attention layers in a row, as a scan over stacked weights and caches."""
-
-    attention_tpl: Any = sub_config_field(None)
-    num_layers: int = 3
-
-    def setup(self):
-        self.create_child("attention", self.attention_tpl)
-
-    def create_weights(self):
-        self.scan(lambda layer, carry: (layer.create_weights(), (carry, None))[1], 0)
-
-    def fprop(self, x, mask, positions):
-        def body(layer, x):
-            return x + layer(x, mask=mask, positions=positions), None
-
-        return self.scan(body, x)
-
-    def init_cache(self, batch_size, max_length):
-        self.scan(
-            lambda layer, carry: (layer.init_cache(batch_size, max_length), (carry, None))[1], 0
-        )
-
-    def extend_step(self, x, *, time_step, positions):
-        def body(layer, x):
-            return x + layer.extend_step(x, time_step=time_step, positions=positions), None
-
-        return self.scan(body, x)
-
-    @nn.nowrap
-    def scan(self, body, carry):
-        lifted = nn.scan(
-            body,
-            variable_axes={PARAMS: 0, CACHE: 0},
-            split_rngs={PARAMS: True},
-            length=self.num_layers,
-            metadata_params={nn.PARTITION_NAME: "layers"},
-        )
-        return lifted(self.attention, carry)[0]
-
-
-def test_steps_in_a_scan_over_layers_equal_fprop():
-    template = MultiHeadAttention.HParams.config(
-        input_dims=DIMS, num_heads=HEADS, num_kv_heads=2, rotary_tpl=ROTARY
-    )
-    layers = Layers(attention_tpl=template)
-    weights, x = drawn_weights(layers), inputs()
-    mask = AttentionMask.causal_mask(BATCH, LENGTH)
-    expected = jax.jit(layers.apply)(weights, x, mask, positions(BATCH, 0, LENGTH))
-    cache = empty_cache(layers, weights)
-    stacked = (layers.num_layers, BATCH, 2, SLOTS, DIMS // HEADS)
-    assert jax.tree.map(jnp.shape, cache) == {
-        CACHE: {"attention": {"key": stacked, "value": stacked}}
-    }
-    for chunks in ([1] * LENGTH, [5, 1]):
-        np.testing.assert_allclose(in_chunks(layers, weights, x, chunks), expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("combined", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_on_a_mesh_equals_one_device(combined):
-    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-    layer = make(num_kv_heads=2, rotary_tpl=ROTARY, combined_qkv=combined)
+# With a context axis, rows are split and single tokens are not.
+@pytest.mark.parametrize(
+    ("axis", "fields", "shard"),
+    [
+        pytest.param("fsdp", {"num_kv_heads": 2}, (1, 1, SLOTS), marks=pytest.mark.slow),
+        ("fsdp", {"num_kv_heads": 2, "combined_qkv": True}, (1, 1, SLOTS)),
+        ("context", {"num_kv_heads": 1, "relative_bias_tpl": RELATIVE_BIAS}, (2, 1, SLOTS // 2)),
+    ],
+)
+def test_on_a_mesh_equals_one_device(axis, fields, shard):
+    mesh = Mesh(np.reshape(jax.devices(), (2, 2, 2)), ("data", axis, "tensor"))
+    layer = make(rotary_tpl=ROTARY, **fields)
     weights, x = drawn_weights(layer), inputs(batch=4)
     bound = layer.clone(sharding=BoundSharding(mesh))
     cache = empty_cache(bound, weights, batch=4)
     key = cache[CACHE]["key"]
-    assert key.sharding.shard_shape(key.shape) == (1, 1, SLOTS, DIMS // HEADS)
-    actual = in_chunks(bound, weights, x, [5, 1], cache=cache)
-    np.testing.assert_allclose(actual, whole(layer, weights, x), atol=1e-5)
-
-
-def test_single_token_steps_equal_fprop_with_split_rows():
-    mesh = jax.make_mesh((2, 2, 2), ("data", "context", "tensor"), axis_types=(AxisType.Auto,) * 3)
-    relative = RelativeBias.HParams.config(num_buckets=4, max_distance=4)
-    layer = make(num_kv_heads=1, rotary_tpl=ROTARY, relative_bias_tpl=relative)
-    weights, x = drawn_weights(layer), inputs(batch=4)
-    bound = layer.clone(sharding=BoundSharding(mesh))
-    cache = empty_cache(bound, weights, batch=4)
-    key = cache[CACHE]["key"]
-    assert key.sharding.shard_shape(key.shape) == (2, 1, SLOTS // 2, DIMS // HEADS)
+    assert key.sharding.shard_shape(key.shape) == (*shard, DIMS // HEADS)
     actual = in_chunks(bound, weights, x, [4, 1, 1], cache=cache)
     np.testing.assert_allclose(actual, whole(layer, weights, x), atol=1e-5)
 
@@ -352,13 +281,17 @@ def test_fprop_creates_no_cache():
     assert set(weights) == {PARAMS}
 
 
-def test_cache_that_is_missing_or_not_mutable_raises(raises):
+def test_cache_that_is_missing_empty_of_unknown_format_or_not_mutable_raises(raises):
     layer = make()
     weights = drawn_weights(layer)
     with raises(ConfigError, owner="MultiHeadAttention()"):
         extend(layer, weights, {}, inputs(), 0)
     with raises(ConfigError, owner="MultiHeadAttention()"):
         layer.apply(weights, 2, 8, method="init_cache")
+    with raises(ConfigError, owner="MultiHeadAttention()", field="max_length", value=0):
+        empty_cache(layer, weights, slots=0)
+    with raises(ConfigError, field="cache_format", value="int4"):
+        MultiHeadAttention.HParams.config(cache_format="int4")
 
 
 @pytest.mark.parametrize("sizes", [{"batch": 3}, {"length": 9}])
@@ -368,12 +301,6 @@ def test_tokens_that_do_not_fit_the_cache_raise(raises, sizes):
     x = inputs(**sizes)
     with raises(ConfigError, field="shape of inputs", value=list(x.shape[:2])):
         extend(layer, weights, empty_cache(layer, weights), x, 0)
-
-
-def test_init_cache_raises_for_an_empty_cache(raises):
-    layer = make()
-    with raises(ConfigError, owner="MultiHeadAttention()", field="max_length", value=0):
-        empty_cache(layer, drawn_weights(layer), slots=0)
 
 
 def test_time_step_per_row_raises(raises):
@@ -417,8 +344,3 @@ def test_steps_with_a_cache_in_int8_are_near_whole_rows():
     expected = np.asarray(whole(layer, weights, x))
     found = np.asarray(in_chunks(layer, weights, x, [3, 1, 1, 1]))
     assert 0 < np.abs(found - expected).max() < 0.02 * np.abs(expected).max()
-
-
-def test_unknown_cache_format_is_an_error(raises):
-    with raises(ConfigError, field="cache_format", value="int4"):
-        MultiHeadAttention.HParams.config(cache_format="int4")

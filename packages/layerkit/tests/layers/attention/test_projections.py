@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import Mesh
 
 from layerkit.errors import ConfigError
 from layerkit.layers.attention.projections import HeadProjection, OutputProjection
 from layerkit.sharding import DEFAULT_RULES, BoundSharding
-from layerkit.weights import logical_axes
+from layerkit.weights import logical_axes, unbox
 
 INTO = HeadProjection(input_dims=6, num_heads=4, head_dim=2, use_bias=True)
 OUT_OF = OutputProjection(output_dims=6, num_heads=4, head_dim=2, use_bias=True)
@@ -28,44 +28,29 @@ def drawn_weights(layer):
     return jax.tree.unflatten(structure, drawn)
 
 
-def test_head_projection_equals_einsum():
-    x = jax.random.normal(jax.random.key(2), (2, 3, 6))
-    weights = drawn_weights(INTO)
-    w, b = weights["params"]["w"], weights["params"]["b"]
-    expected = np.einsum("bld,dnh->blnh", x, w) + b
-    np.testing.assert_allclose(INTO.apply(weights, x), expected, atol=1e-5)
+@pytest.mark.parametrize(
+    ("layer", "shape", "equation"),
+    [(INTO, (2, 3, 6), "bld,dnh->blnh"), (OUT_OF, (2, 3, 4, 2), "blnh,nhd->bld")],
+)
+def test_projection_equals_einsum(layer, shape, equation):
+    x, weights = jax.random.normal(jax.random.key(2), shape), drawn_weights(layer)
+    expected = np.einsum(equation, x, weights["params"]["w"]) + weights["params"]["b"]
+    np.testing.assert_allclose(layer.apply(weights, x), expected, atol=1e-5)
 
 
-def test_output_projection_equals_einsum():
-    heads = jax.random.normal(jax.random.key(2), (2, 3, 4, 2))
-    weights = drawn_weights(OUT_OF)
-    w, b = weights["params"]["w"], weights["params"]["b"]
-    expected = np.einsum("blnh,nhd->bld", heads, w) + b
-    np.testing.assert_allclose(OUT_OF.apply(weights, heads), expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("layer", [INTO, OUT_OF])
-def test_biases_start_at_zero(layer):
-    np.testing.assert_array_equal(layer.init(jax.random.key(0))["params"]["b"], 0.0)
-
-
-def test_weights_have_the_documented_shapes_and_axes():
-    boxed = INTO.init_boxed(jax.random.key(0))
-    assert jax.tree.map(jnp.shape, INTO.init(jax.random.key(0))) == {
-        "params": {"w": (6, 4, 2), "b": (4, 2)}
-    }
-    assert logical_axes(boxed)["params"] == {
-        "w": ("embed", "heads", "head_dim"),
-        "b": ("heads", "head_dim"),
-    }
-    boxed = OUT_OF.init_boxed(jax.random.key(0))
-    assert jax.tree.map(jnp.shape, OUT_OF.init(jax.random.key(0))) == {
-        "params": {"w": (4, 2, 6), "b": (6,)}
-    }
-    assert logical_axes(boxed)["params"] == {
-        "w": ("heads", "head_dim", "embed"),
-        "b": ("embed",),
-    }
+@pytest.mark.parametrize(
+    ("layer", "shapes", "axes"),
+    [
+        (INTO, {"w": (6, 4, 2), "b": (4, 2)}, ("embed", "heads", "head_dim")),
+        (OUT_OF, {"w": (4, 2, 6), "b": (6,)}, ("heads", "head_dim", "embed")),
+    ],
+)
+def test_weights_have_the_documented_shapes_and_axes_and_biases_start_at_zero(layer, shapes, axes):
+    boxed = layer.init_boxed(jax.random.key(0))
+    assert jax.tree.map(jnp.shape, unbox(boxed)) == {"params": shapes}
+    bias_axes = axes[-len(shapes["b"]) :]
+    assert logical_axes(boxed)["params"] == {"w": axes, "b": bias_axes}
+    np.testing.assert_array_equal(boxed["params"]["b"].value, 0.0)
 
 
 def test_weight_axes_are_a_field():
@@ -93,23 +78,18 @@ def test_fans_are_those_of_all_heads_together(layer):
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 4, 2)])
 @pytest.mark.parametrize("axis", ["tensor", "context"])
 def test_outputs_on_a_mesh_equal_one_device(axis, sizes):
-    mesh = jax.make_mesh(sizes, ("data", "fsdp", axis), axis_types=(AxisType.Auto,) * 3)
+    mesh = Mesh(np.reshape(jax.devices(), sizes), ("data", "fsdp", axis))
     layer = INTO.clone(sharding=BoundSharding(mesh, DEFAULT_RULES))
     x = jax.random.normal(jax.random.key(3), (4, 6, 6))
     weights = drawn_weights(INTO)
     heads = jax.jit(layer.apply)(weights, x)
-    assert (
-        heads.sharding.shard_shape(heads.shape)
-        == {
-            "tensor": (1, 6, 2, 2),
-            "context": (1, 3, 4, 2),
-        }[axis]
-    )
+    shard = {"tensor": (1, 6, 2, 2), "context": (1, 3, 4, 2)}[axis]
+    assert heads.sharding.shard_shape(heads.shape) == shard
     np.testing.assert_allclose(heads, INTO.apply(weights, x), atol=1e-5)
 
 
 def test_activation_axes_are_a_field():
-    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    mesh = Mesh(np.reshape(jax.devices(), (2, 2, 2)), ("data", "fsdp", "tensor"))
     axes = ("batch", "length", None, None)
     layer = INTO.clone(sharding=BoundSharding(mesh), activation_axes=axes)
     heads = jax.jit(layer.apply)(drawn_weights(INTO), jnp.ones((4, 6, 6)))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from layerkit.errors import ConfigError
 from layerkit.layers.moe.exchange import exchange_rows, plan_exchange, select_exchange
@@ -29,8 +29,7 @@ def on_devices(fn):
     def local(*shards):
         return jax.tree.map(lambda x: x[None], fn(*(shard[0] for shard in shards)))
 
-    auto = (AxisType.Auto,)
-    mesh = jax.make_mesh((DEVICES,), ("expert",), axis_types=auto, devices=jax.devices()[:DEVICES])
+    mesh = Mesh(jax.devices()[:DEVICES], ("expert",))
     mapped = jax.shard_map(local, mesh=mesh, in_specs=SPLIT, out_specs=SPLIT, check_vma=False)
     return jax.jit(mapped)
 
@@ -93,6 +92,10 @@ def test_gradients_return_to_the_senders():
     np.testing.assert_allclose(found, np.where(was_sent[..., None], np.cos(rows), 0.0), atol=1e-6)
 
 
+CALL = {"name": "auto", "platform": "tpu", "num_devices": 8, "num_choices": 2}
+CALL |= {"splits_tokens": True, "owner": "moe"}
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -106,9 +109,7 @@ def test_gradients_return_to_the_senders():
     ],
 )
 def test_auto_selects_the_exchange_of_fewer_rows(change, expected):
-    call = {"name": "auto", "platform": "tpu", "num_devices": 8, "num_choices": 2}
-    call |= {"splits_tokens": True, "owner": "moe"}
-    choice = select_exchange(**{**call, **change})
+    choice = select_exchange(**{**CALL, **change})
     assert choice.name == expected
     is_auto = "name" not in change
     assert choice.reason.startswith("auto: ") is is_auto
@@ -116,11 +117,4 @@ def test_auto_selects_the_exchange_of_fewer_rows(change, expected):
 
 def test_exchange_of_tokens_that_are_not_split_raises(raises):
     with raises(ConfigError, field="expert_exchange", value="ragged_all_to_all"):
-        select_exchange(
-            "ragged_all_to_all",
-            platform="tpu",
-            num_devices=8,
-            num_choices=2,
-            splits_tokens=False,
-            owner="moe",
-        )
+        select_exchange(**{**CALL, "name": "ragged_all_to_all", "splits_tokens": False})

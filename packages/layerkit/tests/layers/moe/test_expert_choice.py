@@ -110,9 +110,11 @@ def test_fields_of_token_choice_raise_with_expert_choice(raises, fields):
         MoeFeedForward(**SIZES, **EXPERT_CHOICE, **fields).init(KEY)
 
 
-def test_expert_choice_without_a_capacity_raises(raises):
+def test_expert_choice_or_dropout_without_a_capacity_raises(raises):
     with raises(ConfigError, field="capacity_factor", value=None):
         MoeFeedForward(**SIZES, router_tpl=Config(ExpertChoiceRouter)).init(KEY)
+    with raises(ConfigError, field="dropout_rate", value=0.1):
+        MoeFeedForward(**SIZES, dropout_rate=0.1).init(KEY)
 
 
 def test_expert_choice_cannot_decode(raises):
@@ -151,11 +153,6 @@ def test_dropout_drops_hidden_activations_of_experts_as_in_praxis(praxis, router
     for kept in (np.mean(found != 0), case["kept"]):
         assert abs(kept - 0.75) < 0.034
     np.testing.assert_allclose(layer.clone(train=False).apply(weights, x), x, rtol=1e-6)
-
-
-def test_dropout_without_a_capacity_raises(raises):
-    with raises(ConfigError, field="dropout_rate", value=0.1):
-        MoeFeedForward(**SIZES, dropout_rate=0.1).init(KEY)
 
 
 @pytest.mark.parametrize("options", [{}, EXPERT_CHOICE, {"gate_limit": 7.0, "up_offset": 1.0}])

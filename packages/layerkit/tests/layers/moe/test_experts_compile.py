@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from layerkit.base_layer import AUX_LOSS, SUMMARIES
 from layerkit.config import Config
@@ -17,7 +17,7 @@ from layerkit.layers.moe.feed_forward import MoeFeedForward
 from layerkit.layers.pipeline import Pipeline
 from layerkit.layers.quantization.current_scaling import Fp8CurrentDot
 from layerkit.sharding import BoundSharding
-from layerkit.weights import logical_axes, unbox
+from layerkit.weights import is_box
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,7 @@ EXPERTS = {
 def compiled(layer, devices, axes):
     """Return the program of a forward and a backward pass on a mesh of absent devices."""
     grid = np.array(devices).reshape(tuple(axes.values()))
-    sharding = BoundSharding(Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes)))
+    sharding = BoundSharding(Mesh(grid, tuple(axes)))
     layer = layer.clone(sharding=sharding)
     boxed = jax.eval_shape(layer.init_boxed, jax.random.key(0))
 
@@ -43,9 +43,7 @@ def compiled(layer, devices, axes):
         layout = sharding.sharding(axes, shape=leaf.shape)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
 
-    variables = jax.tree.map(
-        placed, logical_axes(boxed), unbox(boxed), is_leaf=lambda leaf: isinstance(leaf, tuple)
-    )
+    variables = jax.tree.map(lambda box: placed(box.axes, box.value), boxed, is_leaf=is_box)
     x = placed(("batch", "length", None), jax.ShapeDtypeStruct((BATCH, LENGTH, DIMS), jnp.bfloat16))
 
     def loss(variables, x):

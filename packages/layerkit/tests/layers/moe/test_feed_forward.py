@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.base_layer import AUX_LOSS, CACHE, NON_TRAINABLE, SUMMARIES
+from layerkit.base_layer import AUX_LOSS, NON_TRAINABLE, SUMMARIES
 from layerkit.errors import ConfigError
 from layerkit.layers.activations import ReLU, SiLU
-from layerkit.layers.masks import AttentionMask
 from layerkit.layers.moe.feed_forward import MoeFeedForward
 from layerkit.layers.moe.routing import TopKRouter
 from layerkit.layers.products import Dot
-from layerkit.layers.transformer import Transformer
 from layerkit.weights import WeightInit, logical_axes
 
 BATCH, LENGTH, DIMS, HIDDEN, EXPERTS = 3, 6, 4, 5, 4
@@ -36,11 +36,11 @@ def drawn_weights(layer, seed=3):
 
 
 def values_and_gradients(layer, variables):
-    """((output, updates), gradients for weights and inputs) of a loss with everything in it."""
-    return next(iter(all_values_and_gradients(layer, variables, X)))
+    return next(all_values_and_gradients(layer, variables, X))
 
 
 def all_values_and_gradients(layer, variables, *inputs, is_token=None):
+    """Yield ((output, updates), gradients for weights and inputs) of a loss with everything."""
 
     def loss(params, x):
         given = {**variables, "params": params}
@@ -57,7 +57,7 @@ def all_values_and_gradients(layer, variables, *inputs, is_token=None):
 
 
 def assert_close(first, second, *, rtol=1e-4, atol=2e-5):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), first, second)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=rtol, atol=atol), first, second)
 
 
 def silu(x):
@@ -247,33 +247,6 @@ def test_weights_have_the_fans_of_one_expert_and_axes():
     bound = np.sqrt(6.0 / 500.0)
     for name in ("up", "gate", "down"):
         assert 0.99 * bound < np.abs(boxed["params"][name].value).max() <= bound
-
-
-def test_cached_steps_equal_whole_rows():
-    config = Transformer.HParams.config(input_dims=8, hidden_dims=HIDDEN, num_heads=2)
-    config.feed_forward_tpl = MoeFeedForward.HParams.config(
-        num_experts=EXPERTS, capacity_factor=0.5, num_shared_experts=1
-    )
-    layer = config.Instantiate()
-    variables = drawn_weights(layer)
-    x = np.random.default_rng(0).normal(size=(BATCH, LENGTH, 8)).astype(np.float32)
-    row = jnp.broadcast_to(jnp.arange(LENGTH), (BATCH, LENGTH))
-    mask = AttentionMask.causal_mask(BATCH, LENGTH)
-    expected = jax.jit(lambda v: layer.apply(v, x, mask=mask, positions=row))(variables)
-    _, state = layer.apply(variables, BATCH, LENGTH, method="init_cache", mutable=[CACHE])
-
-    @jax.jit
-    def extend(state, x, start):
-        positions = jnp.broadcast_to(start + jnp.arange(x.shape[1]), x.shape[:2])
-        given = {"time_step": start, "positions": positions, "method": "extend_step"}
-        return layer.apply({**variables, **state}, x, **given, mutable=[CACHE])
-
-    found, position = [], 0
-    for width in (2, 2, 2):
-        output, state = extend(state, x[:, position : position + width], jnp.int32(position))
-        found.append(output)
-        position += width
-    assert_close(jnp.concatenate(found, axis=1), expected)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,9 +117,8 @@ def test_kernels_equal_float32_products_on_gpu(dtype):
         return out[:used], of_rows[:used], of_w
 
     ours = jax.jit(lambda *x: run(lambda rows, w: kernel(rows, w, groups), *x))(rows, w, probe)
-    owner = np.repeat(np.arange(len(sizes)), sizes)
-    in_float64 = [np.asarray(x, np.float64) for x in (rows[:used], w, probe[:used])]
-    left, weights, gradient = in_float64
+    owner = group_of_row(sizes)
+    left, weights, gradient = (np.asarray(x, np.float64) for x in (rows[:used], w, probe[:used]))
     expected = (
         np.stack([row @ weights[g] for row, g in zip(left, owner, strict=True)]),
         np.stack([row @ weights[g].T for row, g in zip(gradient, owner, strict=True)]),
@@ -155,21 +156,6 @@ def test_gradients_of_weights_are_summed_in_float32():
         loss = lambda w, x=given, s=sizes: jnp.sum(grouped_matmul(x, w, s))  # noqa: E731
         gradient = jax.jit(jax.grad(loss))(w)
         assert gradient.item() == 320.0 and gradient.dtype == jnp.bfloat16
-
-
-def test_blocks_under_vmap_equal_separate_calls():
-    sizes = np.array([[8, 4], [0, 12]], np.int32)
-    rows, w = drawn((2, 16, IN), (2, 2, IN, OUT))
-
-    def run(rows, w, sizes):
-        return jnp.sum(jnp.sin(grouped_matmul(rows, w, row_groups(sizes, 4))))
-
-    gradients = jax.grad(run, (0, 1))
-    found = jax.jit(jax.vmap(gradients))(rows, w, sizes)
-    alone = jax.jit(gradients)
-    expected = [alone(rows[i], w[i], sizes[i]) for i in range(2)]
-    for index in range(2):
-        np.testing.assert_allclose(found[index], np.stack([e[index] for e in expected]), atol=1e-5)
 
 
 def test_batched_loop_is_as_long_as_the_longest():
@@ -232,18 +218,20 @@ def test_blocks_of_kernels_are_supported_by_triton():
         assert KERNELS["tpu"].block_size(rows, groups) == RAGGED_DOT.block_size(rows, groups) == 1
 
 
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_kernels_under_vmap_equal_separate_calls(platform):
-    block = {"tpu": 1, "cuda": 16}[platform]
+@pytest.mark.parametrize(
+    ("matmul", "block"), [(BLOCKS, 4), (KERNELS["tpu"], 1), (KERNELS["cuda"], 16)]
+)
+def test_products_under_vmap_equal_separate_calls(matmul, block):
     sizes = np.array([[32, 16], [0, 16]], np.int32)
     rows, w = drawn((2, 64, 16), (2, 2, 16, 16))
 
     def loss(rows, w, sizes):
-        product = KERNELS[platform](rows, w, row_groups(sizes, block))
         is_used = jnp.arange(64)[:, None] < jnp.sum(sizes)
+        product = matmul(rows, w, row_groups(sizes, block))
         return jnp.sum(jnp.sin(jnp.where(is_used, product, 0.0)))
 
-    gradients = jax.grad(loss, 1)
+    gradients = jax.grad(loss, (0, 1) if matmul is BLOCKS else 1)
     found = jax.jit(jax.vmap(gradients))(rows, w, sizes)
-    expected = [jax.jit(gradients)(rows[i], w[i], sizes[i]) for i in range(2)]
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    alone = [jax.jit(gradients)(rows[i], w[i], sizes[i]) for i in range(2)]
+    expected = jax.tree.map(lambda *each: np.stack(each), *alone)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), found, expected)

@@ -70,12 +70,8 @@ def test_padding_has_no_effect_on_losses():
         np.where(is_token[..., None], routing.probs, np.float32(np.nan)),
         is_token,
     )
-    alone = Routing(
-        *(
-            leaf[is_token]
-            for leaf in (routing.experts, routing.weights, routing.logits, routing.probs)
-        )
-    )
+    kept = (routing.experts, routing.weights, routing.logits, routing.probs)
+    alone = Routing(*(leaf[is_token] for leaf in kept))
     for statistic in (load_balance_loss, router_z_loss, expert_load):
         np.testing.assert_allclose(statistic(poisoned), statistic(alone), rtol=1e-5)
     nothing = poisoned.replace(is_token=np.zeros_like(is_token))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import Mesh
 
 from layerkit.base_layer import OVERWRITE_WITH_GRADIENT, PARAMS
 from layerkit.config import Config
@@ -41,15 +41,9 @@ class SquaredDot(Dot):
 
 
 def make(**fields):
-    layer = MoeFeedForward(
-        input_dims=DIMS,
-        hidden_dims=12,
-        num_experts=EXPERTS,
-        load_balance_weight=0.0,
-        router_z_weight=0.0,
-        train=True,
-        **fields,
-    )
+    sizes = {"input_dims": DIMS, "hidden_dims": 12, "num_experts": EXPERTS}
+    losses = {"load_balance_weight": 0.0, "router_z_weight": 0.0}
+    layer = MoeFeedForward(**sizes, **losses, train=True, **fields)
     random = np.random.default_rng(3)
     variables = jax.eval_shape(layer.init, jax.random.key(0))
     params = jax.tree.map(
@@ -73,10 +67,8 @@ def results(layer, params, state):
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(params, state, X)
 
 
-def assert_close(found, expected, rtol=1e-4, atol=3e-5):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), found, expected
-    )
+def assert_close(found, expected):
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=3e-5), found, expected)
 
 
 @pytest.mark.parametrize("name", DOTS)
@@ -94,9 +86,7 @@ def test_products_of_dropless_experts_equal_those_of_a_full_capacity(name):
 @pytest.mark.parametrize("name", ["lora_fp8", "fp8_current"])
 def test_products_on_a_mesh_equal_one_device(name, exchange):
     layer, params, state = make(dot_tpl=DOTS[name])
-    axes = {"fsdp": 2, "expert": 2, "tensor": 2}
-    devices = jax.devices()[: math.prod(axes.values())]
-    mesh = jax.make_mesh((2, 2, 2), tuple(axes), axis_types=(AxisType.Auto,) * 3, devices=devices)
+    mesh = Mesh(np.reshape(jax.devices(), (2, 2, 2)), ("fsdp", "expert", "tensor"))
     on_mesh = layer.clone(sharding=BoundSharding(mesh), expert_exchange=exchange)
     assert_close(results(on_mesh, params, state), results(layer, params, state))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,15 +14,20 @@ from layerkit.layers.moe.feed_forward import MoeFeedForward
 from layerkit.layers.moe.routing import TopKRouter
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 DIMS, HIDDEN, EXPERTS = 8, 6, 8
 SIZES = {"input_dims": DIMS, "hidden_dims": HIDDEN, "num_experts": EXPERTS}
 X = np.random.default_rng(0).normal(size=(2, 7, DIMS)).astype(np.float32)
 
 
-def drawn(block):
-    """Fill every weight and buffer of a block with nonzero numbers."""
+def drawn(family, block_class, *, hidden="intermediate_size", chosen, **fields):
+    """Build a block of a family and fill every weight and buffer with nonzero numbers."""
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    fields |= {"hidden_size": DIMS, hidden: HIDDEN, "num_local_experts": EXPERTS}
+    fields |= {"num_experts_per_tok": chosen, "experts_implementation": "eager"}
+    config_class = transformers.CONFIG_MAPPING[family]
+    block = getattr(module, block_class)(config_class(**fields))
     torch.manual_seed(1)
     with torch.no_grad():
         for tensor in (*block.parameters(), *block.buffers()):
@@ -58,33 +65,13 @@ def check(block, layer, variables):
 
 
 def test_layer_equals_mixtral():
-    from transformers.models.mixtral import MixtralConfig
-    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
-
-    config = MixtralConfig(
-        hidden_size=DIMS,
-        intermediate_size=HIDDEN,
-        num_local_experts=EXPERTS,
-        num_experts_per_tok=2,
-        experts_implementation="eager",
-    )
-    block = drawn(MixtralSparseMoeBlock(config))
+    block = drawn("mixtral", "MixtralSparseMoeBlock", chosen=2)
     params = {**expert_weights(block.experts), **linears(router=block.gate)}
     check(block, MoeFeedForward(**SIZES), {"params": params})
 
 
 def test_layer_equals_gpt_oss():
-    from transformers.models.gpt_oss import GptOssConfig
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
-
-    config = GptOssConfig(
-        hidden_size=DIMS,
-        intermediate_size=HIDDEN,
-        num_local_experts=EXPERTS,
-        num_experts_per_tok=3,
-        experts_implementation="eager",
-    )
-    block = drawn(GptOssMLP(config))
+    block = drawn("gpt_oss", "GptOssMLP", chosen=3)
     experts, router = block.experts, block.router
     with torch.no_grad():
         experts.gate_up_proj *= 8.0  # so that the limit has an effect
@@ -112,19 +99,15 @@ def test_layer_equals_gpt_oss():
 
 @pytest.mark.parametrize("renormalize", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_layer_equals_qwen2_moe(renormalize):
-    from transformers.models.qwen2_moe import Qwen2MoeConfig
-    from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
-
-    config = Qwen2MoeConfig(
-        hidden_size=DIMS,
-        moe_intermediate_size=HIDDEN,
+    block = drawn(
+        "qwen2_moe",
+        "Qwen2MoeSparseMoeBlock",
+        hidden="moe_intermediate_size",
+        chosen=3,
         shared_expert_intermediate_size=4 * HIDDEN,
         num_experts=EXPERTS,
-        num_experts_per_tok=3,
         norm_topk_prob=renormalize,
-        experts_implementation="eager",
     )
-    block = drawn(Qwen2MoeSparseMoeBlock(config))
     params = {
         **expert_weights(block.experts),
         **linears(router=block.gate, shared_gate=block.shared_expert_gate),
@@ -141,23 +124,18 @@ def test_layer_equals_qwen2_moe(renormalize):
 
 
 def test_layer_equals_deepseek_v3():
-    from transformers.models.deepseek_v3 import DeepseekV3Config
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
-
-    config = DeepseekV3Config(
-        hidden_size=DIMS,
-        moe_intermediate_size=HIDDEN,
+    block = drawn(
+        "deepseek_v3",
+        "DeepseekV3MoE",
+        hidden="moe_intermediate_size",
+        chosen=3,
         n_routed_experts=EXPERTS,
-        num_local_experts=EXPERTS,
         n_shared_experts=2,
-        num_experts_per_tok=3,
         n_group=4,
         topk_group=2,
         routed_scaling_factor=2.5,
         norm_topk_prob=True,
-        experts_implementation="eager",
     )
-    block = drawn(DeepseekV3MoE(config))
     params = {
         **expert_weights(block.experts),
         **linears(router=block.gate),

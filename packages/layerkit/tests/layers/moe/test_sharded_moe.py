@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import Mesh
 
 from layerkit.base_layer import AUX_LOSS, SUMMARIES
 from layerkit.config import Config
@@ -19,7 +20,7 @@ from layerkit.layers.moe.feed_forward import MoeFeedForward
 from layerkit.layers.moe.routing import ExpertChoiceRouter
 from layerkit.layers.pipeline import Pipeline
 from layerkit.sharding import DEFAULT_RULES, BoundSharding
-from layerkit.weights import logical_axes, unbox
+from layerkit.weights import is_box
 
 KEY = jax.random.key(0)
 BATCH, LENGTH, DIMS, EXPERTS = 8, 6, 4, 8
@@ -35,25 +36,19 @@ CUBE_OF_FSDP = {"fsdp": 2, "expert": 2, "tensor": 2}
 
 
 def bind(axes, rules=DEFAULT_RULES):
-    devices = jax.devices()[: math.prod(axes.values())]
-    auto = (AxisType.Auto,) * len(axes)
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=auto, devices=devices)
-    return BoundSharding(mesh, rules)
+    devices = np.reshape(jax.devices()[: math.prod(axes.values())], tuple(axes.values()))
+    return BoundSharding(Mesh(devices, tuple(axes)), rules)
 
 
 def make(**fields):
-    layer = MoeFeedForward(
-        input_dims=DIMS,
-        hidden_dims=6,
-        num_experts=EXPERTS,
-        num_shared_experts=1,
-        train=True,
-        **fields,
-    )
-    random = np.random.default_rng(3)
-    shapes = jax.eval_shape(layer.init, KEY)
-    weights = jax.tree.map(lambda w: random.normal(0.0, 0.7, w.shape).astype(w.dtype), shapes)
-    return layer, weights
+    sizes = {"input_dims": DIMS, "hidden_dims": 6, "num_experts": EXPERTS}
+    layer = MoeFeedForward(**sizes, num_shared_experts=1, train=True, **fields)
+    return layer, drawn_weights(layer)
+
+
+def drawn_weights(layer, scale=0.7):
+    random, shapes = np.random.default_rng(3), jax.eval_shape(layer.init, KEY)
+    return jax.tree.map(lambda w: random.normal(0.0, scale, w.shape).astype(w.dtype), shapes)
 
 
 def inputs():
@@ -78,10 +73,7 @@ def everything(layer):
 def compiled_on(bound, layer, weights):
     boxed = jax.eval_shape(layer.init_boxed, KEY)
     places = jax.tree.map(
-        lambda axes, weight: bound.sharding(axes, shape=weight.shape),
-        logical_axes(boxed),
-        unbox(boxed),
-        is_leaf=lambda leaf: isinstance(leaf, tuple),
+        lambda box: bound.sharding(box.axes, shape=box.value.shape), boxed, is_leaf=is_box
     )
     arguments = (weights, *inputs())
     layouts = (places, bound.sharding(("batch", None, None)), bound.sharding(("batch", None)))
@@ -108,14 +100,16 @@ def expected():
     return results
 
 
+def assert_close(found, expected):
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5), found, expected)
+
+
 def check(expected, axes, fields, rules=DEFAULT_RULES):
     """Compare with one device; return the gradients of weights and the text of the program."""
     layer, weights = make(**fields)
     run, arguments = compiled_on(bind(axes, rules), layer, weights)
     found = run(*arguments)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), found, expected(fields)
-    )
+    assert_close(found, expected(fields))
     return found[0][0]["params"], run.as_text()
 
 
@@ -196,7 +190,7 @@ def test_rows_exchanged_over_two_mesh_axes_equal_one_device(expected):
     check(expected, {"fsdp": 2, "expert": 4}, EXCHANGED, TWO_AXES)
 
 
-def test_choices_beyond_the_buffer_are_counted(expected):
+def test_choices_beyond_the_buffer_are_counted():
     layer, weights = make(**EXCHANGED, exchange_buffer_factor=0.5)
     run, arguments = compiled_on(bind({"expert": 8}), layer, weights)
     _, (_, updates) = run(*arguments)
@@ -249,15 +243,9 @@ def test_block_size_equals_that_of_one_device(monkeypatch, fields):
 def test_pipelined_experts_on_a_mesh_equal_one_device(fields):
     stage = MoeFeedForward.HParams.config(input_dims=DIMS, hidden_dims=6, num_experts=4, **fields)
     layer = Pipeline(stage_tpl=stage, num_stages=2, num_microbatches=2, train=True)
-    random = np.random.default_rng(3)
-    shapes = jax.eval_shape(layer.init, KEY)
-    weights = jax.tree.map(lambda w: random.normal(0.0, 0.4, w.shape).astype(w.dtype), shapes)
+    weights = drawn_weights(layer, scale=0.4)
     run, arguments = compiled_on(bind({"data": 2, "stage": 2, "expert": 2}), layer, weights)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5),
-        run(*arguments),
-        jax.jit(everything(layer))(weights, *inputs()),
-    )
+    assert_close(run(*arguments), jax.jit(everything(layer))(weights, *inputs()))
 
 
 def test_groups_that_cannot_be_split_raise(raises):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,17 +53,11 @@ def test_repeated_experts_equal_unrolled_experts():
         return jax.jit(jax.grad(loss, has_aux=True))(variables[PARAMS])
 
     expected = results_and_gradients(unrolled)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5),
-        results_and_gradients(in_a_loop),
-        expected,
-    )
+    close = partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5)
+    jax.tree.map(close, results_and_gradients(in_a_loop), expected)
     _, (_, updates) = expected
-    losses = {name: loss[0] for name, loss in updates[AUX_LOSS].items()}
-    assert {name: loss.shape for name, loss in losses.items()} == {
-        "load_balance_loss": (LAYERS,),
-        "router_z_loss": (LAYERS,),
-    }
+    shapes = {name: loss[0].shape for name, loss in updates[AUX_LOSS].items()}
+    assert shapes == {"load_balance_loss": (LAYERS,), "router_z_loss": (LAYERS,)}
 
 
 def test_transformer_passes_padding_to_the_router():

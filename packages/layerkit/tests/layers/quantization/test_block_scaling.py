@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, use_abstract_mesh
 
 from layerkit.config import Config
 from layerkit.errors import ConfigError
@@ -19,13 +19,13 @@ from layerkit.sharding import BoundSharding
 DOT = Config(MxFp8Dot)
 
 
-def draw(seed: int, *shape: int) -> np.ndarray:
+def draw(seed, *shape):
     # Each number has another magnitude, so that blocks have different scales.
     rng = np.random.default_rng(seed)
     return (rng.normal(size=shape) * 2.0 ** rng.integers(-6, 6, shape)).astype(np.float32)
 
 
-def rounded(x: np.ndarray) -> np.ndarray:
+def rounded(x):
     """Return `x` rounded to e4m3 with a power of two for each 32 numbers of the last axis."""
     found = np.empty(x.shape)
     for start in range(0, x.shape[-1], 32):
@@ -36,13 +36,13 @@ def rounded(x: np.ndarray) -> np.ndarray:
     return found
 
 
-def expected(x: np.ndarray, w: np.ndarray, g: np.ndarray) -> tuple[np.ndarray, ...]:
+def expected(x, w, g):
     """Return output and gradients of `[tokens, in] · [in, out]`; blocks lie on contracted axes."""
     y = rounded(x) @ rounded(w.T).T
     return y, rounded(g) @ rounded(w).T, rounded(x.T) @ rounded(g.T).T
 
 
-def on_device(kind: str, platform: str):
+def on_device(kind, platform):
     """Return a context in which programs are traced for a device of another machine."""
     device = AbstractDevice(kind, num_cores=None, platform=platform)
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
@@ -141,7 +141,7 @@ def test_other_devices_raise(raises, kind, platform):
 
 @pytest.mark.parametrize("axis", ["tensor", "context"])
 def test_mesh_that_splits_features_or_positions_raises(raises, axis):
-    mesh = jax.make_mesh((2,), (axis,), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = Mesh(jax.devices()[:2], (axis,))
     layer = Linear(input_dims=64, output_dims=32, dot_tpl=DOT, sharding=BoundSharding(mesh))
     variables = layer.init(jax.random.key(0))
     with raises(ConfigError, field="dot_tpl", value="MxFp8Dot"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -25,13 +23,13 @@ DOTS = {"fp8": (Fp8CurrentDot, FP8_CURRENT), "int8": (Int8Dot, INT8)}
 SCHEMES = pytest.mark.parametrize("scheme", [FP8_CURRENT, INT8], ids=["fp8", "int8"])
 
 
-def draw(seed: int, *shape: int) -> np.ndarray:
+def draw(seed, *shape):
     # Rows of very different sizes, which one scale rounds worse than many.
     rng = np.random.default_rng(seed)
     return (rng.normal(size=shape) * rng.uniform(0.2, 3, shape[:-1] + (1,))).astype(np.float32)
 
 
-def rounded(x: np.ndarray, dtype: Any, axis: int | None) -> np.ndarray:
+def rounded(x, dtype, axis):
     """Return `x` rounded to an 8-bit dtype, with one scale along an axis; None for all of it."""
     most = 127.0 if dtype == np.int8 else float(ml_dtypes.finfo(dtype).max)
     scale = (np.abs(x).max(axis=axis, keepdims=True) / most).astype(np.float32)
@@ -40,7 +38,7 @@ def rounded(x: np.ndarray, dtype: Any, axis: int | None) -> np.ndarray:
     return values.astype(dtype).astype(np.float64) * scale
 
 
-def expected(x: np.ndarray, w: np.ndarray, g: np.ndarray, scheme: Any) -> tuple[np.ndarray, ...]:
+def expected(x, w, g, scheme):
     """Return the output and the gradients of `[tokens, in] · [in, out]` by the definition."""
     if scheme is INT8:
         e = np.int8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,33 +10,33 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from jax.sharding import Mesh
 
 from layerkit.base_layer import OVERWRITE_WITH_GRADIENT, PARAMS, BaseLayer
 from layerkit.config import sub_config_field
 from layerkit.errors import ConfigError
-from layerkit.layers.attention.projections import HeadProjection, OutputProjection
 from layerkit.layers.linears import Linear
 from layerkit.layers.pipeline import Pipeline
-from layerkit.layers.products import create_dot, matmul, with_dots
+from layerkit.layers.products import create_dot, matmul
 from layerkit.layers.quantization.fp8 import Fp8Dot, accumulate_by_max, next_state
 from layerkit.layers.repeat import Repeat
 from layerkit.sharding import BoundSharding
-from layerkit.weights import WeightHParams, logical_axes, unbox
+from layerkit.weights import WeightHParams, is_box, logical_axes, unbox
 
 KEY = jax.random.key(0)
 FP8 = Fp8Dot.HParams.config(amax_history_length=4)
 TENSORS = ("input", "kernel", "output_grad")
 
 
-def linear(**fields: Any) -> Linear:
+def linear(**fields):
     return Linear(input_dims=16, output_dims=32, dot_tpl=FP8, **fields)
 
 
-def inputs(step: int = 0) -> jax.Array:
+def inputs(step=0):
     return (1.0 + step) * jax.random.normal(jax.random.key(10 + step), (4, 6, 16))
 
 
-def train_step(layer: Any) -> Any:
+def train_step(layer):
     """(outputs, gradients of weights and inputs, next state) of one step, compiled."""
 
     def step(params, state, x):
@@ -51,7 +52,7 @@ def train_step(layer: Any) -> Any:
     return jax.jit(step)
 
 
-def split(variables: Any) -> tuple[Any, Any]:
+def split(variables):
     return variables[PARAMS], variables[OVERWRITE_WITH_GRADIENT]
 
 
@@ -82,7 +83,7 @@ def test_steps_equal_flax(dtype):
     assert all(state["dot"][f"{tensor}_scale"] != 1.0 for tensor in TENSORS)
 
 
-def Op() -> Any:
+def Op():
     return nn.Fp8DirectDotGeneralOp(amax_history_length=4, name="Op_0")
 
 
@@ -101,37 +102,6 @@ def test_history_holds_the_last_steps_and_sets_the_scales():
     np.testing.assert_allclose(
         state["dot"]["kernel_scale"], jnp.max(jnp.abs(params["w"])) / 448, rtol=1e-6
     )
-
-
-LAYERS = {
-    "linear": (linear(), (4, 6, 16)),
-    "into heads": (HeadProjection(input_dims=16, num_heads=4, head_dim=8, dot_tpl=FP8), (4, 6, 16)),
-    "out of heads": (
-        OutputProjection(output_dims=16, num_heads=4, head_dim=8, dot_tpl=FP8),
-        (4, 6, 4, 8),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_products_and_gradients_approximate_exact_ones(name):
-    layer, shape = LAYERS[name]
-    params, state = split(jax.jit(layer.init)(KEY))
-    x = 100.0 * jax.random.normal(jax.random.key(1), shape)
-    run = train_step(layer)
-    for _ in range(2):  # the first step fills the histories
-        outputs, of_params, of_x, state = run(params, state, x)
-
-    def loss(w, x):
-        outputs = layer.clone(dot_tpl=None).apply({PARAMS: {"w": w}}, x)
-        return jnp.mean(jnp.square(outputs)), outputs
-
-    exactly = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
-    (of_w, exact_of_x), exact = exactly(params["w"], x)
-    pairs = [(outputs, exact), (of_params["w"], of_w), (of_x, exact_of_x)]
-    for (found, expected), limit in zip(pairs, (0.05, 0.08, 0.08), strict=True):
-        error = float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected))
-        assert 1e-4 < error < limit
 
 
 def test_group_of_weights_is_multiplied_in_one_product():
@@ -186,9 +156,8 @@ class Block(BaseLayer):
 def test_repeated_layers_have_separate_scales_with_and_without_remat():
     one = Block()
     init = jax.jit(one.init)
-    x, stacked_params, stacked_state, expected = inputs(), [], [], []
-    layers = jax.random.split(KEY, 3)
-    for key in layers:
+    x, stacked_params, stacked_state = inputs(), [], []
+    for key in jax.random.split(KEY, 3):
         params, state = split(init(key))
         stacked_params.append(params)
         stacked_state.append(state)
@@ -213,9 +182,8 @@ def test_repeated_layers_have_separate_scales_with_and_without_remat():
         assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, stack(stacked_state))
         found = train_step(repeat)(stack(stacked_params), stack(stacked_state), x)
         np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-5)
-        last = expected[3]
-        last = stack([last[f"block_{i}"] for i in range(3)])
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found[3], last)
+        last = stack([expected[3][f"block_{i}"] for i in range(3)])
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), found[3], last)
     boxed = jax.eval_shape(repeat.init_boxed, KEY)[OVERWRITE_WITH_GRADIENT]
     axes = logical_axes(boxed)["sub"]["linear"]["dot"]
     assert axes["input_scale"] == ("layers", None)
@@ -261,36 +229,31 @@ def test_pipeline_keeps_the_largest_value_of_all_microbatches(
     for step in range(3):
         # Rows of one microbatch are the largest, each time of another.
         x = inputs().at[step].multiply(10.0)
-        outputs, _, _, own_state = run(own, own_state, x)
-        expected, _, _, state = run_row({"sub": params}, {"sub": state}, x)
+        outputs, gradients, _, own_state = run(own, own_state, x)
+        expected, row_gradients, _, state = run_row({"sub": params}, {"sub": state}, x)
         state = state["sub"]
         np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-5)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), own_state, stacked(state)
-        )
+        close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+        jax.tree.map(close, gradients, stacked(row_gradients["sub"]))
+        close = partial(np.testing.assert_allclose, rtol=1e-4)
+        jax.tree.map(close, own_state, stacked(state))
     dot = own_state["stage"]["linear"]["dot"]
     assert all(np.all(dot[f"{tensor}_scale"] != 1.0) for tensor in TENSORS)
 
 
 def test_step_on_a_mesh_equals_one_device():
-    auto = (jax.sharding.AxisType.Auto,) * 3
-    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=auto)
+    bound = BoundSharding(Mesh(np.reshape(jax.devices(), (2, 2, 2)), ("data", "fsdp", "tensor")))
     layer = linear(activation_axes=("batch", "length", "act_mlp"))
     boxed = layer.init_boxed(KEY)
-    bound = BoundSharding(mesh)
-    placed = jax.tree.map(
-        lambda axes, leaf: jax.device_put(leaf, bound.sharding(axes, shape=leaf.shape)),
-        logical_axes(boxed),
-        unbox(boxed),
-        is_leaf=lambda leaf: isinstance(leaf, tuple),
+    variables, x = unbox(boxed), inputs()
+    places = jax.tree.map(
+        lambda box: bound.sharding(box.axes, shape=box.value.shape), boxed, is_leaf=is_box
     )
-    x = inputs()
-    expected = train_step(layer)(*split(unbox(boxed)), x)
+    expected = train_step(layer)(*split(variables), x)
     rows = jax.device_put(x, bound.sharding(("batch", None, None)))
-    found = train_step(layer.clone(sharding=bound))(*split(placed), rows)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected
-    )
+    placed = split(jax.device_put(variables, places))
+    found = train_step(layer.clone(sharding=bound))(*placed, rows)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected)
 
 
 def test_zero_and_non_finite_updates_are_ignored():
@@ -333,10 +296,3 @@ def test_evaluation_does_not_change_the_state():
 def test_init_raises_for_an_empty_amax_history(raises):
     with raises(ConfigError, field="amax_history_length", value=0):
         Fp8Dot(amax_history_length=0).init(KEY)
-
-
-def test_stack_has_a_state_per_layer():
-    config = Repeat.HParams.config(sub_tpl=Linear.HParams.config(input_dims=16, output_dims=16))
-    layer = with_dots(config.set(num_repeats=2), FP8).Instantiate()
-    state = layer.init(KEY)[OVERWRITE_WITH_GRADIENT]
-    assert state["sub"]["dot"]["input_amax_history"].shape == (2, 4)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,17 +21,17 @@ KEY = jax.random.key(0)
 FORMATS = ["int8", "int4:4", "nf4:8"]
 
 
-def language_model(**fields: Any) -> Any:
+def language_model(**fields):
     return TransformerLm.HParams.config(
         vocab_size=24, model_dims=16, hidden_dims=32, num_heads=4, num_layers=2, **fields
     )
 
 
-def variables_of(config: Any) -> Any:
+def variables_of(config):
     return config.Instantiate().init(KEY)
 
 
-def logits(config: Any, variables: Any) -> jax.Array:
+def logits(config, variables):
     ids = jnp.arange(10, dtype=jnp.int32).reshape(2, 5)
     found: jax.Array = config.Instantiate().apply(variables, ids, method="logits")
     return found
@@ -91,7 +89,7 @@ def test_adapters_of_integers_train_and_merge():
         if path not in frozen
     }
 
-    def params(trained: Any) -> Any:
+    def params(trained):
         return {PARAMS: unflatten_dict({**frozen, **trained}, sep="/")}
 
     gradients = jax.grad(lambda t: jnp.sum(logits(adapted, params(t)) ** 2))(trained)
@@ -103,29 +101,23 @@ def test_adapters_of_integers_train_and_merge():
     )
 
 
-def test_adapter_is_not_added_to_integers(raises):
-    config = with_lora(Linear.HParams.config(input_dims=8, output_dims=4, weight_format="int8"))
+def test_models_that_cannot_be_merged_or_quantized_raise(raises):
+    adapted = with_lora(Linear.HParams.config(input_dims=8, output_dims=4, weight_format="int8"))
     with raises(ConfigError, field="dtype", value="int8"):
-        merge_lora(config, variables_of(config))
-
-
-def test_model_is_quantized_once(raises):
-    config = language_model(weight_format="int8")
+        merge_lora(adapted, variables_of(adapted))
+    quantized = language_model(weight_format="int8")
     with raises(ConfigError, field="weight_format", value="int4"):
-        quantize_model(config, variables_of(config), weight_format="int4")
-
-
-def test_model_without_products_cannot_be_quantized(raises):
-    config = Bias.HParams.config(dims=4)
+        quantize_model(quantized, variables_of(quantized), weight_format="int4")
+    without_products = Bias.HParams.config(dims=4)
     with raises(ConfigError, field="weight_format", value="int8"):
-        quantize_model(config, variables_of(config), weight_format="int8")
+        quantize_model(without_products, variables_of(without_products), weight_format="int8")
 
 
 def test_functions_are_read_one_by_one():
     config = language_model()
     variables, read = variables_of(config), []
 
-    def reader(path: Any, leaf: jax.Array) -> Any:
+    def reader(path, leaf):
         return lambda: read.append(path) or leaf
 
     readers = jax.tree_util.tree_map_with_path(reader, variables)
