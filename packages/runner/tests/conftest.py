@@ -144,7 +144,9 @@ def task_config(*, learner: dict[str, Any] | None = None, train: Any = None, **m
 def without_matplotlib(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide matplotlib, since a loss curve takes longer to draw than the tiny model to train."""
     if "matplotlib" not in request.fixturenames:
-        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        # The module is found without its package once it was imported.
+        for name in ("matplotlib", "matplotlib.figure"):
+            monkeypatch.setitem(sys.modules, name, None)
 
 
 @pytest.fixture

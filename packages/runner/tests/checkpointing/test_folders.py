@@ -19,7 +19,8 @@ def test_folder_of_a_step_is_found(tmp_path, step, name):
 
 
 def test_steps_and_leftovers_are_distinguished(tmp_path):
-    directory = epath.Path(tmp_path)
+    directory = epath.Path(tmp_path) / "checkpoints"
+    assert folders.committed_steps(directory) == folders.unfinished(directory) == []
     for name in (
         "checkpoint_00000020",
         "checkpoint_00000003",
@@ -29,7 +30,7 @@ def test_steps_and_leftovers_are_distinguished(tmp_path):
         "checkpoint_7",
         "notes",
     ):
-        (directory / name).mkdir()
+        (directory / name).mkdir(parents=True)
     assert folders.committed_steps(directory) == [3, 20]
     assert [path.name for path in folders.unfinished(directory)] == [
         "checkpoint_00000030.orbax-checkpoint-tmp",
@@ -37,26 +38,11 @@ def test_steps_and_leftovers_are_distinguished(tmp_path):
     ]
 
 
-def test_a_folder_that_is_not_there_holds_nothing(tmp_path):
-    directory = epath.Path(tmp_path) / "none"
-    assert folders.committed_steps(directory) == []
-    assert folders.unfinished(directory) == []
-
-
 def test_moving_aside_never_overwrites(tmp_path):
-    names = []
-    for content in ("first", "second", "third"):
+    for suffix in ("", "_2", "_3"):
         folder = folders.step_folder(epath.Path(tmp_path), 42)
         folder.mkdir()
-        (folder / "file").write_text(content)
-        names.append(folders.move_aside(folder).name)
-    assert names == [
-        "damaged_checkpoint_00000042",
-        "damaged_checkpoint_00000042_2",
-        "damaged_checkpoint_00000042_3",
-    ]
-    assert [(tmp_path / name / "file").read_text() for name in names] == [
-        "first",
-        "second",
-        "third",
-    ]
+        (folder / "file").write_text(suffix)
+        assert folders.move_aside(folder).name == f"damaged_checkpoint_00000042{suffix}"
+    for suffix in ("", "_2", "_3"):
+        assert (tmp_path / f"damaged_checkpoint_00000042{suffix}/file").read_text() == suffix

@@ -21,6 +21,7 @@ import pytest
 
 from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy, StateFormat
 
+SLOW = pytest.mark.slow
 SAVER = """
 import sys
 import jax, numpy as np
@@ -51,41 +52,39 @@ def unfinished(directory: Path) -> list[Path]:
     return list(directory.glob("checkpoint_*.orbax-checkpoint-tmp*"))
 
 
-def data_is_written(directory: Path) -> bool:
-    return any(
-        path.stat().st_size > 2**16
-        for folder in unfinished(directory)
-        for path in folder.glob("state*/**/*")
-        if path.is_file()
-    )
+def data_is_written(folder: Path) -> bool:
+    files = (path for path in folder.glob("state*/**/*") if path.is_file())
+    return any(path.stat().st_size > 2**16 for path in files)
 
 
-def manifest_is_being_written(directory: Path) -> bool:
-    return any(
-        next(folder.glob("state/commit_success.txt"), None) for folder in unfinished(directory)
-    )
-
-
+# Whether the save in an unfinished folder has reached a moment.
 MOMENTS: dict[str, Callable[[Path], bool]] = {
-    "the folder has been made": lambda directory: bool(unfinished(directory)),
+    "the folder has been made": lambda folder: True,
     "arrays are being written": data_is_written,
-    "the manifest is being written": manifest_is_being_written,
+    "the manifest is being written": lambda folder: (folder / "state/commit_success.txt").exists(),
 }
 
 
 def kill_at(directory: Path, state_format: StateFormat, is_reached: Callable[[Path], bool]) -> None:
     """Lets a process save step after step, and kills it at the moment, but not before step 2."""
+
+    def holds() -> bool:
+        try:
+            return any(map(is_reached, unfinished(directory)))
+        except FileNotFoundError:  # renamed while we looked
+            return False
+
     saver = subprocess.Popen([sys.executable, "-c", SAVER, str(directory), state_format.value])
     deadline = time.monotonic() + 60
     try:
         while True:
             assert saver.poll() is None and time.monotonic() < deadline
-            if not (is_committed_once(directory) and holds(is_reached, directory)):
+            if not ((directory / "checkpoint_00000001").exists() and holds()):
                 continue
             # The save may have moved on meanwhile: look again while it stands still.
             saver.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, saver.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-            if holds(is_reached, directory):
+            if holds():
                 return
             saver.send_signal(signal.SIGCONT)
     finally:
@@ -93,27 +92,14 @@ def kill_at(directory: Path, state_format: StateFormat, is_reached: Callable[[Pa
         saver.wait()
 
 
-def is_committed_once(directory: Path) -> bool:
-    return (directory / "checkpoint_00000001").exists()
-
-
-def holds(is_reached: Callable[[Path], bool], directory: Path) -> bool:
-    try:
-        return is_reached(directory)
-    except FileNotFoundError:  # renamed while we looked
-        return False
-
-
 @pytest.mark.parametrize(
     ("state_format", "moment"),
     [
-        pytest.param(StateFormat.TENSORSTORE, "the folder has been made", marks=pytest.mark.slow),
+        pytest.param(StateFormat.TENSORSTORE, "the folder has been made", marks=SLOW),
         (StateFormat.TENSORSTORE, "arrays are being written"),
-        pytest.param(
-            StateFormat.TENSORSTORE, "the manifest is being written", marks=pytest.mark.slow
-        ),
-        pytest.param(StateFormat.MSGPACK, "arrays are being written", marks=pytest.mark.slow),
-        pytest.param(StateFormat.MSGPACK, "the manifest is being written", marks=pytest.mark.slow),
+        pytest.param(StateFormat.TENSORSTORE, "the manifest is being written", marks=SLOW),
+        pytest.param(StateFormat.MSGPACK, "arrays are being written", marks=SLOW),
+        pytest.param(StateFormat.MSGPACK, "the manifest is being written", marks=SLOW),
     ],
 )
 def test_a_killed_save_costs_no_committed_step_and_is_cleaned_up(tmp_path, state_format, moment):
@@ -128,17 +114,11 @@ def test_a_killed_save_costs_no_committed_step_and_is_cleaned_up(tmp_path, state
         assert lines == [f"Deleted the unfinished checkpoint {left_over} of a killed save."]
         step = manager.newest_sound_step()
         assert step is not None and step == manager.latest_step()
-        target = {
-            name: jax.ShapeDtypeStruct(
-                (8, 2**17),
-                jnp.float32,
-                sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]),
-            )
-            for name in state_at(step)
-        }
-        restored = manager.restore(step, target)
-        for name, expected in state_at(step).items():
-            np.testing.assert_array_equal(restored.state[name], expected)
+        one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        leaf = jax.ShapeDtypeStruct((8, 2**17), jnp.float32, sharding=one)
+        expected = state_at(step)
+        restored = manager.restore(step, dict.fromkeys(expected, leaf))
+        jax.tree.map(np.testing.assert_array_equal, restored.state, expected)
         assert restored.input_states == {"train": {"step": step}}
         # The step that was lost is saved anew.
         assert manager.save(step + 1, restored.state, input_states={}, metadata={})

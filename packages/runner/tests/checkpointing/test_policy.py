@@ -1,4 +1,4 @@
-"""The policy of saving and keeping, as tables, and in real runs."""
+"""The policy of saving and keeping, as tables and in real runs, and recorded evaluations."""
 
 from __future__ import annotations
 
@@ -13,12 +13,8 @@ import pytest
 from etils import epath
 
 from layerkit.errors import ConfigError
-from layerkit_runner.checkpointing import (
-    CheckpointManager,
-    CheckpointPolicy,
-    SavedStep,
-)
-from layerkit_runner.checkpointing.policy import read_evaluations
+from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy, SavedStep
+from layerkit_runner.checkpointing.policy import read_evaluations, write_evaluations
 
 START = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 
@@ -31,7 +27,6 @@ def saved(*step_and_hours: tuple[int, float]) -> list[SavedStep]:
     ("step", "last_saved", "due"),
     [
         (0, None, False),
-        (1, None, False),
         (9, None, False),
         (10, None, True),
         (11, 10, False),
@@ -40,17 +35,16 @@ def saved(*step_and_hours: tuple[int, float]) -> list[SavedStep]:
         (20, 15, True),  # after an off-interval save on preemption, the multiples stand
         (25, 15, False),
         (10, 20, False),  # never back
+        (0, 0, False),  # step 0, which `save_step_zero` saves, is saved once
     ],
 )
 def test_save_is_due_at_multiples_of_the_interval(step, last_saved, due):
     policy = CheckpointPolicy(save_interval_steps=10)
     assert policy.should_save(step, last_saved=last_saved) is due
-
-
-def test_step_zero_is_due_once_if_set():
-    policy = CheckpointPolicy(save_interval_steps=10, save_step_zero=True)
-    assert policy.should_save(0, last_saved=None)
-    assert not policy.should_save(0, last_saved=0)
+    with_zero = dataclasses.replace(policy, save_step_zero=True)
+    assert with_zero.should_save(step, last_saved=last_saved) is (
+        due or (step, last_saved) == (0, None)
+    )
 
 
 def test_steps_kept_for_good_are_due_too():
@@ -230,10 +224,6 @@ def test_policy_applied_after_each_save_keeps_the_same_as_at_the_end():
     assert [checkpoint.step for checkpoint in there] == [10, 50, 90, 100]
 
 
-def test_policy_without_checkpoints_keeps_none():
-    assert CheckpointPolicy().steps_to_keep([]) == frozenset()
-
-
 @pytest.mark.parametrize(
     ("field", "value", "named"),
     [
@@ -251,6 +241,10 @@ def test_policy_field_out_of_range_is_an_error(raises, field, value, named):
         CheckpointPolicy(**{field: value})
 
 
+def saved_steps(folder):
+    return sorted(int(path.name.removeprefix("checkpoint_")) for path in folder.glob("check*"))
+
+
 def test_resumed_run_follows_the_policy(tmp_path):
     policy = CheckpointPolicy(save_interval_steps=3, max_to_keep=2, keep_interval=None)
     state = {"w": jnp.ones(4)}
@@ -261,10 +255,8 @@ def test_resumed_run_follows_the_policy(tmp_path):
                 if manager.save(step, state, input_states={}, metadata={}):
                     written.append(step)
     assert written == [3, 6, 9, 12]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "checkpoint_00000009",
-        "checkpoint_00000012",
-    ]
+    assert saved_steps(tmp_path) == [9, 12]
+    assert len(list(tmp_path.iterdir())) == 2  # deleted steps leave nothing
 
 
 def test_resumed_run_keeps_the_anchor_of_the_interval(tmp_path):
@@ -275,10 +267,7 @@ def test_resumed_run_keeps_the_anchor_of_the_interval(tmp_path):
         with CheckpointManager(tmp_path, policy=policy) as manager:
             for step in steps:
                 manager.save(step, {"w": jnp.ones(4)}, input_states={}, metadata={})
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "checkpoint_00000001",
-        "checkpoint_00000004",
-    ]
+    assert saved_steps(tmp_path) == [1, 4]
 
 
 def test_resumed_run_keeps_the_best_and_their_evaluations(tmp_path):
@@ -306,5 +295,20 @@ def test_resumed_run_keeps_the_best_and_their_evaluations(tmp_path):
     assert saved_steps(tmp_path) == [5, 6]
 
 
-def saved_steps(folder):
-    return sorted(int(path.name.removeprefix("checkpoint_")) for path in folder.glob("check*"))
+def test_evaluations_are_read_as_written_without_nan(tmp_path):
+    directory = epath.Path(tmp_path)
+    assert read_evaluations(directory) == {}
+    write_evaluations(directory, {20: {"a/loss": 0.1, "a/score": math.nan}, 3: {"a/loss": 1e300}})
+    assert read_evaluations(directory) == {3: {"a/loss": 1e300}, 20: {"a/loss": 0.1}}
+    write_evaluations(directory, {4: {"b c/loss": -math.inf}})
+    assert read_evaluations(directory) == {4: {"b c/loss": -math.inf}}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"version": 1, "evaluations": {"a": {}}}', '{"version": 2}', "[]"]
+)
+def test_malformed_evaluations_are_an_error_unless_read_only(raises, tmp_path, text):
+    (tmp_path / "evaluations.json").write_text(text)
+    with raises(ConfigError, owner=str(tmp_path / "evaluations.json")):
+        CheckpointManager(tmp_path)
+    CheckpointManager(tmp_path, read_only=True)

@@ -7,6 +7,8 @@ it: here the state is one msgpack file, and all else is the same code.
 
 from __future__ import annotations
 
+import threading
+
 import fsspec
 import jax
 import jax.numpy as jnp
@@ -15,19 +17,34 @@ import pytest
 from etils import epath
 from fsspec.implementations.memory import MemoryFileSystem
 
-from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy, StateFormat
+from layerkit_runner.checkpointing import (
+    CheckpointManager,
+    CheckpointPolicy,
+    SaveTimeoutError,
+    StateFormat,
+)
 
 
 class MemoryStore(MemoryFileSystem):
-    """Keeps `s3://bucket/…` in memory, apart from fsspec's own `memory://`."""
+    """Keeps `s3://bucket/…` in memory, apart from fsspec's own `memory://`.
+
+    Writing the file `hangs_at` waits until it is let go.
+    """
 
     protocol = "s3"
     store: dict = {}
     pseudo_dirs = [""]
+    let_go = threading.Event()
+    hangs_at: str | None = None
 
     @classmethod
     def _strip_protocol(cls, path):
         return MemoryFileSystem._strip_protocol(path.removeprefix("s3:/"))
+
+    def _open(self, path, mode="rb", **options):
+        if "w" in mode and self.hangs_at is not None and path.endswith(self.hangs_at):
+            self.let_go.wait()
+        return super()._open(path, mode, **options)
 
 
 @pytest.fixture
@@ -35,10 +52,13 @@ def bucket(monkeypatch) -> epath.Path:
     fsspec.register_implementation("s3", MemoryStore, clobber=True)
     monkeypatch.setattr("etils.epath.gpath._is_tf_installed", lambda: False)
     epath.backend.fsspec_backend._get_filesystem.cache_clear()
+    MemoryStore.let_go.clear()
     MemoryStore.store.clear()
+    MemoryStore.pseudo_dirs[:] = [""]
     folder = epath.Path("s3://bucket/job")
     folder.mkdir(parents=True)
     yield folder
+    MemoryStore.let_go.set()
     MemoryStore.store.clear()
     epath.backend.fsspec_backend._get_filesystem.cache_clear()
 
@@ -80,3 +100,18 @@ def test_saving_keeping_damage_and_restoring_on_a_remote_store(bucket):
     assert lines[0].startswith("Deleted the unfinished checkpoint s3://bucket/job/checkpoints/")
     assert "state/state.msgpack: short" in lines[1]
     assert (directory / "damaged_checkpoint_00000003" / "state" / "state.msgpack").exists()
+
+
+@pytest.mark.parametrize("name", ["state.msgpack", "manifest.json"])
+def test_a_save_that_hangs_is_named(bucket, monkeypatch: pytest.MonkeyPatch, name: str):
+    manager = CheckpointManager(bucket, state_format=StateFormat.MSGPACK, async_timeout_secs=1)
+
+    def save(step: int) -> None:
+        manager.save(step, {"w": jnp.ones(4)}, input_states={}, metadata={}, force=True)
+
+    save(1)
+    manager.wait_until_finished()
+    monkeypatch.setattr(MemoryStore, "hangs_at", name)
+    save(2)
+    with pytest.raises(SaveTimeoutError, match=r"step 2 .* --async_timeout_secs=1\..* step 1"):
+        manager.wait_until_finished()

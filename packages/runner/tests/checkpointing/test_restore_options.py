@@ -49,6 +49,13 @@ def written(request, tmp_path_factory):
     return directory
 
 
+def target_of(dtype=jnp.float32, *, with_opt_state=True):
+    """Return a target whose weight has a dtype."""
+    moment = leaf((8, 4), jnp.float32)
+    opt_state = {"opt_state": {"mu": moment, "nu": moment}} if with_opt_state else {}
+    return {"params": {"w": leaf((8, 4), dtype)}, **opt_state, "step": leaf((), jnp.int32)}
+
+
 def restore(directory, target, lines=None, **options):
     report = (lambda line: None) if lines is None else lines.append
     with CheckpointManager(directory, read_only=True, report=report) as manager:
@@ -56,7 +63,7 @@ def restore(directory, target, lines=None, **options):
 
 
 def test_left_out_parts_are_not_compared_or_read(raises, written):
-    target = {"params": {"w": leaf((8, 4), jnp.float32)}, "step": leaf((), jnp.int32)}
+    target = target_of(with_opt_state=False)
     with raises(StructureMismatchError, owner=f"The checkpoint {written}/checkpoint_00000003"):
         restore(written, target)
     found = restore(written, target, leave_out=("opt_state",))
@@ -77,28 +84,20 @@ def test_input_states_are_restored_only_for_training(raises, written, tmp_path):
     (inputs / "process_00000_of_00001.json").rename(inputs / "process_00000_of_00002.json")
     manifest = directory / "checkpoint_00000003/integrity"
     integrity.write(epath.Path(manifest.parent), manifest_directory=epath.Path(manifest))
-    target = {"params": {"w": leaf((8, 4), jnp.float32)}, "step": leaf((), jnp.int32)}
+    target = target_of(with_opt_state=False)
     with raises(ProcessCountError, field="number of processes", value=1):
         restore(directory, target, leave_out=("opt_state",))
     found = restore(directory, target, leave_out=("opt_state",), with_input_states=False)
     assert found.input_states == {}
 
 
-def low_precision_target():
-    return {
-        "params": {"w": leaf((8, 4), jnp.bfloat16)},
-        "opt_state": {"mu": leaf((8, 4), jnp.float32), "nu": leaf((8, 4), jnp.float32)},
-        "step": leaf((), jnp.int32),
-    }
-
-
 def test_floating_point_dtypes_are_cast_only_if_set(written):
     difference = "params/w: dtype float32 in the checkpoint, expected bfloat16"
     with pytest.raises(StructureMismatchError, match="--restore_cast_dtypes") as error:
-        restore(written, low_precision_target())
+        restore(written, target_of(jnp.bfloat16))
     assert error.value.differences == (difference,)
     lines: list[str] = []
-    found = restore(written, low_precision_target(), lines, cast_dtypes=True)
+    found = restore(written, target_of(jnp.bfloat16), lines, cast_dtypes=True)
     assert lines == [f"The checkpoint {written}/checkpoint_00000003: {CAST}"]
     ours = found.state["params"]["w"]
     assert (ours.dtype, ours.sharding) == (jnp.bfloat16, sharding())
@@ -108,17 +107,13 @@ def test_floating_point_dtypes_are_cast_only_if_set(written):
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.float8_e4m3fn])
 def test_integers_and_eight_bit_floats_are_never_cast(written, dtype):
-    target = low_precision_target()
-    target["params"]["w"] = leaf((8, 4), dtype)
     with pytest.raises(StructureMismatchError, match="dtype float32 in the checkpoint"):
-        restore(written, target, cast_dtypes=True)
+        restore(written, target_of(dtype), cast_dtypes=True)
 
 
 def test_cast_to_bfloat16_and_back_rounds(written, tmp_path):
-    low = restore(written, low_precision_target(), cast_dtypes=True).state
+    low = restore(written, target_of(jnp.bfloat16), cast_dtypes=True).state
     with CheckpointManager(tmp_path) as manager:
         manager.save(3, low, input_states={}, metadata={}, force=True)
-    target = low_precision_target()
-    target["params"]["w"] = leaf((8, 4), jnp.float32)
-    back = restore(tmp_path, target, cast_dtypes=True).state["params"]["w"]
+    back = restore(tmp_path, target_of(), cast_dtypes=True).state["params"]["w"]
     np.testing.assert_array_equal(back, WEIGHTS.astype(jnp.bfloat16).astype(np.float32))

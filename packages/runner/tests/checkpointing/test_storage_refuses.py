@@ -1,5 +1,4 @@
-"""A full disk, a read-only folder and a store that hangs: each is named in one sentence, and the
-checkpoint before stays intact.
+"""Full disks and read-only folders: an error of one sentence, and the checkpoint before is intact.
 
 The disks are real: small file systems in memory, mounted where only one process sees them.
 """
@@ -11,19 +10,14 @@ import json
 import resource
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
-import fsspec
 import jax.numpy as jnp
 import pytest
-from etils import epath
-from fsspec.implementations.memory import MemoryFileSystem
 
 from layerkit_runner.checkpointing import (
     CheckpointManager,
-    CheckpointPolicy,
     SaveError,
     SaveTimeoutError,
     StateFormat,
@@ -109,56 +103,6 @@ def test_a_full_disk_and_a_read_only_folder(tmp_path: Path):
     assert all("\n" not in text for text in told)
 
 
-class HangingStore(MemoryFileSystem):
-    """Keeps `s3://bucket/…` in memory; writing a file of one name waits until it is let go."""
-
-    protocol = "s3"
-    store: dict = {}
-    pseudo_dirs = [""]
-    let_go = threading.Event()
-    hangs_at = "state.msgpack"
-
-    @classmethod
-    def _strip_protocol(cls, path):
-        return MemoryFileSystem._strip_protocol(path.removeprefix("s3:/"))
-
-    def _open(self, path, mode="rb", **options):
-        if "w" in mode and path.endswith(self.hangs_at):
-            self.let_go.wait()
-        return super()._open(path, mode, **options)
-
-
-@pytest.fixture
-def bucket(monkeypatch):
-    fsspec.register_implementation("s3", HangingStore, clobber=True)
-    monkeypatch.setattr("etils.epath.gpath._is_tf_installed", lambda: False)
-    epath.backend.fsspec_backend._get_filesystem.cache_clear()
-    HangingStore.store.clear()
-    HangingStore.pseudo_dirs[:] = [""]
-    folder = epath.Path("s3://bucket/job")
-    folder.mkdir(parents=True)
-    yield folder
-    HangingStore.let_go.set()
-    HangingStore.store.clear()
-    epath.backend.fsspec_backend._get_filesystem.cache_clear()
-
-
-@pytest.mark.parametrize("name", ["state.msgpack", "manifest.json"])
-def test_a_save_that_hangs_is_named(bucket, monkeypatch: pytest.MonkeyPatch, name: str):
-    monkeypatch.setattr(HangingStore, "hangs_at", name)
-    policy = CheckpointPolicy(save_interval_steps=1)
-    manager = CheckpointManager(
-        bucket, policy=policy, state_format=StateFormat.MSGPACK, async_timeout_secs=1
-    )
-    HangingStore.let_go.set()
-    manager.save(1, {"w": jnp.ones(4)}, input_states={}, metadata={})
-    manager.wait_until_finished()
-    HangingStore.let_go.clear()
-    assert manager.save(2, {"w": jnp.ones(4)}, input_states={}, metadata={})
-    with pytest.raises(SaveTimeoutError, match=r"step 2 .* --async_timeout_secs=1\..* step 1"):
-        manager.wait_until_finished()
-
-
 def test_time_out_of_the_file_system_does_not_blame_the_limit_of_the_save():
     error = OSError(errno.ETIMEDOUT, "Connection timed out")
     assert isinstance(error, TimeoutError)
@@ -167,23 +111,33 @@ def test_time_out_of_the_file_system_does_not_blame_the_limit_of_the_save():
     assert "Connection timed out" in str(found) and "async_timeout_secs" not in str(found)
 
 
-def test_failed_save_is_reported_at_the_next_step(tmp_path):
-    """A training loop asks `should_save` at every step, and saves seldom."""
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    manager = CheckpointManager(tmp_path, state_format=StateFormat.MSGPACK)
+@pytest.mark.parametrize("call", ["save", "should_save"])
+def test_error_of_a_failed_save_is_raised_once_by_the_next_call(tmp_path, call):
+    def save(step: int, size: int) -> bool:
+        state = {"w": jnp.ones(size)}
+        return manager.save(step, state, input_states={}, metadata={}, force=True)
 
-    def steps_without_a_save():
-        for step in range(6, 5000):
+    def next_call() -> None:
+        if call == "save":
+            save(3, 4)
+            return
+        # A training loop asks `should_save` at every step, and saves seldom.
+        for step in range(3, 5000):
             assert not manager.should_save(step)
             time.sleep(0.01)
 
-    try:  # a disk on which no large file fits
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, unlimited[1]))
-        state = {"w": jnp.ones(2**20)}  # 4 MiB
-        manager.save(5, state, input_states={}, metadata={}, force=True)
-        with pytest.raises(SaveError, match="step 5 could not be written .* File too large"):
-            steps_without_a_save()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    manager.close()
-    assert manager.latest_step() is None
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with CheckpointManager(tmp_path, state_format=StateFormat.MSGPACK) as manager:
+        save(1, 4)
+        manager.wait_until_finished()
+        try:  # a disk on which no large file fits
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, unlimited[1]))
+            assert save(2, 2**20)  # 4 MiB
+            with pytest.raises(SaveError, match="step 2 could not be written .* File too large"):
+                next_call()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        assert manager.latest_step() == 1
+        assert save(2, 2**20)
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.newest_sound_step() == 2

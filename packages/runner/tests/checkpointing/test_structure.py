@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from layerkit.errors import ConfigError
 from layerkit_runner.checkpointing import structure
@@ -35,11 +36,6 @@ def test_nest_keeps_the_names():
     assert dict(structure.named_leaves(structure.nest(leaves))) == leaves
 
 
-def test_bare_leaf_is_an_error(raises):
-    with raises(ConfigError, field="state", value="int"):
-        structure.named_leaves(3)
-
-
 class Twice:
     """A container whose two children have the same name."""
 
@@ -51,9 +47,12 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def test_two_leaves_of_one_name_are_an_error(raises):
-    with raises(ConfigError, field="leaf", value="x/1"):
-        structure.named_leaves({"x": Twice()})
+@pytest.mark.parametrize(
+    ("state", "field", "value"), [(3, "state", "int"), ({"x": Twice()}, "leaf", "x/1")]
+)
+def test_leaf_without_a_name_of_its_own_is_an_error(raises, state, field, value):
+    with raises(ConfigError, field=field, value=value):
+        structure.named_leaves(state)
 
 
 def test_all_leaves_that_cannot_be_stored_are_listed(raises):

@@ -23,6 +23,7 @@ LINES = {
     "lm.A": CatalogueLine(1, "one device", "made-up tokens", SUMMARY),
     "lm.C": CatalogueLine(None, "one device", "your own text", SUMMARY),
 }
+ENTRIES = [ExperimentEntry(name, f"acme.{name}", line) for name, line in LINES.items()]
 
 
 def test_written_record_is_read_back(tmp_path: Path):
@@ -52,22 +53,16 @@ def test_counts_are_abbreviated():
     assert [short_count(int(count)) for count in counts] == words
 
 
-@pytest.fixture
-def entries() -> list[ExperimentEntry]:
-    """Three experiments with everything that a catalogue says."""
-    return [ExperimentEntry(name, f"acme.{name}", line) for name, line in LINES.items()]
-
-
 @pytest.mark.parametrize("width", [40, 80, 200])
-def test_a_listing_has_headings_and_fits_the_terminal(entries: list[ExperimentEntry], width: int):
-    heading, *lines = catalogue_text(entries, width=width).splitlines()
+def test_a_listing_has_headings_and_fits_the_terminal(width: int):
+    heading, *lines = catalogue_text(ENTRIES, width=width).splitlines()
     assert heading.split()[0] == "NAME"
     assert max(map(len, [heading, *lines])) <= width
     assert [line.split()[0] for line in lines] == list(LINES)
     assert all(SUMMARY in line for line in lines) == (width == 200)
 
 
-def test_a_listing_for_a_program_shows_all_and_no_headings(entries: list[ExperimentEntry]):
-    lines = catalogue_text(entries).splitlines()
+def test_a_listing_for_a_program_shows_all_and_no_headings():
+    lines = catalogue_text(ENTRIES).splitlines()
     assert [line.split()[0] for line in lines] == list(LINES)
     assert all(line.endswith(SUMMARY) for line in lines)

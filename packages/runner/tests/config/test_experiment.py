@@ -110,11 +110,6 @@ def test_fields_include_those_of_bases_and_mix_ins():
     assert Smaller().LEARNING_RATE == 1e-3
 
 
-def test_assigning_an_undeclared_field_raises(raises):
-    with raises(ExperimentClassError, value="NUM_LAYRES"):
-        type("Typo", (Small,), {"NUM_LAYRES": 3})
-
-
 def test_mix_in_may_assign_a_field_that_another_base_declares(raises):
     class Deep:
         NUM_LAYERS = 64
@@ -181,6 +176,8 @@ def test_property_replaces_a_field(raises):
 
 def test_overrides_change_one_instance():
     assert Small(NUM_LAYERS=5).NUM_LAYERS == 5
+    assert Small(LEARNING_RATE=0.0).LEARNING_RATE == 0.0
+    assert Small(HIDDEN_DIMS=None).overrides["HIDDEN_DIMS"] is None
     assert Small().NUM_LAYERS == 2
     assert dict(Small(NUM_LAYERS=5).overrides) == {"NUM_LAYERS": 5}
 
@@ -192,10 +189,7 @@ def test_unknown_field_raises(raises):
         Small().NUM_LAYER = 3
 
 
-def test_value_of_another_type_raises(raises):
-    with raises(FieldError, owner="Small", field="NUM_LAYERS", value=1.5, expected="int"):
-        Small(NUM_LAYERS=1.5)
-
+def test_value_of_another_type_in_a_class_raises_unless_it_is_overridden(raises):
     class Wrong(Small):
         NUM_LAYERS = "two"
 
@@ -208,11 +202,6 @@ def test_values_are_converted_to_the_annotated_type():
     experiment = Small(LEARNING_RATE=1, MESH=[1, 2, 4])
     assert experiment.MESH == (1, 2, 4)
     assert isinstance(experiment.LEARNING_RATE, float)
-
-
-def test_falsy_overrides_are_applied():
-    assert Small(LEARNING_RATE=0.0).LEARNING_RATE == 0.0
-    assert Small(HIDDEN_DIMS=None).overrides["HIDDEN_DIMS"] is None
 
 
 def test_field_without_default_requires_a_value():
@@ -248,6 +237,7 @@ def test_deep_paths_set_any_field():
         task__schedules__warmup__num_layers="7",
         task__schedules__steps__1="5",
         datasets__1__batch_size="16",
+        datasets__1__vocabulary="None",
         partitioner__shape__1="8",
     )
     assert result.task.model.num_layers == 4
@@ -255,6 +245,7 @@ def test_deep_paths_set_any_field():
     assert result.task.schedules["warmup"].num_layers == 7
     assert result.task.schedules["steps"] == [1, 5]
     assert [d.batch_size for d in result.datasets] == [4, 16]
+    assert result.datasets[1].vocabulary is None
     assert result.partitioner.shape == (1, 8, 1)
     assert build(result.task).model == Lm(num_layers=4, hidden_dims=32)
 
@@ -294,18 +285,9 @@ def test_wrong_path_or_value_raises(raises, path: str, text: str, data: dict[str
     assert f"--fdl.{path}" in str(caught.value)
 
 
-def test_value_of_another_type_raises_with_the_flag(raises):
-    with raises(UsageError, field="--fdl.task.model.num_layers", value="four", expected="int"):
-        resolved(task__model__num_layers="four")
-
-
 def test_element_of_another_type_raises_with_flag_and_field(raises):
     with raises(UsageError, owner="--fdl.partitioner.shape.0", field="partitioner.shape"):
         resolved(partitioner__shape__0="x")
-
-
-def test_config_can_be_replaced_by_none():
-    assert resolved(datasets__0__vocabulary="None").datasets[0].vocabulary is None
 
 
 def test_paths_to_a_shared_config_must_agree(raises):
@@ -466,7 +448,7 @@ def test_any_string_in_a_command_is_read_back(value: str):
     assert read == {"NAME": value, "ANYTHING": value}
 
 
-def test_reduced_values_combine_those_of_all_bases(raises):
+def test_reduced_values_combine_those_of_all_bases():
     class Depth:
         NUM_LAYERS: int = 48
         reduced_fields = {"NUM_LAYERS": 2, "MODEL_DIMS": 64}
@@ -480,5 +462,3 @@ def test_reduced_values_combine_those_of_all_bases(raises):
     assert reduced_values(Small) == {}
     assert reduced_values(Own) == {"NUM_LAYERS": 2, "MODEL_DIMS": 16}
     assert Own(**reduced_values(Own)).MODEL_DIMS == 16
-    with raises(ExperimentClassError, owner="Wrong", value="NUM_LAYER"):
-        type("Wrong", (Small,), {"reduced_fields": {"NUM_LAYER": 1}})

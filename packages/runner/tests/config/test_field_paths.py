@@ -120,8 +120,7 @@ def test_path_that_an_override_sets_has_no_field():
 
 
 @pytest.mark.parametrize(
-    ("experiment", "flag"),
-    [(Named, "--fdl.MESH"), (Fixed, "--fdl.partitioner.ici_mesh_shape")],
+    ("experiment", "flag"), [(Named, "--fdl.MESH"), (Fixed, "--fdl.partitioner.ici_mesh_shape")]
 )
 def test_error_about_the_mesh_names_what_the_experiment_has(
     experiment: type[BaseExperiment], flag: str, raises

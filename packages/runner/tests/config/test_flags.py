@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -30,21 +29,43 @@ def test_values_after_an_equals_sign_or_a_space():
     assert joined.mode == "eval_once"
     assert joined.options == RunOptions(restore_checkpoint_step=(3,))
     assert joined.overrides == (Override("A", "1"),)
+    assert parse_flags([EXP, "--fdl.A", "-1"]).overrides == (Override("A", "-1"),)
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("words", "values"),
     [
-        ([], True),
-        (["--enable_checkpoint_saving"], True),
-        (["--noenable_checkpoint_saving"], False),
-        (["--enable_checkpoint_saving=False"], False),
-        (["--enable_checkpoint_saving=0"], False),
-        (["--enable_checkpoint_saving=true"], True),
+        ("", {"enable_checkpoint_saving": True, "only_restore_step": None}),
+        ("--enable_checkpoint_saving", {"enable_checkpoint_saving": True}),
+        ("--noenable_checkpoint_saving", {"enable_checkpoint_saving": False}),
+        ("--enable_checkpoint_saving=False", {"enable_checkpoint_saving": False}),
+        ("--enable_checkpoint_saving=0", {"enable_checkpoint_saving": False}),
+        ("--enable_checkpoint_saving=true", {"enable_checkpoint_saving": True}),
+        ("--restore_checkpoint_step=0", {"restore_checkpoint_step": (0,), "only_restore_step": 0}),
+        (
+            "--mode=decode_once --restore_checkpoint_step=200,100,200",
+            {"restore_checkpoint_step": (200, 100)},
+        ),
+        ("--hung_step_timeout_secs=off", {"hung_step_timeout_secs": None}),
+        ("--hung_step_timeout_secs=60", {"hung_step_timeout_secs": 60}),
+        (
+            "--mode=decode --eval_during_decode --follow_timeout_secs=60",
+            {"eval_during_decode": True, "follow_timeout_secs": 60},
+        ),
+        ("--checkpoint_todelete_subdir=old", {"checkpoint_todelete_subdir": "old"}),
+        ("--coordinator_address=auto", {"coordinator_address": "auto"}),
+        # Flags of Pax.
+        ("--multiprocess_gpu", {"coordinator_address": "auto"}),
+        (
+            "--multiprocess_gpu --server_addr=host:1 --num_hosts=4 --host_idx=3",
+            {"coordinator_address": "host:1", "num_processes": 4, "process_id": 3},
+        ),
+        ("--mode=inspect --inspect=batches --num_hosts=4", {"num_hosts": 4, "num_processes": None}),
     ],
 )
-def test_boolean_flag_has_each_spelling_of_absl(words: list[str], *, expected: bool):
-    assert parse_flags([EXP, *words]).options.enable_checkpoint_saving is expected
+def test_options_are_read(words: str, values: dict[str, Any]):
+    options = parse_flags([EXP, *words.split()]).options
+    assert {name: getattr(options, name) for name in values} == values
 
 
 def test_fdl_config_is_another_name_of_exp(raises):
@@ -52,10 +73,6 @@ def test_fdl_config_is_another_name_of_exp(raises):
     assert parse_flags([EXP, "--fdl_config=lm.Small"]).exp == "lm.Small"
     with raises(UsageError, field="--exp", value="lm.Big"):
         parse_flags([EXP, "--fdl_config=lm.Big"])
-
-
-def test_negative_values_are_values():
-    assert parse_flags([EXP, "--fdl.A", "-1"]).overrides == (Override("A", "-1"),)
 
 
 STEPS = "--restore_checkpoint_step"
@@ -82,8 +99,14 @@ TWO = "--num_processes=2"
         # Values.
         (["--mode=evil"], {"field": "--mode", "value": "evil"}),
         (["--mode", "--json"], {"field": "--mode", "value": "--json"}),
+        (["--mode"], {}),
+        (["--job_log_dir", "--fdl.A=2"], {}),
         (["--fdl.NUM_LAYERS"], {"field": "--fdl.NUM_LAYERS"}),
         (["--job_log_dir="], {"field": "--job_log_dir", "value": ""}),
+        *(
+            ([f"--checkpoint_todelete_subdir={name}"], {"value": name})
+            for name in ("a/b", "..", "checkpoint_1", "")
+        ),
         (["--json=ja"], {"field": "--json", "value": "ja"}),
         ([f"{STEPS}=last"], {"field": STEPS, "value": "last"}),
         ([f"{STEPS}=-1"], {"field": STEPS, "value": "-1"}),
@@ -118,12 +141,6 @@ def test_wrong_flag_raises(raises, words: list[str], data: dict[str, Any]):
         parse_flags([EXP, *words])
 
 
-@pytest.mark.parametrize("words", [["--mode"], ["--job_log_dir", "--fdl.A=2"]], ids=" ".join)
-def test_flag_without_value_raises(raises, words: list[str]):
-    with raises(UsageError):
-        parse_flags([EXP, *words])
-
-
 def test_training_in_a_recorded_folder_names_its_experiment(raises, tmp_path: Path):
     record: dict[str, Any] = {"experiment": "notes.Notes", "overrides": {}, "fields": {}}
     (tmp_path / "config.json").write_text(json.dumps(record | {"config": {}}))
@@ -151,14 +168,6 @@ def test_mode_that_only_prints_requires_no_folder(mode: str):
     check_folder(parse_flags([EXP, f"--mode={mode}"]))
 
 
-def test_every_option_has_a_flag_of_its_name_and_default():
-    flags = {flag.name: flag for flag in FLAGS}
-    for option in dataclasses.fields(RunOptions):
-        if option.name != "extra":
-            assert flags[option.name].default == option.default
-            assert flags[option.name].is_switch == (option.type == "bool")
-
-
 def test_every_flag_is_in_one_group_of_the_help():
     grouped = [name for _, *names in GROUPS.values() for name in names]
     assert sorted(grouped) == sorted([*(flag.name for flag in FLAGS), "fdl.NAME"])
@@ -183,44 +192,11 @@ def test_help_of_an_unknown_topic_raises(raises):
         help_text("checkpoint")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--coordinator_address=auto"],
-        ["--coordinator_address=host:1", "--num_processes=2", "--process_id=1"],
-    ],
-)
-def test_coordinator_address_is_read(words: list[str]):
-    options = parse_flags([EXP, *words]).options
-    assert options.coordinator_address == words[0].partition("=")[2]
-
-
-def test_pax_flags_are_replaced(raises):
-    words = ["--multiprocess_gpu", "--server_addr=host:1", "--num_hosts=4", "--host_idx=3"]
-    options = parse_flags([EXP, *words]).options
-    assert options.coordinator_address == "host:1"
-    assert (options.num_processes, options.process_id) == (4, 3)
-    assert parse_flags([EXP, "--multiprocess_gpu"]).options.coordinator_address == "auto"
-    options = parse_flags([EXP, "--mode=inspect", "--inspect=batches", "--num_hosts=4"]).options
-    assert (options.num_hosts, options.num_processes) == (4, None)
+def test_tfds_data_dir_of_pax_sets_the_field(raises):
     parsed = parse_flags([EXP, "--tfds_data_dir=gs://bucket/tfds"])
     assert list(map(str, parsed.overrides)) == ["--fdl.TFDS_DATA_DIR=gs://bucket/tfds"]
     with raises(UsageError, problem="contradictory flags"):
         parse_flags([EXP, "--tfds_data_dir=a", "--fdl.TFDS_DATA_DIR=b"])
-
-
-@pytest.mark.parametrize("name", ["a/b", "..", "checkpoint_1", ""])
-def test_folder_of_moved_checkpoints_is_one_name(raises, name: str):
-    flag = "--checkpoint_todelete_subdir"
-    assert parse_flags([EXP, f"{flag}=old"]).options.checkpoint_todelete_subdir == "old"
-    with raises(UsageError, field=flag, value=name):
-        parse_flags([EXP, f"{flag}={name}"])
-
-
-def test_reduced_is_a_switch():
-    assert "reduced" not in parse_flags([EXP]).given
-    assert parse_flags([EXP, "--reduced"]).given["reduced"]
-    assert not parse_flags([EXP, "--noreduced"]).given["reduced"]
 
 
 def test_repeated_flag_keeps_all_values(raises):
@@ -228,31 +204,6 @@ def test_repeated_flag_keeps_all_values(raises):
     assert parse_flags(["--tag=moe", "--list", "--tag", "lm"]).given["tag"] == ("moe", "lm")
     with raises(UsageError, field="--tag", value=""):
         parse_flags(["--list", "--tag="])
-
-
-def test_timeout_can_be_off():
-    assert parse_flags([EXP]).options.hung_step_timeout_secs == 1800
-    assert parse_flags([EXP, "--hung_step_timeout_secs=off"]).options.hung_step_timeout_secs is None
-    assert parse_flags([EXP, "--hung_step_timeout_secs=60"]).options.hung_step_timeout_secs == 60
-
-
-def test_restore_step_can_be_several():
-    words = ["--mode=decode_once", "--restore_checkpoint_step=200,100,200"]
-    options = parse_flags([EXP, *words]).options
-    assert options.restore_checkpoint_step == (200, 100)
-    options = parse_flags([EXP, "--restore_checkpoint_step=0"]).options
-    assert (options.restore_checkpoint_step, options.only_restore_step) == ((0,), 0)
-    assert parse_flags([EXP]).options.only_restore_step is None
-
-
-def test_evaluation_and_decoding_flags_are_read():
-    options = parse_flags([EXP]).options
-    assert (options.eval_on_test, options.decode_during_train) == (True, False)
-    options = parse_flags([EXP, "--noeval_on_test", "--decode_during_train"]).options
-    assert (options.eval_on_test, options.decode_during_train) == (False, True)
-    words = ["--mode=decode", "--eval_during_decode", "--follow_timeout_secs=60"]
-    options = parse_flags([EXP, *words]).options
-    assert (options.eval_during_decode, options.follow_timeout_secs) == (True, 60)
 
 
 def test_read_flags_returns_the_flags_of_a_tool_and_the_other_words(raises):

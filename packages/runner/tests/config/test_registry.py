@@ -75,6 +75,7 @@ _FILES = {
 
         Tiny = Small
     ''',
+    "reg_acme/lm/pile.py": "from reg_acme.lm.small import Small as RegPile126M",
     "reg_acme/vision/small.py": '''
         from reg_acme.lm import parts, small
 
@@ -140,23 +141,23 @@ def test_experiment_is_found_by_each_form_of_its_name(name: str):
     assert f"{cls.__module__}.{cls.__qualname__}" == "reg_acme.lm.small.Small"
 
 
-def test_name_in_nvidias_scripts_is_found(folder: Path):
-    write(
-        folder,
-        {
-            "reg_acme/lm/pile.py": """
-                from reg_acme.lm.parts import LmBase
-                class RegPile126M(LmBase): pass
-            """
-        },
-    )
+@pytest.mark.usefixtures("folder")
+def test_name_in_nvidias_scripts_is_found():
     found = find_experiment("paxml.contrib.gpu.scripts_gpu.configs.RegPile126M")
     assert found.dotted == "reg_acme.lm.pile.RegPile126M"
 
 
 @pytest.mark.usefixtures("folder")
-def test_entries_of_a_package_without_a_catalogue():
-    entries = {e.name: e for e in list_experiments() if e.module.startswith("reg_acme")}
+def test_list_contains_the_runnable_experiments_of_a_package_without_a_catalogue():
+    listed = list_experiments()
+    assert [e.name for e in listed] == sorted(e.name for e in listed)
+    entries = {e.name: e for e in listed if e.module.startswith("reg_acme")}
+    assert {name: entry.line.summary for name, entry in entries.items()} == {
+        "lm.small.Small": "A small model.",
+        "lm.small.Tiny": "The same as lm.small.Small.",
+        "vision.small.Small": "Another small model.",
+        "vision.small.Wide": "",
+    }
     small = entries["lm.small.Small"]
     assert (small.module, small.class_name) == ("reg_acme.lm.small", "Small")
     assert small.line == CatalogueLine(None, None, None, "A small model.", ("adam", "lm"))
@@ -189,21 +190,6 @@ def test_catalogued_experiment_is_found_and_listed_without_an_import(raises, fol
         load("lm.big.Big")
 
 
-@pytest.mark.usefixtures("folder")
-def test_list_filters_by_all_tags():
-    def listed(*tags: str) -> list[str]:
-        found = list_experiments(tags=tags)
-        return [entry.name for entry in found if entry.module.startswith("reg_acme")]
-
-    every = ["lm.small.Small", "lm.small.Tiny", "vision.small.Small", "vision.small.Wide"]
-    assert listed() == listed("adam") == listed("lm", "adam") == every
-    assert listed("vision") == listed("lm", "vision") == ["vision.small.Small"]
-    with pytest.raises(UsageError) as caught:
-        list_experiments(tags=("lm", "adma"))
-    assert (caught.value.field, caught.value.value) == ("--tag", "adma")
-    assert "adam" in caught.value.choices
-
-
 def test_tag_raises_if_no_experiment_has_any(raises, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("layerkit_runner.config.registry.experiment_packages", list)
     with raises(UsageError, field="--tag", value="moe", choices=()):
@@ -214,18 +200,6 @@ def test_tag_raises_if_no_experiment_has_any(raises, monkeypatch: pytest.MonkeyP
 def test_tags_that_are_not_strings_raise(raises, tags: Any):
     with raises(UsageError, owner="Own", field="tags", value=tags):
         type("Own", (BaseExperiment,), {"tags": tags})
-
-
-@pytest.mark.usefixtures("folder")
-def test_list_contains_runnable_experiments():
-    listed = {e.name: e.line.summary for e in list_experiments() if e.module.startswith("reg_acme")}
-    assert listed == {
-        "lm.small.Small": "A small model.",
-        "lm.small.Tiny": "The same as lm.small.Small.",
-        "vision.small.Small": "Another small model.",
-        "vision.small.Wide": "",
-    }
-    assert [e.name for e in list_experiments()] == sorted(e.name for e in list_experiments())
 
 
 @pytest.mark.usefixtures("folder")
@@ -252,36 +226,39 @@ def test_unknown_name_suggests_the_nearest(name: str, near: str):
     assert near in str(caught.value)
 
 
-def test_name_of_a_missing_module_suggests_files_of_the_folder(
-    raises, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path, {"notes_of_mine.py": "class Notes: pass\n"})
-    with raises(UsageError, field="--exp", choices=("notes_of_mine.Notes",)):
-        find_experiment("note_of_mine.Notes")
-
-
-def test_misspelt_module_of_another_package_suggests_the_modules_of_that_package(
-    raises, folder: Path
-):
-    write(folder, {"reg_own/__init__.py": "", "reg_own/text.py": "class Notes: pass\n"})
-    with raises(UsageError, field="--exp", choices=("reg_own.text.Notes",)):
-        find_experiment("reg_own.txt.Notes")
-
-
-@pytest.mark.parametrize("before", ["from layerkit_runner import BaseExperiment", "1 / 0"])
-def test_unknown_class_of_a_custom_module_raises_without_an_import(
-    raises, folder: Path, before: str
-):
-    write(folder, {"reg_own.py": f"{before}\nclass Mine(BaseExperiment): pass\n"})
-    assert find_experiment("reg_own.Mine").name == "reg_own.Mine"
-    with raises(UsageError, value="reg_own.Mien", choices=("reg_own.Mine",)):
-        find_experiment("reg_own.Mien")
+MINE = "class Mine(BaseExperiment): pass\n"
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["reg_acme.lm.small.Unrelated", "lm.parts.LmBase", "lm.small._Private"],
+    ("files", "name", "near"),
+    [
+        ({"reg_mine.py": MINE}, "reg_mien.Mine", "reg_mine.Mine"),
+        (
+            {"reg_own/__init__.py": "", "reg_own/text.py": MINE},
+            "reg_own.txt.Mine",
+            "reg_own.text.Mine",
+        ),
+        (
+            {"reg_own.py": f"from layerkit_runner import BaseExperiment\n{MINE}"},
+            "reg_own.Mien",
+            "reg_own.Mine",
+        ),
+        ({"reg_own.py": f"1 / 0\n{MINE}"}, "reg_own.Mien", "reg_own.Mine"),
+    ],
+    ids=["file of the folder", "module of the package", "class", "class of a module that fails"],
+)
+def test_misspelled_name_of_a_custom_module_suggests_the_nearest_without_an_import(
+    raises, folder: Path, monkeypatch, files: dict[str, str], name: str, near: str
+):
+    monkeypatch.chdir(folder)
+    write(folder, files)
+    assert find_experiment(near).name == near
+    with raises(UsageError, value=name, choices=(near,)):
+        find_experiment(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["reg_acme.lm.small.Unrelated", "lm.parts.LmBase", "lm.small._Private"]
 )
 @pytest.mark.usefixtures("folder")
 def test_class_that_is_no_runnable_experiment_raises(raises, name: str):
@@ -289,9 +266,17 @@ def test_class_that_is_no_runnable_experiment_raises(raises, name: str):
         load(name)
 
 
-def test_module_with_a_syntax_error_raises_with_its_line(raises, folder: Path):
-    write(folder, {"reg_broken.py": "class Broken(:\n"})
-    with raises(UsageError, owner=f"{folder}/reg_broken.py:1"):
+@pytest.mark.parametrize(
+    ("text", "owner"),
+    [
+        ("class Broken(:\n", "{folder}/reg_broken.py:1"),
+        ("import reg_not_installed\nclass Broken: pass\n", "reg_broken"),
+    ],
+    ids=["syntax error", "missing library"],
+)
+def test_module_that_cannot_be_imported_raises(raises, folder: Path, text: str, owner: str):
+    write(folder, {"reg_broken.py": text})
+    with raises(UsageError, owner=owner.format(folder=folder)):
         load("reg_broken.Broken")
 
 
@@ -317,21 +302,6 @@ def test_class_made_by_a_call_or_imported_is_found(folder: Path):
     made = find_experiment("reg_made.Made")
     assert load_experiment(made)().NUM_LAYERS == 3
     assert load_experiment(find_experiment("reg_star.Made")) is load_experiment(made)
-
-
-def test_missing_library_raises_a_usage_error(raises, folder: Path):
-    write(
-        folder,
-        {
-            "reg_needs.py": """
-                import reg_not_installed
-                from layerkit_runner import BaseExperiment
-                class Needs(BaseExperiment): pass
-            """
-        },
-    )
-    with raises(UsageError, owner="reg_needs"):
-        load("reg_needs.Needs")
 
 
 @pytest.mark.parametrize(

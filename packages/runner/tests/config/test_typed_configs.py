@@ -84,8 +84,8 @@ def config_with(path: str) -> tuple[Any, str]:
     return found, field
 
 
-@pytest.mark.parametrize(("path", "value"), [example[:2] for example in CONFIG_VALUES])
-def test_config_value_of_another_type_raises_when_it_is_assigned(raises, path, value):
+@pytest.mark.parametrize(("path", "value", "text"), CONFIG_VALUES)
+def test_config_value_of_another_type_raises(raises, path, value, text):
     config, field = config_with(path)
     before = getattr(config, field)
     with raises(FieldTypeError, field=field, value=value):
@@ -95,10 +95,6 @@ def test_config_value_of_another_type_raises_when_it_is_assigned(raises, path, v
     with pytest.raises(FieldTypeError):
         Config(config.__fn_or_cls__, **{field: value})
     assert getattr(config, field) == before
-
-
-@pytest.mark.parametrize(("path", "text"), [(path, text) for path, _, text in CONFIG_VALUES])
-def test_config_value_of_another_type_raises_on_the_command_line(raises, path, text):
     with raises(UsageError, field=f"--fdl.{path}"):
         resolve(Small(), [Override(path, text)])
 

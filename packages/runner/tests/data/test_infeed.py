@@ -35,26 +35,25 @@ def started(shape: list[int] | None) -> Partitioner:
 
 
 @pytest.mark.parametrize(
-    ("shape", "percore", "rows"),
+    ("shape", "fields", "rows"),
     [
-        ([8, 1, 1], 2.0, 16),
-        (None, 2.0, 16),
-        ([2, 2, 2], 0.5, 4),
-        ([1, 1, 8], 0.125, 1),
-        ([1, 1, 8], 0.375, 3),
+        ([8, 1, 1], {"percore_batch_size": 2.0}, 16),
+        (None, {"percore_batch_size": 2.0}, 16),
+        ([2, 2, 2], {"percore_batch_size": 0.5}, 4),
+        ([1, 1, 8], {"percore_batch_size": 0.125}, 1),
+        ([1, 1, 8], {"percore_batch_size": 0.375}, 3),
+        ([8, 1, 1], {"percore_batch_size": 1.0000000000000002}, 8),  # (0.1 + 0.2) / 0.3
+        ([4, 2, 1], {"batch_size": 8}, 8),
     ],
 )
-def test_percore_batch_size_is_rows_per_device(
-    tiny: SimpleNamespace, shape, percore: float, rows: int
+def test_batch_has_rows_per_device_or_per_host(
+    tiny: SimpleNamespace, shape, fields: dict[str, Any], rows: int
 ):
-    dataset = make_input(tiny.Points.HParams.config(percore_batch_size=percore), started(shape))
+    config = tiny.Points.HParams.config(**fields)
+    dataset = make_input(config, started(shape))
     assert (dataset.global_batch_size, dataset.local_batch_size) == (rows, rows)
     assert dataset.get_next().x.shape == (rows, 2)
-
-
-def test_batch_size_is_rows_per_host(tiny: SimpleNamespace):
-    dataset = make_input(tiny.Points.HParams.config(batch_size=8), started([4, 2, 1]))
-    assert dataset.global_batch_size == 8
+    assert config.batch_size == fields.get("batch_size")  # The config is unchanged.
 
 
 def of_own_size(tiny: SimpleNamespace) -> type:
@@ -87,38 +86,25 @@ def test_own_batch_size_must_fit_hosts_that_share_rows(raises, tiny: SimpleNames
         make_input(config, started([1, 1, 8]), host)
 
 
-def test_rounding_error_of_the_row_count_is_accepted(tiny: SimpleNamespace):
-    config = tiny.Points.HParams.config(percore_batch_size=(0.1 + 0.2) / 0.3)
-    assert config.percore_batch_size == 1.0000000000000002
-    assert make_input(config, started([8, 1, 1])).global_batch_size == 8
-
-
 @pytest.mark.parametrize(
-    ("fields", "field", "value"),
+    ("fields", "data"),
     [
-        ({}, "batch_size or percore_batch_size", MISSING),
+        ({}, {"field": "batch_size or percore_batch_size", "value": MISSING}),
         (
             {"batch_size": 8, "percore_batch_size": 1.0},
-            "batch_size and percore_batch_size",
-            MISSING,
+            {"field": "batch_size and percore_batch_size", "value": MISSING},
         ),
-        ({"percore_batch_size": 0.3}, "percore_batch_size", 0.3),
+        ({"percore_batch_size": 0.3}, {"field": "percore_batch_size", "value": 0.3}),
+        # The mesh does not divide the rows.
+        ({"percore_batch_size": 0.25}, {"value": 2}),
+        ({"percore_batch_size": 0.0}, {"value": 0}),
     ],
 )
 def test_wrong_batch_size_raises(
-    tiny: SimpleNamespace, raises, fields: dict, field: str, value: object
+    tiny: SimpleNamespace, raises, fields: dict[str, Any], data: dict[str, Any]
 ):
     config = tiny.Points.HParams.config(name="train", **fields)
-    with raises(UsageError, field=field, value=value):
-        make_input(config, started([2, 2, 2]))
-
-
-@pytest.mark.parametrize(("percore", "rows"), [(0.25, 2), (0.0, 0)])
-def test_batch_that_the_mesh_does_not_divide_is_an_error(
-    tiny: SimpleNamespace, raises, percore: float, rows: int
-):
-    config = tiny.Points.HParams.config(name="train", percore_batch_size=percore)
-    with raises(UsageError, owner="train", value=rows):
+    with raises(UsageError, owner="train", **data):
         make_input(config, started([2, 2, 2]))
 
 
@@ -160,12 +146,6 @@ def test_padded_batch_must_fit_the_mesh_in_evaluation_only(tiny: SimpleNamespace
     # Training reads batches without padding.
     training = tiny.Points.HParams.config(**fields, is_training=True)
     assert make_input(training, started([2, 2, 2])).get_next().x.shape == (8, 2)
-
-
-def test_make_input_does_not_change_the_config(tiny: SimpleNamespace):
-    config = tiny.Points.HParams.config(percore_batch_size=1.0)
-    make_input(config, started([8, 1, 1]))
-    assert config.batch_size is None
 
 
 def test_example_batch_reads_data_only_without_blank_batch(raises, tiny: SimpleNamespace):

@@ -1,4 +1,4 @@
-"""Processes that join a job by the environment variables of a launcher, without flags."""
+"""Processes that join a job by the variables of a launcher, and the interfaces they listen at."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from layerkit_runner.distributed.cluster import bind_address, listen
 
 PROCESS = """
 import os, sys
@@ -165,3 +167,22 @@ def test_forced_exit_of_process_0_is_reported_by_the_others(tmp_path: Path):
     # Process 0 has JAX's coordinator, without which JAX aborts the others.
     assert [process.returncode for process in done] == [70, 75], done
     assert "failed: it hung. Every step needs all processes" in done[1].stderr
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_loopback_host_is_bound_alone(host: str):
+    assert bind_address(host) == "127.0.0.1"
+    with listen(host, backlog=1) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_host_that_is_not_an_address_of_this_machine_listens_everywhere(host: str):
+    assert bind_address(host) == "::"
+
+
+def test_name_that_means_loopback_only_here_listens_everywhere(monkeypatch: pytest.MonkeyPatch):
+    """Debian has `127.0.1.1 NAME` in /etc/hosts, where other machines know the real address."""
+    entry = (2, 1, 6, "", ("127.0.1.1", 0))
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_: [entry])
+    assert bind_address("node1") == "::"

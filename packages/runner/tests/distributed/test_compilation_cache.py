@@ -11,11 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from layerkit_runner.distributed.devices import (
-    cache_folder,
-    enable_compilation_cache,
-    make_private,
-)
+from layerkit_runner.distributed.devices import cache_folder, enable_compilation_cache, make_private
 from layerkit_runner.files.atomic_write import UnsafePathError
 
 

@@ -1,4 +1,4 @@
-"""Presets of compiler flags: the environment, the devices, and the compilers that accept them."""
+"""Presets of compiler flags, which compilers accept, and errors of platforms."""
 
 from __future__ import annotations
 
@@ -182,3 +182,38 @@ def test_libtpu_accepts_every_tpu_preset(preset: str, target: str):
 def test_every_tpu_preset_is_compiled_for_a_tpu():
     of_tpus = {name for name, preset in PRESETS.items() if preset.variable == "LIBTPU_INIT_ARGS"}
     assert of_tpus == {preset for preset, _ in TPU_SLICES}
+
+
+START_DEVICES = """
+import sys
+from layerkit_runner.errors import UsageError
+from layerkit_runner.distributed.devices import start_devices
+try:
+    start_devices()
+except UsageError as error:
+    sys.exit(f"failed: {error}")
+"""
+
+
+def start(platforms: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", START_DEVICES],
+        env={**os.environ, "JAX_PLATFORMS": platforms},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("platforms", "reason"), [("tpu", "tpu"), pytest.param("cpuu", "cpuu", marks=pytest.mark.slow)]
+)
+def test_platform_that_jax_cannot_start_is_an_error_of_one_line(platforms: str, reason: str):
+    if importlib.util.find_spec("libtpu"):
+        pytest.skip("libtpu is installed here")
+    error = start(platforms).stderr
+    message = error[error.index("failed: ") :]
+    assert f"JAX_PLATFORMS={platforms}: JAX " in message
+    assert reason in message.partition("cannot start")[2]
+    assert len(message.splitlines()) == 1

@@ -1,14 +1,20 @@
-"""Environment variables of launchers, and flags that contradict them."""
+"""Environment variables of launchers, flags that contradict them, and removed XLA flags."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
 
 import pytest
 
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.distributed.cluster import ClusterInfo, find_cluster
 from layerkit_runner.distributed.launchers import (
+    SUCCESSORS,
     check_alone,
     check_processes,
+    check_removed_flags,
     find_launch,
     local_device_ids,
 )
@@ -45,6 +51,9 @@ TORCHRUN = {
     "LOCAL_WORLD_SIZE": "2",
 }
 OTHER = {name: value for name, value in TORCHRUN.items() if not name.startswith(("TORCH", "LOCAL"))}
+# Options of the command line.
+HOST = {"coordinator_address": "host:1"}
+SECOND_OF_TWO = {**HOST, "num_processes": 2, "process_id": 1}
 
 
 @pytest.mark.parametrize(
@@ -75,10 +84,6 @@ def test_find_launch_returns_none_without_all_variables_of_a_launcher():
     assert find_launch({"RANK": "1", "WORLD_SIZE": "2"}) is None
 
 
-def test_shell_inside_an_allocation_is_the_only_process():
-    assert find_cluster(RunOptions(), ONE_TASK) is None
-
-
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
@@ -101,30 +106,21 @@ def test_local_device_ids_divide_the_visible_gpus(environ, expected):
 
 
 def test_tasks_per_node_are_parsed_from_slurms_notation():
-    counts = {
-        node: find_launch(
-            {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(x2),3,1", "SLURM_NODEID": str(node)}
-        )
-        for node in range(4)
-    }
-    assert [launch.num_local for launch in counts.values() if launch] == [4, 4, 3, 1]
+    environ = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(x2),3,1"}
+    launches = [find_launch({**environ, "SLURM_NODEID": node}) for node in "0123"]
+    assert [launch.num_local for launch in launches if launch] == [4, 4, 3, 1]
 
 
 @pytest.mark.parametrize(
     ("environ", "options", "field", "value"),
     [
         (SLURM, {"num_processes": 4}, "--num_processes", 4),
-        (
-            OPEN_MPI,
-            {"coordinator_address": "host:1", "num_processes": 4, "process_id": 0},
-            "--process_id",
-            0,
-        ),
+        (OPEN_MPI, {**HOST, "num_processes": 4, "process_id": 0}, "--process_id", 0),
         (OPEN_MPI_5, {}, "--coordinator_address", None),
         ({}, {"num_processes": 2}, "--coordinator_address", None),
         ({}, {"process_id": 0}, "--coordinator_address", None),
-        ({}, {"coordinator_address": "host:1", "num_processes": 2}, "--process_id", None),
-        (ONE_TASK, {"coordinator_address": "host:1"}, "--num_processes", None),
+        ({}, {**HOST, "num_processes": 2}, "--process_id", None),
+        (ONE_TASK, HOST, "--num_processes", None),
         ({**SLURM, "SLURM_PROCID": "x"}, {}, "SLURM_PROCID", "x"),
     ],
 )
@@ -139,31 +135,20 @@ def test_check_processes_names_the_contradicting_or_missing_flag(
     ("environ", "options", "cluster"),
     [
         ({}, {}, None),
+        (ONE_TASK, {}, None),  # as in a shell inside an allocation
         (SLURM, {"num_processes": 1}, None),
         (SLURM, {}, ClusterInfo(None, 6, 4, None, "Slurm (job 4711)")),
         (SLURM, {"coordinator_address": "auto"}, ClusterInfo(None, 6, 4, None, "Slurm (job 4711)")),
         (
             SLURM,
-            {"coordinator_address": "host:1", "num_processes": 6, "process_id": 4},
+            {**HOST, "num_processes": 6, "process_id": 4},
             ClusterInfo("host:1", 6, 4, None, "Slurm (job 4711)"),
         ),
-        (
-            OPEN_MPI_5,
-            {"coordinator_address": "host:1"},
-            ClusterInfo("host:1", 4, 3, [1], "Open MPI"),
-        ),
+        (OPEN_MPI_5, HOST, ClusterInfo("host:1", 4, 3, [1], "Open MPI")),
         (TORCHRUN, {}, ClusterInfo("node001:29501", 4, 3, [1], "torchrun")),
-        (
-            {},
-            {"coordinator_address": "host:1", "num_processes": 2, "process_id": 1},
-            ClusterInfo("host:1", 2, 1, None, "the flags"),
-        ),
+        ({}, SECOND_OF_TWO, ClusterInfo("host:1", 2, 1, None, "the flags")),
         # One task of Slurm may start the processes of a job itself.
-        (
-            ONE_TASK,
-            {"coordinator_address": "host:1", "num_processes": 2, "process_id": 1},
-            ClusterInfo("host:1", 2, 1, None, "the flags"),
-        ),
+        (ONE_TASK, SECOND_OF_TWO, ClusterInfo("host:1", 2, 1, None, "the flags")),
         # A pod of Kubernetes that is no indexed job, such as a notebook.
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, {}, None),
     ],
@@ -187,3 +172,45 @@ def test_export_by_several_processes_raises(raises):
     with raises(UsageError, field="--mode", value="export"):
         check_alone("export", SLURM)
     check_alone("export", ONE_TASK)
+
+
+# The flags of NVIDIA's Pax page, of which XLA has removed the second and the third.
+PUBLISHED = (
+    "--xla_gpu_enable_latency_hiding_scheduler=true --xla_gpu_enable_async_all_gather=true"
+    " --xla_gpu_enable_async_reduce_scatter=true --xla_gpu_enable_triton_gemm=false"
+)
+
+
+def test_flags_of_the_published_page_are_named_with_their_successor(raises):
+    removed = "--xla_gpu_enable_async_all_gather=true --xla_gpu_enable_async_reduce_scatter=true"
+    with raises(UsageError, field="XLA_FLAGS", value=removed) as caught:
+        check_removed_flags({"XLA_FLAGS": PUBLISHED})
+    assert "--xla_gpu_disable_async_collectives" in str(caught.value)
+    kept = " ".join(flag for flag in PUBLISHED.split() if "async" not in flag)
+    check_removed_flags({"XLA_FLAGS": kept})
+    check_removed_flags({})
+
+
+@pytest.mark.parametrize("name", ["xla_gpu_enable_async_all_gather", "xla_gpu_graph_level"])
+def test_command_line_names_a_removed_flag_before_jax_is_imported(name: str):
+    code = (
+        "import sys; from layerkit_runner.cli import main;"
+        " code = main(['--exp=lm.quickstart.LocalText', '--job_log_dir=unused']);"
+        " print('jax' in sys.modules); sys.exit(code)"
+    )
+    environment = {**os.environ, "XLA_FLAGS": f"--{name}=0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "False\n")
+    assert f"--{name}=0" in done.stderr
+
+
+def test_installed_xla_lacks_every_flag_of_the_table():
+    """XLA names the flags that it does not know when it ends the process."""
+    flags = {f"--{name}=true" for name in SUCCESSORS}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(sorted(flags))}
+    command = [sys.executable, "-c", "import jax; jax.devices()"]
+    failed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    (line,) = (line for line in failed.stderr.splitlines() if "Unknown flags in XLA_FLAGS" in line)
+    assert flags <= set(line.split())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -64,9 +65,6 @@ class Process:
             assert self.agreement.reached(each - 1) is None
             assert self.agreement.may_start(each)
 
-    def wait_until_open(self) -> None:
-        wait_until(lambda: self.agreement.is_open)
-
 
 @pytest.fixture
 def store() -> Store:
@@ -79,6 +77,13 @@ def processes(store: Store) -> Iterator[list[Process]]:
     yield made
     for process in made:
         process.agreement.close()
+
+
+def request(processes: list[Process], index: int, **requests: Any) -> None:
+    """Let a process receive requests, and wait until all processes know of them."""
+    processes[index].pending = Requests(**requests)
+    for process in processes:
+        wait_until(lambda: process.agreement.is_open)  # noqa: B023
 
 
 def all_reach(processes: list[Process], step: int) -> list[Requests | None]:
@@ -100,9 +105,8 @@ def all_reach(processes: list[Process], step: int) -> list[Requests | None]:
 def test_all_stop_after_the_newest_step_that_any_has_started(processes: list[Process]):
     for process, step in zip(processes, (3, 5, 4), strict=True):
         process.run_to(step)
-    processes[2].pending = Requests(stop=15)
+    request(processes, 2, stop=15)
     for process, step in zip(processes, (3, 5, 4), strict=True):
-        process.wait_until_open()
         assert not process.agreement.may_start(step + 1)
     behind = processes[0].agreement
     assert behind.reached(3) is None
@@ -118,15 +122,11 @@ def test_all_stop_after_the_newest_step_that_any_has_started(processes: list[Pro
 def test_request_to_save_is_met_and_the_next_request_as_well(processes: list[Process]):
     for process in processes:
         process.run_to(2)
-    processes[1].pending = Requests(saves=True)
-    for process in processes:
-        process.wait_until_open()
+    request(processes, 1, saves=True)
     assert all_reach(processes, 2) == [Requests(saves=True)] * 3
     for process in processes:
         assert process.agreement.may_start(3)
-    processes[0].pending = Requests(stop=2)
-    for process in processes:
-        process.wait_until_open()
+    request(processes, 0, stop=2)
     assert all_reach(processes, 3) == [Requests(stop=2)] * 3
 
 
@@ -134,9 +134,7 @@ def test_requests_of_two_processes_are_met_together(processes: list[Process]):
     for process in processes:
         process.run_to(1)
     processes[0].pending = Requests(saves=True)
-    processes[1].pending = Requests(stop=15)
-    for process in processes:
-        process.wait_until_open()
+    request(processes, 1, stop=15)
     assert all_reach(processes, 1) == [Requests(stop=15, saves=True)] * 3
 
 
@@ -144,9 +142,7 @@ def test_request_after_one_process_finished_stops_none(processes: list[Process])
     for process, step in zip(processes, (4, 3, 4), strict=True):
         process.run_to(step)
     assert processes[0].agreement.finish()
-    processes[1].pending = Requests(stop=15)
-    for process in processes[1:]:
-        process.wait_until_open()
+    request(processes[1:], 0, stop=15)
     assert processes[1].agreement.reached(3) is None
     assert processes[1].agreement.may_start(4)
     for process in processes[1:]:
@@ -157,9 +153,8 @@ def test_request_after_one_process_finished_stops_none(processes: list[Process])
 def test_request_before_a_process_finishes_is_met_first(processes: list[Process]):
     for process in processes:
         process.run_to(4)
-    processes[1].pending = Requests(stop=15)
+    request(processes, 1, stop=15)
     for process in processes:
-        process.wait_until_open()
         assert not process.agreement.finish()
     assert all_reach(processes, 4) == [Requests(stop=15)] * 3
 
@@ -168,8 +163,6 @@ def test_request_is_met_after_the_store_failed_for_a_while(store: Store, process
     for process in processes:
         process.run_to(2)
     store.failures = 7
-    processes[1].pending = Requests(stop=15)
-    wait_until(lambda: store.failures == 0)
-    for process in processes:
-        process.wait_until_open()
+    request(processes, 1, stop=15)
+    assert store.failures == 0
     assert all_reach(processes, 2) == [Requests(stop=15)] * 3

@@ -1,4 +1,4 @@
-"""The watchdog, in processes that hang in different ways."""
+"""The watchdog, in processes that hang in different ways, and forced exits."""
 
 from __future__ import annotations
 
@@ -45,6 +45,9 @@ time.sleep(2 * seconds)  # the watchdog has ended
 """
 
 
+HUNG = "hung: reading the batch of step 7 has taken "
+
+
 def run(log: Path, seconds: float, what: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", PROCESS, str(log), str(seconds), what],
@@ -58,30 +61,21 @@ def test_hung_phase_is_reported_with_stacks_in_the_log(tmp_path: Path):
     log = tmp_path / "process_0003.log"
     done = run(log, 1.0, "hang")
     assert done.returncode == HUNG_EXIT_CODE
-    hung = "hung: reading the batch of step 7 has taken "
-    assert done.stdout.startswith(hung)
-    assert f"runner: process 3 of 4 {hung}" in done.stderr
+    assert done.stdout.startswith(HUNG)
+    assert f"runner: process 3 of 4 {HUNG}" in done.stderr
     assert f"stacks of its threads are in {log}" in done.stderr
     stacks = log.read_text()
     assert "in reads_forever" in stacks
     assert "is reader" in stacks.splitlines()[0]
 
 
-@pytest.mark.slow
-def test_stacks_are_printed_if_the_log_cannot_be_written(tmp_path: Path):
-    done = run(tmp_path / "nowhere" / "log", 1.0, "hang")
+@pytest.mark.parametrize("place", ["frozen", pytest.param("no_folder/log", marks=pytest.mark.slow)])
+def test_stacks_are_printed_if_the_log_blocks_or_cannot_be_written(tmp_path: Path, place: str):
+    os.mkfifo(tmp_path / "frozen")  # opening it blocks until there is a reader
+    done = run(tmp_path / place, 1.0, "hang")
     assert done.returncode == HUNG_EXIT_CODE
-    assert "in reads_forever" in done.stderr
-
-
-def test_process_reports_and_ends_while_its_log_blocks(tmp_path: Path):
-    log = tmp_path / "log"
-    os.mkfifo(log)  # opening it blocks until there is a reader, as on a frozen file system
-    done = run(log, 1.0, "hang")
-    assert done.returncode == HUNG_EXIT_CODE
-    hung = "hung: reading the batch of step 7 has taken "
-    assert done.stdout.startswith(hung)
-    assert f"runner: process 3 of 4 {hung}" in done.stderr
+    assert done.stdout.startswith(HUNG)
+    assert f"runner: process 3 of 4 {HUNG}" in done.stderr
     assert "in reads_forever" in done.stderr
 
 
@@ -104,7 +98,7 @@ def test_process_ends_while_its_standard_error_blocks(tmp_path: Path):
     os.close(reader)
     os.close(writer)
     assert process.returncode == HUNG_EXIT_CODE
-    assert process.stdout.startswith("hung: reading the batch of step 7")
+    assert process.stdout.startswith(HUNG)
     assert "in reads_forever" in log.read_text()
 
 
@@ -116,3 +110,27 @@ def test_watchdog_does_not_end_a_process_with_progress(tmp_path: Path, what: str
 
 def test_progress_without_a_watchdog_has_no_effect():
     progress("a step")
+
+
+FORCED_EXIT = """
+import contextlib, threading
+from layerkit_runner.distributed.watchdog import forced_exit_on, notifying_others
+
+def tell(reason):
+    print("told", reason, flush=True)
+
+with contextlib.ExitStack() as stack:
+    stack.callback(threading.Event().wait)  # a file that cannot be closed
+    stack.enter_context(notifying_others(tell))
+    stack.enter_context(forced_exit_on(TimeoutError, exit_code=7))
+    raise TimeoutError("the disk does not answer")
+"""
+
+
+def test_forced_exit_on_an_error_closes_no_outer_context():
+    done = subprocess.run(
+        [sys.executable, "-c", FORCED_EXIT], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 7
+    assert done.stderr == "runner: the disk does not answer\n"
+    assert done.stdout == "told the disk does not answer\n"

@@ -13,18 +13,32 @@ from layerkit_runner.files.bounded_documents import (
 )
 
 
-@pytest.mark.parametrize("text", ["a: !!python/object/apply:os.system [ls]", "a: *b"])
-def test_yaml_with_python_objects_or_unknown_aliases_is_an_error(text):
-    with pytest.raises(DocumentError):
-        parse_yaml(text)
+def nested(depth):
+    """Documents nested this deep, each with its reader."""
+    text, rest = "[" * depth + "]" * depth, "[" * (depth - 1) + "]" * (depth - 1)
+    return ((parse_json, text), (parse_toml, f"a = {rest}"), (parse_yaml, text))
 
 
-@pytest.mark.parametrize("depth", [900, 100_000])
+@pytest.mark.parametrize("depth", [101, 900, 100_000])
 def test_deep_nesting_is_an_error_in_each_format(depth):
-    text = "[" * depth + "]" * depth
-    for parse, document in ((parse_json, text), (parse_toml, f"a = {text}"), (parse_yaml, text)):
+    for parse, document in nested(depth):
         with pytest.raises(DocumentError, match="deep"):
             parse(document)
+
+
+def test_nesting_within_the_bound_is_read_in_each_format():
+    for parse, document in nested(100):
+        assert parse(document)
+
+
+def test_depth_of_yaml_includes_its_aliases():
+    def chained(length):
+        return "- &a0 []\n" + "".join(f"- &a{n + 1} [*a{n}, *a{n}]\n" for n in range(length))
+
+    assert len(parse_yaml(chained(98))) == 99  # 2^98 lists, if aliases were written out
+    for text in (chained(99), "&a [*a]"):
+        with pytest.raises(DocumentError, match="deep"):
+            parse_yaml(text)
 
 
 @pytest.mark.parametrize(
@@ -36,9 +50,11 @@ def test_deep_nesting_is_an_error_in_each_format(depth):
         (parse_toml, f"a = {'9' * 5_000}"),
         (parse_yaml, "a: ["),
         (parse_yaml, "a: 2026-13-45"),
+        (parse_yaml, "a: !!python/object/apply:os.system [ls]"),
+        (parse_yaml, "a: *b"),
     ],
 )
-def test_malformed_document_is_an_error(parse, text):
+def test_malformed_or_unsafe_document_is_an_error(parse, text):
     with pytest.raises(DocumentError):
         parse(text)
 

@@ -107,6 +107,12 @@ def filled(tree: Any, *, seed: int = 0) -> Any:
     return jax.tree.map(fill, tree)
 
 
+def filled_state(model: Any, **options: Any) -> Any:
+    """Return a filled state of a run with the options of `bound`."""
+    partitioner, task = bound(model, **options)
+    return filled(partitioner.abstract_state(task))
+
+
 def save(
     folder: Path, state: Any, *, step: int = 7, one_file: bool = False, where: str = "checkpoints"
 ) -> None:
@@ -141,6 +147,7 @@ class Begin:
     model: Callable[..., Any] = Deep.HParams.config
     bound: Callable[..., Any] = bound
     filled: Callable[..., Any] = filled
+    filled_state: Callable[..., Any] = filled_state
     save: Callable[..., None] = save
     leaves: Callable[..., dict[str, np.ndarray]] = leaves
     init_from: Callable[..., InitFrom] = init_from
@@ -149,7 +156,6 @@ class Begin:
 @pytest.fixture(scope="session")
 def begin(tmp_path_factory: pytest.TempPathFactory) -> Begin:
     job = tmp_path_factory.mktemp("base")
-    partitioner, task = bound(Deep.HParams.config())
-    state = filled(partitioner.abstract_state(task))
+    state = filled_state(Deep.HParams.config())
     save(job, state)
     return Begin(job, leaves(state))

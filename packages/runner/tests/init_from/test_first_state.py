@@ -30,11 +30,12 @@ OUT_OF_STACK = [
 def first_state(
     begin: Any, *sources: Any, model: Any = None, bound: Any = (), **fields: Any
 ) -> Any:
-    """(partitioner, task, first state) of a run that begins from these."""
+    """(partitioner, task, first state, its leaves) of a run that begins from these."""
     settings = begin.init_from(*sources, **fields)
     model = begin.model() if model is None else model
     partitioner, task = begin.bound(model, begin=settings, **dict(bound))
-    return partitioner, task, plan_first_state(partitioner, task)()
+    first = plan_first_state(partitioner, task)()
+    return partitioner, task, first, begin.leaves(first.state)
 
 
 def weights(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -50,16 +51,14 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
 @pytest.fixture(scope="module")
 def drawn(begin: Any) -> dict[str, np.ndarray]:
     """The first state that a run draws."""
-    partitioner, task = begin.bound(begin.model())
-    return begin.leaves(plan_first_state(partitioner, task)().state)
+    return begin.leaves(plan_first_state(*begin.bound(begin.model()))().state)
 
 
 @pytest.mark.parametrize("where", ["", "checkpoints", "checkpoints/checkpoint_00000007"])
 def test_weights_of_a_job_are_copied_and_all_else_starts_anew(
     begin: Any, drawn: dict[str, np.ndarray], where: str
 ):
-    _, _, first = first_state(begin, begin.job / where)
-    found = begin.leaves(first.state)
+    *_, first, found = first_state(begin, begin.job / where)
     assert_same(weights(found), weights(begin.values))
     # Everything but the weights starts anew.
     others = drawn.keys() - weights(drawn).keys()
@@ -80,13 +79,11 @@ def test_state_of_either_format_is_restored_on_any_mesh(
     job = begin.job
     if one_file:
         job = tmp_path
-        partitioner, task = begin.bound(begin.model(), pmap=True)
-        begin.save(job, begin.filled(partitioner.abstract_state(task)), one_file=True)
+        begin.save(job, begin.filled_state(begin.model(), pmap=True), one_file=True)
     place = {"pmap": True} if arrangement == "pmap" else {"shape": [2, 2, 2]}
     source = {"folder": str(job), "opt_state_rules": [(".*", r"\g<0>")], "load_step": True}
-    partitioner, task, first = first_state(begin, source, bound=place)
-    expected = {**begin.values, "step": np.int32(7)}
-    assert_same(begin.leaves(first.state), expected)
+    partitioner, task, first, found = first_state(begin, source, bound=place)
+    assert_same(found, {**begin.values, "step": np.int32(7)})
     wanted = partitioner.state_shardings(task)
     assert jax.tree.map(lambda leaf: leaf.sharding, first.state) == wanted
 
@@ -113,8 +110,7 @@ def test_values_are_read_into_the_shardings_of_the_state(begin: Any, repeated: b
 
 def test_optimizer_values_without_a_rule_start_anew(begin: Any, drawn: dict[str, np.ndarray]):
     source = {"folder": str(begin.job), "opt_state_rules": [("0/nu/(.*)", r"0/nu/\1")]}
-    _, _, first = first_state(begin, source)
-    found = begin.leaves(first.state)
+    *_, first, found = first_state(begin, source)
     for name, value in found.items():
         if name.startswith("opt_state"):
             expected = begin.values if "/nu/" in name else drawn
@@ -127,7 +123,7 @@ def test_optimizer_values_without_a_rule_start_anew(begin: Any, drawn: dict[str,
 
 def test_loaded_step_advances_schedules_but_not_moments(begin: Any):
     source = {"folder": str(begin.job), "load_step": True}
-    _, _, first = first_state(begin, source)
+    *_, first, _ = first_state(begin, source)
     assert first.step == int(first.state.step) == 7
     adam, schedule = first.state.opt_state
     assert (int(adam.count), int(schedule.count)) == (0, 7)
@@ -138,7 +134,8 @@ def test_loaded_step_advances_schedules_but_not_moments(begin: Any):
 
 def test_loaded_step_advances_the_schedule_of_sharded_adafactor(begin: Any):
     source = {"folder": str(begin.job), "load_step": True}
-    _, task, first = first_state(begin, source, bound={"optimizer": Partial(sharded_adafactor)})
+    optimizer = {"optimizer": Partial(sharded_adafactor)}
+    _, task, first, _ = first_state(begin, source, bound=optimizer)
     states = jax.tree.leaves(
         first.state.opt_state, is_leaf=lambda node: isinstance(node, ShardedAdafactorState)
     )
@@ -158,15 +155,12 @@ def test_loaded_step_advances_the_schedule_of_sharded_adafactor(begin: Any):
 
 
 def test_averages_in_place_of_weights(begin: Any, tmp_path: Path):
-    partitioner, task = begin.bound(begin.model())
-    state = begin.filled(partitioner.abstract_state(task))
+    state = begin.filled_state(begin.model())
     # Frozen weights have no average; they come as they are.
     ema = begin.filled(state.params, seed=1)
     del ema["head"]
-    saved = {"params": state.params, "ema": ema, "step": state.step}
-    begin.save(tmp_path, saved)
-    _, _, first = first_state(begin, {"folder": str(tmp_path), "use_ema": True})
-    found = begin.leaves(first.state)
+    begin.save(tmp_path, {"params": state.params, "ema": ema, "step": state.step})
+    *_, first, found = first_state(begin, {"folder": str(tmp_path), "use_ema": True})
     expected = {**begin.leaves({"params": state.params}), **begin.leaves({"params": ema})}
     assert_same(weights(found), expected)
     origins = first.provenance.weights
@@ -175,8 +169,7 @@ def test_averages_in_place_of_weights(begin: Any, tmp_path: Path):
 
 
 def test_averages_begin_with_the_weights(begin: Any):
-    _, _, first = first_state(begin, begin.job, bound={"ema_decay": 0.9})
-    found = begin.leaves(first.state)
+    *_, found = first_state(begin, begin.job, bound={"ema_decay": 0.9})
     for name, value in weights(begin.values).items():
         np.testing.assert_array_equal(found[name.replace("params/", "ema/", 1)], value)
 
@@ -184,8 +177,8 @@ def test_averages_begin_with_the_weights(begin: Any):
 def test_floats_are_converted_and_reported(begin: Any):
     model = begin.model()
     model.dtype = jnp.bfloat16
-    _, _, first = first_state(begin, begin.job, model=model)
-    for name, value in weights(begin.leaves(first.state)).items():
+    *_, first, found = first_state(begin, begin.job, model=model)
+    for name, value in weights(found).items():
         assert value.dtype == jnp.bfloat16
         np.testing.assert_array_equal(value, begin.values[name].astype(jnp.bfloat16))
     count = len(weights(begin.values))
@@ -198,14 +191,13 @@ def test_rules_split_a_stack_into_layers(begin: Any, shape: Any):
     rules = [*OUT_OF_STACK, (".*", r"\g<0>")]
     model = begin.model(num_layers=3, repeated=False)
     source = {"folder": str(begin.job), "rules": rules}
-    _, _, first = first_state(begin, source, model=model, bound={"shape": shape})
-    found = weights(begin.leaves(first.state))
+    *_, found = first_state(begin, source, model=model, bound={"shape": shape})
     expected = {"params/head/w": begin.values["params/head/w"]}
     for leaf in ("linear/w", "bias/b"):
         stacked = begin.values[f"params/stack/sub/{leaf}"]
         for here, there in enumerate((0, 1, 0)):
             expected[f"params/layers_{here}/{leaf}"] = stacked[there]
-    assert_same(found, expected)
+    assert_same(weights(found), expected)
 
 
 @pytest.mark.parametrize("shape", [None, [2, 2, 2]], ids=["one device", "2 x 2 x 2"])
@@ -213,8 +205,8 @@ def test_rules_fill_a_deeper_stack_from_chosen_layers(begin: Any, shape: Any):
     rules = [(r"stack/.*", r"\g<0>[0, 1, 1, 0]"), (".*", r"\g<0>")]
     model = begin.model(num_layers=4)
     source = {"folder": str(begin.job), "rules": rules}
-    _, _, first = first_state(begin, source, model=model, bound={"shape": shape})
-    for name, value in weights(begin.leaves(first.state)).items():
+    *_, found = first_state(begin, source, model=model, bound={"shape": shape})
+    for name, value in weights(found).items():
         expected = begin.values[name]
         if "/stack/" in name:
             expected = expected[[0, 1, 1, 0]]
@@ -222,25 +214,23 @@ def test_rules_fill_a_deeper_stack_from_chosen_layers(begin: Any, shape: Any):
 
 
 def test_rules_stack_layers(begin: Any, tmp_path: Path):
-    partitioner, task = begin.bound(begin.model(repeated=False))
-    state = begin.filled(partitioner.abstract_state(task))
+    state = begin.filled_state(begin.model(repeated=False))
     begin.save(tmp_path, state)
     rules = [(r"stack/sub/(.*)", r"layers_{layer}/\1"), (".*", r"\g<0>")]
     source = {"folder": str(tmp_path), "rules": rules}
-    _, _, first = first_state(begin, source, bound={"shape": [2, 2, 2]})
+    *_, found = first_state(begin, source, bound={"shape": [2, 2, 2]})
     there = begin.leaves(state)
     expected = {"params/head/w": there["params/head/w"]}
     for leaf in ("linear/w", "bias/b"):
         layers = [there[f"params/layers_{i}/{leaf}"] for i in (0, 1)]
         expected[f"params/stack/sub/{leaf}"] = np.stack(layers)
-    assert_same(weights(begin.leaves(first.state)), expected)
+    assert_same(weights(found), expected)
 
 
 def test_adapters_on_a_pretrained_model(begin: Any):
     model = with_lora(begin.model(), rank=2)
     place = {"shape": [2, 2, 2], "trainable": (LORA_WEIGHTS,)}
-    partitioner, task, first = first_state(begin, begin.job, model=model, bound=place)
-    before = begin.leaves(first.state)
+    partitioner, task, first, before = first_state(begin, begin.job, model=model, bound=place)
     adapters = {name for name in weights(before) if "lora_" in name}
     base = {name: value for name, value in weights(before).items() if name not in adapters}
     assert_same(base, weights(begin.values))
@@ -259,13 +249,11 @@ def test_adapters_on_a_pretrained_model(begin: Any):
 
 def test_first_source_with_a_weight_provides_it(begin: Any, tmp_path: Path):
     """`draw` takes precedence over all sources."""
-    partitioner, task = begin.bound(begin.model())
-    params = begin.filled(partitioner.abstract_state(task).params, seed=3)
-    head = {"params": {"head": params["head"]}}
+    state = begin.filled(begin.filled_state(begin.model()), seed=3)
+    head = {"params": {"head": state.params["head"]}}
     begin.save(tmp_path, head)
     base = {"folder": str(begin.job), "ignore": ("head/.*",)}
-    _, _, first = first_state(begin, tmp_path, base, draw=("stack/sub/bias/b",))
-    found = begin.leaves(first.state)
+    *_, found = first_state(begin, tmp_path, base, draw=("stack/sub/bias/b",))
     expected = {**begin.values, **begin.leaves(head)}
     expected["params/stack/sub/bias/b"] = np.zeros((2, 8), np.float32)
     assert_same(weights(found), weights(expected))
@@ -273,15 +261,25 @@ def test_first_source_with_a_weight_provides_it(begin: Any, tmp_path: Path):
 
 def test_missing_weights_are_drawn_if_allowed(begin: Any, drawn: dict[str, np.ndarray]):
     source = {"folder": str(begin.job), "rules": [(r"stack/.*", r"\g<0>")]}
-    _, _, first = first_state(begin, source, missing="draw")
-    for name, value in weights(begin.leaves(first.state)).items():
+    *_, found = first_state(begin, source, missing="draw")
+    for name, value in weights(found).items():
         origin = begin.values if "/stack/" in name else drawn
         np.testing.assert_array_equal(value, origin[name], err_msg=name)
 
 
+def test_state_whose_weights_are_all_drawn_equals_that_without_a_source(
+    begin: Any, drawn: dict[str, np.ndarray]
+):
+    *_, first, found = first_state(begin, begin.job, draw=(".*",))
+    assert_same(found, drawn)
+    assert list(first.provenance.lines()) == [
+        f"init from    3 initialized randomly ({', '.join(first.provenance.weights)})"
+    ]
+
+
 def test_record_of_a_fresh_start(begin: Any, tmp_path: Path):
     source = {"folder": str(begin.job), "load_step": True}
-    _, _, first = first_state(begin, source, draw=("head/.*",))
+    *_, first, _ = first_state(begin, source, draw=("head/.*",))
     first.provenance.write(epath.Path(tmp_path))
     record = json.loads((tmp_path / "initial_values.json").read_text())
     assert record["step"] == f"{begin.job}/checkpoints:7"
@@ -302,8 +300,7 @@ class OneWeight(Configurable):
 
 
 def test_record_of_a_custom_loader(begin: Any):
-    partitioner, task = begin.bound(begin.model(), begin=OneWeight())
-    first = plan_first_state(partitioner, task)()
+    first = plan_first_state(*begin.bound(begin.model(), begin=OneWeight()))()
     np.testing.assert_array_equal(first.state.params["head"]["w"], np.ones((8, 4)))
     assert first.provenance.weights == {
         "head/w": "somewhere:params/head/w",
@@ -340,15 +337,12 @@ def test_first_state_of_dpo_has_reference_equal_to_policy(
     lm = TransformerLm.HParams.config(
         vocab_size=11, model_dims=8, hidden_dims=8, num_layers=1, num_heads=2
     )
-    partitioner, task = begin.bound(LanguageModel.HParams.config(lm_tpl=lm))
-    base = begin.filled(partitioner.abstract_state(task))
+    base = begin.filled_state(LanguageModel.HParams.config(lm_tpl=lm))
     begin.save(tmp_path, base)
     model = DpoModel.HParams.config(lm_tpl=lm)
     frozen = {"frozen": ("reference_lm/.*",)}
-    *_, first = first_state(begin, tmp_path, model=model, bound=frozen, draw=draw)
-    params = {
-        name.removeprefix("params/"): v for name, v in weights(begin.leaves(first.state)).items()
-    }
+    *_, first, found = first_state(begin, tmp_path, model=model, bound=frozen, draw=draw)
+    params = {name.removeprefix("params/"): value for name, value in weights(found).items()}
     policy = {name: value for name, value in params.items() if name.startswith("lm/")}
     assert_same(params, policy | {f"reference_{name}": value for name, value in policy.items()})
     stored = begin.leaves(base)

@@ -65,8 +65,7 @@ def test_rules_select_from_a_hugging_face_folder(folder: tuple[Path, dict[str, A
     name = "lm/stack/repeat/sub/attention/output/w"
     source = {"folder": str(path), "rules": [("layers_0/bias/b", f"{name}[1][0][2]")]}
     settings = begin.init_from(source, missing="draw")
-    partitioner, task = begin.bound(begin.model(repeated=False), begin=settings)
-    first = plan_first_state(partitioner, task)()
+    first = plan_first_state(*begin.bound(begin.model(repeated=False), begin=settings))()
     expected = np.asarray(values[f"params/{name}"][1, 0, 2], np.float32)
     np.testing.assert_array_equal(first.state.params["layers_0"]["bias"]["b"], expected)
     others = set(first.provenance.weights.values()) - {"random_init"}

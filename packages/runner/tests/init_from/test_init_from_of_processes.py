@@ -34,8 +34,7 @@ for path, leaf in conftest.named_leaves(first.state).items():
 @pytest.mark.slow
 @pytest.mark.parametrize("one_file", [False, True], ids=["tensorstore", "msgpack"])
 def test_each_process_holds_its_part(begin: Any, tmp_path: Path, one_file: bool):
-    partitioner, task = begin.bound(begin.model())
-    state = begin.filled(partitioner.abstract_state(task))
+    state = begin.filled_state(begin.model())
     begin.save(tmp_path, state, one_file=one_file)
     with socket.socket() as free:
         free.bind(("localhost", 0))

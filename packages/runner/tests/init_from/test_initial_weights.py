@@ -18,42 +18,32 @@ from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 from layerkit_runner.training.task import SingleTask
 
 
-class Sevens(Configurable):
-    """Loader whose weights are 7; records its request."""
+class Loader(Configurable):
+    """A loader that returns `make(like)` and records its request."""
+
+    make: Any = None
 
     def load(self, model: Any, like: Any) -> Any:
         self.asked = like
-        return jax.tree.map(
-            lambda leaf: jax.device_put(jnp.full(leaf.shape, 7.0), leaf.sharding), like
-        )
+        return self.make(like)
 
 
-class Nothing(Configurable):
-    """Loader without weights."""
-
-    def load(self, model: Any, like: Any) -> Any:
-        return {}
+def sevens(like: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.device_put(jnp.full(leaf.shape, 7.0), leaf.sharding), like)
 
 
-class OfAnotherModel(Configurable):
-    """One weight of another shape, and one that the model lacks."""
-
-    def load(self, model: Any, like: Any) -> Any:
-        return {"linear": {"w": jnp.ones((5, 1))}, "other": {"w": jnp.ones(3, jnp.bfloat16)}}
+def of_another_model(like: Any) -> Any:
+    """Return a weight of another shape, and one that the model lacks."""
+    return {"linear": {"w": jnp.ones((5, 1))}, "other": {"w": jnp.ones(3, jnp.bfloat16)}}
 
 
-class Broken(Configurable):
-    """Loader that finds no folder."""
-
-    def load(self, model: Any, like: Any) -> Any:
-        raise FileNotFoundError("no such folder: /nowhere")
+def broken(like: Any) -> Any:
+    raise FileNotFoundError("no such folder: /nowhere")
 
 
-def started(
-    partitioner: Any, tiny: SimpleNamespace, source: type[Configurable], **task: Any
-) -> Any:
+def started(partitioner: Any, tiny: SimpleNamespace, make: Any, **task: Any) -> SingleTask:
     config = tiny.task_config(**task)
-    config.initial_weights = source.HParams.config()
+    config.initial_weights = Loader.HParams.config(make=make)
     built: SingleTask = config.Instantiate()
     partitioner.start()
     partitioner.bind(built)
@@ -63,7 +53,7 @@ def started(
 @pytest.mark.parametrize("make", [SpmdPartitioner, PmapPartitioner], ids=["spmd", "pmap"])
 def test_loaded_weights_are_placed_by_the_partitioner(tiny: SimpleNamespace, make: Any):
     partitioner = make()
-    task = started(partitioner, tiny, Sevens)
+    task = started(partitioner, tiny, sevens)
     state = plan_first_state(partitioner, task)().state
     np.testing.assert_array_equal(state.params["linear"]["w"], np.full((2, 1), 7.0))
     abstract = partitioner.abstract_state(task)
@@ -75,27 +65,23 @@ def test_optimizer_is_initialized_from_loaded_weights(tiny: SimpleNamespace):
     # Lookahead keeps a copy of the weights in its state.
     learner = {"optimizer": Partial(optax.contrib.schedule_free_sgd), "learning_rate": 0.1}
     partitioner = SpmdPartitioner()
-    task = started(partitioner, tiny, Sevens, learner=learner)
+    task = started(partitioner, tiny, sevens, learner=learner)
     state = plan_first_state(partitioner, task)().state
     np.testing.assert_array_equal(state.opt_state.z["linear"]["w"], np.full((2, 1), 7.0))
 
 
 def test_weights_that_the_loader_lacks_are_drawn(tiny: SimpleNamespace):
     partitioner = SpmdPartitioner()
-    task = started(partitioner, tiny, Nothing, init_scale=3.0)
+    task = started(partitioner, tiny, lambda like: {}, init_scale=3.0)
     state = plan_first_state(partitioner, task)().state
     np.testing.assert_array_equal(state.params["linear"]["w"], np.full((2, 1), 3.0))
 
 
-def test_error_of_the_loader_is_a_usage_error(tiny: SimpleNamespace, raises):
+@pytest.mark.parametrize("make", [broken, of_another_model])
+def test_error_of_the_loader_and_weights_of_another_model_are_usage_errors(
+    tiny: SimpleNamespace, raises, make: Any
+):
     partitioner = SpmdPartitioner()
-    task = started(partitioner, tiny, Broken)
-    with raises(UsageError, owner="task.initial_weights"):
-        plan_first_state(partitioner, task)()
-
-
-def test_loaded_weights_of_another_model_are_an_error(tiny: SimpleNamespace, raises):
-    partitioner = SpmdPartitioner()
-    task = started(partitioner, tiny, OfAnotherModel)
+    task = started(partitioner, tiny, make)
     with raises(UsageError, owner="task.initial_weights"):
         plan_first_state(partitioner, task)()

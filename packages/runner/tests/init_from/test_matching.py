@@ -71,7 +71,12 @@ SAME = {
 
 
 def matched(
-    *stored: Mapping[tuple[str, ...], Any], at: int | None = 3, begin: Any = None, **fields: Any
+    *stored: Mapping[tuple[str, ...], Any],
+    at: int | None = 3,
+    begin: Any = None,
+    state: TrainState = STATE,
+    model: BaseModel | None = None,
+    **fields: Any,
 ) -> Matched:
     """Match against sources called a, b, …, which all have `fields`."""
     named = [
@@ -81,7 +86,14 @@ def matched(
     sources = [Source(folder=one.label, **fields) for one in named]
     settings = InitFrom(sources=sources, label="begin", **(begin or {}))
     opened = [Opened(source, one) for source, one in zip(sources, named, strict=True)]
-    return match(settings, opened, STATE, model=BaseModel())
+    return match(settings, opened, state, model=model or BaseModel())
+
+
+def state_of(params: Mapping[str, Any]) -> TrainState:
+    """Return a state of weights alone, by path."""
+    nested = unflatten_dict(params, sep="/")
+    step = spec(dtype=np.int32)
+    return TrainState(step=step, params=nested, non_trainable={}, opt_state={})
 
 
 def differences(*stored: Any, **fields: Any) -> list[str]:
@@ -117,11 +129,6 @@ def test_first_matching_rule_wins():
     stored = {**SAME, ("params", "head", "w"): spec(1, 4, 2)}
     told = differences(stored, rules=rules)
     assert told == ["head/w: float32[2, 9] here, but encoder/w float32[4, 2] in a"]
-
-
-def test_first_source_with_a_weight_wins():
-    found = matched(without("params/head/w"), {("params", "head", "w"): spec(2, 9)})
-    assert origins(found)["params/head/w"] == "b:params/head/w"
 
 
 def test_missing_weight_is_reported_with_the_nearest_name():
@@ -169,35 +176,13 @@ def test_patterns_without_a_match_are_reported():
     assert told.startswith("a: opt_state_rules[0]: 'nu/.*' matches no name")
 
 
-def test_drawn_weight_may_be_in_the_source():
-    found = matched(SAME, begin={"draw": ("head/.*",)})
-    assert found.drawn == (("params", "head", "w"),)
-    assert "params/head/w" not in origins(found)
-
-
 def test_missing_weight_is_drawn_and_ignored_weight_is_left_out():
     stored = {**without("params/head/w"), ("params", "old", "w"): spec(1)}
     found = matched(stored, ignore=("old/.*",), begin={"missing": "draw"})
     assert found.drawn == (("params", "head", "w"),)
 
 
-def test_optimizer_values_are_matched_by_rules_only():
-    found = matched(SAME, opt_state_rules=[("mu/(.*)", r"mu/\1")])
-    assert origins(found)["opt_state/mu/encoder/w"] == "a:opt_state/mu/encoder/w"
-    assert ("opt_state", "count") not in found.found
-
-
-def test_step_is_loaded_only_if_set():
-    assert (matched(SAME).step, matched(SAME).step_from) == (0, None)
-    found = matched(SAME, load_step=True)
-    assert (found.step, found.step_from) == (3, "a")
-
-
-def test_averages_replace_weights_if_use_ema_is_set(raises):
-    stored = {**SAME, ("ema", "encoder", "w"): spec(4, 2)}
-    found = origins(matched(stored, use_ema=True))
-    assert found["params/encoder/w"] == "a:ema/encoder/w"
-    assert found["params/encoder/b"] == "a:params/encoder/b"
+def test_use_ema_of_a_source_without_averages_is_an_error(raises):
     with raises(UsageError, owner="begin", field="use_ema"):
         matched(SAME, use_ema=True)
 
@@ -230,22 +215,12 @@ def test_rule_is_suggested_if_only_one_side_stacks_its_layers():
 
     def advised(here: Any, there: Any) -> tuple[str, str]:
         """Return the suggested rule after matching with it."""
-        params = {"/".join(path[1:]): leaf for path, leaf in here.items()}
-        state = TrainState(
-            step=spec(dtype=np.int32),
-            params=unflatten_dict(params, sep="/"),
-            non_trainable={},
-            opt_state={},
-        )
-        stored = Names("a", {path: spec_of(leaf) for path, leaf in there.items()})
-        settings = InitFrom(sources=[Source(folder="a")])
+        state = state_of({"/".join(path[1:]): leaf for path, leaf in here.items()})
         with pytest.raises(UsageError) as caught:
-            match(settings, [Opened(settings.sources[0], stored)], state, model=BaseModel())
+            matched(there, state=state)
         (line,) = [one for one in str(caught.value).splitlines() if "Put this rule" in one]
         rule = ast.literal_eval(line.rpartition(": ")[2])
-        settings = InitFrom(sources=[Source(folder="a", rules=[rule])])
-        found = match(settings, [Opened(settings.sources[0], stored)], state, model=BaseModel())
-        assert len(found.found) == len(here)
+        assert len(matched(there, state=state, rules=[rule]).found) == len(here)
         return rule
 
     assert advised(unrolled, stacked) == (r"(.*)/layers_(\d+)/(.*)", r"\1/repeat/sub/\3[\2]")
@@ -253,8 +228,7 @@ def test_rule_is_suggested_if_only_one_side_stacks_its_layers():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("sources", []), ("sources", ["x"]), ("missing", "drwa"), ("draw", "x")],
+    ("field", "value"), [("sources", []), ("sources", ["x"]), ("missing", "drwa"), ("draw", "x")]
 )
 def test_invalid_setting_is_an_error(raises, field: str, value: Any):
     settings = {"sources": [Source(folder="x")], "label": "begin", field: value}
@@ -282,21 +256,11 @@ def test_step_of_two_sources_is_an_error(raises):
         InitFrom(sources=sources, label="begin")
 
 
-def match_compared(
-    *, copied: bool, rules: Any = None, missing: str = "error", draw: Any = ()
-) -> Matched:
+def match_compared(*, copied: bool, rules: Any = None, **begin: Any) -> Matched:
     """Match a source that holds `head` alone against a model of `encoder` and `head`."""
-    state = TrainState(
-        step=spec(dtype=np.int32),
-        params={"encoder": {"w": spec(3)}, "head": {"w": spec(3)}},
-        non_trainable={},
-        opt_state={},
-    )
-    source = Source(folder="a", rules=rules)
-    settings = InitFrom(sources=[source], missing=missing, draw=draw)
-    name = ("params", "head" if rules is None else "top", "w")
-    stored = Names("a", {name: spec_of(spec(3))})
-    return match(settings, [Opened(source, stored)], state, model=Compared(copied=copied))
+    stored = {("params", "head" if rules is None else "top", "w"): spec(3)}
+    state = state_of({"encoder/w": spec(3), "head/w": spec(3)})
+    return matched(stored, state=state, model=Compared(copied=copied), rules=rules, begin=begin)
 
 
 @pytest.mark.parametrize("missing", ["error", "draw"])

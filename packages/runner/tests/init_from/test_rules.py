@@ -60,11 +60,7 @@ def test_stack_has_a_new_first_axis_and_needs_equal_shapes(raises):
 
 @pytest.mark.parametrize(
     ("source", "field", "value"),
-    [
-        ("b[3]", "index", 3),
-        ("b[0, 7]", "index", 7),
-        ("b[0][0][0]", "number of indices", 3),
-    ],
+    [("b[3]", "index", 3), ("b[0, 7]", "index", 7), ("b[0][0][0]", "number of indices", 3)],
 )
 def test_index_beyond_the_value_is_an_error(raises, source: str, field: str, value: int):
     with raises(ConfigError, owner=source, field=field, value=value):

@@ -139,13 +139,6 @@ def test_the_recorded_arguments_begin_the_same_run(train: Any, job: Path, tmp_pa
     assert losses(tmp_path / "again")[1] != losses(job)[1]
 
 
-@pytest.mark.slow
-def test_init_draw_initializes_a_weight_randomly(train: Any, job: Path, tmp_path: Path):
-    output = train(tmp_path / "new", init_from=str(job), init_draw="linear/w")
-    assert "init from    1 initialized randomly (linear/w)\n" in output
-    assert losses(tmp_path / "new") == losses(job)
-
-
 @pytest.mark.parametrize(
     ("words", "field"),
     [(["--init_draw=x"], "--init_draw"), (["--init_from=a", "--mode=eval"], "--init_from")],

@@ -19,8 +19,7 @@ def job(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("place", "step"),
-    [("", None), ("checkpoints", None), ("checkpoints/checkpoint_00000002", 2)],
+    ("place", "step"), [("", None), ("checkpoints", None), ("checkpoints/checkpoint_00000002", 2)]
 )
 def test_job_checkpoints_and_step_are_recognized(job: Path, place: str, step: int | None):
     found = recognize(str(job / place))

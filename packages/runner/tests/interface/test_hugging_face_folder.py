@@ -18,7 +18,7 @@ from layerkit_runner.tools.quantize import quantize_folder
 IDS = [[1, 5, 9, 2, 7], [1, 3, 3, 8, 6]]
 
 
-def test_logits_and_greedy_tokens_equal_those_of_transformers(raises: Any, tmp_path: Path):
+def test_logits_and_greedy_tokens_equal_those_of_transformers(tmp_path: Path):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -92,13 +92,9 @@ def test_quantized_folder_is_near_its_source(tmp_path: Path):
 def test_model_rounds_the_weights_that_it_reads(tmp_path: Path):
     pytest.importorskip("safetensors")
     write_llama(tmp_path)
-    overrides = {"task.model.weight_format": "nf4:4"}
-    model = layerkit_runner.load(tmp_path, overrides=overrides)
-    config, variables = quantize_model(
-        layerkit_runner.load(tmp_path).config,
-        layerkit_runner.load(tmp_path).variables,
-        weight_format="nf4:4",
-    )
+    model = layerkit_runner.load(tmp_path, overrides={"task.model.weight_format": "nf4:4"})
+    before = layerkit_runner.load(tmp_path)
+    config, variables = quantize_model(before.config, before.variables, weight_format="nf4:4")
     expected, found = (flatten_dict(each, sep="/") for each in (variables, model.variables))
     assert config == model.config
     assert found.keys() == expected.keys()

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -17,10 +18,6 @@ from layerkit_runner import LoadedModel, TrainResult, cli
 from layerkit_runner.interface.generation import Buckets
 
 PROMPTS = ["im", "def ", "re"]
-
-
-def use_all_memory(row: int, piece: str) -> None:
-    raise MemoryError
 
 
 def test_greedy_text_equals_the_decode_mode_and_a_loop_without_a_cache(
@@ -103,7 +100,7 @@ def test_wrong_options_and_folders_raise_with_data(
     with raises(UserError, field="ids"):
         model.logits([[0.5]])
     with raises(UserError, owner=model.job.resolved.name, hint=""):
-        model.generate("im", stream=use_all_memory)
+        model.generate("im", stream=Mock(side_effect=MemoryError))
     with raises(UserError, field="folder", value="jbo"):
         layerkit_runner.load(Path(run.job_log_dir).with_name("jbo"))
     with pytest.raises(UserError, match="no such step|7"):
@@ -147,8 +144,7 @@ def test_config_that_was_edited_in_python_must_be_given_to_load(
         layerkit_runner.load(folder, overrides={"partitioner.ici_mesh_shape": [1, 1, 1]})
     given = layerkit_runner.load(folder, overrides={"task.model.lm_tpl.num_layers": 2})
     assert given.config.lm_tpl.num_layers == 2
-    loaded = layerkit_runner.load(folder, experiment=edited)
-    assert loaded.config.lm_tpl.num_layers == 2
+    assert layerkit_runner.load(folder, experiment=edited).config.lm_tpl.num_layers == 2
 
 
 @pytest.mark.slow
@@ -166,15 +162,8 @@ def test_dialog_of_the_command_continues_each_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    typed = iter(PROMPTS)
-
-    def answer(mark: str) -> str:
-        try:
-            return next(typed)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr("builtins.input", answer)
+    typed = Mock(side_effect=[*PROMPTS, EOFError])
+    monkeypatch.setattr("builtins.input", typed)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     assert cli.main(["--mode=generate", f"--job_log_dir={run.job_log_dir}"]) == 0
     assert capsys.readouterr().out == "\n".join(model.generate(PROMPTS)) + "\n\n"

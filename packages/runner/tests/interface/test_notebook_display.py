@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 import sys
@@ -89,20 +90,9 @@ def test_bar_is_drawn_in_a_notebook(
     shell = types.SimpleNamespace(kernel=object())
     ipython = types.SimpleNamespace(get_ipython=lambda: shell, version_info=(9, 0))
     monkeypatch.setitem(sys.modules, "IPython", ipython)
-    info = RunInfo(
-        job_log_dir=None,
-        experiment="x",
-        mode="train",
-        num_params=1,
-        num_train_steps=3,
-        start_step=0,
-        tokens_per_step=0,
-        examples_per_step=0,
-        flops_per_step=None,
-        num_devices=1,
-        device_kind="cpu",
-        peak_flops_per_device=None,
-    )
+    names = [field.name for field in dataclasses.fields(RunInfo)]
+    facts = {"mode": "train", "num_train_steps": 3, "start_step": 0, "train_programs": ()}
+    info = RunInfo(**{**dict.fromkeys(names), **facts})
     for progress in (Progress(), Progress(stream=io.StringIO())):
         progress.start(info)
         for step in (1, 2, 3):

@@ -64,13 +64,6 @@ def test_folder_evaluates_and_generates(model, quantized):
         ids.append(token)
 
 
-def test_output_that_is_a_file_raises(raises, run, tmp_path):
-    file = tmp_path / "file"
-    file.write_text("")
-    with raises(UsageError, field="out", value=str(file)):
-        quantize_folder(str(run.job_log_dir), str(file))
-
-
 def test_averaged_weights_are_stored_as_the_weights(lines, tmp_path):
     overrides = {
         "task.train.learner.ema_decay": 0.5,
@@ -113,18 +106,19 @@ def test_adapters_train_on_the_weights_of_a_folder(lines, run, quantized, tmp_pa
         np.testing.assert_array_equal(after[name], leaf)
 
 
-def test_wrong_format_or_folder_is_an_error_before_the_model_is_loaded(raises, tmp_path):
+def test_wrong_format_or_folder_is_an_error_and_nothing_is_written(raises, run, tmp_path):
+    new = tmp_path / "new"
+    # Before the model is loaded.
     with raises(ConfigError, field="weight_format", value="int2"):
-        quantize_folder("missing", str(tmp_path / "new"), weight_format="int2")
-    (tmp_path / "file").write_text("")
-    with raises(UsageError, field="out", value=str(tmp_path)):
-        quantize_folder("missing", str(tmp_path))
-
-
-def test_group_that_does_not_divide_the_inputs_writes_nothing(raises, run, tmp_path):
+        quantize_folder("missing", str(new), weight_format="int2")
+    (tmp_path / "file").touch()
+    for folder in (tmp_path, tmp_path / "file"):
+        with raises(UsageError, field="out", value=str(folder)):
+            quantize_folder("missing", str(folder))
+    # The group does not divide the inputs.
     with raises(UsageError, field="group size of weight_format", value=64):
-        quantize_folder(str(run.job_log_dir), str(tmp_path / "new"), weight_format="int4:64")
-    assert not (tmp_path / "new").exists()
+        quantize_folder(str(run.job_log_dir), str(new), weight_format="int4:64")
+    assert not new.exists()
 
 
 @pytest.mark.parametrize(

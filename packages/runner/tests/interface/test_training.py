@@ -72,16 +72,17 @@ def test_wrong_arguments_raise_before_anything_is_written(
     raises: Any, lines: ModuleType, tmp_path: Path
 ):
     folder = tmp_path / "job"
-    with raises(UserError, value="NUM_LAYER"):
-        layerkit_runner.train(lines.LinesLm, job_log_dir=folder, overrides={"NUM_LAYER": 1})
-    with raises(UserError, field="experiment", value=3):
-        layerkit_runner.train(3, job_log_dir=folder)  # type: ignore[arg-type]
-    with raises(UserError, field="options", value="prompt"):
-        layerkit_runner.train(lines.LinesLm, job_log_dir=folder, options={"prompt": "x"})
-    with raises(UserError, field="options", value="study"):
-        layerkit_runner.train(lines.LinesLm, job_log_dir=folder, options={"study": "x.toml"})
-    with raises(UserError, field="--init_draw"):
-        layerkit_runner.train(lines.LinesLm, job_log_dir=folder, options={"init_draw": ".*"})
+    for arguments, data in (
+        ({"overrides": {"NUM_LAYER": 1}}, {"value": "NUM_LAYER"}),
+        ({"experiment": 3}, {"field": "experiment", "value": 3}),
+        ({"options": {"prompt": "x"}}, {"field": "options", "value": "prompt"}),
+        ({"options": {"study": "x.toml"}}, {"field": "options", "value": "study"}),
+        ({"options": {"init_draw": ".*"}}, {"field": "--init_draw"}),
+    ):
+        with raises(UserError, **data):
+            layerkit_runner.train(
+                **{"experiment": lines.LinesLm, "job_log_dir": folder, **arguments}
+            )
     assert not folder.exists()
 
 

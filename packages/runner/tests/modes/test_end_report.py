@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +28,6 @@ from layerkit_runner.observers.loss_curve import draw_loss_curve
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 
 NUM_ROWS = 7  # one less than devices, so one row of each batch is padding
-TIMEOUT = 120.0
 
 
 class Measuring(BaseModel):
@@ -214,41 +208,6 @@ def test_decode_that_fails_is_found_before_a_file_is_written(
     assert not (tmp_path / "job" / "config.json").exists()
 
 
-def start(exp: str, folder: Path, *flags: str) -> subprocess.Popen[str]:
-    """Starts a training job on one device."""
-    devices = "--xla_force_host_platform_device_count=1"
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "layerkit_runner.cli"),
-            *(f"--exp={exp}", f"--job_log_dir={folder}", "--jax_compilation_cache=off", *flags),
-        ],
-        cwd=Path(__file__).parent,  # where the experiments are found
-        env={**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {devices}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def start_two(exp: str, folder: Path) -> list[subprocess.Popen[str]]:
-    """Starts a training job of two processes."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        meeting = f"--coordinator_address=localhost:{free.getsockname()[1]}"
-    flags = (meeting, "--num_processes=2")
-    return [start(exp, folder, *flags, f"--process_id={index}") for index in range(2)]
-
-
-@contextlib.contextmanager
-def killed_at_end(processes: list[subprocess.Popen[str]]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-
-
 @pytest.mark.parametrize(
     ("number", "num_processes"),
     [
@@ -258,37 +217,28 @@ def killed_at_end(processes: list[subprocess.Popen[str]]) -> Iterator[None]:
     ],
 )
 def test_a_signal_during_the_last_decoding_ends_the_job_with_its_checkpoint(
-    tmp_path: Path, number: signal.Signals, num_processes: int
+    processes: Any, number: signal.Signals, num_processes: int
 ):
-    folder, exp = tmp_path / "job", "endless_decoding.EndlessDecoding"
-    processes = [start(exp, folder)] if num_processes == 1 else start_two(exp, folder)
-    first, *others = processes
-    with killed_at_end(processes):
-        assert first.stdout is not None
-        assert any("decoding begins" in line for line in first.stdout)
-        first.send_signal(number)
-        rest, _ = first.communicate(timeout=TIMEOUT)
-        assert first.returncode == 128 + number
-        assert f"{number.name}: leaving at once" in rest
-        for other in others:
-            said, _ = other.communicate(timeout=TIMEOUT)
-            assert other.returncode == LOST_PROCESS_EXIT_CODE
-            assert f"process 0 of 2 (host {socket.gethostname()}, pid {first.pid})" in said
-            assert f"stopped by {number.name}" in said
+    exp = "endless_decoding.EndlessDecoding"
+    started = [processes.start(exp=exp)] if num_processes == 1 else processes.start_two(exp=exp)
+    first, *others = started
+    processes.said(first, "decoding begins")
+    first.send_signal(number)
+    assert f"{number.name}: leaving at once" in processes.ended(first, 128 + number)
+    for other in others:
+        said = processes.ended(other, LOST_PROCESS_EXIT_CODE)
+        assert f"process 0 of 2 (host {socket.gethostname()}, pid {first.pid})" in said
+        assert f"stopped by {number.name}" in said
+    folder = processes.folder
     assert (folder / "checkpoints" / "checkpoint_00000002").is_dir()
     assert not list(folder.glob("decode/*/*.jsonl"))
     assert (folder / "metrics.jsonl").read_text().endswith("\n")
 
 
 @pytest.mark.slow
-def test_rows_that_fill_up_the_batches_of_two_processes_are_left_out(tmp_path: Path):
-    folder = tmp_path / "job"
-    processes = start_two("unmarked_rows.UnmarkedRows", folder)
-    with killed_at_end(processes):
-        for process in processes:
-            said, _ = process.communicate(timeout=TIMEOUT)
-            assert process.returncode == 0, said
-    (path,) = folder.glob("decode/points/*.jsonl")
-    found = [json.loads(line) for line in path.read_text().splitlines()]
+def test_rows_that_fill_up_the_batches_of_two_processes_are_left_out(processes: Any):
+    for process in processes.start_two(exp="unmarked_rows.UnmarkedRows"):
+        processes.ended(process)
     # Process 0 has five batches of one row and process 1 three.
-    assert sorted(record["twice"] for record in found) == [2, 4, 6, 8, 10, 202, 204, 206]
+    found = [record["twice"] for record in records(processes.folder)]
+    assert sorted(found) == [2, 4, 6, 8, 10, 202, 204, 206]

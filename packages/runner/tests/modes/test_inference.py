@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 
 from layerkit_runner import UsageError, cli
 from layerkit_runner.config.flags import RunOptions
-from layerkit_runner.config.resolve import ResolvedExperiment, resolve
+from layerkit_runner.config.resolve import resolve
 from layerkit_runner.modes.inference import CheckpointReader, run_inference
 from layerkit_runner.modes.train import run_train
 from layerkit_runner.observers import metrics_path, read_metrics
@@ -55,6 +56,19 @@ def options(folder: Path, **more: Any) -> RunOptions:
     return RunOptions(job_log_dir=str(folder), jax_compilation_cache="off", **more)
 
 
+@pytest.fixture
+def infer(gated: ModuleType, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that runs a mode in a folder and returns what it printed."""
+
+    def run(mode: str, folder: Path, *, resolved: Any = None, **more: Any) -> str:
+        capsys.readouterr()
+        resolved = resolved or resolve(gated.Gated())
+        assert run_inference(mode, resolved, options(folder, **more)) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
 def checkpoint(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"checkpoint_{step:08d}"
 
@@ -75,12 +89,8 @@ def found_by_training(folder: Path) -> dict[int, dict[str, float]]:
     }
 
 
-def test_a_finished_job_is_evaluated_once(
-    gated: ModuleType, job: Path, capsys: pytest.CaptureFixture[str]
-):
-    capsys.readouterr()
-    assert run_inference("eval", resolve(gated.Gated()), options(job)) == 0
-    said = capsys.readouterr().out
+def test_a_finished_job_is_evaluated_once(infer: Any, gated: ModuleType, job: Path):
+    said = infer("eval", job)
     loss = found_by_training(job)[6]["loss"]
     assert "step 6 is the newest; skipped older steps: 2, 4" in said
     assert f"heldout: loss {loss:.4f}" in said.splitlines()
@@ -90,172 +100,139 @@ def test_a_finished_job_is_evaluated_once(
 
     written = record(job, 6).stat().st_mtime_ns
     for mode in ("eval", "eval_once"):
-        assert run_inference(mode, resolve(gated.Gated()), options(job)) == 0
-        said = capsys.readouterr().out
+        said = infer(mode, job)
         assert f"reusing {record(job, 6)}: " in said
         assert f"heldout: loss {loss:.4f}" in said.splitlines()
     assert record(job, 6).stat().st_mtime_ns == written
-    assert run_inference("eval", resolve(gated.Gated(MAX_STEPS=9)), options(job)) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == (
+    assert infer("eval", job, resolved=resolve(gated.Gated(MAX_STEPS=9))).splitlines()[-1] == (
         "step 6 is the last: config.json of the training job has task.train.num_train_steps=6, this"
         " command 9"
     )
 
 
-def test_steps_of_the_flag_are_evaluated(raises: Any, gated: ModuleType, job: Path):
+def test_steps_of_the_flag_are_evaluated(raises: Any, infer: Any, job: Path):
     with raises(UsageError, field="--restore_checkpoint_step", value=3, choices=(2, 4, 6)):
-        run_inference(
-            "eval_once", resolve(gated.Gated()), options(job, restore_checkpoint_step=(2, 3))
-        )
+        infer("eval_once", job, restore_checkpoint_step=(2, 3))
     assert not (job / "eval").exists()
-    asked = options(job, restore_checkpoint_step=(4, 2))
-    assert run_inference("eval_once", resolve(gated.Gated()), asked) == 0
-    by_training = found_by_training(job)
-    assert {step: found(job, step) for step in (2, 4)} == {
-        step: by_training[step] for step in (2, 4)
-    }
+    infer("eval_once", job, restore_checkpoint_step=(4, 2))
+    for step in (2, 4):
+        assert found(job, step) == found_by_training(job)[step]
     assert not record(job, 6).exists()
 
 
 def test_each_checkpoint_is_evaluated_on_the_same_batches(
-    gated: ModuleType, job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    infer: Any, gated: ModuleType, job: Path, tmp_path: Path
 ):
     resolved = resolve(gated.Gated())
     resolved.datasets[1].eval_loop_num_batches = 1
-    several = options(job, restore_checkpoint_step=(4, 2))
-    assert run_inference("eval_once", resolved, several) == 0
+    infer("eval_once", job, resolved=resolved, restore_checkpoint_step=(4, 2))
     alone = shutil.copytree(job, tmp_path / "alone", ignore=shutil.ignore_patterns("eval"))
-    assert run_inference("eval_once", resolved, options(alone, restore_checkpoint_step=(2,))) == 0
+    infer("eval_once", alone, resolved=resolved, restore_checkpoint_step=(2,))
     assert found(alone, 2) == found(job, 2)
-    capsys.readouterr()
-    assert run_inference("eval_once", resolved, several) == 0
-    said = capsys.readouterr().out
+    said = infer("eval_once", job, resolved=resolved, restore_checkpoint_step=(4, 2))
     assert all(f"reusing {record(job, step)}: " in said for step in (4, 2))
 
 
 @pytest.mark.parametrize("field", ["metrics", "loss_name"])
-def test_record_of_other_metrics_is_replaced(
-    gated: ModuleType, job: Path, capsys: pytest.CaptureFixture[str], field: str
-):
+def test_record_of_other_metrics_is_replaced(infer: Any, gated: ModuleType, job: Path, field: str):
     resolved = resolve(gated.Gated())
-    assert run_inference("eval_once", resolved, options(job)) == 0
+    infer("eval_once", job, resolved=resolved)
     if field == "metrics":
         resolved.task.metrics = {"mean_error": Mean.HParams.config(value="batch/y")}
     else:
         resolved.task.set(loss_name="mean_error", loss_weights={"loss": 2.0})
-    capsys.readouterr()
-    assert run_inference("eval_once", resolved, options(job)) == 0
-    assert "reusing" not in capsys.readouterr().out
+    assert "reusing" not in infer("eval_once", job, resolved=resolved)
     assert "mean_error" in found(job, 6)
 
 
-def test_record_of_another_provenance_is_replaced(
-    gated: ModuleType, job: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_record_of_another_provenance_is_replaced(infer: Any, gated: ModuleType, job: Path):
     resolved = resolve(gated.Gated())
-    assert run_inference("eval_once", resolved, options(job)) == 0
+    infer("eval_once", job, resolved=resolved)
     before = found(job, 6)
     resolved.datasets[1].eval_loop_num_batches = 1
-    assert run_inference("eval_once", resolved, options(job)) == 0
+    infer("eval_once", job, resolved=resolved)
     assert found(job, 6)["total_weight"] == 8.0
     # A step of the same number, of a training that was begun anew.
     shutil.rmtree(job / "checkpoints")
     again = resolve(gated.Gated())
     again.task.train.random_seed = 7
     assert run_train(again, options(job, allow_restart_from_scratch=True)) == 0
-    capsys.readouterr()
-    assert run_inference("eval_once", again, options(job)) == 0
-    assert "reusing" not in capsys.readouterr().out
+    assert "reusing" not in infer("eval_once", job, resolved=again)
     assert found(job, 6) == found_by_training(job)[6] != before
 
 
-def test_partial_record_is_replaced(gated: ModuleType, job: Path):
-    assert run_inference("eval_once", resolve(gated.Gated()), options(job)) == 0
+def test_partial_record_is_replaced(infer: Any, job: Path):
+    infer("eval_once", job)
     whole = record(job, 6).read_text()
     record(job, 6).write_text(whole[: len(whole) // 2])
-    assert run_inference("eval_once", resolve(gated.Gated()), options(job)) == 0
+    infer("eval_once", job)
     assert record(job, 6).read_text() == whole
 
 
-def test_eval_during_decode_records_both(
-    gated: ModuleType, job: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_eval_during_decode_records_both(infer: Any, job: Path):
     shutil.rmtree(job / "decode")
-    both = options(job, eval_during_decode=True, restore_checkpoint_step=(2, 6))
-    assert run_inference("decode_once", resolve(gated.Gated()), both) == 0
+    infer("decode_once", job, eval_during_decode=True, restore_checkpoint_step=(2, 6))
     outputs = {step: job / f"decode/prompts/step_{step:08d}.jsonl" for step in (2, 6)}
     scores = [json.loads(path.read_text().split("\n")[0])["log_prob"] for path in outputs.values()]
     assert scores[0] != scores[1]
     assert found(job, 2) == found_by_training(job)[2]
-    capsys.readouterr()
     written = [path.stat().st_mtime_ns for path in outputs.values()]
-    assert run_inference("decode", resolve(gated.Gated()), options(job)) == 0
-    assert f"reusing {outputs[6]}: " in capsys.readouterr().out
+    assert f"reusing {outputs[6]}: " in infer("decode", job)
     assert [path.stat().st_mtime_ns for path in outputs.values()] == written
 
 
 def test_wait_for_a_checkpoint_ends_after_the_timeout(
-    raises: Any, gated: ModuleType, job: Path, capsys: pytest.CaptureFixture[str]
+    raises: Any, infer: Any, gated: ModuleType, job: Path, capsys: pytest.CaptureFixture[str]
 ):
     folder = job / "checkpoints"
     shutil.rmtree(checkpoint(job, 6))
-    capsys.readouterr()
-    waits = options(job, follow_timeout_secs=1)
     # The last step in the folder takes precedence over that of this command.
-    assert run_inference("eval", resolve(gated.Gated(MAX_STEPS=4)), waits) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[-2:] == [
+    said = infer("eval", job, resolved=resolve(gated.Gated(MAX_STEPS=4)), follow_timeout_secs=1)
+    assert said.splitlines()[-2:] == [
         f"waiting for a checkpoint after step 4 in {folder} (training ends at step 6)",
         f"found no new checkpoint in {folder} within --follow_timeout_secs=1; the last was step 4",
     ]
     shutil.rmtree(folder)
     (job / "config.json").unlink()
     with raises(UsageError, field="--follow_timeout_secs", value=1):
-        run_inference("eval", resolve(gated.Gated()), waits)
+        infer("eval", job, follow_timeout_secs=1)
     waiting = f"waiting for the first checkpoint in {folder} (training ends at step 6); Ctrl-C ends"
     assert waiting in capsys.readouterr().out
     with raises(UsageError, owner=str(folder)):
-        run_inference("eval_once", resolve(gated.Gated()), options(job))
+        infer("eval_once", job)
 
 
-def test_checkpoint_of_step_0_is_evaluated(
-    gated: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_checkpoint_of_step_0_is_evaluated(infer: Any, gated: ModuleType, tmp_path: Path):
     folder = tmp_path / "from_0"
     resolved = resolve(gated.Gated())
     resolved.task.train.save_step_zero = True
     assert run_train(resolved, options(folder)) == 0
     for step in (2, 4, 6):
         shutil.rmtree(checkpoint(folder, step))
-    capsys.readouterr()
-    assert run_inference("eval", resolved, options(folder, follow_timeout_secs=1)) == 0
-    assert "; the last was step 0" in capsys.readouterr().out
+    said = infer("eval", folder, resolved=resolved, follow_timeout_secs=1)
+    assert "; the last was step 0" in said
     first, later = found(folder, 0), found_by_training(folder)[2]
     assert first["total_weight"] == later["total_weight"]
     assert first["loss"] > later["loss"]
 
 
 def test_training_that_stopped_early_has_no_later_checkpoint(
-    gated: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    infer: Any, gated: ModuleType, tmp_path: Path
 ):
     resolved = resolve(gated.Gated(MAX_STEPS=20))
     resolved.task.early_stopping = EarlyStopping.HParams.config(
         metric="heldout/loss", patience=1, min_delta=1e6
     )
     assert run_train(resolved, options(tmp_path / "job")) == 0
-    assert run_inference("eval", resolved, options(tmp_path / "job", follow_timeout_secs=60)) == 0
+    said = infer("eval", tmp_path / "job", resolved=resolved, follow_timeout_secs=60)
     assert len(list((tmp_path / "job/eval/heldout").iterdir())) == 1
-    last = capsys.readouterr().out.splitlines()[-1]
+    last = said.splitlines()[-1]
     assert last == "step 4 is the last: early stopping ended the training job"
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_read(
-    gated: ModuleType, job: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_read(infer: Any, job: Path):
     spoil(checkpoint(job, 6))
-    capsys.readouterr()
-    assert run_inference("eval", resolve(gated.Gated()), options(job, follow_timeout_secs=1)) == 0
-    said = capsys.readouterr().out
+    said = infer("eval", job, follow_timeout_secs=1)
     assert said.count("CHECKPOINT DAMAGED: step 6") == 1
     assert "waiting for a checkpoint after step 4" in said
     assert found(job, 4) == found_by_training(job)[4]
@@ -270,9 +247,7 @@ def spoil(folder: Path) -> None:
     largest.write_bytes(content)
 
 
-def test_checkpoint_deleted_while_it_is_verified_is_left_out(
-    gated: ModuleType, job: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_checkpoint_deleted_while_it_is_verified_is_left_out(infer: Any, job: Path):
     # A reader of a pipe waits for its writer.
     file = next(path for path in (checkpoint(job, 4) / "state").rglob("*") if path.is_file())
     file.unlink()
@@ -286,10 +261,9 @@ def test_checkpoint_deleted_while_it_is_verified_is_left_out(
 
     trainer = threading.Thread(target=go_on_training)
     trainer.start()
-    capsys.readouterr()
-    assert run_inference("eval", resolve(gated.Gated()), options(job)) == 0
+    said = infer("eval", job)
     trainer.join()
-    assert "DAMAGED" not in capsys.readouterr().out
+    assert "DAMAGED" not in said
     assert found(job, 6) == found_by_training(job)[6]
 
 
@@ -312,7 +286,7 @@ def test_checkpoint_deleted_while_it_is_restored_is_left_out(
 def test_flags_that_turn_off_evaluation_and_turn_on_decoding(
     raises: Any, gated: ModuleType, tmp_path: Path
 ):
-    resolved: ResolvedExperiment = resolve(gated.Gated())
+    resolved = resolve(gated.Gated())
     flags = {"eval_on_test": False, "decode_during_train": True}
     assert run_train(resolved, options(tmp_path / "job", **flags)) == 0
     assert read_metrics(tmp_path / "job").evals == {}
@@ -326,14 +300,14 @@ def test_flags_that_turn_off_evaluation_and_turn_on_decoding(
 
 @pytest.mark.parametrize("mode", ["eval", "decode"])
 def test_mode_without_data_sets_is_an_error(
-    raises: Any, gated: ModuleType, tmp_path: Path, mode: str
+    raises: Any, infer: Any, gated: ModuleType, tmp_path: Path, mode: str
 ):
     resolved = resolve(gated.Gated())
     resolved.datasets.pop()
     resolved.decode_datasets.clear()
     owner = f"{resolved.name}.{'datasets' if mode == 'eval' else 'decode_datasets'}()"
     with raises(UsageError, owner=owner):
-        run_inference(mode, resolved, options(tmp_path / "job"))
+        infer(mode, tmp_path / "job", resolved=resolved)
     assert not (tmp_path / "job").exists()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from layerkit.config import Config
-from layerkit_runner import BaseExperiment, UsageError
+from layerkit_runner import BaseExperiment
 from layerkit_runner.config.config_text import config_json, config_text
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.overrides import Override
@@ -108,28 +107,17 @@ def test_slow_observer_does_not_delay_the_steps(experiment: Any, tmp_path: Path)
     assert run_train(resolved, options(tmp_path)) == 0
     lines = (tmp_path / "seen.txt").read_text().splitlines()
     assert [line for line in lines if line.startswith("step")] == ["step 2", "step 4"]
-    metrics = (tmp_path / "job" / "goodput.json").read_text()
-    assert '"num_steps": 5' in metrics
+    goodput = json.loads((tmp_path / "job" / "goodput.json").read_text())
     # 2.5 seconds of work in the observer, none of them in the steps.
-    assert json.loads(metrics)["seconds"]["steps"] < 1.5
+    assert goodput["num_steps"] == 5 and goodput["seconds"]["steps"] < 1.5
 
 
-def test_observers_are_shown_and_can_be_set(raises, experiment: Any, tmp_path: Path):
+def test_observers_are_shown_and_can_be_set(experiment: Any):
     resolved = resolve(experiment(), [Override("observers.0.every", "5")])
     text = config_text(resolved)
     assert "observers.0 = EveryK\n" in text
     assert "observers.0.every = 5\n" in text
     assert config_json(resolved)["config"]["observers.0.every"] == 5
-    with raises(UsageError, owner="--fdl.observers.0.evry", value="evry"):
-        resolve(experiment(), [Override("observers.0.evry", "5")])
-
-
-def test_experiment_without_observers_shows_none(experiment: Any):
-    class Plain(experiment):
-        def observers(self) -> list[Config]:
-            return []
-
-    assert "\nobservers" not in config_text(resolve(Plain()))
 
 
 def test_run_without_matplotlib_names_the_extra_to_install(
@@ -138,11 +126,10 @@ def test_run_without_matplotlib_names_the_extra_to_install(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it is an error
     assert run_train(resolve(experiment()), options(tmp_path)) == 0
     (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("no loss curve: ")]
     assert "pip install 'layerkit-runner[plots]'" in line
     assert not (tmp_path / "job" / "loss_curve.png").exists()
-    monkeypatch.undo()
+    monkeypatch.undo()  # The fixture `without_matplotlib` hides it.
     assert run_train(resolve(experiment()), options(tmp_path)) == 0
     assert (tmp_path / "job" / "loss_curve.png").exists()

@@ -63,6 +63,36 @@ class Bare(BaseExperiment):
     """Has none of the fields that one could change."""
 
 
+BARE = ResolvedExperiment(Bare(), Config(dict), [], [], Config(dict))
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Return the path of the log of the process that `run_failing` runs."""
+    return tmp_path / "logs" / "process_0000.log"
+
+
+@pytest.fixture
+def run_failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that runs a mode whose work is a function that raises."""
+
+    def start(fails: Callable[[], object], mode: str = "train") -> None:
+        monkeypatch.chdir(Path(__file__).parent)
+        for module, name in (
+            (train, "run_train"),
+            (inference, "run_inference"),
+            (export, "run_export"),
+        ):
+            monkeypatch.setattr(module, name, lambda *_: fails())
+        run(mode, BARE, RunOptions(job_log_dir=str(tmp_path)))
+
+    return start
+
+
+def no_device_memory() -> None:
+    raise jax.errors.JaxRuntimeError("INTERNAL: Out of memory allocating 104857600000 bytes.")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -108,37 +138,23 @@ def test_remedies_name_fields_and_paths():
     remedies = memory_remedies("eval", large)
     assert "--fdl.PERCORE" in remedies and "ICI_MESH_SHAPE" in remedies
     assert "remat" not in remedies and "plan" not in remedies
-    bare = ResolvedExperiment(Bare(), Config(dict), [], [], Config(dict))
-    assert memory_remedies("eval", bare) == ""
+    assert memory_remedies("eval", BARE) == ""
 
 
-def test_run_without_device_memory_ends_with_remedies(
-    raises: Any, tmp_path: Path, monkeypatch: Any
-):
-    def fails(resolved: ResolvedExperiment, options: RunOptions) -> int:
-        raise jax.errors.JaxRuntimeError("INTERNAL: Out of memory allocating 104857600000 bytes.")
-
-    monkeypatch.setattr(train, "run_train", fails)
-    resolved = ResolvedExperiment(Bare(), Config(dict), [], [], Config(dict))
+def test_run_without_device_memory_ends_with_remedies(raises: Any, run_failing: Any, log: Path):
     with raises(OutOfMemoryError, owner=f"{__name__}.Bare", exit_code=1):
-        run("train", resolved, RunOptions(job_log_dir=str(tmp_path)))
-    log = tmp_path / "logs" / "process_0000.log"
-    assert "in fails\n    raise jax.errors.JaxRuntimeError(" in log.read_text()
+        run_failing(no_device_memory)
+    assert "in no_device_memory\n    raise jax.errors.JaxRuntimeError(" in log.read_text()
 
 
 def test_run_without_memory_ends_although_its_log_blocks(
-    tmp_path: Path, monkeypatch: Any, capfd: pytest.CaptureFixture[str]
+    run_failing: Any, log: Path, capfd: pytest.CaptureFixture[str]
 ):
-    def fails(resolved: ResolvedExperiment, options: RunOptions) -> int:
-        raise jax.errors.JaxRuntimeError("INTERNAL: Out of memory allocating 104857600000 bytes.")
-
-    monkeypatch.setattr(train, "run_train", fails)
-    (tmp_path / "logs").mkdir()
-    os.mkfifo(tmp_path / "logs" / "process_0000.log")
-    resolved = ResolvedExperiment(Bare(), Config(dict), [], [], Config(dict))
+    log.parent.mkdir()
+    os.mkfifo(log)
     with pytest.raises(OutOfMemoryError):
-        run("train", resolved, RunOptions(job_log_dir=str(tmp_path)))
-    assert "in fails\n    raise jax.errors.JaxRuntimeError(" in capfd.readouterr().err
+        run_failing(no_device_memory)
+    assert "in no_device_memory\n    raise jax.errors.JaxRuntimeError(" in capfd.readouterr().err
 
 
 class Failing(BaseLayer):
@@ -156,23 +172,11 @@ class Outer(BaseLayer):
 
 
 @pytest.mark.parametrize("mode", ["train", "eval_once", "decode", "export"])
-def test_shape_error_of_a_layer_is_one_line_with_its_path(
-    mode: str, tmp_path: Path, monkeypatch: Any
-):
-    def fails(*_: Any) -> int:
-        jax.eval_shape(Outer().apply, {}, np.ones((2, 3)))
-        return 0
-
-    monkeypatch.setattr(train, "run_train", fails)
-    monkeypatch.setattr(inference, "run_inference", fails)
-    monkeypatch.setattr(export, "run_export", fails)
-    monkeypatch.chdir(Path(__file__).parent)
-    resolved = ResolvedExperiment(Bare(), Config(dict), [], [], Config(dict))
+def test_shape_error_of_a_layer_is_one_line_with_its_path(mode: str, run_failing: Any, log: Path):
     with pytest.raises(UsageError) as caught:
-        run(mode, resolved, RunOptions(job_log_dir=str(tmp_path)))
+        run_failing(lambda: jax.eval_shape(Outer().apply, {}, np.ones((2, 3))), mode)
     assert "in layer Failing(inner), test_run.py:" in str(caught.value)
     assert "\n" not in str(caught.value)
-    log = tmp_path / "logs" / "process_0000.log"
     assert str(log) in str(caught.value)
     assert "return x + jax.numpy.ones" in log.read_text()
 
@@ -185,8 +189,14 @@ class Misspelled(BaseLayer):
         self.create_variable("scale", shape)
         self.create_variable("mean", shape, trainable=False)
 
-    def fprop(self, x: Any, case: str) -> Any:
-        return _MISSPELLED[case][0](self, x)
+    def fprop(self, x: Any, read: Callable[[Any, Any], Any]) -> Any:
+        return read(self, x)
+
+    @classmethod
+    def trace(cls, read: Callable[[Any, Any], Any]) -> None:
+        """Trace a layer whose code is `read`."""
+        layer = cls()
+        layer.apply(layer.init(jax.random.key(0)), NestedMap(ids=1), read)
 
 
 _MISSPELLED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
@@ -211,23 +221,14 @@ _MISSPELLED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 
 @pytest.mark.parametrize("case", _MISSPELLED)
 def test_unknown_name_in_a_layer_is_one_line_with_file_and_line(
-    case: str, tmp_path: Path, monkeypatch: Any
+    case: str, run_failing: Any, log: Path
 ):
-    def fails(*_: Any) -> int:
-        layer = Misspelled()
-        layer.apply(layer.init(jax.random.key(0)), NestedMap(ids=1), case)
-        return 0
-
-    monkeypatch.setattr(train, "run_train", fails)
-    monkeypatch.chdir(Path(__file__).parent)
-    resolved = ResolvedExperiment(Bare(), Config(dict), [], [], Config(dict))
+    read, text = _MISSPELLED[case]
     with pytest.raises(UsageError) as caught:
-        run("train", resolved, RunOptions(job_log_dir=str(tmp_path)))
-    run_of_case, text = _MISSPELLED[case]
-    line = run_of_case.__code__.co_firstlineno
-    log = tmp_path / "logs" / "process_0000.log"
+        run_failing(lambda: Misspelled.trace(read))
+    line = read.__code__.co_firstlineno
     assert str(caught.value) == (
-        f"{resolved.name}: test_run.py:{line}: {text} The traceback is in {log}."
+        f"{BARE.name}: test_run.py:{line}: {text} The traceback is in {log}."
     )
     assert "Traceback" in log.read_text()
 
@@ -251,24 +252,13 @@ def test_misspelled_field_of_a_child_names_the_line_that_creates_it(monkeypatch:
 
 
 @pytest.mark.parametrize(
-    "error_of",
+    "read",
     [lambda layer, x: jnp.abss(x), lambda layer, x: {}["a"], lambda layer, x: [].a],
     ids=["module", "dict", "list"],
 )
-def test_errors_of_a_layers_own_code_keep_their_traceback(
-    error_of: Any, tmp_path: Path, monkeypatch: Any
-):
-    monkeypatch.setitem(_MISSPELLED, "own", (error_of, ""))
-
-    def fails(*_: Any) -> int:
-        layer = Misspelled()
-        layer.apply(layer.init(jax.random.key(0)), NestedMap(ids=1), "own")
-        return 0
-
-    monkeypatch.setattr(train, "run_train", fails)
-    resolved = ResolvedExperiment(Bare(), Config(dict), [], [], Config(dict))
+def test_errors_of_a_layers_own_code_keep_their_traceback(read: Any, run_failing: Any):
     with pytest.raises((AttributeError, KeyError)) as caught:
-        run("train", resolved, RunOptions(job_log_dir=str(tmp_path)))
+        run_failing(lambda: Misspelled.trace(read))
     assert "In layer Misspelled()" in caught.value.__notes__
 
 
@@ -278,14 +268,19 @@ def test_unknown_name_in_code_of_this_project_is_no_user_error():
     assert unknown_name_text(missing.value) is None
 
 
-def test_an_error_outside_of_layers_stays_as_it_is(tmp_path: Path, monkeypatch: Any):
-    def fails(*_: Any) -> int:
-        raise TypeError("no layer")
+@pytest.mark.parametrize(
+    "error",
+    [TypeError("no layer"), jax.errors.JaxRuntimeError("INTERNAL: the driver is gone")],
+    ids=["code outside of layers", "device"],
+)
+def test_other_errors_stay_as_they_are(error: Exception, run_failing: Any, log: Path):
+    def fails() -> None:
+        raise error
 
-    monkeypatch.setattr(train, "run_train", fails)
-    resolved = ResolvedExperiment(Bare(), Config(dict), [], [], Config(dict))
-    with pytest.raises(TypeError, match="no layer"):
-        run("train", resolved, RunOptions(job_log_dir=str(tmp_path)))
+    with pytest.raises(type(error)) as caught:
+        run_failing(fails)
+    assert caught.value is error
+    assert not log.parent.exists()
 
 
 def test_an_error_that_names_its_layer_is_not_given_another():
@@ -294,20 +289,16 @@ def test_an_error_that_names_its_layer_is_not_given_another():
     assert str(to_usage_error(error)) == "Linear(lm/softmax): input_dims=0, expected at least 1"
 
 
-def test_another_error_of_a_device_stays_as_it_is(tmp_path: Path, monkeypatch: Any):
-    def fails(resolved: ResolvedExperiment, options: RunOptions) -> int:
-        raise jax.errors.JaxRuntimeError("INTERNAL: the driver is gone")
-
-    monkeypatch.setattr(train, "run_train", fails)
-    resolved = ResolvedExperiment(Bare(), Config(dict), [], [], Config(dict))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="driver is gone"):
-        run("train", resolved, RunOptions(job_log_dir=str(tmp_path)))
-    assert not (tmp_path / "logs").exists()
+def experiment_of(task: Config, dataset: Config) -> ResolvedExperiment:
+    """Return an experiment that trains on one input."""
+    dataset.set(name="train", is_training=True, percore_batch_size=1.0)
+    members = {"task": lambda _: task, "datasets": lambda _: [dataset]}
+    return resolve(type("OfOneInput", (BaseExperiment,), members)())
 
 
 @pytest.mark.parametrize("text", ["NumPy", "Python"])
 def test_host_without_memory_ends_with_one_message(
-    tmp_path: Path, tiny: SimpleNamespace, text: str
+    tmp_path: Path, tiny: SimpleNamespace, log: Path, text: str
 ):
     class Enormous(tiny.Points):
         def _read_rows(self, rows: np.ndarray) -> Any:
@@ -315,17 +306,9 @@ def test_host_without_memory_ends_with_one_message(
                 return [None] * 2**60
             return np.zeros((2**20, 2**38))  # more than an address can be of
 
-    class OfOneInput(BaseExperiment):
-        def task(self) -> Config:
-            return tiny.task_config()
-
-        def datasets(self) -> list[Config]:
-            return [Enormous.HParams.config(name="train", is_training=True, percore_batch_size=1.0)]
-
-    resolved = resolve(OfOneInput())
+    resolved = experiment_of(tiny.task_config(), Enormous.HParams.config())
     with pytest.raises(OutOfMemoryError) as caught:
         run("train", resolved, RunOptions(job_log_dir=str(tmp_path), jax_compilation_cache="off"))
-    log = tmp_path / "logs" / "process_0000.log"
     words = {"NumPy": "Unable to allocate 2.00 EiB", "Python": "Python could not allocate memory"}
     assert words[text] in caught.value.problem
     assert str(log) in caught.value.hint
@@ -340,16 +323,10 @@ def test_missing_batch_key_is_one_line_with_the_keys_of_the_batch(
         def compute_predictions(self, batch: Any) -> Any:
             return read(batch)
 
-    class OfOneInput(BaseExperiment):
-        def task(self) -> Config:
-            return tiny.task_config().set(model=ReadsZ.HParams.config())
-
-        def datasets(self) -> list[Config]:
-            return [tiny.Points.HParams.config(is_training=True, percore_batch_size=1.0)]
-
+    task = tiny.task_config().set(model=ReadsZ.HParams.config())
     options = RunOptions(job_log_dir=str(tmp_path), jax_compilation_cache="off")
     with pytest.raises(UsageError) as caught:
-        run("train", resolve(OfOneInput()), options)
+        run("train", experiment_of(task, tiny.Points.HParams.config()), options)
     text = str(caught.value)
     assert "'z'" in text and "weights, x, y" in text and "ReadsZ()" in text
     assert "\n" not in text

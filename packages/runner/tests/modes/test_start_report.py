@@ -14,17 +14,10 @@ from layerkit.layers import TransformerFeedForward, quantize_model
 from layerkit.nested_map import NestedMap
 from layerkit_inputs import IndexedInput, LocalText, Prefetch
 from layerkit_inputs.tokenizers import HuggingFaceTokenizer
-from layerkit_runner.modes.start_report import (
-    LayerNotes,
-    compiled_lines,
-    input_lines,
-    num_params,
-)
+from layerkit_runner.modes.start_report import LayerNotes, compiled_lines, input_lines, num_params
 
 
-def test_notes_of_layers_are_collected_once_and_not_propagated(
-    caplog: pytest.LogCaptureFixture,
-):
+def test_notes_of_layers_are_collected_once_and_not_propagated(caplog: pytest.LogCaptureFixture):
     # caplog listens at the root logger, as absl does once TensorFlow is imported.
     logger = logging.getLogger("layerkit.attention")
     with caplog.at_level(logging.INFO, "layerkit"):

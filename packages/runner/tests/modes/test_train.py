@@ -46,13 +46,11 @@ def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
 
         def task(self) -> Config:
             train = {"num_train_steps": self.MAX_STEPS, "save_interval_steps": 2}
-            task = tiny.task_config(
+            return tiny.task_config(
                 learner={"learning_rate": 0.01},
                 train={**train, "summary_interval_steps": 1, "save_max_to_keep": self.MAX_TO_KEEP},
                 init_scale=self.INIT_SCALE,
-            )
-            task.set(name="line", loss_name=self.LOSS_NAME)
-            return task
+            ).set(name="line", loss_name=self.LOSS_NAME)
 
         def datasets(self) -> list[Config]:
             points = tiny.Points.HParams
@@ -70,16 +68,21 @@ def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
     return Tiny
 
 
+def options(folder: Path, **more: Any) -> RunOptions:
+    return RunOptions(**{"job_log_dir": str(folder), "jax_compilation_cache": "off", **more})
+
+
 @pytest.fixture
 def train(
     experiment: type[BaseExperiment], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> Any:
-    """Trains in a folder of this name and returns what was printed."""
+    """Return a function that trains in a folder of this name and returns what was printed."""
 
-    def run(name: str, *, max_steps: int = 4, fields: Any = None, **options: Any) -> str:
-        folders = {"job_log_dir": str(tmp_path / name), "jax_compilation_cache": "off"}
-        resolved = resolve(experiment(MAX_STEPS=max_steps, **(fields or {})))
-        assert run_train(resolved, RunOptions(**{**folders, **options})) == 0
+    def run(
+        name: str, *, max_steps: int = 4, fields: Any = None, resolved: Any = None, **more: Any
+    ) -> str:
+        resolved = resolved or resolve(experiment(MAX_STEPS=max_steps, **(fields or {})))
+        assert run_train(resolved, options(tmp_path / name, **more)) == 0
         return capsys.readouterr().out
 
     return run
@@ -91,9 +94,8 @@ def finished(
 ) -> tuple[Path, str]:
     """Return the folder of a finished run of four steps, which tests copy, and its output."""
     folder, printed = tmp_path_factory.mktemp("finished") / "job", io.StringIO()
-    options = RunOptions(job_log_dir=str(folder), jax_compilation_cache="off")
     with contextlib.redirect_stdout(printed):
-        assert run_train(resolve(experiment()), options) == 0
+        assert run_train(resolve(experiment()), options(folder)) == 0
     return folder, printed.getvalue()
 
 
@@ -138,11 +140,7 @@ def test_run_resumed_after_a_skipped_step_equals_an_uninterrupted_one(train: Any
 
     def computed(name: str) -> list[dict[str, str]]:
         return [
-            {
-                key: str(value)
-                for key, value in record.items()
-                if key == "loss" or key.startswith("learning/")
-            }
+            {key: str(value) for key, value in record.items() if key.startswith(("loss", "learn"))}
             for record in read_metrics(tmp_path / name).train
         ]
 
@@ -182,22 +180,17 @@ def test_checkpoint_that_is_not_finite_is_not_resumed(
 
 
 def test_evaluation_beside_training_reads_schedule_free_averages(
-    experiment: type[BaseExperiment], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    train: Any, experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    resolved = resolve(experiment())
+    resolved, with_plain_sgd = resolve(experiment()), resolve(experiment())
     resolved.task.train.learner.set(
         optimizer=optax.contrib.schedule_free_sgd(0.05), learning_rate=None
     )
-    options = RunOptions(job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off")
-    assert run_train(resolved, options) == 0
-    at_the_end = held_out(capsys.readouterr().out)
-    assert run_inference("eval_once", resolved, options) == 0
+    at_the_end = held_out(train("job", resolved=resolved))
+    assert run_inference("eval_once", resolved, options(tmp_path / "job")) == 0
     assert held_out(capsys.readouterr().out) == at_the_end
-    with_plain_sgd = resolve(experiment())
     with_plain_sgd.task.train.learner.learning_rate = 0.05
-    options = RunOptions(job_log_dir=str(tmp_path / "plain"), jax_compilation_cache="off")
-    assert run_train(with_plain_sgd, options) == 0
-    assert held_out(capsys.readouterr().out) != at_the_end
+    assert held_out(train("plain", resolved=with_plain_sgd)) != at_the_end
 
 
 def test_fewer_steps_than_completed_are_reported(train: Any, job: Path):
@@ -243,61 +236,64 @@ def test_run_starts_from_the_checkpoint_of_another_job(train: Any, job: Path, tm
     assert f"resuming from step 5 of {tmp_path}/new/checkpoints" in output
 
 
-def test_experiment_without_training_data_is_an_error(
-    tiny: SimpleNamespace, experiment: Any, tmp_path: Path
+@pytest.mark.parametrize(
+    ("change", "data"),
+    [
+        (lambda datasets: [], {"field": "datasets()", "value": []}),
+        (
+            lambda datasets: datasets[1:],
+            {"problem": "the experiment only evaluates: no input has is_training=True"},
+        ),
+        (lambda datasets: [*datasets, datasets[1].clone()], {"field": "name", "value": "held out"}),
+    ],
+    ids=["none", "evaluation only", "two of one name"],
+)
+def test_wrong_data_sets_are_an_error_before_a_file_is_written(
+    raises: Any, train: Any, experiment: Any, tmp_path: Path, change: Any, data: dict[str, Any]
 ):
-    class Untrained(experiment):
-        def datasets(self) -> list[Config]:
-            return []
-
-    with pytest.raises(UsageError):
-        run_train(resolve(Untrained()), RunOptions(job_log_dir=str(tmp_path / "job")))
-    assert not (tmp_path / "job").exists()
-
-
-def test_training_of_an_evaluation_experiment_is_an_error(raises, experiment: Any, tmp_path: Path):
-    class Asks(experiment):
+    class Wrong(experiment):
         trained_by = experiment
 
         def datasets(self) -> list[Config]:
-            return super().datasets()[1:]
+            return change(super().datasets())
 
-    with raises(UsageError, problem="the experiment only evaluates: no input has is_training=True"):
-        run_train(resolve(Asks()), RunOptions(job_log_dir=str(tmp_path / "job")))
+    with raises(UsageError, **data):
+        train("job", resolved=resolve(Wrong()))
     assert not (tmp_path / "job").exists()
 
 
-def test_data_sets_of_the_same_name_are_an_error(
-    raises, tiny: SimpleNamespace, experiment: Any, tmp_path: Path
+def test_later_batch_with_an_integer_that_jax_would_wrap_around_raises(
+    raises: Any, tiny: SimpleNamespace, train: Any, experiment: Any
 ):
-    class Twice(experiment):
-        def datasets(self) -> list[Config]:
-            train, held_out = super().datasets()
-            return [train, held_out, held_out.clone()]
+    class Numbered(tiny.Points):
+        def _read_rows(self, rows: Any) -> Any:
+            return super()._read_rows(rows) | {"number": rows * 2**28}
 
-    with raises(UsageError, field="name", value="held out"):
-        run_train(resolve(Twice()), RunOptions(job_log_dir=str(tmp_path / "job")))
+    resolved = resolve(experiment())
+    resolved.datasets[0] = Numbered.HParams.config(
+        name="train", is_training=True, percore_batch_size=1.0, num_rows=16, shuffle=False
+    )
+    with raises(UsageError, field="int64 value of number", value=2**31):
+        train("job", resolved=resolved)
 
 
 # Layers refuse infinity in a field, but not a number that is infinite in float32.
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
 def test_first_weights_that_are_not_finite_end_the_run_and_are_not_saved(
-    experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    train: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    options = RunOptions(job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off")
     with pytest.raises(NonFiniteError, match="params/linear/w"):
-        run_train(resolve(experiment(INIT_SCALE=1e39)), options)
+        train("job", fields={"INIT_SCALE": 1e39})
     lines = capsys.readouterr().out.splitlines()
     warnings = [line for line in lines if line.startswith("WARNING")]
     assert [line.split(":")[1] for line in warnings] == [" step 1", " step 2"]
     assert not [*(tmp_path / "job").glob("checkpoints/checkpoint_*")]
 
 
-def test_save_keep_interval_hours_keeps_checkpoints(experiment: Any, tmp_path: Path):
+def test_save_keep_interval_hours_keeps_checkpoints(train: Any, experiment: Any, tmp_path: Path):
     resolved = resolve(experiment(MAX_STEPS=6, MAX_TO_KEEP=1))
     resolved.task.train.save_keep_interval_hours = 12.0
-    options = RunOptions(job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off")
-    assert run_train(resolved, options) == 0
+    train("job", resolved=resolved)
     folders = (tmp_path / "job" / "checkpoints").glob("checkpoint_*")
     # The run takes less than 12 hours, so the first is the only one that is kept for its age.
     kept = ["checkpoint_00000002", "checkpoint_00000006"]
@@ -364,20 +360,20 @@ def test_mfu_is_reported_if_the_peak_is_known(train: Any, job: Path, tmp_path: P
     ],
 )
 def test_wrong_flag_is_an_error_before_a_file_is_written(
-    experiment: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    option: dict[str, Any],
+    train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: dict[str, Any]
 ):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    options = RunOptions(job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off", **option)
     with pytest.raises(UserError):
-        run_train(resolve(experiment()), options)
+        train("job", **option)
     assert not (tmp_path / "job").exists()
 
 
 def test_reported_loss_is_that_of_loss_name(
-    tiny: SimpleNamespace, experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: SimpleNamespace,
+    train: Any,
+    experiment: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ):
     class Smoothed(tiny.Regression):
         """Trains more than the errors that it is compared by."""
@@ -393,17 +389,13 @@ def test_reported_loss_is_that_of_loss_name(
         LOSS_NAME = "total"
 
         def task(self) -> Config:
-            task = super().task()
-            task.model = Smoothed.HParams.config()
-            return task
+            return super().task().set(model=Smoothed.HParams.config())
 
-    options = RunOptions(job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off")
-    assert run_train(resolve(Compared()), options) == 0
-    trained = held_out(capsys.readouterr().out)
+    trained = held_out(train("job", resolved=resolve(Compared())))
     (record,) = read_metrics(tmp_path / "job").evals["held out"]
     assert trained == f"held out: error {record['error']:.4f}"
     assert record["total"] == pytest.approx(record["error"] + 1)
-    assert run_inference("eval_once", resolve(Compared()), options) == 0
+    assert run_inference("eval_once", resolve(Compared()), options(tmp_path / "job")) == 0
     assert held_out(capsys.readouterr().out) == trained
 
 

@@ -7,6 +7,21 @@ import pytest
 from layerkit_runner.observers import RunInfo
 
 
+class Clock:
+    """Seconds that a test advances."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
 @pytest.fixture
 def run_info() -> Callable[..., RunInfo]:
     """Return a function that makes the facts of a small training run, with changes."""

@@ -4,14 +4,27 @@ import dataclasses
 import subprocess
 import sys
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from etils import epath
 
 from layerkit.config import Config
 from layerkit.errors import ConfigError
 from layerkit_runner import UsageError
-from layerkit_runner.observers import Observer, Observers, base, build_observers
+from layerkit_runner.observers import (
+    Goodput,
+    GoodputLog,
+    MetricsLog,
+    Observer,
+    Observers,
+    Progress,
+    TensorBoard,
+    base,
+    build_observers,
+)
+from layerkit_runner.observers.weights_and_biases import WeightsAndBiases
 
 
 class Recorder(Observer):
@@ -91,6 +104,40 @@ def test_failed_optional_observer_is_reported_once_closed_and_removed():
     assert broken.seen == [("close",)]
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        MetricsLog,
+        TensorBoard,
+        lambda: GoodputLog(Goodput()),
+        pytest.param(
+            lambda: WeightsAndBiases("toy", config={}, report=print),
+            marks=pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed"),
+        ),
+    ],
+    ids=["metrics", "TensorBoard", "goodput", "wandb"],
+)
+def test_observer_that_cannot_write_is_removed_once(run_info, tmp_path, capsys, make):
+    (tmp_path / "file").write_text("no folder can be made inside a file")
+    observers = Observers([Progress(), make()])
+    observers.start(run_info(job_log_dir=epath.Path(tmp_path) / "file" / "job"))
+    observers.train_metrics(1, {"loss": 1.0})
+    observers.close()
+    assert capsys.readouterr().out.count("failed and was removed; the run continues") == 1
+
+
+@pytest.mark.parametrize("make", [MetricsLog, TensorBoard, lambda: GoodputLog(Goodput())])
+def test_observer_of_a_run_without_a_folder_writes_nothing(run_info, tmp_path, monkeypatch, make):
+    monkeypatch.chdir(tmp_path)
+    observer = make()
+    observer.start(run_info())
+    observer.train_metrics(1, {"loss": 1.0})
+    observer.eval_metrics(1, "held_out", {"loss": 1.0})
+    observer.text(1, "sample", "x")
+    observer.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_failure_of_a_required_observer_is_raised():
     observers = Observers([Recorder(), Broken()])
     with pytest.raises(OSError, match="bucket"):
@@ -112,16 +159,10 @@ def test_close_closes_all_and_reports_optional_failures():
 
 
 def test_close_raises_a_required_failure_after_closing_all():
-    class EssentialFailure(Observer):
-        in_background = False
-        optional = False
-
-        def close(self):
-            raise RuntimeError("lost")
-
-    watcher = Recorder()
-    with pytest.raises(RuntimeError, match="lost"):
-        Observers([watcher, EssentialFailure()]).close()
+    watcher, broken = Recorder(), BrokenAtTheEnd()
+    broken.optional = False
+    with pytest.raises(OSError, match="disk full"):
+        Observers([watcher, broken]).close()
     assert watcher.seen == [("close",)]
 
 

@@ -19,48 +19,35 @@ def test_jobs_run_in_order_without_blocking_submit():
     assert done == [0, 1, 2, 3, 4]
 
 
-def test_close_raises_the_failure_of_a_job():
+def fail():
+    raise OSError("bucket not found")
+
+
+def wait_until_idle(background):
+    while not background.is_idle:
+        threading.Event().wait(0.001)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_no_job_runs_after_a_failure_which_close_raises(waits):
     background, gate, done = Background(), threading.Event(), []
-
-    def fail():
-        gate.wait(20)
-        raise OSError("bucket not found")
-
-    background.submit(fail)
     background.submit(gate.wait, 20)
+    background.submit(fail)
+    background.submit(done.append, 1)
     gate.set()
+    if waits:
+        wait_until_idle(background)
     with pytest.raises(OSError, match="bucket not found"):
         background.close()
     with pytest.raises(RuntimeError):  # closed for good
-        background.submit(done.append, 1)
-    assert done == []
-
-
-def test_no_job_runs_after_a_failure():
-    background, done = Background(), []
-
-    def fail():
-        raise OSError("bucket not found")
-
-    background.submit(threading.Event().wait, 0.05)
-    background.submit(fail)
-    background.submit(done.append, 1)
-    while not background.is_idle:
-        threading.Event().wait(0.001)
-    with pytest.raises(OSError, match="bucket not found"):
-        background.close()
+        background.submit(done.append, 2)
     assert done == []
 
 
 def test_submit_raises_the_failure_of_an_earlier_job():
     background = Background()
-
-    def fail():
-        raise OSError("bucket not found")
-
     background.submit(fail)
-    while not background.is_idle:
-        threading.Event().wait(0.001)
+    wait_until_idle(background)
     with pytest.raises(OSError, match="bucket not found"):
         background.submit(print)
     background.close()

@@ -5,21 +5,8 @@ import json
 import pytest
 from etils import epath
 
-from layerkit_runner.observers import Goodput, GoodputLog, Observers, Progress
+from layerkit_runner.observers import Goodput, GoodputLog
 from layerkit_runner.observers.goodput import PHASES
-
-
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 def counted(goodput):
@@ -42,17 +29,8 @@ def test_phases_add_up_to_the_elapsed_time(clock):
                 clock.now += 0.25
     goodput.outermost("other")
     clock.now += 1
-    expected = {
-        "start": 2,
-        "compile": 3,
-        "steps": 8.5,
-        "input_wait": 1.5,
-        "save": 4,
-        "eval": 5,
-        "profile": 0.25,
-        "other": 1,
-    }
-    assert counted(goodput) == expected
+    interrupted = {"steps": 8.5, "input_wait": 1.5, "save": 4, "eval": 5, "profile": 0.25}
+    assert counted(goodput) == {"start": 2, "compile": 3, **interrupted, "other": 1}
     assert sum(goodput.seconds().values()) == clock.now - 1000
 
 
@@ -115,8 +93,7 @@ def test_repeated_steps_count_as_lost(clock, run_info, tmp_path):
     clock.now += 300
     goodput = train(clock, tmp_path, run_info, start_step=40, until=60)
     # 45 steps of the first run were recorded, and 5 of them repeated.
-    expected = {"start": 20, "steps": 80 + 40, "lost": 10}
-    assert counted(goodput) == expected
+    assert counted(goodput) == {"start": 20, "steps": 80 + 40, "lost": 10}
     assert (goodput.num_steps, goodput.num_lost_steps, goodput.num_runs) == (60, 5, 2)
     # The steps after the last record count as time between runs.
     assert goodput.seconds_between_runs == 300 + 10
@@ -133,17 +110,18 @@ def test_run_after_a_completed_one_loses_no_steps(clock, run_info, tmp_path):
     assert (goodput.num_runs, goodput.seconds_between_runs) == (3, 10)
 
 
-def test_run_that_restarts_from_step_0_loses_all_steps(clock, run_info, tmp_path):
-    train(clock, tmp_path, run_info, start_step=0, until=20)
+@pytest.mark.parametrize(
+    ("until", "dies", "expected"),
+    [(20, False, {"start": 20, "steps": 2, "lost": 40}), (0, True, {"start": 20, "steps": 2})],
+    ids=["all steps", "no step, since none was completed"],
+)
+def test_run_that_restarts_from_step_0_loses_the_steps_of_the_first(
+    clock, run_info, tmp_path, until, dies, expected
+):
+    train(clock, tmp_path, run_info, start_step=0, until=until, dies=dies)
     goodput = train(clock, tmp_path, run_info, start_step=0, until=1)
-    assert counted(goodput) == {"start": 20, "steps": 2, "lost": 40}
-
-
-def test_run_killed_before_its_first_step_loses_no_steps(clock, run_info, tmp_path):
-    train(clock, tmp_path, run_info, start_step=0, until=0, dies=True)
-    goodput = train(clock, tmp_path, run_info, start_step=0, until=2)
-    assert counted(goodput) == {"start": 20, "steps": 4}
-    assert goodput.num_lost_steps == 0
+    assert counted(goodput) == expected
+    assert goodput.num_lost_steps == until
 
 
 def test_record_contains_every_phase(clock, run_info, tmp_path):
@@ -153,13 +131,13 @@ def test_record_contains_every_phase(clock, run_info, tmp_path):
     assert record["time"] == clock.now
 
 
-def test_unreadable_record_does_not_end_the_run(clock, run_info, tmp_path, capsys):
+def test_unreadable_record_is_an_error_and_is_not_replaced(clock, run_info, tmp_path):
     (tmp_path / "goodput.json").write_text("{")
-    observers = Observers([Progress(), GoodputLog(Goodput(clock=clock), clock=clock)])
-    observers.start(run_info(job_log_dir=epath.Path(tmp_path)))
-    observers.progress(1)
-    observers.close()
-    assert "GoodputLog failed and was removed" in capsys.readouterr().out
+    log = GoodputLog(Goodput(clock=clock), clock=clock)
+    with pytest.raises(json.JSONDecodeError):
+        log.start(run_info(job_log_dir=epath.Path(tmp_path)))
+    log.close()
+    assert (tmp_path / "goodput.json").read_text() == "{"
 
 
 def test_evaluation_job_writes_no_goodput(clock, run_info, tmp_path):

@@ -55,17 +55,8 @@ def wait_for(path, lines):
 
 
 def test_encode_returns_strict_and_exact_json():
-    line = metrics_log.encode(
-        {
-            "step": 3,
-            "loss": np.float32(0.1),
-            "bad": math.nan,
-            "high": math.inf,
-            "low": -math.inf,
-            "name": "é\n",
-            "none": None,
-        }
-    )
+    numbers = {"loss": np.float32(0.1), "bad": math.nan, "high": math.inf, "low": -math.inf}
+    line = metrics_log.encode({"step": 3, **numbers, "name": "é\n", "none": None})
     assert "\n" not in line
 
     def refuse(constant):
@@ -77,17 +68,24 @@ def test_encode_returns_strict_and_exact_json():
     assert (record["name"], record["step"], record["none"]) == ("é\n", 3, None)
 
 
-def test_local_lines_are_written_at_once_and_kept_by_the_next_writer(tmp_path):
-    path = epath.Path(tmp_path) / "new" / "lines.jsonl"
+@pytest.mark.parametrize("kind", [metrics_log.LocalLines, metrics_log.StoredLines])
+def test_lines_are_kept_by_the_next_writer(request, tmp_path, kind):
+    is_local = kind is metrics_log.LocalLines
+    folder = epath.Path(tmp_path) if is_local else request.getfixturevalue("remote_dir")
+    path = folder / "new" / "lines.jsonl"
     first = metrics_log.open_lines(path)
+    assert isinstance(first, kind)
+    first.write("0")
+    if is_local:
+        assert lines_of(path) == ["0"]  # at once
     first.write("1")
-    assert lines_of(path) == ["1"]
     first.close()
+    assert lines_of(path) == ["0", "1"]
     second = metrics_log.open_lines(path)
     second.write("2")
     second.close()
     assert (first.resumed, second.resumed) == (False, True)
-    assert lines_of(path) == ["1", "2"]
+    assert lines_of(path) == ["0", "1", "2"]
 
 
 def test_incomplete_last_line_is_removed_before_appending(tmp_path):
@@ -109,21 +107,6 @@ def test_written_lines_survive_sigkill(tmp_path):
     killed = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
     assert killed.returncode == -9
     assert path.read_text().splitlines() == [str(i) for i in range(50)]
-
-
-def test_remote_lines_are_kept_by_the_next_writer(remote_dir):
-    path = remote_dir / "lines.jsonl"
-    first = metrics_log.open_lines(path)
-    assert isinstance(first, metrics_log.StoredLines)
-    for number in range(5):
-        first.write(str(number))
-    first.close()
-    assert lines_of(path) == ["0", "1", "2", "3", "4"]
-    second = metrics_log.open_lines(path)
-    second.write("5")
-    second.close()
-    assert (first.resumed, second.resumed) == (False, True)
-    assert lines_of(path) == ["0", "1", "2", "3", "4", "5"]
 
 
 def test_remote_lines_wait_for_the_interval_or_a_flush(remote_dir):

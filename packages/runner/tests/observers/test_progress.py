@@ -15,20 +15,12 @@ class Terminal(io.StringIO):
         return True
 
 
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
-def simulate(run_info):
+def simulate(run_info, clock):
     """Runs the reports of a whole training through plain lines and returns what was printed."""
 
     def simulate(*, steps, seconds_per_step, summary_interval, start_step=0, eval_interval=None):
-        stream, clock = io.StringIO(), Clock()
+        stream = io.StringIO()
         progress = Progress(stream=stream, clock=clock)
         progress.start(run_info(num_train_steps=steps, start_step=start_step))
         for step in range(start_step + 1, steps + 1):
@@ -72,8 +64,8 @@ def test_a_run_prints_dozens_of_lines_not_thousands(
     assert f"step {steps} | eval held_out | loss 2" in lines
 
 
-def test_second_evaluation_of_a_step_is_printed(run_info):
-    stream, clock = io.StringIO(), Clock()
+def test_second_evaluation_of_a_step_is_printed(run_info, clock):
+    stream = io.StringIO()
     progress = Progress(stream=stream, clock=clock)
     progress.start(run_info(num_train_steps=1000))
     for step, loss in [(1, 3.0), (2, 2.0), (2, 1.0), (30, 4.0), (30, 5.0)]:
@@ -155,22 +147,18 @@ def test_terminal_shows_a_bar_with_messages_above_it(run_info):
 
 
 @pytest.mark.parametrize("num_metrics", [1, 4, 30])
-def test_evaluation_wraps_between_metrics_on_a_terminal(run_info, num_metrics):
+def test_evaluation_wraps_between_metrics_on_a_terminal_alone(run_info, num_metrics):
     scalars = {f"metric_{i:02d}": 1234.5678 / (i + 1) for i in range(num_metrics)}
-    stream = Terminal()
-    progress = Progress(stream=stream)
-    progress.start(run_info(mode="eval"))
-    progress.eval_metrics(400, "held_out", {**scalars, "total_weight": 347_412.0})
-    progress.close()
-    lines = stream.getvalue().splitlines()
+    terminal, file = Terminal(), io.StringIO()
+    for stream in (terminal, file):
+        progress = Progress(stream=stream)
+        progress.start(run_info(mode="eval"))
+        progress.eval_metrics(400, "held_out", {**scalars, "total_weight": 347_412.0})
+        progress.close()
+    lines = terminal.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert all(line.startswith("  | ") for line in lines[1:])
     parts = [part.strip() for line in lines for part in line.split(" | ") if part.strip()]
     expected = [f"{name} {value:.4g}" for name, value in scalars.items()]
     assert parts == ["step 400", "eval held_out", *expected]
-    # A file has a line for each evaluation.
-    file = io.StringIO()
-    progress = Progress(stream=file)
-    progress.start(run_info(mode="eval"))
-    progress.eval_metrics(400, "held_out", scalars)
     assert file.getvalue() == " | ".join(parts) + "\n"

@@ -13,7 +13,7 @@ import jax
 import pytest
 from etils import epath
 
-from layerkit_runner import UsageError
+from layerkit_runner import BaseExperiment, UsageError
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import resolve
 from layerkit_runner.modes.train import run_train
@@ -39,23 +39,8 @@ def traced_steps(folder: Path) -> list[int]:
 
 
 @pytest.fixture
-def profiled(experiment_class: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+def profiled(tiny: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     """Trains 6 steps with these fields and returns what was printed."""
-
-    def run(name: str = "job", *, max_steps: int = 6, **train: Any) -> str:
-        resolved = resolve(experiment_class(MAX_STEPS=max_steps))
-        for field, value in train.items():
-            setattr(resolved.task.train, field, value)
-        options = RunOptions(job_log_dir=str(tmp_path / name), jax_compilation_cache="off")
-        assert run_train(resolved, options) == 0
-        return capsys.readouterr().out
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def experiment_class(tiny: SimpleNamespace) -> Any:
-    from layerkit_runner import BaseExperiment
 
     class Tiny(BaseExperiment):
         MAX_STEPS: int = 6
@@ -67,7 +52,14 @@ def experiment_class(tiny: SimpleNamespace) -> Any:
         def datasets(self) -> list[Any]:
             return [tiny.Points.HParams.config(is_training=True, percore_batch_size=1.0)]
 
-    return Tiny
+    def run(*, max_steps: int = 6, **train: Any) -> str:
+        resolved = resolve(Tiny(MAX_STEPS=max_steps))
+        resolved.task.train.set(**train)
+        options = RunOptions(job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off")
+        assert run_train(resolved, options) == 0
+        return capsys.readouterr().out
+
+    return run
 
 
 def test_capture_step_traces_the_requested_steps(profiled: Any, tmp_path: Path):
@@ -84,6 +76,8 @@ def test_capture_step_traces_the_requested_steps(profiled: Any, tmp_path: Path):
     # The run resumes from step 6, after the capture.
     again = profiled(max_steps=7, profiler_capture_step=3, profiler_num_steps=2)
     assert "no profile: this run starts after task.train.profiler_capture_step=3" in again
+    output = profiled(max_steps=8)  # without a request
+    assert "profile of" not in output and "no profile" not in output
 
 
 def test_capture_after_the_last_step_is_an_error(raises: Any, profiled: Any, tmp_path: Path):
@@ -92,26 +86,9 @@ def test_capture_after_the_last_step_is_an_error(raises: Any, profiled: Any, tmp
     assert not (tmp_path / "job").exists()
 
 
-def test_no_trace_without_a_request(profiled: Any, tmp_path: Path):
-    assert "profile of" not in profiled()
-    assert not (tmp_path / "job" / "profile").exists()
-
-
 def test_capture_beyond_the_last_step_is_written(profiled: Any, tmp_path: Path):
     profiled(profiler_capture_step=5, profiler_num_steps=100)
     assert traced_steps(tmp_path / "job" / "profile" / "step_00000005") == [5, 6]
-
-
-@pytest.mark.parametrize(
-    "field",
-    [
-        *("profiler_capture_step", "profiler_num_steps", "profiler_max_num_hosts"),
-        "weight_summary_interval_steps",
-    ],
-)
-def test_interval_or_count_below_one_raises(raises: Any, profiled: Any, field: str):
-    with raises(UsageError, field=field, value=0):
-        profiled(**{field: 0})
 
 
 @pytest.fixture

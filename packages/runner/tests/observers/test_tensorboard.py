@@ -7,9 +7,10 @@ import resource
 import struct
 
 import numpy as np
+import pytest
 from etils import epath
 
-from layerkit_runner.observers import Histogram, Observer, Observers, Progress, TensorBoard
+from layerkit_runner.observers import Histogram, Observer, Observers, TensorBoard
 
 
 def events(folder):
@@ -29,18 +30,26 @@ def events(folder):
     return found
 
 
+def values(folder):
+    return [(event.step, value) for event in events(folder) for value in event.summary.value]
+
+
 def scalars(folder):
     series = collections.defaultdict(list)
-    for event in events(folder):
-        for value in event.summary.value:
-            if value.WhichOneof("value") == "simple_value":
-                series[value.tag].append((event.step, value.simple_value))
+    for step, value in values(folder):
+        if value.WhichOneof("value") == "simple_value":
+            series[value.tag].append((step, value.simple_value))
     return dict(series)
 
 
-def test_scalars_go_to_the_folder_of_their_kind(run_info, tmp_path):
+@pytest.fixture
+def board(run_info, tmp_path):
     board = TensorBoard()
     board.start(run_info(job_log_dir=epath.Path(tmp_path)))
+    return board
+
+
+def test_scalars_go_to_the_folder_of_their_kind(board, tmp_path):
     board.train_metrics(1, {"loss": 2.5, "learning/lr": 0.25})
     board.train_metrics(2, {"loss": math.inf, "learning/lr": 0.5})
     board.eval_metrics(2, "train", {"loss": 3.0})
@@ -56,9 +65,7 @@ def test_scalars_go_to_the_folder_of_their_kind(run_info, tmp_path):
     assert len(list(summaries.iterdir())) == 3
 
 
-def test_scalars_of_a_step_are_one_event_with_allowed_tags(run_info, tmp_path):
-    board = TensorBoard()
-    board.start(run_info(job_log_dir=epath.Path(tmp_path)))
+def test_scalars_of_a_step_are_one_event_with_allowed_tags(board, tmp_path):
     board.train_metrics(3, {"/loss of all": 2.5, "a/b-c.d": np.float32(0.25)})
     board.close()
     (event,) = (e for e in events(tmp_path / "summaries" / "train") if e.summary.value)
@@ -66,22 +73,18 @@ def test_scalars_of_a_step_are_one_event_with_allowed_tags(run_info, tmp_path):
     assert found == {"loss_of_all": 2.5, "a/b-c.d": 0.25}
 
 
-def test_texts_are_written_verbatim(run_info, tmp_path):
-    board = TensorBoard()
-    board.start(run_info(job_log_dir=epath.Path(tmp_path)))
+def test_texts_are_written_verbatim(board, tmp_path):
     board.text(5, "prompts", "def f():\n    return *x*")
     board.close()
     folder = tmp_path / "summaries" / "decode_test_prompts"
-    (value,) = [value for event in events(folder) for value in event.summary.value]
+    ((_, value),) = values(folder)
     assert value.tag.startswith("sample")
     assert value.metadata.plugin_data.plugin_name == "text"
     assert value.tensor.string_val[0].decode() == "    def f():\n        return *x*"
 
 
-def test_histograms_and_their_norms_are_written(run_info, tmp_path):
+def test_histograms_and_their_norms_are_written(board, tmp_path):
     edges, counts = np.array([-1.0, 0.0, 2.0]), np.array([3.0, 1.0])
-    board = TensorBoard()
-    board.start(run_info(job_log_dir=epath.Path(tmp_path)))
     broken = Histogram(np.full(3, math.nan), np.zeros(2), sum=math.nan, sum_of_squares=math.nan)
     weights = {"vars/w": Histogram(edges, counts, sum=-1.5, sum_of_squares=6.25), "vars/b": broken}
     board.histograms(4, weights)
@@ -89,12 +92,7 @@ def test_histograms_and_their_norms_are_written(run_info, tmp_path):
     folder = tmp_path / "summaries" / "train"
     assert scalars(folder)["vars/w/norm"] == [(4, 2.5)]
     assert math.isnan(scalars(folder)["vars/b/norm"][0][1])
-    (value,) = [
-        value
-        for event in events(folder)
-        for value in event.summary.value
-        if value.WhichOneof("value") == "histo"
-    ]
+    (value,) = [value for _, value in values(folder) if value.WhichOneof("value") == "histo"]
     assert value.tag == "vars/w"
     histogram = value.histo
     assert (histogram.min, histogram.max, histogram.num) == (-1, 2, 4)
@@ -102,24 +100,20 @@ def test_histograms_and_their_norms_are_written(run_info, tmp_path):
     assert (list(histogram.bucket_limit), list(histogram.bucket)) == ([0, 2], [3, 1])
 
 
-def test_images_and_the_histograms_of_an_evaluation(run_info, tmp_path):
+def test_images_and_the_histograms_of_an_evaluation(board, tmp_path):
     from PIL import Image
 
     image = np.random.default_rng(0).integers(256, size=(5, 4, 3)).astype(np.uint8)
     spread = Histogram(np.array([0.0, 1.0]), np.array([2.0]), sum=1.0, sum_of_squares=1.0)
-    board = TensorBoard()
-    board.start(run_info(job_log_dir=epath.Path(tmp_path)))
     board.images(3, {"summaries/picture/0": image})
     board.eval_histograms(3, "held_out", {"scores": spread})
     board.close()
-    [shown] = [v for e in events(tmp_path / "summaries" / "train") for v in e.summary.value]
+    [(_, shown)] = values(tmp_path / "summaries" / "train")
     assert shown.tag == "summaries/picture/0"
     decoded = Image.open(io.BytesIO(shown.image.encoded_image_string))
     np.testing.assert_array_equal(np.asarray(decoded), image)
-    values = [
-        v for e in events(tmp_path / "summaries" / "eval_test_held_out") for v in e.summary.value
-    ]
-    assert [list(v.histo.bucket) for v in values if v.tag == "scores"] == [[2.0]]
+    found = values(tmp_path / "summaries" / "eval_test_held_out")
+    assert [list(v.histo.bucket) for _, v in found if v.tag == "scores"] == [[2.0]]
 
 
 def test_resumed_run_hides_earlier_events_of_repeated_steps(run_info, tmp_path):
@@ -133,27 +127,6 @@ def test_resumed_run_hides_earlier_events_of_repeated_steps(run_info, tmp_path):
         if event.WhichOneof("what") == "session_log"
     ]
     assert session_starts == [41]  # TensorBoard drops events of this step and later ones
-
-
-def test_tensorboard_without_a_folder_writes_nothing(run_info, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    board = TensorBoard()
-    board.start(run_info())
-    board.train_metrics(1, {"loss": 1.0})
-    board.text(1, "sample", "x")
-    board.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_unwritable_folder_is_reported_once_and_the_run_continues(run_info, tmp_path, capsys):
-    (tmp_path / "summaries").write_text("a file where a folder should be")
-    observers = Observers([Progress(), TensorBoard()])
-    observers.start(run_info(job_log_dir=epath.Path(tmp_path)))
-    observers.train_metrics(1, {"loss": 1.0})
-    observers.close()
-    told = [line for line in capsys.readouterr().out.splitlines() if "TensorBoard failed" in line]
-    assert len(told) == 1
-    assert "NotADirectoryError" in told[0]
 
 
 def test_full_disk_removes_the_observer_without_blocking(run_info, tmp_path):

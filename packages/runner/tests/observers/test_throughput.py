@@ -1,21 +1,12 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import jax
+import numpy as np
 import pytest
 
-from layerkit_runner.observers import StepWork, Throughput
-
-
-class Clock:
-    def __init__(self):
-        self.now = 50.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
+from layerkit_runner.observers import StepWork, Throughput, memory_scalars, peak_flops
 
 
 @pytest.fixture
@@ -78,35 +69,17 @@ def test_each_rates_function_has_a_separate_window(timed, clock):
     assert one()["step_time"] == 1
     run_steps(throughput, clock, [3], seconds=4)
     assert one()["step_time"] == 4
-    assert other()["step_time"] == 2.5
+    assert other()["step_time"] == throughput.overall()["step_time"] == 2.5
 
 
 def test_unknown_rates_are_omitted(timed, clock):
     throughput = timed(tokens_per_step=0, flops_per_step=None)
-    rates = throughput.rates_since_asked()
     run_steps(throughput, clock, [1, 2], seconds=1)
-    assert set(rates()) == {
-        "step_time",
-        "steps_per_sec",
-        "input_wait",
-        "examples_per_sec",
-    }
+    known = {"step_time", "steps_per_sec", "input_wait", "examples_per_sec"}
+    assert set(throughput.overall()) == known
     throughput = timed(peak_flops_per_device=None)
-    rates = throughput.rates_since_asked()
     run_steps(throughput, clock, [1, 2], seconds=1)
-    found = rates()
-    assert "tflops_per_sec_per_device" in found
-    assert "mfu" not in found
-
-
-def test_overall_covers_all_windows(timed, clock):
-    throughput = timed()
-    rates = throughput.rates_since_asked()
-    run_steps(throughput, clock, [1, 2, 3], seconds=1)
-    assert rates()["step_time"] == 1
-    run_steps(throughput, clock, [4, 5], seconds=4)
-    assert rates()["step_time"] == 4
-    assert throughput.overall()["step_time"] == (1 + 1 + 4 + 4) / 4
+    assert set(throughput.overall()) == {*known, "tokens_per_sec", "tflops_per_sec_per_device"}
 
 
 def test_a_resumed_run_does_not_count_the_steps_before_it(timed, clock):
@@ -116,30 +89,18 @@ def test_a_resumed_run_does_not_count_the_steps_before_it(timed, clock):
     assert throughput.overall()["steps_per_sec"] == 0.5
 
 
-def test_nested_pauses_are_excluded(timed, clock):
+def test_nested_pauses_are_excluded_but_not_the_time_of_a_step_before_them(timed, clock):
     throughput = timed()
-    rates = throughput.rates_since_asked()
-    run_steps(throughput, clock, [1, 2], seconds=1)
-    rates()
+    throughput.completed(1)
+    clock.now += 0.75
     with throughput.pause():
         clock.now += 100
         with throughput.pause():
             clock.now += 100
         clock.now += 100
-    run_steps(throughput, clock, [3, 4], seconds=1)
-    assert rates()["step_time"] == 1
-
-
-def test_time_of_a_step_before_a_pause_counts(timed, clock):
-    throughput = timed()
-    rates = throughput.rates_since_asked()
-    throughput.completed(1)
-    clock.now += 0.75
-    with throughput.pause():
-        clock.now += 40
     clock.now += 0.25
     throughput.completed(2)
-    assert rates()["step_time"] == 1
+    assert throughput.overall()["step_time"] == 1
 
 
 def test_steps_that_end_within_a_pause_are_not_counted(timed, clock):
@@ -173,3 +134,61 @@ def test_input_wait_is_a_share_of_the_time_of_steps(timed, clock):
     run_steps(throughput, clock, [4, 5], seconds=1)
     assert rates()["input_wait"] == 0
     assert throughput.overall()["input_wait"] == 0.125
+
+
+def test_cpu_reports_host_memory_only():
+    assert jax.devices()[0].memory_stats() is None
+    assert set(memory_scalars()) == {"memory/host_rss_bytes"}
+
+
+def test_resident_memory_grows_by_allocated_bytes():
+    before = memory_scalars()["memory/host_rss_bytes"]
+    held = np.ones(200_000_000, np.uint8)
+    after = memory_scalars()["memory/host_rss_bytes"]
+    assert 0.9 * held.nbytes < after - before < 1.5 * held.nbytes
+
+
+def test_device_memory_is_the_maximum_over_devices(monkeypatch):
+    stats = [{"bytes_in_use": size, "peak_bytes_in_use": 2 * size} for size in (5, 7, 6)]
+    devices = [SimpleNamespace(memory_stats=lambda each=each: each) for each in stats]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    scalars = memory_scalars()
+    assert scalars["memory/device_bytes_in_use"] == 7
+    assert scalars["memory/device_peak_bytes_in_use"] == 14
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "teraflops"),
+    [
+        ("TPU v2", 22.5),
+        ("TPU v4", 275),
+        ("TPU v4 lite", 138),
+        ("TPU v5 lite", 197),
+        ("TPU v5e", 197),
+        ("TPU v5", 459),
+        ("TPU v5p", 459),
+        ("TPU v6 lite", 918),
+        ("TPU7x", 1153.5),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("Tesla T4", 65),
+        ("Tesla V100-SXM2-16GB", 125),
+    ],
+)
+def test_peak_flops_of_known_devices(device_kind, teraflops):
+    assert peak_flops(device_kind) == pytest.approx(teraflops * 1e12)
+
+
+@pytest.mark.parametrize(
+    "device_kind", ["cpu", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "TPU v99", "NVIDIA T400", ""]
+)
+def test_peak_flops_of_unknown_devices_is_none(device_kind):
+    assert peak_flops(device_kind) is None

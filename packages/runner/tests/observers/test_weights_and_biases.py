@@ -13,7 +13,7 @@ import pytest
 from etils import epath
 
 from layerkit_runner import UsageError
-from layerkit_runner.observers import Histogram, Observers, Progress
+from layerkit_runner.observers import Histogram
 from layerkit_runner.observers.weights_and_biases import WeightsAndBiases
 
 
@@ -105,21 +105,6 @@ def test_resumed_job_continues_the_same_run(run_info: Any, tmp_path: Path):
 
 
 @pytest.mark.usefixtures("offline")
-def test_failure_of_wandb_does_not_end_the_run(
-    run_info: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    (tmp_path / "wandb_run_id.txt").mkdir()  # no file can be read or written there
-    progress = Progress()
-    board = WeightsAndBiases("toy", config={}, report=progress.message)
-    observers = Observers([progress, board])
-    observers.start(run_info(job_log_dir=epath.Path(tmp_path)))
-    observers.train_metrics(1, {"loss": 2.5})
-    observers.close()
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "failed" in line]
-    assert line.startswith("WeightsAndBiases failed and was removed; the run continues")
-
-
-@pytest.mark.usefixtures("offline")
 def test_offline_run_prints_its_folder_and_the_sync_command(run_info: Any, tmp_path: Path):
     job, said = tmp_path / "a job", []
     job.mkdir()
@@ -132,11 +117,12 @@ def test_offline_run_prints_its_folder_and_the_sync_command(run_info: Any, tmp_p
     assert end.endswith(f"wandb sync '{folder}'")
 
 
+@pytest.mark.usefixtures("offline")
 def test_disabled_run_prints_nothing(
     run_info: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    wandb = pytest.importorskip("wandb")
-    wandb.teardown()  # it reads its environment once
+    import wandb
+
     monkeypatch.setenv("WANDB_MODE", "disabled")
     said: list[str] = []
     board = WeightsAndBiases("toy", config={}, report=said.append)

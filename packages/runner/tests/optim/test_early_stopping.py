@@ -81,8 +81,7 @@ def test_metric_of_the_training_step_is_asked_for_at_each_step():
 @pytest.mark.parametrize("cut", range(5))
 def test_restored_rule_decides_as_an_uninterrupted_one(cut: int):
     values = [3.0, 2.0, 2.5, 1.9, 1.95, 2.0]
-    whole, first, second = EarlyStop(rule(patience=2)), None, EarlyStop(rule(patience=2))
-    first = EarlyStop(rule(patience=2))
+    whole, first, second = (EarlyStop(rule(patience=2)) for _ in range(3))
     answers = [
         whole.asks_to_stop({"heldout/loss": value}, step) for step, value in enumerate(values)
     ]
@@ -117,11 +116,6 @@ def test_steps_without_the_data_set_do_not_count():
     assert one.state()["without_improvement"] == 0
 
 
-def test_metric_that_the_data_set_does_not_report_is_an_error(raises):
-    with raises(UsageError, field="metric", value="heldout/lss", choices=("heldout/loss",)):
-        rule(metric="heldout/lss").should_stop({"heldout/loss": 1.0}, 1)
-
-
 def test_metric_of_a_data_set_that_is_not_evaluated_is_an_error(raises):
     with raises(UsageError, field="metric", value="heldout/loss"):
         rule().check(["held_out", "decode/prompts"])
@@ -142,9 +136,12 @@ def test_task_accepts_only_stopping_rules(tiny: Any, raises):
     tiny.task_config().set(early_stopping=StoppingRule.HParams.config()).Instantiate()
 
 
-def test_data_set_whose_name_is_a_prefix_of_another_is_found():
-    rule = EarlyStopping(metric="points/again/loss")
-    rule.check(["points", "points/again"])
-    assert not rule.should_stop({"points/loss": 1.0}, 1)
-    with pytest.raises(UsageError):
-        rule.should_stop({"points/again/lss": 1.0}, 2)
+def test_metric_that_the_data_set_does_not_report_is_an_error(raises):
+    with raises(UsageError, field="metric", value="heldout/lss", choices=("heldout/loss",)):
+        rule(metric="heldout/lss").should_stop({"heldout/loss": 1.0}, 1)
+    # The name of a data set may be a prefix of another.
+    again = rule(metric="points/again/loss")
+    again.check(["points", "points/again"])
+    assert not again.should_stop({"points/loss": 1.0}, 1)
+    with raises(UsageError, field="metric", value="points/again/loss"):
+        again.should_stop({"points/again/lss": 1.0}, 2)

@@ -23,14 +23,13 @@ def sgd(**fields) -> Learner:
     return Learner.HParams.config(**fields).Instantiate()
 
 
-def step(learner: Learner, grads=None, count: int = 0):
-    grads = GRADS if grads is None else grads
-    found = learner.update(grads, learner.init(PARAMS), PARAMS, step=jnp.int32(count))
-    return found.params, found.opt_state, found.scalars
+def step(learner: Learner, grads=GRADS):
+    found = learner.update(grads, learner.init(PARAMS), PARAMS, step=jnp.int32(0))
+    return found.params, found.scalars
 
 
 def test_without_clipping_the_update_is_the_gradient():
-    params, _, scalars = step(sgd())
+    params, scalars = step(sgd())
     np.testing.assert_array_equal(params["a"], [-3.0, -4.0])
     assert float(scalars["learning/raw_grad_norm"]) == 13.0
     assert "learning/grad_scale" not in scalars
@@ -38,7 +37,7 @@ def test_without_clipping_the_update_is_the_gradient():
 
 @pytest.mark.parametrize(("limit", "scale"), [(6.5, 0.5), (13.0, 1.0), (100.0, 1.0)])
 def test_global_norm_scales_all_gradients_together(limit: float, scale: float):
-    params, _, scalars = step(sgd(clip_global_norm=limit))
+    params, scalars = step(sgd(clip_global_norm=limit))
     np.testing.assert_allclose(params["a"], [-3.0 * scale, -4.0 * scale])
     np.testing.assert_allclose(params["b"]["c"], -12.0 * scale)
     assert float(scalars["learning/grad_scale"]) == scale
@@ -46,15 +45,14 @@ def test_global_norm_scales_all_gradients_together(limit: float, scale: float):
 
 
 def test_per_tensor_norm_scales_each_gradient_by_itself():
-    params, _, _ = step(sgd(clip_per_tensor_norm=6.0))
+    params, _ = step(sgd(clip_per_tensor_norm=6.0))
     np.testing.assert_allclose(params["a"], [-3.0, -4.0])
     np.testing.assert_allclose(params["b"]["c"], -6.0)
 
 
 @pytest.mark.parametrize("clip", ["clip_global_norm", "clip_per_tensor_norm"])
 def test_a_gradient_of_zero_stays_zero(clip: str):
-    zero = {"a": jnp.zeros(2), "b": {"c": jnp.zeros(())}}
-    params, _, _ = step(sgd(**{clip: 1.0}), zero)
+    params, _ = step(sgd(**{clip: 1.0}), grads=jax.tree.map(jnp.zeros_like, GRADS))
     np.testing.assert_array_equal(params["a"], 0.0)
 
 
@@ -63,21 +61,9 @@ def test_the_norm_is_taken_in_float32():
     assert float(global_norm({"w": jnp.array([300.0, 400.0], jnp.float16)})) == 500.0
 
 
-def test_reported_rate_is_the_applied_rate():
-    learner = sgd(learning_rate=Config(optax.linear_schedule, 0.0, 1.0, 10))
-    state = learner.init(PARAMS)
-    params = PARAMS
-    for count in range(3):
-        before = params
-        update = learner.update(GRADS, state, params, step=jnp.int32(count))
-        params, state, scalars = update.params, update.opt_state, update.scalars
-        applied = (before["a"] - params["a"])[0] / 3.0
-        assert float(scalars["learning/lr"]) == pytest.approx(float(applied)) == count / 10
-
-
 def test_complete_optimizer_keeps_its_rate():
     learner = sgd(optimizer=Config(optax.sgd, 0.5), learning_rate=None)
-    params, _, scalars = step(learner)
+    params, scalars = step(learner)
     np.testing.assert_array_equal(params["a"], [-1.5, -2.0])
     assert "learning/lr" not in scalars
 

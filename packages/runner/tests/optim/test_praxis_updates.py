@@ -108,9 +108,7 @@ def test_adafactor_raises_for_invalid_fields(raises, field: str, value: Any):
 
 def test_elastic_weight_consolidation_equals_that_of_praxis(recorded: dict[str, np.ndarray]):
     optimizer = elastic_weight_consolidation(
-        PRAXIS["rate_at"],
-        optimizer=optax.sgd,
-        ewc_regularizer_weight=PRAXIS["EWC_WEIGHT"],
+        PRAXIS["rate_at"], optimizer=optax.sgd, ewc_regularizer_weight=PRAXIS["EWC_WEIGHT"]
     )
     updates, _ = updates_of(optimizer)
     plain, _ = updates_of(optax.sgd(PRAXIS["rate_at"]))

@@ -9,50 +9,24 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.base_model import BaseModel, Metrics, WeightedScalar
-from layerkit.config import sub_config_field
-from layerkit.layers.linears import FeedForward
 from layerkit.nested_map import NestedMap
-
-
-class WithAuxiliaryLoss(BaseModel):
-    """Regression whose hidden units are also drawn towards 0, by an auxiliary loss."""
-
-    feed_forward_tpl: Any = sub_config_field(FeedForward.HParams)
-
-    def setup(self) -> None:
-        self.create_child("feed_forward", self.feed_forward_tpl, input_dims=8, output_dims=16)
-
-    def compute_predictions(self, batch: NestedMap) -> jax.Array:
-        hidden = self.feed_forward(batch.x)
-        self.add_aux_loss("size", 3.0 * jnp.mean(jnp.square(hidden)))
-        self.add_summary("size", jnp.mean(jnp.square(hidden)))
-        return hidden
-
-    def compute_loss(self, predictions: jax.Array, batch: NestedMap) -> tuple[Metrics, NestedMap]:
-        errors = jnp.mean(jnp.square(predictions - 1.0), axis=-1)
-        weight = jnp.sum(batch.weights)
-        loss = jnp.sum(errors * batch.weights) / jnp.maximum(weight, 1e-9)
-        return {"loss": WeightedScalar.of(loss, weight)}, NestedMap()
 
 
 @pytest.fixture(scope="session")
 def reference(arrangements: Any) -> Any:
     task = arrangements.sgd_task(arrangements.language_model())
-    return arrangements.run_step(task, arrangements.one_device(), arrangements.unequal_batch())
+    alone = arrangements.start(arrangements.one_device)
+    return arrangements.run_step(task, alone, arrangements.unequal_batch())
 
 
 def test_loss_and_gradients_equal_those_of_one_device(
     arrangements: Any, shape: Any, reference: Any
 ):
     task = arrangements.sgd_task(arrangements.language_model())
-    partitioner = arrangements.make_partitioner(shape)
-    step = arrangements.run_step(task, partitioner, arrangements.unequal_batch())
+    step = arrangements.run_step(task, arrangements.start(shape), arrangements.unequal_batch())
     arrangements.assert_same_step(step, reference)
 
 
@@ -66,28 +40,26 @@ def test_reference_loss_and_gradient_norm(arrangements: Any, reference: Any):
     assert all(np.abs(gradient).max() > 1e-4 for gradient in reference.gradients.values())
 
 
-def auxiliary_step(arrangements: Any, partitioner: Any, **learner: Any) -> Any:
+def auxiliary_step(arrangements: Any, shape: Any, **learner: Any) -> Any:
     rng = np.random.default_rng(1)
     weights = np.array([1, 2, 0, 1, 0.5, 3, 1, 1], np.float32)
     batch = NestedMap(x=rng.normal(size=(8, 8)).astype(np.float32), weights=weights)
-    task = arrangements.sgd_task(WithAuxiliaryLoss.HParams.config(), **learner)
-    return arrangements.run_step(task, partitioner, batch)
+    task = arrangements.sgd_task(arrangements.Hidden.HParams.config(), **learner)
+    return arrangements.run_step(task, arrangements.start(shape), batch)
 
 
 def test_auxiliary_losses_equal_those_of_one_device(arrangements: Any, shape: Any):
-    alone = auxiliary_step(arrangements, arrangements.one_device())
+    alone = auxiliary_step(arrangements, arrangements.one_device)
     assert alone.scalars["aux_loss"] == pytest.approx(3 * alone.scalars["summaries/size"])
     assert alone.scalars["aux_loss"] > 0.1
-    spread = auxiliary_step(arrangements, arrangements.make_partitioner(shape))
+    spread = auxiliary_step(arrangements, shape)
     arrangements.assert_same_step(spread, alone)
 
 
 def test_clipping_uses_the_global_norm(arrangements: Any, shape: Any):
-    alone = auxiliary_step(arrangements, arrangements.one_device())
+    alone = auxiliary_step(arrangements, arrangements.one_device)
     norm = alone.scalars["learning/raw_grad_norm"]
-    limit = norm / 4
-    partitioner = arrangements.make_partitioner(shape)
-    step = auxiliary_step(arrangements, partitioner, clip_global_norm=limit)
+    step = auxiliary_step(arrangements, shape, clip_global_norm=norm / 4)
     arrangements.assert_close(step.scalars["learning/raw_grad_norm"], norm)
     assert step.scalars["learning/grad_scale"] == pytest.approx(0.25, rel=1e-5)
     for name, gradient in alone.gradients.items():
@@ -99,14 +71,15 @@ def test_dropout_masks_are_the_same_on_every_spmd_mesh(arrangements: Any, tiny: 
     batch = NestedMap(x=rng.normal(size=(8, 8)), y=np.zeros(8), weights=np.ones(8))
     batch = batch.transform(np.float32)
 
-    def step(partitioner: Any) -> Any:
+    def step(shape: Any) -> Any:
         config = tiny.Regression.HParams.config(dims=8, dropout_rate=0.3)
         config.linear_tpl.weight_axes = ("embed", None)
-        return arrangements.run_step(arrangements.sgd_task(config), partitioner, batch)
+        task = arrangements.sgd_task(config)
+        return arrangements.run_step(task, arrangements.start(shape), batch)
 
-    alone = step(arrangements.one_device())
+    alone = step(arrangements.one_device)
     assert alone.metrics["loss"] != alone.eval_metrics["loss"]
-    spread = step(arrangements.make_partitioner(shape))
+    spread = step(shape)
     if shape is None:  # not promised under pmap, where each shard draws numbers of its own
         arrangements.assert_close(spread.eval_metrics["loss"], alone.eval_metrics["loss"])
         assert abs(spread.metrics["loss"][0] - alone.metrics["loss"][0]) > 1e-3

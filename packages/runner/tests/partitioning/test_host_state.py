@@ -12,10 +12,8 @@ import pytest
 
 from layerkit.config import Partial
 from layerkit.errors import ConfigError
-from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy
 from layerkit_runner.optim.bfloat16_state import bfloat16_state
 from layerkit_runner.optim.optimizers import adam_with_update_cap
-from layerkit_runner.partitioning import SpmdPartitioner
 
 HOST = {"offload_optimizer_state": True}
 
@@ -38,22 +36,13 @@ def make_task(arrangements: Any, optimizer: Any, **learner: Any) -> Any:
     return arrangements.sgd_task(arrangements.language_model(), optimizer=optimizer, **settings)
 
 
-def started(task: Any, shape: list[int], **fields: Any) -> SpmdPartitioner:
-    partitioner = SpmdPartitioner(ici_mesh_shape=shape, **fields)
-    partitioner.start()
-    partitioner.bind(task)
-    return partitioner
-
-
-def trained(partitioner: Any, task: Any, batch: Any) -> tuple[Any, Any]:
-    """Return the state after three steps, the second of which is skipped, and the scalars."""
-    state = partitioner.init_fn(task)()
-    step = partitioner.train_step_fn(task)
-    bad = batch.copy()
+def trained(arrangements: Any, partitioner: Any, task: Any) -> tuple[Any, Any]:
+    """Return the state after three steps, the second of which is skipped, and the last scalars."""
+    batch, bad = arrangements.unequal_batch(), arrangements.unequal_batch()
     bad.weights = np.full_like(batch.weights, np.nan)
-    for each in (batch, bad, batch):
-        state, (_, scalars) = step(state, partitioner.put_batch(each))
-    return state, scalars
+    first, step_fn = partitioner.init_fn(task)(), partitioner.train_step_fn(task)
+    state, reported = arrangements.train(partitioner, step_fn, first, [batch, bad, batch])
+    return state, reported[-1]
 
 
 @pytest.mark.parametrize(
@@ -61,20 +50,16 @@ def trained(partitioner: Any, task: Any, batch: Any) -> tuple[Any, Any]:
 )
 def test_training_equals_that_with_the_state_on_devices(arrangements: Any, name: str, split: bool):
     """Also if the state is split over the data axis (`shard_optimizer_over_data`)."""
-    task, batch = make_task(arrangements, OPTIMIZERS[name]), arrangements.unequal_batch()
-    plain, plain_scalars = trained(started(task, [2, 2, 2]), task, batch)
-    offloading = started(task, [2, 2, 2], shard_optimizer_over_data=split, **HOST)
-    state, scalars = trained(offloading, task, batch)
+    task = make_task(arrangements, OPTIMIZERS[name])
+    plain = trained(arrangements, arrangements.start([2, 2, 2], task), task)
+    fields = {"shard_optimizer_over_data": split, **HOST}
+    state, scalars = trained(arrangements, arrangements.start([2, 2, 2], task, **fields), task)
     kinds = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state)]
     assert "pinned_host" in kinds
     on_host = [x for x in jax.tree.leaves(state.opt_state) if x.sharding.memory_kind != "device"]
     is_split = ["data" in jax.tree.leaves(tuple(leaf.sharding.spec)) for leaf in on_host]
     assert any(is_split) == split
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        (state, scalars),
-        (plain, plain_scalars),
-    )
+    arrangements.assert_trees_close((state, scalars), plain, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("saved_with", "restored_with"), [(HOST, {}), ({}, HOST)])
@@ -82,16 +67,13 @@ def test_checkpoints_do_not_depend_on_the_memory_of_the_state(
     arrangements: Any, tmp_path: Path, saved_with: dict[str, Any], restored_with: dict[str, Any]
 ):
     task = make_task(arrangements, OPTIMIZERS["adam"])
-    saving = started(task, [2, 2, 2], **saved_with)
+    saving = arrangements.start([2, 2, 2], task, **saved_with)
     state = saving.init_fn(task)()
     state, _ = saving.train_step_fn(task)(state, saving.put_batch(arrangements.unequal_batch()))
-    policy = CheckpointPolicy(save_interval_steps=1)
-    with CheckpointManager(tmp_path, policy=policy) as manager:
-        manager.save(1, saving.stored_state(task, state), input_states={}, metadata={})
-    restoring = started(task, [2, 2, 2], **restored_with)
+    stored = saving.stored_state(task, state)
+    restoring = arrangements.start([2, 2, 2], task, **restored_with)
     target = restoring.abstract_stored_state(task)
-    with CheckpointManager(tmp_path, read_only=True) as manager:
-        restored = manager.restore(1, target).state
+    restored = arrangements.through_checkpoint(tmp_path, stored, target)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
     jax.tree.map(lambda a, b: np.testing.assert_equal(a.sharding, b.sharding), restored, target)
     step = restoring.train_step_fn(task)
@@ -99,24 +81,27 @@ def test_checkpoints_do_not_depend_on_the_memory_of_the_state(
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "learner"),
+    ("optimizer", "learner", "field"),
     [
-        (Partial(optax.adafactor, min_dim_size_to_factor=8), {"per_layer": False}),
-        (Partial(bfloat16_state, optimizer=Partial(optax.adam)), {}),
-        (Partial(optax.contrib.schedule_free_adamw), {"ema_decay": None}),
+        (Partial(optax.adafactor, min_dim_size_to_factor=8), {"per_layer": False}, "optimizer"),
+        (Partial(bfloat16_state, optimizer=Partial(optax.adam)), {}, "optimizer"),
+        (Partial(optax.contrib.schedule_free_adamw), {"ema_decay": None}, "optimizer"),
+        (Partial(optax.sgd), {}, "offload_optimizer_state"),  # It has no state.
     ],
 )
-def test_an_optimizer_that_cannot_update_layers_one_at_a_time_is_an_error(
-    arrangements: Any, raises: Any, optimizer: Any, learner: dict[str, Any]
+def test_an_optimizer_whose_state_cannot_be_offloaded_is_an_error(
+    arrangements: Any, raises: Any, optimizer: Any, learner: dict[str, Any], field: str
 ):
     task = make_task(arrangements, optimizer, **learner)
-    partitioner = started(task, [8, 1, 1], **HOST)
-    with raises(ConfigError, field="optimizer"):
+    partitioner = arrangements.start([8, 1, 1], task, **HOST)
+    with raises(ConfigError, field=field):
         partitioner.abstract_state(task)
 
 
-def test_an_optimizer_without_state_is_an_error(arrangements: Any, raises: Any):
-    task = make_task(arrangements, Partial(optax.sgd))
-    partitioner = started(task, [8, 1, 1], **HOST)
-    with raises(ConfigError, field="offload_optimizer_state"):
+def test_offloading_on_a_mesh_that_does_not_divide_the_weights_is_an_error(
+    arrangements: Any, raises: Any
+):
+    task = make_task(arrangements, OPTIMIZERS["adam"])
+    partitioner = arrangements.start([1, 3, 1], task, **HOST)
+    with raises(ConfigError, field="mesh"):
         partitioner.abstract_state(task)

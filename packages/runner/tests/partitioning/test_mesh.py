@@ -13,6 +13,7 @@ from layerkit_runner.tools.plan.devices import target_devices
 from layerkit_runner.tools.plan.hardware import parse_target
 
 AXES = ("data", "fsdp", "tensor")
+BOTH = "(ici_mesh_shape, dcn_mesh_shape)"
 
 
 def ids(mesh: jax.sharding.Mesh) -> list:
@@ -29,9 +30,7 @@ def test_mesh_of_one_slice_has_the_sizes_of_its_axes():
 def test_by_default_all_devices_are_on_the_first_axis():
     assert dict(make_mesh(AXES).shape) == {"data": 8, "fsdp": 1, "tensor": 1}
     assert dict(make_mesh(["batch"], devices=jax.devices()[:3]).shape) == {"batch": 3}
-
-
-def test_by_default_all_devices_of_a_slice_are_on_the_first_axis():
+    # So are all devices of a slice.
     mesh = make_mesh(["data", "fsdp"], dcn_mesh_shape=[1, 2])
     assert ids(mesh) == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
@@ -48,12 +47,9 @@ def test_slices_are_the_outermost_part_of_an_axis():
 @pytest.mark.parametrize(
     ("shapes", "field"),
     [
-        ({"ici_mesh_shape": [1, 4, 1]}, "(ici_mesh_shape, dcn_mesh_shape)"),
-        (
-            {"ici_mesh_shape": [1, 4, 1], "dcn_mesh_shape": [4, 1, 1]},
-            "(ici_mesh_shape, dcn_mesh_shape)",
-        ),
-        ({"dcn_mesh_shape": [3, 1, 1]}, "(ici_mesh_shape, dcn_mesh_shape)"),
+        ({"ici_mesh_shape": [1, 4, 1]}, BOTH),
+        ({"ici_mesh_shape": [1, 4, 1], "dcn_mesh_shape": [4, 1, 1]}, BOTH),
+        ({"dcn_mesh_shape": [3, 1, 1]}, BOTH),
         ({"ici_mesh_shape": [8, 1]}, "ici_mesh_shape"),
         ({"ici_mesh_shape": [8, 1, 1], "dcn_mesh_shape": [1, 0, 1]}, "dcn_mesh_shape"),
     ],

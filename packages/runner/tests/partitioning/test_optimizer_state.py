@@ -1,4 +1,4 @@
-"""The optimizer's state can be split over data, and training stays the same."""
+"""The optimizer's state: split over data, evaluated at its averages, and kept in checkpoints."""
 
 from __future__ import annotations
 
@@ -10,13 +10,33 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
+from optax import contrib
 
 from layerkit.config import Partial
-from layerkit_runner.partitioning import SpmdPartitioner
+from layerkit_runner.optim.optimizers import elastic_weight_consolidation
 from layerkit_runner.partitioning.padding import split_over
 
 STEPS = 3
 SPLIT = {"shard_optimizer_over_data": True}
+
+
+def started(arrangements: Any, shape: list[int], *, vocab: int = 32, **fields: Any) -> Any:
+    """Return the partitioner and a task with Adam."""
+    model = arrangements.language_model()
+    model.lm_tpl.vocab_size = vocab
+    optimizer = Partial(optax.adam, eps=1e-2)  # With a small one, Adam enlarges rounding errors.
+    task = arrangements.sgd_task(
+        model, optimizer=optimizer, learning_rate=1e-2, ema_decay=0.9, clip_global_norm=0.5
+    )
+    return arrangements.start(shape, task, **fields), task
+
+
+def trained(arrangements: Any, shape: list[int], **how: Any) -> Any:
+    """Return the partitioner, the task and the state after three steps."""
+    partitioner, task = started(arrangements, shape, **how)
+    first, batches = partitioner.init_fn(task)(), [arrangements.unequal_batch()] * STEPS
+    step_fn = partitioner.train_step_fn(task)
+    return partitioner, task, arrangements.train(partitioner, step_fn, first, batches)[0]
 
 
 @pytest.fixture(scope="module")
@@ -25,52 +45,15 @@ def replicated(arrangements: Any) -> Any:
     return trained(arrangements, [8, 1, 1])[2]
 
 
-def adam_task(arrangements: Any, *, vocab: int = 32) -> Any:
-    model = arrangements.language_model()
-    model.lm_tpl.vocab_size = vocab
-    optimizer = Partial(optax.adam, eps=1e-2)  # With a small one, Adam enlarges rounding errors.
-    return arrangements.sgd_task(
-        model, optimizer=optimizer, learning_rate=1e-2, ema_decay=0.9, clip_global_norm=0.5
-    )
-
-
-def trained(arrangements: Any, shape: list[int], *, vocab: int = 32, **fields: Any) -> Any:
-    """Return the partitioner, the task and the state after three steps."""
-    task = adam_task(arrangements, vocab=vocab)
-    partitioner = SpmdPartitioner(ici_mesh_shape=shape, **fields)
-    partitioner.start()
-    partitioner.bind(task)
-    state = partitioner.init_fn(task)()
-    batch = partitioner.put_batch(arrangements.unequal_batch())
-    step = partitioner.train_step_fn(task)
-    for _ in range(STEPS):
-        state, _ = step(state, batch)
-    return partitioner, task, state
-
-
-def assert_same_values(ours: Any, reference: Any) -> None:
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), ours, reference
-    )
-
-
 @pytest.mark.parametrize("shape", [[8, 1, 1], [2, 2, 2]])
 def test_training_equals_that_with_a_replicated_state(
     arrangements: Any, replicated: Any, shape: list[int]
 ):
     partitioner, task, state = trained(arrangements, shape, **SPLIT)
-    assert_same_values(state, replicated)
+    arrangements.assert_trees_close(state, replicated, rtol=1e-4, atol=2e-5)
     batch = partitioner.put_batch(arrangements.unequal_batch())
     evaluated = partitioner.eval_step_fn(task, averaged=True)(state, batch)
     assert np.isfinite(float(evaluated["loss"].value))
-
-
-def abstract_state(arrangements: Any, **fields: Any) -> Any:
-    task = adam_task(arrangements)
-    partitioner = SpmdPartitioner(ici_mesh_shape=[8, 1, 1], **fields)
-    partitioner.start()
-    partitioner.bind(task)
-    return partitioner.abstract_state(task)
 
 
 def bytes_on_a_device(arrays: Any) -> int:
@@ -80,10 +63,9 @@ def bytes_on_a_device(arrays: Any) -> int:
 
 def test_each_replica_keeps_a_part_of_the_moments(arrangements: Any):
     def bytes_by_field(**fields: Any) -> dict[str, int]:
-        state = abstract_state(arrangements, **fields)
-        return {
-            name: bytes_on_a_device(getattr(state, name)) for name in ("params", "opt_state", "ema")
-        }
+        partitioner, task = started(arrangements, [8, 1, 1], **fields)
+        state, names = partitioner.abstract_state(task), ("params", "opt_state", "ema")
+        return {name: bytes_on_a_device(getattr(state, name)) for name in names}
 
     whole, split = bytes_by_field(), bytes_by_field(**SPLIT)
     assert split["params"] == whole["params"]
@@ -102,7 +84,7 @@ def test_moments_of_uneven_weights_are_stored_without_padding(arrangements: Any)
 
 
 def test_the_largest_dimension_that_divides_is_split(arrangements: Any):
-    mesh = arrangements.make_partitioner([2, 2, 2]).mesh
+    mesh = arrangements.start([2, 2, 2]).mesh
     axes = ("data", "fsdp")
     split = [
         (PartitionSpec(), (3, 12, 8), PartitionSpec(None, ("data", "fsdp"), None)),
@@ -113,3 +95,55 @@ def test_the_largest_dimension_that_divides_is_split(arrangements: Any):
     ]
     for spec, shape, expected in split:
         assert split_over(spec, shape, mesh=mesh, axes=axes) == expected, shape
+
+
+def test_resumed_run_keeps_the_anchor_and_equals_an_uninterrupted_one(
+    arrangements: Any, tmp_path: Any
+):
+    optimizer = Partial(
+        elastic_weight_consolidation, optimizer=Partial(optax.adamw), ewc_regularizer_weight=1.0
+    )
+    task = arrangements.sgd_task(
+        arrangements.language_model(), optimizer=optimizer, learning_rate=0.02
+    )
+    partitioner = arrangements.start([2, 2, 2], task)
+    init, step_fn = partitioner.init_fn(task), partitioner.train_step_fn(task)
+
+    def trained(state: Any, num_steps: int) -> Any:
+        batches = [arrangements.unequal_batch()] * num_steps
+        return arrangements.train(partitioner, step_fn, state, batches)[0]
+
+    first = jax.device_get(init().params)
+    expected = jax.device_get(trained(init(), 4))
+    target = partitioner.abstract_state(task)
+    found = trained(arrangements.through_checkpoint(tmp_path, trained(init(), 1), target), 3)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), expected)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found.opt_state.anchor), first)
+    shardings = (
+        jax.tree.map(lambda x: x.sharding, tree) for tree in (found.opt_state.anchor, found.params)
+    )
+    jax.tree.map(np.testing.assert_equal, *shardings)
+
+
+@pytest.mark.parametrize("mesh", [[2, 2, 2], pytest.param(None, id="pmap", marks=pytest.mark.slow)])
+def test_evaluation_at_schedule_free_averages_equals_that_of_one_device(
+    arrangements: Any, mesh: list[int] | None
+):
+    """From what inference keeps of a state."""
+    losses = []
+    for shape in (mesh, arrangements.one_device):
+        optimizer = contrib.schedule_free_adamw(0.01)
+        task = arrangements.sgd_task(
+            arrangements.language_model(), optimizer=optimizer, learning_rate=None
+        )
+        partitioner = arrangements.start(shape, task)
+        step_fn, batch = partitioner.train_step_fn(task), arrangements.unequal_batch()
+        first = partitioner.init_fn(task)()
+        state, _ = arrangements.train(partitioner, step_fn, first, [batch] * STEPS)
+        averaged = partitioner.eval_step_fn(task)(
+            state.for_inference(), partitioner.put_batch(batch)
+        )
+        _, [at_the_weights] = arrangements.train(partitioner, step_fn, state, [batch])
+        losses.append((float(averaged["loss"].value), at_the_weights["loss"]))
+    np.testing.assert_allclose(*losses, rtol=2e-5)
+    assert abs(losses[0][0] - losses[0][1]) > 1e-3

@@ -28,7 +28,7 @@ from layerkit_runner.checkpointing.handlers import stored_leaves
 from layerkit_runner.checkpointing.structure import join, named_leaves
 from layerkit_runner.init_from import InitFrom, Source, plan_first_state
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
-from layerkit_runner.partitioning import Partitioner, PmapPartitioner, SpmdPartitioner
+from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.partitioning.padding import UnevenArray, padding_text
 from layerkit_runner.tools.inspect.parameter_table import parameter_table, table_text
 from layerkit_runner.tools.plan.memory import tensor_memory
@@ -62,7 +62,7 @@ def factored_adam(learning_rate: Any) -> optax.GradientTransformation:
     )
 
 
-def batch_of(arrangements: Any, seed: int = 0) -> NestedMap:
+def batch_of(arrangements: Any, seed: int) -> NestedMap:
     rng = np.random.default_rng(seed)
     batch = arrangements.unequal_batch()
     for name in ("ids", "labels"):
@@ -93,60 +93,44 @@ def start(
     accumulation: int = 1,
     axes: tuple[str, ...] = ("data", "fsdp", "tensor"),
 ) -> tuple[Partitioner, SingleTask]:
-    """On as many devices as the mesh has; None is pmap on all of them."""
-    partitioner: Partitioner = PmapPartitioner()
-    if shape is not None:
-        partitioner = SpmdPartitioner(mesh_axis_names=axes, ici_mesh_shape=shape)
-    partitioner.start(None if shape is None else jax.devices()[: int(np.prod(shape))])
     learner = {"clip_global_norm": 1.0, "ema_decay": 0.9, "learning_rate": 1e-2}
     model = uneven_model() if model is None else model
     task = arrangements.sgd_task(model, optimizer=Partial(optimizer), **learner)
     task.train.gradient_accumulation_steps = accumulation
-    partitioner.bind(task)
-    return partitioner, task
+    return arrangements.start(shape, task, mesh_axis_names=axes), task
 
 
 def train(arrangements: Any, shape: list[int] | None, **how: Any) -> Run:
     partitioner, task = start(arrangements, shape, **how)
-    first = state = partitioner.init_fn(task)()
-    specs = partitioner.abstract_batch(batch_of(arrangements))
-    step = partitioner.train_step_fn(task).lower(state, specs).compile()
-    reported = []
-    for seed in range(STEPS):
-        batch = partitioner.put_batch(batch_of(arrangements, seed))
-        state, (metrics, scalars) = step(state, batch)
-        values = {name: float(value) for name, value in scalars.items()}
-        reported.append(values | {name: float(m.value) for name, m in metrics.items()})
-    evaluated = partitioner.eval_step_fn(task)(state, batch)["loss"].value
-    stored = jax.device_get(partitioner.stored_state(task, state))
+    first = partitioner.init_fn(task)()
+    batches = [batch_of(arrangements, seed) for seed in range(STEPS)]
+    specs = partitioner.abstract_batch(batches[0])
+    step = partitioner.train_step_fn(task).lower(first, specs).compile()
+    state, reported = arrangements.train(partitioner, step, first, batches)
+    evaluated = partitioner.eval_step_fn(task)(state, partitioner.put_batch(batches[-1]))
     return Run(
         task,
         partitioner,
         state,
-        stored,
+        jax.device_get(partitioner.stored_state(task, state)),
         reported,
-        float(evaluated),
+        float(evaluated["loss"].value),
         consumes_the_state=all(leaf.is_deleted() for leaf in jax.tree.leaves(first)),
         aliased_bytes=step.memory_analysis().alias_size_in_bytes,
     )
 
 
-def assert_same_run(ours: Run, reference: Run) -> None:
-    jax.tree_util.tree_map_with_path(_assert_near, ours.stored, reference.stored)
+def assert_same_run(arrangements: Any, ours: Run, reference: Run) -> None:
+    arrangements.assert_trees_close(ours.stored, reference.stored, rtol=1e-5, atol=1e-6)
     for found, wanted in zip(ours.reported, reference.reported, strict=True):
         assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
     assert ours.evaluated == pytest.approx(reference.evaluated, rel=1e-6)
 
 
-def _assert_near(path: Any, ours: Any, reference: Any) -> None:
-    name = jax.tree_util.keystr(path)
-    np.testing.assert_allclose(ours, reference, rtol=1e-5, atol=1e-6, err_msg=name)
-
-
 @pytest.fixture(scope="module")
 def alone(arrangements: Any) -> Run:
     """The reference."""
-    return train(arrangements, [1, 1, 1])
+    return train(arrangements, arrangements.one_device)
 
 
 @pytest.fixture(scope="module")
@@ -195,9 +179,9 @@ def test_forms_of_an_uneven_array(cube: Any, shape: Any, spec: P, padded: Any, s
 # A training run.
 
 
-def test_training_equals_that_of_one_device(alone: Run, spread: Run):
+def test_training_equals_that_of_one_device(arrangements: Any, alone: Run, spread: Run):
     assert alone.partitioner.padding_text(alone.task) == ""
-    assert_same_run(spread, alone)
+    assert_same_run(arrangements, spread, alone)
 
 
 def test_only_the_ends_are_padded_and_only_on_the_devices(spread: Run):
@@ -215,9 +199,7 @@ def test_only_the_ends_are_padded_and_only_on_the_devices(spread: Run):
     # The embedding, 4 projections and 2 of the feed-forward, each with 2 moments and an average;
     # what the optimizer holds in factors is whole.
     assert num_padded == 4 * 7
-
-
-def test_the_weights_on_each_device_are_even_parts(spread: Run):
+    # Each device has an even part.
     embedding = spread.state.params["lm"]["softmax"]["w"]
     assert {shard.data.shape for shard in embedding.addressable_shards} == {(7, 10)}
     moments = [leaf for leaf in jax.tree.leaves(spread.state.opt_state) if leaf.shape == (14, 20)]
@@ -268,7 +250,7 @@ def test_even_arrays_change_no_program(arrangements: Any, tiny: Any):
     batch = partitioner.abstract_batch(rows)
 
     def train_step(state: Any, batch: Any) -> Any:
-        return partitioner._spread(task.train_step, output="replicated")(state, batch)
+        return partitioner._spread(task.train_step, output=P())(state, batch)
 
     plain = jax.jit(
         train_step,
@@ -334,7 +316,7 @@ def test_training_of_models_and_optimizers_equals_that_of_one_device(
     how = {**how, "model": how["model"]()}
     ours = train(arrangements, shape, **how)
     assert ours.partitioner.padding_text(ours.task)
-    assert_same_run(ours, train(arrangements, [1, 1, 1], **how))
+    assert_same_run(arrangements, ours, train(arrangements, arrangements.one_device, **how))
 
 
 @pytest.mark.slow
@@ -377,16 +359,13 @@ def test_checkpoints_restore_on_other_meshes_and_back(
     partitioner, task, state = spread.partitioner, spread.task, spread.state
     expected, digest = bits(spread.stored), weights_digest_fn(task, partitioner)(state)
     for number, shape in enumerate([*shapes, [2, 2, 2]]):
-        with CheckpointManager(tmp_path / str(number)) as checkpoints:
-            stored = partitioner.stored_state(task, state)
-            checkpoints.save(0, stored, input_states={}, metadata={}, force=True)
-        folder = tmp_path / str(number) / "checkpoint_00000000" / "state"
-        embedding = stored_leaves(folder)[("params", "lm", "softmax", "w")]
-        assert embedding.shape == (13, 20)
+        stored = partitioner.stored_state(task, state)
         partitioner, task = start(arrangements, shape)
-        with CheckpointManager(tmp_path / str(number)) as checkpoints:
-            target = partitioner.abstract_stored_state(task)
-            state = partitioner.device_state(task, checkpoints.restore(0, target).state)
+        target, folder = partitioner.abstract_stored_state(task), tmp_path / str(number)
+        restored = arrangements.through_checkpoint(folder, stored, target)
+        state = partitioner.device_state(task, restored)
+        leaves = stored_leaves(folder / "checkpoint_00000001" / "state")
+        assert leaves[("params", "lm", "softmax", "w")].shape == (13, 20)
         told = jax.tree.leaves(partitioner.abstract_state(task))
         for leaf, wanted in zip(jax.tree.leaves(state), told, strict=True):
             assert (leaf.shape, leaf.sharding) == (wanted.shape, wanted.sharding)
@@ -399,14 +378,11 @@ class Given:
 
     def load(self, model: Any, like: Any) -> Any:
         del model
-        like = like["lm"]["softmax"]
-        return {
-            "lm": {"softmax": jax.tree.map(lambda x: jax.device_put(ones(x), x.sharding), like)}
-        }
 
+        def ones(like: Any) -> jax.Array:
+            return jnp.ones(like.shape, like.dtype, device=like.sharding)
 
-def ones(like: Any) -> jax.Array:
-    return jnp.ones(like.shape, like.dtype)
+        return {"lm": {"softmax": jax.tree.map(ones, like["lm"]["softmax"])}}
 
 
 def test_initial_weights_of_a_checkpoint_are_padded(arrangements: Any, alone: Run, tmp_path: Path):

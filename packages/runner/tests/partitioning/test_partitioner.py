@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
-from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
+from layerkit_runner.partitioning import SpmdPartitioner
 
 
 def bytes_on(device: jax.Device, tree: Any) -> int:
@@ -27,10 +27,8 @@ def total_bytes(tree: Any) -> int:
 @pytest.fixture(scope="session")
 def started(arrangements: Any, shape: Any) -> tuple[Any, Any]:
     """Partitioner and task."""
-    partitioner = arrangements.make_partitioner(shape)
     task = arrangements.sgd_task(arrangements.language_model())
-    partitioner.bind(task)
-    return partitioner, task
+    return arrangements.start(shape, task), task
 
 
 @pytest.fixture(scope="session")
@@ -38,15 +36,6 @@ def born(started: tuple[Any, Any]) -> Any:
     """The first state."""
     partitioner, task = started
     return partitioner.init_fn(task)()
-
-
-@pytest.fixture(scope="session")
-def born_alone(arrangements: Any) -> Any:
-    """The first state on one device, on the host."""
-    task = arrangements.sgd_task(arrangements.language_model())
-    partitioner = arrangements.one_device()
-    partitioner.bind(task)
-    return jax.device_get(partitioner.init_fn(task)())
 
 
 # Weights of the language model in conftest.py, in numbers: the tied embedding 32×32 (vocab, embed);
@@ -86,18 +75,19 @@ def test_abstract_state_describes_the_initial_state(started: tuple[Any, Any], bo
         assert made.sharding.is_equivalent_to(told.sharding, made.ndim)
 
 
-def test_initial_state_is_equal_on_every_mesh(born: Any, born_alone: Any):
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(born), born_alone)
+def test_initial_state_is_equal_on_every_mesh(arrangements: Any, born: Any):
+    task = arrangements.sgd_task(arrangements.language_model())
+    alone = arrangements.start(arrangements.one_device, task).init_fn(task)()
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((born, alone)))
 
 
 def test_a_training_step_keeps_the_layout_and_consumes_the_state(
     tiny: Any, arrangements: Any, shape: Any
 ):
-    partitioner = arrangements.make_partitioner(shape)
     config = tiny.task_config(dims=8)
     config.model.linear_tpl.weight_axes = ("embed", None)  # the output has one dimension only
     task = config.Instantiate()
-    partitioner.bind(task)
+    partitioner = arrangements.start(shape, task)
     state = partitioner.init_fn(task)()
     batch = NestedMap(x=np.ones((8, 8)), y=np.ones(8), weights=np.ones(8)).transform(np.float32)
     after, _ = partitioner.train_step_fn(task)(state, partitioner.put_batch(batch))
@@ -128,25 +118,19 @@ def test_abstract_batch_of_64_bit_arrays_describes_what_is_put_on_the_devices(
 
 
 def test_axis_without_a_rule_is_an_error(raises, arrangements: Any, tiny: Any):
-    for partitioner in (SpmdPartitioner(), PmapPartitioner()):
-        partitioner.start()
-        model = tiny.Regression.HParams.config()
-        model.linear_tpl.weight_axes = ("embed", "mlpp")
-        task = arrangements.sgd_task(model)
-        partitioner.bind(task)
+    model = tiny.Regression.HParams.config()
+    model.linear_tpl.weight_axes = ("embed", "mlpp")
+    task = arrangements.sgd_task(model)
+    for shape in ([8, 1, 1], None):
+        partitioner = arrangements.start(shape, task)
         with raises(ConfigError, field="logical axis", value="mlpp"):
             partitioner.abstract_state(task)
 
 
-def test_mesh_before_start_is_an_error():
-    with pytest.raises(RuntimeError):
-        _ = SpmdPartitioner().mesh
-
-
 def test_partitioners_describe_their_meshes(arrangements: Any):
-    spmd = arrangements.make_partitioner([2, 2, 2])
+    with pytest.raises(RuntimeError):
+        _ = SpmdPartitioner().mesh  # before the start
+    spmd, pmap = arrangements.start([2, 2, 2]), arrangements.start(None)
     assert spmd.describe() == "SPMD over 8 device(s): data 2 × fsdp 2 × tensor 2"
     assert spmd.batch_sharding().spec == PartitionSpec(("data", "fsdp"))
-    assert arrangements.make_partitioner(None).describe() == (
-        "pmap over 8 device(s), state replicated"
-    )
+    assert pmap.describe() == "pmap over 8 device(s), state replicated"

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from layerkit.config import Partial
-from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy
 from layerkit_runner.checkpointing.formats import StateFormat
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
 from layerkit_runner.tools.plan.memory import tensor_memory
@@ -17,29 +16,23 @@ from layerkit_runner.tools.plan.memory import tensor_memory
 STEPS = 4
 
 
-def started(arrangements: Any, mesh: list[int] | None) -> tuple[Any, Any]:
-    """Return the task and a partitioner; None is one device."""
+def started(arrangements: Any, shape: list[int]) -> tuple[Any, Any]:
+    """Return the task and a partitioner."""
     task = arrangements.sgd_task(
         arrangements.language_model(),
         optimizer=Partial(sharded_adafactor, quantized_dtype="int8", weight_decay=0.01),
         learning_rate=0.02,
     )
-    alone = mesh is None
-    partitioner = arrangements.one_device() if alone else arrangements.make_partitioner(mesh)
-    partitioner.bind(task)
-    return task, partitioner
+    return task, arrangements.start(shape, task)
 
 
 def trained(
     arrangements: Any, partitioner: Any, step_fn: Any, state: Any, num_steps: int
 ) -> tuple[Any, list[float]]:
     """Return the state and the losses."""
-    batch = partitioner.put_batch(arrangements.unequal_batch())
-    losses = []
-    for _ in range(num_steps):
-        state, (metrics, _) = step_fn(state, batch)
-        losses.append(float(metrics["loss"].value))
-    return state, losses
+    batches = [arrangements.unequal_batch()] * num_steps
+    state, reported = arrangements.train(partitioner, step_fn, state, batches)
+    return state, [values["loss"] for values in reported]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +52,7 @@ def on_mesh(arrangements: Any, mesh_program: tuple[Any, Any, Any]) -> tuple[Any,
 @pytest.fixture(scope="module")
 def on_one_device(arrangements: Any) -> tuple[Any, list[float]]:
     """Return the same as `on_mesh`, of one device."""
-    task, partitioner = started(arrangements, None)
+    task, partitioner = started(arrangements, arrangements.one_device)
     step_fn = partitioner.train_step_fn(task)
     return trained(arrangements, partitioner, step_fn, partitioner.init_fn(task)(), STEPS)
 
@@ -107,11 +100,7 @@ def test_resumed_run_equals_an_uninterrupted_one(
     half = STEPS // 2
     first = partitioner.init_fn(task)()
     state, before = trained(arrangements, partitioner, step_fn, first, half)
-    policy = CheckpointPolicy(save_interval_steps=1)
-    with CheckpointManager(tmp_path, policy=policy) as manager:
-        manager.save(half, state, input_states={}, metadata={})
-    with CheckpointManager(tmp_path, policy=policy) as manager:
-        state = manager.restore(half, partitioner.abstract_state(task)).state
+    state = arrangements.through_checkpoint(tmp_path, state, partitioner.abstract_state(task))
     state, after = trained(arrangements, partitioner, step_fn, state, STEPS - half)
     assert before + after == losses
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(expected))
@@ -121,11 +110,10 @@ def test_msgpack_checkpoint_restores_bit_for_bit(
     arrangements: Any, on_one_device: Any, tmp_path: Any
 ):
     state, _ = on_one_device
-    task, partitioner = started(arrangements, None)
-    policy = CheckpointPolicy(save_interval_steps=1)
-    with CheckpointManager(tmp_path, policy=policy, state_format=StateFormat.MSGPACK) as manager:
-        manager.save(STEPS, state, input_states={}, metadata={})
-        restored = manager.restore(STEPS, partitioner.abstract_state(task)).state
+    task, partitioner = started(arrangements, arrangements.one_device)
+    restored = arrangements.through_checkpoint(
+        tmp_path, state, partitioner.abstract_state(task), state_format=StateFormat.MSGPACK
+    )
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), jax.device_get(state))
 
 

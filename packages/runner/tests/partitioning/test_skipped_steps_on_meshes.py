@@ -24,8 +24,7 @@ def test_label_outside_the_vocabulary_skips_the_step(
     model = with_dots(arrangements.language_model(), Fp8Dot.HParams.config(amax_history_length=2))
     task = arrangements.sgd_task(model, optimizer=Partial(optax.adam), ema_decay=0.9)
     task.train.gradient_accumulation_steps = microbatches
-    partitioner = arrangements.make_partitioner(mesh)
-    partitioner.bind(task)
+    partitioner = arrangements.start(mesh, task)
     step_fn = partitioner.train_step_fn(task)
     state = partitioner.init_fn(task)()
     batch = arrangements.unequal_batch()
@@ -46,6 +45,5 @@ def test_label_outside_the_vocabulary_skips_the_step(
         after = jax.device_get(state)
         assert int(after.step) == int(before.step) + 1
         same = jax.tree.map(np.array_equal, after.replace(step=0), before.replace(step=0))
-        parts = (same.params, same.opt_state, same.ema, same.overwrite_with_gradient)
-        for part in parts:
+        for part in (same.params, same.opt_state, same.ema, same.overwrite_with_gradient):
             assert all(jax.tree.leaves(part)) is not is_valid

@@ -10,15 +10,6 @@ import pytest
 
 from layerkit.config import Config, Partial
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
-from layerkit_runner.partitioning.padding import axes_by_path, map_with_axes
-from layerkit_runner.training.task import SingleTask
-
-
-def axes_of_state(task: SingleTask) -> dict[str, Any]:
-    boxed, state = jax.eval_shape(lambda: task.init_boxed_state(jax.random.key(0)))
-    found: dict[str, Any] = {}
-    map_with_axes(lambda path, axes, leaf: found.update({path: axes}), state, axes_by_path(boxed))
-    return found
 
 
 @pytest.mark.parametrize(
@@ -31,13 +22,12 @@ def axes_of_state(task: SingleTask) -> dict[str, Any]:
 )
 def test_every_weight_and_moment_has_axes(arrangements: Any, optimizer: Config):
     task = arrangements.sgd_task(arrangements.language_model(), optimizer=optimizer)
-    axes = axes_of_state(task)
+    axes = arrangements.axes_of_state(task)
     weight = "['lm']['stack']['repeat']['sub']['attention']['query']['w']"
     found = {path: named for path, named in axes.items() if path.endswith(weight)}
     assert len(found) in (2, 3)  # the weight, and one or two moments
     assert set(found.values()) == {("layers", "embed", "heads", "head_dim")}
-    unnamed = [path for path, named in axes.items() if named and None in named]
-    assert not unnamed
+    assert not [path for path, named in axes.items() if named and None in named]
     assert axes[".step"] == ()
 
 
@@ -45,18 +35,15 @@ def test_moments_of_another_shape_have_no_axes(arrangements: Any):
     factored = Partial(optax.adafactor, min_dim_size_to_factor=8)
     task = arrangements.sgd_task(arrangements.language_model(), optimizer=factored)
     weight = "['attention']['query']['w']"
-    rows = [
-        named
-        for path, named in axes_of_state(task).items()
-        if "v_row" in path and path.endswith(weight)
-    ]
+    axes = arrangements.axes_of_state(task)
+    rows = [named for path, named in axes.items() if "v_row" in path and path.endswith(weight)]
     assert rows == [(None, None, None)]
 
 
 def test_reduced_dimensions_have_no_axis(arrangements: Any):
     optimizer = Partial(sharded_adafactor, quantized_dtype="int8")
     task = arrangements.sgd_task(arrangements.language_model(), optimizer=optimizer)
-    axes = axes_of_state(task)
+    axes = arrangements.axes_of_state(task)
     stacked = ".opt_state['main-layers-2']"
     weight = "['lm']['stack']['repeat']['sub']['attention']['query']['w']"
     assert axes[f"{stacked}.m{weight}"] == ("layers", "embed", "heads", "head_dim")
@@ -66,7 +53,7 @@ def test_reduced_dimensions_have_no_axis(arrangements: Any):
     assert axes[f"{stacked}.vc{weight}"] == ("layers", "embed", None, "head_dim")
 
 
-def test_non_trainables_have_axes(tiny: Any):
-    axes = axes_of_state(tiny.task_config(counts=True).Instantiate())
+def test_non_trainables_have_axes(arrangements: Any, tiny: Any):
+    axes = arrangements.axes_of_state(tiny.task_config(counts=True).Instantiate())
     assert axes[".non_trainable['counter']['sum']"] == ()
     assert axes[".params['linear']['w']"] == ("embed", "mlp")

@@ -70,10 +70,7 @@ def test_number_of_weights_is_none_if_a_field_without_value_determines_the_model
         ({"ici_mesh_shape": [1, 64, 1], "dcn_mesh_shape": [2, 1, 1]}, "fsdp 64, data 2 across"),
         ({"ici_mesh_shape": [1, 16, 2]}, "fsdp 16 × tensor 2"),
         ({"ici_mesh_shape": [1, 1, 1], "dcn_mesh_shape": [1, 1, 1]}, "one device"),
-        (
-            {"ici_mesh_shape": [4, 2], "mesh_axis_names": ["stage", "data"]},
-            "stage 4 × data 2",
-        ),
+        ({"ici_mesh_shape": [4, 2], "mesh_axis_names": ["stage", "data"]}, "stage 4 × data 2"),
     ],
 )
 def test_mesh_is_summarized_in_words(fields: dict[str, Any], text: str):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import datetime
 import re
+import runpy
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -25,7 +24,7 @@ from layerkit_runner.checkpointing import (
     structure,
 )
 from layerkit_runner.checkpointing.policy import read_evaluations
-from layerkit_runner.tools.checkpoints import main
+from layerkit_runner.tools import checkpoints
 
 STATE = {
     "params": {
@@ -65,7 +64,7 @@ def job(written: Path, tmp_path: Path) -> Path:
 
 def run(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> str:
     """Return the output and the errors of the tool."""
-    assert main([str(word) for word in words]) == code
+    assert checkpoints.main([str(word) for word in words]) == code
     printed = capsys.readouterr()
     return printed.out + printed.err
 
@@ -101,15 +100,8 @@ def assert_is_step(folder: Path, step: int) -> None:
 @pytest.mark.parametrize("folder", [".", "checkpoints"])
 def test_list_prints_the_steps_and_why_they_are_kept(written, capsys, folder):
     lines = run(capsys, "list", written / folder).splitlines()
-    assert re.split(r" {2,}", lines[0]) == [
-        "step",
-        "saved (UTC)",
-        "size",
-        "format",
-        "intact",
-        "metric",
-        "kept as",
-    ]
+    heads = ["step", "saved (UTC)", "size", "format", "intact", "metric", "kept as"]
+    assert re.split(r" {2,}", lines[0]) == heads
     rows = [re.split(r" {2,}", line) for line in lines[1:3]]
     today = datetime.datetime.now(datetime.UTC)
     for row in rows:
@@ -224,8 +216,8 @@ def test_conversion_to_msgpack_and_back_keeps_the_state(written, tmp_path, capsy
     for folder in (one_file, again):
         assert run(capsys, "verify", folder) == "step 10: intact\n"
         # The date of the save is kept.
-        dates = [run(capsys, "list", job).splitlines()[1].split("  ")[1] for job in (folder,)]
-        assert dates[0] in run(capsys, "list", written)
+        date = run(capsys, "list", folder).splitlines()[1].split("  ")[1]
+        assert date in run(capsys, "list", written)
     error = run(capsys, "convert", again, one_file, "--to=tensorstore", code=2)
     assert f"{again}/checkpoints/checkpoint_00000010" in error and "tensorstore" in error
 
@@ -291,11 +283,8 @@ def test_wrong_command_line_exits_with_2(capsys, words, fact):
     assert fact in run(capsys, *words, code=2)
 
 
-def test_help_prints_the_commands():
-    done = subprocess.run(
-        [sys.executable, "-m", "layerkit_runner.tools.checkpoints", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "python -m layerkit_runner.tools.checkpoints verify DIR" in done.stdout
+def test_help_prints_the_commands(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["checkpoints", "--help"])
+    with pytest.raises(SystemExit, match="^0$"):
+        runpy.run_path(checkpoints.__file__, run_name="__main__")  # what `python -m` runs
+    assert "python -m layerkit_runner.tools.checkpoints verify DIR" in capsys.readouterr().out

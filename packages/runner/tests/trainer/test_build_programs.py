@@ -6,7 +6,7 @@ Runs of a few steps of the tiny model, in this process.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,13 +92,16 @@ def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
 Train = Callable[..., str]
 
 
+def options(folder: Path) -> RunOptions:
+    return RunOptions(job_log_dir=str(folder), jax_compilation_cache="off")
+
+
 @pytest.fixture
 def train(experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Train:
     """Trains in a folder of this name; what was printed."""
 
-    def run(name: str, *, overrides: tuple[Override, ...] = (), **fields: Any) -> str:
-        options = RunOptions(job_log_dir=str(tmp_path / name), jax_compilation_cache="off")
-        assert run_train(resolve(experiment(**fields), overrides), options) == 0
+    def run(name: str, *, overrides: Sequence[Override] = (), **fields: Any) -> str:
+        assert run_train(resolve(experiment(**fields), overrides), options(tmp_path / name)) == 0
         return capsys.readouterr().out
 
     return run
@@ -128,10 +131,8 @@ def test_programs_run_at_their_own_intervals(train: Train, experiment: Any, tmp_
     found = read_metrics(folder).evals
     assert found["averaged"][-1]["loss"] != found["points"][-1]["loss"]
     assert found["norm"][-1]["largest"] > 0
-    assert [path.name for path in sorted((folder / "decode" / "often").glob("*.jsonl"))] == [
-        "step_00000003.jsonl",
-        "step_00000006.jsonl",
-    ]
+    decoded = sorted(path.name for path in (folder / "decode" / "often").glob("*.jsonl"))
+    assert decoded == ["step_00000003.jsonl", "step_00000006.jsonl"]
     text = config_text(resolve(experiment(**fields), (override,)))
     assert "eval_programs.2 = Norm\n" in text
     assert "eval_programs.2.interval_steps = 5\n" in text
@@ -176,11 +177,7 @@ def test_run_that_stopped_early_does_not_train_on(train: Train, tmp_path: Path):
 @pytest.mark.parametrize(
     ("fields", "field", "value"),
     [
-        (
-            {"EVALS": (Config(EvalProgram, dataset="points"),) * 2},
-            "name",
-            "points",
-        ),
+        ({"EVALS": (Config(EvalProgram, dataset="points"),) * 2}, "name", "points"),
         ({"DECODES": (Config(DecodeProgram, name="x"),)}, "decode_programs.0.dataset", MISSING),
         ({"EVALS": (Config(Norm),)}, "eval_programs.0.name", MISSING),
         (
@@ -194,9 +191,8 @@ def test_run_that_stopped_early_does_not_train_on(train: Train, tmp_path: Path):
 def test_wrong_programs_are_an_error_before_a_file_is_written(
     raises: Any, experiment: Any, tmp_path: Path, fields: dict[str, Any], field: str, value: Any
 ):
-    options = RunOptions(job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off")
     with raises(UsageError, field=field, value=value):
-        run_train(resolve(experiment(**fields)), options)
+        run_train(resolve(experiment(**fields)), options(tmp_path / "job"))
     assert not (tmp_path / "job").exists()
 
 
@@ -211,29 +207,23 @@ class Twice(EvalProgram):
 @pytest.mark.parametrize(
     ("evals", "metric"),
     [
-        ((Config(Twice, dataset="points"),), "points/twice"),
+        ([Config(Twice, dataset="points")], "points/twice"),
         (
-            (
-                Config(EvalProgram, dataset="points"),
-                Config(EvalProgram, dataset="points", name="points/again"),
-            ),
-            "points/again/loss",
+            [Config(EvalProgram, dataset="points", name=name) for name in ("points", "points/b")],
+            "points/b/loss",
         ),
     ],
 )
 def test_custom_evaluation_metrics_may_choose_the_best_checkpoint(
-    experiment: Any, tmp_path: Path, evals: tuple[Any, ...], metric: str
+    train: Train, evals: list[Any], metric: str
 ):
-    options = RunOptions(job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off")
-    best = Override("task.train.save_best_metric", metric)
-    assert run_train(resolve(experiment(EVALS=evals), [best]), options) == 0
+    train("job", EVALS=tuple(evals), overrides=[Override("task.train.save_best_metric", metric)])
 
 
 @pytest.mark.parametrize("field", ["task.train.save_best_metric", "task.early_stopping.metric"])
 def test_unknown_metric_is_an_error_before_the_first_step(
     raises: Any, experiment: Any, tmp_path: Path, field: str
 ):
-    options = RunOptions(job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off")
     resolved = resolve(experiment(PATIENCE=1), [Override(field, "points/lss")])
     resolved.task.metrics = {
         "spread": Histogram.HParams.config(value="batch/y", low=0.0, high=2.0),
@@ -241,7 +231,7 @@ def test_unknown_metric_is_an_error_before_the_first_step(
     }
     names = [f"points/{name}" for name in ("loss", "skipped_records", "total_weight", "worst")]
     with raises(UsageError, field=field, value="points/lss", choices=tuple(names)):
-        run_train(resolved, options)
+        run_train(resolved, options(tmp_path / "job"))
     assert not (tmp_path / "job").exists()
 
 
@@ -257,7 +247,6 @@ def test_decoding_without_a_model_that_decodes_is_an_error_before_a_file_is_writ
     fields = {"DECODES": (Config(DecodeProgram, dataset="prompts"),)} if listed else {}
     resolved = resolve(experiment(**fields))
     resolved.task.model = Silent.HParams.config()
-    options = RunOptions(job_log_dir=str(tmp_path / "job"), jax_compilation_cache="off")
     with raises(UsageError, owner=f"{resolved.name}.{field}()", field="model"):
-        run_train(resolved, options)
+        run_train(resolved, options(tmp_path / "job"))
     assert not (tmp_path / "job").exists()

@@ -21,30 +21,13 @@ from layerkit_runner.data.infeed import make_input
 from layerkit_runner.observers import Observer
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 from layerkit_runner.trainer import DecodeProgram
+from layerkit_runner.trainer.provenance import weights_digest_fn
 
 RECORDS = [
     {"example": 0, "prompt": "1", "continuation": "111", "log_prob": -1.5, "num_tokens": 3},
     {"example": 1, "prompt": "22", "continuation": "222", "log_prob": -1.5, "num_tokens": 3},
     {"example": 2, "prompt": "333", "continuation": "333", "log_prob": -1.5, "num_tokens": 3},
 ]
-
-
-class Recorder(Observer):
-    """Records what is reported."""
-
-    def __init__(self) -> None:
-        self.texts: list[tuple[int, str, str]] = []
-        self.messages: list[str] = []
-        self.metrics: list[tuple[int, str, dict[str, float]]] = []
-
-    def eval_metrics(self, step: int, dataset: str, scalars: Any) -> None:
-        self.metrics.append((step, dataset, dict(scalars)))
-
-    def text(self, step: int, name: str, text: str) -> None:
-        self.texts.append((step, name, text))
-
-    def message(self, text: str) -> None:
-        self.messages.append(text)
 
 
 @pytest.fixture(params=[SpmdPartitioner, PmapPartitioner])
@@ -67,23 +50,20 @@ def make(request: pytest.FixtureRequest, tiny: SimpleNamespace, tmp_path: Any) -
     return build
 
 
-@pytest.fixture
-def decoding(make: Any) -> tuple[DecodeProgram, Any]:
-    """The program and a state."""
-    return make()
-
-
-def test_decoding_makes_one_record_for_each_prompt(decoding: tuple[DecodeProgram, Any]):
-    program, state = decoding
-    recorder = Recorder()
+def test_decoding_makes_one_record_for_each_prompt(make: Any, recorder: Any):
+    program, state = make()
     assert program.run(state, 7, recorder) == RECORDS
     path = program.output_path(7)
-    assert path is not None
     assert path.name == "step_00000007.jsonl"
-    assert [json.loads(line) for line in path.read_text().splitlines()] == RECORDS
+    assert written(program) == RECORDS
     names = sorted(entry.name for entry in path.parent.iterdir())
     assert names == [path.name, "step_00000007.made_from.json"]
     assert recorder.texts == [(7, "prompts", "1⟫111")]
+
+
+def written(program: DecodeProgram) -> list[dict[str, Any]]:
+    """The records in the file of step 7."""
+    return [json.loads(line) for line in program.output_path(7).read_text().splitlines()]
 
 
 KEPT = [{"prompt": "by", "continuation": "hand", "log_prob": 0.0, "num_tokens": 4}]
@@ -91,17 +71,15 @@ KEPT = [{"prompt": "by", "continuation": "hand", "log_prob": 0.0, "num_tokens": 
 
 def decode_and_mark(program: DecodeProgram, state: Any) -> epath.Path:
     """Decodes step 7 and replaces the text, so that reading it shows."""
-    program.run(state, 7, Recorder())
+    program.run(state, 7, Observer())
     path = program.output_path(7)
-    assert path is not None
     path.write_text(json.dumps(KEPT[0]) + "\n")
     return path
 
 
-def test_finished_output_is_reused(make: Any):
+def test_finished_output_is_reused(make: Any, recorder: Any):
     program, state = make()
     path = decode_and_mark(program, state)
-    recorder = Recorder()
     assert program.run(state, 7, recorder) == KEPT
     # So does another process later, also on other devices.
     again, same_state = make(num_devices=4)
@@ -122,46 +100,40 @@ def test_finished_output_is_reused(make: Any):
     ],
 )
 def test_output_of_another_task_is_replaced(
-    make: Any, tiny: SimpleNamespace, what: str, changes: dict[str, Any]
+    make: Any, tiny: SimpleNamespace, what: str, changes: dict[str, Any], recorder: Any
 ):
     path = decode_and_mark(*make())
     program, state = make(tiny.task_config(**changes))
-    recorder = Recorder()
     assert program.run(state, 7, recorder) == RECORDS
-    assert len(recorder.messages) == 1
-    text = recorder.messages[0]
+    [text] = recorder.messages
     assert text.startswith(f"replacing {path}: it has different ")
     assert what in text
-    assert program.run(state, 7, Recorder()) == RECORDS
+    assert program.run(state, 7, Observer()) == RECORDS
 
 
-def test_output_of_permuted_weights_is_replaced(decoding: tuple[DecodeProgram, Any]):
-    program, state = decoding
+def test_output_of_permuted_weights_is_replaced(make: Any, recorder: Any):
+    program, state = make()
     path = decode_and_mark(program, state)
     swapped = jax.tree.map(lambda leaf: leaf * np.array([[1], [2]], leaf.dtype), state.params)
-    assert program.run(state.replace(params=swapped), 7, Recorder()) == RECORDS
+    assert program.run(state.replace(params=swapped), 7, Observer()) == RECORDS
     path.write_text(json.dumps(KEPT[0]) + "\n")
     # The same numbers in other places.
     mirrored = jax.tree.map(lambda leaf: leaf[::-1], swapped)
-    recorder = Recorder()
     assert program.run(state.replace(params=mirrored), 7, recorder) == RECORDS
     assert recorder.messages == [f"replacing {path}: it has different weights"]
 
 
-def test_output_of_other_prompts_is_replaced(make: Any, tiny: SimpleNamespace):
-    program, state = make()
-    path = decode_and_mark(program, state)
+def test_output_of_other_prompts_is_replaced(make: Any, tiny: SimpleNamespace, recorder: Any):
+    path = decode_and_mark(*make())
     fewer, state = make(prompts=tiny.Prompts.HParams.config(num_rows=2))
-    recorder = Recorder()
     assert fewer.run(state, 7, recorder) == RECORDS[:2]
     assert recorder.messages == [f"replacing {path}: it has different data"]
 
 
-def test_output_of_unknown_provenance_is_replaced(decoding: tuple[DecodeProgram, Any]):
-    program, state = decoding
+def test_output_of_unknown_provenance_is_replaced(make: Any, recorder: Any):
+    program, state = make()
     path = decode_and_mark(program, state)
     (path.parent / "step_00000007.made_from.json").unlink()
-    recorder = Recorder()
     assert program.run(state, 7, recorder) == RECORDS
     assert recorder.messages == [f"replacing {path}: unknown provenance"]
 
@@ -191,7 +163,7 @@ def test_decode_random_seed_draws_the_same_numbers_at_every_step(
     task.train.decode_random_seed = seed
     program, state = make(task)
     later = state.replace(step=state.step + 1)
-    drawn = [program.run(each, step, Recorder()) for step, each in enumerate((state, later))]
+    drawn = [program.run(each, step, Observer()) for step, each in enumerate((state, later))]
     assert (drawn[0] == drawn[1]) == (seed is not None)
 
 
@@ -209,7 +181,7 @@ class Words:
 
 
 def test_process_decode_out_of_the_model_makes_records_and_metrics(
-    make: Any, tiny: SimpleNamespace
+    make: Any, tiny: SimpleNamespace, recorder: Any
 ):
     class Processing(tiny.Regression):
         @nn.nowrap
@@ -225,19 +197,16 @@ def test_process_decode_out_of_the_model_makes_records_and_metrics(
         num_rows: int = 9  # 8 and 1
 
     task = tiny.task_config().set(model=Processing.HParams.config())
-    recorder = Recorder()
     program, state = make(task, TwoBatches.HParams.config())
     records = program.run(state, 7, recorder)
     # Prompt n is n + 1 times the id n + 1, and three are appended.
     assert [record["length"] for record in records] == [n + 4 for n in range(9)]
     assert records[1] == {"key": "22222", "length": 5}
-    assert recorder.metrics == [(7, "decode/prompts", {"length": 8.0, "texts": 9.0})]
-    path = program.output_path(7)
-    assert path is not None
-    assert [json.loads(line) for line in path.read_text().splitlines()] == records
+    assert recorder.evals == [(7, "decode/prompts", {"length": 8.0, "texts": 9.0})]
+    assert written(program) == records
     # Its metrics are computed again, not only its records read.
     program.run(state, 7, recorder)
-    assert recorder.metrics[1] == recorder.metrics[0]
+    assert recorder.evals[1] == recorder.evals[0]
 
 
 def test_each_batch_uses_its_own_random_key(make: Any, tiny: SimpleNamespace):
@@ -252,11 +221,11 @@ def test_each_batch_uses_its_own_random_key(make: Any, tiny: SimpleNamespace):
             return super()._read_rows(np.zeros_like(rows))
 
     program, state = make(drawing(tiny, traces), SamePrompts.HParams.config())
-    records = program.run(state, 7, Recorder())
+    records = program.run(state, 7, Observer())
     drawn = [record["continuation"] for record in records]
     assert len(drawn) == 16
     assert drawn[:8] != drawn[8:]
-    again = program.run(state, 8, Recorder())
+    again = program.run(state, 8, Observer())
     assert [record["continuation"] for record in again] == drawn
     assert len(traces) == 1  # or each batch would be compiled for
 
@@ -286,7 +255,7 @@ def test_scores_and_other_candidates_are_kept(make: Any, tiny: SimpleNamespace):
             return NestedMap({**best, "candidates": candidates})
 
     program, state = make(tiny.task_config().set(model=Ranking.HParams.config()))
-    records = program.run(state, 7, Recorder())
+    records = program.run(state, 7, Observer())
     assert records == [
         {
             **record,
@@ -298,9 +267,7 @@ def test_scores_and_other_candidates_are_kept(make: Any, tiny: SimpleNamespace):
         }
         for record, first in zip(RECORDS, "123", strict=True)
     ]
-    path = program.output_path(7)
-    assert path is not None
-    assert [json.loads(line) for line in path.read_text().splitlines()] == records
+    assert written(program) == records
 
 
 def test_a_model_that_reads_a_source_has_it_as_its_prompt(make: Any, tiny: SimpleNamespace):
@@ -332,7 +299,7 @@ def test_a_model_that_reads_a_source_has_it_as_its_prompt(make: Any, tiny: Simpl
 
     task = tiny.task_config().set(model=Translating.HParams.config())
     program, state = make(task, Sources.HParams.config())
-    assert program.run(state, 7, Recorder()) == [
+    assert program.run(state, 7, Observer()) == [
         {
             "example": number,
             "prompt": source,
@@ -344,17 +311,8 @@ def test_a_model_that_reads_a_source_has_it_as_its_prompt(make: Any, tiny: Simpl
     ]
 
 
-def test_partial_output_is_not_reused(decoding: tuple[DecodeProgram, Any]):
-    program, state = decoding
-    path = program.output_path(7)
-    assert path is not None
-    path.parent.mkdir(parents=True)
-    (path.parent / f"{path.name}.partial").write_text('{"prompt": "1')
-    assert program.run(state, 7, Recorder()) == RECORDS
-
-
 def test_metrics_of_the_data_set_see_each_prediction_once_also_when_read_again(
-    make: Any, tiny: SimpleNamespace
+    make: Any, tiny: SimpleNamespace, recorder: Any
 ):
     class Rated(tiny.Prompts):
         """Its metric is how many predictions are what the prompts call for."""
@@ -366,12 +324,11 @@ def test_metrics_of_the_data_set_see_each_prediction_once_also_when_read_again(
             return {"right": np.float32(sum(right)), "examples": len(predictions)}
 
     program, state = make(prompts=Rated.HParams.config())
-    recorder = Recorder()
     assert program.run(state, 7, recorder) == RECORDS
     expected = (7, "decode/prompts", {"right": 3.0, "examples": 3.0})
-    assert recorder.metrics == [expected]
+    assert recorder.evals == [expected]
     assert program.run(state, 7, recorder) == RECORDS
-    assert recorder.metrics == [expected] * 2
+    assert recorder.evals == [expected] * 2
 
 
 def test_example_with_an_empty_prompt_is_decoded(make: Any, tiny: SimpleNamespace):
@@ -384,6 +341,21 @@ def test_example_with_an_empty_prompt_is_decoded(make: Any, tiny: SimpleNamespac
             return batch
 
     program, state = make(prompts=FirstIsEmpty.HParams.config())
-    records = program.run(state, 7, Recorder())
+    records = program.run(state, 7, Observer())
     assert [record["example"] for record in records] == [0, 1, 2]
     assert records[0]["prompt"] == ""
+
+
+def test_the_digest_is_of_the_weights_that_decode(make: Any, tiny: SimpleNamespace):
+    """Averages count where decoding uses them, and only there."""
+    digests = {}
+    for averaged in (False, True):
+        config = tiny.task_config(
+            learner={"ema_decay": 0.9}, train={"decode_use_ema_states": averaged}
+        )
+        program, state = make(config)
+        digest = weights_digest_fn(program.task, program.partitioner)
+        moved = state.replace(ema={"linear": {"w": jax.numpy.full((2, 1), 5.0)}})
+        digests[averaged] = (digest(state), digest(moved))
+    assert digests[False][0] == digests[False][1] == digests[True][0]
+    assert digests[True][1] != digests[True][0]

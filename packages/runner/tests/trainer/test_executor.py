@@ -21,11 +21,10 @@ from layerkit_runner.data.infeed import make_input
 from layerkit_runner.data.training_data import TrainInput, TrainInputs
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.errors import NonFiniteError, UsageError
-from layerkit_runner.observers import Goodput, Observer, RunInfo, Throughput
+from layerkit_runner.observers import Goodput, Observer, Throughput
 from layerkit_runner.optim.early_stopping import (
     SKIPPED_STEPS,
     EarlyStop,
-    EarlyStopping,
     SkippedSteps,
     StoppingRule,
 )
@@ -62,7 +61,8 @@ class Recorder(Observer):
         self.messages.append(text)
 
     def eval_metrics(self, step: int, dataset: str, scalars: Any) -> None:
-        self.events.append(f"eval {step}" if dataset == "points" else f"{dataset} {step}")
+        assert dataset == "points"
+        self.events.append(f"eval {step}")
 
     def text(self, step: int, name: str, text: str) -> None:
         self.events.append(f"decode {step}")
@@ -83,7 +83,6 @@ def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
         exits_then: bool = False,
         eval_batches: int | None = None,
         rule: StoppingRule | None = None,
-        eval_intervals: dict[str, int] | None = None,
         bad_steps: Sequence[int] = (),
         unreadable: dict[str, Any] | None = None,
         learner: dict[str, Any] | None = None,
@@ -111,7 +110,8 @@ def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
         points = dataset(tiny.Points, eval_loop_num_batches=eval_batches)
         signals = StopSignals()
         recorder = Recorder(signals, stop_at, save_at)
-        throughput = Throughput(run_info(task.train.num_train_steps))
+        info = SimpleNamespace(examples_per_step=8, tokens_per_step=0, flops_per_step=None)
+        throughput = Throughput(info)
         abstract_state = partitioner.abstract_state(task)
         compiled = trace_step(task, partitioner, abstract_state, data.abstract_batch)()
         program = TrainProgram(compiled, data, None, StepReports(recorder, throughput))
@@ -132,10 +132,7 @@ def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
                     task.train.max_consecutive_skipped_steps, task.train.num_train_steps
                 ),
             ),
-            eval_programs=[
-                EvalProgram(task, partitioner, points, name, interval_steps=interval)
-                for name, interval in (eval_intervals or {"points": None}).items()
-            ],
+            eval_programs=[EvalProgram(task, partitioner, points, "points")],
             decode_programs=[
                 DecodeProgram(task, partitioner, dataset(tiny.Prompts), "prompts", folder)
             ],
@@ -158,21 +155,15 @@ def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
     return build
 
 
-def run_info(num_train_steps: int) -> RunInfo:
-    return RunInfo(
-        job_log_dir=None,
-        experiment="tiny",
-        mode="train",
-        num_params=2,
-        num_train_steps=num_train_steps,
-        start_step=0,
-        tokens_per_step=0,
-        examples_per_step=8,
-        flops_per_step=None,
-        num_devices=8,
-        device_kind="cpu",
-        peak_flops_per_device=None,
-    )
+def restore(job: Any, *steps: int) -> list[Any]:
+    """What a run saved at these steps; it can save nothing more."""
+    with job.executor.checkpoints as checkpoints:
+        checkpoints.wait_until_finished()
+        return [checkpoints.restore(step, job.abstract) for step in steps]
+
+
+def saved_steps(folder: Any) -> list[int]:
+    return committed_steps(epath.Path(folder) / "checkpoints")
 
 
 def test_run_saves_evaluates_and_decodes_at_their_intervals(make: Any):
@@ -186,9 +177,7 @@ def test_run_saves_evaluates_and_decodes_at_their_intervals(make: Any):
         *("step 5", "step 6", "save"),
     ]
     assert (int(state.step), step) == (6, 6)
-    with job.executor.checkpoints as checkpoints:
-        checkpoints.wait_until_finished()
-        restored = [checkpoints.restore(saved, job.abstract) for saved in (4, 6)]
+    restored = restore(job, 4, 6)
     assert [int(saved.state.step) for saved in restored] == [4, 6]
     rows = [saved.input_states["train/Points"]["position"]["rows_done"] for saved in restored]
     assert rows == [8 * 4, 8 * 6]
@@ -212,10 +201,8 @@ def test_run_saves_its_steps_if_no_batch_follows(
     with pytest.raises(kind) as caught:
         job.executor.run(job.state, 0)
     assert getattr(caught.value, "exit_code", None) == exit_code
-    with job.executor.checkpoints as checkpoints:
-        checkpoints.wait_until_finished()
-        assert saved_steps(tmp_path) == [5]
-        restored = checkpoints.restore(5, job.abstract)
+    [restored] = restore(job, 5)
+    assert saved_steps(tmp_path) == [5]
     assert int(restored.state.step) == 5
     assert restored.input_states["train/Points"]["position"]["rows_done"] == 8 * 5
 
@@ -226,8 +213,7 @@ def test_evaluation_whose_data_are_unreadable_saves_the_steps_before_it(make: An
     with pytest.raises(UsageError) as caught:
         job.executor.run(job.state, 0)
     assert caught.value.exit_code == 74
-    with job.executor.checkpoints as checkpoints:
-        checkpoints.wait_until_finished()
+    job.executor.checkpoints.close()
     assert saved_steps(tmp_path) == [3]
 
 
@@ -253,13 +239,11 @@ def test_run_ends_after_too_many_bad_steps_in_a_row_and_keeps_the_work(make: Any
     with pytest.raises(NonFiniteError) as caught:
         job.executor.run(job.state, 0)
     assert caught.value.exit_code == 65
-    assert "after step 9" in str(caught.value) and "max_consecutive_skipped_steps=4" in str(
-        caught.value
-    )
-    with job.executor.checkpoints as checkpoints:
-        checkpoints.wait_until_finished()
-        [step] = saved_steps(tmp_path)
-        restored = checkpoints.restore(step, job.abstract)
+    message = str(caught.value)
+    assert "after step 9" in message and "max_consecutive_skipped_steps=4" in message
+    job.executor.checkpoints.wait_until_finished()
+    [step] = saved_steps(tmp_path)
+    [restored] = restore(job, step)
     # Steps that were under way when step 9 was reported are saved too.
     assert step in (9, 10)
     assert restored.metadata[SKIPPED_STEPS] == {"in_a_row": step - 5, "in_all": step - 4}
@@ -274,36 +258,26 @@ def test_run_that_fails_at_its_last_step_fails_again_when_it_is_repeated(make: A
     job = make(num_train_steps=6, max_consecutive_skipped_steps=3, **options)
     with pytest.raises(NonFiniteError):
         job.executor.run(job.state, 0)
-    with job.executor.checkpoints as checkpoints:
-        checkpoints.wait_until_finished()
-        restored = checkpoints.restore(6, job.abstract)
+    [restored] = restore(job, 6)
 
-    def repeat(num_train_steps: int, limit: int) -> int:
-        again = make(
-            saves=False,
-            num_train_steps=num_train_steps,
-            max_consecutive_skipped_steps=limit,
-            **options,
-        )
+    def repeat(limit: int) -> int:
+        limits = {"num_train_steps": 6, "max_consecutive_skipped_steps": limit}
+        again = make(saves=False, **limits, **options)
         again.executor.train_programs.skipped.restore(restored.metadata[SKIPPED_STEPS])
         return again.executor.run(restored.state, 6)[1]
 
     with pytest.raises(NonFiniteError) as caught:
-        repeat(6, 3)
+        repeat(3)
     assert caught.value.exit_code == 65
-    assert repeat(6, 4) == 6
+    assert repeat(4) == 6
 
 
 @pytest.mark.parametrize("num_train_steps", [100, 3])
 def test_run_without_any_valid_step_ends_early_and_saves_nothing(
     make: Any, tmp_path: Any, num_train_steps: int
 ):
-    job = make(
-        num_train_steps=num_train_steps,
-        save_interval_steps=50,
-        bad_steps=range(1, 100),
-        learner=SMALL_STEPS,
-    )
+    steps = {"num_train_steps": num_train_steps, "save_interval_steps": 50}
+    job = make(bad_steps=range(1, 100), learner=SMALL_STEPS, **steps)
     with pytest.raises(NonFiniteError):
         job.executor.run(job.state, 0)
     assert len(job.recorder.events) <= 12
@@ -334,9 +308,8 @@ def test_a_signal_ends_training_with_a_save(make: Any):
     # The flag goes up when step 3 is reported, at most one step behind.
     assert step in (3, 4)
     assert job.recorder.events[-1] == "save"
-    with job.executor.checkpoints as checkpoints:
-        checkpoints.wait_until_finished()
-        assert checkpoints.latest_step() == step == int(state.step)
+    [restored] = restore(job, step)
+    assert step == int(state.step) == int(restored.state.step)
 
 
 def test_save_request_saves_between_the_intervals(make: Any, tmp_path: Any):
@@ -359,10 +332,13 @@ def test_save_request_can_end_the_run(make: Any, tmp_path: Any):
     assert job.executor.signals.exit_code == 0
 
 
-def test_save_request_without_checkpoints_is_reported(make: Any):
-    job = make(saves=False, num_train_steps=5, save_at={2}, exits_then=True)
-    _, step = job.executor.run(job.state, 0)
-    assert step == 5
+def test_save_request_without_checkpoints_is_reported_and_nothing_is_saved(
+    make: Any, tmp_path: Any
+):
+    job = make(saves=False, num_train_steps=5, save_interval_steps=1, save_at={2}, exits_then=True)
+    job.executor.run(job.state, 0)
+    assert job.recorder.events == [f"step {step}" for step in range(1, 6)]
+    assert not (tmp_path / "checkpoints").exists()
     assert job.recorder.messages == ["not saved: the run has --noenable_checkpoint_saving"]
 
 
@@ -388,16 +364,6 @@ def test_unknown_best_metric_is_an_error(make: Any, raises: Any):
     )
     with raises(UsageError, field="task.train.save_best_metric", value="points/lss"):
         job.executor.evaluate(job.state, 0)
-
-
-def test_trace_returns_the_names_of_the_metrics(make: Any):
-    job = make()
-    (program,) = job.executor.eval_programs
-    names = program.trace(job.abstract)
-    reported = program.run(job.state, 0, job.recorder)
-    # This one is reported if a record cannot be read.
-    assert names == reported.keys() | {"skipped_records"}
-    assert program.trace(job.abstract) is None  # The data set has ended.
 
 
 @pytest.mark.parametrize("metric", ["pionts/loss", "loss"])
@@ -432,26 +398,17 @@ def programs(**intervals: int | None) -> list[BaseProgram]:
     ]
 
 
-def saved_steps(folder: Any) -> list[int]:
-    return committed_steps(epath.Path(folder) / "checkpoints")
-
-
-def test_position_of_a_rolling_evaluation_is_saved(make: Any):
-    job = make(num_train_steps=4, eval_interval_steps=2, save_interval_steps=2, eval_batches=1)
+@pytest.mark.parametrize(("eval_batches", "rows"), [(1, {"eval/points": 8}), (None, {})])
+def test_evaluation_of_some_batches_saves_its_position_and_that_of_all_does_not(
+    make: Any, eval_batches: int | None, rows: dict[str, int]
+):
+    intervals = {"eval_interval_steps": 2, "save_interval_steps": 2}
+    job = make(num_train_steps=4, eval_batches=eval_batches, **intervals)
     job.executor.run(job.state, 0)
-    with job.executor.checkpoints as checkpoints:
-        checkpoints.wait_until_finished()
-        saved = checkpoints.restore(2, job.abstract).input_states["eval/points"]
-    # One batch of 8 rows was read, after step 2.
-    assert saved["position"]["rows_done"] == 8
-
-
-def test_an_evaluation_of_whole_epochs_has_no_state(make: Any):
-    job = make(num_train_steps=2, eval_interval_steps=1, save_interval_steps=2)
-    job.executor.run(job.state, 0)
-    with job.executor.checkpoints as checkpoints:
-        checkpoints.wait_until_finished()
-        assert set(checkpoints.restore(2, job.abstract).input_states) == {"train/Points"}
+    states = restore(job, 2)[0].input_states
+    found = {name: state["position"]["rows_done"] for name, state in states.items()}
+    # One batch of 8 rows was evaluated, after step 2.
+    assert found == {"train/Points": 16, **rows}
 
 
 def test_finished_run_trains_no_step(make: Any):
@@ -462,22 +419,6 @@ def test_finished_run_trains_no_step(make: Any):
     assert step == 3
     assert not any(event.startswith("step") for event in job.recorder.events)
     job.executor.checkpoints.close()
-
-
-def test_without_a_manager_nothing_is_saved(make: Any, tmp_path: Any):
-    job = make(saves=False, num_train_steps=3, save_interval_steps=1)
-    job.executor.run(job.state, 0)
-    assert job.recorder.events == ["step 1", "step 2", "step 3"]
-    assert not (tmp_path / "checkpoints").exists()
-
-
-def test_evaluations_run_at_the_intervals_of_their_data_sets(make: Any):
-    job = make(
-        num_train_steps=6, saves=False, eval_interval_steps=3, eval_intervals={"a": 2, "b": None}
-    )
-    job.executor.run(job.state, 0)
-    events = [event for event in job.recorder.events if not event.startswith("step")]
-    assert events == ["a 2", "b 3", "a 4"]
 
 
 def test_decoding_starts_after_n_steps(make: Any):
@@ -532,42 +473,19 @@ def test_early_stopping_with_the_metrics_of_each_training_step(make: Any):
 
 
 def test_early_stopping_ends_a_run_with_a_save(make: Any, tmp_path: Any):
-    job = make(
-        num_train_steps=50,
-        eval_interval_steps=2,
-        save_interval_steps=30,
-        rule=StopsAt(step=4),
-    )
+    intervals = {"eval_interval_steps": 2, "save_interval_steps": 30}
+    job = make(num_train_steps=50, rule=StopsAt(step=4), **intervals)
     state, step = job.executor.run(job.state, 0)
     assert (int(state.step), step) == (4, 4)
     assert job.executor.has_stopped_early
     assert job.recorder.messages == ["stopped early after step 4: StopsAt says so"]
-    with job.executor.checkpoints as checkpoints:
-        checkpoints.wait_until_finished()
-        metadata = checkpoints.restore(4, job.abstract).metadata
+    metadata = restore(job, 4)[0].metadata
     assert saved_steps(tmp_path) == [4]
     assert metadata["early_stopping"]["stopped_at"] == 4
     # The same run again has nothing left to do.
     again = make(num_train_steps=50, saves=False, rule=StopsAt(step=4))
     again.executor.early_stop.restore(metadata["early_stopping"], report=print)
     assert again.executor.run(again.state, 4)[1] == 4
-
-
-def test_early_stopping_receives_an_evaluation_of_the_model(make: Any):
-    """Every step of rate 1 makes this model worse."""
-    rule = EarlyStopping(metric="points/loss", patience=2)
-    job = make(num_train_steps=50, eval_interval_steps=1, saves=False, rule=rule)
-    _, step = job.executor.run(job.state, 0)
-    assert step == 3
-    (message,) = job.recorder.messages
-    assert message.startswith("stopped early after step 3: points/loss did not improve on")
-
-
-def test_evaluate_and_decode_may_be_called_directly(make: Any):
-    job = make(num_train_steps=3, saves=False)
-    means = job.executor.evaluate(job.state, 0)
-    assert set(means) == {"points"}
-    assert len(job.executor.decode(job.state, 0)["prompts"]) == 3
 
 
 def test_due_programs_run_at_their_own_or_the_default_interval():

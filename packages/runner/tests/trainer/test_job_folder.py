@@ -23,13 +23,17 @@ from layerkit_runner.config.flags import RunOptions, parse_flags
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
 from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.trainer.job_folder import (
+    FILE_NAME,
     changed_lines,
     changes_since_recorded,
     check_no_sweep,
+    check_restart,
     check_same_experiment,
     check_writable,
     command_line,
+    forget_checkpoint,
     only_trainer,
+    record_checkpoint,
     write_config,
 )
 
@@ -60,6 +64,19 @@ def resolved(**fields: Any) -> ResolvedExperiment:
     return resolve(Mesh(**fields), [Override("partitioner.dcn_mesh_shape", "[1,1,2]")])
 
 
+def write(
+    folder: epath.Path,
+    experiment: ResolvedExperiment | None = None,
+    options: RunOptions | None = None,
+    *,
+    report: Any = pytest.fail,
+    resumes: bool = False,
+) -> None:
+    """Write the record of a run, by default of `resolved()` without flags."""
+    experiment, options = experiment or resolved(), options or RunOptions()
+    write_config(folder, experiment, options, report=report, resumes=resumes)
+
+
 def test_empty_folder_may_be_used(folder: epath.Path):
     check_same_experiment(folder, resolved())
     assert changes_since_recorded(folder, resolved()) == []
@@ -67,7 +84,7 @@ def test_empty_folder_may_be_used(folder: epath.Path):
 
 
 def test_folder_of_another_experiment_is_an_error(raises: Any, folder: epath.Path):
-    write_config(folder, resolved(), RunOptions(), report=pytest.fail)
+    write(folder)
     check_same_experiment(folder, resolved(SHAPE=[1, 2, 3]))
     with raises(UsageError, owner=f"{__name__}.Other", value=str(folder)):
         check_same_experiment(folder, resolve(Other()))
@@ -79,9 +96,9 @@ def test_experiment_that_only_evaluates_uses_the_folder_of_its_trainer(
     class Scores(Mesh):
         trained_by = Mesh
 
-    write_config(folder, resolved(), RunOptions(), report=pytest.fail)
+    write(folder)
     check_same_experiment(folder, resolve(Scores()))
-    write_config(folder, resolve(Other()), RunOptions(), report=lambda line: None)
+    write(folder, resolve(Other()), report=lambda line: None)
     with raises(UsageError, value=str(folder)):
         check_same_experiment(folder, resolve(Scores()))
 
@@ -114,9 +131,9 @@ def test_check_writable_raises_for_a_link_of_another_user(raises: Any, folder: e
 
 
 def test_changes_are_reported(folder: epath.Path):
-    write_config(folder, resolved(), RunOptions(), report=pytest.fail)
+    write(folder)
     lines: list[str] = []
-    write_config(folder, resolved(SHAPE=[1, 2, 3]), RunOptions(), report=lines.append)
+    write(folder, resolved(SHAPE=[1, 2, 3]), report=lines.append)
     assert lines == [
         "changed since this folder was last written: partitioner.ici_mesh_shape: None → [1, 2, 3]"
     ]
@@ -143,35 +160,26 @@ def test_flags_are_recorded_without_folder_and_processes(folder: epath.Path):
         peak_tflops_per_device=2.5,
     )
     here = dataclasses.replace(options, job_log_dir=str(folder), num_processes=2, process_id=0)
-    write_config(folder, resolved(), here, report=pytest.fail)
+    write(folder, options=here)
     assert arguments_of(folder) == options
 
 
-def test_resumed_run_keeps_the_recorded_flags_of_its_first_start(folder: epath.Path):
+def test_resumed_run_keeps_the_flags_of_the_first_start_and_records_no_new_ones(folder: epath.Path):
     begun = RunOptions(init_from="base", init_draw="head/.*", wandb_project="toy")
-    write_config(folder, resolved(), begun, report=pytest.fail)
+    write(folder, options=begun)
     later = RunOptions(hung_step_timeout_secs=5)
-    write_config(folder, resolved(), later, resumes=True, report=pytest.fail)
-    assert arguments_of(folder) == RunOptions(
-        init_from="base", init_draw="head/.*", hung_step_timeout_secs=5
-    )
-    write_config(folder, resolved(), later, report=pytest.fail)
+    write(folder, options=later, resumes=True)
+    kept = RunOptions(init_from="base", init_draw="head/.*", hung_step_timeout_secs=5)
+    assert arguments_of(folder) == kept
+    write(folder, options=later)
     assert arguments_of(folder) == later
-
-
-def test_resumed_run_does_not_record_new_flags_of_a_first_start(folder: epath.Path):
-    write_config(folder, resolved(), RunOptions(), report=pytest.fail)
-    later = RunOptions(init_from="base")
-    write_config(folder, resolved(), later, resumes=True, report=pytest.fail)
+    write(folder, options=RunOptions(init_from="base"), resumes=True)
     assert arguments_of(folder) == RunOptions()
 
 
 def test_second_trainer_in_a_folder_is_an_error(folder: epath.Path):
     with only_trainer(folder / "deep"):
-        with (
-            pytest.raises(UsageError) as caught,
-            only_trainer(folder / "deep"),
-        ):
+        with pytest.raises(UsageError) as caught, only_trainer(folder / "deep"):
             pytest.fail("the lock was acquired twice")
         assert f"process {os.getpid()} on {socket.gethostname()}" in caught.value.problem
         assert caught.value.value == str(folder / "deep")
@@ -206,10 +214,8 @@ with only_trainer(epath.Path(sys.argv[1])):
         assert process.stdout is not None
         worker = int(process.stdout.readline().split()[1])
         try:
-            with (
-                pytest.raises(UsageError, match=f"process {process.pid} on "),
-                only_trainer(folder),
-            ):
+            running = pytest.raises(UsageError, match=f"process {process.pid} on ")
+            with running, only_trainer(folder):
                 pass
             process.kill()
             process.wait()
@@ -242,22 +248,15 @@ def test_folder_of_a_sweep_is_an_error(raises: Any, folder: epath.Path):
 
 
 def test_changed_lines_show_added_and_removed_paths():
-    assert changed_lines({"a": 1, "b": 2}, {"b": 3, "c": 4}) == [
-        "a: 1 → None",
-        "b: 2 → 3",
-        "c: None → 4",
-    ]
+    lines = changed_lines({"a": 1, "b": 2}, {"b": 3, "c": 4})
+    assert lines == ["a: 1 → None", "b: 2 → 3", "c: None → 4"]
 
 
 def test_command_line_parses_to_the_same_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("RUNNER_COMMAND", raising=False)
-    options = RunOptions(
-        job_log_dir="/tmp/a b",
-        pmap_use_tensorstore=True,
-        enable_checkpoint_saving=False,
-        init_from="base",
-    )
-    command = command_line(resolved(SHAPE=[1, 2, 3]), options)
+    fields = {"pmap_use_tensorstore": True, "enable_checkpoint_saving": False, "init_from": "base"}
+    options, experiment = RunOptions(job_log_dir="/tmp/a b", **fields), resolved(SHAPE=[1, 2, 3])
+    command = command_line(experiment, options)
     assert command.startswith("runner ")
     flags = parse_flags(shlex.split(command)[1:])
     assert (flags.exp, flags.mode, flags.options) == (f"{__name__}.Mesh", "train", options)
@@ -265,12 +264,9 @@ def test_command_line_parses_to_the_same_run(monkeypatch: pytest.MonkeyPatch):
         "SHAPE": "[1, 2, 3]",
         "partitioner.dcn_mesh_shape": "[1,1,2]",
     }
+    changes = {"SHAPE": "[4]", "partitioner.dcn_mesh_shape": None}
     changed = command_line(
-        resolved(SHAPE=[1, 2, 3]),
-        options,
-        mode="plan",
-        changes={"SHAPE": "[4]", "partitioner.dcn_mesh_shape": None},
-        flags=["--num_devices=4"],
+        experiment, options, mode="plan", changes=changes, flags=["--num_devices=4"]
     )
     flags = parse_flags(shlex.split(changed)[1:])
     # Each path once, and no flag that the mode refuses.
@@ -302,3 +298,64 @@ def test_command_line_uses_reduced_if_all_fields_agree(fields: Any, changes: Any
     # Otherwise, each field is an override.
     command = shlex.split(command_line(resolve(Deep(LAYERS=2)), RunOptions(job_log_dir="x")))
     assert command[2:-1] == ["--fdl.LAYERS=2"]
+
+
+@pytest.fixture
+def check(folder: epath.Path) -> Any:
+    """Checks the restart, and returns what was reported."""
+    folder.mkdir()
+
+    def call(*, is_allowed: bool = False) -> list[str]:
+        lines: list[str] = []
+        check_restart(folder, folder / "checkpoints", is_allowed=is_allowed, report=lines.append)
+        return lines
+
+    return call
+
+
+def test_job_that_never_saved_starts(folder: epath.Path, check: Any):
+    # What a run leaves that is killed before or inside its first save.
+    (folder / "metrics.jsonl").write_text('{"step": 120, "loss": 1.0}\n')
+    (folder / "config.json").write_text("{}")
+    (folder / "checkpoints/checkpoint_00000010.orbax-checkpoint-tmp").mkdir(parents=True)
+    assert check() == []
+
+
+@pytest.mark.parametrize("content", ['{"step": 120}', "", "[]"])
+def test_recorded_checkpoint_that_is_missing_is_an_error(
+    raises: Any, folder: epath.Path, check: Any, content: str
+):
+    (folder / FILE_NAME).write_text(content)
+    with raises(UsageError, field="step", value=120 if "120" in content else "unknown"):
+        check()
+    assert len(check(is_allowed=True)) == 1
+    forget_checkpoint(folder)
+    assert check() == []
+
+
+def test_damaged_steps_are_an_error_also_without_a_record(
+    raises: Any, folder: epath.Path, check: Any
+):
+    step = folder / "checkpoints" / "checkpoint_00000010"
+    step.mkdir(parents=True)
+    for _ in range(2):  # The check changes nothing.
+        with raises(UsageError, field="step", value=[10]):
+            check()
+    check(is_allowed=True)
+    assert [path.name for path in step.parent.iterdir()] == ["damaged_checkpoint_00000010"]
+
+
+def test_record_names_the_newest_step(folder: epath.Path, check: Any):
+    for step in (10, 20):
+        record_checkpoint(folder, step)
+    with pytest.raises(UsageError) as caught:
+        check()
+    assert caught.value.value == 20
+
+
+def test_record_of_the_same_step_is_not_written_again(folder: epath.Path):
+    record_checkpoint(folder, 10)
+    before = os.stat(folder / FILE_NAME)
+    record_checkpoint(folder, 10)
+    after = os.stat(folder / FILE_NAME)
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,9 +60,8 @@ def test_nested_scans_multiply_by_their_lengths():
         return lax.scan(lambda c, _: (square(c), None), carry, length=3)[0], None
 
     assert forward_flops(lambda x: lax.scan(body, x, length=5)[0], SQUARE) == 15 * SQUARE_FLOPS
-    assert forward_flops(lambda x: lax.fori_loop(0, 7, lambda _, c: square(c), x), SQUARE) == (
-        7 * SQUARE_FLOPS
-    )
+    loop = forward_flops(lambda x: lax.fori_loop(0, 7, lambda _, c: square(c), x), SQUARE)
+    assert loop == 7 * SQUARE_FLOPS
 
 
 def test_transparent_wrappers_count_once():
@@ -103,40 +104,20 @@ def test_gradients_of_a_chain_cost_two_more_forwards():
 
 
 def test_convolutions_count_window_times_channels_for_each_output():
-    def conv(x, kernel, **options):
-        return lax.conv_general_dilated(
-            x,
-            kernel,
-            padding="SAME",
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            **{"window_strides": (1, 1), **options},
-        )
+    image, window = shape(2, 8, 8, 6), shape(3, 3, 6, 10)
+    options = {"padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC")}
 
-    image = shape(2, 8, 8, 6)
-    plain = forward_flops(conv, image, shape(3, 3, 6, 10))
+    def flops(kernel, *, strides=(1, 1), **more):
+        how = {"window_strides": strides, **options, **more}
+        return forward_flops(functools.partial(lax.conv_general_dilated, **how), image, kernel)
+
+    plain = flops(window)
     assert plain == 2 * (2 * 8 * 8 * 10) * (3 * 3 * 6)
-    strided = forward_flops(
-        lambda x, k: conv(x, k, window_strides=(2, 2)), image, shape(3, 3, 6, 10)
-    )
-    assert strided == plain / 4
-    depthwise = forward_flops(
-        lambda x, k: conv(x, k, feature_group_count=6), image, shape(3, 3, 1, 6)
-    )
-    assert depthwise == 2 * (2 * 8 * 8 * 6) * (3 * 3)
+    assert flops(window, strides=(2, 2)) == plain / 4
+    assert flops(shape(3, 3, 1, 6), feature_group_count=6) == 2 * (2 * 8 * 8 * 6) * (3 * 3)
     # Stride 2 transposed: 16x16 outputs, of which a 3x3 window meets a true input in one of four.
-    transposed = forward_flops(
-        lambda x, k: lax.conv_transpose(
-            x, k, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        ),
-        image,
-        shape(3, 3, 6, 10),
-    )
-    assert transposed == plain
-
-
-def test_ragged_products_count_each_row_with_its_own_group():
-    rows, weights, sizes = shape(12, 4), shape(3, 4, 5), shape(3, dtype=jnp.int32)
-    assert forward_flops(lax.ragged_dot, rows, weights, sizes) == 2 * 12 * 4 * 5
+    transposed = functools.partial(lax.conv_transpose, strides=(2, 2), **options)
+    assert forward_flops(transposed, image, window) == plain
 
 
 def test_shard_map_counts_all_shards():
@@ -208,57 +189,49 @@ def test_cudnn_attention_counts_like_plain_attention(monkeypatch):
     assert flops("cudnn") == flops("xla") == 2 * 2 * (2 * 8) * 64 * 128 * 32
 
 
-def test_block_scaled_products_count_like_plain_ones():
+def test_ragged_and_block_scaled_products_count_like_plain_ones():
+    # Each row counts with its own group.
+    rows, weights, sizes = shape(12, 4), shape(3, 4, 5), shape(3, dtype=jnp.int32)
+    assert forward_flops(lax.ragged_dot, rows, weights, sizes) == 2 * 12 * 4 * 5
     lhs, rhs = (shape(2, rows, 128, dtype=jnp.float8_e4m3fn) for rows in (64, 32))
     scales = [shape(2, rows, 4, dtype=jnp.float8_e8m0fnu) for rows in (64, 32)]
     assert forward_flops(jax.nn.scaled_matmul, lhs, rhs, *scales) == 2 * 2 * 64 * 128 * 32
 
 
-class TestCausalScope:
-    @staticmethod
-    def scoped(fn, name="causal_attention"):
-        def inside(x):
-            with jax.named_scope(name):
-                return fn(x)
+def scoped(fn, name="causal_attention"):
+    def inside(x):
+        with jax.named_scope(name):
+            return fn(x)
 
-        return inside
+    return inside
 
-    @pytest.mark.parametrize(
-        "wrap",
-        [
-            lambda scoped, fn: scoped(fn),
-            lambda scoped, fn: jax.jit(scoped(fn)),
-            lambda scoped, fn: scoped(jax.jit(fn)),
-            lambda scoped, fn: jax.checkpoint(scoped(fn)),
-            lambda scoped, fn: scoped(jax.checkpoint(fn)),
-            lambda scoped, fn: scoped(lambda x: scoped(fn)(x)),
-        ],
-    )
-    def test_halves_through_every_wrapper(self, wrap):
-        assert forward_flops(wrap(self.scoped, square), SQUARE) == SQUARE_FLOPS / 2
 
-    def test_halves_inside_and_around_scans(self):
-        def repeated(fn):
-            return lambda x: lax.scan(lambda c, _: (fn(c), None), x, length=3)[0]
+def repeated(fn):
+    return lambda x: lax.scan(lambda c, _: (fn(c), None), x, length=3)[0]
 
-        for fn in (repeated(jax.checkpoint(self.scoped(square))), self.scoped(repeated(square))):
-            assert forward_flops(fn, SQUARE) == 3 * SQUARE_FLOPS / 2
 
-    def test_halves_under_transformations(self):
-        batched = jax.vmap(self.scoped(square))
-        assert forward_flops(batched, shape(2, 4, 4)) == 2 * SQUARE_FLOPS / 2
-        gradient = jax.grad(lambda x: batched(x).sum())
-        assert forward_flops(gradient, shape(2, 4, 4)) == 3 * 2 * SQUARE_FLOPS / 2
+def test_causal_scope_halves_through_every_wrapper():
+    for fn in (
+        scoped(square),
+        jax.jit(scoped(square)),
+        scoped(jax.jit(square)),
+        jax.checkpoint(scoped(square)),
+        scoped(jax.checkpoint(square)),
+        scoped(lambda x: scoped(square)(x)),
+    ):
+        assert forward_flops(fn, SQUARE) == SQUARE_FLOPS / 2
+    for fn in (repeated(jax.checkpoint(scoped(square))), scoped(repeated(square))):
+        assert forward_flops(fn, SQUARE) == 3 * SQUARE_FLOPS / 2
+    batched = jax.vmap(scoped(square))
+    assert forward_flops(batched, shape(2, 4, 4)) == 2 * SQUARE_FLOPS / 2
+    gradient = jax.grad(lambda x: batched(x).sum())
+    assert forward_flops(gradient, shape(2, 4, 4)) == 3 * 2 * SQUARE_FLOPS / 2
 
-    def test_only_the_exact_name_halves(self):
-        for name in ("causal_attention_2", "non_causal_attention", "attention"):
-            assert forward_flops(self.scoped(square, name), SQUARE) == SQUARE_FLOPS
 
-    def test_operations_after_the_scope_count_fully(self):
-        def fn(x):
-            return square(self.scoped(square)(x))
-
-        assert forward_flops(fn, SQUARE) == SQUARE_FLOPS * 1.5
+def test_only_operations_in_a_scope_of_the_exact_name_are_halved():
+    for name in ("causal_attention_2", "non_causal_attention", "attention"):
+        assert forward_flops(scoped(square, name), SQUARE) == SQUARE_FLOPS
+    assert forward_flops(lambda x: square(scoped(square)(x)), SQUARE) == SQUARE_FLOPS * 1.5
 
 
 def test_causal_attention_by_blocks_of_queries_counts_half():

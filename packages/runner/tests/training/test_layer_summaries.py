@@ -14,7 +14,6 @@ from layerkit.layers.linears import Linear
 from layerkit.layers.repeat import Repeat
 from layerkit.nested_map import NestedMap
 from layerkit.summaries import LOG_EDGES
-from layerkit_runner.partitioning import Partitioner, PmapPartitioner, SpmdPartitioner
 from layerkit_runner.training.layer_summaries import array_summaries, for_observers, has_arrays
 from layerkit_runner.training.metrics import GLOBAL_BATCH
 
@@ -33,14 +32,6 @@ def task_of(tiny: SimpleNamespace, *, verbosity: int = 3, **train: Any) -> Any:
     return config.set(summary_verbosity=verbosity).Instantiate()
 
 
-def partitioner_of(kind: str) -> Partitioner:
-    made: Partitioner = PmapPartitioner()
-    if kind != "pmap":
-        made = SpmdPartitioner(ici_mesh_shape=[4, 2, 1] if kind == "mesh" else [1, 1, 1])
-    made.start(jax.devices()[:1] if kind == "one device" else None)
-    return made
-
-
 X = np.random.default_rng(3).normal(size=(16, 2)).astype(np.float32)
 BATCH = NestedMap(x=X, y=np.zeros(16, np.float32), weights=np.ones(16, np.float32))
 
@@ -54,9 +45,10 @@ BATCH = NestedMap(x=X, y=np.zeros(16, np.float32), weights=np.ones(16, np.float3
         ("pmap", 2),
     ],
 )
-def test_summaries_are_equal_on_every_mesh(tiny: SimpleNamespace, kind: str, microbatches: int):
-    task, partitioner = task_of(tiny, gradient_accumulation_steps=microbatches), None
-    partitioner = partitioner_of(kind)
+def test_summaries_are_equal_on_every_mesh(
+    tiny: SimpleNamespace, start: Any, kind: str, microbatches: int
+):
+    task, partitioner = task_of(tiny, gradient_accumulation_steps=microbatches), start(kind)
     partitioner.bind(task)
     state = partitioner.init_fn(task)()
     found = partitioner.summary_step_fn(task)(state, partitioner.put_batch(BATCH))

@@ -96,13 +96,6 @@ def test_rows_count_by_their_weight(tiny: SimpleNamespace):
     np.testing.assert_allclose(weights_of(state), [1 - (6 + 3) / 4, 1 - 3 / 4])
 
 
-def test_batch_of_weight_zero_changes_no_weights(tiny: SimpleNamespace):
-    task, state = started(tiny.task_config())
-    after, (metrics, _) = task.train_step(state, rows([[2, 1]], weights=[0]), GLOBAL_BATCH)
-    np.testing.assert_array_equal(weights_of(after), weights_of(state))
-    assert float(metrics["loss"].value) == 0.0
-
-
 def test_auxiliary_losses_are_trained_on_and_reported(tiny: SimpleNamespace):
     task, state = started(tiny.task_config(aux=0.5))
     after, (metrics, scalars) = task.train_step(state, ONE_ROW, GLOBAL_BATCH)
@@ -192,6 +185,10 @@ def test_loss_that_the_model_does_not_report_is_an_error(tiny: SimpleNamespace, 
         ("save_best_to_keep", 0),
         ("save_keep_interval_steps", 0),
         ("save_keep_interval_hours", 0.0),
+        ("profiler_capture_step", 0),
+        ("profiler_num_steps", 0),
+        ("profiler_max_num_hosts", 0),
+        ("weight_summary_interval_steps", 0),
     ],
 )
 def test_invalid_training_setting_is_an_error(
@@ -201,12 +198,9 @@ def test_invalid_training_setting_is_an_error(
         TrainHParams(learner=None, **{field: value})
 
 
-def test_negative_step_to_keep_is_an_error(raises):
+def test_negative_setting_is_an_error(tiny: SimpleNamespace, raises):
     with raises(ConfigError, owner="task.train", field="save_keep_steps[1]", value=-1):
         TrainHParams(learner=None, save_keep_steps=[0, -1])
-
-
-def test_negative_summary_verbosity_is_an_error(tiny: SimpleNamespace, raises):
     with raises(ConfigError, owner="task", field="summary_verbosity", value=-1):
         tiny.task_config().set(summary_verbosity=-1).Instantiate()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -14,7 +13,6 @@ from layerkit.nested_map import NestedMap
 from layerkit_inputs.indexed_input import IndexedInput
 from layerkit_runner.data.infeed import make_input
 from layerkit_runner.observers import Observer
-from layerkit_runner.partitioning import Partitioner, PmapPartitioner, SpmdPartitioner
 from layerkit_runner.trainer import EvalProgram
 from layerkit_runner.training.metrics import OverBatches
 from layerkit_runner.training.task_metrics import Composite, Histogram, Max, Mean, named_metrics
@@ -55,14 +53,6 @@ def expected(batches: list[NestedMap]) -> dict[str, Any]:
     }
 
 
-def partitioner_of(kind: str) -> Partitioner:
-    made: Partitioner = PmapPartitioner()
-    if kind != "pmap":
-        made = SpmdPartitioner(ici_mesh_shape=[4, 2, 1] if kind == "mesh" else [1, 1, 1])
-    made.start(jax.devices()[:1] if kind == "one device" else None)
-    return made
-
-
 @pytest.mark.parametrize(
     ("kind", "microbatches"),
     [
@@ -73,9 +63,11 @@ def partitioner_of(kind: str) -> Partitioner:
         ("pmap", 2),
     ],
 )
-def test_metrics_over_the_rows_of_two_steps(tiny: SimpleNamespace, kind: str, microbatches: int):
+def test_metrics_over_the_rows_of_two_steps(
+    tiny: SimpleNamespace, start: Any, kind: str, microbatches: int
+):
     batches = [batch_of(1), batch_of(2)]
-    partitioner = partitioner_of(kind)
+    partitioner = start(kind)
     config = tiny.task_config(
         learner={"learning_rate": 0.0}, train={"gradient_accumulation_steps": microbatches}
     )
@@ -120,9 +112,9 @@ class Numbers(IndexedInput):
         return numbers.transform(lambda array: array.astype(np.float32))
 
 
-def test_metrics_over_the_batches_of_an_evaluation(tiny: SimpleNamespace):
+def test_metrics_over_the_batches_of_an_evaluation(tiny: SimpleNamespace, start: Any):
     """The last batch holds 5 rows of padding."""
-    partitioner = partitioner_of("mesh")
+    partitioner = start("mesh")
     task = tiny.task_config().set(metrics=METRICS).Instantiate()
     partitioner.bind(task)
     numbers = Numbers.HParams.config(percore_batch_size=1.0)
@@ -164,10 +156,10 @@ def test_invalid_field_is_an_error(raises, make: Any, field: str):
     ],
 )
 def test_metric_that_does_not_suit_the_model_is_an_error(
-    tiny: SimpleNamespace, raises, name: str, metric: Any, value: Any
+    tiny: SimpleNamespace, start: Any, raises, name: str, metric: Any, value: Any
 ):
     task = tiny.task_config().set(metrics={name: Mean.HParams.config(**metric)}).Instantiate()
-    partitioner = partitioner_of("one device")
+    partitioner = start("one device")
     partitioner.bind(task)
     state = partitioner.abstract_state(task)
     with raises(ConfigError, value=value):

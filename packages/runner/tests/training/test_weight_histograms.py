@@ -12,16 +12,14 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from layerkit_runner.observers import Histogram
-from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 from layerkit_runner.training.layer_summaries import weight_histograms_fn
 
 
-@pytest.fixture(scope="module", params=["one device", "sharded", "pmap"])
-def summarize(request: pytest.FixtureRequest) -> Any:
+@pytest.fixture(params=["one device", "mesh", "pmap"])
+def summarize(request: pytest.FixtureRequest, start: Any) -> Any:
     """Summaries of the weights of a model, laid out in one of these ways."""
-    partitioner: Any = PmapPartitioner() if request.param == "pmap" else SpmdPartitioner()
-    partitioner.start(jax.devices()[:1] if request.param == "one device" else None)
-    spec = PartitionSpec(("data", "fsdp")) if request.param == "sharded" else PartitionSpec()
+    partitioner = start(request.param)
+    spec = PartitionSpec(("data", "fsdp")) if request.param == "mesh" else PartitionSpec()
     summary = weight_histograms_fn(partitioner.replicated())
 
     def run(**params: Any) -> Any:
@@ -47,14 +45,11 @@ def test_histograms_equal_those_of_numpy(summarize: Any):
     assert found["vars/half"].counts.sum() == w.size
 
 
-def test_equal_numbers_fall_into_one_bucket(summarize: Any):
-    spread = summarize(w=np.full((8, 2), 0.5, np.float32))["vars/w"]
+def test_equal_numbers_fall_into_one_bucket_and_nan_makes_it_non_finite(summarize: Any):
+    w = np.full((8, 2), 0.5, np.float32)
+    spread = summarize(w=w)["vars/w"]
     assert list(spread.counts) == [16]
     assert spread.is_finite
-
-
-def test_nan_weight_makes_the_histogram_non_finite(summarize: Any):
-    w = np.ones((8, 2), np.float32)
     w[3, 1] = np.nan
     spread = summarize(w=w)["vars/w"]
     assert math.isnan(spread.norm)

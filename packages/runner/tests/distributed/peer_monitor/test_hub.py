@@ -130,11 +130,8 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("line", LINES.values(), ids=LINES.keys())
-def test_unsigned_input_closes_the_connection_and_changes_nothing(members: Members, line: bytes):
-    stranger = members.connect(key=None)
-    stranger.socket.settimeout(10.0)
-    stranger.socket.sendall(line)
+def assert_rejected(members: Members, stranger: Link) -> None:
+    """Check that the hub closes the connection and changes nothing."""
     for now in (1.0, 1.1, 1.2):
         members.receive(now)
     assert is_closed(stranger)
@@ -142,48 +139,37 @@ def test_unsigned_input_closes_the_connection_and_changes_nothing(members: Membe
     assert (members.hub.num_members, members.hub.loss) == (3, None)
 
 
-def test_message_with_another_key_is_rejected(members: Members):
-    stranger = members.connect(key=b"another")
-    stranger.send(hello=1, host="host1", pid=101)
-    stranger.send(how=FAILED, text="no data")
-    for now in (1.0, 1.1):
-        members.receive(now)
-    assert is_closed(stranger)
-    stranger.close()
-    assert members.hub.loss is None
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES.keys())
+def test_unsigned_input_closes_the_connection_and_changes_nothing(members: Members, line: bytes):
+    stranger = members.connect(key=None)
+    stranger.socket.settimeout(10.0)
+    stranger.socket.sendall(line)
+    assert_rejected(members, stranger)
 
 
-def test_recorded_introduction_is_not_accepted_again(members: Members):
-    replay = members.connect()
-    replay.send(hello=1, host="host1", pid=101)
-    replay.send(how=FAILED, text="no data")
-    for now in (1.0, 1.1):
-        members.receive(now)
-    assert is_closed(replay)
-    replay.close()
-    assert (members.hub.num_members, members.hub.loss) == (3, None)
+INTRODUCTION = {"hello": 1, "host": "host1", "pid": 101}
+FAILURE = {"how": FAILED, "text": "no data"}
 
 
 @pytest.mark.parametrize(
-    "message",
+    ("key", "messages"),
     [
-        {"hello": "x", "host": "h", "pid": 1},
-        {"hello": 7, "host": "h", "pid": 1},
-        {"hello": -1, "host": "h", "pid": 1},
-        {"hello": 1},
-        {"how": FAILED},
+        (b"another", [INTRODUCTION, FAILURE]),
+        (KEY, [INTRODUCTION, FAILURE]),  # a recorded introduction
+        (KEY, [{**INTRODUCTION, "hello": "x"}]),
+        (KEY, [{**INTRODUCTION, "hello": 7}]),
+        (KEY, [{**INTRODUCTION, "hello": -1}]),
+        (KEY, [{"hello": 1}]),
+        (KEY, [FAILURE]),
     ],
 )
-def test_signed_message_that_is_no_introduction_closes_the_connection(
-    members: Members, message: dict[str, object]
+def test_message_with_another_key_or_without_a_new_introduction_is_rejected(
+    members: Members, key: bytes, messages: list[dict[str, object]]
 ):
-    stranger = members.connect()
-    stranger.send(**message)
-    for now in (1.0, 1.1):
-        members.receive(now)
-    assert is_closed(stranger)
-    stranger.close()
-    assert (members.hub.num_members, members.hub.loss) == (3, None)
+    stranger = members.connect(key=key)
+    for message in messages:
+        stranger.send(**message)
+    assert_rejected(members, stranger)
 
 
 def test_connection_without_introduction_is_closed_after_a_while(members: Members):

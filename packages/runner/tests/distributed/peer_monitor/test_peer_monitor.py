@@ -69,6 +69,18 @@ def thread_states(pid: int) -> set[str]:
     return {stat.rpartition(")")[2].split()[0] for stat in stats}
 
 
+def spawn(*words: object, listener: int = 0) -> subprocess.Popen[str]:
+    """Start a process with (number, number of processes, port, listener, hub's pid, folder)."""
+    return subprocess.Popen(
+        [sys.executable, "-c", PROCESS, *map(str, words)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        pass_fds=[listener] if listener else [],
+    )
+
+
 class Group:
     """Processes with peer monitors."""
 
@@ -88,16 +100,8 @@ class Group:
         """Start the next process; process 0 with the socket of the hub."""
         index = len(self.processes)
         hub_pid = self.processes[0].pid if index else 0
-        words = [index, self.count, self._port, listener, hub_pid, self.folder]
-        process = subprocess.Popen(
-            [sys.executable, "-c", PROCESS, *map(str, words)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            pass_fds=[listener] if index == 0 else [],
-        )
-        self.processes.append(process)
+        words = (index, self.count, self._port, listener, hub_pid, self.folder)
+        self.processes.append(spawn(*words, listener=listener))
 
     def wait_for_log(self, index: int, text: str) -> None:
         wait_until(lambda: self.log(index).exists() and text in self.log(index).read_text())
@@ -133,6 +137,14 @@ class Group:
         assert process.stderr is not None
         return process.returncode, process.stdout.read(), process.stderr.read()
 
+    def assert_others_end(self, victim: int, text: str) -> None:
+        """Check that all processes but one end, and what they report about this one."""
+        for index in {*range(self.count)} - {victim}:
+            code, _, error = self.end(index)
+            assert code == EXIT_CODE
+            assert f"runner: {self.name(victim)} {text}" in error
+            assert self.name(victim) in self.log(index).read_text()
+
     def name(self, index: int) -> str:
         pid = self.processes[index].pid
         return f"process {index} of {self.count} (host host{index}, pid {pid})"
@@ -156,25 +168,39 @@ def group(tmp_path: Path) -> Iterator[Callable[..., Group]]:
             process.wait()
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_killed_process_is_named_by_all_others(group: Callable[[int], Group], victim: int):
-    processes = group(4)
+def kill(processes: Group, victim: int) -> None:
     processes.processes[victim].kill()
-    for index in {0, 1, 2, 3} - {victim}:
-        code, _, error = processes.end(index)
-        assert code == EXIT_CODE
-        assert f"runner: {processes.name(victim)} ended without a report" in error
-        assert processes.name(victim) in processes.log(index).read_text()
 
 
-@pytest.mark.slow
-def test_aborted_process_is_named_by_the_others(group: Callable[[int], Group]):
-    processes = group(2)
-    processes.tell(0, "abort")
-    assert processes.end(0)[0] == -signal.SIGABRT
-    code, _, error = processes.end(1)
-    assert code == EXIT_CODE
-    assert f"{processes.name(0)} ended without a report" in error
+def kill_with_monitor(processes: Group, victim: int) -> None:
+    processes.kill_monitor(victim)
+    processes.processes[victim].kill()
+
+
+def abort(processes: Group, victim: int) -> None:
+    processes.tell(victim, "abort")
+
+
+@pytest.mark.parametrize(
+    ("count", "victim", "end", "number"),
+    [
+        (4, 0, kill, signal.SIGKILL),
+        pytest.param(4, 2, kill, signal.SIGKILL, marks=pytest.mark.slow),
+        (3, 0, kill_with_monitor, signal.SIGKILL),
+        pytest.param(2, 0, abort, signal.SIGABRT, marks=pytest.mark.slow),
+    ],
+)
+def test_lost_process_is_named_by_all_others(
+    group: Callable[[int], Group],
+    count: int,
+    victim: int,
+    end: Callable[[Group, int], None],
+    number: int,
+):
+    processes = group(count)
+    end(processes, victim)
+    assert processes.end(victim)[0] == -number
+    processes.assert_others_end(victim, "ended without a report")
 
 
 def test_reason_of_a_failed_process_is_reported_by_the_others(group: Callable[[int], Group]):
@@ -184,20 +210,7 @@ def test_reason_of_a_failed_process_is_reported_by_the_others(group: Callable[[i
     assert code == 2
     assert "my own words" in error
     assert "runner:" not in error
-    for index in (0, 2):
-        code, _, error = processes.end(index)
-        assert code == EXIT_CODE
-        assert f"runner: {processes.name(1)} failed: its data is gone. Every step" in error
-
-
-def test_process_killed_with_its_monitor_is_named_by_the_others(group: Callable[[int], Group]):
-    processes = group(3)
-    processes.kill_monitor(0)
-    processes.processes[0].kill()
-    for index in (1, 2):
-        code, _, error = processes.end(index)
-        assert code == EXIT_CODE
-        assert f"runner: {processes.name(0)} ended without a report" in error
+    processes.assert_others_end(1, "failed: its data is gone. Every step")
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
@@ -206,20 +219,13 @@ def test_killed_monitor_ends_its_process_and_all_others(group: Callable[[int], G
     processes.kill_monitor(victim)
     code, _, error = processes.end(victim)
     assert code == EXIT_CODE
-    assert (
-        f"runner: {processes.name(victim)} lost its peer monitor, which ended with signal 9"
-        in error
-    )
+    lost = f"runner: {processes.name(victim)} lost its peer monitor, which ended with signal 9"
+    assert lost in error
     assert "lost its peer monitor" in processes.log(victim).read_text()
-    for index in {0, 1, 2} - {victim}:
-        code, _, error = processes.end(index)
-        assert code == EXIT_CODE
-        assert f"runner: {processes.name(victim)} ended without a report" in error
+    processes.assert_others_end(victim, "ended without a report")
 
 
-def test_output_of_a_process_is_complete_when_its_monitor_is_killed(
-    group: Callable[[int], Group],
-):
+def test_output_of_a_process_is_complete_when_its_monitor_is_killed(group: Callable[[int], Group]):
     processes = group(1)
     monitor = processes.monitor(0)
     os.kill(monitor, signal.SIGSTOP)
@@ -248,10 +254,7 @@ def test_processes_with_equal_failures_report_their_own(group: Callable[[int], G
 def test_stopped_process_is_named_and_killed(group: Callable[[int], Group]):
     processes = group(3)
     processes.processes[1].send_signal(signal.SIGSTOP)
-    for index in (0, 2):
-        code, _, error = processes.end(index)
-        assert code == EXIT_CODE
-        assert f"runner: {processes.name(1)} is stalled: it has been stopped for 15 s" in error
+    processes.assert_others_end(1, "is stalled: it has been stopped for 15 s")
     assert processes.end(1)[0] == -signal.SIGKILL
 
 
@@ -301,18 +304,9 @@ def test_blocked_log_does_not_delay_the_terminal(tmp_path: Path):
     os.mkfifo(tmp_path / "process_0000.log")
     os.mkfifo(tmp_path / "process_0001.log")
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        words = [2, listener.getsockname()[1], listener.fileno(), os.getpid(), tmp_path]
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", PROCESS, str(index), *map(str, words)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                pass_fds=[listener.fileno()],
-            )
-            for index in (0, 1)
-        ]
+        number = listener.fileno()
+        words = (2, listener.getsockname()[1], number, os.getpid(), tmp_path)
+        processes = [spawn(index, *words, listener=number) for index in (0, 1)]
     assert processes[0].stdout is not None
     assert processes[0].stdout.readline() == "printed by 0\n"
     output, error = processes[1].communicate("fail\n", timeout=60)
@@ -325,13 +319,7 @@ def test_blocked_log_does_not_delay_the_terminal(tmp_path: Path):
 def test_process_that_cannot_reach_the_hub_prints_a_warning(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    words = [1, 2, port, 0, os.getpid(), tmp_path]
-    process = subprocess.run(
-        [sys.executable, "-c", PROCESS, *map(str, words)],
-        input="leave\n",
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert f"runner: process 1 cannot reach process 0 at 127.0.0.1:{port}" in process.stderr
+    process = spawn(1, 2, port, 0, os.getpid(), tmp_path)
+    _, error = process.communicate("leave\n", timeout=60)
+    assert process.returncode == 0
+    assert f"runner: process 1 cannot reach process 0 at 127.0.0.1:{port}" in error

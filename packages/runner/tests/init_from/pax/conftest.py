@@ -38,6 +38,7 @@ from layerkit_runner.optim.schedules import linear_warmup_exponential_decay
 from layerkit_runner.partitioning import Partitioner, SpmdPartitioner
 from layerkit_runner.training.task import SingleTask
 from layerkit_runner.training.train_hparams import TrainHParams
+from layerkit_runner.training.train_state import FirstState
 
 RECORDED = Path(__file__).parent / "recorded"
 VOCAB, LENGTH = 32, 8
@@ -101,8 +102,7 @@ def run_of(
         clip_global_norm=5.0,
     )
     task = SingleTask.HParams.config(
-        model=config,
-        train=TrainHParams.HParams.config(learner=learner),
+        model=config, train=TrainHParams.HParams.config(learner=learner)
     ).Instantiate()
     task.initial_weights = InitFrom(sources=[Source(**source)])
     partitioner = SpmdPartitioner(ici_mesh_shape=list(mesh))
@@ -120,7 +120,6 @@ class Pax:
       losses: Losses of the steps after each checkpoint.
       ids: Token ids of these steps, `[steps, batch, length + 1]`.
       step: Step of the checkpoints.
-      run_of: The function of this file.
       whole_state: Fields of a `Source` that also read the optimizer and the step.
     """
 
@@ -128,7 +127,6 @@ class Pax:
     losses: dict[str, list[float]]
     ids: np.ndarray
     step: int
-    run_of: Callable[..., tuple[Partitioner, SingleTask]]
     whole_state: dict[str, Any]
 
     def array(self, case: str, name: str) -> np.ndarray:
@@ -136,6 +134,10 @@ class Pax:
         _, step_folder = folders.find(epath.Path(self.folder / case)).choose(None)
         arrays = open_arrays(step_folder)
         return arrays.read(name, tuple(map(slice, arrays.specs[name].shape)))
+
+    def plan(self, case: str, stack: str = "stacked", **options: Any) -> Callable[[], FirstState]:
+        """Plan the first state of a run that starts from a checkpoint; see `run_of`."""
+        return plan_first_state(*run_of(stack, folder=str(self.folder / case), **options))
 
     def train(self, stack: str, **options: Any) -> list[float]:
         """The losses of as many steps as Paxml took."""
@@ -166,4 +168,4 @@ def pax(tmp_path_factory: pytest.TempPathFactory) -> Pax:
             archive.extractall(folder / path.stem)
     text = json.loads((RECORDED / "training.json").read_text())
     step = text["steps_before"]
-    return Pax(folder, text["losses"], np.array(text["ids"])[step:], step, run_of, WHOLE_STATE)
+    return Pax(folder, text["losses"], np.array(text["ids"])[step:], step, WHOLE_STATE)

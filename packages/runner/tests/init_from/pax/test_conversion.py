@@ -59,11 +59,7 @@ def test_converted_checkpoint_holds_weights_moments_and_step_of_paxml(pax: Any, 
     ],
 )
 def test_wrong_conversion_is_an_error(
-    pax: Any,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    expected: str,
+    pax: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
 ):
     assert convert(pax.folder / "stacked_zarr", tmp_path, *words) == 2
     assert expected in capsys.readouterr().err

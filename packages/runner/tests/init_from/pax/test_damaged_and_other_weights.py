@@ -14,7 +14,6 @@ from etils import epath
 
 from layerkit_runner.checkpointing import DamagedCheckpointError
 from layerkit_runner.errors import UsageError
-from layerkit_runner.init_from import plan_first_state
 from layerkit_runner.init_from.pax import folders
 from layerkit_runner.init_from.pax.arrays import open_arrays
 from layerkit_runner.init_from.pax.stored_pax import StoredPax
@@ -52,25 +51,19 @@ def test_step_without_state_folder_is_read(pax: Any, tmp_path: Path):
 
 
 def test_step_that_paxml_did_not_save_is_an_error(raises, pax: Any):
-    partitioner, task = pax.run_of("stacked", folder=str(pax.folder / "stacked_zarr"), step=7)
     with raises(UsageError, field="step", value=7, choices=(6,)):
-        plan_first_state(partitioner, task)
+        pax.plan("stacked_zarr", step=7)
 
 
 def test_differences_name_weights_and_shapes_of_both_sides(pax: Any):
-    folder = pax.folder / "stacked_zarr"
-    partitioner, task = pax.run_of(
-        "stacked",
-        folder=str(folder),
-        edit={
-            "lm_tpl.vocab_size": 40,
-            "lm_tpl.softmax_tpl.use_bias": False,
-            "lm_tpl.stack_tpl.layer_tpl.attention_tpl.use_bias": True,
-        },
-    )
+    edit = {
+        "lm_tpl.vocab_size": 40,
+        "lm_tpl.softmax_tpl.use_bias": False,
+        "lm_tpl.stack_tpl.layer_tpl.attention_tpl.use_bias": True,
+    }
     with pytest.raises(UsageError) as caught:
-        plan_first_state(partitioner, task)
-    text, label = str(caught.value), f"{folder}/checkpoints:6"
+        pax.plan("stacked_zarr", edit=edit)
+    text, label = str(caught.value), f"{pax.folder}/stacked_zarr/checkpoints:6"
     for line in (
         f"lm/softmax/w: float32[40, 8] here, but float32[32, 8] in {label}",
         f"lm/softmax/logits_ffn/bias/b float32[32]: in {label}, not in the model",
@@ -81,16 +74,13 @@ def test_differences_name_weights_and_shapes_of_both_sides(pax: Any):
 
 
 def test_other_number_of_layers_is_a_difference_of_shapes(pax: Any):
-    folder = str(pax.folder / "unstacked_flax")
-    partitioner, task = pax.run_of("stacked", num_layers=3, folder=folder)
     name = "lm/stack/repeat/sub/feed_forward/up/w"
     expected = f"{name}: float32[3, 8, 16] here, but float32[2, 8, 16] in"
     with pytest.raises(UsageError, match=re.escape(expected)):
-        plan_first_state(partitioner, task)
-    partitioner, task = pax.run_of("unstacked", num_layers=3, folder=folder)
+        pax.plan("unstacked_flax", num_layers=3)
     name = "lm/stack/layers_2/feed_forward/up/w"
     with pytest.raises(UsageError, match=re.escape(f"{name} float32[8, 16]: not in")):
-        plan_first_state(partitioner, task)
+        pax.plan("unstacked_flax", "unstacked", num_layers=3)
 
 
 @pytest.mark.parametrize("kept", [0, 100, 5_000, 20_000])
@@ -110,13 +100,15 @@ def test_truncated_msgpack_file_is_an_error(pax: Any, tmp_path: Path, kept: int)
         (".zarray", b'{"shape": [8], "dtype": "|O"}', "dtype"),
         (".zarray", b'{"shape": [-8], "dtype": "<f4"}', "shape"),
         ("0", b"no frame", "ZSTD"),
+        ("0", None, "cannot be read"),
     ],
 )
 def test_damaged_zarr_array_is_an_error(
-    pax: Any, tmp_path: Path, name: str, content: bytes, reason: str
+    pax: Any, tmp_path: Path, name: str, content: bytes | None, reason: str
 ):
     folder = copied(pax, "stacked_zarr", tmp_path)
-    (folder / STATE / SCALE / name).write_bytes(content)
+    path = folder / STATE / SCALE / name
+    path.unlink() if content is None else path.write_bytes(content)
     with pytest.raises(DamagedCheckpointError, match=reason) as caught:
         read_all(folder)
     assert caught.value.value == SCALE.replace(".", "/")
@@ -129,17 +121,8 @@ def test_array_that_claims_a_huge_shape_is_an_error_before_memory_is_allocated(
     path = folder / STATE / SCALE / ".zarray"
     metadata = json.loads(path.read_text()) | {"shape": [2**40], "chunks": [2**40]}
     path.write_text(json.dumps(metadata))
-    partitioner, task = pax.run_of("stacked", folder=str(folder))
     with pytest.raises(UsageError, match=re.escape("float32[8] here, but float32[1099511627776]")):
-        plan_first_state(partitioner, task)
-
-
-def test_missing_chunk_is_an_error(pax: Any, tmp_path: Path):
-    folder = copied(pax, "stacked_zarr", tmp_path)
-    (folder / STATE / SCALE / "0").unlink()
-    with pytest.raises(DamagedCheckpointError) as caught:
-        read_all(folder)
-    assert caught.value.value == SCALE.replace(".", "/")
+        pax.plan(folder)
 
 
 def test_value_that_is_not_finite_is_an_error(pax: Any, tmp_path: Path):
@@ -149,8 +132,7 @@ def test_value_that_is_not_finite_is_an_error(pax: Any, tmp_path: Path):
     kvstore = f"file://{folder / STATE / SCALE}/"
     array = ts.open({"driver": "zarr", "kvstore": kvstore}, open=True).result()
     array[3] = np.nan
-    partitioner, task = pax.run_of("stacked", folder=str(folder))
-    read = plan_first_state(partitioner, task)
+    read = pax.plan(folder)
     with pytest.raises(DamagedCheckpointError, match="finite") as caught:
         read()
     assert caught.value.value == SCALE.replace(".", "/")

@@ -8,23 +8,43 @@ import jax
 import numpy as np
 import pytest
 
-from layerkit_runner.init_from import plan_first_state
+from layerkit.config import Partial
+from layerkit.interop.praxis import axis_order
+from layerkit_runner.errors import UsageError
+from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
 
-# (recorded checkpoint, stack of the run, number of layers)
-CASES = [
-    ("stacked_zarr", "stacked", 2),
-    ("stacked_ocdbt", "stacked", 2),
-    ("unstacked_flax", "unstacked", 2),
-    ("pipelined_zarr", "pipelined", 4),
-]
+# Praxis quantizes the momentum of the three projections as one weight.
+COMBINED = {"lm_tpl.stack_tpl.layer_tpl.attention_tpl.combined_qkv": True}
 
 
-@pytest.mark.parametrize(("case", "stack", "num_layers"), CASES)
+def adafactor(**fields: Any) -> Any:
+    return Partial(
+        sharded_adafactor, decay_adam=0.99, weight_decay=1e-3, axis_order=axis_order, **fields
+    )
+
+
+ADAFACTOR = {"edit": COMBINED, "optimizer": adafactor()}
+
+
+@pytest.mark.parametrize(
+    ("case", "stack", "options"),
+    [
+        ("stacked_zarr", "stacked", {}),
+        ("stacked_ocdbt", "stacked", {}),
+        ("unstacked_flax", "unstacked", {}),
+        ("pipelined_zarr", "pipelined", {"num_layers": 4}),
+        # The state of the optimizer moves between stacked and separate layers.
+        ("unstacked_flax", "stacked", {}),
+        ("stacked_zarr", "unstacked", {}),
+        ("adafactor_stacked_ocdbt", "stacked", ADAFACTOR),
+        ("adafactor_unstacked_flax", "unstacked", ADAFACTOR),
+        ("adafactor_unstacked_flax", "stacked", ADAFACTOR),
+    ],
+)
 def test_training_continues_with_the_losses_of_paxml(
-    pax: Any, case: str, stack: str, num_layers: int
+    pax: Any, case: str, stack: str, options: dict[str, Any]
 ):
-    folder = str(pax.folder / case)
-    losses = pax.train(stack, num_layers=num_layers, folder=folder, **pax.whole_state)
+    losses = pax.train(stack, folder=str(pax.folder / case), **options, **pax.whole_state)
     np.testing.assert_allclose(losses[0], pax.losses[case][0], rtol=0, atol=2e-6)
     np.testing.assert_allclose(losses, pax.losses[case], rtol=0, atol=1e-4)
 
@@ -36,26 +56,26 @@ def test_weights_alone_give_the_first_loss_and_then_others(pax: Any):
     assert max(np.abs(np.subtract(losses, expected))) > 1e-2
 
 
-@pytest.mark.parametrize(
-    ("case", "stack"), [("unstacked_flax", "stacked"), ("stacked_zarr", "unstacked")]
-)
-def test_optimizer_state_moves_between_stacked_and_separate_layers(pax: Any, case: str, stack: str):
-    losses = pax.train(stack, folder=str(pax.folder / case), **pax.whole_state)
-    np.testing.assert_allclose(losses, pax.losses[case], rtol=0, atol=1e-4)
-
-
 def test_each_format_restores_onto_a_sharded_mesh(pax: Any):
     for case in ("stacked_zarr", "stacked_ocdbt"):
-        partitioner, task = pax.run_of(
-            "stacked", mesh=(1, 2, 2), folder=str(pax.folder / case), **pax.whole_state
-        )
-        first = plan_first_state(partitioner, task)()
+        first = pax.plan(case, mesh=(1, 2, 2), **pax.whole_state)()
         assert first.step == pax.step
-        alone, same = pax.run_of("stacked", folder=str(pax.folder / case), **pax.whole_state)
-        expected = plan_first_state(alone, same)().state
+        expected = pax.plan(case, **pax.whole_state)().state
         weight = first.state.params["lm"]["stack"]["repeat"]["sub"]["feed_forward"]["up"]["w"]
         assert weight.addressable_shards[0].data.size == weight.size // 4
-        for found, right in zip(
-            jax.tree.leaves(first.state), jax.tree.leaves(expected), strict=True
-        ):
-            np.testing.assert_array_equal(found, right)
+        jax.tree.map(np.testing.assert_array_equal, first.state, expected)
+
+
+@pytest.mark.parametrize(
+    ("edit", "fields", "missing"),
+    [
+        (None, {}, "m_scale/lm/stack/repeat/sub/attention/query/w"),
+        (COMBINED, {"quantized_dtype": "float32"}, "m/lm/softmax/w"),
+        (COMBINED, {"factored": False}, "v/lm/softmax/w"),
+    ],
+    ids=["separate projections", "momentum of another dtype", "no factors"],
+)
+def test_state_that_the_optimizer_lacks_raises(pax: Any, edit: Any, fields: Any, missing: str):
+    options = {"edit": edit, "optimizer": adafactor(**fields), **pax.whole_state}
+    with pytest.raises(UsageError, match=f"{missing} is not in"):
+        pax.plan("adafactor_stacked_ocdbt", **options)

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import jax
-import pytest
 
 from layerkit_runner.tools.doctor import devices
 
@@ -16,7 +14,7 @@ def test_working_devices_have_no_problems():
     assert not found.problems
 
 
-def test_unused_gpus_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_unused_gpus_are_reported(tmp_path, monkeypatch):
     for name in ("0000:01:00.0", "0000:02:00.0"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(devices, "_NVIDIA_GPUS", f"{tmp_path}/*")
@@ -28,7 +26,7 @@ def test_unused_gpus_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert problem.fails and "layerkit-runner[cuda]" in problem.to_do
 
 
-def test_device_that_multiplies_wrongly_is_reported(monkeypatch: pytest.MonkeyPatch):
+def test_device_that_multiplies_wrongly_is_reported(monkeypatch):
     right = devices._product
     bad = jax.devices()[3]
 
@@ -41,7 +39,7 @@ def test_device_that_multiplies_wrongly_is_reported(monkeypatch: pytest.MonkeyPa
     assert problem.fails and problem.what == "Device 3 multiplies matrices wrongly."
 
 
-def test_wrong_sum_over_devices_is_found(monkeypatch: pytest.MonkeyPatch):
+def test_wrong_sum_over_devices_is_found(monkeypatch):
     monkeypatch.setattr(devices, "_BYTES_ON_CPU", 4096)
     found = devices.check_collectives()
     assert found.values["psum"]["is_right"]

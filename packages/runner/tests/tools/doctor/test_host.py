@@ -26,17 +26,13 @@ def install(folder: Path, name: str, version: str) -> None:
     (info / "METADATA").write_text("\n".join(lines) + "\n")
 
 
-def test_versions_are_those_of_the_installed_packages():
-    found = doctor.check_packages()
-    for name in ("jax", "jaxlib", "numpy"):
-        assert found.values[name] == importlib.metadata.version(name)
-
-
-def test_plugin_for_another_jaxlib_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_plugin_for_another_jaxlib_fails(tmp_path, monkeypatch):
     install(tmp_path, "jax-cuda13-plugin", "0.1.2")
     monkeypatch.syspath_prepend(tmp_path)
     jaxlib = importlib.metadata.version("jaxlib")
-    [problem] = [p for p in doctor.check_packages().problems if "plugin" in p.what]
+    found = doctor.check_packages()
+    assert (found.values["jax-cuda13-plugin"], found.values["jaxlib"]) == ("0.1.2", jaxlib)
+    [problem] = [p for p in found.problems if "plugin" in p.what]
     assert problem.fails
     assert problem.what == (
         f"jax-cuda13-plugin 0.1.2 is for another jaxlib than the installed {jaxlib}."
@@ -51,7 +47,7 @@ def test_host_report_has_cpus_and_memory():
         assert 0 < values["memory_available_bytes"] <= values["memory_bytes"]
 
 
-def test_folder_that_works_is_left_as_it_was(tmp_path: Path):
+def test_folder_that_works_is_left_as_it_was(tmp_path):
     (tmp_path / "kept").write_text("mine")
     found = doctor.check_folder(str(tmp_path))
     assert found.values["write_bytes_per_second"] > 0
@@ -60,13 +56,13 @@ def test_folder_that_works_is_left_as_it_was(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
-def test_missing_folder_is_not_created(tmp_path: Path):
+def test_missing_folder_is_not_created(tmp_path):
     found = doctor.check_folder(str(tmp_path / "a" / "b"))
     assert f"(does not exist; tried {tmp_path})" in found.lines[0]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_wrong_bytes_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_wrong_bytes_fail(tmp_path, monkeypatch):
     monkeypatch.setattr(type(epath.Path("a")), "read_bytes", lambda self: b"lost")
     with pytest.raises(OSError, match="differ from those written"):
         doctor.check_folder(str(tmp_path))
@@ -82,9 +78,7 @@ class Usage(NamedTuple):
 
 
 @pytest.mark.parametrize(("free", "fails"), [(5e9, [False]), (5e7, [True]), (1e12, [])])
-def test_little_free_space_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float, fails: list[bool]
-):
+def test_little_free_space_is_reported(tmp_path, monkeypatch, free, fails):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**13, 0, int(free)))
     problems = doctor.check_folder(str(tmp_path)).problems
     assert [problem.fails for problem in problems] == fails
@@ -102,7 +96,7 @@ class MemoryStore(MemoryFileSystem):
         return MemoryFileSystem._strip_protocol(path.removeprefix("az:/"))
 
 
-def test_store_that_returns_wrong_bytes_is_found(monkeypatch: pytest.MonkeyPatch):
+def test_working_store_is_left_as_it_was(monkeypatch):
     fsspec.register_implementation("az", MemoryStore, clobber=True)
     monkeypatch.setattr("etils.epath.gpath._is_tf_installed", lambda: False)
     epath.backend.fsspec_backend._get_filesystem.cache_clear()
@@ -110,8 +104,4 @@ def test_store_that_returns_wrong_bytes_is_found(monkeypatch: pytest.MonkeyPatch
     assert not found.problems
     assert found.values["write_bytes_per_second"] > 0
     assert not MemoryStore.store
-    # A store that returns wrong bytes.
-    monkeypatch.setattr(type(epath.Path("az://b")), "read_bytes", lambda self: b"lost")
-    with pytest.raises(OSError, match="differ from those written"):
-        doctor.check_folder("az://bucket/run")
     epath.backend.fsspec_backend._get_filesystem.cache_clear()

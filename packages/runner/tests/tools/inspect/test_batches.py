@@ -4,8 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -27,7 +25,7 @@ def lines_of(config: Any, *, num_hosts: int, kind: str = "eval", num_batches: in
     return [re.sub(r"in [\d.]+ s", "in … s", line) for line in lines]
 
 
-def test_lines_of_each_host_until_the_data_end(tiny: SimpleNamespace):
+def test_lines_of_each_host_until_the_data_end(tiny):
     config = tiny.Points.HParams.config(name="points", num_rows=11, percore_batch_size=1.0)
     lines = lines_of(config, num_hosts=2)
     assert lines[:5] == [
@@ -52,12 +50,12 @@ def test_lines_of_each_host_until_the_data_end(tiny: SimpleNamespace):
         ({}, "the next 2 batches each time"),
     ],
 )
-def test_limited_evaluation_is_described(tiny: SimpleNamespace, fields: Any, size: str):
+def test_limited_evaluation_is_described(tiny, fields, size):
     config = tiny.Points.HParams.config(percore_batch_size=1.0, eval_loop_num_batches=2, **fields)
     assert lines_of(config, num_hosts=1, num_batches=1)[1] == f"  8 rows a batch; {size}"
 
 
-def test_hosts_that_read_the_same_rows_are_reported(tiny: SimpleNamespace):
+def test_hosts_that_read_the_same_rows_are_reported(tiny):
     class Unsplit(tiny.Points):
         """An input that gives all hosts the same rows."""
 
@@ -71,7 +69,7 @@ def test_hosts_that_read_the_same_rows_are_reported(tiny: SimpleNamespace):
         assert f"    WARNING: hosts 0 and {host} read the same rows" in lines
 
 
-def test_skipped_records_are_reported(tiny: SimpleNamespace):
+def test_skipped_records_are_reported(tiny):
     class Holed(tiny.Points):
         """An input with two skipped records."""
 
@@ -81,14 +79,12 @@ def test_skipped_records_are_reported(tiny: SimpleNamespace):
     assert lines[-1] == "  Holed: skipped 2 unreadable records so far"
 
 
-def test_devices_that_cannot_be_split_over_hosts_raise(raises: Any):
+def test_devices_that_cannot_be_split_over_hosts_raise(raises):
     with raises(UsageError, field="--num_hosts", value=3):
         simulated_hosts(jax.devices(), 3)
 
 
-def test_command_shows_every_input_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_command_shows_every_input_and_writes_nothing(tmp_path, capsys):
     pytest.importorskip("layerkit_experiments")
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text("one two three. " * 10)
@@ -138,7 +134,7 @@ def test_command_shows_every_input_and_writes_nothing(
     ],
 )
 def test_command_with_closed_standard_output_ends_without_a_traceback(
-    tmp_path: Path, words: list[str], exit_code: int, error: str
+    tmp_path, words, exit_code, error
 ):
     pytest.importorskip("layerkit_experiments")
     reader, writer = os.pipe()
@@ -156,39 +152,23 @@ def test_command_with_closed_standard_output_ends_without_a_traceback(
     assert (done.returncode, done.stderr) == (exit_code, error)
 
 
+RECORDS = ['{"text": "one two", "id": 1}', '{"text": "three", "id": 2}']
+INPUTS = ("datasets.0", "datasets.1", "decode_datasets.0")
+
+
 @pytest.mark.parametrize(
     ("lines", "fields", "flags"),
     [
+        (RECORDS * 9, [], [["--fdl.TEXT_FIELD=text"], ["--fdl.JSON_AS_TEXT=True"]]),
+        (RECORDS * 9, ["--fdl.TEXT_FIELD=txt"], [["--fdl.TEXT_FIELD=text"]]),
         (
-            ['{"text": "one two", "id": 1}', '{"text": "three", "id": 2}'] * 9,
-            [],
-            [["--fdl.TEXT_FIELD=text"], ["--fdl.JSON_AS_TEXT=True"]],
-        ),
-        (
-            ['{"text": "one two", "id": 1}', '{"text": "three", "id": 2}'] * 9,
-            ["--fdl.TEXT_FIELD=txt"],
-            [["--fdl.TEXT_FIELD=text"]],
-        ),
-        (
-            ['{"text": "one two"}', '{"text": 7}', '{"text": "three"}'] * 9,
+            [*RECORDS, '{"text": 7}'] * 9,
             ["--fdl.TEXT_FIELD=text"],
-            [
-                [
-                    "--fdl.datasets.0.on_bad_record=skip",
-                    "--fdl.datasets.1.on_bad_record=skip",
-                    "--fdl.decode_datasets.0.on_bad_record=skip",
-                ]
-            ],
+            [[f"--fdl.{name}.on_bad_record=skip" for name in INPUTS]],
         ),
     ],
 )
-def test_error_of_data_names_flags_that_fix_it(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    lines: list[str],
-    fields: list[str],
-    flags: list[list[str]],
-):
+def test_error_of_data_names_flags_that_fix_it(tmp_path, capsys, lines, fields, flags):
     pytest.importorskip("layerkit_experiments")
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
     command = [

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 from types import SimpleNamespace
 from typing import Any
@@ -43,17 +44,9 @@ class Block(BaseLayer):
         return self.scale(x)
 
 
+@dataclasses.dataclass(frozen=True)
 class Order:
     """A value that is no layer."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Order)
-
-    def __hash__(self) -> int:
-        return 0
-
-    def __repr__(self) -> str:
-        return "Order()"
 
 
 class Tower(BaseModel):

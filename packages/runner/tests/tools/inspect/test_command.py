@@ -34,8 +34,8 @@ def test_table_of_weights_has_axes_shapes_and_sharding(tmp_path: Path):
     table = inspected(tmp_path)
     # The number of devices is independent of the 8 in the environment of the tests.
     assert (table["num_devices"], table["mesh"]["fsdp"]) == (16, 4)
-    weights = {row["path"]: row for row in table["parameters"]}
-    [query] = [row for path, row in weights.items() if path.endswith("query/w")]
+    assert table["totals"]["weights"]["count"] == sum(row["count"] for row in table["parameters"])
+    [query] = [row for row in table["parameters"] if row["path"].endswith("query/w")]
     assert query["axes"] == ["layers", "embed", "heads", "head_dim"]
     assert query["shape"] == [3, 16, 2, 8]
     assert query["sharding"] == [[], ["fsdp"], ["tensor"], []]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -133,9 +132,3 @@ def test_frozen_weights_and_other_variables(tiny: SimpleNamespace):
 def test_mesh_that_does_not_divide_a_weight_raises(raises: Any, tiny: SimpleNamespace):
     with raises(UsageError, problem="cannot be split evenly", value=1):
         table_of(tiny.task_config(dims=3))
-
-
-def test_table_can_be_written_as_json(lm_table: ParameterTable):
-    record = json.loads(json.dumps(dataclasses.asdict(lm_table)))
-    assert record["totals"]["weights"]["count"] == lm_table.totals["weights"].count
-    assert record["parameters"][0].keys() >= {"path", "shape", "axes", "sharding", "starts_as"}

@@ -24,7 +24,7 @@ def request_of() -> Callable[..., Request]:
         folder: str = "/runs/it's here", *, names: str = "['a b', 'c']", has_mesh: bool = False
     ) -> Request:
         words = ("--exp=lm.some.MyExperiment", f"--fdl.NAMES={names}", f"--job_log_dir={folder}")
-        return Request(words, folder, "train", resolved if has_mesh else any_mesh)
+        return Request(words, folder, resolved if has_mesh else any_mesh)
 
     return make
 

@@ -22,8 +22,10 @@ RECIPE = ROOT / "docs/launch/Dockerfile"
 pytestmark = pytest.mark.skipif(not RECIPE.exists(), reason="needs the whole repository")
 
 
-def test_copied_files_and_built_packages_exist():
+def test_copied_files_and_built_packages_exist_and_images_name_no_registry():
     text = RECIPE.read_text()
+    images = re.findall(r"^FROM (\S+)", text, re.MULTILINE)
+    assert images == ["python:3.12-slim", "python:3.12-slim"]
     copied = re.findall(r"^COPY (?!--from)(\S+)", text, re.MULTILINE)
     built = re.findall(r"\./(packages/\w+)", text)
     assert copied == ["packages", "constraints.txt"]
@@ -45,11 +47,6 @@ def test_extras_are_those_of_the_packages():
     inputs = re.search(r"^ARG INPUTS=(\S+)$", RECIPE.read_text(), re.MULTILINE)
     assert devices is not None and set(devices.groups()) <= extras["runner"]
     assert inputs is not None and set(inputs[1].split(",")) <= extras["inputs"]
-
-
-def test_base_images_name_no_registry():
-    images = re.findall(r"^FROM (\S+)", RECIPE.read_text(), re.MULTILINE)
-    assert images == ["python:3.12-slim", "python:3.12-slim"]
 
 
 def test_jobset_runs_a_valid_command_that_fits_its_pods():

@@ -32,21 +32,15 @@ def test_dry_run_prints_what_is_executed(tmp_path: Path, capfd):
     assert (tmp_path / "logs").is_dir()
 
 
-def test_only_the_owner_can_read_the_script(tmp_path: Path):
-    path = tmp_path / "run.sh"
-    path.write_text("before")
-    path.chmod(0o777)
+def test_script_replaces_a_symbolic_link_and_only_its_owner_can_read_it(tmp_path: Path):
+    path, other = tmp_path / "run.sh", tmp_path / "other"
+    other.write_text("theirs")
+    other.chmod(0o777)
+    path.symlink_to("other")
     assert Script(f"{path}", "exit 0", "bash").start() == 0
+    assert (path.is_symlink(), other.read_text()) == (False, "theirs")
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
-    assert [*tmp_path.iterdir()] == [path]
-
-
-def test_symbolic_link_at_the_path_of_the_script_is_replaced(tmp_path: Path):
-    (tmp_path / "other").write_text("theirs")
-    (tmp_path / "run.sh").symlink_to("other")
-    Script(f"{tmp_path}/run.sh", "exit 0", "bash").start()
-    assert (tmp_path / "other").read_text() == "theirs"
-    assert not (tmp_path / "run.sh").is_symlink()
+    assert {*tmp_path.iterdir()} == {path, other}
 
 
 def test_script_that_cannot_be_written_is_an_error(raises, tmp_path: Path):

@@ -112,27 +112,20 @@ def test_script_without_gpus_has_no_flags_of_gpus(request_of, flags_of, check_ba
     assert "gpu" not in text
 
 
-def test_job_is_requeued_at_its_time_limit(folder, request_of, flags_of):
-    process = start(folder, slurm.batch_script(request_of(), flags_of("slurm")), "wait")
+@pytest.mark.parametrize("final", [None, 0, 1, 2, 65])
+def test_job_without_a_final_exit_code_is_requeued_at_its_time_limit(
+    folder, request_of, flags_of, final
+):
+    script = slurm.batch_script(request_of(), flags_of("slurm"))
+    process = start(folder, script, "wait" if final is None else f"wait_{final}")
     wait_for_srun(folder)
     process.send_signal(signal.SIGUSR1)
     output, _ = process.communicate(timeout=30)
-    assert (process.returncode, "time limit reached" in output) == (0, True)
+    assert process.returncode == (final or 0)
+    assert ("time limit reached" in output) == (final is None)
+    requeued = ["scontrol requeue 47"] if final is None else []
     calls = (folder / "calls").read_text().splitlines()
-    assert calls == ["scancel --signal=TERM 47", "scontrol requeue 47"]
-
-
-@pytest.mark.parametrize("code", [0, 1, 2, 65])
-def test_job_with_a_final_exit_code_is_not_requeued_at_its_time_limit(
-    folder, request_of, flags_of, code
-):
-    script = slurm.batch_script(request_of(), flags_of("slurm"))
-    process = start(folder, script, f"wait_{code}")
-    wait_for_srun(folder)
-    process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=30)
-    assert process.returncode == code
-    assert (folder / "calls").read_text().splitlines() == ["scancel --signal=TERM 47"]
+    assert calls == ["scancel --signal=TERM 47", *requeued]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -10,8 +13,7 @@ import jax
 import pytest
 
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
-from layerkit_runner.tools.plan import make_plan
-from layerkit_runner.tools.plan.plan import Plan
+from layerkit_runner.tools.plan.plan import Plan, make_plan
 
 FOLDER = Path(__file__).parent
 MODULE = "small_lm_experiment"
@@ -32,6 +34,37 @@ def small_lm():
         sys.modules[MODULE] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[MODULE])
     return sys.modules[MODULE].SmallLm
+
+
+@pytest.fixture
+def runner(tmp_path):
+    """Return a function that runs `runner --mode=plan` on `SmallLm` in an empty folder."""
+
+    def run(*flags):
+        folders = [str(FOLDER), os.environ.get("PYTHONPATH", "")]
+        command = [sys.executable, "-m", "layerkit_runner.cli", "--mode=plan"]
+        return subprocess.run(
+            [*command, f"--exp={MODULE}.SmallLm", *flags],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": ":".join(folders), "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture
+def plan_json(runner):
+    """Return a function that runs the command and returns its output as JSON."""
+
+    def run(*flags):
+        result = runner("--json", *flags)
+        assert result.returncode == 0, result.stderr
+        return json.loads(result.stdout)
+
+    return run
 
 
 class Planned(NamedTuple):

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -19,29 +15,6 @@ needs_cuda = pytest.mark.skipif(
     not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)),
     reason="the compiler of NVIDIA GPUs is not installed",
 )
-
-
-@pytest.fixture
-def plan(experiment_folder, tmp_path):
-    """Plans `SmallLm` as a user does, and returns the JSON form."""
-
-    def run(*flags):
-        folders = [str(experiment_folder), os.environ.get("PYTHONPATH", "")]
-        result = subprocess.run(
-            [
-                *(sys.executable, "-m", "layerkit_runner.cli", "--mode=plan", "--json"),
-                *("--exp=small_lm_experiment.SmallLm", *flags),
-            ],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": ":".join(folders), "JAX_PLATFORMS": "cpu"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert result.returncode == 0, result.stderr
-        return json.loads(result.stdout)
-
-    return run
 
 
 def state_and_batch(found):
@@ -60,8 +33,8 @@ def is_quick(found):
 
 
 @needs_cuda
-def test_plan_of_gpus_in_two_nodes_counts_memory_and_slow_traffic(plan):
-    found = plan("--target=h100x16", "--fdl.MESH=[1,8,1]", "--fdl.SLICES=[2,1,1]")
+def test_plan_of_gpus_in_two_nodes_counts_memory_and_slow_traffic(plan_json):
+    found = plan_json("--target=h100x16", "--fdl.MESH=[1,8,1]", "--fdl.SLICES=[2,1,1]")
     assert (found["target"], found["num_devices"], found["num_slices"]) == ("h100x16", 16, 2)
     assert found["device"]["peak_flops"] == 989.4e12
     assert found["fits"] is True
@@ -77,8 +50,8 @@ def test_plan_of_gpus_in_two_nodes_counts_memory_and_slow_traffic(plan):
 
 
 @needs_tpu
-def test_plan_of_tpus_in_two_slices_counts_slow_traffic(plan):
-    found = plan("--target=v5e:2x2*2", "--fdl.MESH=[1,4,1]", "--fdl.SLICES=[2,1,1]")
+def test_plan_of_tpus_in_two_slices_counts_slow_traffic(plan_json):
+    found = plan_json("--target=v5e:2x2*2", "--fdl.MESH=[1,4,1]", "--fdl.SLICES=[2,1,1]")
     assert (found["num_devices"], found["num_slices"]) == (8, 2)
     assert found["device"]["device_kind"] == "TPU v5 lite"
     assert found["fits"] is True
@@ -89,8 +62,8 @@ def test_plan_of_tpus_in_two_slices_counts_slow_traffic(plan):
 
 
 @needs_tpu
-def test_step_that_is_too_large_for_a_tpu_does_not_fit(plan):
-    found = plan(
+def test_step_that_is_too_large_for_a_tpu_does_not_fit(plan_json):
+    found = plan_json(
         *("--target=v5e:1x1", "--fdl.MESH=[1,1,1]", "--fdl.MODEL_DIMS=16384"),
         *("--fdl.PERCORE_BATCH_SIZE=65536", "--fdl.NUM_LAYERS=2"),
     )
@@ -101,9 +74,9 @@ def test_step_that_is_too_large_for_a_tpu_does_not_fit(plan):
 
 
 @needs_tpu
-def test_quick_plan_is_close_to_that_of_a_run_and_has_a_note(plan):
+def test_quick_plan_is_close_to_that_of_a_run_and_has_a_note(plan_json):
     flags = ["--target=v5p:2x2x2", "--fdl.MESH=[1,8,1]"]
-    quick, full = (plan(*flags, *more) for more in ([], ["--plan_effort=full"]))
+    quick, full = (plan_json(*flags, *more) for more in ([], ["--plan_effort=full"]))
     assert (is_quick(quick), is_quick(full)) == (True, False)
     assert quick["memory"]["arguments"] == full["memory"]["arguments"]
     assert full["memory"]["peak"] <= full["device"]["memory_bytes"]
@@ -114,10 +87,10 @@ def test_quick_plan_is_close_to_that_of_a_run_and_has_a_note(plan):
 
 
 @needs_tpu
-def test_compiler_flags_change_the_program(plan):
+def test_compiler_flags_change_the_program(plan_json):
     # One mesh axis spans a torus of three dimensions, and the weights are large.
     flags = ["--target=v4:4x4x4", "--fdl.MESH=[1,64,1]", "--fdl.MODEL_DIMS=1024"]
-    plain, with_flags = (plan(*flags, *more) for more in ([], ["--xla_flags_preset=tpu_fsdp"]))
+    plain, with_flags = (plan_json(*flags, *more) for more in ([], ["--xla_flags_preset=tpu_fsdp"]))
     begin = "compiled with LIBTPU_INIT_ARGS "
     note = begin + "--xla_enable_async_all_gather=true"
     assert [line for line in with_flags["notes"] if line.startswith(note)]
@@ -134,10 +107,10 @@ def test_compiler_flags_change_the_program(plan):
 
 
 @needs_tpu
-def test_optimizer_state_in_host_memory_needs_no_device_memory(plan):
+def test_optimizer_state_in_host_memory_needs_no_device_memory(plan_json):
     target = "--target=v5p:2x2x2"
-    plain = plan(target)["memory"]
-    host = plan(target, "--fdl.partitioner.offload_optimizer_state=True")["memory"]
+    plain = plan_json(target)["memory"]
+    host = plan_json(target, "--fdl.partitioner.offload_optimizer_state=True")["memory"]
     moved = plain["optimizer"] - host["optimizer"]
     assert 0 < moved <= host["host_arguments"]
     assert host["host_temporaries"] == 0

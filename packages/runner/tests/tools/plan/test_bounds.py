@@ -38,7 +38,7 @@ MEMORY = Memory(
 
 
 def bounds(*, compute=0.0, memory=0.0, fast=0.0, slow=0.0, device=H100):
-    """Of work that takes these seconds on an H100."""
+    """Return the bounds of work that takes these seconds on an H100."""
     work = DeviceWork(
         flops=compute * PEAK,
         memory_bytes=memory * 3350e9,
@@ -106,19 +106,23 @@ def test_sent_bytes_are_split_by_network():
     assert step_bounds(work, H100, model_flops_per_device=1.0, tokens=None).tokens_per_sec is None
 
 
-def flops(experiment, *, remat, parts=1):
-    """Return the FLOPs of the whole step as it is traced, and those of the model."""
-    overrides = [
-        Override("task.model.lm_tpl.stack_tpl.remat", remat),
-        Override("task.train.gradient_accumulation_steps", str(parts)),
-    ]
-    resolved = resolve(experiment(NUM_LAYERS=2, MESH=[1, 2, 1], PERCORE_BATCH_SIZE=2), overrides)
+def traced_flops(resolved, *, rows):
+    """Return the FLOPs of the whole step as it is traced for two devices, and of the model."""
     partitioner, task = build_parts(resolved)
     partitioner.start(jax.devices("cpu")[:2])
     partitioner.bind(task)
     batch = partitioner.abstract_batch(make_input(resolved.datasets[0], partitioner).peek())
     step = partitioner.train_step_fn(task).trace(partitioner.abstract_state(task), batch)
-    return program_flops(step.jaxpr), model_flops_per_step(resolved.task, batch, rows=4)
+    return program_flops(step.jaxpr), model_flops_per_step(resolved.task, batch, rows=rows)
+
+
+def flops(experiment, *, remat, parts=1):
+    overrides = [
+        Override("task.model.lm_tpl.stack_tpl.remat", remat),
+        Override("task.train.gradient_accumulation_steps", str(parts)),
+    ]
+    resolved = resolve(experiment(NUM_LAYERS=2, MESH=[1, 2, 1], PERCORE_BATCH_SIZE=2), overrides)
+    return traced_flops(resolved, rows=4)
 
 
 def test_flops_of_a_traced_step_include_rematerialization(small_lm):
@@ -168,10 +172,6 @@ def test_pipeline_plan_of_a_task(small_lm, fields, microbatches, repeats):
     assert found.bubble_fraction == pytest.approx(1 - microbatches * repeats / found.num_ticks)
 
 
-def test_task_without_a_pipeline_has_no_pipeline_plan(small_lm):
-    assert pipeline_plans(resolve(small_lm()).task, rows=32) == []
-
-
 def test_model_flops_are_those_of_the_layers_alone(small_lm):
     def model_flops(resolved):
         partitioner, _ = build_parts(resolved)
@@ -181,6 +181,7 @@ def test_model_flops_are_those_of_the_layers_alone(small_lm):
 
     experiment = small_lm(NUM_LAYERS=4, USE_PMAP=True)
     plain = resolve(experiment)
+    assert pipeline_plans(plain.task, rows=32) == []
     staged: Config = pipelined(resolve(experiment), num_stages=2, num_microbatches=4)
     assert model_flops(staged) == model_flops(plain) > 0
 
@@ -193,12 +194,8 @@ def test_flops_of_a_traced_step_include_bubbles(small_lm):
         num_microbatches=4,
         stage_remat="none",
     )
-    partitioner, task = build_parts(resolved)
-    partitioner.start(jax.devices("cpu")[:2])
-    partitioner.bind(task)
-    batch = partitioner.abstract_batch(make_input(resolved.datasets[0], partitioner).peek())
-    step = partitioner.train_step_fn(task).trace(partitioner.abstract_state(task), batch)
     tokens = 8 * 8
     layer = 2 * (4 * 16 * 16 + 2 * 16 * 32) + 2 * 2 * 8 * 16 / 2
     # Four microbatches take five ticks of both stages; the softmax is in no stage.
-    assert program_flops(step.jaxpr) == 3 * tokens * (4 * layer * 5 / 4 + 2 * 16 * 32)
+    step, _ = traced_flops(resolved, rows=8)
+    assert step == 3 * tokens * (4 * layer * 5 / 4 + 2 * 16 * 32)

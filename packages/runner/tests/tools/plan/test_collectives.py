@@ -38,6 +38,12 @@ def traffic(fn, mesh):
     return collective_traffic(jitted.lower(GLOBAL).compile().as_text(), mesh.shape)
 
 
+def program(*lines):
+    """Return HLO of a function of f32[4] with these instructions."""
+    body = ["%x = f32[4]{0} parameter(0)", *lines]
+    return "ENTRY %main (x: f32[4]) -> f32[4] {\n  " + "\n  ".join(body) + "\n}\n"
+
+
 @pytest.mark.parametrize("order", [range(8), [5, 2, 7, 0, 1, 6, 3, 4]])
 @pytest.mark.parametrize(
     ("fn", "kind", "axes", "bytes_sent"),
@@ -103,25 +109,19 @@ def test_collectives_added_by_the_compiler_are_counted():
 
 
 def test_no_traffic_within_one_device():
-    text = """ENTRY %main (x: f32[4]) -> f32[4] {
-  %x = f32[4]{0} parameter(0)
-  ROOT %sum = f32[4]{0} all-reduce(%x), channel_id=1, replica_groups={{0},{1}}, to_apply=%add
-}
-"""
+    text = program("ROOT %r = f32[4]{0} all-reduce(%x), replica_groups={{0},{1}}, to_apply=%add")
     assert collective_traffic(text, {"data": 2}) == []
 
 
 def test_asynchronous_collectives_count_once_by_their_result():
-    text = """ENTRY %main (x: f32[4]) -> f32[4] {
-  %x = f32[4]{0} parameter(0)
-  %gs = (f32[4]{0}, f32[16]{0}) all-gather-start(%x), replica_groups=[1,4]<=[4], dimensions={0}
-  %gd = f32[16]{0} all-gather-done(%gs)
-  %ps = (f32[4], f32[4], u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1}}
-  %pd = f32[4]{0} collective-permute-done((f32[4], f32[4], u32[], u32[]) %ps)
-  %rs = f32[4]{0} all-reduce-start(%x), replica_groups={}, to_apply=%add
-  ROOT %rd = f32[4]{0} all-reduce-done(%rs)
-}
-"""
+    text = program(
+        "%gs = (f32[4]{0}, f32[16]{0}) all-gather-start(%x), replica_groups=[1,4]<=[4]",
+        "%gd = f32[16]{0} all-gather-done(%gs)",
+        "%ps = (f32[4], f32[4], u32[]) collective-permute-start(%x), source_target_pairs={{0,1}}",
+        "%pd = f32[4]{0} collective-permute-done((f32[4], f32[4], u32[]) %ps)",
+        "%rs = f32[4]{0} all-reduce-start(%x), replica_groups={}, to_apply=%add",
+        "ROOT %rd = f32[4]{0} all-reduce-done(%rs)",
+    )
     assert collective_traffic(text, {"data": 2, "fsdp": 2}) == [
         Traffic("all-gather", "data+fsdp", 1, 48, is_exact=True),  # 64 · 3/4
         Traffic("all-reduce", "data+fsdp", 1, 24, is_exact=True),  # 2 · 16 · 3/4
@@ -130,16 +130,12 @@ def test_asynchronous_collectives_count_once_by_their_result():
 
 
 def test_ragged_all_to_all_counts_by_its_smaller_buffer():
-    text = """ENTRY %main (x: f32[4], y: f32[16], n: s32[4]) -> f32[4] {
-  %x = f32[4]{0} parameter(0)
-  %y = f32[16]{0} parameter(1)
-  %n = s32[4]{0} parameter(2)
-  %s = ((f32[4], f32[16], s32[4], s32[4], s32[4], s32[4]), f32[16]) \
-ragged-all-to-all-start(%x, %y, %n, %n, %n, /*index=5*/%n), replica_groups={{0,1,2,3}}
-  %d = f32[16]{0} ragged-all-to-all-done(%s)
-  ROOT %r = f32[4]{0} ragged-all-to-all(%d, %x, %n, %n, %n, %n), replica_groups={{0,1,2,3}}
-}
-""".replace("\\\n", "")
+    text = program(
+        "%s = ((f32[4], f32[16], s32[4], s32[4], s32[4], s32[4]), f32[16]) ragged-all-to-all-start"
+        "(%x, %y, %n, %n, %n, /*index=5*/%n), replica_groups={{0,1,2,3}}",
+        "%d = f32[16]{0} ragged-all-to-all-done(%s)",
+        "ROOT %r = f32[4]{0} ragged-all-to-all(%d, %x, %n, %n, %n, %n), replica_groups={{0,1,2,3}}",
+    )
     # 16 · 3/4 bytes there and as many back.
     assert collective_traffic(text, {"expert": 4}) == [
         Traffic("ragged-all-to-all", "expert", 2, 24, is_exact=True)
@@ -154,14 +150,11 @@ def test_all_gather_in_a_chain_counts_once():
     )
     links = [(3, 9), (3, 9), (3, 9), (4, 9), (4, 10), (4, 10)]
     lines = [
-        f"  %g.{n} = {link.format(channel=channel, chain=chain)}"
+        f"%g.{n} = {link.format(channel=channel, chain=chain)}"
         for n, (channel, chain) in enumerate(links)
     ]
-    text = "\n".join(
-        ["ENTRY %main (x: f32[4]) -> f32[4] {", "  %x = f32[4]{0} parameter(0)", *lines, "}"]
-    )
     gathers = Traffic("all-gather", "data+fsdp", 3, 3 * 48, is_exact=True)
-    assert collective_traffic(text, {"data": 2, "fsdp": 2}) == [gathers]
+    assert collective_traffic(program(*lines), {"data": 2, "fsdp": 2}) == [gathers]
 
 
 TWO_SLICES = [0, 0, 0, 0, 1, 1, 1, 1]
@@ -182,30 +175,24 @@ TWO_SLICES = [0, 0, 0, 0, 1, 1, 1, 1]
         # Half of what is dealt out goes to the other half of the devices.
         ("f32[16]{0} all-to-all(%x), replica_groups=[1,8]<=[8]", "data+fsdp", 56, 32),
         ("f32[16]{0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}", "fsdp", 64, 0),
-        (
-            "f32[16]{0} collective-permute(%x), source_target_pairs={{0,1},{3,7}}",
-            "data+fsdp",
-            64,
-            64,
-        ),
+        ("f32[16] collective-permute(%x), source_target_pairs={{0,1},{3,7}}", "data+fsdp", 64, 64),
     ],
 )
 def test_bytes_that_leave_a_slice(line, axes, sent, slow):
-    text = f"ENTRY %main (x: f32[16]) -> f32[16] {{\n  ROOT %r = {line}, to_apply=%add\n}}\n"
+    text = program(f"ROOT %r = {line}, to_apply=%add")
     (found,) = collective_traffic(text, {"data": 2, "fsdp": 4}, slices=TWO_SLICES)
     assert (found.axes, found.bytes_sent, found.bytes_slow) == (axes, sent, slow)
 
 
 def test_send_of_a_tpu_counts_as_its_collective():
     # Two slices of four: each device has added up its quarter, and sends it to its partner.
-    text = """ENTRY %main (x: bf16[4,8]) -> bf16[4,8] {
-  %x = bf16[4,8]{1,0} parameter(0)
-  %send = (bf16[4,8]{1,0}, u32[], token[]) send(%x, %token), channel_id=3, ATTRIBUTES
-  %recv = (bf16[4,8]{1,0}, u32[], token[]) recv(%token), channel_id=2, ATTRIBUTES
-  %sent = token[] send-done(%send), channel_id=3, is_host_transfer=true
-  ROOT %received = (bf16[4,8]{1,0}, token[]) recv-done(%recv), channel_id=2
-}
-""".replace("ATTRIBUTES", 'is_host_transfer=true, {_xla_megascale_transfer_type="ALL_REDUCE"}')
+    attributes = 'is_host_transfer=true, {_xla_megascale_transfer_type="ALL_REDUCE"}'
+    text = program(
+        f"%send = (bf16[4,8]{{1,0}}, u32[], token[]) send(%y, %token), channel_id=3, {attributes}",
+        f"%recv = (bf16[4,8]{{1,0}}, u32[], token[]) recv(%token), channel_id=2, {attributes}",
+        "%sent = token[] send-done(%send), channel_id=3, is_host_transfer=true",
+        "ROOT %received = (bf16[4,8]{1,0}, token[]) recv-done(%recv), channel_id=2",
+    )
     assert collective_traffic(text, {"data": 2, "fsdp": 4}, slices=TWO_SLICES) == [
         Traffic("all-reduce", "data", 1, 64, is_exact=True, bytes_slow=64)
     ]
@@ -228,10 +215,7 @@ ENTRY %main (x: f32[32]) -> f32[8] {
 
 
 def test_collective_with_unknown_groups_raises():
-    text = """ENTRY %main (x: f32[4]) -> f32[4] {
-  ROOT %sum = f32[4]{0} all-reduce(%x), replica_groups=everyone, to_apply=%add
-}
-"""
+    text = program("ROOT %sum = f32[4]{0} all-reduce(%x), replica_groups=everyone, to_apply=%add")
     with pytest.raises(ValueError, match="unknown form of device groups"):
         collective_traffic(text, {"data": 2})
 
@@ -309,10 +293,6 @@ def test_groups_are_named_by_the_axes_they_span(groups, axes):
 
 def test_part_of_an_axis_is_no_axis():
     assert axes_of_groups([[0, 1], [2, 3]], {"fsdp": 4}) == "mixed"
-
-
-def test_axes_of_size_one_are_never_named():
-    assert axes_of_groups([[0, 1], [2, 3]], {"data": 2, "fsdp": 1, "tensor": 2}) == "tensor"
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())

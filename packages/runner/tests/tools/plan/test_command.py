@@ -1,35 +1,11 @@
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
 
-@pytest.fixture
-def runner(experiment_folder, tmp_path):
-    """Return a function that runs `runner` as a process in an empty folder."""
-
-    def run(*flags):
-        return subprocess.run(
-            [sys.executable, "-m", "layerkit_runner.cli", "--mode=plan", *flags],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(experiment_folder), "JAX_PLATFORMS": "cpu"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    return run
-
-
-def test_plan_for_sixteen_simulated_devices(runner, tmp_path):
+def test_plan_for_sixteen_simulated_devices(plan_json, tmp_path):
     # The number of devices is independent of the 8 in the environment of the tests.
-    result = runner("--exp=small_lm_experiment.SmallLm", "--fdl.MESH=[2,4,2]", "--json")
-    assert result.returncode == 0, result.stderr
-    plan = json.loads(result.stdout)
+    plan = plan_json("--fdl.MESH=[2,4,2]")
     assert plan["num_devices"] == 16
     assert plan["mesh"] == {"data": 2, "fsdp": 4, "tensor": 2}
     assert plan["batch"]["rows"] == 16
@@ -39,8 +15,7 @@ def test_plan_for_sixteen_simulated_devices(runner, tmp_path):
 
 @pytest.mark.slow  # the page itself is tested without a process
 def test_page_of_a_pmap_experiment(runner):
-    flags = ["--exp=small_lm_experiment.SmallLm", "--fdl.USE_PMAP=True", "--target=cpux3"]
-    result = runner(*flags)
+    result = runner("--fdl.USE_PMAP=True", "--target=cpux3")
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0] == "plan of small_lm_experiment.SmallLm"
@@ -57,14 +32,13 @@ def test_page_of_a_pmap_experiment(runner):
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            *(["--fdl.task.train.save_max_to_keep=0"], "save_max_to_keep=0"),
-            marks=pytest.mark.slow,
+            *(["--fdl.task.train.save_max_to_keep=0"], "save_max_to_keep=0"), marks=pytest.mark.slow
         ),
         (["--fdl.MESH=[1,1]"], "ici_mesh_shape=[1, 1]"),
     ],
 )
 def test_invalid_flags_and_fields_end_with_exit_code_2(runner, tmp_path, flags, named):
-    result = runner("--exp=small_lm_experiment.SmallLm", *flags)
+    result = runner(*flags)
     assert (result.returncode, result.stdout) == (2, "")
     assert named in result.stderr
     assert "Traceback" not in result.stderr

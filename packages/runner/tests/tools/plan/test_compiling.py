@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -69,27 +71,17 @@ def test_measured_step_has_program_and_sizes():
     ],
 )
 def test_quick_effort_applies_to_absent_tpus_alone(platform, is_here, effort, is_quick):
-    asked = []
-
-    class Lowered:
-        def compile(self, compiler_options):
-            asked.append(compiler_options)
-            return jax.jit(jnp.sin).lower(1.0).compile()
-
-    step = compile_step(Lowered(), platform=platform, is_here=is_here, effort=effort)
+    lowered = Mock()
+    lowered.compile.return_value = jax.jit(jnp.sin).lower(1.0).compile()
+    step = compile_step(lowered, platform=platform, is_here=is_here, effort=effort)
     assert step.is_quick == is_quick
-    assert ("optimization_level" in asked[0]) == is_quick
+    options = lowered.compile.call_args.kwargs["compiler_options"]
+    assert ("optimization_level" in options) == is_quick
 
 
 @pytest.mark.parametrize(
     ("peak", "refusal", "expected"),
-    [
-        (0.9, None, False),
-        (0.96, None, True),
-        (0.9, "too large", True),
-        (1.2, "too large", True),
-        (1.4, "too large", True),
-    ],
+    [(0.9, None, False), (0.96, None, True), (0.9, "too large", True), (1.4, "too large", True)],
 )
 def test_a_quick_plan_near_the_memory_is_in_doubt(peak, refusal, expected):
     device = device_kind("v5e")
@@ -101,13 +93,9 @@ def test_a_quick_plan_near_the_memory_is_in_doubt(peak, refusal, expected):
 
 def test_other_errors_of_a_compiler_are_not_taken_for_a_lack_of_memory():
     lowered = jax.jit(jnp.sin).lower(1.0)
-
-    class Broken:
-        def compile(self, compiler_options):
-            return lowered.compile(compiler_options={"no_such_option": 1})
-
+    broken = SimpleNamespace(compile=lambda **_: lowered.compile({"no_such_option": 1}))
     with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
-        compile_step(Broken(), platform="cpu", is_here=True)
+        compile_step(broken, platform="cpu", is_here=True)
 
 
 def test_notes_of_a_step_compiled_without_a_gpu():

@@ -17,6 +17,7 @@ from layerkit_runner.tools.plan.hardware import Target, parse_target
 
 FSDP_4 = SpmdPartitioner(ici_mesh_shape=[1, 4, 1])
 TWICE_4 = SpmdPartitioner(ici_mesh_shape=[1, 4, 1], dcn_mesh_shape=[2, 1, 1])
+NODES_32 = SpmdPartitioner(ici_mesh_shape=[1, 8, 1], dcn_mesh_shape=[1, 32, 1])
 
 
 @pytest.mark.parametrize(
@@ -34,29 +35,21 @@ TWICE_4 = SpmdPartitioner(ici_mesh_shape=[1, 4, 1], dcn_mesh_shape=[2, 1, 1])
         (PmapPartitioner(), {"target": "cpux6", "num_devices": 6}, "cpux6", 1),
         # The mesh completes the target.
         (FSDP_4, {"target": "h100"}, "h100x4", 1),
-        (
-            SpmdPartitioner(ici_mesh_shape=[1, 8, 1], dcn_mesh_shape=[1, 32, 1]),
-            {"target": "h100"},
-            "h100x256",
-            32,
-        ),
+        (NODES_32, {"target": "h100"}, "h100x256", 32),
         (FSDP_4, {"target": "v5p"}, "v5p:2x2x1", 1),
         (FSDP_4, {"target": "v7x"}, "v7x:2x1x1", 1),
         (TWICE_4, {"target": "v5e"}, "v5e:2x2*2", 2),
         (TWICE_4, {"target": "2xv4-8"}, "v4:2x2x1*2", 2),
         (PmapPartitioner(), {"target": "v4", "num_devices": 4}, "v4:2x2x1", 1),
         (FSDP_4, {"target": "here"}, "here", 1),
+        (TWICE_4, {"default": 3}, "cpux8", 2),
+        (PmapPartitioner(), {"default": 3}, "cpux3", 1),
+        (PmapPartitioner(), {"num_devices": 5, "default": 3}, "cpux5", 1),
     ],
 )
 def test_target_is_completed_from_the_mesh(partitioner, flags, described, num_slices):
     found = planned_target(partitioner, **flags)
     assert (found.describe(), found.num_slices) == (described, num_slices)
-
-
-def test_default_is_used_if_neither_flags_nor_mesh_give_a_number():
-    assert planned_target(TWICE_4, default=3).num_devices == 8
-    assert planned_target(PmapPartitioner(), default=3).num_devices == 3
-    assert planned_target(PmapPartitioner(), num_devices=5, default=3).num_devices == 5
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
 import pytest
-from jax import lax
 
 from layerkit_runner.tools.plan.hlo import instructions
 
@@ -73,26 +70,11 @@ def test_types_with_brackets_and_comments_are_read():
     assert found["p.2"].opcode == "parameter"
 
 
-def test_loops_of_a_compiled_program_multiply():
-    def square(x, _):
-        return jnp.sin(x @ x), None
-
-    def body(x, _):
-        return lax.scan(square, x, length=3)[0], None
-
-    def step(x):
-        return lax.scan(body, x, length=5)[0] @ x
-
-    text = jax.jit(step).lower(jax.ShapeDtypeStruct((64, 64), jnp.float32)).compile().as_text()
-    # 5 · 3 products in the loops, and one after them; XLA does not merge products.
-    assert sum(each.executions for each in instructions(text) if each.opcode == "dot") == 16
-
-
 LOOP = """%condition (state: (s32[], f32[4])) -> pred[] {
   %limit = s32[]{:T(128)} constant(12)
   %state = (s32[], f32[4]{0}) parameter(0)
   %counter = s32[] get-tuple-element(%state), index=0
-  ROOT %less = pred[] compare(%counter, %limit), direction=LT
+  COMPARE
 }
 
 %body (state.1: (s32[], f32[4])) -> (s32[], f32[4]) {
@@ -113,33 +95,26 @@ ENTRY %main (x: f32[4]) -> f32[4] {
 """
 
 
+LESS = "%less = pred[] compare(%counter, %limit), direction=LT"
+MAY_END_EARLY = f"{LESS}\n  ROOT %both = pred[] and(%less, %alive)"
+UNKNOWN = f"ROOT {LESS}".replace("LT", "NE")
+
+
 @pytest.mark.parametrize(
-    ("first", "step", "executions", "is_exact"),
+    ("first", "step", "compare", "executions", "is_exact"),
     [
-        ("0", "1", 12, True),
-        ("0", "5", 3, True),  # 0, 5 and 10
-        ("2", "5", 2, True),  # 2 and 7
-        ("0", "unknown", 12, False),
-        ("unknown", "1", 12, False),
+        ("0", "1", f"ROOT {LESS}", 12, True),
+        ("0", "5", f"ROOT {LESS}", 3, True),  # 0, 5 and 10
+        ("2", "5", f"ROOT {LESS}", 2, True),  # 2 and 7
+        ("0", "unknown", f"ROOT {LESS}", 12, False),
+        ("unknown", "1", f"ROOT {LESS}", 12, False),
+        ("0", "1", MAY_END_EARLY, 12, False),
+        ("0", "1", UNKNOWN, 1, False),
     ],
 )
-def test_loop_count_is_read_from_the_condition(first, step, executions, is_exact):
-    text = LOOP.replace("FIRST", first).replace("STEP", step)
+def test_loop_count_is_read_from_the_condition(first, step, compare, executions, is_exact):
+    text = LOOP.replace("FIRST", first).replace("STEP", step).replace("COMPARE", compare)
     program = {each.name: each for each in instructions(text)}
     assert (program["y"].executions, program["y"].is_exact) == (executions, is_exact)
     assert program["y"].computation == "body"
     assert not program["y"].is_fused
-
-
-def test_loop_of_unknown_length_counts_once():
-    text = LOOP.replace("FIRST", "0").replace("STEP", "1").replace("direction=LT", "direction=NE")
-    program = {each.name: each for each in instructions(text)}
-    assert (program["y"].executions, program["y"].is_exact) == (1, False)
-
-
-def test_loop_that_may_end_early_counts_its_limit_and_is_not_exact():
-    less = "ROOT %less = pred[] compare(%counter, %limit), direction=LT"
-    both = less.removeprefix("ROOT ") + "\n  ROOT %both = pred[] and(%less, %alive)"
-    text = LOOP.replace("FIRST", "0").replace("STEP", "1").replace(less, both)
-    program = {each.name: each for each in instructions(text)}
-    assert (program["y"].executions, program["y"].is_exact) == (12, False)

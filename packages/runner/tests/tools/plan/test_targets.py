@@ -45,12 +45,6 @@ def test_target_is_parsed(text, kind, num_devices, num_slices, topology):
     assert parse_target(found.describe()) == found
 
 
-def test_target_here_is_the_devices_of_this_machine():
-    found = parse_target("here")
-    assert found.is_here
-    assert found.describe() == "here"
-
-
 @pytest.mark.parametrize(
     ("text", "field", "value"),
     [

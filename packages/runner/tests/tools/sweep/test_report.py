@@ -71,9 +71,7 @@ def sweep(
     return study_file(space=SPACE, num_trials=5), folder, study
 
 
-def test_table_and_record_list_the_trials_from_best_to_worst(
-    sweep: tuple[StudyFile, SweepFolder, optuna.Study],
-):
+def test_table_and_record_list_the_trials_from_best_to_worst(sweep):
     file, folder, study = sweep
     trials = study.trials
     found = results(trials, file, folder)
@@ -89,9 +87,7 @@ def test_table_and_record_list_the_trials_from_best_to_worst(
     assert record["trials"][-1]["reason"] == "no memory"
 
 
-def test_best_trial_has_the_largest_value_if_the_direction_is_maximize(
-    sweep: tuple[StudyFile, SweepFolder, optuna.Study], study_file: Callable[..., StudyFile]
-):
+def test_best_trial_has_the_largest_value_if_the_direction_is_maximize(sweep, study_file):
     _, folder, study = sweep
     file = study_file(space=SPACE, direction="maximize")
     assert [r.number for r in results(study.trials, file, folder)] == [0, 1, 2, 4, 3]

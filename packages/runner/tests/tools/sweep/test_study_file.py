@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import dataclasses
+import tomllib
 from typing import Any
 
 import pytest
@@ -13,47 +13,34 @@ from layerkit.field_types import parse_value
 
 pytest.importorskip("optuna")
 
-from optuna.distributions import (
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from layerkit_runner.tools.sweep.study_file import (
     StudyFile,
     as_floats,
     grid,
     override_text,
-    parse_space,
     read_study_file,
 )
 
-SPACE = {"RATE": {"low": 0.1, "high": 1.0}}
+TOML = """
+metric = "held out/score/accuracy"
+direction = "maximize"
+num_trials = 7
+sampler = {name = "tpe", seed = 4}
+pruner = "median"
+
+[space]
+RATE = {low = 1e-4, high = 1, log = true}
+LAYERS = {low = 2, high = 8, step = 2}
+MESH = {choices = [[1, 4], [2, 2]]}
+task.train.learner.ema_decay = {choices = [0.9, 0.99]}
+"""
 
 
-def read(tmp_path: Path, **document: Any) -> StudyFile:
-    path = tmp_path / "study.json"
-    path.write_text(json.dumps({"metric": "heldout/loss", "space": SPACE, **document}))
-    return read_study_file(str(path))
-
-
-def test_toml_and_json_have_the_same_keys(tmp_path: Path):
+def test_toml_and_json_have_the_same_keys(study_file, tmp_path):
     toml = tmp_path / "study.toml"
-    toml.write_text(
-        """
-        metric = "held out/score/accuracy"
-        direction = "maximize"
-        num_trials = 7
-        sampler = {name = "tpe", seed = 4}
-        pruner = "median"
-
-        [space]
-        RATE = {low = 1e-4, high = 1, log = true}
-        LAYERS = {low = 2, high = 8, step = 2}
-        MESH = {choices = [[1, 4], [2, 2]]}
-        task.train.learner.ema_decay = {choices = [0.9, 0.99]}
-        """
-    )
+    toml.write_text(TOML)
     file = read_study_file(str(toml))
     assert file == StudyFile(
         path=str(toml),
@@ -70,29 +57,16 @@ def test_toml_and_json_have_the_same_keys(tmp_path: Path):
         pruner=("median", {}),
     )
     assert read_study_file(str(toml), num_trials=3).num_trials == 3
-    as_json = read(
-        tmp_path,
-        metric=file.metric,
-        direction="maximize",
-        num_trials=7,
-        sampler={"name": "tpe", "seed": 4},
-        pruner="median",
-        space={
-            "RATE": {"low": 1e-4, "high": 1, "log": True},
-            "LAYERS": {"low": 2, "high": 8, "step": 2},
-            "MESH": {"choices": [[1, 4], [2, 2]]},
-            "task.train.learner.ema_decay": {"choices": [0.9, 0.99]},
-        },
-    )
-    assert as_json.space == file.space and as_json.sampler == file.sampler
+    as_json = study_file(**tomllib.loads(TOML))
+    assert dataclasses.replace(as_json, path=file.path) == file
 
 
-def test_grid_has_a_trial_for_each_combination(tmp_path: Path):
+def test_grid_has_a_trial_for_each_combination(study_file):
     space = {"A": {"choices": ["x", "y"]}, "B": {"low": 0.0, "high": 0.3, "step": 0.1}}
     space["C"] = {"low": 1, "high": 3}
-    assert read(tmp_path, sampler="grid", space=space).num_trials == 2 * 4 * 3
-    assert read(tmp_path, sampler="grid", space=space, num_trials=99).num_trials == 24
-    assert read(tmp_path, sampler="grid", space=space, num_trials=5).num_trials == 5
+    assert study_file(sampler="grid", space=space).num_trials == 2 * 4 * 3
+    assert study_file(sampler="grid", space=space, num_trials=99).num_trials == 24
+    assert study_file(sampler="grid", space=space, num_trials=5).num_trials == 5
 
 
 def range_of(**given: Any) -> dict[str, Any]:
@@ -129,23 +103,19 @@ def range_of(**given: Any) -> dict[str, Any]:
         ({"space": {"A": {"choices": [1, 1.0]}}}, "space.A", [1, 1.0]),
         (range_of(low=5), "space.A", range_of(low=5)["space"]["A"]),
         (range_of(low="1"), "space.A", range_of(low="1")["space"]["A"]),
-        (
-            range_of(high=float("inf")),
-            "space.A",
-            {"low": 1, "high": float("inf")},
-        ),
+        (range_of(high=float("inf")), "space.A", {"low": 1, "high": float("inf")}),
         (range_of(low=0, log=True), "space.A", range_of(low=0, log=True)["space"]["A"]),
         (range_of(log=True, step=3), "space.A", range_of(log=True, step=3)["space"]["A"]),
         (range_of(step=2), "space.A", range_of(step=2)["space"]["A"]),
     ],
 )
-def test_wrong_key_or_value_is_an_error(raises, tmp_path: Path, document, field, value):
+def test_wrong_key_or_value_is_an_error(raises, study_file, tmp_path, document, field, value):
     with raises(UserError, owner=f"--study={tmp_path / 'study.json'}", field=field, value=value):
-        read(tmp_path, **document)
+        study_file(**document)
 
 
 @pytest.mark.parametrize("name", ["stduy.toml", "study.yaml", "study.toml", "list.json"])
-def test_missing_or_malformed_file_is_an_error(raises, tmp_path: Path, name: str):
+def test_missing_or_malformed_file_is_an_error(raises, tmp_path, name):
     (tmp_path / "study.toml").write_text("metric = ")
     (tmp_path / "list.json").write_text("[]")
     with raises(UserError, owner=f"--study={tmp_path / name}"):
@@ -182,11 +152,5 @@ def test_range_of_integers_becomes_one_of_floats():
         ({"inf": float("inf")}, "dict[str, float]"),
     ],
 )
-def test_override_text_of_a_value_is_parsed_to_the_value(value: Any, annotation: str):
+def test_override_text_of_a_value_is_parsed_to_the_value(value, annotation):
     assert parse_value(override_text(value), annotation) == value
-
-
-def test_override_text_of_a_list_is_parsed_to_the_list():
-    space = parse_space({"MESH": {"choices": [[1, 4, 1], [2, 2, 1]]}})
-    texts = [override_text(value) for value in space["MESH"].choices]
-    assert [parse_value(text, "list[int]") for text in texts] == [[1, 4, 1], [2, 2, 1]]

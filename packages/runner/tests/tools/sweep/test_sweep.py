@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ SPACE = {
     "LAYERS": {"low": 1, "high": 9},
     "KIND": {"choices": ["a", "b", None]},
 }
-Files = Callable[..., StudyFile]
 
 
 def opened(file: StudyFile, folder: Path, *, storage: str | None = "journal") -> Study:
@@ -32,7 +30,7 @@ def opened(file: StudyFile, folder: Path, *, storage: str | None = "journal") ->
 
 
 def loss(own: ClaimedTrial) -> float:
-    return float(own.values["RATE"] * own.values["LAYERS"])  # type: ignore[operator]
+    return float(own.trial.params["RATE"] * own.trial.params["LAYERS"])
 
 
 def end(study: Study, own: ClaimedTrial, state: str = "complete", value: float = 0.0) -> None:
@@ -42,15 +40,13 @@ def end(study: Study, own: ClaimedTrial, state: str = "complete", value: float =
 def run_all(study: Study, *, at_most: int = 99) -> list[dict[str, Any]]:
     values = []
     while len(values) < at_most and (own := study.claim()) is not None:
-        values.append(dict(own.values))
+        values.append(dict(own.trial.params))
         end(study, own, value=loss(own))
     return values
 
 
 @pytest.mark.parametrize("sampler", ["random", "tpe"])
-def test_resumed_study_draws_the_values_of_an_uninterrupted_one(
-    study_file: Files, tmp_path: Path, sampler: str
-):
+def test_resumed_study_draws_the_values_of_an_uninterrupted_one(study_file, tmp_path, sampler):
     options = {"name": sampler, "seed": 3}
     if sampler == "tpe":
         options["n_startup_trials"] = 2
@@ -63,13 +59,13 @@ def test_resumed_study_draws_the_values_of_an_uninterrupted_one(
     assert run_all(opened(other, tmp_path / "other"))[0] != whole[0]
 
 
-def test_two_processes_claim_different_trials(study_file: Files, tmp_path: Path):
+def test_two_processes_claim_different_trials(study_file, tmp_path):
     file = study_file(space=SPACE, sampler="random", num_trials=3)
     first, second = (opened(file, tmp_path / "study", storage=None) for _ in range(2))
     assert (tmp_path / "study" / "study.db").exists()
     taken = [study.claim() for study in (first, second, first)]
-    assert [own.number for own in taken if own] == [0, 1, 2]
-    assert len({own.values["RATE"] for own in taken if own}) == 3
+    assert [own.trial.number for own in taken if own] == [0, 1, 2]
+    assert len({own.trial.params["RATE"] for own in taken if own}) == 3
     assert second.claim() is None
     for study, own in zip((first, second, first), taken, strict=True):
         assert own is not None
@@ -79,7 +75,7 @@ def test_two_processes_claim_different_trials(study_file: Files, tmp_path: Path)
     second.close()
 
 
-def test_trial_that_lost_its_process_is_resumed_with_its_values(study_file: Files, tmp_path: Path):
+def test_trial_that_lost_its_process_is_resumed_with_its_values(study_file, tmp_path):
     file = study_file(space=SPACE, num_trials=2)
     first, second = (opened(file, tmp_path / "study") for _ in range(2))
     own = first.claim()
@@ -88,7 +84,7 @@ def test_trial_that_lost_its_process_is_resumed_with_its_values(study_file: File
     own.lock.close()  # as the operating system does for a process that is killed
     again = second.claim()
     assert again is not None and again.is_resumed
-    assert (again.number, again.values) == (own.number, own.values)
+    assert (again.trial.number, again.trial.params) == (own.trial.number, own.trial.params)
     # A step is not reported twice.
     assert not again.report(10, 0.5) and again.report(20, 0.25)
     end(second, again, value=0.25)
@@ -96,14 +92,14 @@ def test_trial_that_lost_its_process_is_resumed_with_its_values(study_file: File
     assert (trial.value, trial.intermediate_values) == (0.25, {10: 0.5, 20: 0.25})
 
 
-def test_trial_that_was_killed_while_it_drew_values_is_replaced(study_file: Files, tmp_path: Path):
+def test_trial_that_was_killed_while_it_drew_values_is_replaced(study_file, tmp_path):
     study = opened(study_file(space=SPACE, num_trials=2), tmp_path / "study")
     study.optuna.ask()  # then its process is killed
     assert len(run_all(study)) == 2
     assert [trial.state.name for trial in study.trials()] == ["FAIL", "COMPLETE", "COMPLETE"]
 
 
-def test_grid_runs_every_combination_once(study_file: Files, tmp_path: Path):
+def test_grid_runs_every_combination_once(study_file, tmp_path):
     space = {"A": {"choices": [0.1, "x"]}, "B": {"low": 1, "high": 3}}
     file = study_file(space=space, sampler="grid")
     found = []
@@ -111,12 +107,12 @@ def test_grid_runs_every_combination_once(study_file: Files, tmp_path: Path):
         own = study.claim()
         if own is None:
             break
-        found.append((own.values["A"], own.values["B"]))
+        found.append((own.trial.params["A"], own.trial.params["B"]))
         end(study, own, "failed")
     assert sorted(found, key=str) == sorted(itertools.product([0.1, "x"], [1, 2, 3]), key=str)
 
 
-def test_median_pruner_prunes_the_worse_trial_after_the_warmup(study_file: Files, tmp_path: Path):
+def test_median_pruner_prunes_the_worse_trial_after_the_warmup(study_file, tmp_path):
     pruner = {"name": "median", "n_startup_trials": 1, "n_warmup_steps": 20}
     study = opened(study_file(space=SPACE, pruner=pruner), tmp_path / "study")
     good, bad = study.claim(), study.claim()
@@ -142,22 +138,22 @@ def test_median_pruner_prunes_the_worse_trial_after_the_warmup(study_file: Files
         {"name": "hyperband", "min_resource": 10, "max_resource": 40, "reduction_factor": 2},
     ],
 )
-def test_pruner_does_not_prune_the_best_trial(study_file: Files, tmp_path: Path, pruner: Any):
+def test_pruner_does_not_prune_the_best_trial(study_file, tmp_path, pruner):
     study = opened(study_file(space=SPACE, pruner=pruner, num_trials=8), tmp_path / "study")
     pruned = set()
     while (own := study.claim()) is not None:
         for step in (10, 20, 40):
-            own.report(step, own.number)
+            own.report(step, own.trial.number)
             if own.trial.should_prune():
-                pruned.add(own.number)
+                pruned.add(own.trial.number)
                 break
-        state = "pruned" if own.number in pruned else "complete"
-        end(study, own, state, own.number)
+        state = "pruned" if own.trial.number in pruned else "complete"
+        end(study, own, state, own.trial.number)
     assert 0 not in pruned
     assert bool(pruned) == (pruner != "none")
 
 
-def test_storage_that_cannot_be_opened_is_an_error(raises, study_file: Files, tmp_path: Path):
+def test_storage_that_cannot_be_opened_is_an_error(raises, study_file, tmp_path):
     file = study_file(space=SPACE)
     with raises(UsageError, owner="--study_storage=nosuch://x"):
         opened(file, tmp_path / "study", storage="nosuch://x")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from layerkit_runner.tools.sweep.trials import RECORD, SweepFolder, TrialMetrics
 from layerkit_runner.trainer.job_folder import STUDY_RECORD
 
 
-def test_lock_is_released_when_its_process_is_killed(tmp_path: Path):
+def test_lock_is_released_when_its_process_is_killed(tmp_path):
     path = tmp_path / "new" / "a.lock"
     program = (
         "import pathlib, sys; from layerkit_runner.tools.sweep.trials import lock\n"
@@ -39,7 +38,7 @@ def test_lock_is_released_when_its_process_is_killed(tmp_path: Path):
     held.close()
 
 
-def test_store_or_folder_of_a_run_is_an_error(raises, tmp_path: Path):
+def test_store_or_folder_of_a_run_is_an_error(raises, tmp_path):
     with raises(UsageError, field="--job_log_dir", value="gs://a/b"):
         SweepFolder("gs://a/b")
     (tmp_path / "checkpoints").mkdir()
@@ -48,30 +47,29 @@ def test_store_or_folder_of_a_run_is_an_error(raises, tmp_path: Path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000], ids=lambda text: text[:5])
-def test_damaged_record_of_a_sweep_is_an_error(raises, tmp_path: Path, text: str):
+def test_damaged_record_of_a_sweep_is_an_error(raises, tmp_path, text):
     (tmp_path / "study.json").write_text(text)
     with raises(UsageError, owner=str(tmp_path / "study.json")):
         SweepFolder(str(tmp_path)).read_record()
 
 
-def test_skipped_training_steps_do_not_end_a_trial(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("trained", "evaluated", "read", "problem"),
+    [
+        (dict.fromkeys(range(1, 6), "NaN"), {6: 0.5}, [(6, 0.5)], ""),
+        ({}, {2: 0.5, 4: "Infinity", 6: "NaN"}, [(2, 0.5)], "heldout/loss is inf at step 4"),
+    ],
+    ids=["skipped training steps", "evaluations"],
+)
+def test_first_evaluation_that_is_not_finite_is_the_problem_of_a_trial(
+    tmp_path, trained, evaluated, read, problem
+):
     log = tmp_path / "metrics.jsonl"
-    records = [{"step": step, "loss": "NaN"} for step in range(1, 6)]
-    records.append({"step": 6, "dataset": "heldout", "loss": 0.5})
+    records = [{"step": step, "loss": loss} for step, loss in trained.items()]
+    records += [{"step": n, "dataset": "heldout", "loss": loss} for n, loss in evaluated.items()]
     log.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     metrics = TrialMetrics(log, dataset="heldout", name="loss")
-    assert metrics.read() == [(6, 0.5)]
-    assert metrics.problem == ""
-
-
-def test_first_problem_of_a_trial_is_kept(tmp_path: Path):
-    log = tmp_path / "metrics.jsonl"
-    losses = {2: 0.5, 4: "Infinity", 6: "NaN"}
-    records = [{"step": n, "dataset": "heldout", "loss": loss} for n, loss in losses.items()]
-    log.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    metrics = TrialMetrics(log, dataset="heldout", name="loss")
-    assert metrics.read() == [(2, 0.5)]
-    assert metrics.problem == "heldout/loss is inf at step 4"
+    assert (metrics.read(), metrics.problem) == (read, problem)
 
 
 def test_job_folder_has_the_name_of_the_record_of_a_sweep():

@@ -57,6 +57,17 @@ class LmCloud(model_params.TransformerLmPmapAdam, lm_cloud.SyntheticDataset):
   PERCORE_BATCH_SIZE = 16
   MAX_STEPS = 2000
 """
+SMALL = """
+class Small(lm_cloud.LmCloudSpmd):
+  PERCORE_BATCH_SIZE = 4
+  NUM_LAYERS = 2
+  MODEL_DIMS = 64
+  HIDDEN_DIMS = MODEL_DIMS * 4
+  DIMS_PER_HEAD = 8
+  ICI_MESH_SHAPE = [1, 1, 1]
+  MAX_STEPS = 10
+  SUMMARY_INTERVAL_STEPS = 1
+"""
 GPT3 = '''
 import jax.numpy as jnp
 from paxml.tasks.lm.params.c4 import TransformerLmSpmdAdam
@@ -65,29 +76,8 @@ WeightInit = base_layer.WeightInit
 WARMUP = 600 + 36
 
 def configure(cls, task_p):
-  model_p = task_p.model
-  model_p.decoder_tpl.seqlen = cls.MAX_SEQ_LEN
-  model_p.params_init = WeightInit.Gaussian(0.006)
-  model_p.lm_tpl.softmax_tpl.feed_forward_tpl.has_bias = False
-  model_p.lm_tpl.softmax_tpl.soft_cap_logits = None
-  if cls.SEPARATE_EMBEDDING:
-    model_p.lm_tpl.never = True
-  else:
-    model_p.lm_tpl.softmax_tpl.scale_sqrt_depth = False
-    model_p.lm_tpl.softmax_tpl.lookup_style = cls.EMBEDDING_LOOKUP_STYLE
-  stacked_p = model_p.lm_tpl.stacked_transformer_tpl
-  if fdl.get_callable(stacked_p) == transformers.PipelinedTransformer:
-    stacked_p = stacked_p.pipeline_stage
-  if issubclass(fdl.get_callable(stacked_p), transformers.StackedTransformerRepeated):
-    stacked_p = stacked_p.block
-  layer = stacked_p.transformer_layer_params_tpl
-  layer.ln_tpl.epsilon = cls.LAYERNORM_EPSILON
-  layer.tr_fflayer_tpl.ln_tpl.epsilon = cls.LAYERNORM_EPSILON
-  model_p.lm_tpl.final_ln_tpl.epsilon = cls.LAYERNORM_EPSILON
-  layer.ln_tpl.reductions_in_fp32 = True
-  layer.tr_atten_tpl.internal_enable_per_dim_scale = False
-  layer.tr_atten_tpl.use_bias = True
-  layer.tr_fflayer_tpl.activation_tpl.approximate = True
+  WARMUP = 1
+  task_p.model.lm_tpl.softmax_tpl.feed_forward_tpl.has_bias = False
   return task_p
 
 class Gpt(TransformerLmSpmdAdam, PileUnsupervisedDataset):
@@ -117,16 +107,8 @@ class Gpt(TransformerLmSpmdAdam, PileUnsupervisedDataset):
   INIT_STD = 0.023
 
   def task(self):
-    task_p = super().task()
-    task_p = configure(self, task_p)
-    task_p.train.num_train_steps = self.MAX_STEPS
-    model_p = task_p.model
-    model_p.params_init = WeightInit.Gaussian(self.INIT_STD)
-    softmax_init = WeightInit.Gaussian(self.INIT_STD)
-    model_p.lm_tpl.softmax_tpl.params_init = softmax_init
-    model_p.lm_tpl.stacked_transformer_tpl.input_dropout_prob = 0.1
-    model_p.apply_eval_sample_weights = True
-    logging.info('a GPT of %d layers', self.NUM_LAYERS)
+    task_p = configure(self, super().task())
+    task_p.model.params_init = WeightInit.Gaussian(self.INIT_STD)
     return task_p
 '''
 
@@ -145,42 +127,43 @@ def told(text: str) -> list[str]:
     return [str(left) for left in only(text).leftovers if left.text != "datasets()"]
 
 
-def test_class_for_two_slices_has_the_fields_of_its_counterpart():
-    translation = only(MULTISLICE, "TwoSlices")
-    assert (translation.name, translation.summary) == ("TwoSlices", "Two of them.")
-    assert translation.leftovers == []
-    assert list(translation.recipes) == ["AdamExponential", "Spmd", "C4", "LmExperiment"]
-    ours = load_experiment(find_experiment("lm.c4_multislice.C4Spmd22BAdam2xv4_128"))()
-    names = translation.fields.keys() - {"CHECKPOINT_EVERY_N_STEPS"}
-    assert {name: translation.fields[name] for name in names} == {
-        name: getattr(ours, name) for name in names
-    }
-    assert len(names) > 30
+@pytest.mark.parametrize(
+    ("text", "name", "recipes", "counterpart", "different"),
+    [
+        (
+            *(MULTISLICE, "TwoSlices", ["AdamExponential", "Spmd", "C4"]),
+            *("lm.c4_multislice.C4Spmd22BAdam2xv4_128", {"CHECKPOINT_EVERY_N_STEPS": 1000}),
+        ),
+        (
+            *(SMALL, "Small", ["AdamExponential", "Spmd", "SyntheticTokens"]),
+            *("lm.lm_cloud.LmCloudSpmdTest", {}),
+        ),
+        (
+            *(PMAP, "LmCloud", ["AdamExponential", "Pmap", "SyntheticTokens"]),
+            *("lm.lm_cloud.LmCloudTransformerAdamLimitSteps", {"INPUT_DROPOUT_RATE": 0.0}),
+        ),
+    ],
+    ids=["TwoSlices", "Small", "LmCloud"],
+)
+def test_class_has_the_fields_of_its_counterpart(text, name, recipes, counterpart, different):
+    translation = only(text, name)
+    assert (translation.name, translation.leftovers, translation.settings) == (name, [], {})
+    assert list(translation.recipes) == [*recipes, "LmExperiment"]
+    ours = load_experiment(find_experiment(counterpart))()
+    expected = {field: getattr(ours, field) for field in translation.fields} | different
+    assert translation.fields == expected
+    assert len(expected) >= (25 if "Pmap" in recipes else 31)
 
 
-def test_subclass_of_lm_cloud_has_the_fields_of_its_counterpart():
-    translation = only("""
-class Small(lm_cloud.LmCloudSpmd):
-  PERCORE_BATCH_SIZE = 4
-  NUM_LAYERS = 2
-  MODEL_DIMS = 64
-  HIDDEN_DIMS = MODEL_DIMS * 4
-  DIMS_PER_HEAD = 8
-  ICI_MESH_SHAPE = [1, 1, 1]
-  MAX_STEPS = 10
-  SUMMARY_INTERVAL_STEPS = 1
-""")
-    assert translation.leftovers == []
-    recipes = ["AdamExponential", "Spmd", "SyntheticTokens", "LmExperiment"]
-    assert list(translation.recipes) == recipes
-    ours = load_experiment(find_experiment("lm.lm_cloud.LmCloudSpmdTest"))()
-    fields = translation.fields
-    assert fields == {name: getattr(ours, name) for name in fields}
-    assert len(fields) > 30
+def test_weights_and_initializer_of_praxis_are_set():
+    fields = only(MULTISLICE, "TwoSlices").fields
+    names = ("FEED_FORWARD_BIAS", "PER_DIM_SCALE", "SOFTMAX_BIAS", "COMBINE_QKV", "WEIGHT_INIT")
+    assert [fields[name] for name in names] == [*[True] * 4, "xavier_last_axes"]
 
 
 def test_class_with_a_task_is_translated_except_for_its_statements():
     translation = only(GPT3)
+    assert translation.summary == "A GPT."
     assert list(translation.recipes) == ["AdamWCosine", "Spmd", "ThePile", "LmExperiment"]
     expected: Mapping[str, Any] = {
         "MODEL_DIMS": 768,
@@ -203,7 +186,7 @@ def test_class_with_a_task_is_translated_except_for_its_statements():
     assert {name: translation.fields[name] for name in expected} == expected
     assert "UPDATE_RMS_CAP" not in translation.fields
     assert [str(left) for left in translation.leftovers] == [
-        "file.py:60: def task(self):: set what it changes in a task() of your own"
+        "file.py:39: def task(self):: set what it changes in a task() of your own"
     ]
 
 
@@ -242,23 +225,6 @@ def test_constants_of_the_module_have_their_values_at_the_class():
 def test_control_characters_of_a_source_do_not_reach_the_terminal():
     (left,) = told("class X(TransformerLmSpmdAdam):\n  OURS = f('\x1b]0;x\x07', '\u2028')\n")
     assert left.startswith("file.py:2: OURS = f('�]0;x�', '") and left.isprintable()
-
-
-def test_class_under_pmap_has_the_fields_of_its_counterpart():
-    translation = only(PMAP)
-    assert translation.leftovers == []
-    assert list(translation.recipes) == [
-        "AdamExponential",
-        "Pmap",
-        "SyntheticTokens",
-        "LmExperiment",
-    ]
-    found = load_experiment(find_experiment("lm.lm_cloud.LmCloudTransformerAdamLimitSteps"))
-    ours = found()
-    assert translation.fields == {
-        name: getattr(ours, name) if name != "INPUT_DROPOUT_RATE" else 0.0
-        for name in translation.fields
-    }
 
 
 def test_names_or_registration_or_inheritance_select_the_classes(raises):
@@ -300,13 +266,6 @@ def test_augmented_field_is_evaluated_and_heads_are_derived():
     assert (translation.fields["NUM_LAYERS"], translation.fields["NUM_HEADS"]) == (6, 2)
 
 
-def test_weights_and_initializer_of_praxis_are_set():
-    translation = only(MULTISLICE, "TwoSlices")
-    assert translation.settings == {}
-    names = ("FEED_FORWARD_BIAS", "PER_DIM_SCALE", "SOFTMAX_BIAS", "COMBINE_QKV", "WEIGHT_INIT")
-    assert [translation.fields[name] for name in names] == [*[True] * 4, "xavier_last_axes"]
-
-
 def test_data_set_of_a_base_in_the_same_file_is_inherited():
     base = "class SyntheticDataset(BaseExperiment):\n  def datasets(self):\n    return []\n"
     text = f"{base}class X(TransformerLmSpmdAdam, SyntheticDataset):\n  NUM_LAYERS = 2\n"
@@ -315,22 +274,15 @@ def test_data_set_of_a_base_in_the_same_file_is_inherited():
     assert [left.text for left in translation.leftovers] == ["def datasets(self):"]
 
 
-def test_class_without_a_data_set_has_a_leftover():
-    leftovers = only("class X(TransformerLmSpmdAdam):\n  NUM_LAYERS = 2\n").leftovers
-    assert [left.text for left in leftovers] == ["datasets()"]
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [
         ("OURS = 3", "OURS = 3: unknown key."),
-        (
-            "NUM_LAYERS = count()",
-            "NUM_LAYERS = count(): its value is known only when the source is run",
-        ),
+        ("NUM_LAYERS = f()", "NUM_LAYERS = f(): its value is known only when the source is run"),
         ("NUM_LAYERS = 1 / 0", "NUM_LAYERS = 1 / 0: division by zero"),
         ("NUM_LAYERS = [1] - 2", "NUM_LAYERS = [1] - 2: its value is known only"),
         ("NUM_LAYERS = 2.5", "NUM_LAYERS = 2.5: expected an integer"),
+        ("MODEL_DIMS = [8]\n  DIMS_PER_HEAD = 2", "MODEL_DIMS = [8]: expected an integer"),
         ("NUM_LAYERS = OTHERS", "NUM_LAYERS = OTHERS: expected an integer"),
         ("NUM_LAYERS = 2\n  NUM_LAYERS, x = f()", "NUM_LAYERS, x = f(): its value is kno"),
         ("NUM_LAYERS = 2\n  if A:\n    NUM_LAYERS = 3", "file.py:3: if A:: its value is known"),
@@ -339,14 +291,9 @@ def test_class_without_a_data_set_has_a_leftover():
         ("USE_BIAS = 'no'", "USE_BIAS = 'no': expected True or False"),
         ("ICI_MESH_SHAPE = 8", "ICI_MESH_SHAPE = 8: expected a list of integers"),
         ("TRAINABLE_POSITION_EMB = 2", "TRAINABLE_POSITION_EMB = 2: expected one of True, F"),
-        (
-            "ACTIVATION_CLS = f()",
-            "ACTIVATION_CLS = f(): its value is known only when the source is run",
-        ),
         ("ACTIVATION_CLS = [1]", "ACTIVATION_CLS = [1]: expected one of ReLU, GELU, "),
         ("LR_SCHEDULE = [1]", "LR_SCHEDULE = [1]: expected one of linear_rampup_expon"),
         ("LR_LRED_WARMUP = STEPS", "LR_LRED_WARMUP = STEPS: expected an integer"),
-        ("LR_LRED_WARMUP = 0.5", "LR_LRED_WARMUP = 0.5: expected an integer"),
         ("FPROP_DTYPE = jnp.int8", "FPROP_DTYPE = jnp.int8: expected one of float32, bfloat16,"),
         ("NORM_POLICY = 'post'", "NORM_POLICY = 'post': recipes normalize before each branch"),
         ("ACTIVATION_CLS = layers.Swish", "ACTIVATION_CLS = layers.Swish: expected one of ReLU, "),
@@ -365,12 +312,6 @@ def test_class_without_a_data_set_has_a_leftover():
 def test_constant_without_a_field_is_listed_with_the_reason(body, message):
     (found,) = told(f"class X(TransformerLmSpmdAdam):\n  {body}\n")
     assert message in found
-
-
-def test_unknown_base_is_listed():
-    assert told("class X(theirs.Base): pass") == [
-        "base Base: add the file that defines it, or set its fields"
-    ]
 
 
 def test_sharded_adafactor_has_its_recipe():
@@ -436,9 +377,3 @@ def test_quoted_source_is_shortened():
     assert max(map(len, told(text))) < 300
     lines = "\n".join(["'a'"] * 10_000)
     assert max(map(len, told(f"class A(TransformerLmSpmdAdam):\n  X = f({lines})\n"))) < 300
-
-
-def test_size_of_the_wrong_type_is_listed():
-    assert told("class A:\n  MODEL_DIMS = [8]\n  DIMS_PER_HEAD = 2\n") == [
-        "file.py:2: MODEL_DIMS = [8]: expected an integer"
-    ]
