@@ -181,6 +181,11 @@ class Job:
         records = [json.loads(line) for line in lines if line.endswith("}")]
         return [r["step"] for r in records if "event" not in r and "dataset" not in r]
 
+    def steps_saved(self) -> list[int]:
+        """Return the steps of the finished checkpoints."""
+        names = (path.name for path in self.checkpoints.glob("checkpoint_????????"))
+        return sorted(int(name.split("_")[1]) for name in names)
+
     def wait_for(self, process: subprocess.Popen[str], condition: Callable[[], Any]) -> bool:
         """Wait until `condition` holds; return False if the process ended before."""
         deadline = time.monotonic() + TIMEOUT
@@ -266,21 +271,8 @@ def text_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder of small texts for LocalText."""
     folder = tmp_path_factory.mktemp("texts")
     draw = random.Random(0)
-    words = [
-        "the",
-        "a",
-        "cat",
-        "dog",
-        "tree",
-        "river",
-        "sees",
-        "finds",
-        "under",
-        "over",
-        "and",
-        "quickly",
-        "slowly",
-    ]
+    words = ["the", "a", "cat", "dog", "tree", "river", "sees", "finds", "under", "over", "and"]
+    words += ["quickly", "slowly"]
     for number in range(100):
         text = " ".join(draw.choice(words) for _ in range(60))
         (folder / f"text_{number:03d}.txt").write_text(text + "\n")

@@ -32,9 +32,7 @@ class Continued(LmCloudSpmd):
         task.initial_weights = InitFrom.HParams.config(
             sources=[
                 Source.HParams.config(
-                    folder=self.PAX_FOLDER,
-                    opt_state_rules=[(r".*", r"\g<0>")],
-                    load_step=True,
+                    folder=self.PAX_FOLDER, opt_state_rules=[(r".*", r"\g<0>")], load_step=True
                 )
             ]
         )

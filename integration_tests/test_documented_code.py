@@ -108,22 +108,10 @@ def test_example_of_hugging_face_folders_runs_by_itself(
     pytest.importorskip("safetensors")
     from layerkit.config import build
     from layerkit.interop.hugging_face import export_model, import_model
-    from layerkit.layers import Embedding, FullSoftmax, RmsNorm, RotaryPositionalEmbedding, SiLU
-    from layerkit.models import LanguageModel, TransformerLm
+    from layerkit.interop.hugging_face.llama import LLAMA
 
-    lm = TransformerLm.HParams.config(
-        vocab_size=12, model_dims=8, hidden_dims=10, num_layers=2, num_heads=2, dropout_rate=0.0
-    )
-    lm.set(
-        softmax_tpl=FullSoftmax.HParams.config(),
-        embedding_tpl=Embedding.HParams.config(),
-        final_norm_tpl=RmsNorm.HParams.config(),
-    )
-    layer = lm.stack_tpl.layer_tpl
-    layer.norm_tpl = RmsNorm.HParams.config()
-    layer.feed_forward_tpl.set(use_gate=True, activation_tpl=SiLU.HParams.config())
-    layer.attention_tpl.set(rotary_tpl=RotaryPositionalEmbedding.HParams.config())
-    model = LanguageModel.HParams.config(lm_tpl=lm)
+    content = {"model_type": "llama", "vocab_size": 12, "hidden_size": 8, "intermediate_size": 10}
+    model = LLAMA.read_config(content | {"num_hidden_layers": 2, "num_attention_heads": 2})
     monkeypatch.chdir(tmp_path)
     export_model("Llama-3.2-1B", model, build(model).init(jax.random.key(0)))
     _, _, section = (DOCS / "hugging_face.md").read_text().partition("## In Python\n")

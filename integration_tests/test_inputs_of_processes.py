@@ -91,7 +91,7 @@ def test_a_process_that_is_killed_is_named_by_the_others(
 ):
     job = make(jobs, tmp_path, count, PERCORE_BATCH_SIZE=1.0, **ENDLESS)
     with job.started_as(count) as processes:
-        wait_for_a_step(job, processes)
+        assert job.wait_for(processes[0], job.steps_logged)
         processes[victim].kill()
         outputs = ends_of_others(processes, victim)
     for code, output in outputs:
@@ -103,7 +103,7 @@ def test_a_process_that_is_killed_is_named_by_the_others(
 def test_a_process_that_is_stopped_is_named_by_the_others(jobs: Any, tmp_path: Path):
     job = make(jobs, tmp_path, 4, PERCORE_BATCH_SIZE=1.0, **ENDLESS)
     with job.started_as(4) as processes:
-        wait_for_a_step(job, processes)
+        assert job.wait_for(processes[0], job.steps_logged)
         processes[1].send_signal(signal.SIGSTOP)
         outputs = ends_of_others(processes, 1)
         assert processes[1].wait(SECONDS_TO_NOTICE) == -signal.SIGKILL
@@ -165,12 +165,3 @@ def test_data_that_one_process_cannot_read_end_all(jobs: Any, tmp_path: Path):
 
 
 ENDLESS = {"MAX_STEPS": 100_000, "DECAY_START": 100_000, "DECAY_END": 200_000}
-
-
-def wait_for_a_step(job: Any, processes: list[subprocess.Popen[str]]) -> None:
-    log, deadline = job.folder / "metrics.jsonl", time.monotonic() + 120
-    while not (log.exists() and '"loss"' in log.read_text()):
-        for process in processes:
-            assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "no step was logged"
-        time.sleep(0.1)

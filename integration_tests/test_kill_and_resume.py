@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,7 @@ PLACES = {
 
 
 @pytest.fixture(
-    scope="module",
-    params=[pytest.param("one device", marks=pytest.mark.slow), "mesh 2 x 2 x 2"],
+    scope="module", params=[pytest.param("one device", marks=pytest.mark.slow), "mesh 2 x 2 x 2"]
 )
 def place(request: pytest.FixtureRequest) -> dict[str, Any]:
     return PLACES[request.param]
@@ -62,26 +60,6 @@ def test_run_killed_inside_a_save_and_at_a_random_step_equals_an_uninterrupted_r
     assert (goodput["num_lost_steps"] > 0) == (goodput["seconds"]["lost"] > 0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_killed_at_many_moments(
-    jobs: Any, place: dict[str, Any], never_stopped: Any, tmp_path: Path, running: list, seed: int
-):
-    draw = random.Random(seed)
-    job = jobs.make(EXP, tmp_path / "job", **place)
-    for _ in range(4):
-        if draw.random() < 0.5:
-            process = job.start()
-            running.append(process)
-            jobs.kill_inside_a_save(job, process)
-        else:
-            kill_after_seconds(job, draw.uniform(0.5, 6.0), running)
-        if (job.checkpoints / f"checkpoint_{STEPS:08d}").exists():
-            break
-    job.run()
-    jobs.assert_same_bits(jobs.read_checkpoint(job, STEPS), never_stopped)
-
-
 def kill_after(job: Any, steps: int, running: list) -> None:
     """Kill the job once it has reported that many steps since it was started."""
     before = len(job.steps_logged())
@@ -90,14 +68,3 @@ def kill_after(job: Any, steps: int, running: list) -> None:
     job.wait_for(process, lambda: len(job.steps_logged()) >= before + steps)
     process.kill()
     process.communicate()
-
-
-def kill_after_seconds(job: Any, seconds: float, running: list) -> None:
-    """Kill the job that many seconds after its start: while it imports, compiles, trains, ends."""
-    process = job.start()
-    running.append(process)
-    try:
-        process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()

@@ -6,7 +6,6 @@ So does another number of processes: two write, one goes on.
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +21,16 @@ ENDLESS = {
 TIMEOUT = 240.0
 
 
-def saved_steps(folder: Path) -> list[int]:
-    names = (path.name for path in (folder / "checkpoints").glob("checkpoint_*"))
-    return sorted(int(name.split("_")[1]) for name in names if "tmp" not in name)
-
-
-def wait_until(condition: Any, processes: list[Any]) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        for process in processes:
-            assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 @pytest.mark.slow
 def test_signal_to_one_process_makes_both_save(jobs: Any, tmp_path: Path):
     job = jobs.make(EXP, tmp_path / "job", num_devices=1, **ENDLESS)
     with job.started_as(2, "--exit_after_ondemand_checkpoint") as processes:
-        wait_until(job.steps_logged, processes)
+        assert job.wait_for(processes[0], job.steps_logged)
         processes[1].send_signal(signal.SIGUSR1)
         outputs = [process.communicate(timeout=TIMEOUT)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
     assert "SIGUSR1: saving after this step" in outputs[1]
-    [step] = saved_steps(job.folder)
+    [step] = job.steps_saved()
     assert f"saved at step {step}; run the same command to resume" in outputs[0]
 
     alone = jobs.make(EXP, job.folder, num_devices=2, **{**ENDLESS, "MAX_STEPS": step + 2})
@@ -58,12 +43,12 @@ def test_signal_makes_one_process_save_and_continue(jobs: Any, tmp_path: Path, r
     job = jobs.make(EXP, tmp_path / "job", **fields)
     process = job.start()
     running.append(process)
-    wait_until(job.steps_logged, [process])
+    assert job.wait_for(process, job.steps_logged)
     process.send_signal(signal.SIGUSR1)
-    wait_until(lambda: saved_steps(job.folder), [process])
-    [on_demand] = saved_steps(job.folder)
-    wait_until(lambda: job.steps_logged()[-1] > on_demand, [process])
+    assert job.wait_for(process, job.steps_saved)
+    [on_demand] = job.steps_saved()
+    assert job.wait_for(process, lambda: job.steps_logged()[-1] > on_demand)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 128 + signal.SIGTERM, output
-    assert len(saved_steps(job.folder)) == 2
+    assert len(job.steps_saved()) == 2

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
 import shutil
@@ -20,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -161,20 +161,17 @@ class Run:
     """A run of two processes, submitted as a job."""
 
     cluster: Cluster
-    folder: Path
+    job: Any
     number: str
 
     def output(self) -> str:
         """Return the output of all starts of the job."""
-        path = self.folder / "launch" / f"slurm-{self.number}.log"
+        path = self.job.folder / "launch" / f"slurm-{self.number}.log"
         return path.read_text() if path.exists() else ""
 
-    def steps(self) -> list[int]:
-        """Return the training steps in metrics.jsonl, in the order of writing."""
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        records = [json.loads(line) for line in lines if line.endswith("}")]
-        return [r["step"] for r in records if "event" not in r and "dataset" not in r]
+    def wait_for_steps(self) -> None:
+        """Wait until the run has logged 20 steps."""
+        wait_for(lambda: max(self.job.steps_logged(), default=0) >= 20, self.output)
 
     def wait_for_state(self, state: str) -> None:
         """Wait until the job is in a state."""
@@ -187,11 +184,7 @@ def submit(cluster: Cluster, jobs, tmp_path: Path) -> Iterator[Callable[..., Run
     submitted = []
 
     def start(*flags: str, **fields: object) -> Run:
-        job = jobs.make(
-            "lm.quickstart.LocalText",
-            tmp_path / "run",
-            **{**FIELDS, **fields},
-        )
+        job = jobs.make("lm.quickstart.LocalText", tmp_path / "run", **{**FIELDS, **fields})
         words = ["launch", "slurm", "--nodes=1", "--processes_per_node=2", *flags]
         done = subprocess.run(
             [sys.executable, "-m", "layerkit_runner.cli", *words, *job.arguments()],
@@ -204,7 +197,7 @@ def submit(cluster: Cluster, jobs, tmp_path: Path) -> Iterator[Callable[..., Run
         match = re.search(r"Submitted batch job (\d+)", done.stdout)
         assert match is not None, done.stdout
         submitted.append(match[1])
-        return Run(cluster, job.folder, match[1])
+        return Run(cluster, job, match[1])
 
     yield start
     for number in submitted:
@@ -213,16 +206,16 @@ def submit(cluster: Cluster, jobs, tmp_path: Path) -> Iterator[Callable[..., Run
 
 def test_requeued_job_resumes_and_completes(submit):
     run = submit()
-    wait_for(lambda: max(run.steps(), default=0) >= 20, run.output)
+    run.wait_for_steps()
     run.cluster.call("scontrol", "requeue", run.number)
-    reached = max(run.steps())
+    reached = max(run.job.steps_logged())
     run.wait_for_state("COMPLETED")
     assert run.cluster.restarts(run.number) == 1
     assert run.cluster.exit_code(run.number) == 0
     output = run.output()
     assert output.count("processes    2, found by Slurm") == 2
     assert "SIGTERM: finishing this step, saving, leaving" in output
-    steps = run.steps()
+    steps = run.job.steps_logged()
     assert steps[-1] == STEPS and reached >= 20
     # It saved before the requeue, so no step is repeated.
     assert steps == sorted(set(steps))
@@ -231,20 +224,20 @@ def test_requeued_job_resumes_and_completes(submit):
 def test_job_saves_and_is_requeued_at_its_time_limit(submit):
     """The test sends the signal of the time limit itself, since limits are whole minutes."""
     run = submit("--time=60")
-    wait_for(lambda: max(run.steps(), default=0) >= 20, run.output)
+    run.wait_for_steps()
     run.cluster.call("scancel", "--batch", "--signal=USR1", run.number)
     run.wait_for_state("COMPLETED")
     output = run.output()
     assert "launch: time limit reached" in output
     assert run.cluster.restarts(run.number) == 1
-    steps = run.steps()
+    steps = run.job.steps_logged()
     assert steps[-1] == STEPS and steps == sorted(set(steps))
 
 
 def test_killed_process_is_restarted_in_the_same_job(submit):
     run = submit()
-    wait_for(lambda: max(run.steps(), default=0) >= 20, run.output)
-    log = (run.folder / "logs" / "process_0001.log").read_text()
+    run.wait_for_steps()
+    log = (run.job.folder / "logs" / "process_0001.log").read_text()
     words = ["scontrol", "listpids", run.number]
     processes = [line.split() for line in run.cluster.call(*words).splitlines()[1:]]
     victim = next(int(pid) for pid, _, step, local, *_ in processes if (step, local) == ("0", "1"))
@@ -254,7 +247,7 @@ def test_killed_process_is_restarted_in_the_same_job(submit):
     output = run.output()
     assert re.search(r"launch: exit code \d+; restart 1 of 3", output)
     assert "ended without a report" in output
-    assert run.steps()[-1] == STEPS
+    assert run.job.steps_logged()[-1] == STEPS
     assert log
 
 
@@ -262,4 +255,4 @@ def test_wrong_field_that_only_the_run_detects_ends_the_job(submit):
     run = submit(**{"task.train.save_best_metric": "held_out/loss"})
     run.wait_for_state("FAILED")
     assert run.cluster.exit_code(run.number) == 2
-    assert run.steps() == []
+    assert run.job.steps_logged() == []

@@ -15,12 +15,6 @@ TIMEOUT = 120.0
 STALLS_AFTER_STEP_5 = {"TRAIN_STALLS_AT": 10, "task.train.max_inflight_steps": 1}
 
 
-def saved_steps(job: Any) -> list[int]:
-    return sorted(
-        int(path.name.split("_")[1]) for path in job.checkpoints.glob("checkpoint_*[0-9]")
-    )
-
-
 def end(process: subprocess.Popen[str]) -> tuple[int, str]:
     output = process.communicate(timeout=TIMEOUT)[0]
     return process.returncode, output
@@ -39,7 +33,7 @@ def test_signal_while_training_input_stalls_saves_the_last_completed_step(
     job.wait_for(process, lambda: 4 in job.steps_logged())
     process.send_signal(number)
     code, output = end(process)
-    assert (code, saved_steps(job)) == (128 + number, [5]), output
+    assert (code, job.steps_saved()) == (128 + number, [5]), output
     assert "Traceback" not in output
 
 
@@ -66,4 +60,4 @@ def test_signal_to_one_process_saves_the_step_that_all_completed(jobs: Any, tmp_
         processes[1].send_signal(signal.SIGTERM)
         ends = [end(process) for process in processes]
     assert [code for code, _ in ends] == [128 + signal.SIGTERM] * 2, ends
-    assert saved_steps(job) == [5]
+    assert job.steps_saved() == [5]

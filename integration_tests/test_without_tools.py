@@ -47,14 +47,7 @@ def test_trainer_runs_without_the_tools(place: Path, text_files: Path):
     ("words", "shown"),
     [
         ((EXP, "--mode=plan"), "--mode=plan: the tool plan"),
-        pytest.param(
-            *(("doctor",), "`runner doctor`: the tool doctor"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *((EXP, "--mode=inspect"), "--mode=inspect: the tool inspect"),
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(*(("doctor",), "`runner doctor`: the tool doctor"), marks=pytest.mark.slow),
         pytest.param(
             *((EXP, "--diff_config=a/b"), "--diff_config: the tool diff_config"),
             marks=pytest.mark.slow,

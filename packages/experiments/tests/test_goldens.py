@@ -18,19 +18,11 @@ from pathlib import Path
 import pytest
 
 import layerkit_experiments
-from layerkit_runner.config.catalogue import (
-    FILE_NAME,
-    catalogue_file_text,
-    read_catalogue,
-)
+from layerkit_runner.config.catalogue import FILE_NAME, catalogue_file_text, read_catalogue
 from layerkit_runner.config.config_text import config_text
 from layerkit_runner.config.registry import entry_of, experiment_classes, list_experiments
 from layerkit_runner.config.resolve import resolve
-from layerkit_runner.tools.catalogue import (
-    catalogue_line,
-    catalogue_lines,
-    fields_without_value,
-)
+from layerkit_runner.tools.catalogue import catalogue_line, catalogue_lines, fields_without_value
 
 GOLDENS = Path(__file__).parent / "goldens"
 PACKAGE = Path(layerkit_experiments.__file__).parent

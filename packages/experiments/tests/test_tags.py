@@ -8,11 +8,7 @@ from pathlib import Path
 import pytest
 
 import layerkit_experiments
-from layerkit_runner.config.registry import (
-    ExperimentEntry,
-    list_experiments,
-    load_experiment,
-)
+from layerkit_runner.config.registry import ExperimentEntry, list_experiments, load_experiment
 
 GOLDENS = Path(__file__).parent / "goldens"
 PREFIX = f"{layerkit_experiments.__name__}."

@@ -17,7 +17,7 @@ from layerkit_inputs.features import (
     stretch_pair_features,
     trim_tokens,
 )
-from layerkit_inputs.packing import plan_packing
+from layerkit_inputs.first_fit import plan_packing
 from layerkit_inputs.specs import spec_of
 
 EOS = 1
@@ -103,6 +103,8 @@ def test_source_and_target_packed_side_by_side():
         "tgt.segment_ids": [[1, 1, 1, 2, 2]],
         "tgt.segment_pos": [[0, 1, 2, 0, 1]],
     }
+    for name, array in batch.flatten_items():
+        assert array.dtype == ("float32" if name[4:] in ("weights", "paddings") else "int32"), name
 
 
 def test_segments_of_both_sides_have_equal_numbers_if_a_side_is_empty():

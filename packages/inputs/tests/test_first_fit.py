@@ -47,6 +47,18 @@ def test_every_document_has_one_place_and_no_row_is_too_full(sizes, spare, open_
         assert packed.ids.sum(axis=1).tolist() == expected
 
 
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 7)), max_size=40))
+def test_documents_of_two_features_go_into_the_first_row_with_room_for_both(sizes):
+    expected = []
+    for document in (number for number, size in enumerate(sizes) if any(size)):
+        taken = [np.sum([sizes[each] for each in [*row, document]], axis=0) for row in expected]
+        fitting = [row for row, both in zip(expected, taken, strict=True) if (both <= (9, 7)).all()]
+        if not fitting:
+            expected.append([])
+        (fitting or expected[-1:])[0].append(document)
+    assert rows_of(plan_packing(sizes, (9, 7), open_rows=40)) == expected
+
+
 def test_few_open_rows_waste_little():
     sizes = np.random.default_rng(0).lognormal(4, 1, 5000).astype(int).clip(1, 512)
     plan = plan_packing(sizes, 512)

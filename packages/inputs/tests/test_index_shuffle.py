@@ -122,16 +122,8 @@ def test_neighbors_of_many_rows_are_spread_over_all_of_them():
     ("call", "field", "value"),
     [
         (lambda: shuffled_rows(np.array([0, 5]), 5, seed=0, epoch=0), "range of places", (0, 5)),
-        (
-            lambda: window_shuffled_rows(np.array([0]), 5, window=0, seed=0, epoch=0),
-            "window",
-            0,
-        ),
-        (
-            lambda: shuffled_rows(np.array([0]), 2**62 + 1, seed=0, epoch=0),
-            "num_rows",
-            2**62 + 1,
-        ),
+        (lambda: window_shuffled_rows(np.array([0]), 5, window=0, seed=0, epoch=0), "window", 0),
+        (lambda: shuffled_rows(np.array([0]), 2**62 + 1, seed=0, epoch=0), "num_rows", 2**62 + 1),
     ],
     ids=["places", "window", "num_rows"],
 )

@@ -41,11 +41,7 @@ def stream(source: IndexedInput, num_batches: int) -> list[int]:
     return [int(i) for _ in range(num_batches) for i in source.get_next().ids]
 
 
-@given(
-    num_rows=st.integers(1, 20),
-    batch_size=st.integers(1, 7),
-    seed=st.integers(0, 2**64 - 1),
-)
+@given(num_rows=st.integers(1, 20), batch_size=st.integers(1, 7), seed=st.integers(0, 2**64 - 1))
 def test_each_epoch_of_training_is_a_permutation(num_rows, batch_size, seed):
     source = Numbers(
         batch_size=batch_size, num_rows=num_rows, is_training=True, input_random_seed=seed
@@ -103,13 +99,6 @@ def test_one_epoch_pads_and_marks_its_last_batch():
     assert batches[0].provenance.tolist() == [4, 5, 6, 7]
     assert batches[1].provenance.tolist() == [12, -1, -1, -1]
     assert batches[1].eval_sample_weights.tolist() == [1, 0, 0, 0]
-
-
-def test_host_without_remaining_rows_pads_with_the_same_shapes():
-    source = Numbers(batch_size=2, num_rows=1, infeed_host_index=3, num_infeed_hosts=4)
-    batch = source.get_next()
-    assert batch.provenance.tolist() == [-1, -1]
-    assert batch.ids.tolist() == [0, 0] and batch.ids.dtype == np.int32
 
 
 def test_a_rolling_evaluation_runs_on_into_the_next_epoch():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
-from hypothesis import given
+import pytest
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.packing import num_stream_rows, pack_documents, stream_rows
+from layerkit_inputs.packing import num_stream_rows, pack_documents, stream_pieces
 
 
 def test_three_documents_in_one_row():
@@ -17,14 +20,17 @@ def test_three_documents_in_one_row():
     assert packed.segment_pos.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 0, 0]]
 
 
-def test_a_document_goes_into_the_first_row_with_room():
-    packed = pack_documents([[1, 1, 1], [2, 2, 2, 2], [3], []], length=4)
-    assert packed.ids.tolist() == [[1, 1, 1, 3], [2, 2, 2, 2]]
-
-
-def test_document_longer_than_a_row_raises(raises):
-    with raises(ConfigError, field="tokens of document 1", value=3):
-        pack_documents([[1], [1, 2, 3]], length=2)
+@pytest.mark.parametrize(
+    ("document", "field", "value"),
+    [
+        ([1, 2, 3], "tokens of document 1", 3),
+        ([2**32 + 7], "document 1", f"ids from {2**32 + 7} to {2**32 + 7}"),
+    ],
+    ids=["too long", "wider than int32"],
+)
+def test_document_that_a_row_cannot_hold_raises(raises, document, field, value):
+    with raises(ConfigError, field=field, value=value):
+        pack_documents([[1], document], length=2)
 
 
 @given(sizes=st.lists(st.integers(0, 9), max_size=30), spare=st.integers(0, 5))
@@ -43,62 +49,28 @@ def test_packed_documents_come_back_whole(sizes, spare):
 
 
 @given(
-    sizes=st.lists(st.integers(0, 12), min_size=1, max_size=12),
-    length=st.integers(1, 7),
+    sizes=st.lists(st.integers(0, 12), min_size=1, max_size=40),
+    length=st.integers(1, 30),
+    order=st.randoms(),
 )
-def test_streamed_rows_equal_cutting_by_hand(sizes, length):
+@example(sizes=[2, 0, 3], length=5, order=random.Random(0))
+def test_streamed_rows_equal_cutting_by_hand(sizes, length, order):
     pairs = [(doc, at) for doc, size in enumerate(sizes) for at in range(size)]
     ends = np.cumsum(sizes)
     num_rows = num_stream_rows(ends, length)
     assert num_rows == -(-len(pairs) // length)
     if not num_rows:
         return
-    rows = stream_rows(np.arange(num_rows), ends, length)
-    for row in range(num_rows):
-        cut = pairs[row * length : (row + 1) * length]
-        kept = rows.segment_ids[row] > 0
-        assert kept.tolist() == [True] * len(cut) + [False] * (length - len(cut))
-        assert list(zip(rows.document[row, kept], rows.offset[row, kept], strict=True)) == cut
-        segment, position, before = 0, 0, None
-        for column, (document, _) in enumerate(cut):
-            segment, position = (segment + 1, 0) if document != before else (segment, position + 1)
-            before = document
-            assert rows.segment_ids[row, column] == segment
-            assert rows.segment_pos[row, column] == position
-
-
-def rows_by_every_position(rows, ends, length):
-    """The definition of `stream_rows`, by arrays as long as the data."""
-    row_starts = rows[:, None] * length
-    positions = row_starts + np.arange(length)
-    valid = positions < ends[-1]
-    document = np.where(valid, np.searchsorted(ends, positions, side="right"), 0)
-    starts = np.concatenate([[0], ends[:-1]])[document]
-    first = np.searchsorted(ends, row_starts, side="right")
-    rank = np.cumsum(np.diff(ends, prepend=0) > 0)
-    segment_ids = np.where(valid, rank[document] - rank[first] + 1, 0)
-    segment_pos = np.where(valid, positions - np.maximum(starts, row_starts), 0)
-    return (
-        document,
-        np.where(valid, positions - starts, 0),
-        segment_ids.astype(np.int32),
-        segment_pos.astype(np.int32),
-    )
-
-
-@given(
-    sizes=st.lists(st.integers(0, 12), min_size=1, max_size=40).filter(any),
-    length=st.integers(1, 30),
-    data=st.data(),
-)
-def test_streamed_rows_equal_their_definition_to_the_bit(sizes, length, data):
-    ends = np.cumsum(sizes)
-    numbers = st.integers(0, num_stream_rows(ends, length) - 1)
-    rows = np.array(data.draw(st.lists(numbers, min_size=1, max_size=6)))
-    expected = rows_by_every_position(rows, ends, length)
-    for found, defined in zip(stream_rows(rows, ends, length), expected, strict=True):
-        assert found.dtype == defined.dtype
-        np.testing.assert_array_equal(found, defined)
+    rows = order.choices(range(num_rows), k=order.randint(1, 2 * num_rows))
+    pieces = stream_pieces(np.array(rows), ends, length)
+    assert {array.dtype for array in pieces} == {np.dtype(np.int64)} and pieces.length.all()
+    found = [[] for _ in rows]
+    documents = [[] for _ in rows]
+    for row, document, start, count in zip(*map(np.ndarray.tolist, pieces), strict=True):
+        found[row] += [(document, at) for at in range(start, start + count)]
+        documents[row].append(document)
+    assert found == [pairs[row * length : (row + 1) * length] for row in rows]
+    assert all(len(set(one)) == len(one) for one in documents)  # a piece for each segment
 
 
 def test_the_index_is_not_read_through_for_a_row():
@@ -113,13 +85,5 @@ def test_the_index_is_not_read_through_for_a_row():
             return found
 
     ends = np.arange(3, 3_000_000, 3).view(Index)
-    stream_rows(np.array([7, 100_000]), ends, 16)
+    stream_pieces(np.array([7, 100_000]), ends, 16)
     assert Index.taken < 100
-
-
-def test_streamed_rows_are_found_in_any_order():
-    ends = np.cumsum([5, 1, 8])
-    everything = stream_rows(np.arange(4), ends, 4)
-    some = stream_rows(np.array([3, 0]), ends, 4)
-    for part, whole in zip(some, everything, strict=True):
-        np.testing.assert_array_equal(part, whole[[3, 0]])

@@ -31,37 +31,29 @@ def repeated(value, kind, count):
     return arrow.table({"column": arrow.array([value], kind).take(arrow.array([0] * count))})
 
 
+SHARED_BEGINNINGS = {"use_dictionary": False, "column_encoding": {"column": "DELTA_BYTE_ARRAY"}}
+
+
 @pytest.mark.parametrize(
-    "table",
+    ("table", "options"),
     [
-        repeated(7, arrow.int64(), 1 << 20),
-        repeated([7] * 64, arrow.list_(arrow.int64()), 1 << 14),
-        repeated("x" * (1 << 12), arrow.string(), 1 << 10),
-        repeated("x" * (1 << 21), arrow.binary(), 1),
-        arrow.table({"column": np.zeros(1 << 20)}),
+        (repeated(7, arrow.int64(), 1 << 20), {}),
+        (repeated([7] * 64, arrow.list_(arrow.int64()), 1 << 14), {}),
+        (repeated("x" * (1 << 12), arrow.string(), 1 << 10), {}),
+        (repeated("x" * (1 << 21), arrow.binary(), 1), {}),
+        (arrow.table({"column": np.zeros(1 << 20)}), {}),
+        (arrow.table({"column": [f"{'x' * 4000}{n}" for n in range(2000)]}), SHARED_BEGINNINGS),
     ],
-    ids=["dictionary of numbers", "lists", "dictionary of text", "one value", "zeros"],
+    ids=["dictionary of numbers", "lists", "dictionary of text", "one value", "zeros", "shared"],
 )
-def test_too_large_row_group_raises_before_it_is_in_memory(raises, tmp_path, table):
-    file = written(tmp_path / "a.parquet", table)
+def test_too_large_row_group_raises_before_it_is_in_memory(raises, tmp_path, table, options):
+    file = written(tmp_path / "a.parquet", table, **options)
     before = arrow.total_allocated_bytes()
     peak = arrow.default_memory_pool().max_memory()
     with raises(BadRecordError, field="max_row_group_bytes", value=BOUND):
         read_row_group(tmp_path / "a.parquet", file, 0, columns=None, max_bytes=BOUND)
     assert arrow.total_allocated_bytes() - before < 3 * BOUND
     assert arrow.default_memory_pool().max_memory() - max(peak, before) < 6 * BOUND
-
-
-def test_text_with_shared_beginnings_raises_before_it_is_in_memory(raises, tmp_path):
-    texts = [f"{'x' * 4000}{number}" for number in range(2000)]
-    file = written(
-        tmp_path / "a.parquet",
-        arrow.table({"column": texts}),
-        use_dictionary=False,
-        column_encoding={"column": "DELTA_BYTE_ARRAY"},
-    )
-    with raises(BadRecordError, field="max_row_group_bytes", value=BOUND):
-        read_row_group(tmp_path / "a.parquet", file, 0, columns=None, max_bytes=BOUND)
 
 
 def test_row_group_within_the_bound_is_read_whole(tmp_path):
@@ -102,24 +94,23 @@ def test_batches_of_different_texts_hold_many_rows_whatever_the_size_of_the_row_
     assert len(batches) <= 20
 
 
-def test_batches_of_values_that_share_bytes_hold_fewer_rows(tmp_path):
-    table = arrow.table({"text": [f"{'x' * (1 << 12)}{number}" for number in range(1000)]})
-    written(
-        tmp_path / "a.parquet",
-        table,
-        use_dictionary=False,
-        column_encoding={"text": "DELTA_BYTE_ARRAY"},
-    )
+@pytest.mark.parametrize(
+    ("table", "options", "most"),
+    [
+        (
+            arrow.table({"column": [f"{'x' * (1 << 12)}{number}" for number in range(1000)]}),
+            SHARED_BEGINNINGS,
+            1 << 13,
+        ),
+        (repeated("x" * (1 << 16), arrow.string(), 100), {}, 1 << 12),
+    ],
+    ids=["values share bytes", "values may be large"],
+)
+def test_batches_of_large_values_hold_fewer_rows(tmp_path, table, options, most):
+    written(tmp_path / "a.parquet", table, **options)
     batches = list(_batches(tmp_path / "a.parquet", max_bytes=BOUND))
-    assert max(batch.nbytes for batch in batches) <= BOUND + (1 << 13)
-
-
-def test_batches_hold_fewer_rows_if_values_may_be_large(tmp_path):
-    table = repeated("x" * (1 << 16), arrow.string(), 100)
-    written(tmp_path / "a.parquet", table)
-    batches = list(_batches(tmp_path / "a.parquet", max_bytes=BOUND))
-    assert sum(map(len, batches)) == 100
-    assert max(batch.nbytes for batch in batches) <= BOUND + (1 << 12)
+    assert sum(map(len, batches)) == len(table)
+    assert max(batch.nbytes for batch in batches) <= BOUND + most
 
 
 def test_lists_of_text_raise_before_they_are_in_memory(raises, tmp_path):
@@ -137,20 +128,15 @@ def test_lists_of_text_raise_before_they_are_in_memory(raises, tmp_path):
     assert arrow.total_allocated_bytes() - before < 3 * BOUND
 
 
+CHECKED = {"write_page_checksum": True, "compression": "none", "use_dictionary": False}
+
+
 def test_page_checksums_are_verified(tmp_path):
-    table = arrow.table({"number": np.arange(1000)})
-    parquet.write_table(
-        table,
-        tmp_path / "a.parquet",
-        write_page_checksum=True,
-        compression="none",
-        use_dictionary=False,
-    )
-    data = bytearray((tmp_path / "a.parquet").read_bytes())
-    at = data.index(np.arange(500, 502).tobytes())
-    data[at] ^= 1
-    (tmp_path / "a.parquet").write_bytes(data)
     path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table({"number": np.arange(1000)}), path, **CHECKED)
+    data = bytearray(path.read_bytes())
+    data[data.index(np.arange(500, 502).tobytes())] ^= 1
+    path.write_bytes(data)
     with pytest.raises(OSError, match="CRC"):
         read_row_group(path, open_parquet(path), 0, columns=None, max_bytes=BOUND)
 
@@ -175,8 +161,7 @@ READERS = {
 def test_every_reader_verifies_page_checksums(tmp_path, reader):
     path = tmp_path / "a.parquet"
     texts = [f"document {number}" for number in range(100)]
-    options = {"write_page_checksum": True, "compression": "none", "use_dictionary": False}
-    parquet.write_table(arrow.table({"text": texts}), path, **options)
+    parquet.write_table(arrow.table({"text": texts}), path, **CHECKED)
     READERS[reader](str(path)).get_next()
     damaged = tmp_path / "b.parquet"
     damaged.write_bytes(path.read_bytes().replace(b"document 50", b"dokument 50", 1))

@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.features import lm_features
-from layerkit_inputs.packing import StreamPacker, plan_packing, stream_rows
+from layerkit_inputs.features import Segment, lm_features, segment_features
+from layerkit_inputs.first_fit import plan_packing
+from layerkit_inputs.packing import stream_pieces
+from layerkit_inputs.stream_packer import StreamPacker
 from layerkit_inputs.testing.laws import assert_same_batches
 
 MODES = ("cut", "first_fit")
@@ -49,14 +51,15 @@ def test_cut_rows_are_those_found_by_number(sizes, length):
     assert len(rows) == -(-sum(sizes) // length)
     if not rows:
         return
-    where = stream_rows(np.arange(len(rows)), np.cumsum(sizes), length)
-    for row, document, offset, segment, position in zip(rows, *where, strict=True):
-        np.testing.assert_array_equal(row.segment_ids, segment)
-        np.testing.assert_array_equal(row.segment_pos, position)
-        for column in np.flatnonzero(segment):
-            tokens, at = documents[document[column]], offset[column]
-            assert row.labels[column] == tokens[at]
-            assert row.ids[column] == (tokens[at - 1] if at else 2)
+    segments = [[] for _ in rows]
+    pieces = stream_pieces(np.arange(len(rows)), np.cumsum(sizes), length)
+    for row, document, start, size in zip(*pieces, strict=True):
+        tokens = documents[document]
+        first_id = tokens[start - 1] if start else 2
+        segments[row].append(Segment(tokens[start : start + size], first_id=first_id))
+    expected = segment_features(segments, length=length)
+    for number, row in enumerate(rows):
+        assert_same_batches([row], [expected.transform(lambda array, at=number: array[at])])
 
 
 @given(sizes=st.lists(st.integers(0, 7), max_size=15), open_rows=st.integers(1, 4))
@@ -124,19 +127,23 @@ def test_a_state_is_a_few_kilobytes():
     assert len(json.dumps(packer.state())) < 8 * 1024 * 4 * 1.4
 
 
+def restore_into_fewer_open_rows() -> None:
+    packer = StreamPacker(4, mode="first_fit", open_rows=3)
+    for _ in range(3):
+        packer.add([1, 2, 3])
+    StreamPacker(4, mode="first_fit", open_rows=2).set_state(packer.state())
+
+
 @pytest.mark.parametrize(
     ("call", "field", "value"),
     [
         (lambda: StreamPacker(4, mode="first-fit"), "mode", "first-fit"),
         (lambda: StreamPacker(4).add([1], inputs=[2]), "has_inputs", False),
         (lambda: StreamPacker(4).add([1.5]), "the next document, targets", "float64[1]"),
-        (
-            lambda: StreamPacker(4).set_state(StreamPacker(5).state()),
-            "length of packed rows",
-            5,
-        ),
+        (lambda: StreamPacker(4).set_state(StreamPacker(5).state()), "length of packed rows", 5),
+        (restore_into_fewer_open_rows, "open rows", 3),
     ],
-    ids=["mode", "inputs", "floats", "state"],
+    ids=["mode", "inputs", "floats", "state", "open rows"],
 )
 def test_wrong_arguments_raise(raises, call, field, value):
     with raises(ConfigError, field=field, value=value):

@@ -53,13 +53,6 @@ def test_the_loss_is_that_of_the_definition(heldout):
     )
 
 
-def test_the_table_by_hand_is_a_distribution():
-    table = TableByHand(TRAIN)
-    for context in [(ord("a"), ord(" ")), ("begin", "begin"), (7, 7)]:
-        total = sum(table.probability(context, symbol) for symbol in [*range(256), "end"])
-        assert total == pytest.approx(1, abs=1e-12)
-
-
 def test_noise_costs_about_a_uniform_symbol_and_a_habit_costs_little():
     random = np.random.default_rng(0)
     noise = random.integers(4, size=50_000, dtype=np.uint8).tobytes()

@@ -1,4 +1,4 @@
-"""Experiments that begin from a Hugging Face folder."""
+"""Experiments that begin from a Hugging Face folder: the recipe, and those of `lm.fine_tune`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from layerkit.config import target_of
+from layerkit_experiments.lm import fine_tune
 from layerkit_experiments.lm.recipes.data import LocalFiles
 from layerkit_experiments.lm.recipes.hugging_face import HuggingFaceLm
 from layerkit_experiments.lm.recipes.optimization import AdamWCosine
@@ -77,3 +79,22 @@ def test_encoder_decoder_model_raises(raises, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(content))
     with raises(UsageError, field="HF_FOLDER", value=str(tmp_path)):
         resolve(FineTune(HF_FOLDER=str(tmp_path)))
+
+
+def test_a_tokenizer_is_that_of_the_folder_or_is_named(raises, folder: Path):
+    experiment = fine_tune.FineTune(HF_FOLDER=str(folder))
+    assert experiment.tokenizer().path == str(folder)
+    assert experiment.VOCAB_SIZE == 300
+    named = resolve(fine_tune.FineTune(HF_FOLDER=str(folder), TOKENIZER="bytes"))
+    assert target_of(named.datasets[0].tokenizer).__name__ == "ByteTokenizer"
+    with raises(UsageError, field="path", value="tokenizer.json", choices=("config.json",)):
+        resolve(experiment)
+
+
+def test_lora_trains_adapters_alone(folder: Path):
+    fields = {"HF_FOLDER": str(folder), "TOKENIZER": "bytes", "LORA_RANK": 2}
+    task = resolve(fine_tune.FineTuneLora(**fields)).task
+    attention = task.model.lm_tpl.stack_tpl.layer_tpl.attention_tpl
+    assert attention.query_tpl.dot_tpl.rank == 2
+    assert task.train.learner.trainable == (".*/lora_[ab]",)
+    assert task.initial_weights.folder == str(folder)

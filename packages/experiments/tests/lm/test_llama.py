@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-import layerkit_experiments
 from layerkit.config import target_of
 from layerkit_experiments.lm import llama
-from layerkit_runner.config.catalogue import read_catalogue
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
 from layerkit_runner.errors import UsageError
-
-CATALOGUE = read_catalogue(Path(layerkit_experiments.__file__).parent)
 
 # layers, model, hidden, heads, key heads, rate, rows per device, devices, weights
 PUBLISHED = {
@@ -28,13 +25,13 @@ def resolved(name: str) -> ResolvedExperiment:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_sizes_and_schedule_are_those_of_the_paper(name: str):
+def test_sizes_and_schedule_are_those_of_the_paper(name: str, num_params: Any):
     layers, model, hidden, heads, kv_heads, rate, rows, devices, weights = PUBLISHED[name]
     experiment = resolved(name)
     lm = experiment.task.model.lm_tpl
     assert (lm.num_layers, lm.model_dims, lm.hidden_dims) == (layers, model, hidden)
     assert (lm.num_heads, lm.num_kv_heads, lm.dim_per_head) == (heads, kv_heads, 128)
-    assert CATALOGUE[f"lm.llama.{name}"].num_params == weights
+    assert num_params(f"lm.llama.{name}") == weights
     # 4M tokens a step, 2T in all.
     data = experiment.datasets[0]
     assert data.task_feature_lengths == {"targets": 4096}
@@ -66,7 +63,7 @@ def test_model_has_the_layers_of_llama():
     )
 
 
-def test_lora_trains_adapters_on_the_weights_of_a_folder_that_is_not_there_yet():
+def test_lora_trains_adapters_on_the_weights_of_a_folder_that_is_not_there_yet(num_params: Any):
     task = resolved("Llama7BLora").task
     (source,) = task.initial_weights.sources
     assert source.folder == "Llama-2-7b-hf"
@@ -76,7 +73,7 @@ def test_lora_trains_adapters_on_the_weights_of_a_folder_that_is_not_there_yet()
     assert attention.key_tpl.dot_tpl is None
     # 32 layers, in which queries and values have 4096 · 8 + 8 · 4096 more.
     adapters = 32 * 2 * 2 * 4096 * 8
-    assert CATALOGUE["lm.llama.Llama7BLora"].num_params == 6_738_415_616 + adapters
+    assert num_params("lm.llama.Llama7BLora") == 6_738_415_616 + adapters
 
 
 def test_tokenizer_is_required_without_initial_weights(raises):

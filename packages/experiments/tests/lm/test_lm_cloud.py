@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import pytest
 
+from layerkit.config import target_of
 from layerkit_experiments.lm import lm_cloud
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
@@ -47,12 +48,8 @@ def test_sizes_data_and_schedule_are_those_of_pax(name: str):
     data, heldout = experiment.datasets
     for each in (data, heldout):
         assert (each.percore_batch_size, each.seq_length, each.vocab_size) == (rows, 1024, 32000)
-    assert (data.is_training, heldout.is_training, heldout.eval_loop_num_batches) == (
-        True,
-        False,
-        1,
-    )
-    assert lm.vocab_size == 32000
+    assert (data.is_training, heldout.is_training) == (True, False)
+    assert heldout.eval_loop_num_batches == 1
     train = experiment.task.train
     assert train.num_train_steps == steps
     schedule = train.learner.learning_rate.Instantiate()
@@ -60,49 +57,23 @@ def test_sizes_data_and_schedule_are_those_of_pax(name: str):
     at = {0: 0.0, 2000: rate / 2, 4000: rate, 4001: rate, 300_000: rate / 10}
     for step, value in at.items():
         assert float(schedule(step)) == pytest.approx(value, rel=1e-5)
-    optimizer = train.learner.optimizer
-    assert (optimizer.b1, optimizer.b2, optimizer.eps) == (0.9, 0.99, 1e-6)
-    assert (optimizer.weight_decay, optimizer.update_rms_cap) == (1e-3, 1.0)
-    assert train.learner.clip_global_norm == 5.0
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_model_has_the_layers_of_pax(name: str):
+def test_layers_and_partitioner_that_the_recorded_values_do_not_tell(name: str):
+    """Compare what `pax/weights.json` does not hold; test_pax_reference.py compares the rest."""
     experiment = resolved(name)
-    model = experiment.task.model
-    layer = model.lm_tpl.stack_tpl.layer_tpl
-    is_pmap = name == "LmCloudTransformerAdamLimitSteps"
-    assert layer.attention_tpl.logit_cap == 50.0
-    assert model.lm_tpl.softmax_tpl.logit_soft_cap == (None if is_pmap else 30.0)
-    assert layer.feed_forward_tpl.activation_tpl.__fn_or_cls__.__name__ == (
-        "ReLU" if is_pmap else "GELU"
-    )
-    assert layer.feed_forward_tpl.use_gate is False
-    assert model.lm_tpl.position_tpl.__fn_or_cls__.__name__ == "PositionalEmbedding"
-    assert model.lm_tpl.stack_tpl.__fn_or_cls__.__name__ == (
-        "StackedTransformer" if is_pmap else "StackedTransformerRepeated"
-    )
-    assert model.lm_tpl.stack_tpl.remat == ("none" if is_pmap else "full")
-    assert model.fprop_dtype == ("float32" if is_pmap else "bfloat16")
+    lm = experiment.task.model.lm_tpl
+    assert target_of(lm.position_tpl).__name__ == "PositionalEmbedding"
+    assert lm.stack_tpl.layer_tpl.feed_forward_tpl.use_gate is False
+    found = (target_of(lm.stack_tpl).__name__, lm.stack_tpl.remat)
     partitioner = experiment.partitioner
-    if is_pmap:
-        assert partitioner.__fn_or_cls__ is PmapPartitioner
+    if name == "LmCloudTransformerAdamLimitSteps":
+        assert found == ("StackedTransformer", "none")
+        assert target_of(partitioner) is PmapPartitioner
     else:
-        assert partitioner.__fn_or_cls__ is SpmdPartitioner
-        assert partitioner.ici_mesh_shape == [1, NUM_DEVICES[name], 1]
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_number_of_weights_equals_a_count_by_hand(name: str):
-    layers, d, ff, heads, per_head, *_ = PUBLISHED[name]
-    attention = 4 * d * heads * per_head
-    feed_forward = 2 * d * ff + ff + d
-    norms = 2 * 2 * d
-    layer = attention + per_head + feed_forward + norms
-    by_hand = 32000 * d + 32000 + layers * layer + 2 * d
-    params = jax.tree.leaves(abstract_state(name).params)
-    assert sum(math.prod(leaf.shape) for leaf in params) == by_hand
-    assert {str(leaf.dtype) for leaf in params} == {"float32"}
+        assert found == ("StackedTransformerRepeated", "full")
+        assert target_of(partitioner) is SpmdPartitioner
 
 
 def test_the_2b_model_has_a_quarter_on_each_of_its_devices():

@@ -56,10 +56,7 @@ def test_the_rate_comes_down_over_the_run_that_was_asked_for():
         assert all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(rates, expected, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("VOCAB_SIZE", 258), ("EOS_ID", 3)],
-)
+@pytest.mark.parametrize(("field", "value"), [("VOCAB_SIZE", 258), ("EOS_ID", 3)])
 def test_model_that_does_not_fit_the_tokenizer_raises(raises, field, value):
     with raises(UsageError, field=field, value=value):
         resolve(LocalText(**{field: value}))

@@ -60,10 +60,7 @@ PIPELINE = {"NUM_STAGES": 2, "MICROBATCH_SIZE": 2}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh", "fields"),
-    [
-        ("lm.lm_cloud.LmCloudSpmd32B", [2, 2, 2], {}),
-        ("lm.nvidia.NVIDIA5B", [2, 1, 2, 2], PIPELINE),
-    ],
+    [("lm.lm_cloud.LmCloudSpmd32B", [2, 2, 2], {}), ("lm.nvidia.NVIDIA5B", [2, 1, 2, 2], PIPELINE)],
 )
 def test_activations_sharded_by_features_train_as_whole_ones(
     name: str, mesh: list[int], fields: dict[str, Any]

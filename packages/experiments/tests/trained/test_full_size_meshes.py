@@ -5,13 +5,10 @@ Those of C4 and The Pile are in lm/test_published_values.py.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,42 +39,6 @@ MADE_FOR = {
     "translation.wmt.TransformerBase": ("h100", 8),
     "translation.wmt.TransformerBig": ("h100", 8),
 }
-SCRIPT = """
-import importlib, json, math, sys
-import jax
-from layerkit_runner.config.resolve import resolve
-from layerkit_runner.trainer.job import build_parts
-
-jax.config.update("jax_num_cpu_devices", 1024)
-
-
-def bytes_of(tree):
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
-
-
-found = {}
-for name in sys.argv[1:]:
-    module, _, cls = name.rpartition(".")
-    module = importlib.import_module(f"layerkit_experiments.{module}")
-    partitioner, task = build_parts(resolve(getattr(module, cls)()))
-    sizes = [*partitioner.ici_mesh_shape, *(partitioner.dcn_mesh_shape or ())]
-    partitioner.start(jax.devices()[: math.prod(sizes)])
-    partitioner.bind(task)
-    whole = jax.tree.leaves(partitioner.abstract_stored_state(task).params)
-    state = partitioner.abstract_state(task)
-    found[name] = {
-        "devices": partitioner.mesh.size,
-        "count": sum(math.prod(leaf.shape) for leaf in whole),
-        "weights": bytes_of(state.params),
-        "optimizer": bytes_of(state.opt_state),
-    }
-print(json.dumps(found))
-"""
-
-
 # Devices in a summary, as of `runner --mode=plan --target`: v4:4x4x4*2, h100x64.
 TARGET = re.compile(r"\((?:v\d\w*:([\dx]+)(?:\*(\d+))?|[abh]\d+x(\d+))\)")
 
@@ -93,24 +54,11 @@ def test_meshes_have_the_devices_of_the_summaries():
             assert math.prod(sizes) == devices, name
 
 
-def test_weights_and_optimizer_leave_half_of_the_memory(tmp_path: Path):
-    script = tmp_path / "sizes.py"
-    script.write_text(SCRIPT)
-    # In a process of its own, since the number of simulated devices is settled once.
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    done = subprocess.run(
-        [sys.executable, str(script), *MADE_FOR],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    catalogue = read_catalogue(Path(layerkit_experiments.__file__).parent)
-    for name, found in json.loads(done.stdout).items():
+def test_weights_and_optimizer_leave_half_of_the_memory(measure_states: Any, num_params: Any):
+    for name, found in measure_states(MADE_FOR).items():
         kind, count = MADE_FOR[name]
-        assert found["devices"] == count, name
-        assert found["count"] == catalogue[name].num_params, name
+        assert found["num_devices"] == count, name
+        assert found["num_params"] == num_params(name), name
         memory = device_kind(kind).usable_bytes
         assert memory is not None
-        assert found["weights"] + found["optimizer"] < memory / 2, name
+        assert found["num_bytes_here"] < memory / 2, name

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
-import layerkit_experiments
 from layerkit.config import target_of
 from layerkit_experiments.vision.digits import Digits, Mnist
-from layerkit_runner.config.catalogue import read_catalogue
 from layerkit_runner.config.experiment import reduced_values
 from layerkit_runner.config.resolve import resolve
 
 
-def test_both_have_the_same_network():
+def test_both_have_the_same_network(num_params: Any):
     models = [resolve(cls()).task.model for cls in (Digits, Mnist)]
     assert models[0] == models[1]
     first, second = 5 * 5 * 16 + 16, 5 * 5 * 16 * 32 + 32
     dense, softmax = 7 * 7 * 32 * 128 + 128, 128 * 10 + 10
-    catalogue = read_catalogue(Path(layerkit_experiments.__file__).parent)
-    assert catalogue["vision.digits.Digits"].num_params == first + second + dense + softmax
+    assert num_params("vision.digits.Digits") == first + second + dense + softmax
 
 
 def test_mnist_is_read_from_a_folder_and_synthetic_if_reduced():

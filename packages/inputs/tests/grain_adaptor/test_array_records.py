@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -121,16 +119,3 @@ def test_find_array_records_lists_the_files_of_a_folder(raises, files, tmp_path)
     assert find_array_records(tmp_path) == [str(path) for path in files]
     with raises(FileNotFoundError):
         find_array_records(tmp_path / "nowhere")
-
-
-def test_import_loads_no_library():
-    program = (
-        "import sys, layerkit_inputs.grain_adaptor.array_records, layerkit_inputs.token_records\n"
-        "import layerkit_inputs.grain_adaptor.map_input, layerkit_inputs.grain_adaptor.iter_input\n"
-        "import layerkit_inputs.grain_adaptor.parquet_rows\n"
-        "import layerkit_inputs.tools.build_token_records\n"
-        "print([m for m in ('array_record', 'grain', 'jax', 'pyarrow', 'tensorflow') "
-        "if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    assert done.stdout.strip() == b"[]"

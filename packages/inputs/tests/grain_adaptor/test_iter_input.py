@@ -254,10 +254,7 @@ def test_pipeline_error_has_a_note_with_the_row():
 
 @pytest.mark.parametrize(
     ("dataset", "value"),
-    [
-        (lambda **host: grain.MapDataset.range(3), "RangeMapDataset"),
-        (lambda **host: [1], "list"),
-    ],
+    [(lambda **host: grain.MapDataset.range(3), "RangeMapDataset"), (lambda **host: [1], "list")],
     ids=["map", "list"],
 )
 def test_iter_input_raises_for_other_data_sets(raises, dataset, value):

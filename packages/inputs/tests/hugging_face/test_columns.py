@@ -59,13 +59,8 @@ def test_columns_become_arrays_of_their_shapes_and_dtypes(fields):
     assert batch.share.dtype == np.float32 and batch.share.tolist() == [0, 0.125, 0.25, 0.375]
     assert batch.is_odd.dtype == np.bool_ and batch.is_odd.tolist() == [False, True] * 2
     assert batch.provenance.tolist() == [0, 1, 2, 3]
-
-
-def test_an_epoch_has_every_row_once(fields):
-    batches = list(HuggingFaceColumns(**fields, shuffle=True).eval_batches())
-    weights = np.concatenate([batch.eval_sample_weights for batch in batches])
-    labels = np.concatenate([batch.label for batch in batches])[weights > 0]
-    assert sorted(labels.tolist()) == list(range(NUM_ROWS)) and weights.sum() == NUM_ROWS
+    shuffled = HuggingFaceColumns(**fields, shuffle=True).get_next()
+    assert shuffled.label.tolist() == shuffled.provenance.tolist() != [0, 1, 2, 3]
 
 
 ROWS_READ = "rows [0, 1, 2, 3]"

@@ -192,30 +192,18 @@ def test_folder_without_records_raises(reader, content, tmp_path):
         source.get_next()
 
 
-def test_compressed_files_are_not_blamed(tmp_path):
-    file = tmp_path / "x.jsonl.gz"
-    file.write_bytes(gzip.compress(b'{"text": "a"}\nnot json\n'))
-    assert first_unreadable([str(file)], "json") is None
-
-
-def test_first_unreadable_returns_none_for_valid_files(tmp_path):
-    file = tmp_path / "good.jsonl"
-    file.write_bytes(GOOD_LINES)
-    assert first_unreadable([str(file), "https://elsewhere/x.jsonl"], "json") is None
+def test_valid_remote_and_compressed_files_are_not_blamed(tmp_path):
+    good, packed = tmp_path / "good.jsonl", tmp_path / "x.jsonl.gz"
+    good.write_bytes(GOOD_LINES)
+    packed.write_bytes(gzip.compress(b'{"text": "a"}\nnot json\n'))
+    files = [str(good), "https://elsewhere/x.jsonl", str(packed)]
+    assert first_unreadable(files, "json") is None
 
 
 def test_row_group_above_the_bound_raises_before_it_is_read(tmp_path):
-    arrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    folder = tmp_path / "data"
-    folder.mkdir()
-    parquet.write_table(arrow.table({"text": ["x"] * (1 << 16)}), folder / "train.parquet")
-    for data in (
-        {"path": "parquet", "data_files": str(folder / "train.parquet")},
-        {"path": str(folder)},
-    ):
-        source = HuggingFaceInput(
-            batch_size=1, cache_dir=str(tmp_path / "c"), max_row_group_bytes=1 << 12, **data
-        )
+    (tmp_path / "data").mkdir()
+    file = write_parquet(tmp_path / "data" / "train.parquet", ["x"] * (1 << 16))
+    fields = {"batch_size": 1, "cache_dir": str(tmp_path / "c"), "max_row_group_bytes": 1 << 12}
+    for data in ({"path": "parquet", "data_files": str(file)}, {"path": str(file.parent)}):
         with pytest.raises(ValueError, match=r"train.parquet: row group 0 .*max_row_group_bytes"):
-            source.get_next()
+            HuggingFaceInput(**fields, **data).get_next()

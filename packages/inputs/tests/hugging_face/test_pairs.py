@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from layerkit.errors import ConfigError
@@ -79,13 +78,9 @@ def test_every_pair_is_read_once_on_any_hosts(fields):
     for host in range(3):
         source = HuggingFacePairs(**fields, infeed_host_index=host, num_infeed_hosts=3)
         for batch in source.eval_batches():
-            for row in range(4):
-                for segment in range(1, batch.src.segment_ids[row].max() + 1):
-                    sizes = (
-                        int((batch.src.segment_ids[row] == segment).sum()),
-                        int((batch.tgt.segment_ids[row] == segment).sum()),
-                    )
-                    found.append(sizes)
+            for sides in zip(batch.src.segment_ids, batch.tgt.segment_ids, strict=True):
+                for segment in range(1, sides[0].max() + 1):
+                    found.append(tuple(int((side == segment).sum()) for side in sides))
     assert sorted(found) == sorted((n % 4 + 2, n % 3 + 1) for n in range(29))
 
 
@@ -103,9 +98,3 @@ def test_longer_pairs_raise_or_are_trimmed_before_eos(raises, tmp_path):
 def test_pairs_raise_for_invalid_fields(raises, field, value, fields):
     with raises(ConfigError, owner="HuggingFacePairs", field=field, value=value):
         HuggingFacePairs(**{**fields, field: value})
-
-
-def test_arrays_are_int32_and_float32(fields):
-    for name, array in HuggingFacePairs(**fields).get_next().flatten_items():
-        is_float = name.rsplit(".", 1)[-1] in ("weights", "paddings", "eval_sample_weights")
-        assert array.dtype == (np.float32 if is_float else np.int32), name

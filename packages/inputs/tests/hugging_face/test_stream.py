@@ -1,15 +1,12 @@
 from __future__ import annotations
 
+import functools
 import itertools
 import json
-import subprocess
-import sys
 
-import numpy as np
 import pytest
 
 from layerkit.errors import ConfigError
-from layerkit_inputs import Prefetch
 from layerkit_inputs.hugging_face.input import HuggingFaceInput
 from layerkit_inputs.hugging_face.stream import HuggingFaceStream
 from layerkit_inputs.testing import laws
@@ -63,6 +60,12 @@ def fields(folder, tmp_path_factory):
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
 def test_reader_obeys_the_laws_of_inputs(law, mode, fields):
     law(lambda **more: HuggingFaceStream(**{**fields, **mode, **more}))
+
+
+def test_stream_of_parquet_resumes_under_prefetch(fields, folder, check_law):
+    fields = {**fields, "path": "parquet", "data_files": str(folder / "*.parquet")}
+    make = functools.partial(HuggingFaceStream, **fields, is_training=True)
+    check_law(laws.every_state_resumes, make, reads_ahead=True)
 
 
 @pytest.mark.parametrize("packing", ["stream", "none"])
@@ -119,69 +122,6 @@ def test_hosts_train_on_shares_that_do_not_overlap(num_hosts, fields):
     assert len(texts) == len(set(texts)) == NUM_ALL
 
 
-@pytest.mark.parametrize("num_hosts", [2, 3])
-def test_hosts_with_different_shares_evaluate_every_example(num_hosts, fields, folder):
-    common = {**fields, "data_files": str(folder / "0.jsonl"), "packing": "none", "seq_length": 64}
-    provenance, weight, lengths = [], 0.0, set()
-    for host in range(num_hosts):
-        source = HuggingFaceStream(
-            **{**common, "batch_size": 2}, infeed_host_index=host, num_infeed_hosts=num_hosts
-        )
-        batches = list(source.eval_batches())
-        lengths.add(len(batches))
-        provenance += [number for batch in batches for number in batch.provenance.tolist()]
-        weight += sum(batch.eval_sample_weights.sum() for batch in batches)
-    assert sorted(number for number in provenance if number >= 0) == list(range(13))
-    assert weight == 13 and len(lengths) == 1
-
-
-def test_host_without_examples_evaluates_but_raises_in_training(raises, fields, tmp_path):
-    (tmp_path / "one.jsonl").write_text('{"text": "alone"}\n')
-    common = {**fields, "data_files": str(tmp_path / "one.jsonl")}
-    hosts = {"infeed_host_index": 1, "num_infeed_hosts": 2}
-    (batch,) = HuggingFaceStream(**common, **hosts).eval_batches()
-    assert batch.ids.shape == (4, 16) and not batch.weights.any()
-    assert batch.provenance.tolist() == [-1] * 4
-    training = HuggingFaceStream(**common, **hosts, is_training=True)
-    with raises(ConfigError, owner="HuggingFaceStream"):
-        training.get_next()
-
-
-RESUME = """
-import json, sys
-from layerkit_inputs.hugging_face.stream import HuggingFaceStream
-source = HuggingFaceStream(**json.loads(sys.argv[1]))
-source.set_state(json.loads(sys.argv[2]))
-print(json.dumps([source.get_next().ids.tolist() for _ in range(12)]))
-"""
-
-
-@pytest.mark.slow  # in the ordinary run, HuggingFaceInput resumes in a fresh process
-def test_new_process_resumes_a_shuffled_packed_stream(fields, folder):
-    fields = {
-        **fields,
-        "path": "parquet",
-        "data_files": str(folder / "*.parquet"),
-        "is_training": True,
-        "packing": "first_fit",
-        "infeed_host_index": 1,
-        "num_infeed_hosts": 2,
-    }
-    source = HuggingFaceStream(**fields)
-    laws.take(source, 3)
-    state = source.get_state()
-    assert state["position"]["taken"] % 5  # in the midst of a window, or the test shows less
-    assert len(json.dumps(state)) < 4096
-    expected = [batch.ids.tolist() for batch in laws.take(source, 12)]
-    done = subprocess.run(
-        [sys.executable, "-c", RESUME, json.dumps(fields), json.dumps(state)],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == expected
-
-
 def test_a_state_is_small_with_long_rows_too(tmp_path, fields):
     lines = [json.dumps({"text": f"{number} words of an example " * 40}) for number in range(60)]
     (tmp_path / "long.jsonl").write_text("\n".join(lines))
@@ -192,15 +132,6 @@ def test_a_state_is_small_with_long_rows_too(tmp_path, fields):
         assert len(json.dumps(source.get_state())) < 32_000, packing
 
 
-def test_training_state_fits_only_the_same_number_of_hosts(fields):
-    state = HuggingFaceStream(**fields, is_training=True).get_state()
-    with pytest.raises(ValueError):
-        HuggingFaceStream(**fields, is_training=True, num_infeed_hosts=2).set_state(state)
-    evaluating = HuggingFaceStream(**fields)
-    evaluating.get_next()
-    HuggingFaceStream(**fields, num_infeed_hosts=2).set_state(evaluating.get_state())
-
-
 @pytest.mark.parametrize(
     "more",
     [
@@ -208,7 +139,7 @@ def test_training_state_fits_only_the_same_number_of_hosts(fields):
         {"input_random_seed": 3},
         {"seq_length": 8},
         {"packing": "none", "trim": True},
-        {"data_files": "0.jsonl"},
+        {"data_files": "one file"},
         {"tokenizer": "t5"},
     ],
     ids=lambda more: next(iter(more)),
@@ -221,18 +152,6 @@ def test_stream_rejects_a_state_of_other_fields_or_data(more, fields, folder, se
         more = {"tokenizer": SentencePieceTokenizer(path=sentencepiece_file)}
     with pytest.raises(ConfigError):
         HuggingFaceStream(**{**fields, "is_training": True, **more}).set_state(state)
-
-
-def test_stream_resumes_under_prefetch(fields):
-    fields = {**fields, "is_training": True}
-    expected = laws.take(HuggingFaceStream(**fields), 9)
-    source = Prefetch(source=HuggingFaceStream(**fields))
-    laws.assert_same_batches(laws.take(source, 4), expected[:4])
-    state = source.get_state()
-    source.close()
-    resumed = HuggingFaceStream(**fields)
-    resumed.set_state(state)
-    laws.assert_same_batches(laws.take(resumed, 5), expected[4:])
 
 
 def test_a_folder_of_save_to_disk_is_streamed_too(tmp_path, fields):
@@ -264,10 +183,3 @@ def test_an_error_is_raised_again(fields, is_training):
     for _ in range(2):
         with pytest.raises(ConfigError, match="seq_length"):
             source.get_next()
-
-
-def test_arrays_are_int32_and_float32(fields):
-    batch = HuggingFaceStream(**fields, inputs_field="question").get_next()
-    for name, array in batch.items():
-        is_float = name in ("weights", "paddings", "eval_sample_weights")
-        assert array.dtype == (np.float32 if is_float else np.int32), name

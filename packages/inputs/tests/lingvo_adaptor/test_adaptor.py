@@ -74,13 +74,6 @@ def test_endless_input_is_evaluated_by_a_number_of_batches(lingvo):
     assert seen == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
 
 
-def test_peeking_consumes_nothing(lingvo):
-    source = LingvoInputAdaptor(input=params_of(lingvo.Count, batch=2), is_training=True)
-    for expected in ([0, 1], [2, 3], [4, 5]):
-        assert [source.peek().data.tolist() for _ in range(3)] == [expected] * 3
-        assert source.get_next().data.tolist() == expected
-
-
 def test_sharding_input_gives_each_host_its_share(lingvo):
     for host in range(3):
         source = LingvoInputAdaptor(
@@ -225,11 +218,7 @@ def test_shuffles_are_the_same_in_another_process(lingvo):
 
 def test_seed_and_host_change_the_order_and_the_programs_own_seed_does_not(lingvo):
     tf = lingvo.tf
-    fields = [
-        {},
-        {"input_random_seed": 1},
-        {"num_infeed_hosts": 2, "infeed_host_index": 1},
-    ]
+    fields = [{}, {"input_random_seed": 1}, {"num_infeed_hosts": 2, "infeed_host_index": 1}]
     orders = [values(shuffled(lingvo, **more), 50) for more in fields]
     assert len({str(order) for order in orders}) == 3
     tf.random.set_seed(5)
@@ -275,10 +264,7 @@ def test_sequences_are_read_in_order(lingvo, tmp_path):
     path = tmp_path / "lines"
     path.write_text("".join(f"{i} {i}\n" for i in range(40)))
     params = lingvo.Sequences.Params().Set(
-        file_pattern=str(path),
-        file_random_seed=0,
-        bucket_upper_bound=[4],
-        bucket_batch_limit=[8],
+        file_pattern=str(path), file_random_seed=0, bucket_upper_bound=[4], bucket_batch_limit=[8]
     )
     source = LingvoInputAdaptor(input=params, num_batches=5, cluster_do_eval=True)
     assert source.batch_size == 8

@@ -64,11 +64,7 @@ RANDOM = {"require_sequential_order": False, "repeat_count": -1}
         ("iota:7", {"repeat_count": -2}, "repeat_count"),
         ("iota:7", {**RANDOM, "file_parallelism": 0}, "file_parallelism"),
         ("iota:7", {"num_threads": 0}, "num_threads"),
-        (
-            "iota:7",
-            {"bucket_batch_limit": [2, 2], "bucket_upper_bound": [9]},
-            "bucket_batch_limit",
-        ),
+        ("iota:7", {"bucket_batch_limit": [2, 2], "bucket_upper_bound": [9]}, "bucket_batch_limit"),
         ("iota:7", {"input_source_weights": [1.0, 2.0]}, "file_pattern"),
         ("iota:7,iota:8", {"input_source_weights": [1.0, 2.0]}, "file_pattern"),
     ],

@@ -23,13 +23,6 @@ def run(program):
     return done.stdout.strip()
 
 
-def test_the_package_is_imported_without_tensorflow_or_lingvo():
-    modules = ("adaptor", "eval_adaptors", "native_reads", "preflight", "tf_data")
-    imports = ", ".join(f"layerkit_inputs.lingvo_adaptor.{name}" for name in modules)
-    heavy = "{'jax', 'lingvo', 'tensorflow'} & set(sys.modules)"
-    assert run(f"import sys, {imports}; print({heavy} or 'none')") == "none"
-
-
 def test_a_missing_lingvo_is_an_error_with_the_remedy():
     printed = run(
         "import sys; sys.modules['lingvo'] = None\n"  # as Python treats what is not installed

@@ -5,7 +5,6 @@ import pytest
 
 from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
-from layerkit_inputs import Prefetch
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.indexed_input import IndexedInput
 from layerkit_inputs.mixing.batch_mixture import BatchMixture, StreamMixture
@@ -86,24 +85,16 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "inner", "reads_ahead", "mode"), CASES)
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
-def test_mixtures_of_streams_obey_the_laws(law, kind, inner, reads_ahead, mode):
+def test_mixtures_of_streams_obey_the_laws(law, kind, inner, reads_ahead, mode, check_law):
     passes = {"training": {"is_training": True}, "rolling": {"eval_loop_num_batches": 2}}
     of = components(Stream if inner == "streams" else Rows, 20, 9, 13)
     if inner == "both":
         of |= {"b": Stream.HParams.config(num_examples=16, first=100)}
         if mode == "training":  # batches of Stream have provenance, also while training
             of["b"] = Rows.HParams.config(num_examples=7, first=100)
-    made = []
-
-    def make(**more):
-        fields = {"batch_size": 4, "components": of, "weights": {"a": 3, "b": 1, "c": 2}}
-        source = kind(**{**fields, **passes.get(mode, {}), **more})
-        made.append(Prefetch(source=source) if reads_ahead else source)
-        return made[-1]
-
-    law(make)
-    for source in made:
-        source.close()
+    fields = {"batch_size": 4, "components": of, "weights": {"a": 3, "b": 1, "c": 2}}
+    fields |= passes.get(mode, {})
+    check_law(law, lambda **more: kind(**{**fields, **more}), reads_ahead=reads_ahead)
 
 
 def test_batch_mixture_without_weights_is_round_robin():

@@ -7,13 +7,13 @@ import pytest
 
 from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
-from layerkit_inputs import BaseInput, LocalText, Prefetch, SyntheticInput
+from layerkit_inputs import BaseInput, LocalText, SyntheticInput
 from layerkit_inputs.features import lm_features
+from layerkit_inputs.first_fit import plan_packing
 from layerkit_inputs.grain_adaptor.map_input import GrainMapInput
 from layerkit_inputs.indexed_input import IndexedInput
 from layerkit_inputs.mixing.components import renumber_provenance
 from layerkit_inputs.mixing.mixture import Mixture
-from layerkit_inputs.packing import plan_packing
 from layerkit_inputs.testing import laws
 
 
@@ -127,56 +127,7 @@ def packed_and_mixed(**fields):
         ),
     }
     weights = {"long": 5, "short": 1.5, "windows": 2, "mixed": 1.5}
-    return Mixture(**{"is_training": True, "components": components, "weights": weights, **fields})
-
-
-def test_mixture_resumes_mid_epoch_on_any_number_of_hosts():
-    whole = packed_and_mixed(batch_size=24)
-    expected = [whole.get_next() for _ in range(10)]
-    state, found = None, []
-    for num_hosts in (1, 2, 4, 8, 3):
-        hosts = [
-            packed_and_mixed(
-                batch_size=24 // num_hosts, infeed_host_index=host, num_infeed_hosts=num_hosts
-            )
-            for host in range(num_hosts)
-        ]
-        for host in hosts:
-            if state is not None:
-                host.set_state(json.loads(state))
-        for _ in range(2):
-            parts = [host.get_next() for host in hosts]
-            found.append(
-                NestedMap({key: np.concatenate([p[key] for p in parts]) for key in parts[0]})
-            )
-        states = {json.dumps(host.get_state()) for host in hosts}
-        assert len(states) == 1
-        state = states.pop()
-    laws.assert_same_batches(found, expected)
-    assert len(state) < 2000
-    assert (found[-1].segment_ids.max(axis=1) > 1).any()
-
-
-@pytest.mark.parametrize(
-    ("mode", "reads_ahead"),
-    [
-        ({"is_training": True}, False),
-        ({"is_training": True}, True),
-        ({"eval_loop_num_batches": 2}, False),
-    ],
-)
-@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
-def test_mixture_obeys_the_laws_of_inputs(law, reads_ahead, mode):
-    made = []
-
-    def make(**more):
-        source = packed_and_mixed(**{"batch_size": 4, "is_training": False, **mode, **more})
-        made.append(Prefetch(source=source) if reads_ahead else source)
-        return made[-1]
-
-    law(make)
-    for source in made:
-        source.close()
+    return Mixture(**{"batch_size": 4, "components": components, "weights": weights, **fields})
 
 
 def two_in_memory(kind=InMemory, **fields):
@@ -189,13 +140,32 @@ def two_in_memory(kind=InMemory, **fields):
     return Mixture(components=components, **given)
 
 
-MODES = [{"is_training": True}, {"eval_loop_num_batches": 2}]
+def test_mixture_resumes_on_any_number_of_hosts_over_several_epochs():
+    def make(**more):
+        return packed_and_mixed(**{"batch_size": 24, "is_training": True, **more})
+
+    laws.a_run_may_change_hosts_after_every_batch(make)
+    source = make()
+    assert (laws.take(source, 10)[-1].segment_ids.max(axis=1) > 1).any()
+    assert len(json.dumps(source.get_state())) < 2000
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
+TRAINING, ROLLING = MODES = [{"is_training": True}, {"eval_loop_num_batches": 2}]
+
+
+@pytest.mark.parametrize(
+    ("mixture", "mode", "reads_ahead"),
+    [
+        (packed_and_mixed, TRAINING, False),
+        (packed_and_mixed, TRAINING, True),
+        (packed_and_mixed, ROLLING, False),
+        (two_in_memory, TRAINING, False),
+        (two_in_memory, ROLLING, False),
+    ],
+)
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
-def test_mixtures_of_rows_in_memory_obey_the_laws(law, mode):
-    law(lambda **more: two_in_memory(**{**mode, **more}))
+def test_mixture_obeys_the_laws_of_inputs(law, mixture, mode, reads_ahead, check_law):
+    check_law(law, lambda **more: mixture(**{**mode, **more}), reads_ahead=reads_ahead)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)

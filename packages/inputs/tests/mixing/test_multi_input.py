@@ -68,24 +68,16 @@ def test_batches_of_4_and_6_have_an_outer_batch_of_2():
 @pytest.mark.parametrize("mode", ["training", "epoch", "rolling"])
 @pytest.mark.parametrize("reads_ahead", [False, True], ids=["plain", "prefetch"])
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
-def test_several_inputs_obey_the_laws(law, reads_ahead, mode):
+def test_several_inputs_obey_the_laws(law, reads_ahead, mode, check_law):
     passes = {"training": {"is_training": True}, "rolling": {"eval_loop_num_batches": 2}}
     inputs = {
         "a": config(percore_batch_size=2.0, num_rows=24),
         "b": config(percore_batch_size=3.0, num_rows=36),
         "c": config(num_rows=12),
     }
-    made = []
-
-    def make(**more):
-        fields = {"batch_size": 4, "percore_batch_size": 1.0, "input_to_params": inputs}
-        source = MultiInput(**{**fields, **passes.get(mode, {}), **more})
-        made.append(Prefetch(source=source) if reads_ahead else source)
-        return made[-1]
-
-    law(make)
-    for source in made:
-        source.close()
+    fields = {"batch_size": 4, "percore_batch_size": 1.0, "input_to_params": inputs}
+    fields |= passes.get(mode, {})
+    check_law(law, lambda **more: MultiInput(**{**fields, **more}), reads_ahead=reads_ahead)
 
 
 def test_inner_inputs_have_the_host_and_pass_of_the_outer_input():

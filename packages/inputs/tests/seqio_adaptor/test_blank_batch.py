@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from layerkit_inputs.seqio_adaptor.input import SeqIOInput
+from layerkit_inputs.specs import spec_of
 
 
 @pytest.mark.parametrize("converter", ["language_model", "prefix_lm", "encoder_decoder"])
@@ -21,7 +22,7 @@ def test_blank_batch_has_the_arrays_of_a_real_batch(converter, use_packing, make
     batch = SeqIOInput(batch_size=3, mixture_or_task=task, **fields).get_next()
     config = SeqIOInput.HParams.config(mixture_name="not_here", **fields)
     blank = SeqIOInput.blank_batch(config, 3)
-    assert described(blank) == described(batch)
+    assert spec_of(blank) == spec_of(batch)
     assert not any(array.any() for path, array in blank.flatten_items() if "paddings" not in path)
 
 
@@ -30,7 +31,3 @@ def test_prompts_have_no_blank_batch():
         mixture_name="not_here", task_feature_lengths={"inputs": 4}, feature_converter="prompts"
     )
     assert SeqIOInput.blank_batch(config, 3) is None
-
-
-def described(batch):
-    return {path: (array.shape, array.dtype) for path, array in batch.flatten_items()}

@@ -6,22 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.seqio_adaptor.converters import RowFormat, first_fit
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 7)), max_size=40))
-@settings(deadline=None, max_examples=60)
-def test_first_fit_places_every_item_in_the_first_row_with_room(sizes):
-    rows = list(first_fit(sizes, (9, 7)))
-    assert sorted(number for row in rows for number in row) == list(range(len(sizes)))
-    for row in rows:
-        assert (np.sum([sizes[number] for number in row], axis=0) <= (9, 7)).all()
-    where = {number: row for row, numbers in enumerate(rows) for number in numbers}
-    for number, size in enumerate(sizes):
-        for earlier in range(where[number]):
-            held = [sizes[other] for other in rows[earlier] if other < number]
-            assert not (np.sum(held, axis=0) + size <= (9, 7)).all()
-
+from layerkit_inputs.seqio_adaptor.converters import RowFormat
 
 _TOKENS = st.lists(st.integers(-9, 9), max_size=3)
 

@@ -116,21 +116,15 @@ def test_score_metrics_raise_unless_scores_match_the_examples(
         source.score_metrics(scores)
 
 
-def test_rolling_evaluation_has_metrics_of_the_examples_it_read(make_text_input):
-    source = make_text_input(
-        ("one", "two", "three"), metric_fns=[total_score], eval_loop_num_batches=1
-    )
-    assert source.score_metrics({1: 2.0, 2: 3.0}) == {"total_score": 5.0, "count": 2.0}
-
-
-def test_evaluation_of_the_first_batches_has_metrics_of_their_examples(make_text_input):
-    source = make_text_input(
-        ("one", "two", "three"),
-        metric_fns=[total_score],
-        reset_for_eval=True,
-        eval_loop_num_batches=1,
-    )
-    assert source.score_metrics({0: 2.0, 1: 3.0}) == {"total_score": 5.0, "count": 2.0}
+@pytest.mark.parametrize(
+    ("reset", "scores"),
+    [(None, {1: 2.0, 2: 3.0}), (True, {0: 2.0, 1: 3.0})],
+    ids=["rolling", "first"],
+)
+def test_bounded_evaluation_has_metrics_of_the_examples_it_read(make_text_input, reset, scores):
+    fields = {"reset_for_eval": reset, "eval_loop_num_batches": 1}
+    source = make_text_input(("one", "two", "three"), metric_fns=[total_score], **fields)
+    assert source.score_metrics(scores) == {"total_score": 5.0, "count": 2.0}
 
 
 def test_metrics_do_not_disturb_the_batches(make_text_input):
@@ -206,7 +200,3 @@ def test_scores_that_would_include_the_inputs_raise(
             SeqIOInput(**fields)
         for other in ({"use_task_metrics": False}, {"is_training": True}):
             assert SeqIOInput(**{**fields, **other}).get_next().weights.sum() > 2
-
-
-def test_scores_of_targets_alone_need_no_weights_on_targets(make_text_input):
-    assert make_text_input(metric_fns=[total_score]).has_score_metrics

@@ -14,6 +14,12 @@ from layerkit_inputs.seqio_adaptor.input import SeqIOInput
 FILE = "c4-validation.tfrecord-00001-of-00004"
 
 
+def reader(task, lengths, *, batch_size=1, **fields):
+    return SeqIOInput(
+        batch_size=batch_size, mixture_or_task=task, task_feature_lengths=lengths, **fields
+    )
+
+
 @pytest.fixture
 def damage(c4_folder, c4_task, tmp_path):
     """Return an input of a copy of the folder with one changed file."""
@@ -116,12 +122,7 @@ def test_preprocessors_that_reject_every_record_raise(make_task):
         return dataset.map(check)
 
     task = make_task([{"targets": [5]}] * 150, preprocessors=[refuse_all])
-    source = SeqIOInput(
-        batch_size=1,
-        mixture_or_task=task,
-        task_feature_lengths={"targets": 1},
-        on_bad_record="skip",
-    )
+    source = reader(task, {"targets": 1}, on_bad_record="skip")
     with pytest.raises(ValueError, match="100 consecutive records"):
         source.get_next()
 
@@ -138,11 +139,11 @@ def test_examples_longer_than_a_row_are_cut_or_bad_records(raises, make_task):
 
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_fewer_shards_read_several_files_each(num_shards, c4_folder, c4_task):
-    source = SeqIOInput(
+    source = reader(
+        c4_task(c4_folder),
+        {"targets": 512},
         batch_size=13,
-        mixture_or_task=c4_task(c4_folder),
         split_name="validation",
-        task_feature_lengths={"targets": 512},
         num_shards=num_shards,
     )
     batch = source.get_next()
@@ -150,12 +151,7 @@ def test_fewer_shards_read_several_files_each(num_shards, c4_folder, c4_task):
 
 
 def test_more_shards_than_files_raise(raises, c4_folder, c4_task):
-    source = SeqIOInput(
-        batch_size=1,
-        mixture_or_task=c4_task(c4_folder),
-        task_feature_lengths={"targets": 8},
-        num_shards=5,
-    )
+    source = reader(c4_task(c4_folder), {"targets": 8}, num_shards=5)
     with raises(ConfigError, owner="SeqIOInput", field="num_shards", value=5):
         source.get_next()
 
@@ -171,12 +167,7 @@ def test_shuffle_raises_for_a_task_without_shuffling(raises, make_task):
 @pytest.mark.parametrize("training", [False, True])
 def test_data_without_examples_raise_in_training_and_end_in_evaluation(raises, training, make_task):
     task = make_task([])
-    source = SeqIOInput(
-        batch_size=1,
-        mixture_or_task=task,
-        task_feature_lengths={"targets": 1},
-        is_training=training,
-    )
+    source = reader(task, {"targets": 1}, is_training=training)
     if training:
         with raises(ConfigError, owner="SeqIOInput"):
             source.get_next()

@@ -98,8 +98,7 @@ def test_task_with_required_caching_raises(raises, make_task):
     import seqio
 
     task = make_task(
-        [{"targets": [5]}],
-        preprocessors=[seqio.CacheDatasetPlaceholder(required=True)],
+        [{"targets": [5]}], preprocessors=[seqio.CacheDatasetPlaceholder(required=True)]
     )
     with raises(ConfigError, field="tasks with required caching", value=["task"]):
         SeqIOInput(batch_size=1, mixture_or_task=task, task_feature_lengths={"targets": 1})
