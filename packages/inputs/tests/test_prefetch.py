@@ -78,8 +78,18 @@ def test_tokens_and_states_are_the_same_with_and_without_it(tmp_path):
     assert Prefetch(source=Gated(batch_size=1)).state_scope == "host"
 
 
-def test_an_error_of_the_source_comes_after_the_batches_before_it():
-    ahead = Prefetch(source=Gated(batch_size=1, is_training=True, fails_at=2), depth=4)
+def check_on_the_thread(batch: NestedMap) -> None:
+    assert threading.current_thread().name == "layerkit-prefetch"
+    if batch.ids[0] == 3:
+        raise OSError("the disk is away")
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "check"), [(2, None), (None, check_on_the_thread)], ids=["source", "check"]
+)
+def test_an_error_of_source_or_check_comes_after_the_batches_before_it(fails_at, check):
+    source = Gated(batch_size=1, is_training=True, fails_at=fails_at)
+    ahead = Prefetch(source=source, depth=4, check=check)
     assert [int(ahead.get_next().ids[0]) for _ in range(2)] == [1, 2]
     for _ in range(2):
         with pytest.raises(OSError, match="the disk is away"):
@@ -87,21 +97,6 @@ def test_an_error_of_the_source_comes_after_the_batches_before_it():
     assert ahead.get_state()["position"] == {"num_delivered": 2}
     ahead.reset()
     assert ahead.get_next().ids[0] == 1
-    ahead.close()
-
-
-def test_an_error_of_the_check_comes_after_the_batches_before_it_and_keeps_the_position():
-    def check(batch: NestedMap) -> None:
-        assert threading.current_thread().name == "layerkit-prefetch"
-        if batch.ids[0] == 3:
-            raise ValueError("three")
-
-    ahead = Prefetch(source=Gated(batch_size=1, is_training=True), check=check)
-    assert [int(ahead.get_next().ids[0]) for _ in range(2)] == [1, 2]
-    for _ in range(2):
-        with pytest.raises(ValueError, match="three"):
-            ahead.get_next()
-    assert ahead.get_state()["position"] == {"num_delivered": 2}
     ahead.close()
 
 

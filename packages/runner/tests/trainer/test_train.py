@@ -197,9 +197,6 @@ class OnDevice:
         self._reads[self._name] += 1
         return np.asarray(self._array)
 
-    def __bool__(self) -> bool:
-        return bool(self.__array__())
-
 
 def test_between_summaries_the_host_reads_one_number_that_was_copied_ahead(started: Any):
     reads: list[collections.Counter[str]] = []
