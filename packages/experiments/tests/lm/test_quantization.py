@@ -106,13 +106,22 @@ def test_use_fp8_is_the_name_of_pax_for_delayed_scaling(raises):
 
 
 def test_unknown_name_is_an_error(raises):
-    with raises(FieldError, field="QUANTIZATION", value="nvfp4"):
-        LocalText(QUANTIZATION="nvfp4")
+    with raises(FieldError, field="QUANTIZATION", value="mxfp4"):
+        LocalText(QUANTIZATION="mxfp4")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fp8_delayed", "fp8_current", "mxfp8", "int8"])
-def test_training_ends_near_that_in_floats(name):
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("fp8_delayed", 0.03),
+        ("fp8_current", 0.03),
+        ("mxfp8", 0.03),
+        ("nvfp4", 0.15),
+        ("int8", 0.03),
+    ],
+)
+def test_training_ends_near_that_in_floats(name, most):
     def losses(quantization: str | None) -> np.ndarray:
         small = {**SMALL, "VOCAB_SIZE": 32, "WARMUP_STEPS": 0, "FPROP_DTYPE": "float32"}
         experiment = NVIDIA1_3B(**small, QUANTIZATION=quantization, LEARNING_RATE=3e-3)
@@ -133,5 +142,5 @@ def test_training_ends_near_that_in_floats(name):
 
     exact, rounded = losses(None), losses(name)
     assert exact[-20:].mean() < 1.0 < exact[0]
-    assert abs(rounded[-20:].mean() - exact[-20:].mean()) < 0.03
+    assert abs(rounded[-20:].mean() - exact[-20:].mean()) < most
     assert not np.array_equal(rounded, exact)

@@ -1,4 +1,4 @@
-"""The compilers of H100, B200 and TPU v5e multiply 8-bit numbers in all layers of GPT5B.
+"""The compilers of H100, B200 and TPU v5e multiply 8-bit or 4-bit numbers in all layers of GPT5B.
 
 The head is no layer.
 
@@ -63,13 +63,18 @@ def compiled_text(name: str, **fields: Any) -> str:
 
 
 def products(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield (`head` or `layers`, dtypes of the factors) of each product with a weight."""
+    """Yield (`head` or `layers`, dtypes of the factors) of each product with a weight.
+
+    Products with a matrix of 16 × 16, such as the rotation of NVFP4, are left out.
+    """
     for computation in re.split(r"\n(?=\S)", text):
-        dtypes = dict(re.findall(r"%?([\w.\-]+) = \(?(\w+)\[", computation))
+        arrays = dict(re.findall(r"%?([\w.\-]+) = \(?(\w+\[[\d,]*\])", computation))
         for factors, rest in re.findall(r" (?:dot|convolution)\(([^)]*)\)(.*)", computation):
             names = [factor.split()[-1].lstrip("%") for factor in factors.split(", ")]
             where = "head" if "/softmax" in rest else "layers"
-            yield where, tuple(dtypes[each] for each in names)
+            factors = [arrays[name].partition("[") for name in names]
+            if not any(shape == "16,16]" for _, _, shape in factors):
+                yield where, tuple(dtype for dtype, _, _ in factors)
 
 
 @pytest.mark.experiments
@@ -94,18 +99,26 @@ def test_products_of_v5e_are_in_int8_but_for_gradients_of_weights_and_the_head()
 
 
 @pytest.mark.experiments
-def test_products_of_b200_are_in_mxfp8_but_for_the_head():
-    text = compiled_text("b200x1", QUANTIZATION="mxfp8")
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_products_of_b200_are_scaled_in_blocks_but_for_the_head(name):
+    text = compiled_text("b200x1", QUANTIZATION=name)
     # Three products of query, key, value, output, up and down in the bodies of the loops.
     assert text.count('custom_call_target="__cudnn$blockScaledDot"') == 3 * 6
     assert Counter(products(text)) == {("head", ("bf16", "bf16")): 3}
 
 
+# A device has 64 of the 256 rows or columns of a weight. A byte holds two numbers of NVFP4.
 @pytest.mark.experiments
-def test_shards_of_weights_are_gathered_in_mxfp8():
-    text = compiled_text("b200x4", QUANTIZATION="mxfp8", ICI_MESH_SHAPE=[1, 4, 1])
-    # A device has 64 of the 256 rows or columns of a weight.
+@pytest.mark.parametrize(
+    ("name", "values", "scales"),
+    [
+        ("mxfp8", {"f8e4m3fn[64,256]", "f8e4m3fn[64,512]"}, "f8e8m0fnu[64,16]"),
+        ("nvfp4", {"s8[64,128]", "s8[64,256]"}, "f8e4m3fn[64,32]"),
+    ],
+)
+def test_shards_of_weights_are_gathered_after_rounding(name, values, scales):
+    text = compiled_text("b200x4", QUANTIZATION=name, ICI_MESH_SHAPE=[1, 4, 1])
     gathered = "".join(re.findall(r" = (.*) all-gather-start\(", text))
-    shards = re.findall(r"(\w+)\[64,(?:256|512)\]", gathered)
-    assert shards and set(shards) == {"f8e4m3fn"}
-    assert "f8e8m0fnu[64,16]" in gathered
+    shards = set(re.findall(r"\w+\[64,(?:128|256|512)\]", gathered))
+    assert shards - {"bf16[64,128]"} == values  # the embedding of positions is not rounded
+    assert scales in gathered

@@ -18,9 +18,10 @@ from layerkit.field_checks import Conditions
 from layerkit.layers.adapters import LoraDot
 from layerkit.layers.embeddings import ClassSoftmax
 from layerkit.layers.products import Dot
-from layerkit.layers.quantization.block_scaling import MxFp8Dot
 from layerkit.layers.quantization.current_scaling import Fp8CurrentDot, Int8Dot
 from layerkit.layers.quantization.fp8 import Fp8Dot
+from layerkit.layers.quantization.mxfp8 import MxFp8Dot
+from layerkit.layers.quantization.nvfp4 import NvFp4Dot
 from layerkit.layers.rotary_scaling import LinearScaling
 from layerkit.testing import Change, Example, dead_fields, ignored_fields
 from layerkit.weights import WeightHParams, WeightInit
@@ -131,7 +132,7 @@ EXAMPLES = [
     ),
     *(
         of(dot, {}, lambda layer: layer(inputs(DIMS), jnp.ones((DIMS, DIMS))))
-        for dot in (Dot, Fp8Dot, Fp8CurrentDot, Int8Dot, MxFp8Dot)
+        for dot in (Dot, Fp8Dot, Fp8CurrentDot, Int8Dot, MxFp8Dot, NvFp4Dot)
     ),
     of(L.RmsNorm, {"dims": DIMS}, on_inputs("dims")),
     of(L.RmsNormNoScale, {}, lambda layer: layer(inputs(DIMS))),

@@ -68,10 +68,11 @@ if TYPE_CHECKING:
     )
     from layerkit.layers.products import Dot as Dot
     from layerkit.layers.products import with_dots as with_dots
-    from layerkit.layers.quantization.block_scaling import MxFp8Dot as MxFp8Dot
     from layerkit.layers.quantization.current_scaling import Fp8CurrentDot as Fp8CurrentDot
     from layerkit.layers.quantization.current_scaling import Int8Dot as Int8Dot
     from layerkit.layers.quantization.fp8 import Fp8Dot as Fp8Dot
+    from layerkit.layers.quantization.mxfp8 import MxFp8Dot as MxFp8Dot
+    from layerkit.layers.quantization.nvfp4 import NvFp4Dot as NvFp4Dot
     from layerkit.layers.quantization.stored_weights import dequantize_model as dequantize_model
     from layerkit.layers.quantization.stored_weights import quantize_model as quantize_model
     from layerkit.layers.repeat import Repeat as Repeat
@@ -124,7 +125,8 @@ __getattr__, __dir__ = lazy_names(
             "RotaryPositionalEmbedding TrainablePositionalEmbedding"
         ),
         "products": "Dot with_dots",
-        "quantization.block_scaling": "MxFp8Dot",
+        "quantization.mxfp8": "MxFp8Dot",
+        "quantization.nvfp4": "NvFp4Dot",
         "quantization.current_scaling": "Fp8CurrentDot Int8Dot",
         "quantization.fp8": "Fp8Dot",
         "quantization.stored_weights": "dequantize_model quantize_model",

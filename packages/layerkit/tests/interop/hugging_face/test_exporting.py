@@ -27,9 +27,10 @@ from layerkit.layers import Embedding, FullSoftmax, RmsNorm, RotaryPositionalEmb
 from layerkit.layers.adapters import with_lora
 from layerkit.layers.pipelined_transformer import PipelinedTransformer
 from layerkit.layers.products import with_dots
-from layerkit.layers.quantization.block_scaling import MxFp8Dot
 from layerkit.layers.quantization.current_scaling import Fp8CurrentDot, Int8Dot
 from layerkit.layers.quantization.fp8 import Fp8Dot
+from layerkit.layers.quantization.mxfp8 import MxFp8Dot
+from layerkit.layers.quantization.nvfp4 import NvFp4Dot
 from layerkit.models import DpoModel, LanguageModel, TransformerLm
 
 pytest.importorskip("safetensors")
@@ -206,8 +207,8 @@ def test_export_to_the_tokenizer_folder_raises(raises, make_folder):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-@pytest.mark.parametrize("dot", [Fp8Dot, Fp8CurrentDot, Int8Dot, MxFp8Dot])
-def test_weights_trained_in_8_bits_are_not_rounded(make_folder, tmp_path, dot):
+@pytest.mark.parametrize("dot", [Fp8Dot, Fp8CurrentDot, Int8Dot, MxFp8Dot, NvFp4Dot])
+def test_weights_of_rounding_products_are_not_rounded(make_folder, tmp_path, dot):
     model, variables = import_model(make_folder("llama"))
     export_model(tmp_path / "again", with_dots(model, dot.HParams.config()), variables)
     again, weights = import_model(tmp_path / "again")

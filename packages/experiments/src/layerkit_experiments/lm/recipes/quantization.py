@@ -1,4 +1,4 @@
-"""Products of 8-bit numbers in the layers of a language model."""
+"""Products of 8-bit or 4-bit numbers in the layers of a language model."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ _DOTS = {
     "fp8_delayed": "Fp8Dot",
     "fp8_current": "Fp8CurrentDot",
     "mxfp8": "MxFp8Dot",
+    "nvfp4": "NvFp4Dot",
     "int8": "Int8Dot",
 }
 _LAYERS = r"lm_tpl\.stack_tpl\..*"
 
 
 class QuantizedProducts:
-    """A language model whose layers can multiply 8-bit numbers.
+    """A language model whose layers can multiply 8-bit or 4-bit numbers.
 
     Embedding and softmax keep FPROP_DTYPE.
     """
 
-    QUANTIZATION: Literal["fp8_delayed", "fp8_current", "mxfp8", "int8"] | None = None
-    """Products of the layers: `fp8_delayed`, `fp8_current` (Hopper and later GPUs), `mxfp8`
-    (Blackwell), `int8` (TPUs); None for FPROP_DTYPE. See docs/quantization.md."""
+    QUANTIZATION: Literal["fp8_delayed", "fp8_current", "mxfp8", "nvfp4", "int8"] | None = None
+    """Products of the layers: `fp8_delayed`, `fp8_current` (Hopper and later GPUs), `mxfp8`,
+    `nvfp4` (Blackwell), `int8` (TPUs); None for FPROP_DTYPE. See docs/quantization.md."""
 
     def quantized(self, model: Config) -> Config:
         """Return the config of a LanguageModel with the products of QUANTIZATION."""

@@ -37,9 +37,10 @@ from layerkit.interop.hugging_face.tensors import (
     pieces_of,
     their_shapes,
 )
-from layerkit.layers.quantization.block_scaling import MxFp8Dot
 from layerkit.layers.quantization.current_scaling import Fp8CurrentDot, Int8Dot
 from layerkit.layers.quantization.fp8 import Fp8Dot
+from layerkit.layers.quantization.mxfp8 import MxFp8Dot
+from layerkit.layers.quantization.nvfp4 import NvFp4Dot
 
 # Fields that change how a model is computed, trained or sharded, but not its outputs.
 # fmt: off
@@ -55,7 +56,7 @@ _NO_EFFECT = frozenset({
 })
 # fmt: on
 # Products that round their factors. The weights themselves are not rounded.
-_ROUNDING_DOTS = (Fp8Dot, Fp8CurrentDot, Int8Dot, MxFp8Dot)
+_ROUNDING_DOTS = (Fp8Dot, Fp8CurrentDot, Int8Dot, MxFp8Dot, NvFp4Dot)
 # Largest number of differences that an error lists.
 _MAX_SHOWN = 4
 # Keys of config.json without a field in our configs, which are copied.
