@@ -5,8 +5,8 @@
     runner doctor --json                the same as one JSON object
 
 A check that uses a disk or a device runs in a separate process with a time limit: a hanging driver
-cannot be interrupted from Python, and a wrong flag of XLA ends its process. `devices.py` has the
-checks that need JAX.
+cannot be interrupted from Python, and a wrong flag of XLA ends its process. Only the checks of
+devices import JAX.
 
 Exit codes: 0 if all checks passed, 1 if one failed.
 """
@@ -14,6 +14,8 @@ Exit codes: 0 if all checks passed, 1 if one failed.
 from __future__ import annotations
 
 import contextlib
+import functools
+import glob
 import importlib.metadata
 import json
 import os
@@ -27,7 +29,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from etils import epath
 
@@ -35,6 +37,9 @@ from layerkit_runner.config.flags import read_flags
 from layerkit_runner.config.help import flag_rows, table
 from layerkit_runner.files.text import size_text
 from layerkit_runner.run_options import FLAGS
+
+if TYPE_CHECKING:
+    import jax
 
 _OWN_PACKAGES = ("layerkit", "layerkit-inputs", "layerkit-runner", "layerkit-experiments")
 # Each plugin has the version number of its jaxlib.
@@ -47,6 +52,12 @@ _PACKAGES = (
 _TRIAL_BYTES = 64 << 20
 _LITTLE_SPACE = 10e9
 _NO_SPACE = 1e8
+# The driver creates these folders, whether JAX uses the devices or not.
+_NVIDIA_GPUS = "/proc/driver/nvidia/gpus/*"
+_MATRIX = 256
+_REDUCED_BYTES = 64 << 20
+_REDUCED_BYTES_ON_CPU = 1 << 20
+_RUNS = 5
 
 _REMEDIES = {
     "folder": "Choose another --job_log_dir, or check that this machine may write there.",
@@ -177,9 +188,7 @@ def main(name: str, folder: str) -> None:
         if name == "folder":
             finding = check_folder(folder)
         else:
-            from layerkit_runner.tools.doctor import devices  # imports JAX
-
-            finding = devices.CHECKS[name]()
+            finding = check_devices() if name == "devices" else check_collectives()
     except Exception as error:  # drivers, compilers and stores raise exceptions of any type
         text = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
         what = f"{folder if name == 'folder' else name}: {text}"
@@ -268,3 +277,84 @@ def _try_bytes(path: epath.Path) -> dict[str, float]:
         raise OSError("the bytes read differ from those written")
     write_rate, read_rate = len(content) / (written - began), len(content) / (read - written)
     return {"write_bytes_per_second": write_rate, "read_bytes_per_second": read_rate}
+
+
+def check_devices() -> Finding:
+    """Report kind, number and memory of the devices, and multiply matrices on each of them."""
+    import jax
+    import numpy as np
+
+    devices = jax.local_devices()
+    platform, kind = devices[0].platform, devices[0].device_kind
+    draw = np.random.default_rng(0)
+    left, right = (draw.integers(-1, 2, (_MATRIX, _MATRIX)).astype(np.float32) for _ in range(2))
+    expected = left @ right  # integers up to 256, which bfloat16 inputs give exactly
+    records, problems = [], list(_unused_gpus(platform))
+    for device in devices:
+        stats = device.memory_stats() or {}
+        memory = {key: stats.get(key) for key in ("bytes_in_use", "bytes_limit")}
+        records.append({"id": device.id, "kind": device.device_kind, **memory})
+        if not np.array_equal(_product(*jax.device_put((left, right), device)), expected):
+            what = f"Device {device.id} multiplies matrices wrongly."
+            problems.append(Problem(what, "Remove it and have it examined."))
+    lines = [f"{len(devices)} × {kind} ({platform}), JAX {jax.__version__}"]
+    limits = [record["bytes_limit"] for record in records if record["bytes_limit"] is not None]
+    if limits:
+        used = max(record["bytes_in_use"] or 0 for record in records)
+        lines.append(f"{size_text(min(limits))} of memory each, {size_text(used)} in use")
+    return Finding(lines, {"platform": platform, "devices": records}, problems)
+
+
+def _product(left: jax.Array, right: jax.Array) -> jax.Array:
+    """Return the product of `[n, n]` matrices in bfloat16, accumulated in float32."""
+    import jax.numpy as jnp
+
+    left, right = left.astype(jnp.bfloat16), right.astype(jnp.bfloat16)
+    return jnp.matmul(left, right, preferred_element_type=jnp.float32)
+
+
+def _unused_gpus(platform: str) -> Iterator[Problem]:
+    count = len(glob.glob(_NVIDIA_GPUS)) if platform == "cpu" else 0
+    chosen = os.environ.get("JAX_PLATFORMS")
+    if count and chosen:
+        what = f"This machine has {count} NVIDIA GPU(s), and JAX_PLATFORMS={chosen} hides them."
+        yield Problem(what, "Unset JAX_PLATFORMS to use them.", fails=False)
+    elif count:
+        what = f"This machine has {count} NVIDIA GPU(s), and JAX sees only the CPU."
+        to_do = "pip install 'layerkit-runner[cuda]', and check CUDA_VISIBLE_DEVICES."
+        yield Problem(what, to_do)
+
+
+def check_collectives() -> Finding:
+    """Sum numbers over all devices, and report the result and the speed of the fastest run."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+    devices = jax.local_devices()
+    count = len(devices)
+    if count == 1:
+        return Finding(["one device, so none to check"], {"num_devices": 1})
+    mesh = Mesh(np.asarray(devices), ("all",), axis_types=(AxisType.Auto,))
+    rows = NamedSharding(mesh, PartitionSpec("all"))
+    size = (_REDUCED_BYTES_ON_CPU if devices[0].platform == "cpu" else _REDUCED_BYTES) // 4
+    # Row i is filled with i + 1, on device i.
+    row_numbers = np.arange(1.0, count + 1)[:, None]
+    numbers = jax.jit(lambda: jnp.broadcast_to(row_numbers, (count, size)), out_shardings=rows)()
+    psum = functools.partial(jax.lax.psum, axis_name="all")
+    total = jax.jit(jax.shard_map(psum, mesh=mesh, in_specs=rows.spec, out_specs=PartitionSpec()))
+    shards = total(numbers).addressable_shards
+    is_right = all(np.all(np.asarray(shard.data) == row_numbers.sum()) for shard in shards)
+    seconds = []
+    for _ in range(_RUNS):
+        began = time.perf_counter()
+        total(numbers).block_until_ready()
+        seconds.append(time.perf_counter() - began)
+    # Each device sends at least these bytes, as `--mode=plan` counts them.
+    speed = 8 * size * (count - 1) / count / min(seconds)
+    values = {"num_devices": count, "psum": {"is_right": is_right, "bytes_per_second": speed}}
+    line = f"psum over {count} devices: {'correct' if is_right else 'WRONG'}, {size_text(speed)}/s"
+    to_do = "For NVIDIA GPUs try NCCL_P2P_DISABLE=1, then NCCL_SHM_DISABLE=1."
+    problem = Problem(f"psum over the {count} devices gives wrong numbers.", to_do)
+    return Finding([line], values, [] if is_right else [problem])
