@@ -40,7 +40,7 @@ SIZES = {"vocab": 512, "dims": 256, "layers": 4, "heads": 4, "mlp": 1024, "batch
 def jax_step(name: str, sizes: dict[str, Any], given: dict[str, Any]) -> Callable[[], float]:
     """Return a function that trains one step of layerkit or of the hand-written model."""
     if name == "layerkit":
-        from layerkit_runner.distributed.host_memory import keep_freed_memory
+        from layerkit_runner.distributed.devices import keep_freed_memory
 
         keep_freed_memory()
     import jax

@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--step", choices=("plain", "kept"), help=argparse.SUPPRESS)
     step = parser.parse_args().step
     if step == "kept":
-        from layerkit_runner.distributed.host_memory import keep_freed_memory
+        from layerkit_runner.distributed.devices import keep_freed_memory
 
         keep_freed_memory()
     if step:

@@ -85,7 +85,7 @@ def _run(words: Sequence[str]) -> int:
         if name in flags.given and not flags.given.get("print_config"):
             return commands.load(commands.FlagCommand, name, shown=f"--{name}").run(flags)
     if flags.mode == "train" and not flags.only_prints:
-        from layerkit_runner.distributed.host_memory import keep_freed_memory
+        from layerkit_runner.distributed.devices import keep_freed_memory
 
         keep_freed_memory()  # before JAX is imported
     resolved = _resolve(flags)

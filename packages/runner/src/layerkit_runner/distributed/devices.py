@@ -2,6 +2,7 @@
 
 XLA reads its flags from the environment when the first device is used: `set_compiler_flags` runs
 before that, and `check_devices` afterwards. Flags in the user's own environment come last and win.
+`keep_freed_memory` runs before JAX is imported, so this module imports JAX only inside functions.
 
 Sources: JAX documentation, "GPU performance tips"; NVIDIA JAX-Toolbox, "GPU performance"; OpenXLA,
 "XLA flags guidance" and "GPU optimization levels"; MaxText's collected flags; PyTorch/XLA's
@@ -10,16 +11,16 @@ defaults for fully sharded weights (pull request 6528). docs/profiling.md has th
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import importlib.metadata
+import importlib.util
 import os
+import platform
 import re
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
-
-import jax
-from jax.experimental.compilation_cache import compilation_cache
 
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import UnsafePathError, private_folder
@@ -33,6 +34,11 @@ _GPU = "XLA_FLAGS"
 _TPU = "LIBTPU_INIT_ARGS"
 # The name that JAX reads, and its former name. JAX rejects an environment that sets both.
 _MEMORY_SHARE = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+# Parameters of `mallopt` in <malloc.h>.
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
+_NEVER = -1
+_ACCELERATOR_PLUGINS = ("jax_plugins", "libtpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +133,8 @@ PRESETS: Mapping[str, FlagSet] = {
 
 def start_devices() -> None:
     """Let JAX start its devices; raise `UsageError` if it cannot."""
+    import jax
+
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:
@@ -153,6 +161,32 @@ def set_gpu_memory_share(environment: MutableMapping[str, str] = os.environ) -> 
     """Set the share of a GPU's memory that plans assume, unless the user set another."""
     if not any(environment.get(name) for name in _MEMORY_SHARE):
         environment[_MEMORY_SHARE[0]] = str(GPU_MEMORY_SHARE)
+
+
+def keep_freed_memory() -> bool:
+    """Let the process keep freed memory for the next step, if JAX will compute on the CPU.
+
+    XLA allocates the temporaries of each step on the CPU anew. glibc returns blocks of this size to
+    the kernel when they are freed, so that every step waits for the kernel to map and clear them
+    again.
+
+    Call this before JAX or NumPy is imported. The resident memory stays at its maximum. False with
+    another C library, if an accelerator may be used, or if the environment sets the allocator.
+    """
+    if platform.libc_ver()[0] != "glibc" or not _computes_on_cpu():
+        return False
+    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+        return False
+    library = ctypes.CDLL(None)
+    settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER), (_M_ARENA_MAX, 1))
+    return all(library.mallopt(name, value) for name, value in settings)
+
+
+def _computes_on_cpu() -> bool:
+    platforms = os.environ.get("JAX_PLATFORMS")
+    if platforms:
+        return platforms.split(",")[0] == "cpu"
+    return not any(map(importlib.util.find_spec, _ACCELERATOR_PLUGINS))
 
 
 def check_devices(options: RunOptions, device_kind: str) -> None:
@@ -204,6 +238,9 @@ def _chosen(options: RunOptions) -> Iterator[tuple[str, list[str]]]:
 
 def enable_compilation_cache(flag: str | None) -> None:
     """Cache compiled programs on disk, so that a restart or a second run starts fast."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
     folder = cache_folder(flag, os.environ)
     try:
         if folder is not None:
