@@ -60,7 +60,6 @@ PAGES: dict[str, tuple[str, ...]] = {
     "optim": (
         "layerkit_runner.optim.optimizers",
         "layerkit_runner.optim.schedules",
-        "layerkit_runner.optim.bfloat16_state",
         "layerkit_runner.optim.sharded_adafactor",
         "layerkit_runner.training.task_metrics",
     ),

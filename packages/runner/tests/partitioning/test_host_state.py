@@ -12,8 +12,7 @@ import pytest
 
 from layerkit.config import Partial
 from layerkit.errors import ConfigError
-from layerkit_runner.optim.bfloat16_state import bfloat16_state
-from layerkit_runner.optim.optimizers import adam_with_update_cap
+from layerkit_runner.optim.optimizers import adam_with_update_cap, bfloat16_state
 
 HOST = {"offload_optimizer_state": True}
 
