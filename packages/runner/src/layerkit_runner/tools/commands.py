@@ -72,11 +72,11 @@ def _inspect(resolved: ResolvedExperiment, options: RunOptions) -> int:
         print_batches(resolved, options)
         return 0
     if options.inspect == "parameters":
-        from layerkit_runner.tools.inspect.parameter_table import describe_parameters
+        from layerkit_runner.tools.inspect.model import describe_parameters
 
         text = describe_parameters(resolved, options)
     elif options.inspect == "layers":
-        from layerkit_runner.tools.inspect.built_layers import describe_layers
+        from layerkit_runner.tools.inspect.model import describe_layers
 
         text = describe_layers(resolved, options)
     else:
