@@ -23,8 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from layerkit_runner.config.catalogue import catalogue_json
-from layerkit_runner.config.registry import list_experiments
+from layerkit_runner.config.registry import catalogue_json, list_experiments
 from layerkit_runner.files.text import seconds_text, size_text
 
 _TARGET = re.compile(r"\(((?:v\d\w*:[\dx]+(?:\*\d+)?)|(?:[abh]\d+x\d+))\)")

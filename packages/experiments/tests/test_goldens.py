@@ -18,11 +18,21 @@ from pathlib import Path
 import pytest
 
 import layerkit_experiments
-from layerkit_runner.config.catalogue import FILE_NAME, catalogue_file_text, read_catalogue
 from layerkit_runner.config.config_text import config_text
-from layerkit_runner.config.registry import entry_of, experiment_classes, list_experiments
+from layerkit_runner.config.registry import (
+    CATALOGUE_FILE,
+    entry_of,
+    experiment_classes,
+    list_experiments,
+    read_catalogue,
+)
 from layerkit_runner.config.resolve import resolve
-from layerkit_runner.tools.catalogue import catalogue_line, catalogue_lines, fields_without_value
+from layerkit_runner.tools.catalogue import (
+    catalogue_file_text,
+    catalogue_line,
+    catalogue_lines,
+    fields_without_value,
+)
 
 GOLDENS = Path(__file__).parent / "goldens"
 PACKAGE = Path(layerkit_experiments.__file__).parent
@@ -132,11 +142,11 @@ def test_command_line_lists_the_same_experiments():
 def test_catalogue_has_every_experiment():
     if REWRITE:
         text = catalogue_file_text(catalogue_lines(PACKAGE_NAME))
-        (PACKAGE / FILE_NAME).write_text(text)
+        (PACKAGE / CATALOGUE_FILE).write_text(text)
     catalogue = read_catalogue(PACKAGE)
     assert catalogue is not None
     assert set(catalogue) == set(LISTED)
-    assert (PACKAGE / FILE_NAME).read_text() == catalogue_file_text(catalogue)
+    assert (PACKAGE / CATALOGUE_FILE).read_text() == catalogue_file_text(catalogue)
     # What needs no built model is compared for all of them.
     for name, cls in LISTED.items():
         line = entry_of(cls, PREFIX + name, [PACKAGE_NAME]).line

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import layerkit_experiments
-from layerkit_runner.config.catalogue import read_catalogue
+from layerkit_runner.config.registry import read_catalogue
 from layerkit_runner.tools.plan.hardware import device_kind
 
 pytestmark = pytest.mark.experiments

@@ -143,8 +143,7 @@ def _resolve(flags: ParsedFlags) -> ResolvedExperiment:
 
 
 def _listing(flags: ParsedFlags) -> str:
-    from layerkit_runner.config.catalogue import catalogue_json, catalogue_text
-    from layerkit_runner.config.registry import list_experiments
+    from layerkit_runner.config.registry import catalogue_json, catalogue_text, list_experiments
 
     tags = flags.given.get("tag", ())
     entries = list_experiments(tags=tags)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from layerkit.config import Config
-from layerkit_runner.config.catalogue import CatalogueLine
 from layerkit_runner.config.experiment import BaseExperiment
+from layerkit_runner.config.registry import CatalogueLine
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 from layerkit_runner.tools.catalogue import catalogue_line, fields_without_value, mesh_summary
 

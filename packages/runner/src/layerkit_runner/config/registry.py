@@ -1,4 +1,4 @@
-"""Lookup of experiments by name.
+"""The experiments that packages offer: lookup by name, and the text of `--list`.
 
 `--exp=lm.pile.Pile126M` means, in this order:
 
@@ -7,8 +7,9 @@
 2. the names that Pax's documents use, such as `tasks.lm.params.lm_cloud.LmCloudSpmd`;
 3. the one experiment of these packages whose full name ends so (`pile.Pile126M`).
 
-A name that the catalogue of its package lacks is looked for in the text of its module, so that a
-misspelled name need not wait for imports.
+Importing experiments takes seconds, so both read `catalogue.json` beside a package's `__init__.py`,
+which `layerkit_runner.tools.catalogue` writes. A name that the catalogue lacks is looked for in the
+text of its module, so that a misspelled name need not wait for imports.
 """
 
 from __future__ import annotations
@@ -16,23 +17,27 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import json
 import os
 import pkgutil
 import re
 import traceback
 import types
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from layerkit.errors import find_near_names
-from layerkit_runner.config.catalogue import CatalogueLine, read_catalogue
 from layerkit_runner.errors import FieldError, UsageError
+from layerkit_runner.files.text import aligned, cut
 
 if TYPE_CHECKING:
     from layerkit_runner.config.experiment import BaseExperiment
 
 ENTRY_POINT_GROUP = "layerkit.experiments"
+CATALOGUE_FILE = "catalogue.json"
+
+_HEADINGS = ("NAME", "WEIGHTS", "MESH", "DATA", "SUMMARY")
 
 # Names in Pax's documents, each with the package of those experiments here.
 _PAX_NAMES = (
@@ -43,6 +48,17 @@ _PAX_NAMES = (
 # A module may have a name that its text lacks in these ways only.
 _DYNAMIC = re.compile(r"import \*|\bglobals\(\)|\bexec\(|^def __getattr__", re.MULTILINE)
 _CLASS = re.compile(r"^class ([A-Za-z]\w*)", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class CatalogueLine:
+    """Facts about an experiment that are available without building it; None if unknown."""
+
+    num_params: int | None
+    mesh: str | None
+    data: str | None
+    summary: str = ""
+    tags: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +105,49 @@ def list_experiments(*, tags: Collection[str] = ()) -> list[ExperimentEntry]:
             raise UsageError("no experiment has the tag", field="--tag", value=tag, choices=known)
     chosen = [entry for entry in entries if set(tags) <= set(entry.line.tags)]
     return sorted(chosen, key=lambda entry: entry.name)
+
+
+def catalogue_text(entries: Sequence[ExperimentEntry], *, width: int | None = None) -> str:
+    """Return the text that `--list` prints: a line for each experiment.
+
+    Lines are cut at the width of a terminal; None gives whole lines without headings.
+    """
+    columns = zip(_HEADINGS, zip(*map(_listed_cells, entries), strict=True), strict=True)
+    # Empty columns are left out.
+    shown = [
+        column if width is None else (head, *column) for head, column in columns if any(column)
+    ]
+    lines = aligned(list(zip(*shown, strict=True)))
+    return "\n".join(line if width is None else cut(line, width) for line in lines)
+
+
+def catalogue_json(entries: Sequence[ExperimentEntry]) -> list[dict[str, Any]]:
+    """Return the objects that `--list --json` prints; unknown values are None."""
+    return [
+        {"name": entry.name, "class": entry.dotted, **dataclasses.asdict(entry.line)}
+        for entry in entries
+    ]
+
+
+def _listed_cells(entry: ExperimentEntry) -> tuple[str, str, str, str, str]:
+    line = entry.line
+    unknown = "" if line.mesh is None else "—"
+    count = unknown if line.num_params is None else _short_count(line.num_params)
+    return entry.name, count, line.mesh or "", line.data or "", line.summary
+
+
+def _short_count(count: int) -> str:
+    """Return a number of weights in its usual form: `126M`, `5.24B`, `998K`.
+
+    >>> [_short_count(n) for n in (959_872, 125_439_744, 5_242_880_000, 175_181_291_520)]
+    ['960K', '125M', '5.24B', '175B']
+    """
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= 0.9995 * size:
+            value = count / size
+            digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+            return f"{value:.{digits}f}{letter}"
+    return str(count)
 
 
 def find_experiment(name: str, *, flag: str = "--exp") -> ExperimentEntry:
@@ -208,6 +267,20 @@ def _catalogue(package: str) -> dict[str, CatalogueLine] | None:
     spec = _spec(package)
     folders = None if spec is None else spec.submodule_search_locations
     return read_catalogue(next(iter(folders or []), ""))
+
+
+def read_catalogue(folder: str | os.PathLike[str]) -> dict[str, CatalogueLine] | None:
+    """Return the catalogue in a package's folder, by names; None if there is no file."""
+    path = os.path.join(folder, CATALOGUE_FILE)
+    if not os.path.isfile(path):
+        return None
+    with open(path, "rb") as file:
+        content = file.read()
+    try:
+        rows = json.loads(content)
+        return {name: CatalogueLine(**{**r, "tags": tuple(r["tags"])}) for name, r in rows.items()}
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise UsageError(f"not a catalogue of experiments: {error!r}", owner=path) from None
 
 
 def _named_entry(dotted: str, packages: Collection[str]) -> ExperimentEntry | None:

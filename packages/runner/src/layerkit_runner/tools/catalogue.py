@@ -1,4 +1,4 @@
-"""Write `catalogue.json`, the index of a package's experiments; see `config.catalogue`.
+"""Write `catalogue.json`, the index of a package's experiments; see `config.registry`.
 
     python -m layerkit_runner.tools.catalogue PACKAGE
 
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,13 @@ import jax
 
 from layerkit.base_layer import PARAMS
 from layerkit.config import target_of
-from layerkit_runner.config.catalogue import FILE_NAME, CatalogueLine, catalogue_file_text
 from layerkit_runner.config.experiment import BaseExperiment, experiment_fields
-from layerkit_runner.config.registry import entry_of, experiment_classes
+from layerkit_runner.config.registry import (
+    CATALOGUE_FILE,
+    CatalogueLine,
+    entry_of,
+    experiment_classes,
+)
 from layerkit_runner.config.resolve import resolve
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 
@@ -29,9 +34,18 @@ from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 def main(arguments: Sequence[str]) -> None:
     """Write the catalogue of the package that the command line names."""
     [package] = arguments
-    path = Path(str(importlib.import_module(package).__file__)).parent / FILE_NAME
+    path = Path(str(importlib.import_module(package).__file__)).parent / CATALOGUE_FILE
     path.write_text(catalogue_file_text(catalogue_lines(package)), encoding="utf-8")
     print(f"wrote {path}")
+
+
+def catalogue_file_text(lines: Mapping[str, CatalogueLine]) -> str:
+    """Return the content of the file, one experiment per line."""
+    rows = [
+        f"  {json.dumps(name)}: {json.dumps(dataclasses.asdict(line), ensure_ascii=False)}"
+        for name, line in sorted(lines.items())
+    ]
+    return "{\n" + ",\n".join(rows) + "\n}\n"
 
 
 def catalogue_lines(package: str) -> dict[str, CatalogueLine]:
