@@ -30,8 +30,7 @@ from layerkit.layers.pipelined_transformer import PipelinedTransformer
 from layerkit.models import LanguageModel
 from layerkit.nested_map import NestedMap
 from layerkit_runner.init_from import InitFrom, Source, plan_first_state
-from layerkit_runner.init_from.pax import folders
-from layerkit_runner.init_from.pax.arrays import open_arrays
+from layerkit_runner.init_from.pax.folders import find, open_arrays
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.optim.optimizers import adam_with_update_cap
 from layerkit_runner.optim.schedules import linear_warmup_exponential_decay
@@ -131,7 +130,7 @@ class Pax:
 
     def array(self, case: str, name: str) -> np.ndarray:
         """An array of a recorded checkpoint, by its name."""
-        _, step_folder = folders.find(epath.Path(self.folder / case)).choose(None)
+        _, step_folder = find(epath.Path(self.folder / case)).choose(None)
         arrays = open_arrays(step_folder)
         return arrays.read(name, tuple(map(slice, arrays.specs[name].shape)))
 

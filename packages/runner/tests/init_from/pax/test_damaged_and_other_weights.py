@@ -14,8 +14,7 @@ from etils import epath
 
 from layerkit_runner.checkpointing import DamagedCheckpointError
 from layerkit_runner.errors import UsageError
-from layerkit_runner.init_from.pax import folders
-from layerkit_runner.init_from.pax.arrays import open_arrays
+from layerkit_runner.init_from.pax.folders import find, open_arrays
 from layerkit_runner.init_from.pax.stored_pax import StoredPax
 
 STATE = "checkpoints/checkpoint_00000006/state"
@@ -29,7 +28,7 @@ def copied(pax: Any, case: str, tmp_path: Path) -> Path:
 
 def read_all(folder: Path) -> None:
     """Read every array of a checkpoint."""
-    _, step_folder = folders.find(epath.Path(folder)).choose(None)
+    _, step_folder = find(epath.Path(folder)).choose(None)
     arrays = open_arrays(step_folder)
     for name, spec in arrays.specs.items():
         arrays.read(name, tuple(map(slice, spec.shape)))
@@ -38,7 +37,7 @@ def read_all(folder: Path) -> None:
 @pytest.mark.parametrize("case", ["stacked_zarr", "stacked_ocdbt"])
 @pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/checkpoint_00000006"])
 def test_job_checkpoints_and_step_of_paxml_are_found(pax: Any, case: str, place: str):
-    found = folders.find(epath.Path(pax.folder / case / place))
+    found = find(epath.Path(pax.folder / case / place))
     assert list(found.steps) == [6]
     assert str(found.directory) == str(pax.folder / case / "checkpoints")
 
@@ -46,7 +45,7 @@ def test_job_checkpoints_and_step_of_paxml_are_found(pax: Any, case: str, place:
 def test_step_without_state_folder_is_read(pax: Any, tmp_path: Path):
     # Paxml before version 1.0 wrote the arrays into the step folder.
     shutil.copytree(pax.folder / "stacked_zarr" / STATE, tmp_path / "checkpoint_00000006")
-    found = folders.find(epath.Path(tmp_path))
+    found = find(epath.Path(tmp_path))
     assert open_arrays(found.steps[6]).specs[SCALE.replace(".", "/")].shape == (8,)
 
 

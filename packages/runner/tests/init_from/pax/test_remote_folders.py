@@ -20,8 +20,7 @@ import pytest
 from etils import epath
 
 from layerkit_runner.checkpointing.folders import COMMIT_FILE
-from layerkit_runner.init_from.pax import folders
-from layerkit_runner.init_from.pax.arrays import open_arrays
+from layerkit_runner.init_from.pax.folders import find, open_arrays
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -103,10 +102,10 @@ def test_checkpoints_of_each_format_are_read_from_a_store(pax: Any, bucket: Path
         shutil.copytree(pax.folder / case, bucket / case)
         remote = epath.Path(f"gs://bucket/{case}")
         # A step without Orbax's file is not committed.
-        assert folders.find(remote) is None
+        assert find(remote) is None
         for step_folder in (bucket / case / "checkpoints").iterdir():
             (step_folder / COMMIT_FILE).touch()
-        step, step_folder = folders.find(remote).choose(None)
+        step, step_folder = find(remote).choose(None)
         assert step == pax.step
         arrays = open_arrays(step_folder)
         assert len(arrays.specs) > 20

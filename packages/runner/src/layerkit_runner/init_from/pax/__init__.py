@@ -1,7 +1,6 @@
 """Reads checkpoints that Paxml wrote, as values with the names and layouts of this project.
 
-    folders.py      finds the step folder and its format
-    arrays.py       opens the arrays of a step by name: Zarr folders, OCDBT databases, msgpack files
+    folders.py      finds the steps in a folder and opens their arrays by name
     tree_text.py    the text in a msgpack file that names its arrays
     stored_pax.py   the values of a step by the names of a run
 

@@ -1,25 +1,42 @@
-"""Finds the checkpoints in a folder of Paxml.
+"""Finds the steps that Paxml wrote into a folder, and opens their arrays by name.
 
 Paxml writes `checkpoints/checkpoint_<step>/state` in the folder of a job, beside
 `metadata/metadata`. Versions before 1.0 wrote the files of `state` into the step folder itself.
+Arrays are in Zarr folders, in an OCDBT database, or in one msgpack file of Flax.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import urllib.parse
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
+import numpy as np
 from etils import epath
+from flax import serialization
 
-from layerkit_runner.checkpointing import folders
+from layerkit_runner.checkpointing import folders as own_folders
+from layerkit_runner.checkpointing.errors import DamagedCheckpointError
+from layerkit_runner.checkpointing.structure import LeafSpec, spec_of
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import is_remote
+from layerkit_runner.files.bounded_documents import parse_json
+from layerkit_runner.init_from.pax import tree_text
+
+if TYPE_CHECKING:
+    import tensorstore as ts
 
 # Flax's format has no leading zeros, and Paxml can leave out the prefix.
 _STEP_NAME = re.compile(r"(?:checkpoint_)?(\d{1,18})")
-MSGPACK_FILE = "checkpoint"
-OCDBT_FILE = "manifest.ocdbt"
-ZARR_PREFIX = "mdl_vars."
+_MSGPACK_FILE = "checkpoint"
+_OCDBT_FILE = "manifest.ocdbt"
+_ZARR_PREFIX = "mdl_vars."
+_METADATA_KEY = ".zarray"
+_END = f"/{_METADATA_KEY}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +65,7 @@ def find(directory: epath.Path) -> PaxFolder | None:
     named = _STEP_NAME.fullmatch(directory.name)
     if named and _is_pax(directory):
         return PaxFolder(directory.parent, {int(named[1]): directory})
-    for place in (directory, directory / folders.JOB_SUBFOLDER):
+    for place in (directory, directory / own_folders.JOB_SUBFOLDER):
         found = {
             int(match[1]): path
             for path in (place.iterdir() if place.is_dir() else ())
@@ -59,7 +76,7 @@ def find(directory: epath.Path) -> PaxFolder | None:
     return None
 
 
-def state_folder(step_folder: epath.Path) -> epath.Path:
+def _state_folder(step_folder: epath.Path) -> epath.Path:
     """Return the folder of the arrays of a step."""
     inner = step_folder / "state"
     return inner if inner.is_dir() else step_folder
@@ -69,11 +86,162 @@ def _is_pax(step_folder: epath.Path) -> bool:
     """Return whether Paxml wrote and committed a step."""
     if not step_folder.is_dir():
         return False
-    if is_remote(step_folder) and not (step_folder / folders.COMMIT_FILE).exists():
+    if is_remote(step_folder) and not (step_folder / own_folders.COMMIT_FILE).exists():
         return False
-    state = state_folder(step_folder)
-    if (state / MSGPACK_FILE).is_file():
+    state = _state_folder(step_folder)
+    if (state / _MSGPACK_FILE).is_file():
         return True
-    if (state / OCDBT_FILE).is_file():
+    if (state / _OCDBT_FILE).is_file():
         return (step_folder / "metadata" / "metadata").is_file()
-    return any(path.name.startswith(ZARR_PREFIX) for path in state.iterdir())
+    return any(path.name.startswith(_ZARR_PREFIX) for path in state.iterdir())
+
+
+def open_arrays(step_folder: epath.Path) -> MsgpackArrays | TensorStoreArrays:
+    """Open the arrays of a step; only names, shapes and dtypes are read."""
+    state = _state_folder(step_folder)
+    if (state / _OCDBT_FILE).is_file():
+        return TensorStoreArrays(state, is_ocdbt=True)
+    if (state / _MSGPACK_FILE).is_file():
+        return MsgpackArrays(state / _MSGPACK_FILE)
+    return TensorStoreArrays(state, is_ocdbt=False)
+
+
+class MsgpackArrays:
+    """Arrays that Paxml saved in Flax's format, as under pmap.
+
+    The file holds the leaves of the train state as a list, and a text that describes their tree. It
+    is read whole, which takes no more memory than it has bytes.
+    """
+
+    def __init__(self, path: epath.Path) -> None:
+        """Read the arrays and their names."""
+        try:
+            self._arrays = _named(serialization.msgpack_restore(path.read_bytes()))
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            raise DamagedCheckpointError(
+                f"cannot be read: {error}",
+                field="file",
+                value=str(path),
+                expected="a msgpack file of Flax with flattened_state and str_pytree_state",
+                hint="Copy the checkpoint again.",
+            ) from error
+        self.specs: Mapping[str, LeafSpec] = {
+            name: spec_of(found) for name, found in self._arrays.items()
+        }
+
+    def read(self, name: str, ranges: tuple[slice, ...]) -> np.ndarray:
+        """Return a block of an array."""
+        return np.array(self._arrays[name][ranges])
+
+
+def _named(content: object) -> dict[str, np.ndarray]:
+    """Return the arrays by name; leaves that are not arrays are left out."""
+    if not isinstance(content, dict):
+        raise ValueError("expected a map")
+    text, state = content.get("str_pytree_state"), content.get("flattened_state")
+    if isinstance(state, dict):  # Flax wrote lists as maps from "0", "1", …
+        state = [state.get(str(number)) for number in range(len(state))]
+    if not isinstance(text, str) or not isinstance(state, list):
+        raise ValueError("flattened_state or str_pytree_state is missing")
+    paths = tree_text.leaf_paths(text)
+    if len(paths) != len(state):
+        raise ValueError(f"{len(state)} arrays, and names of {len(paths)}")
+    return {
+        "/".join(path): np.asarray(leaf)
+        for path, leaf in zip(paths, state, strict=True)
+        if isinstance(leaf, (np.ndarray, np.generic))
+    }
+
+
+class TensorStoreArrays:
+    """Arrays that Paxml saved by TensorStore: one Zarr folder for each, or an OCDBT database.
+
+    A name such as `mdl_vars.params.lm.final_ln.scale` becomes `mdl_vars/params/lm/final_ln/scale`.
+    """
+
+    def __init__(self, state: epath.Path, *, is_ocdbt: bool) -> None:
+        """Read the shapes and dtypes."""
+        self._state = state
+        self._names: dict[str, str] = {}
+        self._open: dict[str, Any] = {}
+        specs: dict[str, LeafSpec] = {}
+        try:
+            self._store = _open_store(state, is_ocdbt=is_ocdbt)
+            keys = self._store.list().result()
+        except ValueError as error:
+            raise _damaged(state, None, error) from error
+        for key in sorted(keys):
+            stored = key.decode(errors="replace")
+            if not stored.endswith(_END) or stored.count("/") != 1:
+                continue
+            stored = stored.removesuffix(_END)
+            name = stored.replace(".", "/")
+            try:
+                metadata = _read_metadata(self._store, stored)
+                specs[name] = _array_spec(metadata["shape"], metadata["dtype"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise _damaged(state, name, error) from error
+            self._names[name] = stored
+        self.specs: Mapping[str, LeafSpec] = specs
+
+    def read(self, name: str, ranges: tuple[slice, ...]) -> np.ndarray:
+        """Read the chunks of a block of an array."""
+        import tensorstore as ts
+
+        try:
+            if name not in self._open:
+                kvstore = (self._store / f"{self._names[name]}/").spec().to_json()
+                self._open[name] = ts.open(
+                    {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False},
+                    open=True,
+                    read=True,
+                ).result()
+            return np.asarray(self._open[name][ranges].read().result())
+        except ValueError as error:
+            raise _damaged(self._state, name, error) from error
+
+
+def _open_store(state_directory: epath.Path, *, is_ocdbt: bool) -> ts.KvStore:
+    """Open a folder of arrays: an OCDBT database, or else one folder for each array."""
+    import tensorstore as ts
+
+    text = os.fspath(state_directory)
+    base = f"{text if is_remote(text) else f'file://{urllib.parse.quote(text)}'}".rstrip("/") + "/"
+    return ts.KvStore.open({"driver": "ocdbt", "base": base} if is_ocdbt else base).result()
+
+
+def _read_metadata(store: ts.KvStore, array: str) -> dict[str, Any]:
+    """Return the Zarr metadata of an array; raise ValueError if they are malformed."""
+    try:
+        metadata = parse_json(store[f"{array}/{_METADATA_KEY}".encode()].decode())
+    except KeyError:
+        raise ValueError(f"{_METADATA_KEY} is missing") from None
+    if not isinstance(metadata, dict):
+        raise ValueError(f"{_METADATA_KEY} is no JSON object")
+    return metadata
+
+
+def _damaged(state: epath.Path, name: str | None, error: Exception) -> DamagedCheckpointError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return DamagedCheckpointError(
+        f"cannot be read: {reason.partition(' [source locations=')[0]}",
+        owner=str(state),
+        field="database" if name is None else "array",
+        value=state.name if name is None else name,
+        expected="files that Paxml wrote",
+        hint="Copy the checkpoint again.",
+    )
+
+
+def _array_spec(shape: Any, dtype: Any) -> LeafSpec:
+    """Return the shape and the dtype that a file declares."""
+    is_shape = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
+    if not is_shape or not isinstance(dtype, str):
+        raise ValueError(f"an array with shape={shape} and dtype={dtype}")
+    try:
+        found = np.dtype(jnp.dtype(dtype))
+    except TypeError as error:
+        raise ValueError(f"dtype={dtype!r}") from error
+    if found.hasobject or found.names is not None:
+        raise ValueError(f"dtype={dtype!r}")
+    return LeafSpec(tuple(shape), found)
