@@ -1,4 +1,4 @@
-"""Processes that join a job by the variables of a launcher, and the interfaces they listen at."""
+"""Processes that join a job, the interfaces they listen at, and their exchange of values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from layerkit_runner.distributed.cluster import bind_address, listen
+from layerkit_runner.distributed.cluster import (
+    bind_address,
+    from_process_0,
+    gather_values,
+    listen,
+)
 
 PROCESS = """
 import os, sys
@@ -186,3 +191,50 @@ def test_name_that_means_loopback_only_here_listens_everywhere(monkeypatch: pyte
     entry = (2, 1, 6, "", ("127.0.1.1", 0))
     monkeypatch.setattr("socket.getaddrinfo", lambda *_: [entry])
     assert bind_address("node1") == "::"
+
+
+EXCHANGE = """
+import sys
+import jax
+
+index, address = int(sys.argv[1]), sys.argv[2]
+jax.distributed.initialize(address, 3, index)
+from layerkit_runner.distributed.cluster import from_process_0, gather_values
+
+values = [None, {"a": [1, "ä"]}, "x" * 1000]
+assert gather_values(values[index]) == values
+assert gather_values(index) == [0, 1, 2]
+made = []
+assert from_process_0(lambda: made.append(index) or {"bleu": 0.5}) == {"bleu": 0.5}
+assert made == ([0] if index == 0 else [])
+try:
+    from_process_0(lambda: {}["nowhere"])
+except Exception as error:
+    print(type(error).__name__, error)
+jax.distributed.shutdown()
+"""
+
+
+def test_three_processes_exchange_values_and_errors():
+    address = f"localhost:{free_port()}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", EXCHANGE, str(index), address],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(3)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], "\n".join(outputs)
+    assert "KeyError 'nowhere'" in outputs[0]
+    for output in outputs[1:]:
+        assert "ValueError process 0: KeyError: 'nowhere'" in output
+
+
+def test_single_process_exchanges_nothing():
+    assert gather_values({1, 2}) == [{1, 2}]
+    assert from_process_0(lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        from_process_0(lambda: 1 / 0)

@@ -21,7 +21,7 @@ from etils import epath
 from layerkit_runner.checkpointing import folders, formats, integrity, structure
 from layerkit_runner.checkpointing.errors import SaveError
 from layerkit_runner.checkpointing.policy import CheckpointPolicy, Evaluations, SavedStep
-from layerkit_runner.distributed.process_exchange import from_each_process
+from layerkit_runner.distributed.cluster import from_each_process
 
 _STATE, _INPUTS = "state", "input_states"
 # Several files are hashed side by side. Orbax's default of 2 GiB would leave most cores idle.

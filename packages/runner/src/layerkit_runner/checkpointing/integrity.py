@@ -28,7 +28,7 @@ from etils import epath
 
 from layerkit_runner.checkpointing import folders
 from layerkit_runner.checkpointing.errors import DamagedCheckpointError, NewerManifestError
-from layerkit_runner.distributed.process_exchange import from_each_process
+from layerkit_runner.distributed.cluster import from_each_process
 from layerkit_runner.files.atomic_write import is_remote
 
 MANIFEST_VERSION = 2

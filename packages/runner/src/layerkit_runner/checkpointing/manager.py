@@ -39,7 +39,7 @@ from layerkit_runner.checkpointing.policy import (
     read_evaluations,
     write_evaluations,
 )
-from layerkit_runner.distributed.process_exchange import from_each_process, from_process_0
+from layerkit_runner.distributed.cluster import from_each_process, from_process_0
 from layerkit_runner.files.atomic_write import absolute
 
 if TYPE_CHECKING:

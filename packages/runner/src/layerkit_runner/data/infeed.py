@@ -19,7 +19,7 @@ from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import mark_rows, pad_rows
 from layerkit_inputs.feeds import FeedPlan, plan_feeds
 from layerkit_inputs.prefetch import Prefetch
-from layerkit_runner.distributed.process_exchange import gather_values
+from layerkit_runner.distributed.cluster import gather_values
 from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.observers import Observer

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-from layerkit_runner.distributed.process_exchange import gather_values
+from layerkit_runner.distributed.cluster import gather_values
 from layerkit_runner.distributed.watchdog import forced_exit, print_error, progress
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

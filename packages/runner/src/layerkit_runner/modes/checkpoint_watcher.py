@@ -11,7 +11,7 @@ from etils import epath
 from layerkit.errors import first_names
 from layerkit_runner.checkpointing.folders import committed_steps, read_metadata, step_folder
 from layerkit_runner.checkpointing.integrity import step_digest
-from layerkit_runner.distributed.process_exchange import from_process_0
+from layerkit_runner.distributed.cluster import from_process_0
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import UsageError

@@ -20,7 +20,7 @@ from layerkit.errors import UserError
 from layerkit_inputs.errors import MissingExtraError
 from layerkit_runner.config.config_tree import NOT_SET, value_at
 from layerkit_runner.config.resolve import override_path
-from layerkit_runner.distributed.process_exchange import all_arrive
+from layerkit_runner.distributed.cluster import all_arrive
 from layerkit_runner.errors import unknown_name_text
 from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.files.text import size_text

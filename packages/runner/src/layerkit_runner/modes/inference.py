@@ -24,7 +24,7 @@ from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.recorded import differing_names
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.training_data import check_same_data
-from layerkit_runner.distributed.process_exchange import from_process_0, gather_values
+from layerkit_runner.distributed.cluster import from_process_0, gather_values
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import UsageError

@@ -23,7 +23,7 @@ from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.infeed import peek_batch
 from layerkit_runner.data.training_data import TrainInputs, check_same_data
-from layerkit_runner.distributed.process_exchange import (
+from layerkit_runner.distributed.cluster import (
     distributed_state,
     from_process_0,
     gather_values,

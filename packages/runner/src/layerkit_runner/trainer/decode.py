@@ -22,7 +22,7 @@ from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import ROW_MARKS, example_rows
 from layerkit_runner.config.recorded import differing_names
 from layerkit_runner.data.infeed import eval_batches, peek_eval_batch, report_skipped
-from layerkit_runner.distributed.process_exchange import from_process_0
+from layerkit_runner.distributed.cluster import from_process_0
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import DECODE_PREFIX, Observer
 from layerkit_runner.observers.metrics_log import encode

@@ -25,7 +25,7 @@ from layerkit_runner.data.infeed import (
     report_skipped,
 )
 from layerkit_runner.data.training_data import TrainInput
-from layerkit_runner.distributed.process_exchange import from_process_0, gather_values
+from layerkit_runner.distributed.cluster import from_process_0, gather_values
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import TOTAL_WEIGHT, Observer
 from layerkit_runner.partitioning import Partitioner

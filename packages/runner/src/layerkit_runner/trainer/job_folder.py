@@ -26,7 +26,7 @@ from layerkit_runner.config.experiment import reduced_overrides, reduced_values
 from layerkit_runner.config.flags import RunOptions, parse_flags, to_argv
 from layerkit_runner.config.recorded import differing_names, read_recorded_config
 from layerkit_runner.config.resolve import ResolvedExperiment, override_path
-from layerkit_runner.distributed.process_exchange import from_process_0
+from layerkit_runner.distributed.cluster import from_process_0
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import (
     atomic_write,
