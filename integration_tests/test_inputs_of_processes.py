@@ -157,7 +157,8 @@ def test_data_that_one_process_cannot_read_end_all(jobs: Any, tmp_path: Path):
     with job.started_as(2) as processes:
         outputs = [process.communicate(timeout=4 * SECONDS_TO_NOTICE)[0] for process in processes]
     assert processes[0].returncode == LOST_PROCESS_EXIT_CODE, outputs[0]
-    assert processes[1].returncode == 2, outputs[1]
+    # Data that cannot be read after the first step is no mistake in the command.
+    assert processes[1].returncode == 1, outputs[1]
     problem = "shard-00001.bin, record 17: it ends in the middle of a number"
     assert f"{name_of(processes, 1)} failed: {problem}. Every step needs" in outputs[0]
     assert f"runner: {problem}\n" in outputs[1]

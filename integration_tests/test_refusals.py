@@ -115,7 +115,7 @@ def test_printed_next_commands_run(jobs: Any, tmp_path: Path, capsys: pytest.Cap
     fields = {
         "MAX_STEPS": 4,
         "PERCORE_BATCH_SIZE": 1.0,
-        "ICI_MESH_SHAPE": "[8,1,1]",
+        "ICI_MESH_SHAPE": "[4,2,1]",
         "TEXT_FILES": [str(Path(encodings.__file__).parent / "*.py")],
         "task.train.num_train_steps": 2,
         "task.model.lm_tpl.softmax_tpl.z_loss_weight": 0.1,
@@ -138,7 +138,7 @@ def test_printed_next_commands_run(jobs: Any, tmp_path: Path, capsys: pytest.Cap
     process = job.start_with(plan)
     page, _ = process.communicate(timeout=300)
     assert process.returncode == 0, page
-    assert "data 2 × fsdp 4 × tensor 1" in page
+    assert "data 8 × fsdp 1 × tensor 1" in page
 
 
 @pytest.fixture(scope="module")
