@@ -18,12 +18,14 @@ import pytest
 
 from layerkit_runner.checkpointing import (
     CheckpointManager,
+    CheckpointPolicy,
     SaveError,
     SaveTimeoutError,
     StateFormat,
 )
 from layerkit_runner.checkpointing.errors import save_error
 
+EVERY_STEP = CheckpointPolicy(save_interval_steps=1, max_to_keep=None, keep_interval=None)
 PROGRAM = """
 import json, os, subprocess, sys
 import jax.numpy as jnp
@@ -141,3 +143,16 @@ def test_error_of_a_failed_save_is_raised_once_by_the_next_call(tmp_path, call):
         assert save(2, 2**20)
     with CheckpointManager(tmp_path) as manager:
         assert manager.newest_sound_step() == 2
+
+
+def test_a_state_that_cannot_be_read_is_raised_and_no_save_is_awaited(tmp_path: Path):
+    with CheckpointManager(tmp_path, policy=EVERY_STEP) as manager:
+        state = {"w": jnp.ones(4)}
+        state["w"].delete()
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="deleted"):
+            manager.save(1, state, input_states={}, metadata={})
+        manager.wait_until_finished()
+        assert time.monotonic() - began < 60  # of a time limit of 600
+        assert manager.save(1, {"w": jnp.ones(4)}, input_states={}, metadata={})
+    assert manager.latest_step() == 1

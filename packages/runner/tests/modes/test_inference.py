@@ -217,13 +217,15 @@ def test_checkpoint_of_step_0_is_evaluated(infer: Any, gated: ModuleType, tmp_pa
 
 
 def test_training_that_stopped_early_has_no_later_checkpoint(
-    infer: Any, gated: ModuleType, tmp_path: Path
+    infer: Any, gated: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     resolved = resolve(gated.Gated(MAX_STEPS=20))
     resolved.task.early_stopping = EarlyStopping.HParams.config(
         metric="heldout/loss", patience=1, min_delta=1e6
     )
     assert run_train(resolved, options(tmp_path / "job")) == 0
+    *_, suggestions, _, _ = capsys.readouterr().out.splitlines()
+    assert suggestions == "next: print all settings; plan the same run on 8 devices"
     said = infer("eval", tmp_path / "job", resolved=resolved, follow_timeout_secs=60)
     assert len(list((tmp_path / "job/eval/heldout").iterdir())) == 1
     last = said.splitlines()[-1]

@@ -138,10 +138,15 @@ def test_observer_of_a_run_without_a_folder_writes_nothing(run_info, tmp_path, m
     assert list(tmp_path.iterdir()) == []
 
 
-def test_failure_of_a_required_observer_is_raised():
-    observers = Observers([Recorder(), Broken()])
+def test_failure_of_a_required_observer_is_raised_once_after_all_reports():
+    broken, last = Broken(), Recorder()
+    observers = Observers([broken, last])
     with pytest.raises(OSError, match="bucket"):
         observers.train_metrics(1, {"loss": 2.0})
+    observers.train_metrics(2, {"loss": 2.0})
+    observers.close()
+    assert broken.seen == [("close",)]
+    assert last.seen == [*(("train", step, {"loss": 2.0}) for step in (1, 2)), ("close",)]
 
 
 def test_close_closes_all_and_reports_optional_failures():
@@ -254,6 +259,20 @@ def test_failure_in_the_background_removes_the_observer_or_ends_the_run(run_info
         with pytest.raises(OSError, match="no such channel"):
             observers.close()
     assert failing.calls == ["start", "close"]
+
+
+def test_failure_in_the_background_is_raised_at_a_report_that_the_observer_ignores(run_info):
+    class Failing(Observer):
+        optional = False
+
+        def start(self, info):
+            raise OSError("no server")
+
+    observers = Observers([Failing()])
+    observers.start(run_info())
+    observers._callers[0]._background._jobs[0].exception()  # wait for it
+    with pytest.raises(OSError, match="no server"):
+        observers.progress(1)
 
 
 @dataclasses.dataclass

@@ -30,6 +30,7 @@ def simulate(run_info, clock):
                 progress.train_metrics(step, {"loss": 1000 / step, "tokens_per_sec": 1234.5})
             if eval_interval and step % eval_interval == 0:
                 progress.eval_metrics(step, "held_out", {"loss": 2.0})
+        progress.flush()
         progress.close()
         return stream.getvalue().splitlines()
 
@@ -101,6 +102,21 @@ def test_resumed_run_paces_and_estimates_the_remaining_steps(simulate):
     assert lines[0].startswith("step 901/1000 | ")
     assert lines[1].startswith("step 910/1000 | ")
     assert lines[1].endswith("| 0:01:30 left")
+
+
+def test_a_save_prints_the_step_that_may_be_the_last(run_info):
+    stream = io.StringIO()
+    progress = Progress(stream=stream)
+    progress.start(run_info(num_train_steps=1000))
+    for step in range(1, 5):
+        progress.train_metrics(step, {"loss": 1.0 / step})
+        progress.progress(step)
+    for _ in range(2):
+        progress.flush()
+    progress.message("stopped")
+    progress.close()
+    lines = ["step 1/1000 | loss 1.0000", "step 4/1000 | loss 0.2500", "stopped"]
+    assert stream.getvalue().splitlines() == lines
 
 
 @pytest.mark.parametrize(("hours", "most"), [(1, 90), (24, 130), (24 * 30, 900)])

@@ -207,20 +207,31 @@ def test_run_saves_its_steps_if_no_batch_follows(
     assert restored.input_states["train/Points"]["position"]["rows_done"] == 8 * 5
 
 
-def test_evaluation_whose_data_are_unreadable_saves_the_steps_before_it(make: Any, tmp_path: Any):
+@pytest.mark.parametrize(("failing", "exit_code"), [("evaluation", 74), ("observer", 1)])
+def test_failure_after_a_step_saves_the_steps_until_then(
+    make: Any, tmp_path: Any, failing: str, exit_code: int
+):
     job = make(num_train_steps=9, eval_interval_steps=3)
-    job.executor.eval_programs[0].dataset.unreadable_row = 0
+
+    def fail_at_step_2(step: int) -> None:
+        if step == 2:  # reported when step 3 has started
+            raise UsageError("no")
+
+    if failing == "observer":
+        job.recorder.progress = fail_at_step_2
+    else:
+        job.executor.eval_programs[0].dataset.unreadable_row = 0
     with pytest.raises(UsageError) as caught:
         job.executor.run(job.state, 0)
-    assert caught.value.exit_code == 74
-    job.executor.checkpoints.close()
-    assert saved_steps(tmp_path) == [3]
+    assert caught.value.exit_code == exit_code
+    [restored] = restore(job, 3)
+    assert (saved_steps(tmp_path), int(restored.state.step)) == ([3], 3)
 
 
 def test_data_that_are_unreadable_before_the_first_step_save_nothing(make: Any, tmp_path: Any):
     job = make(num_train_steps=9, unreadable={"unreadable_row": 8})
     with pytest.raises(UsageError) as caught:
-        job.executor.run(job.executor.train_programs.run_step(job.state, 1), 1)
+        job.executor.run(job.executor.train_programs.start_step(job.state, 1), 1)
     assert caught.value.exit_code == UsageError.exit_code
     assert saved_steps(tmp_path) == []
 

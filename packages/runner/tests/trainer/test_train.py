@@ -79,10 +79,17 @@ def started(tiny: SimpleNamespace, make_recorder: Any) -> Any:
     return start
 
 
+def run_step(program: TrainPrograms, state: Any, step: int) -> Any:
+    """Return the state after a step; report the steps that are due."""
+    state = program.start_step(state, step)
+    program.report_due()
+    return state
+
+
 def run(program: TrainPrograms, state: Any, steps: Iterable[int]) -> Any:
     """Return the state after these steps, of which all is reported."""
     for step in steps:
-        state = program.run_step(state, step)
+        state = run_step(program, state, step)
     program.drain()
     return state
 
@@ -131,7 +138,7 @@ def test_profile_guidance_compiles_the_step_again_after_its_first_run(raises: An
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         for step in (1, 2, 3):
-            state = program.run_step(state, step)
+            state = run_step(program, state, step)
             counts.append(len([name for name in compiled if "train_step" in name]))
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
@@ -146,7 +153,7 @@ def test_profile_guidance_compiles_the_step_again_after_its_first_run(raises: An
 def test_weight_summaries_at_their_interval(started: Any):
     program, state, recorder = started(weight_summary_interval_steps=2)
     for step in range(1, 5):
-        state = program.run_step(state, step)
+        state = run_step(program, state, step)
         if step == 2:  # It is reported later.
             norm = float(optax.tree.norm(state.params))
     program.drain()
@@ -159,7 +166,7 @@ def test_first_step_is_reported_at_once_and_later_steps_with_a_delay(started: An
     program, state, recorder = started(max_inflight_steps=3)
     seen = []
     for step in range(1, 8):
-        state = program.run_step(state, step)
+        state = run_step(program, state, step)
         seen.append(list(recorder.completed))
     assert seen[0] == seen[1] == seen[2] == seen[3] == [1]
     assert seen[6] == [1, 2, 3, 4]
@@ -228,7 +235,7 @@ def test_bad_step_between_summaries_is_reported_with_its_number(started: Any):
     for step in range(1, 8):
         if step == 4:
             before = jax.device_get(state.params)
-        state = program.run_step(state, step)
+        state = run_step(program, state, step)
         if step == 4:
             jax.tree.map(np.testing.assert_array_equal, state.params, before)
         if step == 4 + 2:
@@ -252,7 +259,7 @@ def test_the_input_state_is_that_of_the_steps_started(started: Any):
     program, state, _ = started()
     for step in (1, 2, 3):
         assert program.input_states()["train/Points"]["position"]["rows_done"] == step - 1
-        state = program.run_step(state, step)
+        state = run_step(program, state, step)
     assert program.input_states()["train/Points"]["position"]["rows_done"] == 3
 
 
@@ -302,7 +309,7 @@ def test_arrays_of_layers_come_with_the_summaries(started: Any):
 
 def test_batch_of_another_shape_is_an_error(raises: Any, started: Any):
     program, state, _ = started()
-    state = program.run_step(state, 1)
+    state = run_step(program, state, 1)
     with raises(UsageError, field="x", value="float32[1, 1]", expected="float32[1, 2]"):
         _run_step_with_a_narrow_batch(program, state, 2)
 
@@ -312,4 +319,4 @@ def _run_step_with_a_narrow_batch(program: TrainPrograms, state: Any, step: int)
     batch, _ = feed.take(lambda: True)
     wrong = NestedMap(x=batch.x[:, :1], y=batch.y, weights=batch.weights)
     feed._waiting.appendleft((wrong, feed.state()))
-    program.run_step(state, step)
+    program.start_step(state, step)

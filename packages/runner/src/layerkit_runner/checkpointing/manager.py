@@ -212,8 +212,11 @@ class CheckpointManager:
             self._check = structure.FiniteCheck(leaves)
             check.set_result(self._check)
             self._step_in_progress = step
-        except STORAGE_ERRORS as error:
-            raise self._discard_failed_save(error) from error
+        except Exception as error:
+            problem = self._discard_failed_save(error)
+            if isinstance(error, STORAGE_ERRORS):
+                raise problem from error
+            raise
         finally:
             check.cancel()  # A save without a check is not committed.
         return True

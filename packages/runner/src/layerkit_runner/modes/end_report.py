@@ -73,7 +73,7 @@ def finish(job: Job, executor: Executor, state: TrainState, step: int) -> None:
     if jax.process_index() == 0:
         token_unit = executor.train_programs.inputs.inputs[0].dataset.token_unit
         parts.make("loss curve", lambda: _draw(job, baselines, token_unit))
-        parts.make("commands to try next", lambda: _suggest(job, step))
+        parts.make("commands to try next", lambda: _suggest(job, executor, step))
     if parts.unshared_failure is not None:
         raise parts.unshared_failure
 
@@ -188,18 +188,18 @@ def sample_text(name: str, record: Mapping[str, Any]) -> str:
     )
 
 
-def _suggest(job: Job, step: int) -> None:
-    """Report three commands to try next, below a line that explains them."""
+def _suggest(job: Job, executor: Executor, step: int) -> None:
+    """Report commands to try next, below a line that explains them."""
 
     def command(**more: Any) -> str:
         return "  " + command_line(job.resolved, job.options, **more)
 
-    for line in (
-        "next: print all settings; train twice as many steps; plan the same run on 8 devices",
-        command(mode="inspect"),
-        command(changes=longer(job.resolved, 2 * step)),
-        command(mode="plan", changes=_on_eight_devices(job), flags=["--num_devices=8"]),
-    ):
+    commands = {"print all settings": command(mode="inspect")}
+    if not executor.has_stopped_early:  # more steps would not continue the run
+        commands["train twice as many steps"] = command(changes=longer(job.resolved, 2 * step))
+    eight = {"changes": _on_eight_devices(job), "flags": ["--num_devices=8"]}
+    commands["plan the same run on 8 devices"] = command(mode="plan", **eight)
+    for line in ("next: " + "; ".join(commands), *commands.values()):
         job.observers.message(line)
 
 

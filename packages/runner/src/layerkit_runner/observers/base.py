@@ -184,10 +184,14 @@ class Background:
         """True if every job has ended."""
         return all(job.done() for job in self._jobs)
 
-    def submit(self, job: Callable[..., Any], *args: Any) -> None:
-        """Schedule `job(*args)`, without waiting."""
+    def raise_failure(self) -> None:
+        """Raise the error of a job that has failed since the last call, without waiting."""
         while self._jobs and self._jobs[0].done():
             self._jobs.popleft().result()
+
+    def submit(self, job: Callable[..., Any], *args: Any) -> None:
+        """Schedule `job(*args)`, without waiting; raise the error of an earlier job."""
+        self.raise_failure()
         self._jobs.append(self._executor.submit(self._run, job, *args))
 
     def close(self, last: Callable[[], object] | None = None) -> None:
@@ -232,7 +236,8 @@ def _of_all(hook: _Hook) -> _Hook:
 class Observers(Observer):
     """An observer that passes every report on to several others, in their order.
 
-    An `optional` observer that fails is closed and removed, with a message.
+    An observer that fails is closed and removed. If it is `optional`, a message says so. Otherwise
+    its error is raised once, after the others have got the report.
     """
 
     in_background = False
@@ -269,18 +274,20 @@ class Observers(Observer):
             raise failure
 
     def _report(self, hook: str, *args: Any) -> None:
-        messages = []
+        failures = []
         for caller in tuple(self._callers):
             try:
                 caller.call(hook, *args)
             except Exception as error:
-                if not caller.observer.optional:
-                    raise
                 self._callers.remove(caller)
-                messages.append(_removed(caller.observer, error))
                 caller.abandon()
-        for message in messages:
-            self.message(message)
+                failures.append((caller.observer, error))
+        for observer, failure in failures:
+            if observer.optional:
+                self.message(_removed(observer, failure))
+        for observer, failure in failures:
+            if not observer.optional:
+                raise failure
 
 
 class _Caller:
@@ -291,6 +298,8 @@ class _Caller:
 
     def call(self, hook: str, *args: Any) -> None:
         self._is_started |= hook == "start"
+        if self._background is not None:
+            self._background.raise_failure()
         method = getattr(self.observer, hook)
         if getattr(method, "__func__", None) is getattr(Observer, hook) or not self._is_started:
             return

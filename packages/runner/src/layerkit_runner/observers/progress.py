@@ -71,8 +71,12 @@ class Progress(Observer):
         else:
             print(text, file=self._stream, flush=True)
 
+    def flush(self) -> None:
+        """Print the step that is saved, if lines are printed."""
+        self._view.flush()
+
     def close(self) -> None:
-        """Print the last step, and close the bar."""
+        """Close the bar."""
         view, self._view = self._view, Observer()
         view.close()
 
@@ -141,26 +145,29 @@ class _Lines(Observer):
         if self._pacer.is_overdue(now) and self._pacer.due(step, now):
             self._print(step)
 
+    def flush(self) -> None:
+        # A run may end with this save.
+        if self._metrics is not None and self._step > self._pacer.last_step:
+            self._pacer.last_step = self._step
+            self._print(self._step, with_remaining_time=False)
+
     def eval_is_due(self, step: int, dataset: str) -> bool:
         new = LinePacer(self._info.start_step, self._info.num_train_steps)
         pacer = self._eval_pacers.setdefault(dataset, new)
         return step == pacer.last_step or pacer.due(step, self._clock())
 
-    def close(self) -> None:
-        if self._metrics is not None and self._step > self._pacer.last_step:
-            self._print(self._step)
-
-    def _print(self, step: int) -> None:
+    def _print(self, step: int, *, with_remaining_time: bool = True) -> None:
         parts = [f"step {step}/{self._info.num_train_steps}"]
         if self._metrics is not None:
             metrics_step, scalars = self._metrics
             parts += _highlights(scalars, self._info.train_programs)
             if metrics_step != step:
                 parts.append(f"(as of step {metrics_step})")
-        if self._first is not None and self._first[0] < step < self._info.num_train_steps:
+        num_left = self._info.num_train_steps - step
+        if with_remaining_time and self._first is not None and self._first[0] < step and num_left:
             seconds_per_step = (self._clock() - self._first[1]) / (step - self._first[0])
-            left = seconds_per_step * (self._info.num_train_steps - step)
-            parts.append(f"{datetime.timedelta(seconds=round(left))} left")
+            left = datetime.timedelta(seconds=round(seconds_per_step * num_left))
+            parts.append(f"{left} left")
         print(" | ".join(parts), file=self._stream, flush=True)
 
 

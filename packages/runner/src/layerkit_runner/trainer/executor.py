@@ -98,8 +98,8 @@ class Executor:
 
         Raises:
           NonFiniteError: Too many steps in a row were not valid, or the state is not finite.
-          UsageError: A data set could not be read, or a program failed. A job of one process has
-            saved the state first.
+          UsageError: A data set could not be read, or a program or an observer failed. A job of one
+            process has saved the state first.
         """
         with self.goodput.phase("steps"):
             return self._run(state, step)
@@ -130,8 +130,10 @@ class Executor:
                 with self._paused_phase("profile"):
                     self.profiler.start(step + 1)
             try:
-                state = self.train_programs.run_step(state, step + 1, self.signals)
+                state = self.train_programs.start_step(state, step + 1, self.signals)
                 step += 1
+                # An observer may end the run here, and the state of the steps so far is saved.
+                self.train_programs.report_due()
                 if self.after_first_step is not None:
                     with self._paused_phase("compile"):
                         self.after_first_step()

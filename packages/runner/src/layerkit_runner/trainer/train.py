@@ -346,7 +346,7 @@ class TrainPrograms:
         self._started: collections.deque[TrainProgram] = collections.deque()
         self._last: TrainProgram | None = None
 
-    def run_step(
+    def start_step(
         self, state: TrainState, step: int, signals: StopSignals | None = None
     ) -> TrainState:
         """Start a step with the program of its data set; see `TrainProgram.start_step`."""
@@ -358,11 +358,14 @@ class TrainPrograms:
         ahead = range(step + 1, step + 1 + _STEPS_AHEAD)
         for index in dict.fromkeys(map(self.inputs.index_of_step, ahead)):
             self.inputs.inputs[index].feed.fill()
+        return state
+
+    def report_due(self) -> None:
+        """Report the oldest started steps, until `max_inflight_steps` are left."""
         # The first step is reported before the second one starts, so that its loss appears at once.
         limit = self._max_inflight_steps if self._last is not None else 0
         while len(self._started) > limit:
             self._report_oldest()
-        return state
 
     def drain(self) -> None:
         """Wait for all started steps and report them."""
