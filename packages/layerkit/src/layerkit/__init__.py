@@ -38,5 +38,4 @@ _NAMES_BY_MODULE = {
     "weights": "WeightHParams WeightInit",
 }
 
-__all__ = sorted(name for names in _NAMES_BY_MODULE.values() for name in names.split())
-__getattr__, __dir__ = lazy_names(__name__, _NAMES_BY_MODULE)
+__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES_BY_MODULE)

@@ -12,8 +12,8 @@ from layerkit.errors import UnknownNameError
 
 def lazy_names(
     package: str, names_by_module: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a package.
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return `__getattr__`, `__dir__` and `__all__` of a package.
 
     Args:
       package: Name of the package.
@@ -30,4 +30,4 @@ def lazy_names(
         setattr(sys.modules[package], name, value)
         return value
 
-    return find, lambda: sorted({*vars(sys.modules[package]), *module_of})
+    return find, lambda: sorted({*vars(sys.modules[package]), *module_of}), sorted(module_of)

@@ -74,6 +74,4 @@ _NAMES = {
     "training.train_hparams": "TrainHParams",
 }
 
-__all__ = sorted(" ".join(_NAMES.values()).split())
-
-__getattr__, __dir__ = lazy_names(__name__, _NAMES)
+__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

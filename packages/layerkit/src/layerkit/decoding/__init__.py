@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from layerkit.decoding.loop import sample_token as sample_token
     from layerkit.decoding.row_options import RowOptions as RowOptions
 
-__getattr__, __dir__ = lazy_names(
+__getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "beam_search": "BeamSearch",

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
         MultiHeadLatentAttention as MultiHeadLatentAttention,
     )
     from layerkit.layers.attention.multi_head import MultiHeadAttention as MultiHeadAttention
+    from layerkit.layers.attention.projections import HeadProjection as HeadProjection
+    from layerkit.layers.attention.projections import OutputProjection as OutputProjection
     from layerkit.layers.batch_statistics import BatchNorm as BatchNorm
     from layerkit.layers.batch_statistics import GroupNorm as GroupNorm
     from layerkit.layers.composition import MLPBlock as MLPBlock
@@ -94,7 +96,7 @@ if TYPE_CHECKING:
     from layerkit.layers.stochastic import StochasticResidual as StochasticResidual
     from layerkit.layers.transformer import Transformer as Transformer
 
-__getattr__, __dir__ = lazy_names(
+__getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "activations": (
@@ -106,6 +108,7 @@ __getattr__, __dir__ = lazy_names(
         "attention.cross": "CrossAttention",
         "attention.latent": "MultiHeadLatentAttention",
         "attention.multi_head": "MultiHeadAttention",
+        "attention.projections": "HeadProjection OutputProjection",
         "batch_statistics": "BatchNorm GroupNorm",
         "composition": "MLPBlock Sequential StackingOverTime",
         "einsum": "Einsum",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from layerkit.models.sequence_model import SequenceModel as SequenceModel
     from layerkit.models.transformer_lm import TransformerLm as TransformerLm
 
-__getattr__, __dir__ = lazy_names(
+__getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "bert": "BertModel",
