@@ -135,7 +135,11 @@ class Observer:
         """Prepare for the run; called once, before the first step."""
 
     def train_metrics(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Record the scalars of a training step; called at step 1 and every summary interval."""
+        """Record the scalars of a training step.
+
+        Called for the first step of each start, every `summary_interval_steps`, for step
+        `num_train_steps` and for every skipped step.
+        """
 
     def progress(self, step: int) -> None:
         """Record that a training step has been completed; called after each step."""

@@ -1,4 +1,4 @@
-"""Start-up of a run: devices, task, partitioner and observers, as every `--mode` needs them."""
+"""Start-up of training, evaluation, decoding and export: devices, task, partitioner, observers."""
 
 from __future__ import annotations
 
