@@ -207,25 +207,29 @@ def test_run_saves_its_steps_if_no_batch_follows(
     assert restored.input_states["train/Points"]["position"]["rows_done"] == 8 * 5
 
 
-@pytest.mark.parametrize(("failing", "exit_code"), [("evaluation", 74), ("observer", 1)])
+@pytest.mark.parametrize(
+    ("failing", "saved", "exit_code"),
+    [("evaluation", 3, 74), ("report of step 2", 3, 1), ("report of step 9", 9, 1), ("save", 9, 1)],
+)
 def test_failure_after_a_step_saves_the_steps_until_then(
-    make: Any, tmp_path: Any, failing: str, exit_code: int
+    make: Any, tmp_path: Any, failing: str, saved: int, exit_code: int
 ):
     job = make(num_train_steps=9, eval_interval_steps=3)
+    failures = [UsageError("no")]
 
-    def fail_at_step_2(step: int) -> None:
-        if step == 2:  # reported when step 3 has started
-            raise UsageError("no")
+    def fail_once(step: int | None = None) -> None:
+        if failures and failing == ("save" if step is None else f"report of step {step}"):
+            raise failures.pop()
 
-    if failing == "observer":
-        job.recorder.progress = fail_at_step_2
-    else:
+    if failing == "evaluation":
         job.executor.eval_programs[0].dataset.unreadable_row = 0
+    else:  # step 2 is reported when step 3 has started
+        job.recorder.flush = job.recorder.progress = fail_once
     with pytest.raises(UsageError) as caught:
         job.executor.run(job.state, 0)
     assert caught.value.exit_code == exit_code
-    [restored] = restore(job, 3)
-    assert (saved_steps(tmp_path), int(restored.state.step)) == ([3], 3)
+    assert int(restore(job, saved)[0].state.step) == saved
+    assert saved_steps(tmp_path) == [saved]
 
 
 def test_data_that_are_unreadable_before_the_first_step_save_nothing(make: Any, tmp_path: Any):
@@ -300,13 +304,9 @@ def test_state_that_is_not_finite_ends_the_run_and_no_checkpoint_is_replaced(
     make: Any, tmp_path: Any
 ):
     """A step that is applied although its gradient is NaN, and checkpoints of which one is kept."""
-    job = make(
-        num_train_steps=50,
-        save_interval_steps=4,
-        save_max_to_keep=1,
-        bad_steps=[6],
-        learner={**SMALL_STEPS, "skip_nonfinite_gradients": False},
-    )
+    learner = {**SMALL_STEPS, "skip_nonfinite_gradients": False}
+    intervals = {"save_interval_steps": 4, "save_max_to_keep": 1}
+    job = make(num_train_steps=50, bad_steps=[6], learner=learner, **intervals)
     with pytest.raises(NonFiniteError, match="step 8.*params/linear/w"):
         job.executor.run(job.state, 0)
     job.executor.checkpoints.close()
@@ -343,9 +343,7 @@ def test_save_request_can_end_the_run(make: Any, tmp_path: Any):
     assert job.executor.signals.exit_code == 0
 
 
-def test_save_request_without_checkpoints_is_reported_and_nothing_is_saved(
-    make: Any, tmp_path: Any
-):
+def test_save_request_without_checkpoints_saves_nothing_and_is_reported(make: Any, tmp_path: Any):
     job = make(saves=False, num_train_steps=5, save_interval_steps=1, save_at={2}, exits_then=True)
     job.executor.run(job.state, 0)
     assert job.recorder.events == [f"step {step}" for step in range(1, 6)]
@@ -355,13 +353,8 @@ def test_save_request_without_checkpoints_is_reported_and_nothing_is_saved(
 
 def test_best_checkpoint_is_kept(make: Any, tmp_path: Any):
     """Every step of rate 1 makes this model worse, so the first checkpoint is the best."""
-    job = make(
-        num_train_steps=4,
-        save_interval_steps=1,
-        save_max_to_keep=1,
-        eval_interval_steps=1,
-        save_best_metric="points/loss",
-    )
+    intervals = {"save_interval_steps": 1, "save_max_to_keep": 1, "eval_interval_steps": 1}
+    job = make(num_train_steps=4, save_best_metric="points/loss", **intervals)
     job.executor.run(job.state, 0)
     job.executor.checkpoints.close()
     found = read_evaluations(epath.Path(tmp_path) / "checkpoints")

@@ -17,7 +17,7 @@ import jax
 from layerkit.config import target_of
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.errors import input_of
-from layerkit_runner.checkpointing import CheckpointManager
+from layerkit_runner.checkpointing import CheckpointManager, SaveError
 from layerkit_runner.config.config_tree import check_required_fields
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.distributed.stop_signals import StopRequestedError, StopSignals
@@ -109,51 +109,64 @@ class Executor:
         if step >= self.train.num_train_steps:
             # A run that failed at its last step cannot recover in a later step.
             skipped.check_limit(step)
-        while skipped.problem is None:
-            stops = self.signals.agreed(step)
-            on_demand = self.signals.take_save_request()
-            if on_demand and self.checkpoints is None:
-                self.observers.message("not saved: the run has --noenable_checkpoint_saving")
-                on_demand = False
-            if on_demand or (self.checkpoints is not None and self.checkpoints.should_save(step)):
-                self._save(state, step, force=on_demand)
-            if on_demand:
-                self.observers.message(f"saved step {step} on SIGUSR1")
-            if stops or (on_demand and self.exit_after_ondemand_checkpoint):
-                break
-            if self.is_over(step):
-                if self.signals.finish():
+        try:
+            while skipped.problem is None:
+                stops = self.signals.agreed(step)
+                on_demand = self._save_if_due(state, step)
+                if stops or (on_demand and self.exit_after_ondemand_checkpoint):
                     break
-                continue
-            if self.profiler is not None and self.profiler.starts_before(step + 1):
-                self.train_programs.drain()
-                with self._paused_phase("profile"):
-                    self.profiler.start(step + 1)
-            try:
-                state = self.train_programs.start_step(state, step + 1, self.signals)
+                if self.is_over(step):
+                    if self.signals.finish():
+                        break
+                    continue
+                if self.profiler is not None and self.profiler.starts_before(step + 1):
+                    self.train_programs.drain()
+                    with self._paused_phase("profile"):
+                        self.profiler.start(step + 1)
+                try:
+                    state = self.train_programs.start_step(state, step + 1, self.signals)
+                except StopRequestedError:
+                    continue
                 step += 1
-                # An observer may end the run here, and the state of the steps so far is saved.
+                # The step took over the arrays of the state before it, so the state must be
+                # replaced before an observer can end the run.
                 self.train_programs.report_due()
-                if self.after_first_step is not None:
-                    with self._paused_phase("compile"):
-                        self.after_first_step()
-                    self.after_first_step = None
-                if self.profiler is not None and self.profiler.ends_after(step):
-                    self._stop_profile(step)
-                if step < self.train.num_train_steps:
-                    self.run_due(state, step)
-            except StopRequestedError:
-                continue
-            except Exception as error:
-                is_of_data = isinstance(error, UsageError) or input_of(error) is not None
-                if is_of_data and step > first:
-                    self._save_after(error, state, step)
-                raise
-        self._stop_profile(step)
-        self._save(state, step, force=True)
+                self._work_after(state, step)
+            self._stop_profile(step)
+            self._save(state, step, force=True)
+        except (SaveError, NonFiniteError):
+            raise  # another save would fail too
+        except Exception as error:
+            is_of_data = isinstance(error, UsageError) or input_of(error) is not None
+            if is_of_data and step > first:
+                self._save_after(error, state, step)
+            raise
         if skipped.problem is not None:
             raise NonFiniteError(skipped.problem)
         return state, step
+
+    def _save_if_due(self, state: TrainState, step: int) -> bool:
+        """Save at an interval or on a signal; return whether a signal asked for it."""
+        on_demand = self.signals.take_save_request()
+        if on_demand and self.checkpoints is None:
+            self.observers.message("not saved: the run has --noenable_checkpoint_saving")
+            return False
+        if on_demand or (self.checkpoints is not None and self.checkpoints.should_save(step)):
+            self._save(state, step, force=on_demand)
+        if on_demand:
+            self.observers.message(f"saved step {step} on SIGUSR1")
+        return on_demand
+
+    def _work_after(self, state: TrainState, step: int) -> None:
+        """Run what is due after a step: the callback, the end of a profile, `run_due`."""
+        if self.after_first_step is not None:
+            with self._paused_phase("compile"):
+                self.after_first_step()
+            self.after_first_step = None
+        if self.profiler is not None and self.profiler.ends_after(step):
+            self._stop_profile(step)
+        if step < self.train.num_train_steps:
+            self.run_due(state, step)
 
     def is_over(self, step: int) -> bool:
         """Return whether the job is complete after `step` steps."""
