@@ -451,13 +451,16 @@ def test_package_adds_mode_and_command(place: Path):
     assert answered("say", "--what", "you=like") == (4, "--what you=like\n")
     lines = [line.split() for line in runner(place, "--help", "mode").stdout.splitlines()]
     assert ["count", "count", "the", "data", "sets"] in lines
-    assert ["say", "say", "it"] in lines
+    assert ["runner", "say", "say", "it"] in lines
     assert "--times=N  how often (default 1)" in runner(place, "--help", "count").stdout
     for words, fact in (
         ((*mode, "--tims=2"), "'--times'"),
         (("--exp=own.Mine", "--times=2", "--mode=inspect"), "'--times'"),
         (("--exp=own.Mine", "--mode=cuont"), "'count'"),
         (("--exp=own.Mine", "--mode=twice"), "--json"),
+        (("--exp=own.Mine", "--mode=say"), "say is a command, not a mode. Use: runner say"),
+        (("count",), "count is a mode, not a command. Use: --mode=count"),
+        (("study",), "study is a flag, not a command. Use: --study"),
     ):
         code, text = answered(*words)
         assert code == 2 and fact in text

@@ -92,12 +92,20 @@ def load(kind: type[Kind], name: str, *, shown: str) -> Kind:
     if isinstance(command, _LoadError):
         hint = f"`python -c 'import {point.module}'` prints the lines of code."
         raise UsageError(f"the tool {name} cannot be loaded: {command}", owner=shown, hint=hint)
+    kinds = {
+        Mode: ("a mode", f"--mode={name}"),
+        Command: ("a command", f"runner {name}"),
+        FlagCommand: ("a flag", f"--{name}"),
+    }
+    if type(command) in kinds:
+        found, use = kinds[type(command)]
+        problem = f"{name} is {found}, not {kinds[kind][0]}"
+        raise UsageError(problem, owner=shown, hint=f"Use: {use}")
     raise UsageError(
         f"the entry point {name} = {point.value} is of another kind",
         owner=shown,
         value=type(command).__name__,
         expected=kind.__name__,
-        hint=f"Use --mode={name}." if isinstance(command, Mode) else None,
     )
 
 

@@ -103,7 +103,7 @@ def help_text(topic: str | None = None) -> str:
         )
         return "\n".join([overview, *broken])
     if topic in GROUPS:
-        described = {**modes, **{name: command.help for name, command in words.items()}}
+        described = {**modes, **{f"runner {name}": word.help for name, word in words.items()}}
         page = _group_page(topic, described, width=80)
         if len(page) > _MAX_LINES:
             page = _group_page(topic, described, width=100)

@@ -67,7 +67,7 @@ def test_help_lists_the_kinds_and_the_flags_of_each(capsys):
     assert launch("slurm", "--help") == 0
     assert "--save_before_end=SECONDS" in capsys.readouterr().out
     assert cli.main(["--help", "mode"]) == 0
-    assert "  launch " in capsys.readouterr().out
+    assert "  runner launch " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", KINDS)
