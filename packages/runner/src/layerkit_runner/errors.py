@@ -2,15 +2,19 @@
 
     UsageError          a wrong flag, name, path or value; exit code 2
     ├── FieldError      a wrong experiment field; also a TypeError, for callers from Python
+    ├── ExperimentClassError   a class whose fields or methods have no effect; also a TypeError
     ├── StorageError    storage that fails, such as a full disk; exit code 1
     └── NonFiniteError  loss, gradient or weights are not finite: training ends, exit code 65
 
-The command line prints every `layerkit.errors.UserError` without a traceback.
+The command line prints every `layerkit.errors.UserError` without a traceback. `check_method_names`
+raises the error about a misspelled hook of an experiment or observer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
+import inspect
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +34,10 @@ class UsageError(UserError):
 
 class FieldError(UsageError, TypeError):
     """An experiment field that does not exist, has no value, or has one of the wrong type."""
+
+
+class ExperimentClassError(UsageError, TypeError):
+    """A class of an experiment or observer with fields or methods that would have no effect."""
 
 
 class StorageError(UsageError):
@@ -61,6 +69,49 @@ _LOOKUP_FUNCTIONS = frozenset(
         *("create_child", "create_children", "_make_child", "<listcomp>"),
     }
 )
+
+# Similarity above which a method counts as a misspelled hook: `eval_program`, not `validator`.
+_MIN_SIMILARITY = 0.86
+
+
+def check_method_names(cls: type, base: type) -> None:
+    """Raise an error if a method has nearly the name of a hook, such as `eval_program`.
+
+    Args:
+      cls: New class, whose bases are checked as well.
+      base: Base class of `cls` whose public methods are the hooks. A similar method counts as a
+        misspelled hook if it has as many parameters.
+    """
+    hooks = _public_methods(base)
+    near = {
+        (owner, name): hook
+        for owner in cls.__mro__
+        for name, count in ({} if owner in (base, object) else _public_methods(owner)).items()
+        if name not in hooks
+        for hook in difflib.get_close_matches(
+            name, [hook for hook in hooks if hooks[hook] == count], n=1, cutoff=_MIN_SIMILARITY
+        )
+    }
+    # A class that defines both the hook and the similar name intends both.
+    meant = {name for (owner, name), hook in near.items() if hook in vars(owner)}
+    for (owner, name), hook in near.items():
+        if name not in meant:
+            raise ExperimentClassError(
+                "unknown method, which a run never calls",
+                owner=owner.__qualname__,
+                value=name,
+                choices=[hook],
+                hint=f"Rename another method, for example to _{name}.",
+            )
+
+
+def _public_methods(cls: type) -> dict[str, int]:
+    """Return the public methods that a class itself defines, with their numbers of parameters."""
+    return {
+        name: len(inspect.signature(value).parameters)
+        for name, value in vars(cls).items()
+        if not name.startswith("_") and inspect.isfunction(value)
+    }
 
 
 def with_data(kind: type[UsageError], error: UserError, **data: Any) -> UsageError:

@@ -284,6 +284,11 @@ class EveryK(Observer):
             raise ConfigError(field="every", value=self.every, expected="a positive integer")
 
 
+class NeedsPath(Observer):
+    def __init__(self):
+        raise ValueError("path is empty")
+
+
 def test_build_observers_instantiates_configs():
     (observer,) = build_observers([Config(EveryK, every=3)])
     assert observer == EveryK(every=3)
@@ -292,14 +297,50 @@ def test_build_observers_instantiates_configs():
 @pytest.mark.parametrize(
     ("config", "owner", "field"),
     [
-        (Config(EveryK, every=0), "observers.0", "every"),
+        (Config(EveryK, every=0), "observers.0: EveryK", "every"),
         (Config(EveryK), "observers.0: EveryK", "every"),
-        (Config(dict), None, "observers.0"),
+        (Config(NeedsPath), "observers.0: NeedsPath", None),
+        (Config(dict), "observers.0", None),
     ],
 )
-def test_config_of_no_observer_raises_with_its_index(raises, config, owner, field):
+def test_config_of_no_observer_raises_with_its_index_and_class(raises, config, owner, field):
     with raises(UsageError, owner=owner, field=field):
         build_observers([config])
+
+
+def define_observer(*names, parameters="self, step, scalars", base=Observer):
+    methods = "".join(f" def {name}({parameters}): pass\n" for name in names) or " pass"
+    scope = {"Base": base}
+    exec(f"class Own(Base):\n{methods}", scope)
+    return scope["Own"]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "hook"),
+    [
+        ("train_metric", "self, step, scalars", "train_metrics"),
+        ("eval_metric", "self, step, dataset, scalars", "eval_metrics"),
+        ("progres", "self, step", "progress"),
+        ("messages", "self, text", "message"),
+    ],
+)
+def test_misspelled_hook_raises_when_the_class_is_defined(raises, name, parameters, hook):
+    with raises(UsageError, owner="Own", value=name, choices=(hook,)):
+        define_observer(name, parameters=parameters)
+
+
+@pytest.mark.parametrize(
+    ("names", "parameters"),
+    [
+        (["_train_metric"], "self, step, scalars"),
+        (["histogram"], "self, values"),  # the hook has another number of parameters
+        (["metrics", "scalars", "write"], "self, step, scalars"),
+        (["train_metrics", "train_metric"], "self, step, scalars"),  # both names are meant
+    ],
+)
+def test_method_whose_name_resembles_no_hook_is_accepted(names, parameters):
+    cls = define_observer(*names, parameters=parameters)
+    define_observer(base=cls)
 
 
 def test_importing_the_package_loads_nothing_heavy():

@@ -17,7 +17,6 @@ instance. Plain classes with annotated fields can be mixed in.
 from __future__ import annotations
 
 import copy
-import difflib
 import inspect
 import re
 import types
@@ -26,19 +25,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from layerkit import field_types
 from layerkit_runner.config.overrides import unknown_field
-from layerkit_runner.errors import FieldError, UsageError, with_data
+from layerkit_runner.errors import (
+    ExperimentClassError,
+    FieldError,
+    check_method_names,
+    with_data,
+)
 
 if TYPE_CHECKING:
     from layerkit.config import Config
 
 _FIELD_NAME = re.compile(r"[A-Z][A-Z0-9_]*")
-
-# Similarity above which a method counts as a misspelled hook: `eval_program`, not `validator`.
-_MIN_SIMILARITY = 0.86
-
-
-class ExperimentClassError(UsageError, TypeError):
-    """A class of an experiment with fields or methods that would have no effect."""
 
 
 class BaseExperiment:
@@ -64,7 +61,7 @@ class BaseExperiment:
     def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
         """Check the fields and methods of a new class."""
         super().__init_subclass__(**kwargs)
-        _check_methods(cls)
+        check_method_names(cls, BaseExperiment)
         cls._is_abstract = abstract or cls.__name__.startswith("_")
         experiment_tags(cls)
         _check_assigned(cls)
@@ -284,39 +281,6 @@ def _check_assigned(cls: type) -> None:
         if name not in declared:
             problem, owner = "unknown field in reduced_fields", cls.__qualname__
             raise ExperimentClassError(problem, owner=owner, value=name, choices=declared)
-
-
-def _check_methods(cls: type) -> None:
-    """Raise an error if a method has nearly the name of a hook, such as `eval_program`."""
-    hooks = [name for name in vars(BaseExperiment) if _is_hook_like(BaseExperiment, name)]
-    near = {
-        (base, name): hook
-        for base in cls.__mro__
-        for name in (() if base in (BaseExperiment, object) else vars(base))
-        if name not in hooks and _is_hook_like(base, name)
-        for hook in difflib.get_close_matches(name, hooks, n=1, cutoff=_MIN_SIMILARITY)
-    }
-    # A class that defines both the hook and the similar name intends both.
-    meant = {name for (base, name), hook in near.items() if hook in vars(base)}
-    for (base, name), hook in near.items():
-        if name not in meant:
-            raise ExperimentClassError(
-                "unknown method, which a run never calls",
-                owner=base.__qualname__,
-                value=name,
-                choices=[hook],
-                hint=f"Rename another method, for example to _{name}.",
-            )
-
-
-def _is_hook_like(base: type, name: str) -> bool:
-    """Return whether an attribute is a public method without arguments, as all hooks are."""
-    value = vars(base)[name]
-    return (
-        not name.startswith("_")
-        and inspect.isfunction(value)
-        and len(inspect.signature(value).parameters) == 1
-    )
 
 
 def _annotated_fields(cls: type) -> dict[str, str | None]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 from etils import epath
 
-from layerkit_runner.errors import UsageError, as_usage_error
+from layerkit_runner.errors import UsageError, check_method_names, to_usage_error
 
 if TYPE_CHECKING:
     from layerkit.config import Config
@@ -130,6 +130,11 @@ class Observer:
 
     in_background: bool = True
     optional: bool = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Check the methods of a new class."""
+        super().__init_subclass__(**kwargs)
+        check_method_names(cls, Observer)
 
     def start(self, info: RunInfo) -> None:
         """Prepare for the run; called once, before the first step."""
@@ -343,13 +348,26 @@ def _removed(observer: Observer, error: Exception) -> str:
 
 def build_observers(configs: Iterable[Config]) -> list[Observer]:
     """Build the observers that an experiment lists."""
+    # Imported late, since an observer needs no config.
+    from layerkit.config import target_of
+
     observers = []
     for index, config in enumerate(configs):
         field = f"observers.{index}"
-        with as_usage_error(TypeError, ValueError, owner=field):
+        try:
             observer = config.Instantiate()
+        except (TypeError, ValueError) as error:
+            found = to_usage_error(error, owner=field)
+            if found.owner == field:  # an error of Config names the class itself
+                target = target_of(config)
+                found.owner = f"{field}: {getattr(target, '__name__', repr(target))}"
+            raise found from error
         if not isinstance(observer, Observer):
-            expected = "a class derived from layerkit_runner.observers.Observer"
-            raise UsageError(field=field, value=type(observer), expected=expected)
+            raise UsageError(
+                "not an observer",
+                owner=field,
+                value=type(observer).__qualname__,
+                expected="a class derived from layerkit_runner.observers.Observer",
+            )
         observers.append(observer)
     return observers
