@@ -46,10 +46,10 @@ def error_of(job: Any, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         ({"ATTENTION_BACKEND": "cudnn", "ATTENTION_LOGIT_CAP": "None"}, "attention", "cudnn"),
         ({"ICI_MESH_SHAPE": "[1,1,8]", "PERCORE_BATCH_SIZE": 0.125}, "'output'", "'heads'=2"),
         # Fields of the task, the data and the partitioner.
-        ({"CHECKPOINT_EVERY_N_STEPS": 0}, "task.train", "save_interval_steps=0"),
+        ({"CHECKPOINT_EVERY_N_STEPS": 0}, "LmCloudSpmdTest", "--fdl.CHECKPOINT_EVERY_N_STEPS=0"),
         ({"DECAY_END": 8}, "linear_warmup_exponential_decay", "(4, 8, 8)"),
         ({"PERCORE_BATCH_SIZE": 0.25}, "train", "rows of the global batch=2"),
-        ({"PERCORE_BATCH_SIZE": 0.3}, "train", "percore_batch_size=0.3"),
+        ({"PERCORE_BATCH_SIZE": 0.3}, "train", "--fdl.PERCORE_BATCH_SIZE=0.3"),
         ({"ICI_MESH_SHAPE": "[1,4,1]"}, "partitioner", "--fdl.ICI_MESH_SHAPE='[8,1,1]'"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

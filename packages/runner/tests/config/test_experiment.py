@@ -275,8 +275,8 @@ def test_overrides_do_not_change_the_returned_config():
         ("task.model", "Big", {"field": "task.model", "value": "Big"}),
         ("task.schedules.warmpu", "1", {"value": "warmpu", "choices": ("warmup", "steps")}),
         ("datasets.batch_size", "4", {"field": "datasets"}),
-        ("datasets.2.batch_size", "4", {"field": "datasets", "value": 2}),
-        ("decode_datasets.0.x", "4", {"field": "decode_datasets", "value": 0}),
+        ("datasets.2.batch_size", "4", {"problem": "no such element of datasets", "value": 2}),
+        ("decode_datasets.0.x", "4", {"value": 0}),
     ],
 )
 def test_wrong_path_or_value_raises(raises, path: str, text: str, data: dict[str, Any]):
@@ -325,8 +325,9 @@ class PlainObserver(Observer):
 )
 def test_method_that_returns_no_config_raises(raises, root: str, result: Any, expected: str):
     wrong = type("Wrong", (Small,), {root: lambda self: result})
-    with raises(UsageError, owner="Wrong", field=f"{root}()", expected=expected):
+    with raises(UsageError, owner="Wrong", field=f"{root}()", expected=expected) as caught:
         resolve(wrong())
+    assert ("[Config(" in caught.value.hint) == (root == "datasets")
 
 
 def test_field_of_an_observer_that_is_no_dataclass_raises_with_a_hint(raises):

@@ -120,6 +120,31 @@ def test_path_that_an_override_sets_has_no_field():
 
 
 @pytest.mark.parametrize(
+    ("data", "field", "owner"),
+    [
+        ({"field": "task.depth", "value": 3}, "--fdl.LAYERS", None),
+        (
+            {"owner": "partitioner", "field": "ici_mesh_shape", "value": [2, 1, 1]},
+            "--fdl.MESH",
+            None,
+        ),
+        ({"owner": "task", "field": "rate", "value": 0.25}, "--fdl.LR", None),
+        ({"owner": "Named: task", "field": "half", "value": 1}, "--fdl.task.half", "Named"),
+        ({"owner": "Data", "field": "depth", "value": 3}, "--fdl.LAYERS", "Data"),
+        # Another value, field or owner than one of the configs.
+        ({"owner": "Data", "field": "depth", "value": 4}, "depth", "Data"),
+        ({"owner": "Data", "field": "rows", "value": 3}, "rows", "Data"),
+        ({"owner": "Linear(lm)", "field": "depth", "value": 3}, "depth", "Linear(lm)"),
+    ],
+)
+def test_field_of_an_error_becomes_the_flag_that_sets_it(
+    raises, data: dict[str, Any], field: str, owner: str | None
+):
+    with raises(UsageError, field=field, owner=owner), naming_flags(resolve(Named())):
+        raise UsageError(expected="another value", **data)
+
+
+@pytest.mark.parametrize(
     ("experiment", "flag"), [(Named, "--fdl.MESH"), (Fixed, "--fdl.partitioner.ici_mesh_shape")]
 )
 def test_error_about_the_mesh_names_what_the_experiment_has(

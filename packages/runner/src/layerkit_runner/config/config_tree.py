@@ -165,8 +165,9 @@ class PathSetter:
                 raise self._error(field=here, expected=f"the index of an element, as in {example}")
             index, items = int(name), list(node)
             if index >= len(items):
-                expected = f"an index below {len(items)}" if items else "no index, for it is empty"
-                raise self._error("no such element", field=here, value=index, expected=expected)
+                below = f"an index below {len(items)}"
+                expected = below if items else f"no index, since {here} is empty"
+                raise self._error(f"no such element of {here}", value=index, expected=expected)
             items[index] = self._set(items[index], deeper, path)
             return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
         raise self._error("no fields below this value", field=here, value=node)

@@ -16,7 +16,14 @@ from typing import Any
 from layerkit.config import Config, copy_config, is_config
 from layerkit.errors import UserError, setting_words
 from layerkit_runner.config.config_text import plain_value
-from layerkit_runner.config.config_tree import NOT_SET, PathSetter, value_at, walk
+from layerkit_runner.config.config_tree import (
+    NOT_SET,
+    PathSetter,
+    field_value,
+    target_name,
+    value_at,
+    walk,
+)
 from layerkit_runner.config.experiment import BaseExperiment, experiment_fields, reduced_values
 from layerkit_runner.config.flags import ParsedFlags, check_folder
 from layerkit_runner.config.overrides import (
@@ -150,7 +157,9 @@ def _checked(experiment: BaseExperiment, root: str) -> Any:
         field=f"{root}()",
         value=result,
         expected="a Config" if is_one else "a list of Configs",
-        hint="Return Config(CLASS, FIELD=VALUE) in place of an instance.",
+        hint="Return a list: [Config(CLASS, FIELD=VALUE)]"
+        if is_config(result)
+        else "Return Config(CLASS, FIELD=VALUE) in place of an instance.",
     )
 
 
@@ -218,15 +227,43 @@ def naming_flags(resolved: ResolvedExperiment) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        root, dot, _ = (error.field or "").partition(".")
-        if error.field and dot and root in ROOTS and error.owner is None:
-            error.field = f"--fdl.{override_path(resolved, error.field)}"
+        paths = _paths(resolved, error)
+        flags_of_field = {f"--fdl.{override_path(resolved, path)}" for path in paths}
+        if len(flags_of_field) == 1:
+            error.field = flags_of_field.pop()
+            outer, _, owner = (error.owner or "").rpartition(": ")
+            error.owner = outer or None if owner.partition(".")[0] in ROOTS else error.owner
         error.settings = _flags(resolved, error.settings) or error.settings
         flags = [_flags(resolved, {name: value}) for name, value in _remedies(error).items()]
         if any(flags):
             suggestion = f"Flags: {', or '.join(setting_words(each) for each in flags if each)}"
             error.hint = f"{error.hint} {suggestion}" if error.hint else suggestion
         raise
+
+
+def _paths(resolved: ResolvedExperiment, error: UserError) -> list[str]:
+    """Return the configuration paths that the field of an error may be, given its owner and value.
+
+    The owner is None if the field is a path itself, or else the path of a config or the name of a
+    data set, perhaps after the name of the experiment.
+    """
+    field = error.field or ""
+    if error.owner is None:
+        root, dot, _ = field.partition(".")
+        return [field] if dot and root in ROOTS else []
+    owner = error.owner.rpartition(": ")[2]
+    root, *names = owner.split(".")
+    configs = [(owner, owner, value_at(getattr(resolved, root), names))] if root in ROOTS else []
+    for root in ("datasets", "decode_datasets"):
+        for index, config in enumerate(getattr(resolved, root)):
+            name = field_value(config, "name")
+            name = target_name(config) if name in ("", None, NOT_SET) else name
+            configs.append((name, f"{root}.{index}", config))
+    return [
+        f"{path}.{field}"
+        for name, path, config in configs
+        if name == owner and plain_value(field_value(config, field)) == plain_value(error.value)
+    ]
 
 
 def _remedies(error: BaseException) -> Mapping[str, Any]:
