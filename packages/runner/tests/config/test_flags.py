@@ -99,8 +99,9 @@ TWO = "--num_processes=2"
         # Values.
         (["--mode=evil"], {"field": "--mode", "value": "evil"}),
         (["--mode", "--json"], {"field": "--mode", "value": "--json"}),
-        (["--mode"], {}),
-        (["--job_log_dir", "--fdl.A=2"], {}),
+        (["--mode"], {"field": "--mode", "expected": "--mode=MODE"}),
+        (["--job_log_dir", "--fdl.A=2"], {"field": "--job_log_dir"}),
+        (["--host_idx"], {"field": "--host_idx", "expected": "--host_idx=I"}),
         (["--fdl.NUM_LAYERS"], {"field": "--fdl.NUM_LAYERS"}),
         (["--job_log_dir="], {"field": "--job_log_dir", "value": ""}),
         *(

@@ -94,12 +94,12 @@ class _AbslFlag(absl_flags.Flag):
     def __init__(self, row: Flag, given: dict[str, Any]):
         short = "h" if row.name == "help" else None
         super().__init__(_Parser(row), None, row.name, None, row.help, short, row.is_switch)
-        self._repeats = row.repeats
+        self.row = row
         self._given = given
 
     def parse(self, argument: str) -> None:
         super().parse(argument)
-        if self._repeats:
+        if self.row.repeats:
             self._given[self.name] = (*self._given.get(self.name, ()), self.value)
         elif (earlier := self._given.setdefault(self.name, self.value)) != self.value:
             expected = f"one value; --{self.name}={earlier!r} is given as well"
@@ -135,7 +135,13 @@ def read_flags(
         rest = values(["runner", *words], known_only=known_only)[1:]
     except absl_flags.UnrecognizedFlagError as error:
         raise unknown_flag(error.flagname, known, table) from None
-    except (absl_flags.Error, ValueError) as error:  # such as a value of a negated switch
+    except absl_flags.Error:  # absl raises no other error than that of a last flag without value
+        word = words[-1]
+        name = word.lstrip("-")
+        row = table[other_names.get(name, name)].row
+        expected = f"{word}={row.metavar or 'VALUE'}"
+        raise UsageError("missing value", field=word, expected=expected) from None
+    except ValueError as error:  # a value of a negated switch
         raise UsageError(str(error)) from None
     if rest and not known_only and not takes_words:
         raise _unexpected_word(rest[0])

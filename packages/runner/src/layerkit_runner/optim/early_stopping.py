@@ -341,8 +341,9 @@ class SkippedSteps:
         if limit is None or self.in_a_row < limit or self.problem is not None:
             return
         no_valid = f"; no step was valid yet, which lowers the limit to {limit}"
+        count = "1 step was" if self.in_a_row == 1 else f"{self.in_a_row} steps in a row were"
         self.problem = (
-            f"training stopped after step {step}: {self.in_a_row} steps in a row were not valid"
+            f"training stopped after step {step}: {count} not valid"
             f" (task.train.max_consecutive_skipped_steps={self.max_in_a_row}"
             f"{'' if self.has_taken_any else no_valid}).{found} {_CAUSES}"
             " --mode=inspect --inspect=batches shows the batches;"
