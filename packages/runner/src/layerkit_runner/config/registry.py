@@ -14,8 +14,6 @@ text of its module, so that a misspelled name need not wait for imports.
 
 from __future__ import annotations
 
-import ast
-import builtins
 import dataclasses
 import importlib
 import importlib.util
@@ -23,10 +21,9 @@ import json
 import os
 import pkgutil
 import re
-import sys
 import traceback
 import types
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,11 +47,7 @@ _PAX_NAMES = (
 )
 # A module may have a name that its text lacks in these ways only.
 _DYNAMIC = re.compile(r"import \*|\bglobals\(\)|\bexec\(|^def __getattr__", re.MULTILINE)
-# Packages without experiments: a class whose bases all come from them is something else.
-_NO_EXPERIMENTS = {
-    *("layerkit", "layerkit_inputs", "layerkit_runner", "builtins"),
-    *sys.stdlib_module_names,
-}
+_CLASS = re.compile(r"^class ([A-Za-z]\w*)", re.MULTILINE)
 _RUNNER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
@@ -340,42 +333,9 @@ def _the_only(flag: str, name: str, entries: list[ExperimentEntry]) -> Experimen
 
 
 def _missing_class(flag: str, module: str, name: str) -> UsageError:
-    choices = [f"{module}.{found}" for found in _possible_experiments(_source(module) or "")]
+    choices = [f"{module}.{found}" for found in _CLASS.findall(_source(module) or "")]
     value = f"{module}.{name}"
     return UsageError("unknown experiment", field=flag, value=value, choices=choices)
-
-
-def _possible_experiments(text: str) -> list[str]:
-    """Return the classes of a module that may be experiments, as far as its text tells."""
-    try:
-        statements = ast.parse(text).body
-    except SyntaxError:
-        return []
-    origins = {name: f"builtins.{name}" for name in dir(builtins)}
-    may_be: dict[str, bool] = {}
-    found = []
-    for node in statements:
-        if isinstance(node, ast.Import):
-            origins |= {(a.asname or a.name).partition(".")[0]: a.name for a in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            package = "." * node.level + (node.module or "")
-            origins |= {a.asname or a.name: f"{package}.{a.name}" for a in node.names}
-        elif isinstance(node, ast.ClassDef):
-            bases = [ast.unparse(base).partition("[")[0] for base in node.bases]
-            may_be[node.name] = any(_may_be_experiment(base, may_be, origins) for base in bases)
-            is_abstract = any(keyword.arg == "abstract" for keyword in node.keywords)
-            if may_be[node.name] and not is_abstract and not node.name.startswith("_"):
-                found.append(node.name)
-    return found
-
-
-def _may_be_experiment(base: str, classes: Mapping[str, bool], origins: Mapping[str, str]) -> bool:
-    if base in classes:
-        return classes[base]
-    first, dot, rest = base.partition(".")
-    full = f"{origins.get(first, '')}{dot}{rest}"
-    is_elsewhere = full.partition(".")[0] not in _NO_EXPERIMENTS
-    return is_elsewhere or full.endswith(".BaseExperiment")
 
 
 def _missing_module(flag: str, name: str, package: str) -> UsageError:
