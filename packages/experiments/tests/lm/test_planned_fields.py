@@ -183,6 +183,8 @@ def test_sequence_parallelism_scatters_the_sums_of_products(target):
     planned_on = planned_for_tpus if target.startswith("v5e") else planned_for_gpus
     whole, split = (planned_on(target, **fields, SEQUENCE_PARALLEL=on) for on in (False, True))
     sent = [{each["kind"]: each["bytes_sent"] for each in p["collectives"]} for p in (whole, split)]
+    # The loss of a GPU gathers four numbers of each token from each of the other three devices.
+    assert sent[0].pop("all-gather", 0) == (4 * 256 * 4 * 4 * 3 if target == "h100x4" else 0)
     assert set(sent[0]) == {"all-reduce"}
     # Forward, recomputed (attention alone) and backward, a layer adds five outputs over tensor.
     row = 256 * 64 * 2 * 4  # the 4 rows of the batch in bfloat16

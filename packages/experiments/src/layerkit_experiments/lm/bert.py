@@ -185,6 +185,7 @@ class BertSpmdL66H12kBiggerBatch8x8x16(BertSpmdL33H12kBiggerBatch):
 
     NUM_LAYERS = 66
     ICI_MESH_SHAPE = [1, 64, 16]
+    CHECKPOINT_POLICY = "projections"
     CHECKPOINT_EVERY_N_STEPS = 200
     CHECKPOINT_MAX_TO_KEEP = 20
 
@@ -194,3 +195,4 @@ class BertSpmdL66H12kBiggerBatch8x8x8(BertSpmdL66H12kBiggerBatch8x8x16):
 
     PERCORE_BATCH_SIZE = 1.0
     ICI_MESH_SHAPE = [1, 64, 8]
+    CHECKPOINT_POLICY = "dots_no_batch"
