@@ -96,6 +96,15 @@ def test_mean_of_stochastically_rounded_gradients_is_exact():
         assert np.abs(np.asarray(biased) - theirs).mean() > 5 * deviation.mean()
 
 
+def test_gradients_of_many_tensors_are_finite():
+    w, x = jnp.ones((16, 16)), jnp.ones((16, 16))
+    # In some of these, the largest number over the scale of the tensor exceeds 6 · 448 by rounding.
+    tensors = jax.random.normal(jax.random.key(0), (3000, 16, 16))
+    keys = jax.random.split(jax.random.key(1), len(tensors))
+    of_x, of_w = jax.jit(jax.vmap(lambda key, g: gradients(x, w, g, key)[1:]))(keys, tensors)
+    assert jnp.isfinite(of_x).all() and jnp.isfinite(of_w).all()
+
+
 def test_training_draws_gradients_from_the_key_of_the_step():
     layer = Linear(input_dims=32, output_dims=32, dot_tpl=Config(NvFp4Dot), train=True)
     variables, x = layer.init(jax.random.key(0)), draw(0, 4, 32)

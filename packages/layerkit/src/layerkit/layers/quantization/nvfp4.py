@@ -171,8 +171,10 @@ def _round(x: jax.Array, scale: jax.Array, *, key: jax.Array | None = None) -> B
     largest = jnp.max(jnp.abs(blocks), axis=-1)
     scales = _block_scales(largest)
     if key is not None:
-        # No number may be clipped, for the mean to be exact.
-        is_below = scales.astype(jnp.float32) * _LARGEST_VALUE < largest
+        # No number may be clipped, for the mean to be exact. The largest of a tensor may exceed the
+        # largest scale by a rounding error.
+        wide_scales = scales.astype(jnp.float32)
+        is_below = (wide_scales * _LARGEST_VALUE < largest) & (wide_scales < _LARGEST_SCALE)
         bits = lax.bitcast_convert_type(scales, jnp.uint8) + is_below.astype(jnp.uint8)
         scales = jnp.where(is_below, lax.bitcast_convert_type(bits, _SCALE), scales)
     scaled = (blocks * _inverse(scales)[..., None]).reshape(wide.shape)
