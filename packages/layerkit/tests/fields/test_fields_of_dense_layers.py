@@ -18,6 +18,7 @@ from layerkit.field_checks import Conditions
 from layerkit.layers.adapters import LoraDot
 from layerkit.layers.embeddings import ClassSoftmax
 from layerkit.layers.products import Dot
+from layerkit.layers.quantization.block_scaling import BlockScaledDot
 from layerkit.layers.quantization.current_scaling import Fp8CurrentDot, Int8Dot
 from layerkit.layers.quantization.fp8 import Fp8Dot
 from layerkit.layers.quantization.mxfp8 import MxFp8Dot
@@ -227,7 +228,7 @@ EXAMPLES = [
 ]
 
 # What other layers are made from, and never used as it is.
-BASES = {L.BaseActivation, L.BaseNormalization, ClassSoftmax}
+BASES = {L.BaseActivation, L.BaseNormalization, BlockScaledDot, ClassSoftmax}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.layer_class.__name__)
