@@ -30,7 +30,6 @@ def simulate(run_info, clock):
                 progress.train_metrics(step, {"loss": 1000 / step, "tokens_per_sec": 1234.5})
             if eval_interval and step % eval_interval == 0:
                 progress.eval_metrics(step, "held_out", {"loss": 2.0})
-        progress.flush()
         progress.close()
         return stream.getvalue().splitlines()
 
@@ -104,19 +103,26 @@ def test_resumed_run_paces_and_estimates_the_remaining_steps(simulate):
     assert lines[1].endswith("| 0:01:30 left")
 
 
-def test_a_save_prints_the_step_that_may_be_the_last(run_info):
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_last_step_is_printed_once_and_before_its_evaluation(run_info, clock, evaluates):
     stream = io.StringIO()
-    progress = Progress(stream=stream)
+    progress = Progress(stream=stream, clock=clock)
     progress.start(run_info(num_train_steps=1000))
     for step in range(1, 5):
-        progress.train_metrics(step, {"loss": 1.0 / step})
+        clock.now += 1.0
         progress.progress(step)
-    for _ in range(2):
-        progress.flush()
-    progress.message("stopped")
+        progress.train_metrics(step, {"loss": 1.0 / step})
+    if evaluates:
+        progress.eval_metrics(4, "held_out", {"loss": 2.0})
+    progress.message("stopped early")
     progress.close()
-    lines = ["step 1/1000 | loss 1.0000", "step 4/1000 | loss 0.2500", "stopped"]
-    assert stream.getvalue().splitlines() == lines
+    last = "step 4/1000 | loss 0.2500"
+    assert stream.getvalue().splitlines() == [
+        "step 1/1000 | loss 1.0000",
+        *([f"{last} | 0:16:36 left", "step 4 | eval held_out | loss 2"] if evaluates else []),
+        "stopped early",
+        *([] if evaluates else [last]),
+    ]
 
 
 @pytest.mark.parametrize(("hours", "most"), [(1, 90), (24, 130), (24 * 30, 900)])

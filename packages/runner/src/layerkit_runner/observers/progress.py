@@ -57,8 +57,10 @@ class Progress(Observer):
 
     def eval_metrics(self, step: int, dataset: str, scalars: Mapping[str, float]) -> None:
         """Print the scalars of an evaluation."""
-        if isinstance(self._view, _Lines) and not self._view.eval_is_due(step, dataset):
-            return
+        if isinstance(self._view, _Lines):
+            if not self._view.eval_is_due(step, dataset):
+                return
+            self._view.print_rest()  # early stopping may end the run with this evaluation
         parts = [f"step {step}", f"eval {dataset}"]
         # The weight is the same each time, and in the metrics file.
         parts += [f"{name} {value:.4g}" for name, value in scalars.items() if name != TOTAL_WEIGHT]
@@ -71,12 +73,8 @@ class Progress(Observer):
         else:
             print(text, file=self._stream, flush=True)
 
-    def flush(self) -> None:
-        """Print the step that is saved, if lines are printed."""
-        self._view.flush()
-
     def close(self) -> None:
-        """Close the bar."""
+        """Print the last step, if lines are printed, or close the bar."""
         view, self._view = self._view, Observer()
         view.close()
 
@@ -109,8 +107,12 @@ class LinePacer:
             )
         )
         if is_due:
-            self.last_step, self._last_time = step, now
+            self.count(step, now)
         return is_due
+
+    def count(self, step: int, now: float) -> None:
+        """Count `step` as printed at the time `now` (seconds)."""
+        self.last_step, self._last_time = step, now
 
     def is_overdue(self, now: float) -> bool:
         """Return whether the gap is longer than twice the limit of `due`."""
@@ -145,18 +147,21 @@ class _Lines(Observer):
         if self._pacer.is_overdue(now) and self._pacer.due(step, now):
             self._print(step)
 
-    def flush(self) -> None:
-        # A run may end with this save.
+    def print_rest(self, *, has_ended: bool = False) -> None:
+        """Print the latest step, unless it is printed."""
         if self._metrics is not None and self._step > self._pacer.last_step:
-            self._pacer.last_step = self._step
-            self._print(self._step, with_remaining_time=False)
+            self._pacer.count(self._step, self._clock())
+            self._print(self._step, has_ended=has_ended)
+
+    def close(self) -> None:
+        self.print_rest(has_ended=True)
 
     def eval_is_due(self, step: int, dataset: str) -> bool:
         new = LinePacer(self._info.start_step, self._info.num_train_steps)
         pacer = self._eval_pacers.setdefault(dataset, new)
         return step == pacer.last_step or pacer.due(step, self._clock())
 
-    def _print(self, step: int, *, with_remaining_time: bool = True) -> None:
+    def _print(self, step: int, *, has_ended: bool = False) -> None:
         parts = [f"step {step}/{self._info.num_train_steps}"]
         if self._metrics is not None:
             metrics_step, scalars = self._metrics
@@ -164,7 +169,7 @@ class _Lines(Observer):
             if metrics_step != step:
                 parts.append(f"(as of step {metrics_step})")
         num_left = self._info.num_train_steps - step
-        if with_remaining_time and self._first is not None and self._first[0] < step and num_left:
+        if not has_ended and self._first is not None and self._first[0] < step and num_left:
             seconds_per_step = (self._clock() - self._first[1]) / (step - self._first[0])
             left = datetime.timedelta(seconds=round(seconds_per_step * num_left))
             parts.append(f"{left} left")

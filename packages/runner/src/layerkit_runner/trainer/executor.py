@@ -277,8 +277,13 @@ class Executor:
             error.exit_code = UNREADABLE_DATA if is_storage else StorageError.exit_code
         # Other processes may have started the next step, which never ends.
         if jax.process_count() == 1 and self.checkpoints is not None:
-            self._save(state, step, force=True)
-            self.observers.message(f"saved step {step} after an error")
+            try:
+                self._save(state, step, force=True)
+                self.checkpoints.wait_until_finished()
+            except SaveError as failure:
+                self.observers.message(str(failure))
+            else:
+                self.observers.message(f"saved step {step} after an error")
 
     def _metadata(self, step: int) -> dict[str, Any]:
         metadata = dict(self.metadata)
