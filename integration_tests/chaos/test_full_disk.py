@@ -72,7 +72,9 @@ def test_a_full_and_a_read_only_disk(jobs: Any, tmp_path: Path):
         output["full"].splitlines()[-1],
     )
     assert full, output["full"]
-    assert "Traceback" not in output["full"]
+    # TensorStore prints this error where a write ends after Orbax has given up the save.
+    late = output["full"].count("RuntimeError: Event loop is closed")
+    assert output["full"].count("Traceback") == late, output["full"]
     newest = int(full[2])
     assert 0 < newest == int(full[1]) - 5
     assert output["verified"].splitlines() == [

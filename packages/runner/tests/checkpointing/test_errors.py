@@ -42,3 +42,14 @@ def test_known_absl_errors_are_left_out_of_the_log(logged, path, error, is_logge
     record = logging.LogRecord("absl", logging.ERROR, path, 1, "a thread failed", (), about)
     logging.getLogger("absl").handle(record)
     assert logged == ["a thread failed"] * is_logged
+
+
+@pytest.mark.parametrize(("file", "is_logged"), [(IN_ORBAX, False), ("/site-packages/a.py", True)])
+def test_error_of_a_task_of_orbax_is_left_out_of_the_log(monkeypatch, file, is_logged):
+    logger, error = logging.getLogger("asyncio"), OSError("no")
+    monkeypatch.setattr(logger, "filters", [])
+    errors.silence_tracebacks()
+    message = f"Task exception was never retrieved, defined at {file}:126"
+    about = (OSError, error, None)
+    record = logging.LogRecord("asyncio", logging.ERROR, "base_events.py", 1, message, (), about)
+    assert bool(logger.filter(record)) == is_logged

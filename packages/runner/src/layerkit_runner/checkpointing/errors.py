@@ -57,9 +57,10 @@ def save_error(
 
 def silence_tracebacks() -> None:
     """Filter tracebacks of storage errors of a save, which the manager raises, out of the logs."""
-    logger = logging.getLogger("absl")
-    if _is_logged not in logger.filters:
-        logger.addFilter(_is_logged)
+    for name in ("absl", "asyncio"):
+        logger = logging.getLogger(name)
+        if _is_logged not in logger.filters:
+            logger.addFilter(_is_logged)
 
 
 def _is_logged(record: logging.LogRecord) -> bool:
@@ -68,4 +69,6 @@ def _is_logged(record: logging.LogRecord) -> bool:
         # A thread of the failed save still works while the process ends.
         isinstance(error, RuntimeError) and "cannot schedule new futures after" in str(error)
     )
-    return not (is_raised_elsewhere and f"{os.sep}orbax{os.sep}checkpoint" in record.pathname)
+    # A record of asyncio names the file of its task in the message.
+    where = f"{record.pathname} {record.getMessage()}"
+    return not (is_raised_elsewhere and f"{os.sep}orbax{os.sep}checkpoint" in where)
