@@ -91,7 +91,6 @@ def test_mean_of_stochastically_rounded_gradients_is_exact():
     for draws, theirs, biased in zip(drawn, expected, nearest, strict=True):
         error = np.asarray(draws).mean(axis=0) - theirs
         deviation = np.asarray(draws).std(axis=0) / np.sqrt(len(keys))
-        # Only what exceeds the largest value after its scale was rounded down is clipped.
         assert np.abs(error).mean() < 1.5 * deviation.mean()
         assert np.abs(np.asarray(biased) - theirs).mean() > 5 * deviation.mean()
 

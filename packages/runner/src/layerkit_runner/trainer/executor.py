@@ -17,7 +17,7 @@ import jax
 from layerkit.config import target_of
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.errors import input_of
-from layerkit_runner.checkpointing import CheckpointManager, SaveError
+from layerkit_runner.checkpointing import CheckpointManager, SaveError, SaveTimeoutError
 from layerkit_runner.config.config_tree import check_required_fields
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.distributed.stop_signals import StopRequestedError, StopSignals
@@ -280,6 +280,9 @@ class Executor:
             try:
                 self._save(state, step, force=True)
                 self.checkpoints.wait_until_finished()
+            except SaveTimeoutError:
+                self.observers.message(str(error))
+                raise  # it ends the process, which would otherwise wait for the threads of the save
             except SaveError as failure:
                 self.observers.message(str(failure))
             else:
