@@ -136,6 +136,8 @@ def test_small_zero_and_infinite_values():
     # Each tensor is scaled, so that tiny factors lose nothing; those of 1e-40 are subnormal.
     tiny = NvFp4Dot().apply({}, x * np.float32(2.0**-90), w)
     np.testing.assert_allclose(tiny * 2.0**90, NvFp4Dot().apply({}, x, w), rtol=1e-6)
+    tiny = NvFp4Dot().apply({}, x * np.float32(2.0**-80), w * np.float32(2.0**-40))
+    np.testing.assert_allclose(tiny * 2.0**120, NvFp4Dot().apply({}, x, w), rtol=1e-6)
     assert not np.any(NvFp4Dot().apply({}, x * np.float32(1e-40), w))
     # A block whose scale would be below the smallest of e4m3 becomes 0.
     x[:, :16] *= 1e-7

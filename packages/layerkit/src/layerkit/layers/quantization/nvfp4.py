@@ -111,7 +111,7 @@ def _backward(kernel: Kernel, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.
     left, right = _rotated(x), _rotated(g)
     left_scale, right_scale = _tensor_scale(_largest(left)), _tensor_scale(_largest(right))
     blocks = _round(left, left_scale), _round(right, right_scale, key=of_weights)
-    of_w = multiply_blocks(*blocks, kernel, jnp.float32) * (left_scale * right_scale)
+    of_w = multiply_blocks(*blocks, kernel, jnp.float32) * left_scale * right_scale
     of_key = None if key is None else np.zeros(key.shape, jax.dtypes.float0)
     return of_x, of_w.astype(w.dtype), of_key
 
@@ -128,7 +128,8 @@ def _times_weights(
     """
     x_scale, w_scale = _tensor_scale(_largest(x)), _tensor_scale(_largest(w))
     blocks = _round(x, x_scale, key=key), _round_weights(w, w_scale, contracted=contracted)
-    return (multiply_blocks(*blocks, kernel, jnp.float32) * (x_scale * w_scale)).astype(x.dtype)
+    # The product of both scales could underflow.
+    return (multiply_blocks(*blocks, kernel, jnp.float32) * x_scale * w_scale).astype(x.dtype)
 
 
 def _rotated(x: jax.Array) -> jax.Array:
