@@ -196,11 +196,16 @@ def _round_rows(rows: jax.Array, product: GroupedProduct, dtype: Any, scheme: Sc
     wide = rows.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), axis=1)
     if not scheme.is_per_row:
-        group = product.group_of_row
-        of_group = jax.ops.segment_max(largest, group, num_segments=product.num_groups + 1)
-        largest = product.maximum(of_group)[group]
+        largest = largest_of_group(largest, product)
     values, scale = _scaled(wide, largest[:, None], dtype)
     return (values.astype(jnp.float32) * scale).astype(rows.dtype)
+
+
+def largest_of_group(largest: jax.Array, product: GroupedProduct) -> jax.Array:
+    """Return the maximum over the rows of each row's group, of a number for each row: `[rows]`."""
+    group = product.group_of_row
+    of_group = jax.ops.segment_max(largest, group, num_segments=product.num_groups + 1)
+    return product.maximum(of_group)[group]
 
 
 def _round_weights(
@@ -251,8 +256,15 @@ def _scaled(wide: jax.Array, largest: jax.Array, dtype: Any) -> tuple[jax.Array,
     """Return float32 `[...]` in an 8-bit dtype and the scale of the largest values."""
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     most = float(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)
-    # Values whose scale would underflow become 0. Values that are not finite have such a scale.
-    least = most * float(jnp.finfo(jnp.float32).tiny)
-    scale = jnp.where(largest < least, 1.0, largest / most)
+    scale = scale_of(largest, most)
     values = jnp.clip(wide / scale, -most, most)
     return (jnp.round(values) if is_integer else values).astype(dtype), scale
+
+
+def scale_of(largest: jax.Array, most: float) -> jax.Array:
+    """Return the float32 scales that map the largest values `[...]` of tensors to `most`.
+
+    Values whose scale would underflow become 0. Values that are not finite have such a scale.
+    """
+    least = most * float(jnp.finfo(jnp.float32).tiny)
+    return jnp.where(largest < least, 1.0, largest / most)

@@ -17,8 +17,7 @@ The gradient of rounding is that of the identity.
 
 from __future__ import annotations
 
-import functools
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -36,13 +35,14 @@ from layerkit.layers.quantization.block_scaling import (
     padded,
     restored,
 )
+from layerkit.layers.quantization.current_scaling import largest_of_group, scale_of
 
 BLOCK_SIZE = 16
 _VALUE, _SCALE = jnp.float4_e2m1fn, jnp.float8_e4m3fn
 _LARGEST_VALUE, _LARGEST_SCALE = 6.0, 448.0
 # One sign for each token of a block, drawn once. All layers and steps share them, as in the paper.
 _SIGNS = np.array([1, 1, -1, 1, -1, -1, -1, 1, -1, 1, 1, 1, -1, 1, -1, -1])
-_SYLVESTER = functools.reduce(np.kron, [np.array([[1, 1], [1, -1]])] * 4)
+_SYLVESTER = reduce(np.kron, [np.array([[1, 1], [1, -1]])] * 4)
 # Its rows are orthonormal.
 ROTATION = _SIGNS[:, None] * _SYLVESTER / np.sqrt(BLOCK_SIZE)
 
@@ -71,10 +71,8 @@ class NvFp4Dot(BlockScaledDot):
 
         The rows of a group share the scale of a tensor, as do its weights.
         """
-        group = product.group_of_row
         largest = jnp.max(jnp.abs(rows.astype(jnp.float32)), axis=1)
-        of_group = jax.ops.segment_max(largest, group, num_segments=product.num_groups + 1)
-        scale = _tensor_scale(product.maximum(of_group))[group][:, None]
+        scale = _tensor_scale(largest_of_group(largest, product))[:, None]
         rounded_rows = restored(_round(rows, scale)) * scale
         scale = _tensor_scale(product.maximum(_largest(w)))
         rounded_w = restored(_round_weights(w, scale, contracted=1)) * scale
@@ -152,10 +150,8 @@ def _tensor_scale(largest: jax.Array) -> jax.Array:
     """Return the float32 scale that maps the largest value `[...]` to the largest of NVFP4.
 
     The scale of a tensor with a number that is not finite is NaN, since e2m1 has no such number.
-    Numbers become 0 if their scale would underflow.
     """
-    most = _LARGEST_VALUE * _LARGEST_SCALE
-    scale = jnp.where(largest < most * float(jnp.finfo(jnp.float32).tiny), 1.0, largest / most)
+    scale = scale_of(largest, _LARGEST_VALUE * _LARGEST_SCALE)
     return jnp.where(jnp.isfinite(largest), scale, jnp.nan)
 
 
