@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import pickle
+import shlex
 
 import pytest
+from packaging.requirements import Requirement
 
-from layerkit.errors import ConfigError, near_names
+from layerkit.errors import ConfigError, near_names, pip_install
 
 
 def test_message_holds_every_part_in_order(raises):
@@ -57,3 +59,11 @@ def test_pickled_error_keeps_its_data():
 )
 def test_near_names_ignores_case_dashes_and_shared_folders(name, valid, expected):
     assert near_names(name, valid) == expected
+
+
+def test_command_for_an_extra_names_packages_of_an_index():
+    # The package itself may be on no index.
+    words = shlex.split(pip_install("layerkit", "hf"))
+    assert words[:2] == ["pip", "install"]
+    [requirement] = map(Requirement, words[2:])
+    assert requirement.name == "safetensors" and "0.6.0" in requirement.specifier

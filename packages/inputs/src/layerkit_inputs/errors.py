@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from layerkit.errors import UserError
+from layerkit.errors import UserError, pip_install
 
 if TYPE_CHECKING:
     from layerkit_inputs.base_input import BaseInput
@@ -84,5 +84,5 @@ def require_extra(module: str, *, needed_by: str) -> ModuleType:
             raise
     raise MissingExtraError(
         f"{needed_by} needs the package {package}",
-        hint=f"Install it: pip install 'layerkit-inputs[{_EXTRA_OF[package]}]'",
+        hint=f"Install it: {pip_install('layerkit-inputs', _EXTRA_OF[package])}",
     )

@@ -97,6 +97,18 @@ class UnknownFieldError(UnknownNameError, TypeError):
     """A field that a class does not have; the message suggests the nearest names."""
 
 
+def pip_install(distribution: str, extra: str) -> str:
+    """Return the command that installs what an extra of an installed distribution requires.
+
+    It names the required packages, because an index may not have the distribution itself.
+    """
+    from importlib.metadata import requires
+
+    marker = f"extra == '{extra}'"
+    rows = [row.partition("; ") for row in requires(distribution) or ()]
+    return shlex.join(["pip", "install", *(name for name, _, when in rows if when == marker)])
+
+
 def render(error: UserError) -> str:
     """Return the message: `owner: problem: field=value. Expected …. Did you mean …? hint Set …`."""
     subject = error.field or ""

@@ -243,7 +243,7 @@ def test_unused_gpus_are_reported(tmp_path, monkeypatch):
     assert not problem.fails and "2 NVIDIA GPU(s), and JAX_PLATFORMS=cpu hides" in problem.what
     monkeypatch.delenv("JAX_PLATFORMS")
     [problem] = doctor.check_devices().problems
-    assert problem.fails and "layerkit-runner[cuda]" in problem.to_do
+    assert problem.fails and "pip install 'jax[cuda13]'" in problem.to_do
 
 
 def test_device_that_multiplies_wrongly_is_reported(monkeypatch):

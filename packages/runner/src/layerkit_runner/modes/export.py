@@ -33,7 +33,7 @@ from layerkit.base_layer import PARAMS, RANDOM
 from layerkit.base_model import BaseModel
 from layerkit.config import Config
 from layerkit.decoding import SampleDecoder
-from layerkit.errors import UserError
+from layerkit.errors import UserError, pip_install
 from layerkit.interop.hugging_face import HuggingFaceWeights, export_model
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.errors import MissingExtraError
@@ -125,7 +125,7 @@ def export_stablehlo(
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError(
                 f"--export_format=stablehlo needs the package {package}",
-                hint="Install it: pip install 'layerkit-runner[stablehlo]'",
+                hint=f"Install it: {pip_install('layerkit-runner', 'stablehlo')}",
             )
     is_causal = getattr(getattr(model, "lm_tpl", None), "is_causal", True) is not False
     is_decoder = hasattr(model, "lm_tpl") and model.can_decode and is_causal

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from etils import epath
 
-from layerkit.errors import ConfigError
+from layerkit.errors import ConfigError, pip_install
 from layerkit_inputs.errors import MissingExtraError
 from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.observers.metrics_log import Metrics, Record, read_metrics
@@ -50,8 +50,8 @@ def draw_loss_curve(
         from matplotlib.ticker import EngFormatter
     except ModuleNotFoundError as error:
         raise MissingExtraError(
-            "drawing requires matplotlib. Run pip install 'layerkit-runner[plots]' and then the"
-            " same command."
+            f"drawing requires matplotlib. Run {pip_install('layerkit-runner', 'plots')} and then"
+            " the same command."
         ) from error
     record_path = epath.Path(metrics_path)
     folder = record_path if record_path.is_dir() else record_path.parent

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from layerkit.errors import pip_install
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import atomic_write, is_remote
 from layerkit_runner.observers.base import DECODE_PREFIX, Histogram, Observer, RunInfo
@@ -41,7 +42,7 @@ class WeightsAndBiases(Observer):
                 field="--wandb_project",
                 value=project,
                 expected="wandb to be installed",
-                hint="Install it with pip install 'layerkit-runner[wandb]'",
+                hint=f"Install it: {pip_install('layerkit-runner', 'wandb')}",
             )
         self._project = project
         self._config = dict(config)

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from layerkit.errors import pip_install
 from layerkit_runner.config.commands import Command, FlagCommand, Mode
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import RunOptions
@@ -103,7 +104,7 @@ def _study(flags: ParsedFlags) -> int:
     from layerkit_runner.config.resolve import resolve_entry
 
     if importlib.util.find_spec("optuna") is None:
-        hint = "Install it: pip install 'layerkit-runner[sweeps]'"
+        hint = f"Install it: {pip_install('layerkit-runner', 'sweeps')}"
         raise UsageError("optuna is not installed", field="--study", hint=hint)
     from layerkit_runner.tools.sweep.command import run_study
 

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from etils import epath
 
+from layerkit.errors import pip_install
 from layerkit_runner.config.flags import read_flags
 from layerkit_runner.config.help import flag_rows, table
 from layerkit_runner.files.text import size_text
@@ -321,7 +322,7 @@ def _unused_gpus(platform: str) -> Iterator[Problem]:
         yield Problem(what, "Unset JAX_PLATFORMS to use them.", fails=False)
     elif count:
         what = f"This machine has {count} NVIDIA GPU(s), and JAX sees only the CPU."
-        to_do = "pip install 'layerkit-runner[cuda]', and check CUDA_VISIBLE_DEVICES."
+        to_do = f"{pip_install('layerkit-runner', 'cuda')}, and check CUDA_VISIBLE_DEVICES."
         yield Problem(what, to_do)
 
 

@@ -81,7 +81,7 @@ def test_missing_compiler_raises(package, target):
     with pytest.raises(UsageError) as caught:
         target_devices(parse_target(target))
     assert (caught.value.field, caught.value.value) == ("--target", target)
-    assert caught.value.hint.startswith("pip install 'layerkit-runner[plan-")
+    assert caught.value.hint.startswith("pip install 'jax[")
 
 
 def test_kind_of_the_devices_of_this_machine():

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from layerkit.errors import ConfigError, short_repr
+from layerkit.errors import ConfigError, pip_install, short_repr
 from layerkit.interop.hugging_face.layouts import Ranges
 
 CONFIG = "config.json"
@@ -478,6 +478,6 @@ def _import_safetensors() -> Any:
         import safetensors.numpy
     except ImportError as error:
         raise ImportError(
-            "Hugging Face folders require the package safetensors: pip install 'layerkit[hf]'"
+            f"Hugging Face folders require safetensors: {pip_install('layerkit', 'hf')}"
         ) from error
     return safetensors

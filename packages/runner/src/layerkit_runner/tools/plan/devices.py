@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from layerkit.errors import pip_install
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.partitioning.mesh import mesh_settings
@@ -209,7 +210,7 @@ def _not_installed(target: Target, what: str, extra: str) -> UsageError:
         field="--target",
         value=target.describe(),
         expected=f"{what}, to be installed; it needs no such device",
-        hint=f"pip install 'layerkit-runner[{extra}]'",
+        hint=pip_install("layerkit-runner", extra),
     )
 
 
