@@ -67,7 +67,9 @@ def test_commands_of_a_page_parse_and_name_fields_that_exist(page: Path):
         flags = parse_flags(words)
         job = recorded.get(flags.options.job_log_dir)
         if flags.exp is None and job is not None:
-            flags = dataclasses.replace(flags, exp=job.exp, overrides=job.overrides + flags.overrides)
+            flags = dataclasses.replace(
+                flags, exp=job.exp, overrides=job.overrides + flags.overrides
+            )
         if flags.exp is not None and not flags.exp.startswith(INVENTED):
             recorded[flags.options.job_log_dir] = flags
             check_fields(flags.exp, flags.overrides, bool(flags.given.get("reduced")))

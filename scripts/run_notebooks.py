@@ -2,9 +2,11 @@
 
     python scripts/run_notebooks.py [--update] [NOTEBOOK ...]
 
-A cell that fails, or that writes a warning or anything else to stderr, ends the run with exit code
-1. The last lines give the seconds of each notebook. `--update` writes the outputs into the
-notebooks, which show them where they are not run, as on the site.
+A cell that fails, that writes a warning or anything else to stderr, or whose stored output is out
+of date ends the run with exit code 1. Stored outputs are compared without their numbers, which
+differ between machines; those of cells with the tag `sampled` are not compared. The last lines give
+the seconds of each notebook. `--update` writes the outputs into the notebooks, which show them
+where they are not run, as on the site.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ def main(arguments: list[str]) -> int:
     for path in options.notebooks or sorted(NOTEBOOKS.glob("*.ipynb")):
         started = time.monotonic()
         notebook = nbformat.read(path, as_version=4)
+        stored = printed_outputs(notebook)
         problem = run(notebook)
         seconds[path.stem] = time.monotonic() - started
         if problem:
@@ -40,6 +43,9 @@ def main(arguments: list[str]) -> int:
             print(f"{path.name}: {problem}", file=sys.stderr)
         elif options.update:
             nbformat.write(notebook, path)
+        elif cells := [c for c, text in printed_outputs(notebook).items() if text != stored[c]]:
+            failed.append(path.stem)
+            print(f"{path.name}: renew the outputs by --update; cells {cells}", file=sys.stderr)
     for name, duration in seconds.items():
         print(f"{duration:6.1f} s  {name}{'  FAILED' if name in failed else ''}")
     return 1 if failed else 0
@@ -71,6 +77,19 @@ def run(notebook: nbformat.NotebookNode) -> str | None:
             cell.outputs.remove(output)  # a progress bar
         drop_run_log(cell)
     return None
+
+
+def printed_outputs(notebook: nbformat.NotebookNode) -> dict[int, str]:
+    """Return the text outputs without numbers by the index of the cell, except of sampled text."""
+    texts = {}
+    for index, cell in enumerate(notebook.cells):
+        if "sampled" not in cell.metadata.get("tags", ()):
+            outputs = cell.get("outputs", ())
+            text = "".join(
+                o.get("text") or o.get("data", {}).get("text/plain", "") for o in outputs
+            )
+            texts[index] = re.sub(r"0x[\da-f]+|[-+]?\d[\d.,]*(e[-+]\d+)?|\s+", " ", text)
+    return texts
 
 
 def drop_run_log(cell: nbformat.NotebookNode) -> None:
