@@ -81,14 +81,6 @@ def test_unsupported_option_raises(raises, make_folder, family, key, value, foun
         model_config(make_folder(family, edit={key: value}))
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("residual_multiplier", None), ("rope_interleaved", False)]
-)
-def test_disabled_option_has_no_effect(make_folder, key, value):
-    expected = model_config(make_folder("llama"))
-    assert model_config(make_folder("llama", edit={key: value})) == expected
-
-
 def test_t5_activation_and_start_token_are_those_of_transformers(configs):
     keys = {"feed_forward_proj": "gated-gelu", "dense_act_fn": "relu", "is_gated_act": False}
     model: Any = T5.read_config({**configs["t5"], **keys, "decoder_start_token_id": 7})
@@ -96,6 +88,14 @@ def test_t5_activation_and_start_token_are_those_of_transformers(configs):
     assert (target_of(feed_forward.activation_tpl), feed_forward.use_gate) == (ReLU, False)
     assert model.start_id == T5.write_config(model)["decoder_start_token_id"] == 7
     assert T5.read_config({**configs["t5"], "decoder_start_token_id": None}).start_id == 0
+
+
+@pytest.mark.parametrize("keys", [{"torch_dtype": "torch.bfloat16"}, {"dtype": "bfloat16"}])
+def test_stored_dtype_is_that_of_config_json(raises, make_folder, bfloat16, keys):
+    folder = make_folder("llama", dtype=bfloat16, edit={"torch_dtype": None, **keys})
+    assert import_model(folder)[0].dtype == "bfloat16"
+    with raises(ConfigError, value="int8"):
+        import_model(make_folder("llama", edit={"dtype": "int8"}))
 
 
 def test_eos_id_prefers_generation_config_to_config(tmp_path):
@@ -220,16 +220,6 @@ def test_missing_key_has_the_default_of_transformers(configs):
     shorter = {key: value for key, value in content.items() if key not in caps}
     assert GEMMA2.read_config(shorter) == GEMMA2.read_config(content)
     assert [content[cap] for cap in caps] == [50.0, 30.0]
-
-
-def test_neutral_keys_of_published_folders_are_ignored(configs):
-    # Gemma 2 9B; SmolLM 2.
-    for family, more in (
-        (GEMMA2, {"sliding_window_size": 4096}),
-        (LLAMA, {"is_llama_config": True, "transformers.js_config": {"dtype": "q4"}}),
-    ):
-        content = configs[family.model_type]
-        assert family.read_config({**content, **more}) == family.read_config(content)
 
 
 def test_balance_loss_of_mixtral_is_divided_by_num_layers(configs):

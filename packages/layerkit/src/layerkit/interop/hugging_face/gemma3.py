@@ -94,8 +94,7 @@ GEMMA3 = Family(
         LayerTypes(_one_of_six, default_window=4096, make_near=_near_rotary, write_more=_thetas),
     ),
     rows=(*GEMMA_ROWS, *qk_norm_rows()),
-    # `layer_types` also lists the pattern.
-    neutral=GEMMA_NEUTRAL | {"_sliding_window_pattern", "rope_local_base_freq"},
+    neutral=GEMMA_NEUTRAL | {"rope_local_base_freq"},
     prefix="model.",
     copies=LLAMA_COPIES,
     buffers=LLAMA_BUFFERS,

@@ -69,9 +69,10 @@ GPT2 = Family(
         Fixed("add_cross_attention", value=False),
     ),
     # Attention logits are always computed in float32 here. The summary keys belong to a head that
-    # language models do not have.
+    # language models do not have, the special tokens to the first version of the code.
     neutral=frozenset(
         {
+            "predict_special_tokens",
             "reorder_and_upcast_attn",
             "summary_activation",
             "summary_first_dropout",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from layerkit.errors import ConfigError, near_names
 from layerkit.interop.hugging_face.families import family_of
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.folder import (
+    CONFIG,
     SafetensorsFolder,
     TensorSource,
     read_json,
@@ -43,7 +45,7 @@ from layerkit.interop.hugging_face.tensors import (
 from layerkit.layers.adapters import LORA_WEIGHTS
 from layerkit.layers.residual_adapters import RESIDUAL_ADAPTER_WEIGHTS
 from layerkit.layers.stacks import unrolled_stack
-from layerkit.weights import canonical_dtype
+from layerkit.weights import canonical_dtype, floating_dtype
 
 # Largest number of differences between a folder and a model that an error lists.
 _MOST_PROBLEMS = 50
@@ -112,9 +114,18 @@ def import_model(
 
 
 def stored_dtype(folder: str | os.PathLike[str]) -> str:
-    """Return the dtype of the weights as stated in config.json, or float32 if it states none."""
+    """Return the dtype of the weights as stated in config.json, or float32 if it states none.
+
+    Raises:
+      FileNotFoundError: The folder has no config.json.
+      ConfigError: config.json states another dtype than a floating one.
+    """
     content = read_json(folder)
-    return str(content.get("dtype") or content.get("torch_dtype") or "float32")
+    stated = str(content.get("dtype") or content.get("torch_dtype") or "float32")
+    dtype = floating_dtype(
+        stated.removeprefix("torch."), field="dtype", owner=str(pathlib.Path(folder) / CONFIG)
+    )
+    return dtype.name
 
 
 def load_weights(

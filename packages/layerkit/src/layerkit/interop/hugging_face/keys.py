@@ -20,34 +20,34 @@ REQUIRED = object()
 # Largest size of an axis in JAX.
 _LARGEST_SIZE = 2**31 - 1
 
-# Keys of any config.json that do not change the computation of logits: names, token ids,
-# initialization, and generation.
+# Keys of any config.json that do not change the computation of logits, whatever their value: names,
+# token ids, initialization, training, and generation. So are all that begin with an underscore, in
+# which Transformers keeps notes.
 # fmt: off
 NEUTRAL = frozenset({
-    "_attn_implementation", "_attn_implementation_autoset", "_from_model_config", "_name_or_path",
-    "_num_labels", "architectures", "attn_implementation", "auto_map", "bad_words_ids",
-    "begin_suppress_tokens", "bos_token_id", "cache_implementation", "chunk_size_feed_forward",
-    "cls_token_id", "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype",
-    "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id",
-    "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id",
-    "forced_eos_token_id", "gradient_checkpointing", "id2label", "initializer_factor",
-    "initializer_range", "is_llama_config", "label2id", "length_penalty", "max_length",
-    "min_length", "model_type", "n_ctx", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
-    "num_labels", "num_return_sequences", "output_attentions", "output_hidden_states",
-    "output_past", "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type",
-    "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate",
-    "sep_token_id", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss",
-    "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config",
-    "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version",
-    "use_bfloat16", "use_cache",
+    "architectures", "attn_implementation", "auto_map", "bad_words_ids", "begin_suppress_tokens",
+    "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "cls_token_id",
+    "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype", "early_stopping",
+    "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty",
+    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing",
+    "id2label", "initializer_factor", "initializer_range", "is_llama_config", "label2id",
+    "length_penalty", "max_length", "max_sequence_length", "min_length", "model_type", "n_ctx",
+    "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_labels", "num_return_sequences",
+    "output_attentions", "output_hidden_states", "output_past", "output_scores", "pad_token_id",
+    "prefix", "pretraining_tp", "problem_type", "remove_invalid_values", "repetition_penalty",
+    "return_dict", "return_dict_in_generate", "sep_token_id", "suppress_tokens",
+    "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p",
+    "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "typical_p",
+    "unk_token_id", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
 })
 
-
-# Keys that change the computation only if true.
-NEUTRAL_WHERE_FALSE = frozenset({
-    "add_cross_attention", "is_decoder", "is_encoder_decoder", "pruned_heads", "rope_interleaved",
-    "tie_encoder_decoder", "use_bidirectional_attention", "use_mrope",
-})
+# Options that our families lack, with the value that has no effect. That of any other option is
+# null, false, 0 or empty.
+WITHOUT_EFFECT = {
+    "causal": True, "embedding_multiplier": 1, "full_attn_mod": 1, "interpolate_factor": 1,
+    "is_causal": True, "logit_scale": 1, "logits_scaling": 1, "norm_topk_prob": True,
+    "residual_multiplier": 1, "scale_emb": 1, "use_rope": True,
+}
 # fmt: on
 
 
@@ -61,7 +61,8 @@ class ConfigFile:
     def __init__(self, content: Mapping[str, Any], *, neutral: frozenset[str]):
         """Keep the content; `neutral` are the keys that need not be read."""
         self._content = dict(content)
-        self._unread = set(content) - NEUTRAL - neutral
+        inert = NEUTRAL | neutral
+        self._unread = {key for key in content if key not in inert and not key.startswith("_")}
 
     @property
     def model_type(self) -> str:
@@ -103,20 +104,16 @@ class ConfigFile:
         )
 
     def require_all_read(self) -> None:
-        """Raise `UnsupportedModelError` for keys with a value that no entry has read.
-
-        None has no effect. False and 0 may disable an option that is on by default.
-        """
+        """Raise `UnsupportedModelError` for unread keys whose value changes the computation."""
         rest = {
             key: value
-            for key, value in sorted(self._content.items())
-            if key in self._unread
-            and value is not None
-            and not (key in NEUTRAL_WHERE_FALSE and not value)
+            for key in sorted(self._unread)
+            if (value := self._content[key]) is not None
+            and (value != WITHOUT_EFFECT[key] if key in WITHOUT_EFFECT else value)
         }
         if rest:
             raise UnsupportedModelError(
-                "unknown keys, which may change the computation",
+                "unsupported options, which may change the computation",
                 owner=self.owner,
                 value=rest,
             )

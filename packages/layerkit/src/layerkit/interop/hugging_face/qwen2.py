@@ -43,7 +43,8 @@ QWEN2 = Family(
         LayerTypes(near_at_the_end, default_window=4096, has_switch=True),
     ),
     rows=LLAMA_ROWS,
-    neutral=LLAMA_NEUTRAL,
+    # Attention in chunks beyond 262,144 tokens (Qwen2.5-1M), which Transformers does not have.
+    neutral=LLAMA_NEUTRAL | {"dual_chunk_attention_config"},
     prefix="model.",
     copies=LLAMA_COPIES,
     buffers=LLAMA_BUFFERS,

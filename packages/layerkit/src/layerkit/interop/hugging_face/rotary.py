@@ -63,7 +63,8 @@ _SCALINGS: dict[str, tuple[type, tuple[tuple[str, str], ...]]] = {
 }
 # Phi 3 first called LongRoPE `su`.
 _OTHER_NAMES = {"su": "longrope"}
-_NOT_OF_SCALING = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+# The last marks models that were trained with the scaling (YaRN's authors).
+_NOT_OF_SCALING = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +85,12 @@ class Rotary:
         set_field(network, "layer.attention_tpl.rotary_tpl", self._rotary(file, parameters))
 
     def _rotary(self, file: ConfigFile, parameters: Mapping[str, Any]) -> Config:
-        fraction = file.get("partial_rotary_factor", 1.0) if self.has_fraction else 1.0
-        parameters = {"partial_rotary_factor": fraction, **parameters}
+        parameters = {
+            "partial_rotary_factor": file.get("partial_rotary_factor", 1.0),
+            **parameters,
+        }
         if parameters["partial_rotary_factor"] != 1.0 and not self.has_fraction:
-            raise file.invalid("rope_parameters", "partial_rotary_factor=1 in this family")
+            raise file.invalid("partial_rotary_factor", "1 in this family")
         return rotary_config(file, parameters)
 
     def write(self, network: Config) -> dict[str, Any]:
@@ -155,7 +158,7 @@ def _refuse_unknown(
     file: ConfigFile, kind: str, parameters: Mapping[str, Any], *, known: set[str]
 ) -> None:
     unknown = {k: v for k, v in parameters.items() if k not in known and k not in _NOT_OF_SCALING}
-    if any(value is not None for value in unknown.values()):
+    if any(unknown.values()):
         raise UnsupportedModelError(
             f"unknown parameters of rope_type={kind!r}",
             owner=f"config.json of a {file.model_type} model",

@@ -1,0 +1,255 @@
+"""Published config.json files of all families: what varies, and their numbers of parameters."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import pytest
+
+from layerkit.config import build
+from layerkit.interop.hugging_face import UnsupportedModelError
+from layerkit.interop.hugging_face.families import family_of
+from layerkit.interop.hugging_face.tensors import dissect
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+SIZE_KEYS = {
+    "gpt2": "n_embd n_layer n_head",
+    "t5": "d_model d_kv d_ff num_layers num_heads",
+}
+LLAMA_SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads"
+LLAMA_SIZES += " num_key_value_heads vocab_size"
+
+# Options that all files of a family have, of which sizes are left out.
+ANY = {"torch_dtype": "bfloat16", "use_cache": True, "initializer_range": 0.02}
+LLAMA = {**ANY, "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5}
+LLAMA3 = {**LLAMA, "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False}
+LLAMA3 |= {"pretraining_tp": 1, "rope_theta": 500000.0, "max_position_embeddings": 131072}
+SCALED = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED |= {"original_max_position_embeddings": 8192}
+SMOL = {**LLAMA3, "is_llama_config": True, "rope_interleaved": False, "rope_scaling": None}
+SMOL |= {"rope_theta": 100000, "tie_word_embeddings": True, "transformers.js_config": {"a": 1}}
+GPT2 = {**ANY, "model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1}
+GPT2 |= {"n_ctx": 1024, "n_positions": 1024, "summary_type": "cls_index", "vocab_size": 50257}
+GPT2 |= {"summary_activation": None, "summary_first_dropout": 0.1, "summary_use_proj": True}
+SPECIAL = {"n_special": 0, "predict_special_tokens": True}
+MISTRAL = {**LLAMA, "model_type": "mistral", "max_position_embeddings": 32768}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_experts_per_tok": 2, "num_local_experts": 8}
+MIXTRAL |= {"output_router_logits": False, "rope_theta": 1e6, "router_aux_loss_coef": 0.02}
+MIXTRAL |= {"sliding_window": None, "attention_dropout": 0.0}
+PHI3 = {**LLAMA, "model_type": "phi3", "attention_bias": False, "embd_pdrop": 0.0}
+PHI3 |= {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "resid_pdrop": 0.0}
+PHI3 |= {"original_max_position_embeddings": 4096, "max_position_embeddings": 4096}
+LONG = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+LONG_PHI3 = {**PHI3, "max_position_embeddings": 131072, "sliding_window": 262144}
+MINI4 = {**LONG_PHI3, "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}
+MINI4 |= {"mlp_bias": False, "partial_rotary_factor": 0.75, "tie_word_embeddings": True}
+QWEN2 = {**LLAMA, "model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+QWEN2 |= {"sliding_window": 32768, "use_sliding_window": False, "attention_dropout": 0.0}
+QWEN2 |= {"max_window_layers": 28}
+QWEN3 = {**QWEN2, "model_type": "qwen3", "attention_bias": False, "head_dim": 128}
+QWEN3 |= {"sliding_window": None, "rope_scaling": None, "max_position_embeddings": 40960}
+GEMMA2 = {**ANY, "model_type": "gemma2", "attention_bias": False, "head_dim": 256}
+GEMMA2 |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "vocab_size": 256000}
+GEMMA2 |= {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh"}
+GEMMA2 |= {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
+GEMMA2 |= {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "sliding_window": 4096}
+GEMMA3 = {**GEMMA2, "model_type": "gemma3_text", "attn_logit_softcapping": None}
+GEMMA3 |= {"final_logit_softcapping": None, "rope_theta": 1000000, "rope_scaling": None}
+GEMMA3 |= {"rope_local_base_freq": 10000, "sliding_window": 512}
+OLMO2 = {**LLAMA, "model_type": "olmo2", "rms_norm_eps": 1e-6, "rope_theta": 500000.0}
+T5 = {"model_type": "t5", "vocab_size": 32128, "is_encoder_decoder": True, "output_past": True}
+T5 |= {"decoder_start_token_id": 0, "initializer_factor": 1.0, "dropout_rate": 0.1}
+T5 |= {"relative_attention_num_buckets": 32, "layer_norm_epsilon": 1e-6}
+FIRST_T5 = {**T5, "n_positions": 512, "task_specific_params": {"summarization": {}}}
+T5_11 = {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+NEAR5 = (["sliding_attention"] * 5 + ["full_attention"]) * 3
+
+# Name: options, sizes in the order of the keys above, number of parameters.
+PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
+    "distilgpt2": ({**GPT2, "_num_labels": 1, "id2label": {"0": "a"}}, (768, 6, 12), 81912576),
+    "gpt2": (GPT2, (768, 12, 12), 124439808),
+    "gpt2-medium": ({**GPT2, **SPECIAL}, (1024, 24, 16), 354823168),
+    "gpt2-large": ({**GPT2, **SPECIAL}, (1280, 36, 20), 774030080),
+    "gpt2-xl": ({**GPT2, **SPECIAL, "output_past": True}, (1600, 48, 25), 1557611200),
+    "llama-7b": (
+        {**LLAMA, "max_sequence_length": 2048},
+        (4096, 11008, 32, 32, 32, 32000),
+        6738415616,
+    ),
+    "llama-65b": (
+        {**LLAMA, "max_sequence_length": 2048},
+        (8192, 22016, 80, 64, 64, 32000),
+        65285660672,
+    ),
+    "Llama-2-13b": ({**LLAMA, "pretraining_tp": 2}, (5120, 13824, 40, 40, 40, 32000), 13015864320),
+    "Llama-2-70b": (LLAMA, (8192, 28672, 80, 64, 8, 32000), 68976648192),
+    "Llama-3.1-8B": (
+        {**LLAMA3, "rope_scaling": {**SCALED, "factor": 8.0}},
+        (4096, 14336, 32, 32, 8, 128256),
+        8030261248,
+    ),
+    "Llama-3.2-1B": (
+        {**LLAMA3, "rope_scaling": {**SCALED, "factor": 32.0}, "tie_word_embeddings": True},
+        (2048, 8192, 16, 32, 8, 128256),
+        1235814400,
+    ),
+    "TinyLlama-1.1B": (
+        {**LLAMA, "attention_bias": False, "pretraining_tp": 1, "rope_theta": 10000.0},
+        (2048, 5632, 22, 32, 4, 32000),
+        1100048384,
+    ),
+    "SmolLM2-135M": (SMOL, (576, 1536, 30, 9, 3, 49152), 134515008),
+    "SmolLM2-360M": (SMOL, (960, 2560, 32, 15, 5, 49152), 361821120),
+    "Mistral-7B-v0.1": (
+        {**MISTRAL, "sliding_window": 4096},
+        (4096, 14336, 32, 32, 8, 32000),
+        7241732096,
+    ),
+    "Mistral-7B-v0.3": (
+        {**MISTRAL, "sliding_window": None},
+        (4096, 14336, 32, 32, 8, 32768),
+        7248023552,
+    ),
+    "Mixtral-8x7B": (MIXTRAL, (4096, 14336, 32, 32, 8, 32000), 46702792704),
+    "Qwen2.5-0.5B": (
+        {**QWEN2, "tie_word_embeddings": True, "use_mrope": False},
+        (896, 4864, 24, 14, 2, 151936),
+        494032768,
+    ),
+    "Qwen2.5-7B": (QWEN2, (3584, 18944, 28, 28, 4, 152064), 7615616512),
+    "Qwen2.5-7B-Instruct-1M": (
+        {**QWEN2, "dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192}},
+        (3584, 18944, 28, 28, 4, 152064),
+        7615616512,
+    ),
+    "Qwen2.5-72B": (QWEN2, (8192, 29568, 80, 64, 8, 152064), 72706203648),
+    "Qwen3-0.6B": (
+        {**QWEN3, "tie_word_embeddings": True},
+        (1024, 3072, 28, 16, 8, 151936),
+        596049920,
+    ),
+    "Qwen3-8B": (QWEN3, (4096, 12288, 36, 32, 8, 151936), 8190735360),
+    "gemma-2-2b": (GEMMA2, (2304, 9216, 26, 8, 4, 256000), 2614341888),
+    "gemma-2-9b": (
+        {**GEMMA2, "sliding_window_size": 4096},
+        (3584, 14336, 42, 16, 8, 256000),
+        9241705984,
+    ),
+    "gemma-2-27b": (
+        {**GEMMA2, "head_dim": 128, "query_pre_attn_scalar": 144, "_attn_implementation": "eager"},
+        (4608, 36864, 46, 32, 16, 256000),
+        27227128320,
+    ),
+    "gemma-3-270m": (
+        {
+            **GEMMA3,
+            "layer_types": NEAR5,
+            "_sliding_window_pattern": 6,
+            "use_bidirectional_attention": False,
+        },
+        (640, 2048, 18, 4, 1, 262144),
+        268098176,
+    ),
+    "gemma-3-1b": (
+        {**GEMMA3, "sliding_window_pattern": 6},
+        (1152, 6912, 26, 4, 1, 262144),
+        999885952,
+    ),
+    "Phi-3-mini-4k": (
+        {**PHI3, "rope_scaling": None, "sliding_window": 2047},
+        (3072, 8192, 32, 32, 32, 32064),
+        3821079552,
+    ),
+    "Phi-3-mini-128k": (
+        {**LONG_PHI3, "rope_scaling": {**LONG, "type": "su"}},
+        (3072, 8192, 32, 32, 32, 32064),
+        3821079552,
+    ),
+    "Phi-3.5-mini": (
+        {**LONG_PHI3, "rope_scaling": LONG},
+        (3072, 8192, 32, 32, 32, 32064),
+        3821079552,
+    ),
+    "phi-4": (
+        {**PHI3, "rope_scaling": None, "sliding_window": None, "rope_theta": 250000},
+        (5120, 17920, 40, 40, 10, 100352),
+        14659507200,
+    ),
+    "Phi-4-mini": ({**MINI4, "rope_scaling": LONG}, (3072, 8192, 32, 24, 8, 200064), 3836021760),
+    "OLMo-2-7B": (OLMO2, (4096, 11008, 32, 32, 32, 100352), 7298617344),
+    "OLMo-2-32B": (OLMO2, (5120, 27648, 64, 40, 8, 100352), 32234279936),
+    "t5-small": (FIRST_T5, (512, 64, 2048, 6, 8), 60506624),
+    "t5-11b": (FIRST_T5, (1024, 128, 65536, 24, 128), 11307321344),
+    "t5-v1_1-base": (T5_11, (768, 64, 2048, 12, 12), 247577856),
+    "flan-t5-small": (
+        {**T5_11, "n_positions": 512, "num_decoder_layers": 8},
+        (512, 64, 1024, 8, 6),
+        76961152,
+    ),
+}
+
+
+def config_of(name):
+    options, sizes, _ = PUBLISHED[name]
+    keys = SIZE_KEYS.get(options["model_type"], LLAMA_SIZES).split()
+    return {**options, **dict(zip(keys, sizes, strict=True))}
+
+
+def parameters_of(content):
+    family = family_of(content["model_type"])
+    anatomy = dissect(build(family.read_config(content)), family.rows)
+    return sum(math.prod(weight.shape) for weight in anatomy.weights.values())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_config_has_the_published_number_of_parameters(name):
+    assert parameters_of(config_of(name)) == PUBLISHED[name][2]
+
+
+def test_published_configs_are_read_as_transformers_reads_them():
+    transformers = pytest.importorskip("transformers")
+    # Transformers 5 rejects the older form of their rope_scaling.
+    for name in set(PUBLISHED) - {"Phi-3-mini-128k", "Phi-4-mini"}:
+        content = config_of(name)
+        family = family_of(content["model_type"])
+        theirs = transformers.AutoConfig.for_model(**content).to_dict()
+        assert family.read_config(content) == family.read_config(theirs), name
+
+
+def test_config_of_a_gguf_file_is_read():
+    transformers = pytest.importorskip("transformers")
+    content = {**config_of("SmolLM2-135M"), "head_dim": 64, "_model_name_or_path": "SmolLM2 135M"}
+    theirs = transformers.LlamaConfig(**content).to_dict()
+    assert "_model_name_or_path" in theirs
+    family = family_of("llama")
+    assert family.read_config(theirs) == family.read_config(config_of("SmolLM2-135M"))
+
+
+# The values of options without effect, and one that changes the model.
+OPTIONS = [
+    ("llama", "hidden_dropout", 0.0, 0.1),
+    ("mistral", "attention_bias", False, True),
+    ("qwen2", "mlp_bias", False, True),
+    ("olmo2", "clip_qkv", None, 8.0),
+    ("gemma2", "use_bidirectional_attention", False, True),
+    ("phi3", "lm_head_bias", False, True),
+    ("phi3", "full_attn_mod", 1, 2),
+    ("llama", "residual_multiplier", 1.0, 0.22),
+    ("llama", "residual_multiplier", None, 0),
+    ("llama", "use_rope", True, False),
+    ("llama", "partial_rotary_factor", 1.0, 0.5),
+    ("gpt2", "quantization_config", {}, {"bits": 4}),
+    ("llama", "rope_scaling", {"rope_type": "default", "mrope_section": []}, {"type": "mrope"}),
+]
+
+
+@pytest.mark.parametrize(("family", "key", "usual", "other"), OPTIONS)
+def test_option_is_neutral_until_it_changes_the_model(configs, family, key, usual, other):
+    content = configs[family]
+    read = family_of(family).read_config
+    assert read({**content, key: usual}) == read(content)
+    with pytest.raises(UnsupportedModelError, match=key if key != "rope_scaling" else "rope_type"):
+        read({**content, key: other})
