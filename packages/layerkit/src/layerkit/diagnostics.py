@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
-from layerkit.errors import ConfigError, UnknownNameError, UserError
+from layerkit.errors import ConfigError, UnknownNameError, UserError, error_text
 
 _NOTE = "In layer "
 # The owner of a UserError, or the start of the text of another error: "Linear(lm/softmax).w: …".
@@ -40,7 +40,7 @@ def naming_layer(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def layer_of(error: BaseException) -> str | None:
     """Return the class and path of the layer that raised an error, or None if no layer did."""
-    text = error.owner or "" if isinstance(error, UserError) else str(error)
+    text = error.owner or "" if isinstance(error, UserError) else error_text(error)
     if named := _LAYER.match(text):
         return named[0]
     for note in getattr(error, "__notes__", ()):

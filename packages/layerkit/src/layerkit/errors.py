@@ -166,6 +166,14 @@ def first_names(names: Iterable[str], *, limit: int = _MAX_CHOICES) -> str:
     return ", ".join(names[:limit]) + more
 
 
+def error_text(error: BaseException) -> str:
+    """Return the text of any error; if its class cannot make the text, name the class."""
+    try:
+        return str(error)
+    except Exception as problem:
+        return f"{type(error).__name__} whose text raises {type(problem).__name__}"
+
+
 def as_sentence(text: str) -> str:
     """Return a text with a full stop, unless it ends a sentence already."""
     return text if text.endswith((".", "?", "!")) else f"{text}."

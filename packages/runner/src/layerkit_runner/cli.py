@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from layerkit.errors import UserError
 from layerkit_runner.config import commands
 from layerkit_runner.config.flags import ParsedFlags, configure_library_logs, parse_flags
-from layerkit_runner.errors import UsageError, unknown_name_text
+from layerkit_runner.errors import UsageError, exits_as_errors, unknown_name_text
 from layerkit_runner.run_options import MODES
 
 if TYPE_CHECKING:
@@ -88,7 +88,8 @@ def _run(words: Sequence[str]) -> int:
         from layerkit_runner.distributed.devices import keep_freed_memory
 
         keep_freed_memory()  # before JAX is imported
-    resolved = _resolve(flags)
+    with exits_as_errors():
+        resolved = _resolve(flags)
     if flags.given.get("print_config"):
         from layerkit_runner.config.config_text import printed_config
 

@@ -3,6 +3,7 @@
     UsageError          a wrong flag, name, path or value; exit code 2
     ├── FieldError      a wrong experiment field; also a TypeError, for callers from Python
     ├── ExperimentClassError   a class whose fields or methods have no effect; also a TypeError
+    ├── ExitError       code of a run that called sys.exit; exit code 1
     ├── StorageError    storage that fails, such as a full disk; exit code 1
     └── NonFiniteError  loss, gradient or weights are not finite: training ends, exit code 65
 
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from layerkit.diagnostics import layer_of
-from layerkit.errors import UnknownNameError, UserError, as_sentence, near_names
+from layerkit.errors import UnknownNameError, UserError, as_sentence, error_text, near_names
 from layerkit.field_types import FieldTypeError
 from layerkit_inputs.errors import MissingExtraError, input_of
 
@@ -38,6 +39,12 @@ class FieldError(UsageError, TypeError):
 
 class ExperimentClassError(UsageError, TypeError):
     """A class of an experiment or observer with fields or methods that would have no effect."""
+
+
+class ExitError(UsageError):
+    """Code of a run that raised an exception which ends a process without a report."""
+
+    exit_code = 1
 
 
 class StorageError(UsageError):
@@ -134,7 +141,7 @@ def to_usage_error(error: Exception, *, owner: str | None = None) -> UsageError:
         names = (owner, error.owner or layer or source)
         kind = type(error) if isinstance(error, UsageError) else UsageError
         return with_data(kind, error, owner=": ".join(filter(None, names)) or None)
-    found = UsageError(str(error), owner=owner)
+    found = UsageError(error_text(error), owner=owner)
     if layer is not None:
         found.problem = _first_paragraph(error)
         if not found.problem.startswith(layer):
@@ -142,7 +149,7 @@ def to_usage_error(error: Exception, *, owner: str | None = None) -> UsageError:
             found.problem = f"{found.problem.rstrip('.')}, in layer {layer}{place}"
     elif source is not None and not found.problem.startswith(source):
         origin = _origin(error)
-        found.problem = f"{source}: {error}"
+        found.problem = f"{source}: {error_text(error)}"
         if origin is not None and origin[0] not in _OURS:
             found.problem = f"{source}: {_first_paragraph(error).rstrip('.')}, {origin[1]}"
     return found
@@ -161,6 +168,27 @@ def as_usage_error(*kinds: type[Exception], owner: str | None = None) -> Iterato
         yield
     except caught as error:
         raise to_usage_error(error, owner=owner) from error
+
+
+@contextlib.contextmanager
+def exits_as_errors() -> Iterator[None]:
+    """Raise `ExitError` if code of the block calls `sys.exit`, which would end the run as done.
+
+    The same holds for every exception that does not derive from `Exception`, except Ctrl-C.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        origin = _origin(error)
+        raise ExitError(
+            "the code of the run raised an exception that ends a process without a report",
+            owner=None if origin is None else origin[1],
+            value=error,
+            expected="an exception that derives from Exception",
+            hint="To end training early, set task.early_stopping or override Executor.is_over.",
+        ) from error
 
 
 def unknown_name_text(error: Exception) -> str | None:
@@ -191,10 +219,10 @@ def unknown_name_text(error: Exception) -> str | None:
 
 def _first_paragraph(error: Exception) -> str:
     """Return the first paragraph in one line, since JAX explains some errors at length below."""
-    return " ".join(str(error).partition("\n\n")[0].split())
+    return " ".join(error_text(error).partition("\n\n")[0].split())
 
 
-def _origin(error: Exception) -> tuple[str, str] | None:
+def _origin(error: BaseException) -> tuple[str, str] | None:
     """Return the package and `file:line` of the innermost code that a person may have written."""
     found = None
     for frame, line in traceback.walk_tb(error.__traceback__):

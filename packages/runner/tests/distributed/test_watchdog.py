@@ -16,7 +16,7 @@ PROCESS = """
 import sys, threading, time
 from pathlib import Path
 from layerkit_runner.distributed.watchdog import notifying_others
-from layerkit_runner.distributed.watchdog import progress, watched
+from layerkit_runner.distributed.watchdog import phase, progress, training_is_complete, watched
 
 log, seconds, what = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 
@@ -35,6 +35,10 @@ with notifying_others(tell), watched(seconds, process="process 3 of 4", log=lamb
         threading.Thread(target=reads_forever, name="reader", daemon=True).start()
         progress("reading the batch of step 7")
         time.sleep(60)
+    elif what == "report":
+        progress("an outer phase")
+        with training_is_complete(), phase("the final evaluation"):
+            time.sleep(60)
     elif what == "start":
         time.sleep(2 * seconds)  # may take longer than a step
         progress("compiling", compiles=True)
@@ -67,6 +71,13 @@ def test_hung_phase_is_reported_with_stacks_in_the_log(tmp_path: Path):
     stacks = log.read_text()
     assert "in reads_forever" in stacks
     assert "is reader" in stacks.splitlines()[0]
+
+
+def test_hung_report_of_a_complete_training_is_named_and_leaves_the_exit_code(tmp_path: Path):
+    done = run(tmp_path / "log", 1.0, "report")
+    assert done.returncode == 0
+    assert "hung: the final evaluation has taken" in done.stderr
+    assert "The training is complete" in done.stderr
 
 
 @pytest.mark.parametrize("place", ["frozen", pytest.param("no_folder/log", marks=pytest.mark.slow)])

@@ -7,6 +7,7 @@ which waits for a file. So what happens at the same time happens in a known orde
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from layerkit.layers.linears import Linear
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.indexed_input import IndexedInput
 from layerkit_runner import BaseExperiment
+from layerkit_runner.observers import Observer
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.training.task import SingleTask
 from layerkit_runner.training.train_hparams import TrainHParams
@@ -121,3 +123,20 @@ class Gated(BaseExperiment):
 
     def decode_datasets(self) -> list[Config]:
         return [Prompts.HParams.config(name="prompts", batch_size=8)]
+
+
+class BlockedObserver(Observer):
+    """Never returns from `close`."""
+
+    close_timeout_secs = 3600.0
+
+    def close(self) -> None:
+        print("closing blocks", flush=True)
+        threading.Event().wait()
+
+
+class BlockedClose(Gated):
+    """An observer that blocks when it is closed."""
+
+    def observers(self) -> list[Config]:
+        return [Config(BlockedObserver)]

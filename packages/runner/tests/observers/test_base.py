@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import subprocess
 import sys
@@ -353,3 +354,55 @@ def test_importing_the_package_loads_nothing_heavy():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert shown.stdout.strip() == "[]"
+
+
+class UnprintableError(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+@pytest.mark.parametrize(
+    ("raised", "text"),
+    [
+        (SystemExit(0), "SystemExit: 0"),
+        (asyncio.CancelledError(), "CancelledError: "),
+        (UnprintableError(), "UnprintableError: UnprintableError whose text raises ValueError"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("hook", ["start", "progress", "close"])
+def test_observer_that_raises_anything_is_removed_and_named(
+    run_info, hook, in_background, raised, text
+):
+    def fail(self, *args):
+        raise raised
+
+    failing = type("Failing", (Observer,), {hook: fail, "in_background": in_background})()
+    watcher = Recorder()
+    observers = Observers([watcher, failing])
+    observers.start(run_info())
+    observers.progress(1)
+    observers.close()
+    (told,) = [seen[1] for seen in watcher.seen if seen[0] == "message"]
+    assert told.startswith(f"Failing failed and was removed; the run continues. {text}")
+    assert f"(test_base.py:{fail.__code__.co_firstlineno + 1})" in told
+
+
+@pytest.mark.parametrize("hook", ["progress", "close"])
+def test_blocked_observer_is_removed_and_named_after_the_time_limit(run_info, hook):
+    gate, closed = threading.Event(), threading.Event()
+    blocks = {hook: lambda *_: gate.wait(60), "close_timeout_secs": 0.2}
+    other = type("Other", (Observer,), {"close": lambda self: closed.set()})()
+    watcher = Recorder()
+    observers = Observers([watcher, other, type("Blocked", (Observer,), blocks)()])
+    observers.start(run_info())
+    observers.progress(1)
+    observers.close()
+    (told,) = [seen[1] for seen in watcher.seen if seen[0] == "message"]
+    assert told.startswith(
+        f"Blocked failed and was removed; the run continues. TimeoutError: {hook} has not returned"
+        " 0.2 s after the end (test_base.py:"
+    )
+    assert closed.is_set()
+    gate.set()

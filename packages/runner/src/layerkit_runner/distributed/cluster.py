@@ -33,7 +33,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from layerkit.errors import UserError
+from layerkit.errors import UserError, error_text
 from layerkit_runner.distributed.launchers import (
     SEPARATE_JOBS,
     check_processes,
@@ -157,7 +157,7 @@ def from_each_process(make: Callable[[], Any]) -> list[Any]:
         value = make()
     except BaseException as problem:  # raised below, since the other processes wait for this one
         error = problem
-    answers = gather_values([value, error and f"{type(error).__name__}: {error}"])
+    answers = gather_values([value, error and f"{type(error).__name__}: {error_text(error)}"])
     if error is not None:
         raise error
     for process, (_, text) in enumerate(answers):
@@ -349,7 +349,7 @@ def _end(
         summary, exit_code = str(error), getattr(error, "exit_code", UsageError.exit_code)
     else:
         traceback.print_exception(error)
-        summary, exit_code = f"{type(error).__name__}: {error}", 1
+        summary, exit_code = f"{type(error).__name__}: {error_text(error)}", 1
     monitor.failed(" ".join(summary.split())[:1000])
     sys.stdout.flush()
     sys.stderr.flush()

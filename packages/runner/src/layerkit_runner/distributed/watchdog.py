@@ -167,6 +167,7 @@ def _longest(seconds: float) -> float:
 
 
 _current: _Phase | None = None
+_is_complete = False
 
 
 def progress(phase: str, *, compiles: bool = False, waits_for_others: bool = False) -> None:
@@ -184,8 +185,34 @@ def progress(phase: str, *, compiles: bool = False, waits_for_others: bool = Fal
 
 
 @contextlib.contextmanager
+def phase(name: str, **about: bool) -> Iterator[None]:
+    """Report a phase of this thread, and at its end that of the outer block; see `progress`."""
+    global _current
+    outer = _current
+    progress(name, **about)
+    try:
+        yield
+    finally:
+        if outer is not None and _current is not None:
+            _current = dataclasses.replace(outer, since=time.monotonic())
+
+
+@contextlib.contextmanager
+def training_is_complete() -> Iterator[None]:
+    """End a process that hangs in the block with exit code 0, since its work is saved."""
+    global _is_complete
+    _is_complete = True
+    try:
+        yield
+    finally:
+        _is_complete = False
+
+
+@contextlib.contextmanager
 def watched(seconds: float | None, *, process: str, log: Callable[[], Path]) -> Iterator[None]:
     """End the process with `HUNG_EXIT_CODE` if a phase in the block exceeds its limit.
+
+    Inside `training_is_complete`, the exit code is 0.
 
     The phase before the first call of `progress` may compile.
 
@@ -235,9 +262,12 @@ def _watch(seconds: float, ended: threading.Event, process: str, log: Callable[[
 def _end(phase: _Phase, process: str, log: Callable[[], Path]) -> None:
     lasted = time.monotonic() - phase.since
     hung = f"hung: {phase.name} has taken {lasted:.0f} s"
+    remedy = "The same command resumes from the newest checkpoint"
+    if _is_complete:
+        remedy = "The training is complete; the same command repeats the rest of the report"
     print_error(
-        f"runner: {process} {hung} without progress. The same command resumes from the newest"
-        " checkpoint; --hung_step_timeout_secs sets the limit."
+        f"runner: {process} {hung} without progress. {remedy}; --hung_step_timeout_secs sets the"
+        " limit."
     )
     notify_others(hung)
     written: list[Path] = []
@@ -257,4 +287,6 @@ def _end(phase: _Phase, process: str, log: Callable[[], Path]) -> None:
     else:
         finished_within(SECONDS_TO_WRITE, lambda: faulthandler.dump_traceback(_STDERR))
         print_error("runner: the stacks of its threads are above, since the log cannot be written.")
-    exit_now(HUNG_EXIT_CODE)
+    if _is_complete:
+        finished_within(_SECONDS_TO_CLOSE, _close)
+    exit_now(0 if _is_complete else HUNG_EXIT_CODE)

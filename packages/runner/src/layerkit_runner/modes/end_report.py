@@ -16,12 +16,13 @@ from typing import Any
 import jax
 
 from layerkit.base_model import NATS_PER_TOKEN
-from layerkit.errors import UserError
+from layerkit.errors import UserError, error_text
 from layerkit_inputs.errors import MissingExtraError
 from layerkit_runner.config.config_tree import NOT_SET, value_at
 from layerkit_runner.config.resolve import override_path
 from layerkit_runner.distributed.cluster import all_arrive
-from layerkit_runner.errors import unknown_name_text
+from layerkit_runner.distributed.watchdog import phase
+from layerkit_runner.errors import exits_as_errors, unknown_name_text
 from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.files.text import size_text
 from layerkit_runner.observers import memory_scalars, metrics_path
@@ -92,7 +93,9 @@ class _Parts:
         if is_shared and self.unshared_failure is not None:
             return  # Not all processes would start it.
         try:
-            part()
+            of_end = phase(f"{name} of the report at the end", waits_for_others=True)
+            with of_end, exits_as_errors():
+                part()
         except Exception as error:
             self._report(name, error, repeat_mode)
             if is_shared and not all_arrive(f"the {name} of the end report failed"):
@@ -100,7 +103,9 @@ class _Parts:
 
     def _report(self, name: str, error: Exception, repeat_mode: str | None) -> None:
         unknown_name = unknown_name_text(error)
-        reason = " ".join((unknown_name or str(error)).split())[:_ERROR_CHARACTERS].rstrip(".")
+        reason = " ".join((unknown_name or error_text(error)).split())[:_ERROR_CHARACTERS].rstrip(
+            "."
+        )
         if unknown_name is None and not isinstance(error, UserError):
             reason = f"{type(error).__name__}: {reason}"
         job = self._job

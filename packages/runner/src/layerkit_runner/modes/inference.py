@@ -26,7 +26,7 @@ from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.training_data import check_same_data
 from layerkit_runner.distributed.cluster import from_process_0, gather_values
 from layerkit_runner.distributed.stop_signals import StopSignals
-from layerkit_runner.distributed.watchdog import progress
+from layerkit_runner.distributed.watchdog import phase, progress
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.files.text import stable_repr
@@ -222,7 +222,8 @@ class CheckpointReader:
         self, program: BaseProgram, state: TrainState, step: int, digest: str | None
     ) -> None:
         _reset(program)
-        metrics = dict(program.run(state, step, self.job.observers))
+        with phase(f"running {program.name} on step {step}", waits_for_others=True):
+            metrics = dict(program.run(state, step, self.job.observers))
         self._report(program, metrics)
         path = _record_path(program, step)
         if path is not None and jax.process_index() == 0:
@@ -243,7 +244,8 @@ class CheckpointReader:
 
     def _decode(self, program: BaseProgram, state: TrainState, step: int) -> None:
         _reset(program)
-        records = program.run(state, step, self.job.observers)
+        with phase(f"running {program.name} on step {step}", waits_for_others=True):
+            records = program.run(state, step, self.job.observers)
         if isinstance(program, DecodeProgram):
             for record in records[:1]:
                 self.job.observers.message(sample_text(program.name, record))

@@ -14,11 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerkit.diagnostics import layer_of
-from layerkit.errors import ConfigError
+from layerkit.errors import ConfigError, error_text
 from layerkit_runner.config.config_tree import walk
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment, override_path
-from layerkit_runner.errors import StorageError, UsageError, to_usage_error, unknown_name_text
+from layerkit_runner.errors import (
+    StorageError,
+    UsageError,
+    exits_as_errors,
+    to_usage_error,
+    unknown_name_text,
+)
 from layerkit_runner.files.atomic_write import open_append
 from layerkit_runner.files.text import size_text
 
@@ -76,11 +82,15 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
 def job_errors(
     mode: str, resolved: ResolvedExperiment, process: JoinedProcess | None = None
 ) -> Iterator[None]:
-    """Raise `UsageError` for errors of layers, storage and memory that a user can correct.
+    """Raise `UsageError` for errors of layers, storage, memory and exits that a user can correct.
 
     The log of `process` receives tracebacks of errors in code; None drops them.
     """
-    with layer_errors(resolved, process), _storage_and_memory_errors(mode, resolved, process):
+    with (
+        layer_errors(resolved, process),
+        _storage_and_memory_errors(mode, resolved, process),
+        exits_as_errors(),
+    ):
         yield
 
 
@@ -128,7 +138,7 @@ def _storage_and_memory_errors(
             raise StorageError(str(error)) from error
         raise
     except jax.errors.JaxRuntimeError as error:
-        text = out_of_memory_text(str(error))
+        text = out_of_memory_text(error_text(error))
         if text is None:
             raise
         hints = memory_remedies(mode, resolved), _kept_traceback(error, process)

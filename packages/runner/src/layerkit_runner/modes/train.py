@@ -29,7 +29,13 @@ from layerkit_runner.distributed.cluster import (
     gather_values,
 )
 from layerkit_runner.distributed.stop_signals import StopSignals
-from layerkit_runner.distributed.watchdog import before_forced_exit, forced_exit_on
+from layerkit_runner.distributed.watchdog import (
+    before_forced_exit,
+    forced_exit_on,
+    phase,
+    progress,
+    training_is_complete,
+)
 from layerkit_runner.errors import StorageError, UsageError, as_usage_error
 from layerkit_runner.modes import end_report
 from layerkit_runner.modes.start_report import (
@@ -87,7 +93,7 @@ def run_train(
         signals = stack.enter_context(signals or StopSignals())
         if jax.process_index() == 0:  # the only process that writes
             stack.enter_context(only_trainer(job.directory))
-        stack.callback(job.observers.close)
+        stack.callback(_close_observers, job, signals)
         stack.enter_context(before_forced_exit(job.observers.close))
         starting = stack.enter_context(contextlib.ExitStack())
         starting.enter_context(
@@ -123,6 +129,17 @@ def run_train(
         job.goodput.outermost("other")
         _report_end(job, executor, state, step)
         return signals.exit_code
+
+
+def _close_observers(job: Job, signals: StopSignals) -> None:
+    """Close the observers; a first signal meanwhile ends the process at once."""
+    with contextlib.ExitStack() as stack:
+        # The observers have a time limit of their own.
+        stack.enter_context(phase("closing the observers", compiles=True))
+        if signals.received is None:
+            what = "the last reports of the observers may be missing"
+            stack.enter_context(signals.leaving_at_once(what))
+        job.observers.close()
 
 
 def _step_profiler(job: Job) -> StepProfiler:
@@ -300,6 +317,7 @@ def _prepare(
     plan: Callable[[], FirstState] | None,
 ) -> _Prepared:
     """Compile the training steps; meanwhile trace the other programs and get the first state."""
+    progress("tracing the training step", compiles=True, waits_for_others=True)
     with LayerNotes() as notes, job.goodput.phase("compile"):
         traced = []
         for data in programs.data.inputs:
@@ -307,6 +325,7 @@ def _prepare(
             with as_usage_error(ValueError, owner=f"{job.resolved.name}{on}"):
                 batch = data.abstract_batch
                 traced.append(trace_step(job.task, job.partitioner, abstract_state, batch))
+    progress("compiling and restoring", compiles=True, waits_for_others=True)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         compiling = [pool.submit(compile_step) for compile_step in traced]
         works = [_step_work(job, data.dataset) for data in programs.data.inputs]
@@ -432,8 +451,10 @@ def _report_end(job: Job, executor: Executor, state: TrainState, step: int) -> N
     if checkpoints is not None:
         checkpoints.wait_until_finished()
     if executor.is_over(step) and signals.exit_code == 0:
-        with signals.leaving_at_once(
-            f"training ended at step {step}; run the same command to repeat the rest of the report"
+        repeats = "run the same command to repeat the rest of the report"
+        with (
+            training_is_complete(),
+            signals.leaving_at_once(f"training ended at step {step}; {repeats}"),
         ):
             end_report.finish(job, executor, state, step)
     elif checkpoints is not None:

@@ -11,9 +11,13 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import math
 import os
+import queue
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -21,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 from etils import epath
 
+from layerkit.errors import error_text
 from layerkit_runner.errors import UsageError, check_method_names, to_usage_error
 
 if TYPE_CHECKING:
@@ -31,6 +36,8 @@ DECODE_PREFIX = "decode/"
 
 TOTAL_WEIGHT = "total_weight"
 """Name of the scalar with the total weight of the examples of an evaluation."""
+
+_Job = tuple[concurrent.futures.Future[Any], Callable[[], object]]
 
 # Limit of pending reports, beyond which an observer counts as failed.
 _MAX_PENDING_REPORTS = 10_000
@@ -126,10 +133,13 @@ class Observer:
         thread.
       optional: True if the run continues without this observer after it raised an exception or fell
         behind by 10,000 reports; False if its exception ends the run.
+      close_timeout_secs: Limit for the remaining reports and `close` at the end, in seconds, after
+        which an observer in the background counts as failed.
     """
 
     in_background: bool = True
     optional: bool = True
+    close_timeout_secs: float = 60.0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Check the methods of a new class."""
@@ -175,13 +185,18 @@ class Observer:
 
 
 class Background:
-    """A thread that runs jobs in order, none after one that failed; later calls raise its error."""
+    """A thread that runs jobs in order, none after one that failed; later calls raise its error.
+
+    A job that never returns does not keep the process from ending.
+    """
 
     def __init__(self) -> None:
         """Start without jobs."""
-        self._executor = concurrent.futures.ThreadPoolExecutor(max_workers=1)
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._jobs: collections.deque[concurrent.futures.Future[Any]] = collections.deque()
-        self._has_failed = False
+        self._has_failed = self._is_ended = False
+        # A thread pool would wait for its threads when the interpreter exits.
+        self._thread = threading.Thread(target=self._work, name="background", daemon=True)
 
     @property
     def num_pending(self) -> int:
@@ -201,37 +216,83 @@ class Background:
     def submit(self, job: Callable[..., Any], *args: Any) -> None:
         """Schedule `job(*args)`, without waiting; raise the error of an earlier job."""
         self.raise_failure()
-        self._jobs.append(self._executor.submit(self._run, job, *args))
+        if self._is_ended:
+            raise RuntimeError("the background thread is closed")
+        self._jobs.append(self._put(functools.partial(self._run, job, *args)))
 
-    def close(self, last: Callable[[], object] | None = None) -> None:
-        """Wait for the pending jobs, or cancel them after a failure; then run `last`."""
+    def close(
+        self, last: Callable[[], object] | None = None, *, seconds: float | None = None
+    ) -> bool:
+        """Wait for the pending jobs, or cancel them after a failure; then run `last`.
+
+        Returns:
+          False if a job has not returned after `seconds`; None waits without limit.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        has_ended = True
         try:
-            while self._jobs:
-                self._jobs.popleft().result()
+            while self._jobs and has_ended:
+                has_ended = _has_ended(self._jobs[0], deadline)
+                if has_ended:
+                    self._jobs.popleft().result()
         finally:
             ending = self._end(last)
-            self._executor.shutdown()
-        ending.result()
+            has_ended = has_ended and _has_ended(ending, deadline)
+        if has_ended:
+            ending.result()
+        return has_ended
 
     def abandon(self, last: Callable[[], object]) -> None:
         """Cancel the pending jobs, and run `last` after the current one, without waiting."""
         self._end(last)
-        self._executor.shutdown(wait=False)
+
+    def blocked_at(self) -> traceback.StackSummary:
+        """Return the stack of the thread."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return traceback.extract_stack(frame)
 
     def _run(self, job: Callable[..., Any], *args: Any) -> None:
         if self._has_failed:
             return
         try:
             job(*args)
-        except BaseException:
+        except BaseException as error:
             self._has_failed = True
+            if isinstance(error, KeyboardInterrupt):  # Ctrl-C reaches only the main thread
+                raise RuntimeError("KeyboardInterrupt in a background thread") from error
             raise
+
+    def _put(self, work: Callable[[], object]) -> concurrent.futures.Future[Any]:
+        if self._thread.ident is None:
+            self._thread.start()
+        job: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._queue.put((job, work))
+        return job
 
     def _end(self, last: Callable[[], object] | None) -> concurrent.futures.Future[Any]:
         for job in self._jobs:
             job.cancel()
         self._jobs.clear()
-        return self._executor.submit(last or (lambda: None))
+        self._is_ended = True
+        ending = self._put(last or (lambda: None))
+        self._queue.put(None)
+        return ending
+
+    def _work(self) -> None:
+        while (next_job := self._queue.get()) is not None:
+            job, work = next_job
+            if not job.set_running_or_notify_cancel():
+                continue
+            try:
+                job.set_result(work())
+            except BaseException as error:
+                job.set_exception(error)
+
+
+def _has_ended(job: concurrent.futures.Future[Any], deadline: float | None) -> bool:
+    """Wait for a job; return whether it ends before the deadline."""
+    seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
+    return bool(concurrent.futures.wait([job], seconds).done)
 
 
 _Hook = TypeVar("_Hook", bound=Callable[..., None])
@@ -240,6 +301,14 @@ _Hook = TypeVar("_Hook", bound=Callable[..., None])
 def _of_all(hook: _Hook) -> _Hook:
     """Return a method that passes a report on to every observer."""
     return cast(_Hook, lambda self, *args: self._report(hook.__name__, *args))
+
+
+Phase = Callable[[str], contextlib.AbstractContextManager[None]]
+
+
+def _no_phase(name: str) -> contextlib.AbstractContextManager[None]:
+    del name
+    return contextlib.nullcontext()
 
 
 class Observers(Observer):
@@ -251,9 +320,14 @@ class Observers(Observer):
 
     in_background = False
 
-    def __init__(self, observers: Iterable[Observer]) -> None:
-        """Store the observers, each with its thread."""
-        self._callers = [_Caller(observer) for observer in observers]
+    def __init__(self, observers: Iterable[Observer], *, phase: Phase = _no_phase) -> None:
+        """Store the observers, each with its thread.
+
+        Args:
+          observers: Observers.
+          phase: Function that names the hook that the main thread runs to the watchdog.
+        """
+        self._callers = [_Caller(observer, phase) for observer in observers]
 
     start = _of_all(Observer.start)
     train_metrics = _of_all(Observer.train_metrics)
@@ -268,14 +342,14 @@ class Observers(Observer):
 
     def close(self) -> None:
         """Close every observer; then raise the first failure of one that is not optional."""
-        failure: Exception | None = None
+        failure: BaseException | None = None
         # In reverse order, since the observer that prints messages usually comes first.
         while self._callers:
             caller = self._callers.pop()
             try:
                 caller.close()
-            except Exception as error:
-                if caller.observer.optional:
+            except BaseException as error:  # such as SystemExit; the others are still closed
+                if caller.observer.optional and not isinstance(error, KeyboardInterrupt):
                     self.message(_removed(caller.observer, error))
                 else:
                     failure = failure or error
@@ -287,7 +361,9 @@ class Observers(Observer):
         for caller in tuple(self._callers):
             try:
                 caller.call(hook, *args)
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 self._callers.remove(caller)
                 caller.abandon()
                 failures.append((caller.observer, error))
@@ -300,10 +376,12 @@ class Observers(Observer):
 
 
 class _Caller:
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: Observer, phase: Phase) -> None:
         self.observer = observer
         self._background = Background() if observer.in_background else None
         self._is_started = not observer.in_background
+        self._phase = phase
+        self._hook = "start"  # the hook that runs, or ran last
 
     def call(self, hook: str, *args: Any) -> None:
         self._is_started |= hook == "start"
@@ -313,37 +391,55 @@ class _Caller:
         if getattr(method, "__func__", None) is getattr(Observer, hook) or not self._is_started:
             return
         if self._background is None:
-            method(*args)
+            with self._phase(f"{type(self.observer).__name__}.{hook}"):
+                method(*args)
             return
         # The program may change its dicts after the report.
         copies = [dict(arg) if isinstance(arg, Mapping) else arg for arg in args]
-        self._background.submit(method, *copies)
+        self._background.submit(self._run, hook, *copies)
         if self._background.num_pending > _MAX_PENDING_REPORTS:
             raise RuntimeError(f"{_MAX_PENDING_REPORTS} reports are pending")
 
     def close(self) -> None:
         if self._background is None:
-            self.observer.close()
-        else:
-            self._background.close(self.observer.close if self._is_started else None)
+            with self._phase(f"{type(self.observer).__name__}.close"):
+                self.observer.close()
+            return
+        seconds = self.observer.close_timeout_secs
+        last = functools.partial(self._run, "close") if self._is_started else None
+        if not self._background.close(last, seconds=seconds):
+            place = _place(self.observer, self._background.blocked_at())
+            raise TimeoutError(f"{self._hook} has not returned {seconds:g} s after the end {place}")
 
     def abandon(self) -> None:
         if self._background is None:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(BaseException):
                 self.observer.close()
         else:
             self._background.abandon(self.observer.close)
 
+    def _run(self, hook: str, *args: Any) -> None:
+        self._hook = hook
+        getattr(self.observer, hook)(*args)
 
-def _removed(observer: Observer, error: Exception) -> str:
+
+def _removed(observer: Observer, error: BaseException) -> str:
     """Return the message about an observer that failed, with the failing line of its module."""
     frames = traceback.extract_tb(error.__traceback__)
-    own_file = getattr(sys.modules.get(type(observer).__module__), "__file__", None)
-    frame = next((each for each in reversed(frames) if each.filename == own_file), frames[-1])
+    # The text of a time limit names the line already.
+    place = "" if frames[-1].filename == __file__ else f" {_place(observer, frames)}"
+    text = " ".join(error_text(error).split())
     return (
         f"{type(observer).__name__} failed and was removed; the run continues. "
-        f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}:{frame.lineno})"
+        f"{type(error).__name__}: {text}{place}"
     )
+
+
+def _place(observer: Observer, frames: traceback.StackSummary) -> str:
+    """Return the innermost line of the observer's module, as `(file.py:12)`, or else of any."""
+    own_file = getattr(sys.modules.get(type(observer).__module__), "__file__", None)
+    frame = next((each for each in reversed(frames) if each.filename == own_file), frames[-1])
+    return f"({os.path.basename(frame.filename)}:{frame.lineno})"
 
 
 def build_observers(configs: Iterable[Config]) -> list[Observer]:

@@ -33,6 +33,9 @@ class WeightsAndBiases(Observer):
       UsageError: wandb is not installed.
     """
 
+    # An upload of the last files may take minutes.
+    close_timeout_secs = 600.0
+
     def __init__(
         self, project: str, *, config: Mapping[str, Any], report: Callable[[str], None]
     ) -> None:

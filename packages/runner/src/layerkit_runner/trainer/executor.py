@@ -15,18 +15,19 @@ from typing import Any
 import jax
 
 from layerkit.config import target_of
+from layerkit.errors import error_text
 from layerkit_inputs.base_input import BaseInput
-from layerkit_inputs.errors import input_of
 from layerkit_runner.checkpointing import CheckpointManager, SaveError, SaveTimeoutError
 from layerkit_runner.config.config_tree import check_required_fields
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.distributed.stop_signals import StopRequestedError, StopSignals
-from layerkit_runner.distributed.watchdog import progress
+from layerkit_runner.distributed.watchdog import phase, progress
 from layerkit_runner.errors import (
     UNREADABLE_DATA,
     NonFiniteError,
     StorageError,
     UsageError,
+    exits_as_errors,
 )
 from layerkit_runner.observers import DECODE_PREFIX, Goodput, Observer, Throughput
 from layerkit_runner.observers.step_profiler import StepProfiler
@@ -98,8 +99,9 @@ class Executor:
 
         Raises:
           NonFiniteError: Too many steps in a row were not valid, or the state is not finite.
-          UsageError: A data set could not be read, or a program or an observer failed. A job of one
-            process has saved the state first.
+          ExitError: Code of the run called `sys.exit`.
+          Exception: A data set could not be read, or a program, metric or observer failed. A job of
+            one process has saved the state first, unless a device failed.
         """
         with self.goodput.phase("steps"):
             return self._run(state, step)
@@ -110,35 +112,38 @@ class Executor:
             # A run that failed at its last step cannot recover in a later step.
             skipped.check_limit(step)
         try:
-            while skipped.problem is None:
-                stops = self.signals.agreed(step)
-                on_demand = self._save_if_due(state, step)
-                if stops or (on_demand and self.exit_after_ondemand_checkpoint):
-                    break
-                if self.is_over(step):
-                    if self.signals.finish():
+            with exits_as_errors():
+                while skipped.problem is None:
+                    stops = self.signals.agreed(step)
+                    on_demand = self._save_if_due(state, step)
+                    if stops or (on_demand and self.exit_after_ondemand_checkpoint):
                         break
-                    continue
-                if self.profiler is not None and self.profiler.starts_before(step + 1):
-                    self.train_programs.drain()
-                    with self._paused_phase("profile"):
-                        self.profiler.start(step + 1)
-                try:
-                    state = self.train_programs.start_step(state, step + 1, self.signals)
-                except StopRequestedError:
-                    continue
-                step += 1
-                # The step took over the arrays of the state before it, so the state must be
-                # replaced before an observer can end the run.
-                self.train_programs.report_due()
-                self._work_after(state, step)
-            self._stop_profile(step)
-            self._save(state, step, force=True)
+                    progress(f"asking {type(self).__name__}.is_over after step {step}")
+                    if self.is_over(step):
+                        if self.signals.finish():
+                            break
+                        continue
+                    if self.profiler is not None and self.profiler.starts_before(step + 1):
+                        self.train_programs.drain()
+                        with self._paused_phase("profile"):
+                            self.profiler.start(step + 1)
+                    try:
+                        state = self.train_programs.start_step(state, step + 1, self.signals)
+                    except StopRequestedError:
+                        continue
+                    step += 1
+                    # The step took over the arrays of the state before it, so the state must be
+                    # replaced before an observer can end the run.
+                    self.train_programs.report_due()
+                    self._work_after(state, step)
+                self._stop_profile(step)
+                self._save(state, step, force=True)
         except (SaveError, NonFiniteError):
             raise  # another save would fail too
         except Exception as error:
-            is_of_data = isinstance(error, UsageError) or input_of(error) is not None
-            if is_of_data and step > first:
+            # After an error of the devices, the arrays of the state may not exist.
+            is_of_devices = isinstance(error, jax.errors.JaxRuntimeError)
+            if step > first and not is_of_devices:
                 self._save_after(error, state, step)
             raise
         if skipped.problem is not None:
@@ -166,7 +171,8 @@ class Executor:
         if self.profiler is not None and self.profiler.ends_after(step):
             self._stop_profile(step)
         if step < self.train.num_train_steps:
-            self.run_due(state, step)
+            with phase(f"{type(self).__name__}.run_due after step {step}", waits_for_others=True):
+                self.run_due(state, step)
 
     def is_over(self, step: int) -> bool:
         """Return whether the job is complete after `step` steps."""
@@ -197,7 +203,7 @@ class Executor:
         programs = self.eval_programs if programs is None else programs
         self.train_programs.drain()
         with self._paused_phase("eval"):
-            found = {p.name: dict(p.run(state, step, self.observers)) for p in programs}
+            found = {p.name: dict(self._run_program(p, state, step)) for p in programs}
         self._evaluated = (step, self._evaluated_after(step) | found)
         self._record(step, found)
         return found
@@ -222,7 +228,11 @@ class Executor:
             return {}
         self.train_programs.drain()
         with self._paused_phase("decode"):
-            return {p.name: p.run(state, step, self.observers) for p in programs}
+            return {p.name: self._run_program(p, state, step) for p in programs}
+
+    def _run_program(self, program: BaseProgram, state: TrainState, step: int) -> Any:
+        with phase(f"running {program.name} after step {step}", waits_for_others=True):
+            return program.run(state, step, self.observers)
 
     @contextlib.contextmanager
     def _paused_phase(self, phase: str) -> Iterator[None]:
@@ -251,7 +261,9 @@ class Executor:
         if self.checkpoints is not None:
             self.checkpoints.record_evaluation(step, metrics)
 
-    def _save(self, state: TrainState, step: int, *, force: bool = False) -> None:
+    def _save(
+        self, state: TrainState, step: int, *, force: bool = False, may_be_over: bool = True
+    ) -> None:
         if self.checkpoints is None:
             return
         self.train_programs.drain()
@@ -266,7 +278,7 @@ class Executor:
                 step,
                 self.train_programs.stored_state(state),
                 input_states=self.train_programs.input_states() | self._program_input_states(),
-                metadata=self._metadata(step),
+                metadata=self._metadata(step, may_be_over=may_be_over),
                 force=force,
             )
 
@@ -278,23 +290,27 @@ class Executor:
         # Other processes may have started the next step, which never ends.
         if jax.process_count() == 1 and self.checkpoints is not None:
             try:
-                self._save(state, step, force=True)
-                self.checkpoints.wait_until_finished()
-            except SaveTimeoutError:
-                self.observers.message(str(error))
+                with exits_as_errors():
+                    # The error may be that of `is_over`.
+                    self._save(state, step, force=True, may_be_over=False)
+                    self.checkpoints.wait_until_finished()
+            except (SaveTimeoutError, NonFiniteError):
+                self.observers.message(error_text(error))
                 raise  # it ends the process, which would otherwise wait for the threads of the save
             except SaveError as failure:
                 self.observers.message(str(failure))
+            except Exception as failure:  # such as the report of the next step
+                self.observers.message(f"step {step} is not saved: {error_text(failure)}")
             else:
                 self.observers.message(f"saved step {step} after an error")
 
-    def _metadata(self, step: int) -> dict[str, Any]:
+    def _metadata(self, step: int, *, may_be_over: bool) -> dict[str, Any]:
         metadata = dict(self.metadata)
         if self.early_stop is not None:
             metadata[EARLY_STOPPING] = self.early_stop.record()
         if self.train_programs.skipped.in_all:
             metadata[SKIPPED_STEPS] = self.train_programs.skipped.record()
-        if step < self.train.num_train_steps and self.is_over(step):
+        if may_be_over and step < self.train.num_train_steps and self.is_over(step):
             metadata[ENDED] = True
         return metadata
 

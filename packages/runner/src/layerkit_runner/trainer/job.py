@@ -31,6 +31,7 @@ from layerkit_runner.distributed.devices import (
     enable_compilation_cache,
     start_devices,
 )
+from layerkit_runner.distributed.watchdog import phase
 from layerkit_runner.errors import UsageError, as_usage_error, to_usage_error
 from layerkit_runner.files.atomic_write import absolute
 from layerkit_runner.observers import (
@@ -236,7 +237,8 @@ def start_job(
         observers = [*built_in, *observers]
     else:
         observers = []
-    return Job(mode, resolved, options, directory, task, partitioner, Observers(observers), goodput)
+    watched = Observers(observers, phase=phase)
+    return Job(mode, resolved, options, directory, task, partitioner, watched, goodput)
 
 
 def _built_in_observers(
