@@ -307,6 +307,7 @@ def test_reduced_sets_the_reduced_fields(place: Path):
         (["--exp=own.Mien"], "'own.Mine'"),
         (["--list", "--tag=lm", "--tag=visoin"], "'vision'"),
         (["docter"], "'doctor'"),
+        (["serve", "--job_log_dir=out"], "unknown command: 'serve'. Choices: doctor, launch"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -320,6 +321,7 @@ def test_wrong_word_exits_before_anything_is_imported(place: Path, arguments: li
         (["--exp=lm.Base"], "lm.Base"),
         (["--exp=lm.Small", "--tfds_data_dir=/data", "--mode=plan"], "'TFDS_DATA_DIR'"),
         (["--exp=lm.Small", "--fdl.NUM_LAYRES=3"], "'NUM_LAYERS'"),
+        (["--exp=vision.Small", "--fdl.XYZ=3"], "Choices: ICI_MESH_SHAPE, NUM_LAYERS."),
         (["--exp=lm.Small", "--fdl.NUM_LAYERS=0"], "Small: NUM_LAYERS=0"),
         (["--exp=lm.Small", "--diff_config=lm.Lareg"], "--diff_config='lm.Lareg'"),
         (["--exp=lm.Small", "--diff_config=./out"], "--diff_config='./out'"),

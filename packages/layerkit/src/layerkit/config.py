@@ -30,7 +30,13 @@ from layerkit.config_graphs import copy_config as copy_config
 from layerkit.config_graphs import equal_configs, map_containers
 from layerkit.config_graphs import walk_configs as walk_configs
 from layerkit.errors import UnknownFieldError as UnknownFieldError
-from layerkit.field_types import FieldTypeError, convert_field, parameters_of, typed_fields
+from layerkit.field_types import (
+    FieldTypeError,
+    convert_field,
+    field_choices,
+    parameters_of,
+    typed_fields,
+)
 from layerkit.html_display import ConfigDisplay
 from layerkit.typed_hparams import MYPY, TypedHParams
 
@@ -62,12 +68,9 @@ def _accepts_any_keyword(target: Any) -> bool:
 def _check_keyword(target: Any, name: str) -> None:
     if name not in typed_fields(target) and not _accepts_any_keyword(target):
         owner = getattr(target, "__qualname__", repr(target))
+        choices, hint = field_choices(target), dataclass_hint(target, name)
         raise UnknownFieldError(
-            "unknown field",
-            owner=owner,
-            value=name,
-            choices=field_names(target),
-            hint=dataclass_hint(target, name),
+            "unknown field", owner=owner, value=name, choices=choices, hint=hint
         )
 
 
@@ -463,7 +466,7 @@ def _move_nested_fields(cls: type, nested: type, inherited: dict[str, Any]) -> d
                 "unknown field",
                 owner=f"{cls.__qualname__}.HParams",
                 value=name,
-                choices=[*inherited, *annotations],
+                choices=[*annotations, *inherited],
                 hint="A new field needs an annotation.",
             )
         if name in annotations:

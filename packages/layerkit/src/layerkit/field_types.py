@@ -260,6 +260,12 @@ def typed_fields(target: Any) -> dict[str, TypedField]:
     }
 
 
+def field_choices(target: Any) -> list[str]:
+    """Return the names of the fields, those that a class declares itself before inherited ones."""
+    declared = getattr(target, "__annotations__", {})
+    return sorted(typed_fields(target), key=lambda name: name not in declared)
+
+
 def parameters_of(target: Any) -> list[inspect.Parameter]:
     """Return the parameters of a callable; only `**kwargs` if it has no signature, like dict."""
     try:

@@ -121,3 +121,10 @@ def test_init_raises_without_a_module_or_with_another_number_of_dtypes(raises):
     dtypes = ("float32", "int32")
     with raises(ConfigError, owner="FlaxModule()", field="example_dtypes", value=dtypes):
         block(example_dtypes=dtypes).Instantiate().init(KEY)
+
+
+def test_inputs_of_other_sizes_than_the_example_are_an_error_about_the_example(raises):
+    layer = block().Instantiate()
+    variables = layer.init(KEY)
+    with raises(ConfigError, owner="FlaxModule()", field="example_shapes", value=((2, 3),)):
+        layer.apply(variables, np.ones((2, 4), np.float32))

@@ -111,9 +111,12 @@ def _run(words: Sequence[str]) -> int:
 
 def _command(words: Sequence[str]) -> commands.Command | None:
     """Return the command that the first word names; None for a run."""
-    if not words or words[0].startswith("-") or words[0] not in commands.entry_points():
+    if not words or words[0].startswith("-") or words[0] in MODES:
         return None
     name = words[0]
+    if name not in commands.entry_points():
+        names = commands.installed(commands.Command)
+        raise UsageError("unknown command", value=name, choices=names)
     return commands.load(commands.Command, name, shown=f"`runner {name}`")
 
 

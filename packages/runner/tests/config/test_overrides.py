@@ -44,5 +44,5 @@ def test_wrong_fields_are_all_reported(raises):
     with raises(FieldError) as caught:
         parse_fields("Small", {"NUM_LAYERS": "int", "DIMS": "int"}, wrong)
     assert len(str(caught.value).splitlines()) == len(wrong)
-    with raises(FieldError, owner="Small", value="NUM_LAYRES", choices=("NUM_LAYERS", "DIMS")):
+    with raises(FieldError, owner="Small", value="NUM_LAYRES", choices=("DIMS", "NUM_LAYERS")):
         parse_fields("Small", {"NUM_LAYERS": "int", "DIMS": "int"}, wrong[:1])

@@ -263,3 +263,8 @@ def test_invalid_auxiliary_optimizers_are_an_error(
 ):
     with raises(ConfigError, owner=owner, field=field):
         learner(auxiliary_optimizers=optimizers).init(PARAMS)
+
+
+def test_model_without_weights_is_an_error(raises):
+    with raises(ConfigError, problem="the model has no weights to train"):
+        learner().init({})

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import errors as flax_errors
 from flax import linen as nn
 from flax.core import meta
 
@@ -47,7 +48,8 @@ class FlaxModule(BaseLayer):
       random_streams: Names of the random streams that the module uses in training.
 
     Raises:
-      ConfigError: `module_tpl` is None, or the numbers of dtypes and shapes differ.
+      ConfigError: `module_tpl` is None, the numbers of dtypes and shapes differ, or inputs need
+        weights of other shapes than the examples.
     """
 
     module_tpl: Any = sub_config_field(None)
@@ -103,9 +105,19 @@ class FlaxModule(BaseLayer):
         if self.random_streams and not self.is_initializing() and self.is_training:
             rngs = {name: self.next_prng_key() for name in self.random_streams}
         mutable = [*self._others] if self._others and self.is_training else False
-        result = self._module().apply(
-            variables, *args, **self._mode(), **kwargs, rngs=rngs, mutable=mutable
-        )
+        try:
+            result = self._module().apply(
+                variables, *args, **self._mode(), **kwargs, rngs=rngs, mutable=mutable
+            )
+        except flax_errors.ScopeParamShapeError as error:
+            inputs = jax.tree.map(jnp.shape, args)
+            expected = f"shapes that give the same weights as the inputs {inputs}"
+            raise ConfigError(
+                owner=self.path_name,
+                field="example_shapes",
+                value=self.example_shapes,
+                expected=expected,
+            ) from error
         if not mutable:
             return result
         outputs, updates = result

@@ -141,7 +141,12 @@ class PathSetter:
             if name not in annotations and name not in assigned_fields(node):
                 problem = f"unknown field of {here} ({target_name(node)})"
                 hint = dataclass_hint(target_of(node), name)
-                raise self._error(problem, value=name, choices=annotations, hint=hint)
+                raise self._error(
+                    problem,
+                    value=name,
+                    choices=field_types.field_choices(target_of(node)),
+                    hint=hint,
+                )
             child = field_value(node, name)
             if is_config(child) and deeper:
                 self._set(child, deeper, path)

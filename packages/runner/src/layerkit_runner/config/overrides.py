@@ -113,5 +113,8 @@ def parse_fields(
 
 
 def unknown_field(experiment: str, name: str, valid: Iterable[str]) -> FieldError:
-    """Return the error about a field that the experiment does not have."""
-    return FieldError("unknown field", owner=experiment, value=name, choices=valid)
+    """Return the error about a field that the experiment does not have.
+
+    `valid` begins with the fields of the bases; the choices begin with those of the class itself.
+    """
+    return FieldError("unknown field", owner=experiment, value=name, choices=[*valid][::-1])

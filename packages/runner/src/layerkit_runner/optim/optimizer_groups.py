@@ -249,6 +249,8 @@ class OptimizerGroups:
         ]
         if not assigned[0]:
             problem = "no weight is left, because the auxiliary optimizers update all weights"
+            if not paths:
+                problem = "the model has no weights to train"
             raise ConfigError(problem, owner=main.owner)
         return assigned
 
