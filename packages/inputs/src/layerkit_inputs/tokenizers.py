@@ -9,8 +9,9 @@ ends with `eos_id`, if there is one. A `tokenizer.json` encodes a special token 
 `<|assistant|>`, as its id, as in `transformers`, unless `special_tokens_in_text` is "text". Bytes
 and SentencePiece encode it as text.
 
-A tokenizer may have two more properties: `special_tokens` (names by id, which are marked in
-displayed ids) and `note` (a line for the report at the start of a run). The states of readers
+A tokenizer may have three more properties: `special_tokens` (names by id, which are marked in
+displayed ids), `byte_ids` (ids of single bytes, whose text depends on the tokens after them) and
+`note` (a line for the report at the start of a run). The states of readers
 contain `fingerprint()`, so a run cannot resume with another tokenizer.
 """
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
@@ -33,6 +35,8 @@ from layerkit_inputs.bad_records import BadRecordError, MissingFileError
 from layerkit_inputs.errors import require_extra
 
 _MAX_NAMES = 4
+# Token of one byte, for characters that a vocabulary lacks.
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 SpecialTokensInText = Literal["ids", "text"]
 """Encoding of a special token in a text: as its id, or as text."""
@@ -291,6 +295,12 @@ class HuggingFaceTokenizer(Configurable):
         """Return the special tokens of the file by their ids."""
         added = self._model.get_added_tokens_decoder()
         return {token_id: token.content for token_id, token in added.items() if token.special}
+
+    @functools.cached_property
+    def byte_ids(self) -> frozenset[int]:
+        """Return the ids of single bytes, which a decoder joins to characters."""
+        vocabulary = self._model.get_vocab().items()
+        return frozenset(token_id for name, token_id in vocabulary if _BYTE.fullmatch(name))
 
     @property
     def note(self) -> str | None:

@@ -48,6 +48,13 @@ def test_streamed_pieces_are_the_text_and_rows_are_independent(model: LoadedMode
     assert model.generate(PROMPTS[:2], **{**arguments, "seed": 4}) != texts
 
 
+def test_samples_of_a_prompt_do_not_depend_on_its_place(model: LoadedModel):
+    options: dict[str, Any] = {"temperature": 1.5, "seed": 3}
+    (alone,) = model.generate("def ", **options)
+    _, second, _, repeated = model.generate(["im", "def ", "re", "def "], **options)
+    assert second == alone != repeated
+
+
 def test_scores_equal_the_evaluation_and_the_logits(
     run: TrainResult, model: LoadedModel, lines: ModuleType
 ):
@@ -165,5 +172,7 @@ def test_dialog_of_the_command_continues_each_line(
     typed = Mock(side_effect=[*PROMPTS, EOFError])
     monkeypatch.setattr("builtins.input", typed)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    assert cli.main(["--mode=generate", f"--job_log_dir={run.job_log_dir}"]) == 0
-    assert capsys.readouterr().out == "\n".join(model.generate(PROMPTS)) + "\n\n"
+    words = ["--mode=generate", f"--job_log_dir={run.job_log_dir}", "--temperature=1.5"]
+    assert cli.main(words) == 0
+    expected = model.generate(PROMPTS, temperature=1.5)
+    assert capsys.readouterr().out == "\n".join(expected) + "\n\n"

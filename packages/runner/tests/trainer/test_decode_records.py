@@ -108,6 +108,40 @@ def test_other_outputs_are_added_to_a_continuation(collect: Any):
     }
 
 
+def test_prompt_and_continuation_are_the_text_of_all_ids(tiny: SimpleNamespace):
+    class Words(tiny.Prompts):
+        """Id n is the word n after a space, which is omitted at the beginning; 9 is a byte."""
+
+        has_prediction_metrics = True
+
+        def ids_to_strings(self, ids: Any, lengths: Any, key: str | None = None) -> list[str]:
+            rows = zip(ids, lengths, strict=True)
+            texts = ["".join(f" {token}" for token in row[:length]) for row, length in rows]
+            return [text.replace(" 9 9", " é").replace(" 9", "�")[1:] for text in texts]
+
+    decoded = DecodedRecords(Words.HParams.config(batch_size=2).Instantiate(), "words", npz_name="")
+    ids = np.array([[1, 2, 3, 2], [1, 9, 9, 2]])
+    candidates = NestedMap(
+        ids=np.stack([ids, ids], axis=1),
+        lengths=np.full((2, 2), [4, 3]),
+        log_probs=np.zeros((2, 2, 4)),
+        scores=np.zeros((2, 2)),
+    )
+    outputs = NestedMap(
+        ids=ids,
+        lengths=np.full(2, 4),
+        prompt_lengths=np.full(2, 2),
+        log_probs=np.zeros((2, 4)),
+        candidates=candidates,
+    )
+    decoded.add(outputs, num_rows=2)
+    first, second = decoded.records
+    assert (first["prompt"], first["continuation"], first["prediction"]) == ("1 2", " 3 2", "3 2")
+    assert [one["continuation"] for one in first["candidates"]] == [" 3 2", " 3"]
+    assert (second["prompt"], second["continuation"]) == ("1", " é 2")
+    assert [one["continuation"] for one in second["candidates"]] == [" é 2", " é"]
+
+
 def test_ids_are_recorded_without_a_vocabulary(collect: Any):
     records = collect(CONTINUATION).records
     assert [record["prompt_ids"] for record in records] == [[1], [3]]

@@ -1,8 +1,9 @@
-"""Parts of the calls of a loaded model: token ids, options, padded batches and streamed text."""
+"""Parts of the calls of a loaded model: token ids, options, padded batches and tokenizers."""
 
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,8 +21,6 @@ from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.partitioning import Partitioner
 
 _SHORTEST = 16
-# Text of bytes that are not yet a whole character.
-_INCOMPLETE = "�"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,42 +164,31 @@ def prompt_batch(
         del batch["paddings"]
     batch.max_steps = np.full(rows, options.max_new_tokens, np.int32)
     if not options.is_greedy:
+        batch.row_ids = _row_ids(prompts, rows)
         batch.temperature = np.full(rows, options.temperature, np.float32)
         batch.top_k = np.full(rows, options.top_k, np.int32)
         batch.top_p = np.full(rows, options.top_p, np.float32)
     return batch, steps
 
 
+def _row_ids(prompts: Sequence[Any], rows: int) -> np.ndarray:
+    """Return the ids that seed the samples of prompts, int32 `[rows]`.
+
+    They depend on the tokens of a prompt and on the number of equal prompts before it, so that a
+    prompt has the same samples among any others, and equal prompts have different ones.
+    """
+    counts: dict[bytes, int] = {}
+    row_ids = np.zeros(rows, np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens = np.asarray(prompt, np.int32).tobytes()
+        counts[tokens] = count = counts.get(tokens, -1) + 1
+        row_ids[row] = np.uint32(zlib.crc32(tokens, count)).astype(np.int32)
+    return row_ids
+
+
 def _is_integer(value: Any, least: int) -> bool:
     is_number = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     return is_number and least <= value < 2**31
-
-
-class TextStream:
-    """The text of a continuation, in pieces of whole characters."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Start without tokens."""
-        self.ids: list[int] = []
-        self._tokenizer = tokenizer
-        self._num_returned = 0
-
-    def add(self, token_id: int) -> str:
-        """Add a token and return the text that it completes; empty if it completes none."""
-        self.ids.append(token_id)
-        text = self._tokenizer.decode(self.ids)
-        if text.endswith(_INCOMPLETE):
-            return ""
-        return self._take(text)
-
-    def rest(self) -> str:
-        """Return the text of the last tokens, whose last character may be incomplete."""
-        return self._take(self._tokenizer.decode(self.ids))
-
-    def _take(self, text: str) -> str:
-        piece = text[self._num_returned :]
-        self._num_returned = len(text)
-        return piece
 
 
 class NoTokenizerError(UsageError):

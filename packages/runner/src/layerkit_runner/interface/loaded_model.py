@@ -22,7 +22,6 @@ from layerkit_runner.interface.generation import (
     Buckets,
     GenerateOptions,
     NoTokenizerError,
-    TextStream,
     end_of_source,
     find_tokenizer,
     prompt_batch,
@@ -33,6 +32,7 @@ from layerkit_runner.modes.run import job_errors
 from layerkit_runner.observers import Observers
 from layerkit_runner.trainer import model_calls
 from layerkit_runner.trainer.build_programs import eval_programs
+from layerkit_runner.trainer.continuation_text import TextStream
 from layerkit_runner.trainer.job import Job
 from layerkit_runner.training.train_state import TrainState
 
@@ -145,7 +145,8 @@ class LoadedModel:
         """Continue texts, each up to an end token or `max_new_tokens`.
 
         A prompt begins with the tokenizer's `start_id`, as texts do in training. An encoder-decoder
-        returns the target of each text.
+        returns the target of each text. Other models return the text that follows the prompt when
+        all tokens are decoded together.
 
         Args:
           prompts: A text, or several of any lengths.
@@ -154,7 +155,8 @@ class LoadedModel:
             model's decoder, or 0 if that is not a `SampleDecoder`.
           top_k: Number of most likely tokens to sample from, 0 for all; None as for `temperature`.
           top_p: Probability of the tokens to sample from, 1 for all; None as for `temperature`.
-          seed: Seed of the random numbers. The tokens of a text do not depend on other texts.
+          seed: Seed of the random numbers. The tokens of a text do not depend on other texts; if a
+            text is there several times, its samples differ.
           stream: Function that is called with the index of a prompt and each new piece of its
             continuation; None for none.
 
@@ -169,7 +171,8 @@ class LoadedModel:
         source = self._tokenizer("src") if has_source else self.tokenizer
         target = self._tokenizer("tgt") if has_source else source
         start, end = ([], end_of_source(source)) if has_source else ([source.start_id], [])
-        streams = [TextStream(target) for _ in texts]
+        prompt_ids = [[*start, *source.encode(text).tolist(), *end] for text in texts]
+        streams = [TextStream(target, [] if has_source else ids) for ids in prompt_ids]
 
         def pass_on(row: int, token_id: int) -> None:
             piece = streams[row].add(token_id)
@@ -177,7 +180,7 @@ class LoadedModel:
                 stream(row, piece)
 
         found = self.generate_ids(
-            [[*start, *source.encode(text).tolist(), *end] for text in texts],
+            prompt_ids,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_k=top_k,
@@ -185,10 +188,11 @@ class LoadedModel:
             seed=seed,
             stream=None if stream is None else pass_on,
         )
-        for row, each in enumerate(streams):
-            if stream is not None and (piece := each.rest()):
+        for row, (text_stream, ids) in enumerate(zip(streams, found, strict=True)):
+            text_stream.ids = ids.tolist()
+            if stream is not None and (piece := text_stream.rest()):
                 stream(row, piece)
-        return [target.decode(ids) for ids in found]
+        return [text_stream.text() for text_stream in streams]
 
     @_with_job_errors
     def generate_ids(

@@ -1,10 +1,13 @@
 """`--mode=generate`: continue prompts with a trained model, and print each token at once.
 
-Without `--prompt`, the standard input is the prompt. On a terminal, a dialog asks for prompts.
+Without `--prompt`, the standard input is the prompt. On a terminal, a dialog asks for prompts. The
+seed is increased by the number of times that a prompt was continued before, so that its sample does
+not depend on the other prompts.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import importlib
 import sys
@@ -35,7 +38,7 @@ def run_generate(flags: ParsedFlags) -> int:
     for index, prompt in enumerate(prompts):
         if len(prompts) > 1:
             print(_MARK + prompt, flush=True)
-        _continue(model, prompt, options, seed=options.seed + index)
+        _continue(model, prompt, options, seed=options.seed + prompts[:index].count(prompt))
     return 0
 
 
@@ -84,11 +87,13 @@ def _continue(model: LoadedModel, prompt: str, options: RunOptions, *, seed: int
 def _ask(model: LoadedModel, options: RunOptions) -> int:
     """Continue the lines that a person types; Ctrl-C stops a continuation, Ctrl-D ends."""
     print(f"{model}\nCtrl-C stops a continuation, Ctrl-D ends.", file=sys.stderr, flush=True)
-    for index, prompt in enumerate(_lines()):
+    asked = collections.Counter[str]()
+    for prompt in _lines():
         try:
-            _continue(model, prompt, options, seed=options.seed + index)
+            _continue(model, prompt, options, seed=options.seed + asked[prompt])
         except KeyboardInterrupt:
             print(flush=True)
+        asked[prompt] += 1
     return 0
 
 

@@ -26,6 +26,7 @@ from layerkit_runner.distributed.cluster import from_process_0
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import DECODE_PREFIX, Observer
 from layerkit_runner.observers.metrics_log import encode
+from layerkit_runner.trainer.continuation_text import continuation_text, shared_beginning
 from layerkit_runner.trainer.eval import BaseProgram
 from layerkit_runner.trainer.provenance import (
     describe_settings,
@@ -39,7 +40,7 @@ from layerkit_runner.training.train_state import TrainState
 
 _BATCH_INDEX = jax.ShapeDtypeStruct((), np.int32)
 # Incremented when records change, so that outputs of an older format are decoded again.
-_RECORD_FORMAT = 2
+_RECORD_FORMAT = 3
 
 
 class _Processed:
@@ -106,9 +107,11 @@ class DecodeProgram(BaseProgram):
           One record per example, with `example` (its provenance) if the data set numbers its
             examples. A model that continues prompts has `prompt` (the source, for a model with an
             encoder), `continuation`, `log_prob` (sum over the drawn tokens, in nats), `num_tokens`
-            and, if the model ranks continuations, `score` and `candidates`, best first. Without a
-            vocabulary, `prompt_ids` and `continuation_ids` replace the texts. All other outputs of
-            the model follow by their names.
+            and, if the model ranks continuations, `score` and `candidates`, best first. Prompt and
+            continuation are together the text of all ids; `prediction`, the text of the new ids
+            alone, is added where a metric of the data set reads another text. Without a vocabulary,
+            `prompt_ids` and `continuation_ids` replace the texts. All other outputs of the model
+            follow by their names.
         """
         path = self.output_path(step)
         provenance: dict[str, Any] = {}
@@ -155,8 +158,9 @@ class DecodeProgram(BaseProgram):
                     " data without such metrics.",
                 )
             predictions = ByExample[str](self.name)
-            examples, texts = ([one[key] for one in records] for key in ("example", "continuation"))
-            predictions.add(examples, texts)
+            # Targets are encoded alone, without the prompt.
+            texts = [one.get("prediction", one["continuation"]) for one in records]
+            predictions.add([one["example"] for one in records], texts)
             metrics |= from_process_0(
                 lambda: as_floats(self.dataset.prediction_metrics(predictions.values))
             )
@@ -276,18 +280,29 @@ class DecodedRecords:
 
     def _continued_prompts(self, outputs: NestedMap) -> list[dict[str, Any]]:
         prompt_lengths = np.asarray(outputs.prompt_lengths)
+        prompts: list[str] | None = None
         if "source" in outputs:
             source, key = outputs.source, "tgt"
-            prompts = self._texts("prompt", source.ids, source.lengths, key="src")
+            records = self._texts("prompt", source.ids, source.lengths, key="src")
         else:
-            key = None
-            prompts = self._texts("prompt", np.asarray(outputs.ids), prompt_lengths, key=None)
-        best = self._continuations(outputs, prompt_lengths, key=key)
-        records = [{**prompt, **own} for prompt, own in zip(prompts, best, strict=True)]
+            ids, key = np.asarray(outputs.ids), None
+            records = self._texts("prompt", ids, prompt_lengths, key=None)
+            if "prompt" in records[0]:
+                wholes = self._texts("prompt", ids, outputs.lengths, key=None)
+                # Not the last character of a prompt that ends inside of it.
+                prompts = [
+                    shared_beginning(record["prompt"], whole["prompt"])
+                    for record, whole in zip(records, wholes, strict=True)
+                ]
+                records = [{"prompt": prompt} for prompt in prompts]
+        best = self._continuations(outputs, prompt_lengths, prompts, key=key)
+        records = [{**prompt, **own} for prompt, own in zip(records, best, strict=True)]
         if "candidates" in outputs:
             count = outputs.candidates.lengths.shape[1]
             flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs.candidates)
-            found = self._continuations(flat, np.repeat(prompt_lengths, count), key=key)
+            lengths = np.repeat(prompt_lengths, count)
+            prompts = prompts and [prompt for prompt in prompts for _ in range(count)]
+            found = self._continuations(flat, lengths, prompts, key=key)
             for row, record in enumerate(records):
                 own = found[row * count : (row + 1) * count]
                 # A search may find fewer than were requested; the others have no score.
@@ -295,13 +310,24 @@ class DecodedRecords:
         return records
 
     def _continuations(
-        self, outputs: NestedMap, prompt_lengths: np.ndarray, *, key: str | None
+        self,
+        outputs: NestedMap,
+        prompt_lengths: np.ndarray,
+        prompts: list[str] | None,
+        *,
+        key: str | None,
     ) -> list[dict[str, Any]]:
         ids, lengths = np.asarray(outputs.ids), np.asarray(outputs.lengths)
         tails = [ids[row, prompt_lengths[row] : lengths[row]] for row in range(len(ids))]
         width = max((len(tail) for tail in tails), default=0)
         padded = np.stack([np.pad(tail, (0, width - len(tail))) for tail in tails])
         texts = self._texts("continuation", padded, lengths - prompt_lengths, key=key)
+        if prompts is not None:
+            wholes = self._texts("whole", ids, lengths, key=key)
+            texts = [
+                self._after(prompt, whole["whole"], text["continuation"])
+                for prompt, whole, text in zip(prompts, wholes, texts, strict=True)
+            ]
         records: list[dict[str, Any]] = [
             {
                 **texts[row],
@@ -314,6 +340,13 @@ class DecodedRecords:
             for record, score in zip(records, outputs.scores, strict=True):
                 record["score"] = float(score) if np.isfinite(score) else None
         return records
+
+    def _after(self, prompt: str, whole: str, alone: str) -> dict[str, str]:
+        """Return the continuation, and the prediction if the data set compares another text."""
+        continuation = continuation_text(prompt, whole, alone)
+        if continuation == alone or not self._dataset.has_prediction_metrics:
+            return {"continuation": continuation}
+        return {"continuation": continuation, "prediction": alone}
 
     def _texts(
         self, name: str, ids: np.ndarray, lengths: np.ndarray, *, key: str | None
