@@ -33,6 +33,7 @@ STEP_PREFIX = "checkpoint"
 STEP_DIGITS = 8
 # Name of the folder of checkpoints in a job folder.
 JOB_SUBFOLDER = "checkpoints"
+RECORD_FILE = "last_checkpoint.json"
 COMMIT_FILE = "commit_success.txt"
 _ASIDE_PREFIX = "damaged_"
 _TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"
@@ -54,6 +55,29 @@ def step_in_name(path: epath.Path) -> int | None:
     """Return the step in the name of a step folder, finished or not; None for other folders."""
     match = _STEP_NAME.fullmatch(path.name) or _UNFINISHED_NAME.fullmatch(path.name)
     return int(match[1]) if match else None
+
+
+def record_file(directory: epath.Path) -> epath.Path | None:
+    """Return the file of a job folder that records the newest committed step of `directory`.
+
+    Return None for a folder of checkpoints that is not in a job folder.
+    """
+    return directory.parent / RECORD_FILE if directory.name == JOB_SUBFOLDER else None
+
+
+def recorded_step(directory: epath.Path) -> int | str | None:
+    """Return the newest committed step that the job folder records, or "unknown" or None.
+
+    "unknown" means a record that cannot be read, and None that there is no record.
+    """
+    path = record_file(directory)
+    if path is None or not is_there(path):
+        return None
+    try:
+        step = json.loads(path.read_text())["step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return "unknown"
+    return step if isinstance(step, int) else "unknown"
 
 
 def is_there(path: epath.Path) -> bool:

@@ -270,13 +270,17 @@ def damage_message(
     damage = [f"  {finding}" for finding in findings if finding.is_damage]
     if (more := len(damage) - _FILES_IN_MESSAGE) > 0:
         damage[_FILES_IN_MESSAGE:] = [f"  and {more} more files"]
+    head = f"CHECKPOINT DAMAGED: step {step} in {directory}"
+    return "\n".join([head, *damage, lost_text(step, used_instead)])
+
+
+def lost_text(step: int, used_instead: int | None) -> str:
+    """Return the line about the step that is used instead of another, and the work lost."""
     count = step - (used_instead or 0)
     instead = "No intact checkpoint is left"
     if used_instead is not None:
         instead = f"Step {used_instead} is used instead"
-    head = f"CHECKPOINT DAMAGED: step {step} in {directory}"
-    lost = f"  {instead}; work lost: {count} step{'' if count == 1 else 's'}."
-    return "\n".join([head, *damage, lost])
+    return f"  {instead}; work lost: {count} step{'' if count == 1 else 's'}."
 
 
 def _compare(name: str, expected: Entry, found: Entry | None) -> Finding | None:

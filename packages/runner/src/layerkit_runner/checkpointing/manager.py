@@ -259,8 +259,15 @@ class CheckpointManager:
     def _choose_sound(
         self, findings_of: Callable[[int], Sequence[integrity.Finding]]
     ) -> int | None:
-        listed = from_process_0(lambda: folders.committed_steps(self._directory))
+        # The record is read first, since the job that owns the folder may commit a step meanwhile.
+        recorded, listed = from_process_0(
+            lambda: (
+                folders.recorded_step(self._directory),
+                folders.committed_steps(self._directory),
+            )
+        )
         step, damaged = integrity.newest_sound(listed, findings_of)
+        from_process_0(lambda: self._report_missing(recorded, listed, used_instead=step))
         from_process_0(lambda: self._move_damaged(listed, damaged, used_instead=step))
         if not self._read_only:
             self._last_saved = step
@@ -440,6 +447,19 @@ class CheckpointManager:
                 del self._evaluations[step]
             if jax.process_index() == 0:
                 write_evaluations(self._directory, self._evaluations)
+
+    def _report_missing(
+        self, recorded: int | str | None, listed: Sequence[int], *, used_instead: int | None
+    ) -> None:
+        """Report that the newest step of the record is missing, as in a partial copy."""
+        if used_instead is None or not isinstance(recorded, int) or recorded <= max(listed):
+            return
+        lost = integrity.lost_text(recorded, used_instead)
+        path = folders.step_folder(self._directory, recorded)
+        self._report(
+            f"CHECKPOINT MISSING: {folders.record_file(self._directory)} records step {recorded},"
+            f" but there is no {path}.\n{lost}"
+        )
 
     def _move_damaged(
         self,

@@ -257,7 +257,7 @@ def _reduced_fields(resolved: ResolvedExperiment, changes: Mapping[str, str | No
     return reduced_overrides(experiment) - changes.keys()
 
 
-FILE_NAME = "last_checkpoint.json"
+FILE_NAME = folders.RECORD_FILE
 FLAG = "allow_restart_from_scratch"
 
 
@@ -315,10 +315,7 @@ def check_restart(
 def _lost_work(directory: epath.Path, checkpoints: epath.Path) -> tuple[str, Any] | None:
     if damaged := folders.committed_steps(checkpoints):
         return "all checkpoints are damaged", damaged
-    if not (directory / FILE_NAME).exists():
+    step = folders.recorded_step(directory / folders.JOB_SUBFOLDER)
+    if step is None:
         return None
-    try:
-        step = json.loads((directory / FILE_NAME).read_text())["step"]
-    except (OSError, ValueError, KeyError, TypeError):
-        step = "unknown"
     return f"there is no checkpoint, but {directory / FILE_NAME} records one", step
