@@ -18,7 +18,15 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from praxis import base_layer, pax_fiddle, py_utils, token_samplers
+from praxis import (
+    base_layer,
+    beam_search,
+    decoder_hparams,
+    pax_fiddle,
+    py_utils,
+    sample_decode,
+    token_samplers,
+)
 from praxis.layers import (
     activations,
     adapters,
@@ -349,11 +357,81 @@ def relative_biases():
     record("relative_bias", x=x, weights=weights, outputs=outputs)
 
 
+class TableModel(base_layer.BaseLayer):
+    """A model whose logits are a row of a table, at a place that all tokens so far determine."""
+
+    def decode(self, table, prompts, lengths, search):
+        """Return what `search(model, extend_step, prompts, lengths)` decodes."""
+
+        def extend_step(model, ids, positions, state):
+            del model, ids
+            rows = state.output_ids.reshape(-1, state.output_ids.shape[-1])
+            # Column `step` has the newest token, whose position in its row is `positions`.
+            columns = jnp.arange(rows.shape[-1]) - state.step + positions[:, None]
+            counts = (columns >= 0) & (columns <= positions[:, None])
+            places = jnp.where(counts, (rows + 1) * (7 * columns + 3), 0).sum(-1) % len(table)
+            return table[places]
+
+        return search(self, extend_step, prompts, lengths)
+
+
+def searches():
+    """Beam searches, and greedy decoding whose steps over the prompt count."""
+    table = normal(97, 5, scale=1.5)
+    prompts, lengths = np.array([[1, 2, 4], [3, 0, 0], [4, 1, 0]]), np.array([3, 1, 2])
+    given = {"table": table, "prompts": prompts, "prompt_lengths": lengths}
+    model = base_layer.instantiate(pax_fiddle.Config(TableModel, name="table"))
+
+    def decode(search):
+        with base_layer.JaxContext.new_context(hparams=base_layer.JaxContext.HParams(do_eval=True)):
+            arguments = *map(jnp.asarray, (table, prompts, lengths)), search
+            return model.apply({}, *arguments, method=model.decode, mutable=True)[0]
+
+    def search(fields):
+        hparams = decoder_hparams.BeamSearchHParams(eos_id=2, **fields)
+
+        def call(model, extend_step, prompts, lengths):
+            rows = sample_decode.right_align_prefix_ids(prompts, lengths, jnp.float32)
+            return beam_search.beam_search_after_prefix_fprop(
+                model, extend_step, keep_state, *rows, hparams
+            )
+
+        return call
+
+    def keep_state(model, transform):
+        """Change nothing, since the model has no cache."""
+
+    for name, fields in {
+        "ended": {"beam_size": 3, "max_decode_steps": 4},
+        "minimum": {"beam_size": 4, "max_decode_steps": 5, "min_decode_steps": 3},
+        "two_tokens": {"beam_size": 4, "max_decode_steps": 5, "tokens_per_beam": 2},
+    }.items():
+        found = decode(search(fields))
+        outputs = {"ids": found.output_ids, "lengths": found.decode_lengths}
+        record(f"beam_search_{name}", **given, **outputs, scores=found.scores)
+
+    def greedy(model, extend_step, prompts, lengths):
+        paddings = (jnp.arange(3) >= lengths[:, None]).astype(jnp.float32)
+        return sample_decode.greedy_decode(
+            model,
+            extend_step,
+            prompts,
+            paddings,
+            9,
+            max_decode_steps=4,
+            prefix_lengths=lengths,
+            transform_state_fn=keep_state,
+        )
+
+    found = decode(greedy)
+    record("greedy_steps", **given, ids=found.output_ids, lengths=found.decode_lengths)
+
+
 def main():
     """Write all cases to the file that is named on the command line."""
     for add in (mixtures, softmaxes, norms, frames, residuals, elementwise, samplers):
         add()
-    for add in (row_options, expert_dropout, relative_biases, extra_logits):
+    for add in (row_options, expert_dropout, relative_biases, extra_logits, searches):
         add()
     lines = [f"{json.dumps(name)}: {json.dumps(case)}" for name, case in CASES.items()]
     Path(sys.argv[1]).write_text("{\n" + ",\n".join(lines) + "\n}\n")

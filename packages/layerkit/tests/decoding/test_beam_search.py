@@ -25,13 +25,13 @@ VOCAB, PLACES = 4, 97
 TABLE = np.random.default_rng(0).normal(0.0, 1.5, (PLACES, VOCAB)).astype(np.float32)
 
 
-def extend_table(cache, ids, time_step):
+def extend_table(cache, ids, time_step, table=TABLE):
     """One step of the model; `cache` int32 `[1, rows, max_length]`, as of one repeated layer."""
     cache = jax.lax.dynamic_update_slice_in_dim(cache, ids[None], time_step, axis=2)
     columns = jnp.arange(cache.shape[2])
     own = time_step + jnp.arange(ids.shape[1])
     visible = jnp.where(columns <= own[:, None], cache[0][:, None] + 1, 0)  # [rows, t, max_length]
-    return cache, jnp.asarray(TABLE)[jnp.sum(visible * (7 * columns + 3), axis=-1) % PLACES]
+    return cache, jnp.asarray(table)[jnp.sum(visible * (7 * columns + 3), axis=-1) % PLACES]
 
 
 def log_probs_after(row):
@@ -212,6 +212,43 @@ def test_processors_and_min_decode_steps_change_the_search():
         check(outputs, row, prompt, [best])
 
 
+@pytest.mark.parametrize(
+    ("case", "fields"),
+    [
+        ("ended", {"beam_size": 3, "max_decode_steps": 4}),
+        ("minimum", {"beam_size": 4, "max_decode_steps": 5, "min_decode_steps": 3}),
+        ("two_tokens", {"beam_size": 4, "max_decode_steps": 5, "tokens_per_beam": 2}),
+    ],
+)
+def test_fields_of_praxis_give_its_ended_beams(praxis, case, fields):
+    reference = praxis(f"beam_search_{case}")
+    fields = {"tokens_per_beam": fields["beam_size"], "eos_id": 2, **fields}
+    num_results = fields["beam_size"]
+    decoder = BeamSearch(num_results=num_results, ends_at_limit=False, renormalize=False, **fields)
+    table = np.array(reference["table"], np.float32)
+    extend = partial(extend_table, table=table)
+    rows = reference["prompts"], reference["prompt_lengths"]
+    found = search(decoder, *rows, extend=extend).candidates
+    np.testing.assert_array_equal(found.ids, reference["ids"])
+    np.testing.assert_array_equal(found.lengths, reference["lengths"])
+    np.testing.assert_allclose(found.scores, reference["scores"], rtol=1e-5)
+    # Without the fields, open beams of the last step or renormalized ones rank above some.
+    ours = search(BeamSearch(num_results=num_results, **fields), *rows, extend=extend).candidates
+    assert np.any(np.asarray(ours.scores) > np.array(reference["scores"]) + 1e-3)
+
+
+def test_max_length_counts_the_steps_over_the_prompt(praxis):
+    reference = praxis("greedy_steps")
+    extend = partial(extend_table, table=np.array(reference["table"], np.float32))
+    greedy = SampleDecoder(max_decode_steps=6, max_length=4 + 1, temperature=0.0)
+    found = search(greedy, reference["prompts"], reference["prompt_lengths"], extend=extend)
+    np.testing.assert_array_equal(found.ids, reference["ids"][:, 0])
+    np.testing.assert_array_equal(found.lengths, [5, 5, 5])
+    shorter = BeamSearch(max_decode_steps=6, max_length=2)
+    found = search(shorter, reference["prompts"], reference["prompt_lengths"], extend=extend)
+    np.testing.assert_array_equal(found.lengths, [3, 2, 2])
+
+
 @pytest.fixture(scope="module")
 def gpt2():
     """A small GPT-2 with random weights, and its logits as a function of JAX arrays."""
@@ -272,7 +309,14 @@ def test_equals_the_beam_search_of_hugging_face(gpt2):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("beam_size", 0), ("num_results", 5), ("num_results", 0), ("length_norm_alpha", -0.1)],
+    [
+        ("beam_size", 0),
+        ("tokens_per_beam", 0),
+        ("max_length", 0),
+        ("num_results", 5),
+        ("num_results", 0),
+        ("length_norm_alpha", -0.1),
+    ],
 )
 def test_invalid_field_raises(raises, field, value):
     with raises(ConfigError, owner="BeamSearch", field=field, value=value):

@@ -46,22 +46,33 @@ class BeamSearch(Decoder):
       beam_size: Number of open beams per prompt.
       num_results: Number of continuations returned per prompt, best first. Missing
         results, and all results of padding rows, have score -inf and only the prompt's tokens.
+      ends_at_limit: True if open beams of the last allowed step are results; False if only end
+        tokens end a beam, as in Praxis.
+      tokens_per_beam: Number of most likely tokens of a beam, end tokens included, that may
+        continue it; None for all. Praxis has `beam_size`.
+      renormalize: True if the search ranks by log-probabilities that are normalized after the
+        processors and `min_decode_steps`; False if these change the log-probabilities, as in
+        Praxis and by default in Hugging Face.
       length_norm_alpha: Exponent of the length normalization. Larger values favor longer
         continuations; 0 compares plain sums.
 
     Raises:
-      ConfigError: `beam_size` is not positive, there are more results than beams, or
-        `length_norm_alpha` is negative.
+      ConfigError: `beam_size` or `tokens_per_beam` is not positive, there are more results than
+        beams, or `length_norm_alpha` is negative.
     """
 
     beam_size: int = 4
     num_results: int = 1
     length_norm_alpha: float = 0.8
+    ends_at_limit: bool = True
+    tokens_per_beam: int | None = None
+    renormalize: bool = True
 
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        check_sizes("BeamSearch", beam_size=self.beam_size)
+        sizes = {"beam_size": self.beam_size, "tokens_per_beam": self.tokens_per_beam}
+        check_sizes("BeamSearch", **sizes)
         require(
             1 <= self.num_results <= self.beam_size,
             owner="BeamSearch",
@@ -148,6 +159,8 @@ def _search(
     The cache has `beam_size` rows per prompt.
     """
     best_norm = decoder.length_norm(prompts.limits - prompts.lengths)
+    # Without normalization, a processor may make a token more likely than certain.
+    scores_fall = decoder.renormalize or not decoder.processors
 
     def advance(state: _State) -> _State:
         column, is_open = state.column, ~state.done
@@ -157,7 +170,9 @@ def _search(
         totals = state.open.scores[..., None] + gains  # [batch, beam, vocab]
         ends = id_mask(decoder.eos_ids, totals.shape[-1], owner="BeamSearch", field="eos_id")
         is_last = column + 1 >= prompts.limits
-        ends = ends | is_last[:, None, None]
+        if decoder.ends_at_limit:
+            ends = ends | is_last[:, None, None]
+        may_continue = ~ends & _most_likely(gains, decoder.tokens_per_beam)
 
         def best(totals: jax.Array, n: int) -> tuple[_Beams, jax.Array]:
             """Return the `n` best continued beams and the indices of their parents."""
@@ -167,7 +182,7 @@ def _search(
             beams = state.open.take(parents).append(column, tokens, chosen)
             return beams.replace(scores=scores), parents
 
-        continued, parents = best(jnp.where(ends, -jnp.inf, totals), decoder.beam_size)
+        continued, parents = best(jnp.where(may_continue, totals, -jnp.inf), decoder.beam_size)
         # Rows still in their prompt do not change: their beams already hold the prompt's token.
         parents = jnp.where(chooses, parents, jnp.arange(decoder.beam_size))
         continued = _where(chooses, continued, state.open)
@@ -175,7 +190,7 @@ def _search(
         norm = decoder.length_norm(column + 1 - prompts.lengths)[:, None]
         ending = ending.replace(scores=jnp.where(chooses, ending.scores / norm, -jnp.inf))
         ended = _best_of(state.ended, ending)
-        upper_bound = jnp.max(continued.scores, axis=1) / best_norm
+        upper_bound = jnp.max(continued.scores, axis=1) / best_norm if scores_fall else jnp.inf
         return _State(
             column=column + 1,
             open=continued,
@@ -215,11 +230,23 @@ def _score_tokens(
     processors = decoder.all_processors()
     if processors:
         so_far = RowsSoFar(ids, jnp.repeat(prompts.lengths, decoder.beam_size), column)
-        processed = process_logits(processors, logits, so_far)
-        # Processors may exclude every token of a beam.
-        is_dead = jnp.all(processed == -jnp.inf, axis=-1, keepdims=True)
-        gains = jnp.where(is_dead, -jnp.inf, jax.nn.log_softmax(processed))
+        if decoder.renormalize:
+            processed = process_logits(processors, logits, so_far)
+            # Processors may exclude every token of a beam.
+            is_dead = jnp.all(processed == -jnp.inf, axis=-1, keepdims=True)
+            gains = jnp.where(is_dead, -jnp.inf, jax.nn.log_softmax(processed))
+        else:
+            gains = process_logits(processors, log_probs, so_far)
     return cache, log_probs.reshape(*shape[:2], -1), gains.reshape(*shape[:2], -1)
+
+
+def _most_likely(gains: jax.Array, count: int | None) -> jax.Array:
+    """Return True for the `count` most likely tokens of each beam, bool `[batch, beam, vocab]`."""
+    if count is None or count >= gains.shape[-1]:
+        return jnp.ones(gains.shape, bool)
+    _, places = jax.lax.top_k(gains, count)
+    counts = jnp.zeros(gains.shape, jnp.int32)
+    return jnp.put_along_axis(counts, places, 1, axis=-1, inplace=False) > 0
 
 
 def _best_of(kept: _Beams, new: _Beams) -> _Beams:

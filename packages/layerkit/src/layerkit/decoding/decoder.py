@@ -59,6 +59,8 @@ class Decoder(ConfiguredValue):
     Attributes:
       row_options: Names of the `RowOptions` that the decoder supports.
       max_decode_steps: Largest number of tokens that a row gets beyond its prompt.
+      max_length: Largest number of tokens of prompt and continuation; None for no such limit. A
+        longer prompt gets no token.
       min_decode_steps: Number of tokens that a row gets before a token may end it.
       eos_id: End token, or several. A row ends with any of them and includes it. None for no end
         token.
@@ -73,6 +75,7 @@ class Decoder(ConfiguredValue):
     row_options: ClassVar[tuple[str, ...]] = ()
 
     max_decode_steps: int = 64
+    max_length: int | None = None
     min_decode_steps: int = 0
     eos_id: int | tuple[int, ...] | None = None
     processors: Annotated[Any, tuple[LogitProcessor, ...]] = ()
@@ -81,7 +84,7 @@ class Decoder(ConfiguredValue):
         """Check the fields."""
         super().__post_init__()
         owner = type(self).__qualname__
-        check_sizes(owner, max_decode_steps=self.max_decode_steps)
+        check_sizes(owner, max_decode_steps=self.max_decode_steps, max_length=self.max_length)
         require(
             0 <= self.min_decode_steps <= self.max_decode_steps,
             owner=owner,

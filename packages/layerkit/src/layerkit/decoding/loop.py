@@ -113,6 +113,9 @@ def extend_prompts(
     steps = jnp.int32(decoder.max_decode_steps)
     if max_steps is not None:
         steps = jnp.clip(max_steps, 0, steps)
+    limits = jnp.where(lengths == 0, 0, lengths + steps)
+    if decoder.max_length is not None:
+        limits = jnp.maximum(lengths, jnp.minimum(limits, decoder.max_length))
     keys = None
     if decoder.needs_key and key is not None:
         keys = row_keys(key, jnp.arange(batch) if row_ids is None else row_ids)
@@ -122,7 +125,7 @@ def extend_prompts(
         Prompts(
             ids=jnp.pad(prompts, ((0, 0), (0, decoder.max_decode_steps))),
             lengths=lengths,
-            limits=jnp.where(lengths == 0, 0, lengths + steps),
+            limits=limits,
             options=options,
         ),
         cache_axes=cache_axes,
