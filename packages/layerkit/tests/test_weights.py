@@ -17,6 +17,7 @@ from layerkit.weights import (
     WeightInit,
     canonical_dtype,
     check_init,
+    draw_boxed,
     draw_weight,
     floating_dtype,
     is_box,
@@ -159,6 +160,25 @@ def test_unknown_dtype_raises(raises):
         canonical_dtype("bfloat61", field="fprop_dtype")
     with raises(ConfigError, owner="Linear()", field="dtype", value="int8"):
         floating_dtype("int8", field="dtype", owner="Linear()")
+
+
+@pytest.mark.parametrize(
+    ("shape", "init", "declared", "is_factor", "decays"),
+    [
+        ((2, 3), WeightInit.Xavier(), None, False, True),
+        ((2, 3), WeightInit.Constant(0.0), None, False, False),
+        ((2, 3), WeightInit.Constant(0.0), None, True, True),
+        ((2, 3), WeightInit.Constant(0.0), True, False, True),
+        ((2, 3), WeightInit.Xavier(), False, True, False),
+        ((3,), WeightInit.Xavier(), None, False, False),
+    ],
+)
+def test_matrices_decay_unless_the_declaration_says_otherwise(
+    shape, init, declared, is_factor, decays
+):
+    weight = WeightHParams(shape, (None,) * len(shape), decays=declared)
+    box = draw_boxed(KEY, weight=weight, init=init, dtype=jnp.float32, is_factor=is_factor)
+    assert box.decays is decays
 
 
 def test_box_is_a_pytree_that_keeps_its_axes():

@@ -172,7 +172,7 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
           weight: Shape, logical axes, initializer and dtype.
           trainable: False for state such as moving statistics, read and written with `get_var` and
             `update_var`.
-          is_factor: True for the weight of a product, which `weight_format` may store in integers.
+          is_factor: True for the weight of a product. `weight_format` may store it in integers.
 
         Raises:
           ValueError: A size is below one, axes do not name every dimension or have no rule, an
@@ -182,8 +182,7 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
         init = declared_init(self, name, weight, inherited=self.inherited("params_init"))
         dtype = canonical_dtype(weight.dtype or self._inherited_dtype("dtype"))
 
-        draw = partial(draw_boxed, weight=weight, init=init, dtype=dtype)
-
+        draw = partial(draw_boxed, weight=weight, init=init, dtype=dtype, is_factor=is_factor)
         weight_format = self.inherited("weight_format") if is_factor else None
         if weight_format is not None:
             stored = create_stored(self, name, weight, weight_format, draw)

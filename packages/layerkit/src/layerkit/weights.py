@@ -131,6 +131,10 @@ class WeightHParams:
       fan_out_dims: Dimensions of the output; None for the last.
       last_axes: Dimensions that Praxis stores as the last two, for `WeightInit.XavierLastAxes`;
         None for the last two.
+      decays: True for a weight that weight decay shrinks, as matrices; False for one that it
+        spares, as biases, scales and learned positions. None decides: True for the weight of a
+        product (`create_variable(…, is_factor=True)`) and for a weight of two or more dimensions
+        that starts at random.
     """
 
     shape: tuple[int, ...]
@@ -140,6 +144,7 @@ class WeightHParams:
     fan_in_dims: tuple[int, ...] | None = None
     fan_out_dims: tuple[int, ...] | None = None
     last_axes: tuple[int, int] | None = None
+    decays: bool | None = None
 
     @property
     def contracted_dims(self) -> tuple[int, ...]:
@@ -234,7 +239,7 @@ def draw_weight(key: jax.Array, weight: WeightHParams, init: WeightInit, dtype: 
 
 
 class WeightBox(struct.PyTreeNode, meta.AxisMetadata[Any]):
-    """A weight with its logical axes, as initialization returns it.
+    """A weight with its declaration, as initialization returns it.
 
     Flax's lifted transforms add and remove the names of stacked axes (`layers`) through it.
 
@@ -243,12 +248,14 @@ class WeightBox(struct.PyTreeNode, meta.AxisMetadata[Any]):
       axes: Logical axis name, or None, of each dimension.
       init: Initializer that a layer declared. A stack draws each of its layers separately.
       fans: (fan_in, fan_out) of the declared weight.
+      decays: True if weight decay shrinks the weight; see `WeightHParams.decays`.
     """
 
     value: Any
     axes: tuple[str | None, ...] = struct.field(pytree_node=False)
     init: WeightInit | None = struct.field(pytree_node=False, default=None)
     fans: tuple[int, int] | None = struct.field(pytree_node=False, default=None)
+    decays: bool = struct.field(pytree_node=False, default=False)
 
     def unbox(self) -> Any:
         """Return the array."""
@@ -271,10 +278,14 @@ class WeightBox(struct.PyTreeNode, meta.AxisMetadata[Any]):
         return self.replace(axes=tuple(axes))
 
 
-def draw_boxed(key: jax.Array, *, weight: WeightHParams, init: WeightInit, dtype: Any) -> WeightBox:
-    """Return initial values `[...]` of a weight in a box with its logical axes."""
-    value = draw_weight(key, weight, init, dtype)
-    return WeightBox(value, tuple(weight.axes), init, weight.fans(init))
+def draw_boxed(
+    key: jax.Array, *, weight: WeightHParams, init: WeightInit, dtype: Any, is_factor: bool
+) -> WeightBox:
+    """Return initial values `[...]` of a weight in a box with its declaration."""
+    value, decays = draw_weight(key, weight, init, dtype), weight.decays
+    if decays is None:
+        decays = is_factor or (len(weight.shape) > 1 and init.method != "constant")
+    return WeightBox(value, tuple(weight.axes), init, weight.fans(init), decays)
 
 
 def is_box(value: Any) -> bool:

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from flax.traverse_util import flatten_dict
 
 from layerkit.base_layer import NON_TRAINABLE, BaseLayer
 from layerkit.config import Config, sub_config_field
 from layerkit.errors import ConfigError
 from layerkit.layers.flax_module import FlaxModule
 from layerkit.layers.repeat import Repeat
-from layerkit.weights import logical_axes
+from layerkit.weights import is_box, logical_axes
 
 KEY = jax.random.key(0)
 X = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
@@ -100,6 +101,35 @@ def test_flax_module_runs_in_sequential_and_repeat():
         }
         expected = run(inner, expected)
     np.testing.assert_allclose(jax.jit(repeat.apply)(variables, X), expected, rtol=1e-6)
+
+
+class Attention(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.LayerNorm()(nn.MultiHeadDotProductAttention(2)(x)), None
+
+
+class Scanned(nn.Module):
+    """Learned positions and two stacked layers."""
+
+    @nn.compact
+    def __call__(self, x):
+        positions = self.param("positions", nn.initializers.normal(), (1, 2, 4))
+        axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        return nn.scan(Attention, length=2, **axes)()(x + positions, None)[0]
+
+
+def test_weights_that_start_at_random_decay_unless_the_layer_spares_them(raises):
+    config = FlaxModule.HParams.config(
+        module_tpl=Config(Scanned), example_shapes=((1, 2, 4),), undecayed=("positions",)
+    )
+    boxed = jax.eval_shape(config.Instantiate().init_boxed, KEY)["params"]
+    flat = flatten_dict(boxed, sep="/", is_leaf=lambda _, leaf: is_box(leaf))
+    # Biases of stacked attention have three axes.
+    assert {name.split("/")[-1] for name, box in flat.items() if box.decays} == {"kernel"}
+    assert len(flat) == 1 + 8 + 2 and sum(box.decays for box in flat.values()) == 4
+    with raises(ConfigError, field="undecayed", value="position"):
+        config.set(undecayed=("position",)).Instantiate().init(KEY)
 
 
 def test_deterministic_argument_is_false_in_training():

@@ -142,13 +142,11 @@ def test_loaded_step_advances_the_schedule_of_sharded_adafactor(begin: Any):
     assert {int(jnp.max(state.count)) for state in states} == {0}
     assert {int(jnp.min(state.schedule.count)) for state in states} == {7}
     zeros = jax.tree.map(jnp.zeros_like, first.state.params)
-    update = task.train.learner.update(
-        zeros,
-        first.state.opt_state,
-        first.state.params,
-        step=first.state.step,
-        stacks=task._weight_stacks(),
-    )
+    state = first.state
+    with task.declared_weights() as stacks:
+        update = task.train.learner.update(
+            zeros, state.opt_state, state.params, step=state.step, stacks=stacks
+        )
     (schedule, *_) = (state.schedule for state in states)
     rate = float(update.scalars["learning/lr"])
     assert rate == pytest.approx(float(task.train.learner.learning_rate(jnp.max(schedule.count))))

@@ -86,9 +86,9 @@ def trained(task: SingleTask, params: Any) -> tuple[Any, list[float]]:
     """Weights after the last step, and the losses of all."""
     shapes = jax.eval_shape(task.init_state, jax.random.key(0))
     state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    stacks = task._weight_stacks()
-    learner = task.train.learner
-    state = state.replace(params=params, opt_state=learner.init(params, stacks=stacks))
+    with task.declared_weights() as stacks:
+        opt_state = task.train.learner.init(params, stacks=stacks)
+    state = state.replace(params=params, opt_state=opt_state)
     step_fn = jax.jit(lambda s, b: task.train_step(s, b, GLOBAL_BATCH))
     losses = []
     for step in range(STEPS):

@@ -98,12 +98,14 @@ class LoraDot(Dot):
             init=WeightInit.FanIn(),
             dtype=weight.dtype,
             fan_in_dims=tuple(range(num_group, num_group + num_in)),
+            decays=True,
         )
         lora_b = WeightHParams(
             (*shape[group], self.rank, *shape[outs]),
             (*axes[group], None, *axes[outs]),
             init=WeightInit.Constant(0.0),
             dtype=weight.dtype,
+            decays=True,
         )
         self.create_variable("lora_a", lora_a)
         self.create_variable("lora_b", lora_b)

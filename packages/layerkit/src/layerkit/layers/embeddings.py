@@ -98,7 +98,8 @@ def _class_vector_hparams(layer: Embedding | SharedEmbeddingSoftmax) -> WeightHP
     init = layer.weight_init
     if init is None and layer.inherited("params_init") is None:
         init = WeightInit.Gaussian(1.0 / math.sqrt(layer.input_dims))
-    return WeightHParams((layer.num_classes, layer.input_dims), axes=layer.weight_axes, init=init)
+    shape = (layer.num_classes, layer.input_dims)
+    return WeightHParams(shape, axes=layer.weight_axes, init=init, decays=True)
 
 
 def _embed(
@@ -329,7 +330,7 @@ class FullSoftmax(ClassSoftmax):
     def class_weight_hparams(self) -> WeightHParams:
         """Return the declaration of `w`."""
         shape = (self.input_dims, self.num_classes)
-        return WeightHParams(shape, axes=self.weight_axes, init=self.weight_init)
+        return WeightHParams(shape, axes=self.weight_axes, init=self.weight_init, decays=True)
 
     def class_vectors(self) -> jax.Array:
         """Return `w` as `[num_classes, input_dims]`."""

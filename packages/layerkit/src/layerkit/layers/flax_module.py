@@ -3,11 +3,14 @@
 Layers of this library create their weights without inputs and name their axes; a Flax module does
 neither. This layer therefore declares example inputs, holds the module's variables and applies the
 module to them. Axis names of the module (`nn.with_partitioning`) become logical axes; a weight
-without axis names is replicated.
+without axis names is replicated. A Flax module does not declare which weights decay: those of two
+or more dimensions that start at random do, such as the kernels of attention, but not its biases.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,11 +20,11 @@ from flax import linen as nn
 from flax.core import meta
 
 from layerkit.base_layer import NON_TRAINABLE, PARAMS, BaseLayer
-from layerkit.checks import require
+from layerkit.checks import check_regexes, require
 from layerkit.config import Config as Config
 from layerkit.config import assigned_fields, build, is_config, sub_config_field, target_of
 from layerkit.errors import ConfigError
-from layerkit.weights import WeightBox
+from layerkit.weights import WeightBox, is_box
 
 _WEIGHTS = "module"
 
@@ -46,10 +49,12 @@ class FlaxModule(BaseLayer):
       evaluation_argument: Name of the module's argument that is False in training, such as
         `deterministic`; None if it has none.
       random_streams: Names of the random streams that the module uses in training.
+      undecayed: Regular expressions of weights that weight decay spares, such as `pos_embedding`;
+        each has to match the whole path of at least one weight in the module.
 
     Raises:
-      ConfigError: `module_tpl` is None, the numbers of dtypes and shapes differ, or inputs need
-        weights of other shapes than the examples.
+      ConfigError: `module_tpl` is None, the numbers of dtypes and shapes differ, a pattern matches
+        no weight, or inputs need weights of other shapes than the examples.
     """
 
     module_tpl: Any = sub_config_field(None)
@@ -58,6 +63,7 @@ class FlaxModule(BaseLayer):
     train_argument: str | None = None
     evaluation_argument: str | None = None
     random_streams: tuple[str, ...] = ("dropout",)
+    undecayed: tuple[str, ...] = ()
 
     def setup(self) -> None:
         """Create the variables of the module."""
@@ -78,9 +84,13 @@ class FlaxModule(BaseLayer):
             return _box(module.init(streams, *examples, **self._mode()))
 
         # One `init` gives all collections, so the key of the weights is used for all of them.
-        names = jax.eval_shape(draw, jax.random.key(0))
+        traced, names = jax.make_jaxpr(draw, return_shape=True)(jax.random.key(0))
+        random = jax.tree.unflatten(jax.tree.structure(names), _reached(traced.jaxpr, [True]))
+        decay = self._declare_decay(random.get(PARAMS, {}))
         has_weights = PARAMS in names
-        self._weights = self.param(_WEIGHTS, lambda key: draw(key)[PARAMS]) if has_weights else {}
+        self._weights = (
+            self.param(_WEIGHTS, lambda key: decay(draw(key)[PARAMS])) if has_weights else {}
+        )
         self._others = {
             name: self.variable(
                 NON_TRAINABLE, name, lambda name=name: draw(self.make_rng(PARAMS))[name]
@@ -134,6 +144,33 @@ class FlaxModule(BaseLayer):
         return outputs
 
     @nn.nowrap
+    def _declare_decay(self, starts_random: Any) -> Callable[[Any], Any]:
+        """Return a function that declares in boxes of weights whether they decay.
+
+        `starts_random` are boxes with booleans in place of the weights.
+        """
+        flat = jax.tree_util.tree_leaves_with_path(starts_random, is_leaf=is_box)
+        names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
+        check_regexes(self, undecayed=self.undecayed)
+        for pattern in self.undecayed:
+            expected = f"patterns of weights of the module, such as {names[0]}"
+            matches = any(re.fullmatch(pattern, name) for name in names)
+            require(matches, self, "undecayed", pattern, expected)
+        decays = [
+            box.value
+            and len(box.axes) > 1
+            and not any(re.fullmatch(p, name) for p in self.undecayed)
+            for name, (_, box) in zip(names, flat, strict=True)
+        ]
+
+        def declare(boxes: Any) -> Any:
+            leaves, structure = jax.tree.flatten(boxes, is_leaf=is_box)
+            marked = map(lambda box, mark: box.replace(decays=mark), leaves, decays)
+            return jax.tree.unflatten(structure, marked)
+
+        return declare
+
+    @nn.nowrap
     def _module(self) -> nn.Module:
         # Without a parent, because the variables are passed to `apply`.
         fields = {
@@ -163,6 +200,30 @@ def _box(variables: Any) -> Any:
     return jax.tree.map(
         box, dict(variables), is_leaf=lambda leaf: isinstance(leaf, meta.Partitioned)
     )
+
+
+def _reached(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+    """Return whether each result of a computation depends on the inputs that are True."""
+    reached = {var for var, is_input in zip(jaxpr.invars, inputs, strict=True) if is_input}
+    for equation in jaxpr.eqns:
+        # Literals are not hashable, and depend on nothing.
+        arguments = [not hasattr(x, "val") and x in reached for x in equation.invars]
+        called = [
+            getattr(value, "jaxpr", value)
+            for value in equation.params.values()
+            if hasattr(getattr(value, "jaxpr", value), "eqns")
+        ]
+        results = [any(arguments)] * len(equation.outvars)
+        if len(called) == 1 and len(called[0].invars) == len(arguments):
+            if equation.primitive.name == "scan":
+                first = equation.params["num_consts"]
+                last = first + equation.params["num_carry"]
+                arguments[first:last] = [any(arguments)] * (last - first)
+            results = _reached(called[0], arguments)
+        reached.update(
+            var for var, is_result in zip(equation.outvars, results, strict=True) if is_result
+        )
+    return [not hasattr(x, "val") and x in reached for x in jaxpr.outvars]
 
 
 def _unbox(tree: Any) -> Any:

@@ -130,7 +130,8 @@ class TrainablePositionalEmbedding(BaseLayer):
         default = WeightInit.Gaussian(1.0 / math.sqrt(self.dims))
         init = self.weight_init or self.inherited("params_init") or default
         shape = (self.max_length, self.dims)
-        self.create_variable("w", WeightHParams(shape, axes=self.weight_axes, init=init))
+        weight = WeightHParams(shape, axes=self.weight_axes, init=init, decays=False)
+        self.create_variable("w", weight)
 
     def fprop(self, positions: jax.Array) -> jax.Array:
         """Return vectors `[batch, length, dims]` of positions `[batch, length]`.

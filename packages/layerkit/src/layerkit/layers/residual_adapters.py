@@ -114,9 +114,9 @@ class MultitaskResidualAdapter(BaseLayer):
         self.create_child("activation", self.activation_tpl)
         zeros = WeightInit.Constant(0.0)
         tasks, wide, narrow = self.num_tasks, self.input_dims, self.bottleneck_dims
-        fans: dict[str, Any] = {"fan_in_dims": (1,), "fan_out_dims": (2,)}
-        down = WeightHParams((tasks, wide, narrow), (None, "embed", None), **fans)
-        up = WeightHParams((tasks, narrow, wide), (None, None, "embed"), init=zeros, **fans)
+        matrix: dict[str, Any] = {"fan_in_dims": (1,), "fan_out_dims": (2,), "decays": True}
+        down = WeightHParams((tasks, wide, narrow), (None, "embed", None), **matrix)
+        up = WeightHParams((tasks, narrow, wide), (None, None, "embed"), init=zeros, **matrix)
         self.create_variable("down_w", down)
         self.create_variable("down_b", WeightHParams((tasks, narrow), (None, None), init=zeros))
         self.create_variable("up_w", up)

@@ -44,7 +44,7 @@ class SigmoidCrossEntropy(BaseLayer):
         expected = "a number between 0 and 1, with use_bias=True"
         require(is_valid, self, "initial_probability", probability, expected)
         shape = (self.input_dims, self.num_classes)
-        self.create_variable("w", WeightHParams(shape, axes=self.weight_axes))
+        self.create_variable("w", WeightHParams(shape, axes=self.weight_axes, decays=True))
         if self.use_bias:
             start = 0.5 if probability is None else probability
             logit = WeightInit.Constant(math.log(start) - math.log1p(-start))

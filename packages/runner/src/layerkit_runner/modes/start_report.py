@@ -22,10 +22,12 @@ from layerkit_runner.data.training_data import TrainInputs
 from layerkit_runner.distributed.devices import flag_lines
 from layerkit_runner.files.text import size_text
 from layerkit_runner.observers import RunInfo, StepWork, peak_flops
+from layerkit_runner.optim.weight_decay import weight_decay_of
 from layerkit_runner.optim.weight_patterns import integer_paths
 from layerkit_runner.trainer.job import Job, versions
 from layerkit_runner.trainer.job_folder import last_step_path
 from layerkit_runner.training.step_cost import temporary_bytes
+from layerkit_runner.training.task import SingleTask
 from layerkit_runner.training.train_state import FirstState, TrainState
 
 
@@ -90,6 +92,7 @@ def start_lines(
     yield f"parameters   {count:,} ({', '.join(dtypes)} weights)" + (
         f", {trained:,} trained" if trained != count else ""
     )
+    yield from weight_decay_lines(job.task, job.resolved.task.train.learner, params)
     yield f"partitioner  {job.partitioner.describe()}"
     if padded := job.partitioner.padding_text(job.task):
         yield f"padded       {padded}"
@@ -109,6 +112,19 @@ def start_lines(
     if not job.options.enable_checkpoint_saving:
         saves = "no checkpoints (--noenable_checkpoint_saving)"
     yield f"writing to   {job.given_directory}; {saves}"
+
+
+def weight_decay_lines(task: SingleTask, learner: Any, params: Any) -> Iterator[str]:
+    """Yield lines about the decayed weights of each optimizer.
+
+    Args:
+      task: Task with the learner.
+      learner: Config of the learner.
+      params: Weights, or their shapes.
+    """
+    optimizers = [learner.optimizer, *(one.optimizer for one in learner.auxiliary_optimizers)]
+    for weights, optimizer in zip(task.decayed_weights(params), optimizers, strict=True):
+        yield from weights.lines(flatten_dict(params), strength=weight_decay_of(optimizer))
 
 
 def batch_text(batch: Any) -> str:

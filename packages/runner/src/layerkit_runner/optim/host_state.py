@@ -36,9 +36,9 @@ def check_updates_by_layer(
     state = jax.eval_shape(transformation.init, shapes)
     weights = flatten_dict(shapes)
     mirrored = [
-        (leaf.shape, weights[_weight_path(path)].shape)
+        (leaf.shape, weights[weight_path(path)].shape)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-        if _weight_path(path) in weights
+        if weight_path(path) in weights
     ]
     is_valid = not is_schedule_free(state) and (
         is_by_layer
@@ -69,7 +69,7 @@ def update_by_layer(
     """
     grads, state, params, _ = trees
     layers = {
-        _weight_path(path): leaf.shape[0]
+        weight_path(path): leaf.shape[0]
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
         if is_on_host(leaf)
     }
@@ -79,7 +79,7 @@ def update_by_layer(
         """Return a tree without entries of the weights that are not in stacks of this size."""
 
         def take(path: KeyPath, leaf: jax.Array) -> jax.Array:
-            key = _weight_path(path)
+            key = weight_path(path)
             is_taken = key not in weights or layers.get(key) == size
             # An optimizer may mask weights by their number of dimensions, which stays.
             return leaf if is_taken else jnp.zeros((0, *leaf.shape[1:]), leaf.dtype)
@@ -88,7 +88,7 @@ def update_by_layer(
 
     def merge(whole: Any, part: Any, size: int | None) -> Any:
         def pick(path: KeyPath, old: jax.Array, new: jax.Array) -> jax.Array:
-            return new if layers.get(_weight_path(path)) == size else old
+            return new if layers.get(weight_path(path)) == size else old
 
         return jax.tree_util.tree_map_with_path(pick, whole, part)
 
@@ -99,7 +99,7 @@ def update_by_layer(
     for size in sorted(set(layers.values())):
 
         def is_sliced(path: KeyPath, size: int = size) -> bool:
-            return layers.get(_weight_path(path)) == size
+            return layers.get(weight_path(path)) == size
 
         part = tuple(only(tree, size) for tree in trees)
         found, found_state = update_stack(update, part, select=select, is_sliced=is_sliced)
@@ -155,7 +155,7 @@ def update_stack(
     return result
 
 
-def _weight_path(path: KeyPath) -> tuple[str, ...]:
+def weight_path(path: KeyPath) -> tuple[str, ...]:
     """Return the dict keys that the path of an array ends with: the path of its weight."""
     keys: list[str] = []
     for entry in reversed(path):

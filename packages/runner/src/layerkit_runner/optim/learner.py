@@ -7,6 +7,7 @@ selection of the weights that are trained.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.checks import check_positive, check_rates, check_regexes, require
 from layerkit.config import Configurable, instance_field
@@ -28,6 +29,7 @@ from layerkit_runner.optim.optimizer_groups import (
     map_tensors,
 )
 from layerkit_runner.optim.schedules import concrete_number
+from layerkit_runner.optim.weight_decay import DecayedWeights
 from layerkit_runner.optim.weight_patterns import TrainedWeights
 
 
@@ -183,6 +185,47 @@ class Learner(Configurable):
     def check_updates_by_layer(self, params: Any, *, stacks: Stacks) -> None:
         """Raise `ConfigError` if an optimizer cannot update one layer of a stack at a time."""
         self._groups.check_updates_by_layer(self.trained_weights.select(params), stacks)
+
+    def decayed_weights(
+        self, params: Any, *, stacks: Stacks | None = None
+    ) -> tuple[DecayedWeights, ...]:
+        """Return which of the trained weights each optimizer decays.
+
+        These are the weights that an update without a gradient changes. It is computed at a
+        learning rate of 1, where the learner sets it, for weights of one entry with the names and
+        numbers of axes of `params`, which may be shapes.
+        """
+        trained = flatten_dict(self.trained_weights.select(params))
+        ones = unflatten_dict({path: jnp.ones((1,) * x.ndim) for path, x in trained.items()})
+        sizes = {path: (1,) * len(stack) for path, stack in (stacks or {}).items()}
+        configs = (self.optimizer, *(one.optimizer for one in self.auxiliary_optimizers))
+        optimizers = [
+            one
+            if one.learning_rate is None
+            else dataclasses.replace(one, transformation=config(learning_rate=1.0))
+            for one, config in zip(self._optimizers, configs, strict=True)
+        ]
+        groups = OptimizerGroups(optimizers, per_layer=self.per_layer)
+
+        def update_without_gradient() -> Any:
+            zeros, state = jax.tree.map(jnp.zeros_like, ones), groups.init(ones, sizes)
+            # The rate of an optimizer's own schedule may be 0 at the first step.
+            state = jax.tree.map(lambda x: jnp.ones_like(x) if x.dtype == jnp.int32 else x, state)
+            loss = jnp.ones((), jnp.float32)
+            return groups.update(
+                zeros, state, ones, sizes, raw_grads=zeros, loss=loss, select=lambda new, _: new
+            )[0]
+
+        changed = flatten_dict(jax.tree.map(jnp.any, jax.jit(update_without_gradient)()))
+        parts = zip(optimizers, groups.assign(list(trained)), strict=True)
+        return tuple(
+            DecayedWeights(
+                optimizer="" if len(optimizers) == 1 else one.name,
+                decayed=tuple(path for path in paths if changed[path]),
+                spared=tuple(path for path in paths if not changed[path]),
+            )
+            for one, paths in parts
+        )
 
     def init_ema(self, params: Any) -> Any:
         """Return the initial averages: a float32 copy of the trained weights, or `{}`."""

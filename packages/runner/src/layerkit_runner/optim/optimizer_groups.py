@@ -202,7 +202,7 @@ class OptimizerGroups:
 
     def _make_groups(self, flat: dict[Path, Any], stacks: Stacks) -> dict[str, _Group]:
         groups: dict[str, _Group] = {}
-        for optimizer, paths in zip(self._optimizers, self._assign(list(flat)), strict=True):
+        for optimizer, paths in zip(self._optimizers, self.assign(list(flat)), strict=True):
             part = unflatten_dict({path: flat[path] for path in paths})
             optimizer_calls.check_usable(optimizer.transformation, part, owner=optimizer.owner)
             stacked = {path: stacks[path] for path in paths if path in stacks}
@@ -231,7 +231,8 @@ class OptimizerGroups:
             )
         return reach is Reach.TENSOR
 
-    def _assign(self, paths: list[Path]) -> list[list[Path]]:
+    def assign(self, paths: list[Path]) -> list[list[Path]]:
+        """Return the paths that each optimizer updates."""
         main, *others = self._optimizers
         owners: dict[str, NamedOptimizer] = {}
         names = ["/".join(path) for path in paths]

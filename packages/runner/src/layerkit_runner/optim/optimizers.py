@@ -12,6 +12,8 @@ import optax
 from layerkit.checks import check_non_negative, check_positive, check_rates, require
 from layerkit_runner.optim.optimizer_calls import is_schedule_free
 from layerkit_runner.optim.schedules import concrete_numbers
+from layerkit_runner.optim.weight_decay import decays as decays
+from layerkit_runner.optim.weight_decay import spares_norms as spares_norms
 
 
 def adam_with_update_cap(
@@ -21,6 +23,7 @@ def adam_with_update_cap(
     b2: float = 0.999,
     eps: float = 1e-6,
     weight_decay: float = 0.0,
+    mask: Any = None,
     update_rms_cap: float | None = 1.0,
     mu_dtype: Any = None,
 ) -> optax.GradientTransformation:
@@ -32,6 +35,8 @@ def adam_with_update_cap(
       b2: Decay of the second moment.
       eps: Number added to the root of the second moment.
       weight_decay: Decoupled weight decay (Loshchilov and Hutter, 2019).
+      mask: A tree of booleans, or a function from the weights to one such as `decays`, True for
+        weights that decay; None for all.
       update_rms_cap: Largest root mean square of a tensor's update, before weight decay and
         learning rate; None for no cap. Each layer of a stack is a tensor.
       mu_dtype: Dtype of the first moment, such as bfloat16, which halves its memory; None for the
@@ -46,7 +51,7 @@ def adam_with_update_cap(
     return optax.chain(
         optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype),
         cap,
-        optax.add_decayed_weights(weight_decay),
+        optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )
 
@@ -221,8 +226,3 @@ def _round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise
     rounded = jax.lax.bitcast_convert_type(bits & ~jnp.uint32(dropped_bits), jnp.float32)
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
-
-
-def decays(params: Any) -> Any:
-    """Return a mask for `optax.adamw(mask=…)`: True for matrices (`w`), not scales and biases."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "w", params)

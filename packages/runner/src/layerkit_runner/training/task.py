@@ -5,8 +5,9 @@ The steps do not depend on a mesh or partitioner; see `layerkit_runner.training.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 import jax
@@ -36,6 +37,12 @@ from layerkit_runner.optim.early_stopping import StoppingRule
 from layerkit_runner.optim.learner import choose, global_norm
 from layerkit_runner.optim.optimizer_groups import Stacks, stacks_of
 from layerkit_runner.optim.schedules import concrete_number
+from layerkit_runner.optim.weight_decay import (
+    DecayedWeights,
+    Declarations,
+    declarations_of,
+    declared,
+)
 from layerkit_runner.optim.weight_patterns import VariationalNoise
 from layerkit_runner.training.gradients import (
     LossAggregator,
@@ -107,7 +114,7 @@ class SingleTask(Configurable):
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        self._stacks: Stacks | None = None
+        self._weights: tuple[Stacks, Declarations] | None = None
         check_integers("task", minimum=0, summary_verbosity=self.summary_verbosity)
         if self.loss_aggregator is not None:
             expected = "None, because loss_aggregator is set"
@@ -144,12 +151,14 @@ class SingleTask(Configurable):
         learner.trained_weights.validate_frozen(self.model.frozen_weights, params)
         if self.vn is not None:
             self.vn.check(params)
-        self._stacks = stacks_of(boxed[PARAMS])
+        self._weights = stacks_of(boxed[PARAMS]), declarations_of(boxed[PARAMS])
+        with self.declared_weights() as stacks:
+            opt_state = learner.init(params, stacks=stacks)
         state = TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
             non_trainable=variables.get(NON_TRAINABLE, {}),
-            opt_state=learner.init(params, stacks=self._stacks),
+            opt_state=opt_state,
             overwrite_with_gradient=variables.get(OVERWRITE_WITH_GRADIENT, {}),
             ema=learner.init_ema(params),
         )
@@ -207,15 +216,16 @@ class SingleTask(Configurable):
         aux = None if found.aux is None else context.batch_sum(found.aux)
         if aux is not None:
             metrics = self._add_aux(metrics, aux)
-        update = learner.update(
-            context.batch_sum(found.gradients),
-            state.opt_state,
-            state.params,
-            step=state.step,
-            loss=metrics[self.loss_name].value,
-            ema=state.ema,
-            stacks=self._weight_stacks(),
-        )
+        with self.declared_weights() as stacks:
+            update = learner.update(
+                context.batch_sum(found.gradients),
+                state.opt_state,
+                state.params,
+                step=state.step,
+                loss=metrics[self.loss_name].value,
+                ema=state.ema,
+                stacks=stacks,
+            )
         scalars = update.scalars | ({} if aux is None else {"aux_loss": aux})
         if self.train.variable_norm_summary:
             scalars["learning/var_norm"] = global_norm(trained)
@@ -346,7 +356,8 @@ class SingleTask(Configurable):
         learner = self.train.learner
         if averaged:
             return state.replace(params=learner.averaged(state.params, state.ema))
-        params = learner.evaluated(state.params, state.opt_state, stacks=self._weight_stacks())
+        with self.declared_weights() as stacks:
+            params = learner.evaluated(state.params, state.opt_state, stacks=stacks)
         return state.replace(params=params)
 
     def decoded_state(self, state: TrainState) -> TrainState:
@@ -400,13 +411,23 @@ class SingleTask(Configurable):
 
     def check_updates_by_layer(self, params: Any) -> None:
         """Raise `ConfigError` if an optimizer cannot update one layer of a stack at a time."""
-        self.train.learner.check_updates_by_layer(params, stacks=self._weight_stacks())
+        with self.declared_weights() as stacks:
+            self.train.learner.check_updates_by_layer(params, stacks=stacks)
 
-    def _weight_stacks(self) -> Stacks:
-        if self._stacks is None:
+    def decayed_weights(self, params: Any) -> tuple[DecayedWeights, ...]:
+        """Return which trained weights each optimizer decays; `params` may be shapes."""
+        with self.declared_weights() as stacks:
+            return self.train.learner.decayed_weights(params, stacks=stacks)
+
+    @contextlib.contextmanager
+    def declared_weights(self) -> Iterator[Stacks]:
+        """Bind the declarations of the weights for masks, and yield the stacked axes."""
+        if self._weights is None:
             boxed = jax.eval_shape(lambda: self.model.init_boxed(jax.random.key(0)))
-            self._stacks = stacks_of(boxed[PARAMS])
-        return self._stacks
+            self._weights = stacks_of(boxed[PARAMS]), declarations_of(boxed[PARAMS])
+        stacks, declarations = self._weights
+        with declared(declarations):
+            yield stacks
 
     def _add_aux(self, metrics: dict[str, Any], aux: jax.Array) -> dict[str, Any]:
         loss = metrics[self.loss_name]

@@ -59,7 +59,8 @@ class RelativeBias(BaseLayer):
         check_sizes(self, num_heads=self.num_heads, num_buckets=self.num_buckets)
         self._check_buckets()
         shape = (self.num_buckets, self.num_heads)
-        weight = WeightHParams(shape, axes=self.weight_axes, init=self.weight_init)
+        axes, init = self.weight_axes, self.weight_init
+        weight = WeightHParams(shape, axes=axes, init=init, decays=False)
         self.create_variable("w", weight)
 
     def fprop(self, query_positions: jax.Array, key_positions: jax.Array) -> jax.Array:

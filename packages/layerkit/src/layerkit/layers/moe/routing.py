@@ -117,7 +117,8 @@ class BaseRouter(BaseLayer):
         check_rates(self, jitter=self.jitter)
         check_positive(self, logit_cap=self.logit_cap)
         shape = (self.input_dims, self.num_experts)
-        self.create_variable("w", WeightHParams(shape, ("embed", None), init=self.weight_init))
+        weight = WeightHParams(shape, ("embed", None), init=self.weight_init, decays=True)
+        self.create_variable("w", weight)
         if self.use_bias:
             zeros = WeightInit.Constant(0.0)
             self.create_variable("b", WeightHParams((self.num_experts,), (None,), init=zeros))
@@ -222,7 +223,8 @@ class TopKRouter(BaseRouter):
         shape, axes = (self.input_dims, self.num_experts), ("embed", None)
         zeros = WeightInit.Constant(0.0)
         if self.use_noise:
-            self.create_variable("noise_w", WeightHParams(shape, axes, init=zeros))
+            noise = WeightHParams(shape, axes, init=zeros, decays=True)
+            self.create_variable("noise_w", noise)
         if self.use_score_bias:
             bias = WeightHParams((self.num_experts,), (None,), init=zeros, dtype=jnp.float32)
             self.create_variable("score_bias", bias, trainable=False)

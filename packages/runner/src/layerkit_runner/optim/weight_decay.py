@@ -1,0 +1,149 @@
+"""Masks of decayed weights from the declarations of weights, and the lines that report them.
+
+A weight declares whether it decays (`layerkit.weights.WeightHParams.decays`). Optimizers call a
+mask with plain arrays, so a task binds the declarations of its model around each call of the
+learner.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import fiddle as fdl
+import jax
+from flax.traverse_util import flatten_dict
+
+from layerkit.errors import ConfigError, first_names
+from layerkit.weights import WeightBox, is_box
+from layerkit_runner.optim.host_state import weight_path
+
+Path = tuple[str, ...]
+Declarations = Mapping[Path, WeightBox]
+"""Boxes of weights by path; their values are not read."""
+
+_DECLARED: ContextVar[Declarations] = ContextVar("declared")
+
+# Names in a line of the report, before the others are counted.
+_MAX_NAMES = 6
+
+
+def declarations_of(boxed: Any) -> dict[Path, WeightBox]:
+    """Return the boxes of a tree of weights without their values; unboxed leaves have none."""
+    flat = flatten_dict(boxed, is_leaf=lambda _, leaf: is_box(leaf))
+    return {path: box.replace(value=None) for path, box in flat.items() if is_box(box)}
+
+
+@contextlib.contextmanager
+def declared(declarations: Declarations) -> Iterator[None]:
+    """Bind the declarations that masks of decayed weights read inside the `with` block."""
+    token = _DECLARED.set(declarations)
+    try:
+        yield
+    finally:
+        _DECLARED.reset(token)
+
+
+def decays(params: Any) -> Any:
+    """Return a mask for `optax.adamw(mask=…)`: True for the weights that declare that they decay.
+
+    These are matrices (projections, embeddings, experts, routers, adapters), unlike scales, biases,
+    learned positions and relative biases; see `layerkit.weights.WeightHParams.decays`. A weight
+    without a declaration decays if it has two or more axes.
+
+    Args:
+      params: Boxed weights, as `init_boxed` returns them, or, inside a learner, its plain weights.
+    """
+    return _mask(params, lambda box: box.decays, without=lambda leaf: len(leaf.shape) > 1)
+
+
+def spares_norms(params: Any) -> Any:
+    """Return a mask that is False for scales and biases of normalizations, True for other weights.
+
+    Pax's `decoupled_weight_decay` spares those of LayerNorm in this way, but decays biases.
+
+    Args:
+      params: Boxed weights, as `init_boxed` returns them, or, inside a learner, its plain weights.
+
+    Raises:
+      ConfigError: A weight has no declaration.
+    """
+    return _mask(params, lambda box: "norm" not in box.axes, without=None)
+
+
+def _mask(
+    params: Any, test: Callable[[WeightBox], bool], *, without: Callable[[Any], bool] | None
+) -> Any:
+    declarations = _DECLARED.get({})
+
+    def mask(path: Any, leaf: Any) -> bool:
+        box = leaf if is_box(leaf) else declarations.get(weight_path(path))
+        if box is not None:
+            return test(box)
+        if without is None:
+            raise ConfigError(
+                f"the weight {'/'.join(weight_path(path))} has no declaration",
+                owner="spares_norms",
+                expected="boxed weights, such as those of init_boxed",
+            )
+        return without(leaf)
+
+    return jax.tree_util.tree_map_with_path(mask, params, is_leaf=is_box)
+
+
+class DecayedWeights(NamedTuple):
+    """The weights of an optimizer, by whether it decays them.
+
+    Attributes:
+      optimizer: Name of the optimizer; empty for the only one.
+      decayed: Paths of the weights that shrink without a gradient.
+      spared: Paths of its other weights.
+    """
+
+    optimizer: str
+    decayed: tuple[Path, ...]
+    spared: tuple[Path, ...]
+
+    def lines(self, params: Mapping[Path, Any], *, strength: float) -> Iterator[str]:
+        """Yield the lines of the start report.
+
+        Args:
+          params: Shapes of the weights by path.
+          strength: Weight decay that the optimizer was given; 0 for none.
+        """
+        prefix = f"{self.optimizer}: " if self.optimizer else ""
+        if self.decayed:
+            yield f"decayed      {prefix}{_count_text(self.decayed, params)}"
+            if self.spared:
+                yield f"not decayed  {prefix}{_count_text(self.spared, params)}"
+            return
+        reason = f": weight_decay={strength:g} has no effect, because its mask spares all weights"
+        yield f"decayed      {prefix}no weight{reason if strength else ''}"
+
+
+def weight_decay_of(optimizer: Any) -> float:
+    """Return the largest `weight_decay` in the config of an optimizer and in those inside it."""
+    if not isinstance(optimizer, fdl.Buildable):
+        return 0.0
+    arguments = optimizer.__arguments__
+    strength = arguments.get("weight_decay")
+    numbers = [float(strength)] if isinstance(strength, (int, float)) else []
+    return max([0.0, *numbers, *map(weight_decay_of, arguments.values())])
+
+
+def _count_text(paths: Iterable[Path], params: Mapping[Path, Any]) -> str:
+    """Return the number of weights and entries, and the names of layers by size."""
+    sizes: collections.Counter[str] = collections.Counter()
+    paths = list(paths)
+    for path in paths:
+        sizes["/".join(path[-2:])] += math.prod(params[path].shape)
+    names = [name for name, _ in sizes.most_common()]
+    plural = "" if len(paths) == 1 else "s"
+    return (
+        f"{len(paths)} weight{plural} with {sizes.total():,} entries:"
+        f" {first_names(names, limit=_MAX_NAMES)}"
+    )
