@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from layerkit.config import build, target_of
 from layerkit.errors import ConfigError
 from layerkit.interop.hugging_face import (
+    FAMILIES,
     HuggingFaceWeights,
     TensorMismatchError,
     UnsupportedModelError,
@@ -126,8 +127,6 @@ INERT = {"architectures", "bos_token_id", "eos_token_id", "max_position_embeddin
 
 
 def test_each_key_changes_the_config_or_raises(configs):
-    from layerkit.interop.hugging_face.families import FAMILIES
-
     others = {"silu": "relu", "gelu_new": "relu", "gelu_pytorch_tanh": "relu"}
     for family in FAMILIES:
         content = configs[family.model_type]
@@ -193,6 +192,19 @@ def test_copy_of_a_tied_tensor_raises_unless_it_is_equal(raises, make_folder):
     import_model(make_folder("gpt2", change=copy))
     with raises(TensorMismatchError):
         import_model(make_folder("gpt2", change=differ))
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_tied_tensor_is_read_under_any_of_its_names_alone(make_folder, family):
+    tied = {"tie_word_embeddings": True} | ({"scale_decoder_outputs": True} if family is T5 else {})
+    whole = import_model(make_folder(family.model_type, **tied))[1]
+    for copy, original in family.copies.items():
+
+        def rename(tensors, copy=copy, original=original):
+            tensors[copy] = tensors.pop(original)
+
+        alone = import_model(make_folder(family.model_type, change=rename, **tied))[1]
+        jax.tree.map(np.testing.assert_array_equal, alone, whole)
 
 
 def test_mixed_dtypes_in_one_weight_require_dtype(raises, make_folder, bfloat16):

@@ -218,6 +218,11 @@ def test_missing_keys_have_the_defaults_of_transformers(family):
     assert family.read_config(shorter) == family.read_config(full)
 
 
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_copies_are_the_tied_tensors_of_transformers(family):
+    assert family.copies == getattr(transformers, family.architecture)._tied_weights_keys
+
+
 def test_the_balance_loss_of_mixtral_agrees():
     sizes = {**SIZES, "num_hidden_layers": 1, "num_local_experts": 4, "router_aux_loss_coef": 0.5}
     torch.manual_seed(0)

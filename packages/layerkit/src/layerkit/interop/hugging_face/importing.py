@@ -170,8 +170,7 @@ def read_weights(
 ) -> dict[str, Any]:
     """Load variables from any source of tensors; see `load_weights`."""
     anatomy = anatomy.without(fresh)
-    pieces = _in_names_of(source, family, pieces_of(anatomy, family.rows))
-    _check_tensors(source, family, anatomy, pieces)
+    pieces = _stored_pieces(source, family, anatomy)
     wanted = {} if like is None else flatten(like)
     weights = by_weight(pieces)
     made: dict[Path, jax.Array] = {}
@@ -193,8 +192,7 @@ def stored_dtypes(source: TensorSource, family: Family, anatomy: Anatomy) -> dic
     Raises:
       TensorMismatchError: Tensors are missing, unexpected, or of the wrong shape.
     """
-    pieces = _in_names_of(source, family, pieces_of(anatomy, family.rows))
-    _check_tensors(source, family, anatomy, pieces)
+    pieces = _stored_pieces(source, family, anatomy)
     return {
         path: np.dtype(jax.numpy.result_type(*(source.dtype(one.name) for one in parts.values())))
         for path, parts in by_weight(pieces).items()
@@ -279,19 +277,42 @@ def _finite(block: np.ndarray, name: str) -> np.ndarray:
     return block
 
 
-def _in_names_of(source: TensorSource, family: Family, pieces: list[Piece]) -> list[Piece]:
-    """Return the pieces with this folder's tensor names, which may lack the family's prefix."""
-    prefix = family.prefix
-    if not prefix or any(name.startswith(prefix) for name in source.names()):
-        return pieces
+def _stored_pieces(source: TensorSource, family: Family, anatomy: Anatomy) -> list[Piece]:
+    """Return the pieces of all weights, with the names of their tensors in this folder.
+
+    Raises:
+      TensorMismatchError: The tensors of the folder do not match the model.
+    """
+    pieces = pieces_of(anatomy, family.rows)
+    needed, present = {piece.name for piece in pieces}, set(source.names())
     # A model that was saved without its head has no prefix.
-    return [piece.renamed(piece.name.removeprefix(prefix)) for piece in pieces]
+    is_bare = not any(name.startswith(family.prefix) for name in present)
+    copies = {name: of for name, of in family.copies.items() if name in present - needed}
+
+    def stored(name: str) -> str:
+        own = name.removeprefix(family.prefix) if is_bare else name
+        # A tied tensor may be stored under the name of any of its copies alone.
+        others = [copy for copy, original in copies.items() if original == name]
+        return own if own in present or not others else others[0]
+
+    pieces = [piece.renamed(stored(piece.name)) for piece in pieces]
+    originals = {name: stored(of) for name, of in copies.items() if stored(of) != name}
+    _check_tensors(source, family, anatomy, pieces, copies=originals)
+    return pieces
 
 
 def _check_tensors(
-    source: TensorSource, family: Family, anatomy: Anatomy, pieces: Sequence[Piece]
+    source: TensorSource,
+    family: Family,
+    anatomy: Anatomy,
+    pieces: Sequence[Piece],
+    *,
+    copies: Mapping[str, str],
 ) -> None:
-    """Raise `TensorMismatchError` with the differences between the model and the folder."""
+    """Raise `TensorMismatchError` with the differences between the model and the folder.
+
+    `copies` are tensors that have to equal another one: copy → original.
+    """
     problems = []
     needed = their_shapes(pieces)
     present = set(source.names())
@@ -312,9 +333,9 @@ def _check_tensors(
         if not jax.numpy.issubdtype(source.dtype(name), jax.numpy.floating):
             problems.append(f"{name}: dtype={source.dtype(name)}. Expected a floating dtype.")
     for name in surplus:
-        original = family.copies.get(name)
         if re.search(family.buffers, name):
             continue
+        original = copies.get(name)
         if original is None or original not in present:
             problems.append(f"{name}: unexpected tensor of shape {list(source.shape(name))}")
         elif not same_tensor(source, name, original):
