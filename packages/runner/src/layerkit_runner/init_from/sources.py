@@ -198,7 +198,7 @@ class StoredHuggingFace:
         self.label = str(directory)
         self._directory = directory
         with as_usage_error(OSError, ValueError, ImportError):
-            self._family = families.family_of(folder.read_json(directory).get("model_type"))
+            self._family = families.family_in(folder.read_json(directory))
             self._chosen = self._anatomy(repeated=True)
             if like is not None and not self._chosen.weights.keys() <= set(like):
                 unrolled = self._anatomy(repeated=False)

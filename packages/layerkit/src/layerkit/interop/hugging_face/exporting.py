@@ -19,13 +19,13 @@ from layerkit.interop.hugging_face.families import FAMILIES, family_of
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.folder import (
     CONFIG,
-    ShardWriter,
     copy_companions,
     read_json,
     write_json,
 )
 from layerkit.interop.hugging_face.importing import TensorMismatchError
 from layerkit.interop.hugging_face.keys import UnsupportedModelError
+from layerkit.interop.hugging_face.shard_writer import ShardWriter
 from layerkit.interop.hugging_face.tensors import (
     Index,
     Path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from layerkit.interop.hugging_face.family import Family
@@ -34,15 +35,38 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 
-def family_of(model_type: Any) -> Family:
+_BY_TYPE = {family.model_type: family for family in FAMILIES}
+
+
+def family_of(model_type: str) -> Family:
     """Return the family of a `model_type`.
 
     Raises:
       UnsupportedModelError: The type is not supported.
     """
-    known = {family.model_type: family for family in FAMILIES}
-    if model_type not in known:
-        raise UnsupportedModelError(
-            owner="config.json", field="model_type", value=model_type, choices=known
-        )
-    return known[model_type]
+    return family_in({"model_type": model_type})
+
+
+def family_in(content: Mapping[str, Any]) -> Family:
+    """Return the family of the model that the content of a config.json describes.
+
+    Raises:
+      UnsupportedModelError: Its type is not supported.
+    """
+    model_type, text = content.get("model_type"), content.get("text_config")
+    if isinstance(model_type, str) and model_type in _BY_TYPE:
+        return _BY_TYPE[model_type]
+    part = text.get("model_type") if isinstance(text, dict) else None
+    if model_type is None:
+        hint = "This config.json describes no model of Hugging Face."
+    elif isinstance(part, str) and part in _BY_TYPE:
+        hint = f"Its language model alone ({part!r}) is supported: save that with Transformers."
+    else:
+        hint = "Another type is another architecture, even under a similar name."
+    raise UnsupportedModelError(
+        owner="config.json",
+        field="model_type",
+        value=model_type,
+        expected=f"one of {', '.join(_BY_TYPE)}",
+        hint=hint,
+    )

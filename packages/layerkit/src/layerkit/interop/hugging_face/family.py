@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from layerkit.config import Config
+from layerkit.errors import ConfigError
 from layerkit.interop.hugging_face.keys import ConfigFile, Entry, UnsupportedModelError
 from layerkit.interop.hugging_face.tensors import Row
 from layerkit.models.language_model import LanguageModel
@@ -62,10 +63,13 @@ class Family:
             model: Config = self.model_class.HParams.config(**{self.network_field: network})
             for entry in self.model_entries:
                 entry.read(file, model)
-        except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
-            raise UnsupportedModelError(
-                f"value of a wrong type: {error}", owner=file.owner
-            ) from error
+        except UnsupportedModelError:
+            raise
+        except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError) as error:
+            assert file.last_key is not None
+            expected = error.expected if isinstance(error, ConfigError) else None
+            hint = None if expected else f"It cannot be read: {error}."
+            raise file.invalid(file.last_key, expected, hint=hint) from error
         file.require_all_read()
         return model
 
@@ -82,9 +86,9 @@ class Family:
         for keys in self.counts:
             values = {key: content[key] for key in keys if content.get(key) is not None}
             for key, value in values.items():
-                if not isinstance(value, int) or isinstance(value, bool):
+                if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                     raise UnsupportedModelError(
-                        owner=owner, field=key, value=value, expected="an integer"
+                        owner=owner, field=key, value=value, expected="a positive integer"
                     )
             if math.prod(values.values()) > num_tensors:
                 raise UnsupportedModelError(

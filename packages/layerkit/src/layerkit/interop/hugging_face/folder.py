@@ -1,4 +1,4 @@
-"""Reading and writing of Hugging Face folders: config.json and safetensors files.
+"""Reading of Hugging Face folders: config.json and safetensors files.
 
 Tensors are read in slices, so that a host reads only the part of a tensor that it needs.
 """
@@ -8,23 +8,23 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import shutil
 import stat
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
 
-from layerkit.errors import ConfigError, pip_install, short_repr
+from layerkit.errors import ConfigError, first_names, pip_install, short_repr
 from layerkit.interop.hugging_face.layouts import Ranges
+from layerkit.interop.hugging_face.other_forms import other_form
 
 CONFIG = "config.json"
-_WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 # Limits far above the sizes in published folders, which still can be read within seconds.
 _MAX_HEADER_BYTES = 32 << 20
 _MAX_INDEX_BYTES = 64 << 20
@@ -86,7 +86,8 @@ class SafetensorsFolder:
 
     Args:
       folder: Folder with `model.safetensors`, or with several files and their index. Each tensor is
-        read from the file that the index names.
+        read from the file that the index names. Files `model-00001-of-00002.safetensors` and so on
+        need no index.
 
     Raises:
       FileNotFoundError: The folder has no such files.
@@ -97,17 +98,19 @@ class SafetensorsFolder:
 
     def __init__(self, folder: str | os.PathLike[str]):
         """Open the files of a folder."""
-        safetensors = _import_safetensors()
+        safetensors = import_safetensors()
         self._slices: dict[str, Any] = {}
+        self._paths: dict[str, Path] = {}
         with contextlib.ExitStack() as files:
             for path, wanted in _weight_files(Path(folder)).items():
                 _check_file_sizes(path)
                 with _as_tensor_file_error(path):
                     file = files.enter_context(safetensors.safe_open(path, framework="np"))
                 held = list(file.keys())
-                _check_names(path, held, wanted, num_before=len(self._slices))
+                _check_names(path, held, wanted, before=self._slices.keys())
                 names = held if wanted is None else wanted
                 self._slices |= {name: file.get_slice(name) for name in names}
+                self._paths |= dict.fromkeys(names, path)
             self._files = files.pop_all()
 
     def __enter__(self) -> SafetensorsFolder:
@@ -144,40 +147,58 @@ class SafetensorsFolder:
 
     def read(self, name: str, ranges: Ranges) -> np.ndarray:
         """Return the block of a tensor within `ranges`, a (start, stop) per dimension."""
-        return self._slices[name][tuple(slice(*bounds) for bounds in ranges)]
+        index = tuple(slice(*bounds) for bounds in ranges)
+        if self.dtype(name).name.startswith("float8"):
+            # safetensors makes NumPy arrays of no such dtype.
+            return np.array(self._mapped(name)[index])
+        return self._slices[name][index]
+
+    def _mapped(self, name: str) -> np.ndarray:
+        """Return a tensor as an array of the memory-mapped file."""
+        path, dtype = self._paths[name], self.dtype(name)
+        entry, data = _read_header(path)[name], 8 + _header_bytes(path)
+        offset = data + entry["data_offsets"][0]
+        return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=self.shape(name))
 
 
 def _weight_files(folder: Path) -> dict[Path, list[str] | None]:
     """Return the tensors to read from each file of a folder; None stands for all tensors."""
-    if (folder / _WEIGHTS).is_file():
-        return {folder / _WEIGHTS: None}
-    if (folder / _INDEX).is_file():
+    if has_file(folder, WEIGHTS):
+        return {folder / WEIGHTS: None}
+    if has_file(folder, INDEX):
         files: dict[Path, list[str] | None] = {}
         for file, names in _read_index(folder).items():
             files[_plain_file(folder, file)] = names
         return files
-    hint = ""
-    if any(folder.glob("pytorch_model*.bin")):
-        hint = " pytorch_model.bin is not read: save the model again, which writes safetensors."
-    raise FileNotFoundError(f"{folder}: expected {_WEIGHTS} or {_INDEX}.{hint}")
+    # Without their index, numbered files are complete if none is missing.
+    shards = sorted(folder.glob("model-?????-of-?????.safetensors"))
+    if not shards:
+        raise FileNotFoundError(f"{folder}: expected {WEIGHTS} or {INDEX}.{other_form(folder)}")
+    count = shards[0].name[-len("?????.safetensors") :]
+    numbers = range(1, int(count.partition(".")[0]) + 1)
+    needed = [folder / f"model-{number:05d}-of-{count}" for number in numbers]
+    missing = [path.name for path in needed if path not in shards]
+    if missing:
+        raise FileNotFoundError(f"{folder}: missing {first_names(missing)}. Download it again.")
+    return dict.fromkeys(needed)
 
 
 def _read_index(folder: Path) -> dict[str, list[str]]:
     """Return the names of the tensors in each file that the index of a folder names."""
-    weight_map = read_json(folder, _INDEX).get("weight_map")
+    weight_map = read_json(folder, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise TensorFileError(
-            owner=str(folder / _INDEX),
+            owner=str(folder / INDEX),
             field="weight_map",
             value=weight_map,
             expected="an object with the file of each tensor",
         )
-    _check_count(folder / _INDEX, len(weight_map))
+    _check_count(folder / INDEX, len(weight_map))
     files: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or file in ("", ".", "..") or set(file) & {"/", "\\", "\0"}:
             raise TensorFileError(
-                owner=str(folder / _INDEX),
+                owner=str(folder / INDEX),
                 field=f"weight_map[{short_repr(name)}]",
                 value=file,
                 expected="the name of a file in the same folder",
@@ -193,11 +214,11 @@ def _plain_file(folder: Path, name: str) -> Path:
         mode = path.stat().st_mode
     except OSError as error:
         raise FileNotFoundError(
-            f"{path}: no such file, but {_INDEX} names it. Download the folder again."
+            f"{path}: no such file, but {INDEX} names it. Download the folder again."
         ) from error
     if not stat.S_ISREG(mode):
         raise TensorFileError(
-            owner=str(folder / _INDEX), field="weight_map", value=name, expected="a regular file"
+            owner=str(folder / INDEX), field="weight_map", value=name, expected="a regular file"
         )
     return path
 
@@ -239,7 +260,7 @@ def _as_tensor_file_error(path: Path) -> Iterator[None]:
     """Raise errors of safetensors with the file, and with both sizes if it is truncated."""
     try:
         yield
-    except _import_safetensors().SafetensorError as error:
+    except import_safetensors().SafetensorError as error:
         size, expected = path.stat().st_size, _expected_bytes(path)
         if expected is not None and size != expected:
             raise _wrong_size(path, size, f"{expected} by its header") from error
@@ -252,28 +273,38 @@ def _as_tensor_file_error(path: Path) -> Iterator[None]:
 
 def _expected_bytes(path: Path) -> int | None:
     """Return the size of a file that its header declares; None if the header cannot be read."""
-    length = _header_bytes(path)
+    try:
+        tensors = _read_header(path)
+        ends = [t["data_offsets"][1] for name, t in tensors.items() if name != "__metadata__"]
+        return 8 + _header_bytes(path) + int(max(ends, default=0))
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        return None
+
+
+def _read_header(path: Path) -> Any:
     with path.open("rb") as file:
         file.seek(8)
-        try:
-            tensors = json.loads(file.read(length))
-            ends = [t["data_offsets"][1] for name, t in tensors.items() if name != "__metadata__"]
-            return 8 + length + int(max(ends, default=0))
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-            return None
+        return json.loads(file.read(_header_bytes(path)))
 
 
 def _check_names(
-    path: Path, held: Sequence[str], wanted: Sequence[str] | None, *, num_before: int
+    path: Path, held: Sequence[str], wanted: Sequence[str] | None, *, before: Set[str]
 ) -> None:
-    """Raise `TensorFileError` for too many tensors, or if tensors of the index are missing."""
-    _check_count(path, num_before + len(held))
+    """Raise `TensorFileError` for too many, missing or repeated tensors."""
+    _check_count(path, len(before) + len(held))
     if wanted is None:
+        if repeated := sorted(before & set(held)):
+            raise TensorFileError(
+                "tensors that another file has, too",
+                owner=str(path),
+                value=repeated,
+                hint=f"Add {INDEX}, which says where to read them.",
+            )
         return
     missing = sorted(set(wanted) - set(held))
     if missing:
         raise TensorFileError(
-            f"missing tensors, which {_INDEX} expects in the file",
+            f"missing tensors, which {INDEX} expects in the file",
             owner=str(path),
             value=missing,
             hint="Download the folder again.",
@@ -297,12 +328,27 @@ def tensor_count(folder: str | os.PathLike[str]) -> int | None:
       TensorFileError: A file or the index is invalid; see `SafetensorsFolder`.
     """
     folder = Path(folder)
-    if (folder / _WEIGHTS).is_file():
+    if has_file(folder, INDEX) and not has_file(folder, WEIGHTS):
+        # Its files may be absent, since a plan needs no weights.
+        return sum(len(names) for names in _read_index(folder).values())
+    try:
         with SafetensorsFolder(folder) as source:
             return len(source.names())
-    if (folder / _INDEX).is_file():
-        return sum(len(names) for names in _read_index(folder).values())
-    return None
+    except FileNotFoundError:
+        return None
+
+
+def has_file(folder: str | os.PathLike[str], name: str) -> bool:
+    """Return whether a folder has a file; symbolic links, which caches use, are followed.
+
+    Raises:
+      ConfigError: The name belongs to a folder or a special file.
+    """
+    path = Path(folder, name)
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "a special file"
+        raise ConfigError(owner=str(path), field="type", value=kind, expected="a regular file")
+    return path.is_file()
 
 
 def read_json(folder: str | os.PathLike[str], name: str = CONFIG) -> dict[str, Any]:
@@ -310,12 +356,13 @@ def read_json(folder: str | os.PathLike[str], name: str = CONFIG) -> dict[str, A
 
     Raises:
       FileNotFoundError: The file does not exist.
-      ConfigError: The file is too long, or is not a JSON object.
+      ConfigError: The file is too long, or is no regular file with a JSON object.
     """
     path = Path(folder) / name
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file. Expected a Hugging Face folder.")
-    limit = _MAX_INDEX_BYTES if name == _INDEX else _MAX_CONFIG_BYTES
+    if not has_file(folder, name):
+        hint = other_form(path.parent)
+        raise FileNotFoundError(f"{path}: no such file. Expected a Hugging Face folder.{hint}")
+    limit = _MAX_INDEX_BYTES if name == INDEX else _MAX_CONFIG_BYTES
     if path.stat().st_size > limit:
         raise ConfigError(
             owner=str(path),
@@ -360,96 +407,17 @@ def tokenizer_file(folder: str | os.PathLike[str]) -> str | None:
 def max_length(folder: str | os.PathLike[str]) -> int | None:
     """Return the largest number of positions that config.json declares; None if it has none."""
     content = read_json(folder)
-    found = content.get("max_position_embeddings", content.get("n_positions"))
-    return None if found is None else int(found)
+    key = "max_position_embeddings" if "max_position_embeddings" in content else "n_positions"
+    length = content.get(key)
+    if length is not None and not isinstance(length, int):
+        owner = str(Path(folder) / CONFIG)
+        raise ConfigError(owner=owner, field=key, value=length, expected="an integer")
+    return length
 
 
 def write_json(folder: Path, name: str, content: Mapping[str, Any]) -> None:
     """Write a JSON file into a folder."""
     (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-
-
-class ShardWriter:
-    """A writer of tensors, one after the other, into files of limited size.
-
-    Args:
-      folder: Existing folder.
-      sizes: Bytes of each tensor, in the order of `add`.
-      max_shard_bytes: Largest size of a file; a larger tensor has a separate file.
-    """
-
-    def __init__(self, folder: Path, sizes: Mapping[str, int], *, max_shard_bytes: int):
-        """Distribute the tensors over files."""
-        self._folder, self._sizes = folder, dict(sizes)
-        shards = _split(sizes, max_shard_bytes)
-        self._file_of = {
-            name: _shard_name(number, len(shards))
-            for number, names in enumerate(shards, start=1)
-            for name in names
-        }
-        self._left = {_shard_name(n, len(shards)): len(s) for n, s in enumerate(shards, start=1)}
-        self._held: dict[str, np.ndarray] = {}
-
-    def add(self, name: str, tensor: np.ndarray) -> None:
-        """Add the next tensor, and write a file if it is complete."""
-        self._held[name] = np.ascontiguousarray(tensor)
-        file = self._file_of[name]
-        self._left[file] -= 1
-        if self._left[file] == 0:
-            _write_tensors(self._folder / file, self._held)
-            self._held = {}
-
-    def finish(self) -> None:
-        """Remove older tensors from the folder, and write the index if there are several files.
-
-        A single file next to an older index would be two models, of which readers load one.
-        """
-        for stale in (
-            *self._folder.glob("model-?????-of-?????.safetensors"),
-            self._folder / _WEIGHTS,
-        ):
-            if stale.name not in self._left:
-                stale.unlink(missing_ok=True)
-        (self._folder / _INDEX).unlink(missing_ok=True)
-        if len(self._left) > 1:
-            index = {
-                "metadata": {"total_size": sum(self._sizes.values())},
-                "weight_map": self._file_of,
-            }
-            write_json(self._folder, _INDEX, index)
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Replace a safetensors file by an atomic write, with permissions by the umask.
-
-    safetensors creates files that only their owner can read.
-    """
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
-    try:
-        partial.touch(exist_ok=False)
-        permissions = stat.S_IMODE(partial.stat().st_mode)
-        # Transformers requires the metadata entry `format`.
-        _import_safetensors().numpy.save_file(dict(tensors), partial, metadata={"format": "pt"})
-        partial.chmod(permissions)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _split(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if shards[-1] and filled + size > limit:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    return shards
-
-
-def _shard_name(number: int, count: int) -> str:
-    return _WEIGHTS if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def copy_companions(source: str | os.PathLike[str], target: Path) -> list[str]:
@@ -473,7 +441,12 @@ def same_tensor(source: TensorSource, first: str, second: str) -> bool:
     return True
 
 
-def _import_safetensors() -> Any:
+def import_safetensors() -> Any:
+    """Return the package safetensors.
+
+    Raises:
+      ImportError: It is not installed.
+    """
     try:
         import safetensors.numpy
     except ImportError as error:

@@ -19,7 +19,7 @@ import numpy as np
 from layerkit.base_layer import PARAMS, BaseLayer
 from layerkit.config import Config, Configurable, build, field_names
 from layerkit.errors import ConfigError, near_names
-from layerkit.interop.hugging_face.families import family_of
+from layerkit.interop.hugging_face.families import family_in
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.folder import (
     CONFIG,
@@ -76,7 +76,7 @@ def model_config(
         layers than the folder has tensors for.
     """
     content = read_json(folder)
-    family = family_of(content.get("model_type"))
+    family = family_in(content)
     num_tensors = tensor_count(folder)
     if num_tensors is not None:
         family.check_counts(content, num_tensors=num_tensors)
@@ -153,7 +153,7 @@ def load_weights(
       TensorMismatchError: A tensor is missing or unexpected, has the wrong shape, has no floating
         dtype, or has numbers that are not finite.
     """
-    family = family_of(read_json(folder).get("model_type"))
+    family = family_in(read_json(folder))
     anatomy = dissect(model, family.rows)
     with SafetensorsFolder(folder) as source:
         return read_weights(source, family, anatomy, dtype=dtype, like=like, fresh=fresh)
@@ -222,6 +222,9 @@ class _WeightReader:
                 hint="Choose one by `dtype`.",
             )
         self._dtype = stored.pop() if dtype is None else canonical_dtype(dtype)
+        if dtype is None and self._dtype.itemsize == 1:
+            # It holds all numbers of 8 bits; layers compute in no smaller dtype.
+            self._dtype = canonical_dtype("bfloat16")
 
     def make(self, *, dtype: Any, sharding: Any) -> jax.Array:
         """Return the weight as an array on devices."""

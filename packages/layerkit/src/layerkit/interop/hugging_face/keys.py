@@ -51,16 +51,29 @@ WITHOUT_EFFECT = {
 # fmt: on
 
 
+# Keys of weights that other libraries have quantized; the second is MLX's.
+_QUANTIZATION = {"quantization_config", "quantization"}
+_QUANTIZED = (
+    "Quantized weights are not read. Use the folder of the same model in float16, bfloat16 or "
+    "float32, or dequantize it: model.dequantize().save_pretrained(…) in Transformers."
+)
+
+
 class UnsupportedModelError(ConfigError):
     """An error about a model that import or export would change."""
 
 
 class ConfigFile:
-    """The content of a config.json, which records the keys that were read."""
+    """The content of a config.json, which records the keys that were read.
+
+    Attributes:
+      last_key: Key that was read last, to be named if its value is of a wrong type.
+    """
 
     def __init__(self, content: Mapping[str, Any], *, neutral: frozenset[str]):
         """Keep the content; `neutral` are the keys that need not be read."""
         self._content = dict(content)
+        self.last_key: str | None = None
         inert = NEUTRAL | neutral
         self._unread = {key for key in content if key not in inert and not key.startswith("_")}
 
@@ -74,15 +87,18 @@ class ConfigFile:
 
         Raises:
           UnsupportedModelError: The key is left out and has no default, or its value is a number
-            that is too large for a size.
+            that is negative or too large for a size.
         """
         self._unread.discard(key)
+        self.last_key = key
         value = self._content.get(key, default)
         if value is REQUIRED:
             raise UnsupportedModelError(
                 "missing key", owner=self.owner, value=key, choices=self._content
             )
-        if isinstance(value, int) and abs(value) > _LARGEST_SIZE:
+        if isinstance(value, (int, float)) and value < 0:
+            raise self.invalid(key, "a number of 0 or more")
+        if isinstance(value, int) and value > _LARGEST_SIZE:
             raise self.invalid(key, f"at most {_LARGEST_SIZE}")
         return value
 
@@ -92,7 +108,12 @@ class ConfigFile:
         return f"config.json of a {self.model_type} model"
 
     def invalid(
-        self, key: str, expected: str | None = None, *, choices: Collection[str] = ()
+        self,
+        key: str,
+        expected: str | None = None,
+        *,
+        choices: Collection[str] = (),
+        hint: str | None = None,
     ) -> UnsupportedModelError:
         """Return the error about an unsupported value of a key."""
         return UnsupportedModelError(
@@ -101,6 +122,7 @@ class ConfigFile:
             value=self._content.get(key),
             expected=expected,
             choices=choices,
+            hint=hint,
         )
 
     def require_all_read(self) -> None:
@@ -116,6 +138,7 @@ class ConfigFile:
                 "unsupported options, which may change the computation",
                 owner=self.owner,
                 value=rest,
+                hint=_QUANTIZED if _QUANTIZATION & set(rest) else None,
             )
 
 

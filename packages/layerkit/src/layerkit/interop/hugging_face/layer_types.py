@@ -33,16 +33,16 @@ class LayerTypes:
 
     def read(self, file: ConfigFile, network: Config) -> None:
         """Set the templates of the layers."""
-        window = file.get("sliding_window", self.default_window)
-        if self.has_switch and not file.get("use_sliding_window", default=False):
-            window = None
         layers = range(network.num_layers)
-        types = file.get("layer_types", None)
         by_default = [self.by_default(file, layer) for layer in layers]
+        types = file.get("layer_types", None)
         types = by_default if types is None else types
-        if len(types) != len(layers) or not {NEAR, FAR}.issuperset(types):
+        is_list = isinstance(types, (list, tuple))
+        if not is_list or [kind in (NEAR, FAR) for kind in types] != [True] * len(layers):
             raise file.invalid("layer_types", f"{NEAR!r} or {FAR!r} for each layer")
-        if NEAR in types and window is None:
+        is_on = not self.has_switch or file.get("use_sliding_window", default=False)
+        window = file.get("sliding_window", self.default_window)
+        if NEAR in types and (window is None or not is_on):
             if not self.has_switch:
                 raise file.invalid("sliding_window", f"a window, since layer_types has {NEAR!r}")
             types = [FAR for _ in layers]

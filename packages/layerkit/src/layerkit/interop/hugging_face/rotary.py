@@ -81,17 +81,17 @@ class Rotary:
 
     def read(self, file: ConfigFile, network: Config) -> None:
         """Set fields from the file."""
-        parameters = parameters_of(file, self.default_theta)
-        set_field(network, "layer.attention_tpl.rotary_tpl", self._rotary(file, parameters))
-
-    def _rotary(self, file: ConfigFile, parameters: Mapping[str, Any]) -> Config:
-        parameters = {
-            "partial_rotary_factor": file.get("partial_rotary_factor", 1.0),
-            **parameters,
+        fraction = float(file.get("partial_rotary_factor", 1.0))
+        parameters: dict[str, Any] = {
+            "partial_rotary_factor": fraction,
+            "rope_theta": float(file.get("rope_theta", self.default_theta)),
         }
+        parameters |= file.get("rope_scaling", None) or {}
+        # The newer form.
+        parameters |= file.get("rope_parameters", None) or {}
         if parameters["partial_rotary_factor"] != 1.0 and not self.has_fraction:
             raise file.invalid("partial_rotary_factor", "1 in this family")
-        return rotary_config(file, parameters)
+        set_field(network, "layer.attention_tpl.rotary_tpl", rotary_config(file, parameters))
 
     def write(self, network: Config) -> dict[str, Any]:
         """Return keys from fields."""
@@ -100,13 +100,6 @@ class Rotary:
         if self.has_fraction:
             content["partial_rotary_factor"] = rotary.fraction
         return content
-
-
-def parameters_of(file: ConfigFile, default_theta: float) -> dict[str, Any]:
-    """Return the rotary parameters of a file in the newer form."""
-    newer = file.get("rope_parameters", None) or {}
-    older = {"rope_theta": file.get("rope_theta", default_theta)}
-    return {**older, **(file.get("rope_scaling", None) or {}), **newer}
 
 
 def rotary_config(file: ConfigFile, parameters: Mapping[str, Any]) -> Config:

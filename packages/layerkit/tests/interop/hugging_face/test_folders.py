@@ -1,0 +1,169 @@
+"""Folders in forms beside the usual one: without an index, in 8 bits, or of other libraries."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from layerkit.config import build
+from layerkit.errors import ConfigError
+from layerkit.interop.hugging_face import (
+    TensorFileError,
+    UnsupportedModelError,
+    import_model,
+    max_length,
+    model_config,
+)
+
+SHARD = "model-{}-of-00002.safetensors"
+
+
+@pytest.fixture
+def split(make_folder, read_tensors):
+    """Return a function that writes a Llama in two files without an index."""
+    numpy = pytest.importorskip("safetensors.numpy")
+
+    def make(*, repeated=()):
+        folder = make_folder("llama")
+        tensors = read_tensors(folder)
+        (folder / "model.safetensors").unlink()
+        first = sorted(tensors)[:10]
+        numpy.save_file({name: tensors[name] for name in first}, folder / SHARD.format("00001"))
+        rest = {name: t for name, t in tensors.items() if name not in first or name in repeated}
+        numpy.save_file(rest, folder / SHARD.format("00002"))
+        return folder
+
+    return make
+
+
+def test_shards_without_an_index_are_read(make_folder, split):
+    whole = import_model(make_folder("llama"))[1]
+    jax.tree.map(np.testing.assert_array_equal, import_model(split())[1], whole)
+
+
+def test_shards_without_an_index_must_be_complete_and_distinct(raises, split):
+    with raises(TensorFileError, value=["lm_head.weight"]):
+        import_model(split(repeated=["lm_head.weight"]))
+    folder = split()
+    (folder / SHARD.format("00001")).unlink()
+    with raises(FileNotFoundError):
+        import_model(folder)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
+def test_tensors_in_8_bits_are_read_exactly(make_folder, read_tensors, dtype):
+    rounded = make_folder(
+        "llama", change=lambda tensors: round_matrices(tensors, dtype, np.float32)
+    )
+    expected = import_model(rounded)
+    folder = make_folder("llama", change=lambda tensors: round_matrices(tensors, dtype, dtype))
+    config, variables = import_model(folder)
+    layer = variables["params"]["lm"]["stack"]["repeat"]["sub"]
+    assert layer["attention"]["query"]["w"].dtype == jnp.bfloat16
+    jax.tree.map(np.testing.assert_array_equal, variables, expected[1])
+    ids = jnp.array([[1, 2, 3]])
+    logits = [
+        build(config).apply(weights, ids, method=lambda model, ids: model.lm.logits(ids))
+        for weights in (variables, expected[1])
+    ]
+    np.testing.assert_allclose(*logits, rtol=1e-6)
+
+
+def round_matrices(tensors, dtype, stored):
+    """Round all matrices to a dtype and store them in another one."""
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2:
+            tensors[name] = tensor.astype(dtype).astype(stored)
+
+
+# A file of each form, and words of the error.
+FORMS = [
+    ("adapter_config.json", "merge_and_unload"),
+    ("model-q4_k_m.gguf", "gguf_file"),
+    ("consolidated.00.pth", "authors"),
+    ("consolidated.safetensors", "authors"),
+    ("pytorch_model-00001-of-00002.bin", "save_pretrained"),
+    ("tf_model.h5", "from_tf"),
+    ("flax_model.msgpack", "from_flax"),
+    ("weights.safetensors", "Rename"),
+]
+
+
+@pytest.mark.parametrize(("name", "words"), FORMS)
+def test_weights_in_another_form_are_named(make_folder, tmp_path, name, words):
+    folder = make_folder("llama")
+    (folder / "model.safetensors").rename(folder / name)
+    with pytest.raises(FileNotFoundError, match=words) as error:
+        import_model(folder)
+    assert name in str(error.value)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=words):
+        model_config(folder)
+
+
+def test_folder_of_the_hub_cache_and_file_are_named(make_folder, tmp_path):
+    (tmp_path / "snapshots").mkdir()
+    with pytest.raises(FileNotFoundError, match="Use one of the folders in snapshots"):
+        model_config(tmp_path)
+    with pytest.raises(FileNotFoundError, match="Give the folder that contains it"):
+        model_config(make_folder("llama") / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_folder_in_the_place_of_a_file_raises(raises, make_folder, name):
+    folder = make_folder("llama")
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    with raises(ConfigError, owner=str(folder / name), value="a folder"):
+        import_model(folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
+        {"model_type": "qwen3_moe"},
+        {"model_type": ["llama"]},
+        {"hidden_size": 8},
+    ],
+    ids=["part", "near", "list", "none"],
+)
+def test_model_of_another_family_raises(raises, tmp_path, content):
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with raises(UnsupportedModelError, field="model_type", value=content.get("model_type")):
+        model_config(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "quantization"])
+def test_quantized_folder_raises(raises, make_folder, key):
+    value = {key: {"bits": 4}}
+    with raises(UnsupportedModelError, value=value):
+        model_config(make_folder("llama", edit=value))
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("llama", "rope_theta", "high"),
+        ("llama", "rope_parameters", "default"),
+        ("llama", "hidden_size", "8"),
+        ("llama", "hidden_act", ["silu"]),
+        ("llama", "num_key_value_heads", -2),
+        ("llama", "num_hidden_layers", 0),
+        ("llama", "max_position_embeddings", "32"),
+        ("qwen2", "layer_types", 3),
+        ("gemma2", "sliding_window", "4"),
+        ("phi3", "partial_rotary_factor", "half"),
+        ("t5", "feed_forward_proj", 1),
+    ],
+)
+def test_value_of_a_wrong_type_is_named(raises, make_folder, family, key, value):
+    folder = make_folder(family, edit={key: value})
+    with raises(ConfigError, field=key, value=value):
+        model_config(folder)
+        max_length(folder)
