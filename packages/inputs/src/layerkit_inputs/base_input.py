@@ -175,7 +175,17 @@ class BaseInput(Configurable):
         """
         self._peeked = None
         with naming_input(self):
-            self._set_envelope(state)
+            try:
+                self._set_envelope(state)
+            except ConfigError:
+                raise
+            except (AttributeError, LookupError, TypeError) as error:
+                raise self._config_error(
+                    "cannot restore",
+                    field="state",
+                    value=state,
+                    expected=f"a state that get_state() returned ({type(error).__name__}: {error})",
+                ) from error
 
     def _begin_again(self, get_next: Callable[[Any], NestedMap]) -> NestedMap:
         """Return the first batch of the next pass, and keep the count of delivered batches."""

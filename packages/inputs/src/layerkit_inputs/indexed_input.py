@@ -9,6 +9,7 @@ memory, it is a permutation whose elements are computed separately (`index_shuff
 
 from __future__ import annotations
 
+import operator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -183,4 +184,4 @@ class IndexedInput(BaseInput):
 
     def _set_reader_state(self, position: dict[str, Any]) -> None:
         check_same_data(self._label, position["data"], self._identity())
-        self._rows_done = position["rows_done"]
+        self._rows_done = operator.index(position["rows_done"])

@@ -124,7 +124,7 @@ def test_writer_follows_links_to_the_folder(tmp_path: Path):
 
 def test_open_append_does_not_wait_for_the_reader_of_a_pipe(tmp_path: Path):
     os.mkfifo(tmp_path / "log")
-    with pytest.raises(UnsafePathError, match="not a regular file"):
+    with pytest.raises(UnsafePathError, match="is a named pipe"):
         open_append(tmp_path / "log")
 
 

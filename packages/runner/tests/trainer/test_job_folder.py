@@ -359,3 +359,23 @@ def test_record_of_the_same_step_is_not_written_again(folder: epath.Path):
     record_checkpoint(folder, 10)
     after = os.stat(folder / FILE_NAME)
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize(
+    "name", [".running", "config.json", "goodput.json", FILE_NAME, "checkpoints/evaluations.json"]
+)
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_pipe_or_folder_in_place_of_a_file_of_the_run_is_an_error(
+    raises: Any, folder: epath.Path, name: str, make: Any
+):
+    (folder / name).parent.mkdir(parents=True)
+    make(folder / name)
+    with raises(UsageError, owner=str(folder / name)):
+        check_writable(folder)
+
+
+def test_file_in_place_of_a_folder_of_the_run_is_an_error(raises: Any, folder: epath.Path):
+    folder.mkdir()
+    (folder / "checkpoints").write_text("a file")
+    with raises(UsageError, owner=str(folder / "checkpoints")):
+        check_writable(folder)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 
-from layerkit.errors import ConfigError, UserError
+import jax
+
+from layerkit.errors import ConfigError, UserError, error_text
 
 # Errors of storage: the file system's errors, and TensorStore's, which are ValueErrors.
 STORAGE_ERRORS = (OSError, ValueError)
@@ -33,6 +37,27 @@ class NewerManifestError(ConfigError):
 
 class ProcessCountError(ConfigError):
     """Input states of single processes, which a job with another number of processes wrote."""
+
+
+@contextlib.contextmanager
+def naming_damage(path: object) -> Iterator[None]:
+    """Raise `DamagedCheckpointError` that names a file if code of the block cannot use its content.
+
+    Errors of users and of devices stay as they are.
+    """
+    try:
+        yield
+    except (UserError, jax.errors.JaxRuntimeError, MemoryError):
+        raise
+    except Exception as error:
+        # TensorStore appends locations in its own source code.
+        text = error_text(error).partition(" [source locations=")[0]
+        lines = text.strip().splitlines() or ["no message"]
+        raise DamagedCheckpointError(
+            f"damaged: {type(error).__name__}: {lines[0].rstrip('.')}",
+            owner=str(path),
+            hint="Move this step out of the folder to use an older one.",
+        ) from error
 
 
 def save_error(

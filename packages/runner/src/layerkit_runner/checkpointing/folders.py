@@ -25,9 +25,10 @@ from layerkit_runner.checkpointing.errors import (
     DamagedCheckpointError,
     LayoutVersionError,
     ProcessCountError,
+    naming_damage,
 )
 from layerkit_runner.checkpointing.policy import CheckpointPolicy
-from layerkit_runner.files.atomic_write import is_remote
+from layerkit_runner.files.atomic_write import is_remote, read_regular
 
 STEP_PREFIX = "checkpoint"
 STEP_DIGITS = 8
@@ -74,7 +75,7 @@ def recorded_step(directory: epath.Path) -> int | str | None:
     if path is None or not is_there(path):
         return None
     try:
-        step = json.loads(path.read_text())["step"]
+        step = json.loads(read_regular(path))["step"]
     except (OSError, ValueError, KeyError, TypeError):
         return "unknown"
     return step if isinstance(step, int) else "unknown"
@@ -171,9 +172,14 @@ def read_metadata(step_directory: epath.Path) -> dict[str, Any]:
 
     Raises:
       LayoutVersionError: A later version of this package wrote the step.
+      DamagedCheckpointError: The file cannot be read, or lacks a value.
     """
-    about = json.loads((step_directory / _METADATA_FILE).read_text())
-    if about["layout_version"] > LAYOUT_VERSION:
+    path = step_directory / _METADATA_FILE
+    with naming_damage(path):
+        about: dict[str, Any] = json.loads(read_regular(path))
+        is_later = int(about["layout_version"]) > LAYOUT_VERSION
+        about["user"] = dict(about["user"])
+    if is_later:
         raise LayoutVersionError(
             owner=str(step_directory),
             field="layout_version",
@@ -225,7 +231,7 @@ def read_input_states(directory: epath.Path) -> dict[str, Any]:
 
     Raises:
       ProcessCountError: The number has changed and a state lacks `"scope": "global"`.
-      DamagedCheckpointError: The folder has no file of input states.
+      DamagedCheckpointError: The folder has no file of input states, or it cannot be read.
     """
     matches = [_INPUT_STATES.fullmatch(path.name) for path in directory.iterdir()]
     counts = [int(match[2]) for match in matches if match]
@@ -234,12 +240,14 @@ def read_input_states(directory: epath.Path) -> dict[str, Any]:
     count = counts[0]
     is_same = count == jax.process_count()
     index = jax.process_index() if is_same else 0
-    states = json.loads((directory / _INPUT_STATES_NAME.format(index, count)).read_text())
-    bound = [
-        name
-        for name, state in states.items()
-        if not (isinstance(state, Mapping) and state.get("scope") == "global")
-    ]
+    path = directory / _INPUT_STATES_NAME.format(index, count)
+    with naming_damage(path):
+        states: dict[str, Any] = json.loads(read_regular(path))
+        bound = [
+            name
+            for name, state in states.items()
+            if not (isinstance(state, Mapping) and state.get("scope") == "global")
+        ]
     if bound and not is_same:
         raise ProcessCountError(
             f"the checkpoint holds input states of single processes ({', '.join(bound)})",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 import jax
@@ -24,6 +24,7 @@ from etils import epath
 from layerkit.errors import ConfigError, first_names
 from layerkit_runner.checkpointing import structure
 from layerkit_runner.checkpointing.integrity import Entry, Hasher
+from layerkit_runner.files.atomic_write import open_read
 
 STATE_FILE = "state.msgpack"
 _FORMAT = "layerkit-state"
@@ -112,7 +113,7 @@ def write_msgpack(
 
 def msgpack_leaves(state_directory: epath.Path) -> dict[structure.LeafPath, structure.LeafSpec]:
     """Return the stored leaves of the single file; read no array."""
-    with (state_directory / STATE_FILE).open("rb") as file:
+    with open_read(state_directory / STATE_FILE) as file:
         return _read_header(_unpacker(file), state_directory)
 
 
@@ -121,7 +122,7 @@ def read_msgpack(
 ) -> dict[structure.LeafPath, jax.Array]:
     """Read the leaves in `targets` from the single file, in their dtypes and shardings."""
     restored: dict[structure.LeafPath, jax.Array] = {}
-    with (state_directory / STATE_FILE).open("rb") as file:
+    with open_read(state_directory / STATE_FILE) as file:
         unpacker = _unpacker(file)
         for path, spec in _read_header(unpacker, state_directory).items():
             if path not in targets:
@@ -130,7 +131,7 @@ def read_msgpack(
                 continue
             target, data = targets[path], bytearray()
             while len(data) < spec.num_bytes:
-                data += next(unpacker)
+                data += unpacker.unpack()
             array = np.frombuffer(data, spec.dtype).reshape(spec.shape)
             array = array.astype(target.dtype, copy=False)
             restored[path] = jax.make_array_from_callback(
@@ -145,9 +146,9 @@ def _unpacker(file: IO[bytes]) -> msgpack.Unpacker:
 
 
 def _read_header(
-    unpacker: Iterator[Any], state_directory: epath.Path
+    unpacker: msgpack.Unpacker, state_directory: epath.Path
 ) -> dict[structure.LeafPath, structure.LeafSpec]:
-    header = next(unpacker)
+    header = unpacker.unpack()
     if header["format"] != _FORMAT or header["version"] > _VERSION:
         raise ConfigError(
             owner=str(state_directory / STATE_FILE),

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any, NoReturn
@@ -19,9 +20,10 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from layerkit_runner.checkpointing import folders, formats, integrity, structure
-from layerkit_runner.checkpointing.errors import SaveError
+from layerkit_runner.checkpointing.errors import SaveError, naming_damage
 from layerkit_runner.checkpointing.policy import CheckpointPolicy, Evaluations, SavedStep
 from layerkit_runner.distributed.cluster import from_each_process
+from layerkit_runner.files.atomic_write import read_regular
 
 _STATE, _INPUTS = "state", "input_states"
 # Several files are hashed side by side. Orbax's default of 2 GiB would leave most cores idle.
@@ -156,6 +158,10 @@ def read_step(
     """
     found: formats.RestoredCheckpoint | None = None
     problem: Exception | None = None
+    # Before any file is opened, since opening a pipe would wait for ever.
+    findings = integrity.merge(lambda: integrity.find_irregular(path))
+    if findings:
+        return findings, None
     with futures.ThreadPoolExecutor(1) as verifiers:
         verifying = verifiers.submit(integrity.verify_own, path) if verifies else None
         try:
@@ -207,21 +213,26 @@ def read_state(
 ) -> dict[structure.LeafPath, jax.Array]:
     """Read the leaves of a stored state, in either format."""
     if formats.format_of(state_directory) is formats.StateFormat.MSGPACK:
-        return formats.read_msgpack(state_directory, targets)
+        with naming_damage(state_directory / formats.STATE_FILE):
+            return formats.read_msgpack(state_directory, targets)
     nested = structure.nest(targets)
     restore_args = ocp.checkpoint_utils.construct_restore_args(nested)
     args = ocp.args.PyTreeRestore(item=nested, restore_args=restore_args, partial_restore=True)
-    with contextlib.closing(_array_storage()) as reader:
+    with naming_damage(state_directory), contextlib.closing(_array_storage()) as reader:
         return structure.named_leaves(reader.restore(state_directory, args=args))
 
 
 def stored_leaves(state_directory: epath.Path) -> dict[structure.LeafPath, structure.LeafSpec]:
     """Return shapes and dtypes of the stored leaves, in either format; read no array."""
     if formats.format_of(state_directory) is formats.StateFormat.MSGPACK:
-        return formats.msgpack_leaves(state_directory)
-    with contextlib.closing(_array_storage()) as reader:
+        with naming_damage(state_directory / formats.STATE_FILE):
+            return formats.msgpack_leaves(state_directory)
+    about = state_directory / "_METADATA"  # Orbax's description of the arrays
+    with naming_damage(about):
+        json.loads(read_regular(about))
+    with naming_damage(state_directory), contextlib.closing(_array_storage()) as reader:
         stored = structure.named_leaves(reader.metadata(state_directory).tree)
-    return {path: structure.spec_of(leaf) for path, leaf in stored.items()}
+        return {path: structure.spec_of(leaf) for path, leaf in stored.items()}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ restore, each process verifies a share of the files (`verify_together`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import hashlib
@@ -29,7 +30,7 @@ from etils import epath
 from layerkit_runner.checkpointing import folders
 from layerkit_runner.checkpointing.errors import DamagedCheckpointError, NewerManifestError
 from layerkit_runner.distributed.cluster import from_each_process
-from layerkit_runner.files.atomic_write import is_remote
+from layerkit_runner.files.atomic_write import irregular, is_remote, open_read, read_regular
 
 MANIFEST_VERSION = 2
 MANIFEST_FOLDER = "integrity"
@@ -38,7 +39,8 @@ MANIFEST_FILE = "manifest.json"
 # File of each process that hashed files, in the folder of the unfinished step.
 _SHARE_NAME = "hashed_by_process_{:05d}.json"
 # Orbax writes these at the commit, after the manifest; they hold no state.
-_COMMIT_FILES = frozenset({"_CHECKPOINT_METADATA", folders.COMMIT_FILE})
+_COMMIT_RECORD = "_CHECKPOINT_METADATA"
+_COMMIT_FILES = frozenset({_COMMIT_RECORD, folders.COMMIT_FILE})
 _REMOTE_READ_BYTES = 8 * 2**20
 _READ_BYTES = 2**18  # stays in a core's cache
 _READERS = 16  # hashes release the interpreter lock; also hides the latency of remote stores
@@ -156,6 +158,30 @@ def write(
     return files
 
 
+def find_irregular(step_directory: epath.Path) -> tuple[Finding, ...]:
+    """Return the files of a local step that are neither regular files nor links to such files."""
+    if is_remote(step_directory):
+        return ()
+    found: list[Finding | None] = []
+    with contextlib.suppress(OSError):  # reported by the verification
+        for path in step_directory.iterdir():
+            found += (_irregular(step_directory, name) for name in _files_under(path, path.name))
+    return tuple(finding for finding in found if finding is not None)
+
+
+def irregular_commit_file(step_directory: epath.Path) -> Finding | None:
+    """Return the finding of a commit record that is not a regular file."""
+    return None if is_remote(step_directory) else _irregular(step_directory, _COMMIT_RECORD)
+
+
+def _irregular(step_directory: epath.Path, name: str) -> Finding | None:
+    with contextlib.suppress(FileNotFoundError):
+        if (kind := irregular(step_directory / name)) is not None:
+            reason = f"it is {kind}, expected a regular file"
+            return Finding(name, FindingKind.UNREADABLE, reason=reason)
+    return None
+
+
 def verify_own(step_directory: epath.Path) -> tuple[Finding, ...]:
     """Verify the share of this process."""
     return verify(step_directory, share=jax.process_index(), num_shares=jax.process_count())
@@ -245,7 +271,7 @@ def file_sizes(step_directory: epath.Path) -> dict[str, int]:
 def step_digest(step_directory: epath.Path) -> str | None:
     """Return the digest of the manifest, if readable, which differs between two saves."""
     try:
-        return json.loads((step_directory / MANIFEST_FOLDER / MANIFEST_FILE).read_bytes())["digest"]
+        return json.loads(read_regular(step_directory / MANIFEST_FOLDER / MANIFEST_FILE))["digest"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -296,7 +322,7 @@ def _read_manifest(step_directory: epath.Path) -> dict[str, Entry] | Finding:
     """Return the entries of the manifest, or the finding that makes it unusable."""
     name = f"{MANIFEST_FOLDER}/{MANIFEST_FILE}"
     try:
-        text = (step_directory / MANIFEST_FOLDER / MANIFEST_FILE).read_bytes()
+        text = read_regular(step_directory / MANIFEST_FOLDER / MANIFEST_FILE)
     except (FileNotFoundError, NotADirectoryError):
         return Finding(name, FindingKind.MISSING)
     except OSError as error:
@@ -307,9 +333,13 @@ def _read_manifest(step_directory: epath.Path) -> dict[str, Entry] | Finding:
     try:
         document = json.loads(text)
         body = document["manifest"]
-        if document["digest"] != _digest(body):
+        files = body["files"]
+        is_valid = isinstance(body["version"], int) and all(
+            isinstance(entry["size"], int) for entry in files.values()
+        )
+        if document["digest"] != _digest(body) or not is_valid:
             return altered
-    except (ValueError, KeyError, TypeError):  # malformed JSON, or JSON of another structure
+    except (ValueError, KeyError, TypeError, AttributeError):  # no JSON, or of another structure
         return altered
     if body["version"] > MANIFEST_VERSION:
         raise NewerManifestError(
@@ -323,7 +353,7 @@ def _read_manifest(step_directory: epath.Path) -> dict[str, Entry] | Finding:
     if saved is not None and named not in (saved, None):
         reason = f"the folder is named step {named}, and step {saved} was saved in it"
         return Finding(name, FindingKind.OTHER_STEP, reason=reason)
-    return body["files"]
+    return files
 
 
 def _unreadable(name: str, error: OSError) -> Finding:
@@ -358,7 +388,7 @@ def _hash_file(path: epath.Path, name: str = _HASH) -> Entry | None:
     hasher = Hasher(name)
     remote = is_remote(path)
     try:
-        with path.open("rb") if remote else open(path, "rb", buffering=0) as file:
+        with open_read(path, is_buffered=remote) as file:
             while block := file.read(_REMOTE_READ_BYTES if remote else _READ_BYTES):
                 hasher.add(block)
     except FileNotFoundError:

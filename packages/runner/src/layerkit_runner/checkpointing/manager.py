@@ -270,6 +270,9 @@ class CheckpointManager:
         from_process_0(lambda: self._report_missing(recorded, listed, used_instead=step))
         from_process_0(lambda: self._move_damaged(listed, damaged, used_instead=step))
         if not self._read_only:
+            from_process_0(
+                lambda: self._move_irregular(older=[s for s in listed if s < (step or 0)])
+            )
             self._last_saved = step
             if self._orbax is not None:
                 self._orbax.reload()
@@ -447,6 +450,13 @@ class CheckpointManager:
                 del self._evaluations[step]
             if jax.process_index() == 0:
                 write_evaluations(self._directory, self._evaluations)
+
+    def _move_irregular(self, older: Sequence[int]) -> None:
+        """Move steps aside whose commit record Orbax, which reads it, would wait for."""
+        for path in (folders.step_folder(self._directory, step) for step in older):
+            if (finding := integrity.irregular_commit_file(path)) is not None:
+                aside = folders.move_aside(path).name
+                self._report(f"CHECKPOINT DAMAGED: {path}\n  {finding}\n  Moved aside to {aside}.")
 
     def _report_missing(
         self, recorded: int | str | None, listed: Sequence[int], *, used_instead: int | None

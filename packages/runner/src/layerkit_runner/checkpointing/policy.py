@@ -17,7 +17,7 @@ from etils import epath
 
 from layerkit.checks import check_choice, check_integers, check_sizes
 from layerkit.errors import ConfigError
-from layerkit_runner.files.atomic_write import atomic_write
+from layerkit_runner.files.atomic_write import atomic_write, read_regular
 
 EVALUATIONS_FILE = "evaluations.json"
 _EVALUATIONS_VERSION = 1
@@ -139,7 +139,7 @@ def read_evaluations(directory: epath.Path) -> Evaluations:
     if not path.exists():
         return {}
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(read_regular(path))
         if document["version"] > _EVALUATIONS_VERSION:
             raise ValueError(f"version={document['version']}")
         return {

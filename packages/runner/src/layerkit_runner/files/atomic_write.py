@@ -14,6 +14,7 @@ import re
 import secrets
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -56,7 +57,7 @@ def atomic_write(path: os.PathLike[str] | str, content: str | bytes, *, mode: in
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(partial, flags, mode)
     try:
-        with open(descriptor, "wb") as file:
+        with naming_path(target), open(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -64,6 +65,17 @@ def atomic_write(path: os.PathLike[str] | str, content: str | bytes, *, mode: in
     except BaseException:
         with contextlib.suppress(OSError):
             partial.unlink()
+        raise
+
+
+@contextlib.contextmanager
+def naming_path(path: os.PathLike[str] | str) -> Iterator[None]:
+    """Add a path to errors of the system about an open file, such as a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = os.fspath(path)
         raise
 
 
@@ -83,18 +95,59 @@ def open_append(path: os.PathLike[str] | str, *, is_buffered: bool = True) -> Bi
     return open(path, "a+b", buffering=-1 if is_buffered else 0, opener=_open_regular)
 
 
+def open_read(path: os.PathLike[str] | str, *, is_buffered: bool = True) -> BinaryIO:
+    """Open a file for reading; raise `UnsafePathError` if it is a folder, a pipe or a device.
+
+    Links are followed. A path may be that of a remote store.
+    """
+    if is_remote(path):
+        from etils import epath
+
+        file: BinaryIO = epath.Path(path).open("rb")
+        return file
+    return open(path, "rb", buffering=-1 if is_buffered else 0, opener=_open_following_links)
+
+
+def read_regular(path: os.PathLike[str] | str) -> bytes:
+    """Return the content of a file that `open_read` opens."""
+    with open_read(path) as file:
+        return file.read()
+
+
+def irregular(path: os.PathLike[str] | str) -> str | None:
+    """Return what a local path is, such as `a named pipe`; None for a regular file.
+
+    Raises:
+      FileNotFoundError: There is nothing at the path, or behind a link there.
+    """
+    return _kind(os.stat(path).st_mode)
+
+
+def _kind(mode: int) -> str | None:
+    if stat.S_ISREG(mode):
+        return None
+    if stat.S_ISDIR(mode):
+        return "a folder"
+    return "a named pipe" if stat.S_ISFIFO(mode) else "a socket or device"
+
+
 def _open_regular(path: str, flags: int) -> int:
     """Return the descriptor of a regular file; raise an error for links and everything else."""
     try:
-        # Without O_NONBLOCK, opening a pipe waits for a reader.
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        return _open_following_links(path, flags | os.O_NOFOLLOW)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK):  # the latter on BSD
             raise _unsafe(path, "is a symbolic link", "a regular file") from None
         raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+
+
+def _open_following_links(path: str, flags: int) -> int:
+    # Without O_NONBLOCK, opening a pipe waits for the other end.
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    kind = _kind(os.fstat(descriptor).st_mode)
+    if kind is not None:
         os.close(descriptor)
-        raise _unsafe(path, "is not a regular file", "a regular file")
+        raise _unsafe(path, f"is {kind}", "a regular file")
     return descriptor
 
 

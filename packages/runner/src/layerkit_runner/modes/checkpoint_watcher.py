@@ -9,6 +9,7 @@ from typing import Any
 from etils import epath
 
 from layerkit.errors import first_names
+from layerkit_runner.checkpointing.errors import DamagedCheckpointError, LayoutVersionError
 from layerkit_runner.checkpointing.folders import committed_steps, read_metadata, step_folder
 from layerkit_runner.checkpointing.integrity import step_digest
 from layerkit_runner.distributed.cluster import from_process_0
@@ -131,7 +132,7 @@ def _early_end(directory: epath.Path, step: int) -> str:
         return ""
     try:
         user = read_metadata(step_folder(directory, step))["user"]
-    except (OSError, ValueError, KeyError):
+    except (DamagedCheckpointError, LayoutVersionError):
         return ""  # The checkpoint was just deleted, so the training job is still running.
     if (user.get(EARLY_STOPPING) or {}).get("stopped_at") is not None:
         return "early stopping ended the training job"

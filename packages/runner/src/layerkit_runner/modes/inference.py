@@ -28,7 +28,7 @@ from layerkit_runner.distributed.cluster import from_process_0, gather_values
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.distributed.watchdog import phase, progress
 from layerkit_runner.errors import UsageError
-from layerkit_runner.files.atomic_write import atomic_write
+from layerkit_runner.files.atomic_write import atomic_write, read_regular
 from layerkit_runner.files.text import stable_repr
 from layerkit_runner.modes.checkpoint_watcher import watch_checkpoints
 from layerkit_runner.modes.end_report import ReportedMetric, sample_text
@@ -297,7 +297,7 @@ def _program_settings(program: BaseProgram) -> dict[str, Any]:
 def _read_record(path: epath.Path, provenance: dict[str, Any]) -> dict[str, float] | None:
     """Return the recorded metrics; None if there are none of this provenance."""
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(read_regular(path))
         if differing_names(record["made_from"], provenance):
             return None
         return {name: float(value) for name, value in record["metrics"].items()}

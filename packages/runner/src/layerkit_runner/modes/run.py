@@ -25,7 +25,7 @@ from layerkit_runner.errors import (
     to_usage_error,
     unknown_name_text,
 )
-from layerkit_runner.files.atomic_write import open_append
+from layerkit_runner.files.atomic_write import UnsafePathError, absolute, open_append
 from layerkit_runner.files.text import size_text
 
 if TYPE_CHECKING:
@@ -134,7 +134,11 @@ def _storage_and_memory_errors(
     ) as error:
         raise to_usage_error(error, owner=resolved.name) from error
     except OSError as error:
-        if isinstance(error, checkpointing.SaveError) or error.errno in _FULL_OR_READ_ONLY:
+        if (
+            isinstance(error, (checkpointing.SaveError, UnsafePathError))
+            or error.errno in _FULL_OR_READ_ONLY
+            or _is_in_job_folder(error, process)
+        ):
             raise StorageError(str(error)) from error
         raise
     except jax.errors.JaxRuntimeError as error:
@@ -152,6 +156,13 @@ def _storage_and_memory_errors(
             owner=resolved.name,
             hint=_kept_traceback(error, process),
         ) from error
+
+
+def _is_in_job_folder(error: OSError, process: JoinedProcess | None) -> bool:
+    folder = None if process is None else process.job_log_dir
+    if folder is None or not isinstance(error.filename, str):
+        return False
+    return absolute(error.filename).is_relative_to(absolute(folder))
 
 
 def out_of_memory_text(text: str) -> str | None:

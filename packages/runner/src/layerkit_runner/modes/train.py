@@ -19,6 +19,7 @@ import jax
 
 from layerkit_inputs.base_input import BaseInput
 from layerkit_runner.checkpointing import CheckpointManager, RestoredCheckpoint, SaveTimeoutError
+from layerkit_runner.checkpointing.errors import naming_damage
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.infeed import peek_batch
@@ -382,7 +383,8 @@ def _restore_positions(job: Job, programs: _Programs, first: FirstState) -> None
     early_stop = programs.early_stop
     if early_stop is None or EARLY_STOPPING not in first.metadata:
         return
-    early_stop.restore(first.metadata[EARLY_STOPPING], report=report)
+    with naming_damage(f"{first.restored_from}, step {first.step}, {EARLY_STOPPING}"):
+        early_stop.restore(first.metadata[EARLY_STOPPING], report=report)
     if early_stop.stopped_at is not None:
         report(f"{early_stop.message()}. To continue, set task.early_stopping=None or change it.")
 
@@ -406,7 +408,9 @@ def _build_executor(
         are_applied=not train.learner.skips_steps,
     )
     if SKIPPED_STEPS in prepared.first.metadata:
-        skipped.restore(prepared.first.metadata[SKIPPED_STEPS])
+        first = prepared.first
+        with naming_damage(f"{first.restored_from}, step {first.step}, {SKIPPED_STEPS}"):
+            skipped.restore(first.metadata[SKIPPED_STEPS])
 
     def trace_rest() -> None:
         for program in prepared.untraced:

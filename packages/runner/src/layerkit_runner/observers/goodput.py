@@ -25,7 +25,7 @@ from typing import Any
 
 from etils import epath
 
-from layerkit_runner.files.atomic_write import atomic_write
+from layerkit_runner.files.atomic_write import atomic_write, read_regular
 from layerkit_runner.observers.base import Background, Observer, RunInfo
 
 PHASES = (
@@ -164,7 +164,7 @@ class GoodputLog(Observer):
         self._step = info.start_step
         path = info.job_log_dir / "goodput.json"
         if path.exists():
-            record = json.loads(path.read_text())
+            record = json.loads(read_regular(path))
             began = self._clock() - sum(self._goodput.seconds().values())
             self._goodput.add_earlier(
                 record, start_step=info.start_step, seconds_between=began - record["time"]

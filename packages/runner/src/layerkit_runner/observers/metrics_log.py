@@ -21,7 +21,7 @@ from typing import Any
 from etils import epath
 
 from layerkit.errors import ConfigError
-from layerkit_runner.files.atomic_write import atomic_write, is_remote, open_append
+from layerkit_runner.files.atomic_write import atomic_write, is_remote, naming_path, open_append
 from layerkit_runner.observers.base import Background, Observer, RunInfo
 
 _RESERVED = ("event", "step", "time", "dataset")
@@ -134,8 +134,9 @@ class LocalLines:
 
     def write(self, line: str) -> None:
         """Append one line, given without a line end."""
-        self._file.write(line.encode() + b"\n")
-        self._file.flush()
+        with naming_path(self._file.name):
+            self._file.write(line.encode() + b"\n")
+            self._file.flush()
 
     def flush(self) -> None:
         """Do nothing, since no line is buffered."""

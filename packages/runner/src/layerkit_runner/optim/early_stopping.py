@@ -266,7 +266,8 @@ class EarlyStop:
             report(f"early stopping is reset, because its settings were {record['rule']}")
             return
         self.rule.set_state(record["state"])
-        self.stopped_at = record["stopped_at"]
+        stopped_at = record["stopped_at"]
+        self.stopped_at = None if stopped_at is None else int(stopped_at)
 
 
 SKIPPED_STEPS = "skipped_steps"
@@ -356,4 +357,4 @@ class SkippedSteps:
 
     def restore(self, record: Mapping[str, Any]) -> None:
         """Restore the counts that `record` returned."""
-        self.in_a_row, self.in_all = record["in_a_row"], record["in_all"]
+        self.in_a_row, self.in_all = int(record["in_a_row"]), int(record["in_all"])

@@ -36,7 +36,7 @@ from layerkit_runner.checkpointing.policy import (
 from layerkit_runner.config.flags import unknown_flag
 from layerkit_runner.config.help import read_command
 from layerkit_runner.errors import StorageError, UsageError, with_data
-from layerkit_runner.files.atomic_write import absolute
+from layerkit_runner.files.atomic_write import absolute, read_regular
 from layerkit_runner.files.text import aligned, size_text
 from layerkit_runner.run_options import Flag, non_negative
 
@@ -150,7 +150,7 @@ def _list(folder: str, *, read: bool = False) -> int:
 def _saved_at(step_directory: epath.Path) -> datetime.datetime:
     """Return the time of the commit of a step in UTC; without a record, that of its folder."""
     try:
-        about = json.loads((step_directory / "_CHECKPOINT_METADATA").read_text())
+        about = json.loads(read_regular(step_directory / "_CHECKPOINT_METADATA"))
         return datetime.datetime.fromtimestamp(about["commit_timestamp_nsecs"] / 1e9, datetime.UTC)
     except (OSError, ValueError, KeyError, TypeError):
         text = os.fspath(step_directory)
@@ -166,9 +166,7 @@ def _policy(step_directory: epath.Path) -> CheckpointPolicy | None:
     """
     try:
         return folders.policy_of(folders.read_metadata(step_directory))
-    except errors.LayoutVersionError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError):
+    except (errors.DamagedCheckpointError, TypeError):
         return None
 
 

@@ -24,6 +24,7 @@ from layerkit_runner.config.recorded import differing_names
 from layerkit_runner.data.infeed import eval_batches, peek_eval_batch, report_skipped
 from layerkit_runner.distributed.cluster import from_process_0
 from layerkit_runner.errors import UsageError
+from layerkit_runner.files.atomic_write import read_regular
 from layerkit_runner.observers import DECODE_PREFIX, Observer
 from layerkit_runner.observers.metrics_log import encode
 from layerkit_runner.trainer.continuation_text import continuation_text, shared_beginning
@@ -119,10 +120,10 @@ class DecodeProgram(BaseProgram):
             settings = describe_settings(self.task, self.dataset)
             weights = self._weights_digest(state)
             provenance = {"weights": weights, **settings, "record format": _RECORD_FORMAT}
-            if not self._processes and _can_reuse(path, provenance, observers):
-                records = [json.loads(line) for line in path.read_text().splitlines()]
-                self._report_records(records, step, observers)
-                return records
+            reused = None if self._processes else _reused(path, provenance, observers)
+            if reused is not None:
+                self._report_records(reused, step, observers)
+                return reused
         decoded, processed = self._decode(state, path, observers)
         records = processed.records if self._processes else decoded.records
         if path is not None and jax.process_index() == 0:
@@ -187,24 +188,36 @@ class DecodeProgram(BaseProgram):
         return decoded, processed
 
 
-def _can_reuse(path: epath.Path, provenance: dict[str, Any], observers: Observer) -> bool:
+def _reused(
+    path: epath.Path, provenance: dict[str, Any], observers: Observer
+) -> list[dict[str, Any]] | None:
+    """Return the records of a finished output with this provenance; None to decode again."""
+
+    def read() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in read_regular(path).decode().splitlines()]
 
     def decide() -> bool:
         if not path.exists():
             return False
         before = read_provenance(path)
         differing = differing_names(before, provenance)
-        if not differing:
-            observers.message(
-                f"reusing {path}: its weights, fields and data set are the same (code is not"
-                " compared). Delete this file to decode again."
-            )
-            return True
-        reason = f"it has different {', '.join(differing)}" if before else "unknown provenance"
-        observers.message(f"replacing {path}: {reason}")
-        return False
+        if differing:
+            reason = f"it has different {', '.join(differing)}" if before else "unknown provenance"
+            observers.message(f"replacing {path}: {reason}")
+            return False
+        try:
+            read()
+        except (OSError, ValueError) as error:
+            observers.message(f"replacing {path}: it is damaged ({error})")
+            return False
+        observers.message(
+            f"reusing {path}: its weights, fields and data set are the same (code is not"
+            " compared). Delete this file to decode again."
+        )
+        return True
 
-    return from_process_0(decide)
+    # Every process reads the file, which may be large.
+    return read() if from_process_0(decide) else None
 
 
 LARGEST_LIST = 1024

@@ -21,6 +21,7 @@ from etils import epath
 from layerkit.errors import as_sentence
 from layerkit_runner.checkpointing import folders
 from layerkit_runner.checkpointing.errors import SaveError
+from layerkit_runner.checkpointing.policy import EVALUATIONS_FILE
 from layerkit_runner.config.config_text import config_json, config_text
 from layerkit_runner.config.experiment import reduced_overrides, reduced_values
 from layerkit_runner.config.flags import RunOptions, parse_flags, to_argv
@@ -31,10 +32,13 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import (
     atomic_write,
     check_links,
+    irregular,
     is_remote,
+    read_regular,
     remove_stale_partials,
 )
 from layerkit_runner.files.locks import NoLocksError, delete_and_unlock, try_lock
+from layerkit_runner.training.train_state import RECORD
 
 STUDY_RECORD = "study.json"
 """Name of the file that a sweep writes; a folder that has it is not a job folder."""
@@ -42,6 +46,13 @@ STUDY_RECORD = "study.json"
 # File that is locked while a job trains; it holds the job's host and process id.
 _RUNNING = ".running"
 _MAX_CHANGES = 8
+# What a run opens or replaces in its folder.
+_FILES = (
+    *(_RUNNING, folders.RECORD_FILE, RECORD, "config.json", "config.txt", "metrics.jsonl"),
+    *("goodput.json", "wandb_run_id.txt", "loss_curve.png", "end_report_errors.txt"),
+    f"{folders.JOB_SUBFOLDER}/{EVALUATIONS_FILE}",
+)
+_FOLDERS = (folders.JOB_SUBFOLDER, "summaries", "logs", "eval", "decode")
 # The flags that only the first start of a job reads.
 _FIRST_START_FLAGS = (
     "init_from",
@@ -80,6 +91,7 @@ def check_writable(directory: epath.Path) -> None:
             if not os.access(directory, os.W_OK | os.X_OK):
                 raise PermissionError("No write permission")
             check_links(directory)
+            _check_kinds(directory)
             return
         missing = next(each for each in (directory, *directory.parents) if each.parent.exists())
         # Some file systems refuse new folders whatever their permissions are.
@@ -94,6 +106,23 @@ def check_writable(directory: epath.Path) -> None:
     # Another process of the same job may use it already.
     with contextlib.suppress(OSError):
         missing.rmdir()
+
+
+def _check_kinds(directory: epath.Path) -> None:
+    """Raise `UsageError` if a folder or a pipe has the name of a file of a run, or vice versa."""
+    for name in (*_FILES, *_FOLDERS):
+        path, expected = directory / name, "a folder" if name in _FOLDERS else "a regular file"
+        try:
+            kind = irregular(path) or "a regular file"
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if kind != expected:
+            raise UsageError(
+                f"the run cannot use {kind} of this name",
+                owner=os.fspath(path),
+                expected=expected,
+                hint="Delete or rename it, or give another --job_log_dir.",
+            )
 
 
 def check_no_sweep(directory: epath.Path) -> None:
@@ -152,7 +181,7 @@ def _remove_empty(folders: Sequence[Path]) -> None:
 
 def _holder(path: Path) -> str:
     with contextlib.suppress(OSError, ValueError, KeyError):  # It is being written or deleted.
-        holder = json.loads(path.read_text())
+        holder = json.loads(read_regular(path))
         return f"process {holder['pid']} on {holder['host']}"
     return "another process"
 

@@ -20,7 +20,7 @@ import numpy as np
 from etils import epath
 
 from layerkit_inputs.base_input import BaseInput
-from layerkit_runner.files.atomic_write import atomic_write
+from layerkit_runner.files.atomic_write import atomic_write, read_regular
 from layerkit_runner.files.text import stable_repr
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.training.task import SingleTask
@@ -79,9 +79,12 @@ def weights_digest_fn(task: SingleTask, partitioner: Partitioner) -> Callable[[T
 
 
 def read_provenance(outputs: epath.Path) -> dict[str, Any]:
-    """Return the recorded provenance of an output file; empty if there is none."""
-    path = _provenance_path(outputs)
-    return json.loads(path.read_text()) if path.exists() else {}
+    """Return the recorded provenance of an output file; empty if it is missing or damaged."""
+    try:
+        provenance = json.loads(read_regular(_provenance_path(outputs)))
+    except (OSError, ValueError):
+        return {}
+    return provenance if isinstance(provenance, dict) else {}
 
 
 def write_outputs(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,7 +18,8 @@ from etils import epath
 from flax import struct
 
 from layerkit.errors import first_names
-from layerkit_runner.files.atomic_write import atomic_write
+from layerkit_runner.errors import UsageError
+from layerkit_runner.files.atomic_write import atomic_write, read_regular
 from layerkit_runner.optim.optimizer_calls import is_schedule_free
 
 # Fields of a state that evaluation and decoding do not need; see `TrainState.for_inference`.
@@ -156,6 +158,13 @@ def copy_of(name: str) -> str:
 def recorded_hugging_face(directory: epath.Path) -> str | None:
     """Return the Hugging Face folder that provided a job's initial weights; None if none did."""
     try:
-        return json.loads((directory / RECORD).read_text()).get("hugging_face")
+        return json.loads(read_regular(directory / RECORD)).get("hugging_face")
     except FileNotFoundError:
         return None
+    except (OSError, ValueError, AttributeError) as error:
+        raise UsageError(
+            f"the file is damaged: {error}",
+            owner=os.fspath(directory / RECORD),
+            expected="the record of the initial weights, which a training run writes",
+            hint="Restore it from a backup, or delete it to export without the folder.",
+        ) from error
