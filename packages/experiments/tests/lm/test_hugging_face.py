@@ -6,9 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
-from layerkit.config import target_of
+from layerkit.config import Config, build, target_of
+from layerkit.interop.hugging_face import export_model, model_config
+from layerkit.models import DpoModel
 from layerkit_experiments.lm import fine_tune
 from layerkit_experiments.lm.recipes.data import LocalFiles
 from layerkit_experiments.lm.recipes.hugging_face import HuggingFaceLm
@@ -16,6 +20,8 @@ from layerkit_experiments.lm.recipes.optimization import AdamWCosine
 from layerkit_experiments.lm.recipes.parallelism import Spmd
 from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import FieldError, UsageError
+from layerkit_runner.init_from import plan_first_state
+from layerkit_runner.trainer.job import build_parts
 
 
 class FineTune(AdamWCosine, Spmd, LocalFiles, HuggingFaceLm):
@@ -35,7 +41,7 @@ def test_model_and_weights_come_from_the_folder(folder: Path):
     lm = task.model.lm_tpl
     assert (lm.vocab_size, lm.num_layers, lm.stack_tpl.remat) == (300, 3, "full")
     assert (task.model.dtype, task.model.fprop_dtype) == (None, "bfloat16")
-    assert (task.model.decoder.eos_id, task.initial_weights.folder) == (2, str(folder))
+    assert (task.model.decoder.eos_id, task.initial_weights.sources[0].folder) == (2, str(folder))
 
 
 def test_text_ends_with_the_tokens_of_the_folder(folder: Path):
@@ -91,10 +97,34 @@ def test_a_tokenizer_is_that_of_the_folder_or_is_named(raises, folder: Path):
         resolve(experiment)
 
 
+class Preferences(FineTune):
+    """DPO of the model of a folder."""
+
+    def model(self) -> Config:
+        return DpoModel.HParams.config(lm_tpl=super().model().lm_tpl)
+
+    def learner(self) -> Config:
+        return super().learner().set(frozen=("reference_lm/.*",))
+
+
+def test_policy_and_reference_start_with_the_weights_of_the_folder(tmp_path: Path):
+    content = {"model_type": "gpt2", "vocab_size": 300, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config = model_config(tmp_path)
+    variables = build(config).init(jax.random.key(3))
+    export_model(tmp_path, config, variables)
+    partitioner, task = build_parts(resolve(Preferences(HF_FOLDER=str(tmp_path))))
+    partitioner.start()
+    partitioner.bind(task)
+    params = plan_first_state(partitioner, task)().state.params
+    for name in ("lm", "reference_lm"):
+        jax.tree.map(np.testing.assert_array_equal, params[name], variables["params"]["lm"])
+
+
 def test_lora_trains_adapters_alone(folder: Path):
     fields = {"HF_FOLDER": str(folder), "TOKENIZER": "bytes", "LORA_RANK": 2}
     task = resolve(fine_tune.FineTuneLora(**fields)).task
     attention = task.model.lm_tpl.stack_tpl.layer_tpl.attention_tpl
     assert attention.query_tpl.dot_tpl.rank == 2
     assert task.train.learner.trainable == (".*/lora_[ab]",)
-    assert task.initial_weights.folder == str(folder)
+    assert task.initial_weights.sources[0].folder == str(folder)

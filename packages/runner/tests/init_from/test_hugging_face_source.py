@@ -13,6 +13,8 @@ import pytest
 
 from layerkit.config import build
 from layerkit.interop.hugging_face import export_model, model_config
+from layerkit.layers.adapters import with_lora
+from layerkit.layers.pipelined_transformer import PipelinedTransformer
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from import plan_first_state
 
@@ -57,6 +59,25 @@ def test_weights_of_a_hugging_face_folder(
     assert first.provenance.weights["lm/softmax/w"] == f"{path}:params/lm/softmax/w"
     (count,) = [line for line in first.provenance.lines() if "bfloat16 → float32" in line]
     assert f"{len(found)} values converted" in count
+
+
+def test_weights_of_a_pipelined_model(folder: tuple[Path, dict[str, Any]], begin: Any):
+    path, values = folder
+    model = model_config(path)
+    layer = model.lm_tpl.stack_tpl.layer_tpl
+    stack = PipelinedTransformer.HParams.config(
+        num_stages=2, num_microbatches=2, layer_tpl=with_lora(layer, rank=2)
+    )
+    model.lm_tpl.stack_tpl = stack
+    first = plan_first_state(*begin.bound(model, begin=begin.init_from(path)))()
+    found = begin.leaves({"params": first.state.params})
+    name = "attention/query/w"
+    (pipelined,) = (value for path, value in found.items() if path.endswith(name))
+    expected = values[f"params/lm/stack/repeat/sub/{name}"]
+    np.testing.assert_array_equal(np.reshape(pipelined, expected.shape), expected)
+    drawn = {path for path, of in first.provenance.weights.items() if of == "random_init"}
+    assert drawn == {path.removeprefix("params/") for path in found if "lora" in path}
+    assert drawn
 
 
 def test_rules_select_from_a_hugging_face_folder(folder: tuple[Path, dict[str, Any]], begin: Any):

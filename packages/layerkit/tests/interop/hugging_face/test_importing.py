@@ -16,7 +16,6 @@ from layerkit.config import build, target_of
 from layerkit.errors import ConfigError
 from layerkit.interop.hugging_face import (
     FAMILIES,
-    HuggingFaceWeights,
     TensorMismatchError,
     UnsupportedModelError,
     eos_id,
@@ -33,8 +32,8 @@ from layerkit.interop.hugging_face.mixtral import MIXTRAL
 from layerkit.interop.hugging_face.t5 import T5
 from layerkit.interop.hugging_face.tensors import dissect, pieces_of, their_shapes
 from layerkit.layers.activations import ReLU
-from layerkit.layers.adapters import with_lora
-from layerkit.layers.residual_adapters import with_residual_adapters
+from layerkit.layers.adapters import LORA_WEIGHTS, with_lora
+from layerkit.layers.residual_adapters import RESIDUAL_ADAPTER_WEIGHTS, with_residual_adapters
 
 
 def test_import_of_the_package_imports_no_hugging_face_library():
@@ -364,14 +363,10 @@ def test_weights_of_adapters_are_not_loaded(raises, make_folder, kind):
     else:
         model = build(with_residual_adapters(config, bottleneck_dims=2))
     like = jax.eval_shape(model.init, jax.random.key(0))["params"]
-    loaded = HuggingFaceWeights(folder=str(folder)).load(model, like)
+    fresh = (LORA_WEIGHTS, RESIDUAL_ADAPTER_WEIGHTS)
+    loaded = load_weights(folder, model, like={"params": like}, fresh=fresh)["params"]
     names = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(loaded)}
     assert not any(kind in name for name in names)
     assert "['lm']['stack']['repeat']['sub']['attention']['query']['w']" in names
     with raises(TensorMismatchError):
         load_weights(folder, model)
-
-
-def test_weights_without_a_folder_raise(raises, make_folder):
-    with raises(ConfigError, owner="HuggingFaceWeights", field="folder", value=None):
-        HuggingFaceWeights().load(build(model_config(make_folder("gpt2"))), {})

@@ -95,7 +95,10 @@ def _match(
     """Return the origins of all values, and the state with the dtypes in which they are read."""
     with as_usage_error(UserError, owner=source.label):
         optimizer = task.train.learner.transformation
-        opened = [open_source(one, state, report, optimizer=optimizer) for one in source.sources]
+        opened = [
+            open_source(one, state, report, optimizer=optimizer, model=task.model)
+            for one in source.sources
+        ]
     has_integers = any(
         path[0] == PARAMS and jnp.issubdtype(leaf.dtype, jnp.integer)
         for one in opened

@@ -15,7 +15,8 @@ import optax
 from etils import epath
 
 from layerkit.base_layer import PARAMS
-from layerkit.config import build
+from layerkit.base_model import BaseModel
+from layerkit.config import build, is_config
 from layerkit.interop.hugging_face import families, folder, importing, tensors
 from layerkit_runner.checkpointing import CheckpointManager, folders
 from layerkit_runner.checkpointing.integrity import require_sound, verify_together
@@ -23,7 +24,7 @@ from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join, na
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.atomic_write import absolute, is_remote
 from layerkit_runner.init_from.pax.folders import PaxFolder, find
-from layerkit_runner.init_from.settings import Source
+from layerkit_runner.init_from.settings import ADAPTER_WEIGHTS, Source
 from layerkit_runner.training.train_state import TrainState
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def open_source(
     report: Callable[[str], None],
     *,
     optimizer: optax.GradientTransformation,
+    model: BaseModel,
 ) -> Opened:
     """Open the folder of a source; only names, shapes and dtypes are read."""
     kind = recognize(source.folder or "")
@@ -63,7 +65,7 @@ def open_source(
         return Opened(source, stored)
     if not isinstance(kind, CheckpointFolder):
         like = named_leaves(state) if source.rules is None else None
-        return Opened(source, StoredHuggingFace(kind.directory, like=like))
+        return Opened(source, StoredHuggingFace(kind.directory, like=like, model=model))
     if source.step is not None and kind.step not in (None, source.step):
         raise UsageError(field="step", value=source.step, expected=f"the step of {source.folder}")
     step = kind.step if source.step is None else source.step
@@ -189,11 +191,13 @@ class StoredHuggingFace:
 
     step = None
 
-    def __init__(self, directory: epath.Path, *, like: Collection[LeafPath] | None) -> None:
+    def __init__(
+        self, directory: epath.Path, *, like: Collection[LeafPath] | None, model: BaseModel
+    ) -> None:
         """Read config.json and the names of the tensors.
 
-        Layers are named as a stack or one by one, whichever shares more names with the weights
-        `like`.
+        Layers are named as a stack, one by one, or as in the network of `model`, whichever shares
+        more names with the weights `like`.
         """
         self.label = str(directory)
         self._directory = directory
@@ -201,8 +205,7 @@ class StoredHuggingFace:
             self._family = families.family_in(folder.read_json(directory))
             self._chosen = self._anatomy(repeated=True)
             if like is not None and not self._chosen.weights.keys() <= set(like):
-                unrolled = self._anatomy(repeated=False)
-                ways = (self._chosen, unrolled)
+                ways = [self._chosen, self._anatomy(repeated=False), *self._anatomy_of(model)]
                 self._chosen = max(ways, key=lambda way: len(way.weights.keys() & set(like)))
             with folder.SafetensorsFolder(directory) as source:
                 dtypes = importing.stored_dtypes(source, self._family, self._chosen)
@@ -221,6 +224,15 @@ class StoredHuggingFace:
             like = tensors.unflatten(wanted)
             read = importing.read_weights(source, self._family, self._chosen, like=like)
         return tensors.flatten(read)
+
+    def _anatomy_of(self, model: BaseModel) -> list[tensors.Anatomy]:
+        """Return the anatomy of a model's network, such as a pipelined one, if it has one."""
+        family = self._family
+        network = getattr(model, family.network_field, None)
+        if not is_config(network):
+            return []
+        plain = build(family.model_class.HParams.config(**{family.network_field: network}))
+        return [tensors.dissect(plain, family.rows).without(ADAPTER_WEIGHTS)]
 
     def _anatomy(self, *, repeated: bool) -> tensors.Anatomy:
         model = build(importing.model_config(self._directory, repeated=repeated))

@@ -25,6 +25,7 @@ from layerkit_runner.distributed.devices import start_devices
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import absolute
 from layerkit_runner.init_from.first_state import plan_first_state
+from layerkit_runner.init_from.settings import InitFrom, Source
 from layerkit_runner.init_from.sources import CheckpointFolder, HuggingFaceFolder, recognize
 from layerkit_runner.interface.experiments import (
     ExperimentLike,
@@ -220,7 +221,9 @@ class FolderModel(BaseExperiment, abstract=True):
             name="lm",
             model=model,
             train=TrainHParams.HParams.config(learner=learner, num_train_steps=1),
-            initial_weights=hugging_face.HuggingFaceWeights.HParams.config(folder=self.FOLDER),
+            initial_weights=InitFrom.HParams.config(
+                sources=[Source.HParams.config(folder=self.FOLDER)]
+            ),
         )
 
     def datasets(self) -> list[Config]:

@@ -34,13 +34,14 @@ from layerkit.base_model import BaseModel
 from layerkit.config import Config
 from layerkit.decoding import SampleDecoder
 from layerkit.errors import UserError, pip_install
-from layerkit.interop.hugging_face import HuggingFaceWeights, export_model
+from layerkit.interop.hugging_face import export_model
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.errors import MissingExtraError
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.atomic_write import atomic_write
+from layerkit_runner.init_from.sources import HuggingFaceFolder, recognize
 from layerkit_runner.trainer import model_calls
 from layerkit_runner.trainer.job import Job, choose_step, start_job
 from layerkit_runner.training.train_state import recorded_hugging_face
@@ -91,15 +92,18 @@ def run_export(resolved: ResolvedExperiment, options: RunOptions) -> int:
 
 
 def _tokenizer_folder(job: Job) -> str | None:
-    """Return the Hugging Face folder from which training started; None if there is none."""
-    origin = job.task.initial_weights
-    if isinstance(origin, HuggingFaceWeights):
-        return origin.folder
-    folder = recorded_hugging_face(job.directory)
-    if folder is not None and not epath.Path(folder).is_dir():
-        job.observers.message(f"exporting without a tokenizer: {folder} does not exist")
-        return None
-    return folder
+    """Return the Hugging Face folder from which training started; None if there is none.
+
+    A run that started from another checkpoint has that of its experiment.
+    """
+    recorded = recorded_hugging_face(job.directory)
+    sources = getattr(job.task.initial_weights, "sources", ())
+    for folder in [source.folder for source in sources] if recorded is None else [recorded]:
+        if not epath.Path(folder).is_dir():
+            job.observers.message(f"exporting without a tokenizer: {folder} does not exist")
+        elif isinstance(recognize(folder), HuggingFaceFolder):
+            return str(folder)
+    return None
 
 
 def export_stablehlo(

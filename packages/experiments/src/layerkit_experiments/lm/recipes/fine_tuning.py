@@ -14,6 +14,12 @@ from layerkit_inputs import tokenizer_config
 from layerkit_runner.init_from import InitFrom, Source
 
 
+def weights_of(folder: str) -> Config:
+    """Return the config of initial weights from a folder."""
+    config: Config = InitFrom.HParams.config(sources=[Source.HParams.config(folder=folder)])
+    return config
+
+
 class InitialWeights:
     """Initial weights from a folder with the model of the experiment."""
 
@@ -35,9 +41,7 @@ class InitialWeights:
         task: Config = super().task()  # type: ignore[misc]  # of the experiment
         if self.weights_folder is None:
             return task
-        task.initial_weights = InitFrom.HParams.config(
-            sources=[Source.HParams.config(folder=self.weights_folder)]
-        )
+        task.initial_weights = weights_of(self.weights_folder)
         return task
 
 

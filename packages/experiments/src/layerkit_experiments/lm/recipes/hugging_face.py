@@ -7,6 +7,7 @@ from typing import ClassVar
 from layerkit.config import Config, field_names, target_of
 from layerkit.decoding import SampleDecoder
 from layerkit.errors import ConfigError
+from layerkit_experiments.lm.recipes.fine_tuning import weights_of
 from layerkit_experiments.lm.recipes.model import remat_policy
 from layerkit_experiments.lm.recipes.optimization import TrainingLength
 from layerkit_runner.config.experiment import BaseExperiment
@@ -104,11 +105,9 @@ class HuggingFaceLm(TrainingLength, BaseExperiment, abstract=True):
 
     def task(self) -> Config:
         """Return the config of the task."""
-        from layerkit.interop.hugging_face import HuggingFaceWeights
-
         return SingleTask.HParams.config(
             name="lm",
             model=self.model(),
             train=self.train_config(self.learner()),
-            initial_weights=HuggingFaceWeights.HParams.config(folder=self.HF_FOLDER),
+            initial_weights=weights_of(self.HF_FOLDER),
         )

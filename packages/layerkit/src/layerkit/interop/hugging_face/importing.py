@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from layerkit.base_layer import PARAMS, BaseLayer
-from layerkit.config import Config, Configurable, build, field_names
+from layerkit.base_layer import BaseLayer
+from layerkit.config import Config, build, field_names
 from layerkit.errors import ConfigError, near_names
 from layerkit.interop.hugging_face.families import family_in
 from layerkit.interop.hugging_face.family import Family
@@ -42,8 +42,6 @@ from layerkit.interop.hugging_face.tensors import (
     their_shapes,
     unflatten,
 )
-from layerkit.layers.adapters import LORA_WEIGHTS
-from layerkit.layers.residual_adapters import RESIDUAL_ADAPTER_WEIGHTS
 from layerkit.layers.stacks import unrolled_stack
 from layerkit.weights import canonical_dtype, floating_dtype
 
@@ -355,32 +353,3 @@ def _unroll(network: Config) -> None:
         stack = getattr(network, field)
         if field.endswith("stack_tpl") and stack is not None:
             setattr(network, field, unrolled_stack(stack))
-
-
-class HuggingFaceWeights(Configurable):
-    """Initial weights of a training run from a Hugging Face folder.
-
-    Attributes:
-      folder: Folder of a model of the same family and sizes.
-      fresh: Regular expressions of paths of weights that the folder does not have. They are drawn
-        at random. By default these are the weights of adapters.
-    """
-
-    folder: str | None = None
-    fresh: Sequence[str] = (LORA_WEIGHTS, RESIDUAL_ADAPTER_WEIGHTS)
-
-    def load(self, model: BaseLayer, like: Any) -> Any:
-        """Load the weights of `model` by layer path.
-
-        Args:
-          model: Network.
-          like: Shapes, dtypes and shardings of the weights.
-
-        Raises:
-          ConfigError: `folder` is None, or its tensors do not fit the model.
-        """
-        if self.folder is None:
-            raise ConfigError(
-                owner="HuggingFaceWeights", field="folder", value=None, expected="a path"
-            )
-        return load_weights(self.folder, model, like={PARAMS: like}, fresh=self.fresh)[PARAMS]
