@@ -93,6 +93,13 @@ def test_llama_with_a_window_is_exported_as_mistral(by_hand, tmp_path):
     assert (content["model_type"], content["sliding_window"]) == ("mistral", 4)
 
 
+def test_token_ids_beyond_the_vocabulary_are_not_carried_over(make_folder, by_hand, tmp_path):
+    ids = {"bos_token_id": 1, "eos_token_id": [2, 12], "pad_token_id": 32000}
+    export_model(tmp_path, *by_hand, tokenizer_folder=make_folder("llama", edit=ids))
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert {key: content[key] for key in ids} == {**ids, "eos_token_id": [2], "pad_token_id": None}
+
+
 def test_model_of_no_family_raises_with_the_nearest(raises, tmp_path):
     model = llama_by_hand(per_dim_scale=True)
     variables = jax.jit(build(model).init)(jax.random.key(0))

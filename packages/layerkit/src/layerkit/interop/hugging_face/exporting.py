@@ -113,6 +113,7 @@ def export_model(
             copy_companions(tokenizer_folder, path)
             # What describes the model takes precedence.
             content = _carried_over(tokenizer_folder, chosen) | content
+        content |= _token_ids(chosen, content)
         # The old key, which all versions of Transformers read.
         content["torch_dtype"] = str(next(iter(leaves.values())).dtype)
         # It is written last, since a folder without it is no model.
@@ -228,6 +229,20 @@ def _carried_over(source: str | os.PathLike[str], family: Family) -> dict[str, A
     if content.get("model_type") == family.model_type:
         keys |= family.neutral & set(content)
     return {key: content[key] for key in keys if key in content}
+
+
+def _token_ids(family: Family, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the special tokens, without those that the vocabulary lacks.
+
+    Transformers cannot load a model whose pad id is beyond its vocabulary.
+    """
+    stated = dict(family.token_ids) | {key: content[key] for key in _CARRIED if key in content}
+    kept: dict[str, Any] = {}
+    for key, value in stated.items():
+        several = value if isinstance(value, list) else [value]
+        inside = [one for one in several if one is not None and 0 <= one < content["vocab_size"]]
+        kept[key] = (inside if isinstance(value, list) else inside[0]) if inside else None
+    return kept
 
 
 def _write_tensors(

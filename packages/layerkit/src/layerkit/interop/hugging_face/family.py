@@ -31,6 +31,8 @@ class Family:
       model_class: Model class that contains the network.
       network_field: Field of the model that holds the network.
       model_entries: Table from keys of config.json to fields of the model itself.
+      token_ids: Special tokens of Transformers if the keys are left out, where they may be beyond a
+        small vocabulary.
       counts: Keys of config.json with the numbers of repeated tensors. The folder must hold at
         least as many tensors as the product of the keys in each tuple.
     """
@@ -47,6 +49,7 @@ class Family:
     model_class: Any = LanguageModel
     network_field: str = "lm_tpl"
     model_entries: tuple[Entry, ...] = ()
+    token_ids: Mapping[str, int] = dataclasses.field(default_factory=dict)
     counts: tuple[tuple[str, ...], ...] = (("num_hidden_layers",),)
 
     def read_config(self, content: Mapping[str, Any]) -> Config:

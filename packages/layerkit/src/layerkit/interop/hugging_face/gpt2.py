@@ -110,5 +110,6 @@ GPT2 = Family(
         Row("transformer.ln_f.weight", "lm/final_norm/scale"),
         Row("transformer.ln_f.bias", "lm/final_norm/bias"),
     ),
+    token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
     counts=(("n_layer",),),
 )

@@ -60,4 +60,5 @@ OLMO2 = Family(
     prefix="model.",
     copies=LLAMA_COPIES,
     buffers=LLAMA_BUFFERS,
+    token_ids={"eos_token_id": 50279, "pad_token_id": 1},
 )

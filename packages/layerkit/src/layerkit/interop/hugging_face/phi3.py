@@ -79,4 +79,5 @@ PHI3 = Family(
     prefix="model.",
     copies=LLAMA_COPIES,
     buffers=LLAMA_BUFFERS,
+    token_ids={"eos_token_id": 32000, "pad_token_id": 32000},
 )
