@@ -50,6 +50,18 @@ def test_per_tensor_norm_scales_each_gradient_by_itself():
     np.testing.assert_allclose(params["b"]["c"], -6.0)
 
 
+@pytest.mark.parametrize("per_layer", [True, False])
+def test_per_tensor_norm_is_that_of_a_layer_or_of_the_stack_as_in_pax(*, per_layer: bool):
+    # The layers have norms 0.5 and 5.
+    stack, stacks = {"w": jnp.array([[0.3, 0.4], [3.0, 4.0]])}, {("w",): (2,)}
+    learner = sgd(clip_per_tensor_norm=2.0, clip_per_layer=per_layer)
+    state = learner.init(stack, stacks=stacks)
+    update = learner.update(stack, state, stack, step=jnp.int32(0), stacks=stacks)
+    scales = np.array([1.0, 2 / 5] if per_layer else [2 / np.sqrt(25.25)] * 2)
+    expected = stack["w"] * (1 - scales[:, None])
+    np.testing.assert_allclose(update.params["w"], expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("clip", ["clip_global_norm", "clip_per_tensor_norm"])
 def test_a_gradient_of_zero_stays_zero(clip: str):
     params, _ = step(sgd(**{clip: 1.0}), grads=jax.tree.map(jnp.zeros_like, GRADS))
@@ -85,6 +97,7 @@ def test_complete_optimizer_keeps_its_rate():
         ("skip_step_gradient_norm_value", {"skip_step_gradient_norm_value": 0.0}),
         ("ema_decay", {"ema_decay": 0.0}),
         ("ema_decay", {"ema_decay": 1.0}),
+        ("clip_per_layer", {"clip_per_layer": False}),
     ],
 )
 def test_invalid_field_is_an_error(raises, field: str, fields: dict):

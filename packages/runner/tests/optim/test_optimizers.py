@@ -14,12 +14,12 @@ import pytest
 from layerkit.errors import ConfigError
 from layerkit_runner.optim.optimizer_calls import Reach, check_usable, reach_of
 from layerkit_runner.optim.optimizers import (
-    _round_stochastically,
     adam_with_update_cap,
     bfloat16_state,
     decays,
     lp_regularized,
 )
+from layerkit_runner.optim.rounding import round_stochastically
 
 
 def numpy_adam(params, grads_by_step, *, rate, b1, b2, eps, weight_decay, cap):
@@ -126,7 +126,7 @@ def test_stochastic_rounding_has_the_float32_number_as_expected_value():
     # 1 + 2**-8 lies in the middle of two bfloat16 numbers, the others nearer to one of them.
     for value in (1 + 2**-8, 1 + 2**-10, -3.0001, 1e-20):
         x = jnp.full(200_000, value, jnp.float32)
-        rounded = np.asarray(_round_stochastically(x, jax.random.key(1)), np.float64)
+        rounded = np.asarray(round_stochastically(x, jax.random.key(1)), np.float64)
         assert len(np.unique(rounded)) == 2
         spread = rounded.std() / np.sqrt(x.size)
         assert abs(rounded.mean() - float(x[0])) < 4 * spread
@@ -135,7 +135,7 @@ def test_stochastic_rounding_has_the_float32_number_as_expected_value():
 def test_stochastic_rounding_keeps_representable_numbers_and_infinities():
     values = jnp.array([0.0, -0.0, 1.5, -(2.0**100), jnp.inf, -jnp.inf, jnp.nan], jnp.float32)
     for seed in range(5):
-        rounded = _round_stochastically(values, jax.random.key(seed))
+        rounded = round_stochastically(values, jax.random.key(seed))
         np.testing.assert_array_equal(rounded.astype(jnp.float32), values)
 
 

@@ -54,7 +54,7 @@ def polynomial(peak: float = 2.0, **fields: Any) -> Any:
         (polynomial(power=0.5), {275: 0.2 + 0.9}),
         (
             linear_warmup_sqrt_decay(3.0, warmup_steps=100),
-            {0: 0.0, 1: 0.03, 100: 3.0, 400: 1.5, 2500: 0.6},
+            {0: 0.03, 1: 0.03, 100: 3.0, 400: 1.5, 2500: 0.6},
         ),
     ],
 )
@@ -153,6 +153,18 @@ def test_cycle_begins_again_after_its_last_boundary():
     schedule = cycle([falling, optax.constant_schedule(7.0)], boundaries=[2, 3])
     expected = [1.0, 0.5, 7.0] * 3
     np.testing.assert_array_equal(jax.vmap(schedule)(jnp.arange(9)), expected)
+
+
+def test_cycle_of_schedules_that_count_all_steps_equals_that_of_pax():
+    parts = [
+        optax.linear_schedule(1.0, 0.0, 10),
+        optax.constant_schedule(7.0),
+        optax.linear_schedule(0.0, 2.0, 20),
+    ]
+    schedule = cycle(parts, boundaries=[2, 3, 5], counts_all_steps=True)
+    # CycleSchedule.value_at of Praxis 1.4.0 with steps=[2, 1, 2] and the same parts.
+    expected = [1.0, 0.9, 7.0, 0.3, 0.4, 0.5, 0.4, 7.0, 0.8, 0.9, 0.0, 0.0]
+    np.testing.assert_allclose(jax.vmap(schedule)(jnp.arange(12)), expected, rtol=1e-6, atol=1e-7)
 
 
 NAN = float("nan")

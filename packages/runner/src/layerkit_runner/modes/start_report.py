@@ -22,6 +22,7 @@ from layerkit_runner.data.training_data import TrainInputs
 from layerkit_runner.distributed.devices import flag_lines
 from layerkit_runner.files.text import size_text
 from layerkit_runner.observers import RunInfo, StepWork, peak_flops
+from layerkit_runner.optim.learner import Learner
 from layerkit_runner.optim.weight_decay import weight_decay_of
 from layerkit_runner.optim.weight_patterns import integer_paths
 from layerkit_runner.trainer.job import Job, versions
@@ -93,6 +94,7 @@ def start_lines(
         f", {trained:,} trained" if trained != count else ""
     )
     yield from weight_decay_lines(job.task, job.resolved.task.train.learner, params)
+    yield from rounding_lines(job.task.train.learner, params)
     yield f"partitioner  {job.partitioner.describe()}"
     if padded := job.partitioner.padding_text(job.task):
         yield f"padded       {padded}"
@@ -125,6 +127,22 @@ def weight_decay_lines(task: SingleTask, learner: Any, params: Any) -> Iterator[
     optimizers = [learner.optimizer, *(one.optimizer for one in learner.auxiliary_optimizers)]
     for weights, optimizer in zip(task.decayed_weights(params), optimizers, strict=True):
         yield from weights.lines(flatten_dict(params), strength=weight_decay_of(optimizer))
+
+
+def rounding_lines(learner: Learner, params: Any) -> Iterator[str]:
+    """Yield lines about trained weights, or their shapes, that small updates may not change."""
+    trained = jax.tree.leaves(learner.trained_weights.select(params))
+    for dtype in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+        count = sum(leaf.dtype == dtype for leaf in trained)
+        start = f"rounding     {count} of {len(trained)} trained weights are in {dtype.name}"
+        if count and learner.stochastic_rounding and dtype == jnp.bfloat16:
+            yield f"{start}, rounded stochastically"
+        elif count:
+            remedy = "the model's dtype=float32 and fprop_dtype=" + dtype.name
+            if dtype == jnp.bfloat16:
+                remedy = f"learner.stochastic_rounding=True, or {remedy}"
+            part = round(2 / float(jnp.finfo(dtype).eps))
+            yield f"{start}: updates below 1/{part} of a weight are lost. Set {remedy}"
 
 
 def batch_text(batch: Any) -> str:

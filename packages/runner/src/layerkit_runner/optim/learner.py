@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, NamedTuple
@@ -28,9 +29,13 @@ from layerkit_runner.optim.optimizer_groups import (
     Stacks,
     map_tensors,
 )
+from layerkit_runner.optim.rounding import add_update
 from layerkit_runner.optim.schedules import concrete_number
 from layerkit_runner.optim.weight_decay import DecayedWeights
 from layerkit_runner.optim.weight_patterns import TrainedWeights
+
+# Seed of stochastic rounding, whose random numbers differ from those of a training step.
+_ROUNDING_STREAM = 0x7372
 
 
 class Update(NamedTuple):
@@ -100,16 +105,22 @@ class Learner(Configurable):
         all weights together.
       clip_per_tensor_norm: Limit of the gradient norm of each single weight, and of each layer of
         a stack. Cannot be combined with `clip_global_norm`.
+      clip_per_layer: False if `clip_per_tensor_norm` limits the norm of a whole stack of layers, as
+        in Pax.
       skip_nonfinite_gradients: True to skip a step whose loss or gradient holds NaN or an
         infinity. A skipped step changes the step number and nothing else in the state.
-      skip_step_gradient_norm_value: Largest norm of the gradient, before clipping, with which a
-        step is taken; a step with a larger or non-finite norm is skipped. None for no limit.
+      skip_step_gradient_norm_value: Limit of the gradient norm before clipping. A step whose norm
+        reaches it or is not finite is skipped. None for no limit.
+      stochastic_rounding: True to round updated bfloat16 weights up or down at random, so that
+        their expected value is exact. Optimizers then compute in float32 and keep float32 states.
+        Rounding to the nearest number loses updates below about 1/256 of a weight. The same step
+        draws the same random numbers, on any mesh and after a restart.
       ema_decay: Decay d of an exponential moving average of the trained weights, kept in float32.
         The decay at step t is min(d, (1 + t)/(10 + t)). None for no average.
       ema_before_step: True to average the weights before each update, as Pax does: the average
         then lags by one step. False averages the updated weights, as Optax and PyTorch do.
-      grad_norm_summary: True to report `learning/applied_grad_norm`, the norm of the updates,
-        which takes another pass over the weights.
+      grad_norm_summary: True to report `learning/applied_grad_norm`, the norm of the change of the
+        weights after rounding, which takes another pass over the weights.
       grad_norm_individual_vars: True to report `per_var_grad_norm/PATH`, the norm of the gradient
         of each trained weight before clipping.
       trainable: Regular expressions of the weights to train, such as `.*/lora_[ab]`; each has to
@@ -126,8 +137,10 @@ class Learner(Configurable):
     per_layer: bool | None = None
     clip_global_norm: float | None = None
     clip_per_tensor_norm: float | None = None
+    clip_per_layer: bool = True
     skip_nonfinite_gradients: bool = True
     skip_step_gradient_norm_value: float | None = None
+    stochastic_rounding: bool = False
     ema_decay: float | None = None
     ema_before_step: bool = False
     grad_norm_summary: bool = True
@@ -151,6 +164,9 @@ class Learner(Configurable):
         is_one_clip = self.clip_global_norm is None or self.clip_per_tensor_norm is None
         expected = f"None, because clip_global_norm={self.clip_global_norm} is set"
         require(is_one_clip, "Learner", "clip_per_tensor_norm", self.clip_per_tensor_norm, expected)
+        is_used = self.clip_per_tensor_norm is not None or self.clip_per_layer
+        expected = "True unless clip_per_tensor_norm is set"
+        require(is_used, "Learner", "clip_per_layer", self.clip_per_layer, expected)
         names = [auxiliary.name for auxiliary in self.auxiliary_optimizers]
         are_unique = len(set(names)) == len(names)
         require(are_unique, "Learner", "auxiliary_optimizers", names, "a different name for each")
@@ -173,10 +189,15 @@ class Learner(Configurable):
         """Return the initial state of the optimizers for the trained part of `params`.
 
         Raises:
-          ConfigError: A pattern matches no weight, or `ema_decay` is set with a schedule-free
-            optimizer.
+          ConfigError: A pattern matches no weight, `ema_decay` is set with a schedule-free
+            optimizer, or `stochastic_rounding` without a bfloat16 weight.
         """
-        state = self._groups.init(self.trained_weights.select(params), stacks or {})
+        trained = self.trained_weights.select(params)
+        has_bfloat16 = any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(trained))
+        expected = "False, because no trained weight is stored in bfloat16"
+        is_used = has_bfloat16 or not self.stochastic_rounding
+        require(is_used, "Learner", "stochastic_rounding", self.stochastic_rounding, expected)
+        state = self._groups.init(self._computed(trained), stacks or {})
         is_allowed = self.ema_decay is None or not is_schedule_free(state)
         expected = "None with a schedule-free optimizer, which averages the weights itself"
         require(is_allowed, "Learner", "ema_decay", self.ema_decay, expected)
@@ -184,7 +205,8 @@ class Learner(Configurable):
 
     def check_updates_by_layer(self, params: Any, *, stacks: Stacks) -> None:
         """Raise `ConfigError` if an optimizer cannot update one layer of a stack at a time."""
-        self._groups.check_updates_by_layer(self.trained_weights.select(params), stacks)
+        trained = self._computed(self.trained_weights.select(params))
+        self._groups.check_updates_by_layer(trained, stacks)
 
     def decayed_weights(
         self, params: Any, *, stacks: Stacks | None = None
@@ -245,8 +267,9 @@ class Learner(Configurable):
         if not is_schedule_free(opt_state):
             return params
         trained = self.trained_weights.select(params)
-        found = self._groups.evaluated(trained, opt_state, stacks or {})
-        return self.trained_weights.merge(params, found)
+        found = self._groups.evaluated(self._computed(trained), opt_state, stacks or {})
+        cast = jax.tree.map(lambda mean, leaf: mean.astype(leaf.dtype), found, trained)
+        return self.trained_weights.merge(params, cast)
 
     def update(
         self,
@@ -277,7 +300,7 @@ class Learner(Configurable):
         if loss is not None:
             is_valid &= jnp.isfinite(loss)
         if self.skip_step_gradient_norm_value is not None:
-            is_valid &= norm <= self.skip_step_gradient_norm_value
+            is_valid &= norm < self.skip_step_gradient_norm_value
         scalars = {
             "learning/raw_grad_norm": norm,
             "learning/is_valid_step": is_valid.astype(jnp.float32),
@@ -285,23 +308,24 @@ class Learner(Configurable):
         if self.grad_norm_individual_vars:
             norms = {path: global_norm(leaf) for path, leaf in flatten_dict(grads).items()}
             scalars |= {f"per_var_grad_norm/{'/'.join(path)}": n for path, n in norms.items()}
-        raw_grads = grads
+        raw_grads = grads = self._computed(grads)
         grads, clipping = self._clip(grads, norm, stacks)
         trained = self.trained_weights.select(params)
-        scalars |= self._rates(opt_state, trained, stacks, step)
+        computed = self._computed(trained)
+        scalars |= self._rates(opt_state, computed, stacks, step)
         updates, new_state = self._groups.update(
             grads,
             opt_state,
-            trained,
+            computed,
             stacks,
             raw_grads=raw_grads,
             loss=loss,
             select=partial(choose, is_valid) if self.skips_steps else lambda new, _: new,
         )
-        new_trained = optax.apply_updates(trained, updates)
+        new_trained, change = self._add_updates(trained, updates, step)
         new_ema = self._average(ema, trained if self.ema_before_step else new_trained, step)
         if self.grad_norm_summary:
-            scalars["learning/applied_grad_norm"] = global_norm(updates)
+            scalars["learning/applied_grad_norm"] = global_norm(change)
         if self.skips_steps:
             new_trained, new_ema = choose(is_valid, (new_trained, new_ema), (trained, ema or {}))
             if self.grad_norm_summary:
@@ -314,6 +338,28 @@ class Learner(Configurable):
             is_valid=is_valid,
             scalars=scalars | clipping,
         )
+
+    def _computed(self, tree: Any) -> Any:
+        """Return weights or gradients in the dtypes in which optimizers compute."""
+        if not self.stochastic_rounding:
+            return tree
+
+        def widen(leaf: Any) -> Any:
+            return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
+
+        return jax.tree.map(widen, tree)
+
+    def _add_updates(self, trained: Any, updates: Any, step: jax.Array) -> tuple[Any, Any]:
+        """Return (new weights, their change in float32)."""
+        key = jax.random.fold_in(jax.random.key(_ROUNDING_STREAM), step)
+        flat, sums = flatten_dict(updates), {}
+        for path, weight in flatten_dict(trained).items():
+            own = jax.random.fold_in(key, zlib.crc32("/".join(path).encode()))
+            sums[path] = add_update(
+                weight, flat[path], key=own if self.stochastic_rounding else None
+            )
+        new, change = ({path: pair[i] for path, pair in sums.items()} for i in (0, 1))
+        return unflatten_dict(new), unflatten_dict(change)
 
     def _clip(self, grads: Any, norm: jax.Array, stacks: Stacks) -> tuple[Any, dict[str, Any]]:
         if self.clip_global_norm is not None:
@@ -329,7 +375,7 @@ class Learner(Configurable):
             def clip(grad: jax.Array) -> jax.Array:
                 return grad * _scale_to(limit, global_norm(grad)).astype(grad.dtype)
 
-            clipped = map_tensors(clip, grads, stacks)
+            clipped = map_tensors(clip, grads, stacks if self.clip_per_layer else {})
             return clipped, {"learning/clipped_grad_norm": global_norm(clipped)}
         return grads, {}
 

@@ -11,6 +11,7 @@ import optax
 
 from layerkit.checks import check_non_negative, check_positive, check_rates, require
 from layerkit_runner.optim.optimizer_calls import is_schedule_free
+from layerkit_runner.optim.rounding import round_stochastically
 from layerkit_runner.optim.schedules import concrete_numbers
 from layerkit_runner.optim.weight_decay import decays as decays
 from layerkit_runner.optim.weight_decay import spares_norms as spares_norms
@@ -201,7 +202,7 @@ def bfloat16_state(
             jax.random.fold_in(jax.random.key(0), state.num_updates), len(leaves)
         )
         stored = [
-            _round_stochastically(x, key) if _stored_dtype(x) != x.dtype else x
+            round_stochastically(x, key) if _stored_dtype(x) != x.dtype else x
             for x, key in zip(leaves, keys, strict=True)
         ]
         new_state = Bfloat16State(state.num_updates + 1, jax.tree.unflatten(structure, stored))
@@ -212,17 +213,3 @@ def bfloat16_state(
 
 def _stored_dtype(x: jax.Array) -> Any:
     return jnp.bfloat16 if x.dtype == jnp.float32 and x.ndim else x.dtype
-
-
-def _round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Return float32 `[...]` in bfloat16, rounded up or down so that the expected value is `x`.
-
-    The increments of a second moment are often smaller than half of the distance between two
-    bfloat16 numbers, so that rounding to the nearest would stop the average. Stochastic rounding is
-    by Gupta et al., 2015, arXiv:1502.02551.
-    """
-    dropped_bits = 0xFFFF
-    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise
-    rounded = jax.lax.bitcast_convert_type(bits & ~jnp.uint32(dropped_bits), jnp.float32)
-    return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)

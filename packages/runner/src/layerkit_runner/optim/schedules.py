@@ -1,8 +1,8 @@
 """Learning-rate schedules that Optax does not have as a whole: `step -> learning rate`.
 
-A linear warmup starts at 0, so the first step changes only the optimizer's statistics;
-`warmup_steps=0` starts at the peak instead. Steps out of order, unknown choices and numbers out of
-range raise `ConfigError`. Schedules of Optax are used directly, such as
+A linear warmup starts at 0, unless it says otherwise, so the first step changes only the
+optimizer's statistics; `warmup_steps=0` starts at the peak instead. Steps out of order, unknown
+choices and numbers out of range raise `ConfigError`. Schedules of Optax are used directly, such as
 `Config(optax.linear_schedule, 0.0, 1.0, 100)`:
 
     constant          optax.constant_schedule(value), or a plain number
@@ -115,6 +115,8 @@ def linear_warmup_polynomial_decay(
 def linear_warmup_sqrt_decay(peak: float, *, warmup_steps: int) -> optax.Schedule:
     """Return a linear warmup to `peak`, then peak·√(warmup_steps / step).
 
+    Step 0 has the rate of step 1, as in Pax's `LinearRampupSqrtDecay`.
+
     Args:
       peak: Highest rate.
       warmup_steps: Step at which the peak is reached, at least 1.
@@ -125,7 +127,7 @@ def linear_warmup_sqrt_decay(peak: float, *, warmup_steps: int) -> optax.Schedul
     _check_last(owner, warmup_steps=warmup_steps)
 
     def rate(step: jax.typing.ArrayLike) -> jax.Array:
-        part = jnp.asarray(step, jnp.float32) / warmup_steps
+        part = jnp.maximum(jnp.asarray(step, jnp.float32), 1.0) / warmup_steps
         return peak * jnp.minimum(part, jax.lax.rsqrt(jnp.maximum(part, 1.0)))
 
     return rate
@@ -177,20 +179,36 @@ def piecewise_constant(*, boundaries: Sequence[int], values: Sequence[float]) ->
     return rate
 
 
-def cycle(schedules: Sequence[optax.Schedule], *, boundaries: Sequence[int]) -> optax.Schedule:
+def cycle(
+    schedules: Sequence[optax.Schedule],
+    *,
+    boundaries: Sequence[int],
+    counts_all_steps: bool = False,
+) -> optax.Schedule:
     """Return a schedule that runs several schedules in turn and then begins with the first again.
 
     Args:
       schedules: Schedules, each of which counts steps from its own beginning.
       boundaries: Increasing steps at which each ends; at the last, the first begins again.
+      counts_all_steps: True if schedules count the steps of the run instead, as those of Pax's
+        `CycleSchedule`.
     """
     owner, schedules, boundaries = "cycle", tuple(schedules), tuple(boundaries)
     is_valid = 0 < len(schedules) == len(boundaries)
     expected = f"one boundary for each of {len(schedules)} schedules, and at least one"
     require(is_valid, owner, "boundaries", boundaries, expected)
     _check_boundaries(owner, boundaries)
-    one_round = optax.join_schedules(schedules, boundaries[:-1])
-    return lambda step: one_round(jnp.asarray(step) % boundaries[-1])
+    if not counts_all_steps:
+        one_round = optax.join_schedules(schedules, boundaries[:-1])
+        return lambda step: one_round(jnp.asarray(step) % boundaries[-1])
+
+    def rate(step: jax.typing.ArrayLike) -> jax.Array:
+        index = jnp.searchsorted(
+            jnp.array(boundaries), jnp.asarray(step) % boundaries[-1], side="right"
+        )
+        return jnp.stack([jnp.asarray(schedule(step)) for schedule in schedules])[index]
+
+    return rate
 
 
 def transformer(*, warmup_steps: int, model_dims: int, scale: float = 1.0) -> optax.Schedule:

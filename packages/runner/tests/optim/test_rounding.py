@@ -1,0 +1,103 @@
+"""Updates of bfloat16 weights: what is lost, what is reported, and stochastic rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from layerkit.config import Partial
+from layerkit.errors import ConfigError
+from layerkit_runner.modes.start_report import rounding_lines
+from layerkit_runner.optim.learner import Learner, Update
+
+SIZE = 64 * 64
+ONES = {"w": jnp.ones((64, 64), jnp.bfloat16), "b": jnp.ones(4)}
+
+
+def updates(params: Any, *, steps: int, first: int = 0, **fields: Any) -> list[Update]:
+    """Return the updates of steps with a gradient of 1 in each entry."""
+    fields = {"optimizer": Partial(optax.sgd), "learning_rate": 1e-3, **fields}
+    learner = Learner.HParams.config(**fields).Instantiate()
+    state, found = learner.init(params), []
+    run = jax.jit(
+        lambda params, state, step: learner.update(ones(params), state, params, step=step)
+    )
+    for step in range(first, first + steps):
+        found.append(run(params, state, jnp.int32(step)))
+        params, state = found[-1].params, found[-1].opt_state
+    return found
+
+
+def ones(tree: Any) -> Any:
+    return jax.tree.map(jnp.ones_like, tree)
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_the_applied_norm_is_that_of_the_rounded_weights(*, stochastic: bool):
+    old = ONES
+    for update in updates(ONES, steps=3, stochastic_rounding=stochastic):
+        changes = jax.tree.map(lambda a, b: np.float64(a) - np.float64(b), update.params, old)
+        norm = np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(changes)))
+        np.testing.assert_allclose(update.scalars["learning/applied_grad_norm"], norm, rtol=1e-6)
+        # Half the distance between bfloat16 numbers below 1 is 1/512, more than the rate.
+        assert np.any(changes["w"]) == stochastic
+        old = update.params
+
+
+def test_stochastic_rounding_keeps_the_mean_of_small_updates():
+    last = updates(ONES, steps=100, stochastic_rounding=True)[-1].params
+    assert last["w"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(last["b"], 0.9, rtol=1e-5)
+    # A step moves a weight by 1/256 with probability 0.256; deviation of a sum of 100: 0.017.
+    mean, deviation = np.mean(np.float64(last["w"])), np.sqrt(100 * 0.256 * 0.744) / 256
+    assert abs(mean - 0.9) < 5 * deviation / np.sqrt(SIZE)
+    np.testing.assert_allclose(np.std(np.float64(last["w"])), deviation, rtol=0.1)
+
+
+def test_optimizers_compute_in_float32_and_weights_do_not_depend_on_restart_or_mesh():
+    fields = {"optimizer": Partial(optax.adam), "stochastic_rounding": True}
+    whole = updates(ONES, steps=4, **fields)
+    moments = [x for x in jax.tree.leaves(whole[-1].opt_state) if x.ndim]
+    assert {x.dtype for x in moments} == {jnp.dtype("float32")}
+    learner = Learner.HParams.config(learning_rate=1e-3, **fields).Instantiate()
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    sharded = {"w": sharding, "b": NamedSharding(mesh, PartitionSpec())}
+    params = jax.device_put(whole[1].params, sharded)
+    state = whole[1].opt_state
+    run = jax.jit(
+        lambda params, state, step: learner.update(ones(params), state, params, step=step)
+    )
+    for step in (2, 3):
+        update = run(params, state, jnp.int32(step))
+        params, state = update.params, update.opt_state
+    jax.tree.map(np.testing.assert_array_equal, params, whole[-1].params)
+    again = updates(ONES, steps=1, first=1, **fields)[0].params
+    assert np.any(np.asarray(again["w"] != whole[0].params["w"]))
+
+
+def test_report_says_which_weights_lose_updates():
+    def lines(params: Any, **fields: Any) -> list[str]:
+        learner = Learner.HParams.config(optimizer=Partial(optax.sgd), learning_rate=1e-3, **fields)
+        return list(rounding_lines(learner.Instantiate(), params))
+
+    (line,) = lines(ONES)
+    assert line.startswith(
+        "rounding     1 of 2 trained weights are in bfloat16: updates below 1/256"
+    )
+    # The number next to 1 is 1 + 1/128.
+    assert jnp.bfloat16(1 + 0.99 / 256) == 1 and jnp.bfloat16(1 + 1.01 / 256) > 1
+    (line,) = lines(ONES, stochastic_rounding=True)
+    assert line == "rounding     1 of 2 trained weights are in bfloat16, rounded stochastically"
+    assert not lines(ONES, frozen=("w",))
+
+
+def test_stochastic_rounding_without_bfloat16_weights_is_an_error(raises):
+    with raises(ConfigError, owner="Learner", field="stochastic_rounding", value=True):
+        updates({"w": jnp.ones(2)}, steps=1, stochastic_rounding=True)
