@@ -18,11 +18,13 @@ from layerkit_runner.tools.quantize import quantize_folder
 IDS = [[1, 5, 9, 2, 7], [1, 3, 3, 8, 6]]
 
 
-def test_logits_and_greedy_tokens_equal_those_of_transformers(tmp_path: Path):
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    """A Llama of transformers with random weights."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    theirs = transformers.LlamaForCausalLM(
+    return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=16,
             hidden_size=16,
@@ -35,6 +37,11 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(tmp_path: Path):
             eos_token_id=2,
         )
     ).eval()
+
+
+def test_logits_and_greedy_tokens_equal_those_of_transformers(theirs: Any, tmp_path: Path):
+    import torch
+
     theirs.save_pretrained(tmp_path / "llama")
     model = layerkit_runner.load(tmp_path / "llama", overrides={"DTYPE": "float32"})
     with torch.no_grad():
@@ -43,6 +50,43 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(tmp_path: Path):
     np.testing.assert_allclose(model.logits(IDS), expected, atol=1e-4)
     (found,) = model.generate_ids(IDS[:1], max_new_tokens=8, temperature=0)
     assert found.tolist() == tokens[0, len(IDS[0]) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("content", "explicit"),
+    [
+        ({"max_length": 14, "repetition_penalty": 1.5, "temperature": 0.3}, {}),
+        ({"max_new_tokens": 9, "no_repeat_ngram_size": 2, "min_new_tokens": 9}, {}),
+        ({"suppress_tokens": [4, 7], "do_sample": True}, {"max_new_tokens": 7, "temperature": 0}),
+    ],
+)
+def test_defaults_of_generation_are_those_of_transformers(
+    theirs: Any,
+    content: dict[str, Any],
+    explicit: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    raises: Any,
+):
+    import torch
+    import transformers
+
+    theirs.generation_config = transformers.GenerationConfig(eos_token_id=2)
+    theirs.save_pretrained(tmp_path)
+    theirs.generation_config.update(**content)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **content}))
+    options = {"do_sample": False} | explicit if explicit else {}
+    options.pop("temperature", None)
+    expected = theirs.generate(torch.tensor(IDS[:1]), **options)[0, len(IDS[0]) :].tolist()
+    model = layerkit_runner.load(tmp_path, overrides={"DTYPE": "float32"})
+    assert "(generation_config.json)" in capsys.readouterr().err
+    (found, _) = model.generate_ids([IDS[0], IDS[1] * 2], **explicit)
+    assert found.tolist() == expected
+    if "max_length" in content:
+        assert len(model.generate_ids([IDS[1]])[0]) <= 9
+        assert len(model.generate_ids([IDS[0]], max_new_tokens=20)[0]) > 9
+        with raises(UserError, field="length of prompts[0]", value=15):
+            model.generate_ids([IDS[0] * 3])
 
 
 def test_folder_without_a_tokenizer_scores_ids_and_names_what_is_missing(

@@ -298,6 +298,14 @@ def test_tokenizer_files_and_token_ids_are_copied(make_folder, tmp_path):
     export_model(again, model, variables, tokenizer_folder=folder)
     assert (again / "tokenizer.json").read_text() == "{}"
     assert (again / "generation_config.json").read_text() == '{"temperature": 0.5}'
+    # Defaults in config.json are moved, as transformers does.
+    for path in (folder / "generation_config.json", again / "generation_config.json"):
+        path.unlink()
+    config_json = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config_json | {"top_p": 0.5, "top_k": 3}))
+    export_model(again, model, variables, tokenizer_folder=folder)
+    moved = json.loads((again / "generation_config.json").read_text())
+    assert (moved["top_p"], moved["top_k"]) == (0.5, 3) and "vocab_size" not in moved
     assert not (again / "notes.txt").exists()
     content = json.loads((again / "config.json").read_text())
     assert (content["eos_token_id"], content["max_position_embeddings"]) == (2, 32)

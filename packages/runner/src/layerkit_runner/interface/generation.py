@@ -96,13 +96,19 @@ def end_of_source(tokenizer: Tokenizer) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class GenerateOptions:
-    """Options of `LoadedModel.generate`; None takes the value of the model's decoder."""
+    """Options of `LoadedModel.generate`; None takes the value of the model's decoder.
+
+    Attributes:
+      max_length: Largest number of tokens of prompt and continuation, which the decoder may limit
+        if `max_new_tokens` is None.
+    """
 
     max_new_tokens: int | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
+    max_length: int | None = None
 
     def filled(self, decoder: Any) -> GenerateOptions:
         """Return the options with those of a decoder in place of None.
@@ -129,7 +135,15 @@ class GenerateOptions:
         if not _is_integer(self.seed, 0):
             expected = "an integer from 0 to 2**31 - 1"
             raise UsageError(field="seed", value=self.seed, expected=expected)
-        return dataclasses.replace(self, **values)
+        max_length = decoder.max_length if self.max_new_tokens is None else None
+        return dataclasses.replace(self, **values, max_length=max_length)
+
+    def limit(self, prompt_length: int) -> int:
+        """Return the largest number of new tokens; not positive after a prompt that is too long."""
+        assert self.max_new_tokens is not None
+        if self.max_length is None:
+            return self.max_new_tokens
+        return min(self.max_new_tokens, self.max_length - prompt_length)
 
     @property
     def is_greedy(self) -> bool:
@@ -149,20 +163,27 @@ def prompt_batch(
       are_sources: True if the encoder of an encoder-decoder reads the prompts.
 
     Raises:
-      UsageError: A prompt is empty.
+      UsageError: A prompt is empty, or longer than the decoder's `max_length`.
     """
+    limits = [options.limit(1 if are_sources else len(prompt)) for prompt in prompts]
     for row, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise UsageError(field=f"prompts[{row}]", value=[], expected="at least one token id")
-    assert options.max_new_tokens is not None
+        if limits[row] <= 0:
+            raise UsageError(
+                field=f"length of prompts[{row}]",
+                value=len(prompt),
+                expected=f"less than the default max_length={options.max_length}",
+                hint="Set max_new_tokens.",
+            )
     rows, widest = buckets.rows(len(prompts)), max(map(len, prompts))
-    width, steps = buckets.prompt_and_steps(widest, options.max_new_tokens)
+    width, steps = buckets.prompt_and_steps(widest, max(limits))
     batch = prompt_features([*prompts, *[[]] * (rows - len(prompts))], length=width)
     if are_sources:
         batch = NestedMap(src=NestedMap(ids=batch.ids, paddings=batch.paddings))
     else:
         del batch["paddings"]
-    batch.max_steps = np.full(rows, options.max_new_tokens, np.int32)
+    batch.max_steps = np.array([*limits, *[0] * (rows - len(limits))], np.int32)
     if not options.is_greedy:
         batch.row_ids = _row_ids(prompts, rows)
         batch.temperature = np.full(rows, options.temperature, np.float32)

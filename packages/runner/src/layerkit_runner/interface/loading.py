@@ -12,7 +12,6 @@ import jax
 import optax
 
 from layerkit.config import Config, Partial
-from layerkit.decoding import SampleDecoder
 from layerkit.field_types import parse_literal
 from layerkit_inputs.tokenizers import tokenizer_config
 from layerkit_runner.config.config_text import config_json
@@ -90,8 +89,19 @@ def load_folder(
         return load_checkpoint(resolved, job_folder, kind.step if step is None else step)
     with job_errors("load", resolved):
         job = start_reading(resolved, job_folder)
+        _report_generation(job, str(kind.directory))
         state = plan_first_state(job.partitioner, job.task)().state
         return LoadedModel(job, state.for_inference(), path=folder, step=0)
+
+
+def _report_generation(job: Job, folder: str | None) -> None:
+    """Report the decoding defaults of the Hugging Face folder from which a model began."""
+    from layerkit.interop.hugging_face import generation_notes
+
+    decoder = getattr(job.resolved.task.model, "decoder", None)
+    if decoder is not None and folder is not None and Path(folder).is_dir():
+        for line in generation_notes(folder, decoder):
+            job.observers.message(line)
 
 
 def folder_experiment(
@@ -177,6 +187,7 @@ def load_checkpoint(resolved: ResolvedExperiment, folder: str, step: int | None)
         with job.checkpoints(read_only=True) as checkpoints:
             step = choose_step(checkpoints, step)
             state = job.restore(checkpoints, step, for_training=False).state
+        _report_generation(job, getattr(resolved.experiment, "HF_FOLDER", None))
         return LoadedModel(job, state.for_inference(), path=folder, step=step)
 
 
@@ -215,7 +226,7 @@ class FolderModel(BaseExperiment, abstract=True):
         dtype = self.DTYPE or hugging_face.stored_dtype(self.FOLDER)
         model = hugging_face.model_config(self.FOLDER, dtype=dtype, fprop_dtype=dtype)
         if hasattr(model, "decoder"):
-            model.decoder = SampleDecoder.HParams.config(eos_id=hugging_face.eos_id(self.FOLDER))
+            model.decoder = hugging_face.decoder_config(self.FOLDER)
         learner = Learner.HParams.config(optimizer=Partial(optax.sgd), learning_rate=0.0)
         return SingleTask.HParams.config(
             name="lm",

@@ -141,6 +141,7 @@ def decoder_for(model: Any, *, max_new_tokens: int, is_greedy: bool, eos_id: Any
     fields |= {
         "stop_sequences": tuple(stops),
         "max_decode_steps": max_new_tokens,
+        "max_length": None,  # The batch has the limits of its rows.
         "temperature": 0.0 if is_greedy else 1.0,
         "top_k": None,
         "top_p": None,

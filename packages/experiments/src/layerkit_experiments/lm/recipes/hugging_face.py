@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 from layerkit.config import Config, field_names, target_of
-from layerkit.decoding import SampleDecoder
 from layerkit.errors import ConfigError
 from layerkit_experiments.lm.recipes.fine_tuning import weights_of
 from layerkit_experiments.lm.recipes.model import remat_policy
@@ -31,7 +30,9 @@ class HuggingFaceLm(TrainingLength, BaseExperiment, abstract=True):
     CHECKPOINT_POLICY: str = "none"
     """Rematerialization policy; see `layerkit.layers.remat`."""
     MAX_DECODE_STEPS: int = 64
-    TEMPERATURE: float = 1.0
+    TEMPERATURE: float | None = None
+    """Divisor of the logits in sampling; None for the default of the folder, as its other options
+    of decoding."""
     EOS_ID: int | None = None
     """Token that ends a continuation; None for the end tokens of the folder."""
 
@@ -47,6 +48,7 @@ class HuggingFaceLm(TrainingLength, BaseExperiment, abstract=True):
             model = hugging_face.model_config(
                 self.HF_FOLDER, repeated=self.USE_REPEATED_LAYER, fprop_dtype=self.FPROP_DTYPE
             )
+            decoder = hugging_face.decoder_config(self.HF_FOLDER)
         except OSError as error:
             raise ConfigError(str(error), owner="HF_FOLDER") from error
         if "lm_tpl" not in field_names(model):
@@ -56,12 +58,20 @@ class HuggingFaceLm(TrainingLength, BaseExperiment, abstract=True):
                 expected=f"a decoder-only language model, not a {target_of(model).__qualname__}",
             )
         model.lm_tpl.stack_tpl.remat = remat_policy(self.CHECKPOINT_POLICY)
-        model.decoder = SampleDecoder.HParams.config(
-            max_decode_steps=self.MAX_DECODE_STEPS,
-            temperature=self.TEMPERATURE,
-            eos_id=hugging_face.eos_id(self.HF_FOLDER) if self.EOS_ID is None else self.EOS_ID,
-        )
-        return model
+        decoder.max_length, decoder.max_decode_steps = None, self.MAX_DECODE_STEPS
+        decoder.min_decode_steps = min(decoder.min_decode_steps, self.MAX_DECODE_STEPS)
+        if self.TEMPERATURE is not None:
+            decoder.temperature = self.TEMPERATURE
+        if self.EOS_ID is not None:
+            decoder.eos_id = self.EOS_ID
+        return model.set(decoder=decoder)
+
+    def start_notes(self) -> list[str]:
+        """Return notes, also about the decoding defaults of the folder."""
+        from layerkit.interop import hugging_face
+
+        decoder = self.model().decoder
+        return [*super().start_notes(), *hugging_face.generation_notes(self.HF_FOLDER, decoder)]
 
     def validate(self) -> None:
         """Raise an error if the model is not supported, or does not fit the data.

@@ -23,6 +23,7 @@ from layerkit.interop.hugging_face.folder import (
     read_json,
     write_json,
 )
+from layerkit.interop.hugging_face.generation import export_defaults
 from layerkit.interop.hugging_face.importing import TensorMismatchError
 from layerkit.interop.hugging_face.keys import UnsupportedModelError
 from layerkit.interop.hugging_face.shard_writer import ShardWriter
@@ -111,6 +112,7 @@ def export_model(
         path.mkdir(parents=True, exist_ok=True)
         if tokenizer_folder is not None:
             copy_companions(tokenizer_folder, path)
+            export_defaults(tokenizer_folder, path)
             # What describes the model takes precedence.
             content = _carried_over(tokenizer_folder, chosen) | content
         content |= _token_ids(chosen, content)

@@ -1,0 +1,130 @@
+"""Decoding defaults of folders, compared with the processors that transformers builds from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit.config import build
+from layerkit.decoding.logit_processors import RowsSoFar, process_logits
+from layerkit.errors import ConfigError
+from layerkit.interop.hugging_face import decoder_config, generation_notes
+
+VOCAB = 70
+CONFIG = {"model_type": "llama", "vocab_size": VOCAB, "eos_token_id": 2}
+
+
+def write(folder: Path, content: dict[str, Any] | None, **config: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps(CONFIG | config))
+    if content is not None:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **content}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Any:
+    torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
+    torch.manual_seed(0)
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 16, "vocab_size": VOCAB}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        {"temperature": 0.6, "top_p": 0.9, "top_k": 20},  # not sampling
+        {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+        {"do_sample": True, "temperature": 1},  # top_k is 50
+        {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 0},
+        {"do_sample": True, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1, "min_p": 0.05},
+        {"suppress_tokens": [3, 9], "bad_words_ids": [[5], [2]], "min_new_tokens": 4},
+    ],
+)
+@pytest.mark.parametrize("is_config_json", [False, True])
+def test_decoder_equals_the_processors_of_transformers(
+    gpt2: Any, content: dict[str, Any], is_config_json: bool, tmp_path: Path
+):
+    """The last place is config.json, if there is no other file."""
+    import torch
+    import transformers
+
+    theirs = transformers.GenerationConfig(eos_token_id=2, **content)
+    gpt2.generation_config = theirs
+    prepared, _ = gpt2._prepare_generation_config(None)
+    gpt2._prepare_special_tokens(prepared, device="cpu")
+    ids = np.random.default_rng(0).integers(0, 30, (3, 6))
+    logits = np.random.default_rng(1).normal(0, 3, (3, VOCAB)).astype(np.float32)
+    processors = gpt2._get_logits_processor(prepared, input_ids_seq_length=3, device="cpu")
+    expected = processors(torch.tensor(ids), torch.tensor(logits)).numpy()
+    write(tmp_path, None if is_config_json else content, **(content if is_config_json else {}))
+    decoder = build(decoder_config(tmp_path))
+    rows = RowsSoFar(jnp.asarray(ids), jnp.full(3, 3), jnp.int32(6))
+    found = process_logits(decoder.all_processors(), jnp.asarray(logits), rows)
+    assert (decoder.temperature > 0) == bool(content.get("do_sample"))
+    if decoder.temperature == 0:  # Others may exclude tokens, but never the most likely one.
+        np.testing.assert_array_equal(jnp.argmax(found, -1), np.argmax(expected, -1))
+    else:
+        np.testing.assert_array_equal(found == -np.inf, expected == -np.inf)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("content", "steps", "max_length"),
+    [
+        ({}, 64, None),
+        ({"max_length": 30}, 30, 30),
+        ({"max_length": 30, "max_new_tokens": 7}, 7, None),  # which takes precedence
+    ],
+)
+def test_length(content: dict[str, Any], steps: int, max_length: int | None, tmp_path: Path):
+    decoder = build(decoder_config(write(tmp_path, content)))
+    assert (decoder.max_decode_steps, decoder.max_length) == (steps, max_length)
+
+
+def test_notes_have_what_is_used_and_what_is_not_supported(tmp_path: Path):
+    content = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "max_length": 40,
+        "num_beams": 4,
+        "typical_p": 0.5,
+        "early_stopping": True,
+        "encoder_repetition_penalty": 1.0,
+        "bad_words_ids": [[1], [3, 4]],
+    }
+    folder = write(tmp_path, content)
+    used, lacking = generation_notes(folder, decoder_config(folder))
+    shown = "temperature=0.6, top_k=50, top_p=0.9, max_length=40"
+    assert used == f"generation   {shown}, by default (generation_config.json)"
+    assert lacking == (
+        "generation   unsupported and not applied: num_beams=4, typical_p=0.5,"
+        " bad_words_ids=[[3, 4]] (generation_config.json)"
+    )
+    write(folder, {"typical_p": 0.5})  # Only sampling reads it.
+    assert generation_notes(folder, decoder_config(folder)) == [
+        "generation   greedy, max_decode_steps=64, by default (generation_config.json)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "data"),
+    [
+        ({"do_sample": True, "temperature": "hot"}, {"field": "temperature", "value": "hot"}),
+        ({"top_p": "x"}, {"field": "top_p", "value": "x"}),
+        ({"max_length": -1}, {"value": -1}),
+        ({"top_k": 0.5}, {"field": "top_k", "value": 0.5}),
+        ({"suppress_tokens": 5}, {}),
+    ],
+)
+def test_invalid_value_is_an_error_about_the_file(
+    raises: Any, content: dict[str, Any], data: dict[str, Any], tmp_path: Path
+):
+    with raises(ConfigError, owner=str(tmp_path / "generation_config.json"), **data):
+        decoder_config(write(tmp_path, content))
