@@ -299,6 +299,7 @@ def pax_reference(session: nox.Session) -> None:
     session.run("python", "scripts/pax_images.py", folder)
     for part in ("weights", "runs"):
         session.run("python", "scripts/pax_reference.py", part, folder)
+    session.run("python", "scripts/pax_translations.py", folder)
 
 
 @nox.session

@@ -23,10 +23,13 @@ def recipe(name: str) -> Any:
 def targets(framework: str) -> Iterator[tuple[str, Any]]:
     """Yield what the rows of a table set, with values where the rows have them."""
     table = TABLES[framework]
-    for row in table["keys"].values():
+    entries = table["keys"].values()
+    rows = [row for entry in entries for row in (entry if isinstance(entry, list) else [entry])]
+    for row in rows:
         row = {"to": row} if isinstance(row, str) else row
         if "to" in row:
             yield row["to"].split()[0], None
+        yield from row.get("also", {}).items()
         otherwise = row.get("otherwise", {})
         for fields in [*row.get("values", {}).values(), otherwise]:
             yield from fields.items() if isinstance(fields, Mapping) else ()
@@ -82,7 +85,8 @@ def test_base_class_of_pax_sets_known_keys_and_has_known_bases(name: str):
     table = TABLES["pax"]
     base = table["bases"][name]
     assert set(base.get("bases", ())) <= table["bases"].keys()
-    assert base.get("fields", {}).keys() <= table["keys"].keys()
+    read = {name for part in ("reads", "ignores") for name in base.get(part, "").split()}
+    assert {*base.get("fields", {}), *read, *table["always_read"].split()} <= table["keys"].keys()
     fields = {"USE_REPEATED_LAYER": False, **base.get("fields", {})}
     _, reasons = map_keys(table, fields)
     assert reasons.keys() <= {"NUM_HEADS"}

@@ -5,6 +5,9 @@ of the two libraries are paired by `layerkit.interop.praxis`.
 
 Standard deviations are compared by the rules of the two libraries, at full size. That the values
 drawn have them is tested on the experiment that is small enough.
+
+`pax/translations.json` has sources of classes, and what paxml builds from them;
+`scripts/pax_translations.py` writes it.
 """
 
 from __future__ import annotations
@@ -12,21 +15,27 @@ from __future__ import annotations
 import functools
 import json
 import math
+import zlib
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.config import Config, assigned_fields, build, target_of
 from layerkit.interop.praxis import match_weights
+from layerkit.nested_map import NestedMap
 from layerkit.weights import WeightBox, is_box
 from layerkit_runner.config.registry import find_experiment, load_experiment
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
+from layerkit_runner.tools.translate.pax import translate_pax
+from layerkit_runner.tools.translate.tables import module_text, read_tables
 
-REFERENCE = json.loads((Path(__file__).parents[1] / "pax" / "weights.json").read_text())
+RECORDS = Path(__file__).parents[1] / "pax"
+REFERENCE = json.loads((RECORDS / "weights.json").read_text())
+TRANSLATIONS = json.loads((RECORDS / "translations.json").read_text())
 # Pax's default initializer has the scale 1.000001.
 RELATIVE = 2e-6
 # Values of this repository that differ on purpose, with the reason where the field is set.
@@ -159,13 +168,16 @@ def test_drawn_weights_have_the_deviations_of_pax():
 @EACH
 def test_settings_of_training_are_those_of_pax(name: str):
     reference, experiment = REFERENCE[name], resolved(name)
-    train, schedule = experiment.task.train, experiment.task.train.learner.learning_rate
+    train = experiment.task.train
     expected = {**reference["train"], **DIFFERENT.get(name, {})}
     if expected["num_train_steps"] == ENDLESS:  # the run ends where the rate stays the same
         del expected["num_train_steps"]
-        assert train.num_train_steps >= schedule.decay_end
+        assert train.num_train_steps >= train.learner.learning_rate.decay_end
     assert {field: getattr(train, field) for field in expected} == expected
-    learner = train.learner
+    check_learner(train.learner, reference)
+
+
+def check_learner(learner: Config, reference: dict[str, Any]) -> None:
     assert learner.skip_nonfinite_gradients is (
         reference["learner"]["check_valid_step"]
         and reference["learner"]["enable_skip_step_on_gradient_anomalies"]
@@ -184,7 +196,8 @@ def test_settings_of_training_are_those_of_pax(name: str):
     name_of_cap = "update_rms_cap" if pax["class"] == "Adam" else "clip_threshold"
     assert getattr(optimizer, name_of_cap, None) == cap
     assert getattr(optimizer, "mask", None) is None
-    assert learner.clip_global_norm == pax["clip_gradient_norm_to_value"]
+    assert learner.clip_global_norm == (pax["clip_gradient_norm_to_value"] or None)
+    schedule = learner.learning_rate
     rate_at = schedule.Instantiate()
     for step, rate in reference["learning_rates"].items():
         # The first steps of a warmup are differences of numbers near the peak, in float32.
@@ -195,21 +208,11 @@ def test_settings_of_training_are_those_of_pax(name: str):
 @EACH
 def test_settings_of_the_model_and_the_data_are_those_of_pax(name: str):
     experiment, pax, data = resolved(name), REFERENCE[name]["model"], REFERENCE[name]["data"]
-    model = experiment.task.model
-    lm = model.lm_tpl
+    lm = experiment.task.model.lm_tpl
     # A layer with experts comes first, a dense one last.
     first, *others = lm.stack_tpl.block_tpls or (lm.stack_tpl.layer_tpl,)
     layer = others[-1] if others else first
-    assert model.fprop_dtype == pax["fprop_dtype"]
-    assert layer.dropout_rate == pax["dropout_prob"]
-    is_repeated = "repeat" in " ".join(declared(name))
-    of_layers, of_embeddings = (
-        (pax["input_dropout_prob"], 0.0) if is_repeated else (0.0, pax["input_dropout_prob"])
-    )
-    assert (layer.input_dropout_rate, lm.dropout_rate) == (of_layers, of_embeddings)
-    logit_cap = pax["atten_logit_cap"]
-    assert layer.attention_tpl.logit_cap == (logit_cap if logit_cap > 0 else None)
-    assert lm.softmax_tpl.logit_soft_cap == (pax["soft_cap_logits"] or None)
+    check_rates_and_caps(experiment.task.model, pax)
     softmax = assigned_fields(lm.softmax_tpl)
     assert softmax.get("scale_by_sqrt_dims", False) is pax["scale_sqrt_depth"]
     # Pax moves the probability to the other classes, the layer to all.
@@ -231,6 +234,22 @@ def test_settings_of_the_model_and_the_data_are_those_of_pax(name: str):
         lengths = getattr(each, "task_feature_lengths", None) or {"targets": each.seq_length}
         of_row = (length for feature, length in lengths.items() if feature != "wrong_targets")
         assert sum(of_row) == data["max_seq_len"]
+
+
+def check_rates_and_caps(model: Config, pax: dict[str, Any]) -> None:
+    lm = model.lm_tpl
+    layer = (lm.stack_tpl.block_tpls or (lm.stack_tpl.layer_tpl,))[-1]
+    is_repeated = "Repeated" in target_of(lm.stack_tpl).__name__
+    assert model.fprop_dtype == pax["fprop_dtype"]
+    assert layer.dropout_rate == pax["dropout_prob"]
+    of_layers, of_embeddings = (
+        (pax["input_dropout_prob"], 0.0) if is_repeated else (0.0, pax["input_dropout_prob"])
+    )
+    assert (layer.input_dropout_rate, lm.dropout_rate) == (of_layers, of_embeddings)
+    logit_cap = pax["atten_logit_cap"]
+    assert layer.attention_tpl.logit_cap == (logit_cap if logit_cap > 0 else None)
+    cap = pax["soft_cap_logits"]
+    assert lm.softmax_tpl.logit_soft_cap == (abs(cap) if cap else None)
 
 
 def check_experts(name: str, experts: Config, pax: dict[str, Any]) -> None:
@@ -259,3 +278,63 @@ def test_mesh_and_pipeline_are_those_of_pax(name: str):
         assert stack.num_microbatches == number
         size = MICROBATCH_SIZES.get(name, pipeline["pipeline_microbatch_size"])
         assert stack.microbatch_size == size
+
+
+# Constants that are listed, because no field has their meaning.
+NOT_TRANSLATED = {"adam PACKED_INPUT=False": ["PACKED_INPUT = False"]}
+
+
+def packed_batch() -> NestedMap:
+    """Return two rows of two documents each, of which the last four tokens are padding."""
+    with np.load(RECORDS / "LmCloudSpmd.npz") as archive:
+        tokens = archive["tokens"][0, :2].astype(np.int32)
+    ids, place = tokens[:, :-1], np.tile(np.arange(tokens.shape[1] - 1, dtype=np.int32), (2, 1))
+    second, padding = place >= 12, place >= 28
+    return NestedMap(
+        ids=ids,
+        labels=tokens[:, 1:],
+        weights=np.float32(~padding),
+        segment_ids=np.where(padding, 0, 1 + second),
+        segment_pos=place - 12 * second,
+    )
+
+
+def value_of(name: str, shape: list[int]) -> np.ndarray:
+    """Return the values of a weight of Praxis, which follow from its name."""
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    return np.float32(0.2) * rng.standard_normal(shape, np.float32)
+
+
+@pytest.mark.parametrize("name", TRANSLATIONS)
+def test_translated_class_is_what_paxml_builds(name: str):
+    pax = TRANSLATIONS[name]
+    (translation,), _ = translate_pax({"pax.py": pax["source"]}, read_tables())
+    left = [each.text for each in translation.leftovers]
+    assert left == NOT_TRANSLATED.get(name, [])
+    if left:
+        return
+    module: dict[str, Any] = {"__name__": __name__}
+    exec(module_text([translation], "Translated."), module)
+    task = resolve(module[translation.name]()).task
+    check_learner(task.train.learner, pax)
+    check_rates_and_caps(task.model, pax["model"])
+    model = build(task.model)
+    boxes = flatten_dict(
+        jax.eval_shape(model.init_boxed, jax.random.key(0))["params"],
+        sep="/",
+        is_leaf=lambda _, leaf: is_box(leaf),
+    )
+    total = sum(math.prod(box.value.shape) * standard_deviation(box) for box in boxes.values())
+    assert total == pytest.approx(pax["deviations"], rel=RELATIVE)
+    theirs = {path: value_of(path, shape) for path, shape in pax["weights"].items()}
+    params = {}
+    for path, source in match_weights(boxes, theirs).items():
+        shape = boxes[path].value.shape
+        params[path] = source.read_block(
+            lambda weight, block: theirs[weight][block],
+            theirs[source.names[0]].shape,
+            shape,
+            tuple(slice(0, size) for size in shape),
+        )
+    metrics, *_ = model.apply({"params": unflatten_dict(params, sep="/")}, packed_batch())
+    assert float(metrics["loss"].value) == pytest.approx(pax["loss"], abs=2e-6)

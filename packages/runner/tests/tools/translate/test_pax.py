@@ -10,7 +10,7 @@ import pytest
 from layerkit_runner.config.registry import find_experiment, load_experiment
 from layerkit_runner.errors import UsageError
 from layerkit_runner.tools.translate import pax
-from layerkit_runner.tools.translate.tables import Translation, read_tables
+from layerkit_runner.tools.translate.tables import Translation, module_text, read_tables
 
 TABLES = read_tables()
 
@@ -152,7 +152,22 @@ def test_class_has_the_fields_of_its_counterpart(text, name, recipes, counterpar
     ours = load_experiment(find_experiment(counterpart))()
     expected = {field: getattr(ours, field) for field in translation.fields} | different
     assert translation.fields == expected
-    assert len(expected) >= (25 if "Pmap" in recipes else 31)
+    assert len(expected) >= (24 if "Pmap" in recipes else 31)
+
+
+def test_constant_that_base_classes_do_not_read_is_left_out_unless_a_task_may_read_it():
+    constants = "INPUT_DROPOUT_PROB = 0.1\n  INIT_STD = 0.02\n  USE_BIAS = True"
+    translation = only(f"class X(lm_cloud.LmCloudSpmd):\n  {constants}\n")
+    assert translation.leftovers == []
+    assert [str(constant) for constant in translation.unread] == [
+        f"file.py:{line}: {text}: its base classes in Pax do not read it"
+        for line, text in enumerate(constants.split("\n  "), 2)
+    ]
+    assert not {"INPUT_DROPOUT_RATE", "INIT_STD", "ATTENTION_BIAS"} & translation.fields.keys()
+    assert "# LEFT OUT file.py:3: INIT_STD = 0.02" in module_text([translation], "X.")
+    text = f"class X(lm_cloud.LmCloudSpmd):\n  {constants}\n  def task(self): return f(self)\n"
+    translation = only(text)
+    assert (translation.fields["INIT_STD"], translation.unread) == (0.02, [])
 
 
 def test_weights_and_initializer_of_praxis_are_set():

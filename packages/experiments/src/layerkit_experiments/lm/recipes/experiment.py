@@ -40,7 +40,7 @@ class LmExperiment(
         """Raise an error if decoding needs more learned positions than there are."""
         field = "MAX_SEQ_LEN" if self.MAX_POSITIONS is None else "MAX_POSITIONS"
         positions = getattr(self, field)
-        for prompts in self.decode_datasets() if self.POSITIONS == "trainable" else ():
+        for prompts in self.decode_datasets() if "trainable" in self.POSITIONS else ():
             longest = getattr(prompts, "prompt_length", 0) + self.MAX_DECODE_STEPS
             if longest > positions:
                 most = positions - prompts.prompt_length
@@ -48,7 +48,7 @@ class LmExperiment(
                     field="MAX_DECODE_STEPS",
                     value=self.MAX_DECODE_STEPS,
                     expected=f"at most {most} after prompts of {prompts.prompt_length} ids, since"
-                    f" POSITIONS='trainable' has {field}={positions} positions",
+                    f" POSITIONS={self.POSITIONS!r} has {field}={positions} positions",
                 )
 
     def learner(self) -> Config:

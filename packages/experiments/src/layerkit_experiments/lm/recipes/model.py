@@ -48,7 +48,14 @@ _PAX_CHECKPOINT_POLICIES = {
     "SAVE_QKV_OUT_PROJ_SEPARATE": "save:query,key,value,attention_out",
     "SAVE_OUT_PROJ": "attention_out",
 }
-_POSITIONS = ("rotary", "sinusoidal", "trainable", "none")
+_POSITIONS = (
+    "rotary",
+    "sinusoidal",
+    "trainable",
+    "none",
+    "sinusoidal+rotary",
+    "trainable+rotary",
+)
 _SIZES = (
     "NUM_LAYERS",
     "MODEL_DIMS",
@@ -93,7 +100,8 @@ class TransformerLmModel:
     """`layer_norm` or `rms_norm`."""
     NORM_EPSILON: float = 1e-6
     POSITIONS: str = "sinusoidal"
-    """`rotary`, `sinusoidal`, `trainable` or `none`."""
+    """`rotary`, `sinusoidal`, `trainable`, `none`, or both, as in Pax: `sinusoidal+rotary` or
+    `trainable+rotary`."""
     MAX_POSITIONS: int | None = None
     """Number of trainable positions; None for MAX_SEQ_LEN."""
     ATTENTION_LOGIT_CAP: float | None = None
@@ -221,12 +229,13 @@ class TransformerLmModel:
 
     def _set_positions(self, lm: Config) -> None:
         check_choice(None, _POSITIONS, POSITIONS=self.POSITIONS)
-        if self.POSITIONS == "rotary":
+        kinds = self.POSITIONS.split("+")
+        if "rotary" in kinds:
             rotary = RotaryPositionalEmbedding.HParams.config()
             lm.stack_tpl.layer_tpl.attention_tpl.rotary_tpl = rotary
-        elif self.POSITIONS == "sinusoidal":
+        if "sinusoidal" in kinds:
             lm.position_tpl = PositionalEmbedding.HParams.config()
-        elif self.POSITIONS == "trainable":
+        if "trainable" in kinds:
             lm.position_tpl = TrainablePositionalEmbedding.HParams.config(
                 max_length=self.MAX_SEQ_LEN if self.MAX_POSITIONS is None else self.MAX_POSITIONS
             )

@@ -5,7 +5,8 @@
 
 Neither MaxText nor Pax needs to be installed, and no code of the files is run. Later files and
 words take precedence. Values that are not translated are listed on standard error and in comments
-of the class, which is then abstract and does not run. Skipped classes of Pax are listed as well.
+of the class, which is then abstract and does not run. Skipped classes of Pax are listed as well,
+and so are constants that no class of Pax reads, which are left out.
 
 Exit codes: 0 if everything is translated, 1 if something is not, 2 if the command line is wrong.
 """
@@ -103,6 +104,8 @@ def _print_classes(translations: Sequence[Translation], source: str) -> int:
     for each in translations:
         for leftover in each.leftovers:
             print(f"translate: {each.name}: not translated: {leftover}", file=sys.stderr)
+        for constant in each.unread:
+            print(f"translate: {each.name}: left out: {constant}", file=sys.stderr)
         if each.leftovers:
             print(f"translate: {each.name} is abstract until these are resolved", file=sys.stderr)
     return 1 if any(each.leftovers for each in translations) else 0

@@ -10,7 +10,7 @@ import ast
 import operator
 import re
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from layerkit_runner.errors import UsageError
@@ -34,6 +34,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv,
 }
 _UNKNOWN = "its value is known only when the source is run"
+_UNREAD = "its base classes in Pax do not read it"
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -49,7 +50,7 @@ class _Constant(NamedTuple):
 
     value: Any
     text: str
-    where: str = "Pax"
+    where: str = "Pax"  # not in a file
 
 
 class _PaxClass(NamedTuple):
@@ -60,6 +61,11 @@ class _PaxClass(NamedTuple):
     constants: Mapping[str, _Constant]
     leftovers: Sequence[Leftover]
     is_registered: bool
+    has_task: bool
+
+
+# A class, or None for one of Pax, and the description of a base class of Pax with its name.
+_Lineage = Sequence[tuple[_PaxClass | None, Mapping[str, Any]]]
 
 
 def translate_pax(
@@ -120,6 +126,7 @@ def _read_file(name: str, text: str, methods: Mapping[str, str]) -> dict[str, _P
             constants=own,
             leftovers=leftovers,
             is_registered=len(unknown) < len(node.decorator_list),
+            has_task=any(getattr(each, "name", None) == "task" for each in node.body),
         )
 
     constants: dict[str, _Constant] = {}
@@ -208,6 +215,7 @@ def _translate(
 ) -> Translation:
     table = tables["pax"]
     lineage, leftovers = _lineage(classes, table["bases"], name)
+    knows_all_bases = not leftovers
     constants = {key: _Constant(value, key) for key, value in table["defaults"].items()}
     for cls, described in reversed(lineage):
         for key, value in described.get("fields", {}).items():
@@ -218,16 +226,46 @@ def _translate(
         if cls is not None:
             constants |= cls.constants
             leftovers += cls.leftovers
+    unread_keys = _unread_keys(table, lineage, constants) if knows_all_bases else []
+    unread = [constants.pop(key) for key in unread_keys]
+    in_files = [constant for constant in unread if constant.where != "Pax"]
     found, reasons = map_keys(table, {key: constant.value for key, constant in constants.items()})
     for key, reason in reasons.items():
         leftovers.append(Leftover(constants[key].text, constants[key].where, reason))
-    summary = classes[name].summary
-    return make_translation(tables, table["recipes"], found, leftovers, name=name, summary=summary)
+    return make_translation(
+        tables,
+        table["recipes"],
+        found,
+        leftovers,
+        [Leftover(constant.text, constant.where, _UNREAD) for constant in in_files],
+        name=name,
+        summary=classes[name].summary,
+    )
+
+
+def _unread_keys(
+    table: Mapping[str, Any], lineage: _Lineage, constants: Collection[str]
+) -> list[str]:
+    """Return known constants without effect in Pax, where the `task` of the base classes runs.
+
+    A class of the files that has a `task` may read any constant.
+    """
+    if any(cls is not None and cls.has_task for cls, _ in lineage):
+        return []
+    read: set[str] = set()
+    for _, described in reversed(lineage):
+        read |= {*described.get("fields", ()), *described.get("reads", "").split()}
+        read -= set(described.get("ignores", "").split())
+    if "task().model" not in read:
+        return []
+    read |= set(table["always_read"].split())
+    known = [key for key in constants if key.isidentifier() and key in table["keys"]]
+    return [key for key in known if key not in read]
 
 
 def _lineage(
     classes: Mapping[str, _PaxClass], bases: Mapping[str, Any], name: str
-) -> tuple[list[tuple[_PaxClass | None, Mapping[str, Any]]], list[Leftover]]:
+) -> tuple[_Lineage, list[Leftover]]:
     """Return a class and its bases in method resolution order, and the unknown bases."""
     unknown: list[Leftover] = []
     made: dict[str, type] = {}

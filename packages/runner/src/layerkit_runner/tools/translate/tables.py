@@ -50,7 +50,8 @@ class Translation:
     """A configuration of another framework, translated to fields and recipes.
 
     `settings` are values without a field, by their paths from `task`; `recipes` are modules of the
-    base classes by name, in the order of inheritance.
+    base classes by name, in the order of inheritance. `unread` are constants that the original has
+    no effect from, and so are left out.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Translation:
     settings: Mapping[str, Any]
     recipes: Mapping[str, str]
     leftovers: Sequence[Leftover]
+    unread: Sequence[Leftover] = ()
 
 
 def read_tables() -> dict[str, Any]:
@@ -97,11 +99,12 @@ def _map_key(table: Mapping[str, Any], key: str, values: Mapping[str, Any]) -> d
     if row is None:
         near = near_names(key, [*table["keys"], *neutral])
         raise NotTranslatedError(as_sentence(f"unknown key{near}"))
+    rows = row if isinstance(row, list) else [row]
+    row = next((each for each in rows if _applies(each, values)), rows[-1])
     row = {"to": row} if isinstance(row, str) else row
     if _is_one_of(value, [row.get("same", row)]):
         return {}
-    when = row.get("when", {})
-    if when and not any(_is_one_of(values.get(name), allowed) for name, allowed in when.items()):
+    if not _applies(row, values):
         otherwise = row.get("otherwise", {})
         if isinstance(otherwise, str):
             raise NotTranslatedError(otherwise)
@@ -113,7 +116,14 @@ def _map_key(table: Mapping[str, Any], key: str, values: Mapping[str, Any]) -> d
         dividend, divisor = (values.get(name) for name in row["quotient"])
         if type(dividend) is type(divisor) is int and divisor:
             value = dividend // divisor
-    return {field: convert(kind, value)}
+    if not value and "falsy" in row:
+        value = row["falsy"]
+    return {field: convert(kind, value), **row.get("also", {})}
+
+
+def _applies(row: str | Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+    when = {} if isinstance(row, str) else row.get("when", {})
+    return not when or any(_is_one_of(values.get(key), allowed) for key, allowed in when.items())
 
 
 def _is_one_of(value: Any, allowed: Collection[Any]) -> bool:
@@ -139,8 +149,8 @@ def convert(kind: str, value: Any) -> Any:
 
     Args:
       kind: `integer`, `number`, `bool` or `integers`; `count` and `positive` are an integer and a
-        number whose values of 0 and below become None, since both frameworks write "none" so. A
-        kind that ends in ? allows None.
+        number whose values of 0 and below become None, since both frameworks write "none" so;
+        `magnitude` is a number without its sign, and None for 0. A kind that ends in ? allows None.
       value: Value of Python or YAML.
     """
     if value is None and kind.endswith("?"):
@@ -159,6 +169,8 @@ def convert(kind: str, value: Any) -> Any:
     if not is_number or (is_whole and value != value // 1):
         raise NotTranslatedError("expected an integer" if is_whole else "expected a number")
     value = int(value) if is_whole else float(value)
+    if kind == "magnitude":
+        return abs(value) or None
     return None if kind in ("count", "positive") and value <= 0 else value
 
 
@@ -167,6 +179,7 @@ def make_translation(
     defaults: Mapping[str, str],
     found: Mapping[str, Any],
     leftovers: Sequence[Leftover],
+    unread: Sequence[Leftover] = (),
     **names: str,
 ) -> Translation:
     """Return a translation with chosen recipes and the fields that they have."""
@@ -184,6 +197,7 @@ def make_translation(
         settings={key: value for key, value in found.items() if "." in key},
         recipes={name: tables["recipes"][name] for name in tables["recipes"] if name in chosen},
         leftovers=list(dict.fromkeys([*leftovers, *unused])),
+        unread=unread,
         **names,
     )
 
@@ -209,6 +223,8 @@ def _class_text(translation: Translation) -> str:
     lines += _comment(_ABSTRACT) if translation.leftovers else []
     for leftover in translation.leftovers:
         lines += _comment(f"NOT TRANSLATED {leftover}")
+    for constant in translation.unread:
+        lines += _comment(f"LEFT OUT {constant}")
     lines += [f"    {name} = {_literal(value)}" for name, value in translation.fields.items()]
     if translation.settings:
         lines += ["", "    def task(self) -> Config:"]
