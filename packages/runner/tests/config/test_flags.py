@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,20 @@ TWO = "--num_processes=2"
 def test_wrong_flag_raises(raises, words: list[str], data: dict[str, Any]):
     with raises(UsageError, **data):
         parse_flags([EXP, *words])
+
+
+def test_name_of_a_folder_that_is_not_utf8_raises_before_anything_is_written(
+    raises, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # TensorStore accepts only paths in UTF-8, so every save in such a folder would fail.
+    folder = tmp_path / os.fsdecode(b"j\xe4")
+    with raises(UsageError, field="--job_log_dir", value=str(folder)):
+        parse_flags([EXP, f"--job_log_dir={folder}"])
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with raises(UsageError, field="--job_log_dir", value="job"):
+        parse_flags([EXP, "--job_log_dir=job"])
+    parse_flags([EXP, f"--job_log_dir={tmp_path}/ä"])
 
 
 def test_training_in_a_recorded_folder_names_its_experiment(raises, tmp_path: Path):

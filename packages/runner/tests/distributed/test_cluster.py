@@ -18,9 +18,10 @@ from layerkit_runner.distributed.cluster import (
 )
 
 PROCESS = """
-import os, sys
+import os, signal, sys, time
 from pathlib import Path
-from layerkit_runner.errors import UsageError
+from layerkit_runner.checkpointing import SaveTimeoutError
+from layerkit_runner.errors import StorageError, UsageError
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.distributed import watchdog
 from layerkit_runner.distributed.cluster import joined
@@ -48,6 +49,19 @@ with joined(RunOptions(job_log_dir=sys.argv[1])) as process:
         watchdog.exit_now(70)
     if "fails" in sys.argv and process.identity.process == 1:
         raise UsageError("the data are gone")
+    broken = Path(sys.argv[1]) / "broken"
+    if "saves" in sys.argv and process.identity.process == 0:
+        broken.touch()
+        with watchdog.forced_exit_on(SaveTimeoutError, exit_code=1):
+            try:
+                raise RuntimeError("the connection was closed by its peer")
+            except RuntimeError as error:
+                kind = SaveTimeoutError if "timeout" in sys.argv else StorageError
+                raise kind("step 4 could not be written") from error
+    if "saves" in sys.argv:
+        while not broken.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
     if "fails" in sys.argv or "forced" in sys.argv:
         import threading
         threading.Event().wait()
@@ -172,6 +186,16 @@ def test_forced_exit_of_process_0_is_reported_by_the_others(tmp_path: Path):
     # Process 0 has JAX's coordinator, without which JAX aborts the others.
     assert [process.returncode for process in done] == [70, 75], done
     assert "failed: it hung. Every step needs all processes" in done[1].stderr
+
+
+@pytest.mark.parametrize("kind", ["error", "timeout"])
+def test_failed_save_is_blamed_on_the_process_that_was_lost_in_it(tmp_path: Path, kind: str):
+    port = free_port()
+    environs = [torchrun(port, index, 2) for index in (0, 1)]
+    done = run(environs, str(tmp_path), "saves", kind)
+    assert [process.returncode for process in done] == [75, -9], done
+    assert "process 1 of 2" in done[0].stderr and "ended without a report" in done[0].stderr
+    assert "could not be written" not in done[0].stderr
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])

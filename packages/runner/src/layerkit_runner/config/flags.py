@@ -80,12 +80,24 @@ class _Parser(absl_flags.ArgumentParser):
         # A word that follows a flag without its value is likely the next flag.
         if not argument or (row.read is str and argument.startswith("--")):
             raise UsageError(**data, expected=row.metavar or "a value")
+        _check_utf8(argument, is_folder=row.metavar == "DIR", data=data)
         if row.choices and argument not in row.choices:
             raise UsageError(**data, choices=row.choices)
         try:
             return switch(argument) if row.is_switch else row.read(argument)
         except ValueError as error:
             raise UsageError(**data, expected=str(error)) from None
+
+
+def _check_utf8(argument: str, *, is_folder: bool, data: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for a word, or a folder above one, that is not UTF-8."""
+    # In a folder of another name, no checkpoint can be written.
+    path = os.path.abspath(argument) if is_folder and "://" not in argument else argument
+    try:
+        path.encode()
+    except UnicodeEncodeError:  # Python decodes other bytes to surrogates
+        expected = "a path whose folders have names in UTF-8" if is_folder else "text in UTF-8"
+        raise UsageError(**data, expected=expected) from None
 
 
 class _AbslFlag(absl_flags.Flag):

@@ -40,7 +40,7 @@ from layerkit_runner.distributed.launchers import (
     find_launch,
     local_device_ids,
 )
-from layerkit_runner.distributed.watchdog import Identity, notifying_others
+from layerkit_runner.distributed.watchdog import SECONDS_TO_LEARN, Identity, notifying_others
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import absolute, check_links, is_remote, private_folder
 from layerkit_runner.run_options import AUTO_ADDRESS, RunOptions
@@ -54,7 +54,6 @@ LOST_PROCESS_EXIT_CODE = 75
 # JAX notices a lost process too, and aborts. The peer monitors are faster and know its name.
 JAX_HEARTBEAT_SECONDS = 60
 
-_SECONDS_TO_LEARN = 6.0
 _EXCHANGE_SECONDS = 60
 _HUB_KEY = "layerkit_runner/hub"
 _BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"  # which JAX reads
@@ -117,7 +116,7 @@ def joined(flags: RunOptions) -> Iterator[JoinedProcess]:
             flush=True,
         )
         # Without the coordinator in this process, JAX aborts the others before they report.
-        wait_for_others = functools.partial(monitor.wait_for_others, _SECONDS_TO_LEARN)
+        wait_for_others = functools.partial(monitor.wait_for_others, SECONDS_TO_LEARN)
     try:
         with notifying_others(monitor.failed, wait_for_others):
             yield JoinedProcess(identity, flags.job_log_dir, log)
@@ -341,9 +340,9 @@ def log_file(identity: Identity, job_log_dir: str | None) -> Path:
 def _end(
     error: Exception, monitor: PeerMonitor, wait_for_others: Callable[[], None] | None
 ) -> NoReturn:
-    if isinstance(error, jax.errors.JaxRuntimeError):
-        # A lost process may have broken the connections of this one.
-        time.sleep(_SECONDS_TO_LEARN)
+    if _may_follow_from_a_loss(error):
+        # The peer monitor ends this process as soon as it learns that another one is lost.
+        time.sleep(SECONDS_TO_LEARN)
     if isinstance(error, UserError):
         print(f"runner: {error}", file=sys.stderr)
         summary, exit_code = str(error), getattr(error, "exit_code", UsageError.exit_code)
@@ -356,6 +355,18 @@ def _end(
     if wait_for_others is not None:
         wait_for_others()
     os._exit(exit_code)
+
+
+def _may_follow_from_a_loss(error: BaseException | None) -> bool:
+    """Return whether any error of the chain is not one about what a user wrote.
+
+    A lost process breaks the collectives of the others, and saves and restores contain some.
+    """
+    while error is not None:
+        if not isinstance(error, UserError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def bind_address(host: str) -> str:

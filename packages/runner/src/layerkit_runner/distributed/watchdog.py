@@ -27,6 +27,9 @@ from layerkit_runner.files.atomic_write import open_append
 # with the coordinator.
 SECONDS_TO_WRITE = 2.0
 
+# Within this time, the peer monitors of all processes learn that one of them is lost.
+SECONDS_TO_LEARN = 6.0
+
 _SECONDS_TO_CLOSE = 20.0
 
 _callbacks: list[Callable[[], None]] = []
@@ -120,6 +123,8 @@ def forced_exit_on(*kinds: type[Exception], exit_code: int) -> Iterator[None]:
     try:
         yield
     except kinds as error:
+        if _notify is not None:  # the loss of another process may be the cause
+            time.sleep(SECONDS_TO_LEARN)
         print_error(f"runner: {error}")
         notify_others(str(error))
         exit_now(exit_code)
