@@ -17,6 +17,7 @@ from layerkit_runner.files.atomic_write import (
     UnsafePathError,
     atomic_write,
     check_links,
+    naming_path,
     open_append,
     private_folder,
     remove_stale_partials,
@@ -176,3 +177,9 @@ def test_remove_stale_partials_deletes_old_unfinished_files_alone(tmp_path: Path
     remove_stale_partials(tmp_path)
     remove_stale_partials(tmp_path / "not there")
     assert set(tmp_path.iterdir()) == {fresh, *others, tmp_path / "folder"}
+
+
+def test_error_of_a_full_disk_names_the_path(tmp_path: Path):
+    full = pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/config.json'")
+    with full, naming_path(tmp_path / "config.json"), open("/dev/full", "wb", buffering=0) as file:
+        file.write(b"{}")

@@ -63,7 +63,8 @@ _opened: weakref.WeakSet[IO[bytes]] = weakref.WeakSet()
 def _open(path: Path) -> IO[bytes]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open_append(path)
+        # Unbuffered: closing a buffered file on a full disk would raise an error without its path.
+        file = open_append(path, is_buffered=False)
     except OSError as error:
         raise UsageError(f"cannot write: {error}", owner=str(path.parent)) from error
     _opened.add(file)

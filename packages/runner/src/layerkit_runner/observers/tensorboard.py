@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from etils import epath
 
+from layerkit_runner.files.atomic_write import naming_path
 from layerkit_runner.observers.base import DECODE_PREFIX, Histogram, Observer, RunInfo
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ class TensorBoard(Observer):
         """Flush all files."""
         self._next_flush = time.monotonic() + _SECONDS_BETWEEN_FLUSHES
         for file in self._files.values():
-            file.flush()
+            with naming_path(self._summaries or ""):
+                file.flush()
 
     def close(self) -> None:
         """Close all files."""
@@ -148,7 +150,8 @@ class TensorBoard(Observer):
     def _write(self, folder: str, **fields: Any) -> None:
         from tensorboardX.proto.event_pb2 import Event
 
-        self._files[folder].write(Event(wall_time=time.time(), **fields).SerializeToString())
+        with naming_path(self._summaries or ""):
+            self._files[folder].write(Event(wall_time=time.time(), **fields).SerializeToString())
 
 
 def _tag(name: str) -> str:
