@@ -13,6 +13,7 @@ import pytest
 
 from layerkit.config import Config, Partial
 from layerkit.errors import ConfigError
+from layerkit.layers.batch_statistics import BatchNorm
 from layerkit.nested_map import NestedMap
 from layerkit_runner.optim.learner import AuxiliaryOptimizer, Learner
 from layerkit_runner.training.metrics import GLOBAL_BATCH
@@ -157,6 +158,74 @@ def test_moving_averages_equal_numpy(*, before: bool):
     averaged = ours.averaged(params, ema)
     assert averaged["lm"]["embedding"]["w"] is not params["lm"]["embedding"]["w"]
     assert_equal(averaged["lm"]["head"], PARAMS["lm"]["head"])
+
+
+def rows_of(value: float) -> NestedMap:
+    rows = NestedMap(x=[[value, 1.0], [-value, 3.0]], y=[1.0, 2.0], weights=[1.0, 1.0])
+    return rows.transform(np.float32)
+
+
+@pytest.fixture
+def normalized(tiny: SimpleNamespace) -> Any:
+    """Return a function from the fields of a learner to a task whose model has BatchNorm."""
+
+    class Normalized(tiny.Regression):
+        def setup(self) -> None:
+            super().setup()
+            self.create_child("norm", BatchNorm.HParams.config(dims=2, decay=0.5))
+
+        def compute_predictions(self, batch: Any) -> jax.Array:
+            return self.linear(self.norm(batch.x))[:, 0]
+
+    def normalized(**fields: Any) -> Any:
+        config = tiny.task_config(learner={"learning_rate": 0.1, **fields})
+        return config.set(model=Normalized.HParams.config()).Instantiate()
+
+    return normalized
+
+
+def test_moving_statistics_are_averaged_over_the_updates_that_were_not_skipped(normalized: Any):
+    task = normalized(ema_decay=0.15)
+    state = task.init_state(jax.random.key(0))
+    expected = jax.tree.map(np.float64, (state.params, state.non_trainable))
+    # As apply_ema_weights of Praxis counts: a skipped step keeps its state.
+    for value, count in [(1.0, 0), (np.nan, None), (2.0, 1), (np.inf, None), (4.0, 2)]:
+        state, _ = task.train_step(state, rows_of(value), GLOBAL_BATCH)
+        if count is not None:
+            decay = min(0.15, (1 + count) / (10 + count))
+            expected = jax.tree.map(
+                lambda mean, new, d=decay: d * mean + (1 - d) * np.float64(new),
+                expected,
+                (state.params, state.non_trainable),
+            )
+    assert int(state.ema_count) == 3 and int(state.step) == 5
+    found = task.weights_of(state, averaged=True)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7),
+        (found.params, found.non_trainable),
+        expected,
+    )
+    assert np.any(found.non_trainable["norm"]["moving_mean"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "keeps"),
+    [
+        ({}, False),
+        ({"frozen": ("norm/.*",)}, True),
+        ({"frozen": ("linear/.*",)}, False),
+        ({"trainable": ("linear/.*",)}, True),
+        ({"trainable": (".*",)}, False),
+    ],
+)
+def test_frozen_normalization_keeps_its_moving_statistics(
+    normalized: Any, fields: dict[str, Any], *, keeps: bool
+):
+    task = normalized(**fields)
+    state = task.init_state(jax.random.key(0))
+    new, _ = task.train_step(state, rows_of(2.0), GLOBAL_BATCH)
+    same = jax.tree.map(lambda a, b: bool(np.all(a == b)), state, new).non_trainable["norm"]
+    assert set(same.values()) == {keeps}
 
 
 def test_average_before_the_step_requires_a_decay(raises: Any):

@@ -170,5 +170,5 @@ def test_mask_reads_boxes_and_needs_declarations_for_norms(raises):
     boxed = Linear.HParams.config(input_dims=2, output_dims=3).Instantiate()
     params = boxed.init_boxed(jax.random.key(0))["params"]
     assert decays(params) == {"w": True}
-    with raises(ConfigError, owner="spares_norms"):
+    with raises(ConfigError, owner="mask of weights"):
         spares_norms({"w": np.ones((2, 2))})

@@ -209,7 +209,9 @@ def _assemble(task: SingleTask, given: Mapping[LeafPath, jax.Array], step: int) 
             step=jnp.int32(step), opt_state=_with_schedules_at(state.opt_state, step)
         )
     leaves = {path: given.get(path, leaf) for path, leaf in named_leaves(state).items()}
-    return jax.tree.unflatten(jax.tree.structure(state), list(leaves.values()))
+    state = jax.tree.unflatten(jax.tree.structure(state), list(leaves.values()))
+    averages = task.train.learner.init_ema_statistics(state.non_trainable)
+    return state.replace(ema_statistics=averages)
 
 
 def _with_schedules_at(opt_state: Any, step: int) -> Any:

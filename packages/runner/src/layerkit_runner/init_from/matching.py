@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 OPT_STATE = "opt_state"
 EMA = "ema"
+# Fields of the averages of other fields.
+_AVERAGES_OF = {PARAMS: EMA, "non_trainable": "ema_statistics"}
 # Fields of a state that a model reads. Their values are named by layer path alone.
 MODEL_FIELDS = (PARAMS, "non_trainable", "overwrite_with_gradient")
 
@@ -317,7 +319,8 @@ class _Matching:
 def _in_source(source: Opened, field: str, name: str) -> LeafPath | None:
     """Return the path of a value in a source; under `use_ema` that of its average if it has one."""
     parts = tuple(name.split("/"))
-    fields = (EMA, field) if source.settings.use_ema and field == PARAMS else (field,)
+    averages = _AVERAGES_OF.get(field) if source.settings.use_ema else None
+    fields = (field,) if averages is None else (averages, field)
     return next((p for one in fields if (p := (one, *parts)) in source.stored.leaves), None)
 
 

@@ -45,6 +45,7 @@ class Update(NamedTuple):
       params: All weights after the step.
       opt_state: State of the optimizers.
       ema: Averaged weights; `{}` without `ema_decay`.
+      ema_count: Number of updates in the averages, int32 scalar; `{}` without `ema_decay`.
       is_valid: True if loss and gradient are finite and the norm is within its limit, bool scalar.
         If not, and the learner skips steps, the weights and states are the old ones.
       scalars: Scalars to report, by name.
@@ -53,6 +54,7 @@ class Update(NamedTuple):
     params: Any
     opt_state: Any
     ema: Any
+    ema_count: Any
     is_valid: jax.Array
     scalars: dict[str, jax.Array]
 
@@ -115,10 +117,12 @@ class Learner(Configurable):
         their expected value is exact. Optimizers then compute in float32 and keep float32 states.
         Rounding to the nearest number loses updates below about 1/256 of a weight. The same step
         draws the same random numbers, on any mesh and after a restart.
-      ema_decay: Decay d of an exponential moving average of the trained weights, kept in float32.
-        The decay at step t is min(d, (1 + t)/(10 + t)). None for no average.
+      ema_decay: Decay d of exponential moving averages of the trained weights and of the model's
+        moving statistics, kept in float32. The decay after t updates is min(d, (1 + t)/(10 + t));
+        skipped steps do not count. None for no averages.
       ema_before_step: True to average the weights before each update, as Pax does: the average
-        then lags by one step. False averages the updated weights, as Optax and PyTorch do.
+        then lags by one step. False averages the updated weights, as Optax and PyTorch do. Moving
+        statistics are always those of the step.
       grad_norm_summary: True to report `learning/applied_grad_norm`, the norm of the change of the
         weights after rounding, which takes another pass over the weights.
       grad_norm_individual_vars: True to report `per_var_grad_norm/PATH`, the norm of the gradient
@@ -126,7 +130,8 @@ class Learner(Configurable):
       trainable: Regular expressions of the weights to train, such as `.*/lora_[ab]`; each has to
         match the whole path of at least one weight. None trains all but `frozen`.
       frozen: Regular expressions of weights that keep their values, without gradient, optimizer
-        state or decay.
+        state or decay. Moving statistics, such as those of BatchNorm, are frozen by the same
+        patterns; with `trainable`, those that no pattern matches.
     """
 
     optimizer: Annotated[Any, optax.GradientTransformation | Callable[..., Any] | None] = (
@@ -253,14 +258,36 @@ class Learner(Configurable):
         """Return the initial averages: a float32 copy of the trained weights, or `{}`."""
         if self.ema_decay is None:
             return {}
-        trained = self.trained_weights.select(params)
-        return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), trained)
+        return _averages_of(self.trained_weights.select(params))
+
+    def init_ema_count(self) -> Any:
+        """Return the number of updates in the initial averages, an int32 scalar, or `{}`."""
+        return {} if self.ema_decay is None else jnp.zeros((), jnp.int32)
+
+    def init_ema_statistics(self, statistics: Any) -> Any:
+        """Return the initial averages of moving statistics, or `{}`; integers are not averaged."""
+        return {} if self.ema_decay is None else _averages_of(statistics)
+
+    def average_statistics(
+        self, means: Any, statistics: Any, *, count: Any, is_valid: jax.Array
+    ) -> Any:
+        """Return the averages of moving statistics after a step.
+
+        Args:
+          means: Averages before the step.
+          statistics: Moving statistics after the step.
+          count: Number of updates in the averages before the step.
+          is_valid: Whether the step is valid; see `Update`.
+        """
+        if self.ema_decay is None:
+            return {}
+        new = self._average(means, statistics, count)
+        return choose(is_valid, new, means) if self.skips_steps else new
 
     def averaged(self, params: Any, ema: Any) -> Any:
         """Return `params` with the averaged weights in place of the trained ones."""
         trained = self.trained_weights.select(params)
-        cast = jax.tree.map(lambda mean, leaf: mean.astype(leaf.dtype), ema, trained)
-        return self.trained_weights.merge(params, cast)
+        return self.trained_weights.merge(params, cast_like(ema, trained))
 
     def evaluated(self, params: Any, opt_state: Any, *, stacks: Stacks | None = None) -> Any:
         """Return the weights to evaluate, decode and export with."""
@@ -268,8 +295,7 @@ class Learner(Configurable):
             return params
         trained = self.trained_weights.select(params)
         found = self._groups.evaluated(self._computed(trained), opt_state, stacks or {})
-        cast = jax.tree.map(lambda mean, leaf: mean.astype(leaf.dtype), found, trained)
-        return self.trained_weights.merge(params, cast)
+        return self.trained_weights.merge(params, cast_like(found, trained))
 
     def update(
         self,
@@ -280,6 +306,7 @@ class Learner(Configurable):
         step: jax.Array,
         loss: jax.Array | None = None,
         ema: Any = None,
+        ema_count: Any = None,
         stacks: Stacks | None = None,
     ) -> Update:
         """Compute one update.
@@ -291,6 +318,7 @@ class Learner(Configurable):
           step: Number of completed steps, int32 scalar, for the rate and the average.
           loss: Global loss, a scalar, which decides whether the step is valid; None if unknown.
           ema: Averaged weights; None or `{}` if `ema_decay` is None.
+          ema_count: Number of updates in the averages, an int32 scalar; None for `step`.
           stacks: Sizes of the stacked axes, by path.
         """
         stacks = stacks or {}
@@ -323,11 +351,18 @@ class Learner(Configurable):
             select=partial(choose, is_valid) if self.skips_steps else lambda new, _: new,
         )
         new_trained, change = self._add_updates(trained, updates, step)
-        new_ema = self._average(ema, trained if self.ema_before_step else new_trained, step)
+        new_ema, new_count = {}, self.init_ema_count()
+        if self.ema_decay is not None:
+            ema_count = step if ema_count is None else ema_count
+            weights = trained if self.ema_before_step else new_trained
+            new_ema, new_count = self._average(ema, weights, ema_count), ema_count + 1
         if self.grad_norm_summary:
             scalars["learning/applied_grad_norm"] = global_norm(change)
         if self.skips_steps:
-            new_trained, new_ema = choose(is_valid, (new_trained, new_ema), (trained, ema or {}))
+            old = (trained, ema or {}, {} if ema_count is None else ema_count)
+            new_trained, new_ema, new_count = choose(
+                is_valid, (new_trained, new_ema, new_count), old
+            )
             if self.grad_norm_summary:
                 applied = jnp.where(is_valid, scalars["learning/applied_grad_norm"], 0.0)
                 scalars["learning/applied_grad_norm"] = applied
@@ -335,6 +370,7 @@ class Learner(Configurable):
             params=self.trained_weights.merge(params, new_trained),
             opt_state=new_state,
             ema=new_ema,
+            ema_count=new_count,
             is_valid=is_valid,
             scalars=scalars | clipping,
         )
@@ -379,14 +415,17 @@ class Learner(Configurable):
             return clipped, {"learning/clipped_grad_norm": global_norm(clipped)}
         return grads, {}
 
-    def _average(self, ema: Any, trained: Any, step: jax.Array) -> Any:
-        if self.ema_decay is None:
-            return {}
-        count = step.astype(jnp.float32)
-        decay = jnp.minimum(self.ema_decay, (1.0 + count) / (10.0 + count))
-        return jax.tree.map(
-            lambda mean, leaf: decay * mean + (1.0 - decay) * leaf.astype(jnp.float32), ema, trained
-        )
+    def _average(self, means: Any, values: Any, count: jax.Array) -> Any:
+        assert self.ema_decay is not None
+        updates = jnp.asarray(count, jnp.float32)
+        decay = jnp.minimum(self.ema_decay, (1.0 + updates) / (10.0 + updates))
+
+        def average(mean: jax.Array, value: jax.Array) -> jax.Array:
+            if not jnp.issubdtype(value.dtype, jnp.inexact):
+                return value
+            return decay * mean + (1.0 - decay) * value.astype(jnp.float32)
+
+        return jax.tree.map(average, means, values)
 
     def _rates(
         self, opt_state: Any, trained: Any, stacks: Stacks, step: jax.Array
@@ -422,6 +461,21 @@ def make_transformation(
     expected = "a finite number of 0 or more, or a schedule"
     require(is_rate, owner, "learning_rate", learning_rate, expected)
     return optimizer(learning_rate=learning_rate)
+
+
+def _averages_of(tree: Any) -> Any:
+    """Return copies of arrays, in float32 unless they are integers."""
+
+    def copy(leaf: Any) -> jax.Array:
+        is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return jnp.array(leaf, jnp.float32 if is_float else leaf.dtype, copy=True)
+
+    return jax.tree.map(copy, tree)
+
+
+def cast_like(tree: Any, like: Any) -> Any:
+    """Return a tree of arrays in the dtypes of another."""
+    return jax.tree.map(lambda leaf, other: leaf.astype(other.dtype), tree, like)
 
 
 def global_norm(tree: Any) -> jax.Array:

@@ -13,8 +13,7 @@ from layerkit.checks import check_non_negative, check_positive, check_rates, req
 from layerkit_runner.optim.optimizer_calls import is_schedule_free
 from layerkit_runner.optim.rounding import round_stochastically
 from layerkit_runner.optim.schedules import concrete_numbers
-from layerkit_runner.optim.weight_decay import decays as decays
-from layerkit_runner.optim.weight_decay import spares_norms as spares_norms
+from layerkit_runner.optim.weight_decay import mask_of
 
 
 def adam_with_update_cap(
@@ -213,3 +212,30 @@ def bfloat16_state(
 
 def _stored_dtype(x: jax.Array) -> Any:
     return jnp.bfloat16 if x.dtype == jnp.float32 and x.ndim else x.dtype
+
+
+def decays(params: Any) -> Any:
+    """Return a mask for `optax.adamw(mask=…)`: True for the weights that declare that they decay.
+
+    These are matrices (projections, embeddings, experts, routers, adapters), unlike scales, biases,
+    learned positions and relative biases; see `layerkit.weights.WeightHParams.decays`. A weight
+    without a declaration decays if it has two or more axes.
+
+    Args:
+      params: Boxed weights, as `init_boxed` returns them, or, inside a learner, its plain weights.
+    """
+    return mask_of(params, lambda box: box.decays, without=lambda leaf: len(leaf.shape) > 1)
+
+
+def spares_norms(params: Any) -> Any:
+    """Return a mask that is False for scales and biases of normalizations, True for other weights.
+
+    Pax's `decoupled_weight_decay` spares those of LayerNorm in this way, but decays biases.
+
+    Args:
+      params: Boxed weights, as `init_boxed` returns them, or, inside a learner, its plain weights.
+
+    Raises:
+      ConfigError: A weight has no declaration.
+    """
+    return mask_of(params, lambda box: "norm" not in box.axes)

@@ -48,36 +48,19 @@ def declared(declarations: Declarations) -> Iterator[None]:
         _DECLARED.reset(token)
 
 
-def decays(params: Any) -> Any:
-    """Return a mask for `optax.adamw(mask=…)`: True for the weights that declare that they decay.
-
-    These are matrices (projections, embeddings, experts, routers, adapters), unlike scales, biases,
-    learned positions and relative biases; see `layerkit.weights.WeightHParams.decays`. A weight
-    without a declaration decays if it has two or more axes.
+def mask_of(
+    params: Any, test: Callable[[WeightBox], bool], *, without: Callable[[Any], bool] | None = None
+) -> Any:
+    """Return a tree of booleans: `test` of the declaration of each weight.
 
     Args:
-      params: Boxed weights, as `init_boxed` returns them, or, inside a learner, its plain weights.
-    """
-    return _mask(params, lambda box: box.decays, without=lambda leaf: len(leaf.shape) > 1)
-
-
-def spares_norms(params: Any) -> Any:
-    """Return a mask that is False for scales and biases of normalizations, True for other weights.
-
-    Pax's `decoupled_weight_decay` spares those of LayerNorm in this way, but decays biases.
-
-    Args:
-      params: Boxed weights, as `init_boxed` returns them, or, inside a learner, its plain weights.
+      params: Boxed weights, or plain ones whose declarations are bound.
+      test: Function of a box without its value.
+      without: Function of a weight without a declaration; None if that is an error.
 
     Raises:
-      ConfigError: A weight has no declaration.
+      ConfigError: A weight has no declaration, and `without` is None.
     """
-    return _mask(params, lambda box: "norm" not in box.axes, without=None)
-
-
-def _mask(
-    params: Any, test: Callable[[WeightBox], bool], *, without: Callable[[Any], bool] | None
-) -> Any:
     declarations = _DECLARED.get({})
 
     def mask(path: Any, leaf: Any) -> bool:
@@ -87,7 +70,7 @@ def _mask(
         if without is None:
             raise ConfigError(
                 f"the weight {'/'.join(weight_path(path))} has no declaration",
-                owner="spares_norms",
+                owner="mask of weights",
                 expected="boxed weights, such as those of init_boxed",
             )
         return without(leaf)

@@ -105,6 +105,19 @@ class TrainedWeights:
             return trained
         return unflatten_dict({**flat, **flatten_dict(trained)})
 
+    def keep_frozen(self, old: Any, new: Any) -> Any:
+        """Return the moving statistics `new`, with those of frozen paths as in `old`."""
+        if self._is_all:
+            return new
+        trains_matched = self.trainable is not None
+        patterns = tuple(self.frozen if self.trainable is None else self.trainable)
+        kept = flatten_dict(old)
+        for path, leaf in flatten_dict(new).items():
+            is_matched = any(re.fullmatch(pattern, "/".join(path)) for pattern in patterns)
+            if is_matched == trains_matched:
+                kept[path] = leaf
+        return unflatten_dict(kept)
+
     def validate_frozen(self, patterns: Sequence[str], params: Any) -> None:
         """Raise `ConfigError` if a weight that the model keeps frozen is trained."""
         if not patterns:

@@ -34,7 +34,7 @@ from layerkit.weights import unbox
 from layerkit_inputs.eval_padding import ROW_MARKS
 from layerkit_runner.errors import UsageError
 from layerkit_runner.optim.early_stopping import StoppingRule
-from layerkit_runner.optim.learner import choose, global_norm
+from layerkit_runner.optim.learner import cast_like, choose, global_norm
 from layerkit_runner.optim.optimizer_groups import Stacks, stacks_of
 from layerkit_runner.optim.schedules import concrete_number
 from layerkit_runner.optim.weight_decay import (
@@ -161,6 +161,8 @@ class SingleTask(Configurable):
             opt_state=opt_state,
             overwrite_with_gradient=variables.get(OVERWRITE_WITH_GRADIENT, {}),
             ema=learner.init_ema(params),
+            ema_statistics=learner.init_ema_statistics(variables.get(NON_TRAINABLE, {})),
+            ema_count=learner.init_ema_count(),
         )
         return dict(boxed), state
 
@@ -224,6 +226,7 @@ class SingleTask(Configurable):
                 step=state.step,
                 loss=metrics[self.loss_name].value,
                 ema=state.ema,
+                ema_count=state.ema_count,
                 stacks=stacks,
             )
         scalars = update.scalars | ({} if aux is None else {"aux_loss": aux})
@@ -232,7 +235,9 @@ class SingleTask(Configurable):
         scalars |= scalars_and_marks(found.summaries, context, verbosity=self.summary_verbosity)
         metrics |= of_step(self.own_metrics, metrics, scalars)
         statistics = (
-            _shard_mean(found.non_trainable, context),
+            learner.trained_weights.keep_frozen(
+                state.non_trainable, _shard_mean(found.non_trainable, context)
+            ),
             _next_overwritten(state, found.overwriting, context),
         )
         if learner.skips_steps:
@@ -245,6 +250,13 @@ class SingleTask(Configurable):
             opt_state=update.opt_state,
             overwrite_with_gradient=statistics[1],
             ema=update.ema,
+            ema_statistics=learner.average_statistics(
+                state.ema_statistics,
+                statistics[0],
+                count=state.ema_count,
+                is_valid=update.is_valid,
+            ),
+            ema_count=update.ema_count,
         )
         return new_state, (metrics, scalars)
 
@@ -355,7 +367,10 @@ class SingleTask(Configurable):
         """Return a state with the weights to evaluate with, maybe the averaged ones."""
         learner = self.train.learner
         if averaged:
-            return state.replace(params=learner.averaged(state.params, state.ema))
+            return state.replace(
+                params=learner.averaged(state.params, state.ema),
+                non_trainable=cast_like(state.ema_statistics, state.non_trainable),
+            )
         with self.declared_weights() as stacks:
             params = learner.evaluated(state.params, state.opt_state, stacks=stacks)
         return state.replace(params=params)

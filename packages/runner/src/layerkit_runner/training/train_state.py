@@ -24,7 +24,7 @@ from layerkit_runner.optim.optimizer_calls import is_schedule_free
 
 # Fields of a state that evaluation and decoding do not need; see `TrainState.for_inference`.
 TRAINING_ONLY = ("opt_state",)
-OPTIMIZER_FIELDS = ("opt_state", "ema")
+OPTIMIZER_FIELDS = ("opt_state", "ema", "ema_statistics")
 """Fields of a state that only the update reads, of all that a training step computes."""
 
 RECORD = "initial_values.json"
@@ -43,7 +43,9 @@ class TrainState(struct.PyTreeNode):
       overwrite_with_gradient: Variables of the model whose gradient is their next value, such as
         the scales of fp8 products.
       ema: Exponential moving averages of the trained weights, in float32; empty if the learner
-        keeps none.
+        keeps none, as are the next two.
+      ema_statistics: Averages of `non_trainable`, likewise.
+      ema_count: Number of updates in the averages, int32 scalar.
     """
 
     step: jax.Array
@@ -52,6 +54,8 @@ class TrainState(struct.PyTreeNode):
     opt_state: Any
     overwrite_with_gradient: Any = dataclasses.field(default_factory=dict)
     ema: Any = dataclasses.field(default_factory=dict)
+    ema_statistics: Any = dataclasses.field(default_factory=dict)
+    ema_count: Any = dataclasses.field(default_factory=dict)
 
     def for_inference(self) -> TrainState:
         """Return the state without `TRAINING_ONLY`, unless evaluation needs it."""

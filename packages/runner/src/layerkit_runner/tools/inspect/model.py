@@ -50,7 +50,7 @@ _TOTALS = {
 _STATE_FIELDS = {
     "non_trainable": ("non_trainable", "overwrite_with_gradient"),
     "optimizer": ("opt_state",),
-    "averages": ("ema",),
+    "averages": ("ema", "ema_statistics"),
 }
 
 

@@ -27,6 +27,7 @@ _KIND_OF = {
     "non_trainable": "non-trainable",
     "overwrite_with_gradient": "non-trainable",
     "ema": "averages",
+    "ema_statistics": "averages",
 }
 
 # Instructions that allocate no memory, or only once.
