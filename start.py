@@ -33,6 +33,7 @@ COMMANDS = {
     "compilers": ("compilers", "compile kernels and plans for TPUs and GPUs, without the devices"),
     "gpu": ("gpu", "compare kernels on an NVIDIA GPU with float32, and measure their speed"),
     "parity": ("parity", "compare with PyTorch and transformers; prints a table of errors"),
+    "published": ("published", "chat with, score and tune a published model as transformers does"),
     "readers": ("readers", "test the readers that need TensorFlow: SeqIO, TFDS folders and Lingvo"),
     "notebooks": ("notebooks", "run the notebooks of docs/notebooks; prints the time of each"),
     "lingvo": ("lingvo_native", "test Lingvo's native ops, with a newer C library where needed"),
