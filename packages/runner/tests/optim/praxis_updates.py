@@ -49,6 +49,9 @@ EWC_WEIGHT = 0.7
 # Norm of the regularizer, its weight, and whether vectors and scalars are left out. The last update
 # is recorded.
 REGULARIZERS = {"l1": (1.0, 0.1, False), "l1, matrices": (1.0, 0.1, True), "l2": (2.0, 0.2, False)}
+# Adam with a decoupled decay, which spares a vector as it does those of LayerNorm.
+ADAM = {"beta1": 0.8, "beta2": 0.95, "epsilon": 1e-6, "clip_threshold": 1.0}
+DECOUPLED_DECAY, SPARED = 0.3, "vector"
 EMA_DECAY = 0.4
 # Values and weights of two losses in two shards.
 LOSSES = {"first": ([1.5, 4.0], [3.0, 1.0]), "second": ([0.5, -2.0], [1.0, 4.0])}
@@ -111,6 +114,16 @@ def _record():
         )
         updates, _ = run(optimizers.sharded_chain(lp, sgd))
         recorded |= {f"{case}/{name}": value[-1] for name, value in updates.items()}
+    decoupled = optimizers.Adam.config(
+        lr_schedule=constant, learning_rate=RATE, decoupled_weight_decay=DECOUPLED_DECAY, **ADAM
+    ).Instantiate()
+    skips = [base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION]
+    hparams = {
+        name: base_layer.WeightHParams(shape, collections=skips if name == SPARED else [])
+        for name, shape in SHAPES.items()
+    }
+    updates, _ = run(decoupled.get_grad_transformation(py_utils.NestedMap(hparams)))
+    recorded |= {f"decoupled/{name}": value for name, value in updates.items()}
     averages = optimizers.apply_ema_weights(decay=EMA_DECAY)
     _, (_, state) = run(optimizers.sharded_chain(sgd, averages))
     recorded |= {f"ema/{name}": value for name, value in state.ema.items()}

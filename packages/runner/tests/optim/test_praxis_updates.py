@@ -17,7 +17,11 @@ from layerkit.config import Config, Partial
 from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 from layerkit_runner.optim.learner import Learner
-from layerkit_runner.optim.optimizers import elastic_weight_consolidation, lp_regularized
+from layerkit_runner.optim.optimizers import (
+    adam_with_update_cap,
+    elastic_weight_consolidation,
+    lp_regularized,
+)
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
 from layerkit_runner.training.gradients import LossAggregator, MultiLossAggregator
 from layerkit_runner.training.metrics import GLOBAL_BATCH
@@ -143,6 +147,17 @@ def test_regularizers_equal_those_of_praxis(recorded: dict[str, np.ndarray], cas
         np.testing.assert_allclose(found[-1], recorded[f"{case}/{name}"], rtol=1e-5, atol=1e-7)
         is_regularized = not skips_vectors or fields["mask"][name]
         assert (np.max(np.abs(found[-1] - plain[name][-1])) > 1e-4) == is_regularized
+
+
+def test_decoupled_weight_decay_equals_that_of_praxis(recorded: dict[str, np.ndarray]):
+    adam, decay = PRAXIS["ADAM"], PRAXIS["DECOUPLED_DECAY"]
+    fields = {"b1": adam["beta1"], "b2": adam["beta2"], "eps": adam["epsilon"]}
+    fields |= {"update_rms_cap": adam["clip_threshold"], "weight_decay": decay}
+    mask = {name: name != PRAXIS["SPARED"] for name in PRAXIS["SHAPES"]}
+    updates, _ = updates_of(adam_with_update_cap(PRAXIS["RATE"], **fields, mask=mask))
+    for name, found in updates.items():
+        expected = recorded[f"decoupled/{name}"]
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6, err_msg=name)
 
 
 def test_averages_before_the_step_equal_those_of_praxis(recorded: dict[str, np.ndarray]):

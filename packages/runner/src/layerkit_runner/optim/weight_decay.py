@@ -28,6 +28,8 @@ Declarations = Mapping[Path, WeightBox]
 
 _DECLARED: ContextVar[Declarations] = ContextVar("declared")
 
+_DECAY_ARGUMENTS = ("weight_decay", "l1_regularizer_weight", "l2_regularizer_weight")
+
 # Names in a line of the report, before the others are counted.
 _MAX_NAMES = 6
 
@@ -91,12 +93,13 @@ class DecayedWeights(NamedTuple):
     decayed: tuple[Path, ...]
     spared: tuple[Path, ...]
 
-    def lines(self, params: Mapping[Path, Any], *, strength: float) -> Iterator[str]:
+    def lines(self, params: Mapping[Path, Any], *, strength: tuple[str, float]) -> Iterator[str]:
         """Yield the lines of the start report.
 
         Args:
           params: Shapes of the weights by path.
-          strength: Weight decay that the optimizer was given; 0 for none.
+          strength: Argument of the optimizer that asks for decay, and its value; see
+            `weight_decay_of`.
         """
         prefix = f"{self.optimizer}: " if self.optimizer else ""
         if self.decayed:
@@ -104,18 +107,24 @@ class DecayedWeights(NamedTuple):
             if self.spared:
                 yield f"not decayed  {prefix}{_count_text(self.spared, params)}"
             return
-        reason = f": weight_decay={strength:g} has no effect, because its mask spares all weights"
-        yield f"decayed      {prefix}no weight{reason if strength else ''}"
+        name, number = strength
+        reason = f": {name}={number:g} has no effect, because its mask spares all weights"
+        yield f"decayed      {prefix}no weight{reason if number else ''}"
 
 
-def weight_decay_of(optimizer: Any) -> float:
-    """Return the largest `weight_decay` in the config of an optimizer and in those inside it."""
-    if not isinstance(optimizer, fdl.Buildable):
-        return 0.0
-    arguments = optimizer.__arguments__
-    strength = arguments.get("weight_decay")
-    numbers = [float(strength)] if isinstance(strength, (int, float)) else []
-    return max([0.0, *numbers, *map(weight_decay_of, arguments.values())])
+def weight_decay_of(optimizer: Any) -> tuple[str, float]:
+    """Return (name, value) of the argument of an optimizer's config that asks for decay.
+
+    The optimizers inside it are searched too. The value is 0 if there is none.
+    """
+    arguments = optimizer.__arguments__ if isinstance(optimizer, fdl.Buildable) else {}
+    candidates = [
+        (name, float(arguments[name]))
+        for name in _DECAY_ARGUMENTS
+        if isinstance(arguments.get(name), (int, float))
+    ]
+    candidates += map(weight_decay_of, arguments.values())
+    return max(candidates, key=lambda found: found[1], default=("weight_decay", 0.0))
 
 
 def _count_text(paths: Iterable[Path], params: Mapping[Path, Any]) -> str:
