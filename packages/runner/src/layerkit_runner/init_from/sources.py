@@ -18,6 +18,7 @@ from layerkit.base_layer import PARAMS
 from layerkit.base_model import BaseModel
 from layerkit.config import build, is_config
 from layerkit.interop.hugging_face import families, folder, importing, tensors
+from layerkit.interop.hugging_face.other_forms import other_form
 from layerkit_runner.checkpointing import CheckpointManager, folders
 from layerkit_runner.checkpointing.integrity import require_sound, verify_together
 from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join, named_leaves
@@ -104,11 +105,14 @@ class HuggingFaceFolder:
 def recognize(given: str) -> CheckpointFolder | HuggingFaceFolder | PaxFolder:
     """Return the kind of a folder: of a job, its checkpoints, one checkpoint, or Hugging Face."""
     directory = absolute(given)
+    hint = None if is_remote(directory) else other_form(directory).strip()
+    if directory.is_file():
+        raise UsageError(field="folder", value=given, expected="a folder", hint=hint)
     if not directory.is_dir():
         parent = directory.parent
         beside = [path.name for path in parent.iterdir()] if parent.is_dir() else []
         raise UsageError(
-            "not a folder" if directory.exists() else "no such folder",
+            "no such folder",
             owner=str(parent),
             field="folder",
             value=directory.name,
@@ -129,9 +133,6 @@ def recognize(given: str) -> CheckpointFolder | HuggingFaceFolder | PaxFolder:
             expected = "a local Hugging Face folder, such as a copy of this one"
             raise UsageError(field="folder", value=given, expected=expected)
         return HuggingFaceFolder(directory)
-    hint = None
-    if any(name.endswith(".bin") for name in children):
-        hint = "Convert the *.bin files: save the model again as safetensors."
     raise UsageError(
         "empty folder" if not children else "no checkpoint",
         field="folder",
