@@ -44,11 +44,11 @@ def test_model_and_weights_come_from_the_folder(folder: Path):
     assert (task.model.decoder.eos_id, task.initial_weights.sources[0].folder) == (2, str(folder))
 
 
-def test_text_ends_with_the_tokens_of_the_folder(folder: Path):
-    assert resolve(FineTune(HF_FOLDER=str(folder))).task.model.decoder.eos_id is None
+def test_text_ends_with_all_tokens_of_the_folder_and_of_the_tokenizer(folder: Path):
+    assert resolve(FineTune(HF_FOLDER=str(folder))).task.model.decoder.eos_id == 2  # of bytes
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
     decoder = resolve(FineTune(HF_FOLDER=str(folder))).task.model.decoder
-    assert decoder.eos_id == (7, 8)
+    assert decoder.eos_id == (7, 8, 2)
 
 
 def test_folder_is_required(raises):

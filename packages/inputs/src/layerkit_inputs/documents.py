@@ -1,7 +1,7 @@
 """Concatenated documents of token ids, and the rows and prompts that are cut from them by number.
 
-A document consists of its start id, its tokens and, if the tokenizer has one, its end id. So n ids
-give n - 1 predictions, each of an id from the one before it. The ids may be in memory or in a
+A document consists of its start id, its tokens and its end id, if the tokenizer has such ids. So n
+ids give n - 1 predictions, each of an id from the one before it. The ids may be in memory or in a
 memory-mapped file.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import array
 import bisect
 import dataclasses
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -19,6 +18,7 @@ import numpy as np
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.features import Segment, stretch_features
 from layerkit_inputs.packing import RowPieces, num_stream_rows, stream_pieces
+from layerkit_inputs.special_tokens import first_ids, last_ids
 from layerkit_inputs.tokenizers import Tokenizer
 
 
@@ -71,7 +71,7 @@ class Documents:
     ends: np.ndarray
     """Cumulative sum of the documents' predictions, int64 `[documents]`."""
     num_inputs: np.ndarray | None = None
-    """Number of input tokens of each document, which have no loss, int64 `[documents]`."""
+    """Number of predictions of inputs of each document, without loss, int64 `[documents]`."""
 
     @classmethod
     def of(
@@ -82,7 +82,7 @@ class Documents:
         Args:
           ids: Ids of all documents, concatenated.
           sizes: Number of ids of each document, int64 `[documents]`, at least 1.
-          num_inputs: Number of input tokens of each document, int64 `[documents]`.
+          num_inputs: Number of predictions of inputs of each document, int64 `[documents]`.
         """
         sizes = np.asarray(sizes, np.int64)
         stops = np.cumsum(sizes)
@@ -214,16 +214,14 @@ def ids_and_labels(tokens: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, n
 class DocumentBuilder:
     """A buffer to which documents are appended, and which grows in place.
 
-    A start id and, if the tokenizer has one, an end id are added to each document. An id takes two
+    The start id and the end id are added to each document; see `special_tokens`. An id takes two
     bytes, or four with a vocabulary of more than 65,536.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         """Start an empty buffer for the ids of a tokenizer."""
         self._dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32)
-        self._start = np.array([tokenizer.start_id])
-        eos_id = tokenizer.eos_id
-        self._end = np.array([] if eos_id is None else [eos_id], np.int64)
+        self._tokenizer = tokenizer
         # A bytearray grows by realloc, which moves pages instead of copying.
         self._data = bytearray()
         self._sizes = array.array("q")
@@ -240,12 +238,23 @@ class DocumentBuilder:
         """
         begin = len(self._data)
         try:
-            for part in itertools.chain([self._start], parts, [self._end]):
-                self._data += part.astype(self._dtype, copy=False).data
+            last = None
+            for part in parts:
+                if len(part):
+                    self._append(first_ids(part, self._tokenizer) if last is None else [])
+                    self._append(part)
+                    last = part
+            if last is None:
+                self._append(first_ids([], self._tokenizer))
+            self._append(last_ids([] if last is None else last, self._tokenizer))
         except BaseException:
             del self._data[begin:]
             raise
-        self._sizes.append((len(self._data) - begin) // self._dtype.itemsize)
+        if size := (len(self._data) - begin) // self._dtype.itemsize:
+            self._sizes.append(size)
+
+    def _append(self, ids: Sequence[int] | np.ndarray) -> None:
+        self._data += np.asarray(ids).astype(self._dtype, copy=False).data
 
     def build(self) -> Documents:
         """Return the documents. No more can be added afterwards."""
@@ -255,6 +264,6 @@ class DocumentBuilder:
 
 def framed(tokens: Sequence[np.ndarray], tokenizer: Tokenizer) -> np.ndarray:
     """Return a document with start id, concatenated `tokens` and end id, int32."""
-    end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    parts = [[tokenizer.start_id], *tokens, end]
+    ids = np.concatenate([np.asarray(part, np.int32) for part in tokens])
+    parts = first_ids(ids, tokenizer), ids, last_ids(ids, tokenizer)
     return np.concatenate([np.asarray(part, np.int32) for part in parts])

@@ -39,6 +39,14 @@ class Segment(NamedTuple):
     first_id: int = 0
     """Id that the first token is predicted from."""
 
+    @classmethod
+    def of(cls, inputs: np.ndarray, targets: np.ndarray, first_id: int | None) -> Segment:
+        """Return the segment of an example; without `first_id`, its first token is only read."""
+        tokens = np.concatenate([inputs, targets])
+        if first_id is not None or not len(tokens):
+            return cls(tokens, len(inputs), first_id or 0)
+        return cls(tokens[1:], max(len(inputs) - 1, 0), int(tokens[0]))
+
 
 def trim_tokens(tokens: Tokens, *, length: int, eos_id: int | None = None) -> np.ndarray:
     """Return at most `length` tokens, the last of which is `eos_id` unless it is None.
@@ -61,7 +69,7 @@ def lm_features(
     *,
     length: int,
     rows: Iterable[Iterable[int]] | None = None,
-    bos_id: int = 0,
+    bos_id: int | None = 0,
     pad_id: int = 0,
     first_ids: Sequence[int] | None = None,
     weights_on_targets_only: bool = False,
@@ -81,7 +89,8 @@ def lm_features(
       targets: Target ids of each example. The caller adds end-of-sequence ids (`trim_tokens`).
       length: Positions of a row.
       rows: Numbers of the examples in each row. None: one example a row.
-      bos_id: Id that an example's first token is predicted from.
+      bos_id: Id that an example's first token is predicted from. None: the first token is only
+        read, and the second one is predicted from it.
       pad_id: Id of padded positions.
       first_ids: Ids in place of `bos_id`, one for each example, such as the token before the piece
         of a document. None: `bos_id`.
@@ -112,7 +121,7 @@ def lm_features(
         before = as_tokens(before, where=f"{where}, inputs", may_be_negative=may_be_negative)
         after = as_tokens(after, where=f"{where}, targets", may_be_negative=may_be_negative)
         first_id = bos_id if first_ids is None else int(first_ids[number])
-        segments.append(Segment(np.concatenate([before, after]), len(before), first_id))
+        segments.append(Segment.of(before, after, first_id))
     batch = segment_features(
         _rows_of(segments, rows),
         length=length,

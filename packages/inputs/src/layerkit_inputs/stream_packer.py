@@ -45,7 +45,7 @@ class StreamPacker:
         *,
         mode: PackingMode = "cut",
         open_rows: int = 8,
-        bos_id: int = 0,
+        bos_id: int | None = 0,
         pad_id: int = 0,
         has_inputs: bool = False,
         weights_on_targets_only: bool = False,
@@ -57,7 +57,8 @@ class StreamPacker:
           mode: `cut` or `first_fit`.
           open_rows: Maximum number of rows that wait for documents in the mode `first_fit`. The
             state holds their tokens.
-          bos_id: Id that a document's first token is predicted from.
+          bos_id: Id that a document's first token is predicted from. None: the first token is only
+            read, and the second one is predicted from it.
           pad_id: Id of padded positions.
           has_inputs: Whether documents have inputs and rows have `inputs_indicator`.
           weights_on_targets_only: Whether inputs have weight 0.
@@ -104,13 +105,11 @@ class StreamPacker:
                 field="has_inputs",
                 value=self._has_inputs,
             )
-        tokens = as_tokens(targets, where="the next document, targets")
-        num_inputs = 0
-        if inputs is not None:
-            before = as_tokens(inputs, where="the next document, inputs")
-            num_inputs, tokens = len(before), np.concatenate([before, tokens])
+        after = as_tokens(targets, where="the next document, targets")
+        before = as_tokens(() if inputs is None else inputs, where="the next document, inputs")
+        tokens, num_inputs, bos_id = Segment.of(before, after, self._bos_id)
         for start, stop in self._cuts(len(tokens)):
-            first_id = int(tokens[start - 1]) if start else self._bos_id
+            first_id = int(tokens[start - 1]) if start else bos_id
             # Without a copy, a short piece would keep its whole document in memory.
             self._place(Segment(tokens[start:stop].copy(), num_inputs - start, first_id))
 

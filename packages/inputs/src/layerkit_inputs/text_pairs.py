@@ -18,11 +18,11 @@ import numpy as np
 from layerkit.checks import check_choice, require
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.bad_records import BadRecordError, MissingFileError
-from layerkit_inputs.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS, counted
 from layerkit_inputs.documents import Documents
 from layerkit_inputs.features import stretch_pair_features
 from layerkit_inputs.first_fit import PackingPlan, plan_packing
 from layerkit_inputs.indexed_input import IndexedInput
+from layerkit_inputs.special_tokens import SpecialIds, target_start_id
 from layerkit_inputs.tokenizers import ByteTokenizer, Tokenizer
 
 PairPacking = Literal["first_fit", "none"]
@@ -89,10 +89,7 @@ class TextPairs(IndexedInput):
         eos_id = self._tokenizer.eos_id
         end = [] if eos_id is None else [eos_id]
         pieces: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-        self._texts_to_check: list[bytes] = []
         for number, texts in enumerate(self._texts()):
-            if number < NUM_FIRST_TEXTS:
-                self._texts_to_check += [text.encode()[:FIRST_TEXT_BYTES] for text in texts]
             for side, text, limit in zip(pieces, texts, limits, strict=True):
                 tokens = self._tokenizer.encode(text)
                 if len(tokens) + len(end) > limit and not self.trim:
@@ -151,9 +148,14 @@ class TextPairs(IndexedInput):
             inputs_length=self.inputs_length,
             targets_length=self.targets_length,
             is_packed=is_packed,
-            bos_id=self._tokenizer.start_id,
+            bos_id=target_start_id(self._tokenizer),
             pad_id=self._tokenizer.pad_id,
         )
+
+    def special_ids(self) -> SpecialIds:
+        """Return the ids that begin a target, end both sides and pad them."""
+        tokenizer = self._tokenizer
+        return SpecialIds(target_start_id(tokenizer), tokenizer.eos_id, tokenizer.pad_id)
 
     def _fingerprint(self) -> dict[str, Any]:
         checksum = 0
@@ -171,13 +173,6 @@ class TextPairs(IndexedInput):
     def text_tokenizer(self, key: str | None = None) -> Tokenizer:
         """Return the tokenizer that made the ids."""
         return self._tokenizer
-
-    def _data_text(self) -> str:
-        return counted(len(self._sizes), "pair")
-
-    def _first_texts(self) -> list[bytes]:
-        assert self._sides
-        return self._texts_to_check
 
     @property
     def has_prediction_metrics(self) -> bool:

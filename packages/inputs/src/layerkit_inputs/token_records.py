@@ -24,13 +24,13 @@ import numpy as np
 from layerkit.checks import check_choice, require
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.bad_records import BadRecords, OnBadRecord
-from layerkit_inputs.base_input import counted
 from layerkit_inputs.documents import ids_and_labels
 from layerkit_inputs.eval_padding import blank_rows
 from layerkit_inputs.features import stretch_features
 from layerkit_inputs.first_fit import DocumentPieces, PackingPlan, cut_documents, plan_packing
 from layerkit_inputs.indexed_input import IndexedInput
 from layerkit_inputs.packing import RowPieces, num_stream_rows, stream_pieces
+from layerkit_inputs.special_tokens import SpecialIds
 from layerkit_inputs.token_store import TokenStore
 from layerkit_inputs.tokenizers import ByteTokenizer, Tokenizer
 
@@ -158,7 +158,7 @@ class TokenRecords(IndexedInput):
         return blank_rows(batch, self._is_unreadable) if self._is_unreadable.any() else batch
 
     def _begins(self, documents: np.ndarray) -> np.ndarray:
-        """Return the positions of documents in the stream, which has a start id for each."""
+        """Return the positions of documents in the stream, whose first ids are not predicted."""
         ends = self._store.document_ends
         return np.where(documents > 0, ends[np.maximum(documents - 1, 0)], 0) + documents
 
@@ -169,18 +169,14 @@ class TokenRecords(IndexedInput):
             "packing": self.packing,
         }
 
-    def _data_text(self) -> str:
-        split = self._store.split
-        return (
-            f"split {self.split!r} of {self.path}: {counted(len(split.shards), 'file')},"
-            f" {counted(split.num_documents, 'document')},"
-            f" {counted(split.num_predictions, 'token')},"
-            f" {counted(sum(shard.num_bytes for shard in split.shards), 'byte')}"
-        )
-
     def _close(self) -> None:
         if "_store" in vars(self):
             self._store.close()
+
+    def special_ids(self) -> SpecialIds:
+        """Return the ids of the documents, which `about.json` records."""
+        stored = self._store.about.tokenizer
+        return SpecialIds(stored["start_id"], stored["eos_id"], stored["pad_id"])
 
     def text_tokenizer(self, key: str | None = None) -> Tokenizer | None:
         """Return the tokenizer that made the ids, or None if it is not set."""

@@ -6,11 +6,11 @@
         document_ends.int64          [documents], little-endian, memory-mapped
         tokens-00000.array_record    shards
 
-The ids of a split are one stream: start id, tokens and end id (if the tokenizer has one) of each
-document. A document of n + 1 ids gives n predictions. `document_ends` is the cumulative sum of the
-predictions, and determines the positions of documents and ids. A shard holds whole documents, cut
-into blocks of `block_length` ids; the last block is shorter. A record is a block, little-endian. So
-a row of a batch takes one or two reads, and memory does not grow with the data.
+The ids of a split are one stream: start id, tokens and end id of each document, if the tokenizer
+has such ids. A document of n + 1 ids gives n predictions. `document_ends` is the cumulative sum of
+the predictions, and determines the positions of documents and ids. A shard holds whole documents,
+cut into blocks of `block_length` ids; the last block is shorter. A record is a block,
+little-endian. So a row of a batch takes one or two reads, and memory does not grow with the data.
 
 ArrayRecord stores a hash of every block. `about.json` adds the sizes and CRC-32s of shards. The
 states of readers identify the data by a SHA-256 of this description.
@@ -65,7 +65,7 @@ class SplitAbout:
 
     num_documents: int
     num_ids: int
-    """Number of ids of the stream: predicted ids and one start id for each document."""
+    """Number of ids of the stream: predicted ids and the first id of each document."""
     ends_crc32: int
     """CRC-32 of the bytes of `document_ends`."""
     shards: tuple[Shard, ...]
@@ -84,7 +84,7 @@ class About:
     """Dtype of ids, `uint16` or `int32`, little-endian."""
     block_length: int
     tokenizer: dict[str, Any]
-    """Properties `fingerprint`, `vocab_size`, `pad_id`, `start_id` and `eos_id` (or None)."""
+    """Properties `fingerprint`, `vocab_size` and `pad_id`; `start_id` and `eos_id`, or None."""
     num_skipped: int
     """Number of documents that could not be read and were skipped."""
     splits: dict[str, SplitAbout]

@@ -5,36 +5,38 @@ Readers have a field for the tokenizer:
     LocalText.HParams.config(tokenizer=SentencePieceTokenizer.HParams.config(path="c4.model"))
 
 Readers add special ids in the same way for every tokenizer: a document begins with `start_id` and
-ends with `eos_id`, if there is one. A `tokenizer.json` encodes a special token in a text, such as
-`<|assistant|>`, as its id, as in `transformers`, unless `special_tokens_in_text` is "text". Bytes
-and SentencePiece encode it as text.
+ends with `eos_id`, if there are such ids; see `special_tokens`. A `tokenizer.json` encodes a
+special token in a text, such as `<|assistant|>`, as its id, as in `transformers`, unless
+`special_tokens_in_text` is "text". Bytes and SentencePiece encode it as text.
 
-A tokenizer may have three more properties: `special_tokens` (names by id, which are marked in
-displayed ids), `byte_ids` (ids of single bytes, whose text depends on the tokens after them) and
-`note` (a line for the report at the start of a run). The states of readers
-contain `fingerprint()`, so a run cannot resume with another tokenizer.
+A tokenizer may have four more properties: `special_tokens` (names by id, which are marked in
+displayed ids), `byte_ids` (ids of single bytes, whose text depends on the tokens after them),
+`note` (a line for the report at the start of a run) and `declared_ends` (end tokens by the file
+that declares them, all of which end a generated text). The states of readers contain
+`fingerprint()`, so a run cannot resume with another tokenizer.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
-from layerkit.checks import check_choice
+from layerkit.checks import check_choice, require
 from layerkit.config import Config, Configurable
 from layerkit.errors import ConfigError, first_names
 from layerkit_inputs import byte_vocabulary
-from layerkit_inputs.bad_records import BadRecordError, MissingFileError
 from layerkit_inputs.errors import require_extra
+from layerkit_inputs.special_tokens import ROLES, DeclaredTokens, read_declared_tokens
+from layerkit_inputs.tokenizer_files import check_file, sha256_of, unreadable_file
 
 _MAX_NAMES = 4
+_TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Token of one byte, for characters that a vocabulary lacks.
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
@@ -53,7 +55,7 @@ class Tokenizer(Protocol):
 
     @property
     def pad_id(self) -> int:
-        """Id of padding, 0 if the vocabulary has none."""
+        """Id of padded positions: that of padding, else of the end of a text, else 0."""
         ...
 
     @property
@@ -67,8 +69,8 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def start_id(self) -> int:
-        """Id that the first token of a document is predicted from."""
+    def start_id(self) -> int | None:
+        """Id before the tokens of a document, or None. It is not predicted."""
         ...
 
     def encode(self, text: str | bytes) -> np.ndarray:
@@ -125,10 +127,11 @@ class ByteTokenizer(Configurable):
 
 
 class SentencePieceTokenizer(Configurable):
-    """A tokenizer of a SentencePiece model file, with the ids of SeqIO's vocabularies.
+    """A tokenizer of a SentencePiece model file.
 
-    `start_id` is the model's BOS. If a model (such as T5's) has no BOS, it is the padding id, as in
-    SeqIO.
+    A vocabulary alone has the ids of SeqIO: `start_id` is the model's BOS, or the padding id if a
+    model (such as T5's) has no BOS. Beside a `tokenizer_config.json`, special tokens are those of
+    the folder, and `start_id` is BOS if it sets `add_bos_token`, as in `transformers`.
     """
 
     path: str
@@ -136,7 +139,7 @@ class SentencePieceTokenizer(Configurable):
 
     def __post_init__(self) -> None:
         """Check that the file exists."""
-        _check_file(self, self.path)
+        check_file(self, self.path)
 
     @functools.cached_property
     def _model(self) -> Any:
@@ -144,34 +147,74 @@ class SentencePieceTokenizer(Configurable):
         try:
             return sentencepiece.SentencePieceProcessor(model_file=str(self.path))
         except (RuntimeError, OSError) as error:
-            raise _cannot_be_read(self, self.path, "a SentencePiece model", error) from None
+            raise unreadable_file(self, self.path, "a SentencePiece model", error) from None
+
+    @functools.cached_property
+    def _declared(self) -> DeclaredTokens:
+        return read_declared_tokens(self, self.path)
+
+    @functools.cached_property
+    def _roles(self) -> dict[str, int | None]:
+        """Return the ids of the special tokens by role."""
+        model, declared = self._model, self._declared.tokens
+        stored = {"bos_token": model.bos_id, "eos_token": model.eos_id, "pad_token": model.pad_id}
+        return {
+            role: self._declared_id(role) if role in declared else _id_or_none(stored_id())
+            for role, stored_id in stored.items()
+        }
+
+    def _declared_id(self, role: str) -> int | None:
+        token = self._declared.tokens[role]
+        if token is None:
+            return None
+        token_id = self._model.piece_to_id(token)
+        if self._model.id_to_piece(token_id) == token:
+            return token_id
+        for added in self._declared.added:
+            if added["content"] == token and "id" in added:
+                return added["id"]
+        expected = f"a piece of {self.path}, or an added token"
+        raise ConfigError(
+            owner="SentencePieceTokenizer", field=role, value=token, expected=expected
+        )
 
     @property
     def vocab_size(self) -> int:
-        """Number of pieces of the model."""
-        return self._model.vocab_size()
+        """Number of pieces of the model; more if the folder declares special tokens after them."""
+        return max(self._model.vocab_size(), *(1 + (role or 0) for role in self._roles.values()))
 
     @property
     def pad_id(self) -> int:
-        """Padding id of the model, else 0."""
-        return max(self._model.pad_id(), 0)
+        """Padding id of the model, else its EOS, else 0."""
+        return _padding(self._roles)
 
     @property
     def bos_id(self) -> int | None:
         """BOS of the model, or None."""
-        return _id_or_none(self._model.bos_id())
+        return self._roles["bos_token"]
 
     @property
     def eos_id(self) -> int | None:
         """EOS of the model, or None."""
-        return _id_or_none(self._model.eos_id())
+        return self._roles["eos_token"]
+
+    @property
+    def declared_ends(self) -> dict[str, tuple[int, ...]]:
+        """End tokens by the file that declares them."""
+        return _declared_ends(self, self._declared)
 
     @functools.cached_property
     def special_tokens(self) -> dict[int, str]:
         """Return the names of ids without text."""
         model = self._model
         ids = range(model.vocab_size())
-        return {i: model.id_to_piece(i) for i in ids if model.is_control(i) or model.is_unknown(i)}
+        names = {i: model.id_to_piece(i) for i in ids if model.is_control(i) or model.is_unknown(i)}
+        declared = self._declared.tokens
+        return names | {
+            token_id: declared[role]
+            for role, token_id in self._roles.items()
+            if token_id is not None and declared.get(role)
+        }
 
     @property
     def note(self) -> str:
@@ -179,9 +222,11 @@ class SentencePieceTokenizer(Configurable):
         return "special tokens in text are encoded as text by SentencePiece"
 
     @property
-    def start_id(self) -> int:
-        """BOS of the model, else the padding id."""
-        return self.pad_id if self.bos_id is None else self.bos_id
+    def start_id(self) -> int | None:
+        """BOS, or the padding id of a vocabulary alone; see the class."""
+        if self._declared.add_bos_token is None:
+            return self.pad_id if self.bos_id is None else self.bos_id
+        return self.bos_id if self._declared.add_bos_token else None
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Return the ids of a text, int32 `[length]`, without special ids."""
@@ -189,35 +234,38 @@ class SentencePieceTokenizer(Configurable):
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         """Decode ids `[length]`. Special and unknown ids are dropped."""
-        return self._model.decode(_known_ids(ids, self.vocab_size))
+        return self._model.decode(_known_ids(ids, self._model.vocab_size()))
 
     @functools.cached_property
     def _sha256(self) -> str:
-        return _sha256_of(self.path)
+        return sha256_of(self.path)
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the file."""
-        return self._sha256
+        """Return the SHA-256 of the file, and the special ids if the folder declares them."""
+        if self._declared.add_bos_token is None and not self._declared.tokens:
+            return self._sha256
+        return f"{self._sha256} {_ids_text(self._roles)} start={self.start_id}"
 
 
 class HuggingFaceTokenizer(Configurable):
     """A tokenizer of a `tokenizer.json` of Hugging Face's `tokenizers` and `transformers`.
 
-    Such a file does not define the tokens that begin, end and pad a text. They are read from the
-    `tokenizer_config.json` in the same folder, if it exists, or set by fields. Truncation and
-    padding of the file are disabled, since readers make the rows.
-
-    `start_id` is BOS, else the padding token, else EOS (as GPT-2 uses `<|endoftext|>`).
+    The tokens that begin, end and pad a text are those of `transformers.AutoTokenizer` for the
+    folder, or set by fields; see `special_tokens`. `start_id` is the token that the file's
+    post-processor puts first, as `transformers` does; None if it puts none. Truncation and padding
+    of the file are disabled, since readers make the rows.
     """
 
     path: str
     """Path of `tokenizer.json`, or of its folder."""
     bos_token: str | None = None
-    """BOS token, such as `<s>`. None: that of `tokenizer_config.json`."""
+    """BOS token, such as `<s>`. None: that of the folder."""
     eos_token: str | None = None
-    """EOS token, such as `</s>`. None: that of `tokenizer_config.json`."""
+    """EOS token, such as `</s>`. None: that of the folder."""
     pad_token: str | None = None
-    """Padding token, such as `<pad>`. None: that of `tokenizer_config.json`."""
+    """Padding token, such as `<pad>`. None: that of the folder."""
+    add_bos_token: bool | None = None
+    """Whether a text begins with the BOS token. None: as the post-processor of the file."""
     special_tokens_in_text: SpecialTokensInText = "ids"
     """Encoding of special tokens in a text: their `ids`, as in `transformers`, or ids
     of their characters (`text`), which is for text that others may write."""
@@ -228,47 +276,72 @@ class HuggingFaceTokenizer(Configurable):
         check_choice("HuggingFaceTokenizer", choices, special_tokens_in_text=value)
         if Path(self.path).is_dir():
             self.path = str(Path(self.path, "tokenizer.json"))
-        _check_file(self, self.path)
+        check_file(self, self.path)
 
     @functools.cached_property
-    def _model(self) -> Any:
+    def _declared(self) -> DeclaredTokens:
+        return read_declared_tokens(self, self.path)
+
+    @functools.cached_property
+    def _loaded(self) -> tuple[Any, list[str]]:
+        """Return the model of the file, and the declared tokens that were added to it."""
         tokenizers = require_extra("tokenizers", needed_by="HuggingFaceTokenizer")
         try:
             model = tokenizers.Tokenizer.from_file(str(self.path))
         except Exception as error:  # The bindings raise no narrower class.
-            raise _cannot_be_read(self, self.path, "a tokenizer.json", error) from None
+            raise unreadable_file(self, self.path, "a tokenizer.json", error) from None
         model.no_truncation()
         model.no_padding()
         model.encode_special_tokens = self.special_tokens_in_text == "text"
-        return model
+        known = model.get_vocab(with_added_tokens=True)
+        missing: dict[str, Any] = {}
+        for token in self._declared.added:
+            if (name := token["content"]) not in known and name not in missing:
+                options = {key: token[key] for key in _TOKEN_OPTIONS if key in token}
+                missing[name] = tokenizers.AddedToken(name, **options)
+        model.add_tokens([*missing.values()])
+        return model, [*missing]
+
+    @property
+    def _model(self) -> Any:
+        return self._loaded[0]
 
     @functools.cached_property
     def _roles(self) -> dict[str, int | None]:
         """Return the ids of the special tokens by role."""
-        beside = Path(self.path).with_name("tokenizer_config.json")
-        try:
-            config = json.loads(beside.read_bytes()) if beside.is_file() else {}
-            stated = {role: config.get(role) for role in ("bos_token", "eos_token", "pad_token")}
-        except (ValueError, AttributeError, RecursionError) as error:
-            raise _cannot_be_read(self, beside, "a JSON object", error) from None
-        return {role: self._role_id(role, token) for role, token in stated.items()}
+        return {role: self._role_id(role) for role in ROLES}
 
-    def _role_id(self, role: str, stated: Any) -> int | None:
-        token = getattr(self, role)
-        if token is None:  # A token with options is an object.
-            token = stated.get("content") if isinstance(stated, dict) else stated
-        if token is None:
-            return None
-        token_id = self._model.token_to_id(token) if isinstance(token, str) else None
-        if token_id is None:
-            raise ConfigError(
-                owner="HuggingFaceTokenizer",
-                field=role,
-                value=token,
-                expected=f"a token of {self.path}",
-                choices=self._model.get_vocab() if isinstance(token, str) else (),
-            )
+    def _role_id(self, role: str) -> int | None:
+        token, declared = getattr(self, role), self._declared
+        if token is not None:
+            token_id = self._model.token_to_id(token) if isinstance(token, str) else None
+            if token_id is None:
+                raise ConfigError(
+                    owner="HuggingFaceTokenizer",
+                    field=role,
+                    value=token,
+                    expected=f"a token of {self.path}",
+                    choices=self._model.get_vocab() if isinstance(token, str) else (),
+                )
+            return token_id
+        token = declared.tokens.get(role)
+        if token is not None and (token_id := self._model.token_to_id(token)) is not None:
+            return token_id
+        token_id = declared.id_in_model(role, vocab_size=self.vocab_size)
+        if token_id is None and role == "eos_token" and role not in declared.tokens:
+            return next(iter(self._frame[1]), None)
         return token_id
+
+    @functools.cached_property
+    def _frame(self) -> tuple[list[int], list[int]]:
+        """Return the ids that the post-processor puts before and after a text."""
+        encoded = map(self._model.encode, ("a", *self._model.get_vocab(with_added_tokens=False)))
+        encoding = next((each for each in encoded if 0 in each.special_tokens_mask), None)
+        if encoding is None:
+            return [], []
+        is_added = encoding.special_tokens_mask
+        begin, end = is_added.index(0), len(is_added) - is_added[::-1].index(0)
+        return encoding.ids[:begin], encoding.ids[end:]
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -277,8 +350,8 @@ class HuggingFaceTokenizer(Configurable):
 
     @property
     def pad_id(self) -> int:
-        """Id of `pad_token`, else 0."""
-        return self._roles["pad_token"] or 0
+        """Id of `pad_token`, else of `eos_token`, else 0."""
+        return _padding(self._roles)
 
     @property
     def bos_id(self) -> int | None:
@@ -289,6 +362,11 @@ class HuggingFaceTokenizer(Configurable):
     def eos_id(self) -> int | None:
         """Id of `eos_token`, or None."""
         return self._roles["eos_token"]
+
+    @property
+    def declared_ends(self) -> dict[str, tuple[int, ...]]:
+        """End tokens by the file that declares them."""
+        return _declared_ends(self, self._declared)
 
     @functools.cached_property
     def special_tokens(self) -> dict[int, str]:
@@ -314,11 +392,24 @@ class HuggingFaceTokenizer(Configurable):
             f" {encoding} (special_tokens_in_text={self.special_tokens_in_text!r})"
         )
 
-    @property
-    def start_id(self) -> int:
-        """Id of BOS, else of the padding token, else of EOS, else 0."""
-        candidates = (self._roles[role] for role in ("bos_token", "pad_token", "eos_token"))
-        return next((token_id for token_id in candidates if token_id is not None), 0)
+    @functools.cached_property
+    def start_id(self) -> int | None:
+        """Id that the post-processor puts before a text, or that of BOS with `add_bos_token`."""
+        if self.add_bos_token is False:
+            return None
+        first = self._frame[0]
+        if self.add_bos_token:
+            first = [] if self.bos_id is None else [self.bos_id]
+            require(bool(first), "HuggingFaceTokenizer", "bos_token", None, "a token to add")
+        if len(first) > 1:
+            raise ConfigError(
+                owner="HuggingFaceTokenizer",
+                field="tokens of the post-processor before a text",
+                value=[self._model.id_to_token(token_id) for token_id in first],
+                expected="at most one",
+                hint="Set add_bos_token to True for the BOS token alone, or to False for none.",
+            )
+        return next(iter(first), None)
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Return the ids of a text, int32 `[length]`, without special ids."""
@@ -330,17 +421,21 @@ class HuggingFaceTokenizer(Configurable):
 
     @functools.cached_property
     def _sha256(self) -> str:
-        return _sha256_of(self.path)
+        return sha256_of(self.path)
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the file, the ids of BOS, EOS and padding, and the encoding.
+        """Return the SHA-256 of the file, the special ids, the added tokens, and the encoding.
 
-        The encoding "text" of special tokens is omitted, as in states and token records of older
-        versions.
+        What older versions did not vary is omitted where it has their value: the encoding "text" of
+        special tokens, and a start id that is BOS, else padding, else EOS, else 0.
         """
-        roles = ",".join(str(self._roles[role]) for role in sorted(self._roles))
+        roles, added = self._roles, self._loaded[1]
         in_text = "" if self.special_tokens_in_text == "text" else " special_tokens_in_text=ids"
-        return f"{self._sha256} {roles}{in_text}"
+        known = (roles["bos_token"], roles["pad_token"], roles["eos_token"], 0)
+        older = next(token_id for token_id in known if token_id is not None)
+        start = "" if self.start_id == older else f" start={self.start_id}"
+        names = f" added={json.dumps(added)}" if added else ""
+        return f"{self._sha256} {_ids_text(roles)}{in_text}{start}{names}"
 
 
 def tokenizer_config(name: str, *, special_tokens_in_text: SpecialTokensInText = "ids") -> Config:
@@ -359,6 +454,24 @@ def tokenizer_config(name: str, *, special_tokens_in_text: SpecialTokensInText =
     )
 
 
+def _padding(roles: Mapping[str, int | None]) -> int:
+    """Return the id of padded positions, which have no loss and are not attended to."""
+    ids = (roles["pad_token"], roles["eos_token"], 0)
+    return next(token_id for token_id in ids if token_id is not None)
+
+
+def _declared_ends(tokenizer: Tokenizer, declared: DeclaredTokens) -> dict[str, tuple[int, ...]]:
+    ends: dict[str, tuple[int, ...]]
+    ends = {"tokenizer": () if tokenizer.eos_id is None else (tokenizer.eos_id,)}
+    for name, ids in declared.model_ids.items():
+        ends[name] = tuple(i for i in ids["eos_token"] if 0 <= i < tokenizer.vocab_size)
+    return {name: ids for name, ids in ends.items() if ids}
+
+
+def _ids_text(roles: Mapping[str, int | None]) -> str:
+    return ",".join(str(roles[role]) for role in ROLES)
+
+
 def _id_or_none(token_id: int) -> int | None:
     return None if token_id < 0 else token_id
 
@@ -367,33 +480,3 @@ def _known_ids(ids: np.ndarray | Sequence[int], vocab_size: int) -> list[int]:
     """Return the ids within the vocabulary. A model with a rounded vocabulary predicts others."""
     array = np.asarray(ids, np.int64)
     return array[(array >= 0) & (array < vocab_size)].tolist()
-
-
-def _sha256_of(path: str) -> str:
-    with Path(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _check_file(tokenizer: Any, path: str) -> None:
-    if not Path(path).is_file():
-        folder = Path(path).parent
-        raise MissingFileError(
-            f"file not found in {folder}",
-            owner=type(tokenizer).__qualname__,
-            field="path",
-            value=Path(path).name,
-            choices=sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else (),
-        )
-
-
-def _cannot_be_read(
-    tokenizer: Any, path: str | Path, expected: str, error: Exception
-) -> BadRecordError:
-    problem = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-    return BadRecordError(
-        f"cannot read the file ({problem[0]})",
-        owner=type(tokenizer).__qualname__,
-        field="path",
-        value=str(path),
-        expected=expected,
-    )

@@ -107,28 +107,6 @@ def test_output_does_not_depend_on_the_number_of_workers(tmp_path):
     assert len(sizes) == 3 and max(sizes) < 1.2 * min(sizes)
 
 
-def test_files_named_as_held_out_make_that_split(raises, tmp_path):
-    for name in ("train-0", "train-1", "val", "test"):
-        write(tmp_path / "in" / f"{name}.jsonl", lines([f"{name} {n}" for n in range(3)]))
-    build = {"inputs": [str(tmp_path / "in")], "tokenizer": "bytes"}
-    about = build_token_records(output=tmp_path / "out", workers=2, **build)
-    assert sorted(about.splits) == ["heldout", "test", "train"]
-    assert texts_of(tmp_path / "out") == [f"train-{i} {n}" for i in range(2) for n in range(3)]
-    for split, name in (("heldout", "val"), ("test", "test")):
-        assert texts_of(tmp_path / "out", split) == [f"{name} {n}" for n in range(3)]
-    with raises(ConfigError, field="heldout_fraction", value=0.1):
-        build_token_records(output=tmp_path / "other", heldout_fraction=0.1, **build)
-
-
-def test_text_that_the_tokenizer_loses_is_reported(tmp_path, sentencepiece_file):
-    write(tmp_path / "in" / "a.txt", "line\n\nof text\n")
-    said = []
-    build_token_records(
-        [str(tmp_path / "in")], tmp_path / "out", tokenizer=sentencepiece_file, say=said.append
-    )
-    assert "WARNING: the tokenizer loses 3 line breaks of the first document" in said
-
-
 def test_stream_does_not_depend_on_shards_and_blocks(inputs, tmp_path):
     folder, texts = inputs
     for number, fields in enumerate(({"num_shards": 4}, {"block_length": 5}, {"num_shards": 99})):
@@ -152,15 +130,16 @@ def test_tokenizer_is_read_from_its_file(tmp_path):
         tokenizer=str(tmp_path / "tokenizer.json"),
         say=said.append,
     )
-    # No end id here, so there is nothing to predict in an empty document.
+    # Neither start nor end here, so the first token of a document is only read.
     assert about.dtype == "int32" and about.tokenizer["eos_id"] is None
     store = TokenStore(tmp_path / "out", "train")
-    assert store.document_ends.tolist() == [3, 6]
-    ids, _ = store.read(np.array([0]), np.array([8]), BadRecords())
-    assert ids.tolist() == [0, 0, 1, 1, 0, 1, 70_000, 0]
-    assert said[1:] == [
-        "train: 2 documents, 6 predictions, 1 shards",
-        "skipped: 1 documents without tokens",
+    assert store.document_ends.tolist() == [2, 4]
+    ids, _ = store.read(np.array([0]), np.array([6]), BadRecords())
+    assert ids.tolist() == [0, 1, 1, 1, 70_000, 0]
+    assert said[0] == "text ids: start none, end none, padding 0"
+    assert said[2:] == [
+        "train: 2 documents, 4 predictions, 1 shards",
+        "skipped: 1 documents with nothing to predict",
     ]
 
 
@@ -276,8 +255,9 @@ def test_command_builds_records_and_reports(inputs, tmp_path, capsys):
     arguments = ["--input", str(folder), "--output", str(tmp_path / "out"), "--tokenizer", "bytes"]
     assert main([*arguments, "--heldout_fraction", "0.3", "--num_shards", "2"]) == 0
     said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("8 documents, ") and "100% of" in said[0]
-    assert [line.partition(":")[0] for line in said[1:]] == ["train", "heldout"]
+    assert said[0] == "text ids: start BOS (1), end EOS (2), padding PAD (0)"
+    assert said[1].startswith("8 documents, ") and "100% of" in said[1]
+    assert [line.partition(":")[0] for line in said[2:]] == ["train", "heldout"]
     assert sorted(texts_of(tmp_path / "out") + texts_of(tmp_path / "out", "heldout")) == sorted(
         texts
     )

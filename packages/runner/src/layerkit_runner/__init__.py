@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from layerkit_runner.interface.experiments import get_experiment as get_experiment
     from layerkit_runner.interface.experiments import input_batches as input_batches
     from layerkit_runner.interface.loaded_model import LoadedModel as LoadedModel
-    from layerkit_runner.interface.loaded_model import Score as Score
     from layerkit_runner.interface.loading import load as load
+    from layerkit_runner.interface.scoring import Score as Score
     from layerkit_runner.interface.training import MetricsTable as MetricsTable
     from layerkit_runner.interface.training import TrainResult as TrainResult
     from layerkit_runner.interface.training import train as train
@@ -57,8 +57,9 @@ _NAMES = {
     "errors": "UsageError",
     "init_from.settings": "InitFrom Source",
     "interface.experiments": "get_experiment input_batches",
-    "interface.loaded_model": "LoadedModel Score",
+    "interface.loaded_model": "LoadedModel",
     "interface.loading": "load",
+    "interface.scoring": "Score",
     "interface.training": "MetricsTable TrainResult train",
     "observers.base": "Observer",
     "optim.early_stopping": "EarlyStopping StoppingRule",

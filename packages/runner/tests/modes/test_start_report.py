@@ -48,20 +48,25 @@ def test_notes_are_logged_if_tracing_fails(caplog: pytest.LogCaptureFixture):
 def test_special_tokens_in_text_are_reported_at_the_start(tmp_path: Path, value: str, become: str):
     tokenizers = pytest.importorskip("tokenizers")
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, "?"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     model.add_special_tokens(["<s>", "<|assistant|>"])
     (tmp_path / "model").mkdir()
     model.save(str(tmp_path / "model" / "tokenizer.json"))
-    for name in ("a.txt", "val.txt"):
-        (tmp_path / name).write_text("a")
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("a a")
     tokenizer = HuggingFaceTokenizer(path=str(tmp_path / "model"), special_tokens_in_text=value)
     source = LocalText(
         batch_size=1, paths=[str(tmp_path / "*.txt")], tokenizer=tokenizer, is_training=True
     )
-    _, line = input_lines(Prefetch(source=source))
+    _, line, ids = input_lines(Prefetch(source=source))
     for fact in ("<s>, <|assistant|>", become, f"special_tokens_in_text={value!r}"):
         assert fact in line
-    (only,) = input_lines(LocalText(batch_size=1, paths=[str(tmp_path / "*.txt")]))
+    assert ids == "text ids     start none, end none, padding 0"
+    of_bytes = LocalText(batch_size=1, paths=[str(tmp_path / "*.txt")])
+    only, ids, ends = input_lines(of_bytes, decoder_ids=(5,))
     assert only.startswith("input ")
+    assert ids == "text ids     start BOS (1), end EOS (2), padding PAD (0)"
+    assert ends.endswith("all of these end decoding: tokenizer 2; decoder 5")
 
 
 class Doubles(IndexedInput):

@@ -23,6 +23,7 @@ from layerkit_experiments.lm.recipes.model import remat_policy
 from layerkit_experiments.lm.recipes.optimization import TrainingLength
 from layerkit_experiments.translation.seqio_task import translation_task
 from layerkit_inputs import NumberWords, ParallelText, SeqIOInput, Tokenizer, tokenizer_config
+from layerkit_inputs.special_tokens import target_start_id
 from layerkit_runner.config.experiment import BaseExperiment
 from layerkit_runner.training.task import SingleTask
 
@@ -212,7 +213,7 @@ class Translations(BaseExperiment, abstract=True):
             return
         tokenizer: Tokenizer = build(tokenizer_config(self.TOKENIZER))
         where = f"TOKENIZER={self.TOKENIZER!r}"
-        self._check_ids(where, start_id=tokenizer.start_id, eos_id=tokenizer.eos_id)
+        self._check_ids(where, start_id=target_start_id(tokenizer), eos_id=tokenizer.eos_id)
         if tokenizer.vocab_size > self.VOCAB_SIZE:
             raise ConfigError(
                 field="VOCAB_SIZE",

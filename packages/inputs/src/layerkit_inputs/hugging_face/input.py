@@ -14,15 +14,16 @@ import hashlib
 import json
 import zlib
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 
 from layerkit.checks import check_choice
 from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS, BaseInput
-from layerkit_inputs.documents import Documents, PiecewiseStream, framed
+from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.documents import Documents, PiecewiseStream
+from layerkit_inputs.features import Segment
 from layerkit_inputs.first_fit import DocumentPieces, PackingPlan, cut_documents, plan_packing
 from layerkit_inputs.hugging_face.text import HuggingFaceText
 from layerkit_inputs.indexed_input import IndexedInput
@@ -31,7 +32,7 @@ from layerkit_inputs.packing import RowPieces
 Packing = Literal["stream", "first_fit", "none"]
 """How examples share rows; see HuggingFaceInput."""
 
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 """Version of the cached files, which is part of their names."""
 _CHECKED_DOCUMENTS = 64
 """Number of documents that identify the data in a state."""
@@ -39,6 +40,8 @@ _CHECKED_DOCUMENTS = 64
 
 class TokenisedText(HuggingFaceText, IndexedInput):
     """Base of inputs that read the tokenized examples of a split by number."""
+
+    _is_pair: ClassVar[bool] = False
 
     def _most_examples(self) -> int | None:
         """Return the largest number of examples that are needed, or None for all."""
@@ -51,14 +54,10 @@ class TokenisedText(HuggingFaceText, IndexedInput):
         most = self._most_examples()
         if most is not None and most < len(data):
             data = data.select(range(most))
-        first = data[:NUM_FIRST_TEXTS][self.text_field]
-        self._texts_to_check = [
-            text.encode()[:FIRST_TEXT_BYTES] for text in first if type(text) is str
-        ]
         num_skipped_files = self._bad.num_skipped
         tokenized = self._tokenize(data) if len(data) else data
         if not len(tokenized):
-            raise self._config_error(f"no usable examples in {self._describe_files()}")
+            raise self._config_error(f"no usable examples in {self._describe_data()}")
         self._bad.num_skipped = num_skipped_files + len(data) - len(tokenized)
         chunks = tokenized.data.column("ids").chunks
         pieces, sizes = [], []
@@ -74,7 +73,8 @@ class TokenisedText(HuggingFaceText, IndexedInput):
     def _tokenize(self, data: Any) -> Any:
         """Return a cached data set of `ids` (start id, tokens, end id) and `num_inputs`."""
         datasets = self._library()
-        made_of = [_CACHE_VERSION, data._fingerprint, self._text_identity(), self.on_bad_record]
+        identity = {**self._text_identity(), "is_pair": self._is_pair}
+        made_of = [_CACHE_VERSION, data._fingerprint, identity, self.on_bad_record]
         key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
         cache = Path(self.cache_dir or datasets.config.HF_DATASETS_CACHE, "layerkit_tokens")
         cache.mkdir(parents=True, exist_ok=True)
@@ -85,8 +85,9 @@ class TokenisedText(HuggingFaceText, IndexedInput):
                 if isinstance(example, str):
                     self._report(rows[row], example)
                     continue
-                ids.append(framed(example, self._tokenizer))
-                num_inputs.append(len(example.inputs))
+                document = self._framed(example)
+                ids.append(np.concatenate(document))
+                num_inputs.append(Segment.of(*document, first_id=None).num_inputs)
             return {"ids": ids, "num_inputs": num_inputs}
 
         integer, ids = datasets.Value("int64"), datasets.List(datasets.Value("int32"))
@@ -116,9 +117,6 @@ class TokenisedText(HuggingFaceText, IndexedInput):
 
     def _fingerprint(self) -> dict[str, Any]:
         return {**self._text_identity(), "tokens_crc32": self._checksum}
-
-    def _num_documents(self) -> int:
-        return len(self._documents)
 
     def _close(self) -> None:
         vars(self).pop("_documents", None)

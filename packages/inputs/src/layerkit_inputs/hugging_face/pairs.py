@@ -12,6 +12,8 @@ from layerkit.nested_map import NestedMap
 from layerkit_inputs.features import stretch_pair_features
 from layerkit_inputs.first_fit import PackingPlan, plan_packing
 from layerkit_inputs.hugging_face.input import TokenisedText
+from layerkit_inputs.hugging_face.text import Example
+from layerkit_inputs.special_tokens import SpecialIds, target_start_id
 from layerkit_inputs.text_pairs import PairPacking
 
 
@@ -34,6 +36,8 @@ class HuggingFacePairs(TokenisedText):
     trim: bool = False
     """True to cut longer inputs and targets before EOS. False: they raise ConfigError."""
 
+    _is_pair = True
+
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
@@ -41,6 +45,12 @@ class HuggingFacePairs(TokenisedText):
         require(inputs_field is not None, label, "inputs_field", None, "the column of the inputs")
         check_choice(label, get_args(PairPacking), packing=self.packing)
         self._check_at_least(1, "inputs_length", "targets_length")
+
+    def _framed(self, example: Example) -> Example:
+        """Return a pair with EOS, and before it the id that a target begins with."""
+        start, eos_id = target_start_id(self._tokenizer), self._tokenizer.eos_id
+        end = np.array([] if eos_id is None else [eos_id], np.int32)
+        return Example(np.append(np.int32(start), example.inputs), np.append(example.targets, end))
 
     @functools.cached_property
     def _lengths(self) -> np.ndarray:
@@ -87,7 +97,7 @@ class HuggingFacePairs(TokenisedText):
             inputs_length=self.inputs_length,
             targets_length=self.targets_length,
             is_packed=self.packing == "first_fit",
-            bos_id=self._tokenizer.start_id,
+            bos_id=target_start_id(self._tokenizer),
             pad_id=self._tokenizer.pad_id,
         )
 
@@ -96,7 +106,7 @@ class HuggingFacePairs(TokenisedText):
         documents, eos_id = self._documents, self._tokenizer.eos_id
         assert documents.num_inputs is not None
         sizes = self._lengths[pairs] - (eos_id is not None)
-        # A document begins with its start id.
+        # A document begins with the start id of the target.
         begins = documents.begins[pairs] + 1
         begins = np.stack([begins, begins + documents.num_inputs[pairs]], axis=1)
         # In the order in the file, so that adjacent inputs and targets are read at once.
@@ -106,6 +116,11 @@ class HuggingFacePairs(TokenisedText):
         if eos_id is None:
             return inputs, targets
         return _ended(inputs, sizes[:, 0], eos_id), _ended(targets, sizes[:, 1], eos_id)
+
+    def special_ids(self) -> SpecialIds:
+        """Return the ids that begin a target, end both sides and pad them."""
+        tokenizer = self._tokenizer
+        return SpecialIds(target_start_id(tokenizer), tokenizer.eos_id, tokenizer.pad_id)
 
     def _fingerprint(self) -> dict[str, Any]:
         return {

@@ -159,7 +159,7 @@ class HuggingFaceStream(HuggingFaceText):
             if not self._position.used:
                 share = f", share of host {self.infeed_host_index} of {self.num_infeed_hosts}"
                 raise self._config_error(
-                    f"no usable examples in {self._describe_files()}"
+                    f"no usable examples in {self._describe_data()}"
                     f"{share if self.is_training and self.num_infeed_hosts > 1 else ''}"
                 )
             if not self.endless:
@@ -168,15 +168,10 @@ class HuggingFaceStream(HuggingFaceText):
 
     # Rows.
 
-    def _framed(self, example: Example) -> Segment:
-        end = [] if self._tokenizer.eos_id is None else [self._tokenizer.eos_id]
-        tokens = np.concatenate([example.inputs, example.targets, np.array(end, np.int32)])
-        return Segment(tokens, len(example.inputs), self._tokenizer.start_id)
-
     def _single_rows(self) -> Iterator[list[Segment]]:
         """Yield rows of one example."""
         for example in self._all_examples():
-            segment = self._framed(example)
+            segment = Segment.of(*self._framed(example), first_id=None)
             size = len(segment.tokens)
             if size > self.seq_length and not self.trim:
                 raise too_long_error(self, self._position.used - 1, size)
@@ -186,9 +181,8 @@ class HuggingFaceStream(HuggingFaceText):
         packer = self._packer_of_rows()
         yield from iter(packer.take_segments, None)
         for example in self._all_examples():
-            segment = self._framed(example)
-            inputs = None if self.inputs_field is None else example.inputs
-            packer.add(segment.tokens[len(example.inputs) :], inputs)
+            inputs, targets = self._framed(example)
+            packer.add(targets, None if self.inputs_field is None else inputs)
             yield from iter(packer.take_segments, None)
         packer.finish()
         yield from iter(packer.take_segments, None)
@@ -197,7 +191,7 @@ class HuggingFaceStream(HuggingFaceText):
         if self._packer is None:
             self._packer = StreamPacker(
                 mode="cut" if self.packing == "stream" else "first_fit",
-                bos_id=self._tokenizer.start_id,
+                bos_id=None,
                 **self._row_fields,
             )
         return self._packer
@@ -225,9 +219,6 @@ class HuggingFaceStream(HuggingFaceText):
         batch.eval_sample_weights = np.ones(len(own), np.float32)
         self._rows_done += self.global_batch_size
         return pad_rows(batch, self.local_batch_size - len(own))
-
-    def _num_documents(self) -> None:
-        self._stream()
 
     # States.
 

@@ -13,10 +13,10 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from layerkit.checks import check_choice
-from layerkit_inputs.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS
 from layerkit_inputs.errors import require_extra
 from layerkit_inputs.features import as_tokens
 from layerkit_inputs.hugging_face.data import HuggingFaceData
+from layerkit_inputs.special_tokens import first_ids, last_ids
 from layerkit_inputs.tokenizers import ByteTokenizer, Tokenizer
 
 
@@ -44,7 +44,6 @@ class HuggingFaceText(HuggingFaceData):
         """Set the default of the tokenizer and the token unit."""
         super().__post_init__()
         self._tokenizer = ByteTokenizer() if self.tokenizer is None else self.tokenizer
-        self._texts_to_check: list[bytes] = []
         if isinstance(self._tokenizer, ByteTokenizer):
             self.token_unit = "byte"  # type: ignore[misc]  # of this instance
 
@@ -103,8 +102,6 @@ class HuggingFaceText(HuggingFaceData):
         if value is None:
             raise ValueError("no text (null).")
         if isinstance(value, bytes):
-            if len(self._texts_to_check) < NUM_FIRST_TEXTS:
-                self._texts_to_check.append(value[:FIRST_TEXT_BYTES])
             return self._tokenizer.encode(value)
         if None in value:
             raise ValueError("a null among the token ids.")
@@ -114,6 +111,16 @@ class HuggingFaceText(HuggingFaceData):
                 f"token id {ids.max()}; the tokenizer has {self._tokenizer.vocab_size} ids."
             )
         return ids
+
+    def _framed(self, example: Example) -> Example:
+        """Return an example with the ids before its first token and after its last one."""
+        ids = np.concatenate(example)
+        first = np.array(first_ids(ids, self._tokenizer), np.int32)
+        last = np.array(last_ids(ids, self._tokenizer), np.int32)
+        inputs, targets = example.inputs, np.append(example.targets, last)
+        if self.inputs_field is None:
+            return Example(inputs, np.append(first, targets))
+        return Example(np.append(first, inputs), targets)
 
     def _report(self, record: int, problem: str) -> None:
         """Count an example that cannot be used, or raise with its file and number."""
@@ -146,9 +153,6 @@ class HuggingFaceText(HuggingFaceData):
             "inputs_field": self.inputs_field,
             "tokenizer": self._tokenizer.fingerprint(),
         }
-
-    def _first_texts(self) -> list[bytes]:
-        return self._texts_to_check
 
     def text_tokenizer(self, key: str | None = None) -> Tokenizer:
         """Return the tokenizer that made the ids."""

@@ -98,14 +98,14 @@ def test_stored_dtype_is_that_of_config_json(raises, make_folder, bfloat16, keys
         import_model(make_folder("llama", edit={"dtype": "int8"}))
 
 
-def test_eos_id_prefers_generation_config_to_config(tmp_path):
+def test_eos_id_is_that_of_generation_config_and_of_config(tmp_path):
     with pytest.raises(FileNotFoundError):
         eos_id(tmp_path)
     for name, content, expected in (
         ("config.json", {}, None),
         ("config.json", {"eos_token_id": 3}, 3),
         ("generation_config.json", {"eos_token_id": None}, 3),
-        ("generation_config.json", {"eos_token_id": [4, 5]}, (4, 5)),
+        ("generation_config.json", {"eos_token_id": [4, 5]}, (4, 5, 3)),
     ):
         (tmp_path / name).write_text(json.dumps(content))
         assert eos_id(tmp_path) == expected

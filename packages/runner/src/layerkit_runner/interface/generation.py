@@ -13,12 +13,16 @@ from layerkit.config import build, is_config
 from layerkit.decoding import SampleDecoder
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.features import as_tokens, prompt_features
+from layerkit_inputs.special_tokens import first_ids
 from layerkit_inputs.tokenizers import Tokenizer
 from layerkit_runner.config.config_tree import field_value
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.infeed import make_input
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.partitioning import Partitioner
+
+Ids = Sequence[int] | np.ndarray
+"""Token ids of one text, `[tokens]`."""
 
 _SHORTEST = 16
 
@@ -89,9 +93,29 @@ def check_vocabulary(ids: np.ndarray, field: str, *, vocab_size: int | None) -> 
             raise UsageError(field=field, value=found, expected=f"ids from 0 to {vocab_size - 1}")
 
 
-def end_of_source(tokenizer: Tokenizer) -> list[int]:
-    """Return the ids that end a source of an encoder-decoder, as in its training data."""
-    return [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+def check_one_each(prompts: Sequence[Any], texts: Sequence[Any]) -> None:
+    """Raise `UsageError` unless there is one prompt for each text."""
+    if len(prompts) != len(texts):
+        expected = f"one for each of {len(texts)} texts"
+        raise UsageError(field="prompts", value=len(prompts), expected=expected)
+
+
+def prompt_ids(
+    text: str, tokenizer: Tokenizer, *, is_source: bool, following: Ids = ()
+) -> list[int]:
+    """Return the ids of a prompt with the special ids of training data.
+
+    Args:
+      text: The prompt, which may be empty.
+      tokenizer: Tokenizer of the prompt.
+      is_source: True for a source of an encoder-decoder, which has the end id. Another prompt has
+        the first ids of a text.
+      following: Token ids that follow the prompt in the same text.
+    """
+    ids = tokenizer.encode(text).tolist()
+    if not is_source:
+        return [*first_ids([*ids, *following], tokenizer), *ids]
+    return ids if tokenizer.eos_id is None else [*ids, tokenizer.eos_id]
 
 
 @dataclasses.dataclass(frozen=True)

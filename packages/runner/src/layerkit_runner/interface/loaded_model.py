@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -15,19 +14,22 @@ from layerkit.base_layer import PARAMS
 from layerkit.config import Config
 from layerkit.decoding import PausedDecoder, SampledRows
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.features import encoder_decoder_features, lm_features
+from layerkit_inputs.special_tokens import end_disagreement, end_ids
 from layerkit_inputs.tokenizers import Tokenizer
 from layerkit_runner.errors import UsageError
 from layerkit_runner.interface.generation import (
     Buckets,
     GenerateOptions,
+    Ids,
     NoTokenizerError,
-    end_of_source,
+    check_one_each,
     find_tokenizer,
     prompt_batch,
+    prompt_ids,
     token_array,
     token_rows,
 )
+from layerkit_runner.interface.scoring import Score, source_rows, text_rows
 from layerkit_runner.modes.run import job_errors
 from layerkit_runner.observers import Observers
 from layerkit_runner.trainer import model_calls
@@ -35,9 +37,6 @@ from layerkit_runner.trainer.build_programs import eval_programs
 from layerkit_runner.trainer.continuation_text import TextStream
 from layerkit_runner.trainer.job import Job
 from layerkit_runner.training.train_state import TrainState
-
-Ids = Sequence[int] | np.ndarray
-"""Token ids of one text, `[tokens]`."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -54,29 +53,6 @@ def _with_job_errors(method: Method) -> Method:
             return method(self, *args, **options)
 
     return cast(Method, call)
-
-
-@dataclasses.dataclass(frozen=True)
-class Score:
-    """The log-likelihood of a text under a model.
-
-    Attributes:
-      ids: Token ids of the text, int32 `[tokens]`.
-      token_log_probs: log p of each token given those before it, in nats, float32 `[tokens]`.
-    """
-
-    ids: np.ndarray
-    token_log_probs: np.ndarray
-
-    @property
-    def log_likelihood(self) -> float:
-        """Sum of `token_log_probs`."""
-        return float(np.sum(self.token_log_probs, dtype=np.float64))
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens."""
-        return len(self.ids)
 
 
 class LoadedModel:
@@ -144,9 +120,9 @@ class LoadedModel:
     ) -> list[str]:
         """Continue texts, each up to an end token or `max_new_tokens`.
 
-        A prompt begins with the tokenizer's `start_id`, as texts do in training. An encoder-decoder
-        returns the target of each text. Other models return the text that follows the prompt when
-        all tokens are decoded together.
+        A prompt begins with the tokenizer's `start_id`, as texts do in training, unless it has none
+        or the text begins with it. An encoder-decoder returns the target of each text. Other models
+        return the text that follows the prompt when all tokens are decoded together.
 
         Args:
           prompts: A text, or several of any lengths.
@@ -170,9 +146,8 @@ class LoadedModel:
         has_source = self._has_source
         source = self._tokenizer("src") if has_source else self.tokenizer
         target = self._tokenizer("tgt") if has_source else source
-        start, end = ([], end_of_source(source)) if has_source else ([source.start_id], [])
-        prompt_ids = [[*start, *source.encode(text).tolist(), *end] for text in texts]
-        streams = [TextStream(target, [] if has_source else ids) for ids in prompt_ids]
+        rows = [prompt_ids(text, source, is_source=has_source) for text in texts]
+        streams = [TextStream(target, [] if has_source else ids) for ids in rows]
 
         def pass_on(row: int, token_id: int) -> None:
             piece = streams[row].add(token_id)
@@ -180,7 +155,7 @@ class LoadedModel:
                 stream(row, piece)
 
         found = self.generate_ids(
-            prompt_ids,
+            rows,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_k=top_k,
@@ -260,74 +235,69 @@ class LoadedModel:
           prompts: Texts before `texts`, whose tokens are not scored; the sources of an
             encoder-decoder, which needs them. None for no prompts.
 
+        Returns:
+          The score of each text, without its first token if nothing precedes that: neither a prompt
+          nor the start id of the tokenizer.
+
         Raises:
           UserError: The model predicts no next tokens, or has no tokenizer or too few positions.
         """
         texts = [texts] if isinstance(texts, str) else list(texts)
-        first = self._tokenizer("src") if self._has_source else self.tokenizer
-        second = self._tokenizer("tgt") if self._has_source else self.tokenizer
-        end = end_of_source(first) if self._has_source else []
-        return self.score_ids(
-            [second.encode(text) for text in texts],
-            prompts=None if prompts is None else [[*first.encode(text), *end] for text in prompts],
-            start_id=second.start_id,
-        )
+        is_source = self._has_source
+        first = self._tokenizer("src") if is_source else self.tokenizer
+        second = self._tokenizer("tgt") if is_source else self.tokenizer
+        ids = [second.encode(text) for text in texts]
+        if prompts is None and not is_source:
+            prompts = [""] * len(texts)
+        before = None
+        if prompts is not None:
+            check_one_each(prompts, texts)
+            before = [
+                prompt_ids(prompt, first, is_source=is_source, following=after)
+                for prompt, after in zip(prompts, ids, strict=True)
+            ]
+        return self.score_ids(ids, prompts=before)
 
     @_with_job_errors
     def score_ids(
-        self, ids: Sequence[Ids], *, prompts: Sequence[Ids] | None = None, start_id: int = 0
+        self,
+        ids: Sequence[Ids],
+        *,
+        prompts: Sequence[Ids] | None = None,
+        start_id: int | None = None,
     ) -> list[Score]:
         """Compute the log-likelihood of token ids; see `score`.
 
         Args:
           ids: Token ids of each text.
           prompts: Token ids before each text; None for no prompts.
-          start_id: Id that the first token of a row is predicted from.
+          start_id: Id before each prompt and its text. None: nothing is added, and the first token
+            of a text without a prompt is not scored.
         """
         self._check_predicts_next()
-        ids = token_rows(ids, "ids", vocab_size=self._vocab_size())
+        size = self._vocab_size()
+        ids = token_rows(ids, "ids", vocab_size=size)
         if prompts is not None:
             of_source = self._vocab_size(of_source=self._has_source)
             prompts = token_rows(prompts, "prompts", vocab_size=of_source)
-            if len(prompts) != len(ids):
-                expected = f"one for each of {len(ids)} texts"
-                raise UsageError(field="prompts", value=len(prompts), expected=expected)
+            check_one_each(prompts, ids)
         elif self._has_source:
             expected = "the source of each text, for this model"
             raise UsageError(field="prompts", value=None, expected=expected)
         if not ids:
             return []
-        size = self._buckets.rows(len(ids))
-        blank: list[Ids] = [[]] * size
-        targets = [*ids, *blank[len(ids) :]]
-        inputs = None if prompts is None else [*prompts, *blank[len(ids) :]]
-        before = inputs or blank
         if self._has_source:
-            starts = [0] * len(ids)
-            batch = encoder_decoder_features(
-                before,
-                targets,
-                inputs_length=self._buckets.length(max(map(len, before))),
-                targets_length=self._buckets.length(max(map(len, targets))),
-                bos_id=self.model.start_id,
-            )
+            start = self.model.start_id
+            rows = source_rows(prompts or (), ids, self._buckets, start_id=start)
         else:
-            starts = [len(each) for each in before[: len(ids)]]
-            longest = max(len(b) + len(t) for b, t in zip(before, targets, strict=True))
-            batch = lm_features(
-                before if getattr(self.model, "is_prefix_lm", False) else inputs,
-                targets,
-                length=self._buckets.length(longest),
-                bos_id=start_id,
+            first = token_rows(
+                [[] if start_id is None else [start_id]], "start_id", vocab_size=size
             )
-        log_probs = self._call("score", model_calls.token_log_probs, batch)
-        return [
-            Score(
-                np.asarray(target, np.int32),
-                np.asarray(log_probs[row, start : start + len(target)], np.float32),
-            )
-            for row, (target, start) in enumerate(zip(ids, starts, strict=True))
-        ]
+            befores: Sequence[Ids] = [[]] * len(ids) if prompts is None else prompts
+            before = [[*first[0], *prompt] for prompt in befores]
+            is_prefix = getattr(self.model, "is_prefix_lm", False)
+            rows = text_rows(before, ids, self._buckets, is_prefix=is_prefix)
+        return rows.scores(self._call("score", model_calls.token_log_probs, rows.batch))
 
     @_with_job_errors
     def logits(self, ids: Any, *, source: Any = None) -> np.ndarray:
@@ -436,15 +406,16 @@ class LoadedModel:
         self._check_predicts_next()
 
     @functools.cached_property
-    def _eos_id(self) -> Any:
-        """End tokens of the model's decoder, or else of the tokenizer."""
-        if self.model.decoder.eos_ids:
-            return self.model.decoder.eos_id
+    def _eos_id(self) -> tuple[int, ...]:
+        """End tokens of the model's decoder and of the tokenizer, all of which end a text."""
+        known = self.model.decoder.eos_ids
         try:
             tokenizer = self._tokenizer("tgt") if self._has_source else self.tokenizer
-        except NoTokenizerError:  # Ids without texts have no end token.
-            return None
-        return tokenizer.eos_id
+        except NoTokenizerError:  # Ids without texts end as the decoder says.
+            return known
+        if (line := end_disagreement(tokenizer, known)) is not None:
+            self.job.observers.message(f"end tokens   {line}")
+        return tuple(dict.fromkeys((*known, *end_ids(tokenizer))))
 
     def _start(self, decoder: PausedDecoder) -> Callable[..., SampledRows]:
         def start(variables: Any, batch: NestedMap, seed: jax.Array) -> SampledRows:

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,10 +17,10 @@ from flax.traverse_util import flatten_dict
 from layerkit.weight_formats import scale_path
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.prefetch import Prefetch
+from layerkit_inputs.special_tokens import end_disagreement
 from layerkit_runner.data.infeed import cast_text, peek_batch
 from layerkit_runner.data.training_data import TrainInputs
 from layerkit_runner.distributed.devices import flag_lines
-from layerkit_runner.errors import as_usage_error
 from layerkit_runner.files.text import size_text
 from layerkit_runner.observers import RunInfo, StepWork, peak_flops
 from layerkit_runner.optim.learner import Learner
@@ -74,25 +74,10 @@ class LayerNotes(logging.Handler):
             self._records.append(record)
 
 
-def data_lines(inputs: Mapping[str, BaseInput]) -> Iterator[str]:
-    """Yield the lines about the data of inputs by name, which the inputs themselves report."""
-    for name, dataset in inputs.items():
-        with as_usage_error():
-            yield from (f"data         {name}: {line}" for line in dataset.describe_data())
-
-
 def start_lines(
-    job: Job, state: TrainState, data: TrainInputs, about_data: Sequence[str], *, start_step: int
+    job: Job, state: TrainState, data: TrainInputs, *, start_step: int
 ) -> Iterator[str]:
-    """Yield the lines that describe a run which starts from `state` after `start_step` steps.
-
-    Args:
-      job: Job of the run.
-      state: First state.
-      data: Training data sets.
-      about_data: `data_lines` of the training and held-out data sets.
-      start_step: Number of steps before this run.
-    """
+    """Yield the lines that describe a run which starts from `state` after `start_step` steps."""
     device = jax.devices()[0]
     known = versions()
     yield (
@@ -114,12 +99,14 @@ def start_lines(
     yield f"partitioner  {job.partitioner.describe()}"
     if padded := job.partitioner.padding_text(job.task):
         yield f"padded       {padded}"
-    yield from about_data
+    if summary := job.resolved.experiment.data_summary():
+        yield f"data         {summary}"
+    decoder = getattr(job.task.model, "decoder", None)
     for each in data.inputs:
         if each.name is not None:
             yield f"program      {each.name}, {each.steps} of every {data.num_turn_steps} steps"
         yield f"batch        {batch_text(each.abstract_batch)}"
-        yield from input_lines(each.dataset)
+        yield from input_lines(each.dataset, decoder_ids=getattr(decoder, "eos_ids", ()))
     yield f"state        {size_text(bytes_per_device(state))} per device with optimizer"
     train = job.task.train
     yield f"steps        {start_step} → {train.num_train_steps}"
@@ -169,8 +156,13 @@ def batch_text(batch: Any) -> str:
     return f"{' × '.join(map(str, first.shape))} ({', '.join(shapes)})"
 
 
-def input_lines(train_input: BaseInput) -> Iterator[str]:
-    """Yield the lines about an input, casts of its batches and its tokenizer."""
+def input_lines(train_input: BaseInput, *, decoder_ids: Sequence[int] = ()) -> Iterator[str]:
+    """Yield the lines about an input, casts of its batches and its tokenizer.
+
+    Args:
+      train_input: The input.
+      decoder_ids: End tokens of the model's decoder.
+    """
     inner = train_input.source if isinstance(train_input, Prefetch) else train_input
     hosts = "1 host" if inner.num_infeed_hosts == 1 else f"{inner.num_infeed_hosts} hosts"
     yield (
@@ -179,8 +171,13 @@ def input_lines(train_input: BaseInput) -> Iterator[str]:
     )
     if casts := cast_text(peek_batch(train_input)):
         yield f"cast         {casts}"
-    if note := getattr(train_input.text_tokenizer(), "note", None):
+    tokenizer = train_input.text_tokenizer()
+    if note := getattr(tokenizer, "note", None):
         yield f"tokenizer    {note}"
+    if (special := inner.special_ids()) is not None:
+        yield f"text ids     {special.text(getattr(tokenizer, 'special_tokens', {}))}"
+    if tokenizer is not None and (line := end_disagreement(tokenizer, decoder_ids)) is not None:
+        yield f"end tokens   {line}"
 
 
 def compiled_lines(compiled: Sequence[Any]) -> Iterator[str]:
@@ -237,18 +234,13 @@ def train_run_info(
 
 
 def report_start(
-    job: Job,
-    data: TrainInputs,
-    about_data: Sequence[str],
-    first: FirstState,
-    info: RunInfo,
-    compiled: Sequence[str],
+    job: Job, data: TrainInputs, first: FirstState, info: RunInfo, compiled: Sequence[str]
 ) -> None:
     """Report the run and start the observers."""
     train, report = job.task.train, job.observers.message
     if jax.process_index() == 0:
         for line in [
-            *start_lines(job, first.state, data, about_data, start_step=first.step),
+            *start_lines(job, first.state, data, start_step=first.step),
             *(first.provenance.lines() if first.provenance is not None else []),
             *compiled,
         ]:

@@ -31,7 +31,6 @@ from layerkit_runner.observers import TOTAL_WEIGHT, Observer
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.training.metrics import (
     ByExample,
-    LossSum,
     OverBatches,
     as_floats,
     check_has_provenance,
@@ -292,7 +291,7 @@ class PaddingCheck:
         names = [
             name
             for name in suspects
-            if isinstance(metrics[name], WeightedScalar | LossSum)
+            if isinstance(metrics[name], WeightedScalar)
             and np.equal(metrics[name].weight, self._global_rows)
         ]
         if not names:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from layerkit.config import Config, field_names, target_of
+from layerkit.config import Config, build, field_names, target_of
 from layerkit.errors import ConfigError
 from layerkit_experiments.lm.recipes.fine_tuning import weights_of
 from layerkit_experiments.lm.recipes.model import remat_policy
 from layerkit_experiments.lm.recipes.optimization import TrainingLength
+from layerkit_inputs.special_tokens import end_ids
 from layerkit_runner.config.experiment import BaseExperiment
 from layerkit_runner.training.task import SingleTask
 
@@ -34,7 +35,7 @@ class HuggingFaceLm(TrainingLength, BaseExperiment, abstract=True):
     """Divisor of the logits in sampling; None for the default of the folder, as its other options
     of decoding."""
     EOS_ID: int | None = None
-    """Token that ends a continuation; None for the end tokens of the folder."""
+    """Token that ends a continuation; None for each end token of the folder and the tokenizer."""
 
     def model(self) -> Config:
         """Return the config of the model in the folder.
@@ -114,10 +115,17 @@ class HuggingFaceLm(TrainingLength, BaseExperiment, abstract=True):
         )
 
     def task(self) -> Config:
-        """Return the config of the task."""
+        """Return the config of the task, whose decoder ends at each end token that is declared."""
+        model = self.model()
+        tokenizer = getattr(self, "tokenizer", None)
+        if self.EOS_ID is None and tokenizer is not None:
+            stated = model.decoder.eos_id
+            known = stated if isinstance(stated, tuple) else () if stated is None else (stated,)
+            known = tuple(dict.fromkeys((*known, *end_ids(build(tokenizer())))))
+            model.decoder.eos_id = known if len(known) > 1 else next(iter(known), None)
         return SingleTask.HParams.config(
             name="lm",
-            model=self.model(),
+            model=model,
             train=self.train_config(self.learner()),
             initial_weights=weights_of(self.HF_FOLDER),
         )

@@ -17,6 +17,7 @@ from layerkit.errors import ConfigError
 from layerkit_inputs import Tokenizer, tokenizer_config
 from layerkit_inputs.errors import require_extra
 from layerkit_inputs.features import lm_features
+from layerkit_inputs.special_tokens import first_ids
 from layerkit_inputs.text_files import find_text_files
 from layerkit_inputs.tools.raw_documents import read_raw_documents, text_of
 
@@ -98,11 +99,12 @@ def last_word_rows(
 
     def row(passage: str) -> dict[str, np.ndarray]:
         before, word = split_last_word(passage)
+        inputs = tokenizer.encode(before)[: seq_length - target_length]
         batch = lm_features(
-            [tokenizer.encode(before)[: seq_length - target_length]],
+            [[*first_ids(inputs, tokenizer), *inputs]],
             [tokenizer.encode(word)[:target_length]],
             length=seq_length,
-            bos_id=tokenizer.start_id,
+            bos_id=None,
             pad_id=tokenizer.pad_id,
             weights_on_targets_only=True,
         )

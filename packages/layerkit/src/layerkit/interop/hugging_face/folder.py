@@ -384,17 +384,19 @@ def read_json(folder: str | os.PathLike[str], name: str = CONFIG) -> dict[str, A
 def eos_id(folder: str | os.PathLike[str]) -> int | tuple[int, ...] | None:
     """Return the end token or tokens of a folder, for `Decoder.eos_id`; None if it has none.
 
-    They are read from generation_config.json, which Transformers uses, or from config.json.
+    They are those of generation_config.json and those of config.json.
 
     Raises:
       FileNotFoundError: Both files are missing.
     """
     names = [name for name in ("generation_config.json", CONFIG) if (Path(folder) / name).is_file()]
+    ids: list[int] = []
     for name in names or [CONFIG]:
-        found = read_json(folder, name).get("eos_token_id")
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else int(found)
-    return None
+        stated = read_json(folder, name).get("eos_token_id")
+        if stated is not None:
+            ids += stated if isinstance(stated, list) else [stated]
+    unique = tuple(map(int, dict.fromkeys(ids)))
+    return unique if len(unique) > 1 else next(iter(unique), None)
 
 
 def tokenizer_file(folder: str | os.PathLike[str]) -> str | None:

@@ -1,6 +1,8 @@
 """Phi 3 and 3.5 (Abdin et al., 2024): Llama with joined projections, and LongRoPE.
 
-Rows up to the trained length have the short factors of LongRoPE, longer ones the long factors.
+Published code selects the short or the long factors of LongRoPE in each call. Here they are
+selected once, for the longest sequence: the whole extended context, unless
+`rotary_tpl.scaling.longest_sequence` is set.
 """
 
 from __future__ import annotations
