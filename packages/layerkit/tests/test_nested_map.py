@@ -79,9 +79,14 @@ def test_dict_methods_keep_the_type():
     assert isinstance(copied, NestedMap) and copied == first and copied is not first
 
 
-def test_flatten_items_sorts_and_descends_into_nested_maps_only():
-    tree = NestedMap(b=NestedMap(y=1, x={"k": 2}), a=[3, 4])
-    assert list(tree.flatten_items()) == [("a", [3, 4]), ("b.x", {"k": 2}), ("b.y", 1)]
+def test_leaves_of_dicts_and_lists_are_those_of_praxis():
+    tree = NestedMap(b=[1, [2, NestedMap(x=3)]], a={"y": 4, "c": 5}, t=(6, 7), e=[])
+    # Results of FlattenItems and Transform of praxis 1.4.0.
+    items = [("a.c", 5), ("a.y", 4), ("b[0]", 1), ("b[1][0]", 2), ("b[1][1].x", 3), ("t", (6, 7))]
+    assert list(tree.flatten_items()) == items
+    twice = tree.transform(lambda leaf: leaf * 2)
+    assert twice == {"a": {"c": 10, "y": 8}, "b": [2, [4, {"x": 6}]], "e": [], "t": (6, 7, 6, 7)}
+    assert type(twice.a) is dict and isinstance(twice.b[1][1], NestedMap)
 
 
 def test_transform_keeps_the_structure():

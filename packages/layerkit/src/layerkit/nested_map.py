@@ -118,23 +118,38 @@ class NestedMap(dict):
         return NestedMap(self)
 
     def flatten_items(self) -> Iterator[tuple[str, Any]]:
-        """Yield pairs of dotted path and leaf, in sorted key order, through NestedMaps only."""
+        """Yield pairs of path and leaf, in sorted key order, through dicts and lists.
+
+        Paths are as in Praxis: `a.b[0].c` is the leaf of `map.a.b[0].c`.
+        """
         for key in sorted(self):
-            value = self[key]
-            if isinstance(value, NestedMap):
-                for path, leaf in value.flatten_items():
-                    yield f"{key}.{path}", leaf
-            else:
-                yield key, value
+            yield from _flatten(key, self[key])
 
     def transform(self, fn: Callable[[Any], Any]) -> NestedMap:
-        """Return a NestedMap of the same structure with `fn` applied to every leaf."""
-        return NestedMap(
-            {
-                key: value.transform(fn) if isinstance(value, NestedMap) else fn(value)
-                for key, value in self.items()
-            }
-        )
+        """Return a NestedMap of the same structure of dicts and lists, `fn` applied to leaves."""
+        return NestedMap({key: _transform(value, fn) for key, value in self.items()})
+
+
+def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key in sorted(value):
+            yield from _flatten(f"{path}.{key}", value[key])
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _flatten(f"{path}[{index}]", item)
+    else:
+        yield path, value
+
+
+def _transform(value: Any, fn: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        twin = value.copy()  # of the same type
+        for key, item in value.items():
+            twin[key] = _transform(item, fn)
+        return twin
+    if isinstance(value, list):
+        return [_transform(item, fn) for item in value]
+    return fn(value)
 
 
 # Readers create a map with the same few keys for each row.
