@@ -33,7 +33,9 @@ from praxis.layers import (
     attentions,
     embedding_softmax,
     linears,
+    multi_query_attention,
     normalizations,
+    transformer_models,
     transformers,
 )
 
@@ -427,11 +429,89 @@ def searches():
     record("greedy_steps", **given, ids=found.output_ids, lengths=found.decode_lengths)
 
 
+def language_models():
+    """Whole decoders whose norms and attention have several forms."""
+    ids = RANDOM.integers(0, 7, (2, 5))
+    norm = pax_fiddle.Config(normalizations.LayerNorm)
+    multi_query = pax_fiddle.Config(
+        multi_query_attention.MultiQueryDotProductAttention, dim_per_head=2
+    )
+    cases = {
+        "primer_hybrid": (1, {"norm_policy": "primer_hybrid"}, {}),
+        "post": (1, {"norm_policy": "post"}, {}),
+        "post_skip": (2, {"norm_policy": "post_skip"}, {}),
+        "qk_norm": (2, {}, {"ln_tpl": norm, "use_rotary_position_emb": True}),
+        "multi_query": (1, {"tr_atten_tpl": multi_query}, {}),
+        "multi_query_repeated": (2, {"tr_atten_tpl": multi_query}, {"use_bias": False}),
+    }
+    for name, (repeats, fields, attention) in cases.items():
+        layer = pax_fiddle.Config(transformers.Transformer, **fields)
+        layer.tr_atten_tpl.set(**attention)
+        stack = pax_fiddle.Config(
+            transformers.StackedTransformer,
+            model_dims=4,
+            hidden_dims=6,
+            num_heads=2,
+            num_layers=3 - repeats,
+            transformer_layer_params_tpl=layer,
+        )
+        if repeats > 1:
+            stack = pax_fiddle.Config(
+                transformers.StackedTransformerRepeated, block=stack, x_times=repeats
+            )
+        weights, outputs, _ = run(
+            transformer_models.TransformerLm,
+            ids,
+            np.zeros(ids.shape, np.float32),
+            model_dims=4,
+            vocab_size=7,
+            stacked_transformer_tpl=stack,
+        )
+        flat = py_utils.NestedMap.FromNestedDict(weights).FlattenItems()
+        record(
+            f"lm_{name}",
+            ids=ids,
+            weights={f"lm/{path.replace('.', '/')}": weight for path, weight in flat},
+            logits=outputs.logits,
+        )
+
+
+def first_deviations():
+    """Standard deviations of the first values of relative biases and of routers."""
+    layers = {
+        "relative_bias": (
+            "wrb",
+            pax_fiddle.Config(attentions.RelativeBias, num_heads=6, name="bias"),
+            (np.zeros((1, 2), np.int32), np.zeros((1, 2), np.int32)),
+        ),
+        "router": (
+            "gate",
+            pax_fiddle.Config(
+                transformers.TransformerFeedForwardMoe,
+                name="experts",
+                input_dims=32,
+                hidden_dims=6,
+                num_experts=4,
+                num_groups=1,
+            ),
+            (np.zeros((1, 4, 32), np.float32), np.zeros((1, 4), np.float32)),
+        ),
+    }
+    found = {}
+    for name, (weight, layer, inputs) in layers.items():
+        declared = base_layer.instantiate(layer).abstract_init_with_metadata(*inputs)
+        init = declared["params"][weight].init
+        found[name] = init.scale / (np.sqrt(3) if init.method == "uniform" else 1)
+    record("first_deviations", **found)
+
+
 def main():
     """Write all cases to the file that is named on the command line."""
     for add in (mixtures, softmaxes, norms, frames, residuals, elementwise, samplers):
         add()
     for add in (row_options, expert_dropout, relative_biases, extra_logits, searches):
+        add()
+    for add in (language_models, first_deviations):
         add()
     lines = [f"{json.dumps(name)}: {json.dumps(case)}" for name, case in CASES.items()]
     Path(sys.argv[1]).write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -12,7 +12,15 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from layerkit.config import build
 from layerkit.errors import ConfigError
 from layerkit.interop.praxis import axis_order, find_sources, match_weights
-from layerkit.layers import StackedTransformer, StackedTransformerRepeated, TransformerFeedForward
+from layerkit.layers import (
+    LayerNorm,
+    PositionalEmbedding,
+    ReLU,
+    RotaryPositionalEmbedding,
+    StackedTransformer,
+    StackedTransformerRepeated,
+    TransformerFeedForward,
+)
 from layerkit.layers.pipelined_transformer import PipelinedTransformer
 from layerkit.models import LanguageModel
 
@@ -273,3 +281,50 @@ def test_weight_with_too_few_axes_raises():
     source = find_sources({"lm/softmax/w"}, {"lm/softmax/logits_ffn/linear/w"})["lm/softmax/w"]
     with pytest.raises(ValueError, match=r"shape \[4\], and 2 axes fit"):
         source.shape_of((4,), (4, 5))
+
+
+QK_NORM = {
+    "qk_norm_tpl": LayerNorm.HParams.config(),
+    "rotary_tpl": RotaryPositionalEmbedding.HParams.config(),
+}
+MULTI_QUERY = {"num_kv_heads": 1, "per_dim_scale": False}
+
+
+@pytest.mark.parametrize(
+    ("case", "layer_fields", "attention_fields"),
+    [
+        ("primer_hybrid", {"norm_policy": "pre_post"}, {}),
+        ("post", {"norm_policy": "branch"}, {}),
+        ("post_skip", {"norm_policy": "post"}, {}),
+        ("qk_norm", {}, QK_NORM),
+        ("multi_query", {}, MULTI_QUERY),
+        ("multi_query_repeated", {}, {**MULTI_QUERY, "use_bias": False}),
+    ],
+)
+@pytest.mark.parametrize("stack", ["unrolled", "repeated"])
+def test_logits_of_praxis_with_its_weights(praxis, stack, case, layer_fields, attention_fields):
+    recorded = praxis(f"lm_{case}")
+    config = LanguageModel.HParams.config()
+    sizes = {"vocab_size": 7, "model_dims": 4, "hidden_dims": 6, "num_layers": 2, "num_heads": 2}
+    config.lm_tpl.set(**sizes, position_tpl=PositionalEmbedding.HParams.config())
+    config.lm_tpl.set(stack_tpl=STACKS[stack].clone())
+    config.lm_tpl.softmax_tpl.use_bias = True
+    layer = config.lm_tpl.stack_tpl.layer_tpl
+    layer.set(**layer_fields)
+    layer.attention_tpl.set(**{"use_bias": True, "per_dim_scale": True, **attention_fields})
+    layer.feed_forward_tpl.set(has_bias=True, activation_tpl=ReLU.HParams.config())
+    model = build(config)
+    declared = jax.eval_shape(model.init, jax.random.key(0))["params"]
+    shapes = {name: leaf.shape for name, leaf in flatten_dict(declared, sep="/").items()}
+    sources = match_weights(shapes, recorded["weights"])
+    params = {n: read_whole(sources[n], recorded["weights"], shapes[n]) for n in shapes}
+    logits = model.bind({"params": unflatten_dict(params, sep="/")}).lm.logits(recorded["ids"])
+    np.testing.assert_allclose(logits, recorded["logits"], rtol=1e-5, atol=1e-5)
+
+
+def test_norm_after_a_branch_is_not_read_from_the_norm_before_it(raises):
+    norms = [f"lm/stack/layers_0/attention{norm}/scale" for norm in ("_norm", "_post_norm")]
+    before = "lm/transformer/x_layers_0/layer_norm/scale"
+    assert list(find_sources(norms, {before})) == norms[:1]
+    with raises(ConfigError, owner="Praxis", field=norms[1]):
+        match_weights(norms, {before})

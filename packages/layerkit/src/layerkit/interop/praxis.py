@@ -34,12 +34,15 @@ class PraxisWeight(NamedTuple):
       rank: Number of axes in Praxis without those over layers.
       part: Index on the first axis, for a weight that holds several; None for the whole weight.
       transpose: Axis of Praxis, after `part`, of each axis of this library; None for equal axes.
+      has_heads: True if the second axis from the end is that of heads, which Praxis leaves out of
+        the one key and value head of multi-query attention.
     """
 
     name: str
     rank: int
     part: int | None = None
     transpose: tuple[int, ...] | None = None
+    has_heads: bool = False
 
 
 Shape = tuple[int, ...]
@@ -53,7 +56,7 @@ def _projection(name: str, part: int) -> _Choices:
     return {
         f"attention/{name}/{weight}": (
             PraxisWeight(f"self_attention/combined_qkv/{weight}", rank + 1, part),
-            PraxisWeight(f"self_attention/{name}/{weight}", rank),
+            PraxisWeight(f"self_attention/{name}/{weight}", rank, has_heads=True),
         )
         for weight, rank in (("w", 3), ("b", 2))
     }
@@ -67,10 +70,22 @@ def _dense(name: str, praxis_name: str) -> _Choices:
     }
 
 
-def _norm(name: str, praxis_name: str) -> _Choices:
+def _norm(name: str, *praxis_names: str) -> _Choices:
     return {
-        f"{name}/{weight}": (PraxisWeight(f"{praxis_name}/{weight}", 1),)
+        f"{name}/{weight}": tuple(PraxisWeight(f"{other}/{weight}", 1) for other in praxis_names)
         for weight in ("scale", "bias")
+    }
+
+
+def _branch_norms(name: str, prefix: str) -> _Choices:
+    """Return the sources of the norms before and after a branch, by Praxis' `norm_policy`.
+
+    `primer_hybrid` has both norms. `post` has the second alone, under the name that the first one
+    has in `pre` and `post_skip`.
+    """
+    return {
+        **_norm(f"{name}_norm", f"{prefix}layer_norm", f"{prefix}pre_layer_norm"),
+        **_norm(f"{name}_post_norm", f"{prefix}post_layer_norm", f"{prefix}layer_norm"),
     }
 
 
@@ -104,7 +119,9 @@ GSHARD_SOFTMAX = PraxisWeight("lm/softmax/embedding/w", 2)
 
 # Weights of a layer, by paths within it.
 LAYER_WEIGHTS: _Choices = {
-    **_norm("attention_norm", "layer_norm"),
+    **_branch_norms("attention", ""),
+    **_norm("attention/query_norm", "self_attention/layer_norm_q"),
+    **_norm("attention/key_norm", "self_attention/layer_norm_k"),
     **_projection("query", 0),
     **_projection("key", 1),
     **_projection("value", 2),
@@ -119,7 +136,7 @@ LAYER_WEIGHTS: _Choices = {
         PraxisWeight("self_attention/relative_bias/wrb", 2, transpose=(1, 0)),
     ),
     "attention/scale": (PraxisWeight("self_attention/per_dim_scale/per_dim_scale", 1),),
-    **_norm("feed_forward_norm", "ff_layer/layer_norm"),
+    **_branch_norms("feed_forward", "ff_layer/"),
     **_dense("up", "ffn_layer1"),
     **_dense("gate", "ffn_layer1_gate"),
     **_dense("down", "ffn_layer2"),
@@ -165,7 +182,7 @@ class WeightSource:
         Raises:
           ValueError: The weights have too few axes.
         """
-        leading, own = self._split(stored)
+        leading, own = self._split(self._with_heads(stored, like))
         if self.layers is None or not self.is_stacked:
             return own
         count = len(range(math.prod(leading) * len(self.names))[self.layers])
@@ -187,7 +204,8 @@ class WeightSource:
           shape: Shape of the weight, as `shape_of` returns it.
           ranges: Slice of each axis of the weight, with start and stop.
         """
-        leading, own = self._split(stored)
+        whole = self._with_heads(stored, shape)
+        leading, own = self._split(whole)
         num_layer_axes = len(shape) - len(own)
         layer_ranges, own_ranges = ranges[:num_layer_axes], ranges[num_layer_axes:]
         part, axes = self.weight.part, self.weight.transpose or tuple(range(len(own)))
@@ -196,13 +214,18 @@ class WeightSource:
             theirs[axis] = wanted
         tail = (*(() if part is None else (slice(part, part + 1),)), *theirs)
 
+        def read_whole(name: str, box: Ranges) -> np.ndarray:
+            if whole == stored:
+                return read(name, box)
+            return np.expand_dims(read(name, (*box[:-2], box[-1])), -2)
+
         def arrange(block: np.ndarray) -> np.ndarray:
             """Return `[layers, (1), ...]` of Praxis in the order of axes of this library."""
             block = block if part is None else block[:, 0]
             return block.transpose(0, *(1 + axis for axis in axes))
 
         if self.layers is None:
-            return arrange(read(self.names[0], tail)[None])[0]
+            return arrange(read_whole(self.names[0], tail)[None])[0]
         held = np.arange(math.prod(leading) * len(self.names))[self.layers]
         wanted_layers = held.reshape(shape[:num_layer_axes])[layer_ranges]
         rows, which = np.divmod(wanted_layers.reshape(-1), len(self.names))
@@ -211,12 +234,20 @@ class WeightSource:
             mine = np.flatnonzero(which == number)
             places = np.unravel_index(rows[mine], leading) if leading else ()
             box = tuple(slice(int(one.min()), int(one.max()) + 1) for one in places)
-            block = read(self.names[number], (*box, *tail))
+            block = read_whole(self.names[number], (*box, *tail))
             inside = tuple(one - edge.start for one, edge in zip(places, box, strict=True))
             arranged = arrange(block[inside] if leading else block[None])
             for position, one in zip(mine, arranged, strict=True):
                 blocks[position] = one
         return np.stack(blocks).reshape(*wanted_layers.shape, *blocks[0].shape)
+
+    def lacks_heads(self, stored: Shape, like: Shape) -> bool:
+        """Return whether Praxis leaves out the axis of the one head of a weight of shape `like`."""
+        return self.weight.has_heads and like[-2] == 1 and stored[-2:-1] != (1,)
+
+    def _with_heads(self, stored: Shape, like: Shape) -> Shape:
+        """Return a stored shape with the axis of heads, where Praxis leaves it out."""
+        return (*stored[:-1], 1, stored[-1]) if self.lacks_heads(stored, like) else stored
 
     def _split(self, stored: Shape) -> tuple[Shape, Shape]:
         """Return (axes over layers, axes of one layer in the order of this library)."""
@@ -245,7 +276,7 @@ def match_weights(ours: Collection[str], praxis: Collection[str]) -> dict[str, W
     sources = find_sources(ours, praxis)
     for name in ours:
         if name not in sources:
-            known = [weight.name for weight in _choices(name, is_tied=_is_tied(ours))]
+            known = [weight.name for weight in _choices(name, ours)]
             raise ConfigError(
                 "weight of the model that Praxis lacks",
                 owner="Praxis",
@@ -265,8 +296,8 @@ def find_sources(ours: Collection[str], praxis: Collection[str]) -> dict[str, We
     """Return the source of each weight of a model that has one; see `match_weights`."""
     layers = _praxis_layers(praxis)
     pattern_length = 1 + max((_block_of(name) for name in ours), default=0)
-    is_tied = _is_tied(ours)
-    found = {name: _source(name, praxis, layers, pattern_length, is_tied=is_tied) for name in ours}
+    names = frozenset(ours)
+    found = {name: _source(name, names, praxis, layers, pattern_length) for name in ours}
     return {name: source for name, source in found.items() if source is not None}
 
 
@@ -281,17 +312,12 @@ def axis_order(params: Mapping[str, Any]) -> dict[str, Any]:
       projection `[heads, head_dim, dims]`. Weights that Praxis lacks keep their order.
     """
     flat = flatten_dict(params, sep="/")
-    is_tied = _is_tied(flat)
     orders: dict[str, tuple[int, ...]] = {}
     for name, weight in flat.items():
-        choices = _choices(name, is_tied=is_tied)
+        choices = _choices(name, flat)
         order = (choices[0].transpose if choices else None) or range(weight.ndim)
         orders[name] = tuple(int(axis) for axis in np.argsort(order))
     return unflatten_dict(orders, sep="/")
-
-
-def _is_tied(ours: Collection[str]) -> bool:
-    return "lm/embedding/w" not in ours
 
 
 class _PraxisLayers(NamedTuple):
@@ -329,26 +355,28 @@ def _block_of(name: str) -> int:
     return int(match["index"])
 
 
-def _choices(name: str, *, is_tied: bool) -> tuple[PraxisWeight, ...]:
+def _choices(name: str, ours: Collection[str]) -> tuple[PraxisWeight, ...]:
     """Return the weights of Praxis, or of a layer of it, that a weight can be read from."""
-    if name == "lm/softmax/w" and is_tied:
+    if name == "lm/softmax/w" and "lm/embedding/w" not in ours:
         return (TIED_SOFTMAX, GSHARD_SOFTMAX)
     match = _OUR_LAYER.fullmatch(name)
     if match is None:
         return LM_WEIGHTS.get(name, ()) or SERIES_WEIGHTS.get(name, ())
-    return LAYER_WEIGHTS.get(match["name"], ())
+    choices = LAYER_WEIGHTS.get(match["name"], ())
+    # A layer with a norm before and one after a branch is of `primer_hybrid`.
+    has_both = "_post_norm/" in name and name.replace("_post_norm/", "_norm/") in ours
+    return choices[:1] if has_both else choices
 
 
 def _source(
     name: str,
+    ours: Collection[str],
     praxis: Collection[str],
     layers: _PraxisLayers,
     pattern_length: int,
-    *,
-    is_tied: bool,
 ) -> WeightSource | None:
     match = _OUR_LAYER.fullmatch(name)
-    for weight in _choices(name, is_tied=is_tied):
+    for weight in _choices(name, ours):
         if match is None:
             if weight.name in praxis:
                 return WeightSource((weight.name,), weight)

@@ -9,7 +9,8 @@ import pytest
 
 from layerkit.errors import ConfigError
 from layerkit.layers.attention.biases import Alibi, RelativeBias, alibi_slopes, relative_buckets
-from layerkit.weights import logical_axes
+from layerkit.layers.moe.routing import TopKRouter
+from layerkit.weights import WeightInit, logical_axes
 
 
 def test_buckets_equal_a_published_example():
@@ -65,6 +66,17 @@ def test_relative_bias_weight_has_axes_init_and_dtype():
     assert w.shape == (32, 16) and 0.95 * bound < np.abs(w).max() <= bound
     places = jnp.arange(4)[None]
     assert layer.apply(layer.init(jax.random.key(0)), places, places).dtype == jnp.float32
+
+
+def test_initializers_of_the_page_on_pax_have_the_deviations_of_praxis(praxis):
+    expected = praxis("first_deviations")
+    bias = RelativeBias(num_heads=6, weight_init=WeightInit.Gaussian((32 * 6) ** -0.5))
+    router = TopKRouter(
+        input_dims=32, num_experts=4, weight_init=WeightInit.Uniform((3 / 32) ** 0.5)
+    )
+    for layer, name in ((bias, "relative_bias"), (router, "router")):
+        draw = jax.vmap(layer.init)(jax.random.split(jax.random.key(0), 50))["params"]["w"]
+        assert float(draw.std()) == pytest.approx(float(expected[name]), rel=0.03)
 
 
 def test_every_bucket_has_a_gradient():

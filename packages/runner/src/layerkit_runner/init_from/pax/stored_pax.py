@@ -231,6 +231,8 @@ class StoredPax:
             groups_of[path[: at if group in factored else at - 1]] = group
             if group in factored:
                 weight_shape = self._shapes[self._weights[source_of.names[0]]]
+                if source.lacks_heads(weight_shape, like[PARAMS, *path[at + 1 :]].shape):
+                    continue  # Its factors are over other dimensions.
                 spec, wanted = self._arrays.specs[source.names[0]], like[path].dtype
                 if slot := _find_slot(path[at], source, weight_shape, spec, dtype=wanted):
                     self._sources[path] = slot
