@@ -477,7 +477,7 @@ def language_models():
 
 
 def first_deviations():
-    """Standard deviations of the first values of relative biases and of routers."""
+    """Record the standard deviations of the first values of relative biases and of routers."""
     layers = {
         "relative_bias": (
             "wrb",
