@@ -182,6 +182,18 @@ def test_missing_weight_is_drawn_and_ignored_weight_is_left_out():
     assert found.drawn == (("params", "head", "w"),)
 
 
+def test_averages_are_read_in_place_of_weights_and_moving_statistics():
+    averages = {
+        ("ema", "head", "w"): spec(2, 9),
+        ("ema_statistics", "encoder", "mean"): spec(2),
+        ("ema_count",): spec(dtype=np.int32),
+    }
+    found = origins(matched({**SAME, **averages}, use_ema=True))
+    assert found["params/head/w"] == "a:ema/head/w"
+    assert found["params/encoder/w"] == "a:params/encoder/w"
+    assert found["non_trainable/encoder/mean"] == "a:ema_statistics/encoder/mean"
+
+
 def test_use_ema_of_a_source_without_averages_is_an_error(raises):
     with raises(UsageError, owner="begin", field="use_ema"):
         matched(SAME, use_ema=True)
