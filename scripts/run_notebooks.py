@@ -102,7 +102,7 @@ def drop_run_log(cell: nbformat.NotebookNode) -> None:
     if "\nnext: " not in text:
         return
     cell.outputs = [output for output in cell.outputs if output not in printed]
-    kept = re.split(r"^  runner .*\n", text, flags=re.M)[-1]
+    kept = re.split(r"^  runner (?:.*\\\n)*.*\n", text, flags=re.M)[-1]
     if kept:
         cell.outputs.insert(0, nbformat.v4.new_output("stream", name="stdout", text=kept))
 

@@ -222,6 +222,38 @@ def test_platform_that_jax_cannot_start_is_an_error_of_one_line(platforms: str, 
     assert len(message.splitlines()) == 1
 
 
+PLUGIN = """
+import jax
+
+def initialize():  # as JAX's CUDA plugins do, unless other platforms are chosen
+    if not jax.config.jax_platforms:
+        raise RuntimeError("Unable to load cuFFT. Is it installed?")
+"""
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="this machine has a GPU")
+@pytest.mark.parametrize(("name", "is_unused"), [("xla_cuda12", True), ("xla_other", False)])
+def test_plugin_without_a_device_is_not_started(tmp_path: Path, name: str, is_unused: bool):
+    (tmp_path / "jax_plugins" / name).mkdir(parents=True)
+    (tmp_path / "jax_plugins" / name / "__init__.py").write_text(PLUGIN)
+    code = (
+        "from layerkit_runner.distributed.devices import start_devices, unused_plugins\n"
+        "print(unused_plugins())\nstart_devices()\nimport jax\nprint(jax.devices()[0].platform)"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    kept = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**kept, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    plugins, platform_name = done.stdout.splitlines()
+    assert (name in plugins, platform_name) == (is_unused, "cpu")
+    assert ("cuFFT" in done.stderr) is not is_unused
+
+
 needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 
 # Two arrays of a step in each of 50 turns, as XLA allocates them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import socket
 from pathlib import Path
@@ -172,7 +173,12 @@ def test_failed_part_is_reported_and_the_others_are_made(
     assert str(folder / ERRORS_FILE) in failure
     assert "raise KeyError(" in (folder / ERRORS_FILE).read_text()
     assert f"loss curve: {folder / 'loss_curve.png'}" in lines
-    assert lines[-4].startswith("next: ")
+    (first,) = [n for n, line in enumerate(lines) if line.startswith("next: ")]
+    # A shell joins the lines of a command.
+    commands = "\n".join(lines[first + 1 :]).replace("\\\n", "").splitlines()
+    assert [shlex.split(command)[0] for command in commands] == ["runner"] * 3
+    assert all(len(line) <= 100 for line in lines[first + 1 :] if " --" in line.strip())
+    assert "--exp" not in commands[0] and "--mode=inspect" in commands[0]
     other = "sample (points): " if part == "evaluation" else "heldout: error "
     assert any(line.startswith(other) for line in lines)
     # The same command neither trains nor fails.

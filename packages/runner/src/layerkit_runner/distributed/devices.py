@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import glob
 import importlib.metadata
 import importlib.util
 import os
+import pkgutil
 import platform
 import re
 import sys
@@ -39,6 +41,10 @@ _MEMORY_SHARE = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 _NEVER = -1
 _ACCELERATOR_PLUGINS = ("jax_plugins", "libtpu")
+# By these, JAX finds devices too: files of NVIDIA's drivers, and the vendor of TPUs on the PCI bus.
+_CUDA_PLUGINS = frozenset({"xla_cuda12", "xla_cuda13"})
+_NVIDIA_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
+_PCI_VENDORS, _TPU_VENDOR = "/sys/bus/pci/devices/*/vendor", "0x1ae0"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,10 +137,41 @@ PRESETS: Mapping[str, FlagSet] = {
 }
 
 
+def unused_plugins() -> tuple[str, ...]:
+    """Return the installed plugins of JAX, if this machine has a device of none of them.
+
+    Plans need the compilers in such plugins and no device. JAX would print an error for each.
+    """
+    spec = importlib.util.find_spec("jax_plugins")
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    plugins = {module.name for module in pkgutil.iter_modules(folders)}
+    plugins |= {point.name for point in importlib.metadata.entry_points(group="jax_plugins")}
+    has_libtpu = importlib.util.find_spec("libtpu") is not None
+    # Which devices another plugin has is unknown.
+    if plugins - _CUDA_PLUGINS or any(map(os.path.exists, _NVIDIA_FILES)):
+        return ()
+    if any(Path(file).read_text().strip() == _TPU_VENDOR for file in glob.glob(_PCI_VENDORS)):
+        return ()
+    return (*sorted(plugins), *(["libtpu"] if has_libtpu else []))
+
+
+def use_cpu_without_accelerators() -> None:
+    """Have JAX start the CPU alone if no device of an installed plugin is on this machine.
+
+    JAX_PLATFORMS of the environment takes precedence. Child processes are not affected.
+    """
+    if not os.environ.get("JAX_PLATFORMS") and unused_plugins():
+        import jax
+
+        if not getattr(jax.config, "jax_platforms", None):
+            jax.config.update("jax_platforms", "cpu")
+
+
 def start_devices() -> None:
     """Let JAX start its devices; raise `UsageError` if it cannot."""
     import jax
 
+    use_cpu_without_accelerators()
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:
@@ -186,7 +223,7 @@ def _computes_on_cpu() -> bool:
     platforms = os.environ.get("JAX_PLATFORMS")
     if platforms:
         return platforms.split(",")[0] == "cpu"
-    return not any(map(importlib.util.find_spec, _ACCELERATOR_PLUGINS))
+    return bool(unused_plugins()) or not any(map(importlib.util.find_spec, _ACCELERATOR_PLUGINS))
 
 
 def check_devices(options: RunOptions, device_kind: str) -> None:

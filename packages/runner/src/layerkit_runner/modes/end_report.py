@@ -24,7 +24,7 @@ from layerkit_runner.distributed.cluster import all_arrive
 from layerkit_runner.distributed.watchdog import phase
 from layerkit_runner.errors import exits_as_errors, unknown_name_text
 from layerkit_runner.files.atomic_write import atomic_write
-from layerkit_runner.files.text import size_text
+from layerkit_runner.files.text import size_text, wrapped_command
 from layerkit_runner.observers import memory_scalars, metrics_path
 from layerkit_runner.observers.metrics_log import encode
 from layerkit_runner.trainer.executor import Executor
@@ -38,6 +38,7 @@ ERRORS_FILE = "end_report_errors.txt"
 
 _SAMPLE_CHARACTERS = 600
 _ERROR_CHARACTERS = 300
+_COMMAND_WIDTH = 98
 
 
 def finish(job: Job, executor: Executor, state: TrainState, step: int) -> None:
@@ -109,7 +110,9 @@ class _Parts:
         if unknown_name is None and not isinstance(error, UserError):
             reason = f"{type(error).__name__}: {reason}"
         job = self._job
-        command = command_line(job.resolved, job.options, mode=repeat_mode or "train")
+        command = command_line(
+            job.resolved, job.options, mode=repeat_mode or "train", is_recorded=True
+        )
         job.observers.message(
             f"{name} failed: {reason}. The training is complete, and its exit code is unchanged."
             f" {self._keep(name, error)} To try again: {command}"
@@ -197,7 +200,8 @@ def _suggest(job: Job, executor: Executor, step: int) -> None:
     """Report commands to try next, below a line that explains them."""
 
     def command(**more: Any) -> str:
-        return "  " + command_line(job.resolved, job.options, **more)
+        line = command_line(job.resolved, job.options, is_recorded=True, **more)
+        return "  " + wrapped_command(line, width=_COMMAND_WIDTH, indent="      ")
 
     commands = {"print all settings": command(mode="inspect")}
     if not executor.has_stopped_early:  # more steps would not continue the run

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import operator
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from layerkit_inputs.prefetch import Prefetch
 from layerkit_inputs.special_tokens import end_disagreement
 from layerkit_runner.data.infeed import cast_text, peek_batch
 from layerkit_runner.data.training_data import TrainInputs
-from layerkit_runner.distributed.devices import flag_lines
+from layerkit_runner.distributed.devices import flag_lines, unused_plugins
 from layerkit_runner.files.text import size_text
 from layerkit_runner.observers import RunInfo, StepWork, peak_flops
 from layerkit_runner.optim.learner import Learner
@@ -84,6 +85,9 @@ def start_lines(
         f"layerkit {known['layerkit']}, jax {known['jax']}, {jax.device_count()} × "
         f"{device.device_kind}, {jax.process_count()} process(es)"
     )
+    plugins = () if os.environ.get("JAX_PLATFORMS") else unused_plugins()
+    if plugins and device.platform == "cpu":
+        yield f"devices      CPU; this machine has no device of {', '.join(plugins)}"
     yield from flag_lines(job.options)
     yield f"experiment   {job.resolved.name} (task {job.task.name})"
     params = job.partitioner.abstract_stored_state(job.task).params

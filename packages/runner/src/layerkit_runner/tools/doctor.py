@@ -29,6 +29,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from etils import epath
@@ -189,6 +190,9 @@ def main(name: str, folder: str) -> None:
         if name == "folder":
             finding = check_folder(folder)
         else:
+            from layerkit_runner.distributed.devices import use_cpu_without_accelerators
+
+            use_cpu_without_accelerators()
             finding = check_devices() if name == "devices" else check_collectives()
     except Exception as error:  # drivers, compilers and stores raise exceptions of any type
         text = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
@@ -218,9 +222,7 @@ def check_packages() -> Finding:
 def check_host() -> Finding:
     """Report Python, system, processors and memory."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    page = os.sysconf("SC_PAGE_SIZE")
-    names = {"memory_bytes": "SC_PHYS_PAGES", "memory_available_bytes": "SC_AVPHYS_PAGES"}
-    sizes = {key: page * os.sysconf(n) for key, n in names.items() if n in os.sysconf_names}
+    sizes = memory_sizes()
     values: dict[str, Any] = {
         "python": platform.python_version(),
         "executable": sys.executable,
@@ -228,10 +230,24 @@ def check_host() -> Finding:
         "cpus": cpus,
         **sizes,
     }
-    words = (" of memory", " of it free")
+    words = (" of memory", " of it available")
     parts = [f"{size_text(size)}{w}" for size, w in zip(sizes.values(), words, strict=False)]
     python = f"Python {values['python']} ({sys.executable}), {values['system']}"
     return Finding([python, ", ".join([f"{cpus} CPU(s)", *parts])], values)
+
+
+def memory_sizes() -> dict[str, int]:
+    """Return the bytes of memory, and of what programs can get without swapping.
+
+    Free memory is less: the kernel gives up its copies of files.
+    """
+    page = os.sysconf("SC_PAGE_SIZE")
+    sizes = {"memory_bytes": page * os.sysconf("SC_PHYS_PAGES")}
+    with contextlib.suppress(OSError):  # not Linux
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        kilobytes = dict(line.removesuffix(" kB").split(":") for line in lines)
+        sizes["memory_available_bytes"] = 1024 * int(kilobytes["MemAvailable"])
+    return sizes
 
 
 def check_folder(given: str) -> Finding:

@@ -257,15 +257,20 @@ def command_line(
     mode: str = "train",
     changes: Mapping[str, str | None] | None = None,
     flags: Sequence[str] = (),
+    is_recorded: bool = False,
 ) -> str:
     """Return a shell command that runs this experiment in this folder.
 
     RUNNER_COMMAND in the environment replaces `runner`. `changes` are values by override path that
-    replace the present ones; None removes the override.
+    replace the present ones; None removes the override. If the folder records the run
+    (`is_recorded`), modes other than train take the experiment and its overrides from there.
     """
-    overrides = {**config_json(resolved)["overrides"], **(changes or {})}
-    words = [f"--exp={resolved.name}"]
-    reduced = _reduced_fields(resolved, changes or {})
+    changes, present = changes or {}, config_json(resolved)["overrides"]
+    removed = {path for path, text in changes.items() if text is None} & present.keys()
+    takes_record = is_recorded and mode != "train" and not removed
+    overrides = {**({} if takes_record else present), **changes}
+    words = [] if takes_record else [f"--exp={resolved.name}"]
+    reduced = set() if takes_record else _reduced_fields(resolved, changes)
     if reduced:
         words.append("--reduced")
         overrides = {path: text for path, text in overrides.items() if path not in reduced}

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from layerkit.errors import pip_install
+from layerkit_runner.distributed.devices import use_cpu_without_accelerators
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.partitioning.mesh import mesh_settings
@@ -136,6 +137,7 @@ def _sizes(partitioner: Partitioner) -> str:
 def target_devices(target: Target) -> list[jax.Device]:
     """Return the devices of a target, slice by slice."""
     if target.kind is None:
+        use_cpu_without_accelerators()
         return jax.devices()
     assert target.num_devices is not None, target
     if target.kind.platform == "cpu":
