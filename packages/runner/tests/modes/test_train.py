@@ -162,6 +162,21 @@ def test_run_without_a_valid_step_ends_with_the_same_error_when_repeated(
         assert saved == ["checkpoint_00000002"]
 
 
+def test_run_with_mostly_skipped_steps_fails_also_when_repeated(
+    train: Any, experiment: Any, capsys: pytest.CaptureFixture[str]
+):
+    """The first update makes the weights so large that all later losses are infinite."""
+    resolved = resolve(experiment())
+    resolved.task.train.learner.learning_rate = 1e30
+    for _ in range(2):
+        with pytest.raises(NonFiniteError, match="3 of 4 steps were not valid"):
+            train("job", resolved=resolved)
+        capsys.readouterr()
+    resolved.task.train.max_skipped_steps_fraction = None
+    printed = train("job", resolved=resolved)
+    assert "not valid: 3 of 4 steps" in printed and "train twice as many steps" not in printed
+
+
 def test_checkpoint_that_is_not_finite_is_not_resumed(
     train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

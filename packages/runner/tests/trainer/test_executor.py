@@ -129,7 +129,9 @@ def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
                 [program],
                 max_inflight_steps=1,
                 skipped=SkippedSteps(
-                    task.train.max_consecutive_skipped_steps, task.train.num_train_steps
+                    task.train.max_consecutive_skipped_steps,
+                    task.train.num_train_steps,
+                    task.train.max_skipped_steps_fraction,
                 ),
             ),
             eval_programs=[EvalProgram(task, partitioner, points, "points")],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,39 @@ def test_resumed_counts_are_those_of_an_uninterrupted_run():
             add(each, step)
     assert resumed.problem == straight.problem is not None
     assert resumed.record() == straight.record() == {"in_a_row": 20, "in_all": 20}
+
+
+@pytest.mark.parametrize(
+    ("fraction", "bad", "num_steps", "ends_at"),
+    [
+        (0.5, range(2, 60), 60, 32),  # 31 of 60 steps are more than half, whatever follows.
+        (0.5, range(2, 61, 2), 60, None),
+        (0.0, [7], 60, 7),
+        (None, range(2, 60), 60, None),
+    ],
+)
+def test_more_skipped_steps_than_the_fraction_of_all_are_a_problem(
+    fraction: float | None, bad: Any, num_steps: int, ends_at: int | None
+):
+    skipped = SkippedSteps(num_train_steps=num_steps, max_fraction=fraction)
+    for step in range(1, num_steps + 1):
+        if step in bad:
+            add(skipped, step)
+        else:
+            skipped.add_valid()
+        if skipped.problem is not None:
+            break
+    skipped.check_limit(step, is_over=True)
+    assert (None if skipped.problem is None else step) == ends_at
+
+
+def test_run_that_ends_early_compares_with_its_completed_steps():
+    skipped = SkippedSteps(num_train_steps=1000, max_fraction=0.5)
+    skipped.restore({"in_a_row": 0, "in_all": 6})
+    skipped.check_limit(10)
+    assert skipped.problem is None
+    skipped.check_limit(10, is_over=True)
+    assert skipped.problem is not None and "6 of 10 steps were not valid" in skipped.problem
 
 
 def test_limit_after_completed_steps_is_not_lowered():

@@ -204,7 +204,9 @@ def _suggest(job: Job, executor: Executor, step: int) -> None:
         return "  " + wrapped_command(line, width=_COMMAND_WIDTH, indent="      ")
 
     commands = {"print all settings": command(mode="inspect")}
-    if not executor.has_stopped_early:  # more steps would not continue the run
+    # More steps would not continue a stopped run, and would not mend one with many skipped steps.
+    has_many_skipped = 10 * executor.train_programs.skipped.in_all > step
+    if not (executor.has_stopped_early or has_many_skipped):
         commands["train twice as many steps"] = command(changes=longer(job.resolved, 2 * step))
     eight = {"changes": _on_eight_devices(job), "flags": ["--num_devices=8"]}
     commands["plan the same run on 8 devices"] = command(mode="plan", **eight)

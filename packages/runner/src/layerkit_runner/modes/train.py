@@ -405,6 +405,7 @@ def _build_executor(
     skipped = SkippedSteps(
         train.max_consecutive_skipped_steps,
         train.num_train_steps,
+        train.max_skipped_steps_fraction,
         are_applied=not train.learner.skips_steps,
     )
     if SKIPPED_STEPS in prepared.first.metadata:

@@ -289,6 +289,8 @@ class SkippedSteps:
 
     Attributes:
       max_in_a_row: Number of such steps in a row that ends the run; None for no limit.
+      num_train_steps: Number of steps of the run.
+      max_fraction: Largest fraction of such steps in a complete run; None for no limit.
       are_applied: True if such steps are applied, because the learner does not skip steps.
       in_all: Number of all such steps, including those before the run was resumed.
       problem: Reason why the run has to end; None while it may continue.
@@ -297,6 +299,7 @@ class SkippedSteps:
 
     max_in_a_row: int | None = None
     num_train_steps: int | None = None
+    max_fraction: float | None = None
     are_applied: bool = False
     in_a_row: int = 0
     in_all: int = 0
@@ -333,23 +336,40 @@ class SkippedSteps:
             f" ({self.in_a_row} in a row, {self.in_all} in all).{causes}"
         )
 
-    def check_limit(self, step: int, *, found: str = "") -> None:
-        """Set `problem` if the newest steps in a row that were not valid reach the limit."""
+    def check_limit(self, step: int, *, is_over: bool = False, found: str = "") -> None:
+        """Set `problem` if too many steps were not valid, in a row or of all steps of the run.
+
+        `is_over` is True if the run ends with `step` steps, which may be before its last step.
+        """
         self.has_taken_any |= step > self.in_all
         limit = self.max_in_a_row
         if limit is not None and not self.has_taken_any:
             limit = min(limit, _LIMIT_BEFORE_FIRST_VALID, self.num_train_steps or limit)
-        if limit is None or self.in_a_row < limit or self.problem is not None:
-            return
         no_valid = f"; no step was valid yet, which lowers the limit to {limit}"
-        count = "1 step was" if self.in_a_row == 1 else f"{self.in_a_row} steps in a row were"
+        num_steps = step if is_over else self.num_train_steps
+        if self.problem is not None:
+            return
+        if limit is not None and self.in_a_row >= limit:
+            many = self.in_a_row != 1
+            count = f"{self.in_a_row} steps in a row were" if many else "1 step was"
+            rule = f"max_consecutive_skipped_steps={self.max_in_a_row}"
+            rule += "" if self.has_taken_any else no_valid
+        elif self._exceeds_fraction(num_steps, is_over=is_over):
+            count = f"{self.in_all} of {step} steps were"
+            rule = f"max_skipped_steps_fraction={self.max_fraction} of {num_steps} steps"
+        else:
+            return
         self.problem = (
-            f"training stopped after step {step}: {count} not valid"
-            f" (task.train.max_consecutive_skipped_steps={self.max_in_a_row}"
-            f"{'' if self.has_taken_any else no_valid}).{found} {_CAUSES}"
-            " --mode=inspect --inspect=batches shows the batches;"
+            f"training stopped after step {step}: {count} not valid (task.train.{rule}).{found}"
+            f" {_CAUSES} --mode=inspect --inspect=batches shows the batches;"
             " metrics.jsonl has the values of each skipped step."
         )
+
+    def _exceeds_fraction(self, num_steps: int | None, *, is_over: bool) -> bool:
+        if num_steps is None or self.max_fraction is None or self.are_applied:
+            return False
+        has_begun = self.has_taken_any or is_over
+        return has_begun and self.in_all > self.max_fraction * num_steps
 
     def record(self) -> dict[str, Any]:
         """Return the counts as JSON values, for a checkpoint."""

@@ -98,7 +98,7 @@ class Executor:
         """Train from `step` completed steps; return the state and the number of completed steps.
 
         Raises:
-          NonFiniteError: Too many steps in a row were not valid, or the state is not finite.
+          NonFiniteError: Too many steps were not valid, or the state is not finite.
           ExitError: Code of the run called `sys.exit`.
           Exception: A data set could not be read, or a program, metric or observer failed. A job of
             one process has saved the state first, unless a device failed.
@@ -110,7 +110,7 @@ class Executor:
         skipped, first = self.train_programs.skipped, step
         if step >= self.train.num_train_steps:
             # A run that failed at its last step cannot recover in a later step.
-            skipped.check_limit(step)
+            skipped.check_limit(step, is_over=True)
         try:
             with exits_as_errors():
                 while skipped.problem is None:
@@ -146,6 +146,9 @@ class Executor:
             if step > first and not is_of_devices:
                 self._save_after(error, state, step)
             raise
+        self.train_programs.drain()
+        if step >= self.train.num_train_steps or self.has_stopped_early:
+            skipped.check_limit(step, is_over=True)
         if skipped.problem is not None:
             raise NonFiniteError(skipped.problem)
         return state, step

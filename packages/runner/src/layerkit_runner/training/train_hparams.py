@@ -70,6 +70,8 @@ class TrainHParams(Configurable):
       max_consecutive_skipped_steps: Number of consecutive skipped steps after which training stops
         with exit code 65; None for no limit. Before the first valid step the limit is at most 10.
         A step is skipped if its loss or gradient is not finite, or its gradient is too large.
+      max_skipped_steps_fraction: Largest fraction of skipped steps among all steps of a run. Beyond
+        it training stops with exit code 65; None for no limit.
       gradient_accumulation_steps: Number of microbatches that a batch is divided into. Their
         gradients are accumulated before the update. This takes less memory, and the update equals
         that of the whole batch up to rounding.
@@ -107,6 +109,7 @@ class TrainHParams(Configurable):
     save_step_zero: bool = False
     max_inflight_steps: int = 2
     max_consecutive_skipped_steps: int | None = 100
+    max_skipped_steps_fraction: float | None = 0.5
     gradient_accumulation_steps: int = 1
     eval_use_ema_states: bool = False
     decode_use_ema_states: bool = False
@@ -130,6 +133,10 @@ class TrainHParams(Configurable):
         is_valid = hours is None or 0 < hours <= _MAX_HOURS
         expected = f"a number above 0 and at most {_MAX_HOURS}, or None"
         require(is_valid, _OWNER, "save_keep_interval_hours", hours, expected)
+        fraction = self.max_skipped_steps_fraction
+        is_valid = fraction is None or 0 <= fraction <= 1
+        expected = "a number from 0 to 1, or None"
+        require(is_valid, _OWNER, "max_skipped_steps_fraction", fraction, expected)
         check_choice(_OWNER, _PRNG_IMPLS, prng_impl=self.prng_impl)
         check_choice(_OWNER, ("min", "max"), save_best_mode=self.save_best_mode)
         for name in ("eval_use_ema_states", "decode_use_ema_states"):
