@@ -33,6 +33,7 @@ from layerkit_runner.optim.learner import AuxiliaryOptimizer
 from layerkit_runner.optim.optimizers import (
     adam_with_update_cap,
     decays,
+    elastic_weight_consolidation,
     lp_regularized,
     spares_norms,
 )
@@ -133,6 +134,30 @@ def test_report_lists_the_weights_that_decay(task_of: Any, name: str):
     task = task_of(optimizer=OPTIMIZERS[name].clone().set(mask=decays), learning_rate=0.1)
     (report,) = task.decayed_weights(shapes_of(task))
     assert {"/".join(path) for path in report.spared} == SPARED
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "decays_all"),
+    [
+        # Optimizers with schedules of their own, or a pull to the first weights.
+        (Config(optax.adamw, Config(optax.linear_schedule, 0.0, 0.1, 10)), True),
+        (Config(lp_regularized, 0.1, optimizer=Partial(optax.sgd), l1_regularizer_weight=1), True),
+        (Config(optax.lamb, 0.1), False),
+        (
+            Config(
+                elastic_weight_consolidation,
+                0.1,
+                optimizer=Partial(optax.adam),
+                ewc_regularizer_weight=1.0,
+            ),
+            False,
+        ),
+    ],
+)
+def test_decay_of_a_complete_optimizer_is_reported(tiny: Any, optimizer: Any, *, decays_all: bool):
+    task = tiny.task_config(learner={"optimizer": optimizer, "learning_rate": None}).Instantiate()
+    (report,) = task.decayed_weights(shapes_of(task))
+    assert report.decayed == ((("linear", "w"),) if decays_all else ())
 
 
 def test_mask_without_norms_spares_their_scales_and_biases_alone(task_of: Any):

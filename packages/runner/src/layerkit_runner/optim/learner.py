@@ -218,9 +218,9 @@ class Learner(Configurable):
     ) -> tuple[DecayedWeights, ...]:
         """Return which of the trained weights each optimizer decays.
 
-        These are the weights that an update without a gradient changes. It is computed at a
-        learning rate of 1, where the learner sets it, for weights of one entry with the names and
-        numbers of axes of `params`, which may be shapes.
+        These are the weights whose updates without a gradient depend on them. They are computed at
+        a learning rate of 1, where the learner sets it, for weights of one entry, 1 or -1, with the
+        names and numbers of axes of `params`, which may be shapes.
         """
         trained = flatten_dict(self.trained_weights.select(params))
         ones = unflatten_dict({path: jnp.ones((1,) * x.ndim) for path, x in trained.items()})
@@ -234,16 +234,18 @@ class Learner(Configurable):
         ]
         groups = OptimizerGroups(optimizers, per_layer=self.per_layer)
 
-        def update_without_gradient() -> Any:
-            zeros, state = jax.tree.map(jnp.zeros_like, ones), groups.init(ones, sizes)
+        def update_without_gradient(weights: Any) -> Any:
+            zeros, state = jax.tree.map(jnp.zeros_like, weights), groups.init(weights, sizes)
             # The rate of an optimizer's own schedule may be 0 at the first step.
             state = jax.tree.map(lambda x: jnp.ones_like(x) if x.dtype == jnp.int32 else x, state)
             loss = jnp.ones((), jnp.float32)
             return groups.update(
-                zeros, state, ones, sizes, raw_grads=zeros, loss=loss, select=lambda new, _: new
+                zeros, state, weights, sizes, raw_grads=zeros, loss=loss, select=lambda new, _: new
             )[0]
 
-        changed = flatten_dict(jax.tree.map(jnp.any, jax.jit(update_without_gradient)()))
+        update = jax.jit(update_without_gradient)
+        both = update(ones), update(jax.tree.map(jnp.negative, ones))
+        changed = flatten_dict(jax.tree.map(lambda a, b: bool(jnp.any(a != b)), *both))
         parts = zip(optimizers, groups.assign(list(trained)), strict=True)
         return tuple(
             DecayedWeights(
