@@ -22,7 +22,7 @@ from layerkit_inputs import (
     lm_features,
 )
 from layerkit_inputs.documents import framed
-from layerkit_inputs.special_tokens import end_disagreement, end_ids, first_ids
+from layerkit_inputs.special_tokens import end_disagreement, end_ids, first_ids, prefix_id
 from layerkit_inputs.tools.build_token_records import build_token_records
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -255,8 +255,7 @@ def test_start_token_is_a_field_and_never_comes_twice(raises, tmp_path):
     assert framed([plain], with_start).tolist() == [257, *plain, 258]
     for tokenizer in (without, with_start):
         assert framed([chat], tokenizer).tolist() == [257, *plain, 258]
-        # A model needs one id to continue, and `transformers` takes BOS.
-        assert first_ids([], tokenizer) == [257]
+        assert tokenizer.start_id == 257
     assert without.fingerprint() != with_start.fingerprint()
     nothing = Folder(byte_level()).write(tmp_path / "nothing")
     with raises(ConfigError, field="bos_token"):
@@ -267,13 +266,13 @@ def test_start_token_is_a_field_and_never_comes_twice(raises, tmp_path):
         _ = several.start_id
 
 
-@pytest.mark.parametrize("text", ["ab", f"{CHAT[0]}ab", ""])
+@pytest.mark.parametrize("text", ["ab", f"{CHAT[0]}ab"])
 def test_rows_prompts_and_records_begin_and_end_alike(tmp_path, text):
     path = Folder(byte_level(END, *CHAT), {"eos_token": END, "bos_token": CHAT[0]}).write(tmp_path)
     for name, add_bos_token in (("none", None), ("start", True)):
         tokenizer = HuggingFaceTokenizer(path=path, add_bos_token=add_bos_token)
         expected = tokenizer.encode(text).tolist()
-        if not text or (add_bos_token and not text.startswith(CHAT[0])):
+        if add_bos_token and not text.startswith(CHAT[0]):
             expected = [257, *expected]
         expected = [*expected, 256]
         file = tmp_path / name / "a.txt"
@@ -323,7 +322,7 @@ def test_folder_of_a_sentencepiece_model_declares_its_tokens(raises, sentencepie
     assert folder.decode([1, *folder.encode("some text"), 60]) == "some text"
     assert folder.fingerprint() != alone.fingerprint()
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false}')
-    assert SentencePieceTokenizer(path=str(path)).start_id is None
+    assert prefix_id(SentencePieceTokenizer(path=str(path))) is None
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
     with raises(ConfigError, field="eos_token", value="<stop>"):
         _ = SentencePieceTokenizer(path=str(path)).eos_id

@@ -91,7 +91,7 @@ def test_special_tokens_are_named_or_stand_beside_the_file(tokenizer_json, tmp_p
     assert (plain.pad_id, plain.bos_id, plain.eos_id, plain.start_id) == (0, None, None, None)
     end = plain._model.token_to_id(END)
     named = HuggingFaceTokenizer(path=tokenizer_json, eos_token=END)
-    assert (named.eos_id, named.start_id, named.bos_id, named.pad_id) == (end, None, None, end)
+    assert (named.eos_id, named.start_id, named.bos_id, named.pad_id) == (end, end, None, end)
     assert named.fingerprint() != plain.fingerprint()
     shutil.copy(tokenizer_json, tmp_path)
     roles = {"bos_token": {"content": END, "special": True}, "pad_token": "0", "eos_token": None}

@@ -35,7 +35,7 @@ from layerkit_inputs import state as state_lib
 from layerkit_inputs.delivery import delivers, ends, starts_over
 from layerkit_inputs.errors import naming_input
 from layerkit_inputs.eval_padding import AllGather, end_together, mark_rows, pad_rows
-from layerkit_inputs.special_tokens import SpecialIds
+from layerkit_inputs.special_tokens import SpecialIds, prefix_id
 
 
 class BaseInput(Configurable):
@@ -307,7 +307,7 @@ class BaseInput(Configurable):
         tokenizer = self.text_tokenizer()
         if tokenizer is None:
             return None
-        return SpecialIds(tokenizer.start_id, tokenizer.eos_id, tokenizer.pad_id)
+        return SpecialIds(prefix_id(tokenizer), tokenizer.eos_id, tokenizer.pad_id)
 
     def baselines(self) -> dict[str, float]:
         """Return reference losses on this data in nats per token, by name. Default: none."""

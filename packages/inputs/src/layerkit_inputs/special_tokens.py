@@ -245,22 +245,22 @@ def end_disagreement(tokenizer: Any, decoder_ids: Sequence[int]) -> str | None:
     return f"training ends a text with {taught}; all of these end decoding: {stated}"
 
 
+def prefix_id(tokenizer: Tokenizer) -> int | None:
+    """Return the id that is put before each text, or None."""
+    return tokenizer.start_id if getattr(tokenizer, "adds_start_id", True) else None
+
+
 def first_ids(ids: Sequence[int] | np.ndarray, tokenizer: Tokenizer) -> list[int]:
     """Return the ids that precede a text: none, or the start id of the tokenizer.
 
-    Nothing precedes a text that begins with the start id already, such as a rendered chat. A text
-    without tokens begins with BOS, since a model needs one id to continue.
+    Nothing precedes a text that begins with the start id already, such as a rendered chat.
 
     Args:
       ids: Token ids of the text, `[tokens]`.
       tokenizer: Tokenizer of the text.
     """
-    if not len(ids):
-        start = tokenizer.bos_id if tokenizer.start_id is None else tokenizer.start_id
-        return [] if start is None else [start]
-    if tokenizer.start_id is None or int(ids[0]) == tokenizer.start_id:
-        return []
-    return [tokenizer.start_id]
+    start = prefix_id(tokenizer)
+    return [] if start is None or (len(ids) and int(ids[0]) == start) else [start]
 
 
 def last_ids(ids: Sequence[int] | np.ndarray, tokenizer: Tokenizer) -> list[int]:
@@ -282,9 +282,5 @@ def ends_by_file(tokenizer: Tokenizer) -> Mapping[str, tuple[int, ...]]:
 
 
 def target_start_id(tokenizer: Tokenizer) -> int:
-    """Return the id that the first token of an encoder-decoder's target is predicted from.
-
-    It is the start id, else BOS, else padding, as in T5.
-    """
-    ids = (tokenizer.start_id, tokenizer.bos_id, tokenizer.pad_id)
-    return next(token_id for token_id in ids if token_id is not None)
+    """Return the id that the first token of an encoder-decoder's target is predicted from."""
+    return tokenizer.pad_id if tokenizer.start_id is None else tokenizer.start_id

@@ -4,16 +4,16 @@ Readers have a field for the tokenizer:
 
     LocalText.HParams.config(tokenizer=SentencePieceTokenizer.HParams.config(path="c4.model"))
 
-Readers add special ids in the same way for every tokenizer: a document begins with `start_id` and
-ends with `eos_id`, if there are such ids; see `special_tokens`. A `tokenizer.json` encodes a
-special token in a text, such as `<|assistant|>`, as its id, as in `transformers`, unless
+Readers add special ids in the same way for every tokenizer: a document begins with `start_id`,
+unless `adds_start_id` is False, and ends with `eos_id`; see `special_tokens`. A `tokenizer.json`
+encodes a special token in a text, such as `<|assistant|>`, as its id, as in `transformers`, unless
 `special_tokens_in_text` is "text". Bytes and SentencePiece encode it as text.
 
-A tokenizer may have four more properties: `special_tokens` (names by id, which are marked in
-displayed ids), `byte_ids` (ids of single bytes, whose text depends on the tokens after them),
-`note` (a line for the report at the start of a run) and `declared_ends` (end tokens by the file
-that declares them, all of which end a generated text). The states of readers contain
-`fingerprint()`, so a run cannot resume with another tokenizer.
+A tokenizer may have more properties: `adds_start_id` (True by default), `special_tokens` (names by
+id, which are marked in displayed ids), `byte_ids` (ids of single bytes, whose text depends on the
+tokens after them), `note` (a line for the report at the start of a run) and `declared_ends` (end
+tokens by the file that declares them, all of which end a generated text). The states of readers
+contain `fingerprint()`, so a run cannot resume with another tokenizer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ from layerkit.config import Config, Configurable
 from layerkit.errors import ConfigError, first_names
 from layerkit_inputs import byte_vocabulary
 from layerkit_inputs.errors import require_extra
-from layerkit_inputs.special_tokens import ROLES, DeclaredTokens, read_declared_tokens
+from layerkit_inputs.special_tokens import (
+    ROLES,
+    DeclaredTokens,
+    prefix_id,
+    read_declared_tokens,
+)
 from layerkit_inputs.tokenizer_files import check_file, sha256_of, unreadable_file
 
 _MAX_NAMES = 4
@@ -70,7 +75,7 @@ class Tokenizer(Protocol):
 
     @property
     def start_id(self) -> int | None:
-        """Id before the tokens of a document, or None. It is not predicted."""
+        """Id before the tokens of a text, or only of an empty prompt; None if there is none."""
         ...
 
     def encode(self, text: str | bytes) -> np.ndarray:
@@ -131,7 +136,7 @@ class SentencePieceTokenizer(Configurable):
 
     A vocabulary alone has the ids of SeqIO: `start_id` is the model's BOS, or the padding id if a
     model (such as T5's) has no BOS. Beside a `tokenizer_config.json`, special tokens are those of
-    the folder, and `start_id` is BOS if it sets `add_bos_token`, as in `transformers`.
+    the folder, and a text begins with BOS if it sets `add_bos_token`, as in `transformers`.
     """
 
     path: str
@@ -223,10 +228,14 @@ class SentencePieceTokenizer(Configurable):
 
     @property
     def start_id(self) -> int | None:
-        """BOS, or the padding id of a vocabulary alone; see the class."""
-        if self._declared.add_bos_token is None:
-            return self.pad_id if self.bos_id is None else self.bos_id
-        return self.bos_id if self._declared.add_bos_token else None
+        """BOS, or the padding id if there is none."""
+        return self.pad_id if self.bos_id is None else self.bos_id
+
+    @property
+    def adds_start_id(self) -> bool:
+        """Whether a text begins with `start_id`; see the class."""
+        add_bos_token = self._declared.add_bos_token
+        return add_bos_token is None or (add_bos_token and self.bos_id is not None)
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Return the ids of a text, int32 `[length]`, without special ids."""
@@ -244,16 +253,17 @@ class SentencePieceTokenizer(Configurable):
         """Return the SHA-256 of the file, and the special ids if the folder declares them."""
         if self._declared.add_bos_token is None and not self._declared.tokens:
             return self._sha256
-        return f"{self._sha256} {_ids_text(self._roles)} start={self.start_id}"
+        return f"{self._sha256} {_ids_text(self._roles)} start={prefix_id(self)}"
 
 
 class HuggingFaceTokenizer(Configurable):
     """A tokenizer of a `tokenizer.json` of Hugging Face's `tokenizers` and `transformers`.
 
     The tokens that begin, end and pad a text are those of `transformers.AutoTokenizer` for the
-    folder, or set by fields; see `special_tokens`. `start_id` is the token that the file's
-    post-processor puts first, as `transformers` does; None if it puts none. Truncation and padding
-    of the file are disabled, since readers make the rows.
+    folder, or set by fields; see `special_tokens`. A text begins with the token that the file's
+    post-processor puts first, as in `transformers`. If it puts none, `start_id` is BOS, else the
+    padding token, else EOS, and only begins a text without tokens. Truncation and padding of the
+    file are disabled, since readers make the rows.
     """
 
     path: str
@@ -394,14 +404,9 @@ class HuggingFaceTokenizer(Configurable):
 
     @functools.cached_property
     def start_id(self) -> int | None:
-        """Id that the post-processor puts before a text, or that of BOS with `add_bos_token`."""
-        if self.add_bos_token is False:
-            return None
-        first = self._frame[0]
-        if self.add_bos_token:
-            first = [] if self.bos_id is None else [self.bos_id]
-            require(bool(first), "HuggingFaceTokenizer", "bos_token", None, "a token to add")
-        if len(first) > 1:
+        """Id that the post-processor puts first, else of BOS, of padding or of EOS, or None."""
+        first, roles = self._frame[0], self._roles
+        if self.add_bos_token is None and len(first) > 1:
             raise ConfigError(
                 owner="HuggingFaceTokenizer",
                 field="tokens of the post-processor before a text",
@@ -409,7 +414,16 @@ class HuggingFaceTokenizer(Configurable):
                 expected="at most one",
                 hint="Set add_bos_token to True for the BOS token alone, or to False for none.",
             )
-        return next(iter(first), None)
+        if self.add_bos_token:
+            require(self.bos_id is not None, "HuggingFaceTokenizer", "bos_token", None, "a token")
+        candidates: list[int | None] = [] if self.add_bos_token else [*first]
+        candidates = [*candidates, roles["bos_token"], roles["pad_token"], roles["eos_token"]]
+        return next((token_id for token_id in candidates if token_id is not None), None)
+
+    @property
+    def adds_start_id(self) -> bool:
+        """Whether a text begins with `start_id`."""
+        return bool(self._frame[0]) if self.add_bos_token is None else self.add_bos_token
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Return the ids of a text, int32 `[length]`, without special ids."""
@@ -433,7 +447,8 @@ class HuggingFaceTokenizer(Configurable):
         in_text = "" if self.special_tokens_in_text == "text" else " special_tokens_in_text=ids"
         known = (roles["bos_token"], roles["pad_token"], roles["eos_token"], 0)
         older = next(token_id for token_id in known if token_id is not None)
-        start = "" if self.start_id == older else f" start={self.start_id}"
+        first = prefix_id(self)
+        start = "" if first == older else f" start={first}"
         names = f" added={json.dumps(added)}" if added else ""
         return f"{self._sha256} {_ids_text(roles)}{in_text}{start}{names}"
 

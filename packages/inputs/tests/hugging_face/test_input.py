@@ -63,7 +63,7 @@ def tokens_read(source):
 def tokens_of(rows, tokenizer, field="text"):
     pairs = []
     for row in rows:
-        start = [] if tokenizer.start_id is None else [tokenizer.start_id]
+        start = [] if isinstance(tokenizer, HuggingFaceTokenizer) else [tokenizer.start_id]
         ids = [*start, *tokenizer.encode(row[field]).tolist(), tokenizer.eos_id]
         pairs += itertools.pairwise(ids)
     return sorted(pairs)

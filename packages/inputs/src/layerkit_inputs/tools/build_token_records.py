@@ -37,7 +37,7 @@ from layerkit.config import build
 from layerkit.errors import ConfigError
 from layerkit_inputs.bad_records import BadRecords, OnBadRecord
 from layerkit_inputs.documents import framed
-from layerkit_inputs.special_tokens import SpecialIds
+from layerkit_inputs.special_tokens import SpecialIds, prefix_id
 from layerkit_inputs.text_files import TextFile, find_text_files, share_of
 from layerkit_inputs.token_store import BLOCK_LENGTH, About
 from layerkit_inputs.tokenizers import SpecialTokensInText, Tokenizer, tokenizer_config
@@ -127,7 +127,7 @@ def build_token_records(
     if say and (note := getattr(model, "note", None)):
         say(note)
     if say:
-        special = SpecialIds(model.start_id, model.eos_id, model.pad_id)
+        special = SpecialIds(prefix_id(model), model.eos_id, model.pad_id)
         say(f"text ids: {special.text(getattr(model, 'special_tokens', {}))}")
     progress = _Progress(sum(file.path.stat().st_size for file in files), say)
     with _atomic_folder(Path(output)) as folder, contextlib.ExitStack() as stack:
@@ -168,7 +168,7 @@ def _describe(tokenizer: Tokenizer) -> dict[str, Any]:
         "fingerprint": tokenizer.fingerprint(),
         "vocab_size": tokenizer.vocab_size,
         "pad_id": tokenizer.pad_id,
-        "start_id": tokenizer.start_id,
+        "start_id": prefix_id(tokenizer),
         "eos_id": tokenizer.eos_id,
     }
 

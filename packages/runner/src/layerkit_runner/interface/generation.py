@@ -113,9 +113,12 @@ def prompt_ids(
       following: Token ids that follow the prompt in the same text.
     """
     ids = tokenizer.encode(text).tolist()
-    if not is_source:
-        return [*first_ids([*ids, *following], tokenizer), *ids]
-    return ids if tokenizer.eos_id is None else [*ids, tokenizer.eos_id]
+    if is_source:
+        return ids if tokenizer.eos_id is None else [*ids, tokenizer.eos_id]
+    ids = [*first_ids([*ids, *following], tokenizer), *ids]
+    if ids or len(following) or tokenizer.start_id is None:
+        return ids
+    return [tokenizer.start_id]  # A model needs one id to continue. `transformers` takes BOS.
 
 
 @dataclasses.dataclass(frozen=True)

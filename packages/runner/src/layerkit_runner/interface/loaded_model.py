@@ -120,8 +120,8 @@ class LoadedModel:
     ) -> list[str]:
         """Continue texts, each up to an end token or `max_new_tokens`.
 
-        A prompt begins with the tokenizer's `start_id`, as texts do in training, unless it has none
-        or the text begins with it. An encoder-decoder returns the target of each text. Other models
+        A prompt begins with the tokenizer's `start_id` where texts do in training, unless the text
+        begins with it. An encoder-decoder returns the target of each text. Other models
         return the text that follows the prompt when all tokens are decoded together.
 
         Args:
