@@ -40,15 +40,15 @@ def trace() -> list[tuple[str, str, list[str]]]:
     rows = int(config.percore_batch_size)
     reader = build(config.clone(batch_size=rows, percore_batch_size=None))
     batch = reader.get_next()
-    files = reader._files("train")
+    train, heldout = (reader._pieces(split) for split in ("train", "heldout"))
     text = "".join(reader.ids_to_strings(batch.ids[:1], lengths=[40]))
     stages = [
         (
             "Files",
             "TEXT_FILES",
             [
-                f"{len(files):,} files of source code and documentation for training",
-                f"{len(reader._files('heldout'))} more files are held out for evaluation",
+                f"{len(train):,} files of source code and documentation for training",
+                f"{len(heldout)} more files are held out for evaluation",
             ],
         ),
         (

@@ -21,7 +21,8 @@ from layerkit_inputs import BaseInput, LocalText, SyntheticInput
 from layerkit_inputs.mixing.batch_mixture import BatchMixture, StreamMixture
 from layerkit_inputs.mixing.mixture import Mixture
 from layerkit_inputs.mixing.multi_input import MultiInput
-from layerkit_inputs.text_files import find_text_files, split_files
+from layerkit_inputs.text_files import find_text_files
+from layerkit_inputs.text_splits import split_pieces
 
 BOS, EOS, FIRST_BYTE = 1, 2, 3
 VOCABULARY = 32_000
@@ -99,8 +100,8 @@ def _local_text(paths: Sequence[str]) -> Any:
 
 
 def _packed(paths: Sequence[str]) -> PackedText:
-    files, _ = split_files(find_text_files(paths), heldout_fraction=HELDOUT)
-    return PackedText([file.path.read_bytes() for file in files])
+    pieces, _ = split_pieces(find_text_files(paths), heldout_fraction=HELDOUT)
+    return PackedText([piece.read() for piece in pieces])
 
 
 def local_text(folder: Path) -> Contest:

@@ -20,7 +20,8 @@ import numpy as np
 from passages import Passage, draw_passages
 
 from layerkit_inputs import LocalText
-from layerkit_inputs.text_files import split_files, standard_library_files
+from layerkit_inputs.text_files import standard_library_files
+from layerkit_inputs.text_splits import split_pieces
 from layerkit_inputs.trigram import trigram_loss
 
 VOCAB_SIZE = 256
@@ -74,8 +75,8 @@ def of_local_text(num_read: int) -> dict[str, float]:
       num_read: Number of bytes that the model was trained on. One table uses the same amount.
     """
     fraction = LocalText.heldout_fraction
-    files = split_files(standard_library_files(), heldout_fraction=fraction)
-    train, heldout = ([file.path.read_bytes() for file in split] for split in files)
+    splits = split_pieces(standard_library_files(), heldout_fraction=fraction)
+    train, heldout = ([piece.read() for piece in split] for split in splits)
     before, after = b"".join(train), b"".join(heldout)
     as_much = random.Random(0).sample(train, len(train))
     sizes = itertools.accumulate(map(len, as_much))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
+import io
 import itertools
 import json
 import re
@@ -27,8 +29,8 @@ from layerkit_inputs.trigram import trigram_loss
 DOCUMENTS = {
     "a.txt": b"hello\nworld\n",
     "b.txt": b"",
-    "c.txt": "Grüße, 世界".encode(),
-    "d.txt": bytes(range(256)),
+    "val-c.txt": "Grüße, 世界".encode(),
+    "dev/d.txt": bytes(range(256)),
     "e.txt": b"x" * 37,
     "f.txt": b"\xff\xfe broken",
 }
@@ -37,6 +39,7 @@ DOCUMENTS = {
 def write(folder, documents=DOCUMENTS):
     folder.mkdir(exist_ok=True)
     for name, data in documents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
     return [str(folder)]
 
@@ -141,7 +144,7 @@ def test_segments_begin_with_bos_or_at_the_left_edge_and_context_is_true_text(pa
 
 
 def test_row_cut_inside_a_document_begins_with_the_preceding_byte(tmp_path):
-    paths = write(tmp_path / "text", {"a.txt": b"abcdefg", "b.txt": b"abcdefg"})
+    paths = write(tmp_path / "text", {"a.txt": b"abcdefg", "val.txt": b"abcdefg"})
     batch = LocalText(batch_size=2, paths=paths, seq_length=5).get_next()
     first, second = batch.transform(lambda x: x[0]), batch.transform(lambda x: x[1])
     a = FIRST_BYTE_ID + ord("a")
@@ -155,12 +158,13 @@ def test_row_cut_inside_a_document_begins_with_the_preceding_byte(tmp_path):
 
 @settings(max_examples=15, deadline=None)
 @given(
-    contents=st.lists(st.binary(max_size=40), min_size=2, max_size=6),
+    contents=st.lists(st.binary(min_size=1, max_size=40), min_size=2, max_size=6),
     seq_length=st.integers(1, 20),
     num_hosts=st.sampled_from([1, 2, 3, 4, 8]),
 )
 def test_any_text_on_any_hosts_is_read_once(tmp_path_factory, contents, seq_length, num_hosts):
     documents = {f"{number}.bin": data for number, data in enumerate(contents)}
+    documents["val.bin"] = documents.pop("0.bin")
     paths = write(tmp_path_factory.mktemp("any"), documents)
     fields = {"batch_size": 24 // num_hosts, "paths": paths, "seq_length": seq_length}
     batches = []
@@ -175,14 +179,12 @@ def test_state_of_another_text_or_length_raises(raises, tmp_path):
     state = source.get_state()
     elsewhere = LocalText(paths=write(tmp_path / "two"), **fields)
     elsewhere.set_state(state)
-    with raises(ConfigError, field="state.data", value={"num_rows": 20, "seq_length": 4}):
+    with raises(ConfigError, field="state.data", value={"num_rows": 16, "seq_length": 4}):
         LocalText(paths=write(tmp_path / "one"), **{**fields, "seq_length": 8}).set_state(state)
     altered = {name: data.replace(b"x", b"y") for name, data in DOCUMENTS.items()}
-    train = {file.name for file in source._files("train")}
-    assert "e.txt" in train  # Otherwise the altered file is not in this split.
     with pytest.raises(ConfigError) as caught:
         LocalText(paths=write(tmp_path / "three", altered), **fields).set_state(state)
-    assert [*caught.value.value] == ["text_crc32"]
+    assert [*caught.value.value] == ["documents_crc32"]
 
 
 def test_nothing_is_read_before_it_is_needed(tmp_path):
@@ -215,7 +217,7 @@ def test_the_default_text_is_real_and_large_and_its_splits_are_apart():
     heldout = LocalText(batch_size=8, split="heldout")
     sizes = [int(source._corpus().ends[-1]) for source in (train, heldout)]
     assert sizes[0] > 2_000_000 and 20_000 < sizes[1] < sizes[0] / 5
-    names = [{file.name for file in train._files(split)} for split in ("train", "heldout")]
+    names = [{piece.file.name for piece in train._pieces(split)} for split in ("train", "heldout")]
     assert not names[0] & names[1] and "pydoc_data/topics.py" in names[0] | names[1]
     text = "".join(train.ids_to_strings(train.get_next().ids, [256] * 8))
     assert text.isprintable() or "\n" in text
@@ -223,9 +225,9 @@ def test_the_default_text_is_real_and_large_and_its_splits_are_apart():
 
 def test_prompts_are_the_beginnings_of_held_out_documents(tmp_path):
     paths = write(
-        tmp_path / "text", {f"{number}.txt": b"%d" % number * number for number in range(9)}
+        tmp_path / "text", {f"val{number}.txt": b"%d" % number * number for number in range(9)}
     )
-    source = LocalTextPrompts(batch_size=4, paths=paths, prompt_length=4, heldout_fraction=0.6)
+    source = LocalTextPrompts(batch_size=4, paths=paths, prompt_length=4)
     documents = [file.path.read_bytes() for file in source._files("heldout")]
     rows = []
     for batch in epoch(source):
@@ -280,17 +282,18 @@ def test_the_baseline_counts_the_first_bytes_of_the_training_text(paths, monkeyp
     total = sum(map(len, train)) - 3
     monkeypatch.setattr("layerkit_inputs.local_text._TABLE_BYTES", total)
     source = LocalText(batch_size=1, paths=paths, split="heldout")
-    kept = list(_first_bytes(source._files("train"), total))
+    kept = list(_first_bytes(source._pieces("train"), total))
     assert b"".join(kept) == b"".join(train)[:total]
     heldout = split_of(paths)["heldout"]
     assert source.baselines() == {"trigram table": trigram_loss(kept, heldout)}
-    assert list(_first_bytes(source._files("train"), 0)) == []
+    assert list(_first_bytes(source._pieces("train"), 0)) == []
 
 
 # With a tokenizer, and with a document a line.
 
 
 TEXTS = {f"{number}.txt": b"line %d of some text\n" % number * number for number in range(9)}
+TEXTS["heldout.txt"] = b"some more of the text\n"
 
 
 def test_an_epoch_with_a_tokenizer_predicts_every_token_and_every_end_once(
@@ -345,10 +348,8 @@ def test_invalid_utf_8_raises_with_file_and_byte_or_is_skipped(
 ):
     tokenizer = SentencePieceTokenizer(path=sentencepiece_file)
     folder = tmp_path / "text"
-    paths = write(folder, {"a.txt": b"abc\xff", "b.txt": b"fine", "c.txt": b"fine"})
+    paths = write(folder, {"a.txt": b"abc\xff", "val.txt": b"fine", "c.txt": b"fine"})
     fields = {"batch_size": 1, "paths": paths, "tokenizer": tokenizer, "seq_length": 50}
-    train = [file.name for file in LocalText(batch_size=1, paths=paths)._files("train")]
-    assert train == ["a.txt", "c.txt"]  # Otherwise the invalid file is not read.
     with raises(BadRecordError, owner=f"{folder}/a.txt", remedies={"on_bad_record": "skip"}):
         LocalText(**fields).get_next()
     # The same bytes are fine where bytes are the tokens.
@@ -399,6 +400,107 @@ def test_documents_of_a_single_file_are_split_by_their_text(raises, tmp_path):
         splits(["one", "one"])
 
 
+def lines_of(texts):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def parquet_of(texts):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    stream = io.BytesIO()
+    parquet.write_table(arrow.table({"text": texts}), stream)
+    return stream.getvalue()
+
+
+FORMATS = {
+    "jsonl": lines_of,
+    "jsonl.gz": lambda t: gzip.compress(lines_of(t)),
+    "parquet": parquet_of,
+}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("train", "val"),
+        ("data/training", "data/test"),
+        ("part/a", "dev/a"),
+        ("validation-00000-of-00001", "train-00000-of-00001"),
+    ],
+)
+def test_named_splits_of_any_format_are_obeyed(tmp_path, kind, one, other):
+    texts = {name: [f"{name} {n}" for n in range(count)] for name, count in ((one, 19), (other, 3))}
+    files = {f"{name}.{kind}": FORMATS[kind](of) for name, of in texts.items()}
+    found = texts_of_splits(write(tmp_path / "text", files), text_field="text")
+    train, heldout = (other, one) if "valid" in one else (one, other)
+    assert found["train"] == texts[train] and found["heldout"] == texts[heldout]
+    assert sorted(found["all"]) == sorted(texts[one] + texts[other])
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("num_files", [1, 2, 5])
+def test_documents_of_files_without_names_are_split_whatever_their_number(
+    tmp_path, kind, num_files
+):
+    texts = [f"document {number}" for number in range(300)]
+    files = {
+        f"train-{n:05}-of-{num_files:05}.{kind}": FORMATS[kind](texts[n::num_files])
+        for n in range(num_files)
+    }
+    paths = write(tmp_path / "text", files)
+    found = texts_of_splits(paths, text_field="text", heldout_fraction=0.1)
+    hashes = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
+    is_held_out = [int.from_bytes(digest, "big") < 0.1 * 2**64 for digest in hashes]
+    assert set(found["heldout"]) == {t for t, held in zip(texts, is_held_out, strict=True) if held}
+    assert sorted(found["train"] + found["heldout"]) == sorted(texts)
+    (line,) = LocalText(batch_size=1, paths=paths, text_field="text").describe_data()
+    num_train = len(texts_of_splits(paths, text_field="text")["train"])
+    assert re.search(rf": {num_files} files?, {num_train} documents, ", line)
+
+
+def test_a_split_without_a_file_raises(raises, tmp_path):
+    paths = write(tmp_path / "text", {"val.txt": b"abc\n", "test.txt": b"abc\n"})
+    with raises(ConfigError, field="paths", value=["test.txt", "val.txt"]):
+        LocalText(batch_size=1, paths=paths, split="train").get_next()
+    empty = {
+        "paths": write(tmp_path / "empty", {"a.txt": b"a", "val.txt": b""}),
+        "split": "heldout",
+    }
+    with raises(ConfigError, field="bytes of text", value=0):
+        LocalText(batch_size=1, **empty).get_next()
+    only = {"paths": write(tmp_path / "more", {"a.txt": b"a\n"}), "split": "test"}
+    with raises(ConfigError, owner="LocalText"):
+        LocalText(batch_size=1, **only).get_next()
+
+
+def test_held_out_files_can_be_declared_against_their_names(tmp_path):
+    (paths,) = write(tmp_path / "text", {"test_a.txt": b"a", "test_b.txt": b"b", "train.txt": b"c"})
+    found = texts_of_splits([paths], heldout_paths=[f"{paths}/train.txt"])
+    assert found == {"train": ["a", "b"], "heldout": ["c"], "all": ["a", "b", "c"]}
+
+
+def test_states_differ_if_documents_begin_elsewhere(tmp_path):
+    states = []
+    for texts in (["ab", "c"], ["a", "bc"]):
+        paths = write(tmp_path / "text", {"a.jsonl": lines_of(texts)})
+        source = LocalText(batch_size=1, paths=paths, text_field="text", split="all")
+        states.append(source.get_state())
+    with pytest.raises(ConfigError) as caught:
+        source.set_state(states[0])
+    assert [*caught.value.value] == ["documents_crc32"]
+
+
+def test_the_report_counts_the_documents_and_bytes_of_a_split(tmp_path):
+    paths = write(tmp_path / "text", {"train.txt": b"abc", "a.txt": b"de", "val.txt": b"f"})
+    for split, counts in (
+        ("train", "2 files, 2 documents, 5"),
+        ("heldout", "1 file, 1 document, 1"),
+    ):
+        (line,) = LocalText(batch_size=1, paths=paths, split=split).describe_data()
+        assert line.startswith(f"LocalText, {paths[0]}: {counts} byte")
+        assert f"split by the names of files: {'a.txt' if split == 'train' else 'val.txt'}" in line
+
+
 def test_end_of_a_single_text_is_held_out(raises, tmp_path):
     text = b"".join(b"line %d of a play\n" % number for number in range(100))
     paths = write(tmp_path / "text", {"play.txt": text})
@@ -410,7 +512,7 @@ def test_end_of_a_single_text_is_held_out(raises, tmp_path):
         "trigram table": trigram_loss([found["train"]], [found["heldout"]])
     }
     (tmp_path / "text" / "play.txt").write_bytes(b"all in one line")
-    with raises(ConfigError, owner=f"LocalText: {tmp_path}/text/play.txt"):
+    with raises(ConfigError, owner=f"{tmp_path}/text/play.txt"):
         LocalText(batch_size=1, paths=paths).get_next()
     (tmp_path / "text" / "play.txt").rename(tmp_path / "text" / "play.txt.gz")
     with raises(ConfigError, owner="LocalText", field="text_field", value=None):
@@ -438,7 +540,7 @@ def test_problems_of_a_single_file_are_reported_for_both_splits(raises, tmp_path
 def test_invalid_line_of_json_raises_or_is_skipped(tmp_path, line, problem):
     good = b'{"text": "one"}\n'
     folder = tmp_path / "text"
-    paths = write(folder, dict.fromkeys(("a.jsonl", "b.jsonl"), good + line + b"\n" + good))
+    paths = write(folder, dict.fromkeys(("a.jsonl", "val.jsonl"), good + line + b"\n" + good))
     fields = {"batch_size": 1, "paths": paths, "text_field": "text", "seq_length": 50}
     with pytest.raises(BadRecordError) as caught:
         LocalText(**fields).get_next()
@@ -479,7 +581,7 @@ def test_blank_batch_needs_no_files(paths):
 @pytest.mark.parametrize("alone", [True, False])
 def test_json_lines_without_text_field_raise_with_their_fields(raises, tmp_path, name, alone):
     lines = b'\n{"text": "one", "id": 1}\n{"text": "two", "source": "web"}\n'
-    others = {} if alone else dict.fromkeys("bcd", b"plain text\n")
+    others = {} if alone else {"val.txt": b"plain text\n", "b.txt": b"plain text\n"}
     paths = write(tmp_path / "text", {name: lines, **others})
     fields = {"batch_size": 1, "paths": paths, "seq_length": 64}
     for split in ("train", "heldout", "all"):
@@ -542,7 +644,7 @@ def test_max_bytes_counts_rows_of_parquet_before_reading(raises, tmp_path):
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     for text, count in (("", 9000), ("x" * 1000, 20)):
-        parquet.write_table(arrow.table({"text": [text] * count}), tmp_path / "a.parquet")
+        parquet.write_table(arrow.table({"text": ["x", *[text] * count]}), tmp_path / "a.parquet")
         assert (tmp_path / "a.parquet").stat().st_size < 6000
         fields = {"batch_size": 1, "paths": [str(tmp_path)], "split": "all", "text_field": "text"}
         with raises(UnfitFieldError, field="max_bytes", value=8000):
@@ -579,5 +681,6 @@ def test_ids_and_states_do_not_depend_on_how_a_file_is_read(tmp_path):
     expected = [BOS_ID, *(np.frombuffer(data, np.uint8).astype(int) + FIRST_BYTE_ID), EOS_ID]
     np.testing.assert_array_equal(source._corpus().ids[0:None], expected)
     assert source._corpus().ids[0:None].dtype == np.uint16
-    checksum = source.get_state()["position"]["data"]["text_crc32"]
-    assert checksum == zlib.crc32(b"a.bin" + data)
+    checksum = source.get_state()["position"]["data"]["documents_crc32"]
+    ends = np.array([len(data) + 1], "<i8").tobytes()
+    assert checksum == zlib.crc32(b"a.bin" + data + ends)

@@ -64,7 +64,7 @@ def test_prefetch_state_counts_delivered_batches_only():
 
 def test_tokens_and_states_are_the_same_with_and_without_it(tmp_path):
     for name in "abc":
-        (tmp_path / name).write_bytes(b"some text")
+        (tmp_path / name).write_bytes(b"some text" + name.encode())
 
     def make():
         return LocalText(batch_size=2, paths=[str(tmp_path)], seq_length=4, is_training=True)

@@ -21,7 +21,7 @@ def tokens_of(source, num_batches):
 
 def test_fields_are_those_of_local_text(tmp_path):
     for name in ("a", "b"):
-        (tmp_path / name).write_bytes(b"some text " * 20)
+        (tmp_path / name).write_bytes(b"some text " * 20 + name.encode())
     text = LocalText(batch_size=2, seq_length=8, paths=[str(tmp_path)])
     made = SyntheticInput(batch_size=2, seq_length=8, num_examples=4)
     assert spec_of(made.get_next()) == spec_of(text.get_next())

@@ -40,7 +40,8 @@ def texts(tmp_path_factory):
 @pytest.fixture(scope="module")
 def train_files(texts):
     """Return the training files of LocalText."""
-    return [file.path for file in LocalText(batch_size=1, paths=[str(texts)])._files("train")]
+    source = LocalText(batch_size=1, paths=[str(texts)])
+    return [piece.file.path for piece in source._pieces("train")]
 
 
 @pytest.fixture(scope="module")

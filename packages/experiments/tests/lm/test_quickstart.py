@@ -74,8 +74,8 @@ def test_lines_of_json_are_read_with_a_tokenizer_of_ones_own(tmp_path):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    for number in range(40):  # enough for some to be held out
-        (tmp_path / f"{number}.jsonl").write_text('{"body": "one two three"}\n' * 3)
+    for name in ("a", "b", "val"):
+        (tmp_path / f"{name}.jsonl").write_text('{"body": "one two three"}\n' * 3)
     resolved = resolve(
         LocalText(
             TOKENIZER=str(tmp_path),

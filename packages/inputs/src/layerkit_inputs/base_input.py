@@ -37,6 +37,16 @@ from layerkit_inputs.errors import naming_input
 from layerkit_inputs.eval_padding import AllGather, end_together, mark_rows, pad_rows
 from layerkit_inputs.special_tokens import SpecialIds, prefix_id
 
+NUM_FIRST_TEXTS = 3
+"""Largest number of documents of which the tokenizer is checked."""
+FIRST_TEXT_BYTES = 1 << 14
+"""Largest number of bytes of such a document that are checked."""
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, such as `1 file` or `1,234 files`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
 
 class BaseInput(Configurable):
     """A source of batches, which are NestedMaps of NumPy arrays `[batch, ...]`.
@@ -120,6 +130,20 @@ class BaseInput(Configurable):
         self.reset()
         for _ in range(position["num_delivered"]):
             self.get_next()
+
+    def _data_text(self) -> str:
+        """Return the files, documents and bytes of the data.
+
+        A reader does not count a large data set for this, but says that it is not counted.
+        """
+        return "documents not counted"
+
+    def _first_texts(self) -> list[bytes]:
+        """Return the beginnings of the first documents in UTF-8, or [] if they are unknown.
+
+        At most `NUM_FIRST_TEXTS` texts of `FIRST_TEXT_BYTES` each.
+        """
+        return []
 
     def _close(self) -> None:
         """Release files and threads."""
@@ -301,6 +325,21 @@ class BaseInput(Configurable):
           key: Same as in `ids_to_strings`.
         """
         return None
+
+    def describe_data(self) -> list[str]:
+        """Return lines about the data that this input reads, for the report at a start.
+
+        They state files, documents and bytes, and the characters of the first documents that the
+        tokenizer loses.
+        """
+        from layerkit_inputs.round_trip import lost_text
+
+        with naming_input(self):
+            lines = [f"{type(self).__qualname__}, {self._data_text()}"]
+            tokenizer, texts = self.text_tokenizer(), self._first_texts()
+        if tokenizer is not None and (lost := lost_text(tokenizer, texts)):
+            lines.append(f"WARNING: the tokenizer loses {lost}")
+        return lines
 
     def special_ids(self) -> SpecialIds | None:
         """Return the ids that begin, end and pad a text, or None if the input has no tokenizer."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from layerkit.checks import require
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.base_input import BaseInput, counted
 from layerkit_inputs.eval_padding import blank_rows, pad_rows, split_rows
 from layerkit_inputs.index_shuffle import shuffled_rows, window_shuffled_rows
 from layerkit_inputs.state import Scope, check_same_data
@@ -90,6 +90,10 @@ class IndexedInput(BaseInput):
         return {}
 
     # Methods of BaseInput.
+
+    def _data_text(self) -> str:
+        num_rows = self._num_rows()
+        return "an endless stream" if num_rows is None else counted(num_rows, "row")
 
     def _next(self) -> NestedMap:
         num_rows = self._num_rows()

@@ -8,6 +8,9 @@ predictions: its tokens, the first of them from the start id, and its end id. Th
 concatenated and cut into rows, so an epoch predicts every token and every end exactly once. A row
 that begins inside a document has only the token before it as context.
 
+Files whose names say so are held out, else documents; see `text_splits`. The training split and the
+held-out split share no document.
+
 The files are tokenized on first use, and their ids are kept in memory: with bytes as tokens two
 bytes an id. For larger data, build token records once by
 `layerkit_inputs.tools.build_token_records` and read them with TokenRecords.
@@ -15,29 +18,28 @@ bytes an id. For larger data, build token records once by
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import numpy as np
 
 from layerkit.checks import check_choice, require
-from layerkit.errors import UserError, first_names
+from layerkit.errors import first_names
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.bad_records import BadRecordError, BadRecords, OnBadRecord, UnfitFieldError
+from layerkit_inputs.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS, counted
 from layerkit_inputs.documents import DocumentBuilder, Documents
 from layerkit_inputs.features import stretch_features
 from layerkit_inputs.indexed_input import IndexedInput
-from layerkit_inputs.text_files import (
-    TextFile,
-    find_text_files,
-    held_out_shares,
+from layerkit_inputs.text_files import TextFile, find_text_files, standard_library_files
+from layerkit_inputs.text_splits import (
+    FilePiece,
+    heldout_limit,
     share_of,
-    split_files,
-    split_position_of_file,
-    standard_library_files,
+    split_by_names,
+    split_pieces,
 )
 from layerkit_inputs.tokenizers import ByteTokenizer, Tokenizer
 from layerkit_inputs.tools.raw_documents import (
@@ -53,26 +55,30 @@ from layerkit_inputs.tools.raw_documents import (
 )
 from layerkit_inputs.trigram import trigram_loss
 
-_SPLITS = ("train", "heldout", "all")
+_SPLITS = ("train", "heldout", "test", "all")
 _TABLE_BYTES = 1 << 26
 """Maximum bytes of training text that the table of `baselines` counts, which takes seconds."""
+_MAX_FILES_SHOWN = 4
 _PART_BYTES = 1 << 20
 """Bytes of a file that are read at once if tokens are bytes."""
 
 
-def _first_bytes(files: Sequence[TextFile], limit: int) -> Iterator[bytes]:
-    """Yield the contents of the files, one at a time, up to `limit` bytes in total."""
-    for file in files:
+def _first_bytes(pieces: Iterable[FilePiece], limit: int) -> Iterator[bytes]:
+    """Yield the contents of documents, one at a time, up to `limit` bytes in total."""
+    for piece in pieces:
         if limit <= 0:
             return
-        with file.path.open("rb") as opened:
-            data = opened.read(limit)
+        data = piece.read(limit)
         limit -= len(data)
         yield data
 
 
-def _digest(text: bytes) -> bytes:
-    return hashlib.blake2b(text, digest_size=16).digest()
+class _SplitFiles(NamedTuple):
+    """The files that a split is read from."""
+
+    files: list[TextFile]
+    is_whole: bool
+    """True if the split holds all documents of the files, False for a part of them."""
 
 
 class _TextFilesInput(IndexedInput):
@@ -83,14 +89,19 @@ class _TextFilesInput(IndexedInput):
 
     paths: Sequence[str] | None = None
     """Files, folders or patterns. None: the standard library of the running interpreter."""
+    heldout_paths: Sequence[str] | None = None
+    """Files, folders or patterns of the held-out split, which the training split omits. None: files
+    of `paths` that are named as held out, or else a share of the documents."""
     split: str = "train"
-    """`train`, `heldout` (see `heldout_fraction`) or `all`."""
+    """`train`, `heldout`, `test` or `all`. `heldout` reads files that are named as validation, or
+    as test if there are none; `test` only reads the latter."""
     heldout_fraction: float = 0.05
-    """Share of the files that is held out, by a hash of their names. For a single file with
-    `text_field`, share of its documents, by a hash of their text; without it, share of its end."""
+    """Share of the documents that is held out if no file is named as held out, by a hash of their
+    text. If each file is a document and the files are too few, share of the end of each."""
     max_bytes: int = 1 << 28
-    """Maximum bytes of the decompressed files of a split. Their tokens are kept in memory, two
-    bytes a token, or four with a vocabulary of more than 65,536."""
+    """Maximum bytes of the documents of a split if each file is a document, else of the
+    decompressed files that it is read from. Tokens are kept in memory, two bytes each, or four with
+    a vocabulary of more than 65,536."""
     tokenizer: Tokenizer | None = None
     """Tokenizer of the text. None: bytes."""
     text_field: str | None = None
@@ -110,16 +121,20 @@ class _TextFilesInput(IndexedInput):
         fraction = self.heldout_fraction
         expected = "a number in (0, 1)"
         require(0 < fraction < 1, self._label, "heldout_fraction", fraction, expected)
-        is_valid = self.paths is None or (len(self.paths) and not isinstance(self.paths, str))
-        require(is_valid, self._label, "paths", self.paths, "a list of at least one path")
+        for field in ("paths", "heldout_paths"):
+            paths = getattr(self, field)
+            is_valid = paths is None or (len(paths) and not isinstance(paths, str))
+            require(is_valid, self._label, field, paths, "a list of at least one path")
         self._tokenizer = ByteTokenizer() if self.tokenizer is None else self.tokenizer
         self._of_bytes = isinstance(self._tokenizer, ByteTokenizer)
         if not self._of_bytes:
             self.token_unit = "token"  # type: ignore[misc]
         self._bad = BadRecords(self.on_bad_record)
-        self._all_files: list[TextFile] | None = None
+        self._pieces_of: dict[str, list[FilePiece]] = {}
         self._documents: Documents | None = None
         self._checksum = 0
+        self._num_bytes = 0
+        self._texts_to_check: list[bytes] = []
         self._bytes_left = self.max_bytes
 
     @property
@@ -127,25 +142,68 @@ class _TextFilesInput(IndexedInput):
         """Number of documents and files that were skipped."""
         return self._bad.num_skipped
 
-    def _found(self) -> list[TextFile]:
-        """Return the files of all splits, which are searched once."""
-        if self._all_files is None:
-            found = standard_library_files() if self.paths is None else find_text_files(self.paths)
-            self._all_files = found
-        return self._all_files
+    @functools.cached_property
+    def _all_files(self) -> list[TextFile]:
+        return standard_library_files() if self.paths is None else find_text_files(self.paths)
+
+    @functools.cached_property
+    def _files_by_split(self) -> dict[str, list[TextFile]] | None:
+        """Files of each split, or None if no file is declared or named as held out."""
+        if self.heldout_paths is not None:
+            heldout = find_text_files(self.heldout_paths, field="heldout_paths")
+            paths = {file.path.resolve() for file in heldout}
+            train = [file for file in self._all_files if file.path.resolve() not in paths]
+            return {"train": train, "heldout": heldout}
+        return None if self.paths is None else split_by_names(self._all_files)
+
+    def _split_files(self, split: str) -> _SplitFiles:
+        """Return the files of a split.
+
+        Raises:
+          ConfigError: The split has no file.
+        """
+        by_split = self._files_by_split
+        if split == "all":
+            return _SplitFiles(self._all_files, is_whole=True)
+        if by_split is None and split != "test":
+            return _SplitFiles(self._all_files, is_whole=False)
+        if by_split is None or not by_split.get(split):
+            raise self._config_error(
+                "every file is held out" if split == "train" else f"the split {split!r} is empty",
+                field="paths",
+                value=[file.name for file in self._all_files[:_MAX_FILES_SHOWN]],
+                expected="a file that neither its name nor heldout_paths holds out"
+                if split == "train"
+                else f"a file with the word {split!r} in its name",
+                hint="Add or rename a file, or name the held-out files by heldout_paths.",
+            )
+        return _SplitFiles(by_split[split], is_whole=True)
 
     def _files(self, split: str) -> list[TextFile]:
-        """Return the files of a split. A single file belongs to both splits."""
-        found = self._found()
-        if split == "all" or len(found) == 1:
-            return found
-        return split_files(found, heldout_fraction=self.heldout_fraction)[_SPLITS.index(split)]
+        """Return the files that a split is read from."""
+        return self._split_files(split).files
+
+    def _pieces(self, split: str) -> list[FilePiece]:
+        """Return the documents of a split if each file, or a part of it, is a document."""
+        if split not in self._pieces_of:
+            files, is_whole = self._split_files(split)
+            for file in files:
+                self._check_plain(file)
+            if is_whole:
+                self._pieces_of[split] = [FilePiece.whole(file) for file in files]
+            else:
+                pieces = split_pieces(files, heldout_fraction=self.heldout_fraction)
+                self._pieces_of.update(zip(("train", "heldout"), pieces, strict=True))
+        return self._pieces_of[split]
 
     def _corpus(self) -> Documents:
         if self._documents is None:
             files = self._files(self.split)
-            plain = sum(file.path.stat().st_size for file in files if not is_packed(file))
-            packed = sum(num_declared_documents(file) for file in files if is_packed(file))
+            if self.text_field is None:
+                plain, packed = sum(piece.size for piece in self._pieces(self.split)), 0
+            else:
+                plain = sum(file.path.stat().st_size for file in files if not is_packed(file))
+                packed = sum(num_declared_documents(file) for file in files if is_packed(file))
             if plain + packed > self.max_bytes:
                 raise self._too_large(plain + packed)
             self._bytes_left = self.max_bytes - plain
@@ -166,20 +224,18 @@ class _TextFilesInput(IndexedInput):
 
     def _read_corpus(self, files: Sequence[TextFile]) -> Documents:
         """Read and tokenize the files, one document or part of a document at a time."""
-        self._bad, self._checksum = BadRecords(self.on_bad_record), 0
-        builder = DocumentBuilder(self._tokenizer)
-        is_alone = len(self._found()) == 1
-        for file in files:
-            self._update_checksum(file.name.encode("utf-8", "replace"))
-            if self.text_field is not None:
-                texts = self._split_texts(file) if is_alone else self._texts(file)
-                documents: Iterable[tuple[str, Iterable[bytes]]]
-                documents = ((where, [text]) for where, text in texts)
-            else:
-                self._check_plain(file)
-                documents = [self._whole_file(file, is_alone=is_alone)]
-            for where, parts in documents:
-                self._add(builder, where, parts)
+        fraction = self.heldout_fraction
+        limit = None if self._split_files(self.split).is_whole else fraction
+        builder, shares = self._read_documents(files, limit)
+        if shares and (limit := heldout_limit(shares, fraction=fraction)) != fraction:
+            builder, _ = self._read_documents(files, limit)
+        if not self._num_bytes and not self._bad.first:
+            raise self._config_error(
+                f"the split {self.split!r} is empty",
+                field="bytes of text",
+                value=0,
+                expected=f"text in {first_names(str(file.path) for file in files)}",
+            )
         if not builder:
             raise self._config_error(
                 f"no document of the {self.split} files can be read",
@@ -187,7 +243,42 @@ class _TextFilesInput(IndexedInput):
                 value=self.num_skipped,
                 hint=f"First problem: {self._bad.first[0]}" if self._bad.first else None,
             )
-        return builder.build()
+        documents = builder.build()
+        # The same text in other documents is other data.
+        self._update_checksum(documents.ends.astype("<i8").tobytes())
+        return documents
+
+    def _read_documents(
+        self, files: Sequence[TextFile], limit: float | None
+    ) -> tuple[DocumentBuilder, list[float]]:
+        """Read the documents of the split.
+
+        Args:
+          files: Files of the split.
+          limit: Documents whose `share_of` is below it are held out. None: all are of the split.
+
+        Returns:
+          (documents, lowest and highest share of all documents, empty if there is no limit)
+        """
+        self._bad, self._checksum = BadRecords(self.on_bad_record), 0
+        self._num_bytes, self._texts_to_check = 0, []
+        builder = DocumentBuilder(self._tokenizer)
+        shares: list[float] = []
+        bytes_left = self._bytes_left
+        for file in files:
+            self._update_checksum(file.name.encode("utf-8", "replace"))
+            for where, text in self._texts(file) if self.text_field is not None else ():
+                if limit is not None:
+                    share = share_of(text)
+                    shares = [min(share, *shares), max(share, *shares)] if shares else [share] * 2
+                    if (share < limit) != (self.split != "train"):
+                        continue
+                self._add(builder, where, [text])
+        for piece in self._pieces(self.split) if self.text_field is None else ():
+            where = str(piece.file.path) + (f" after {piece.start}" if piece.start else "")
+            self._add(builder, where, self._parts(piece))
+        self._bytes_left = bytes_left
+        return builder, shares
 
     def _add(self, builder: DocumentBuilder, where: str, parts: Iterable[bytes]) -> None:
         checksum = self._checksum
@@ -196,6 +287,9 @@ class _TextFilesInput(IndexedInput):
             for part in parts:
                 yield self._tokenizer.encode(part)
                 self._update_checksum(part)
+                self._num_bytes += len(part)
+                if len(self._texts_to_check) < NUM_FIRST_TEXTS:
+                    self._texts_to_check.append(part[:FIRST_TEXT_BYTES])
 
         try:
             builder.add(tokens())
@@ -208,25 +302,12 @@ class _TextFilesInput(IndexedInput):
     def _update_checksum(self, data: bytes) -> None:
         self._checksum = zlib.crc32(data, self._checksum)
 
-    def _whole_file(self, file: TextFile, *, is_alone: bool) -> tuple[str, Iterator[bytes]]:
-        """Return the place of a document that is a file, and its bytes in parts.
-
-        In a single file, a split is the part before or after a line near its end.
-        """
-        where = str(file.path)
-        if not is_alone or self.split == "all":
-            return where, self._parts(file.path)
-        cut = self._split_position(file)
-        if self.split == "train":
-            return where, self._parts(file.path, stop=cut)
-        return f"{where} after {cut}", self._parts(file.path, start=cut)
-
-    def _parts(self, path: Path, *, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+    def _parts(self, piece: FilePiece) -> Iterator[bytes]:
         """Yield bytes of a file, in one part if a token may span several."""
-        left = (path.stat().st_size if stop is None else stop) - start
+        left = piece.size
         size = _PART_BYTES if self._of_bytes else max(left, 1)
-        with path.open("rb") as file:
-            file.seek(start)
+        with piece.file.path.open("rb") as file:
+            file.seek(piece.start)
             while part := file.read(min(size, left)):
                 left -= len(part)
                 yield part
@@ -253,42 +334,6 @@ class _TextFilesInput(IndexedInput):
             hint="Set text_field, or json_as_text=True to read the lines as plain text.",
             remedies={"text_field": fields[0], "json_as_text": True},
         )
-
-    def _split_position(self, file: TextFile) -> int:
-        """Return the position of the held-out part of a single file that is one document."""
-        self._check_plain(file)
-        try:
-            return split_position_of_file(file.path, heldout_fraction=self.heldout_fraction)
-        except UserError as error:
-            error.owner = f"{self._label}: {file.path}"
-            raise
-
-    def _split_texts(self, file: TextFile) -> Iterator[tuple[str, bytes]]:
-        """Yield the documents of a split of a single file, which is read twice."""
-        if self.split == "all":
-            yield from self._texts(file)
-            return
-        bad, bytes_left = self._bad, self._bytes_left
-        self._bad = BadRecords(self.on_bad_record)
-        shares: dict[bytes, float] = {}
-        count = 0
-        for _, text in self._texts(file):
-            count += 1
-            shares.setdefault(_digest(text), share_of(text))
-        self._bad, self._bytes_left = bad, bytes_left
-        if count and len(shares) < 2:
-            raise self._config_error(
-                f"all {count} documents of {file.path}, the only file, have the same text, so none"
-                " can be held out",
-                hint="Add a second file to paths, or set split='all'.",
-            )
-        chosen = held_out_shares(list(shares.values()), fraction=self.heldout_fraction)
-        wanted = {
-            digest
-            for index, digest in enumerate(shares)
-            if (index in chosen) == (self.split != "train")
-        }
-        yield from (text for text in self._texts(file) if _digest(text[1]) in wanted)
 
     def _texts(self, file: TextFile) -> Iterator[tuple[str, bytes]]:
         """Yield the place and text of each document of a file, by `text_field`."""
@@ -337,11 +382,41 @@ class _TextFilesInput(IndexedInput):
     def _fingerprint(self) -> dict[str, Any]:
         tokenizer = {} if self._of_bytes else {"tokenizer": self._tokenizer.fingerprint()}
         self._corpus()
-        return {"split": self.split, "text_crc32": self._checksum, **tokenizer}
+        return {"split": self.split, "documents_crc32": self._checksum, **tokenizer}
 
     def text_tokenizer(self, key: str | None = None) -> Tokenizer:
         """Return the tokenizer that made the ids."""
         return self._tokenizer
+
+    def _data_text(self) -> str:
+        counts = (counted(len(self._corpus()), "document"), counted(self._num_bytes, "byte"))
+        files = self._files(self.split)
+        is_declared = self.heldout_paths is not None and self.split == "heldout"
+        paths = self.heldout_paths if is_declared else self.paths
+        what = "Python's standard library" if paths is None else first_names(paths)
+        return f"{what}: {counted(len(files), 'file')}, {', '.join(counts)}; {self._split_text()}"
+
+    def _split_text(self) -> str:
+        """Return how files or documents were assigned to the split."""
+        by_split = self._files_by_split
+        if self.split == "all":
+            return "all documents"
+        if by_split is None:
+            share = f"{100 * self.heldout_fraction:g}%"
+            if self.text_field is None and any(p.start for p in self._pieces("heldout")):
+                return f"the last {share} of each file is held out"
+            return f"{share} of the documents are held out, by a hash of their text"
+        names = first_names((file.name for file in by_split[self.split]), limit=_MAX_FILES_SHOWN)
+        if self.heldout_paths is not None:
+            return f"split by heldout_paths: {names}"
+        others = {name: files for name, files in by_split.items() if files != by_split["heldout"]}
+        if "test" in others and self.split != "test":
+            names += f" (not read: {first_names(file.name for file in others['test'])})"
+        return f"split by the names of files: {names}"
+
+    def _first_texts(self) -> list[bytes]:
+        self._corpus()
+        return self._texts_to_check
 
 
 class LocalText(_TextFilesInput):
@@ -387,15 +462,8 @@ class LocalText(_TextFilesInput):
         """
         if self.split != "heldout" or not self._of_bytes or self.text_field is not None:
             return {}
-        found = self._found()
-        if len(found) == 1:
-            path, cut = found[0].path, self._split_position(found[0])
-            with path.open("rb") as file:
-                before = file.read(min(cut, _TABLE_BYTES))
-                file.seek(cut)
-                return {"trigram table": trigram_loss([before], [file.read()])}
-        train = _first_bytes(self._files("train"), _TABLE_BYTES)
-        heldout = (file.path.read_bytes() for file in self._files("heldout"))
+        train = _first_bytes(self._pieces("train"), _TABLE_BYTES)
+        heldout = (piece.read() for piece in self._pieces("heldout"))
         return {"trigram table": trigram_loss(train, heldout)}
 
 

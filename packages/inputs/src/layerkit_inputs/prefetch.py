@@ -192,6 +192,10 @@ class Prefetch(BaseInput):
         if self._stop(_CLOSE_SECONDS):
             self.source.close()
 
+    def describe_data(self) -> list[str]:
+        """Return the lines of the input that is read ahead."""
+        return self.source.describe_data()
+
     def text_tokenizer(self, key: str | None = None) -> Any:
         """Return the tokenizer of `source`."""
         return self.source.text_tokenizer(key)

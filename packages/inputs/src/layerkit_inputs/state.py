@@ -99,7 +99,8 @@ def check_same_data(owner: str, then: dict[str, Any], now: dict[str, Any]) -> No
             field="state.data",
             value={name: then.get(name) for name in differing},
             expected=str({name: now.get(name) for name in differing}),
-            hint="Use the same data and fields, or start a new run from the weights alone.",
+            hint="Use the same data, fields and version, or start a new run from the weights"
+            " alone.",
         )
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from layerkit.checks import check_choice, require
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.bad_records import BadRecordError, MissingFileError
+from layerkit_inputs.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS, counted
 from layerkit_inputs.documents import Documents
 from layerkit_inputs.features import stretch_pair_features
 from layerkit_inputs.first_fit import PackingPlan, plan_packing
@@ -89,7 +90,10 @@ class TextPairs(IndexedInput):
         eos_id = self._tokenizer.eos_id
         end = [] if eos_id is None else [eos_id]
         pieces: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+        self._texts_to_check: list[bytes] = []
         for number, texts in enumerate(self._texts()):
+            if number < NUM_FIRST_TEXTS:
+                self._texts_to_check += [text.encode()[:FIRST_TEXT_BYTES] for text in texts]
             for side, text, limit in zip(pieces, texts, limits, strict=True):
                 tokens = self._tokenizer.encode(text)
                 if len(tokens) + len(end) > limit and not self.trim:
@@ -173,6 +177,13 @@ class TextPairs(IndexedInput):
     def text_tokenizer(self, key: str | None = None) -> Tokenizer:
         """Return the tokenizer that made the ids."""
         return self._tokenizer
+
+    def _data_text(self) -> str:
+        return counted(len(self._sizes), "pair")
+
+    def _first_texts(self) -> list[bytes]:
+        assert self._sides
+        return self._texts_to_check
 
     @property
     def has_prediction_metrics(self) -> bool:

@@ -24,6 +24,7 @@ import numpy as np
 from layerkit.checks import check_choice, require
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.bad_records import BadRecords, OnBadRecord
+from layerkit_inputs.base_input import counted
 from layerkit_inputs.documents import ids_and_labels
 from layerkit_inputs.eval_padding import blank_rows
 from layerkit_inputs.features import stretch_features
@@ -168,6 +169,15 @@ class TokenRecords(IndexedInput):
             "seq_length": self.seq_length,
             "packing": self.packing,
         }
+
+    def _data_text(self) -> str:
+        split = self._store.split
+        return (
+            f"split {self.split!r} of {self.path}: {counted(len(split.shards), 'file')},"
+            f" {counted(split.num_documents, 'document')},"
+            f" {counted(split.num_predictions, 'token')},"
+            f" {counted(sum(shard.num_bytes for shard in split.shards), 'byte')}"
+        )
 
     def _close(self) -> None:
         if "_store" in vars(self):

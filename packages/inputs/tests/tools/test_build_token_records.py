@@ -107,6 +107,28 @@ def test_output_does_not_depend_on_the_number_of_workers(tmp_path):
     assert len(sizes) == 3 and max(sizes) < 1.2 * min(sizes)
 
 
+def test_files_named_as_held_out_make_that_split(raises, tmp_path):
+    for name in ("train-0", "train-1", "val", "test"):
+        write(tmp_path / "in" / f"{name}.jsonl", lines([f"{name} {n}" for n in range(3)]))
+    build = {"inputs": [str(tmp_path / "in")], "tokenizer": "bytes"}
+    about = build_token_records(output=tmp_path / "out", workers=2, **build)
+    assert sorted(about.splits) == ["heldout", "test", "train"]
+    assert texts_of(tmp_path / "out") == [f"train-{i} {n}" for i in range(2) for n in range(3)]
+    for split, name in (("heldout", "val"), ("test", "test")):
+        assert texts_of(tmp_path / "out", split) == [f"{name} {n}" for n in range(3)]
+    with raises(ConfigError, field="heldout_fraction", value=0.1):
+        build_token_records(output=tmp_path / "other", heldout_fraction=0.1, **build)
+
+
+def test_text_that_the_tokenizer_loses_is_reported(tmp_path, sentencepiece_file):
+    write(tmp_path / "in" / "a.txt", "line\n\nof text\n")
+    said = []
+    build_token_records(
+        [str(tmp_path / "in")], tmp_path / "out", tokenizer=sentencepiece_file, say=said.append
+    )
+    assert "WARNING: the tokenizer loses 3 line breaks of the first document" in said
+
+
 def test_stream_does_not_depend_on_shards_and_blocks(inputs, tmp_path):
     folder, texts = inputs
     for number, fields in enumerate(({"num_shards": 4}, {"block_length": 5}, {"num_shards": 99})):

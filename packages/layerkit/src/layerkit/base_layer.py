@@ -40,7 +40,10 @@ from layerkit.field_checks import Conditions, checking_fields, derive_fields
 from layerkit.field_types import FieldTypeError
 from layerkit.sharding import BoundSharding
 from layerkit.shared_layers import SharedLayers
-from layerkit.summaries import DEFAULT_VERBOSITY, SUMMARIES, SUMMARY_ARRAYS, Kind, sow_summary
+from layerkit.step_reports import AUX_LOSS, REPORTS, sow_aux_loss
+from layerkit.summaries import DEFAULT_VERBOSITY, Kind, sow_summary
+from layerkit.summaries import SUMMARIES as SUMMARIES
+from layerkit.summaries import SUMMARY_ARRAYS as SUMMARY_ARRAYS
 from layerkit.typed_hparams import MYPY, TypedHParams
 from layerkit.weight_formats import StoredWeight, create_stored
 from layerkit.weights import (
@@ -63,16 +66,12 @@ nested_map.register_pytree()
 # Names of the Flax collections that layers write to.
 PARAMS = "params"
 NON_TRAINABLE = "non_trainable"
-AUX_LOSS = "aux_loss"
 CACHE = "cache"
 # Flax's name for state whose "gradient" is its next value, such as the scales of fp8 products.
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
 # Collections that layers with copies, such as `Repeat`, stack.
-COLLECTIONS = (
-    *(PARAMS, NON_TRAINABLE, OVERWRITE_WITH_GRADIENT),
-    *(AUX_LOSS, SUMMARIES, SUMMARY_ARRAYS, CACHE),
-)
+COLLECTIONS = (PARAMS, NON_TRAINABLE, OVERWRITE_WITH_GRADIENT, *REPORTS, CACHE)
 
 # The random stream that layers draw from while training (dropout and the like).
 RANDOM = "random"
@@ -253,17 +252,21 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
             variable.value = jnp.asarray(value, declared.dtype)
 
     @nn.nowrap
-    def add_aux_loss(self, name: str, value: jax.Array) -> None:
-        """Add a scalar to the training loss.
+    def add_aux_loss(
+        self, name: str, value: jax.Array, *factors: jax.Array, weight: Any = None
+    ) -> None:
+        """Add Σ value·factors to the training loss, the summed entries of a product of means.
+
+        Args:
+          name: Name below that of the layer.
+          value: Mean over tokens or rows, a scalar or `[entries]`.
+          *factors: Further means, of the same shape.
+          weight: Weight of a microbatch in the means, as its tokens; None for equal weights.
 
         Raises:
           ValueError: The collection is not mutable in training, so that the loss would be ignored.
         """
-        if self.is_mutable_collection(AUX_LOSS):
-            warn_of_unset_train(self, collection=AUX_LOSS)
-            self.sow(AUX_LOSS, name, jnp.asarray(value, jnp.float32))
-        elif self.is_training:
-            raise immutable_error(self, "the auxiliary loss would be lost", name, AUX_LOSS)
+        sow_aux_loss(self, name, (value, *factors), weight=weight)
 
     @nn.nowrap
     def add_summary(
@@ -313,9 +316,7 @@ class BaseLayer(nn.Module, metaclass=TypedHParams, kw_only=True):
     def cast(self, x: jax.Array) -> jax.Array:
         """Return `x` `[...]`, cast to the compute dtype if it is floating."""
         x = jnp.asarray(x)  # NumPy promotes bfloat16 to float32 where JAX does not
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            return x.astype(self.compute_dtype)
-        return x
+        return x.astype(self.compute_dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     # Inherited values.
 

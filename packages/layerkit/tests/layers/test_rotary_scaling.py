@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,7 +84,7 @@ CASES = {
         ),
     ),
     "longrope, long": (
-        LongRopeScaling(SHORT, LONG, TRAINED, 4 * TRAINED),
+        LongRopeScaling(SHORT, LONG, TRAINED, 4 * TRAINED, longest_sequence=TRAINED + 1),
         ("longrope", {"length": TRAINED + 1}),
     ),
     "longrope, short": (
@@ -90,7 +92,7 @@ CASES = {
         ("longrope", {"length": TRAINED}),
     ),
     "longrope, factor given": (
-        LongRopeScaling(SHORT, LONG, TRAINED, 4 * TRAINED, attention_factor=1.4),
+        LongRopeScaling(SHORT, LONG, TRAINED, 4 * TRAINED, TRAINED + 1, attention_factor=1.4),
         ("longrope", {"length": TRAINED + 1, "attention_factor": 1.4}),
     ),
 }
@@ -113,6 +115,22 @@ def test_frequencies_and_magnitude_equal_transformers(case):
     assert scaling.magnitude() == pytest.approx(magnitude, rel=1e-6)
     plain = RotaryPositionalEmbedding(dims=DIMS, max_timescale=BASE).frequencies()
     assert np.abs(frequencies / plain - 1).max() > 0.1
+
+
+def test_longrope_rotates_each_row_by_the_factors_of_its_length():
+    scaling = LongRopeScaling(SHORT, LONG, 4, 16)
+    layers = [
+        RotaryPositionalEmbedding(
+            dims=DIMS, scaling=dataclasses.replace(scaling, longest_sequence=length)
+        )
+        for length in (None, 4, 5)
+    ]
+    x = jax.random.normal(jax.random.key(0), (2, 6, 1, DIMS))
+    # The documents of the first row have up to four tokens, that of the second five.
+    positions = jnp.array([[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 0]])
+    by_row, short, long = (layer.apply({}, x, positions) for layer in layers)
+    np.testing.assert_array_equal(by_row, jnp.stack([short[0], long[1]]))
+    assert jnp.abs(short - long).max() > 0.1
 
 
 def test_partial_rotary_has_the_frequencies_of_a_smaller_head():
@@ -155,12 +173,12 @@ def test_scaling_changes_frequencies_as_documented():
         (lambda: LongRopeScaling(SHORT, LONG, TRAINED, 8), "max_position", 8),
         (
             lambda: LongRopeScaling(SHORT, LONG, TRAINED, 128).frequencies(np.ones(3)),
-            "length of long_factors",
+            "length of short_factors",
             8,
         ),
         (
             lambda: RotaryPositionalEmbedding(
-                dims=8, scaling=LongRopeScaling(SHORT, LONG, TRAINED, 128)
+                dims=8, scaling=LongRopeScaling(SHORT[:4], LONG, TRAINED, 128)
             ).init(jax.random.key(0)),
             "length of long_factors",
             8,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,7 +19,9 @@ from layerkit.layers.positions import (
     PositionalEmbedding,
     RotaryPositionalEmbedding,
     TrainablePositionalEmbedding,
+    with_longest_sequence,
 )
+from layerkit.layers.rotary_scaling import LongRopeScaling
 from layerkit.layers.stacks import StackedTransformer, StackedTransformerRepeated
 from layerkit.layers.transformer import Transformer
 from layerkit.models.language_model import LanguageModel
@@ -167,6 +170,40 @@ def test_beams_reorder_caches_of_every_kind(make):
     found = decode(model, variables, BATCH).candidates
     read = jax.jit(lambda ids: model.apply(variables, ids, method=lambda m, ids: m.lm.logits(ids)))
     check_candidates(found, read)
+
+
+@pytest.mark.parametrize(
+    ("trained", "name"), [(6, "greedy"), (3, "greedy"), (6, "samples"), (6, "beams")]
+)
+def test_decoding_beyond_the_trained_length_equals_whole_rows(trained, name):
+    greedy = language_model().decoder
+    scaling = LongRopeScaling((1.0,), (4.0,), original_max_position=trained, max_position=64)
+    lm_tpl = language_model().lm_tpl.clone()
+    lm_tpl.stack_tpl.layer_tpl.attention_tpl.rotary_tpl.scaling = scaling
+    model = language_model().clone(lm_tpl=lm_tpl, decoder={**SEVERAL, "greedy": greedy}[name])
+    variables = random_weights(model)
+    if trained < LENGTHS.max():
+        # Its whole batch has the factors of long rows, as in Transformers.
+        model_of_rows = model.clone(lm_tpl=with_longest_sequence(lm_tpl, 64))
+    else:
+        model_of_rows = model
+
+    @jax.jit
+    def logits(ids):
+        """Return the logits after each token, in a row that ends with it."""
+
+        def after(end):
+            read = lambda model: model.lm.logits(ids, segment_ids=is_token)  # noqa: E731
+            is_token = jnp.tile(jnp.arange(9) <= end, (len(ids), 1)).astype(jnp.int32)
+            return model_of_rows.apply(variables, method=read)[:, end]
+
+        return jnp.swapaxes(jax.lax.map(after, jnp.arange(9)), 0, 1)
+
+    outputs = decode(model, variables, BATCH, jax.random.key(1))
+    if name == "greedy":
+        np.testing.assert_array_equal(outputs.ids, greedy_by_asking(logits))
+    else:
+        check_candidates(outputs.candidates, logits)
 
 
 def test_row_continues_as_in_a_batch_of_one():

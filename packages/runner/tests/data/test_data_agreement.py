@@ -13,7 +13,7 @@ from layerkit_runner.errors import UsageError
 def text_input(folder: Path, words: str) -> LocalText:
     folder.mkdir()
     for number in range(4):
-        (folder / f"{number}.txt").write_text(words * 20)
+        (folder / f"{number}.txt").write_text(words * (20 + number))
     return LocalText(paths=[str(folder)], batch_size=1, seq_length=8, is_training=True)
 
 

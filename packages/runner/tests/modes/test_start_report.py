@@ -52,7 +52,7 @@ def test_special_tokens_in_text_are_reported_at_the_start(tmp_path: Path, value:
     model.add_special_tokens(["<s>", "<|assistant|>"])
     (tmp_path / "model").mkdir()
     model.save(str(tmp_path / "model" / "tokenizer.json"))
-    for name in ("a.txt", "b.txt"):
+    for name in ("a.txt", "val.txt"):
         (tmp_path / name).write_text("a a")
     tokenizer = HuggingFaceTokenizer(path=str(tmp_path / "model"), special_tokens_in_text=value)
     source = LocalText(

@@ -112,6 +112,8 @@ def losses(folder: Path) -> dict[int, float]:
 def test_same_command_resumes(train: Any, finished: tuple[Path, str], job: Path, tmp_path: Path):
     first = finished[1]
     assert ".Tiny (task line)\n" in first and "resuming from" not in first
+    for name in ("train", "held out"):
+        assert f"data         {name}: Points, 7 rows\n" in first
     assert list(losses(job)) == [1, 2, 3, 4]
     again = train("job", max_steps=6)
     assert f"resuming from step 4 of {tmp_path}/job/checkpoints" in again

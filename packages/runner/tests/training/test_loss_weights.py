@@ -15,7 +15,8 @@ from layerkit.base_model import WeightedScalar
 from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 from layerkit_runner.training.gradients import LossAggregator, MultiLossAggregator
-from layerkit_runner.training.metrics import GLOBAL_BATCH
+from layerkit_runner.training.metrics import GLOBAL_BATCH, OverBatches
+from layerkit_runner.training.task_metrics import Mean
 
 
 @pytest.fixture
@@ -55,6 +56,24 @@ def test_weighted_loss_and_its_gradient(two_metrics: Any, microbatches: int):
     )
     evaluated = task.eval_step(state, BATCH, GLOBAL_BATCH)
     assert float(evaluated["loss"].value) == pytest.approx(float(metrics["loss"].value))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("fields", ["loss_weights", "loss_aggregator"])
+def test_evaluated_loss_does_not_depend_on_the_batch_size(two_metrics: Any, fields: str, rows: int):
+    keys = {"error": 1.0, "size": 1.0}
+    aggregator = MultiLossAggregator.HParams.config(loss_keys=[*keys])
+    two_metrics.set(**{fields: keys if fields == "loss_weights" else aggregator})
+    two_metrics.set(metrics={"same": Mean.HParams.config(value="metrics/loss")})
+    task = two_metrics.Instantiate()
+    state, reported = task.init_state(jax.random.key(0)), OverBatches()
+    for start in range(0, 3, rows):
+        # The weights of a batch are [1, 3, 0] for error, and 2 for each row of size.
+        part = jax.tree.map(lambda x, start=start: x[start : start + rows], BATCH)
+        reported.add(task.eval_step(state, part, GLOBAL_BATCH))
+    for name in ("loss", "same"):
+        assert reported.means()[name] == pytest.approx(1.5 + 5 / 6)
+    assert reported.weight("loss") == 4.0
 
 
 def test_losses_of_aggregators_and_their_gradients(two_metrics: Any):

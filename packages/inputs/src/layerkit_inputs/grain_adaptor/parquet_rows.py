@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 
 from layerkit.checks import check_choice, check_sizes, require
+from layerkit.errors import first_names
 from layerkit_inputs.bad_records import BadRecordError
+from layerkit_inputs.base_input import counted
 from layerkit_inputs.errors import require_extra
 from layerkit_inputs.grain_adaptor.iter_input import GrainIterInput
 from layerkit_inputs.grain_adaptor.row_groups import RowGroup, open_row_group
@@ -150,6 +152,13 @@ class ParquetRows(GrainIterInput):
             sum(group.num_rows for group in self._row_groups[host :: self.num_infeed_hosts])
             for host in hosts
         ]
+
+    def _data_text(self) -> str:
+        files = {group.path for group in self._row_groups}
+        rows = sum(group.num_rows for group in self._row_groups)
+        size = sum(Path(file).stat().st_size for file in files)
+        counts = (counted(len(files), "file"), counted(rows, "row"), counted(size, "byte"))
+        return f"{first_names(self.paths or ())}: {', '.join(counts)}"
 
     @functools.cached_property
     def _row_groups_crc32(self) -> int:

@@ -66,6 +66,9 @@ class HuggingFaceColumns(HuggingFaceData, IndexedInput):
     def _num_rows(self) -> int:
         return len(self._data)
 
+    def _num_documents(self) -> int:
+        return len(self._data)
+
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
         batch = self._arrays(rows)
         for name, array in batch.items():

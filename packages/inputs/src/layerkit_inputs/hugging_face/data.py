@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from layerkit.checks import check_choice, require
 from layerkit_inputs.bad_records import BadRecordError, BadRecords, OnBadRecord
-from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.base_input import BaseInput, counted
 from layerkit_inputs.errors import require_extra
 from layerkit_inputs.hugging_face.faults import faulty_file, first_unreadable
 from layerkit_inputs.parquet_bounds import MAX_ROW_GROUP_BYTES, check_row_groups
@@ -232,9 +232,22 @@ class HuggingFaceData(BaseInput):
         for name in wanted:
             check_choice(self._label, [str(name) for name in found], split=name)
 
-    def _describe_data(self) -> str:
+    def _describe_files(self) -> str:
         files = f" of {len(self._files)} file(s), first {self._files[0]}" if self._files else ""
         return f"split {self.split!r}{files}"
+
+    def _data_text(self) -> str:
+        count = self._num_documents()  # which opens the files
+        documents = "documents not counted" if count is None else counted(count, "document")
+        sizes = [Path(file).stat().st_size for file in self._files if Path(file).is_file()]
+        return (
+            f"split {self.split!r} of {self.path}: {counted(len(self._files), 'file')},"
+            f" {documents}, {counted(sum(sizes), 'byte')}"
+        )
+
+    def _num_documents(self) -> int | None:
+        """Open the files and return the number of documents, or None if it is unknown."""
+        raise NotImplementedError
 
     def _unreadable(self, error: Exception) -> Exception:
         """Return an error that names the unreadable file and record, if they can be found."""
@@ -243,7 +256,7 @@ class HuggingFaceData(BaseInput):
             error = error.__cause__  # the library wraps what its readers raise
         if found is None:
             words = " ".join(str(error).split()) or type(error).__name__
-            return self._config_error(f"cannot read {self._describe_data()}: {words}")
+            return self._config_error(f"cannot read {self._describe_files()}: {words}")
         return self._config_error(found, hint="Repair or remove the file.")
 
     def _guarded(self, tables: Iterator[Any]) -> Iterator[Any]:

@@ -21,7 +21,7 @@ import numpy as np
 from layerkit.checks import check_choice
 from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS, BaseInput
 from layerkit_inputs.documents import Documents, PiecewiseStream
 from layerkit_inputs.features import Segment
 from layerkit_inputs.first_fit import DocumentPieces, PackingPlan, cut_documents, plan_packing
@@ -54,10 +54,14 @@ class TokenisedText(HuggingFaceText, IndexedInput):
         most = self._most_examples()
         if most is not None and most < len(data):
             data = data.select(range(most))
+        first = data[:NUM_FIRST_TEXTS][self.text_field]
+        self._texts_to_check = [
+            text.encode()[:FIRST_TEXT_BYTES] for text in first if type(text) is str
+        ]
         num_skipped_files = self._bad.num_skipped
         tokenized = self._tokenize(data) if len(data) else data
         if not len(tokenized):
-            raise self._config_error(f"no usable examples in {self._describe_data()}")
+            raise self._config_error(f"no usable examples in {self._describe_files()}")
         self._bad.num_skipped = num_skipped_files + len(data) - len(tokenized)
         chunks = tokenized.data.column("ids").chunks
         pieces, sizes = [], []
@@ -117,6 +121,9 @@ class TokenisedText(HuggingFaceText, IndexedInput):
 
     def _fingerprint(self) -> dict[str, Any]:
         return {**self._text_identity(), "tokens_crc32": self._checksum}
+
+    def _num_documents(self) -> int:
+        return len(self._documents)
 
     def _close(self) -> None:
         vars(self).pop("_documents", None)

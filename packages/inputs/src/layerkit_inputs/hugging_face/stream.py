@@ -159,7 +159,7 @@ class HuggingFaceStream(HuggingFaceText):
             if not self._position.used:
                 share = f", share of host {self.infeed_host_index} of {self.num_infeed_hosts}"
                 raise self._config_error(
-                    f"no usable examples in {self._describe_data()}"
+                    f"no usable examples in {self._describe_files()}"
                     f"{share if self.is_training and self.num_infeed_hosts > 1 else ''}"
                 )
             if not self.endless:
@@ -219,6 +219,9 @@ class HuggingFaceStream(HuggingFaceText):
         batch.eval_sample_weights = np.ones(len(own), np.float32)
         self._rows_done += self.global_batch_size
         return pad_rows(batch, self.local_batch_size - len(own))
+
+    def _num_documents(self) -> None:
+        self._stream()
 
     # States.
 

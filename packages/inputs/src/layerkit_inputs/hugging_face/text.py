@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from layerkit.checks import check_choice
+from layerkit_inputs.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS
 from layerkit_inputs.errors import require_extra
 from layerkit_inputs.features import as_tokens
 from layerkit_inputs.hugging_face.data import HuggingFaceData
@@ -44,6 +45,7 @@ class HuggingFaceText(HuggingFaceData):
         """Set the default of the tokenizer and the token unit."""
         super().__post_init__()
         self._tokenizer = ByteTokenizer() if self.tokenizer is None else self.tokenizer
+        self._texts_to_check: list[bytes] = []
         if isinstance(self._tokenizer, ByteTokenizer):
             self.token_unit = "byte"  # type: ignore[misc]  # of this instance
 
@@ -102,6 +104,8 @@ class HuggingFaceText(HuggingFaceData):
         if value is None:
             raise ValueError("no text (null).")
         if isinstance(value, bytes):
+            if len(self._texts_to_check) < NUM_FIRST_TEXTS:
+                self._texts_to_check.append(value[:FIRST_TEXT_BYTES])
             return self._tokenizer.encode(value)
         if None in value:
             raise ValueError("a null among the token ids.")
@@ -153,6 +157,9 @@ class HuggingFaceText(HuggingFaceData):
             "inputs_field": self.inputs_field,
             "tokenizer": self._tokenizer.fingerprint(),
         }
+
+    def _first_texts(self) -> list[bytes]:
+        return self._texts_to_check
 
     def text_tokenizer(self, key: str | None = None) -> Tokenizer:
         """Return the tokenizer that made the ids."""

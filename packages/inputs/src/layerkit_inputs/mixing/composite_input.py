@@ -5,13 +5,22 @@ Its state holds the states of the components. The scope is `global` if all compo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.state import Scope
+
+
+def component_lines(components: Mapping[str, BaseInput]) -> list[str]:
+    """Return `BaseInput.describe_data` of every component, each line after its name."""
+    return [
+        f"{name}: {line}"
+        for name, component in components.items()
+        for line in component.describe_data()
+    ]
 
 
 class CompositeInput(BaseInput):
@@ -42,6 +51,10 @@ class CompositeInput(BaseInput):
     def component(self, name: str) -> BaseInput:
         """Return a built component by name; reading from it advances the stream of this input."""
         return self._components[name]
+
+    def describe_data(self) -> list[str]:
+        """Return the lines of every component, after its name."""
+        return component_lines(self._components)
 
     def text_tokenizer(self, key: str | None = None) -> Any:
         """Return the tokenizer of the first component; all have one vocabulary."""

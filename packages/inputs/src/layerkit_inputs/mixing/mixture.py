@@ -27,6 +27,7 @@ from layerkit_inputs.mixing.components import (
     merge_rows,
     slice_rows,
 )
+from layerkit_inputs.mixing.composite_input import component_lines
 from layerkit_inputs.mixing.schedule import make_schedule
 
 _BATCHES_AT_ONCE = 4
@@ -191,6 +192,10 @@ class Mixture(IndexedInput):
         for name, reader in zip(self._schedule.names, self._readers, strict=True):
             identity |= {f"{name}.{key}": value for key, value in reader._identity().items()}
         return identity
+
+    def describe_data(self) -> list[str]:
+        """Return the lines of every component, after its name."""
+        return component_lines(dict(zip(self._schedule.names, self._readers, strict=True)))
 
     def text_tokenizer(self, key: str | None = None) -> Any:
         """Return the tokenizer of the first component; all have one vocabulary."""

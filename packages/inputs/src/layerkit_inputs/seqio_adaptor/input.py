@@ -105,6 +105,10 @@ class SeqIOInput(BaseInput):
     on_bad_record: OnBadRecord = "refuse"
     """Policy for records that cannot be read: `refuse` raises, `skip` counts them."""
 
+    def _data_text(self) -> str:
+        names = ", ".join(dict.fromkeys(task.task.name for task in self._tasks))
+        return f"split {self.split_name!r} of {names}: examples not counted"
+
     def __post_init__(self) -> None:
         """Set defaults, check the fields and find the tasks."""
         super().__post_init__()

@@ -4,7 +4,8 @@ r"""Convert text to a folder of token records, which TokenRecords reads.
         --input texts/ --output tokens/ --tokenizer c4.model --heldout_fraction 0.001 --workers 8
 
 The input is a folder, file or pattern of text files, JSON lines (`.jsonl`, also `.jsonl.gz`) or
-Parquet files; see `raw_documents`. The result does not depend on the number of workers.
+Parquet files; see `raw_documents`. Files that are named as held out, such as `val.jsonl`, make the
+split `heldout`; see `text_splits`. The result does not depend on the number of workers.
 
 The records are written to a hidden folder beside the output, which is renamed when everything is on
 disk. So a build that was stopped or killed leaves no incomplete output. The next build of the same
@@ -20,13 +21,14 @@ import contextlib
 import fcntl
 import functools
 import glob
+import itertools
 import multiprocessing
 import os
 import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,9 +38,12 @@ from layerkit.checks import check_integers, check_rates
 from layerkit.config import build
 from layerkit.errors import ConfigError
 from layerkit_inputs.bad_records import BadRecords, OnBadRecord
+from layerkit_inputs.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS
 from layerkit_inputs.documents import framed
+from layerkit_inputs.round_trip import lost_text
 from layerkit_inputs.special_tokens import SpecialIds, prefix_id
-from layerkit_inputs.text_files import TextFile, find_text_files, share_of
+from layerkit_inputs.text_files import TextFile, find_text_files
+from layerkit_inputs.text_splits import share_of, split_by_names
 from layerkit_inputs.token_store import BLOCK_LENGTH, About
 from layerkit_inputs.tokenizers import SpecialTokensInText, Tokenizer, tokenizer_config
 from layerkit_inputs.tools.raw_documents import (
@@ -63,7 +68,9 @@ class _Encoded(NamedTuple):
     """Token ids, or None if the document cannot be read."""
     problem: str
     share: float
-    """Hash of the text in [0, 1), which decides the split."""
+    """Hash of the text in [0, 1), which decides the split if the names of files do not."""
+    split: str | None
+    """Split that the names of files give the document, or None."""
     position: float
     """Number of input bytes up to the end of the document."""
 
@@ -101,7 +108,7 @@ def build_token_records(
         files if there are few documents.
       workers: Number of processes that tokenize. 0: this process.
       heldout_fraction: Share of the documents in the split `heldout`, by a hash of their text, so
-        that equal documents are in one split.
+        that equal documents are in one split. It must be 0 if files are named as held out.
       on_bad_record: Policy for documents that cannot be read: `refuse` or `skip`.
       block_length: Number of ids in a record.
       max_document_bytes: Largest size in bytes of an unpacked document of a compressed file.
@@ -121,6 +128,8 @@ def build_token_records(
     check_integers(None, minimum=0, workers=workers)
     check_rates(None, heldout_fraction=heldout_fraction)
     files = find_text_files(inputs)
+    split_of = _splits_of_files(files, heldout_fraction)
+    names = {*split_of.values()} or {"train", *(["heldout"] if heldout_fraction else [])}
     model = make_tokenizer(tokenizer, special_tokens_in_text)
     dtype = "uint16" if model.vocab_size <= 1 << 16 else "int32"
     bad = BadRecords(on_bad_record)
@@ -129,27 +138,31 @@ def build_token_records(
     if say:
         special = SpecialIds(prefix_id(model), model.eos_id, model.pad_id)
         say(f"text ids: {special.text(getattr(model, 'special_tokens', {}))}")
+        if lost := lost_text(model, _first_texts(files[0], field, max_document_bytes)):
+            say(f"WARNING: the tokenizer loses {lost}")
     progress = _Progress(sum(file.path.stat().st_size for file in files), say)
     with _atomic_folder(Path(output)) as folder, contextlib.ExitStack() as stack:
         writers = {
             name: stack.enter_context(
                 SplitWriter(folder / name, dtype=dtype, block_length=block_length)
             )
-            for name in ("train", *(["heldout"] if heldout_fraction else []))
+            for name in sorted(names, reverse=True)
         }
         encode = functools.partial(
             _encode, tokenizer=tokenizer, special_tokens_in_text=special_tokens_in_text, field=field
         )
-        encoded = _in_order(encode, _work(files, field, max_document_bytes), workers)
+        encoded = _in_order(encode, _work(files, split_of, field, max_document_bytes), workers)
         for document in stack.enter_context(contextlib.closing(encoded)):
             if document.ids is None:
                 bad.report(file=document.where, record=None, problem=document.problem)
                 continue
             progress.add(document)
             if len(document.ids) >= 2:  # otherwise there is no token to predict
-                split = "heldout" if document.share < heldout_fraction else "train"
+                by_hash = "heldout" if document.share < heldout_fraction else "train"
                 # Shards by position in the input keep the order and have about equal sizes.
-                writers[split].add(document.ids, place=progress.share_of(num_shards))
+                writers[document.split or by_hash].add(
+                    document.ids, place=progress.share_of(num_shards)
+                )
         about = About(
             dtype=dtype,
             block_length=block_length,
@@ -161,6 +174,33 @@ def build_token_records(
         about.write(folder)
     progress.end(about, bad)
     return about
+
+
+def _splits_of_files(files: Sequence[TextFile], heldout_fraction: float) -> dict[TextFile, str]:
+    """Return the split of each file by its name, or {} if no file is named as held out."""
+    by_split = split_by_names(files)
+    if by_split is None:
+        return {}
+    if heldout_fraction:
+        raise ConfigError(
+            "files are named as held out",
+            field="heldout_fraction",
+            value=heldout_fraction,
+            expected=f"0, since {by_split['heldout'][0].name} is named as held out",
+            hint="Omit heldout_fraction, or rename the file or its folder.",
+        )
+    names = ("train", "heldout", "test")
+    return {file: name for name in reversed(names) for file in by_split.get(name, ())}
+
+
+def _first_texts(file: TextFile, field: str, max_document_bytes: int) -> list[bytes]:
+    """Return the first documents of a file that can be read."""
+    texts = []
+    documents = read_raw_documents(file, field=field, max_document_bytes=max_document_bytes)
+    for document in itertools.islice(documents, NUM_FIRST_TEXTS):
+        with contextlib.suppress(ValueError):
+            texts.append(text_of(document, field)[:FIRST_TEXT_BYTES])
+    return texts
 
 
 def _describe(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -226,7 +266,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _work(
-    files: Sequence[TextFile], field: str, max_document_bytes: int
+    files: Sequence[TextFile],
+    split_of: Mapping[TextFile, str],
+    field: str,
+    max_document_bytes: int,
 ) -> Iterator[list[RawDocument]]:
     """Yield the documents of all files in order, in lists of about equal size."""
     documents: list[RawDocument] = []
@@ -236,7 +279,8 @@ def _work(
         for document in read_raw_documents(
             file, field=field, max_document_bytes=max_document_bytes
         ):
-            documents.append(document._replace(position=before + document.position))
+            position = before + document.position
+            documents.append(document._replace(position=position, split=split_of.get(file)))
             size += len(document.data or b"")
             if size >= _WORK_BYTES or len(documents) >= _WORK_DOCUMENTS:
                 yield documents
@@ -259,16 +303,16 @@ def _encode(
 
 
 def _encode_one(document: RawDocument, model: Tokenizer, field: str) -> _Encoded:
+    unread = _Encoded(document.where, None, "", 0.0, document.split, document.position)
     try:
         text = text_of(document, field)
         tokens = model.encode(text)
     except UnicodeDecodeError as error:
-        problem = f"not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}."
-        return _Encoded(document.where, None, problem, 0.0, document.position)
+        byte = error.object[error.start]
+        return unread._replace(problem=f"not UTF-8: byte {error.start} is 0x{byte:02x}.")
     except ValueError as error:
-        return _Encoded(document.where, None, str(error), 0.0, document.position)
-    ids = framed([tokens], model)
-    return _Encoded(document.where, ids, "", share_of(text), document.position)
+        return unread._replace(problem=str(error))
+    return unread._replace(ids=framed([tokens], model), share=share_of(text))
 
 
 def _in_order(

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from layerkit.base_layer import CACHE, BaseLayer
+from layerkit.config import Config, is_config
 from layerkit.decoding.cache_rows import row_axes
 from layerkit.decoding.decoder import ExtendFn
 from layerkit.decoding.loop import extend_prompts
 from layerkit.decoding.row_options import RowOptions
 from layerkit.decoding.split_rows import round_up, row_parts
 from layerkit.decoding.step_weights import step_weights
+from layerkit.layers.positions import switching_length, with_longest_sequence
 from layerkit.nested_map import NestedMap
 
 
@@ -53,15 +57,24 @@ def decode_with_cache(
     decoder, parts = model.decoder, row_parts(model)
     max_length = round_up(prompts.shape[1] + decoder.max_decode_steps, parts)
 
-    # Decoders repeat and reorder the rows of the cache, and in the same way the prefix lengths.
+    trained = switching_length(_templates(bare))
+    switches = trained is not None and trained < max_length
+
+    # Decoders repeat and reorder the rows of the cache, and in the same way the prefix lengths and
+    # the tokens.
     def make_cache(given_rows: Any) -> Any:
         inputs, prefix_lengths = given_rows
         _, state = bare.apply(variables, inputs, max_length, method=init_cache, mutable=[CACHE])
-        return state[CACHE], prefix_lengths
+        rows = (state[CACHE], prefix_lengths)
+        num_rows = len(jax.tree.leaves(inputs)[0])
+        return (rows, jnp.zeros((num_rows, max_length), jnp.int32)) if switches else rows
 
+    extend = _extend_fn(bare, variables)
+    if trained is not None and switches:
+        extend = _switching_extend_fn(bare, variables, trained, jnp.max(prompt_lengths))
     return extend_prompts(
         decoder,
-        _extend_fn(bare, variables),
+        extend,
         make_cache((inputs, prefix_lengths)),
         prompts=prompts,
         prompt_lengths=prompt_lengths,
@@ -82,6 +95,59 @@ def cached_step(network: BaseLayer) -> ExtendFn:
         function is a pair of its collection `cache` and the prefix lengths of the rows.
     """
     return _extend_fn(*step_weights(network))
+
+
+def _templates(bare: BaseLayer) -> dict[str, Config]:
+    """Return the configs in the fields of a network."""
+    names = [field.name for field in dataclasses.fields(bare)]
+    values: dict[str, Any] = {name: getattr(bare, name, None) for name in names}
+    return {name: value for name, value in values.items() if is_config(value)}
+
+
+def _switching_extend_fn(
+    bare: BaseLayer, variables: Any, trained: int, longest: jax.Array
+) -> ExtendFn:
+    """Return the function of steps of a network that rotates long rows otherwise (LongRoPE).
+
+    As in Transformers, a step that makes rows longer than the trained context computes their whole
+    cache anew, and a prompt that is longer makes all rows of the batch long.
+
+    Args:
+      bare: Network without its variables.
+      variables: Variables of the network.
+      trained: Length of the trained context.
+      longest: Length of the longest prompt, int32 scalar.
+    """
+
+    def fixed(length: int) -> ExtendFn:
+        templates = {
+            name: with_longest_sequence(config, length)
+            for name, config in _templates(bare).items()
+            if switching_length(config) is not None
+        }
+        return _extend_fn(bare.clone(**templates), variables)
+
+    short, long = fixed(trained), fixed(trained + 1)
+    is_long = longest > trained
+
+    def extend(rows: Any, ids: jax.Array, time_step: jax.Array) -> tuple[Any, jax.Array]:
+        rows, tokens = rows
+        tokens = jax.lax.dynamic_update_slice(tokens, ids.astype(tokens.dtype), (0, time_step))
+        if ids.shape[1] > 1:  # the prompts
+            rows, logits = jax.lax.cond(is_long, long, short, rows, ids, time_step)
+            return (rows, tokens), logits
+
+        def anew(rows: Any, ids: jax.Array, time_step: jax.Array) -> tuple[Any, jax.Array]:
+            del ids, time_step
+            rows, logits = long(rows, tokens[:, : trained + 1], jnp.int32(0))
+            return rows, logits[:, -1:]
+
+        outgrows = jnp.where(time_step == trained, 2, jnp.int32(time_step > trained))
+        kind = jnp.where(is_long, 1, outgrows)
+        rows, logits = jax.lax.switch(kind, (short, long, anew), rows, ids, time_step)
+        return (rows, tokens), logits
+
+    return extend
 
 
 def _extend_fn(bare: BaseLayer, variables: Any) -> ExtendFn:

@@ -28,8 +28,6 @@ from layerkit.base_layer import (
     OVERWRITE_WITH_GRADIENT,
     PARAMS,
     RANDOM,
-    SUMMARIES,
-    SUMMARY_ARRAYS,
     BaseLayer,
 )
 from layerkit.checks import check_sizes, require
@@ -48,10 +46,18 @@ from layerkit.layers.pipeline_weights import GatheredWeights
 from layerkit.layers.remat import check_remat_policy, remat_in_scan
 from layerkit.layers.repeat import check_carry, check_not_shared, lift_options
 from layerkit.layers.selections import as_float, gradient_where, take, where
-from layerkit.summaries import Summary
+from layerkit.step_reports import (
+    AUX_MEANS,
+    REPORTS,
+    STEP_TOTALS,
+    apply_totals,
+    combine_reports,
+    is_report,
+)
 from layerkit.weights import unbox
 
-_REPORTS = (AUX_LOSS, SUMMARIES, SUMMARY_ARRAYS)
+# Collections of a stage that a pipeline needs to combine the reports of microbatches in another.
+_COMBINED = {AUX_LOSS: AUX_MEANS, NON_TRAINABLE: STEP_TOTALS}
 
 
 class Pipeline(BaseLayer):
@@ -61,10 +67,10 @@ class Pipeline(BaseLayer):
     is split, and each microbatch gets its rows. All microbatches share scalars and arrays whose
     first axis has size 1. Arguments that are not arrays are passed to every stage unchanged.
 
-    Auxiliary losses and scalar summaries are means over the microbatches, stacked `[stage]` or
-    `[repeats, stage]`. They equal the values of the whole batch if they are means over its rows.
-    Histograms are summed, and images are those of the first microbatch. Non-trainable state is
-    updated once per microbatch. Random keys differ by stage, round and microbatch.
+    Auxiliary losses equal those of the whole batch; see `BaseLayer.add_aux_loss`. Scalar summaries
+    are means over the microbatches. Both are stacked `[stage]` or `[repeats, stage]`. Histograms
+    are summed, and images are those of the first microbatch. Moving statistics are updated once per
+    microbatch, and biases of routers once. Random keys differ by stage, round and microbatch.
 
     Attributes:
       stage_tpl: Layer of one stage; its result has the shape and dtype of its first argument.
@@ -218,7 +224,8 @@ class Pipeline(BaseLayer):
         tick decides which variables it reads and whether its updates count.
         """
         stage, _ = self.stage.unbind()
-        mutable = [c for c in (NON_TRAINABLE, *_REPORTS) if self.is_mutable_collection(c)]
+        mutable = [c for c in (NON_TRAINABLE, *REPORTS) if self.is_mutable_collection(c)]
+        mutable += [other for name, other in _COMBINED.items() if name in mutable]
         key = self.next_prng_key() if self.has_rng(RANDOM) else None
 
         def run_stage(work: Work, constants: Any, shared: Any, state: Any, inside: Any) -> Any:
@@ -280,28 +287,18 @@ class Pipeline(BaseLayer):
     @nn.nowrap
     def _store(self, state: Any, reports: Any, schedule: PipelineSchedule) -> None:
         """Write the state and the reports of the stages to their collections."""
+        where_real = schedule.ticks_of_work(), np.arange(self.num_stages)
+        is_circular = self.circular_repeats > 1
+        reports = combine_reports(reports, where_real, is_circular=is_circular)
+        if not self.is_mutable_collection(STEP_TOTALS):
+            state = apply_totals(state, reports.pop(STEP_TOTALS, {}))
+        if not self.is_mutable_collection(AUX_MEANS) and AUX_MEANS in reports:
+            means = reports.pop(AUX_MEANS)
+            reports[AUX_LOSS] = jax.tree.map(lambda x: x.value, means, is_leaf=is_report)
         if self.is_mutable_collection(NON_TRAINABLE) and not self.is_initializing():
             for name, value in state.items():
                 self.stage.put_variable(NON_TRAINABLE, name, value)
-        ticks = schedule.ticks_of_work()
-        stages = np.arange(self.num_stages)
-
-        def mean(values: jax.Array) -> jax.Array:
-            """Average `[tick, stage, ...]` over microbatches, without bubbles."""
-            means = jnp.mean(values[ticks, stages], axis=1)
-            return means if self.circular_repeats > 1 else means[0]
-
-        def merge(summary: Summary) -> Summary:
-            values = jax.tree.map(lambda leaf: leaf[ticks, stages], summary).merged(axis=1)
-            if self.circular_repeats > 1:
-                return values
-            return jax.tree.map(lambda leaf: leaf[0], values)
-
         for collection, tree in reports.items():
-            if collection == SUMMARY_ARRAYS:
-                tree = jax.tree.map(merge, tree, is_leaf=lambda x: isinstance(x, Summary))
-            else:
-                tree = jax.tree.map(mean, tree)
             before = self.stage.variables.get(collection, {})
             for name, value in _append(before, tree).items():
                 self.stage.put_variable(collection, name, value)

@@ -11,7 +11,9 @@ cached decoding they start at the current step.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +28,11 @@ from layerkit.checks import (
     check_sizes,
     require,
 )
+from layerkit.config import Config, assigned_fields
+from layerkit.config_graphs import walk_configs
 from layerkit.errors import ConfigError
 from layerkit.layers.embeddings import lookup
-from layerkit.layers.rotary_scaling import RotaryScaling
+from layerkit.layers.rotary_scaling import LongRopeScaling, RotaryScaling
 from layerkit.weights import WeightHParams, WeightInit
 
 # Pairs of coordinates of a head that `RotaryPositionalEmbedding` rotates.
@@ -197,7 +201,10 @@ class RotaryPositionalEmbedding(BaseLayer):
 
     @nn.nowrap
     def frequencies(self) -> np.ndarray:
-        """Return the scaled frequencies, float32 `[pairs]` in radians per position."""
+        """Return the scaled frequencies, float32 `[pairs]` in radians per position.
+
+        They are `[2, pairs]`, for short and for long rows, if the scaling depends on the length.
+        """
         pairs = self._num_rotated() // 2
         ratio = self.max_timescale / self.min_timescale
         plain = ratio ** -(np.arange(pairs, dtype=np.float64) / pairs) / self.min_timescale
@@ -213,8 +220,12 @@ class RotaryPositionalEmbedding(BaseLayer):
           ConfigError: The size of the heads is not `dims`.
         """
         check_last_axis(self, x, dims=self.dims)
+        frequencies: Any = self.frequencies()
+        if isinstance(self.scaling, LongRopeScaling) and frequencies.ndim == 2:
+            is_long = jnp.max(positions, axis=-1) >= self.scaling.original_max_position
+            frequencies = jnp.where(is_long[:, None, None, None], frequencies[1], frequencies[0])
         # float32, because bfloat16 represents integers exactly only up to 256.
-        angles = positions[..., None, None].astype(jnp.float32) * self.frequencies()
+        angles = positions[..., None, None].astype(jnp.float32) * frequencies
         magnitude = 1.0 if self.scaling is None else self.scaling.magnitude()
         sin, cos = jnp.sin(angles) * magnitude, jnp.cos(angles) * magnitude
         rotated, rest = jnp.split(x, [self._num_rotated()], axis=-1)
@@ -248,6 +259,34 @@ class RotaryPositionalEmbedding(BaseLayer):
         if self.pairing == "neighbors":
             return jnp.stack([first, second], axis=-1).reshape(*first.shape[:-1], -1)
         return jnp.concatenate([first, second], axis=-1)
+
+
+def switching_length(value: Any) -> int | None:
+    """Return the length beyond which rows are rotated otherwise; None if there is none.
+
+    Args:
+      value: Config that may contain rotary embeddings, such as that of a stack of layers.
+    """
+    scalings = (scaling for _, scaling in _switching(value))
+    return next((scaling.original_max_position for scaling in scalings), None)
+
+
+def with_longest_sequence(config: Config, length: int) -> Config:
+    """Return a copy of a config whose rotary embeddings rotate all rows as those of one length."""
+    config = config.clone()
+    for rotary, scaling in _switching(config):
+        rotary.scaling = dataclasses.replace(scaling, longest_sequence=length)
+    return config
+
+
+def _switching(value: Any) -> list[tuple[Any, LongRopeScaling]]:
+    """Return the configs of rotary embeddings whose scaling depends on the length, and these."""
+    found = ((config, assigned_fields(config).get("scaling")) for config in walk_configs(value))
+    return [
+        (config, scaling)
+        for config, scaling in found
+        if isinstance(scaling, LongRopeScaling) and scaling.longest_sequence is None
+    ]
 
 
 def _angles(

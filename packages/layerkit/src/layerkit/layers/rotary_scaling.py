@@ -5,8 +5,9 @@ to change the frequencies, so that positions beyond the trained context give ang
 was trained on. Some also multiply the rotated queries and keys by a factor. Use them as
 `RotaryPositionalEmbedding(scaling=…)`; they are computed once on the host.
 
-No method depends on the length of the current sequence: cached keys were rotated when they were
-written and would not match queries that are rotated by other frequencies.
+Only `LongRopeScaling` depends on the length of the sequence. Cached keys were rotated when they
+were written and do not match queries that are rotated by other frequencies, so decoding computes
+the cache anew where a sequence outgrows the trained context.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class RotaryScaling(Protocol):
           frequencies: float64 `[pairs]`, radians per position, decreasing by a constant ratio.
 
         Returns:
-          float64 `[pairs]`.
+          float64 `[pairs]`, or `[2, pairs]` for short and for long sequences.
         """
         ...
 
@@ -224,9 +225,8 @@ class LongRopeScaling:
       long_factors: Factor of each pair, for longer sequences.
       original_max_position: Length of the trained context.
       max_position: Length of the extended context.
-      longest_sequence: Length of the longest sequence, which selects the factors; None for
-        max_position. Published code selects them at every call, which invalidates the cache of a
-        sequence that grows beyond original_max_position.
+      longest_sequence: Length that selects the factors of all sequences; None for the length of
+        each row, as in published code.
       attention_factor: Factor of rotated queries and of rotated keys; None for
         √(1 + ln(max_position/original_max_position)/ln(original_max_position)).
     """
@@ -253,15 +253,15 @@ class LongRopeScaling:
         require(is_valid, owner, "max_position", self.max_position, expected)
 
     def frequencies(self, frequencies: np.ndarray) -> np.ndarray:
-        """Divide frequency i of `[pairs]` by factor i."""
-        longest = self.max_position if self.longest_sequence is None else self.longest_sequence
-        is_long = longest > self.original_max_position
-        factors = self.long_factors if is_long else self.short_factors
-        field = f"length of {'long' if is_long else 'short'}_factors"
-        expected = f"{len(frequencies)}, one factor for each rotated pair"
-        is_valid = len(factors) == len(frequencies)
-        require(is_valid, "LongRopeScaling", field, len(factors), expected)
-        return frequencies / np.asarray(factors, np.float64)
+        """Divide frequency i of `[pairs]` by factor i; `[2, pairs]` without `longest_sequence`."""
+        for field in ("short_factors", "long_factors"):
+            size, pairs = len(getattr(self, field)), len(frequencies)
+            expected = f"{pairs}, one factor for each rotated pair"
+            require(size == pairs, "LongRopeScaling", f"length of {field}", size, expected)
+        both = frequencies / np.asarray([self.short_factors, self.long_factors], np.float64)
+        if self.longest_sequence is None:
+            return both
+        return both[int(self.longest_sequence > self.original_max_position)]
 
     def magnitude(self) -> float:
         """Return the attention factor."""

@@ -20,6 +20,7 @@ from layerkit.field_checks import Conditions
 from layerkit.layers.embeddings import ClassSoftmax, SharedEmbeddingSoftmax
 from layerkit.layers.masks import AttentionMask, row_positions
 from layerkit.layers.normalizations import BaseNormalization, LayerNorm
+from layerkit.layers.positions import switching_length
 from layerkit.layers.sequence_parallel import gather_positions
 from layerkit.layers.stacks import StackedTransformer
 from layerkit.layers.stochastic import Dropout
@@ -187,6 +188,9 @@ class TransformerLm(BaseLayer):
                 expected="True for inputs with a prefix (in_prefix)",
             )
         x = self._embed(ids, segment_pos)
+        if segment_ids is not None and switching_length(self.stack_tpl) is not None:
+            # Padding makes no row longer.
+            segment_pos = jnp.where(segment_ids > 0, segment_pos, 0)
         return self._normalize(self.stack(x, mask=mask, positions=segment_pos))
 
     def init_cache(self, batch_size: int, max_length: int) -> None:

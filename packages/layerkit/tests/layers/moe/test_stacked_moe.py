@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from layerkit.base_layer import AUX_LOSS, NON_TRAINABLE, PARAMS, SUMMARIES
-from layerkit.layers import AttentionMask, Repeat, Transformer
+from layerkit.layers import AttentionMask, Pipeline, Repeat, Transformer
 from layerkit.layers.moe.feed_forward import MoeFeedForward
 from layerkit.layers.moe.routing import TopKRouter
 
@@ -58,6 +58,32 @@ def test_repeated_experts_equal_unrolled_experts():
     _, (_, updates) = expected
     shapes = {name: loss[0].shape for name, loss in updates[AUX_LOSS].items()}
     assert shapes == {"load_balance_loss": (LAYERS,), "router_z_loss": (LAYERS,)}
+
+
+def test_pipelined_losses_and_biases_equal_those_of_the_whole_batch():
+    router = TopKRouter.HParams.config(use_score_bias=True, score_bias_rate=0.01)
+    config = MoeFeedForward.HParams.config(
+        input_dims=DIMS, hidden_dims=6, num_experts=4, router_tpl=router, train=True
+    )
+    loop = Repeat(sub_tpl=config, num_repeats=LAYERS, train=True)
+    pipeline = Pipeline(
+        stage_tpl=config, num_stages=LAYERS, num_microbatches=2, stream_inputs=False, train=True
+    )
+    variables = drawn_weights(loop)
+    is_token = jnp.arange(LENGTH) < jnp.array([[6], [2]])
+
+    def results(layer, child):
+        def loss(params):
+            given = {**variables, PARAMS: params}
+            given = {kind: {child: tree["sub"]} for kind, tree in given.items()}
+            _, updates = layer.apply(given, X, is_token=is_token, mutable=KINDS)
+            aux, state = (updates[kind][child] for kind in (AUX_LOSS, NON_TRAINABLE))
+            return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(aux)), (aux, state)
+
+        return jax.jit(jax.grad(loss, has_aux=True))(variables[PARAMS])
+
+    close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    jax.tree.map(close, results(pipeline, "stage"), results(loop, "sub"))
 
 
 def test_transformer_passes_padding_to_the_router():

@@ -243,10 +243,15 @@ class TrainInput:
         self._partitioner = partitioner
 
     @property
+    def input_name(self) -> str:
+        """Name of the input, by default its class."""
+        source = self.dataset.source
+        return source.name or type(source).__name__
+
+    @property
     def key(self) -> str:
         """Key of the input position in a checkpoint."""
-        source = self.dataset.source
-        return _KEY_PREFIX + (source.name or type(source).__name__)
+        return _KEY_PREFIX + self.input_name
 
     @functools.cached_property
     def abstract_batch(self) -> NestedMap:
@@ -275,6 +280,10 @@ class TrainInputs:
     def share(self, index: int) -> float:
         """Return the fraction of the steps that use a data set."""
         return self.inputs[index].steps / self.num_turn_steps
+
+    def by_name(self) -> dict[str, Prefetch]:
+        """Return the data sets by the names of the inputs."""
+        return {each.input_name: each.dataset for each in self.inputs}
 
     def by_key(self) -> dict[str, Prefetch]:
         """Return the data sets by the checkpoint key of their input position."""

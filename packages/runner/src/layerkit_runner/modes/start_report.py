@@ -8,7 +8,7 @@ import logging
 import math
 import operator
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from layerkit_inputs.special_tokens import end_disagreement
 from layerkit_runner.data.infeed import cast_text, peek_batch
 from layerkit_runner.data.training_data import TrainInputs
 from layerkit_runner.distributed.devices import flag_lines, unused_plugins
+from layerkit_runner.errors import as_usage_error
 from layerkit_runner.files.text import size_text
 from layerkit_runner.observers import RunInfo, StepWork, peak_flops
 from layerkit_runner.optim.learner import Learner
@@ -75,10 +76,25 @@ class LayerNotes(logging.Handler):
             self._records.append(record)
 
 
+def data_lines(inputs: Mapping[str, BaseInput]) -> Iterator[str]:
+    """Yield the lines about the data of inputs by name, which the inputs themselves report."""
+    for name, dataset in inputs.items():
+        with as_usage_error():
+            yield from (f"data         {name}: {line}" for line in dataset.describe_data())
+
+
 def start_lines(
-    job: Job, state: TrainState, data: TrainInputs, *, start_step: int
+    job: Job, state: TrainState, data: TrainInputs, about_data: Sequence[str], *, start_step: int
 ) -> Iterator[str]:
-    """Yield the lines that describe a run which starts from `state` after `start_step` steps."""
+    """Yield the lines that describe a run which starts from `state` after `start_step` steps.
+
+    Args:
+      job: Job of the run.
+      state: First state.
+      data: Training data sets.
+      about_data: `data_lines` of the training and held-out data sets.
+      start_step: Number of steps before this run.
+    """
     device = jax.devices()[0]
     known = versions()
     yield (
@@ -103,8 +119,7 @@ def start_lines(
     yield f"partitioner  {job.partitioner.describe()}"
     if padded := job.partitioner.padding_text(job.task):
         yield f"padded       {padded}"
-    if summary := job.resolved.experiment.data_summary():
-        yield f"data         {summary}"
+    yield from about_data
     decoder = getattr(job.task.model, "decoder", None)
     for each in data.inputs:
         if each.name is not None:
@@ -238,13 +253,18 @@ def train_run_info(
 
 
 def report_start(
-    job: Job, data: TrainInputs, first: FirstState, info: RunInfo, compiled: Sequence[str]
+    job: Job,
+    data: TrainInputs,
+    about_data: Sequence[str],
+    first: FirstState,
+    info: RunInfo,
+    compiled: Sequence[str],
 ) -> None:
     """Report the run and start the observers."""
     train, report = job.task.train, job.observers.message
     if jax.process_index() == 0:
         for line in [
-            *start_lines(job, first.state, data, start_step=first.step),
+            *start_lines(job, first.state, data, about_data, start_step=first.step),
             *(first.provenance.lines() if first.provenance is not None else []),
             *compiled,
         ]:

@@ -42,6 +42,7 @@ from layerkit_runner.modes import end_report
 from layerkit_runner.modes.start_report import (
     LayerNotes,
     compiled_lines,
+    data_lines,
     report_start,
     train_run_info,
 )
@@ -117,8 +118,9 @@ def run_train(
         info = train_run_info(job, programs.data, prepared.works, start_step=first.step)
         executor = _build_executor(job, programs, prepared, info, checkpoints, signals, profiler)
         _record_start(job, first, is_new=checkpoints.latest_step() is None)
-        compiled = compiled_lines([c.run for c in prepared.compiled if not c.is_jitted])
-        report_start(job, programs.data, first, info, [*prepared.notes, *compiled])
+        memory = compiled_lines([c.run for c in prepared.compiled if not c.is_jitted])
+        compiled = [*prepared.notes, *memory]
+        report_start(job, programs.data, prepared.about_data, first, info, compiled)
         if options.enable_checkpoint_saving:
             # The first save needs Orbax, which takes a second to import.
             threading.Thread(target=importlib.import_module, args=("orbax.checkpoint",)).start()
@@ -308,6 +310,8 @@ class _Prepared:
     untraced: list[BaseProgram]
     # Lines that layers logged while they were traced.
     notes: list[str]
+    # Lines about the data of all training and evaluation programs.
+    about_data: list[str]
 
 
 def _prepare(
@@ -330,6 +334,8 @@ def _prepare(
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         compiling = [pool.submit(compile_step) for compile_step in traced]
         works = [_step_work(job, data.dataset) for data in programs.data.inputs]
+        evaluated = inputs_of(programs.evals)
+        about_data = [*data_lines({**programs.data.by_name(), **evaluated})]
         first = _first_state(job, checkpoints, plan)
         with job.goodput.phase("compile"):
             # Programs that do not run before the job ends are not traced.
@@ -342,7 +348,7 @@ def _prepare(
                 _trace(job, untraced.pop(0), abstract_state)
             compiled = [each.result() for each in compiling]
         _restore_positions(job, programs, first)
-    return _Prepared(first, compiled, works, untraced, notes.lines)
+    return _Prepared(first, compiled, works, untraced, notes.lines, about_data)
 
 
 def _trace(job: Job, program: BaseProgram, abstract_state: TrainState) -> None:

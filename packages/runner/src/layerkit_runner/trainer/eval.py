@@ -31,6 +31,7 @@ from layerkit_runner.observers import TOTAL_WEIGHT, Observer
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.training.metrics import (
     ByExample,
+    LossSum,
     OverBatches,
     as_floats,
     check_has_provenance,
@@ -291,7 +292,7 @@ class PaddingCheck:
         names = [
             name
             for name in suspects
-            if isinstance(metrics[name], WeightedScalar)
+            if isinstance(metrics[name], WeightedScalar | LossSum)
             and np.equal(metrics[name].weight, self._global_rows)
         ]
         if not names:

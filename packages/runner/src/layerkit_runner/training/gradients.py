@@ -7,17 +7,27 @@ global batch.
 
 from __future__ import annotations
 
+import functools
+import logging
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from layerkit.base_layer import AUX_LOSS, NON_TRAINABLE, SUMMARIES
+from layerkit.base_layer import NON_TRAINABLE, SUMMARIES
 from layerkit.checks import require
 from layerkit.config import Configurable
+from layerkit.step_reports import STEP_TOTALS, AuxLoss, aux_losses
 from layerkit_runner.errors import UsageError
 from layerkit_runner.training.metrics import Reported, StepContext, reduce_microbatches
+
+_LOG = logging.getLogger("layerkit.gradients")
+_OF_EACH_MICROBATCH = (
+    "balance of experts: the mean of the losses of the microbatches; task.train.exact_aux_losses"
+    "=True computes that of the whole batch, by one more forward pass"
+)
 
 
 class LossAggregator(Configurable):
@@ -82,6 +92,13 @@ LossTerms = Callable[[Mapping[str, Any]], Mapping[str, float]]
 """Function from metrics to loss factors: `{name of a metric in the loss: its factor}`."""
 
 
+class _Weights(NamedTuple):
+    """The weights of the terms of a loss by name, and its auxiliary losses or their totals."""
+
+    terms: Mapping[str, jax.Array]
+    aux: Sequence[Any]
+
+
 class GradientResult(NamedTuple):
     """Gradients and other results of the rows of one shard.
 
@@ -89,6 +106,7 @@ class GradientResult(NamedTuple):
       gradients: Gradient of this shard's share of the loss, shaped like `Variables.trained`.
       overwriting: Gradient with respect to `Variables.overwritten`.
       aux: This shard's share of the sum of auxiliary losses; None if the model has none.
+      step_totals: This shard's totals that move variables; see `layerkit.step_reports`.
       summaries: Summaries of the layers, with a leading axis `microbatches` if there are several.
     """
 
@@ -96,6 +114,7 @@ class GradientResult(NamedTuple):
     overwriting: Any
     metrics: Mapping[str, Reported]
     aux: jax.Array | None
+    step_totals: Any
     non_trainable: Any
     summaries: Any
 
@@ -109,13 +128,16 @@ def compute_gradients(
     context: StepContext,
     *,
     microbatches: int = 1,
+    exact_aux: bool = False,
 ) -> GradientResult:
     """Compute the metrics of a batch and the gradient of its loss.
 
     With several microbatches, only the activations of one are in memory at a time. Loss and
     gradient are those of the whole batch: each microbatch is weighted by its share of the total
-    weight. Auxiliary losses are averaged. The non-trainable variables that one microbatch returns
-    are passed to the next. Each microbatch has its own random key.
+    weight of each mean. Auxiliary losses that are products of means are computed for each
+    microbatch and averaged, unless `exact_aux` computes the means in a forward pass of their own.
+    The non-trainable variables that one microbatch returns are passed to
+    the next. Each microbatch has its own random key.
 
     Raises:
       UsageError: The rows cannot be divided into that many parts.
@@ -123,7 +145,9 @@ def compute_gradients(
     if microbatches == 1:
         return _compute_batch_gradients(run, terms, variables, batch, key, context)
     parts = split_rows(batch, microbatches, multiple=context.row_shards)
-    return _accumulate(run, terms, variables, parts, key, context, microbatches)
+    return _accumulate(
+        run, terms, variables, parts, key, context, microbatches, exact_aux=exact_aux
+    )
 
 
 def split_rows(batch: Any, microbatches: int, *, multiple: int = 1) -> Any:
@@ -166,16 +190,27 @@ def _accumulate(
     key: jax.Array,
     context: StepContext,
     microbatches: int,
+    *,
+    exact_aux: bool,
 ) -> GradientResult:
     keys = microbatch_keys(key, microbatches)
 
-    def weights(part: tuple[Any, jax.Array]) -> dict[str, jax.Array]:
-        metrics, _ = run(variables, *part)
-        return {name: metrics[name].weight for name in terms(metrics)}
+    def weights(part: tuple[Any, jax.Array]) -> _Weights:
+        metrics, updates = run(variables, *part)
+        of_terms = {name: metrics[name].weight for name in terms(metrics)}
+        losses = aux_losses(updates)
+        products = [loss.factors if len(loss.factors) > 1 else () for loss in losses]
+        if any(products) and not exact_aux:
+            _LOG.info(_OF_EACH_MICROBATCH)
+        means = products if exact_aux else [()] * len(losses)
+        aux = [loss.replace(factors=f).totals() for loss, f in zip(losses, means, strict=True)]
+        return _Weights(of_terms, aux)
 
-    # Only the weights of the metrics are used, and they depend on the batch alone. The compiler
-    # therefore removes the network from this loop.
-    totals = context.batch_sum(jax.tree.map(jnp.sum, jax.lax.map(weights, (parts, keys))))
+    # Weights depend on the batch alone. If only they are used, the compiler removes the network
+    # from this loop.
+    of_parts = jax.lax.map(weights, (parts, keys))
+    totals = context.batch_sum(jax.tree.map(lambda total: jnp.sum(total, 0), of_parts))
+    totals = _Weights(totals.terms, list(map(AuxLoss.of_totals, totals.aux)))
 
     def add(carry: GradientResult, part: tuple[Any, jax.Array]) -> tuple[Any, Any]:
         found = _compute_batch_gradients(
@@ -185,7 +220,6 @@ def _accumulate(
             *part,
             context,
             totals=totals,
-            share=1 / microbatches,
         )
         gradients = jax.tree.map(
             lambda total, leaf: total + leaf.astype(jnp.float32),
@@ -197,23 +231,25 @@ def _accumulate(
             overwriting=jax.tree.map(jnp.maximum, carry.overwriting, found.overwriting),
             non_trainable=found.non_trainable,
         )
-        return carry, (found.metrics, found.aux, found.summaries)
+        return carry, (found.metrics, found.aux, found.summaries, found.step_totals)
 
     start = GradientResult(
         gradients=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), variables.trained),
         overwriting=jax.tree.map(jnp.zeros_like, variables.overwritten),
         metrics={},
         aux=None,
+        step_totals={},
         non_trainable=variables.non_trainable,
         summaries={},
     )
-    found, (metrics, aux, summaries) = jax.lax.scan(add, start, (parts, keys))
+    found, (metrics, aux, summaries, step_totals) = jax.lax.scan(add, start, (parts, keys))
     return found._replace(
         gradients=jax.tree.map(
             lambda total, leaf: total.astype(leaf.dtype), found.gradients, variables.trained
         ),
         metrics={name: reduce_microbatches(metric) for name, metric in metrics.items()},
         aux=None if aux is None else jnp.sum(aux),
+        step_totals=jax.tree.map(lambda total: jnp.sum(total, 0), step_totals),
         summaries=summaries,
     )
 
@@ -226,13 +262,12 @@ def _compute_batch_gradients(
     key: jax.Array,
     context: StepContext,
     *,
-    totals: Mapping[str, jax.Array] | None = None,
-    share: float = 1.0,
+    totals: _Weights | None = None,
 ) -> GradientResult:
     """Return the result of one batch or microbatch.
 
-    `totals` holds the sum of the weights of each loss term over the global batch; None computes it
-    from `batch`, which must then be whole. `share` is 1 / microbatches.
+    `totals` holds the weights of the global batch; None computes them from `batch`, which must then
+    be whole.
     """
 
     def loss_share(trained: Any, overwritten: Any) -> tuple[jax.Array, Any]:
@@ -249,13 +284,15 @@ def _compute_batch_gradients(
             if totals is None:
                 total = context.batch_sum(jax.lax.stop_gradient(weight))
             else:
-                total = totals[name]
+                total = totals.terms[name]
             value = jnp.where(weight > 0, value, 0.0)
             loss += factor * value * weight / jnp.maximum(total, 1e-30)
         aux = None
-        if AUX_LOSS in updates:
-            aux = sum_leaves(updates[AUX_LOSS]) * (share / context.num_shards)
-            loss += aux
+        if losses := aux_losses(updates):
+            wholes = [None] * len(losses) if totals is None else totals.aux
+            shares = [_aux_shares(*each, context) for each in zip(losses, wholes, strict=True)]
+            loss += sum(share for share, _ in shares)
+            aux = sum(value for _, value in shares)
         return loss, (metrics, aux, updates)
 
     (gradients, overwriting), (metrics, aux, updates) = jax.grad(
@@ -266,11 +303,32 @@ def _compute_batch_gradients(
         overwriting=overwriting,
         metrics=metrics,
         aux=aux,
+        step_totals=updates.get(STEP_TOTALS, {}),
         non_trainable=updates.get(NON_TRAINABLE, variables.non_trainable),
         summaries=updates.get(SUMMARIES, {}),
     )
 
 
-def sum_leaves(tree: Any) -> jax.Array:
-    """Return the sum of all elements of a tree, such as auxiliary losses stacked `[layers]`."""
-    return sum((jnp.sum(leaf) for leaf in jax.tree.leaves(tree)), start=jnp.float32(0))
+def _aux_shares(
+    loss: AuxLoss, whole: AuxLoss | None, context: StepContext
+) -> tuple[jax.Array, jax.Array]:
+    """Return (summand of the loss with the gradient of the share, this shard's share of the loss).
+
+    `whole` has the weight of the global batch, and its means unless those of `loss` over all shards
+    are to be used; None if `loss` is that of the global batch.
+    """
+    part = jax.lax.stop_gradient(loss)
+    if context.num_shards > 1:
+        part = AuxLoss.of_totals(context.batch_sum(part.totals()))
+    whole = part if whole is None else whole
+    means = whole if whole.factors else part
+    total = jnp.maximum(whole.weight, 1e-30)
+    value = jnp.sum(part.weight / total * means.value) / context.num_shards
+    # The derivative of a product by one mean is the product of the others.
+    *sums, _ = loss.totals()
+    summand = jnp.float32(0)
+    for index, own in enumerate(sums):
+        others = [factor for i, factor in enumerate(means.factors) if i != index]
+        product = functools.reduce(operator.mul, others, jnp.float32(1.0))
+        summand += jnp.sum(own * product / total[..., None])
+    return summand, value

@@ -1,6 +1,7 @@
 """Metrics of steps, and their reduction over microbatches, shards and batches.
 
     WeightedScalar    a mean, reduced by Σ value·weight / Σ weight
+    LossSum           a sum of means, each reduced with its own weight
     Maximum           a largest value, reduced by the maximum
     BinCounts         a histogram over fixed bins, whose counts are added
 
@@ -21,6 +22,7 @@ from flax import struct
 
 from layerkit.base_model import WeightedScalar
 from layerkit.nested_map import NestedMap
+from layerkit.step_reports import AuxLoss
 from layerkit.summaries import BinCounts
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import TOTAL_WEIGHT, Histogram
@@ -32,7 +34,35 @@ class Maximum(struct.PyTreeNode):
     value: jax.Array
 
 
-Reported = WeightedScalar | Maximum | BinCounts
+class LossSum(struct.PyTreeNode):
+    """A loss that is a sum of means, each with its own weight.
+
+    Attributes:
+      parts: Terms of the loss, then the auxiliary losses of layers.
+      num_terms: Number of parts that are terms.
+    """
+
+    parts: tuple[AuxLoss, ...]
+    num_terms: int = struct.field(pytree_node=False)
+
+    @classmethod
+    def of(cls, terms: Sequence[WeightedScalar], aux: Sequence[AuxLoss]) -> LossSum:
+        """Return the sum of terms and auxiliary losses."""
+        parts = (*(AuxLoss((term.value[None],), term.weight) for term in terms), *aux)
+        return cls(parts, len(terms))
+
+    @property
+    def value(self) -> jax.Array:
+        """The loss, a float32 scalar; a part without weight is 0, as in training."""
+        return sum((jnp.sum(part.value) for part in self.parts), start=jnp.float32(0))
+
+    @property
+    def weight(self) -> jax.Array:
+        """Weight of the first term."""
+        return self.parts[0].weight
+
+
+Reported = WeightedScalar | LossSum | Maximum | BinCounts
 
 
 def reduce_microbatches(metric: Reported) -> Reported:
@@ -53,6 +83,9 @@ def reduce_shards(metric: Reported, context: StepContext) -> Reported:
         value = jnp.where(metric.weight > 0, metric.value, 0.0)
         total, weight = context.batch_sum((value * metric.weight, metric.weight))
         return WeightedScalar(total / jnp.maximum(weight, 1e-30), weight)
+    if isinstance(metric, LossSum):
+        totals = context.batch_sum([part.totals() for part in metric.parts])
+        return metric.replace(parts=tuple(map(AuxLoss.of_totals, totals)))
     if isinstance(metric, Maximum):
         return context.batch_max(metric)
     return context.batch_sum(metric)
@@ -70,6 +103,8 @@ class OverBatches:
     def __init__(self) -> None:
         """Start without metrics."""
         self._totals: dict[str, tuple[float, float]] = {}
+        # Totals of the parts of each `LossSum`, and the number of its terms.
+        self._sums: dict[str, tuple[list[tuple[np.ndarray, ...]], int]] = {}
         self._largest: dict[str, float] = {}
         self._counts: dict[str, BinCounts] = {}
 
@@ -81,6 +116,11 @@ class OverBatches:
                 value, extra = float(metric.value), float(metric.weight)
                 # The value of a batch of weight 0 may be NaN.
                 self._totals[name] = (total + (value * extra if extra else 0.0), weight + extra)
+            elif isinstance(metric, LossSum):
+                parts = [_float64_totals(part) for part in metric.parts]
+                sums, _ = self._sums.get(name, (None, 0))
+                added = parts if sums is None else jax.tree.map(np.add, sums, parts)
+                self._sums[name] = added, metric.num_terms
             elif isinstance(metric, Maximum):
                 before = self._largest.get(name, -np.inf)
                 # Unlike Python's max, np.maximum propagates NaN.
@@ -96,6 +136,9 @@ class OverBatches:
             name: total / weight if weight else float("nan")
             for name, (total, weight) in self._totals.items()
         }
+        for name, (parts, num_terms) in self._sums.items():
+            has_weight = any(part[-1] > 0 for part in parts[:num_terms])
+            means[name] = sum(map(_loss_of_totals, parts)) if has_weight else float("nan")
         return means | {n: np.nan if x == -np.inf else x for n, x in self._largest.items()}
 
     def histograms(self) -> dict[str, Histogram]:
@@ -104,11 +147,25 @@ class OverBatches:
 
     def weights(self) -> dict[str, float]:
         """Return the total weight of each metric."""
-        return {name: weight for name, (_, weight) in self._totals.items()}
+        sums = {name: float(parts[0][-1]) for name, (parts, _) in self._sums.items()}
+        return sums | {name: weight for name, (_, weight) in self._totals.items()}
 
     def weight(self, name: str) -> float:
         """Return the total weight of the metric `name`; 0 before anything was added."""
-        return self._totals.get(name, (0.0, 0.0))[1]
+        return self.weights().get(name, 0.0)
+
+
+def _float64_totals(part: AuxLoss) -> tuple[np.ndarray, ...]:
+    """Return `AuxLoss.totals` of NumPy arrays, in double precision."""
+    weight = np.asarray(part.weight, np.float64)
+    by_entry = weight[..., None]
+    return (*(np.where(by_entry > 0, factor, 0.0) * by_entry for factor in part.factors), weight)
+
+
+def _loss_of_totals(totals: tuple[np.ndarray, ...]) -> float:
+    *sums, weight = totals
+    divisor = np.maximum(weight, 1e-30)[..., None]
+    return float(np.sum(np.prod([total / divisor for total in sums], axis=0)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 import jax
@@ -29,6 +29,13 @@ from layerkit.config import Configurable, instance_field
 from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 from layerkit.sharding import BoundSharding
+from layerkit.step_reports import (
+    AUX_MEANS,
+    STEP_TOTALS,
+    AuxLoss,
+    apply_totals,
+    aux_losses,
+)
 from layerkit.summaries import DEFAULT_VERBOSITY
 from layerkit.weights import unbox
 from layerkit_inputs.eval_padding import ROW_MARKS
@@ -48,14 +55,13 @@ from layerkit_runner.training.gradients import (
     LossAggregator,
     Variables,
     compute_gradients,
-    sum_leaves,
 )
 from layerkit_runner.training.layer_summaries import (
     ArraySummaries,
     array_summaries,
     scalars_and_marks,
 )
-from layerkit_runner.training.metrics import StepContext
+from layerkit_runner.training.metrics import LossSum, StepContext
 from layerkit_runner.training.task_metrics import named_metrics, of_examples, of_step
 from layerkit_runner.training.train_hparams import TrainHParams
 from layerkit_runner.training.train_state import TrainState
@@ -85,7 +91,8 @@ class SingleTask(Configurable):
       model: Network.
       train: Training settings.
       loss_name: Name of the metric that is the loss.
-      loss_weights: Factors of the metrics whose sum is the loss, by name. The sum is reported as
+      loss_weights: Factors of the metrics whose sum is the loss, by name. Each metric is a mean, by
+        its own weight, over the rows of a step or of a whole evaluation. The sum is reported as
         `loss_name`, with the weight of the first metric. None for the metric `loss_name` itself.
       loss_aggregator: Config of a `LossAggregator`, which gives the loss in place of
         `loss_weights`; None for none. A single metric with the factor 1 becomes `loss_name`.
@@ -200,7 +207,7 @@ class SingleTask(Configurable):
                 },
                 rows,
                 rngs={RANDOM: key},
-                mutable=[AUX_LOSS, SUMMARIES, NON_TRAINABLE],
+                mutable=[AUX_LOSS, AUX_MEANS, STEP_TOTALS, SUMMARIES, NON_TRAINABLE],
             )
             return self._with_own(metrics, outputs, rows), updates
 
@@ -213,11 +220,14 @@ class SingleTask(Configurable):
             context.fold_shard(step_key),
             context,
             microbatches=self.train.gradient_accumulation_steps,
+            exact_aux=self.train.exact_aux_losses,
         )
-        metrics = self._with_loss(context.mean_metrics(found.metrics))
+        metrics = context.mean_metrics(found.metrics)
+        loss = self._loss(metrics)
         aux = None if found.aux is None else context.batch_sum(found.aux)
         if aux is not None:
-            metrics = self._add_aux(metrics, aux)
+            loss = WeightedScalar(loss.value + aux, loss.weight)
+        metrics[self.loss_name] = WeightedScalar.of(loss.value, loss.weight)
         with self.declared_weights() as stacks:
             update = learner.update(
                 context.batch_sum(found.gradients),
@@ -236,7 +246,11 @@ class SingleTask(Configurable):
         metrics |= of_step(self.own_metrics, metrics, scalars)
         statistics = (
             learner.trained_weights.keep_frozen(
-                state.non_trainable, _shard_mean(found.non_trainable, context)
+                state.non_trainable,
+                apply_totals(
+                    _shard_mean(found.non_trainable, context),
+                    context.batch_sum(found.step_totals),
+                ),
             ),
             _next_overwritten(state, found.overwriting, context),
         )
@@ -327,12 +341,11 @@ class SingleTask(Configurable):
         model = self.model.clone(train=False)
         averaged = self.train.eval_use_ema_states if averaged is None else averaged
         variables = _variables(self.weights_of(state, averaged=averaged))
-        (metrics, outputs), updates = model.apply(variables, batch, mutable=[AUX_LOSS])
+        mutable = [AUX_LOSS, AUX_MEANS]
+        (metrics, outputs), updates = model.apply(variables, batch, mutable=mutable)
         metrics = self._with_own(metrics, outputs, batch)
-        metrics = self._with_loss(context.mean_metrics(metrics))
-        if AUX_LOSS in updates:
-            aux = context.batch_sum(sum_leaves(updates[AUX_LOSS]) / context.num_shards)
-            metrics = self._add_aux(metrics, aux)
+        loss = self._loss(metrics, aux_losses(updates))
+        metrics = context.mean_metrics({**metrics, self.loss_name: loss})
         return metrics | of_step(self.own_metrics, metrics, None), outputs
 
     def decode_step(
@@ -416,13 +429,18 @@ class SingleTask(Configurable):
                 )
         return terms
 
-    def _with_loss(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        if self.loss_weights is None:
-            return metrics
+    def _loss(
+        self, metrics: Mapping[str, Any], aux: Sequence[AuxLoss] = ()
+    ) -> WeightedScalar | LossSum:
+        """Return the loss of metrics and of auxiliary losses, to be reduced over batches."""
         terms = self._loss_terms(metrics)
-        value = sum(factor * metrics[name].value for name, factor in terms.items())
-        weight = metrics[next(iter(terms))].weight
-        return {**metrics, self.loss_name: WeightedScalar.of(value, weight)}
+        if self.loss_weights is None and not aux:
+            return metrics[self.loss_name]
+        scaled = [
+            WeightedScalar(factor * metrics[name].value, metrics[name].weight)
+            for name, factor in terms.items()
+        ]
+        return LossSum.of(scaled, aux)
 
     def check_updates_by_layer(self, params: Any) -> None:
         """Raise `ConfigError` if an optimizer cannot update one layer of a stack at a time."""
@@ -443,10 +461,6 @@ class SingleTask(Configurable):
         stacks, declarations = self._weights
         with declared(declarations):
             yield stacks
-
-    def _add_aux(self, metrics: dict[str, Any], aux: jax.Array) -> dict[str, Any]:
-        loss = metrics[self.loss_name]
-        return {**metrics, self.loss_name: WeightedScalar(loss.value + aux, loss.weight)}
 
 
 def _variables(state: TrainState) -> dict[str, Any]:

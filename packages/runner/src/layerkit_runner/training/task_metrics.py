@@ -31,7 +31,7 @@ from layerkit.config import Configurable
 from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 from layerkit.summaries import BinCounts
-from layerkit_runner.training.metrics import Maximum, Reported
+from layerkit_runner.training.metrics import LossSum, Maximum, Reported
 
 PER_EXAMPLE = ("outputs", "batch")
 PER_STEP = ("metrics", "scalars")
@@ -165,13 +165,15 @@ def of_step(
     scalars: Mapping[str, jax.Array] | None,
 ) -> dict[str, Reported]:
     """Return the metrics of model metrics and, in training, of other `scalars` of a step."""
-    found = {}
+    found: dict[str, Reported] = {}
     for name, metric in metrics.items():
         if metric.is_per_example or (scalars is None and metric.is_of_training):
             continue
         reported = scalars if metric.is_of_training and scalars is not None else of_model
         source = _at(reported, metric.value, name=name)
-        if isinstance(source, WeightedScalar):
+        if isinstance(source, LossSum) and type(metric) is Mean:
+            found[name] = source
+        elif isinstance(source, WeightedScalar | LossSum):
             found[name] = metric.reduce(source.value, source.weight)
         else:
             found[name] = metric.reduce(_as_floats(source), jnp.ones(jnp.shape(source)))

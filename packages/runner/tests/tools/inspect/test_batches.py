@@ -87,7 +87,7 @@ def test_devices_that_cannot_be_split_over_hosts_raise(raises):
 def test_command_shows_every_input_and_writes_nothing(tmp_path, capsys):
     pytest.importorskip("layerkit_experiments")
     for number in range(40):
-        (tmp_path / f"{number}.txt").write_text("one two three. " * 10)
+        (tmp_path / f"{number}.txt").write_text("one two three. " * (10 + number))
     before = sorted(tmp_path.iterdir())
     command = [
         *("--exp=lm.quickstart.LocalText", "--mode=inspect", "--inspect=batches"),

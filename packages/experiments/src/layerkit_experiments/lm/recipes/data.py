@@ -94,7 +94,11 @@ class LocalFiles(BaseExperiment, abstract=True):
     """Rows per device."""
     MAX_SEQ_LEN: int = 256
     TEXT_FILES: list[str] | None = None
-    """Files or patterns; None for the running Python's standard library."""
+    """Files or patterns; None for the running Python's standard library. Files that are named as
+    held out, such as val.jsonl, are evaluated and not trained on."""
+    HELDOUT_FILES: list[str] | None = None
+    """Held-out files or patterns. None for files of TEXT_FILES that are named as held out, or else
+    for one document in twenty."""
     TEXT_FIELD: str | None = None
     """Field that holds the text of JSON lines or Parquet files. None reads each file as a document;
     JSON lines are then an error."""
@@ -161,6 +165,7 @@ class LocalFiles(BaseExperiment, abstract=True):
     def _documents(self) -> dict[str, Any]:
         return {
             "paths": self.TEXT_FILES,
+            "heldout_paths": self.HELDOUT_FILES,
             "tokenizer": self.tokenizer(),
             "text_field": self.TEXT_FIELD,
             "json_as_text": self.JSON_AS_TEXT,

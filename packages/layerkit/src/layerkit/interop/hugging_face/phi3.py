@@ -1,8 +1,6 @@
 """Phi 3 and 3.5 (Abdin et al., 2024): Llama with joined projections, and LongRoPE.
 
-Published code selects the short or the long factors of LongRoPE in each call. Here they are
-selected once, for the longest sequence: the whole extended context, unless
-`rotary_tpl.scaling.longest_sequence` is set.
+Rows up to the trained length have the short factors of LongRoPE, longer ones the long factors.
 """
 
 from __future__ import annotations

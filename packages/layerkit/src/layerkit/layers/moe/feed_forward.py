@@ -51,7 +51,7 @@ from layerkit.layers.moe.experts import (
     weight_names,
 )
 from layerkit.layers.moe.grouped_matmul import IMPLEMENTATIONS, RowsProduct, select_grouped_matmul
-from layerkit.layers.moe.losses import expert_load, load_balance_loss, router_z_loss
+from layerkit.layers.moe.losses import expert_load, report_load_balance, report_router_z
 from layerkit.layers.moe.routing import ExpertChoiceRouter, Routing, TopKRouter
 from layerkit.layers.moe.slots import from_slots, to_slots, weighted, weighted_sum
 from layerkit.layers.products import (
@@ -253,7 +253,7 @@ class MoeFeedForward(BaseLayer):
         if is_token is not None:
             is_token = is_token.reshape(num_groups, -1)
         routing = self.router(tokens, capacity=capacity, is_token=is_token)
-        self._report_loss("router_z_loss", router_z_loss(routing), weight=self.router_z_weight)
+        report_router_z(self, routing, weight=self.router_z_weight)
 
         def take(tokens: jax.Array, index: jax.Array) -> jax.Array:
             return tokens.at[index].get(mode="fill", fill_value=0)
@@ -410,23 +410,20 @@ class MoeFeedForward(BaseLayer):
     @nn.nowrap
     def _report(self, routing: Routing, *, num_groups: int) -> None:
         """Add the losses with a weight, and report the losses and the load of the experts."""
-        balance = load_balance_loss(
-            routing, over_all_choices=self.balance_all_choices, num_groups=num_groups
+        report_load_balance(
+            self,
+            routing,
+            weight=self.load_balance_weight,
+            over_all_choices=self.balance_all_choices,
+            num_groups=num_groups,
         )
-        self._report_loss("load_balance_loss", balance, weight=self.load_balance_weight)
-        self._report_loss("router_z_loss", router_z_loss(routing), weight=self.router_z_weight)
+        report_router_z(self, routing, weight=self.router_z_weight)
         load = expert_load(routing)
         if self.num_experts <= _MAX_LOAD_SUMMARIES:
             for expert in range(self.num_experts):
                 self.add_summary(f"expert_load/{expert}", load[expert])
         self.add_summary("max_expert_load", jnp.max(load))
         self.add_summary("min_expert_load", jnp.min(load))
-
-    @nn.nowrap
-    def _report_loss(self, name: str, value: jax.Array, *, weight: float) -> None:
-        self.add_summary(name, value)
-        if weight:
-            self.add_aux_loss(name, weight * value)
 
     @nn.nowrap
     def _report_dropped(self, num_dropped: jax.Array, routing: Routing) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from layerkit.base_layer import BaseLayer
 from layerkit.layers.moe.routing import ExpertRouting, Routing
 
 
@@ -39,10 +40,8 @@ def load_balance_loss(
 
         balance = partial(load_balance_loss, over_all_choices=over_all_choices)
         return jnp.mean(jax.vmap(balance)(jax.tree.map(group, routing)))
-    chosen = routing.experts if over_all_choices else routing.experts[..., :1]
-    density = _mean_of_tokens(_share_of_choices(chosen, routing.num_experts), routing.is_token)
-    proxy = _mean_of_tokens(routing.probs, routing.is_token)
-    return routing.num_experts**2 * jnp.mean(density * proxy)
+    density, proxy = _load_balance_factors(routing, over_all_choices=over_all_choices)
+    return jnp.sum(density * proxy)
 
 
 def router_z_loss(routing: Routing | ExpertRouting) -> jax.Array:
@@ -57,6 +56,28 @@ def router_z_loss(routing: Routing | ExpertRouting) -> jax.Array:
     return _mean_of_tokens(squares, routing.is_token)[0]
 
 
+def report_load_balance(
+    layer: BaseLayer, routing: Routing, *, weight: float, over_all_choices: bool, num_groups: int
+) -> None:
+    """Report the balance of a routing of tokens `[...]`, and add it to the loss by its weight."""
+    name = "load_balance_loss"
+    value = load_balance_loss(routing, over_all_choices=over_all_choices, num_groups=num_groups)
+    layer.add_summary(name, value)
+    if weight and num_groups > 1:
+        layer.add_aux_loss(name, weight * value, weight=num_groups)
+    elif weight:
+        density, proxy = _load_balance_factors(routing, over_all_choices=over_all_choices)
+        layer.add_aux_loss(name, weight * density, proxy, weight=_num_tokens(routing))
+
+
+def report_router_z(layer: BaseLayer, routing: Routing | ExpertRouting, *, weight: float) -> None:
+    """Report the z-loss of a routing of tokens `[...]`, and add it to the loss by its weight."""
+    value = router_z_loss(routing)
+    layer.add_summary("router_z_loss", value)
+    if weight:
+        layer.add_aux_loss("router_z_loss", weight * value, weight=_num_tokens(routing))
+
+
 def expert_load(routing: Routing) -> jax.Array:
     """Return the load of each expert `[experts]`: E times its share of all choices, with mean 1.
 
@@ -65,6 +86,22 @@ def expert_load(routing: Routing) -> jax.Array:
     """
     share = _share_of_choices(routing.experts, routing.num_experts)
     return routing.num_experts * _mean_of_tokens(share, routing.is_token)
+
+
+def _load_balance_factors(
+    routing: Routing, *, over_all_choices: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Return (E·density, proxy), two means over tokens `[experts]`; see `load_balance_loss`."""
+    chosen = routing.experts if over_all_choices else routing.experts[..., :1]
+    density = _mean_of_tokens(_share_of_choices(chosen, routing.num_experts), routing.is_token)
+    return routing.num_experts * density, _mean_of_tokens(routing.probs, routing.is_token)
+
+
+def _num_tokens(routing: Routing | ExpertRouting) -> jax.Array:
+    """Return the float32 number of tokens without padding, the weight of means over tokens."""
+    if routing.is_token is None:
+        return jnp.float32(routing.logits.size // routing.logits.shape[-1])
+    return jnp.sum(routing.is_token, dtype=jnp.float32)
 
 
 def _share_of_choices(chosen: jax.Array, num_experts: int) -> jax.Array:

@@ -18,6 +18,7 @@ Routing is computed in float32 for every compute dtype, since choices depend on 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, ClassVar
 
 import jax
@@ -40,9 +41,20 @@ from layerkit.errors import ConfigError
 from layerkit.field_checks import Conditions
 from layerkit.layers.losses import soft_cap
 from layerkit.layers.remat import save_inputs
+from layerkit.step_reports import sow_total
 from layerkit.weights import WeightHParams, WeightInit
 
 _SCORES = ("softmax", "sigmoid")
+
+
+@dataclasses.dataclass(frozen=True)
+class _SignStep:
+    """A step of biases `[..., experts]` by ±rate, toward the mean of the load of that shape."""
+
+    rate: float
+
+    def __call__(self, bias: jax.Array, load: jax.Array) -> jax.Array:
+        return bias + self.rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
 
 
 @struct.dataclass
@@ -194,8 +206,8 @@ class TopKRouter(BaseRouter):
       use_score_bias: Adds a bias `score_bias` `[num_experts]` to the scores for the choice only.
         The optimizer does not train it (auxiliary-loss-free balancing; Wang et al., 2024,
         arXiv:2408.15664).
-      score_bias_rate: Step of the bias in training: the bias of an expert rises by it if its load
-        was below the mean, and falls by it if its load was above.
+      score_bias_rate: Step of the bias at an update: the bias of an expert rises by it if its load
+        in the whole batch was below the mean, and falls by it if its load was above.
       num_expert_groups: Number of groups of consecutive experts; see `num_chosen_groups`.
       num_chosen_groups: Number of groups within which a token chooses, those with the largest sums
         of their two best scores (DeepSeek V3); None for all.
@@ -284,8 +296,7 @@ class TopKRouter(BaseRouter):
         if not (self.use_score_bias and self.score_bias_rate and self.is_training):
             return
         load = jnp.sum(jax.nn.one_hot(experts, self.num_experts), axis=range(experts.ndim))
-        step = self.score_bias_rate * jnp.sign(jnp.mean(load) - load)
-        self.update_var("score_bias", self.get_var("score_bias") + step)
+        sow_total(self, "score_bias", load, _SignStep(self.score_bias_rate))
 
     @nn.nowrap
     def _check_choices(self) -> None:
