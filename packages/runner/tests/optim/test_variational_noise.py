@@ -47,7 +47,8 @@ def test_weights_in_integers_and_their_scales_get_no_noise():
 
 def test_training_has_noise_and_evaluation_has_none(tiny: SimpleNamespace):
     """With w = (1, 1) + n and the row (1, 0): loss ½·(1 + n₀)², gradient (1 + n₀, 0)."""
-    batch = NestedMap(x=[[1.0, 0.0]], y=[0.0], weights=[1.0]).transform(np.float32)
+    x = np.array([[1.0, 0.0]])
+    batch = NestedMap(x=x, y=np.zeros(1), weights=np.ones(1)).transform(np.float32)
     task = tiny.task_config().set(vn=noise()).Instantiate()
     state = task.init_state(jax.random.key(0))
     after, (metrics, _) = task.train_step(state, batch, GLOBAL_BATCH)

@@ -37,8 +37,8 @@ def two_metrics(tiny: SimpleNamespace) -> Any:
 
 # With w = (1, 1): predictions 3, 1, 1, so that error = (4.5·1 + 0.5·3 + 0.5·0)/4 = 1.5 with the
 # gradient (6·1 + 1·3 + 0, 3·1 + 0·3 + 0)/4, and size = 5/6 with the gradient (3, 2)/6.
-BATCH = NestedMap(x=[[2.0, 1.0], [1.0, 0.0], [0.0, 1.0]], y=[0.0] * 3, weights=[1.0, 3.0, 0.0])
-BATCH = BATCH.transform(np.float32)
+X = np.array([[2.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
+BATCH = NestedMap(x=X, y=np.zeros(3), weights=np.array([1.0, 3.0, 0.0])).transform(np.float32)
 ERROR, SIZE = np.array([9, 3]) / 4, np.array([3, 2]) / 6
 
 
