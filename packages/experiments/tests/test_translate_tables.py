@@ -28,7 +28,7 @@ def targets(framework: str) -> Iterator[tuple[str, Any]]:
     for row in rows:
         row = {"to": row} if isinstance(row, str) else row
         if "to" in row:
-            yield row["to"].split()[0], None
+            yield from ((field, None) for field in row["to"].split()[:-1])
         yield from row.get("also", {}).items()
         otherwise = row.get("otherwise", {})
         for fields in [*row.get("values", {}).values(), otherwise]:

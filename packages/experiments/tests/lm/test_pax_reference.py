@@ -241,7 +241,9 @@ def check_rates_and_caps(model: Config, pax: dict[str, Any]) -> None:
     layer = (lm.stack_tpl.block_tpls or (lm.stack_tpl.layer_tpl,))[-1]
     is_repeated = "Repeated" in target_of(lm.stack_tpl).__name__
     assert model.fprop_dtype == pax["fprop_dtype"]
-    assert layer.dropout_rate == pax["dropout_prob"]
+    branches = layer.attention_tpl, layer.feed_forward_tpl
+    rates = [one.dropout_rate for one in (layer, *branches)]
+    assert rates == [pax["dropout_prob"]] * 3
     of_layers, of_embeddings = (
         (pax["input_dropout_prob"], 0.0) if is_repeated else (0.0, pax["input_dropout_prob"])
     )

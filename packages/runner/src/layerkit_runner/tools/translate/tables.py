@@ -111,14 +111,14 @@ def _map_key(table: Mapping[str, Any], key: str, values: Mapping[str, Any]) -> d
         return otherwise
     if "values" in row:
         return _map_value(row, value)
-    field, kind = row["to"].split()
+    *fields, kind = row["to"].split()
     if value is None and "quotient" in row:
         dividend, divisor = (values.get(name) for name in row["quotient"])
         if type(dividend) is type(divisor) is int and divisor:
             value = dividend // divisor
     if not value and "falsy" in row:
         value = row["falsy"]
-    return {field: convert(kind, value), **row.get("also", {})}
+    return {**dict.fromkeys(fields, convert(kind, value)), **row.get("also", {})}
 
 
 def _applies(row: str | Mapping[str, Any], values: Mapping[str, Any]) -> bool:
