@@ -1,23 +1,34 @@
-"""Two pages of docs/ name a test for each row of their tables: the tests are all there."""
+"""Three pages of docs/ name a test for each row of their tables: the tests are all there."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from layerkit import decoding, layers, models
+from layerkit.config import Config, target_of
 from layerkit_runner.run_options import FLAGS, OTHER_NAMES, PAX_ANSWERS
 
 ROOT = Path(__file__).parents[1]
 # The tables after these headings.
 PAX = (ROOT / "docs/coming_from_pax.md").read_text().partition("## Tables")[2]
+EXPERIMENTS = (ROOT / "docs/pax_experiments.md").read_text().partition("## Compared")[2]
 SECURITY = (ROOT / "docs/security.md").read_text().partition("## Files from others")[2]
 OF_THE_RUNNER = ROOT / "packages/runner/tests"
 TEST = re.compile(r"`([\w/]*\.py)?(?:::(\w+))?`")
 
 
-@pytest.mark.parametrize(("page", "fewest"), [(PAX, 80), (SECURITY, 40)], ids=["pax", "security"])
+PAGES = pytest.mark.parametrize(
+    ("page", "fewest"),
+    [(PAX, 60), (EXPERIMENTS, 10), (SECURITY, 20)],
+    ids=["pax", "experiments", "security"],
+)
+
+
+@PAGES
 def test_every_documented_test_exists(page: str, fewest: int):
     named, path = 0, Path()
     for found in TEST.finditer(page):
@@ -31,13 +42,27 @@ def test_every_documented_test_exists(page: str, fewest: int):
     assert named >= fewest
 
 
-@pytest.mark.parametrize(("page", "fewest"), [(PAX, 60), (SECURITY, 20)], ids=["pax", "security"])
+@PAGES
 def test_every_row_of_a_documented_table_names_a_test(page: str, fewest: int):
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     assert len(rows) > fewest
     for row in rows:
         is_heading = row.startswith(("| Pax |", "| what is untrusted |"))
         assert is_heading or TEST.search(row.rsplit("|", 2)[1]), row
+
+
+def test_defaults_of_the_page_on_pax_are_those_of_both_libraries():
+    recorded = json.loads((ROOT / "packages/layerkit/tests/praxis/reference.json").read_text())
+    rows = PAX.partition("## Defaults")[2].partition("\n## ")[0]
+    theirs = dict(re.findall(r"^\| `([\w.]+)=(\w[\w.]*)`", rows, re.M))
+    assert theirs == recorded["defaults"]
+    ours = re.findall(r"^\| [^|]* \| `(\w+)\.(\w+)=([\w.]+)`", rows, re.M)
+    assert len(ours) == len(theirs) + 1
+    for owner, field, default in ours:
+        module = next(one for one in (layers, models, decoding) if owner in one.__all__)
+        value = getattr(getattr(module, owner).HParams.config(), field)
+        value = target_of(value).__name__ if isinstance(value, Config) else value
+        assert str(value) == default, f"{owner}.{field}"
 
 
 def test_every_documented_flag_and_mode_is_known():

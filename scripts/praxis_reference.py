@@ -33,6 +33,7 @@ from praxis.layers import (
     attentions,
     embedding_softmax,
     linears,
+    models,
     multi_query_attention,
     normalizations,
     transformer_models,
@@ -505,13 +506,51 @@ def first_deviations():
     record("first_deviations", **found)
 
 
+# Fields of layers, models and decoders whose defaults differ here; a field may be one of a field.
+DEFAULTS = {
+    transformer_models.TransformerLm: ("position_emb_tpl",),
+    transformer_models.TransformerEncoderDecoder: ("position_emb_tpl",),
+    attentions.DotProductAttention: ("use_bias", "internal_enable_per_dim_scale"),
+    transformers.TransformerFeedForward: ("has_bias",),
+    embedding_softmax.FullSoftmax: ("feed_forward_tpl.has_bias",),
+    embedding_softmax.SharedEmbeddingSoftmax: ("feed_forward_tpl.has_bias",),
+    transformers.TransformerFeedForwardMoe: (
+        "use_gated_activation",
+        "activation_tpl",
+        "unadjusted_expert_capacity_factor",
+        "moe_load_balance_loss_weight",
+    ),
+    transformers.StackedTransformer: ("num_groups",),
+    transformers.StackedTransformerRepeated: ("checkpoint_policy",),
+    models.LanguageModel: ("decoder_tpl",),
+    decoder_hparams.SampleDecoderHParams: ("k", "eos_id", "max_decode_steps"),
+    decoder_hparams.BeamSearchHParams: ("beam_size", "eos_id", "max_decode_steps"),
+}
+
+
+def defaults():
+    """Record the text of the defaults of some fields; a template is the name of its class."""
+    found = {}
+    for owner, fields in DEFAULTS.items():
+        for field in fields:
+            value = pax_fiddle.Config(owner)
+            for name in field.split("."):
+                value = getattr(value, name)
+            if isinstance(value, pax_fiddle.Config):
+                value = pax_fiddle.get_callable(value).__name__
+            elif isinstance(value, decoder_hparams.DecoderHParams):
+                value = type(value).__name__
+            found[f"{owner.__name__}.{field}"] = getattr(value, "name", str(value))
+    record("defaults", **found)
+
+
 def main():
     """Write all cases to the file that is named on the command line."""
     for add in (mixtures, softmaxes, norms, frames, residuals, elementwise, samplers):
         add()
     for add in (row_options, expert_dropout, relative_biases, extra_logits, searches):
         add()
-    for add in (language_models, first_deviations):
+    for add in (language_models, first_deviations, defaults):
         add()
     lines = [f"{json.dumps(name)}: {json.dumps(case)}" for name, case in CASES.items()]
     Path(sys.argv[1]).write_text("{\n" + ",\n".join(lines) + "\n}\n")
