@@ -28,7 +28,7 @@ LeafPath = tuple[str, ...]
 # A model of another depth differs in every layer.
 _MAX_SHOWN = 6
 # Parts that may hold infinities, such as the best value so far of an optimizer, but no NaN.
-_MAY_BE_INFINITE = frozenset({"opt_state", "non_trainable"})
+_MAY_BE_INFINITE = frozenset({"opt_state", "non_trainable", "ema_statistics"})
 # JAX blocks while more than 32 programs wait for a CPU.
 _ARRAYS_PER_PROGRAM = 16
 _FIT_HINT = (

@@ -159,9 +159,9 @@ def rounding_lines(learner: Learner, params: Any) -> Iterator[str]:
         if count and learner.stochastic_rounding and dtype == jnp.bfloat16:
             yield f"{start}, rounded stochastically"
         elif count:
-            remedy = "the model's dtype=float32 and fprop_dtype=" + dtype.name
+            remedy = f"task.model.dtype=float32 with fprop_dtype={dtype.name}"
             if dtype == jnp.bfloat16:
-                remedy = f"learner.stochastic_rounding=True, or {remedy}"
+                remedy = f"task.train.learner.stochastic_rounding=True, or {remedy}"
             part = round(2 / float(jnp.finfo(dtype).eps))
             yield f"{start}: updates below 1/{part} of a weight are lost. Set {remedy}"
 
