@@ -118,7 +118,8 @@ def test_failed_optional_observer_is_reported_once_closed_and_removed():
     ],
     ids=["metrics", "TensorBoard", "goodput", "wandb"],
 )
-def test_observer_that_cannot_write_is_removed_once(run_info, tmp_path, capsys, make):
+def test_observer_that_cannot_write_is_removed_once(run_info, tmp_path, capsys, make, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
     (tmp_path / "file").write_text("no folder can be made inside a file")
     observers = Observers([Progress(), make()])
     observers.start(run_info(job_log_dir=epath.Path(tmp_path) / "file" / "job"))

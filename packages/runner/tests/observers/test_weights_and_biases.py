@@ -23,6 +23,23 @@ def test_missing_wandb_raises(raises: Any, monkeypatch: pytest.MonkeyPatch):
         WeightsAndBiases("toy", config={}, report=print)
 
 
+@pytest.mark.parametrize("netrc", ["", "machine api.wandb.ai login user password 0123"])
+def test_missing_key_raises_before_the_run(
+    raises: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, netrc: str
+):
+    pytest.importorskip("wandb").teardown()
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "netrc").write_text(netrc)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    if netrc:
+        WeightsAndBiases("toy", config={}, report=print)
+        return
+    with raises(UsageError, field="--wandb_project", value="toy"):
+        WeightsAndBiases("toy", config={}, report=print)
+
+
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")

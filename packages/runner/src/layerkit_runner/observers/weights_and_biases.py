@@ -6,12 +6,15 @@ environment variables, such as WANDB_ENTITY, WANDB_API_KEY and WANDB_MODE=offlin
 
 from __future__ import annotations
 
+import contextlib
 import html
 import importlib.util
+import netrc
 import os
 import secrets
 import shlex
 import tempfile
+import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,7 +33,7 @@ class WeightsAndBiases(Observer):
     of weights. The x-axis is `step`. Steps that are repeated after a kill are reported again.
 
     Raises:
-      UsageError: wandb is not installed.
+      UsageError: wandb is not installed, or has no key.
     """
 
     # An upload of the last files may take minutes.
@@ -39,13 +42,21 @@ class WeightsAndBiases(Observer):
     def __init__(
         self, project: str, *, config: Mapping[str, Any], report: Callable[[str], None]
     ) -> None:
-        """Store the settings, without importing wandb; see the class for the arguments."""
+        """Store the settings and look for a key; see the class for the arguments."""
         if importlib.util.find_spec("wandb") is None:
             raise UsageError(
                 field="--wandb_project",
                 value=project,
                 expected="wandb to be installed",
                 hint=f"Install it: {pip_install('layerkit-runner', 'wandb')}",
+            )
+        if not _has_key():
+            raise UsageError(
+                "wandb has no key",
+                field="--wandb_project",
+                value=project,
+                expected="a login: run `wandb login`, or set WANDB_API_KEY",
+                hint="Without an account, WANDB_MODE=offline writes the run to the job folder.",
             )
         self._project = project
         self._config = dict(config)
@@ -137,6 +148,24 @@ class WeightsAndBiases(Observer):
     def _log(self, step: int, values: Mapping[str, Any]) -> None:
         if self._run is not None:
             self._run.log({"step": step, **values})
+
+
+def _has_key() -> bool:
+    """Return whether wandb needs no key, or has one where it looks for it."""
+    environ, machines = os.environ, set[str]()
+    if any(environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
+        return True
+    if environ.get("WANDB_MODE", "online") != "online":
+        return True
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        machines = set(netrc.netrc(environ.get("NETRC")).hosts)
+    if any(machine.endswith("wandb.ai") for machine in machines):
+        return True
+    import wandb  # about a second
+
+    settings = wandb.setup().settings  # those of its files, such as of `wandb offline`
+    server = urllib.parse.urlsplit(settings.base_url).netloc
+    return settings.mode != "online" or bool(settings.api_key) or server in machines
 
 
 def _eval_folder(dataset: str) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import time
 
 import jax
@@ -32,6 +35,8 @@ class Slope(BaseExperiment):
     FIRST_SLOW_ROW: int = 0
     # With a RATE of at least this, reading the data raises an error.
     CRASH_FROM: float | None = None
+    # The process kills itself when it opens its data.
+    KILL_AT_START: bool = False
 
     def task(self) -> Config:
         learner = Learner.HParams.config(optimizer=Partial(optax.sgd), learning_rate=self.RATE)
@@ -45,6 +50,8 @@ class Slope(BaseExperiment):
         return SingleTask.HParams.config(model=Line.HParams.config(), train=train)
 
     def datasets(self) -> list[Config]:
+        if self.KILL_AT_START and "process.lock" in " ".join(sys.orig_argv):  # not in the sweep
+            os.kill(os.getpid(), signal.SIGKILL)
         crashes = self.CRASH_FROM is not None and self.RATE >= self.CRASH_FROM
         return [
             Ones.HParams.config(

@@ -189,6 +189,22 @@ def test_killed_sweep_resumes(command):
 
 
 @pytest.mark.slow
+def test_killed_trial_is_started_again_and_completes(command):
+    process = command.start(command.words(*SLOW, space=rates(0.25)))
+    wait_for(process, (command.trial(0) / "checkpoints" / "checkpoint_00000004").exists)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    pid = next(
+        int(n) for n in children if b"process.lock" in Path(f"/proc/{n}/cmdline").read_bytes()
+    )
+    os.kill(pid, signal.SIGKILL)
+    printed, _ = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 0, printed
+    assert "killed by SIGKILL, possibly for lack of memory after step" in printed
+    assert "resuming from step 4" in (command.trial(0) / "output.txt").read_text()
+    assert [trial["state"] for trial in command.check_values(steps=12)] == ["complete"]
+
+
+@pytest.mark.slow
 def test_sweep_stopped_by_ctrl_c_resumes(command):
     words = command.words(*SLOW, space=rates(0.25))
     process = command.start(words)
@@ -234,6 +250,14 @@ def test_diverging_trial_fails(command):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_trial_that_is_killed_three_times_at_one_step_fails(command):
+    words = command.words("--fdl.KILL_AT_START=True", space=rates(0.25))
+    printed = command.run(words, code=1)
+    assert printed.count("; it is started again") == 2
+    assert "trial 0000: failed at step 0" in printed
+
+
 def test_sweep_stops_after_three_failures_in_a_row(command):
     words = command.words("--fdl.CRASH_FROM=0", space=rates(0.1, 0.2, 0.3, 0.4))
     printed = command.run(words, code=1)

@@ -9,6 +9,7 @@ resumed with its values from the checkpoint in its folder.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import os
@@ -23,7 +24,8 @@ from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
-from layerkit_runner.errors import UsageError
+from layerkit_runner.distributed.watchdog import HUNG_EXIT_CODE
+from layerkit_runner.errors import UNREADABLE_DATA, UsageError
 from layerkit_runner.tools.sweep import report
 from layerkit_runner.tools.sweep.study_file import StudyFile, Value, override_text
 from layerkit_runner.tools.sweep.trials import (
@@ -37,6 +39,10 @@ _DATABASE_TIMEOUT_SECS = 60
 _SECONDS_BETWEEN_POLLS = 0.5
 # After so many failures in a row and no success, all trials probably have the same cause.
 _MAX_FAILURES = 3
+# A trial whose process was killed is started again, but not if it was killed so often at one step.
+_MAX_KILLS = 3
+# Exit codes of runs that hung, or could not read their data for a while.
+_RESUMABLE = (HUNG_EXIT_CODE, UNREADABLE_DATA)
 _STATES = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
 
 
@@ -44,13 +50,15 @@ _STATES = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed
 class Outcome:
     """The end of a trial's process; a stopped trial is resumed with its sweep.
 
-    `value` is the metric of the last evaluation, and `reason` the cause of a failure.
+    `value` is the metric of the last evaluation, and `reason` the cause of a failure. `is_killed`
+    is True for a failure that the same command may complete from the newest checkpoint.
     """
 
     state: Literal["complete", "pruned", "failed", "stopped"]
     value: float | None
     step: int
     reason: str = ""
+    is_killed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,9 +237,29 @@ class Sweep:
         folder = self.folder.trial(trial.number)
         name = self.file.metric.removeprefix(f"{self.dataset}/")
         metrics = TrialMetrics(folder / "metrics.jsonl", dataset=self.dataset, name=name)
-        process = TrialProcess(folder, self.command(_texts(trial.params), str(folder)))
+        words = self.command(_texts(trial.params), str(folder))
+        kills: collections.Counter[int] = collections.Counter()  # by the step before each
+        while True:
+            outcome = self._run_process(claimed, TrialProcess(folder, words), metrics, stops)
+            kills[outcome.step] += outcome.is_killed
+            if not outcome.is_killed or kills[outcome.step] >= _MAX_KILLS:
+                break
+            _say(f"{label}: {outcome.reason} after step {outcome.step}; it is started again")
+        self.study.end(claimed, outcome)
+        reason = f": {outcome.reason}" if outcome.reason else ""
+        took = f"{time.monotonic() - began:.0f} s"
+        _say(f"{label}: {outcome.state} at step {outcome.step}, {took}{reason}")
+        return outcome
+
+    def _run_process(
+        self,
+        claimed: ClaimedTrial,
+        process: TrialProcess,
+        metrics: TrialMetrics,
+        stops: list[int],
+    ) -> Outcome:
         try:
-            outcome = _follow(claimed, process, metrics, stops)
+            return _follow(claimed, process, metrics, stops)
         except UnknownMetricError as error:
             process.close()
             # The trial is resumed with the corrected file.
@@ -241,11 +269,6 @@ class Sweep:
             raise
         finally:
             process.close()
-        self.study.end(claimed, outcome)
-        reason = f": {outcome.reason}" if outcome.reason else ""
-        took = f"{time.monotonic() - began:.0f} s"
-        _say(f"{label}: {outcome.state} at step {outcome.step}, {took}{reason}")
-        return outcome
 
     def _write_results(self) -> list[report.TrialResult]:
         found = report.results(self.study.trials(), self.file, self.folder)
@@ -284,7 +307,8 @@ def _follow(
         return Outcome("pruned", last, step)
     if stops:
         return Outcome("stopped", last, step)
-    return Outcome("failed", last, step, process.reason(code))
+    is_killed = code < 0 or code > 128 or code in _RESUMABLE
+    return Outcome("failed", last, step, process.reason(code), is_killed=is_killed)
 
 
 def _texts(values: Mapping[str, Value]) -> dict[str, str]:
