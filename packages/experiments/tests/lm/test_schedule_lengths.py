@@ -12,6 +12,7 @@ from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_experiments.vision.digits import Digits
 from layerkit_runner.config.experiment import BaseExperiment, reduced_values
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
+from layerkit_runner.training.train_hparams import TrainHParams
 
 
 def schedule(resolved: ResolvedExperiment) -> tuple[int, int, int]:
@@ -66,3 +67,38 @@ def test_lengths_of_reduced_fields_are_shortened_for_a_shorter_run(raises):
     assert schedule(resolve(LocalText(**{**reduced, "MAX_STEPS": 4})))[0] == 1
     with raises(ConfigError, field="(warmup_steps, decay_start, decay_end)"):
         schedule(resolve(LocalText(**{**reduced, "MAX_STEPS": 4, "WARMUP_STEPS": 6})))
+
+
+@pytest.mark.parametrize(
+    ("fields", "interval"),
+    [
+        ({}, 20),
+        ({"MAX_STEPS": 10}, 1),
+        ({"MAX_STEPS": 200}, 2),
+        ({"MAX_STEPS": 10_000}, 20),
+        ({"MAX_STEPS": 200, "SUMMARY_INTERVAL_STEPS": 50}, 50),
+        ({"SUMMARY_INTERVAL_STEPS": 500}, 500),
+    ],
+)
+def test_summaries_are_a_hundredth_of_a_shorter_run(fields: dict[str, Any], interval: int):
+    assert resolve(LocalText(**fields)).task.train.summary_interval_steps == interval
+
+
+def test_training_config_without_an_interval_has_that_of_its_length():
+    class Plain(LocalText):
+        INTERVAL: int | None = None
+
+        def task(self) -> Any:
+            task = super().task()
+            train = type(task.train)(
+                TrainHParams, learner=task.train.learner, num_train_steps=self.MAX_STEPS
+            )
+            if self.INTERVAL is not None:
+                train.summary_interval_steps = self.INTERVAL
+            return task.set(train=train)
+
+    def interval(**fields: Any) -> int:
+        return resolve(Plain(**fields)).task.train.summary_interval_steps
+
+    assert [interval(MAX_STEPS=n) for n in (1, 200, 100_000)] == [1, 2, 100]
+    assert interval(MAX_STEPS=200, INTERVAL=100) == 100

@@ -32,6 +32,16 @@ _POSITIVE = (
 _MAX_HOURS = datetime.timedelta.max // datetime.timedelta(hours=1)
 
 
+def summary_interval(num_train_steps: int, *, at_most: int = 100) -> int:
+    """Return the summary interval of a run in which nothing sets it: a hundredth of its steps.
+
+    Args:
+      num_train_steps: Number of steps of the run.
+      at_most: Interval of long runs.
+    """
+    return max(1, min(at_most, num_train_steps // 100))
+
+
 class TrainHParams(Configurable):
     """The settings of a training run.
 
@@ -42,7 +52,8 @@ class TrainHParams(Configurable):
       prng_impl: Generator of the random numbers. The numbers of `threefry2x32` are the same on
         every mesh and device. `rbg` and `unsafe_rbg` are faster on accelerators, and their numbers
         depend on the device kind and mesh (see `jax.random.key`).
-      summary_interval_steps: Number of steps between two reports of metrics.
+      summary_interval_steps: Number of steps between two reports of metrics. If an experiment does
+        not set it, a short run has a hundredth of its steps.
       eval_interval_steps: Number of steps between two evaluations of held-out data; None evaluates
         at the end only.
       eval_at_end: True if held-out data are evaluated after the last step.

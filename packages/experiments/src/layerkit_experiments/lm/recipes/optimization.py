@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import optax
 
@@ -17,7 +17,7 @@ from layerkit_runner.optim.schedules import (
     linear_warmup_exponential_decay,
     longest_warmup,
 )
-from layerkit_runner.training.train_hparams import TrainHParams
+from layerkit_runner.training.train_hparams import TrainHParams, summary_interval
 
 _NON_NEGATIVE = (
     "LEARNING_RATE",
@@ -35,6 +35,7 @@ class TrainingLength:
 
     MAX_STEPS: int = 300_000
     SUMMARY_INTERVAL_STEPS: int = 100
+    """Steps between two reports of metrics; see `summary_interval_steps` for short runs."""
     EVAL_INTERVAL_STEPS: int | None = 100
     DECODE_INTERVAL_STEPS: int | None = None
     CHECKPOINT_EVERY_N_STEPS: int = 5000
@@ -59,13 +60,23 @@ class TrainingLength:
         super().validate()  # type: ignore[misc]
         check_sizes(None, MAX_STEPS=self.MAX_STEPS)
 
+    def summary_interval_steps(self) -> int:
+        """Return SUMMARY_INTERVAL_STEPS, or at most MAX_STEPS / 100 if that is set after it.
+
+        MAX_STEPS is set after it by `--fdl.MAX_STEPS=60` alone, or by a class that sets MAX_STEPS.
+        """
+        every = self.SUMMARY_INTERVAL_STEPS
+        if is_set_before(cast(Any, self), "SUMMARY_INTERVAL_STEPS", "MAX_STEPS"):
+            return summary_interval(self.MAX_STEPS, at_most=every)
+        return every
+
     def train_config(self, learner: Config) -> Config:
         """Return the training config of the task with this learner."""
         return TrainHParams.HParams.config(
             learner=learner,
             num_train_steps=self.MAX_STEPS,
             random_seed=self.SEED,
-            summary_interval_steps=self.SUMMARY_INTERVAL_STEPS,
+            summary_interval_steps=self.summary_interval_steps(),
             eval_interval_steps=self.EVAL_INTERVAL_STEPS,
             decode_interval_steps=self.DECODE_INTERVAL_STEPS,
             save_interval_steps=self.CHECKPOINT_EVERY_N_STEPS,
