@@ -66,8 +66,11 @@ def decode_with_cache(
         inputs, prefix_lengths = given_rows
         _, state = bare.apply(variables, inputs, max_length, method=init_cache, mutable=[CACHE])
         rows = (state[CACHE], prefix_lengths)
-        num_rows = len(jax.tree.leaves(inputs)[0])
-        return (rows, jnp.zeros((num_rows, max_length), jnp.int32)) if switches else rows
+        if not switches:
+            return rows
+        # Not `len`: an export leaves the number of rows open.
+        num_rows = jax.tree.leaves(inputs)[0].shape[0]
+        return rows, jnp.zeros((num_rows, max_length), jnp.int32)
 
     extend = _extend_fn(bare, variables)
     if trained is not None and switches:
