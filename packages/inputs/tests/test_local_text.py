@@ -556,7 +556,7 @@ def test_unknown_text_field_raises_with_the_fields_of_the_file(raises, tmp_path,
     lines = b'{"text": "one", "id": 1}\n{"text": "two", "id": 2}\n'
     data = gzip.compress(lines) if name.endswith(".gz") else lines
     paths = write(tmp_path / "text", {name: data, "b" + name: data})
-    data = {"field": "text_field", "value": "txt", "choices": ("text", "id")}
+    data = {"field": "text_field", "value": "txt", "choices": ("text",)}
     with raises(UnfitFieldError, **data, remedies={"text_field": "text"}):
         LocalText(batch_size=1, paths=paths, text_field="txt").get_next()
 
@@ -589,12 +589,46 @@ def test_json_lines_without_text_field_raise_with_their_fields(raises, tmp_path,
             continue
         for source in (LocalText, LocalTextPrompts):
             kept = {key: value for key, value in fields.items() if key != "seq_length"}
-            data = {"field": "text_field", "value": None, "choices": ("text", "id", "source")}
+            data = {"field": "text_field", "value": None, "choices": ("text", "source")}
             remedies = {"text_field": "text", "json_as_text": True}
             with raises(UnfitFieldError, **data, remedies=remedies):
                 source(split=split, **kept).get_next()
     raw = LocalText(split="all", json_as_text=True, **fields)
     assert '{"text": "one"' in raw.ids_to_strings(raw.get_next().ids, [64])[0]
+
+
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+
+
+def chat_file(folder, kind, **more):
+    """Write a file of two conversations of TURNS."""
+    rows = [{"messages": TURNS, **more} for _ in range(2)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if kind == "parquet":
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(arrow.Table.from_pylist(rows), folder / "a.parquet")
+    else:
+        (folder / f"a.{kind}").write_bytes(gzip.compress(lines) if kind == "jsonl.gz" else lines)
+    return {"batch_size": 1, "paths": [str(folder / f"a.{kind}")], "split": "all"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text_field"),
+    [("jsonl", None), ("jsonl", "messages"), ("jsonl.gz", "messages"), ("parquet", "messages")],
+)
+def test_conversations_raise_without_advice_to_skip_them(raises, tmp_path, kind, text_field):
+    fields = chat_file(tmp_path, kind, id=1)
+    with raises(BadRecordError if kind == "parquet" else UnfitFieldError, remedies={}):
+        LocalText(text_field=text_field, **fields).get_next()
+
+
+def test_conversations_beside_texts_are_an_error_that_lists_the_texts(raises, tmp_path):
+    fields = chat_file(tmp_path, "jsonl", prompt="words")
+    for text_field in (None, "txt"):
+        data = {"value": text_field, "choices": ("prompt",), "remedies": {}}
+        with raises(UnfitFieldError, **data):
+            LocalText(text_field=text_field, **fields).get_next()
+    assert LocalText(text_field="prompt", **fields).get_next().weights.sum() == 2 * len("words.")
 
 
 @pytest.mark.parametrize(

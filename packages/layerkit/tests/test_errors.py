@@ -6,7 +6,7 @@ import shlex
 import pytest
 from packaging.requirements import Requirement
 
-from layerkit.errors import ConfigError, near_names, pip_install
+from layerkit.errors import ConfigError, hub_hint, near_names, pip_install
 
 
 def test_message_holds_every_part_in_order(raises):
@@ -67,3 +67,32 @@ def test_command_for_an_extra_names_packages_of_an_index():
     assert words[:2] == ["pip", "install"]
     [requirement] = map(Requirement, words[2:])
     assert requirement.name == "safetensors" and "0.6.0" in requirement.specifier
+
+
+@pytest.mark.parametrize(
+    ("path", "command"),
+    [
+        ("meta-llama/Llama-3.2-1B", "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B"),
+        ("https://huggingface.co/org/name", "hf download org/name --local-dir name"),
+        ("gpt2", "hf download gpt2 --local-dir gpt2"),
+        ("./org/name", None),
+        ("/org/name", None),
+        ("texts/a.txt", None),
+        ("here/name", None),
+        ("a/b/c", None),
+        ("runs", None),
+    ],
+)
+def test_missing_path_like_an_id_of_the_hub_has_the_command_to_download_it(
+    path, command, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    hint = hub_hint(path)
+    assert hint is None if command is None else hint.endswith(f": {command}")
+
+
+def test_data_sets_of_the_hub_have_an_owner():
+    assert hub_hint("wikitext", is_data=True) is hub_hint("text-8", is_data=True) is None
+    command = "hf download --repo-type dataset org/set --local-dir set"
+    assert hub_hint("org/set", is_data=True).endswith(f": {command}")

@@ -17,6 +17,11 @@ OnBadRecord = Literal["refuse", "skip"]
 """Policy for records that a reader cannot read: `refuse` raises, `skip` counts."""
 
 _MAX_KEPT = 8
+CONVERSATIONS = (
+    "Write each conversation as one text first, by the chat template of the model's tokenizer:"
+    " apply_chat_template(messages, tokenize=False) in transformers."
+)
+"""Hint for a field of messages with roles, which readers of text do not read."""
 
 
 class MissingFileError(UserError, FileNotFoundError):

@@ -44,14 +44,13 @@ from layerkit_inputs.text_splits import (
 from layerkit_inputs.tokenizers import ByteTokenizer, Tokenizer
 from layerkit_inputs.tools.raw_documents import (
     DocumentSizeError,
-    MissingFieldError,
-    first_fields,
+    check_text_field,
     is_packed,
     json_line_fields,
-    nearest_field,
     num_declared_documents,
     read_raw_documents,
     text_of,
+    unfit_text_field,
 )
 from layerkit_inputs.trigram import trigram_loss
 
@@ -229,7 +228,7 @@ class _TextFilesInput(IndexedInput):
         builder, shares = self._read_documents(files, limit)
         if shares and (limit := heldout_limit(shares, fraction=fraction)) != fraction:
             builder, _ = self._read_documents(files, limit)
-        if not self._num_bytes and not self._bad.first:
+        if not self._num_bytes and not self._bad.first and self.split != "all":
             raise self._config_error(
                 f"the split {self.split!r} is empty",
                 field="bytes of text",
@@ -324,16 +323,13 @@ class _TextFilesInput(IndexedInput):
             )
         if self.json_as_text or not (fields := json_line_fields(file.path)):
             return
-        raise UnfitFieldError(
-            f"{file.path} holds a JSON object in each line",
-            owner=self._label,
-            field="text_field",
-            value=None,
-            expected="the field that holds the text",
-            choices=fields,
-            hint="Set text_field, or json_as_text=True to read the lines as plain text.",
-            remedies={"text_field": fields[0], "json_as_text": True},
+        error = unfit_text_field(
+            file.path, fields, self.text_field, owner=self._label, option="text_field"
         )
+        if not error.hint:
+            error.hint = "Set text_field, or json_as_text=True to read the lines as plain text."
+            error.remedies = {**error.remedies, "json_as_text": True}
+        raise error
 
     def _texts(self, file: TextFile) -> Iterator[tuple[str, bytes]]:
         """Yield the place and text of each document of a file, by `text_field`."""
@@ -349,8 +345,14 @@ class _TextFilesInput(IndexedInput):
                 try:
                     yield document.where, text_of(document, self.text_field)
                 except ValueError as error:
-                    if isinstance(error, MissingFieldError):
-                        self._check_text_field(file, max_document_bytes=size)
+                    if document.is_json and self.on_bad_record == "refuse":
+                        check_text_field(
+                            file,
+                            self.text_field,
+                            owner=self._label,
+                            option="text_field",
+                            max_document_bytes=size,
+                        )
                     self._bad.report(file=document.where, record=None, problem=str(error))
         except DocumentSizeError:
             raise self._too_large(None) from None
@@ -359,25 +361,6 @@ class _TextFilesInput(IndexedInput):
                 raise
             problem = str(error).removeprefix(f"{file.path}: ")
             self._bad.report(file=str(file.path), record=None, problem=problem)
-
-    def _check_text_field(self, file: TextFile, *, max_document_bytes: int) -> None:
-        """Raise if none of the first documents of a file has `text_field`.
-
-        Such a field is a mistake, since `on_bad_record="skip"` would skip the whole file.
-        """
-        assert self.text_field is not None
-        fields = first_fields(file, max_document_bytes=max_document_bytes)
-        if self.on_bad_record == "skip" or self.text_field in fields or not fields:
-            return
-        raise UnfitFieldError(
-            f"the first lines of {file.path} do not have this field",
-            owner=self._label,
-            field="text_field",
-            value=self.text_field,
-            expected=f"the field that holds the text, one of {first_names(map(repr, fields))}",
-            choices=fields,
-            remedies={"text_field": nearest_field(self.text_field, fields)},
-        )
 
     def _fingerprint(self) -> dict[str, Any]:
         tokenizer = {} if self._of_bytes else {"tokenizer": self._tokenizer.fingerprint()}

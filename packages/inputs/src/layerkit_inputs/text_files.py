@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from layerkit.errors import hub_hint
 from layerkit_inputs.bad_records import MissingFileError
 
 # Tests are many and similar, `encodings` holds tables of characters, `_sysconfigdata` describes the
@@ -80,6 +81,7 @@ def find_text_files(paths: Sequence[str], *, field: str = "paths") -> list[TextF
                 field=field,
                 value=str(entry),
                 expected="a file, a folder with files, or a pattern such as 'notes/**/*.txt'",
+                hint=hub_hint(str(entry), is_data=True),
             )
         for file in matches:
             found.setdefault(file.path.resolve(), file)

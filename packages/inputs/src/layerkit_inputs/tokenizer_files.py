@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from layerkit.errors import hub_hint
 from layerkit_inputs.bad_records import BadRecordError, MissingFileError
 
 
@@ -25,6 +26,7 @@ def check_file(tokenizer: Any, path: str) -> None:
             field="path",
             value=Path(path).name,
             choices=sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else (),
+            hint=hub_hint(path),
         )
 
 

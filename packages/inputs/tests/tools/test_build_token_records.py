@@ -120,6 +120,14 @@ def test_files_named_as_held_out_make_that_split(raises, tmp_path):
         build_token_records(output=tmp_path / "other", heldout_fraction=0.1, **build)
 
 
+def test_conversations_are_an_error_about_the_field(raises, tmp_path):
+    row = {"messages": [{"role": "user", "content": "Hi"}]}
+    write(tmp_path / "in" / "a.jsonl", json.dumps(row) + "\n")
+    build = {"inputs": [str(tmp_path / "in")], "tokenizer": "bytes", "field": "messages"}
+    with raises(ConfigError, field="field", value="messages", remedies={}):
+        build_token_records(output=tmp_path / "out", **build)
+
+
 def test_text_that_the_tokenizer_loses_is_reported(tmp_path, sentencepiece_file):
     write(tmp_path / "in" / "a.txt", "line\n\nof text\n")
     said = []

@@ -19,6 +19,8 @@ from __future__ import annotations
 import difflib
 import enum
 import json
+import os
+import re
 import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -107,6 +109,34 @@ def pip_install(distribution: str, extra: str) -> str:
     marker = f"extra == '{extra}'"
     rows = [row.partition("; ") for row in requires(distribution) or ()]
     return shlex.join(["pip", "install", *(name for name, _, when in rows if when == marker)])
+
+
+# An id of a repository, as `hf download` takes it. Old ids of models have no owner: gpt2.
+_HUB_ID = re.compile(
+    r"(?:hf://|https?://huggingface\.co/)?(?:datasets/)?"
+    r"(?P<id>[\w-][\w.-]*/\w[\w.-]*|[a-z]+[-\d][\w.-]*)/?"
+)
+_FILE_SUFFIX = re.compile(r"\.(?:txt|md|py|csv|gz|jsonl?|parquet|model|safetensors|gguf)$")
+
+
+def hub_hint(path: str, *, is_data: bool = False) -> str | None:
+    """Return how to download a missing path that may be an id of the Hugging Face Hub, or None.
+
+    Args:
+      path: Path that does not exist, as the user wrote it.
+      is_data: True for a data set, False for a model.
+    """
+    match = _HUB_ID.fullmatch(path)
+    if match is None or _FILE_SUFFIX.search(path) or (is_data and "/" not in match["id"]):
+        return None
+    owner, _, name = match["id"].rpartition("/")
+    if owner and os.path.isdir(owner):  # a path of this machine
+        return None
+    kind, option = ("data set", "--repo-type dataset ") if is_data else ("model", "")
+    return (
+        f"If {match['id']} is a {kind} of the Hugging Face Hub, download it and give its folder:"
+        f" hf download {option}{match['id']} --local-dir {name}"
+    )
 
 
 def render(error: UserError) -> str:

@@ -14,8 +14,11 @@ import pytest
 
 import layerkit_runner
 from layerkit.errors import UserError
+from layerkit_inputs import ByteTokenizer
 from layerkit_runner import LoadedModel, TrainResult, cli
-from layerkit_runner.interface.generation import Buckets
+from layerkit_runner.config.resolve import resolve
+from layerkit_runner.interface.generation import Buckets, NoTokenizerError, find_tokenizer
+from layerkit_runner.trainer.job import build_parts
 
 PROMPTS = ["im", "def ", "re"]
 
@@ -53,6 +56,28 @@ def test_samples_of_a_prompt_do_not_depend_on_its_place(model: LoadedModel):
     (alone,) = model.generate("def ", **options)
     _, second, _, repeated = model.generate(["im", "def ", "re", "def "], **options)
     assert second == alone != repeated
+
+
+def test_experiment_may_give_the_tokenizer_of_readers_of_ids(lines: ModuleType):
+    class OfIds(lines.LinesLm):
+        """An experiment whose readers have no tokenizer."""
+
+        def datasets(self) -> list[Any]:
+            reader = lines.PromptLines.HParams
+            return [reader.config(name=n, batch_size=8, is_training=n == "train") for n in "ab"]
+
+    class OfBytes(OfIds):
+        """An experiment that has one."""
+
+        def tokenizer(self) -> Any:
+            return ByteTokenizer.HParams.config()
+
+    resolved = resolve(OfIds())
+    partitioner, _ = build_parts(resolved)
+    partitioner.start(jax.devices()[:1])
+    with pytest.raises(NoTokenizerError):
+        find_tokenizer(resolved, partitioner)
+    assert isinstance(find_tokenizer(resolve(OfBytes()), partitioner), ByteTokenizer)
 
 
 def test_scores_equal_the_evaluation_and_the_logits(

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from layerkit.checks import check_choice
+from layerkit_inputs.bad_records import CONVERSATIONS
 from layerkit_inputs.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS
 from layerkit_inputs.errors import require_extra
 from layerkit_inputs.features import as_tokens
@@ -91,6 +92,7 @@ class HuggingFaceText(HuggingFaceData):
                 field=f"type of column {name!r}",
                 value=str(kind),
                 expected="strings, or lists of integers (token ids)",
+                hint=CONVERSATIONS if is_list and arrow.types.is_struct(kind.value_type) else None,
             )
         if self.tokenizer is None:
             raise self._config_error(

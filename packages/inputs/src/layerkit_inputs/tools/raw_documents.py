@@ -14,12 +14,12 @@ import gzip
 import itertools
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.bad_records import BadRecordError
+from layerkit_inputs.bad_records import CONVERSATIONS, BadRecordError, UnfitFieldError
 from layerkit_inputs.errors import require_extra
 from layerkit_inputs.parquet_bounds import open_parquet, row_group_batches
 from layerkit_inputs.text_files import TextFile
@@ -37,10 +37,6 @@ _LONGEST_LINE = 1 << 24
 
 class DocumentSizeError(ConfigError):
     """An error about a document of a compressed file that is larger than the bound."""
-
-
-class MissingFieldError(ConfigError):
-    """An error about a JSON object without the field of the text."""
 
 
 class RawDocument(NamedTuple):
@@ -146,6 +142,7 @@ def _parquet_rows(path: Path, field: str, max_document_bytes: int) -> Iterator[R
                     field=f"type of column {field!r}",
                     value=str(kind),
                     expected="string",
+                    hint=CONVERSATIONS if is_list_of_structs(arrow, kind) else None,
                 )
             share = path.stat().st_size / max(opened.metadata.num_rows, 1)
             row = 0
@@ -157,6 +154,12 @@ def _parquet_rows(path: Path, field: str, max_document_bytes: int) -> Iterator[R
                     yield RawDocument(where, text, is_json=False, position=row * share)
     except (arrow.ArrowException, OSError) as error:
         raise BadRecordError(f"cannot read the Parquet file ({error})", owner=str(path)) from None
+
+
+def is_list_of_structs(arrow: Any, kind: Any) -> bool:
+    """Return True if an Arrow type is a list of structs, as of messages with roles."""
+    is_list = arrow.types.is_list(kind) or arrow.types.is_large_list(kind)
+    return is_list and arrow.types.is_struct(kind.value_type)
 
 
 def _parquet_batches(path: Path, opened: Any, field: str) -> Iterator[Any]:
@@ -181,17 +184,22 @@ def num_declared_documents(file: TextFile) -> int:
         return 1
 
 
+def is_json(file: TextFile) -> bool:
+    """Return True if the suffix of a file means JSON lines, which may be compressed."""
+    suffixes = file.path.name.lower().removesuffix(".gz")
+    return Path(suffixes).suffix in _JSON_SUFFIXES
+
+
 def is_packed(file: TextFile) -> bool:
     """Return True if the suffix of a file means that it is compressed, or a Parquet file."""
     return file.path.suffix.lower() in {*PACKED_SUFFIXES, ".gz", ".parquet"}
 
 
-def json_line_fields(path: Path) -> list[str] | None:
-    """Return the names in the first lines of a file if each is a JSON object, else None."""
-    fields: dict[str, None] = {}
-    count = 0
+def json_line_fields(path: Path) -> dict[str, Any] | None:
+    """Return the fields of the first lines of a file if each is a JSON object, else None."""
+    rows: list[dict[str, Any]] = []
     with path.open("rb") as opened:
-        while count < _LINES_LOOKED_AT and (line := opened.readline(_LONGEST_LINE)):
+        while len(rows) < _LINES_LOOKED_AT and (line := opened.readline(_LONGEST_LINE)):
             if not line.strip():
                 continue
             try:
@@ -200,20 +208,95 @@ def json_line_fields(path: Path) -> list[str] | None:
                 row = None
             if not isinstance(row, dict):
                 return None
-            fields |= dict.fromkeys(row)
-            count += 1
-    return list(fields) if count else None
+            rows.append(row)
+    return _merged(rows) if rows else None
 
 
-def first_fields(file: TextFile, *, max_document_bytes: int) -> list[str]:
-    """Return the names in the JSON objects among the first documents of a file."""
+def first_fields(file: TextFile, *, max_document_bytes: int) -> dict[str, Any]:
+    """Return the fields of the JSON objects among the first documents of a file."""
     documents = read_raw_documents(file, field="", max_document_bytes=max_document_bytes)
-    fields: dict[str, None] = {}
+    rows = []
     for document in itertools.islice(documents, _LINES_LOOKED_AT):
         with contextlib.suppress(ValueError, RecursionError):
             row = json.loads(document.data or b"")
-            fields |= dict.fromkeys(row if isinstance(row, dict) else ())
-    return list(fields)
+            rows += [row] if isinstance(row, dict) else []
+    return _merged(rows)
+
+
+def _merged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return all fields of some objects, with the first text of each, or else its first value."""
+    fields: dict[str, Any] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name not in fields or (type(value) is str and type(fields[name]) is not str):
+                fields[name] = value
+    return fields
+
+
+def check_text_field(
+    file: TextFile, field: str, *, owner: str | None, option: str, max_document_bytes: int
+) -> None:
+    """Raise if no text is in a field of the first JSON objects of a file.
+
+    Such a field is a mistake about the whole file, not a bad record.
+
+    Args:
+      file: File of JSON lines.
+      field: Field of the text.
+      owner: Label of the reader in the message.
+      option: Name of the option that names the field.
+      max_document_bytes: Bound as in `read_raw_documents`.
+
+    Raises:
+      UnfitFieldError: The field has no text.
+    """
+    fields = first_fields(file, max_document_bytes=max_document_bytes)
+    if fields and type(fields.get(field)) is not str:
+        raise unfit_text_field(file.path, fields, field, owner=owner, option=option)
+
+
+def unfit_text_field(
+    path: Path, fields: Mapping[str, Any], field: str | None, *, owner: str | None, option: str
+) -> UnfitFieldError:
+    """Return the error about a field that has no text in a file of JSON lines, or is not set.
+
+    Args:
+      path: File.
+      fields: Fields of its first objects, each with a value.
+      field: Field of the text, or None.
+      owner: Label of the reader in the message.
+      option: Name of the option that names the field.
+    """
+    texts = [name for name, value in fields.items() if type(value) is str]
+    turns = (
+        name
+        for name, value in fields.items()
+        if isinstance(value, list) and value and isinstance(value[0], dict)
+    )
+    if (name := next(turns, None)) is not None:
+        return UnfitFieldError(
+            f"{path} holds conversations in the field {name!r}, which readers of text do not read",
+            owner=owner,
+            field=option,
+            value=field,
+            choices=[text for text in texts if text != field],
+            hint=CONVERSATIONS,
+        )
+    if field is None:
+        problem = f"{path} holds a JSON object in each line"
+    elif field in fields:
+        problem = f"the first lines of {path} hold no text in this field"
+    else:
+        problem = f"the first lines of {path} do not have this field"
+    return UnfitFieldError(
+        problem,
+        owner=owner,
+        field=option,
+        value=field,
+        expected="the field that holds the text",
+        choices=texts or [name for name in fields if name != field],
+        remedies={option: nearest_field(field or "text", texts)} if texts else {},
+    )
 
 
 def nearest_field(name: str, fields: Sequence[str]) -> str:
@@ -226,7 +309,7 @@ def text_of(document: RawDocument, field: str) -> bytes:
     """Return the text of a document.
 
     Raises:
-      MissingFieldError: The document is a JSON object without the field.
+      ConfigError: The document is a JSON object without the field.
       UnicodeDecodeError: The document is not UTF-8.
       ValueError: The document is not a JSON object, or the field is not text.
     """
@@ -243,7 +326,7 @@ def text_of(document: RawDocument, field: str) -> bytes:
     if not isinstance(row, dict):
         raise ValueError(f"a JSON {type(row).__name__}, expected an object.")
     if field not in row:
-        raise MissingFieldError("no such field", field="field", value=field, choices=row)
+        raise ConfigError("no such field", field="field", value=field, choices=row)
     if not isinstance(row[field], str):
         raise ValueError(f"field {field!r} is {row[field]!r:.60}, expected a string.")
     try:

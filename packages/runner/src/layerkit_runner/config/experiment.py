@@ -117,6 +117,14 @@ class BaseExperiment:
         """Return configs of the inputs whose examples are decoded; none by default."""
         return []
 
+    def tokenizer(self) -> Config | None:
+        """Return the config of the tokenizer of text, or None.
+
+        `load`, `--mode=generate` and `--inspect=batches` use it if no data set has a tokenizer
+        (`BaseInput.text_tokenizer`), as a custom reader of token ids may not.
+        """
+        return None
+
     def train_programs(self) -> list[Config] | None:
         """Return configs of `TrainProgram`, or of a class derived from it, which alternate.
 

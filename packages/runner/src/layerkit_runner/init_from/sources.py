@@ -17,6 +17,7 @@ from etils import epath
 from layerkit.base_layer import PARAMS
 from layerkit.base_model import BaseModel
 from layerkit.config import build, is_config
+from layerkit.errors import hub_hint
 from layerkit.interop.hugging_face import families, folder, importing, tensors
 from layerkit.interop.hugging_face.other_forms import other_form
 from layerkit_runner.checkpointing import CheckpointManager, folders
@@ -117,6 +118,7 @@ def recognize(given: str) -> CheckpointFolder | HuggingFaceFolder | PaxFolder:
             field="folder",
             value=directory.name,
             choices=sorted(beside),
+            hint=None if directory.exists() else hub_hint(given),
         )
     pax = find(directory)
     if pax is not None:

@@ -246,7 +246,7 @@ class NoTokenizerError(UsageError):
 def find_tokenizer(
     resolved: ResolvedExperiment, partitioner: Partitioner, *, key: str | None = None
 ) -> Tokenizer:
-    """Return the tokenizer of an experiment.
+    """Return the tokenizer of an experiment's data sets, or else of the experiment.
 
     The config of a data set that has a tokenizer is enough; other data sets are opened.
 
@@ -256,13 +256,10 @@ def find_tokenizer(
       key: `src` or `tgt` for data sets with two vocabularies; None for others.
     """
     configs = [*resolved.decode_datasets, *resolved.datasets]
-    own = getattr(resolved.experiment, "folder_tokenizer", None)
-    candidates: list[Any] = [own()] if own is not None else []
-    candidates += [field_value(config, "tokenizer") for config in configs]
     with as_usage_error():
-        for config in candidates:
-            if is_config(config):
-                return build(config)
+        for config in configs:
+            if is_config(tokenizer := field_value(config, "tokenizer")):
+                return build(tokenizer)
         for config in configs:
             source = make_input(config, partitioner)
             try:
@@ -271,11 +268,14 @@ def find_tokenizer(
                 source.close()
             if found is not None:
                 return found
+        if (tokenizer := resolved.experiment.tokenizer()) is not None:
+            return build(tokenizer)
     raise NoTokenizerError(
         "no tokenizer",
         owner=resolved.name,
         field="datasets",
         value=[field_value(config, "name") for config in configs],
-        expected="a data set with a tokenizer, or a folder with tokenizer.json",
+        expected="a data set with a tokenizer, a method tokenizer() of the experiment, or a folder"
+        " with tokenizer.json",
         hint="Call generate_ids, score_ids and logits with token ids.",
     )

@@ -241,7 +241,7 @@ class FolderModel(BaseExperiment, abstract=True):
         """Return no data sets."""
         return []
 
-    def folder_tokenizer(self) -> Config | None:
+    def tokenizer(self) -> Config | None:
         """Return the config of the folder's tokenizer; None if it has none."""
         for name in ("tokenizer.json", "tokenizer.model", "spiece.model"):
             if Path(self.FOLDER, name).is_file():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from layerkit.nested_map import NestedMap
-from layerkit_inputs import LocalText
+from layerkit_inputs import ByteTokenizer, LocalText
 from layerkit_inputs.base_input import BaseInput
 from layerkit_runner.tools.inspect.batches import field_table, real_rows, row_lines, summary
 
@@ -92,6 +92,14 @@ def test_ids_without_a_vocabulary_are_numbers_and_long_rows_are_cut():
     assert line.endswith("98 99”")
     assert " … " in line
     assert len(line) < 180
+
+
+def test_ids_without_a_vocabulary_are_decoded_by_a_given_tokenizer():
+    batch = NestedMap(ids=np.array([[1, 100, 101, 2]]))
+    (_, line) = row_lines(BaseInput(batch_size=1), batch, 0, ByteTokenizer())
+    assert line == "  ids: “⟪BOS⟫ab⟪EOS⟫”"
+    (_, line) = row_lines(LETTERS, NestedMap(ids=np.array([[1, 2]])), 0, ByteTokenizer())
+    assert line == "  ids: “ab”"
 
 
 def test_rows_of_a_batch_without_ids_are_numbers():

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from layerkit.errors import ConfigError, first_names, pip_install, short_repr
+from layerkit.errors import ConfigError, first_names, hub_hint, pip_install, short_repr
 from layerkit.interop.hugging_face.layouts import Ranges
 from layerkit.interop.hugging_face.other_forms import other_form
 
@@ -361,6 +361,8 @@ def read_json(folder: str | os.PathLike[str], name: str = CONFIG) -> dict[str, A
     path = Path(folder) / name
     if not has_file(folder, name):
         hint = other_form(path.parent)
+        if not path.parent.exists() and (command := hub_hint(str(folder))):
+            hint = f" {command}"
         raise FileNotFoundError(f"{path}: no such file. Expected a Hugging Face folder.{hint}")
     limit = _MAX_INDEX_BYTES if name == INDEX else _MAX_CONFIG_BYTES
     if path.stat().st_size > limit:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
 
-from layerkit.config import Config, target_of
+from layerkit.config import Config, build, target_of
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import ROW_MARKS, example_rows, num_rows_of
+from layerkit_inputs.tokenizers import Tokenizer
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.infeed import (
@@ -57,9 +58,11 @@ def print_batches(resolved: ResolvedExperiment, options: RunOptions) -> None:
     )
     kinds = [(c, "train" if c.is_training else "eval") for c in resolved.datasets]
     kinds += [(config, "decode") for config in resolved.decode_datasets]
+    with as_usage_error():
+        tokenizer = build(config) if (config := resolved.experiment.tokenizer()) else None
     for config, kind in kinds:
         print()
-        for line in input_lines(config, kind, partitioner, hosts, options.num_batches):
+        for line in input_lines(config, kind, partitioner, hosts, options.num_batches, tokenizer):
             print(line, flush=True)
 
 
@@ -73,9 +76,17 @@ def simulated_hosts(devices: list[jax.Device], num_hosts: int) -> list[HostTopol
 
 
 def input_lines(
-    config: Config, kind: str, partitioner: Partitioner, hosts: list[HostTopology], num_batches: int
+    config: Config,
+    kind: str,
+    partitioner: Partitioner,
+    hosts: list[HostTopology],
+    num_batches: int,
+    tokenizer: Tokenizer | None = None,
 ) -> Iterator[str]:
-    """Yield the description of an input and of its first batches, on all hosts."""
+    """Yield the description of an input and of its first batches, on all hosts.
+
+    `tokenizer` decodes the ids of an input that cannot decode them.
+    """
     plan = plan_input(config, partitioner, hosts[0])
     feeding = [feed.processes[0] for feed in plan.feeds]
     inputs = [make_input(config, partitioner, hosts[host]) for host in feeding]
@@ -98,7 +109,7 @@ def input_lines(
         if number == 1:
             yield from (f"    {line}" for line in field_table(batch))
         for row in range(min(_ROWS_SHOWN, len(real_rows(batch)))):
-            yield from (f"    {line}" for line in row_lines(first, batch, row))
+            yield from (f"    {line}" for line in row_lines(first, batch, row, tokenizer))
         yield from _other_hosts(batches, feeding)
     yield f"  state: {len(json.dumps(first.get_state())):,} bytes, scope {first.state_scope}"
     if skipped := sum(dataset.num_skipped for dataset in inputs):
@@ -177,8 +188,13 @@ def field_table(batch: NestedMap) -> list[str]:
     return aligned(rows)
 
 
-def row_lines(dataset: BaseInput, batch: NestedMap, row: int) -> Iterator[str]:
-    """Yield the text of each sequence of ids in a row, by segments, or else its numbers."""
+def row_lines(
+    dataset: BaseInput, batch: NestedMap, row: int, tokenizer: Tokenizer | None = None
+) -> Iterator[str]:
+    """Yield the text of each sequence of ids in a row, by segments, or else its numbers.
+
+    `tokenizer` decodes the ids of an input that cannot decode them.
+    """
     number = f" (example {batch.provenance[row]})" if "provenance" in batch else ""
     if not real_rows(batch)[row]:
         yield f"row {row}: padding"
@@ -189,6 +205,7 @@ def row_lines(dataset: BaseInput, batch: NestedMap, row: int) -> Iterator[str]:
         if path not in ROW_MARKS:
             yield f"  {path}: {_numbers_text(np.asarray(value)[row])}"
     for side, part in sides:
+        decode = _decoder(dataset, side or None, tokenizer)
         valid = _valid(part)
         length = part.ids.shape[1]
         here = np.ones(length, bool) if valid is None else valid[row]
@@ -197,11 +214,11 @@ def row_lines(dataset: BaseInput, batch: NestedMap, row: int) -> Iterator[str]:
             where = here & (segments == segment)
             suffix = f"[{segment}]" if segments.max(initial=0) > 1 else ""
             prefix = f"{side}." if side else ""
-            yield f"  {prefix}ids{suffix}: {_shown(_decode(dataset, part.ids[row][where], side))}"
+            yield f"  {prefix}ids{suffix}: {_shown(decode(part.ids[row][where]))}"
             if "labels" in part and "weights" in part:
                 has_weight = part.weights[row][where] > 0
                 text = "".join(
-                    ("{}" if is_weighted else UNWEIGHTED).format(_decode(dataset, piece, side))
+                    ("{}" if is_weighted else UNWEIGHTED).format(decode(piece))
                     for is_weighted, piece in _runs(has_weight, part.labels[row][where])
                 )
                 yield f"  {prefix}labels{suffix}: {_shown(text)}"
@@ -235,19 +252,33 @@ def _valid(part: NestedMap) -> np.ndarray | None:
     return None
 
 
-def _decode(dataset: BaseInput, ids: np.ndarray, side: str) -> str:
-    """Return the text of ids, with special ids marked by their names."""
-    names = getattr(dataset.text_tokenizer(side or None), "special_tokens", {})
-    pieces = []
-    for is_special, piece in _runs(np.isin(ids, list(names)), ids):
-        if is_special:
-            pieces += [SPECIAL.format(names[token]) for token in piece.tolist()]
-            continue
-        try:
-            pieces += dataset.ids_to_strings(piece[None], [len(piece)], key=side or None)
-        except NotImplementedError:  # the input has no vocabulary
-            pieces.append(" ".join(map(str, piece)))
-    return "".join(pieces)
+def _decoder(
+    dataset: BaseInput, key: str | None, fallback: Tokenizer | None
+) -> Callable[[np.ndarray], str]:
+    """Return a function from ids to their text, with special ids marked by their names."""
+    tokenizer = dataset.text_tokenizer(key)
+    has_vocabulary = True
+    try:
+        dataset.ids_to_strings(np.zeros((1, 0), np.int32), [0], key=key)
+    except NotImplementedError:
+        tokenizer, has_vocabulary = fallback, False
+    names = getattr(tokenizer, "special_tokens", {})
+
+    def decode(ids: np.ndarray) -> str:
+        if has_vocabulary:
+            return dataset.ids_to_strings(ids[None], [len(ids)], key=key)[0]
+        return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
+
+    def text_of(ids: np.ndarray) -> str:
+        pieces = []
+        for is_special, piece in _runs(np.isin(ids, list(names)), ids):
+            if is_special:
+                pieces += [SPECIAL.format(names[token]) for token in piece.tolist()]
+            else:
+                pieces.append(decode(piece))
+        return "".join(pieces)
+
+    return text_of
 
 
 def _runs(flags: np.ndarray, ids: np.ndarray) -> Iterator[tuple[bool, np.ndarray]]:
