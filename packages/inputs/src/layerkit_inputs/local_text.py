@@ -167,14 +167,16 @@ class _TextFilesInput(IndexedInput):
         if by_split is None and split != "test":
             return _SplitFiles(self._all_files, is_whole=False)
         if by_split is None or not by_split.get(split):
-            raise self._config_error(
+            raise UnfitFieldError(
                 "every file is held out" if split == "train" else f"the split {split!r} is empty",
+                owner=self._label,
                 field="paths",
                 value=[file.name for file in self._all_files[:_MAX_FILES_SHOWN]],
-                expected="a file that neither its name nor heldout_paths holds out"
+                expected="a file that is not held out by its name or by heldout_paths"
                 if split == "train"
                 else f"a file with the word {split!r} in its name",
-                hint="Add or rename a file, or name the held-out files by heldout_paths.",
+                hint="Add or rename a file, or set heldout_paths.",
+                remedies={"heldout_paths": ["FILE_OR_PATTERN"]},
             )
         return _SplitFiles(by_split[split], is_whole=True)
 

@@ -134,8 +134,8 @@ def hub_hint(path: str, *, is_data: bool = False) -> str | None:
         return None
     kind, option = ("data set", "--repo-type dataset ") if is_data else ("model", "")
     return (
-        f"If {match['id']} is a {kind} of the Hugging Face Hub, download it and give its folder:"
-        f" hf download {option}{match['id']} --local-dir {name}"
+        f"If {match['id']} is a {kind} of the Hugging Face Hub, download it by"
+        f" `hf download {option}{match['id']} --local-dir {name}` and give its folder."
     )
 
 

@@ -12,6 +12,7 @@ from layerkit.interop.hugging_face.folder import read_json
 from layerkit_inputs.bad_records import MissingFileError
 from layerkit_inputs.text_files import NothingToReadError, find_text_files
 from layerkit_inputs.tokenizers import HuggingFaceTokenizer
+from layerkit_runner.config.flags import check_folder, parse_flags
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from.sources import CheckpointFolder, HuggingFaceFolder, recognize
 
@@ -73,6 +74,9 @@ def test_missing_folder_with_an_id_of_the_hub_has_the_command(
     assert hint is not None
     with raises(UsageError, field="folder", value="model-1B", hint=hint):
         recognize("org/model-1B")
+    flags = parse_flags(["--exp=a", "--job_log_dir=job", "--init_from=org/model-1B"])
+    with raises(UsageError, field="--init_from", value="org/model-1B", hint=hint):
+        check_folder(flags)
     with raises(MissingFileError, field="path", value="model-1B", hint=hint):
         HuggingFaceTokenizer(path="org/model-1B")
     with raises(NothingToReadError, value="org/set", hint=hub_hint("org/set", is_data=True)):

@@ -15,6 +15,7 @@ from typing import Any
 
 from absl import flags as absl_flags
 
+from layerkit.errors import hub_hint
 from layerkit_runner.config import commands
 from layerkit_runner.config.overrides import Override, check_consistent, parse_override
 from layerkit_runner.errors import UsageError
@@ -351,7 +352,11 @@ def check_folder(flags: ParsedFlags) -> None:
     has_begun = os.path.isdir(os.path.join(os.path.expanduser(folder), "checkpoints"))
     if not has_begun and not os.path.isdir(os.path.expanduser(begin)):
         raise UsageError(
-            field="--init_from", value=begin, expected="a folder", choices=near_folders(begin)
+            field="--init_from",
+            value=begin,
+            expected="a folder",
+            choices=near_folders(begin),
+            hint=hub_hint(begin),
         )
 
 

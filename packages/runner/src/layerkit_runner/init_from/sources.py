@@ -118,7 +118,7 @@ def recognize(given: str) -> CheckpointFolder | HuggingFaceFolder | PaxFolder:
             field="folder",
             value=directory.name,
             choices=sorted(beside),
-            hint=None if directory.exists() else hub_hint(given),
+            hint=hub_hint(given),
         )
     pax = find(directory)
     if pax is not None:
