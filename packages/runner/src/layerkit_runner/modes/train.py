@@ -95,7 +95,7 @@ def run_train(
         signals = stack.enter_context(signals or StopSignals())
         if jax.process_index() == 0:  # the only process that writes
             stack.enter_context(only_trainer(job.directory))
-        stack.callback(_close_observers, job, signals)
+        stack.push(functools.partial(_close_observers, job, signals))
         stack.enter_context(before_forced_exit(job.observers.close))
         starting = stack.enter_context(contextlib.ExitStack())
         starting.enter_context(
@@ -134,9 +134,13 @@ def run_train(
         return signals.exit_code
 
 
-def _close_observers(job: Job, signals: StopSignals) -> None:
+def _close_observers(
+    job: Job, signals: StopSignals, error: type[BaseException] | None, *_: object
+) -> None:
     """Close the observers; a first signal meanwhile ends the process at once."""
     with contextlib.ExitStack() as stack:
+        if error is None and signals.exit_code == 0:
+            stack.enter_context(training_is_complete())
         # The observers have a time limit of their own.
         stack.enter_context(phase("closing the observers", compiles=True))
         if signals.received is None:

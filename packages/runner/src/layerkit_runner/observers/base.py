@@ -414,7 +414,7 @@ class _Caller:
     def abandon(self) -> None:
         if self._background is None:
             with contextlib.suppress(BaseException):
-                self.observer.close()
+                self.close()
         else:
             self._background.abandon(self.observer.close)
 
