@@ -228,6 +228,16 @@ def test_config_of_a_gguf_file_is_read():
     assert family.read_config(theirs) == family.read_config(config_of("SmolLM2-135M"))
 
 
+def test_keys_that_transformers_reads_from_gguf_files_are_known(configs):
+    pytest.importorskip("transformers")
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+    for model_type, content in configs.items():
+        known = GGUF_CONFIG_MAPPING.get(model_type.removesuffix("_text"), {}).values()
+        more = {key: 4 for key in known if key is not None and key not in content}
+        family_of(model_type).read_config({**content, **more})
+
+
 # The values of options without effect, and one that changes the model.
 OPTIONS = [
     ("llama", "hidden_dropout", 0.0, 0.1),

@@ -69,9 +69,11 @@ GPT2 = Family(
         Fixed("add_cross_attention", value=False),
     ),
     # Attention logits are always computed in float32 here. The summary keys belong to a head that
-    # language models do not have, the special tokens to the first version of the code.
+    # language models do not have, the special tokens to the first version of the code. Transformers
+    # keeps GGUF's name of n_inner without reading it.
     neutral=frozenset(
         {
+            "feed_forward_length",
             "predict_special_tokens",
             "reorder_and_upcast_attn",
             "summary_activation",

@@ -207,8 +207,9 @@ T5 = Family(
         ),
         Fixed("is_encoder_decoder", value=True),
     ),
-    # The first belongs to a classification head; the second is the length of training rows.
-    neutral=frozenset({"classifier_dropout", "n_positions"}),
+    # The first belongs to a classification head, and the second is the length of training rows.
+    # Transformers keeps the third from GGUF files without reading it.
+    neutral=frozenset({"classifier_dropout", "n_positions", "num_key_value_heads"}),
     copies={
         "lm_head.weight": "shared.weight",
         "encoder.embed_tokens.weight": "shared.weight",
