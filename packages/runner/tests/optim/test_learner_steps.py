@@ -161,8 +161,8 @@ def test_moving_averages_equal_numpy(*, before: bool):
 
 
 def rows_of(value: float) -> NestedMap:
-    rows = NestedMap(x=[[value, 1.0], [-value, 3.0]], y=[1.0, 2.0], weights=[1.0, 1.0])
-    return rows.transform(np.float32)
+    rows = {"x": [[value, 1.0], [-value, 3.0]], "y": [1.0, 2.0], "weights": [1.0, 1.0]}
+    return NestedMap({name: np.float32(values) for name, values in rows.items()})
 
 
 @pytest.fixture

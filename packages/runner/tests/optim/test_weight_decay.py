@@ -195,5 +195,9 @@ def test_mask_reads_boxes_and_needs_declarations_for_norms(raises):
     boxed = Linear.HParams.config(input_dims=2, output_dims=3).Instantiate()
     params = boxed.init_boxed(jax.random.key(0))["params"]
     assert decays(params) == {"w": True}
+    with pytest.warns(UserWarning, match="^layer/b, … \\(1 more\\): weights without a declaration"):
+        assert decays({"layer": {"b": np.ones(2), "w": np.ones((2, 2))}}) == {
+            "layer": {"b": False, "w": True}
+        }
     with raises(ConfigError, owner="mask of weights"):
         spares_norms({"w": np.ones((2, 2))})

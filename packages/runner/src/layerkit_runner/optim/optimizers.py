@@ -218,8 +218,8 @@ def decays(params: Any) -> Any:
     """Return a mask for `optax.adamw(mask=…)`: True for the weights that declare that they decay.
 
     These are matrices (projections, embeddings, experts, routers, adapters), unlike scales, biases,
-    learned positions and relative biases; see `layerkit.weights.WeightHParams.decays`. A weight
-    without a declaration decays if it has two or more axes.
+    learned positions and relative biases; see `layerkit.weights.WeightHParams.decays`. Weights
+    without a declaration decay if they have two or more axes, with a warning.
 
     Args:
       params: Boxed weights, as `init_boxed` returns them, or, inside a learner, its plain weights.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -58,12 +59,13 @@ def mask_of(
     Args:
       params: Boxed weights, or plain ones whose declarations are bound.
       test: Function of a box without its value.
-      without: Function of a weight without a declaration; None if that is an error.
+      without: Function of a weight without a declaration, with which it warns; None if that is an
+        error.
 
     Raises:
       ConfigError: A weight has no declaration, and `without` is None.
     """
-    declarations = _DECLARED.get({})
+    declarations, undeclared = _DECLARED.get({}), []
 
     def mask(path: Any, leaf: Any) -> bool:
         box = leaf if is_box(leaf) else declarations.get(weight_path(path))
@@ -75,9 +77,18 @@ def mask_of(
                 owner="mask of weights",
                 expected="boxed weights, such as those of init_boxed",
             )
+        undeclared.append("/".join(weight_path(path)))
         return without(leaf)
 
-    return jax.tree_util.tree_map_with_path(mask, params, is_leaf=is_box)
+    found = jax.tree_util.tree_map_with_path(mask, params, is_leaf=is_box)
+    if undeclared:
+        warnings.warn(
+            f"{first_names(undeclared, limit=1)}: weights without a declaration decay if they have"
+            " two or more axes, stacked scales and biases too. Give boxed weights, such as those of"
+            " init_boxed, or create weights by create_variable.",
+            stacklevel=3,
+        )
+    return found
 
 
 class DecayedWeights(NamedTuple):
