@@ -29,6 +29,7 @@ from paxml import checkpoints, trainer_lib
 from paxml.tasks.lm import model_params
 from paxml.tasks.lm.params import lm_cloud
 from praxis import base_hyperparams, optimizers, pax_fiddle, py_utils
+from praxis.layers import multi_query_attention
 
 BATCH, LENGTH, VOCAB = 4, 8, 32
 STEPS_BEFORE, STEPS_AFTER = 6, 20
@@ -63,6 +64,22 @@ class UnstackedAdafactor(StackedAdafactor):
     USE_REPEATED_LAYER = False
 
 
+class PrimerMultiQuery(Stacked):
+    """Two layers with norms on both sides of a branch, and one head of keys and values."""
+
+    def task(self):
+        """Return the task with other norms and attention."""
+        task = super().task()
+        layer = task.model.lm_tpl.stacked_transformer_tpl.block.transformer_layer_params_tpl
+        layer.norm_policy = "primer_hybrid"
+        layer.tr_atten_tpl = pax_fiddle.Config(
+            multi_query_attention.MultiQueryDotProductAttention,
+            use_bias=True,
+            atten_logit_cap=50.0,
+        )
+        return task
+
+
 class Pipelined(lm_cloud.LmCloudSpmdPipeline):
     """Four layers in two stages."""
 
@@ -78,6 +95,7 @@ CASES = {
     "stacked_zarr": (Stacked, "gda", False),
     "stacked_ocdbt": (Stacked, "gda", True),
     "unstacked_flax": (Unstacked, "flax", False),
+    "primer_multi_query_ocdbt": (PrimerMultiQuery, "gda", True),
     "pipelined_zarr": (Pipelined, "gda", False),
     "adafactor_stacked_ocdbt": (StackedAdafactor, "gda", True),
     "adafactor_unstacked_flax": (UnstackedAdafactor, "flax", False),

@@ -26,6 +26,15 @@ def adafactor(**fields: Any) -> Any:
 ADAFACTOR = {"edit": COMBINED, "optimizer": adafactor()}
 
 
+_LAYER = "lm_tpl.stack_tpl.layer_tpl"
+PRIMER_MULTI_QUERY = {
+    "lm_tpl.num_kv_heads": 1,
+    f"{_LAYER}.norm_policy": "pre_post",
+    f"{_LAYER}.attention_tpl.per_dim_scale": False,
+    f"{_LAYER}.attention_tpl.use_bias": True,
+}
+
+
 @pytest.mark.parametrize(
     ("case", "stack", "options"),
     [
@@ -36,6 +45,8 @@ ADAFACTOR = {"edit": COMBINED, "optimizer": adafactor()}
         # The state of the optimizer moves between stacked and separate layers.
         ("unstacked_flax", "stacked", {}),
         ("stacked_zarr", "unstacked", {}),
+        ("primer_multi_query_ocdbt", "stacked", {"edit": PRIMER_MULTI_QUERY}),
+        ("primer_multi_query_ocdbt", "unstacked", {"edit": PRIMER_MULTI_QUERY}),
         ("adafactor_stacked_ocdbt", "stacked", ADAFACTOR),
         ("adafactor_unstacked_flax", "unstacked", ADAFACTOR),
         ("adafactor_unstacked_flax", "stacked", ADAFACTOR),
