@@ -6,7 +6,8 @@ pax_reference`):
     python scripts/pax_translations.py FOLDER
 
 The script writes FOLDER/translations.json: for each class its source, the loss of fixed weights,
-the sum of the initial standard deviations of all weights, and the settings of training.
+the sum of the initial standard deviations of all weights, and the settings of training; and
+FOLDER/base_classes.json: the constants of paxml's base classes.
 """
 
 from __future__ import annotations
@@ -56,6 +57,13 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 COSINE = "'linear_rampup_cosine_decay'"
+# Base classes that `translate.yml` describes.
+DESCRIBED = (
+    *("TransformerLmSpmdAdafactor", "TransformerLmPmapAdam", "TransformerLmSpmdAdam"),
+    *("TransformerLmSpmdPipelineAdafactor", "TransformerLmSpmdPipelineAdam"),
+    *("C4UnsupervisedDataset", "PileUnsupervisedDataset", "LambadaDataset", "SyntheticDataset"),
+    *("C4SpmdAdam", "LmCloudSpmd", "LmCloudSpmdAdam"),
+)
 # Base, and the constants of the class besides those of its base.
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     *((base, {}) for base in BASES),
@@ -85,6 +93,7 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("adafactor", {"USE_BIAS": True, "DECAY_END": 5000, "CLIP_GRADIENT_NORM_TO_VALUE": 0.0}),
     ("adafactor", {"LR_SCHEDULE": COSINE, "ADAM_BETA2": 0.5, "WEIGHT_DECAY": 0.5}),
     ("cloud", {"CLIP_GRADIENT_NORM_TO_VALUE": 1.0, "DECAY_END": 5000, "ADAM_BETA1": 0.5}),
+    ("adam", {"COMBINE_QKV": False, "DCN_MESH_SHAPE": [1, 1, 1], "LR_LRED_MIN_RATIO": 0.5}),
     ("pipeline", {"USE_BIAS": True, "USE_ROTARY_POSITION_EMB": True}),
     ("pmap", {"DROPOUT_PROB": 0.1, "INPUT_DROPOUT_PROB": 0.2, "DECAY_END": 5000}),
     (
@@ -164,8 +173,31 @@ def record(base: str, constants: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def constants_of(cls: type) -> dict[str, str]:
+    """Return the text of each constant; that of a class or of a member of an enum is its name."""
+    values = {key: getattr(cls, key) for key in sorted(dir(cls)) if key.isupper()}
+    return {
+        key: getattr(value, "__name__", getattr(value, "name", str(value)))
+        for key, value in values.items()
+    }
+
+
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
+    reference.install_contrib()
+    from paxml.contrib.gpu.scripts_gpu import tasks
+    from paxml.tasks.lm import model_params
+    from paxml.tasks.lm.params import c4, lm_cloud
+
+    modules = (model_params, c4, lm_cloud, tasks)
+    classes = {
+        name: constants_of(value)
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, type) and value.__module__ == module.__name__ and name in DESCRIBED
+    }
+    text = ",\n".join(f" {json.dumps(name)}: {json.dumps(classes[name])}" for name in DESCRIBED)
+    Path(sys.argv[1], "base_classes.json").write_text("{\n" + text + "\n}\n")
     cases = {}
     for base, constants in CASES:
         name = " ".join([base, *(f"{key}={value}" for key, value in constants.items())])

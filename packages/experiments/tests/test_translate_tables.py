@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,3 +92,35 @@ def test_base_class_of_pax_sets_known_keys_and_has_known_bases(name: str):
     fields = {"USE_REPEATED_LAYER": False, **base.get("fields", {})}
     _, reasons = map_keys(table, fields)
     assert reasons.keys() <= {"NUM_HEADS"}
+
+
+# `scripts/pax_translations.py` writes the constants of paxml 1.4.0.
+BASE_CLASSES = json.loads((Path(__file__).parent / "pax" / "base_classes.json").read_text())
+
+
+@pytest.mark.parametrize("name", sorted(TABLES["pax"]["bases"].keys() - {"BaseExperiment"}))
+def test_base_class_has_the_constants_of_paxml(name: str):
+    table, recorded = TABLES["pax"], BASE_CLASSES[name]
+
+    def collect(base: str) -> tuple[dict[str, Any], set[str]]:
+        described = table["bases"][base]
+        fields: dict[str, Any] = {}
+        known = {*described.get("reads", "").split(), *described.get("ignores", "").split()}
+        for parent in reversed(described.get("bases", ())):
+            inherited, more = collect(parent)
+            fields, known = fields | inherited, known | more
+        return fields | described.get("fields", {}), known
+
+    fields, known = collect(name)
+    constants = {key: value for key, value in fields.items() if key.isidentifier()}
+    texts = {key: str(value) for key, value in constants.items()}
+    expected = {key: recorded[key] for key in texts}
+    for key, value in constants.items():
+        if isinstance(value, float):
+            texts[key], expected[key] = value, float(recorded[key])
+    assert texts == expected
+    assert recorded.keys() & table["keys"].keys() <= {
+        *fields,
+        *known,
+        *table["always_read"].split(),
+    }
