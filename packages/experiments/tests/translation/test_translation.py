@@ -66,6 +66,7 @@ def test_numbers_fit_their_rows_and_what_may_be_decoded():
         ("VOCAB_SIZE", 258),
         ("CHECKPOINT_POLICY", "SAVE_NOTHIN"),
         ("FPROP_DTYPE", "float23"),
+        ("MODEL_DIMS", 0),
     ],
 )
 def test_invalid_field_raises(raises: Any, field: str, value: Any):

@@ -51,6 +51,18 @@ def test_evaluation_masks_are_fixed_and_training_masks_are_random():
     assert (training[0].ids != training[1].ids).any()
 
 
+def test_evaluation_masks_of_a_row_do_not_depend_on_its_batch():
+    ids = np.random.default_rng(0).integers(0, MASK, (6, 50)).astype(np.int32)
+    everywhere = np.ones(ids.shape, bool)
+    layer = augmenter(train=False)
+    whole = layer.apply({}, ids, can_mask=everywhere)
+    for rows in (slice(0, 2), slice(3, 4), slice(5, None, -1)):
+        part = layer.apply({}, ids[rows], can_mask=everywhere[rows])
+        np.testing.assert_array_equal(part.ids, whole.ids[rows])
+        np.testing.assert_array_equal(part.weights, whole.weights[rows])
+    assert len({row.tobytes() for row in np.asarray(whole.weights)}) == 6
+
+
 @pytest.mark.parametrize(
     ("fields", "field", "value"),
     [
@@ -58,6 +70,7 @@ def test_evaluation_masks_are_fixed_and_training_masks_are_random():
         ({"mask_prob": 0.0}, "mask_prob", 0.0),
         ({"replace_prob": -0.5}, "replace_prob", -0.5),
         ({"replace_prob": 0.75, "random_prob": 0.5}, "replace_prob + random_prob", 1.25),
+        ({"vocab_size": 1, "mask_token_id": 0}, "vocab_size", 1),
     ],
 )
 def test_init_raises_for_an_invalid_field(raises, fields, field, value):

@@ -342,3 +342,33 @@ def test_packed_batches_reach_the_network():
     )
     np.testing.assert_allclose(packed[:, 3:], alone[:, :3], rtol=1e-5, atol=1e-5)
     assert np.all(np.abs(packed[:, 4:] - run(TRAIN_BATCH)[:, 4:]) > 1e-6)
+
+
+def test_weights_of_examples_multiply_those_of_their_tokens_where_they_are_applied(asked):
+    variables, _ = asked
+    ids = np.random.default_rng(1).integers(0, VOCAB, (3, 5)).astype(np.int32)
+    weights = np.random.default_rng(2).uniform(size=(3, 4)).astype(np.float32)
+    examples = np.array([1.0, 0.25, 0.0], np.float32)
+    stack = StackedTransformer
+    if "repeat" in variables["params"]["lm"]["stack"]:
+        stack = StackedTransformerRepeated
+    model = language_model(stack)
+
+    def metrics(model, **batch):
+        batch = NestedMap(ids=ids[:, :-1], labels=ids[:, 1:], **batch)
+        return jax.jit(model.apply)(variables, batch)[0]
+
+    applying = model.clone(apply_eval_sample_weights=True)
+    found = metrics(applying, weights=weights, eval_sample_weights=examples)
+    expected = metrics(model, weights=weights * examples[:, None])
+    ignored = metrics(model, weights=weights, eval_sample_weights=examples)
+    for name, metric in expected.items():
+        np.testing.assert_allclose(found[name].value, metric.value, rtol=1e-6)
+        np.testing.assert_allclose(
+            found[name].weight, np.sum(weights * examples[:, None]), rtol=1e-6
+        )
+        np.testing.assert_allclose(ignored[name].weight, np.sum(weights), rtol=1e-6)
+    np.testing.assert_array_equal(
+        metrics(applying, weights=weights)["xent"].value,
+        metrics(model, weights=weights)["xent"].value,
+    )

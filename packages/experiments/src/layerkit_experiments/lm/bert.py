@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from layerkit.checks import check_integers
 from layerkit.config import Config
 from layerkit.layers import LayerNorm
 from layerkit.models import BertModel
@@ -39,6 +40,15 @@ class MaskedLm(LmExperiment, abstract=True):
 
     # 259 ids of bytes and the mask token.
     reduced_fields: ClassVar[Mapping[str, Any]] = {"VOCAB_SIZE": 260, "DROPOUT_RATE": 0.0}
+
+    def validate(self) -> None:
+        """Check the size of the vocabulary.
+
+        Raises:
+          ConfigError: VOCAB_SIZE has no room for a token beside the mask token.
+        """
+        check_integers(None, minimum=2, VOCAB_SIZE=self.VOCAB_SIZE)
+        super().validate()
 
     def model(self) -> Config:
         """Return the config of the BertModel."""

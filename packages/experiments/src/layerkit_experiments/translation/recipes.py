@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
+from layerkit.checks import check_sizes
 from layerkit.config import Config, build
 from layerkit.decoding import BeamSearch, SampleDecoder
 from layerkit.errors import ConfigError
@@ -106,6 +107,7 @@ class TranslationExperiment(TrainingLength, BaseExperiment, abstract=True):
         """Raise an error if a dtype or another choice is unknown."""
         super().validate()
         canonical_dtype(self.FPROP_DTYPE, field="FPROP_DTYPE")
+        check_sizes(None, MODEL_DIMS=self.MODEL_DIMS)
         self.model()
 
     def learner(self) -> Config:

@@ -6,11 +6,14 @@ some become a random token, and some stay unchanged.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
-from layerkit.checks import check_non_negative, check_sizes, require
+from layerkit.checks import check_integers, check_non_negative, require
 from layerkit.nested_map import NestedMap
 
 
@@ -18,14 +21,14 @@ class MaskedLmAugmenter(BaseLayer):
     """A layer that selects tokens to predict and masks most of them.
 
     Attributes:
-      vocab_size: Number of token ids, from which random tokens are drawn.
+      vocab_size: Number of token ids, from which random tokens are drawn; at least two.
       mask_token_id: Id of the mask token.
       mask_prob: Fraction of the tokens that are selected.
       replace_prob: Fraction of the selected tokens that become the mask token.
       random_prob: Fraction of the selected tokens that become a random token; the others stay
         unchanged.
-      evaluation_seed: Random seed of evaluations, which select the same positions in every batch so
-        that their results can be compared.
+      evaluation_seed: Random seed of evaluations. Their draws for a row depend on this seed and the
+        ids of the row alone, so that results can be compared, whatever the batch size.
 
     Raises:
       ConfigError: A probability is out of range, or the mask token is not in the vocabulary.
@@ -40,7 +43,7 @@ class MaskedLmAugmenter(BaseLayer):
 
     def setup(self) -> None:
         """Check the fields."""
-        check_sizes(self, vocab_size=self.vocab_size)
+        check_integers(self, minimum=2, vocab_size=self.vocab_size)
         mask_id, size = self.mask_token_id, self.vocab_size
         expected = f"an id in [0, vocab_size={size})"
         require(0 <= mask_id < size, self, "mask_token_id", mask_id, expected)
@@ -63,13 +66,12 @@ class MaskedLmAugmenter(BaseLayer):
             weights: float32 `[batch, length]`, 1 for the selected tokens, which are predicted.
         """
         if self.is_training:
-            key = self.next_prng_key()
+            selection, kind, random_ids = self._draw(self.next_prng_key(), ids)
         else:
-            key = jax.random.key(self.evaluation_seed)
-        selected_key, kind_key, token_key = jax.random.split(key, 3)
-        selected = can_mask & (jax.random.uniform(selected_key, ids.shape) < self.mask_prob)
-        kind = jax.random.uniform(kind_key, ids.shape)
-        random_ids = jax.random.randint(token_key, ids.shape, 0, self.vocab_size, ids.dtype)
+            seed = jax.random.key(self.evaluation_seed)
+            keys = jax.vmap(partial(jax.random.fold_in, seed))(_row_hashes(ids))
+            selection, kind, random_ids = jax.vmap(self._draw)(keys, ids)
+        selected = can_mask & (selection < self.mask_prob)
         is_random = kind < self.replace_prob + self.random_prob
         seen = jnp.where(
             kind < self.replace_prob,
@@ -77,3 +79,19 @@ class MaskedLmAugmenter(BaseLayer):
             jnp.where(is_random, random_ids, ids),
         )
         return NestedMap(ids=jnp.where(selected, seen, ids), weights=selected.astype(jnp.float32))
+
+    @nn.nowrap
+    def _draw(self, key: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return two uniform numbers float32 and a random id for each of the ids `[...]`."""
+        selected_key, kind_key, token_key = jax.random.split(key, 3)
+        return (
+            jax.random.uniform(selected_key, ids.shape),
+            jax.random.uniform(kind_key, ids.shape),
+            jax.random.randint(token_key, ids.shape, 0, self.vocab_size, ids.dtype),
+        )
+
+
+def _row_hashes(ids: jax.Array) -> jax.Array:
+    """Return a polynomial hash uint32 `[batch]` of the ids `[batch, length]` of each row."""
+    powers = jnp.cumprod(jnp.full(ids.shape[-1], 0x01000193, jnp.uint32))  # FNV's prime
+    return jnp.sum((ids.astype(jnp.uint32) + 1) * powers, axis=-1, dtype=jnp.uint32)

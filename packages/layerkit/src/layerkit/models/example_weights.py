@@ -1,4 +1,4 @@
-"""Weights of the examples of a batch."""
+"""Weights of the examples of a batch, and of their tokens."""
 
 from __future__ import annotations
 
@@ -24,3 +24,16 @@ def example_weights(batch: NestedMap, num_examples: int) -> jax.Array:
         if name in batch:
             total = total * batch[name].astype(jnp.float32)
     return total
+
+
+def token_weights(weights: jax.Array, batch: NestedMap, *, apply: bool) -> jax.Array:
+    """Return token weights `[batch, length]`, multiplied by those of the examples of an evaluation.
+
+    Args:
+      weights: Token weights `[batch, length]`.
+      batch: Batch with the optional entry `eval_sample_weights` `[batch]`.
+      apply: False to return `weights` unchanged.
+    """
+    if not apply or "eval_sample_weights" not in batch:
+        return weights
+    return weights * batch.eval_sample_weights.astype(weights.dtype)[:, None]

@@ -11,6 +11,7 @@ from layerkit.config import Config, instance_field, sub_config_field
 from layerkit.decoding.decoder import Decoder
 from layerkit.decoding.loop import SampleDecoder
 from layerkit.layers.transformer import drop_none
+from layerkit.models.example_weights import token_weights
 from layerkit.models.prompt_decoding import continue_prompts
 from layerkit.models.token_metrics import token_metrics
 from layerkit.models.transformer_lm import TransformerLm
@@ -33,6 +34,8 @@ class LanguageModel(BaseModel):
         also has `inputs_indicator` `[batch, length]`, which is 1 on inputs. The SeqIO converter
         `prefix_lm`, for example, provides it. Prompts are inputs.
       decoder: Decoder that continues prompts, a `SampleDecoder` or `BeamSearch`.
+      apply_eval_sample_weights: True to multiply the weights of tokens by `eval_sample_weights`
+        `[batch]`, where a batch has them, as evaluations do.
     """
 
     reported_metric: ClassVar[str | None] = "xent"
@@ -41,6 +44,7 @@ class LanguageModel(BaseModel):
     lm_tpl: Config[BaseLayer] = sub_config_field(TransformerLm.HParams)
     is_prefix_lm: bool = False
     decoder: Annotated[Any, Decoder] = instance_field(SampleDecoder.HParams)
+    apply_eval_sample_weights: bool = False
 
     def setup(self) -> None:
         """Create the network."""
@@ -60,7 +64,7 @@ class LanguageModel(BaseModel):
         return self.lm(
             batch.ids,
             **{targets: batch[targets]},
-            weights=batch.weights,
+            weights=token_weights(batch.weights, batch, apply=self.apply_eval_sample_weights),
             segment_ids=batch.get("segment_ids"),
             segment_pos=batch.get("segment_pos"),
             **drop_none(in_prefix=in_prefix),
@@ -68,7 +72,8 @@ class LanguageModel(BaseModel):
 
     def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:
         """Compute `loss` (with label smoothing), `xent` (cross-entropy in nats) and `accuracy`."""
-        return token_metrics(predictions, batch.weights)
+        apply = self.apply_eval_sample_weights
+        return token_metrics(predictions, token_weights(batch.weights, batch, apply=apply))
 
     def decode(self, batch: NestedMap) -> NestedMap:
         """Continue the prompts of a batch.

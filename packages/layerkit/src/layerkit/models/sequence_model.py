@@ -19,6 +19,7 @@ from layerkit.decoding.split_rows import pad_columns, row_parts
 from layerkit.errors import ConfigError
 from layerkit.layers.masks import segments_from_paddings
 from layerkit.models.encoder_decoder import TransformerEncoderDecoder
+from layerkit.models.example_weights import token_weights
 from layerkit.models.token_metrics import token_metrics
 from layerkit.nested_map import NestedMap
 
@@ -36,6 +37,8 @@ class SequenceModel(BaseModel):
       model_tpl: Network.
       decoder: Decoder of targets, a `SampleDecoder` or `BeamSearch`.
       start_id: First input of the decoder.
+      apply_eval_sample_weights: True to multiply the weights of tokens by `eval_sample_weights`
+        `[batch]`, where a batch has them, as evaluations do.
     """
 
     reported_metric: ClassVar[str | None] = "xent"
@@ -44,6 +47,7 @@ class SequenceModel(BaseModel):
     model_tpl: Config[BaseLayer] = sub_config_field(TransformerEncoderDecoder.HParams)
     decoder: Annotated[Any, Decoder] = instance_field(SampleDecoder.HParams)
     start_id: int = 0
+    apply_eval_sample_weights: bool = False
 
     def setup(self) -> None:
         """Create the network."""
@@ -55,7 +59,7 @@ class SequenceModel(BaseModel):
             batch.src.ids,
             batch.tgt.ids,
             labels=batch.tgt.labels,
-            weights=batch.tgt.weights,
+            weights=token_weights(batch.tgt.weights, batch, apply=self.apply_eval_sample_weights),
             source_segment_ids=_segments(batch.src),
             source_segment_pos=batch.src.get("segment_pos"),
             target_segment_ids=_segments(batch.tgt),
@@ -64,7 +68,8 @@ class SequenceModel(BaseModel):
 
     def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:
         """Compute `loss` (with label smoothing), `xent` (cross-entropy in nats) and `accuracy`."""
-        return token_metrics(predictions, batch.tgt.weights)
+        apply = self.apply_eval_sample_weights
+        return token_metrics(predictions, token_weights(batch.tgt.weights, batch, apply=apply))
 
     def decode(self, batch: NestedMap) -> NestedMap:
         """Decode targets for the sources of a batch.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.base_layer import AUX_LOSS, NON_TRAINABLE, SUMMARIES
+from layerkit.base_layer import AUX_LOSS, CACHE, NON_TRAINABLE, SUMMARIES
 from layerkit.errors import ConfigError
 from layerkit.layers.activations import ReLU, SiLU
 from layerkit.layers.moe.feed_forward import MoeFeedForward
@@ -183,6 +183,17 @@ def test_evaluation_drops_no_choices():
     for fields in ({}, {"balance_per_group": True}):
         grouped = wrapped.clone(num_groups=9, **fields)
         assert jax.eval_shape(grouped.apply, variables, X[:, :1]).shape == (3, 1, 4)
+
+
+def test_capacity_in_evaluation_is_that_of_training_but_in_cached_steps():
+    layer = make(capacity_factor=1.0, capacity_in_evaluation=True)
+    variables = drawn_weights(layer)
+    variables["params"]["router"]["w"][:, 0] += 2.0
+    dropping, whole = (by_loops(variables["params"], X, k=2, slots=n) for n in (4, None))
+    assert np.any(dropping != whole)
+    np.testing.assert_allclose(jax.jit(layer.apply)(variables, X), dropping, atol=1e-5)
+    cached, _ = layer.apply(variables, X, mutable=[CACHE])
+    np.testing.assert_allclose(cached, whole, atol=1e-5)
 
 
 @pytest.mark.parametrize("fields", [{}, {"capacity_factor": 1.0}])

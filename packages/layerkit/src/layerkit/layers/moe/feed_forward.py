@@ -7,8 +7,9 @@ Two methods of dispatch share routing, weights and losses:
 - *capacity*: each expert has a fixed number of slots. The output of choices without a slot is zero,
   so that only the residual remains (`layerkit.layers.moe.capacity`).
 
-A capacity applies in training only. Evaluation and decoding drop no choices: the output of a token
-must not depend on other tokens, and cached steps must give the outputs of whole rows.
+A capacity applies in training only, unless `capacity_in_evaluation` is set. Evaluation and decoding
+drop no choices: the output of a token must not depend on other tokens, and cached steps must give
+the outputs of whole rows.
 
 With `ExpertChoiceRouter` experts choose tokens, in evaluation as in training, and no model with
 such a layer decodes with a cache.
@@ -24,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from layerkit.base_layer import BaseLayer
+from layerkit.base_layer import CACHE, BaseLayer
 from layerkit.checks import (
     check_choice,
     check_divisible,
@@ -75,6 +76,7 @@ _FIELDS_OF_TOKEN_CHOICE = (
     "num_experts_per_token",
     "grouped_matmul",
     "expert_exchange",
+    "capacity_in_evaluation",
     "load_balance_weight",
     "balance_all_choices",
     "balance_per_group",
@@ -108,8 +110,10 @@ class MoeFeedForward(BaseLayer):
         slots in training, rounded up to a multiple of 4, for a group of S tokens. Balanced routing
         fills them at a factor of num_experts_per_token. An expert that chooses tokens has as many
         slots in evaluation.
-      num_groups: Number of groups of a batch in training, each with separate slots; None for one
-        per row. It requires a capacity.
+      capacity_in_evaluation: True to apply the capacity in evaluation too, as Pax does, so that
+        results depend on the other tokens of a group. Decoding with a cache has no capacity.
+      num_groups: Number of groups of a batch with a capacity, each with separate slots; None for
+        one per row.
       grouped_matmul: Implementation of the products without a capacity, and of evaluation with a
         capacity; see `layerkit.layers.moe.grouped_matmul`.
       expert_exchange: Exchange of tokens without a capacity, and in evaluation with a capacity,
@@ -142,6 +146,7 @@ class MoeFeedForward(BaseLayer):
     used_only_if: ClassVar[Conditions] = {
         "gate_limit": "use_gate",
         "up_offset": "use_gate",
+        "capacity_in_evaluation": "capacity_factor",
         "num_groups": "capacity_factor",
         "dropout_rate": "capacity_factor",
         "balance_per_group": "capacity_factor",
@@ -162,6 +167,7 @@ class MoeFeedForward(BaseLayer):
     router_tpl: Config[BaseLayer] = sub_config_field(TopKRouter.HParams)
     dropout_rate: float = 0.0
     capacity_factor: float | None = None
+    capacity_in_evaluation: bool = False
     num_groups: int | None = None
     grouped_matmul: str = "auto"
     expert_exchange: str = "auto"
@@ -271,7 +277,8 @@ class MoeFeedForward(BaseLayer):
     @nn.nowrap
     def _run_token_choice(self, x: jax.Array, is_token: jax.Array | None) -> jax.Array:
         routing = self.router(x, is_token=is_token)
-        has_capacity = self.capacity_factor is not None and self.is_training
+        in_evaluation = self.capacity_in_evaluation and not self.is_mutable_collection(CACHE)
+        has_capacity = self.capacity_factor is not None and (in_evaluation or self.is_training)
         num_groups = self._num_groups(x) if has_capacity else 1
         self._report(routing, num_groups=num_groups if self.balance_per_group else 1)
         if has_capacity:
