@@ -13,7 +13,7 @@ never by an id, so id 0 may be a real token.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -414,6 +414,14 @@ def prompt_features(
     )
 
 
+def as_array(values: Any) -> np.ndarray:
+    """Return an array of any values; of objects if nested lists differ in length."""
+    try:
+        return np.asarray(values)
+    except ValueError:
+        return np.asarray(values, object)
+
+
 def as_tokens(tokens: Tokens, *, where: str, may_be_negative: bool = False) -> np.ndarray:
     """Return tokens as int32 `[tokens]`.
 
@@ -425,7 +433,7 @@ def as_tokens(tokens: Tokens, *, where: str, may_be_negative: bool = False) -> n
     Raises:
       ConfigError: The tokens are not integers in one dimension, or not in the range of ids.
     """
-    array = np.asarray(tokens)
+    array = as_array(tokens)
     if array.ndim == 1 and not array.size:
         return np.zeros(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":

@@ -89,6 +89,73 @@ def test_defaults_of_generation_are_those_of_transformers(
             model.generate_ids([IDS[0] * 3])
 
 
+def write_tokenizer(folder: Path, template: str, declared: dict[str, Any]) -> None:
+    """Write a tokenizer of the letters a to l, with `<s>` and `</s>`, and its post-processor."""
+    tokenizers = pytest.importorskip("tokenizers")
+    names = ["<unk>", "<s>", "</s>", "<|end|>", *"abcdefghijkl"]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "<unk>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    model.add_special_tokens(names[:4])
+    model.post_processor = tokenizers.processors.TemplateProcessing(template, None, [("<s>", 1)])
+    model.save(str(folder / "tokenizer.json"))
+    declared = {"bos_token": "<s>", "eos_token": "</s>", **declared}
+    (folder / "tokenizer_config.json").write_text(json.dumps(declared))
+
+
+@pytest.mark.parametrize("template", ["<s> $A", "$A"])
+def test_texts_begin_as_those_of_auto_tokenizer(theirs: Any, template: str, tmp_path: Path):
+    import torch
+    import transformers
+
+    theirs.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path, template, {"tokenizer_class": "PreTrainedTokenizerFast"})
+    auto = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    model = layerkit_runner.load(tmp_path, overrides={"DTYPE": "float32"})
+    texts = ["a b c d", "<s> a b", "c"]
+    for text, score in zip(texts, model.score(texts), strict=True):
+        # A post-processor would add the start token to a text that begins with it.
+        ids = auto(text.removeprefix("<s> ")).input_ids
+        if text.startswith("<s>") and template == "$A":
+            ids = [1, *ids]
+        with torch.no_grad():
+            logits = theirs(torch.tensor([ids])).logits[0, :-1]
+        expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        assert score.ids.tolist() == ids[1:]
+        np.testing.assert_allclose(score.token_log_probs, expected.numpy(), atol=1e-5)
+        tokens = theirs.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)[0]
+        new = auto.decode(tokens[len(ids) :], skip_special_tokens=True)
+        (found,) = model.generate(text, max_new_tokens=6, temperature=0)
+        assert found.split() == new.split()
+    (whole,) = model.score("a b c d")
+    (part,) = model.score("c d", prompts="a b")
+    np.testing.assert_allclose(part.token_log_probs, whole.token_log_probs[-2:], atol=1e-5)
+    assert model.generate("", max_new_tokens=4, temperature=0) == model.generate(
+        "<s>", max_new_tokens=4, temperature=0
+    )
+
+
+def test_each_declared_end_token_ends_a_text_and_a_disagreement_is_reported(
+    theirs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    theirs.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path, "$A", {})
+    model = layerkit_runner.load(tmp_path, overrides={"DTYPE": "float32"})
+    (unbounded,) = model.generate_ids([[1, 4]], max_new_tokens=6, temperature=0)
+    assert "end tokens" not in capsys.readouterr().err
+    # Each file ends the text at another of its tokens; the first of them counts.
+    for name, at in (("generation_config.json", 4), ("config.json", 2)):
+        path = tmp_path / name
+        content = json.loads(path.read_text()) | {"eos_token_id": [int(unbounded[at]), 2]}
+        path.write_text(json.dumps(content))
+        model = layerkit_runner.load(tmp_path, overrides={"DTYPE": "float32"})
+        (found,) = model.generate_ids([[1, 4]], max_new_tokens=6, temperature=0)
+        first = unbounded.tolist().index(unbounded[at])
+        assert found.tolist() == unbounded[: first + 1].tolist()
+        err = capsys.readouterr().err
+        assert err.count("end tokens") == 1 and "training ends a text with </s> (2)" in err
+
+
 def test_folder_without_a_tokenizer_scores_ids_and_names_what_is_missing(
     raises: Any, tmp_path: Path
 ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from types import ModuleType
@@ -201,3 +202,61 @@ def test_dialog_of_the_command_continues_each_line(
     assert cli.main(words) == 0
     expected = model.generate(PROMPTS, temperature=1.5)
     assert capsys.readouterr().out == "\n".join(expected) + "\n\n"
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_standard_input_that_is_not_utf8_is_an_error_of_one_line(
+    run: TrainResult,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    errors: str,
+):
+    piped = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr("sys.stdin", piped)
+    assert cli.main(["--mode=generate", f"--job_log_dir={run.job_log_dir}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "standard input='\\udce9'. Expected text in UTF-8; character 3 is none" in line
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "field"),
+    [
+        ("generate", {"prompts": None}, "prompts"),
+        ("generate", {"prompts": b"ab"}, "prompts"),
+        ("generate", {"prompts": ["a", 5]}, "prompts[1]"),
+        ("generate", {"prompts": "a\ud800"}, "prompts"),
+        ("generate", {"prompts": "a", "stream": 5}, "stream"),
+        ("generate", {"prompts": "a", "temperature": "1"}, "temperature"),
+        ("generate", {"prompts": "a", "temperature": True}, "temperature"),
+        ("generate", {"prompts": "a", "temperature": float("nan")}, "temperature"),
+        ("generate", {"prompts": "a", "top_p": "1"}, "top_p"),
+        ("generate", {"prompts": "a", "top_k": 1.5}, "top_k"),
+        ("generate", {"prompts": "a", "max_new_tokens": "3"}, "max_new_tokens"),
+        ("generate", {"prompts": "a", "seed": None}, "seed"),
+        ("generate_ids", {"prompts": 5}, "prompts"),
+        ("generate_ids", {"prompts": [[[1, 2], [3]]]}, "prompts[0]"),
+        ("score", {"texts": ["x", "y"], "prompts": "ab"}, "prompts"),
+        ("score", {"texts": ["x", 5]}, "texts[1]"),
+        ("score", {"texts": ["x"], "prompts": [None]}, "prompts[0]"),
+        ("score_ids", {"ids": [[5]], "start_id": 10**6}, "start_id"),
+        ("score_ids", {"ids": [[5]], "start_id": "1"}, "start_id"),
+        ("score_ids", {"ids": [[5]], "prompts": 5}, "prompts"),
+        ("logits", {"ids": [[1, 2], [3]]}, "ids"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_errors_of_one_sentence(
+    raises: Any, model: LoadedModel, method: str, arguments: dict[str, Any], field: str
+):
+    with raises(UserError, field=field):
+        getattr(model, method)(**arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"folder": 5}, {"step": "1"}, {"step": 1.5}, {"overrides": ["A=1"]}, {"overrides": {5: 1}}],
+)
+def test_arguments_of_load_of_a_wrong_type_are_errors(
+    raises: Any, run: TrainResult, arguments: dict[str, Any]
+):
+    with raises(UserError, field=next(iter(arguments))):
+        layerkit_runner.load(**{"folder": run.job_log_dir, **arguments})

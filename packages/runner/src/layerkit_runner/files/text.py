@@ -7,6 +7,17 @@ import shlex
 import sys
 from collections.abc import Collection, Sequence
 
+from layerkit_runner.errors import UsageError
+
+
+def check_utf8(text: str, *, field: str) -> None:
+    """Raise `UsageError` for text that cannot be written as UTF-8; `field` is for messages."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        expected = f"text in UTF-8; character {error.start} is none"
+        raise UsageError(field=field, value=text[error.start], expected=expected) from None
+
 
 def size_text(size: float) -> str:
     """Return bytes as a text of three digits, such as `0 B`, `12.3 kB` or `1.54 GB`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,13 +12,14 @@ import numpy as np
 from layerkit.config import build, is_config
 from layerkit.decoding import SampleDecoder
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.features import as_tokens, prompt_features
+from layerkit_inputs.features import as_array, as_tokens, prompt_features
 from layerkit_inputs.special_tokens import first_ids
 from layerkit_inputs.tokenizers import Tokenizer
 from layerkit_runner.config.config_tree import field_value
 from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.data.infeed import make_input
 from layerkit_runner.errors import UsageError, as_usage_error
+from layerkit_runner.files.text import check_utf8
 from layerkit_runner.partitioning import Partitioner
 
 Ids = Sequence[int] | np.ndarray
@@ -65,6 +66,8 @@ def _power_of_two(number: int) -> int:
 
 def token_rows(rows: Iterable[Any], field: str, *, vocab_size: int | None) -> list[np.ndarray]:
     """Return the token ids of several texts, each int32 `[tokens]`; `field` is for messages."""
+    if not isinstance(rows, Iterable):
+        raise UsageError(field=field, value=rows, expected="a list of token ids for each text")
     found = [as_tokens(each, where=f"{field}[{row}]") for row, each in enumerate(rows)]
     for row, ids in enumerate(found):
         check_vocabulary(ids, f"{field}[{row}]", vocab_size=vocab_size)
@@ -73,7 +76,7 @@ def token_rows(rows: Iterable[Any], field: str, *, vocab_size: int | None) -> li
 
 def token_array(ids: Any, field: str, *, vocab_size: int | None) -> np.ndarray:
     """Return token ids int32 `[rows, length]` or `[length]`."""
-    array = np.asarray(ids)
+    array = as_array(ids)
     if array.ndim not in (1, 2) or not array.size or array.dtype.kind not in "iu":
         raise UsageError(
             field=field,
@@ -91,6 +94,19 @@ def check_vocabulary(ids: np.ndarray, field: str, *, vocab_size: int | None) -> 
     for found in (int(ids.min()), int(ids.max())):
         if not 0 <= found < vocab_size:
             raise UsageError(field=field, value=found, expected=f"ids from 0 to {vocab_size - 1}")
+
+
+def text_list(texts: Any, field: str) -> list[str]:
+    """Return a text, or several, as a list; `field` is for messages."""
+    is_list = isinstance(texts, Iterable) and not isinstance(texts, (str, bytes, Mapping))
+    listed = list(texts) if is_list else [texts]
+    for row, text in enumerate(listed):
+        name = f"{field}[{row}]" if is_list else field
+        if not isinstance(text, str):
+            expected = "a text" if is_list else "a text, or a list of texts"
+            raise UsageError(field=name, value=text, expected=expected)
+        check_utf8(text, field=name)
+    return listed
 
 
 def check_one_each(prompts: Sequence[Any], texts: Sequence[Any]) -> None:
@@ -151,11 +167,12 @@ class GenerateOptions:
         }
         given = {name: getattr(self, name) for name in defaults}
         values = {name: defaults[name] if given[name] is None else given[name] for name in given}
+        top_p = values["top_p"]
         for name, is_valid, expected in (
             ("max_new_tokens", _is_integer(values["max_new_tokens"], 1), "a positive integer"),
-            ("temperature", 0 <= values["temperature"] < float("inf"), "a number of 0 or more"),
+            ("temperature", _is_number(values["temperature"], 0), "a number of 0 or more"),
             ("top_k", _is_integer(values["top_k"], 0), "an integer of 0 or more"),
-            ("top_p", 0 < values["top_p"] <= 1, "a number above 0 and at most 1"),
+            ("top_p", _is_number(top_p, 0) and 0 < top_p <= 1, "a number above 0 and at most 1"),
         ):
             if not is_valid:
                 raise UsageError(field=name, value=values[name], expected=expected)
@@ -232,6 +249,11 @@ def _row_ids(prompts: Sequence[Any], rows: int) -> np.ndarray:
         counts[tokens] = count = counts.get(tokens, -1) + 1
         row_ids[row] = np.uint32(zlib.crc32(tokens, count)).astype(np.int32)
     return row_ids
+
+
+def _is_number(value: Any, least: float) -> bool:
+    is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    return is_number and least <= value < float("inf")
 
 
 def _is_integer(value: Any, least: int) -> bool:

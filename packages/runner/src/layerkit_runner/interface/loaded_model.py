@@ -14,6 +14,7 @@ from layerkit.base_layer import PARAMS
 from layerkit.config import Config
 from layerkit.decoding import PausedDecoder, SampledRows
 from layerkit.nested_map import NestedMap
+from layerkit_inputs.features import as_tokens
 from layerkit_inputs.special_tokens import end_disagreement, end_ids
 from layerkit_inputs.tokenizers import Tokenizer
 from layerkit_runner.errors import UsageError
@@ -23,9 +24,11 @@ from layerkit_runner.interface.generation import (
     Ids,
     NoTokenizerError,
     check_one_each,
+    check_vocabulary,
     find_tokenizer,
     prompt_batch,
     prompt_ids,
+    text_list,
     token_array,
     token_rows,
 )
@@ -142,7 +145,9 @@ class LoadedModel:
         Raises:
           UserError: The model cannot decode or has no tokenizer, or an option is out of range.
         """
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        texts = text_list(prompts, "prompts")
+        if stream is not None and not callable(stream):
+            raise UsageError(field="stream", value=stream, expected="a function, or None")
         has_source = self._has_source
         source = self._tokenizer("src") if has_source else self.tokenizer
         target = self._tokenizer("tgt") if has_source else source
@@ -226,7 +231,7 @@ class LoadedModel:
         return [ids[start:end] for _, ids, start, end in zip(prompts, *found, strict=False)]
 
     def score(
-        self, texts: str | Sequence[str], *, prompts: Sequence[str] | None = None
+        self, texts: str | Sequence[str], *, prompts: str | Sequence[str] | None = None
     ) -> list[Score]:
         """Compute the log-likelihood of texts, and of each of their tokens.
 
@@ -242,7 +247,10 @@ class LoadedModel:
         Raises:
           UserError: The model predicts no next tokens, or has no tokenizer or too few positions.
         """
-        texts = [texts] if isinstance(texts, str) else list(texts)
+        is_alone, texts = isinstance(texts, str), text_list(texts, "texts")
+        if isinstance(prompts, str) and not is_alone:
+            expected = f"a list of {len(texts)} texts, one for each of `texts`"
+            raise UsageError(field="prompts", value=prompts, expected=expected)
         is_source = self._has_source
         first = self._tokenizer("src") if is_source else self.tokenizer
         second = self._tokenizer("tgt") if is_source else self.tokenizer
@@ -251,6 +259,7 @@ class LoadedModel:
             prompts = [""] * len(texts)
         before = None
         if prompts is not None:
+            prompts = text_list(prompts, "prompts")
             check_one_each(prompts, texts)
             before = [
                 prompt_ids(prompt, first, is_source=is_source, following=after)
@@ -290,11 +299,10 @@ class LoadedModel:
             start = self.model.start_id
             rows = source_rows(prompts or (), ids, self._buckets, start_id=start)
         else:
-            first = token_rows(
-                [[] if start_id is None else [start_id]], "start_id", vocab_size=size
-            )
+            first = as_tokens([] if start_id is None else [start_id], where="start_id")
+            check_vocabulary(first, "start_id", vocab_size=size)
             befores: Sequence[Ids] = [[]] * len(ids) if prompts is None else prompts
-            before = [[*first[0], *prompt] for prompt in befores]
+            before = [[*first, *prompt] for prompt in befores]
             is_prefix = getattr(self.model, "is_prefix_lm", False)
             rows = text_rows(before, ids, self._buckets, is_prefix=is_prefix)
         return rows.scores(self._call("score", model_calls.token_log_probs, rows.batch))

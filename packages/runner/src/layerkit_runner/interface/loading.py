@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from layerkit.config import Config, Partial
@@ -66,7 +67,15 @@ def load(
     Raises:
       UserError: The folder has no such model, or the model does not fit the devices.
     """
-    given = [as_override(name, value) for name, value in (overrides or {}).items()]
+    if not isinstance(folder, (str, os.PathLike)):
+        raise UsageError(field="folder", value=folder, expected="a path")
+    is_step = isinstance(step, (int, np.integer)) and not isinstance(step, bool) and step >= 0
+    if step is not None and not is_step:
+        raise UsageError(field="step", value=step, expected="an integer of 0 or more, or None")
+    stated = {} if overrides is None else overrides
+    if not isinstance(stated, Mapping) or not all(isinstance(name, str) for name in stated):
+        raise UsageError(field="overrides", value=overrides, expected="a dict of values by path")
+    given = [as_override(name, value) for name, value in stated.items()]
     return load_folder(os.fspath(folder), step=step, experiment=experiment, overrides=given)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from layerkit_runner.config.flags import ParsedFlags, configure_library_logs
 from layerkit_runner.errors import UsageError
+from layerkit_runner.files.text import check_utf8
 from layerkit_runner.run_options import RunOptions
 
 if TYPE_CHECKING:
@@ -59,9 +60,13 @@ def _load(flags: ParsedFlags) -> LoadedModel:
 
 
 def _piped_prompt() -> tuple[str, ...]:
-    text = sys.stdin.read().removesuffix("\n")  # which `echo` and editors add
+    try:
+        text = sys.stdin.read().removesuffix("\n")  # which `echo` and editors add
+    except UnicodeDecodeError as error:
+        text = error.object.decode("utf-8", "surrogateescape")
     if not text:
         raise UsageError(field="--prompt", value=None, expected="a text to continue")
+    check_utf8(text, field="standard input")
     return (text,)
 
 
@@ -109,6 +114,9 @@ def _lines() -> Iterator[str]:
             return
         except KeyboardInterrupt:
             print(flush=True)
+            continue
+        except UnicodeDecodeError:
+            print("the line is not UTF-8", file=sys.stderr, flush=True)
             continue
         if line:
             yield line
