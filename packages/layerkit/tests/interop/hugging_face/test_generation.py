@@ -101,7 +101,7 @@ def test_notes_have_what_is_used_and_what_is_not_supported(tmp_path: Path):
     }
     folder = write(tmp_path, content)
     used, lacking = generation_notes(folder, decoder_config(folder))
-    shown = "temperature=0.6, top_k=50, top_p=0.9, max_length=40"
+    shown = "temperature=0.6, top_k=50, top_p=0.9, max_length=40, bad_words_ids=[[1], [3, 4]]"
     assert used == f"generation   {shown}, by default (generation_config.json)"
     assert lacking == (
         "generation   unsupported and not applied: num_beams=4, typical_p=0.5,"

@@ -14,7 +14,7 @@ from typing import Any
 
 from layerkit.config import Config, build
 from layerkit.decoding import BannedIds, NoRepeatNgrams, SampleDecoder
-from layerkit.errors import ConfigError
+from layerkit.errors import ConfigError, short_repr
 from layerkit.interop.hugging_face.folder import CONFIG, eos_id, read_json, write_json
 
 GENERATION_CONFIG = "generation_config.json"
@@ -87,10 +87,13 @@ def generation_notes(folder: str | os.PathLike[str], decoder: Config) -> list[st
     names += [] if is_greedy else ["temperature", "top_k", "top_p", "min_p"]
     names += ["min_decode_steps", "max_length" if decoder.max_length else "max_decode_steps"]
     values = {key: getattr(decoder, key) for key in names}
+    if decoder.processors:
+        names = ["no_repeat_ngram_size", "suppress_tokens", "bad_words_ids"]
+        values |= {key: short_repr(content[key]) for key in names if content.get(key)}
     shown = ["greedy"] * is_greedy + [f"{key}={value}" for key, value in values.items() if value]
     lines = [f"generation   {', '.join(shown)}, by default ({name})"]
     if lacking := _unsupported(content):
-        shown = [f"{key}={value}" for key, value in lacking.items()]
+        shown = [f"{key}={short_repr(value)}" for key, value in lacking.items()]
         lines.append(f"generation   unsupported and not applied: {', '.join(shown)} ({name})")
     return lines
 
