@@ -76,9 +76,10 @@ def test_missing_file_raises(raises, make_folder, tmp_path):
     ],
 )
 def test_unsupported_option_raises(raises, make_folder, family, key, value, found):
-    owner = f"config.json of a {family} model"
+    folder = make_folder(family, edit={key: value})
+    owner = str(folder / f"config.json of a {family} model")
     with raises(UnsupportedModelError, owner=owner, value=found):
-        model_config(make_folder(family, edit={key: value}))
+        model_config(folder)
 
 
 def test_t5_activation_and_start_token_are_those_of_transformers(configs):

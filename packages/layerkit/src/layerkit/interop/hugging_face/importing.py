@@ -29,6 +29,7 @@ from layerkit.interop.hugging_face.folder import (
     same_tensor,
     tensor_count,
 )
+from layerkit.interop.hugging_face.keys import UnsupportedModelError
 from layerkit.interop.hugging_face.layouts import Ranges
 from layerkit.interop.hugging_face.tensors import (
     Anatomy,
@@ -73,12 +74,15 @@ def model_config(
       UnsupportedModelError: The family or an option is not supported, or the config declares more
         layers than the folder has tensors for.
     """
-    content = read_json(folder)
-    family = family_in(content)
-    num_tensors = tensor_count(folder)
-    if num_tensors is not None:
-        family.check_counts(content, num_tensors=num_tensors)
-    model = family.read_config(content)
+    content, num_tensors = read_json(folder), tensor_count(folder)
+    try:
+        family = family_in(content)
+        if num_tensors is not None:
+            family.check_counts(content, num_tensors=num_tensors)
+        model = family.read_config(content)
+    except UnsupportedModelError as error:
+        error.owner = str(pathlib.Path(folder, error.owner or CONFIG))
+        raise
     if not repeated:
         _unroll(getattr(model, family.network_field))
     return model.set(dtype=dtype, fprop_dtype=fprop_dtype)
