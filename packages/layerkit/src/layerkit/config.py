@@ -60,9 +60,8 @@ def field_names(target: Any) -> list[str]:
 
 
 def _accepts_any_keyword(target: Any) -> bool:
-    if dataclasses.is_dataclass(target):
-        return False
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters_of(target))
+    kinds = {parameter.kind for parameter in parameters_of(target)}
+    return not dataclasses.is_dataclass(target) and inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _check_keyword(target: Any, name: str) -> None:

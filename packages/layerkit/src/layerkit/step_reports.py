@@ -55,7 +55,11 @@ class AuxLoss(struct.PyTreeNode):
 
     @classmethod
     def of_totals(cls, totals: Sequence[jax.Array]) -> AuxLoss:
-        """Return the loss of several parts from their added `totals`; 0 without weight."""
+        """Return the loss of several parts from their added `totals`; 0 without weight.
+
+        Args:
+          totals: Sums of weighted factors, float32 `[..., entries]` each, and of weights `[...]`.
+        """
         *sums, weight = totals
         divisor = jnp.maximum(weight, 1e-30)[..., None]
         return cls(tuple(total / divisor for total in sums), weight)
@@ -110,7 +114,7 @@ def aux_losses(updates: Any) -> list[AuxLoss]:
 
 
 def sow_total(layer: Any, name: str, total: jax.Array, rule: Rule) -> None:
-    """Store a total that moves a variable; see `BaseLayer.update_var_by_total`."""
+    """Store a total `[...]` that moves a variable; see `BaseLayer.update_var_by_total`."""
     if layer.is_mutable_collection(STEP_TOTALS):
         layer.sow(STEP_TOTALS, name, StepTotal(total, rule))
     else:
