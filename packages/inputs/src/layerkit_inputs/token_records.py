@@ -86,7 +86,8 @@ class TokenRecords(IndexedInput):
                 field="fingerprint of tokenizer",
                 value=self.tokenizer.fingerprint(),
                 expected=repr(stored["fingerprint"]),
-                hint="Set the tokenizer of the folder, or build the folder again with this one.",
+                hint="Set the tokenizer of the folder, or build the folder again with this one."
+                " Without a tokenizer, records are read as they are.",
             )
         if self.vocab_size is not None and stored["vocab_size"] > self.vocab_size:
             raise self._config_error(
