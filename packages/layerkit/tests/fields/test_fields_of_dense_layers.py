@@ -224,6 +224,7 @@ EXAMPLES = [
         train_argument="train",
         evaluation_argument="deterministic",
         random_streams=Change(("noise", "dropout"), given={"train_argument": "train"}),
+        undecayed=("Dense_0/kernel",),
     ),
 ]
 

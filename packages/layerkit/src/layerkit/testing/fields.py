@@ -27,7 +27,7 @@ from layerkit.base_layer import AUX_LOSS, CACHE, NON_TRAINABLE, RANDOM, SUMMARIE
 from layerkit.config import Config, build, is_config, target_of
 from layerkit.field_checks import conditions_of
 from layerkit.sharding import BoundSharding
-from layerkit.weights import WeightInit, logical_axes, unbox
+from layerkit.weights import WeightInit, is_box, logical_axes, unbox
 
 # The tests of the base layer cover its fields.
 _OF_EVERY_LAYER = frozenset(field.name for field in dataclasses.fields(BaseLayer))
@@ -243,7 +243,8 @@ def _aspects(
     layer = build(config)
     key = jax.random.key(0)
     program, boxed = _program(layer.init_boxed, key)
-    yield str(logical_axes(boxed)), program
+    decays = jax.tree.map(lambda leaf: is_box(leaf) and leaf.decays, boxed, is_leaf=is_box)
+    yield str((logical_axes(boxed), decays)), program
     for train in (False, True):
         mode = layer.clone(train=train, sharding=sharding)
 
