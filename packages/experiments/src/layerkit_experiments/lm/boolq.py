@@ -54,6 +54,7 @@ class LlamaBoolQ(InitialWeights, AdamExponential, Spmd, BoolQ, LlamaDecoder, abs
     WEIGHT_INIT = "xavier_last_axes"
     USE_REPEATED_LAYER = False
     MAX_STEPS = 1000
+    SUMMARY_INTERVAL_STEPS = 100
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {"CHECKPOINT_RESTORE_PATH": ""}
 

@@ -103,6 +103,7 @@ class LmCloudSpmdAdamLimitSteps(LmCloudSpmdAdam):
     """The two layers for 4000 steps, the warmup."""
 
     MAX_STEPS = 4000
+    SUMMARY_INTERVAL_STEPS = 100
 
 
 class C4Spmd1BUnrolled(C4Spmd, abstract=True):

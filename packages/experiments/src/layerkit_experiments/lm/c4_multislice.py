@@ -52,18 +52,21 @@ class C4Spmd22BAdam1xv4_128LimitSteps(C4Spmd22BAdam1xv4_128):  # noqa: N801
     """The model of C4Spmd22BAdam1xv4_128 for 300 steps (v4:4x4x4)."""
 
     MAX_STEPS = 300
+    SUMMARY_INTERVAL_STEPS = 10
 
 
 class C4Spmd22BAdam2xv4_128LimitSteps(C4Spmd22BAdam2xv4_128):  # noqa: N801
     """The model of C4Spmd22BAdam2xv4_128 for 300 steps (v4:4x4x4*2)."""
 
     MAX_STEPS = 300
+    SUMMARY_INTERVAL_STEPS = 10
 
 
 class C4Spmd22BAdam4xv4_128LimitSteps(C4Spmd22BAdam4xv4_128):  # noqa: N801
     """The model of C4Spmd22BAdam4xv4_128 for 300 steps (v4:4x4x4*4)."""
 
     MAX_STEPS = 300
+    SUMMARY_INTERVAL_STEPS = 10
 
 
 class C4Spmd22BAdam1xv4_384(C4Spmd22BAdam1xv4_128):  # noqa: N801
@@ -115,18 +118,21 @@ class C4Spmd22BAdam1xv4_8LimitSteps(C4Spmd22BAdam1xv4_8):  # noqa: N801
     """The model of C4Spmd22BAdam1xv4_8 for 300 steps (v4:2x2x1)."""
 
     MAX_STEPS = 300
+    SUMMARY_INTERVAL_STEPS = 10
 
 
 class C4Spmd22BAdam2xv4_8LimitSteps(C4Spmd22BAdam2xv4_8):  # noqa: N801
     """The model of C4Spmd22BAdam2xv4_8 for 300 steps (v4:2x2x1*2)."""
 
     MAX_STEPS = 300
+    SUMMARY_INTERVAL_STEPS = 10
 
 
 class C4Spmd22BAdam4xv4_8LimitSteps(C4Spmd22BAdam4xv4_8):  # noqa: N801
     """The model of C4Spmd22BAdam4xv4_8 for 300 steps (v4:2x2x1*4)."""
 
     MAX_STEPS = 300
+    SUMMARY_INTERVAL_STEPS = 10
 
 
 class C4Spmd32BAdam1xv5_256(C4Spmd22BAdam1xv4_128):  # noqa: N801
@@ -158,4 +164,5 @@ class C4SpmdGpt3AdamDataParallel2x16x16(C4SpmdGpt3AdamOrgHP):
     ICI_MESH_SHAPE = [1, 16, 16]
     DCN_MESH_SHAPE = [2, 1, 1]
     MAX_STEPS = 100
+    SUMMARY_INTERVAL_STEPS = 10
     CHECKPOINT_EVERY_N_STEPS = 2000

@@ -51,6 +51,7 @@ class LmCloudSpmd2BLimitSteps(LmCloudSpmd2B):
     """The 2B model for 300 steps."""
 
     MAX_STEPS = 300
+    SUMMARY_INTERVAL_STEPS = 100
 
 
 class LmCloudSpmdLarge(SpmdFeatures, LmCloudSpmd, abstract=True):
@@ -209,3 +210,4 @@ class LmCloudTransformerAdamLimitSteps(LmCloudTransformerAdam):
 
     NUM_LAYERS = 10
     MAX_STEPS = 2000
+    SUMMARY_INTERVAL_STEPS = 100

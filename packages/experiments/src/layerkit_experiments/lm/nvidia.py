@@ -156,6 +156,7 @@ class Grok(CappedCosine, SpmdExperts, GrokDecoder):
     ICI_MESH_SHAPE = [1, 1, 8, 1]
     DCN_MESH_SHAPE = [1, 32, 1, 1]
     MAX_STEPS = 10
+    SUMMARY_INTERVAL_STEPS = 100
 
 
 class Grok_Proxy(Grok):  # noqa: N801
@@ -185,6 +186,7 @@ class Grok_Proxy_PP(CappedCosine, PipelinedExperts, GrokDecoder):  # noqa: N801
     ICI_MESH_SHAPE = [1, 1, 1, 8, 1]
     DCN_MESH_SHAPE = [8, 1, 8, 1, 1]
     MAX_STEPS = 10
+    SUMMARY_INTERVAL_STEPS = 100
 
 
 class Grok_PP(Grok_Proxy_PP):  # noqa: N801

@@ -97,6 +97,7 @@ class Synthetic126M(Pile126M):
 
     DATA_FORMAT = "synthetic"
     MAX_STEPS = 100
+    SUMMARY_INTERVAL_STEPS = 100
 
 
 class Synthetic5B(GPT5B):
@@ -104,6 +105,7 @@ class Synthetic5B(GPT5B):
 
     DATA_FORMAT = "synthetic"
     MAX_STEPS = 100
+    SUMMARY_INTERVAL_STEPS = 10
 
 
 class Synthetic175B(GPT175B):
@@ -111,6 +113,7 @@ class Synthetic175B(GPT175B):
 
     DATA_FORMAT = "synthetic"
     MAX_STEPS = 100
+    SUMMARY_INTERVAL_STEPS = 10
 
 
 # Other published names of the classes.
