@@ -127,7 +127,9 @@ def test_printed_next_commands_run(jobs: Any, tmp_path: Path, capsys: pytest.Cap
     (record,) = read_metrics(job.folder).evals["heldout"]
     assert record["loss"] > record["xent"] + 0.1
     assert f"heldout: xent {record['xent']:.4f} nats per byte = " in output
-    inspect, longer, plan = (shlex.split(line)[1:] for line in output.splitlines()[-3:])
+    # Long commands are wrapped as a shell reads them.
+    lines = output.replace("\\\n", "").splitlines()[-3:]
+    inspect, longer, plan = (shlex.split(line)[1:] for line in lines)
     assert cli.main(inspect) == 0
     assert "task.train.num_train_steps = 2\n" in capsys.readouterr().out
     assert cli.main([*longer, "--mode=inspect"]) == 0

@@ -84,13 +84,15 @@ EXAMPLES = [
     of(
         M.LanguageModel,
         {"lm_tpl": small(M.TransformerLm), "decoder": GREEDY},
-        model_and_decoding(PROMPTS),
+        model_and_decoding(NestedMap(PROMPTS, eval_sample_weights=jnp.ones(BATCH))),
         decoder=Config(SampleDecoder, temperature=0.0, max_decode_steps=16),
     ),
     of(
         M.SequenceModel,
         {"model_tpl": small(M.TransformerEncoderDecoder), "decoder": ONE_AND_15},
-        model_and_decoding(NestedMap(src=NestedMap(ids=IDS), tgt=ROWS)),
+        model_and_decoding(
+            NestedMap(src=NestedMap(ids=IDS), tgt=ROWS, eval_sample_weights=jnp.ones(BATCH))
+        ),
         decoder=Config(SampleDecoder, temperature=0.0, max_decode_steps=31),
     ),
     of(

@@ -103,12 +103,12 @@ def load_folder(
         return LoadedModel(job, state.for_inference(), path=folder, step=0)
 
 
-def _report_generation(job: Job, folder: str | None) -> None:
-    """Report the decoding defaults of the Hugging Face folder from which a model began."""
+def _report_generation(job: Job, folder: str) -> None:
+    """Report the decoding defaults of a Hugging Face folder."""
     from layerkit.interop.hugging_face import generation_notes
 
     decoder = getattr(job.resolved.task.model, "decoder", None)
-    if decoder is not None and folder is not None and Path(folder).is_dir():
+    if decoder is not None:
         for line in generation_notes(folder, decoder):
             job.observers.message(line)
 
@@ -196,7 +196,6 @@ def load_checkpoint(resolved: ResolvedExperiment, folder: str, step: int | None)
         with job.checkpoints(read_only=True) as checkpoints:
             step = choose_step(checkpoints, step)
             state = job.restore(checkpoints, step, for_training=False).state
-        _report_generation(job, getattr(resolved.experiment, "HF_FOLDER", None))
         return LoadedModel(job, state.for_inference(), path=folder, step=step)
 
 
