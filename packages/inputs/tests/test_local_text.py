@@ -622,6 +622,17 @@ def test_conversations_raise_without_advice_to_skip_them(raises, tmp_path, kind,
         LocalText(text_field=text_field, **fields).get_next()
 
 
+@pytest.mark.parametrize("text_field", ["text", "messages"])
+def test_conversations_after_an_empty_one_or_in_an_array_raise_alike(raises, tmp_path, text_field):
+    rows = [{"messages": []}, {"messages": TURNS}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    for name, text in (("a.jsonl", lines), ("b.json", json.dumps(rows, indent=1))):
+        (tmp_path / name).write_text(text)
+        fields = {"batch_size": 1, "paths": [str(tmp_path / name)], "split": "all"}
+        with raises(UnfitFieldError, field="text_field", value=text_field, remedies={}):
+            LocalText(text_field=text_field, **fields).get_next()
+
+
 def test_conversations_beside_texts_are_an_error_that_lists_the_texts(raises, tmp_path):
     fields = chat_file(tmp_path, "jsonl", prompt="words")
     for text_field in (None, "txt"):

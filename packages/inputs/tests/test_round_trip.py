@@ -49,6 +49,16 @@ def test_lost_characters_are_counted(sentencepiece_file, tokenizer_json):
     assert lost_text(lower, [b"A"]) == "1 'A' of the first document"
 
 
+def test_a_space_that_a_tokenizer_puts_first_is_no_loss(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = {letter: number for number, letter in enumerate("Ġab")}
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    model.save(str(tmp_path / "tokenizer.json"))
+    assert lost_text(HuggingFaceTokenizer(path=str(tmp_path)), [b"ab", b" a"]) is None
+
+
 @pytest.mark.parametrize("text", [CODE, "a<|endoftext|>b", "", "é"])
 def test_lossless_tokenizers_lose_nothing(tokenizer_json, text):
     for tokenizer in (ByteTokenizer(), HuggingFaceTokenizer(path=tokenizer_json)):

@@ -25,10 +25,20 @@ from layerkit_inputs.text_splits import (
     [
         ("train", ["train.jsonl", "data/train-00000-of-00002.parquet", "wiki.train.tokens"]),
         ("train", ["TRAIN_1.txt", "training/part-3.txt.gz", "trainset.csv", "test/train.txt"]),
-        ("validation", ["val.jsonl", "valid.txt", "my-validation-00000-of-00001.parquet"]),
         (
             "validation",
-            ["dev/a.txt", "eval2.jsonl.gz", "held_out.txt", "heldout/x", "ptb.valid.txt"],
+            ["val.jsonl", "valid.txt", "my-validation-00000-of-00001.parquet", "x.valid.txt"],
+        ),
+        (
+            "validation",
+            [
+                "dev/a.txt",
+                "eval2.jsonl.gz",
+                "held_out.txt",
+                "heldout/x",
+                "hold-out.md",
+                "holdout/y",
+            ],
         ),
         ("test", ["test.txt", "wiki.test.tokens", "x/test-00000-of-00001.parquet", "testset.txt"]),
         (None, ["a.txt", "trains.txt", "interval.txt", "latest.txt", "devil.md", "contest/b.txt"]),

@@ -25,7 +25,7 @@ from layerkit_inputs.text_files import TextFile
 _SPLIT_WORD = re.compile(
     r"(?<![^\W\d_])(?:"
     r"(?P<train>train|training)"
-    r"|(?P<validation>validation|valid|val|dev|development|eval|evaluation|held[-_. ]?out|holdout)"
+    r"|(?P<validation>validation|valid|val|dev|development|eval|evaluation|h[eo]ld[-_. ]?out)"
     r"|(?P<test>test|testing)"
     r")(?:set|split)?(?![^\W\d_])",
     re.IGNORECASE,

@@ -224,11 +224,12 @@ def first_fields(file: TextFile, *, max_document_bytes: int) -> dict[str, Any]:
 
 
 def _merged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return all fields of some objects, with the first text of each, or else its first value."""
+    """Return all fields of some objects: the first text of each, else a value that is not empty."""
     fields: dict[str, Any] = {}
     for row in rows:
         for name, value in row.items():
-            if name not in fields or (type(value) is str and type(fields[name]) is not str):
+            is_empty = fields.get(name) in (None, [])
+            if is_empty or (type(value) is str and type(fields[name]) is not str):
                 fields[name] = value
     return fields
 
@@ -236,9 +237,9 @@ def _merged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def check_text_field(
     file: TextFile, field: str, *, owner: str | None, option: str, max_document_bytes: int
 ) -> None:
-    """Raise if no text is in a field of the first JSON objects of a file.
+    """Raise if a file does not begin with JSON objects that have text in a field.
 
-    Such a field is a mistake about the whole file, not a bad record.
+    This is a mistake about the whole file, not a bad record.
 
     Args:
       file: File of JSON lines.
@@ -251,7 +252,16 @@ def check_text_field(
       UnfitFieldError: The field has no text.
     """
     fields = first_fields(file, max_document_bytes=max_document_bytes)
-    if fields and type(fields.get(field)) is not str:
+    if not fields:
+        raise UnfitFieldError(
+            f"the first lines of {file.path} are no JSON objects",
+            owner=owner,
+            field=option,
+            value=field,
+            expected="one object in each line",
+            hint="Write an array, or objects of several lines, as JSON lines.",
+        )
+    if type(fields.get(field)) is not str:
         raise unfit_text_field(file.path, fields, field, owner=owner, option=option)
 
 
