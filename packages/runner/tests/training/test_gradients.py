@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,7 +68,9 @@ def test_rows_that_cannot_be_divided_are_an_error(tiny: SimpleNamespace, raises)
         split_rows(unequal_rows(), 4, multiple=4)
 
 
-def test_non_trainables_are_passed_between_microbatches(tiny: SimpleNamespace):
+def test_non_trainables_are_passed_between_microbatches(
+    tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
+):
     class Halving(tiny.Regression):
         """Its counter takes the mean of what it has and what it sees."""
 
@@ -80,7 +83,9 @@ def test_non_trainables_are_passed_between_microbatches(tiny: SimpleNamespace):
     task = config.set(model=Halving.HParams.config(counts=True)).Instantiate()
     batch = unequal_rows(4)
     batch.x[:, 0] = [1, 2, 3, 4]
-    state, _ = task.train_step(task.init_state(jax.random.key(0)), batch, GLOBAL_BATCH)
+    with caplog.at_level(logging.INFO, "layerkit"):
+        state, _ = task.train_step(task.init_state(jax.random.key(0)), batch, GLOBAL_BATCH)
+    assert "each microbatch uses and adds its own: counter/sum" in caplog.text
     # 0.5, 1.25, 2.125 and then this.
     assert float(state.non_trainable["counter"]["sum"]) == 3.0625
 

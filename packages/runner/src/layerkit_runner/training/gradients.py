@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 
 from layerkit.base_layer import NON_TRAINABLE, SUMMARIES
 from layerkit.checks import require
 from layerkit.config import Configurable
+from layerkit.errors import first_names
 from layerkit.step_reports import STEP_TOTALS, AuxLoss, aux_losses
 from layerkit_runner.errors import UsageError
 from layerkit_runner.training.metrics import Reported, StepContext, reduce_microbatches
@@ -28,6 +30,7 @@ _OF_EACH_MICROBATCH = (
     "balance of experts: the mean of the losses of the microbatches; task.train.exact_aux_losses"
     "=True computes that of the whole batch, by one more forward pass"
 )
+_MOVED_IN_TURN = "moving statistics: each microbatch uses and adds its own: %s"
 
 
 class LossAggregator(Configurable):
@@ -202,6 +205,10 @@ def _accumulate(
         products = [loss.factors if len(loss.factors) > 1 else () for loss in losses]
         if any(products) and not exact_aux:
             _LOG.info(_OF_EACH_MICROBATCH)
+        moved = flatten_dict(updates.get(NON_TRAINABLE, {}), sep="/")
+        names = moved.keys() - flatten_dict(updates.get(STEP_TOTALS, {}), sep="/").keys()
+        if names:
+            _LOG.info(_MOVED_IN_TURN, first_names(sorted(names), limit=2))
         means = products if exact_aux else [()] * len(losses)
         aux = [loss.replace(factors=f).totals() for loss, f in zip(losses, means, strict=True)]
         return _Weights(of_terms, aux)

@@ -85,10 +85,11 @@ class TrainHParams(Configurable):
         it training stops with exit code 65; None for no limit.
       gradient_accumulation_steps: Number of microbatches that a batch is divided into. Their
         gradients are accumulated before the update. This takes less memory, and the update equals
-        that of the whole batch up to rounding, except for losses that balance experts.
+        that of the whole batch up to rounding, except for losses that balance experts, statistics
+        of BatchNorm and capacities of experts.
       exact_aux_losses: True if losses that balance experts are also those of the whole batch with
         several microbatches, at the cost of one more forward pass. False averages the losses of the
-        microbatches.
+        microbatches. Groups of a fixed number (`num_groups`) are always those of a microbatch.
       eval_use_ema_states: True if evaluation uses the averaged weights (`learner.ema_decay`).
       decode_use_ema_states: True if decoding uses the averaged weights.
       variable_norm_summary: True if `learning/var_norm`, the norm of the trained weights before the
