@@ -614,7 +614,13 @@ def chat_file(folder, kind, **more):
 
 @pytest.mark.parametrize(
     ("kind", "text_field"),
-    [("jsonl", None), ("jsonl", "messages"), ("jsonl.gz", "messages"), ("parquet", "messages")],
+    [
+        ("jsonl", None),
+        ("jsonl", "messages"),
+        ("jsonl.gz", "messages"),
+        ("parquet", "messages"),
+        ("parquet", "text"),
+    ],
 )
 def test_conversations_raise_without_advice_to_skip_them(raises, tmp_path, kind, text_field):
     fields = chat_file(tmp_path, kind, id=1)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from layerkit.errors import ConfigError
+from layerkit_inputs.bad_records import CONVERSATIONS
 from layerkit_inputs.hugging_face.input import HuggingFaceInput, HuggingFacePrompts
 from layerkit_inputs.hugging_face.stream import HuggingFaceStream
 from layerkit_inputs.testing import laws
@@ -347,6 +348,15 @@ for reader in (HuggingFaceInput, HuggingFaceStream):
 def test_input_raises_for_invalid_fields(raises, more, field, value, fields):
     with raises(ConfigError, owner="HuggingFaceInput", field=field, value=value):
         list(HuggingFaceInput(**{**fields, **more}).eval_batches())
+
+
+@pytest.mark.parametrize("text_field", ["text", "messages"])
+def test_conversations_raise_with_the_advice_to_write_texts(raises, text_field, tmp_path):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}))
+    fields = {"path": "json", "data_files": str(tmp_path / "a.jsonl"), "cache_dir": str(tmp_path)}
+    with raises(ConfigError, hint=CONVERSATIONS):
+        HuggingFaceInput(batch_size=1, text_field=text_field, **fields).get_next()
 
 
 def test_urls_in_the_settings_of_a_local_folder_raise(raises, fields, folder):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import shutil
 
 import pytest
 
@@ -140,14 +141,22 @@ def test_a_state_is_small_with_long_rows_too(tmp_path, fields):
         {"seq_length": 8},
         {"packing": "none", "trim": True},
         {"data_files": "one file"},
+        {"data_files": "other documents of equal size"},
         {"tokenizer": "t5"},
     ],
-    ids=lambda more: next(iter(more)),
+    ids=lambda more: "-".join(map(str, next(iter(more.items())))),
 )
-def test_stream_rejects_a_state_of_other_fields_or_data(more, fields, folder, sentencepiece_file):
+def test_stream_rejects_a_state_of_other_fields_or_data(
+    more, fields, folder, tmp_path, sentencepiece_file
+):
     state = HuggingFaceStream(**fields, is_training=True).get_state()
-    if "data_files" in more:
+    if more.get("data_files") == "one file":
         more = {"data_files": [str(folder / "0.jsonl")]}
+    elif "data_files" in more:
+        shutil.copytree(folder, tmp_path / "other")
+        file = tmp_path / "other" / "0.jsonl"
+        file.write_text("".join(reversed(file.read_text().splitlines(keepends=True))))
+        more = {"data_files": str(tmp_path / "other" / "*.jsonl")}
     if "tokenizer" in more:
         more = {"tokenizer": SentencePieceTokenizer(path=sentencepiece_file)}
     with pytest.raises(ConfigError):

@@ -50,7 +50,7 @@ class TokenisedText(HuggingFaceText, IndexedInput):
     @functools.cached_property
     def _documents(self) -> Documents:
         data = self._open_mapped()
-        self._check_text_columns(data.column_names)
+        self._check_text_columns(data.features.arrow_schema)
         most = self._most_examples()
         if most is not None and most < len(data):
             data = data.select(range(most))

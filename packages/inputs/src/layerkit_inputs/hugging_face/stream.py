@@ -36,6 +36,9 @@ from layerkit_inputs.hugging_face.text import Example, HuggingFaceText
 from layerkit_inputs.state import Scope, check_same_data
 from layerkit_inputs.stream_packer import StreamPacker
 
+_IDENTIFYING_BYTES = 1 << 16
+"""Number of bytes of the first file that a state identifies."""
+
 
 @dataclasses.dataclass
 class _Position:
@@ -230,10 +233,12 @@ class HuggingFaceStream(HuggingFaceText):
         """Values that determine the rows; a state fits only equal ones."""
         self._stream()
         names = [f"{Path(file).name} {_size_of(file)}" for file in self._files]
+        # Data that are made anew may have the same sizes.
+        checksum = zlib.crc32(_first_bytes(self._files[0])) if self._files else 0
         order = {"seed": self._seed} if self.shuffle else {}
         return {
             **self._text_identity(),
-            "files_crc32": zlib.crc32("\n".join(names).encode()),
+            "files_crc32": zlib.crc32("\n".join(names).encode(), checksum),
             "seq_length": self.seq_length,
             "packing": self.packing,
             "trim": self.trim,
@@ -264,3 +269,10 @@ class HuggingFaceStream(HuggingFaceText):
 
 def _size_of(file: str) -> int | None:
     return Path(file).stat().st_size if Path(file).is_file() else None
+
+
+def _first_bytes(file: str) -> bytes:
+    if not Path(file).is_file():
+        return b""
+    with Path(file).open("rb") as opened:
+        return opened.read(_IDENTIFYING_BYTES)

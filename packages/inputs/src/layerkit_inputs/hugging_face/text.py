@@ -12,7 +12,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from layerkit.checks import check_choice
 from layerkit_inputs.bad_records import CONVERSATIONS
 from layerkit_inputs.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS
 from layerkit_inputs.errors import require_extra
@@ -20,6 +19,7 @@ from layerkit_inputs.features import as_tokens
 from layerkit_inputs.hugging_face.data import HuggingFaceData
 from layerkit_inputs.special_tokens import first_ids, last_ids
 from layerkit_inputs.tokenizers import ByteTokenizer, Tokenizer
+from layerkit_inputs.tools.raw_documents import is_list_of_structs
 
 
 class Example(NamedTuple):
@@ -53,15 +53,20 @@ class HuggingFaceText(HuggingFaceData):
     def _text_columns(self) -> list[str]:
         return [*([] if self.inputs_field is None else [self.inputs_field]), self.text_field]
 
-    def _check_text_columns(self, column_names: Sequence[str]) -> None:
-        check_choice(self._label, column_names, text_field=self.text_field)
-        if self.inputs_field is not None:
-            check_choice(self._label, column_names, inputs_field=self.inputs_field)
+    def _check_text_columns(self, schema: Any) -> None:
+        """Check that an Arrow schema has the columns."""
+        arrow = require_extra("pyarrow", needed_by=type(self).__qualname__)
+        has_conversations = any(is_list_of_structs(arrow, kind) for kind in schema.types)
+        for field in ("text_field", "inputs_field"):
+            name = getattr(self, field)
+            if name is not None and name not in schema.names:
+                hint = CONVERSATIONS if has_conversations else None
+                raise self._config_error(field=field, value=name, choices=schema.names, hint=hint)
 
     def _examples(self, table: Any, order: Sequence[int]) -> Iterator[tuple[int, Example | str]]:
         """Yield the row number, and the example or its problem, of rows of an Arrow table."""
         arrow = require_extra("pyarrow", needed_by=type(self).__qualname__)
-        self._check_text_columns(table.column_names)
+        self._check_text_columns(table.schema)
         columns = []
         for name in self._text_columns():
             column = table.column(name)
@@ -92,7 +97,7 @@ class HuggingFaceText(HuggingFaceData):
                 field=f"type of column {name!r}",
                 value=str(kind),
                 expected="strings, or lists of integers (token ids)",
-                hint=CONVERSATIONS if is_list and arrow.types.is_struct(kind.value_type) else None,
+                hint=CONVERSATIONS if is_list_of_structs(arrow, kind) else None,
             )
         if self.tokenizer is None:
             raise self._config_error(

@@ -125,18 +125,21 @@ def _parquet_rows(path: Path, field: str, max_document_bytes: int) -> Iterator[R
     arrow = require_extra("pyarrow", needed_by="Parquet files")
     try:
         with open_parquet(path) as opened:
-            names = opened.schema_arrow.names
-            if field not in names:
+            schema = opened.schema_arrow
+            texts = [column.name for column in schema if _is_text(arrow, column.type)]
+            if field not in schema.names:
+                has_conversations = any(is_list_of_structs(arrow, kind) for kind in schema.types)
                 raise BadRecordError(
                     "no such column",
                     owner=str(path),
                     field="column",
                     value=field,
-                    choices=names,
-                    remedies={"text_field": nearest_field(field, names)},
+                    choices=texts or schema.names,
+                    hint=CONVERSATIONS if has_conversations else None,
+                    remedies={"text_field": nearest_field(field, texts)} if texts else {},
                 )
-            kind = opened.schema_arrow.field(field).type
-            if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+            kind = schema.field(field).type
+            if field not in texts:
                 raise BadRecordError(
                     owner=str(path),
                     field=f"type of column {field!r}",
@@ -154,6 +157,10 @@ def _parquet_rows(path: Path, field: str, max_document_bytes: int) -> Iterator[R
                     yield RawDocument(where, text, is_json=False, position=row * share)
     except (arrow.ArrowException, OSError) as error:
         raise BadRecordError(f"cannot read the Parquet file ({error})", owner=str(path)) from None
+
+
+def _is_text(arrow: Any, kind: Any) -> bool:
+    return bool(arrow.types.is_string(kind) or arrow.types.is_large_string(kind))
 
 
 def is_list_of_structs(arrow: Any, kind: Any) -> bool:
