@@ -179,7 +179,9 @@ def test_walk_through_from_pax_shows_a_translation_and_an_equal_class(
     for name, code in {"translated": completed, "mine": BLOCK.findall(page)[0]}.items():
         names[name] = {"__name__": "mine"}
         exec(code, names[name])
-    translated = config_text(resolve(names["translated"]["TinyLm"](MAX_STEPS=100)))
+    # An interval set before MAX_STEPS would be shortened.
+    fields = {"MAX_STEPS": 100, "SUMMARY_INTERVAL_STEPS": 20}
+    translated = config_text(resolve(names["translated"]["TinyLm"](**fields)))
     assert translated == config_text(resolve(names["mine"]["TinyLm"]()))
 
 
