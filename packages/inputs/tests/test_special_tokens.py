@@ -297,6 +297,20 @@ def test_rows_prompts_and_records_begin_and_end_alike(tmp_path, text):
             assert records.special_ids() == (None, 256, 256)
 
 
+@pytest.mark.parametrize("bos_token", [CHAT[0], None])
+def test_prompt_of_an_empty_document_is_the_start_token(tmp_path, bos_token):
+    declared = {"eos_token": END, "bos_token": bos_token}
+    path = Folder(byte_level(END, *CHAT), declared).write(tmp_path / "model")
+    tokenizer = HuggingFaceTokenizer(path=path)
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a"}\n{"text": ""}\n')
+    fields = {"paths": [str(file)], "text_field": "text", "split": "all", "tokenizer": tokenizer}
+    batch = LocalTextPrompts(batch_size=2, prompt_length=4, **fields).get_next()
+    assert batch.prompt_lengths.tolist() == [1, 1]
+    assert batch.ids[:, 0].tolist() == [*tokenizer.encode("a"), 257 if bos_token else 256]
+    assert batch.paddings.sum(axis=1).tolist() == [3, 3]
+
+
 def test_inputs_without_start_are_read_and_not_scored():
     batch = lm_features([[5, 6]], [[7, 8]], length=4, bos_id=None, weights_on_targets_only=True)
     assert batch.ids.tolist()[0][:3] == [5, 6, 7] and batch.labels.tolist()[0][:3] == [6, 7, 8]

@@ -173,6 +173,8 @@ class Documents:
     def prompts(self, rows: np.ndarray, *, length: int, tokenizer: Tokenizer) -> NestedMap:
         """Return the beginnings of documents, or their inputs, without the end id.
 
+        A prompt has at least one id, so that of an empty document is the start id.
+
         Args:
           rows: Numbers of documents, int64 `[rows]`.
           length: Positions of a row. Longer prompts are cut on the right.
@@ -185,12 +187,15 @@ class Documents:
             sizes = self.num_predictions_of(rows) + (tokenizer.eos_id is None)
         else:
             sizes = self.num_inputs[rows] + 1
-        lengths = np.minimum(sizes, length)
+        lengths = np.clip(sizes, 1, length)
         columns = np.arange(length)
         valid = columns < lengths[:, None]
         at = np.where(valid, self.begins[rows][:, None] + columns, 0)
+        ids = np.where(valid, self.ids[at], tokenizer.pad_id).astype(np.int32)
+        if tokenizer.start_id is not None:  # else the end id continues an empty document
+            ids[sizes < 1, 0] = tokenizer.start_id
         return NestedMap(
-            ids=np.where(valid, self.ids[at], tokenizer.pad_id).astype(np.int32),
+            ids=ids,
             paddings=(~valid).astype(np.float32),
             prompt_lengths=lengths.astype(np.int32),
         )

@@ -8,8 +8,8 @@ predictions: its tokens, the first of them from the start id, and its end id. Th
 concatenated and cut into rows, so an epoch predicts every token and every end exactly once. A row
 that begins inside a document has only the token before it as context.
 
-Files whose names say so are held out, else documents; see `text_splits`. The training split and the
-held-out split share no document.
+Files whose names say so are held out, else documents by their text, so that the training split and
+the held-out split share no document; see `text_splits`.
 
 The files are tokenized on first use, and their ids are kept in memory: with bytes as tokens two
 bytes an id. For larger data, build token records once by
