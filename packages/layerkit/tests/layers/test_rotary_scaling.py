@@ -91,6 +91,10 @@ CASES = {
         LongRopeScaling(SHORT, LONG, TRAINED, 4 * TRAINED, longest_sequence=TRAINED),
         ("longrope", {"length": TRAINED}),
     ),
+    "longrope, not extended": (
+        LongRopeScaling(SHORT, LONG, TRAINED, TRAINED // 2, longest_sequence=1),
+        ("longrope", {"length": 1, "max_position_embeddings": TRAINED // 2}),
+    ),
     "longrope, factor given": (
         LongRopeScaling(SHORT, LONG, TRAINED, 4 * TRAINED, TRAINED + 1, attention_factor=1.4),
         ("longrope", {"length": TRAINED + 1, "attention_factor": 1.4}),
@@ -170,7 +174,7 @@ def test_scaling_changes_frequencies_as_documented():
         (lambda: yarn(attention_factor=0.0), "attention_factor", 0.0),
         (lambda: Llama3Scaling(8.0, 4.0, 1.0, TRAINED), "low_freq_factor", 4.0),
         (lambda: LongRopeScaling((0.0,), LONG, TRAINED, TRAINED), "short_factors[0]", 0.0),
-        (lambda: LongRopeScaling(SHORT, LONG, TRAINED, 8), "max_position", 8),
+        (lambda: LongRopeScaling(SHORT, LONG, TRAINED, 0), "max_position", 0),
         (
             lambda: LongRopeScaling(SHORT, LONG, TRAINED, 128).frequencies(np.ones(3)),
             "length of short_factors",

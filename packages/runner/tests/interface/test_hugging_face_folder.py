@@ -39,7 +39,9 @@ def theirs() -> Any:
     ).eval()
 
 
-def test_logits_and_greedy_tokens_equal_those_of_transformers(theirs: Any, tmp_path: Path):
+def test_logits_and_greedy_tokens_equal_those_of_transformers(
+    theirs: Any, tmp_path: Path, raises: Any
+):
     import torch
 
     theirs.save_pretrained(tmp_path / "llama")
@@ -48,8 +50,32 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(theirs: Any, tmp_p
         expected = theirs(torch.tensor(IDS)).logits.numpy()
         tokens = theirs.generate(torch.tensor(IDS[:1]), max_new_tokens=8, do_sample=False)
     np.testing.assert_allclose(model.logits(IDS), expected, atol=1e-4)
-    (found,) = model.generate_ids(IDS[:1], max_new_tokens=8, temperature=0)
+    (found,) = model.generate_ids(IDS[:1], max_new_tokens=np.int64(8), temperature=np.float32(0))
     assert found.tolist() == tokens[0, len(IDS[0]) :].tolist()
+    with raises(UserError, value="FOLDER"):
+        layerkit_runner.load(tmp_path / "llama", overrides={"FOLDER": "x"})
+
+
+def test_rows_outgrow_the_trained_length_of_longrope_as_in_transformers(tmp_path: Path):
+    torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
+    torch.manual_seed(0)
+    factors = {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [4.0, 8.0]}
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
+    config = transformers.Phi3Config(
+        **sizes, eos_token_id=None, rope_scaling=factors, original_max_position_embeddings=8
+    )
+    phi3 = transformers.Phi3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for weight in phi3.parameters():
+            weight.add_(0.3 * torch.randn_like(weight))
+    phi3.save_pretrained(tmp_path)
+    model = layerkit_runner.load(tmp_path, overrides={"DTYPE": "float32"})
+    tokens = phi3.generate(torch.tensor(IDS[:1]), max_new_tokens=9, do_sample=False)
+    (found,) = model.generate_ids(IDS[:1], max_new_tokens=9)
+    streamed: list[int] = []
+    model.generate_ids(IDS[:1], max_new_tokens=9, stream=lambda row, token: streamed.append(token))
+    assert found.tolist() == streamed == tokens[0, len(IDS[0]) :].tolist()
 
 
 @pytest.mark.parametrize(
@@ -146,7 +172,8 @@ def test_each_declared_end_token_ends_a_text_and_a_disagreement_is_reported(
     # Each file ends the text at another of its tokens; the first of them counts.
     for name, at in (("generation_config.json", 4), ("config.json", 2)):
         path = tmp_path / name
-        content = json.loads(path.read_text()) | {"eos_token_id": [int(unbounded[at]), 2]}
+        # The last id is beyond the vocabulary, as the defaults of small models are.
+        content = json.loads(path.read_text()) | {"eos_token_id": [int(unbounded[at]), 2, 50256]}
         path.write_text(json.dumps(content))
         model = layerkit_runner.load(tmp_path, overrides={"DTYPE": "float32"})
         (found,) = model.generate_ids([[1, 4]], max_new_tokens=6, temperature=0)

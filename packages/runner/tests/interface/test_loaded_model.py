@@ -234,6 +234,7 @@ def test_standard_input_that_is_not_utf8_is_an_error_of_one_line(
         ("generate", {"prompts": "a", "max_new_tokens": "3"}, "max_new_tokens"),
         ("generate", {"prompts": "a", "seed": None}, "seed"),
         ("generate_ids", {"prompts": 5}, "prompts"),
+        ("generate_ids", {"prompts": [[1]], "stream": 5}, "stream"),
         ("generate_ids", {"prompts": [[[1, 2], [3]]]}, "prompts[0]"),
         ("score", {"texts": ["x", "y"], "prompts": "ab"}, "prompts"),
         ("score", {"texts": ["x", 5]}, "texts[1]"),

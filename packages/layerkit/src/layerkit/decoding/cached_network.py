@@ -13,7 +13,7 @@ from layerkit.base_layer import CACHE, BaseLayer
 from layerkit.config import Config, is_config
 from layerkit.decoding.cache_rows import row_axes
 from layerkit.decoding.decoder import ExtendFn
-from layerkit.decoding.loop import extend_prompts
+from layerkit.decoding.loop import SampledRows, extend_prompts
 from layerkit.decoding.row_options import RowOptions
 from layerkit.decoding.split_rows import round_up, row_parts
 from layerkit.decoding.step_weights import step_weights
@@ -57,8 +57,7 @@ def decode_with_cache(
     decoder, parts = model.decoder, row_parts(model)
     max_length = round_up(prompts.shape[1] + decoder.max_decode_steps, parts)
 
-    trained = switching_length(_templates(bare))
-    switches = trained is not None and trained < max_length
+    extend, switches = _step(bare, variables, max_length, prompt_lengths)
 
     # Decoders repeat and reorder the rows of the cache, and in the same way the prefix lengths and
     # the tokens.
@@ -72,9 +71,6 @@ def decode_with_cache(
         num_rows = jax.tree.leaves(inputs)[0].shape[0]
         return rows, jnp.zeros((num_rows, max_length), jnp.int32)
 
-    extend = _extend_fn(bare, variables)
-    if trained is not None and switches:
-        extend = _switching_extend_fn(bare, variables, trained, jnp.max(prompt_lengths))
     return extend_prompts(
         decoder,
         extend,
@@ -90,14 +86,25 @@ def decode_with_cache(
     )
 
 
-def cached_step(network: BaseLayer) -> ExtendFn:
-    """Return the function that runs a network on the next tokens of cached rows.
+def cached_step(network: BaseLayer, rows: SampledRows) -> ExtendFn:
+    """Return the function that runs a network on the next tokens of rows of a `PausedDecoder`.
 
     Args:
-      network: Bound network with a method `extend_step(ids, time_step=…)`. The cache of the
-        function is a pair of its collection `cache` and the prefix lengths of the rows.
+      network: Bound network with a method `extend_step(ids, time_step=…)`.
+      rows: The rows, whose cache `decode_with_cache` made.
     """
-    return _extend_fn(*step_weights(network))
+    max_length = round_up(rows.ids.shape[1], row_parts(network))
+    return _step(*step_weights(network), max_length, rows.prompt_lengths)[0]
+
+
+def _step(
+    bare: BaseLayer, variables: Any, max_length: int, prompt_lengths: jax.Array
+) -> tuple[ExtendFn, bool]:
+    """Return the function of steps of rows of `max_length`, and whether they need their tokens."""
+    trained = switching_length(_templates(bare))
+    if trained is None or trained >= max_length:
+        return _extend_fn(bare, variables), False
+    return _switching_extend_fn(bare, variables, trained, jnp.max(prompt_lengths)), True
 
 
 def _templates(bare: BaseLayer) -> dict[str, Config]:
@@ -154,7 +161,10 @@ def _switching_extend_fn(
 
 
 def _extend_fn(bare: BaseLayer, variables: Any) -> ExtendFn:
-    """Return the function of `cached_step` for a network without its variables, and these."""
+    """Return the function of steps of a network without its variables, and these.
+
+    The cache of the function is a pair of the collection `cache` and the prefix lengths of rows.
+    """
 
     # Functions of variables can be called in a loop, unlike bound modules.
     def extend(rows: Any, ids: jax.Array, time_step: jax.Array) -> tuple[Any, jax.Array]:

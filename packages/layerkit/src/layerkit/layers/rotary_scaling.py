@@ -228,7 +228,8 @@ class LongRopeScaling:
       longest_sequence: Length that selects the factors of all sequences; None for the length of
         each row, as in published code.
       attention_factor: Factor of rotated queries and of rotated keys; None for
-        √(1 + ln(max_position/original_max_position)/ln(original_max_position)).
+        √(1 + ln(max_position/original_max_position)/ln(original_max_position)), or 1 if
+        max_position is below original_max_position.
     """
 
     short_factors: tuple[float, ...]
@@ -248,9 +249,7 @@ class LongRopeScaling:
             factors = tuple(getattr(self, field))
             object.__setattr__(self, field, factors)
             check_positive(owner, **{f"{field}[{i}]": factor for i, factor in enumerate(factors)})
-        is_valid = self.max_position >= self.original_max_position
-        expected = f"at least original_max_position={self.original_max_position}"
-        require(is_valid, owner, "max_position", self.max_position, expected)
+        check_positive(owner, max_position=self.max_position)
 
     def frequencies(self, frequencies: np.ndarray) -> np.ndarray:
         """Divide frequency i of `[pairs]` by factor i; `[2, pairs]` without `longest_sequence`."""
@@ -267,7 +266,7 @@ class LongRopeScaling:
         """Return the attention factor."""
         if self.attention_factor is not None:
             return self.attention_factor
-        longer = self.max_position / self.original_max_position
+        longer = max(1.0, self.max_position / self.original_max_position)
         return math.sqrt(1.0 + math.log(longer) / math.log(self.original_max_position))
 
 

@@ -43,6 +43,7 @@ def gpt2() -> Any:
         {"do_sample": True, "temperature": 1},  # top_k is 50
         {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 0},
         {"do_sample": True, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1, "min_p": 0.05},
+        {"do_sample": True, "bad_words_ids": [[5], [2]]},  # The end token is kept.
         {"suppress_tokens": [3, 9], "bad_words_ids": [[5], [2]], "min_new_tokens": 4},
     ],
 )
@@ -118,7 +119,10 @@ def test_notes_have_what_is_used_and_what_is_not_supported(tmp_path: Path):
     [
         ({"do_sample": True, "temperature": "hot"}, {"field": "temperature", "value": "hot"}),
         ({"top_p": "x"}, {"field": "top_p", "value": "x"}),
-        ({"max_length": -1}, {"value": -1}),
+        ({"max_length": -1}, {"field": "max_length", "value": -1}),
+        ({"max_new_tokens": "9"}, {"field": "max_new_tokens", "value": "9"}),
+        ({"do_sample": 1}, {"field": "do_sample", "value": 1}),
+        ({"eos_token_id": "2"}, {"field": "eos_token_id", "value": "2"}),
         ({"top_k": 0.5}, {"field": "top_k", "value": 0.5}),
         ({"suppress_tokens": 5}, {}),
     ],

@@ -63,6 +63,7 @@ def test_missing_file_raises(raises, make_folder, tmp_path):
     [
         ("llama", "hidden_act", "mish", "mish"),
         ("llama", "quantization_config", {"bits": 4}, {"quantization_config": {"bits": 4}}),
+        ("llama", "rope_parameters", {"rope_theta": 1e4, "partial_rotary_factor": 0.5}, 0.5),
         ("llama", "residual_multiplier", 0, {"residual_multiplier": 0}),
         ("llama", "use_rope", False, {"use_rope": False}),
         ("llama", "rope_interleaved", True, {"rope_interleaved": True}),
@@ -107,6 +108,7 @@ def test_eos_id_is_that_of_generation_config_and_of_config(tmp_path):
         ("config.json", {"eos_token_id": 3}, 3),
         ("generation_config.json", {"eos_token_id": None}, 3),
         ("generation_config.json", {"eos_token_id": [4, 5]}, (4, 5, 3)),
+        ("config.json", {"eos_token_id": [3, -1, 9], "vocab_size": 9}, (4, 5, 3)),
     ):
         (tmp_path / name).write_text(json.dumps(content))
         assert eos_id(tmp_path) == expected
@@ -205,6 +207,14 @@ def test_tied_tensor_is_read_under_any_of_its_names_alone(make_folder, family):
 
         alone = import_model(make_folder(family.model_type, change=rename, **tied))[1]
         jax.tree.map(np.testing.assert_array_equal, alone, whole)
+
+
+def test_t5_without_a_head_has_the_embedding_in_its_place(make_folder):
+    def change(tensors):
+        del tensors["lm_head.weight"]
+
+    weights = import_model(make_folder("t5", change=change))[1]["params"]["model"]
+    np.testing.assert_array_equal(weights["softmax"]["w"], weights["embedding"]["w"].T)
 
 
 def test_mixed_dtypes_in_one_weight_require_dtype(raises, make_folder, bfloat16):

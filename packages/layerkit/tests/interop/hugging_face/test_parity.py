@@ -19,6 +19,7 @@ from layerkit.config import build
 from layerkit.decoding import SampleDecoder
 from layerkit.interop.hugging_face import FAMILIES, export_model, import_model
 from layerkit.interop.hugging_face.mixtral import MIXTRAL
+from layerkit.interop.hugging_face.parts import ACTIVATIONS
 from layerkit.nested_map import NestedMap
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -103,6 +104,7 @@ CASES = [
     Case("Qwen3", sizes=WIDE_HEADS),
     Case("Qwen3", {"attention_bias": True}, WIDE_HEADS, "biases", is_slow=True),
     Case("Gemma2", {"sliding_window": 4, "query_pre_attn_scalar": 24}, WIDE_HEADS),
+    Case("Gemma2", {"layer_types": ["full_attention"] * 3}, WIDE_HEADS, "no window", is_slow=True),
     Case("Gemma3", {"sliding_window": 4, "num_hidden_layers": 8}, WIDE_HEADS, "8 layers of 6"),
     Case(
         "Gemma3",
@@ -138,7 +140,16 @@ CASES = [
         "1.1",
         untied=True,
     ),
+    Case("T5", {"tie_word_embeddings": False}, T5, "without a head", is_slow=True),
 ]
+
+
+def test_activations_are_those_of_transformers():
+    inputs = np.linspace(-8, 8, 65, dtype=np.float32)
+    for spelling, activation in ACTIVATIONS.items():
+        expected = transformers.activations.ACT2FN[spelling](torch.tensor(inputs)).numpy()
+        found = build(activation).apply({}, jnp.asarray(inputs))
+        np.testing.assert_allclose(found, expected, atol=2e-6, err_msg=spelling)
 
 
 def name_of(case):

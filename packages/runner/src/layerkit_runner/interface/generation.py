@@ -109,6 +109,12 @@ def text_list(texts: Any, field: str) -> list[str]:
     return listed
 
 
+def check_stream(stream: Any) -> None:
+    """Raise `UsageError` unless a stream is a function or None."""
+    if stream is not None and not callable(stream):
+        raise UsageError(field="stream", value=stream, expected="a function, or None")
+
+
 def check_one_each(prompts: Sequence[Any], texts: Sequence[Any]) -> None:
     """Raise `UsageError` unless there is one prompt for each text."""
     if len(prompts) != len(texts):
@@ -179,6 +185,7 @@ class GenerateOptions:
         if not _is_integer(self.seed, 0):
             expected = "an integer from 0 to 2**31 - 1"
             raise UsageError(field="seed", value=self.seed, expected=expected)
+        values["max_new_tokens"] = int(values["max_new_tokens"])
         max_length = decoder.max_length if self.max_new_tokens is None else None
         return dataclasses.replace(self, **values, max_length=max_length)
 

@@ -24,6 +24,7 @@ from layerkit_runner.interface.generation import (
     Ids,
     NoTokenizerError,
     check_one_each,
+    check_stream,
     check_vocabulary,
     find_tokenizer,
     prompt_batch,
@@ -146,8 +147,7 @@ class LoadedModel:
           UserError: The model cannot decode or has no tokenizer, or an option is out of range.
         """
         texts = text_list(prompts, "prompts")
-        if stream is not None and not callable(stream):
-            raise UsageError(field="stream", value=stream, expected="a function, or None")
+        check_stream(stream)
         has_source = self._has_source
         source = self._tokenizer("src") if has_source else self.tokenizer
         target = self._tokenizer("tgt") if has_source else source
@@ -206,6 +206,7 @@ class LoadedModel:
           UserError: As for `generate`.
         """
         self._check_generates()
+        check_stream(stream)
         given = GenerateOptions(max_new_tokens, temperature, top_k, top_p, seed)
         options = given.filled(self.model.decoder)
         size = self._vocab_size(of_source=self._has_source)
@@ -423,7 +424,8 @@ class LoadedModel:
             return known
         if (line := end_disagreement(tokenizer, known)) is not None:
             self.job.observers.message(f"end tokens   {line}")
-        return tuple(dict.fromkeys((*known, *end_ids(tokenizer))))
+        size = self._vocab_size() or 2**31  # The model never chooses an id beyond.
+        return tuple(dict.fromkeys((*known, *(end for end in end_ids(tokenizer) if end < size))))
 
     def _start(self, decoder: PausedDecoder) -> Callable[..., SampledRows]:
         def start(variables: Any, batch: NestedMap, seed: jax.Array) -> SampledRows:

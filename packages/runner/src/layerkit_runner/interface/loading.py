@@ -143,7 +143,8 @@ def folder_experiment(
 def _of_class(
     cls: type[BaseExperiment], overrides: Sequence[Override], **values: Any
 ) -> ResolvedExperiment:
-    fields = parse_fields(cls.__qualname__, experiment_fields(cls), overrides)
+    declared = {name: text for name, text in experiment_fields(cls).items() if name not in values}
+    fields = parse_fields(cls.__qualname__, declared, overrides)
     return resolve(cls(**values, **fields), [o for o in overrides if o.is_deep])
 
 

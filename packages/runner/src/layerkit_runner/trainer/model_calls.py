@@ -123,7 +123,7 @@ def advance_rows(
     name = network_of(model)
 
     def call(bound: Any) -> SampledRows:
-        extend = cached_step(getattr(bound, name))
+        extend = cached_step(getattr(bound, name), rows)
         return decoding.advance_rows(decoder, extend, rows, until=until)
 
     bound: Any = model.clone(train=False)

@@ -27,6 +27,8 @@ class Family:
       neutral: Keys that do not change the computation, in addition to `keys.NEUTRAL`.
       prefix: Prefix of all tensor names, which some folders leave out.
       copies: Tensors that a folder may contain although they repeat another: copy → original.
+      stand_ins: Tensors that a folder may lack, although config.json says nothing of it: tensor →
+        the one that Transformers then takes.
       buffers: Regular expression of the names of tensors that are not weights.
       model_class: Model class that contains the network.
       network_field: Field of the model that holds the network.
@@ -45,6 +47,7 @@ class Family:
     neutral: frozenset[str] = frozenset()
     prefix: str = ""
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    stand_ins: Mapping[str, str] = dataclasses.field(default_factory=dict)
     buffers: str = "(?!)"
     model_class: Any = LanguageModel
     network_field: str = "lm_tpl"

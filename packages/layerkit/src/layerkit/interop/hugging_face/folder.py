@@ -386,18 +386,25 @@ def read_json(folder: str | os.PathLike[str], name: str = CONFIG) -> dict[str, A
 def eos_id(folder: str | os.PathLike[str]) -> int | tuple[int, ...] | None:
     """Return the end token or tokens of a folder, for `Decoder.eos_id`; None if it has none.
 
-    They are those of generation_config.json and those of config.json.
+    They are those of generation_config.json and those of config.json, except for ids that the
+    vocabulary lacks, which never come.
 
     Raises:
       FileNotFoundError: Both files are missing.
+      ConfigError: A value is no integer and no list of integers.
     """
     names = [name for name in ("generation_config.json", CONFIG) if (Path(folder) / name).is_file()]
     ids: list[int] = []
     for name in names or [CONFIG]:
         stated = read_json(folder, name).get("eos_token_id")
-        if stated is not None:
-            ids += stated if isinstance(stated, list) else [stated]
-    unique = tuple(map(int, dict.fromkeys(ids)))
+        several = stated if isinstance(stated, list) else [] if stated is None else [stated]
+        if not all(type(one) is int for one in several):
+            owner, expected = str(Path(folder) / name), "an integer, or a list of integers"
+            raise ConfigError(owner=owner, field="eos_token_id", value=stated, expected=expected)
+        ids += several
+    vocab_size = read_json(folder).get("vocab_size") if CONFIG in names else None
+    size = vocab_size if isinstance(vocab_size, int) else 2**31
+    unique = tuple(dict.fromkeys(one for one in ids if 0 <= one < size))
     return unique if len(unique) > 1 else next(iter(unique), None)
 
 

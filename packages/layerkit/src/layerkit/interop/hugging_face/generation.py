@@ -8,7 +8,7 @@ number of new tokens is then that of our decoders, since Transformers stops afte
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,12 @@ _SUPPORTED = frozenset({
     "top_p",
 })
 # fmt: on
+# Keys of fields that have other names here.
+_KEYS = {
+    "ids": "suppress_tokens and bad_words_ids",
+    "min_decode_steps": "min_new_tokens",
+    "size": "no_repeat_ngram_size",
+}
 _IDS = frozenset({"bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"})
 
 
@@ -61,16 +67,19 @@ def decoder_config(folder: str | os.PathLike[str]) -> Config:
       ConfigError: A value has a wrong type or is out of range.
     """
     name, content = _read(folder)
+    end = eos_id(folder)
+    ends = end if isinstance(end, tuple) else (end,)
     try:
-        decoder = SampleDecoder.HParams.config(**_fields(content))
+        decoder = SampleDecoder.HParams.config(**_fields(content, ends), eos_id=end)
         build(decoder)  # checks the values
     except ConfigError as error:
         error.owner = str(Path(folder) / name)
+        length = "max_new_tokens" if "max_new_tokens" in content else "max_length"
+        error.field = {**_KEYS, "max_decode_steps": length}.get(error.field or "", error.field)
         raise
     except (TypeError, ValueError) as error:
         problem = f"invalid default of decoding: {error}"
         raise ConfigError(problem, owner=str(Path(folder) / name)) from error
-    decoder.eos_id = eos_id(folder)
     return decoder
 
 
@@ -114,8 +123,10 @@ def _read(folder: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
     return name, {key: value for key, value in content.items() if value is not None}
 
 
-def _fields(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the decoder."""
+def _fields(content: Mapping[str, Any], ends: Collection[int | None]) -> dict[str, Any]:
+    """Return the fields of the decoder; `ends` are the end tokens."""
+    if not isinstance(content.get("do_sample", False), bool):
+        raise ConfigError(field="do_sample", value=content["do_sample"], expected="true or false")
     top_p, penalty = content.get("top_p", 1.0), content.get("repetition_penalty", 1.0)
     fields: dict[str, Any] = {
         "temperature": content.get("temperature", 1.0) if _samples(content) else 0.0,
@@ -127,8 +138,9 @@ def _fields(content: Mapping[str, Any]) -> dict[str, Any]:
     }
     if size := content.get("no_repeat_ngram_size"):
         fields["processors"].append(NoRepeatNgrams.HParams.config(size=size))
-    words = content.get("bad_words_ids", ())
-    banned = {*content.get("suppress_tokens", ()), *(w[0] for w in words if len(w) == 1)}
+    # Transformers never excludes an end token by bad words.
+    words = {word[0] for word in content.get("bad_words_ids", ()) if len(word) == 1} - set(ends)
+    banned = {*content.get("suppress_tokens", ()), *words}
     if banned:
         fields["processors"].append(BannedIds.HParams.config(ids=tuple(sorted(banned))))
     if "max_new_tokens" in content:

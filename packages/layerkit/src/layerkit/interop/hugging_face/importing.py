@@ -298,7 +298,7 @@ def _stored_pieces(source: TensorSource, family: Family, anatomy: Anatomy) -> li
         own = name.removeprefix(family.prefix) if is_bare else name
         # A tied tensor may be stored under the name of any of its copies alone.
         others = [copy for copy, original in copies.items() if original == name]
-        return own if own in present or not others else others[0]
+        return own if own in present else [*others, family.stand_ins.get(name, own)][0]
 
     pieces = [piece.renamed(stored(piece.name)) for piece in pieces]
     originals = {name: stored(of) for name, of in copies.items() if stored(of) != name}

@@ -69,10 +69,9 @@ class LayerTypes:
             FAR if pattern[layer % len(pattern)].attention_tpl.window is None else NEAR
             for layer in range(network.num_layers)
         ]
-        content: dict[str, Any] = {
-            "layer_types": types,
-            "sliding_window": near[0].attention_tpl.window if near else None,
-        }
+        content: dict[str, Any] = {"layer_types": types}
+        if near:  # Gemma of Transformers loads no null.
+            content["sliding_window"] = near[0].attention_tpl.window
         if self.has_switch:
             content["use_sliding_window"] = bool(near)
             # Read by versions that ignore `layer_types`; their near layers come last.

@@ -13,7 +13,17 @@ from layerkit.interop.hugging_face.keys import (
     set_field,
 )
 from layerkit.interop.hugging_face.tensors import Row
-from layerkit.layers.activations import GELU, ReLU, SiLU
+from layerkit.layers.activations import (
+    GELU,
+    Identity,
+    LeakyReLU,
+    ReLU,
+    ReLU6,
+    Sigmoid,
+    SiLU,
+    SquaredReLU,
+    Tanh,
+)
 from layerkit.layers.embeddings import Embedding, FullSoftmax, SharedEmbeddingSoftmax
 
 # Keys in order of preference: export writes the first one that matches.
@@ -24,6 +34,17 @@ ACTIVATIONS: dict[str, Config] = {
     "gelu_new": GELU.HParams.config(approximate=True),
     "gelu_pytorch_tanh": GELU.HParams.config(approximate=True),
     "gelu": GELU.HParams.config(approximate=False),
+    "gelu_fast": GELU.HParams.config(approximate=True),
+    "gelu_accurate": GELU.HParams.config(approximate=True),
+    "gelu_python_tanh": GELU.HParams.config(approximate=True),
+    "gelu_python": GELU.HParams.config(approximate=False),
+    "quick_gelu": SiLU.HParams.config(beta=1.702),
+    "relu2": SquaredReLU.HParams.config(),
+    "relu6": ReLU6.HParams.config(),
+    "leaky_relu": LeakyReLU.HParams.config(),
+    "sigmoid": Sigmoid.HParams.config(),
+    "tanh": Tanh.HParams.config(),
+    "linear": Identity.HParams.config(),
 }
 
 

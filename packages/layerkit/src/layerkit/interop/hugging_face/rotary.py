@@ -90,7 +90,12 @@ class Rotary:
         # The newer form.
         parameters |= file.get("rope_parameters", None) or {}
         if parameters["partial_rotary_factor"] != 1.0 and not self.has_fraction:
-            raise file.invalid("partial_rotary_factor", "1 in this family")
+            raise UnsupportedModelError(
+                owner=file.owner,
+                field="partial_rotary_factor",
+                value=parameters["partial_rotary_factor"],
+                expected="1 in this family",
+            )
         set_field(network, "layer.attention_tpl.rotary_tpl", rotary_config(file, parameters))
 
     def write(self, network: Config) -> dict[str, Any]:

@@ -215,6 +215,8 @@ T5 = Family(
         "encoder.embed_tokens.weight": "shared.weight",
         "decoder.embed_tokens.weight": "shared.weight",
     },
+    # Newer versions of Transformers tie the head of each T5 whose folder has none, scaled or not.
+    stand_ins={"lm_head.weight": "shared.weight"},
     # A bias table of cross-attention in the first checkpoints, which is not used.
     buffers=r"EncDecAttention\.relative_attention_bias\.weight$",
     rows=(
