@@ -13,6 +13,8 @@ import pytest
 
 from layerkit.errors import ConfigError
 from layerkit_inputs import (
+    HuggingFaceInput,
+    HuggingFacePrompts,
     HuggingFaceTokenizer,
     LocalText,
     LocalTextPrompts,
@@ -309,6 +311,16 @@ def test_prompt_of_an_empty_document_is_the_start_token(tmp_path, bos_token):
     assert batch.prompt_lengths.tolist() == [1, 1]
     assert batch.ids[:, 0].tolist() == [*tokenizer.encode("a"), 257 if bos_token else 256]
     assert batch.paddings.sum(axis=1).tolist() == [3, 3]
+    pytest.importorskip("datasets")
+    file.write_text('{"q": "", "a": "b"}\n{"q": "a", "a": "b"}\n')
+    fields = {"path": "json", "data_files": str(file), "cache_dir": str(tmp_path / "cache")}
+    fields |= {"batch_size": 2, "inputs_field": "q", "text_field": "a", "tokenizer": tokenizer}
+    prompts = HuggingFacePrompts(prompt_length=4, **fields).get_next()
+    assert prompts.ids[:, 0].tolist() == batch.ids[::-1, 0].tolist()
+    assert prompts.prompt_lengths.tolist() == [1, 1]
+    rows = HuggingFaceInput(seq_length=4, packing="none", **fields).get_next()
+    np.testing.assert_array_equal(rows.ids[:, 0], prompts.ids[:, 0])
+    assert rows.weights.tolist() == [[1, 1, 0, 0]] * 2
 
 
 def test_inputs_without_start_are_read_and_not_scored():

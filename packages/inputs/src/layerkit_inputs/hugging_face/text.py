@@ -124,14 +124,21 @@ class HuggingFaceText(HuggingFaceData):
         return ids
 
     def _framed(self, example: Example) -> Example:
-        """Return an example with the ids before its first token and after its last one."""
+        """Return an example with the ids before its first token and after its last one.
+
+        Empty inputs are the start id, as an empty prompt is.
+        """
         ids = np.concatenate(example)
         first = np.array(first_ids(ids, self._tokenizer), np.int32)
         last = np.array(last_ids(ids, self._tokenizer), np.int32)
         inputs, targets = example.inputs, np.append(example.targets, last)
         if self.inputs_field is None:
             return Example(inputs, np.append(first, targets))
-        return Example(np.append(first, inputs), targets)
+        inputs, start = np.append(first, inputs), self._tokenizer.start_id
+        # A prompt has at least one id. Without this one it would be the first target.
+        if not len(inputs) and start is not None:
+            inputs = np.array([start], np.int32)
+        return Example(inputs, targets)
 
     def _report(self, record: int, problem: str) -> None:
         """Count an example that cannot be used, or raise with its file and number."""
