@@ -12,7 +12,6 @@ from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_experiments.vision.digits import Digits
 from layerkit_runner.config.experiment import BaseExperiment, reduced_values
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
-from layerkit_runner.training.train_hparams import TrainHParams
 
 
 def schedule(resolved: ResolvedExperiment) -> tuple[int, int, int]:
@@ -82,23 +81,3 @@ def test_lengths_of_reduced_fields_are_shortened_for_a_shorter_run(raises):
 )
 def test_summaries_are_a_hundredth_of_a_shorter_run(fields: dict[str, Any], interval: int):
     assert resolve(LocalText(**fields)).task.train.summary_interval_steps == interval
-
-
-def test_training_config_without_an_interval_has_that_of_its_length():
-    class Plain(LocalText):
-        INTERVAL: int | None = None
-
-        def task(self) -> Any:
-            task = super().task()
-            train = type(task.train)(
-                TrainHParams, learner=task.train.learner, num_train_steps=self.MAX_STEPS
-            )
-            if self.INTERVAL is not None:
-                train.summary_interval_steps = self.INTERVAL
-            return task.set(train=train)
-
-    def interval(**fields: Any) -> int:
-        return resolve(Plain(**fields)).task.train.summary_interval_steps
-
-    assert [interval(MAX_STEPS=n) for n in (1, 200, 100_000)] == [1, 2, 100]
-    assert interval(MAX_STEPS=200, INTERVAL=100) == 100

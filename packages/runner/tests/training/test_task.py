@@ -17,7 +17,7 @@ import numpy as np
 import optax
 import pytest
 
-from layerkit.config import Partial
+from layerkit.config import Partial, build
 from layerkit.errors import ConfigError
 from layerkit.layers.linears import Linear
 from layerkit.nested_map import NestedMap
@@ -212,7 +212,6 @@ def test_defaults_equal_those_of_pax():
         "num_train_steps": 10_000_000,
         "save_interval_steps": 5000,
         "save_max_to_keep": 10,
-        "summary_interval_steps": 100,
         "eval_interval_steps": 100,
         "decode_interval_steps": None,
         "decode_start_after_n_steps": 0,
@@ -223,3 +222,12 @@ def test_defaults_equal_those_of_pax():
     ours = {field.name: field.default for field in dataclasses.fields(TrainHParams)}
     assert {name: ours[name] for name in of_pax} == of_pax
     assert Learner.HParams.config().skip_nonfinite_gradients is True
+
+
+@pytest.mark.parametrize(
+    ("steps", "field", "interval"),
+    [(1, None, 1), (200, None, 2), (10_000, None, 100), (10**7, None, 100), (200, 100, 100)],
+)
+def test_short_run_reports_a_hundredth_of_its_steps(tiny, steps, field, interval):
+    train = tiny.task_config().train.set(num_train_steps=steps, summary_interval_steps=field)
+    assert build(train).steps_per_summary == interval

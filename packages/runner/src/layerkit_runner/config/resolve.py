@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from layerkit.config import Config, copy_config, is_config, target_of
+from layerkit.config import Config, copy_config, is_config
 from layerkit.errors import UserError, setting_words
 from layerkit_runner.config.config_text import plain_value
 from layerkit_runner.config.config_tree import (
@@ -89,20 +89,7 @@ def resolve(
     # the copy, because the experiment may return the same object again.
     roots = copy_config({root: _checked(experiment, root) for root in ROOTS})
     overrides = check_consistent(deep_overrides)
-    found = _set(roots, overrides)
-    _shorten_summary_interval(found["task"])
-    return ResolvedExperiment(experiment, **found, deep_overrides=overrides)
-
-
-def _shorten_summary_interval(task: Config) -> None:
-    """Set the interval of summaries of a short run, unless the config of its training sets it."""
-    from layerkit_runner.training.train_hparams import TrainHParams, summary_interval
-
-    train = value_at(task, ["train"])
-    if not is_config(train) or target_of(train) is not TrainHParams:
-        return
-    if "summary_interval_steps" not in train.__arguments__:
-        train.summary_interval_steps = summary_interval(train.num_train_steps)
+    return ResolvedExperiment(experiment, **_set(roots, overrides), deep_overrides=overrides)
 
 
 def with_overrides(

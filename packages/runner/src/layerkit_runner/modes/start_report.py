@@ -129,7 +129,7 @@ def start_lines(
     yield f"state        {size_text(bytes_per_device(state))} per device with optimizer"
     train = job.task.train
     yield f"steps        {start_step} → {train.num_train_steps}"
-    every = train.summary_interval_steps
+    every = train.steps_per_summary
     yield f"metrics      every {'step' if every == 1 else f'{every} steps'}"
     yield from job.resolved.experiment.start_notes()
     yield from job.resolved.notes

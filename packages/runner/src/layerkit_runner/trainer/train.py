@@ -322,7 +322,7 @@ class TrainProgram:
         """Return whether a step is the first after a start or in an interval, or the last."""
         if self._last_step is None or step == self._train.num_train_steps:
             return True
-        interval = self._train.summary_interval_steps
+        interval = self._train.steps_per_summary
         return step // interval > self._last_step // interval
 
 

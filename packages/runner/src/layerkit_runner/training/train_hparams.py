@@ -52,8 +52,8 @@ class TrainHParams(Configurable):
       prng_impl: Generator of the random numbers. The numbers of `threefry2x32` are the same on
         every mesh and device. `rbg` and `unsafe_rbg` are faster on accelerators, and their numbers
         depend on the device kind and mesh (see `jax.random.key`).
-      summary_interval_steps: Number of steps between two reports of metrics. If an experiment does
-        not set it, a short run has a hundredth of its steps.
+      summary_interval_steps: Number of steps between two reports of metrics; None for 100, or a
+        hundredth of the steps of a shorter run.
       eval_interval_steps: Number of steps between two evaluations of held-out data; None evaluates
         at the end only.
       eval_at_end: True if held-out data are evaluated after the last step.
@@ -106,7 +106,7 @@ class TrainHParams(Configurable):
     num_train_steps: int = 10_000_000
     random_seed: int = 1234
     prng_impl: str = "threefry2x32"
-    summary_interval_steps: int = 100
+    summary_interval_steps: int | None = None
     eval_interval_steps: int | None = 100
     eval_at_end: bool = True
     eval_skip_train: bool = True
@@ -134,6 +134,12 @@ class TrainHParams(Configurable):
     profiler_capture_step: int | None = None
     profiler_num_steps: int = 3
     profiler_max_num_hosts: int | None = 1
+
+    @property
+    def steps_per_summary(self) -> int:
+        """Number of steps between two reports of metrics."""
+        every = self.summary_interval_steps
+        return summary_interval(self.num_train_steps) if every is None else every
 
     def __post_init__(self) -> None:
         """Check the fields."""
