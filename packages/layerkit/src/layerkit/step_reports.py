@@ -124,9 +124,9 @@ def sow_total(layer: Any, name: str, total: jax.Array, rule: Rule) -> None:
 def apply_totals(variables: Any, totals: Any) -> Any:
     """Return nested variables `[...]`, moved by the nested totals of a whole batch."""
     moved = flatten_dict(variables)
-    for path, found in flatten_dict(totals).items():
-        total = functools.reduce(operator.add, [each.total for each in found])
-        moved[path] = found[0].rule(moved[path], total).astype(moved[path].dtype)
+    for path, reports in flatten_dict(totals).items():
+        total = functools.reduce(operator.add, [report.total for report in reports])
+        moved[path] = reports[0].rule(moved[path], total).astype(moved[path].dtype)
     return unflatten_dict(moved)
 
 

@@ -297,8 +297,8 @@ def find_sources(ours: Collection[str], praxis: Collection[str]) -> dict[str, We
     layers = _praxis_layers(praxis)
     pattern_length = 1 + max((_block_of(name) for name in ours), default=0)
     names = frozenset(ours)
-    found = {name: _source(name, names, praxis, layers, pattern_length) for name in ours}
-    return {name: source for name, source in found.items() if source is not None}
+    sources = {name: _source(name, names, praxis, layers, pattern_length) for name in ours}
+    return {name: source for name, source in sources.items() if source is not None}
 
 
 def axis_order(params: Mapping[str, Any]) -> dict[str, Any]:

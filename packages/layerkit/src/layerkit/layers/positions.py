@@ -281,10 +281,10 @@ def with_longest_sequence(config: Config, length: int) -> Config:
 
 def _switching(value: Any) -> list[tuple[Any, LongRopeScaling]]:
     """Return the configs of rotary embeddings whose scaling depends on the length, and these."""
-    found = ((config, assigned_fields(config).get("scaling")) for config in walk_configs(value))
+    scalings = ((config, assigned_fields(config).get("scaling")) for config in walk_configs(value))
     return [
         (config, scaling)
-        for config, scaling in found
+        for config, scaling in scalings
         if isinstance(scaling, LongRopeScaling) and scaling.longest_sequence is None
     ]
 

@@ -80,7 +80,7 @@ def mask_of(
         undeclared.append("/".join(weight_path(path)))
         return without(leaf)
 
-    found = jax.tree_util.tree_map_with_path(mask, params, is_leaf=is_box)
+    decayed = jax.tree_util.tree_map_with_path(mask, params, is_leaf=is_box)
     if undeclared:
         warnings.warn(
             f"{first_names(undeclared, limit=1)}: weights without a declaration decay if they have"
@@ -88,7 +88,7 @@ def mask_of(
             " init_boxed, or create weights by create_variable.",
             stacklevel=3,
         )
-    return found
+    return decayed
 
 
 class DecayedWeights(NamedTuple):

@@ -165,19 +165,19 @@ def of_step(
     scalars: Mapping[str, jax.Array] | None,
 ) -> dict[str, Reported]:
     """Return the metrics of model metrics and, in training, of other `scalars` of a step."""
-    found: dict[str, Reported] = {}
+    results: dict[str, Reported] = {}
     for name, metric in metrics.items():
         if metric.is_per_example or (scalars is None and metric.is_of_training):
             continue
         reported = scalars if metric.is_of_training and scalars is not None else of_model
         source = _at(reported, metric.value, name=name)
         if isinstance(source, LossSum) and type(metric) is Mean:
-            found[name] = source
+            results[name] = source
         elif isinstance(source, WeightedScalar | LossSum):
-            found[name] = metric.reduce(source.value, source.weight)
+            results[name] = metric.reduce(source.value, source.weight)
         else:
-            found[name] = metric.reduce(_as_floats(source), jnp.ones(jnp.shape(source)))
-    return found
+            results[name] = metric.reduce(_as_floats(source), jnp.ones(jnp.shape(source)))
+    return results
 
 
 def _weights(

@@ -158,11 +158,11 @@ def _samples(content: Mapping[str, Any]) -> bool:
 def _unsupported(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that our decoders lack and that would change the output."""
     of_mode = _UNSUPPORTED_SAMPLING if _samples(content) else _UNSUPPORTED_GREEDY
-    found = {
+    options = {
         key: content[key]
         for key, without_effect in (_UNSUPPORTED | of_mode).items()
         if content.get(key) and content[key] != without_effect
     }
     if words := [word for word in content.get("bad_words_ids", ()) if len(word) > 1]:
-        found["bad_words_ids"] = words
-    return found
+        options["bad_words_ids"] = words
+    return options
