@@ -3,10 +3,10 @@
     python scripts/run_notebooks.py [--update] [NOTEBOOK ...]
 
 A cell that fails, that writes a warning or anything else to stderr, or whose stored output is out
-of date ends the run with exit code 1. Stored outputs are compared without their numbers, which
-differ between machines; those of cells with the tag `sampled` are not compared. The last lines give
-the seconds of each notebook. `--update` writes the outputs into the notebooks, which show them
-where they are not run, as on the site.
+of date ends the run with exit code 1. Stored outputs are compared without numbers, checksums and
+temporary folders, which differ; those of cells with the tag `sampled` are not compared. The last
+lines give the seconds of each notebook. `--update` writes the outputs into the notebooks, which
+show them where they are not run, as on the site.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import nbformat
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "docs" / "notebooks"
 CELL_TIMEOUT_S = 300
+# Temporary folders, checksums, addresses, numbers and white space.
+_VARIES = re.compile(r"tmp\w{8}|[\da-f]{12,}|0x[\da-f]+|[-+]?\d[\d.,]*(e[-+]\d+)?|\s+")
 
 
 def main(arguments: list[str]) -> int:
@@ -88,7 +90,7 @@ def printed_outputs(notebook: nbformat.NotebookNode) -> dict[int, str]:
             text = "".join(
                 o.get("text") or o.get("data", {}).get("text/plain", "") for o in outputs
             )
-            texts[index] = re.sub(r"0x[\da-f]+|[-+]?\d[\d.,]*(e[-+]\d+)?|\s+", " ", text)
+            texts[index] = _VARIES.sub(" ", text)
     return texts
 
 
