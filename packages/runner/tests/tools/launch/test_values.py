@@ -182,7 +182,7 @@ def test_secret_in_a_command_of_setup_is_an_error(raises, flags_of, line):
         ("GOOGLE_APPLICATION_CREDENTIALS", "/home/me/account.json"),
         ("GIT_AUTHOR_NAME", "me"),
         ("KEYBOARD", "us"),
-        ("MIRROR", "https://mirror.example.com:8443/simple?page=2"),
+        ("PAGES", "https://docs.example.com:8443/simple?page=2"),
         ("REMOTE", "ssh://git@github.com/me/runs"),
         ("XLA_FLAGS", "--xla_gpu_graph_level=0 --xla_dump_to=/tmp/x"),
         ("COMMIT", "9fceb02d0ae598e95dc970b74767f19372d61af8"),
