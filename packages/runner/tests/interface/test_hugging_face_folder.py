@@ -93,11 +93,14 @@ def test_defaults_of_generation_are_those_of_transformers(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     raises: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     import torch
     import transformers
 
-    theirs.generation_config = transformers.GenerationConfig(eos_token_id=2)
+    # Other tests generate with the same model.
+    config = transformers.GenerationConfig(eos_token_id=2)
+    monkeypatch.setattr(theirs, "generation_config", config)
     theirs.save_pretrained(tmp_path)
     theirs.generation_config.update(**content)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **content}))
