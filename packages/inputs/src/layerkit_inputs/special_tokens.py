@@ -180,9 +180,9 @@ def _class_tokens(
 ) -> dict[str, str | None]:
     """Return the default tokens of the class that `AutoTokenizer` selects for a tokenizer.json."""
     stated = config.get("tokenizer_class") or model.get("tokenizer_class")
-    of_model = _CLASS_OF_MODEL.get(str(model.get("model_type")))
-    name = str(stated or of_model or _NO_CLASS).removesuffix("Fast")
-    is_ignored = of_model == _NO_CLASS or file.suffix != ".json"
+    model_class = _CLASS_OF_MODEL.get(str(model.get("model_type")))
+    name = str(stated or model_class or _NO_CLASS).removesuffix("Fast")
+    is_ignored = model_class == _NO_CLASS or file.suffix != ".json"
     # Class defaults of Llama 2 do not fit Llama 3, whose folders may name the same class.
     if is_ignored or (name == "LlamaTokenizer" and b'"ByteLevel"' in file.read_bytes()):
         return {}
@@ -277,8 +277,8 @@ def end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def ends_by_file(tokenizer: Tokenizer) -> Mapping[str, tuple[int, ...]]:
     """Return the end tokens of the tokenizer, and those of the model's files beside it."""
-    of_tokenizer = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-    return getattr(tokenizer, "declared_ends", {"tokenizer": of_tokenizer})
+    ends = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    return getattr(tokenizer, "declared_ends", {"tokenizer": ends})
 
 
 def target_start_id(tokenizer: Tokenizer) -> int:

@@ -119,10 +119,9 @@ class HuggingFaceLm(TrainingLength, BaseExperiment, abstract=True):
         model = self.model()
         tokenizer = getattr(self, "tokenizer", None)
         if self.EOS_ID is None and tokenizer is not None:
-            stated = model.decoder.eos_id
-            known = stated if isinstance(stated, tuple) else () if stated is None else (stated,)
-            known = tuple(dict.fromkeys((*known, *end_ids(build(tokenizer())))))
-            model.decoder.eos_id = known if len(known) > 1 else next(iter(known), None)
+            decoder_ends = build(model.decoder).eos_ids
+            ends = tuple(dict.fromkeys((*decoder_ends, *end_ids(build(tokenizer())))))
+            model.decoder.eos_id = ends if len(ends) > 1 else next(iter(ends), None)
         return SingleTask.HParams.config(
             name="lm",
             model=model,
