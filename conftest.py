@@ -10,7 +10,6 @@ import fcntl
 import gc
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import signal
@@ -115,7 +114,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return [f"{name}: {origin.parent}" for name, origin in package_origins().items()]
 
 
-MESSAGES = "error_messages.json"
+MESSAGES = Path(__file__).parent / "integration_tests" / "error_messages.md"
 # Python 3.13 appends this suggestion to its own message; earlier versions do not.
 PYTHON_SUGGESTION = re.compile(
     r"(?P<message>\(\) got an unexpected keyword argument '\w+')\. Did you mean '\w+'\?"
@@ -127,19 +126,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-messages",
         action="store_true",
-        help=f"rewrite the messages in {MESSAGES} of the tests that run; review them with git",
+        help=f"rewrite the sections of {MESSAGES.name} of the tests that run; review them with git",
     )
 
 
 @pytest.fixture
 def raises(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Return a replacement of `pytest.raises` that checks an error's data and recorded message.
+    """Return a replacement of `pytest.raises` that checks an error's data.
 
     Keyword arguments are attributes of the error:
 
         with raises(ConfigError, field="input_dims", value=0):
 
-    The rendered message is compared with the record of the package, `tests/error_messages.json`.
+    The first message of a test that has a section in `integration_tests/error_messages.md` is
+    compared with it.
     """
     messages = _Messages(request)
 
@@ -147,48 +147,40 @@ def raises(request: pytest.FixtureRequest) -> Callable[..., Any]:
     def check(kind: type[Exception], **data: Any) -> Iterator[pytest.ExceptionInfo]:
         with pytest.raises(kind) as caught:
             yield caught
-        found = {name: getattr(caught.value, name) for name in data}
-        assert found == data, str(caught.value)
+        result = {name: getattr(caught.value, name) for name in data}
+        assert result == data, str(caught.value)
         messages.check(str(caught.value))
 
     return check
 
 
 class _Messages:
-    """The recorded error messages of one test, in the order in which it raises them."""
+    """The section of a test on the page of error messages, if it has one."""
 
     def __init__(self, request: pytest.FixtureRequest):
-        path = Path(request.node.path)
-        tests = next((p for p in path.parents if p.name == "tests"), path.parent)
-        self._file = tests / MESSAGES
-        self._key = f"{path.relative_to(tests)}::{request.node.name}"
-        self._count = 0
+        self._heading = f"## {request.node.nodeid}\n\n"
         self._update = request.config.getoption("--update-messages")
         base = request.getfixturevalue("tmp_path_factory").getbasetemp()
         self._folder = re.compile(rf"{re.escape(str(base))}/\w+")
+        self._is_first = True
 
     def check(self, message: str) -> None:
-        """Compare a message with its record, or replace the record."""
-        message = self._folder.sub("TMP", message)
-        message = PYTHON_SUGGESTION.sub(r"\g<message>", message)
-        self._count += 1
-        key = self._key if self._count == 1 else f"{self._key} #{self._count}"
-        if self._update:
-            self._record(key, message)
+        """Compare the test's first message with its section, or rewrite the section."""
+        if not self._is_first or self._heading not in MESSAGES.read_text():
             return
-        recorded = json.loads(self._file.read_text()) if self._file.exists() else {}
-        assert message == recorded.get(key), (
-            f"{key} is recorded with another message in {self._file}. If the new wording is right,"
-            f" run this test with --update-messages."
-        )
-
-    def _record(self, key: str, message: str) -> None:
-        # Several workers of pytest-xdist write to one file.
-        with self._file.open("a+") as file:
+        self._is_first = False
+        message = self._folder.sub("TMP", message)
+        message = PYTHON_SUGGESTION.sub(r"\g<message>", message).rstrip("\n")
+        with MESSAGES.open("r+") as file:  # several workers of pytest-xdist write to one file
             fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(0)
-            recorded = json.loads(file.read() or "{}")
-            recorded[key] = message
-            file.truncate(0)
-            file.write(json.dumps(dict(sorted(recorded.items())), indent=0, ensure_ascii=False))
-            file.write("\n")
+            before, heading, rest = file.read().partition(self._heading)
+            recorded, end, after = rest.partition("\n\n## ")
+            if self._update:
+                file.seek(0)
+                file.truncate()
+                file.write(before + heading + message + ("\n" if not end else "") + end + after)
+                return
+        assert message == recorded.rstrip("\n"), (
+            "The message differs from the one in integration_tests/error_messages.md. If the new"
+            " wording is right, run this test with --update-messages."
+        )

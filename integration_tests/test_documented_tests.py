@@ -78,7 +78,7 @@ def test_messages_of_the_troubleshooting_page_are_those_of_the_code():
     page = (ROOT / "docs/troubleshooting.md").read_text()
     table = page.partition("## Errors")[2].partition("\n## ")[0]
     sources = [path.read_text() for path in ROOT.glob("packages/*/src/**/*.py")]
-    sources += [path.read_text() for path in ROOT.glob("packages/*/tests/error_messages.json")]
+    sources.append((ROOT / "integration_tests/error_messages.md").read_text())
     code = "\n".join(sources)
     quoted = [
         text
