@@ -29,11 +29,14 @@ from layerkit_inputs import SyntheticInput
 from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.config.overrides import parse_fields, parse_override
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
-from layerkit_runner.data.infeed import HostTopology, example_batch, make_input
-from layerkit_runner.data.training_data import training_configs
+from layerkit_runner.data.host_inputs import HostTopology, example_batch, make_input
+from layerkit_runner.data.train_inputs import training_configs
 from layerkit_runner.errors import UsageError
-from layerkit_runner.modes.start_report import LayerNotes, num_params
 from layerkit_runner.partitioning import Partitioner
+from layerkit_runner.run.job import build_parts
+from layerkit_runner.run.report.start_report import LayerNotes, num_params
+from layerkit_runner.step.step_cost import model_flops_per_step, program_flops
+from layerkit_runner.step.task import SingleTask
 from layerkit_runner.tools.plan.bounds import device_work, step_bounds
 from layerkit_runner.tools.plan.collectives import collective_traffic
 from layerkit_runner.tools.plan.compiling import (
@@ -45,9 +48,6 @@ from layerkit_runner.tools.plan.compiling import (
 from layerkit_runner.tools.plan.devices import described_kind, target_devices
 from layerkit_runner.tools.plan.hardware import DeviceKind, Target, parse_target
 from layerkit_runner.tools.plan.memory import step_memory, tensor_memory
-from layerkit_runner.trainer.job import build_parts
-from layerkit_runner.training.step_cost import model_flops_per_step, program_flops
-from layerkit_runner.training.task import SingleTask
 
 # Fields that differ from GPT-3 Small.
 MODELS: Mapping[str, Mapping[str, Any]] = {

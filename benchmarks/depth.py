@@ -18,8 +18,8 @@ from layerkit.models import LanguageModel, TransformerLm
 from layerkit_inputs import SyntheticInput
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.partitioning import SpmdPartitioner
-from layerkit_runner.training.task import SingleTask
-from layerkit_runner.training.train_hparams import TrainHParams
+from layerkit_runner.step.task import SingleTask
+from layerkit_runner.step.train_hparams import TrainHParams
 
 ROUNDS = 5
 

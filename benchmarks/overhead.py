@@ -45,18 +45,18 @@ from layerkit.nested_map import NestedMap
 from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
-from layerkit_runner.data.infeed import dataset_name, make_input
-from layerkit_runner.data.training_data import training_configs
+from layerkit_runner.data.host_inputs import dataset_name, make_input
+from layerkit_runner.data.train_inputs import training_configs
 from layerkit_runner.init_from import plan_first_state
-from layerkit_runner.modes.train import run_train
 from layerkit_runner.observers import Observer, read_metrics
 from layerkit_runner.observers.metrics_log import Metrics
 from layerkit_runner.optim.early_stopping import SkippedSteps
 from layerkit_runner.partitioning import SpmdPartitioner
-from layerkit_runner.trainer import BaseProgram
-from layerkit_runner.trainer.job import build_parts
-from layerkit_runner.trainer.train import IS_VALID, CompiledStep, TrainProgram
-from layerkit_runner.training.train_state import TrainState
+from layerkit_runner.run.job import build_parts
+from layerkit_runner.run.programs.eval_program import BaseProgram
+from layerkit_runner.run.programs.train_program import IS_VALID, CompiledStep, TrainProgram
+from layerkit_runner.run.training_run import run_train
+from layerkit_runner.step.train_state import TrainState
 
 SAVE_INTERVAL = 20
 CLOCK_INTERVAL = 500

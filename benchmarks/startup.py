@@ -27,7 +27,7 @@ FIRST_LOSS = re.compile(r"\bloss \d")
 IMPORTS = (
     "import layerkit_runner.cli, layerkit_runner.config.resolve, "
     "layerkit_runner.config.registry, "
-    "layerkit_runner.modes.train, layerkit_experiments.lm.quickstart"
+    "layerkit_runner.run.training_run, layerkit_experiments.lm.quickstart"
 )
 
 

@@ -41,9 +41,9 @@ from layerkit.models import LanguageModel, TransformerLm
 from layerkit.nested_map import NestedMap
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.partitioning import SpmdPartitioner
-from layerkit_runner.training.task import SingleTask
-from layerkit_runner.training.train_hparams import TrainHParams
-from layerkit_runner.training.train_state import TrainState
+from layerkit_runner.step.task import SingleTask
+from layerkit_runner.step.train_hparams import TrainHParams
+from layerkit_runner.step.train_state import TrainState
 
 LEARNING_RATE = 1e-3
 CLIP = 1.0

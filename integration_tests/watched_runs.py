@@ -14,8 +14,8 @@ from layerkit.nested_map import NestedMap
 from layerkit_experiments.lm.lm_cloud import LmCloudSpmdTest
 from layerkit_inputs.synthetic import SyntheticInput
 from layerkit_runner.optim.early_stopping import StoppingRule
-from layerkit_runner.trainer import TrainProgram
-from layerkit_runner.training.task_metrics import Max, Mean
+from layerkit_runner.run.programs.train_program import TrainProgram
+from layerkit_runner.step.task_metrics import Max, Mean
 
 
 class Told(StoppingRule):

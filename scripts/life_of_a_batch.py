@@ -22,7 +22,7 @@ from layerkit.config import build
 from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_runner import cli
 from layerkit_runner.config.resolve import resolve
-from layerkit_runner.training.metrics import GLOBAL_BATCH
+from layerkit_runner.step.metrics import GLOBAL_BATCH
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "pictures" / "life_of_a_batch.svg"
 

@@ -73,8 +73,8 @@ def _is_importing(frame: FrameType | None) -> bool:
 def trace_quickstart(folder: str) -> EnteredFunctions:
     """Train three steps in `folder`; return the functions called up to the end of step 1."""
     from layerkit_runner import cli
-    from layerkit_runner.modes import run as run_module
     from layerkit_runner.observers import Progress
+    from layerkit_runner.run import run_mode as run_module
 
     entered = EnteredFunctions()
     run, report_step = run_module.run, Progress.progress

@@ -52,16 +52,15 @@ PAGES: dict[str, tuple[str, ...]] = {
         "layerkit_runner.checkpointing",
         "layerkit_runner.init_from",
         "layerkit_runner.partitioning",
-        "layerkit_runner.trainer",
         "layerkit_runner.cli",
-        "layerkit_runner.training.metrics",
+        "layerkit_runner.step.metrics",
     ),
     "observers": ("layerkit_runner.observers",),
     "optim": (
         "layerkit_runner.optim.optimizers",
         "layerkit_runner.optim.schedules",
         "layerkit_runner.optim.sharded_adafactor",
-        "layerkit_runner.training.task_metrics",
+        "layerkit_runner.step.task_metrics",
     ),
 }
 

@@ -19,7 +19,7 @@ MEASURE = """
 import importlib, json, math, sys
 import jax
 from layerkit_runner.config.resolve import resolve
-from layerkit_runner.trainer.job import build_parts
+from layerkit_runner.run.job import build_parts
 
 parts = {}
 for name in sys.argv[1:]:

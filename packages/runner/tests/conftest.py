@@ -22,8 +22,8 @@ from layerkit.nested_map import NestedMap
 from layerkit.weights import WeightHParams, WeightInit
 from layerkit_inputs.indexed_input import IndexedInput
 from layerkit_runner.optim.learner import Learner
-from layerkit_runner.training.task import SingleTask
-from layerkit_runner.training.train_hparams import TrainHParams
+from layerkit_runner.step.task import SingleTask
+from layerkit_runner.step.train_hparams import TrainHParams
 
 
 class Regression(BaseModel):

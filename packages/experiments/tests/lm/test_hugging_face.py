@@ -21,7 +21,7 @@ from layerkit_experiments.lm.recipes.parallelism import Spmd
 from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import FieldError, UsageError
 from layerkit_runner.init_from import plan_first_state
-from layerkit_runner.trainer.job import build_parts
+from layerkit_runner.run.job import build_parts
 
 
 class FineTune(AdamWCosine, Spmd, LocalFiles, HuggingFaceLm):

@@ -12,7 +12,7 @@ from layerkit.config import target_of
 from layerkit_experiments.lm import lm_cloud
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
-from layerkit_runner.trainer.job import build_parts
+from layerkit_runner.run.job import build_parts
 
 # layers, model, hidden, heads, dims per head, rows per device, rate, steps
 PUBLISHED = {

@@ -18,9 +18,9 @@ import pytest
 
 from layerkit_experiments.lm.pile import Pile126M
 from layerkit_runner.config.resolve import resolve
+from layerkit_runner.run.job import build_parts
 from layerkit_runner.tools.plan.devices import planned_target, target_devices
 from layerkit_runner.tools.plan.plan import make_plan
-from layerkit_runner.trainer.job import build_parts
 
 SMALL: dict[str, Any] = {
     "NUM_LAYERS": 2,

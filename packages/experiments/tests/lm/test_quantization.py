@@ -19,7 +19,7 @@ from layerkit_experiments.lm.pile import GPT5B
 from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_runner.config.experiment import FieldError
 from layerkit_runner.config.resolve import resolve
-from layerkit_runner.trainer.job import build_parts
+from layerkit_runner.run.job import build_parts
 
 SMALL: dict[str, Any] = {
     "NUM_LAYERS": 2,

@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from layerkit_runner.optim.weight_patterns import VariationalNoise as VariationalNoise
     from layerkit_runner.partitioning.partitioner import PmapPartitioner as PmapPartitioner
     from layerkit_runner.partitioning.partitioner import SpmdPartitioner as SpmdPartitioner
+    from layerkit_runner.run.executor import Executor as Executor
+    from layerkit_runner.run.programs.decode_program import DecodeProgram as DecodeProgram
+    from layerkit_runner.run.programs.eval_program import BaseProgram as BaseProgram
+    from layerkit_runner.run.programs.eval_program import EvalProgram as EvalProgram
+    from layerkit_runner.run.programs.train_program import TrainProgram as TrainProgram
     from layerkit_runner.run_options import Flag as Flag
     from layerkit_runner.run_options import RunOptions as RunOptions
-    from layerkit_runner.trainer.decode import DecodeProgram as DecodeProgram
-    from layerkit_runner.trainer.eval import BaseProgram as BaseProgram
-    from layerkit_runner.trainer.eval import EvalProgram as EvalProgram
-    from layerkit_runner.trainer.executor import Executor as Executor
-    from layerkit_runner.trainer.train import TrainProgram as TrainProgram
-    from layerkit_runner.training.task import SingleTask as SingleTask
-    from layerkit_runner.training.train_hparams import TrainHParams as TrainHParams
+    from layerkit_runner.step.task import SingleTask as SingleTask
+    from layerkit_runner.step.train_hparams import TrainHParams as TrainHParams
 
 # A function called as its module (`resolve`) cannot be here: once the module is imported, Python
 # would find that under the name.
@@ -67,12 +67,12 @@ _NAMES = {
     "optim.weight_patterns": "VariationalNoise",
     "partitioning.partitioner": "PmapPartitioner SpmdPartitioner",
     "run_options": "Flag RunOptions",
-    "trainer.decode": "DecodeProgram",
-    "trainer.eval": "BaseProgram EvalProgram",
-    "trainer.executor": "Executor",
-    "trainer.train": "TrainProgram",
-    "training.task": "SingleTask",
-    "training.train_hparams": "TrainHParams",
+    "run.programs.decode_program": "DecodeProgram",
+    "run.programs.eval_program": "BaseProgram EvalProgram",
+    "run.executor": "Executor",
+    "run.programs.train_program": "TrainProgram",
+    "step.task": "SingleTask",
+    "step.train_hparams": "TrainHParams",
 }
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

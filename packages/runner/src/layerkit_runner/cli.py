@@ -104,7 +104,7 @@ def _run(words: Sequence[str]) -> int:
         if flags.mode not in MODES:
             return commands.load_mode(flags.mode).run(resolved, flags.options)
         # Loads JAX, Optax and the rest.
-        from layerkit_runner.modes.run import run
+        from layerkit_runner.run.run_mode import run
 
         return run(flags.mode, resolved, flags.options) or 0
 

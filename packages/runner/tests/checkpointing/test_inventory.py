@@ -8,7 +8,7 @@ from pathlib import Path
 
 from etils import epath
 
-from layerkit_runner.modes.checkpoint_watcher import CheckpointWatcher
+from layerkit_runner.run.checkpoint_watcher import CheckpointWatcher
 
 
 def save(folder: Path, step: int, digest: str = "first") -> None:

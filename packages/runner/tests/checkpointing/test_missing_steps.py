@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy
-from layerkit_runner.trainer.job_folder import record_checkpoint
+from layerkit_runner.run.job_folder import record_checkpoint
 
 EVERY_STEP = CheckpointPolicy(save_interval_steps=1, max_to_keep=None, keep_interval=None)
 

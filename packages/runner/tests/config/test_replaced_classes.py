@@ -12,7 +12,7 @@ from layerkit.layers import MultiHeadAttention
 from layerkit_inputs.synthetic import SyntheticInput
 from layerkit_runner import BaseExperiment, Override, UsageError
 from layerkit_runner.config.resolve import resolve
-from layerkit_runner.training.task import SingleTask
+from layerkit_runner.step.task import SingleTask
 
 
 class Wide(MultiHeadAttention):

@@ -19,7 +19,7 @@ from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.config.overrides import parse_fields
 from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import FieldError
-from layerkit_runner.training.task import SingleTask
+from layerkit_runner.step.task import SingleTask
 
 
 class Small(BaseExperiment):

@@ -11,8 +11,14 @@ import pytest
 
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
-from layerkit_runner.data.infeed import cast_text, check_batch, eval_batches, peek_batch, prefetched
-from layerkit_runner.data.training_data import DeviceFeed
+from layerkit_runner.data.host_inputs import (
+    cast_text,
+    check_batch,
+    eval_batches,
+    peek_batch,
+    prefetched,
+)
+from layerkit_runner.data.train_inputs import DeviceFeed
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import SpmdPartitioner
 

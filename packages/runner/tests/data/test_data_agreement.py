@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from layerkit_inputs import LocalText
-from layerkit_runner.data.training_data import check_same_data
+from layerkit_runner.data.train_inputs import check_same_data
 from layerkit_runner.errors import UsageError
 
 

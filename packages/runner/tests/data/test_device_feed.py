@@ -13,7 +13,7 @@ import pytest
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.prefetch import Prefetch
-from layerkit_runner.data.training_data import DeviceFeed
+from layerkit_runner.data.train_inputs import DeviceFeed
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import SpmdPartitioner
 

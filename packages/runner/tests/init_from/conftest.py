@@ -23,8 +23,8 @@ from layerkit_runner.checkpointing.structure import named_leaves
 from layerkit_runner.init_from import InitFrom, Source
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner, SpmdPartitioner
-from layerkit_runner.training.task import SingleTask
-from layerkit_runner.training.train_hparams import TrainHParams
+from layerkit_runner.step.task import SingleTask
+from layerkit_runner.step.train_hparams import TrainHParams
 
 DIMS = 8
 

@@ -15,7 +15,7 @@ from layerkit.config import Configurable, Partial
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from import plan_first_state
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
-from layerkit_runner.training.task import SingleTask
+from layerkit_runner.step.task import SingleTask
 
 
 class Loader(Configurable):

@@ -20,7 +20,7 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from import InitFrom, Source
 from layerkit_runner.init_from.matching import Matched, match
 from layerkit_runner.init_from.sources import Opened
-from layerkit_runner.training.train_state import TrainState
+from layerkit_runner.step.train_state import TrainState
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ import pytest
 
 from layerkit.errors import UserError
 from layerkit_runner import LoadedModel, TrainResult, cli
-from layerkit_runner.modes.export import export_stablehlo
+from layerkit_runner.run.export import export_stablehlo
 
 DOCS = Path(__file__).resolve().parents[4] / "docs"
 CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -16,7 +16,7 @@ from layerkit.errors import ConfigError
 from layerkit.layers.batch_statistics import BatchNorm
 from layerkit.nested_map import NestedMap
 from layerkit_runner.optim.learner import AuxiliaryOptimizer, Learner
-from layerkit_runner.training.metrics import GLOBAL_BATCH
+from layerkit_runner.step.metrics import GLOBAL_BATCH
 
 PARAMS = {"lm": {"embedding": {"w": jnp.ones(3)}, "head": {"w": jnp.full(2, 2.0)}}}
 GRADS = {"lm": {"embedding": {"w": jnp.full(3, 2.0)}, "head": {"w": jnp.array([2.0, 0.0])}}}

@@ -20,7 +20,7 @@ from layerkit.config import Config, Partial
 from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 from layerkit_runner.optim.learner import AuxiliaryOptimizer, Learner
-from layerkit_runner.training.metrics import GLOBAL_BATCH
+from layerkit_runner.step.metrics import GLOBAL_BATCH
 
 PARAMS = {"a": {"w": jnp.arange(6.0).reshape(2, 3)}, "b": {"w": jnp.array([1.0, -2.0])}}
 

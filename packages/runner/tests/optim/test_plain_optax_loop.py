@@ -14,7 +14,7 @@ import pytest
 from layerkit.config import Config, Partial
 from layerkit.layers.linears import FeedForward
 from layerkit.nested_map import NestedMap
-from layerkit_runner.training.metrics import GLOBAL_BATCH
+from layerkit_runner.step.metrics import GLOBAL_BATCH
 
 STEPS, DIMS = 20, 4
 SCHEDULE = Config(optax.warmup_cosine_decay_schedule, 0.0, 0.05, 5, STEPS)

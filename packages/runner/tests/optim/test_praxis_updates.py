@@ -23,8 +23,8 @@ from layerkit_runner.optim.optimizers import (
     lp_regularized,
 )
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
-from layerkit_runner.training.gradients import LossAggregator, MultiLossAggregator
-from layerkit_runner.training.metrics import GLOBAL_BATCH
+from layerkit_runner.step.gradients import LossAggregator, MultiLossAggregator
+from layerkit_runner.step.metrics import GLOBAL_BATCH
 
 PRAXIS = runpy.run_path(str(pathlib.Path(__file__).with_name("praxis_updates.py")))
 

@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from layerkit.config import Partial
 from layerkit.errors import ConfigError
-from layerkit_runner.modes.start_report import rounding_lines
 from layerkit_runner.optim.learner import Learner, Update
+from layerkit_runner.run.report.start_report import rounding_lines
 
 SIZE = 64 * 64
 ONES = {"w": jnp.ones((64, 64), jnp.bfloat16), "b": jnp.ones(4)}

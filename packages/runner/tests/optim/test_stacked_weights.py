@@ -21,9 +21,9 @@ from layerkit_runner.optim.optimizer_calls import Reach, reach_of
 from layerkit_runner.optim.optimizer_groups import map_tensors, stacks_of
 from layerkit_runner.optim.optimizers import adam_with_update_cap
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
-from layerkit_runner.training.metrics import GLOBAL_BATCH
-from layerkit_runner.training.task import SingleTask
-from layerkit_runner.training.train_hparams import TrainHParams
+from layerkit_runner.step.metrics import GLOBAL_BATCH
+from layerkit_runner.step.task import SingleTask
+from layerkit_runner.step.train_hparams import TrainHParams
 
 DIMS, LAYERS, STEPS = 6, 3, 20
 

@@ -18,8 +18,8 @@ from layerkit.layers.linears import FeedForward
 from layerkit.nested_map import NestedMap
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.optim.weight_patterns import TrainedWeights
-from layerkit_runner.training.metrics import GLOBAL_BATCH
-from layerkit_runner.training.step_cost import forward_flops
+from layerkit_runner.step.metrics import GLOBAL_BATCH
+from layerkit_runner.step.step_cost import forward_flops
 
 PARAMS = {"lm": {"embedding": {"w": jnp.ones(3)}, "norm": {"scale": jnp.full(2, 2.0)}}}
 NORM = {"lm": {"norm": PARAMS["lm"]["norm"]}}

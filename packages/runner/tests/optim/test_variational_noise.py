@@ -14,7 +14,7 @@ from layerkit.config import Config
 from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 from layerkit_runner.optim.weight_patterns import VariationalNoise
-from layerkit_runner.training.metrics import GLOBAL_BATCH
+from layerkit_runner.step.metrics import GLOBAL_BATCH
 
 PARAMS = {"lm": {"w": jnp.ones((100, 100)), "b": jnp.zeros(10)}}
 

@@ -28,7 +28,6 @@ from layerkit.layers import (
 from layerkit.layers.adapters import LORA_WEIGHTS, with_lora
 from layerkit.layers.attention.projections import HeadProjection
 from layerkit.layers.moe.feed_forward import MoeFeedForward
-from layerkit_runner.modes.start_report import weight_decay_lines
 from layerkit_runner.optim.learner import AuxiliaryOptimizer
 from layerkit_runner.optim.optimizers import (
     adam_with_update_cap,
@@ -38,6 +37,7 @@ from layerkit_runner.optim.optimizers import (
     spares_norms,
 )
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
+from layerkit_runner.run.report.start_report import weight_decay_lines
 
 ZEROS = WeightInit.Constant(0.0)
 

@@ -26,8 +26,8 @@ from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner, SpmdPartitioner
 from layerkit_runner.partitioning.padding import axes_by_path, map_with_axes
-from layerkit_runner.training.task import SingleTask
-from layerkit_runner.training.train_hparams import TrainHParams
+from layerkit_runner.step.task import SingleTask
+from layerkit_runner.step.train_hparams import TrainHParams
 
 ROWS, LENGTH, VOCAB = 8, 12, 32
 MESHES = {

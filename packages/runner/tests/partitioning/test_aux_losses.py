@@ -15,7 +15,7 @@ from layerkit.config import sub_config_field
 from layerkit.layers import MoeFeedForward, TopKRouter
 from layerkit.layers.losses import weighted_mean
 from layerkit.nested_map import NestedMap
-from layerkit_runner.training.metrics import GLOBAL_BATCH, OverBatches
+from layerkit_runner.step.metrics import GLOBAL_BATCH, OverBatches
 
 ROWS, LENGTH, DIMS, RATE = 32, 4, 4, 0.25
 RNG = np.random.default_rng(0)

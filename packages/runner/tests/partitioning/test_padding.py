@@ -30,10 +30,10 @@ from layerkit_runner.init_from import InitFrom, Source, plan_first_state
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.partitioning.padding import UnevenArray, padding_text
+from layerkit_runner.run.output_provenance import weights_digest_fn
+from layerkit_runner.step.task import SingleTask
 from layerkit_runner.tools.inspect.model import parameter_table, table_text
 from layerkit_runner.tools.plan.memory import tensor_memory
-from layerkit_runner.trainer.provenance import weights_digest_fn
-from layerkit_runner.training.task import SingleTask
 
 VOCAB, STEPS = 13, 3
 

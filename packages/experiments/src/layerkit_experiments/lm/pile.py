@@ -13,7 +13,7 @@ from layerkit_experiments.lm.recipes.corpora import Lambada, ThePile
 from layerkit_experiments.lm.recipes.decoders import Gpt3Decoder, Gpt3Schedule
 from layerkit_experiments.lm.recipes.parallelism import Spmd
 from layerkit_experiments.lm.recipes.quantization import Fp8Field
-from layerkit_runner.training.task_metrics import Mean
+from layerkit_runner.step.task_metrics import Mean
 
 
 class Gpt126M(Gpt3Schedule, Spmd, Fp8Field, Gpt3Decoder, abstract=True):

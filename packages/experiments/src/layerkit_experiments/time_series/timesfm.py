@@ -16,7 +16,7 @@ from layerkit_experiments.lm.recipes.parallelism import Spmd
 from layerkit_experiments.time_series.patched_decoder import PatchedDecoder
 from layerkit_inputs import CsvSeries, GeneratedSeries
 from layerkit_runner.config.experiment import BaseExperiment
-from layerkit_runner.training.task import SingleTask
+from layerkit_runner.step.task import SingleTask
 
 
 class TimesFM200M(AdamWCosine, Spmd, BaseExperiment):

@@ -26,7 +26,7 @@ from layerkit_experiments.translation.seqio_task import translation_task
 from layerkit_inputs import NumberWords, ParallelText, SeqIOInput, Tokenizer, tokenizer_config
 from layerkit_inputs.special_tokens import target_start_id
 from layerkit_runner.config.experiment import BaseExperiment
-from layerkit_runner.training.task import SingleTask
+from layerkit_runner.step.task import SingleTask
 
 
 class TranslationExperiment(TrainingLength, BaseExperiment, abstract=True):

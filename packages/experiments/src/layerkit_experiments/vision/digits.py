@@ -15,7 +15,7 @@ from layerkit_experiments.lm.recipes.optimization import AdamWCosine
 from layerkit_experiments.lm.recipes.parallelism import Spmd
 from layerkit_inputs import GeneratedDigits, IdxImages
 from layerkit_runner.config.experiment import BaseExperiment
-from layerkit_runner.training.task import SingleTask
+from layerkit_runner.step.task import SingleTask
 
 _IMAGE = (28, 28, 1)
 

@@ -26,7 +26,7 @@ from layerkit_runner.config.experiment import BaseExperiment
 from layerkit_runner.optim import schedules
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.optim.optimizers import lp_regularized
-from layerkit_runner.training.task import SingleTask
+from layerkit_runner.step.task import SingleTask
 
 # Whole batches of 512 images of ImageNet's 1,281,167.
 STEPS_PER_EPOCH = 2502

@@ -150,7 +150,7 @@ class BaseExperiment:
         return None
 
     def executor(self) -> Config | None:
-        """Return the config of a class derived from `layerkit_runner.trainer.executor.Executor`.
+        """Return the config of a class derived from `layerkit_runner.run.executor.Executor`.
 
         The job sets the fields of `Executor`; a derived class may add fields. None, the default,
         means `Executor`.

@@ -53,7 +53,7 @@ class ResolvedExperiment:
       train_programs: Configs of training programs; None for one program per data set.
       eval_programs: Configs of evaluation programs; None for one program per data set.
       decode_programs: Configs of decoding programs; None for one program per data set.
-      executor: Config of the executor; None for `layerkit_runner.trainer.executor.Executor`.
+      executor: Config of the executor; None for `layerkit_runner.run.executor.Executor`.
       observers: Configs of observers that run beside the built-in ones.
       deep_overrides: Overrides of fields in the configs, which are already applied.
       notes: Lines for the start report about configs whose class an override has replaced.

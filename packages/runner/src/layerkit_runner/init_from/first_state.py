@@ -27,8 +27,8 @@ from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.init_from.matching import OPT_STATE, PARAMS, Found, Matched, match
 from layerkit_runner.init_from.settings import InitFrom
 from layerkit_runner.init_from.sources import StoredHuggingFace, open_source
-from layerkit_runner.training.task import SingleTask
-from layerkit_runner.training.train_state import (
+from layerkit_runner.step.task import SingleTask
+from layerkit_runner.step.train_state import (
     RANDOM_INIT,
     FirstState,
     Provenance,

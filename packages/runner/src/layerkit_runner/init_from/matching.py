@@ -22,7 +22,7 @@ from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join, na
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from.settings import ADAPTER_WEIGHTS, InitFrom, Origin, Rule
 from layerkit_runner.init_from.sources import Opened
-from layerkit_runner.training.train_state import TrainState
+from layerkit_runner.step.train_state import TrainState
 
 if TYPE_CHECKING:
     from layerkit_runner.init_from.sources import StoredValues

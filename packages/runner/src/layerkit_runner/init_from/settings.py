@@ -24,7 +24,7 @@ from layerkit.errors import ConfigError
 from layerkit.layers.adapters import LORA_WEIGHTS
 from layerkit.layers.residual_adapters import RESIDUAL_ADAPTER_WEIGHTS
 from layerkit_runner.errors import UsageError
-from layerkit_runner.training.task import InitialWeights
+from layerkit_runner.step.task import InitialWeights
 
 LAYER = "{layer}"
 

@@ -27,7 +27,7 @@ from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.atomic_write import absolute, is_remote
 from layerkit_runner.init_from.pax.folders import PaxFolder, find
 from layerkit_runner.init_from.settings import ADAPTER_WEIGHTS, Source
-from layerkit_runner.training.train_state import TrainState
+from layerkit_runner.step.train_state import TrainState
 
 if TYPE_CHECKING:
     from layerkit_runner.init_from.pax.stored_pax import StoredPax

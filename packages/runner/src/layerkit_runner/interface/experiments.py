@@ -99,8 +99,8 @@ def input_batches(
     Raises:
       UserError: There is no such data set, or it cannot be read.
     """
-    from layerkit_runner.data.infeed import dataset_name, make_input
-    from layerkit_runner.trainer.job import build_parts
+    from layerkit_runner.data.host_inputs import dataset_name, make_input
+    from layerkit_runner.run.job import build_parts
 
     resolved = get_experiment(experiment, overrides)
     configs = {dataset_name(c): c for c in [*resolved.datasets, *resolved.decode_datasets]}
@@ -127,7 +127,7 @@ def with_num_steps(resolved: ResolvedExperiment, num_steps: int) -> ResolvedExpe
     The field of the experiment is set, since schedules may depend on it. If the experiment has no
     such field, or its configs were edited, the field of the task is set.
     """
-    from layerkit_runner.trainer.job_folder import last_step_path
+    from layerkit_runner.run.job_folder import last_step_path
 
     task_path, path = "task.train.num_train_steps", last_step_path(resolved)
     cls, fields = type(resolved.experiment), changed_fields(resolved.experiment)

@@ -17,7 +17,7 @@ from layerkit_inputs.special_tokens import first_ids
 from layerkit_inputs.tokenizers import Tokenizer
 from layerkit_runner.config.config_tree import field_value
 from layerkit_runner.config.resolve import ResolvedExperiment
-from layerkit_runner.data.infeed import make_input
+from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.text import check_utf8
 from layerkit_runner.partitioning import Partitioner

@@ -34,13 +34,13 @@ from layerkit_runner.interface.generation import (
     token_rows,
 )
 from layerkit_runner.interface.scoring import Score, source_rows, text_rows
-from layerkit_runner.modes.run import job_errors
 from layerkit_runner.observers import Observers
-from layerkit_runner.trainer import model_calls
-from layerkit_runner.trainer.build_programs import eval_programs
-from layerkit_runner.trainer.continuation_text import TextStream
-from layerkit_runner.trainer.job import Job
-from layerkit_runner.training.train_state import TrainState
+from layerkit_runner.run.job import Job
+from layerkit_runner.run.programs import model_calls
+from layerkit_runner.run.programs.build_programs import eval_programs
+from layerkit_runner.run.programs.continuation_text import TextStream
+from layerkit_runner.run.run_mode import job_errors
+from layerkit_runner.step.train_state import TrainState
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

@@ -34,14 +34,14 @@ from layerkit_runner.interface.experiments import (
     get_experiment,
 )
 from layerkit_runner.interface.loaded_model import LoadedModel
-from layerkit_runner.modes.run import job_errors
 from layerkit_runner.observers import Observers, Progress
 from layerkit_runner.optim.learner import Learner
+from layerkit_runner.run.job import Job, build_parts, choose_step
+from layerkit_runner.run.job_folder import changed_lines
+from layerkit_runner.run.run_mode import job_errors
 from layerkit_runner.run_options import RunOptions
-from layerkit_runner.trainer.job import Job, build_parts, choose_step
-from layerkit_runner.trainer.job_folder import changed_lines
-from layerkit_runner.training.task import SingleTask
-from layerkit_runner.training.train_hparams import TrainHParams
+from layerkit_runner.step.task import SingleTask
+from layerkit_runner.step.train_hparams import TrainHParams
 
 
 def load(

@@ -32,9 +32,9 @@ from layerkit_runner.partitioning.padding import (
     map_with_axes,
     split_over,
 )
-from layerkit_runner.training.metrics import GLOBAL_BATCH, StepContext
-from layerkit_runner.training.task import SingleTask
-from layerkit_runner.training.train_state import OPTIMIZER_FIELDS, TrainState, batch_spec
+from layerkit_runner.step.metrics import GLOBAL_BATCH, StepContext
+from layerkit_runner.step.task import SingleTask
+from layerkit_runner.step.train_state import OPTIMIZER_FIELDS, TrainState, batch_spec
 
 BATCH_AXIS = "batch"
 # Layouts of the arguments and outputs of a step.

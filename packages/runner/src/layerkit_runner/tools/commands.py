@@ -26,11 +26,11 @@ def _plan(resolved: ResolvedExperiment, options: RunOptions) -> int:
     import jax
 
     from layerkit_runner.distributed import devices as device_flags
-    from layerkit_runner.modes.run import layer_errors
+    from layerkit_runner.run.job import build_parts
+    from layerkit_runner.run.programs.build_programs import check_train_programs
+    from layerkit_runner.run.run_mode import layer_errors
     from layerkit_runner.tools.plan import devices, page, search
     from layerkit_runner.tools.plan.plan import make_plan
-    from layerkit_runner.trainer.build_programs import check_train_programs
-    from layerkit_runner.trainer.job import build_parts
 
     with layer_errors(resolved):
         check_train_programs(resolved)  # an experiment without training has no step to plan

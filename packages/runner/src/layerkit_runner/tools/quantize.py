@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from etils import epath
 
     from layerkit_runner.config.resolve import ResolvedExperiment
-    from layerkit_runner.trainer.job import Job
+    from layerkit_runner.run.job import Job
 
 _DESCRIPTION = """\
 Write a model with weights in 8-bit or 4-bit integers. The new folder has no optimizer state.
@@ -79,7 +79,7 @@ def quantize_folder(
     from layerkit_runner.init_from import InitFrom, Source
     from layerkit_runner.init_from.first_state import weight_readers
     from layerkit_runner.interface.loading import FolderModel, folder_experiment, start_reading
-    from layerkit_runner.modes.run import job_errors
+    from layerkit_runner.run.run_mode import job_errors
 
     WeightFormat.parse(weight_format)
     directory = absolute(out)
@@ -158,9 +158,9 @@ def _write(
     import jax.numpy as jnp
 
     from layerkit_runner.checkpointing import CheckpointManager
+    from layerkit_runner.run.job_folder import write_config
     from layerkit_runner.run_options import RunOptions
-    from layerkit_runner.trainer.job_folder import write_config
-    from layerkit_runner.training.train_state import TrainState
+    from layerkit_runner.step.train_state import TrainState
 
     empty: dict[str, Any] = {"non_trainable": {}, "opt_state": (), "overwrite_with_gradient": {}}
     state = TrainState(step=jnp.asarray(step, jnp.int32), **{**empty, **fields})

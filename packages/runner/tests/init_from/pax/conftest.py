@@ -35,9 +35,9 @@ from layerkit_runner.optim.learner import Learner
 from layerkit_runner.optim.optimizers import adam_with_update_cap
 from layerkit_runner.optim.schedules import linear_warmup_exponential_decay
 from layerkit_runner.partitioning import Partitioner, SpmdPartitioner
-from layerkit_runner.training.task import SingleTask
-from layerkit_runner.training.train_hparams import TrainHParams
-from layerkit_runner.training.train_state import FirstState
+from layerkit_runner.step.task import SingleTask
+from layerkit_runner.step.train_hparams import TrainHParams
+from layerkit_runner.step.train_state import FirstState
 
 RECORDED = Path(__file__).parent / "recorded"
 VOCAB, LENGTH = 32, 8

@@ -12,13 +12,13 @@ from layerkit_runner import BaseExperiment
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment, resolve
 from layerkit_runner.errors import UsageError
+from layerkit_runner.run.job_folder import write_config
 from layerkit_runner.tools.inspect.config_difference import (
     difference_text,
     differences,
     recorded_side,
     resolved_side,
 )
-from layerkit_runner.trainer.job_folder import write_config
 
 
 @pytest.fixture(scope="module")

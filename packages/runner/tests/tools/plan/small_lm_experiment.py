@@ -11,8 +11,8 @@ from layerkit_inputs.synthetic import SyntheticInput
 from layerkit_runner import BaseExperiment
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
-from layerkit_runner.training.task import SingleTask
-from layerkit_runner.training.train_hparams import TrainHParams
+from layerkit_runner.step.task import SingleTask
+from layerkit_runner.step.train_hparams import TrainHParams
 
 
 class SmallLm(BaseExperiment):

@@ -10,13 +10,13 @@ from layerkit.layers.pipeline_schedule import PipelineSchedule
 from layerkit.layers.pipelined_transformer import PipelinedTransformer
 from layerkit_runner.config.overrides import Override
 from layerkit_runner.config.resolve import resolve
-from layerkit_runner.data.infeed import make_input
+from layerkit_runner.data.host_inputs import make_input
+from layerkit_runner.run.job import build_parts
+from layerkit_runner.step.step_cost import model_flops_per_step, program_flops
 from layerkit_runner.tools.plan.bounds import DeviceWork, device_work, pipeline_plans, step_bounds
 from layerkit_runner.tools.plan.collectives import Traffic
 from layerkit_runner.tools.plan.hardware import device_kind
 from layerkit_runner.tools.plan.memory import Memory
-from layerkit_runner.trainer.job import build_parts
-from layerkit_runner.training.step_cost import model_flops_per_step, program_flops
 
 H100 = device_kind("h100")
 PEAK = 989.4e12

@@ -7,13 +7,13 @@ import pytest
 
 from layerkit.layers import StackedTransformer
 from layerkit_runner.config.resolve import resolve
-from layerkit_runner.data.infeed import make_input
+from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.errors import UsageError
+from layerkit_runner.run.job import build_parts
 from layerkit_runner.tools.plan.collectives import collective_traffic
 from layerkit_runner.tools.plan.compiling import measured_step
 from layerkit_runner.tools.plan.memory import step_memory, tensor_memory
 from layerkit_runner.tools.plan.plan import make_plan
-from layerkit_runner.trainer.job import build_parts
 
 # Of SmallLm: embedding 32·16; per layer four attention projections 16·16, two of the feed-forward
 # 16·32, and two norms with scale and bias; one such norm at the end.

@@ -10,8 +10,8 @@ import pytest
 
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.locks import lock, try_lock
+from layerkit_runner.run.job_folder import STUDY_RECORD
 from layerkit_runner.tools.sweep.trials import RECORD, SweepFolder, TrialMetrics
-from layerkit_runner.trainer.job_folder import STUDY_RECORD
 
 
 def test_lock_is_released_when_its_process_is_killed(tmp_path):

@@ -13,7 +13,7 @@ from layerkit_experiments.lm.recipes.model import TransformerLmModel
 from layerkit_experiments.lm.recipes.optimization import TrainingLength
 from layerkit_experiments.lm.recipes.quantization import QuantizedProducts
 from layerkit_runner.config.experiment import BaseExperiment
-from layerkit_runner.training.task import SingleTask
+from layerkit_runner.step.task import SingleTask
 
 
 class LmExperiment(

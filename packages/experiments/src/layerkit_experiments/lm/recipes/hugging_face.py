@@ -11,7 +11,7 @@ from layerkit_experiments.lm.recipes.model import remat_policy
 from layerkit_experiments.lm.recipes.optimization import TrainingLength
 from layerkit_inputs.special_tokens import end_ids
 from layerkit_runner.config.experiment import BaseExperiment
-from layerkit_runner.training.task import SingleTask
+from layerkit_runner.step.task import SingleTask
 
 
 class HuggingFaceLm(TrainingLength, BaseExperiment, abstract=True):

@@ -17,7 +17,7 @@ from layerkit_runner.optim.schedules import (
     linear_warmup_exponential_decay,
     longest_warmup,
 )
-from layerkit_runner.training.train_hparams import TrainHParams, summary_interval
+from layerkit_runner.step.train_hparams import TrainHParams, summary_interval
 
 _NON_NEGATIVE = (
     "LEARNING_RATE",

@@ -21,7 +21,7 @@ from layerkit_inputs.eval_padding import ROW_MARKS, example_rows, num_rows_of
 from layerkit_inputs.tokenizers import Tokenizer
 from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import ResolvedExperiment
-from layerkit_runner.data.infeed import (
+from layerkit_runner.data.host_inputs import (
     HostTopology,
     check_batch,
     dataset_name,

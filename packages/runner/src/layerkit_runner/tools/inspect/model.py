@@ -32,10 +32,10 @@ from layerkit_runner.config.resolve import ResolvedExperiment
 from layerkit_runner.errors import as_usage_error
 from layerkit_runner.files.text import aligned, size_text
 from layerkit_runner.partitioning import Partitioner
+from layerkit_runner.run.job import build_parts
+from layerkit_runner.step.task import SingleTask
 from layerkit_runner.tools.plan.devices import start_simulated
 from layerkit_runner.tools.plan.memory import TensorMemory, tensor_memory
-from layerkit_runner.trainer.job import build_parts
-from layerkit_runner.training.task import SingleTask
 
 # The number of a layer in a list: the 3 of `layers_3`.
 _NUMBER = re.compile(r"(?<=_)\d+(?=/|$)")

@@ -16,7 +16,7 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from layerkit.layers.attention.cudnn import has_cudnn
-from layerkit_runner.training.step_cost import temporary_bytes
+from layerkit_runner.step.step_cost import temporary_bytes
 
 # This changes the machine code, which is never run, and not the program.
 _CPU_OPTIONS = {"xla_backend_optimization_level": 0}

@@ -15,10 +15,10 @@ from typing import Any
 import jax
 
 from layerkit.sharding import HOST_MEMORY
+from layerkit_runner.step.train_state import TrainState
 from layerkit_runner.tools.plan.collectives import type_bytes
 from layerkit_runner.tools.plan.compiling import CompiledStep, Sizes, refused_sizes
 from layerkit_runner.tools.plan.hlo import Instruction, instructions
-from layerkit_runner.training.train_state import TrainState
 
 KINDS = ("weights", "non-trainable", "averages", "optimizer", "batch")
 """Kinds of tensors; `optimizer` includes the step counter."""

@@ -15,11 +15,15 @@ from jax.sharding import Mesh
 
 from layerkit.config import Config
 from layerkit_runner.config.resolve import ResolvedExperiment
-from layerkit_runner.data.infeed import HostTopology, example_batch, plan_input
-from layerkit_runner.data.training_data import training_configs
+from layerkit_runner.data.host_inputs import HostTopology, example_batch, plan_input
+from layerkit_runner.data.train_inputs import training_configs
 from layerkit_runner.errors import UsageError, as_usage_error
-from layerkit_runner.modes.start_report import LayerNotes, num_params
 from layerkit_runner.partitioning import Partitioner
+from layerkit_runner.run.job import build_parts, versions
+from layerkit_runner.run.report.start_report import LayerNotes, num_params
+from layerkit_runner.step.step_cost import model_flops_per_step, program_flops
+from layerkit_runner.step.task import SingleTask
+from layerkit_runner.step.train_state import batch_spec
 from layerkit_runner.tools.plan.bounds import (
     Bounds,
     PipelinePlan,
@@ -44,10 +48,6 @@ from layerkit_runner.tools.plan.memory import (
     step_memory,
     tensor_memory,
 )
-from layerkit_runner.trainer.job import build_parts, versions
-from layerkit_runner.training.step_cost import model_flops_per_step, program_flops
-from layerkit_runner.training.task import SingleTask
-from layerkit_runner.training.train_state import batch_spec
 
 # More than a page shows, for the JSON form.
 _TEMPORARIES = 30

@@ -138,7 +138,7 @@ def fit_space(
 
 def _dataset_of(file: StudyFile, resolved: ResolvedExperiment) -> str:
     """Return the name of the data set or program whose evaluation reports the metric."""
-    from layerkit_runner.data.infeed import dataset_name
+    from layerkit_runner.data.host_inputs import dataset_name
 
     if resolved.eval_programs is None:
         names = [dataset_name(config) for config in resolved.datasets if not config.is_training]
@@ -161,7 +161,7 @@ def _dataset_of(file: StudyFile, resolved: ResolvedExperiment) -> str:
 def _longer(
     flags: ParsedFlags, resolved: ResolvedExperiment, texts: Mapping[str, str], step: int
 ) -> str:
-    from layerkit_runner.trainer.job_folder import command_line, longer
+    from layerkit_runner.run.job_folder import command_line, longer
 
     given = (flags.options.job_log_dir or "").rstrip("/")
     options = dataclasses.replace(flags.options, job_log_dir=f"{given}/best")

@@ -1,1 +1,0 @@
-"""What `--mode` chooses, one file each, and the reports that a training run prints."""

@@ -1,0 +1,183 @@
+"""Evaluation or decoding of each new checkpoint of a running training job, until its last."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from etils import epath
+
+from layerkit.errors import first_names
+from layerkit_runner.checkpointing.errors import DamagedCheckpointError, LayoutVersionError
+from layerkit_runner.checkpointing.folders import committed_steps, read_metadata, step_folder
+from layerkit_runner.checkpointing.integrity import step_digest
+from layerkit_runner.distributed.cluster import from_process_0
+from layerkit_runner.distributed.stop_signals import StopSignals
+from layerkit_runner.distributed.watchdog import progress
+from layerkit_runner.errors import UsageError
+from layerkit_runner.run.executor import EARLY_STOPPING, ENDED
+from layerkit_runner.run.job_folder import recorded_num_train_steps
+
+_MIN_POLL_SECS, _MAX_POLL_SECS = 0.5, 10.0
+_FIRST_REMINDER_SECS, _MAX_REMINDER_SECS = 60.0, 3600.0
+
+
+class CheckpointWatcher:
+    """A reader of a folder of checkpoints that returns each newest step once.
+
+    It reads no arrays, so the step may be damaged. The training job that owns the folder may delete
+    steps, and save a step again.
+    """
+
+    def __init__(self, directory: epath.Path) -> None:
+        """Watch a folder, which need not exist yet."""
+        self._directory = directory
+        self._returned: tuple[int, str | None] | None = None
+
+    def poll_newest(self) -> tuple[int, list[int]] | None:
+        """Return the newest step, if it is new or was saved again, and older ones passed over."""
+        steps = committed_steps(self._directory)
+        if not steps:
+            return None
+        newest = steps[-1]
+        digest = step_digest(step_folder(self._directory, newest))
+        if (newest, digest) == self._returned:
+            return None
+        before = -1 if self._returned is None else self._returned[0]
+        self._returned = (newest, digest)
+        return newest, [step for step in steps[:-1] if step > before]
+
+
+def watch_checkpoints(
+    directory: epath.Path,
+    process_newest: Callable[[], int | None],
+    *,
+    has_outputs: Callable[[int], bool],
+    own_last_step: int,
+    timeout_secs: float | None,
+    signals: StopSignals,
+    report: Callable[[str], None],
+) -> None:
+    """Call `process_newest` whenever there is a new checkpoint, until the training job ends.
+
+    Args:
+      directory: Folder of the checkpoints, which may not exist yet.
+      process_newest: Function that processes the newest undamaged checkpoint, and returns its step,
+        or None if no checkpoint could be read.
+      has_outputs: Function that returns whether the outputs of a step exist. Skipped older steps
+        without outputs are reported.
+      own_last_step: Last step of this job's config, if the training job has not recorded its own.
+      timeout_secs: Longest wait for a new checkpoint; None for no limit.
+      signals: Active signal handler.
+      report: Function that receives messages.
+    """
+    watcher, done = CheckpointWatcher(directory), None
+    while True:
+        end = _training_end(directory, done, own_last_step)
+        if end["is_last"]:
+            if end["reason"]:
+                report(f"step {done} is the last: {end['reason']}")
+            return
+        what = "the first checkpoint" if done is None else f"a checkpoint after step {done}"
+        waits = f"waiting for {what} in {directory} (training ends at step {end['last_step']})"
+        found = _wait(watcher, waits, timeout_secs, signals, report, is_first=done is None)
+        if signals.agreed_now():
+            return
+        if found is None:
+            if done is None:
+                raise UsageError(
+                    f"found no checkpoint in {directory}",
+                    field="--follow_timeout_secs",
+                    value=timeout_secs,
+                    hint="Check --job_log_dir, or wait longer.",
+                )
+            report(
+                f"found no new checkpoint in {directory} within --follow_timeout_secs="
+                f"{timeout_secs:g}; the last was step {done}"
+            )
+            return
+        older = [str(step) for step in found["older"] if not has_outputs(step)]
+        if older:
+            report(f"step {found['step']} is the newest; skipped older steps: {first_names(older)}")
+        processed = process_newest()
+        done = done if processed is None else processed
+        if signals.agreed_now():
+            return
+
+
+def _training_end(directory: epath.Path, done: int | None, own_last_step: int) -> dict[str, Any]:
+    """Return whether `done` is the last step of training, from process 0."""
+
+    def find() -> dict[str, Any]:
+        last = recorded_num_train_steps(directory.parent)
+        last = own_last_step if last is None else last
+        is_last, reason = done is not None and done >= last, ""
+        if is_last and last < own_last_step:
+            reason = (
+                f"config.json of the training job has task.train.num_train_steps={last}, this"
+                f" command {own_last_step}"
+            )
+        elif done is not None and not is_last:
+            reason = _early_end(directory, done)
+            is_last = bool(reason)
+        return {"last_step": last, "is_last": is_last, "reason": reason}
+
+    return from_process_0(find)
+
+
+def _early_end(directory: epath.Path, step: int) -> str:
+    """Return why the training job ended early with this checkpoint; empty if it did not."""
+    if step not in committed_steps(directory):
+        return ""
+    try:
+        user = read_metadata(step_folder(directory, step))["user"]
+    except (DamagedCheckpointError, LayoutVersionError):
+        return ""  # The checkpoint was just deleted, so the training job is still running.
+    if (user.get(EARLY_STOPPING) or {}).get("stopped_at") is not None:
+        return "early stopping ended the training job"
+    return "the training job ended early" if user.get(ENDED) else ""
+
+
+def _wait(
+    watcher: CheckpointWatcher,
+    waits: str,
+    timeout_secs: float | None,
+    signals: StopSignals,
+    report: Callable[[str], None],
+    *,
+    is_first: bool,
+) -> dict[str, Any] | None:
+    """Wait for a new checkpoint; return None after the timeout or a signal."""
+    began = time.monotonic()
+    interval, reminder_interval = _MIN_POLL_SECS, _FIRST_REMINDER_SECS
+    next_reminder = began + reminder_interval
+
+    def poll() -> dict[str, Any]:
+        new = watcher.poll_newest()
+        late = timeout_secs is not None and time.monotonic() - began >= timeout_secs
+        found = None if new is None else {"step": new[0], "older": new[1]}
+        return {"found": found, "is_late": late}
+
+    has_reported = False
+    while not signals.agreed_now():
+        polled = from_process_0(poll)
+        if polled["found"] is not None or polled["is_late"]:
+            return polled["found"]
+        if not has_reported:
+            hint = "; Ctrl-C ends this job, and the same command resumes it"
+            report(waits + (hint if is_first else ""))
+            has_reported = True
+        elif (now := time.monotonic()) >= next_reminder:
+            report(f"still {waits}: {(now - began) / 60:.0f} min so far")
+            reminder_interval = min(2 * reminder_interval, _MAX_REMINDER_SECS)
+            next_reminder = now + reminder_interval
+        until = time.monotonic() + interval
+        interval = min(2 * interval, _MAX_POLL_SECS)
+        if timeout_secs is not None:
+            until = min(until, began + timeout_secs)
+        # Short waits report progress often enough for any timeout of the watchdog.
+        while (left := until - time.monotonic()) > 0 and signals.received is None:
+            progress(waits, waits_for_others=True)
+            signals.wait(min(left, _MIN_POLL_SECS))
+    return None

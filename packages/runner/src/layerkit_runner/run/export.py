@@ -1,0 +1,263 @@
+"""`--mode=export`: writes a checkpoint of a job as a Hugging Face folder, or as StableHLO.
+
+The weights are those that decoding uses, which are averaged ones if the task says so. Adapters
+(LoRA) are merged into the weights, and a model trained on preferences (DPO) exports its policy.
+
+StableHLO has compiled functions that need only JAX:
+
+    DIR/signature.json         names, shapes and dtypes of the arguments, and facts about the model
+    DIR/logits.stablehlo       a serialized `jax.export.Exported`, as is the next file
+    DIR/generate.stablehlo
+    DIR/weights.safetensors    first argument of both; no such file if the weights are baked in
+
+The number of rows and their length are open. docs/serving.md has a program that calls them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import export
+
+from layerkit.base_layer import PARAMS, RANDOM
+from layerkit.base_model import BaseModel
+from layerkit.config import Config
+from layerkit.decoding import SampleDecoder
+from layerkit.errors import UserError, pip_install
+from layerkit.interop.hugging_face import export_model
+from layerkit.nested_map import NestedMap
+from layerkit_inputs.errors import MissingExtraError
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.errors import UsageError, as_usage_error
+from layerkit_runner.files.atomic_write import atomic_write
+from layerkit_runner.init_from.sources import HuggingFaceFolder, recognize
+from layerkit_runner.run.job import Job, choose_step, start_job
+from layerkit_runner.run.programs import model_calls
+from layerkit_runner.step.train_state import recorded_hugging_face
+
+# Platforms of one export, if the model was traced without kernels of one of them.
+_PLATFORMS = ("cpu", "cuda", "tpu")
+_GENERATE_DTYPES = {
+    "lengths": jnp.int32,
+    "max_new_tokens": jnp.int32,
+    "temperature": jnp.float32,
+    "top_k": jnp.int32,
+    "top_p": jnp.float32,
+}
+
+
+def run_export(resolved: ResolvedExperiment, options: RunOptions) -> int:
+    """Write the model of a checkpoint; return the exit code."""
+    if options.export_dir is None:
+        raise UsageError("--mode=export writes a folder", hint="Give one: --export_dir=DIR.")
+    job = start_job("export", resolved, options)
+    with contextlib.closing(job.observers):
+        directory = options.restore_checkpoint_dir
+        with job.checkpoints(read_only=True, directory=directory) as checkpoints:
+            step = choose_step(checkpoints, options.only_restore_step)
+            state = job.restore(checkpoints, step, for_training=False).state
+        state = job.partitioner.stored_state(job.task, state)
+        variables = job.task.decoded_variables(state)
+        with as_usage_error(OSError, ImportError, UserError, owner=resolved.name):
+            if options.export_format == "stablehlo":
+                export_stablehlo(
+                    options.export_dir,
+                    resolved.task.model,
+                    job.task.model,
+                    variables,
+                    bakes_weights=options.bakes_weights,
+                    facts={"experiment": resolved.name, "step": step},
+                )
+            else:
+                export_model(
+                    options.export_dir,
+                    resolved.task.model,
+                    {PARAMS: variables[PARAMS]},
+                    tokenizer_folder=_tokenizer_folder(job),
+                )
+        kind = "averaged weights" if job.task.train.decode_use_ema_states else "weights"
+        job.observers.message(f"wrote the {kind} of step {step} to {options.export_dir}")
+    return 0
+
+
+def _tokenizer_folder(job: Job) -> str | None:
+    """Return the Hugging Face folder from which training started; None if there is none.
+
+    A run that started from another checkpoint has that of its experiment.
+    """
+    recorded = recorded_hugging_face(job.directory)
+    sources = getattr(job.task.initial_weights, "sources", ())
+    for folder in [source.folder for source in sources] if recorded is None else [recorded]:
+        if not epath.Path(folder).is_dir():
+            job.observers.message(f"exporting without a tokenizer: {folder} does not exist")
+        elif isinstance(recognize(folder), HuggingFaceFolder):
+            return str(folder)
+    return None
+
+
+def export_stablehlo(
+    folder: epath.PathLike,
+    config: Config,
+    model: BaseModel,
+    variables: Mapping[str, Any],
+    *,
+    bakes_weights: bool = False,
+    facts: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the functions `logits` and `generate` of a language model.
+
+    Args:
+      folder: Folder to write; files of the same names are replaced.
+      config: Config of the model.
+      model: The model.
+      variables: Variables of the model by collection.
+      bakes_weights: True to put the weights into both functions, as constants.
+      facts: Entries that `signature.json` has in addition; None for none.
+    """
+    for package in ["flatbuffers"] if bakes_weights else ["flatbuffers", "safetensors"]:
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtraError(
+                f"--export_format=stablehlo needs the package {package}",
+                hint=f"Install it: {pip_install('layerkit-runner', 'stablehlo')}",
+            )
+    is_causal = getattr(getattr(model, "lm_tpl", None), "is_causal", True) is not False
+    is_decoder = hasattr(model, "lm_tpl") and model.can_decode and is_causal
+    if not is_decoder or getattr(model, "is_prefix_lm", False):
+        raise UsageError(
+            field="--export_format",
+            value="stablehlo",
+            expected=f"a decoder-only language model, not a {type(model).__qualname__}",
+        )
+    model = model.clone(sharding=None, train=False)
+    leaves = flatten_dict(variables, sep="/")
+    weights = {name: np.asarray(jax.device_get(x), order="C") for name, x in leaves.items()}
+    decoder = model.decoder
+    steps = decoder.max_decode_steps
+    longest = model_calls.max_positions(config)
+    if longest is not None and steps >= longest:
+        raise UsageError(
+            field="task.model.decoder.max_decode_steps",
+            value=steps,
+            expected=f"less than {longest}, the number of positions of the model",
+        )
+    prompts = _ids(longest, steps=steps)
+    rows = prompts["lengths"].shape
+    options = {name: jax.ShapeDtypeStruct(rows, kind) for name, kind in _GENERATE_DTYPES.items()}
+    seed = jax.ShapeDtypeStruct((), jnp.int32)
+
+    def logits(variables: Any, ids: jax.Array, lengths: jax.Array) -> jax.Array:
+        return model_calls.token_logits(model, variables, NestedMap(ids=ids, lengths=lengths))
+
+    path = epath.Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    signature: dict[str, Any] = {
+        **(facts or {}),
+        "jax": jax.__version__,
+        "bakes_weights": bakes_weights,
+        "eos_ids": list(decoder.eos_ids),
+        "largest_max_new_tokens": steps,
+        "functions": {},
+    }
+    for name, function, arguments in (
+        ("logits", logits, _ids(longest)),
+        ("generate", _generate(model), {**prompts, **options, "seed": seed}),
+    ):
+        exported = _export(name, function, weights, arguments, bakes_weights=bakes_weights)
+        atomic_write(path / f"{name}.stablehlo", bytes(exported.serialize()))
+        signature["functions"][name] = {
+            "arguments": {key: _text(spec) for key, spec in arguments.items()},
+            "outputs": jax.tree.map(_text, exported.out_avals),
+            "platforms": list(exported.platforms),
+        }
+    if not bakes_weights:
+        from safetensors.numpy import save
+
+        atomic_write(path / "weights.safetensors", save(weights))
+    atomic_write(path / "signature.json", json.dumps(signature, indent=2) + "\n")
+
+
+def _generate(model: Any) -> Callable[..., Any]:
+    paused = model_calls.decoder_for(
+        model,
+        max_new_tokens=model.decoder.max_decode_steps,
+        is_greedy=False,
+        eos_id=model.decoder.eos_id,
+    )
+    names = [field.name for field in dataclasses.fields(SampleDecoder)]
+    decoder = SampleDecoder(**{name: getattr(paused, name) for name in names})
+
+    def generate(variables: Any, *arguments: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        ids, lengths, max_new_tokens, temperature, top_k, top_p, seed = arguments
+        batch = NestedMap(
+            ids=ids,
+            prompt_lengths=lengths,
+            max_steps=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+        )
+        found = model.clone(decoder=decoder).apply(
+            variables, batch, rngs={RANDOM: jax.random.key(seed)}, method="decode"
+        )
+        return found.ids, found.lengths, found.log_probs
+
+    return generate
+
+
+def _export(
+    name: str,
+    function: Callable[..., Any],
+    weights: Mapping[str, Any],
+    arguments: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    bakes_weights: bool,
+) -> export.Exported:
+    def with_weights(flat: Mapping[str, Any], *rest: Any) -> Any:
+        return function(unflatten_dict(flat, sep="/"), *rest)
+
+    call: Callable[..., Any] = with_weights
+    specs: list[Any] = list(arguments.values())
+    if bakes_weights:
+        constants = {key: jnp.asarray(value) for key, value in weights.items()}
+
+        def call(*rest: Any) -> Any:
+            return with_weights(constants, *rest)
+    else:
+        like = {key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in weights.items()}
+        specs = [like, *specs]
+    platform = jax.default_backend()
+    platforms = _PLATFORMS if platform == "cpu" else None
+    try:
+        return export.export(jax.jit(call), platforms=platforms)(*specs)
+    except (jax.errors.InconclusiveDimensionOperation, TypeError) as error:
+        raise UsageError(
+            f"cannot export {name} with an open number of rows: {str(error).splitlines()[0]}",
+            field="--export_format",
+            value="stablehlo",
+            expected="a model without operations that need a known number of rows",
+            hint="Use --export_format=hugging_face, or load the job folder from Python.",
+        ) from error
+
+
+def _ids(longest: int | None, *, steps: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
+    limits = [] if longest is None else [f"t <= {longest - steps}"]
+    rows, length = export.symbolic_shape("b, t", constraints=limits)
+    return {
+        "ids": jax.ShapeDtypeStruct((rows, length), jnp.int32),
+        "lengths": jax.ShapeDtypeStruct((rows,), jnp.int32),
+    }
+
+
+def _text(spec: Any) -> str:
+    return f"{spec.dtype}[{','.join(map(str, spec.shape))}]"

@@ -1,0 +1,306 @@
+"""Evaluation and decoding of checkpoints, beside a training job or after it.
+
+    --mode=eval, decode              each new checkpoint until the last; see `checkpoint_watcher`
+    --mode=eval_once, decode_once    the newest one, or those of --restore_checkpoint_step
+
+Recorded evaluations and finished outputs of decoding are reused, so a killed job resumes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from etils import epath
+
+from layerkit_runner.checkpointing import CheckpointManager, StructureMismatchError
+from layerkit_runner.checkpointing.folders import committed_steps, step_folder
+from layerkit_runner.checkpointing.integrity import step_digest
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.recorded import differing_names
+from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.data.train_inputs import check_same_data
+from layerkit_runner.distributed.cluster import from_process_0, gather_values
+from layerkit_runner.distributed.stop_signals import StopSignals
+from layerkit_runner.distributed.watchdog import phase, progress
+from layerkit_runner.errors import UsageError
+from layerkit_runner.files.atomic_write import atomic_write, read_regular
+from layerkit_runner.files.text import stable_repr
+from layerkit_runner.observers.metrics_log import encode
+from layerkit_runner.run.checkpoint_watcher import watch_checkpoints
+from layerkit_runner.run.job import Job, choose_step, start_job
+from layerkit_runner.run.job_folder import check_same_experiment
+from layerkit_runner.run.output_provenance import describe_settings
+from layerkit_runner.run.programs.build_programs import decode_programs, eval_programs, inputs_of
+from layerkit_runner.run.programs.decode_program import DecodeProgram
+from layerkit_runner.run.programs.eval_program import BaseProgram
+from layerkit_runner.run.report.end_report import ReportedMetric, sample_text
+from layerkit_runner.run.report.start_report import run_info
+from layerkit_runner.run_options import FOLLOWING_MODES
+from layerkit_runner.step.train_state import TrainState
+
+
+def run_inference(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
+    """Evaluate or decode in one of the four modes; return the exit code."""
+    job = start_job(mode, resolved, options)
+    with contextlib.closing(job.observers):
+        reader = _checkpoint_reader(job)
+        if mode in FOLLOWING_MODES:
+            leaving, saving = "leaving after the current program", "this mode saves no checkpoint"
+            with (
+                StopSignals(leaving=leaving, saving=saving) as signals,
+                reader.open() as checkpoints,
+            ):
+                reader.is_asked_to_stop = signals.agreed_now
+                watch_checkpoints(
+                    checkpoints.directory,
+                    reader.process_newest,
+                    has_outputs=reader.has_outputs,
+                    own_last_step=job.task.train.num_train_steps,
+                    timeout_secs=options.follow_timeout_secs,
+                    signals=signals,
+                    report=job.observers.message,
+                )
+            return signals.exit_code
+        if options.restore_checkpoint_step is not None:
+            reader.process_steps(options.restore_checkpoint_step)
+            return 0
+        # If the newest step is deleted while it is read, there is a newer one.
+        while reader.process_newest() is None:
+            with reader.open() as checkpoints:
+                choose_step(checkpoints, None)
+        return 0
+
+
+def _checkpoint_reader(job: Job) -> CheckpointReader:
+    """Open the data of the mode's programs, and compare them among processes."""
+    name, decodes = job.resolved.name, job.mode.startswith("decode")
+    evaluates = not decodes or job.options.eval_during_decode
+    evals = eval_programs(job) if evaluates else []
+    if evaluates and not evals:
+        raise UsageError("there is no held-out data set to evaluate", owner=f"{name}.datasets()")
+    decodings = decode_programs(job) if decodes else []
+    if decodes and not decodings:
+        raise UsageError("there is no data set to decode", owner=f"{name}.decode_datasets()")
+    if jax.process_count() > 1:
+        check_same_data(inputs_of(evals), gather_values)
+        check_same_data(inputs_of(decodings), gather_values)
+    return CheckpointReader(job, evals, decodings)
+
+
+@dataclasses.dataclass
+class CheckpointReader:
+    """A reader that restores checkpoints and runs programs on them.
+
+    `is_asked_to_stop` returns whether to start no further program; the same on all processes.
+    """
+
+    job: Job
+    eval_programs: Sequence[BaseProgram]
+    decode_programs: Sequence[BaseProgram]
+    is_asked_to_stop: Callable[[], bool] = lambda: False
+    _settings: dict[str, dict[str, Any]] = dataclasses.field(init=False)
+    # (step, digest) of the checkpoints that are processed.
+    _done: set[tuple[int, str | None]] = dataclasses.field(default_factory=set, init=False)
+    _has_started: bool = dataclasses.field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        """Read the settings of the eval programs before they run."""
+        self._settings = {p.name: _program_settings(p) for p in self.eval_programs}
+
+    def open(self) -> CheckpointManager:
+        """Open the checkpoints of this job's folder, or of --restore_checkpoint_dir."""
+        return self.job.checkpoints(
+            read_only=True, directory=self.job.options.restore_checkpoint_dir
+        )
+
+    def process_newest(self) -> int | None:
+        """Run the pending programs on the newest intact checkpoint; return its step.
+
+        Return None if there is no checkpoint, or it was deleted while it was read.
+        """
+        progress("looking for the newest checkpoint", compiles=True, waits_for_others=True)
+        with self.open() as checkpoints:
+            step = checkpoints.newest_sound_step()
+            return step if step is not None and self.process(checkpoints, step) else None
+
+    def process_steps(self, steps: Sequence[int]) -> None:
+        """Run the pending programs on the checkpoints of these steps."""
+        with self.open() as checkpoints:
+            folder = checkpoints.directory
+            existing = from_process_0(lambda: committed_steps(folder))
+            for step in steps:
+                if step not in existing:
+                    raise UsageError(
+                        f"{folder} has no such step",
+                        field="--restore_checkpoint_step",
+                        value=step,
+                        choices=existing,
+                    )
+            for step in steps:
+                progress(f"reading step {step}", compiles=True, waits_for_others=True)
+                if not self.process(checkpoints, step):
+                    raise UsageError(f"step {step} was deleted from {folder} while it was read")
+
+    def has_outputs(self, step: int) -> bool:
+        """Return whether every program has outputs of a step, whatever their provenance."""
+        paths = [_record_path(program, step) for program in self.eval_programs]
+        decodings = [p for p in self.decode_programs if isinstance(p, DecodeProgram)]
+        paths += [program.output_path(step) for program in decodings]
+        return all(path is not None and path.exists() for path in paths)
+
+    def process(self, checkpoints: CheckpointManager, step: int) -> bool:
+        """Run the pending programs on a checkpoint; return False if it was deleted meanwhile."""
+        if self.job.options.restore_checkpoint_dir is None:
+            # The training job may have started after this one.
+            check_same_experiment(self.job.directory, self.job.resolved)
+        folder = checkpoints.directory
+        digest = from_process_0(lambda: step_digest(step_folder(folder, step)))
+        if (step, digest) in self._done:
+            return True
+        pending = [p for p in self.eval_programs if not self._is_recorded(p, step, digest)]
+        if pending or self.decode_programs:
+            state = self._restore(checkpoints, step)
+            if state is None:
+                return False
+            for program in pending:
+                if not self.is_asked_to_stop():
+                    self._evaluate(program, state, step, digest)
+            for decoding in self.decode_programs:
+                if not self.is_asked_to_stop():
+                    self._decode(decoding, state, step)
+            self.job.observers.flush()
+        self._done.add((step, digest))
+        return True
+
+    def _is_recorded(self, program: BaseProgram, step: int, digest: str | None) -> bool:
+        """Return whether an evaluation is recorded; if so, report its metric."""
+        path = _record_path(program, step)
+        if path is None:
+            return False
+        provenance = self._provenance(program, digest)
+        metrics = from_process_0(lambda: _read_record(path, provenance))
+        if metrics is None:
+            return False
+        self.job.observers.message(
+            f"reusing {path}: {program.name} was evaluated at step {step} with the same checkpoint,"
+            " fields and data set (code is not compared). Delete this file to evaluate again."
+        )
+        self._report(program, metrics)
+        return True
+
+    def _provenance(self, program: BaseProgram, digest: str | None) -> dict[str, Any]:
+        return {"checkpoint": digest, **self._settings[program.name]}
+
+    def _restore(self, checkpoints: CheckpointManager, step: int) -> TrainState | None:
+        """Restore the state; return None if the training job deleted the step meanwhile."""
+        problem: Exception | None = None
+        try:
+            state = self.job.restore(checkpoints, step, for_training=False).state
+        except Exception as error:  # a deleted file may fail any call
+            problem = error
+        if any(gather_values(problem is not None)):
+            is_other_model = isinstance(getattr(problem, "__cause__", None), StructureMismatchError)
+            folder = checkpoints.directory
+            newest = from_process_0(lambda: max(committed_steps(folder), default=-1))
+            if problem is not None and (is_other_model or newest <= step):
+                raise problem
+            self.job.observers.message(
+                f"the training job deleted step {step} while it was read; step {newest} is the"
+                " newest"
+            )
+            return None
+        if not self._has_started:
+            self._has_started = True
+            self.job.observers.start(run_info(self.job, start_step=step))
+        return state
+
+    def _evaluate(
+        self, program: BaseProgram, state: TrainState, step: int, digest: str | None
+    ) -> None:
+        _reset(program)
+        with phase(f"running {program.name} on step {step}", waits_for_others=True):
+            metrics = dict(program.run(state, step, self.job.observers))
+        self._report(program, metrics)
+        path = _record_path(program, step)
+        if path is not None and jax.process_index() == 0:
+            # `encode` replaces NaN, which JSON lacks.
+            record = {
+                "step": step,
+                "metrics": json.loads(encode(metrics)),
+                "made_from": self._provenance(program, digest),
+            }
+            atomic_write(path, json.dumps(record, indent=1) + "\n")
+
+    def _report(self, program: BaseProgram, metrics: Mapping[str, float]) -> None:
+        if program.dataset is None:
+            return
+        metric = ReportedMetric.of(self.job.task, token_unit=program.dataset.token_unit)
+        if metric.name in metrics:
+            self.job.observers.message(metric.line(program.name, metrics[metric.name]))
+
+    def _decode(self, program: BaseProgram, state: TrainState, step: int) -> None:
+        _reset(program)
+        with phase(f"running {program.name} on step {step}", waits_for_others=True):
+            records = program.run(state, step, self.job.observers)
+        if isinstance(program, DecodeProgram):
+            for record in records[:1]:
+                self.job.observers.message(sample_text(program.name, record))
+            self.job.observers.message(f"decoded step {step} to {program.output_path(step)}")
+
+
+def _reset(program: BaseProgram) -> None:
+    """Reset the input, so that each checkpoint is given the same examples."""
+    # Training instead continues such an input from evaluation to evaluation.
+    dataset = program.dataset
+    if dataset is not None and not dataset.reset_for_eval:  # others reset themselves
+        dataset.reset()
+
+
+# Incremented when metrics change their meaning, so that older records are not reused.
+_FORMAT = 1
+# Attributes that are recorded otherwise, or that name a program or schedule it during training.
+_UNRECORDED = frozenset(
+    {"name", "interval_steps", "task", "partitioner", "dataset", "folder", "metrics"}
+)
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _record_path(program: BaseProgram, step: int) -> epath.Path | None:
+    """Return the path of the record of an evaluation; None if the program has no folder."""
+    if program.folder is None:
+        return None
+    return program.folder / program.name / f"step_{step:08d}.json"
+
+
+def _program_settings(program: BaseProgram) -> dict[str, Any]:
+    """Return the settings that determine the metrics of an evaluation, as JSON values."""
+    fields = {
+        name: value if isinstance(value, _PLAIN) else stable_repr(value)
+        for name, value in vars(program).items()
+        if not name.startswith("_") and name not in _UNRECORDED
+    }
+    task = program.task
+    return {
+        "program": {"class": type(program).__qualname__, **fields},
+        "averaged weights": task.train.eval_use_ema_states,
+        "loss": [task.loss_name, stable_repr(task.loss_weights)],
+        "metrics": stable_repr(task.own_metrics),
+        **describe_settings(task, program.dataset),
+        "record format": _FORMAT,
+    }
+
+
+def _read_record(path: epath.Path, provenance: dict[str, Any]) -> dict[str, float] | None:
+    """Return the recorded metrics; None if there are none of this provenance."""
+    try:
+        record = json.loads(read_regular(path))
+        if differing_names(record["made_from"], provenance):
+            return None
+        return {name: float(value) for name, value in record["metrics"].items()}
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return None

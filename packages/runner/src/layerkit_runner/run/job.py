@@ -1,0 +1,276 @@
+"""Start-up of training, evaluation, decoding and export: devices, task, partitioner, observers."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import importlib.metadata
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from layerkit_runner.checkpointing import (
+    CheckpointManager,
+    CheckpointPolicy,
+    DamagedCheckpointError,
+    RestoredCheckpoint,
+    SaveError,
+    StateFormat,
+    StructureMismatchError,
+    structure,
+)
+from layerkit_runner.checkpointing.folders import step_folder
+from layerkit_runner.config.config_text import config_json
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.distributed.devices import (
+    check_devices,
+    enable_compilation_cache,
+    start_devices,
+)
+from layerkit_runner.distributed.watchdog import phase
+from layerkit_runner.errors import UsageError, as_usage_error, to_usage_error
+from layerkit_runner.files.atomic_write import absolute
+from layerkit_runner.observers import (
+    Goodput,
+    GoodputLog,
+    MetricsLog,
+    Observer,
+    Observers,
+    Progress,
+    TensorBoard,
+    build_observers,
+)
+from layerkit_runner.partitioning import Partitioner, PmapPartitioner
+from layerkit_runner.run.job_folder import (
+    changes_since_recorded,
+    check_same_experiment,
+    check_writable,
+    record_checkpoint,
+)
+from layerkit_runner.step.task import SingleTask
+from layerkit_runner.step.train_state import TRAINING_ONLY, TrainState
+
+_DISTRIBUTIONS = ("layerkit", "layerkit-runner", "jax", "flax", "optax", "orbax-checkpoint")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A started job: devices are initialized, and the task is built and bound."""
+
+    mode: str
+    resolved: ResolvedExperiment
+    options: RunOptions
+    directory: epath.Path
+    task: SingleTask
+    partitioner: Partitioner
+    observers: Observer
+    goodput: Goodput = dataclasses.field(default_factory=Goodput)
+
+    @property
+    def given_directory(self) -> epath.Path:
+        """Job folder as written in `--job_log_dir`, for messages."""
+        return epath.Path(self.options.job_log_dir or self.directory)
+
+    def checkpoints(self, *, read_only: bool, directory: str | None = None) -> CheckpointManager:
+        """Open the checkpoints of this job, or of another one by its folder."""
+        folder = self.directory if directory is None else absolute(directory)
+        if directory is None or folder.name != "checkpoints":
+            folder /= "checkpoints"
+        train = self.task.train
+        hours = train.save_keep_interval_hours
+        policy = CheckpointPolicy(
+            save_interval_steps=train.save_interval_steps,
+            max_to_keep=train.save_max_to_keep,
+            keep_interval=None if hours is None else datetime.timedelta(hours=hours),
+            save_step_zero=train.save_step_zero,
+            keep_interval_steps=train.save_keep_interval_steps,
+            keep_steps=tuple(train.save_keep_steps),
+            best_metric=train.save_best_metric,
+            best_mode=train.save_best_mode,
+            best_to_keep=train.save_best_to_keep,
+        )
+        is_pmap = isinstance(self.partitioner, PmapPartitioner)
+        is_one_file = is_pmap and not self.options.pmap_use_tensorstore
+        try:
+            return CheckpointManager(
+                folder,
+                policy=policy,
+                state_format=StateFormat.MSGPACK if is_one_file else StateFormat.TENSORSTORE,
+                async_timeout_secs=self.options.async_timeout_secs,
+                todelete_subdir=self.options.checkpoint_todelete_subdir,
+                read_only=read_only,
+                report=self.observers.message,
+                on_commit=None
+                if read_only
+                else functools.partial(record_checkpoint, self.directory),
+            )
+        except (SaveError, UsageError):
+            raise
+        except ValueError as error:
+            raise to_usage_error(error) from error
+        except OSError as error:
+            raise UsageError(
+                f"cannot read checkpoints: {error}",
+                owner=str(folder),
+                expected="a folder of checkpoints that this user can read",
+                hint="Correct its permissions, or give another folder.",
+            ) from error
+
+    def abstract_state(self) -> TrainState:
+        """Return the shapes, dtypes and shardings of the state on the devices."""
+        with as_usage_error(ValueError, owner=self.resolved.name):
+            return self.partitioner.abstract_state(self.task)
+
+    def abstract_stored_state(self) -> TrainState:
+        """Return the shapes, dtypes and shardings of the state in a checkpoint."""
+        with as_usage_error(ValueError, owner=self.resolved.name):
+            return self.partitioner.abstract_stored_state(self.task)
+
+    def restore(
+        self, checkpoints: CheckpointManager, step: int, *, for_training: bool = True
+    ) -> RestoredCheckpoint:
+        """Restore a checkpoint onto the devices.
+
+        Args:
+          checkpoints: Checkpoints to read.
+          step: Step to restore.
+          for_training: True to restore the optimizer state and the input positions too.
+
+        Raises:
+          NonFiniteError: `for_training` is set, and the state has values that are not finite.
+          UsageError: The step does not exist, is damaged, or has the structure of another model.
+        """
+        found = self._restore(checkpoints, step, for_training=for_training)
+        assert found is not None
+        return found
+
+    def restore_newest(self, checkpoints: CheckpointManager) -> RestoredCheckpoint | None:
+        """Restore the newest undamaged checkpoint for training, if any; see `restore`."""
+        return self._restore(checkpoints, None, for_training=True)
+
+    def _restore(
+        self, checkpoints: CheckpointManager, step: int | None, *, for_training: bool
+    ) -> RestoredCheckpoint | None:
+        abstract = self.abstract_stored_state()
+        abstract = abstract if for_training else abstract.for_inference()
+        unneeded = [part for part in TRAINING_ONLY if getattr(abstract, part) == ()]
+        options: dict[str, Any] = {
+            "leave_out": () if for_training else unneeded,
+            "cast_dtypes": self.options.restore_cast_dtypes,
+            "with_input_states": for_training,
+        }
+        try:
+            if step is None:
+                restored = checkpoints.restore_newest(abstract, **options)
+            else:
+                restored = checkpoints.restore(step, abstract, **options)
+            if restored is None:
+                return None
+            saved = int(np.asarray(restored.state.step.addressable_data(0)))
+            if saved != restored.step:
+                raise DamagedCheckpointError(
+                    f"The checkpoint {step_folder(checkpoints.directory, restored.step)} is"
+                    f" damaged: state/step={saved}. Expected {restored.step}. Move it out of the"
+                    " folder to resume from an older one."
+                )
+            if for_training:
+                structure.require_finite(
+                    f"cannot resume from step {restored.step} of {checkpoints.directory}",
+                    structure.named_leaves(restored.state),
+                    "`python -m layerkit_runner.tools.checkpoints verify` lists the finite steps;"
+                    " move newer ones out of this folder to resume from one of them.",
+                )
+            state = self.partitioner.device_state(self.task, restored.state)
+            return dataclasses.replace(restored, state=state)
+        except (FileNotFoundError, DamagedCheckpointError) as error:
+            raise UsageError(str(error)) from error
+        except StructureMismatchError as error:
+            changed = changes_since_recorded(checkpoints.directory.parent, self.resolved)
+            raise UsageError("\n".join([*changed, str(error)])) from error
+
+
+def choose_step(checkpoints: CheckpointManager, wanted: int | None) -> int:
+    """Return `wanted`, or else the newest undamaged step."""
+    step = checkpoints.newest_sound_step() if wanted is None else wanted
+    if step is None:
+        raise no_checkpoint(checkpoints)
+    return step
+
+
+def no_checkpoint(checkpoints: CheckpointManager) -> UsageError:
+    """Return the error of a folder without an undamaged checkpoint."""
+    return UsageError("found no checkpoint", owner=str(checkpoints.directory))
+
+
+def start_job(
+    mode: str, resolved: ResolvedExperiment, options: RunOptions, *, quiet: bool = False
+) -> Job:
+    """Start the devices and build partitioner, task and observers; `quiet` prints nothing."""
+    goodput = Goodput()
+    enable_compilation_cache(options.jax_compilation_cache)
+    if options.job_log_dir is None:
+        raise UsageError(f"--mode={mode} writes files", hint="Give a folder: --job_log_dir=DIR.")
+    directory = absolute(options.job_log_dir)
+    start_devices()
+    if jax.process_index() == 0:  # Only process 0 writes; two processes would collide.
+        check_writable(directory)
+    check_same_experiment(directory, resolved)
+    check_devices(options, jax.devices()[0].device_kind)
+    partitioner, task = build_parts(resolved)
+    if options.pmap_use_tensorstore and not isinstance(partitioner, PmapPartitioner):
+        raise UsageError(
+            field="--pmap_use_tensorstore",
+            value=True,
+            expected=f"PmapPartitioner, not {type(partitioner).__name__}, which always writes"
+            " TensorStore checkpoints",
+        )
+    # Every process builds the observers, so that all processes fail if a field is wrong.
+    observers = build_observers(resolved.observers)
+    partitioner.start()
+    partitioner.bind(task)
+    if jax.process_index() == 0:
+        built_in = _built_in_observers(resolved, options, goodput, quiet=quiet)
+        observers = [*built_in, *observers]
+    else:
+        observers = []
+    watched = Observers(observers, phase=phase)
+    return Job(mode, resolved, options, directory, task, partitioner, watched, goodput)
+
+
+def _built_in_observers(
+    resolved: ResolvedExperiment, options: RunOptions, goodput: Goodput, *, quiet: bool
+) -> list[Observer]:
+    progress = Progress()
+    observers: list[Observer] = [MetricsLog()] if quiet else [progress, MetricsLog()]
+    if options.enable_summary_writer:
+        observers.append(TensorBoard())
+    observers.append(GoodputLog(goodput))
+    if options.wandb_project is not None:
+        from layerkit_runner.observers.weights_and_biases import WeightsAndBiases
+
+        config = config_json(resolved)["config"]
+        observers.append(
+            WeightsAndBiases(options.wandb_project, config=config, report=progress.message)
+        )
+    return observers
+
+
+def build_parts(resolved: ResolvedExperiment) -> tuple[Partitioner, SingleTask]:
+    """Build the partitioner and the task of an experiment."""
+    with as_usage_error(ValueError, TypeError, owner=resolved.name):
+        return resolved.partitioner.Instantiate(), resolved.task.Instantiate()
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that determine the numerical results of a run."""
+    found = {}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed as a distribution"
+    return found

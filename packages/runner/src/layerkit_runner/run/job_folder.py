@@ -1,0 +1,355 @@
+"""The job folder: its recorded experiment and configuration, its lock and its restart check.
+
+A training job writes `config.json`, from which `command_line` is repeated, and `config.txt`, the
+same in readable form. While it trains, it holds a lock on `.running`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shlex
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+from layerkit.errors import as_sentence
+from layerkit_runner.checkpointing import folders
+from layerkit_runner.checkpointing.errors import SaveError
+from layerkit_runner.checkpointing.policy import EVALUATIONS_FILE
+from layerkit_runner.config.config_text import config_json, config_text
+from layerkit_runner.config.experiment import reduced_overrides, reduced_values
+from layerkit_runner.config.flags import RunOptions, parse_flags, to_argv
+from layerkit_runner.config.recorded import differing_names, read_recorded_config
+from layerkit_runner.config.resolve import ResolvedExperiment, override_path
+from layerkit_runner.distributed.cluster import from_process_0
+from layerkit_runner.errors import UsageError
+from layerkit_runner.files.atomic_write import (
+    atomic_write,
+    check_links,
+    irregular,
+    is_remote,
+    read_regular,
+    remove_stale_partials,
+)
+from layerkit_runner.files.locks import NoLocksError, delete_and_unlock, try_lock
+from layerkit_runner.step.train_state import RECORD
+
+STUDY_RECORD = "study.json"
+"""Name of the file that a sweep writes; a folder that has it is not a job folder."""
+
+# File that is locked while a job trains; it holds the job's host and process id.
+_RUNNING = ".running"
+_MAX_CHANGES = 8
+# What a run opens or replaces in its folder.
+_FILES = (
+    *(_RUNNING, folders.RECORD_FILE, RECORD, "config.json", "config.txt", "metrics.jsonl"),
+    *("goodput.json", "wandb_run_id.txt", "loss_curve.png", "end_report_errors.txt"),
+    f"{folders.JOB_SUBFOLDER}/{EVALUATIONS_FILE}",
+)
+_FOLDERS = (folders.JOB_SUBFOLDER, "summaries", "logs", "eval", "decode")
+# The flags that only the first start of a job reads.
+_FIRST_START_FLAGS = (
+    "init_from",
+    "init_draw",
+    "restore_checkpoint_dir",
+    "restore_checkpoint_step",
+    "restore_cast_dtypes",
+)
+
+
+def check_same_experiment(directory: epath.Path, resolved: ResolvedExperiment) -> None:
+    """Raise `UsageError` if the folder holds a run of another experiment."""
+    before = read_recorded_config(os.fspath(directory))
+    trainer = resolved.experiment.trained_by
+    names = {resolved.name}
+    if trainer is not None:
+        names.add(f"{trainer.__module__}.{trainer.__qualname__}")
+    if before is not None and before.experiment not in names:
+        raise UsageError(
+            f"the folder holds a run of {before.experiment}",
+            owner=resolved.name,
+            field="--job_log_dir",
+            value=os.fspath(directory),
+            hint="Give another --job_log_dir.",
+        )
+
+
+def check_writable(directory: epath.Path) -> None:
+    """Raise `UsageError` if a folder cannot be written. Leave the file system unchanged."""
+    if is_remote(directory):
+        return  # an object store has no folders
+    try:
+        if directory.exists():
+            if not directory.is_dir():
+                raise NotADirectoryError("It is a file")
+            if not os.access(directory, os.W_OK | os.X_OK):
+                raise PermissionError("No write permission")
+            check_links(directory)
+            _check_kinds(directory)
+            return
+        missing = next(each for each in (directory, *directory.parents) if each.parent.exists())
+        # Some file systems refuse new folders whatever their permissions are.
+        missing.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            "cannot write to the folder",
+            field="--job_log_dir",
+            value=os.fspath(directory),
+            hint=as_sentence(str(error)),
+        ) from error
+    # Another process of the same job may use it already.
+    with contextlib.suppress(OSError):
+        missing.rmdir()
+
+
+def _check_kinds(directory: epath.Path) -> None:
+    """Raise `UsageError` if a folder or a pipe has the name of a file of a run, or vice versa."""
+    for name in (*_FILES, *_FOLDERS):
+        path, expected = directory / name, "a folder" if name in _FOLDERS else "a regular file"
+        try:
+            kind = irregular(path) or "a regular file"
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if kind != expected:
+            raise UsageError(
+                f"the run cannot use {kind} of this name",
+                owner=os.fspath(path),
+                expected=expected,
+                hint="Delete or rename it, or give another --job_log_dir.",
+            )
+
+
+def check_no_sweep(directory: epath.Path) -> None:
+    """Raise `UsageError` if the folder holds a sweep."""
+    if (directory / STUDY_RECORD).exists():
+        raise UsageError(
+            f"the folder holds a sweep ({STUDY_RECORD})",
+            field="--job_log_dir",
+            value=os.fspath(directory),
+            hint="Give --study=FILE to resume the sweep, or another --job_log_dir to train.",
+        )
+
+
+@contextlib.contextmanager
+def only_trainer(directory: epath.Path) -> Iterator[None]:
+    """Lock the folder, so that no other training job deletes the checkpoints of this one.
+
+    The operating system releases the lock when the process ends. An object store is not guarded. A
+    folder that was made for the lock alone is deleted.
+    """
+    if is_remote(directory):
+        yield
+        return
+    path = Path(directory) / _RUNNING
+    made = [folder for folder in path.parents if not folder.exists()]
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove_empty, made)
+        try:
+            held = try_lock(path)
+        except NoLocksError:
+            path.unlink(missing_ok=True)
+            yield
+            return
+        if held is None:
+            raise UsageError(
+                f"{_holder(path)} trains in this folder",
+                field="--job_log_dir",
+                value=os.fspath(directory),
+                hint="Wait until it ends or stop it, or give another --job_log_dir.",
+            )
+        stack.callback(delete_and_unlock, held)
+        with contextlib.suppress(OSError):  # A full disk is reported when a file is required.
+            held.truncate(0)
+            held.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
+            held.flush()
+        for folder in (directory, directory / "checkpoints"):
+            remove_stale_partials(folder)
+        yield
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # It is not empty.
+            folder.rmdir()
+
+
+def _holder(path: Path) -> str:
+    with contextlib.suppress(OSError, ValueError, KeyError):  # It is being written or deleted.
+        holder = json.loads(read_regular(path))
+        return f"process {holder['pid']} on {holder['host']}"
+    return "another process"
+
+
+def write_config(
+    directory: epath.Path,
+    resolved: ResolvedExperiment,
+    options: RunOptions,
+    *,
+    resumes: bool = False,
+    report: Callable[[str], None],
+) -> None:
+    """Write the configuration and report its changes since the recorded one.
+
+    If the job was started before (`resumes`), the record keeps the flags of its first start.
+    """
+    before = read_recorded_config(os.fspath(directory))
+    if resumes and before is not None:
+        with contextlib.suppress(UsageError):  # The flags are missing, or of another version.
+            first = parse_flags(before.arguments).options
+            kept = {name: getattr(first, name) for name in _FIRST_START_FLAGS}
+            options = dataclasses.replace(options, **kept)
+    config = config_json(resolved, options)
+    recorded = config["config"] if before is None else before.config
+    for line in changed_lines(recorded, config["config"]):
+        report(f"changed since this folder was last written: {line}")
+    atomic_write(directory / "config.txt", config_text(resolved))
+    atomic_write(directory / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def changed_lines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return one line for each path whose value differs; a missing value is as None."""
+    pairs = {path: (before.get(path), after.get(path)) for path in differing_names(before, after)}
+    changed = {path: pair for path, pair in pairs.items() if pair != (None, None)}
+    return [f"{path}: {old!r} → {new!r}" for path, (old, new) in changed.items()]
+
+
+def changes_since_recorded(directory: epath.Path, resolved: ResolvedExperiment) -> list[str]:
+    """Return lines about the fields, or else configs, that differ from a record."""
+    recorded = read_recorded_config(os.fspath(directory))
+    if recorded is None:
+        return []
+    config = config_json(resolved)
+    lines = changed_lines(recorded.fields, config["fields"])
+    lines = lines or changed_lines(recorded.config, config["config"])
+    if (more := len(lines) - _MAX_CHANGES) > 0:
+        lines[_MAX_CHANGES:] = [f"… and {more} more; --diff_config={directory} shows all"]
+    headline = f"{directory} was written with other fields (recorded → now):"
+    return [headline, *(f"  {line}" for line in lines)] if lines else []
+
+
+def recorded_num_train_steps(directory: epath.Path) -> int | None:
+    """Return the number of steps of this folder's training job; None if it is not recorded."""
+    recorded = read_recorded_config(os.fspath(directory))
+    return None if recorded is None else recorded.config.get("task.train.num_train_steps")
+
+
+def longer(resolved: ResolvedExperiment, num_steps: int) -> dict[str, str | None]:
+    """Return the override changes that set the number of training steps."""
+    path = "task.train.num_train_steps"
+    return {path: None, last_step_path(resolved): str(num_steps)}
+
+
+def last_step_path(resolved: ResolvedExperiment) -> str:
+    """Return the override path of the number of steps: a field of the experiment, if any."""
+    return override_path(resolved, "task.train.num_train_steps")
+
+
+def command_line(
+    resolved: ResolvedExperiment,
+    options: RunOptions,
+    *,
+    mode: str = "train",
+    changes: Mapping[str, str | None] | None = None,
+    flags: Sequence[str] = (),
+    is_recorded: bool = False,
+) -> str:
+    """Return a shell command that runs this experiment in this folder.
+
+    RUNNER_COMMAND in the environment replaces `runner`. `changes` are values by override path that
+    replace the present ones; None removes the override. If the folder records the run
+    (`is_recorded`), modes other than train take the experiment and its overrides from there.
+    """
+    changes, present = changes or {}, config_json(resolved)["overrides"]
+    removed = {path for path, text in changes.items() if text is None} & present.keys()
+    takes_record = is_recorded and mode != "train" and not removed
+    overrides = {**({} if takes_record else present), **changes}
+    words = [] if takes_record else [f"--exp={resolved.name}"]
+    reduced = set() if takes_record else _reduced_fields(resolved, changes)
+    if reduced:
+        words.append("--reduced")
+        overrides = {path: text for path, text in overrides.items() if path not in reduced}
+    words += [f"--fdl.{path}={text}" for path, text in overrides.items() if text is not None]
+    words.append(f"--job_log_dir={options.job_log_dir}")
+    if mode != "train":
+        words.append(f"--mode={mode}")
+    words += to_argv(options, mode=mode)
+    return " ".join([os.environ.get("RUNNER_COMMAND", "runner"), shlex.join([*words, *flags])])
+
+
+def _reduced_fields(resolved: ResolvedExperiment, changes: Mapping[str, str | None]) -> set[str]:
+    """Return the fields that `--reduced` sets to their values; empty if it changed others too."""
+    experiment = resolved.experiment
+    removed = {path for path, text in changes.items() if text is None}
+    if removed & reduced_values(type(experiment)).keys():
+        return set()
+    return reduced_overrides(experiment) - changes.keys()
+
+
+FILE_NAME = folders.RECORD_FILE
+FLAG = "allow_restart_from_scratch"
+
+
+def record_checkpoint(directory: epath.Path, step: int) -> None:
+    """Record in the job folder that a step is committed, unless it is recorded."""
+    path, text = directory / FILE_NAME, json.dumps({"step": step}) + "\n"
+    try:
+        if not path.exists() or path.read_text() != text:
+            atomic_write(path, text)
+    except OSError as error:
+        raise SaveError(f"{path} could not be written: {error}; step {step} is saved.") from error
+
+
+def forget_checkpoint(directory: epath.Path) -> None:
+    """Delete the record of committed steps, before the first step of a run from scratch."""
+    (directory / FILE_NAME).unlink(missing_ok=True)
+
+
+def check_restart(
+    directory: epath.Path,
+    checkpoints: epath.Path,
+    *,
+    is_allowed: bool,
+    report: Callable[[str], None],
+) -> None:
+    """Raise `UsageError` if a job without an intact checkpoint has committed one before.
+
+    All processes call it if no checkpoint is intact. If a start from scratch is allowed, process 0
+    reports it and moves damaged steps aside.
+    """
+    found = from_process_0(lambda: _lost_work(directory, checkpoints))
+    if found is None:
+        return
+    problem, value = found
+    if not is_allowed:
+        raise UsageError(
+            f"{problem}. Training would start from scratch",
+            owner=os.fspath(checkpoints),
+            field="step",
+            value=value,
+            expected="an intact checkpoint",
+            hint=f"Mount or restore {checkpoints}, give another --job_log_dir, or start from"
+            f" scratch with --{FLAG}.",
+        )
+    report(f"starting from scratch (--{FLAG}): {checkpoints} {problem}, step={value}")
+
+    def move_aside() -> None:
+        for step in folders.committed_steps(checkpoints):
+            path = folders.step_folder(checkpoints, step)
+            report(f"moved {path} aside to {folders.move_aside(path).name}")
+
+    from_process_0(move_aside)
+
+
+def _lost_work(directory: epath.Path, checkpoints: epath.Path) -> tuple[str, Any] | None:
+    if damaged := folders.committed_steps(checkpoints):
+        return "all checkpoints are damaged", damaged
+    step = folders.recorded_step(directory / folders.JOB_SUBFOLDER)
+    if step is None:
+        return None
+    return f"there is no checkpoint, but {directory / FILE_NAME} records one", step

@@ -1,0 +1,379 @@
+"""DecodeProgram: decodes one data set and writes a record of each example as JSON lines.
+
+Each process feeds its own rows, gets the outputs of all rows and makes the same records. Process 0
+writes them, and decides whether finished outputs are reused.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from layerkit.base_model import BaseModel, WeightedScalar
+from layerkit.nested_map import NestedMap
+from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.eval_padding import ROW_MARKS, example_rows
+from layerkit_runner.config.recorded import differing_names
+from layerkit_runner.data.host_inputs import eval_batches, peek_eval_batch, report_skipped
+from layerkit_runner.distributed.cluster import from_process_0
+from layerkit_runner.errors import UsageError
+from layerkit_runner.files.atomic_write import read_regular
+from layerkit_runner.observers import DECODE_PREFIX, Observer
+from layerkit_runner.observers.metrics_log import encode
+from layerkit_runner.run.output_provenance import (
+    describe_settings,
+    npz_path,
+    read_provenance,
+    weights_digest_fn,
+    write_outputs,
+)
+from layerkit_runner.run.programs.continuation_text import continuation_text, shared_beginning
+from layerkit_runner.run.programs.eval_program import BaseProgram
+from layerkit_runner.step.metrics import ByExample, OverBatches, as_floats, check_has_provenance
+from layerkit_runner.step.train_state import TrainState
+
+_BATCH_INDEX = jax.ShapeDtypeStruct((), np.int32)
+# Incremented when records change, so that outputs of an older format are decoded again.
+_RECORD_FORMAT = 3
+
+
+class _Processed:
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+        self._scalars = OverBatches()
+        self._metrics: dict[str, Any] = {}
+
+    def add(self, scalars: Any, records: Any, metrics: Any) -> None:
+        self._scalars.add({name: WeightedScalar.of(*pair) for name, pair in scalars.items()})
+        for key, value in records:
+            plain = jax.tree.map(lambda x: x.tolist() if hasattr(x, "tolist") else x, value)
+            fields = plain if isinstance(plain, Mapping) else {"value": plain}
+            self.records.append({"key": key, **fields})
+        for name, metric in metrics.items():
+            known = self._metrics.get(name)
+            self._metrics[name] = metric if known is None else known.merge(metric)
+
+    def metrics(self) -> dict[str, float]:
+        computed = {name: float(metric.compute()) for name, metric in self._metrics.items()}
+        return self._scalars.means() | computed
+
+
+class DecodeProgram(BaseProgram):
+    """A program that decodes one data set of prompts; see `BaseProgram` for the arguments.
+
+    Outputs are kept in `folder`; without one, they are returned only.
+    """
+
+    dataset: BaseInput
+
+    @functools.cached_property
+    def _weights_digest(self) -> Callable[[TrainState], str]:
+        return weights_digest_fn(self.task, self.partitioner)
+
+    @functools.cached_property
+    def _step(self) -> Callable[..., Any]:
+        return self.partitioner.decode_step_fn(self.task)
+
+    def trace(self, abstract_state: TrainState) -> None:
+        """Trace one step on the first batch; see `BaseProgram.trace`."""
+        if type(self).run is not DecodeProgram.run:
+            return
+        try:
+            batch = peek_eval_batch(self.dataset)
+        except StopIteration:
+            return
+        if self.dataset.has_prediction_metrics:
+            check_has_provenance(batch, self.name)
+        abstract_batch = self.partitioner.abstract_batch(batch)
+        jax.eval_shape(self._step, abstract_state, abstract_batch, _BATCH_INDEX)
+
+    def output_path(self, step: int) -> epath.Path | None:
+        """Return the path of the outputs of a step; None if there is no folder."""
+        return None if self.folder is None else self.folder / self.name / f"step_{step:08d}.jsonl"
+
+    def run(self, state: TrainState, step: int, observers: Observer) -> list[dict[str, Any]]:
+        """Decode with the weights after `step` steps.
+
+        A finished output is read again if its weights, model settings and prompts are the same. A
+        model that defines `process_decode_out` decodes again, since its metrics are not kept.
+
+        Returns:
+          One record per example, with `example` (its provenance) if the data set numbers its
+            examples. A model that continues prompts has `prompt` (the source, for a model with an
+            encoder), `continuation`, `log_prob` (sum over the drawn tokens, in nats), `num_tokens`
+            and, if the model ranks continuations, `score` and `candidates`, best first. Prompt and
+            continuation are together the text of all ids; `prediction`, the text of the new ids
+            alone, is added where a metric of the data set reads another text. Without a vocabulary,
+            `prompt_ids` and `continuation_ids` replace the texts. All other outputs of the model
+            follow by their names.
+        """
+        path = self.output_path(step)
+        provenance: dict[str, Any] = {}
+        if path is not None:
+            settings = describe_settings(self.task, self.dataset)
+            weights = self._weights_digest(state)
+            provenance = {"weights": weights, **settings, "record format": _RECORD_FORMAT}
+            reused = None if self._processes else _reused(path, provenance, observers)
+            if reused is not None:
+                self._report_records(reused, step, observers)
+                return reused
+        decoded, processed = self._decode(state, path, observers)
+        records = processed.records if self._processes else decoded.records
+        if path is not None and jax.process_index() == 0:
+            lines = "".join(encode(record) + "\n" for record in records)
+            write_outputs(path, lines, provenance, npz=decoded.npz())
+        self._report_records(records, step, observers, processed.metrics())
+        for record in records[:1]:
+            observers.text(step, self.name, sample_text(record) or encode(record))
+        return records
+
+    @property
+    def _processes(self) -> bool:
+        model = type(self.task.model)
+        return model.process_decode_out is not BaseModel.process_decode_out
+
+    def _report_records(
+        self,
+        records: list[dict[str, Any]],
+        step: int,
+        observers: Observer,
+        processed: Mapping[str, float] = {},
+    ) -> None:
+        metrics = report_skipped(self.dataset, self.name, observers) | dict(processed)
+        if self.dataset.has_prediction_metrics:
+            if records and "continuation" not in records[0]:
+                raise UsageError(
+                    "the data set has metrics over predicted texts",
+                    owner=self.name,
+                    field="fields of the records",
+                    value=list(records[0]),
+                    expected="a continuation",
+                    hint="Let decode() of the model return ids, lengths and log_probs, or decode"
+                    " data without such metrics.",
+                )
+            predictions = ByExample[str](self.name)
+            # Targets are encoded alone, without the prompt.
+            texts = [one.get("prediction", one["continuation"]) for one in records]
+            predictions.add([one["example"] for one in records], texts)
+            metrics |= from_process_0(
+                lambda: as_floats(self.dataset.prediction_metrics(predictions.values))
+            )
+        self.metrics = metrics
+        if metrics:
+            observers.eval_metrics(step, DECODE_PREFIX + self.name, metrics)
+
+    def _decode(
+        self, state: TrainState, path: epath.Path | None, observers: Observer
+    ) -> tuple[DecodedRecords, _Processed]:
+        npz_name = None if path is None else npz_path(path).name
+        decoded = DecodedRecords(self.dataset, self.name, npz_name=npz_name)
+        processed = _Processed()
+        for index, batch in enumerate(eval_batches(self.dataset)):
+            if self.dataset.has_prediction_metrics:
+                check_has_provenance(batch, self.name)
+            global_batch = self.partitioner.put_batch(batch)
+            outputs = jax.device_get(self._step(state, global_batch, np.int32(index)))
+            found = self.task.model.process_decode_out(self.dataset, outputs)
+            if found is None:
+                decoded.add(outputs, jax.tree.leaves(global_batch)[0].shape[0])
+            else:
+                processed.add(*found)
+        return decoded, processed
+
+
+def _reused(
+    path: epath.Path, provenance: dict[str, Any], observers: Observer
+) -> list[dict[str, Any]] | None:
+    """Return the records of a finished output with this provenance; None to decode again."""
+
+    def read() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in read_regular(path).decode().splitlines()]
+
+    def decide() -> bool:
+        if not path.exists():
+            return False
+        before = read_provenance(path)
+        differing = differing_names(before, provenance)
+        if differing:
+            reason = f"it has different {', '.join(differing)}" if before else "unknown provenance"
+            observers.message(f"replacing {path}: {reason}")
+            return False
+        try:
+            read()
+        except (OSError, ValueError) as error:
+            observers.message(f"replacing {path}: it is damaged ({error})")
+            return False
+        observers.message(
+            f"reusing {path}: its weights, fields and data set are the same (code is not"
+            " compared). Delete this file to decode again."
+        )
+        return True
+
+    # Every process reads the file, which may be large.
+    return read() if from_process_0(decide) else None
+
+
+LARGEST_LIST = 1024
+"""Largest number of values of one example in a record; larger arrays go to the `.npz` file."""
+
+_CONTINUATION = ("ids", "lengths", "log_probs", "prompt_lengths")
+_OPTIONAL = ("scores", "candidates", "source")
+
+
+class DecodedRecords:
+    """The records of one decoding, collected batch by batch."""
+
+    def __init__(self, dataset: BaseInput, name: str, *, npz_name: str | None) -> None:
+        """Start without records."""
+        self.records: list[dict[str, Any]] = []
+        self._dataset = dataset
+        self._name = name
+        self._npz_name = npz_name
+        self._large: dict[str, list[np.ndarray]] = {}
+
+    def add(self, outputs: NestedMap, num_rows: int) -> None:
+        """Add the outputs `[rows, …]` of a global batch, with the marks of `decode_step`."""
+        # Other rows only fill up the batch.
+        is_example = example_rows(outputs)
+        if is_example is None and "prompt_lengths" in outputs:
+            is_example = np.asarray(outputs.prompt_lengths) > 0
+        rows = np.flatnonzero(np.ones(num_rows, bool) if is_example is None else is_example)
+        records: list[dict[str, Any]] = [{} for _ in rows]
+        if "provenance" in outputs:
+            records = [{"example": int(outputs.provenance[row])} for row in rows]
+        done = set(ROW_MARKS)
+        if all(name in outputs for name in _CONTINUATION):
+            texts = self._continued_prompts(outputs)
+            records = [{**record, **texts[row]} for record, row in zip(records, rows, strict=True)]
+            done |= {*_CONTINUATION, *_OPTIONAL}
+        else:
+            done.add("prompt_lengths")  # belongs to the batch
+        others = {name: value for name, value in outputs.items() if name not in done}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(others):
+            key = jax.tree_util.keystr(path, simple=True, separator=".")
+            values = self._of_rows(key, leaf, num_rows)[rows]
+            for record, value in zip(records, values, strict=True):
+                if self._npz_name is None or value.size <= LARGEST_LIST:
+                    record[key] = value.tolist()
+                    continue
+                kept = self._large.setdefault(key, [])
+                record[key] = {"npz": self._npz_name, "array": key, "row": len(kept)}
+                kept.append(value)
+        self.records += records
+
+    def npz(self) -> bytes | None:
+        """Return the content of the `.npz` file; None if no array is large."""
+        if not self._large:
+            return None
+        content = io.BytesIO()
+        np.savez(content, **{key: np.stack(values) for key, values in self._large.items()})  # type: ignore[arg-type]
+        return content.getvalue()
+
+    def _of_rows(self, key: str, leaf: Any, num_rows: int) -> np.ndarray:
+        array = np.asarray(leaf)
+        if array.ndim == 0 or array.shape[0] != num_rows:
+            raise UsageError(
+                "decode() of the model returned a wrong shape",
+                owner=self._name,
+                field=key,
+                value=list(array.shape),
+                expected=f"one entry for each row of the batch, [{num_rows}, …]",
+            )
+        if array.dtype.kind == "c":
+            return np.stack([array.real, array.imag], axis=-1)
+        # NumPy does not support bfloat16 and float8, and would write their bytes.
+        return array if array.dtype.kind in "biuf" else array.astype(np.float32)
+
+    def _continued_prompts(self, outputs: NestedMap) -> list[dict[str, Any]]:
+        prompt_lengths = np.asarray(outputs.prompt_lengths)
+        prompts: list[str] | None = None
+        if "source" in outputs:
+            source, key = outputs.source, "tgt"
+            records = self._texts("prompt", source.ids, source.lengths, key="src")
+        else:
+            ids, key = np.asarray(outputs.ids), None
+            records = self._texts("prompt", ids, prompt_lengths, key=None)
+            if "prompt" in records[0]:
+                wholes = self._texts("prompt", ids, outputs.lengths, key=None)
+                # Not the last character of a prompt that ends inside of it.
+                prompts = [
+                    shared_beginning(record["prompt"], whole["prompt"])
+                    for record, whole in zip(records, wholes, strict=True)
+                ]
+                records = [{"prompt": prompt} for prompt in prompts]
+        best = self._continuations(outputs, prompt_lengths, prompts, key=key)
+        records = [{**prompt, **own} for prompt, own in zip(records, best, strict=True)]
+        if "candidates" in outputs:
+            count = outputs.candidates.lengths.shape[1]
+            flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs.candidates)
+            lengths = np.repeat(prompt_lengths, count)
+            prompts = prompts and [prompt for prompt in prompts for _ in range(count)]
+            found = self._continuations(flat, lengths, prompts, key=key)
+            for row, record in enumerate(records):
+                own = found[row * count : (row + 1) * count]
+                # A search may find fewer than were requested; the others have no score.
+                record["candidates"] = [one for one in own if one["score"] is not None]
+        return records
+
+    def _continuations(
+        self,
+        outputs: NestedMap,
+        prompt_lengths: np.ndarray,
+        prompts: list[str] | None,
+        *,
+        key: str | None,
+    ) -> list[dict[str, Any]]:
+        ids, lengths = np.asarray(outputs.ids), np.asarray(outputs.lengths)
+        tails = [ids[row, prompt_lengths[row] : lengths[row]] for row in range(len(ids))]
+        width = max((len(tail) for tail in tails), default=0)
+        padded = np.stack([np.pad(tail, (0, width - len(tail))) for tail in tails])
+        texts = self._texts("continuation", padded, lengths - prompt_lengths, key=key)
+        if prompts is not None:
+            wholes = self._texts("whole", ids, lengths, key=key)
+            texts = [
+                self._after(prompt, whole["whole"], text["continuation"])
+                for prompt, whole, text in zip(prompts, wholes, texts, strict=True)
+            ]
+        records: list[dict[str, Any]] = [
+            {
+                **texts[row],
+                "log_prob": float(np.sum(outputs.log_probs[row])),
+                "num_tokens": len(tails[row]),
+            }
+            for row in range(len(ids))
+        ]
+        if "scores" in outputs:
+            for record, score in zip(records, outputs.scores, strict=True):
+                record["score"] = float(score) if np.isfinite(score) else None
+        return records
+
+    def _after(self, prompt: str, whole: str, alone: str) -> dict[str, str]:
+        """Return the continuation, and the prediction if the data set compares another text."""
+        continuation = continuation_text(prompt, whole, alone)
+        if continuation == alone or not self._dataset.has_prediction_metrics:
+            return {"continuation": continuation}
+        return {"continuation": continuation, "prediction": alone}
+
+    def _texts(
+        self, name: str, ids: np.ndarray, lengths: np.ndarray, *, key: str | None
+    ) -> list[dict[str, Any]]:
+        try:
+            texts = self._dataset.ids_to_strings(ids, lengths, key=key)
+        except NotImplementedError:
+            rows = zip(ids, lengths, strict=True)
+            return [{f"{name}_ids": row[:length].tolist()} for row, length in rows]
+        return [{name: text} for text in texts]
+
+
+def sample_text(record: dict[str, Any]) -> str | None:
+    """Return a prompt and its continuation as one text; None for a record without texts."""
+    if "prompt" not in record or "continuation" not in record:
+        return None
+    return f"{record['prompt']}⟫{record['continuation']}"

@@ -1,0 +1,303 @@
+"""BaseProgram, the base of programs that run beside training, and the evaluation programs.
+
+Metrics of an evaluation are means of what the model reports for its batches. A data set may define
+further ones, computed from the model's score of each example.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from layerkit.base_model import WeightedScalar
+from layerkit.nested_map import NestedMap
+from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.eval_padding import empty_batch, example_rows, num_rows_of
+from layerkit_runner.data.host_inputs import (
+    SKIPPED_RECORDS,
+    eval_batches,
+    peek_eval_batch,
+    report_skipped,
+)
+from layerkit_runner.data.train_inputs import TrainInput
+from layerkit_runner.distributed.cluster import from_process_0, gather_values
+from layerkit_runner.errors import UsageError
+from layerkit_runner.observers import TOTAL_WEIGHT, Observer
+from layerkit_runner.partitioning import Partitioner
+from layerkit_runner.step.metrics import (
+    ByExample,
+    LossSum,
+    OverBatches,
+    as_floats,
+    check_has_provenance,
+    names_of_numbers,
+)
+from layerkit_runner.step.task import SingleTask
+from layerkit_runner.step.train_state import TrainState
+
+
+class BaseProgram:
+    """A program that reads the state of a job at intervals; users may add their own.
+
+    An experiment lists programs as configs, `Config(MyProgram, name="probe", interval_steps=50)`.
+    The job passes `task`, `partitioner` and `folder`, and the data set and name of the config.
+
+    Args:
+      dataset: Input that the program reads; None for a program without data.
+      folder: Folder for files of the program, visible to every process; None keeps nothing.
+      interval_steps: Number of training steps between two runs of the program; None for
+        `eval_interval_steps` or `decode_interval_steps` of the task.
+    """
+
+    def __init__(
+        self,
+        task: SingleTask,
+        partitioner: Partitioner,
+        dataset: BaseInput | None,
+        name: str,
+        folder: epath.Path | None = None,
+        *,
+        interval_steps: int | None = None,
+    ) -> None:
+        """Store the arguments."""
+        if interval_steps is not None and interval_steps < 1:
+            raise UsageError(
+                owner=name,
+                field="interval_steps",
+                value=interval_steps,
+                expected="a positive integer",
+            )
+        self.task = task
+        self.partitioner = partitioner
+        self.dataset = dataset
+        self.name = name
+        self.folder = folder
+        self.interval_steps = interval_steps
+        self.metrics: dict[str, float] = {}
+
+    def run(self, state: TrainState, step: int, observers: Observer) -> Any:
+        """Run on the state after `step` steps. Every process calls it.
+
+        Args:
+          state: State to read. The next training step deletes its buffers.
+          step: Number of completed steps.
+          observers: Observers of the job.
+
+        Returns:
+          For an evaluation, metrics by name, equal on all processes; early stopping and
+          `save_best_metric` refer to them as `NAME/METRIC`. For a decoding, a list of records.
+        """
+        raise NotImplementedError(f"{type(self).__qualname__} must define run")
+
+    def _report(
+        self, reported: OverBatches, own: Mapping[str, float], step: int, observers: Observer
+    ) -> dict[str, float]:
+        """Report and return the metrics over batches, their total weight and `own`."""
+        weight = reported.weight(self.task.loss_name)
+        metrics = {**reported.means(), TOTAL_WEIGHT: weight, **own}
+        observers.eval_metrics(step, self.name, metrics)
+        if histograms := reported.histograms():
+            observers.eval_histograms(step, self.name, histograms)
+        return metrics
+
+    def trace(self, abstract_state: TrainState) -> set[str] | None:
+        """Trace the program on its first batch, to find errors before the first step.
+
+        Nothing is computed on the devices, and the input position does not change.
+
+        Returns:
+          Names of the metrics that an evaluation reports; None if they are unknown until it runs.
+        """
+        return None
+
+
+class EvalProgram(BaseProgram):
+    """A program that evaluates one data set; see `BaseProgram` for the other arguments.
+
+    Args:
+      use_ema_states: True to evaluate the averaged weights; None for the setting of the task.
+    """
+
+    dataset: BaseInput
+
+    def __init__(
+        self,
+        task: SingleTask,
+        partitioner: Partitioner,
+        dataset: BaseInput,
+        name: str,
+        folder: epath.Path | None = None,
+        *,
+        interval_steps: int | None = None,
+        use_ema_states: bool | None = None,
+    ) -> None:
+        """Build the evaluation step."""
+        super().__init__(task, partitioner, dataset, name, folder, interval_steps=interval_steps)
+        if use_ema_states and task.train.learner.ema_decay is None:
+            raise UsageError(
+                "the task keeps no averaged weights",
+                owner=name,
+                field="use_ema_states",
+                value=True,
+                hint="Set task.train.learner.ema_decay, such as 0.9999.",
+            )
+        self.use_ema_states = use_ema_states
+        self._scores_examples = dataset.has_score_metrics
+        make_step = partitioner.score_step_fn if self._scores_examples else partitioner.eval_step_fn
+        self._step = make_step(task, averaged=use_ema_states)
+        self._has_reported_padding = False
+
+    def run(self, state: TrainState, step: int, observers: Observer) -> dict[str, float]:
+        """Evaluate the weights after `step` steps; report and return the metrics.
+
+        Metrics that the data set computes from scores are named `score/NAME`.
+        """
+        reported, scores = OverBatches(), ByExample[float](self.name)
+        padding = PaddingCheck(self.dataset)
+        pending: collections.deque[Any] = collections.deque()
+
+        def start(global_batch: NestedMap) -> tuple[Any, Any]:
+            """Start a step; return metrics, and the scores of rows if the data set uses them."""
+            found = self._step(state, global_batch)
+            return found if self._scores_examples else (found, None)
+
+        def collect() -> None:
+            metrics, rows = pending.popleft()
+            reported.add(metrics)
+            if rows is not None:
+                rows = jax.device_get(rows)
+                scores.add(rows.provenance, rows.scores.tolist())
+
+        for batch in eval_batches(self.dataset):
+            if self._scores_examples:
+                check_has_provenance(batch, self.name)
+            global_batch = self.partitioner.put_batch(batch)
+            padding.add(batch, global_rows=len(jax.tree.leaves(global_batch)[0]))
+            pending.append(start(global_batch))
+            if len(pending) > self.task.train.max_inflight_steps:
+                collect()
+        while pending:
+            collect()
+        if not reported.means():
+            raise UsageError("the data set has no batches to evaluate", owner=self.name)
+        if not self._has_reported_padding:
+            counted = padding.counted(
+                reported.weights(), lambda batch: start(self.partitioner.put_batch(batch))[0]
+            )
+            if counted is not None:
+                self._has_reported_padding = True
+                model = type(self.task.model).__qualname__
+                observers.message(
+                    f"warning: {self.name}: {counted}. Weight each row by"
+                    f" layerkit.models.example_weights.example_weights(batch, num_rows) in"
+                    f" {model}.compute_loss."
+                )
+        own: dict[str, float] = {}
+        if self._scores_examples:
+            found = from_process_0(lambda: as_floats(self.dataset.score_metrics(scores.values)))
+            own = {f"score/{name}": value for name, value in found.items()}
+        own |= report_skipped(self.dataset, self.name, observers)
+        return self._report(reported, own, step, observers)
+
+    def trace(self, abstract_state: TrainState) -> set[str] | None:
+        """Trace one step; None if `run` is overridden, or the data set uses scores."""
+        if type(self).run is not EvalProgram.run:
+            return None
+        try:
+            batch = peek_eval_batch(self.dataset)
+        except StopIteration:
+            return None
+        if self._scores_examples:
+            check_has_provenance(batch, self.name)
+        abstract_batch = self.partitioner.abstract_batch(batch)
+        reported = jax.eval_shape(self._step, abstract_state, abstract_batch)
+        return None if self._scores_examples else names_of_numbers(reported) | {SKIPPED_RECORDS}
+
+
+class NextBatchEvalProgram(BaseProgram):
+    """A program that evaluates the next training batch, used with `eval_skip_train=False`.
+
+    The batch is that of the next training step, which trains on it afterwards.
+    """
+
+    def __init__(self, task: SingleTask, partitioner: Partitioner, data: TrainInput) -> None:
+        """Build the evaluation step."""
+        name = "train" if data.name is None else f"train/{data.name}"
+        super().__init__(task, partitioner, None, name)
+        self._data = data
+        self._step = partitioner.eval_step_fn(task)
+
+    def run(self, state: TrainState, step: int, observers: Observer) -> dict[str, float]:
+        """Evaluate the next batch; report and return the metrics and `total_weight`."""
+        reported = OverBatches()
+        reported.add(self._step(state, self._data.feed.peek()))
+        return self._report(reported, {}, step, observers)
+
+    def trace(self, abstract_state: TrainState) -> set[str]:
+        """Trace one step; see `BaseProgram.trace`."""
+        # The feed would send the batch at the position before a restore.
+        reported = jax.eval_shape(self._step, abstract_state, self._data.abstract_batch)
+        return names_of_numbers(reported)
+
+
+class PaddingCheck:
+    """A detector of metrics that count the rows of padding in a held-out data set.
+
+    A metric is suspected if its weight is the number of all rows. To exclude a coincidence, the
+    step then runs on a batch of padding alone, in which every metric must have weight 0.
+    """
+
+    def __init__(self, dataset: BaseInput) -> None:
+        """Start without batches of the data set."""
+        self._dataset = dataset
+        self._is_marked = True
+        self._num_rows = self._num_examples_here = self._global_rows = 0
+        self._batch: NestedMap | None = None
+
+    def add(self, batch: NestedMap, *, global_rows: int) -> None:
+        """Count the rows of a host-local batch, a part of a global batch of `global_rows` rows."""
+        rows = example_rows(batch)
+        if rows is None:
+            self._is_marked = False
+            return
+        self._num_rows += global_rows
+        self._num_examples_here += int(rows.sum())
+        self._global_rows, self._batch = global_rows, batch
+
+    def counted(
+        self, weights: Mapping[str, float], evaluate: Callable[[NestedMap], Mapping[str, Any]]
+    ) -> str | None:
+        """Return a sentence about the metrics that count padding; None if there are none.
+
+        Every process must call it with the same weights.
+
+        Args:
+          weights: Total weight of each metric over the evaluation, by name.
+          evaluate: Function that returns the metrics of a global batch, given its host-local part.
+        """
+        suspects = [name for name, weight in weights.items() if weight == self._num_rows]
+        if not self._is_marked or self._batch is None or not suspects:
+            return None
+        # Hosts with the same index feed the same rows, which count once.
+        hosts = gather_values([self._dataset.infeed_host_index, self._num_examples_here])
+        num_examples = sum(dict(hosts).values())
+        if num_examples == self._num_rows:
+            return None
+        metrics = jax.device_get(dict(evaluate(empty_batch(self._batch, num_rows_of(self._batch)))))
+        names = [
+            name
+            for name in suspects
+            if isinstance(metrics[name], WeightedScalar | LossSum)
+            and np.equal(metrics[name].weight, self._global_rows)
+        ]
+        if not names:
+            return None
+        return (
+            f"{', '.join(names)} counted rows of padding: total weight {self._num_rows}."
+            f" Expected {num_examples}, the rows that count"
+        )

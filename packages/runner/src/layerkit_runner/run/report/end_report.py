@@ -1,0 +1,280 @@
+"""The report at the end of training: held-out metrics, a sample, a loss curve and next commands.
+
+Training is complete and saved by then. If a part of the report fails, its failure is reported, the
+other parts are made, and the exit code stays that of the training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from layerkit.base_model import NATS_PER_TOKEN
+from layerkit.errors import UserError, error_text
+from layerkit_inputs.errors import MissingExtraError
+from layerkit_runner.config.config_tree import NOT_SET, value_at
+from layerkit_runner.config.resolve import override_path
+from layerkit_runner.distributed.cluster import all_arrive
+from layerkit_runner.distributed.watchdog import phase
+from layerkit_runner.errors import exits_as_errors, unknown_name_text
+from layerkit_runner.files.atomic_write import atomic_write
+from layerkit_runner.files.text import size_text, wrapped_command
+from layerkit_runner.observers import memory_scalars, metrics_path
+from layerkit_runner.observers.metrics_log import encode, read_metrics
+from layerkit_runner.run.executor import Executor
+from layerkit_runner.run.job import Job
+from layerkit_runner.run.job_folder import command_line, longer
+from layerkit_runner.step.task import SingleTask
+from layerkit_runner.step.train_state import TrainState
+
+ERRORS_FILE = "end_report_errors.txt"
+"""Name of the file in the job folder that holds the tracebacks of failed parts."""
+
+_SAMPLE_CHARACTERS = 600
+_ERROR_CHARACTERS = 300
+_COMMAND_WIDTH = 98
+
+
+def finish(job: Job, executor: Executor, state: TrainState, step: int) -> None:
+    """Evaluate and decode the final model and report both."""
+    parts = _Parts(job)
+    baselines: dict[str, float] = {}
+    parts.make(
+        "evaluation",
+        lambda: _report_evaluation(job, executor, state, step, baselines),
+        repeat_mode="eval_once",
+    )
+    parts.make("speed", lambda: _report_speed(job, executor))
+
+    def report_decoding() -> None:
+        for name, records in executor.decode(state, step).items():
+            for record in records[:1]:
+                job.observers.message(sample_text(name, record))
+
+    parts.make("decoding", report_decoding, repeat_mode="decode_once")
+    job.observers.flush()
+
+    def report_summary() -> None:
+        skipped = executor.train_programs.skipped
+        if skipped.in_all:
+            job.observers.message(
+                f"not valid: {skipped.in_all} of {step} steps, the last {skipped.in_a_row} in a row"
+            )
+        job.observers.message(job.goodput.summary())
+        peak = memory_scalars().get("memory/device_peak_bytes_in_use")
+        if peak is not None:
+            job.observers.message(f"memory: peak of {size_text(peak)} on one device")
+
+    parts.make("summary", report_summary)
+    if jax.process_index() == 0:
+        token_unit = executor.train_programs.inputs.inputs[0].dataset.token_unit
+        parts.make("loss curve", lambda: _draw(job, baselines, token_unit))
+        parts.make("commands to try next", lambda: _suggest(job, executor, step))
+    if parts.unshared_failure is not None:
+        raise parts.unshared_failure
+
+
+class _Parts:
+    """The parts of one report; a failure of one does not end the others."""
+
+    def __init__(self, job: Job) -> None:
+        self.unshared_failure: Exception | None = None
+        self._job = job
+        self._tracebacks: list[str] = []
+
+    def make(self, name: str, part: Callable[[], None], *, repeat_mode: str | None = None) -> None:
+        """Make a part; report its failure instead of raising it."""
+        is_shared = repeat_mode is not None
+        if is_shared and self.unshared_failure is not None:
+            return  # Not all processes would start it.
+        try:
+            of_end = phase(f"{name} of the report at the end", waits_for_others=True)
+            with of_end, exits_as_errors():
+                part()
+        except Exception as error:
+            self._report(name, error, repeat_mode)
+            if is_shared and not all_arrive(f"the {name} of the end report failed"):
+                self.unshared_failure = error
+
+    def _report(self, name: str, error: Exception, repeat_mode: str | None) -> None:
+        unknown_name = unknown_name_text(error)
+        reason = " ".join((unknown_name or error_text(error)).split())[:_ERROR_CHARACTERS].rstrip(
+            "."
+        )
+        if unknown_name is None and not isinstance(error, UserError):
+            reason = f"{type(error).__name__}: {reason}"
+        job = self._job
+        command = command_line(
+            job.resolved, job.options, mode=repeat_mode or "train", is_recorded=True
+        )
+        job.observers.message(
+            f"{name} failed: {reason}. The training is complete, and its exit code is unchanged."
+            f" {self._keep(name, error)} To try again: {command}"
+        )
+
+    def _keep(self, name: str, error: Exception) -> str:
+        """Write the traceback to the job folder, or else print it; return a sentence about it."""
+        text = "".join(traceback.format_exception(error))
+        self._tracebacks.append(f"{name}\n{text}")
+        if jax.process_index() == 0:
+            try:
+                atomic_write(self._job.directory / ERRORS_FILE, "\n".join(self._tracebacks))
+                return f"The traceback is in {self._job.given_directory / ERRORS_FILE}."
+            except OSError:
+                pass  # such as a full disk
+        print(text, file=sys.stderr, flush=True)
+        return "The traceback is above."
+
+
+def _report_evaluation(
+    job: Job, executor: Executor, state: TrainState, step: int, baselines: dict[str, float]
+) -> None:
+    """Evaluate the remaining data sets, report all of them, and add to `baselines`."""
+    means = executor.evaluate_rest(state, step) if job.task.train.eval_at_end else {}
+    for program in executor.eval_programs:
+        if program.dataset is None:
+            continue
+        metric = ReportedMetric.of(job.task, token_unit=program.dataset.token_unit)
+        value = means.get(program.name, {}).get(metric.name)
+        if value is None:
+            continue
+        job.observers.message(metric.line(program.name, value))
+        if not metric.is_cross_entropy:
+            continue  # Baselines are cross-entropies.
+        for name, baseline in program.dataset.baselines().items():
+            if baselines.get(name) == baseline:  # Another program reads this data set too.
+                continue
+            baselines[name] = baseline
+            job.observers.message(f"  for comparison: {name}: {metric.value_text(baseline)}")
+
+
+def _report_speed(job: Job, executor: Executor) -> None:
+    rates = executor.throughput.overall()
+    if "tokens_per_sec" not in rates:
+        return
+    speed = f"{rates['tokens_per_sec']:,.0f} tokens/s, {rates['step_time'] * 1e3:.1f} ms per step"
+    if "tflops_per_sec_per_device" in rates:
+        speed += f", {rates['tflops_per_sec_per_device'] * 1e3:,.1f} model GFLOP/s per device"
+    speed += f", {rates['input_wait']:.1%} of the time waiting for input"
+    job.observers.message(f"speed: {speed}")
+
+
+def _draw(job: Job, baselines: dict[str, float], token_unit: str) -> None:
+    """Draw the loss curve and report its path, or why there is none."""
+    from layerkit_runner.observers.loss_curve import draw_loss_curve
+
+    name = "loss_curve.png"
+    metric = ReportedMetric.of(job.task, token_unit=token_unit)
+    try:
+        draw_loss_curve(
+            metrics_path(job.directory),
+            job.directory / name,
+            baselines=baselines,
+            key=metric.name,
+            y_label=metric.axis_label,
+        )
+    except (ValueError, MissingExtraError) as error:  # no finite value or no matplotlib
+        job.observers.message(f"no loss curve: {error}")
+        return
+    job.observers.message(f"loss curve: {job.given_directory / name}")
+
+
+def sample_text(name: str, record: Mapping[str, Any]) -> str:
+    """Return the text of a record for reports: a prompt with its continuation, or the outputs."""
+    if "prompt" not in record or "continuation" not in record:
+        return f"sample ({name}): {encode(record)[:_SAMPLE_CHARACTERS]}"
+    continuation = record["continuation"][:_SAMPLE_CHARACTERS]
+    return (
+        f"sample ({name}, {record['num_tokens']} tokens after the mark):\n"
+        f"{record['prompt']}⟫{continuation}"
+    )
+
+
+def _suggest(job: Job, executor: Executor, step: int) -> None:
+    """Report commands to try next, below a line that explains them."""
+
+    def command(**more: Any) -> str:
+        line = command_line(job.resolved, job.options, is_recorded=True, **more)
+        return "  " + wrapped_command(line, width=_COMMAND_WIDTH, indent="      ")
+
+    commands = {"print all settings": command(mode="inspect")}
+    # More steps would not continue a stopped run, and would not mend one that failed to learn.
+    has_many_skipped = 10 * executor.train_programs.skipped.in_all > step
+    rise = _rise_of_loss(job)
+    if rise is not None:
+        job.observers.message(rise)
+    if not (executor.has_stopped_early or has_many_skipped or rise):
+        commands["train twice as many steps"] = command(changes=longer(job.resolved, 2 * step))
+    eight = {"changes": _on_eight_devices(job), "flags": ["--num_devices=8"]}
+    commands["plan the same run on 8 devices"] = command(mode="plan", **eight)
+    for line in ("next: " + "; ".join(commands), *commands.values()):
+        job.observers.message(line)
+
+
+def _rise_of_loss(job: Job) -> str | None:
+    """Return a line about a training loss that rose by more than its first value, if it did."""
+    name = job.task.loss_name
+    series = [
+        one for one in read_metrics(job.directory).train if math.isfinite(one.get(name, math.nan))
+    ]
+    if not series or series[-1][name] <= series[0][name] + abs(series[0][name]):
+        return None
+    first, last = (f"{one[name]:.5g} at step {one['step']}" for one in (series[0], series[-1]))
+    return (
+        f"{name} rose: {first}, {last}. Usual causes: a learning rate that is too high, a warmup"
+        " that is too short"
+    )
+
+
+def _on_eight_devices(job: Job) -> dict[str, str | None]:
+    within, across = "partitioner.ici_mesh_shape", "partitioner.dcn_mesh_shape"
+    has_sizes = value_at(job.resolved.partitioner, ["ici_mesh_shape"]) is not NOT_SET
+    if not has_sizes or len(job.partitioner.mesh.axis_names) != 3:
+        return {}
+    # None removes an override.
+    one_slice = {across: None, override_path(job.resolved, across): None, within: None}
+    return {**one_slice, override_path(job.resolved, within): "[8,1,1]"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportedMetric:
+    """The metric that reports of a task show, with the unit of its values.
+
+    A cross-entropy over tokens is reported in bits too, and compared with baselines of the data.
+    """
+
+    name: str
+    unit: str | None = None
+    is_cross_entropy: bool = False
+
+    @classmethod
+    def of(cls, task: SingleTask, *, token_unit: str = "token") -> ReportedMetric:
+        """Return the metric that the model names, or the loss; `token_unit` is that of the data."""
+        name = task.model.reported_metric or task.loss_name
+        unit = task.model.metric_units.get(name)
+        if unit == NATS_PER_TOKEN:
+            return cls(name, f"nats per {token_unit}", is_cross_entropy=True)
+        return cls(name, unit)
+
+    @property
+    def axis_label(self) -> str:
+        """Label of a plot axis, such as `xent (nats per byte)`."""
+        return self.name if self.unit is None else f"{self.name} ({self.unit})"
+
+    def value_text(self, value: float) -> str:
+        """Return a value with its unit, such as `1.534 nats per byte = 2.213 bits per byte`."""
+        text = f"{value:.4f}" if self.unit is None else f"{value:.4f} {self.unit}"
+        if self.is_cross_entropy:
+            assert self.unit is not None
+            text += f" = {value / math.log(2):.4f} {self.unit.replace('nats', 'bits')}"
+        return text
+
+    def line(self, dataset: str, value: float) -> str:
+        """Return the line of one data set, such as `heldout: reward_accuracy 0.8125`."""
+        return f"{dataset}: {self.name} {self.value_text(value)}"

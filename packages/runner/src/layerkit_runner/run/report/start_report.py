@@ -1,0 +1,309 @@
+"""The report before the first step: versions, devices, model, data, sizes and folders."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import operator
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
+
+from layerkit.weight_formats import scale_path
+from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.prefetch import Prefetch
+from layerkit_inputs.special_tokens import end_disagreement
+from layerkit_runner.data.host_inputs import cast_text, peek_batch
+from layerkit_runner.data.train_inputs import TrainInputs
+from layerkit_runner.distributed.devices import flag_lines, unused_plugins
+from layerkit_runner.errors import as_usage_error
+from layerkit_runner.files.text import size_text
+from layerkit_runner.observers import RunInfo, StepWork, peak_flops
+from layerkit_runner.optim.learner import Learner
+from layerkit_runner.optim.weight_decay import weight_decay_of
+from layerkit_runner.optim.weight_patterns import integer_paths
+from layerkit_runner.run.job import Job, versions
+from layerkit_runner.run.job_folder import last_step_path
+from layerkit_runner.step.step_cost import temporary_bytes
+from layerkit_runner.step.task import SingleTask
+from layerkit_runner.step.train_state import FirstState, TrainState
+
+
+class LayerNotes(logging.Handler):
+    """A handler that collects what layers log while they are traced, such as the attention backend.
+
+    Inside the `with` block, records do not reach Python's root logger, whose handlers, such as
+    TensorFlow's, would print them.
+    """
+
+    def __init__(self) -> None:
+        """Create a handler that is active inside a `with` statement."""
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+        self._records: list[logging.LogRecord] = []
+        self._logger = logging.getLogger("layerkit")
+        self._previous = self._logger.level, self._logger.propagate
+
+    def __enter__(self) -> LayerNotes:
+        """Start to collect."""
+        self._logger.addHandler(self)
+        self._logger.setLevel(min(logging.INFO, self._logger.getEffectiveLevel()))
+        self._logger.propagate = False
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Restore the logger; log the records again if an exception was raised."""
+        self._logger.removeHandler(self)
+        level, self._logger.propagate = self._previous
+        self._logger.setLevel(level)
+        if exception[0] is not None:  # The caller prints no lines then.
+            for record in self._records:
+                logger = logging.getLogger(record.name)
+                if logger.isEnabledFor(record.levelno):
+                    logger.handle(record)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Collect a record; a repeated line is collected once."""
+        line = record.getMessage()
+        if line not in self.lines:
+            self.lines.append(line)
+            self._records.append(record)
+
+
+def data_lines(inputs: Mapping[str, BaseInput]) -> Iterator[str]:
+    """Yield the lines about the data of inputs by name, which the inputs themselves report."""
+    for name, dataset in inputs.items():
+        with as_usage_error():
+            yield from (f"data         {name}: {line}" for line in dataset.describe_data())
+
+
+def start_lines(
+    job: Job, state: TrainState, data: TrainInputs, about_data: Sequence[str], *, start_step: int
+) -> Iterator[str]:
+    """Yield the lines that describe a run which starts from `state` after `start_step` steps.
+
+    Args:
+      job: Job of the run.
+      state: First state.
+      data: Training data sets.
+      about_data: `data_lines` of the training and held-out data sets.
+      start_step: Number of steps before this run.
+    """
+    device = jax.devices()[0]
+    known = versions()
+    yield (
+        f"layerkit {known['layerkit']}, jax {known['jax']}, {jax.device_count()} × "
+        f"{device.device_kind}, {jax.process_count()} process(es)"
+    )
+    plugins = () if os.environ.get("JAX_PLATFORMS") else unused_plugins()
+    if plugins and device.platform == "cpu":
+        yield f"devices      CPU; this machine has no device of {', '.join(plugins)}"
+    yield from flag_lines(job.options)
+    yield f"experiment   {job.resolved.name} (task {job.task.name})"
+    params = job.partitioner.abstract_stored_state(job.task).params
+    count, trained = map(
+        num_params, (params, job.task.train.learner.trained_weights.select(params))
+    )
+    dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(state.params)})
+    yield f"parameters   {count:,} ({', '.join(dtypes)} weights)" + (
+        f", {trained:,} trained" if trained != count else ""
+    )
+    yield from weight_decay_lines(job.task, job.resolved.task.train.learner, params)
+    yield from rounding_lines(job.task.train.learner, params)
+    yield f"partitioner  {job.partitioner.describe()}"
+    if padded := job.partitioner.padding_text(job.task):
+        yield f"padded       {padded}"
+    yield from about_data
+    decoder = getattr(job.task.model, "decoder", None)
+    for each in data.inputs:
+        if each.name is not None:
+            yield f"program      {each.name}, {each.steps} of every {data.num_turn_steps} steps"
+        yield f"batch        {batch_text(each.abstract_batch)}"
+        yield from input_lines(each.dataset, decoder_ids=getattr(decoder, "eos_ids", ()))
+    yield f"state        {size_text(bytes_per_device(state))} per device with optimizer"
+    train = job.task.train
+    yield f"steps        {start_step} → {train.num_train_steps}"
+    every = train.steps_per_summary
+    yield f"metrics      every {'step' if every == 1 else f'{every} steps'}"
+    yield from job.resolved.experiment.start_notes()
+    yield from job.resolved.notes
+    saves = f"checkpoint every {train.save_interval_steps} steps"
+    if not job.options.enable_checkpoint_saving:
+        saves = "no checkpoints (--noenable_checkpoint_saving)"
+    yield f"writing to   {job.given_directory}; {saves}"
+
+
+def weight_decay_lines(task: SingleTask, learner: Any, params: Any) -> Iterator[str]:
+    """Yield lines about the decayed weights of each optimizer.
+
+    Args:
+      task: Task with the learner.
+      learner: Config of the learner.
+      params: Weights, or their shapes.
+    """
+    optimizers = [learner.optimizer, *(one.optimizer for one in learner.auxiliary_optimizers)]
+    for weights, optimizer in zip(task.decayed_weights(params), optimizers, strict=True):
+        yield from weights.lines(flatten_dict(params), strength=weight_decay_of(optimizer))
+
+
+def rounding_lines(learner: Learner, params: Any) -> Iterator[str]:
+    """Yield lines about trained weights, or their shapes, that small updates may not change."""
+    trained = jax.tree.leaves(learner.trained_weights.select(params))
+    for dtype in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+        count = sum(leaf.dtype == dtype for leaf in trained)
+        start = f"rounding     {count} of {len(trained)} trained weights are in {dtype.name}"
+        if count and learner.stochastic_rounding and dtype == jnp.bfloat16:
+            yield f"{start}, rounded stochastically"
+        elif count:
+            remedy = f"task.model.dtype=float32 with fprop_dtype={dtype.name}"
+            if dtype == jnp.bfloat16:
+                remedy = f"task.train.learner.stochastic_rounding=True, or {remedy}"
+            part = round(2 / float(jnp.finfo(dtype).eps))
+            yield f"{start}: updates below 1/{part} of a weight are lost. Set {remedy}"
+
+
+def batch_text(batch: Any) -> str:
+    """Return shape and fields of a batch, such as `8 × 128 (ids, labels)`."""
+    # Fields may be nested, as in translation.
+    shapes = dict(batch.flatten_items())
+    ids = (leaf for path, leaf in shapes.items() if path.split(".")[-1] == "ids")
+    first = next(ids, next(iter(shapes.values())))
+    return f"{' × '.join(map(str, first.shape))} ({', '.join(shapes)})"
+
+
+def input_lines(train_input: BaseInput, *, decoder_ids: Sequence[int] = ()) -> Iterator[str]:
+    """Yield the lines about an input, casts of its batches and its tokenizer.
+
+    Args:
+      train_input: The input.
+      decoder_ids: End tokens of the model's decoder.
+    """
+    inner = train_input.source if isinstance(train_input, Prefetch) else train_input
+    hosts = "1 host" if inner.num_infeed_hosts == 1 else f"{inner.num_infeed_hosts} hosts"
+    yield (
+        f"input        {type(inner).__qualname__}, {hosts} of {inner.local_batch_size} rows each;"
+        f" its position takes {len(json.dumps(train_input.get_state())):,} bytes"
+    )
+    if casts := cast_text(peek_batch(train_input)):
+        yield f"cast         {casts}"
+    tokenizer = train_input.text_tokenizer()
+    if note := getattr(tokenizer, "note", None):
+        yield f"tokenizer    {note}"
+    if (special := inner.special_ids()) is not None:
+        yield f"text ids     {special.text(getattr(tokenizer, 'special_tokens', {}))}"
+    if tokenizer is not None and (line := end_disagreement(tokenizer, decoder_ids)) is not None:
+        yield f"end tokens   {line}"
+
+
+def compiled_lines(compiled: Sequence[Any]) -> Iterator[str]:
+    """Yield a line about the temporary memory of the largest step, if the compiler reports it."""
+    platform = jax.devices()[0].platform
+    analyses = [memory for step in compiled if (memory := step.memory_analysis()) is not None]
+    temporaries = [
+        temporary_bytes(memory, platform=platform)
+        for memory in analyses
+        if hasattr(memory, "temp_size_in_bytes")
+    ]
+    if temporaries:
+        yield f"step memory  {size_text(max(temporaries))} of temporaries per device"
+
+
+def run_info(job: Job, *, start_step: int) -> RunInfo:
+    """Return the information about a run in any mode, without that of training."""
+    return RunInfo(
+        job_log_dir=job.directory,
+        experiment=job.resolved.name,
+        mode=job.mode,
+        num_params=num_params(job.partitioner.abstract_stored_state(job.task).params),
+        num_train_steps=job.task.train.num_train_steps,
+        start_step=start_step,
+        tokens_per_step=0,
+        examples_per_step=0,
+        flops_per_step=None,
+        num_devices=job.partitioner.mesh.size,
+        device_kind=jax.devices()[0].device_kind,
+        peak_flops_per_device=None,
+    )
+
+
+def train_run_info(
+    job: Job, data: TrainInputs, works: Sequence[StepWork], *, start_step: int
+) -> RunInfo:
+    """Return the information about a training run; a step has the mean work of its data sets."""
+    known = run_info(job, start_step=start_step)
+
+    def mean(values: Sequence[Any]) -> Any:
+        if len(values) == 1:
+            return values[0]
+        return sum(map(operator.mul, map(data.share, range(len(values))), values))
+
+    peak = job.options.peak_tflops_per_device
+    return dataclasses.replace(
+        known,
+        tokens_per_step=mean([work.tokens for work in works]),
+        examples_per_step=mean([work.examples for work in works]),
+        flops_per_step=mean([work.flops for work in works]),
+        peak_flops_per_device=peak_flops(known.device_kind) if peak is None else peak * 1e12,
+        train_programs=tuple(each.name for each in data.inputs if each.name),
+    )
+
+
+def report_start(
+    job: Job,
+    data: TrainInputs,
+    about_data: Sequence[str],
+    first: FirstState,
+    info: RunInfo,
+    compiled: Sequence[str],
+) -> None:
+    """Report the run and start the observers."""
+    train, report = job.task.train, job.observers.message
+    if jax.process_index() == 0:
+        for line in [
+            *start_lines(job, first.state, data, about_data, start_step=first.step),
+            *(first.provenance.lines() if first.provenance is not None else []),
+            *compiled,
+        ]:
+            report(line)
+    if first.step > train.num_train_steps:
+        path = last_step_path(job.resolved)
+        report(
+            f"not training: step {first.step} is beyond task.train.num_train_steps="
+            f"{train.num_train_steps}. To continue training, set a larger number, such as"
+            f" --fdl.{path}={2 * first.step}"
+        )
+    job.observers.start(info)
+    missed = train.profiler_capture_step
+    if missed is not None and missed <= first.step:
+        report(
+            f"no profile: this run starts after task.train.profiler_capture_step={missed}, at step"
+            f" {first.step}"
+        )
+
+
+def num_params(params: Any) -> int:
+    """Return the number of weights, frozen ones included.
+
+    Weights that are stored in integers count without their scales, and two 4-bit ones share a byte.
+    """
+    flat = flatten_dict(params)
+    scales = set(map(scale_path, integer_paths(flat)))
+    return sum(
+        math.prod(leaf.shape) * (2 if leaf.dtype == jnp.uint8 else 1)
+        for path, leaf in flat.items()
+        if path not in scales
+    )
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Return the bytes of a tree of sharded arrays (or their shapes) on one device."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )

@@ -1,0 +1,228 @@
+"""Run one mode, and turn errors that a user can correct into one-line messages."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import re
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from layerkit.diagnostics import layer_of
+from layerkit.errors import ConfigError, error_text
+from layerkit_runner.config.config_tree import walk
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.resolve import ResolvedExperiment, override_path
+from layerkit_runner.errors import (
+    StorageError,
+    UsageError,
+    exits_as_errors,
+    to_usage_error,
+    unknown_name_text,
+)
+from layerkit_runner.files.atomic_write import UnsafePathError, absolute, open_append
+from layerkit_runner.files.text import size_text
+
+if TYPE_CHECKING:
+    from layerkit_runner.distributed.cluster import JoinedProcess
+
+_FULL_OR_READ_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+# RESOURCE_EXHAUSTED also means other limits, such as the size of a message between processes.
+_OUT_OF_MEMORY = (
+    re.compile(r"(ran )?out of memory", re.IGNORECASE),
+    re.compile(r"RESOURCE_EXHAUSTED: [^\n]*(memory|allocat)", re.IGNORECASE),
+)
+_BYTES = re.compile(r"\b(\d+) bytes")
+
+
+class OutOfMemoryError(UsageError):
+    """A run that needs more memory than its devices or hosts have; exit code 1."""
+
+    exit_code = 1
+
+
+def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
+    """Run one job and return its exit code. Only the modules of this mode are imported."""
+    from layerkit_runner.distributed.cluster import joined
+    from layerkit_runner.distributed.devices import set_compiler_flags, set_gpu_memory_share
+    from layerkit_runner.distributed.watchdog import watched
+
+    set_compiler_flags(options)
+    set_gpu_memory_share()
+    run_mode: Callable[[ResolvedExperiment, RunOptions], int]
+    if mode == "train":
+        from layerkit_runner.run.training_run import run_train
+
+        run_mode = run_train
+    elif mode == "export":
+        from layerkit_runner.run.export import run_export
+
+        run_mode = run_export
+    else:
+        from layerkit_runner.run.inference import run_inference
+
+        run_mode = functools.partial(run_inference, mode)
+    # An export reports no progress during its long operations.
+    timeout = None if mode == "export" else options.hung_step_timeout_secs
+    with (
+        joined(options) as process,
+        watched(timeout, process=str(process.identity), log=process.log_file),
+        job_errors(mode, resolved, process),
+    ):
+        return run_mode(resolved, options)
+
+
+@contextlib.contextmanager
+def job_errors(
+    mode: str, resolved: ResolvedExperiment, process: JoinedProcess | None = None
+) -> Iterator[None]:
+    """Raise `UsageError` for errors of layers, storage, memory and exits that a user can correct.
+
+    The log of `process` receives tracebacks of errors in code; None drops them.
+    """
+    with (
+        layer_errors(resolved, process),
+        _storage_and_memory_errors(mode, resolved, process),
+        exits_as_errors(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def layer_errors(
+    resolved: ResolvedExperiment, process: JoinedProcess | None = None
+) -> Iterator[None]:
+    """Raise `UsageError` if a layer cannot be traced, or if code uses an unknown name."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        text = unknown_name_text(error)
+        if text is not None:
+            found = UsageError(text, owner=resolved.name)
+        elif isinstance(error, (TypeError, ValueError)) and layer_of(error) is not None:
+            found = to_usage_error(error, owner=resolved.name)
+        else:
+            raise
+        if process is not None and (text is not None or not isinstance(error, ConfigError)):
+            found.hint = " ".join(filter(None, (found.hint, _kept_traceback(error, process))))
+        raise found from error
+
+
+@contextlib.contextmanager
+def _storage_and_memory_errors(
+    mode: str, resolved: ResolvedExperiment, process: JoinedProcess | None
+) -> Iterator[None]:
+    """Turn errors of storage, of memory and of versions into ones that the command line prints."""
+    import jax
+
+    from layerkit.layers.attention.backends import UnsupportedBackendError
+    from layerkit_runner import checkpointing
+
+    try:
+        yield
+    except (
+        UnsupportedBackendError,
+        checkpointing.LayoutVersionError,
+        checkpointing.NewerManifestError,
+        checkpointing.ProcessCountError,
+    ) as error:
+        raise to_usage_error(error, owner=resolved.name) from error
+    except OSError as error:
+        if (
+            isinstance(error, (checkpointing.SaveError, UnsafePathError))
+            or error.errno in _FULL_OR_READ_ONLY
+            or _is_in_job_folder(error, process)
+        ):
+            raise StorageError(str(error)) from error
+        raise
+    except jax.errors.JaxRuntimeError as error:
+        text = out_of_memory_text(error_text(error))
+        if text is None:
+            raise
+        hints = memory_remedies(mode, resolved), _kept_traceback(error, process)
+        hint = " ".join(filter(None, hints))
+        raise OutOfMemoryError(f"out of memory: {text}", owner=resolved.name, hint=hint) from error
+    except MemoryError as error:
+        # NumPy reports the requested size, Python does not.
+        text = str(error).rstrip(".") or "Python could not allocate memory"
+        raise OutOfMemoryError(
+            f"out of memory on the host, not on a device: {text}",
+            owner=resolved.name,
+            hint=_kept_traceback(error, process),
+        ) from error
+
+
+def _is_in_job_folder(error: OSError, process: JoinedProcess | None) -> bool:
+    folder = None if process is None else process.job_log_dir
+    if folder is None or not isinstance(error.filename, str):
+        return False
+    return absolute(error.filename).is_relative_to(absolute(folder))
+
+
+def out_of_memory_text(text: str) -> str | None:
+    """Return the out-of-memory message in an error's text, in one line; None if there is none."""
+    match = next((found for words in _OUT_OF_MEMORY if (found := words.search(text))), None)
+    if match is None:
+        return None
+    line = text[match.start() :].partition("\n")[0]
+    line = _BYTES.sub(lambda found: f"{found[0]} ({size_text(int(found[1]))})", line)
+    return textwrap.shorten(line, 200, placeholder=" …").rstrip(".")
+
+
+def memory_remedies(mode: str, resolved: ResolvedExperiment) -> str:
+    """Return sentences that name the overrides with which a run needs less memory."""
+    paths = {
+        path.rpartition(".")[2]: path
+        for root in ("task", "datasets", "partitioner")
+        for path, value in walk(getattr(resolved, root), root)
+        if value is not None or root == "partitioner"
+        # The policy "full" already saves all that rematerialization can.
+        if not (isinstance(value, str) and value == "full")
+    }
+    changes = {
+        "remat": "{}=full",
+        "percore_batch_size": "a smaller {}",
+        "batch_size": "a smaller {}",
+        "ici_mesh_shape": "a {} with more fsdp",
+    }
+    if mode != "train":
+        del changes["remat"]
+    remedies = [
+        words.format(f"--fdl.{override_path(resolved, paths[name])}")
+        for name, words in changes.items()
+        if name in paths
+    ]
+    sentences = [f"To use less memory, set {', '.join(remedies)}."] if remedies else []
+    if mode == "train":
+        sentences.append(
+            "To find settings that fit, without the devices: runner"
+            f" --exp={resolved.name} --mode=plan --search, with the same --fdl flags."
+        )
+    return " ".join(sentences)
+
+
+def _kept_traceback(error: BaseException, process: JoinedProcess | None) -> str:
+    """Append the traceback to the process's log and return a sentence that names it."""
+    if process is None:
+        return ""
+    from layerkit_runner.distributed.watchdog import SECONDS_TO_WRITE, finished_within
+
+    text = "".join(traceback.format_exception(error))
+    logs: list[Path] = []
+
+    def append() -> None:
+        log = process.log_file()
+        with open_append(log) as file:
+            file.write(text.encode())
+        logs.append(log)
+
+    if not finished_within(SECONDS_TO_WRITE, append):
+        print(text, end="", file=sys.stderr)
+        return ""
+    return f"The traceback is in {logs[0]}."

@@ -1,0 +1,256 @@
+"""Model FLOPs and temporary memory of a training step, for throughput and plans.
+
+FLOPs are counted on the jaxpr of a function: XLA's cost analysis counts the body of a loop once,
+and the repetitions of rematerialization. Only contractions count, two FLOPs for each multiply-add,
+as in Chowdhery et al., "PaLM", 2022, appendix B.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from layerkit.config import (
+    Config,
+    assigned_fields,
+    copy_config,
+    field_names,
+    is_config,
+    target_of,
+    walk_configs,
+)
+from layerkit.layers.products import unused_templates
+from layerkit.layers.stacks import StackedTransformerRepeated
+from layerkit_runner.step.metrics import GLOBAL_BATCH
+from layerkit_runner.step.train_state import TrainState, batch_spec
+
+CAUSAL_SCOPE = "causal_attention"
+"""Name of the `jax.named_scope` whose contractions count half, because half is masked out."""
+
+_FORWARDS_PER_TRAINING_STEP = 3
+# Matches the scope as a whole part of a name stack such as 'jvp(vmap(causal_attention))/dot'.
+_IN_CAUSAL_SCOPE = re.compile(rf"(?:^|[/(]){CAUSAL_SCOPE}(?:$|[/)])")
+# The name that `layerkit.layers.moe.grouped_matmul` gives to products of some of their rows.
+_ROWS_IN_USE = re.compile(r"\brows_(\d+)_of_(\d+)\b")
+
+
+def forward_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
+    """Return the FLOPs of one call of `fn`, summed over all devices.
+
+    - A scan counts its body once per iteration. A conditional counts its most expensive branch. A
+      `while` loop of unknown length counts its body ONCE.
+    - A Pallas kernel counts the FLOPs of its cost estimate, or else its body once per cell of its
+      grid, from which splash attention leaves out hidden blocks.
+    - Repetitions by `jax.checkpoint` in a backward pass are not counted.
+    - Inside `shard_map`, one shard counts times the sizes of the mesh axes that split an input.
+    - Contractions under `jax.named_scope('causal_attention')` count half, grouped products of
+      experts the rows in use with balanced routing, and one-hot products as products.
+    """
+    return _jaxpr_flops(jax.make_jaxpr(fn)(*abstract_args).jaxpr, share=1.0)
+
+
+def training_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
+    """Return the model FLOPs of one training step with the loss `fn`: three times its FLOPs."""
+    return _FORWARDS_PER_TRAINING_STEP * forward_flops(fn, *abstract_args)
+
+
+def program_flops(program: core.ClosedJaxpr) -> float:
+    """Return the FLOPs of a traced program, such as a training step, summed over all devices.
+
+    In contrast to `forward_flops`, repetitions of rematerialization and bubbles of a pipeline
+    count.
+    """
+    # Unused results are not counted, because a compiler removes them.
+    jaxpr, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
+    return _jaxpr_flops(jaxpr, share=1.0)
+
+
+def _jaxpr_flops(jaxpr: core.Jaxpr, *, share: float) -> float:
+    return sum((_equation_flops(eqn, share=share) for eqn in jaxpr.eqns), 0.0)
+
+
+def _equation_flops(eqn: core.JaxprEqn, *, share: float) -> float:
+    """Return the FLOPs of an equation; `share` of those of its contractions count."""
+    # The name stack of an inner jaxpr does not include that of its equation.
+    name_stack = str(eqn.source_info.name_stack)
+    if _IN_CAUSAL_SCOPE.search(name_stack):
+        share = 0.5
+    elif rows := _ROWS_IN_USE.search(name_stack):
+        share = int(rows[1]) / int(rows[2])
+    if eqn.primitive.name in _CONTRACTIONS:
+        return float(_CONTRACTIONS[eqn.primitive.name](eqn)) * share
+    if eqn.primitive.name == "pallas_call" and eqn.params["cost_estimate"] is not None:
+        # The bounds of loops in a kernel are often known only at run time.
+        return float(eqn.params["cost_estimate"].flops) * share
+    inner = [_jaxpr_flops(jaxpr, share=share) for jaxpr in _inner_jaxprs(eqn)]
+    if eqn.primitive.name == "cond":
+        return max(inner)
+    return _repeats(eqn) * sum(inner)
+
+
+def _repeats(eqn: core.JaxprEqn) -> int:
+    match eqn.primitive.name:
+        case "scan":
+            return int(eqn.params["length"])
+        case "shard_map":
+            entries = [entry for spec in eqn.params["in_specs"] for entry in spec]
+            axes = {axis for e in entries for axis in ((e,) if isinstance(e, str) else e or ())}
+            return math.prod(eqn.params["mesh"].shape[axis] for axis in axes)
+        case "pallas_call":
+            return math.prod(d for d in eqn.params["grid_mapping"].grid if isinstance(d, int))
+        case _:
+            return 1
+
+
+def _inner_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
+    for value in eqn.params.values():
+        for part in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(part, core.ClosedJaxpr):
+                yield part.jaxpr
+            elif isinstance(part, core.Jaxpr):
+                yield part
+
+
+def _shape(operand: Any) -> tuple[int, ...]:
+    return operand.aval.shape
+
+
+def _dot_flops(eqn: core.JaxprEqn) -> int:
+    (_, contracted), (_, batch) = eqn.params["dimension_numbers"]
+    return _product_flops(eqn, contracted, batch)
+
+
+def _ragged_dot_flops(eqn: core.JaxprEqn) -> int:
+    # Each row is multiplied with the weights of one group, so the group axis does not count.
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+    return _product_flops(eqn, contracted, (*batch, *numbers.rhs_group_dimensions))
+
+
+def _product_flops(eqn: core.JaxprEqn, contracted: tuple[int, ...], shared: tuple[int, ...]) -> int:
+    """Count one multiply-add for each pair of a scalar on the left and a free one on the right."""
+    lhs, rhs = map(_shape, eqn.invars[:2])
+    bound = {*contracted, *shared}
+    free = math.prod(size for axis, size in enumerate(rhs) if axis not in bound)
+    return 2 * math.prod(lhs) * free
+
+
+def _conv_flops(eqn: core.JaxprEqn) -> int:
+    """Count one sum over the kernel's window and a group's input channels per output scalar."""
+    kernel = _shape(eqn.invars[1])
+    output = _shape(eqn.outvars[0])
+    out_features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+    multiply_adds = math.prod(output) * math.prod(kernel) // out_features
+    return 2 * multiply_adds // math.prod(eqn.params["lhs_dilation"])
+
+
+def _fused_attention_flops(eqn: core.JaxprEqn) -> int:
+    """Count two products, queries with keys and weights with values, in one cuDNN call.
+
+    Layout 0 is [batch, length, heads, head_dim], layout 1 [batch, heads, length, head_dim].
+    """
+    query, key = map(_shape, eqn.invars[:2])
+    length_axis = 1 if eqn.params["layout"] == 0 else 2
+    return 2 * 2 * math.prod(query) * key[length_axis]
+
+
+def _fused_attention_gradient_flops(eqn: core.JaxprEqn) -> int:
+    """Count five products, because the backward pass computes the attention weights again."""
+    return _fused_attention_flops(eqn) * 5 // 2
+
+
+def _scaled_matmul_flops(eqn: core.JaxprEqn) -> int:
+    """Count a scaled product of [batch, rows, contracted] and [batch, columns, contracted]."""
+    lhs, rhs = map(_shape, eqn.invars[:2])
+    return 2 * math.prod(lhs) * rhs[1]
+
+
+_CONTRACTIONS: dict[str, Callable[[core.JaxprEqn], int]] = {
+    "dot_general": _dot_flops,
+    "ragged_dot_general": _ragged_dot_flops,
+    "conv_general_dilated": _conv_flops,
+    "scaled_matmul_wrapper": _scaled_matmul_flops,
+    "dot_product_attention_fwd_wrapper": _fused_attention_flops,
+    "dot_product_attention_fp8_fwd_wrapper": _fused_attention_flops,
+    "dot_product_attention_bwd_wrapper": _fused_attention_gradient_flops,
+    "dot_product_attention_fp8_bwd_wrapper": _fused_attention_gradient_flops,
+}
+
+
+# Fields of layers with values that recompute nothing in the backward pass and use no fused
+# attention, which cannot be traced without its device.
+_PLAIN = {"remat": "none", "chunk_size": sys.maxsize, "backend": "xla"}
+# Compared by name, so that a run without pipelines does not import the module.
+_PIPELINE = "layerkit.layers.pipelined_transformer.PipelinedTransformer"
+
+
+def model_flops_per_step(task_config: Config, batch: Any, rows: int) -> float:
+    """Return the model FLOPs of one global step, `rows` times those of one row.
+
+    With frozen weights, the products in the program of the gradient are counted.
+    """
+    one_row = jax.tree.map(lambda leaf: batch_spec(leaf, rows=1), batch)
+    # The task is not bound to a mesh, because neither a mesh nor a pipeline can split one row.
+    task = _computed_plainly(_without_pipelines(task_config)).Instantiate()
+    state = jax.eval_shape(lambda: task.init_state(jax.random.key(0)))
+    chosen = task.train.learner.trained_weights
+    if chosen.select(state.params) is state.params:
+        return rows * training_flops(
+            lambda state, batch: task.eval_step(state, batch, GLOBAL_BATCH), state, one_row
+        )
+
+    def loss(trained: Any, state: TrainState, batch: Any) -> jax.Array:
+        state = state.replace(params=chosen.merge(state.params, trained))
+        return task.eval_step(state, batch, GLOBAL_BATCH)[task.loss_name].value
+
+    gradient = jax.make_jaxpr(jax.grad(loss))(chosen.select(state.params), state, one_row)
+    return rows * program_flops(gradient)
+
+
+def _without_pipelines(task: Config) -> Config:
+    """Return the config with stacks in place of pipelines, which also compute in their bubbles."""
+    task = copy_config(task)
+    known = field_names(StackedTransformerRepeated)
+    for config in list(walk_configs(task)):
+        for name, value in assigned_fields(config).items():
+            target = target_of(value) if is_config(value) else None
+            if target is not None and f"{target.__module__}.{target.__qualname__}" == _PIPELINE:
+                fields = {n: v for n, v in assigned_fields(value).items() if n in known}
+                setattr(config, name, StackedTransformerRepeated.HParams.config(**fields))
+    return task
+
+
+def _computed_plainly(task: Config) -> Config:
+    unused = unused_templates(task)  # Setting a field of an unused template is an error.
+    for config in walk_configs(task):
+        if id(config) in unused:
+            continue
+        for field, value in _PLAIN.items():
+            if field in field_names(config):
+                setattr(config, field, value)
+    return task
+
+
+def temporary_bytes(stats: Any, *, platform: str) -> int:
+    """Return the bytes of gradients, activations and workspace on a device at the peak of a step.
+
+    The TPU compiler counts temporaries that do not exist at the same time, so they are its peak
+    less all other memory. The peak includes arguments and results in host memory. Other compilers
+    allocate temporaries for the whole step. `stats` is the value of `memory_analysis()`.
+    """
+    others = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    others += (
+        stats.host_argument_size_in_bytes
+        + stats.host_output_size_in_bytes
+        - stats.host_alias_size_in_bytes
+    )
+    if platform != "tpu" or stats.peak_memory_in_bytes < others:  # Some runtimes report no peak.
+        return int(stats.temp_size_in_bytes)
+    return int(stats.peak_memory_in_bytes - others)

@@ -1,0 +1,492 @@
+"""SingleTask: one model, its training settings, and the steps as pure functions.
+
+The steps do not depend on a mesh or partitioner; see `layerkit_runner.step.metrics`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from layerkit.base_layer import (
+    AUX_LOSS,
+    NON_TRAINABLE,
+    OVERWRITE_WITH_GRADIENT,
+    PARAMS,
+    RANDOM,
+    SUMMARIES,
+    SUMMARY_ARRAYS,
+)
+from layerkit.base_model import BaseModel, Metrics, WeightedScalar
+from layerkit.checks import check_integers, require
+from layerkit.config import Configurable, instance_field
+from layerkit.errors import ConfigError
+from layerkit.nested_map import NestedMap
+from layerkit.sharding import BoundSharding
+from layerkit.step_reports import (
+    AUX_MEANS,
+    STEP_TOTALS,
+    AuxLoss,
+    apply_totals,
+    aux_losses,
+)
+from layerkit.summaries import DEFAULT_VERBOSITY
+from layerkit.weights import unbox
+from layerkit_inputs.eval_padding import ROW_MARKS
+from layerkit_runner.errors import UsageError
+from layerkit_runner.optim.early_stopping import StoppingRule
+from layerkit_runner.optim.learner import cast_like, choose, global_norm
+from layerkit_runner.optim.optimizer_groups import Stacks, stacks_of
+from layerkit_runner.optim.schedules import concrete_number
+from layerkit_runner.optim.weight_decay import (
+    DecayedWeights,
+    Declarations,
+    declarations_of,
+    declared,
+)
+from layerkit_runner.optim.weight_patterns import VariationalNoise
+from layerkit_runner.step.gradients import (
+    LossAggregator,
+    Variables,
+    compute_gradients,
+)
+from layerkit_runner.step.layer_summaries import (
+    ArraySummaries,
+    array_summaries,
+    scalars_and_marks,
+)
+from layerkit_runner.step.metrics import LossSum, StepContext
+from layerkit_runner.step.task_metrics import named_metrics, of_examples, of_step
+from layerkit_runner.step.train_hparams import TrainHParams
+from layerkit_runner.step.train_state import TrainState
+
+
+class InitialWeights(Configurable):
+    """Base class of settings that the runner reads itself, such as `InitFrom`."""
+
+
+@runtime_checkable
+class WeightsLoader(Protocol):
+    """An object that loads the weights itself."""
+
+    def load(self, model: Any, like: Any) -> Any:
+        """Return weights by name; others are random. `like` has their shapes and shardings."""
+
+
+# Fields of a batch that are copied to decoded outputs, to tell examples from padding.
+_KEPT_FOR_RECORDS = ("prompt_lengths", *ROW_MARKS)
+
+
+class SingleTask(Configurable):
+    """A model and its training settings.
+
+    Attributes:
+      name: Name of the task, for outputs.
+      model: Network.
+      train: Training settings.
+      loss_name: Name of the metric that is the loss.
+      loss_weights: Factors of the metrics whose sum is the loss, by name. Each metric is a mean, by
+        its own weight, over the rows of a step or of a whole evaluation. The sum is reported as
+        `loss_name`, with the weight of the first metric. None for the metric `loss_name` itself.
+      loss_aggregator: Config of a `LossAggregator`, which gives the loss in place of
+        `loss_weights`; None for none. A single metric with the factor 1 becomes `loss_name`.
+      vn: Config of a `VariationalNoise`; None for none.
+      metrics: Configs of metrics in addition to those of the model, by name; see
+        `training.task_metrics`.
+      summary_verbosity: Highest verbosity of the layer summaries to report; 0 for none.
+      early_stopping: Config of a `StoppingRule`, such as `EarlyStopping`, which may end training
+        before its last step; None for none.
+      initial_weights: Source of initial weights: a `layerkit_runner.init_from.InitFrom`, or an
+        object with a method `load(model, like)`. Other weights are initialized randomly. None
+        initializes all weights randomly.
+    """
+
+    name: str = "task"
+    model: Annotated[Any, BaseModel] = instance_field(BaseModel)
+    train: Annotated[Any, TrainHParams] = instance_field(TrainHParams)
+    loss_name: str = "loss"
+    loss_weights: Mapping[str, float] | None = None
+    loss_aggregator: Annotated[Any, LossAggregator | None] = instance_field(None)
+    vn: Annotated[Any, VariationalNoise | None] = instance_field(None)
+    metrics: Mapping[str, Any] | None = None
+    summary_verbosity: int = DEFAULT_VERBOSITY
+    early_stopping: Annotated[Any, StoppingRule | None] = instance_field(None)
+    initial_weights: Annotated[Any, InitialWeights | WeightsLoader | None] = instance_field(None)
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        self._weights: tuple[Stacks, Declarations] | None = None
+        check_integers("task", minimum=0, summary_verbosity=self.summary_verbosity)
+        if self.loss_aggregator is not None:
+            expected = "None, because loss_aggregator is set"
+            require(self.loss_weights is None, "task", "loss_weights", self.loss_weights, expected)
+            self.loss_weights = dict(self.loss_aggregator.terms())
+            if [*self.loss_weights.values()] == [1.0]:
+                (self.loss_name,), self.loss_weights = self.loss_weights, None
+        for name, factor in (self.loss_weights or {}).items():
+            number = concrete_number(factor)
+            is_finite = number is not None and math.isfinite(number)
+            require(is_finite, "task", f"loss_weights[{name!r}]", factor, "a finite number")
+        if self.loss_weights is not None:
+            expected = "a factor other than 0, such as {'xent': 1.0}; or None, to use loss_name"
+            is_valid = any(self.loss_weights.values())
+            require(is_valid, "task", "loss_weights", dict(self.loss_weights), expected)
+        self.own_metrics = named_metrics(self.metrics or {})
+
+    def bind_sharding(self, sharding: BoundSharding) -> None:
+        """Bind the model to the mesh and rules that lay out its activations."""
+        self.model = self.model.clone(sharding=sharding)
+
+    def init_state(self, key: jax.Array, *, given: Any = None) -> TrainState:
+        """Return the state before the first step; `given` are nested weights `[...]`."""
+        return self.init_boxed_state(key, given=given)[1]
+
+    def init_boxed_state(self, key: jax.Array, *, given: Any = None) -> tuple[Any, TrainState]:
+        """Return (variables in boxes with logical axes, state before the first step)."""
+        boxed = self.model.init_boxed(key)
+        variables = unbox(boxed)
+        params = variables[PARAMS]
+        if given is not None:
+            params = self._with_given(flatten_dict(params), flatten_dict(given))
+        learner = self.train.learner
+        learner.trained_weights.validate_frozen(self.model.frozen_weights, params)
+        if self.vn is not None:
+            self.vn.check(params)
+        self._weights = stacks_of(boxed[PARAMS]), declarations_of(boxed[PARAMS])
+        with self.declared_weights() as stacks:
+            opt_state = learner.init(params, stacks=stacks)
+        state = TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            non_trainable=variables.get(NON_TRAINABLE, {}),
+            opt_state=opt_state,
+            overwrite_with_gradient=variables.get(OVERWRITE_WITH_GRADIENT, {}),
+            ema=learner.init_ema(params),
+            ema_statistics=learner.init_ema_statistics(variables.get(NON_TRAINABLE, {})),
+            ema_count=learner.init_ema_count(),
+        )
+        return dict(boxed), state
+
+    def _with_given(self, drawn: dict[Any, Any], given: dict[Any, Any]) -> Any:
+        """Return the nested weights: given ones, else copies of given ones, else random ones."""
+        copies = {
+            path: given[original]
+            for path in drawn
+            if (original := self.model.original_of(path)) in given
+        }
+        return unflatten_dict({**drawn, **copies, **given})
+
+    def train_step(
+        self, state: TrainState, batch: NestedMap, context: StepContext
+    ) -> tuple[TrainState, tuple[dict[str, Any], dict[str, Any]]]:
+        """Compute one training step on arrays `[rows, ...]`.
+
+        Returns:
+          (new state, (metrics over the global batch, see `training.metrics`; scalars and summaries
+            to report)).
+        """
+        model = self.model.clone(train=True)
+        learner, step_key = self.train.learner, self._step_key(state.step)
+        learner.trained_weights.require_floats(state.params)
+
+        def run(variables: Variables, rows: Any, key: jax.Array) -> tuple[dict[str, Any], Any]:
+            params = learner.trained_weights.merge(state.params, variables.trained)
+            if self.vn is not None:
+                params = self.vn.add(params, step_key, step=state.step)
+            (metrics, outputs), updates = model.apply(
+                {
+                    PARAMS: params,
+                    NON_TRAINABLE: variables.non_trainable,
+                    OVERWRITE_WITH_GRADIENT: variables.overwritten,
+                },
+                rows,
+                rngs={RANDOM: key},
+                mutable=[AUX_LOSS, AUX_MEANS, STEP_TOTALS, SUMMARIES, NON_TRAINABLE],
+            )
+            return self._with_own(metrics, outputs, rows), updates
+
+        trained = learner.trained_weights.select(state.params)
+        found = compute_gradients(
+            run,
+            self._loss_terms,
+            Variables(trained, state.overwrite_with_gradient, state.non_trainable),
+            batch,
+            context.fold_shard(step_key),
+            context,
+            microbatches=self.train.gradient_accumulation_steps,
+            exact_aux=self.train.exact_aux_losses,
+        )
+        metrics = context.mean_metrics(found.metrics)
+        loss = self._loss(metrics)
+        aux = None if found.aux is None else context.batch_sum(found.aux)
+        if aux is not None:
+            loss = WeightedScalar(loss.value + aux, loss.weight)
+        metrics[self.loss_name] = WeightedScalar.of(loss.value, loss.weight)
+        with self.declared_weights() as stacks:
+            update = learner.update(
+                context.batch_sum(found.gradients),
+                state.opt_state,
+                state.params,
+                step=state.step,
+                loss=metrics[self.loss_name].value,
+                ema=state.ema,
+                ema_count=state.ema_count,
+                stacks=stacks,
+            )
+        scalars = update.scalars | ({} if aux is None else {"aux_loss": aux})
+        if self.train.variable_norm_summary:
+            scalars["learning/var_norm"] = global_norm(trained)
+        scalars |= scalars_and_marks(found.summaries, context, verbosity=self.summary_verbosity)
+        metrics |= of_step(self.own_metrics, metrics, scalars)
+        statistics = (
+            learner.trained_weights.keep_frozen(
+                state.non_trainable,
+                apply_totals(
+                    _shard_mean(found.non_trainable, context),
+                    context.batch_sum(found.step_totals),
+                ),
+            ),
+            _next_overwritten(state, found.overwriting, context),
+        )
+        if learner.skips_steps:
+            old = (state.non_trainable, state.overwrite_with_gradient)
+            statistics = choose(update.is_valid, statistics, old)
+        new_state = TrainState(
+            step=state.step + 1,
+            params=update.params,
+            non_trainable=statistics[0],
+            opt_state=update.opt_state,
+            overwrite_with_gradient=statistics[1],
+            ema=update.ema,
+            ema_statistics=learner.average_statistics(
+                state.ema_statistics,
+                statistics[0],
+                count=state.ema_count,
+                is_valid=update.is_valid,
+            ),
+            ema_count=update.ema_count,
+        )
+        return new_state, (metrics, scalars)
+
+    def summary_step(
+        self, state: TrainState, batch: NestedMap, context: StepContext
+    ) -> ArraySummaries:
+        """Return the histograms and images that layers report in the next training step."""
+        model, step_key = self.model.clone(train=True), self._step_key(state.step)
+        params = state.params
+        if self.vn is not None:
+            params = self.vn.add(params, step_key, step=state.step)
+
+        def run(rows: Any, key: jax.Array) -> Any:
+            _, updates = model.apply(
+                {**_variables(state), PARAMS: params},
+                rows,
+                rngs={RANDOM: key},
+                mutable=[AUX_LOSS, NON_TRAINABLE, SUMMARY_ARRAYS],
+            )
+            return updates.get(SUMMARY_ARRAYS, {})
+
+        return array_summaries(
+            run,
+            batch,
+            context.fold_shard(step_key),
+            context,
+            microbatches=self.train.gradient_accumulation_steps,
+            verbosity=self.summary_verbosity,
+        )
+
+    def eval_step(
+        self,
+        state: TrainState,
+        batch: NestedMap,
+        context: StepContext,
+        *,
+        averaged: bool | None = None,
+    ) -> Metrics:
+        """Return metrics over one global batch of arrays `[rows, ...]`, without random numbers.
+
+        `averaged` evaluates the averaged weights; None is `train.eval_use_ema_states`.
+        """
+        return self._evaluate(state, batch, context, averaged=averaged)[0]
+
+    def score_step(
+        self,
+        state: TrainState,
+        batch: NestedMap,
+        context: StepContext,
+        *,
+        averaged: bool | None = None,
+    ) -> tuple[Metrics, NestedMap]:
+        """Return the metrics, and `scores` float32 and `provenance` int32 `[batch]`."""
+        metrics, outputs = self._evaluate(state, batch, context, averaged=averaged)
+        if "scores" not in outputs:
+            raise UsageError(
+                "metrics over the examples of a data set need scores",
+                owner=f"{type(self.model).__qualname__}.compute_loss",
+                field="per-example outputs",
+                value=sorted(outputs),
+                expected="an entry 'scores'",
+            )
+        return metrics, NestedMap(scores=outputs.scores, provenance=batch.provenance)
+
+    def _evaluate(
+        self, state: TrainState, batch: NestedMap, context: StepContext, *, averaged: bool | None
+    ) -> tuple[Metrics, NestedMap]:
+        model = self.model.clone(train=False)
+        averaged = self.train.eval_use_ema_states if averaged is None else averaged
+        variables = _variables(self.weights_of(state, averaged=averaged))
+        mutable = [AUX_LOSS, AUX_MEANS]
+        (metrics, outputs), updates = model.apply(variables, batch, mutable=mutable)
+        metrics = self._with_own(metrics, outputs, batch)
+        loss = self._loss(metrics, aux_losses(updates))
+        metrics = context.mean_metrics({**metrics, self.loss_name: loss})
+        return metrics | of_step(self.own_metrics, metrics, None), outputs
+
+    def decode_step(
+        self, state: TrainState, batch: NestedMap, context: StepContext, *, batch_index: jax.Array
+    ) -> NestedMap:
+        """Return the outputs of the model's `decode` for each example, and row marks of the batch.
+
+        The marks (`_KEPT_FOR_RECORDS`) let a host that reads the outputs of all rows tell padding.
+        `batch_index`, the int32 number of the batch in the data set, is folded into the random key.
+        """
+        model = self.model.clone(train=False)
+        seed = self.train.decode_random_seed
+        key = self._step_key(state.step)
+        if seed is not None:
+            key = jax.random.key(seed, impl=self.train.prng_impl)
+        key = jax.random.fold_in(key, batch_index)
+        rngs = {RANDOM: context.fold_shard(key)}
+        variables = self.decoded_variables(state)
+        outputs = model.apply(variables, batch, rngs=rngs, method="decode")
+        if not isinstance(outputs, Mapping):
+            raise UsageError(
+                owner=f"{type(model).__qualname__}.decode",
+                field="return type",
+                value=type(outputs),
+                expected="a NestedMap of arrays [batch, …]",
+                hint="Give each output a name.",
+            )
+        kept = {name: batch[name] for name in _KEPT_FOR_RECORDS if name in batch}
+        return NestedMap({**kept, **outputs})
+
+    def weights_of(self, state: TrainState, *, averaged: bool) -> TrainState:
+        """Return a state with the weights to evaluate with, maybe the averaged ones."""
+        learner = self.train.learner
+        if averaged:
+            return state.replace(
+                params=learner.averaged(state.params, state.ema),
+                non_trainable=cast_like(state.ema_statistics, state.non_trainable),
+            )
+        with self.declared_weights() as stacks:
+            params = learner.evaluated(state.params, state.opt_state, stacks=stacks)
+        return state.replace(params=params)
+
+    def decoded_state(self, state: TrainState) -> TrainState:
+        """Return a state with the weights that decoding uses."""
+        return self.weights_of(state, averaged=self.train.decode_use_ema_states)
+
+    def decoded_variables(self, state: TrainState) -> dict[str, Any]:
+        """Return the variables, by collection, that decoding applies the model to."""
+        return _variables(self.decoded_state(state))
+
+    def first_key(self) -> jax.Array:
+        """Return the random key of the weights; the keys of all steps are folded from it."""
+        return jax.random.key(self.train.random_seed, impl=self.train.prng_impl)
+
+    def _step_key(self, step: jax.Array) -> jax.Array:
+        return jax.random.fold_in(self.first_key(), step)
+
+    def _with_own(self, metrics: Metrics, outputs: NestedMap, batch: NestedMap) -> dict[str, Any]:
+        for name in self.own_metrics:
+            expected = f"a name other than the model's metrics: {', '.join(metrics)}"
+            require(name not in metrics, "task", "metrics", name, expected)
+        return {**metrics, **of_examples(self.own_metrics, outputs, batch)}
+
+    def _loss_terms(self, metrics: Mapping[str, Any]) -> Mapping[str, float]:
+        metrics = {name: m for name, m in metrics.items() if name not in self.own_metrics}
+        if self.loss_weights is None:
+            terms, field = {self.loss_name: 1.0}, "loss_name"
+        else:
+            terms, field = dict(self.loss_weights), "loss_weights"
+            is_new = self.loss_name not in metrics
+            expected = "a name that the model does not report, because loss_weights is set"
+            require(is_new, "task", "loss_name", self.loss_name, expected)
+        for name in terms:
+            if name not in metrics:
+                raise ConfigError(
+                    owner="task",
+                    field=field,
+                    value=name,
+                    expected="a metric of the model",
+                    choices=metrics,
+                )
+        return terms
+
+    def _loss(
+        self, metrics: Mapping[str, Any], aux: Sequence[AuxLoss] = ()
+    ) -> WeightedScalar | LossSum:
+        """Return the loss of metrics and of auxiliary losses, to be reduced over batches."""
+        terms = self._loss_terms(metrics)
+        if self.loss_weights is None and not aux:
+            return metrics[self.loss_name]
+        scaled = [
+            WeightedScalar(factor * metrics[name].value, metrics[name].weight)
+            for name, factor in terms.items()
+        ]
+        return LossSum.of(scaled, aux)
+
+    def check_updates_by_layer(self, params: Any) -> None:
+        """Raise `ConfigError` if an optimizer cannot update one layer of a stack at a time."""
+        with self.declared_weights() as stacks:
+            self.train.learner.check_updates_by_layer(params, stacks=stacks)
+
+    def decayed_weights(self, params: Any) -> tuple[DecayedWeights, ...]:
+        """Return which trained weights each optimizer decays; `params` may be shapes."""
+        with self.declared_weights() as stacks:
+            return self.train.learner.decayed_weights(params, stacks=stacks)
+
+    @contextlib.contextmanager
+    def declared_weights(self) -> Iterator[Stacks]:
+        """Bind the declarations of the weights for masks, and yield the stacked axes."""
+        if self._weights is None:
+            boxed = jax.eval_shape(lambda: self.model.init_boxed(jax.random.key(0)))
+            self._weights = stacks_of(boxed[PARAMS]), declarations_of(boxed[PARAMS])
+        stacks, declarations = self._weights
+        with declared(declarations):
+            yield stacks
+
+
+def _variables(state: TrainState) -> dict[str, Any]:
+    return {
+        PARAMS: state.params,
+        NON_TRAINABLE: state.non_trainable,
+        OVERWRITE_WITH_GRADIENT: state.overwrite_with_gradient,
+    }
+
+
+def _next_overwritten(state: TrainState, found: Any, context: StepContext) -> Any:
+    if not state.overwrite_with_gradient:
+        return state.overwrite_with_gradient
+    from layerkit.layers.quantization.fp8 import next_state
+
+    return next_state(state.overwrite_with_gradient, context.batch_max(found))
+
+
+def _shard_mean(tree: Any, context: StepContext) -> Any:
+    """Return the mean over shards of moving statistics; integers are equal counters."""
+    if context.num_shards == 1:
+        return tree
+
+    def mean(leaf: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return leaf
+        return context.batch_sum(leaf) / context.num_shards
+
+    return jax.tree.map(mean, tree)

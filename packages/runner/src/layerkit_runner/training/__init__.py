@@ -1,1 +1,0 @@
-"""Training steps: tasks, settings, state, gradients, metrics and cost estimates."""

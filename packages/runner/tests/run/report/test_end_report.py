@@ -1,0 +1,262 @@
+"""The report at the end of training, and what is left of it where a part of it fails."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit.base_model import BaseModel, WeightedScalar
+from layerkit.config import Config
+from layerkit.nested_map import NestedMap
+from layerkit_runner import BaseExperiment
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.resolve import ResolvedExperiment, resolve
+from layerkit_runner.distributed.cluster import LOST_PROCESS_EXIT_CODE
+from layerkit_runner.errors import UsageError
+from layerkit_runner.observers.loss_curve import draw_loss_curve
+from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
+from layerkit_runner.run.inference import run_inference
+from layerkit_runner.run.report.end_report import ERRORS_FILE
+from layerkit_runner.run.training_run import run_train
+
+NUM_ROWS = 7  # one less than devices, so one row of each batch is padding
+
+
+class Measuring(BaseModel):
+    """½·(x·w − y)², reported as `error`; decoding gives numbers and no ids."""
+
+    reported_metric = "error"
+    fails: bool = False
+
+    def setup(self) -> None:
+        from layerkit.layers.linears import Linear
+
+        self.create_child("linear", Linear.HParams.config(input_dims=2, output_dims=1))
+
+    def compute_predictions(self, batch: NestedMap) -> Any:
+        return self.linear(batch.x)[:, 0]
+
+    def compute_loss(self, predictions: Any, batch: NestedMap) -> Any:
+        errors = 0.5 * jnp.square(predictions - batch.y)
+        weight = jnp.sum(batch.weights)
+        loss = WeightedScalar.of(jnp.sum(errors * batch.weights) / jnp.maximum(weight, 1), weight)
+        return {"loss": loss, "error": loss}, NestedMap(scores=-errors)
+
+    def decode(self, batch: NestedMap) -> NestedMap:
+        if self.fails:
+            raise ValueError("no such output")
+        predictions = self.compute_predictions(batch)
+        return NestedMap(
+            y=batch.y,
+            image=jnp.broadcast_to(batch.x[:, :1], (len(predictions), 2000)),
+            of=NestedMap(double=2 * batch.x),
+        )
+
+
+@pytest.fixture(scope="module")
+def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
+    class Unscored(tiny.Points):
+        """Points whose metric over scores fails."""
+
+        has_score_metrics = True
+
+        def score_metrics(self, scores: Any) -> dict[str, float]:
+            raise KeyError("no such score")
+
+    class Misnamed(Unscored):
+        """Points whose metric over scores asks for a name that is not there."""
+
+        def score_metrics(self, scores: Any) -> dict[str, float]:
+            return {"sum": NestedMap(y=1.0).yy}
+
+    class Unreadable(tiny.Points):
+        """Points whose second batch cannot be read."""
+
+        def _read_rows(self, rows: np.ndarray) -> NestedMap:
+            if rows.max() >= NUM_ROWS + 1:
+                raise KeyError("no such row")
+            return super()._read_rows(rows)
+
+    class Measured(BaseExperiment):
+        FAILS: str = ""
+        PMAP: bool = False
+        LEARNING_RATE: float = 0.01
+
+        def task(self) -> Config:
+            train = {"num_train_steps": 3, "summary_interval_steps": 1, "save_interval_steps": 10}
+            task = tiny.task_config(learner={"learning_rate": self.LEARNING_RATE}, train=train)
+            model = Measuring.HParams.config(fails=self.FAILS == "model")
+            return task.set(model=model)
+
+        def datasets(self) -> list[Config]:
+            held_out = {"evaluation": Unscored, "name": Misnamed}.get(self.FAILS, tiny.Points)
+            rows = {"num_rows": NUM_ROWS, "percore_batch_size": 1.0}
+            return [
+                tiny.Points.HParams.config(name="train", is_training=True, **rows),
+                held_out.HParams.config(name="heldout", **rows),
+            ]
+
+        def decode_datasets(self) -> list[Config]:
+            points, num_rows = tiny.Points, NUM_ROWS
+            if self.FAILS == "decoding":
+                points, num_rows = Unreadable, NUM_ROWS + 2
+            rows = {"num_rows": num_rows, "percore_batch_size": 1.0}
+            return [points.HParams.config(name="points", **rows)]
+
+        def partitioner(self) -> Config:
+            return (PmapPartitioner if self.PMAP else SpmdPartitioner).HParams.config()
+
+    return Measured
+
+
+def options(folder: Path) -> RunOptions:
+    return RunOptions(job_log_dir=str(folder), jax_compilation_cache="off")
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    (path,) = folder.glob("decode/points/*.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def check_records(folder: Path) -> None:
+    """Row n is x = (n mod 5, 1), y = n mod 3; the large array is in the file beside."""
+    found = records(folder)
+    assert [record["example"] for record in found] == list(range(NUM_ROWS))
+    assert [record["y"] for record in found] == [n % 3 for n in range(NUM_ROWS)]
+    assert [record["of.double"] for record in found] == [[2 * (n % 5), 2] for n in range(NUM_ROWS)]
+    place = found[-1]["image"]
+    arrays = np.load(folder / "decode" / "points" / place["npz"])
+    assert arrays[place["array"]][place["row"]].tolist() == [(NUM_ROWS - 1) % 5] * 2000
+
+
+@pytest.mark.usefixtures("matplotlib")
+def test_outputs_without_ids_are_decoded_and_the_loss_curve_names_the_metric(
+    experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = tmp_path / "job"
+    assert run_train(resolve(experiment()), options(folder)) == 0
+    check_records(folder)
+    drawn = (folder / "loss_curve.png").read_bytes()
+    expected = draw_loss_curve(folder, tmp_path / "expected.png", key="error", y_label="error")
+    assert drawn == expected.read_bytes()
+    out = capsys.readouterr().out
+    assert 'sample (points): {"example": 0, ' in out
+    for mode in ("decode", "decode_once"):
+        (path,) = folder.glob("decode/points/*.jsonl")
+        path.unlink()
+        assert run_inference(mode, resolve(experiment()), options(folder)) == 0
+        check_records(folder)
+        assert 'sample (points): {"example": 0, ' in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("matplotlib")
+@pytest.mark.parametrize("part", ["evaluation", "decoding"])
+def test_failed_part_is_reported_and_the_others_are_made(
+    experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str
+):
+    folder = tmp_path / "job"
+    resolved: ResolvedExperiment = resolve(experiment(FAILS=part))
+    assert run_train(resolved, options(folder)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (failure,) = [line for line in lines if line.startswith(f"{part} failed: ")]
+    assert "KeyError" in failure and "no such" in failure
+    assert f"--mode={'eval' if part == 'evaluation' else 'decode'}_once" in failure
+    assert str(folder / ERRORS_FILE) in failure
+    assert "raise KeyError(" in (folder / ERRORS_FILE).read_text()
+    assert f"loss curve: {folder / 'loss_curve.png'}" in lines
+    (first,) = [n for n, line in enumerate(lines) if line.startswith("next: ")]
+    # A shell joins the lines of a command.
+    commands = "\n".join(lines[first + 1 :]).replace("\\\n", "").splitlines()
+    assert [shlex.split(command)[0] for command in commands] == ["runner"] * 3
+    assert all(len(line) <= 100 for line in lines[first + 1 :] if " --" in line.strip())
+    assert "--exp" not in commands[0] and "--mode=inspect" in commands[0]
+    other = "sample (points): " if part == "evaluation" else "heldout: error "
+    assert any(line.startswith(other) for line in lines)
+    # The same command neither trains nor fails.
+    assert run_train(resolved, options(folder)) == 0
+
+
+def test_unknown_name_in_a_part_that_fails_is_reported_with_its_line(
+    experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+):
+    monkeypatch.chdir(Path(__file__).parent)
+    assert run_train(resolve(experiment(FAILS="name")), options(tmp_path / "job")) == 0
+    source = Path(__file__).read_text()
+    line = source[: source.index("NestedMap(y=1.0).yy")].count("\n") + 1
+    start = f"evaluation failed: test_end_report.py:{line}: NestedMap has no such key: 'yy'"
+    assert start in capsys.readouterr().out
+
+
+def test_steps_that_were_not_valid_are_counted(
+    experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    # The first update makes the weights so large that all later losses are infinite.
+    resolved = resolve(experiment(LEARNING_RATE=1e38))
+    resolved.task.train.max_skipped_steps_fraction = None
+    assert run_train(resolved, options(tmp_path / "job")) == 0
+    assert "not valid: 2 of 3 steps, the last 2 in a row" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("rate", "rises"), [(0.01, False), (100.0, True)])
+def test_longer_run_is_not_proposed_where_the_loss_rose(
+    experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], *, rate: float, rises: bool
+):
+    assert run_train(resolve(experiment(LEARNING_RATE=rate)), options(tmp_path / "job")) == 0
+    printed = capsys.readouterr().out
+    assert ("loss rose: " in printed) is rises
+    assert ("train twice as many steps" in printed) is not rises
+
+
+@pytest.mark.parametrize("pmap", [False, True])
+def test_decode_that_fails_is_found_before_a_file_is_written(
+    experiment: Any, tmp_path: Path, pmap: bool
+):
+    resolved: ResolvedExperiment = resolve(experiment(FAILS="model", PMAP=pmap))
+    with pytest.raises(UsageError, match="no such output"):
+        run_train(resolved, options(tmp_path / "job"))
+    assert not (tmp_path / "job" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "num_processes"),
+    [
+        (signal.SIGTERM, 1),
+        pytest.param(signal.SIGINT, 1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_during_the_last_decoding_ends_the_job_with_its_checkpoint(
+    processes: Any, number: signal.Signals, num_processes: int
+):
+    exp = "endless_decoding.EndlessDecoding"
+    started = [processes.start(exp=exp)] if num_processes == 1 else processes.start_two(exp=exp)
+    first, *others = started
+    processes.said(first, "decoding begins")
+    first.send_signal(number)
+    assert f"{number.name}: leaving at once" in processes.ended(first, 128 + number)
+    for other in others:
+        said = processes.ended(other, LOST_PROCESS_EXIT_CODE)
+        assert f"process 0 of 2 (host {socket.gethostname()}, pid {first.pid})" in said
+        assert f"stopped by {number.name}" in said
+    folder = processes.folder
+    assert (folder / "checkpoints" / "checkpoint_00000002").is_dir()
+    assert not list(folder.glob("decode/*/*.jsonl"))
+    assert (folder / "metrics.jsonl").read_text().endswith("\n")
+
+
+@pytest.mark.slow
+def test_rows_that_fill_up_the_batches_of_two_processes_are_left_out(processes: Any):
+    for process in processes.start_two(exp="unmarked_rows.UnmarkedRows"):
+        processes.ended(process)
+    # Process 0 has five batches of one row and process 1 three.
+    found = [record["twice"] for record in records(processes.folder)]
+    assert sorted(found) == [2, 4, 6, 8, 10, 202, 204, 206]

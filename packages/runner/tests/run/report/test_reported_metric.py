@@ -1,0 +1,64 @@
+"""Which metric reports show, under which name and in which unit."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from layerkit.base_model import NATS_PER_TOKEN, BaseModel
+from layerkit.models.bert import BertModel
+from layerkit.models.classification_model import ClassificationModel
+from layerkit.models.language_model import LanguageModel
+from layerkit.models.preference_model import DpoModel
+from layerkit.models.sequence_model import SequenceModel
+from layerkit_runner.run.report.end_report import ReportedMetric
+
+
+@pytest.mark.parametrize(
+    ("attributes", "line", "axis_label"),
+    [
+        ({}, "heldout: loss 2.0000", "loss"),
+        (
+            {"reported_metric": "distance", "metric_units": {"distance": "mm"}},
+            "heldout: distance 2.0000 mm",
+            "distance (mm)",
+        ),
+        (
+            {"reported_metric": "xent", "metric_units": {"xent": NATS_PER_TOKEN}},
+            "heldout: xent 2.0000 nats per byte = 2.8854 bits per byte",
+            "xent (nats per byte)",
+        ),
+        # The unit belongs to another metric.
+        (
+            {"reported_metric": "accuracy", "metric_units": {"xent": NATS_PER_TOKEN}},
+            "heldout: accuracy 2.0000",
+            "accuracy",
+        ),
+    ],
+)
+def test_metric_of_the_model_is_reported_in_its_unit_and_cross_entropy_also_in_bits(
+    tiny: SimpleNamespace, attributes: dict[str, Any], line: str, axis_label: str
+):
+    model = type("Model", (tiny.Regression,), attributes)
+    task = tiny.task_config().set(model=model.HParams.config()).Instantiate()
+    metric = ReportedMetric.of(task, token_unit="byte")
+    assert metric.line("heldout", 2.0) == line
+    assert metric.axis_label == axis_label
+    assert metric.is_cross_entropy == (metric.name == "xent")
+
+
+@pytest.mark.parametrize(
+    ("model", "unit"),
+    [
+        (BaseModel, None),
+        (BertModel, NATS_PER_TOKEN),
+        (ClassificationModel, "nats per example"),
+        (DpoModel, None),
+        (LanguageModel, NATS_PER_TOKEN),
+        (SequenceModel, NATS_PER_TOKEN),
+    ],
+)
+def test_models_declare_the_unit_of_what_they_report(model: type[BaseModel], unit: str | None):
+    assert model.metric_units.get(model.reported_metric or "loss") == unit

@@ -1,0 +1,422 @@
+"""Where a training run begins: at its own newest checkpoint, at that of another job, or at step 0.
+
+What a whole run leaves behind is the business of the integration tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import optax
+import pytest
+from etils import epath
+
+from layerkit.base_model import WeightedScalar
+from layerkit.config import Config
+from layerkit.errors import UserError
+from layerkit_runner import BaseExperiment, UsageError
+from layerkit_runner.checkpointing import structure
+from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.config.resolve import resolve
+from layerkit_runner.errors import NonFiniteError
+from layerkit_runner.observers import read_metrics
+from layerkit_runner.optim.learner import Learner
+from layerkit_runner.run.inference import run_inference
+from layerkit_runner.run.job_folder import only_trainer
+from layerkit_runner.run.training_run import run_train
+
+
+@pytest.fixture(scope="module")
+def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
+    class Tiny(BaseExperiment):
+        MAX_STEPS: int = 4
+        MAX_TO_KEEP: int | None = 10
+        INIT_SCALE: float = 1.0
+        NUM_ROWS: int = 7
+        BAD_ROWS: tuple[int, ...] = ()
+        LOSS_NAME: str = "loss"
+
+        def task(self) -> Config:
+            train = {"num_train_steps": self.MAX_STEPS, "save_interval_steps": 2}
+            return tiny.task_config(
+                learner={"learning_rate": 0.01},
+                train={**train, "summary_interval_steps": 1, "save_max_to_keep": self.MAX_TO_KEEP},
+                init_scale=self.INIT_SCALE,
+            ).set(name="line", loss_name=self.LOSS_NAME)
+
+        def datasets(self) -> list[Config]:
+            points = tiny.Points.HParams
+            return [
+                points.config(
+                    name="train",
+                    is_training=True,
+                    percore_batch_size=1.0,
+                    num_rows=self.NUM_ROWS,
+                    bad_rows=self.BAD_ROWS,
+                ),
+                points.config(name="held out", percore_batch_size=1.0),
+            ]
+
+    return Tiny
+
+
+def options(folder: Path, **more: Any) -> RunOptions:
+    return RunOptions(**{"job_log_dir": str(folder), "jax_compilation_cache": "off", **more})
+
+
+@pytest.fixture
+def train(
+    experiment: type[BaseExperiment], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Any:
+    """Return a function that trains in a folder of this name and returns what was printed."""
+
+    def run(
+        name: str, *, max_steps: int = 4, fields: Any = None, resolved: Any = None, **more: Any
+    ) -> str:
+        resolved = resolved or resolve(experiment(MAX_STEPS=max_steps, **(fields or {})))
+        assert run_train(resolved, options(tmp_path / name, **more)) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(
+    experiment: type[BaseExperiment], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
+    """Return the folder of a finished run of four steps, which tests copy, and its output."""
+    folder, printed = tmp_path_factory.mktemp("finished") / "job", io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert run_train(resolve(experiment()), options(folder)) == 0
+    return folder, printed.getvalue()
+
+
+@pytest.fixture
+def job(finished: tuple[Path, str], tmp_path: Path) -> Path:
+    """Return a copy of the finished run, for commands with the name `job`."""
+    return Path(shutil.copytree(finished[0], tmp_path / "job"))
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in read_metrics(folder).train}
+
+
+def test_same_command_resumes(train: Any, finished: tuple[Path, str], job: Path, tmp_path: Path):
+    first = finished[1]
+    assert ".Tiny (task line)\n" in first and "resuming from" not in first
+    for name in ("train", "held out"):
+        assert f"data         {name}: Points, 7 rows\n" in first
+    assert list(losses(job)) == [1, 2, 3, 4]
+    again = train("job", max_steps=6)
+    assert f"resuming from step 4 of {tmp_path}/job/checkpoints" in again
+    straight = train("straight", max_steps=6)
+    assert losses(tmp_path / "job") == losses(tmp_path / "straight")
+    assert held_out(again) == held_out(straight) != held_out(first)
+
+
+def test_run_without_sources_deletes_the_record_of_initial_values(train: Any, tmp_path: Path):
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "initial_values.json").write_text("{}")
+    train("job", max_steps=1)
+    assert not (tmp_path / "job" / "initial_values.json").exists()
+
+
+def held_out(output: str) -> str:
+    return next(line for line in output.splitlines() if line.startswith("held out: "))
+
+
+def test_run_resumed_after_a_skipped_step_equals_an_uninterrupted_one(train: Any, tmp_path: Path):
+    """An epoch is 8 steps, one of which has the bad row."""
+    fields = {"NUM_ROWS": 64, "BAD_ROWS": (3,)}
+    for max_steps in (11, 16):
+        train("job", max_steps=max_steps, fields=fields)
+    train("straight", max_steps=16, fields=fields)
+
+    def computed(name: str) -> list[dict[str, str]]:
+        return [
+            {key: str(value) for key, value in record.items() if key.startswith(("loss", "learn"))}
+            for record in read_metrics(tmp_path / name).train
+        ]
+
+    assert computed("job") == computed("straight")
+    assert [record["loss"] for record in computed("straight")].count("nan") == 2
+    assert computed("straight")[-1]["learning/skipped_steps"] == "2.0"
+
+
+@pytest.mark.parametrize("max_steps", [3, 4])
+def test_run_without_a_valid_step_ends_with_the_same_error_when_repeated(
+    train: Any, tmp_path: Path, max_steps: int
+):
+    """The last step may be due for a save, before which the host learns that it was not valid."""
+    fields = {"NUM_ROWS": 64, "BAD_ROWS": tuple(range(64))}
+    for _ in range(2):
+        with pytest.raises(NonFiniteError, match=f"{max_steps} steps"):
+            train("job", max_steps=max_steps, fields=fields)
+        saved = [path.name for path in (tmp_path / "job/checkpoints").glob("checkpoint_*")]
+        assert saved == ["checkpoint_00000002"]
+
+
+def test_run_with_mostly_skipped_steps_fails_also_when_repeated(
+    train: Any, experiment: Any, capsys: pytest.CaptureFixture[str]
+):
+    """The first update makes the weights so large that all later losses are infinite."""
+    resolved = resolve(experiment())
+    resolved.task.train.learner.learning_rate = 1e30
+    for _ in range(2):
+        with pytest.raises(NonFiniteError, match="3 of 4 steps were not valid"):
+            train("job", resolved=resolved)
+        capsys.readouterr()
+    resolved.task.train.max_skipped_steps_fraction = None
+    printed = train("job", resolved=resolved)
+    assert "not valid: 3 of 4 steps" in printed and "train twice as many steps" not in printed
+
+
+def test_checkpoint_that_is_not_finite_is_not_resumed(
+    train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with monkeypatch.context() as patch:
+        # As a version that applied such steps and saved the outcome.
+        patch.setattr(structure.FiniteCheck, "nonfinite", lambda _: [])
+        patch.setattr(Learner, "skips_steps", False)
+        train("job", fields={"NUM_ROWS": 16, "BAD_ROWS": (3,)})
+    with pytest.raises(NonFiniteError) as caught:
+        train("job", max_steps=6)
+    assert all(word in str(caught.value) for word in ("step 4", "params/linear/w", "verify"))
+    assert [path.name for path in sorted((tmp_path / "job/checkpoints").glob("checkpoint_*"))] == [
+        "checkpoint_00000002",
+        "checkpoint_00000004",
+    ]
+
+
+def test_evaluation_beside_training_reads_schedule_free_averages(
+    train: Any, experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    resolved, with_plain_sgd = resolve(experiment()), resolve(experiment())
+    resolved.task.train.learner.set(
+        optimizer=optax.contrib.schedule_free_sgd(0.05), learning_rate=None
+    )
+    at_the_end = held_out(train("job", resolved=resolved))
+    assert run_inference("eval_once", resolved, options(tmp_path / "job")) == 0
+    assert held_out(capsys.readouterr().out) == at_the_end
+    with_plain_sgd.task.train.learner.learning_rate = 0.05
+    assert held_out(train("plain", resolved=with_plain_sgd)) != at_the_end
+
+
+def test_fewer_steps_than_completed_are_reported(train: Any, job: Path):
+    output = train("job", max_steps=3)
+    assert "not training: step 4 is beyond task.train.num_train_steps=3." in output
+    assert " --fdl.MAX_STEPS=8\n" in output
+    assert "not training" not in train("job")
+
+
+def test_second_run_in_a_folder_is_an_error_and_changes_nothing(train: Any, job: Path):
+    saving = job / "checkpoints" / "checkpoint_00000006.orbax-checkpoint-tmp-0"
+    saving.mkdir()
+    config = job / "config.json"
+    written = config.stat().st_mtime_ns
+    with (
+        only_trainer(epath.Path(job)),
+        pytest.raises(UsageError, match=r"process \d+ on .* trains in this folder"),
+    ):
+        train("job", max_steps=6)
+    assert saving.is_dir()
+    assert config.stat().st_mtime_ns == written
+    # No job trains there now, so the unfinished save is deleted.
+    train("job", max_steps=6)
+    assert not saving.exists()
+    assert not (job / ".running").exists()
+
+
+def test_folder_of_a_sweep_is_left_unchanged(train: Any, tmp_path: Path):
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "study.json").write_text("{}")
+    with pytest.raises(UsageError):
+        train("job")
+    assert [path.name for path in (tmp_path / "job").iterdir()] == ["study.json"]
+
+
+def test_run_starts_from_the_checkpoint_of_another_job(train: Any, job: Path, tmp_path: Path):
+    there = str(job)
+    output = train("new", max_steps=5, restore_checkpoint_dir=there, restore_checkpoint_step=(2,))
+    assert f"resuming from step 2 of {tmp_path}/job/checkpoints" in output
+    assert list(losses(tmp_path / "new")) == [3, 4, 5]
+    output = train("new", max_steps=6, restore_checkpoint_dir=there)
+    assert f"--restore_checkpoint_dir is ignored: {tmp_path}/new has checkpoints" in output
+    assert f"resuming from step 5 of {tmp_path}/new/checkpoints" in output
+
+
+@pytest.mark.parametrize(
+    ("change", "data"),
+    [
+        (lambda datasets: [], {"field": "datasets()", "value": []}),
+        (
+            lambda datasets: datasets[1:],
+            {"problem": "the experiment only evaluates: no input has is_training=True"},
+        ),
+        (lambda datasets: [*datasets, datasets[1].clone()], {"field": "name", "value": "held out"}),
+    ],
+    ids=["none", "evaluation only", "two of one name"],
+)
+def test_wrong_data_sets_are_an_error_before_a_file_is_written(
+    raises: Any, train: Any, experiment: Any, tmp_path: Path, change: Any, data: dict[str, Any]
+):
+    class Wrong(experiment):
+        trained_by = experiment
+
+        def datasets(self) -> list[Config]:
+            return change(super().datasets())
+
+    with raises(UsageError, **data):
+        train("job", resolved=resolve(Wrong()))
+    assert not (tmp_path / "job").exists()
+
+
+def test_later_batch_with_an_integer_that_jax_would_wrap_around_raises(
+    raises: Any, tiny: SimpleNamespace, train: Any, experiment: Any
+):
+    class Numbered(tiny.Points):
+        def _read_rows(self, rows: Any) -> Any:
+            return super()._read_rows(rows) | {"number": rows * 2**28}
+
+    resolved = resolve(experiment())
+    resolved.datasets[0] = Numbered.HParams.config(
+        name="train", is_training=True, percore_batch_size=1.0, num_rows=16, shuffle=False
+    )
+    with raises(UsageError, field="int64 value of number", value=2**31):
+        train("job", resolved=resolved)
+
+
+# Layers refuse infinity in a field, but not a number that is infinite in float32.
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+def test_first_weights_that_are_not_finite_end_the_run_and_are_not_saved(
+    train: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(NonFiniteError, match="params/linear/w"):
+        train("job", fields={"INIT_SCALE": 1e39})
+    lines = capsys.readouterr().out.splitlines()
+    warnings = [line for line in lines if line.startswith("WARNING")]
+    assert [line.split(":")[1] for line in warnings] == [" step 1", " step 2"]
+    assert not [*(tmp_path / "job").glob("checkpoints/checkpoint_*")]
+
+
+def test_save_keep_interval_hours_keeps_checkpoints(train: Any, experiment: Any, tmp_path: Path):
+    resolved = resolve(experiment(MAX_STEPS=6, MAX_TO_KEEP=1))
+    resolved.task.train.save_keep_interval_hours = 12.0
+    train("job", resolved=resolved)
+    folders = (tmp_path / "job" / "checkpoints").glob("checkpoint_*")
+    # The run takes less than 12 hours, so the first is the only one that is kept for its age.
+    kept = ["checkpoint_00000002", "checkpoint_00000006"]
+    assert sorted(path.name for path in folders) == kept
+
+
+@pytest.mark.usefixtures("matplotlib")
+def test_home_folder_in_job_log_dir_is_expanded(
+    train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    output = train("there", job_log_dir="~/job")
+    assert "writing to   ~/job; checkpoint every 2 steps" in output
+    assert "loss curve: ~/job/loss_curve.png" in output
+    assert not (tmp_path / "~").exists()
+    assert {"checkpoints", "config.json", "metrics.jsonl"} <= {
+        path.name for path in (tmp_path / "job").iterdir()
+    }
+    output = train("new", max_steps=5, restore_checkpoint_dir="~/job")
+    assert f"resuming from step 4 of {tmp_path}/job/checkpoints" in output
+
+
+def test_a_job_folder_may_be_called_checkpoints(train: Any, job: Path, tmp_path: Path):
+    folder = job.rename(tmp_path / "checkpoints")
+    assert (folder / "checkpoints" / "checkpoint_00000004").is_dir()
+    # The place to start from may be the folder of the checkpoints itself.
+    output = train("new", max_steps=5, restore_checkpoint_dir=str(folder / "checkpoints"))
+    assert f"resuming from step 4 of {folder}/checkpoints\n" in output
+
+
+def test_goodput_covers_all_runs_of_a_job(train: Any, tmp_path: Path):
+    assert "goodput: " in train("job", max_steps=5)
+    shutil.rmtree(tmp_path / "job" / "checkpoints" / "checkpoint_00000005")
+    output = train("job", max_steps=6)
+    (line,) = [line for line in output.splitlines() if line.startswith("goodput: ")]
+    assert re.search(r"lost .*; 2 runs, 0:00:\d\d between them, 1 step repeated$", line)
+    record = json.loads((tmp_path / "job" / "goodput.json").read_text())
+    assert (record["step"], record["num_steps"], record["num_lost_steps"]) == (6, 6, 1)
+    spent = {name for name, seconds in record["seconds"].items() if seconds > 0}
+    assert {"steps", "compile", "save", "eval", "start", "lost", "other"} <= spent
+    for logged in read_metrics(tmp_path / "job").train:
+        shares = [value for name, value in logged.items() if name.startswith("goodput/")]
+        assert sum(shares) == pytest.approx(1)
+
+
+def test_mfu_is_reported_if_the_peak_is_known(train: Any, job: Path, tmp_path: Path):
+    assert not any("mfu" in logged for logged in read_metrics(job).train)
+    train("known", peak_tflops_per_device=2.5e-6)
+    metrics = read_metrics(tmp_path / "known")
+    # 2 FLOPs for each of 2 weights and 8 rows, three times, on 8 devices.
+    assert metrics.info["flops_per_step"] == 96
+    for logged in metrics.train[1:]:
+        expected = 96 / logged["step_time"] / 8 / 2.5e6
+        assert logged["mfu"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"xla_flags_preset": "gpu_latency_hiding"},
+        {"wandb_project": "toy"},
+        {"jax_profiler_port": 65536},
+    ],
+)
+def test_wrong_flag_is_an_error_before_a_file_is_written(
+    train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: dict[str, Any]
+):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError):
+        train("job", **option)
+    assert not (tmp_path / "job").exists()
+
+
+def test_reported_loss_is_that_of_loss_name(
+    tiny: SimpleNamespace,
+    train: Any,
+    experiment: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    class Smoothed(tiny.Regression):
+        """Trains more than the errors that it is compared by."""
+
+        reported_metric = "error"
+
+        def compute_loss(self, predictions: Any, batch: Any) -> Any:
+            metrics, outputs = super().compute_loss(predictions, batch)
+            error = metrics["loss"]
+            return {"error": error, "total": WeightedScalar(error.value + 1, error.weight)}, outputs
+
+    class Compared(experiment):
+        LOSS_NAME = "total"
+
+        def task(self) -> Config:
+            return super().task().set(model=Smoothed.HParams.config())
+
+    trained = held_out(train("job", resolved=resolve(Compared())))
+    (record,) = read_metrics(tmp_path / "job").evals["held out"]
+    assert trained == f"held out: error {record['error']:.4f}"
+    assert record["total"] == pytest.approx(record["error"] + 1)
+    assert run_inference("eval_once", resolve(Compared()), options(tmp_path / "job")) == 0
+    assert held_out(capsys.readouterr().out) == trained
+
+
+def test_summary_writer_can_be_turned_off(train: Any, tmp_path: Path):
+    train("job", max_steps=1, enable_summary_writer=False)
+    assert list(losses(tmp_path / "job")) == [1]
+    assert not (tmp_path / "job" / "summaries").exists()

@@ -1,0 +1,118 @@
+"""Model FLOPs of a step, counted by hand, and the memory that it needs besides its results.
+
+`plan/test_bounds.py` has the FLOPs of a step as traced.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from layerkit.config import Partial
+from layerkit.layers import StackedTransformerRepeated
+from layerkit.models import LanguageModel, TransformerLm
+from layerkit.nested_map import NestedMap
+from layerkit_runner.config.experiment import BaseExperiment
+from layerkit_runner.config.resolve import resolve
+from layerkit_runner.optim.learner import Learner
+from layerkit_runner.step.step_cost import model_flops_per_step, temporary_bytes
+from layerkit_runner.step.task import SingleTask
+from layerkit_runner.step.train_hparams import TrainHParams
+
+ROWS, LENGTH, VOCAB, DIMS, HIDDEN, LAYERS = 4, 8, 32, 16, 64, 2
+# Products of one token, two FLOPs for each multiply-add.
+PROJECTIONS = 2 * 4 * DIMS * DIMS
+ATTENTION = 2 * 2 * LENGTH * DIMS / 2  # causal
+FEED_FORWARD = 2 * 2 * DIMS * HIDDEN
+LAYER = PROJECTIONS + ATTENTION + FEED_FORWARD
+LOGITS = 2 * DIMS * VOCAB
+
+
+class Small(BaseExperiment):
+    FROZEN: list[str] = []
+
+    def task(self):
+        lm = TransformerLm.HParams.config(
+            vocab_size=VOCAB, model_dims=DIMS, hidden_dims=HIDDEN, num_layers=LAYERS, num_heads=2
+        )
+        lm.stack_tpl = StackedTransformerRepeated.HParams.config(remat="full")
+        lm.softmax_tpl.chunk_size = 4
+        learner = Learner.HParams.config(
+            optimizer=Partial(optax.adam), learning_rate=1e-3, frozen=self.FROZEN
+        )
+        return SingleTask.HParams.config(
+            model=LanguageModel.HParams.config(lm_tpl=lm),
+            train=TrainHParams.HParams.config(learner=learner),
+        )
+
+    def datasets(self):
+        return []
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+@pytest.mark.parametrize(
+    ("frozen", "gradients"),
+    [
+        pytest.param([], 2 * (LAYERS * LAYER + LOGITS), id="nothing"),
+        # The layers hand gradients on, and the table of tokens, being tied, needs one of its own.
+        pytest.param(
+            ["lm/stack/.*"],
+            LAYERS * (PROJECTIONS + 2 * ATTENTION + FEED_FORWARD) + 2 * LOGITS,
+            id="layers",
+        ),
+        # Whatever is trained, the gradient goes through all layers, which are one loop.
+        pytest.param(["lm/softmax/.*"], 2 * LAYERS * LAYER + LOGITS, id="tokens"),
+    ],
+)
+def test_frozen_weights_reduce_the_flops(frozen: list[str], gradients: float, bits: int):
+    ids, weights = np.ones((1, LENGTH), f"int{bits}"), np.ones((1, LENGTH), f"float{bits}")
+    batch = NestedMap(ids=ids, labels=ids, paddings=np.zeros_like(weights), weights=weights)
+    found = model_flops_per_step(resolve(Small(FROZEN=frozen)).task, batch, rows=ROWS)
+    assert found == ROWS * LENGTH * (LAYERS * LAYER + LOGITS + gradients)
+
+
+def test_tpu_temporaries_are_the_peak_less_other_memory():
+    # `lm.c4.C4Spmd16BAdam32Replicas` on v4:2x4x4, which libtpu 0.0.42 fits into 33.0 GB.
+    stats = SimpleNamespace(
+        argument_size_in_bytes=6_201_625_088,
+        output_size_in_bytes=6_200_976_384,
+        alias_size_in_bytes=6_200_969_728,
+        temp_size_in_bytes=31_022_552_576,
+        peak_memory_in_bytes=29_400_133_120,
+        host_argument_size_in_bytes=0,
+        host_output_size_in_bytes=0,
+        host_alias_size_in_bytes=0,
+    )
+    results = 6_200_976_384 - 6_200_969_728
+    found = temporary_bytes(stats, platform="tpu")
+    assert 6_201_625_088 + results + found == 29_400_133_120
+    assert temporary_bytes(stats, platform="gpu") == 31_022_552_576
+    stats.peak_memory_in_bytes = 0
+    assert temporary_bytes(stats, platform="tpu") == 31_022_552_576
+
+
+def test_tpu_temporaries_do_not_include_a_state_in_host_memory():
+    # A loop over 16 layers of 4096 × 4096 on v5e:2x2, with Adam's state in host memory. The device
+    # holds 270.5 MB of arguments and at most 403.8 MB of temporaries, but the peak is 1,210 MB.
+    stats = SimpleNamespace(
+        argument_size_in_bytes=270_532_608,
+        output_size_in_bytes=268_435_968,
+        alias_size_in_bytes=268_435_456,
+        temp_size_in_bytes=403_750_400,
+        peak_memory_in_bytes=1_210_081_792,
+        host_argument_size_in_bytes=536_870_912,
+        host_output_size_in_bytes=536_870_912,
+        host_alias_size_in_bytes=536_870_912,
+    )
+    found = temporary_bytes(stats, platform="tpu")
+    assert found == 1_210_081_792 - 536_870_912 - 270_533_120 < stats.temp_size_in_bytes
+
+
+def test_cpu_temporaries_hold_intermediate_results():
+    compiled = jax.jit(lambda x: (x @ x) @ x).lower(jnp.ones((64, 64))).compile()
+    assert temporary_bytes(compiled.memory_analysis(), platform="cpu") >= 4 * 64 * 64
