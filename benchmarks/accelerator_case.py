@@ -28,7 +28,8 @@ from layerkit_experiments.lm.pile import Gpt126M
 from layerkit_inputs import SyntheticInput
 from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.config.overrides import parse_fields, parse_override
-from layerkit_runner.config.resolve import ResolvedExperiment, resolve
+from layerkit_runner.config.requests import ResolvedExperiment
+from layerkit_runner.config.resolve import resolve
 from layerkit_runner.data.host_inputs import HostTopology, example_batch, make_input
 from layerkit_runner.data.train_inputs import training_configs
 from layerkit_runner.errors import UsageError

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from layerkit_runner.config import commands
-from layerkit_runner.config.flags import ParsedFlags, parse_flags
+from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.config.overrides import Override
 from layerkit_runner.config.registry import find_experiment
+from layerkit_runner.config.requests import ParsedFlags
 from layerkit_runner.config.resolve import resolve_entry
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import FLAGS
@@ -72,7 +73,7 @@ def test_commands_of_a_page_parse_and_name_fields_that_exist(page: Path):
             )
         if flags.exp is not None and not flags.exp.startswith(INVENTED):
             recorded[flags.options.job_log_dir] = flags
-            check_fields(flags.exp, flags.overrides, bool(flags.given.get("reduced")))
+            check_fields(flags.exp, flags.overrides, bool(flags.values.get("reduced")))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

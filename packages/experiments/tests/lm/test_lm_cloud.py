@@ -10,7 +10,8 @@ import pytest
 
 from layerkit.config import target_of
 from layerkit_experiments.lm import lm_cloud
-from layerkit_runner.config.resolve import ResolvedExperiment, resolve
+from layerkit_runner.config.requests import ResolvedExperiment
+from layerkit_runner.config.resolve import resolve
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 from layerkit_runner.run.job import build_parts
 

@@ -18,10 +18,11 @@ from layerkit.config import target_of
 from layerkit_experiments.lm import c4_multislice, pile
 from layerkit_experiments.lm.recipes import seqio_tasks
 from layerkit_inputs import SeqIOInput
-from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.registry import find_experiment, load_experiment
-from layerkit_runner.config.resolve import ResolvedExperiment, resolve
+from layerkit_runner.config.requests import ResolvedExperiment
+from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import UsageError
+from layerkit_runner.run_options import RunOptions
 from layerkit_runner.tools.commands import PLAN
 
 

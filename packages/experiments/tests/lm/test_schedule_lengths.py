@@ -11,7 +11,8 @@ from layerkit_experiments.lm.bert import BertBase
 from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_experiments.vision.digits import Digits
 from layerkit_runner.config.experiment import BaseExperiment, reduced_values
-from layerkit_runner.config.resolve import ResolvedExperiment, resolve
+from layerkit_runner.config.requests import ResolvedExperiment
+from layerkit_runner.config.resolve import resolve
 
 
 def schedule(resolved: ResolvedExperiment) -> tuple[int, int, int]:

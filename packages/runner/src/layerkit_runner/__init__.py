@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from layerkit_runner.config.experiment import BaseExperiment as BaseExperiment
     from layerkit_runner.config.overrides import Override as Override
     from layerkit_runner.config.registry import list_experiments as list_experiments
-    from layerkit_runner.config.resolve import ResolvedExperiment as ResolvedExperiment
+    from layerkit_runner.config.requests import ResolvedExperiment as ResolvedExperiment
     from layerkit_runner.errors import UsageError as UsageError
     from layerkit_runner.init_from.settings import InitFrom as InitFrom
     from layerkit_runner.init_from.settings import Source as Source
@@ -53,7 +53,7 @@ _NAMES = {
     "config.experiment": "BaseExperiment",
     "config.overrides": "Override",
     "config.registry": "list_experiments",
-    "config.resolve": "ResolvedExperiment",
+    "config.requests": "ResolvedExperiment",
     "errors": "UsageError",
     "init_from.settings": "InitFrom Source",
     "interface.experiments": "get_experiment input_batches",

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 
 from layerkit.errors import UserError
 from layerkit_runner.config import commands
-from layerkit_runner.config.flags import ParsedFlags, configure_library_logs, parse_flags
+from layerkit_runner.config.flags import configure_library_logs, parse_flags
+from layerkit_runner.config.requests import ParsedFlags
 from layerkit_runner.errors import UsageError, exits_as_errors, unknown_name_text
 from layerkit_runner.run_options import MODES
 
 if TYPE_CHECKING:
-    from layerkit_runner.config.resolve import ResolvedExperiment
+    from layerkit_runner.config.requests import ResolvedExperiment
 
 _HELP = ("--help", "-h")
 
@@ -69,7 +70,7 @@ def _run(words: Sequence[str]) -> int:
         return _print(help_text(*topics))
     flags = parse_flags(words)
     _add_current_folder()
-    if flags.given.get("list"):
+    if flags.values.get("list"):
         return _print(_listing(flags))
     if flags.mode == "generate" and not flags.only_prints:
         from layerkit_runner.tools.generate import run_generate
@@ -82,7 +83,7 @@ def _run(words: Sequence[str]) -> int:
         # Standard output is reserved for requested output, such as JSON.
         flags = with_recorded_experiment(flags, lambda s: print(f"runner: {s}", file=sys.stderr))
     for name in ("diff_config", "study"):
-        if name in flags.given and not flags.given.get("print_config"):
+        if name in flags.values and not flags.values.get("print_config"):
             return commands.load(commands.FlagCommand, name, shown=f"--{name}").run(flags)
     if flags.mode == "train" and not flags.only_prints:
         from layerkit_runner.distributed.devices import keep_freed_memory
@@ -90,7 +91,7 @@ def _run(words: Sequence[str]) -> int:
         keep_freed_memory()  # before JAX is imported
     with exits_as_errors():
         resolved = _resolve(flags)
-    if flags.given.get("print_config"):
+    if flags.values.get("print_config"):
         from layerkit_runner.config.config_text import printed_config
 
         # The flags of a run do not apply to --mode=inspect.
@@ -149,7 +150,7 @@ def _resolve(flags: ParsedFlags) -> ResolvedExperiment:
 def _listing(flags: ParsedFlags) -> str:
     from layerkit_runner.config.registry import catalogue_json, catalogue_text, list_experiments
 
-    tags = flags.given.get("tag", ())
+    tags = flags.values.get("tag", ())
     entries = list_experiments(tags=tags)
     if flags.options.json:
         return json.dumps(catalogue_json(entries))
@@ -178,7 +179,7 @@ def _is_run(words: Sequence[str]) -> bool:
         return False
     flags = parse_flags(words)
     is_job = flags.mode in MODES and flags.mode != "generate"
-    return is_job and not flags.given.get("list") and not flags.only_prints
+    return is_job and not flags.values.get("list") and not flags.only_prints
 
 
 def _stdout_is_broken() -> bool:

@@ -168,8 +168,8 @@ def test_experiment_is_required_except_by_listings(raises):
     for words in ([], ["--mode=eval"]):
         with raises(UsageError, field="--exp"):
             parse_flags(words)
-    assert parse_flags(["--list"]).given == {"list": True}
-    assert parse_flags(["--help"]).given == parse_flags(["-h"]).given == {"help": True}
+    assert parse_flags(["--list"]).values == {"list": True}
+    assert parse_flags(["--help"]).values == parse_flags(["-h"]).values == {"help": True}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -216,8 +216,8 @@ def test_tfds_data_dir_of_pax_sets_the_field(raises):
 
 
 def test_repeated_flag_keeps_all_values(raises):
-    assert parse_flags(["--list", "--tag=moe"]).given["tag"] == ("moe",)
-    assert parse_flags(["--tag=moe", "--list", "--tag", "lm"]).given["tag"] == ("moe", "lm")
+    assert parse_flags(["--list", "--tag=moe"]).values["tag"] == ("moe",)
+    assert parse_flags(["--tag=moe", "--list", "--tag", "lm"]).values["tag"] == ("moe", "lm")
     with raises(UsageError, field="--tag", value=""):
         parse_flags(["--list", "--tag="])
 

@@ -22,7 +22,7 @@ import os, signal, sys, time
 from pathlib import Path
 from layerkit_runner.checkpointing import SaveTimeoutError
 from layerkit_runner.errors import StorageError, UsageError
-from layerkit_runner.config.flags import RunOptions
+from layerkit_runner.run_options import RunOptions
 from layerkit_runner.distributed import watchdog
 from layerkit_runner.distributed.cluster import joined
 

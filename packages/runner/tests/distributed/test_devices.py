@@ -15,7 +15,7 @@ import pytest
 from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
 from layerkit_runner import UsageError
-from layerkit_runner.config.flags import RunOptions, parse_flags
+from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.distributed.devices import (
     PRESETS,
     check_devices,
@@ -23,7 +23,7 @@ from layerkit_runner.distributed.devices import (
     set_compiler_flags,
     set_gpu_memory_share,
 )
-from layerkit_runner.run_options import FLAGS
+from layerkit_runner.run_options import FLAGS, RunOptions
 from layerkit_runner.tools.plan.hardware import device_kind
 
 H100, V5P, V6E = "NVIDIA H100 80GB HBM3", "TPU v5", "TPU v6 lite"

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.distributed.cluster import ClusterInfo, find_cluster
 from layerkit_runner.distributed.launchers import (
     SUCCESSORS,
@@ -19,6 +18,7 @@ from layerkit_runner.distributed.launchers import (
     local_device_ids,
 )
 from layerkit_runner.errors import UsageError
+from layerkit_runner.run_options import RunOptions
 
 # As srun sets them in the fifth of six tasks, on the second of two machines.
 SLURM = {

@@ -14,7 +14,6 @@ import pytest
 from etils import epath
 
 from layerkit_runner import BaseExperiment, UsageError
-from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.resolve import resolve
 from layerkit_runner.observers.step_profiler import (
     CAPTURE_SIGNAL,
@@ -23,6 +22,7 @@ from layerkit_runner.observers.step_profiler import (
     profiler_server,
 )
 from layerkit_runner.run.training_run import run_train
+from layerkit_runner.run_options import RunOptions
 
 # jaxlib makes this type when the statistics of an event are read for the first time.
 pytestmark = pytest.mark.filterwarnings(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run.export import run_export
+from layerkit_runner.run_options import RunOptions
 
 
 def test_export_without_a_folder_is_an_error(raises: Any):

@@ -20,8 +20,7 @@ from layerkit_runner.run_options import FLAGS, MODES, Flag, RunOptions
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-    from layerkit_runner.config.flags import ParsedFlags
-    from layerkit_runner.config.resolve import ResolvedExperiment
+    from layerkit_runner.config.requests import ParsedFlags, ResolvedExperiment
 
 GROUP = "layerkit.commands"
 

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from layerkit import field_types
 from layerkit.config import is_config
-from layerkit_runner.config.config_tree import NOT_SET, target_name, walk
+from layerkit_runner.config.config_tree import (
+    NOT_SET,
+    Name,
+    plain_value,
+    target_name,
+    value_text,
+    walk,
+)
 from layerkit_runner.config.experiment import experiment_fields
-from layerkit_runner.config.flags import to_argv
 from layerkit_runner.config.overrides import ROOTS
-from layerkit_runner.files.text import stable_repr
+from layerkit_runner.config.requests import ResolvedExperiment, to_argv
 from layerkit_runner.run_options import RunOptions
-
-if TYPE_CHECKING:
-    from layerkit_runner.config.resolve import ResolvedExperiment
 
 
 def config_text(resolved: ResolvedExperiment) -> str:
@@ -70,10 +72,6 @@ def printed_config(
     return config_text(resolved).rstrip("\n")
 
 
-class Name(str):
-    """Text that is printed without quotes, such as the name of a class."""
-
-
 def _experiment_values(resolved: ResolvedExperiment) -> Iterator[tuple[str, Any]]:
     for name in experiment_fields(type(resolved.experiment)):
         yield name, getattr(resolved.experiment, name)
@@ -93,18 +91,6 @@ def _walk(resolved: ResolvedExperiment) -> Iterator[tuple[str, Any]]:
                 yield path, Name(each) if each is NOT_SET else each
 
 
-def plain_value(value: Any) -> Any:
-    """Return a value if JSON can represent it, or else its text."""
-    if isinstance(value, (list, tuple)):
-        return [plain_value(item) for item in value]
-    if isinstance(value, dict):
-        return {str(key): plain_value(item) for key, item in value.items()}
-    is_finite = not isinstance(value, float) or abs(value) < float("inf")
-    if type(value) in (bool, int, float, str, type(None)) and is_finite:
-        return value
-    return value_text(value)
-
-
 def override_text(value: Any) -> str:
     """Return the text of VALUE in `--fdl.PATH=VALUE` that sets a value, unquoted where possible."""
     # As bare words, `true` and `false` are rejected.
@@ -113,21 +99,3 @@ def override_text(value: Any) -> str:
             if field_types.parse_literal(value) == value:
                 return value
     return value_text(value)
-
-
-def value_text(value: Any) -> str:
-    """Return the text of a value, in one line."""
-    if isinstance(value, Name):
-        return str(value)
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        inner = ", ".join(value_text(item) for item in value)
-        if isinstance(value, list):
-            return f"[{inner}]"
-        return f"({inner},)" if len(value) == 1 else f"({inner})"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{value_text(k)}: {value_text(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, enum.Enum):
-        return f"{type(value).__qualname__}.{value.name}"
-    if callable(value) and hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
-    return stable_repr(value)

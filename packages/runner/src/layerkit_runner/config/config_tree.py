@@ -7,6 +7,7 @@ configs and through lists, tuples and dicts.
 from __future__ import annotations
 
 import contextlib
+import enum
 import importlib
 import inspect
 import sys
@@ -26,6 +27,7 @@ from layerkit.config import (
 from layerkit.errors import first_names
 from layerkit_runner.config.overrides import Override
 from layerkit_runner.errors import UsageError, with_data
+from layerkit_runner.files.text import stable_repr
 
 NOT_SET = "(not set)"
 
@@ -87,6 +89,40 @@ def target_name(config: Any) -> str:
     """Return the name of the class or function that a config describes a call of."""
     target = target_of(config)
     return getattr(target, "__qualname__", repr(target))
+
+
+class Name(str):
+    """Text that is printed without quotes, such as the name of a class."""
+
+
+def plain_value(value: Any) -> Any:
+    """Return a value if JSON can represent it, or else its text."""
+    if isinstance(value, (list, tuple)):
+        return [plain_value(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): plain_value(item) for key, item in value.items()}
+    is_finite = not isinstance(value, float) or abs(value) < float("inf")
+    if type(value) in (bool, int, float, str, type(None)) and is_finite:
+        return value
+    return value_text(value)
+
+
+def value_text(value: Any) -> str:
+    """Return the text of a value, in one line."""
+    if isinstance(value, Name):
+        return str(value)
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        inner = ", ".join(value_text(item) for item in value)
+        if isinstance(value, list):
+            return f"[{inner}]"
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{value_text(k)}: {value_text(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__qualname__}.{value.name}"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return stable_repr(value)
 
 
 def check_required_fields(config: Config, path: str, *, by_job: Collection[str]) -> None:

@@ -18,7 +18,10 @@ from absl import flags as absl_flags
 from layerkit.errors import hub_hint
 from layerkit_runner.config import commands
 from layerkit_runner.config.overrides import Override, check_consistent, parse_override
+from layerkit_runner.config.recorded import read_recorded_config
+from layerkit_runner.config.requests import ParsedFlags
 from layerkit_runner.errors import UsageError
+from layerkit_runner.files.text import near_folders
 from layerkit_runner.run_options import (
     AUTO_ADDRESS,
     FLAGS,
@@ -35,38 +38,11 @@ from layerkit_runner.run_options import (
 
 # Flags of absl that read files and hide mistakes; a recorded command line may hold anything.
 _ABSL_FLAGS = ("flagfile", "undefok")
-# Flags that a printed command omits: its reader chooses where to write, a sweep sets its own, some
-# differ between the processes of a job, and one overrides a single error.
-_OMITTED = (
-    *("job_log_dir", "log_dir", "allow_restart_from_scratch"),
-    *("study", "num_trials", "study_storage"),
-    *("coordinator_address", "num_processes", "process_id", "multiprocess_gpu"),
-)
 # Flags that need another one.
 _NEEDS = {"tag": "list", "num_trials": "study", "study_storage": "study", "init_draw": "init_from"}
 # Flags that absl itself defines.
 _LOG_FLAGS = ("alsologtostderr", "logtostderr", "v", "stderrthreshold", "log_dir")
 _CONTRADICTIONS = (("init_from", "restore_checkpoint_dir"), ("print_config", "diff_config"))
-
-
-@dataclasses.dataclass(frozen=True)
-class ParsedFlags:
-    """A command line whose flags are valid and fit together.
-
-    `exp` is None if a job's folder names the experiment, or none is needed; `given` has the values
-    of the flags that were given.
-    """
-
-    exp: str | None
-    mode: str
-    overrides: tuple[Override, ...]
-    options: RunOptions
-    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def only_prints(self) -> bool:
-        """Whether the configuration is printed or compared, in place of the mode."""
-        return bool(self.given.get("print_config")) or "diff_config" in self.given
 
 
 class _Parser(absl_flags.ArgumentParser):
@@ -267,8 +243,6 @@ def _check_experiment(flags: ParsedFlags) -> None:
     # A folder names the experiment that was trained there, but not what to train next.
     has_record = folder and (flags.mode != "train" or flags.only_prints)
     if not flags.exp and not has_record:
-        from layerkit_runner.config.recorded import read_recorded_config  # it imports this module
-
         or_folder = "" if flags.mode == "train" else ", or the --job_log_dir of a job that ran it"
         recorded = read_recorded_config(folder) if folder else None
         raise UsageError(
@@ -285,7 +259,7 @@ def _check_modes(flags: ParsedFlags, tool: commands.Mode | None) -> None:
     """Raise UsageError if a flag has no meaning in the mode."""
     what, used = flags.options.inspect, () if tool is None else tool.uses
     for row in FLAGS:
-        if row.name not in flags.given or row.name in used:
+        if row.name not in flags.values or row.name in used:
             continue
         # A configuration is printed from the command that would run it, as JSON too.
         is_printed = flags.only_prints and row.name == "json"
@@ -311,7 +285,7 @@ def _either(names: Sequence[str]) -> str:
 
 def _check_together(flags: ParsedFlags) -> None:
     """Check flags against each other; `distributed.launchers` checks the environment, too."""
-    given, options = flags.given, flags.options
+    given, options = flags.values, flags.options
     for name, other in _NEEDS.items():
         if name in given and other not in given:
             raise UsageError(field=f"--{name}", expected=f"--{other} with it")
@@ -358,34 +332,6 @@ def check_folder(flags: ParsedFlags) -> None:
             choices=near_folders(begin),
             hint=hub_hint(begin),
         )
-
-
-def near_folders(folder: str) -> list[str]:
-    """Return paths beside a missing local folder that have a similar name."""
-    path = os.path.abspath(os.path.expanduser(folder))
-    parent, name = os.path.split(path)
-    if "://" in folder or os.path.isdir(path) or not os.path.isdir(parent):
-        return []
-    near = difflib.get_close_matches(name, os.listdir(parent), n=2)
-    return [os.path.join(os.path.dirname(folder.rstrip("/")), each) for each in near]
-
-
-def to_argv(options: RunOptions, *, mode: str) -> list[str]:
-    """Return flags for the options that have a meaning in a mode and are not at their defaults."""
-    rows = [row for row in FLAGS if not row.modes or mode in row.modes]
-    names = [row.name for row in rows if hasattr(options, row.name) and row.name not in _OMITTED]
-    values = {name: getattr(options, name) for name in names}
-    return [flag_word(n, value) for n, value in values.items() if value != getattr(RunOptions, n)]
-
-
-def flag_word(name: str, value: Any) -> str:
-    """Return a flag as it is typed: `--name=value`, `--name` or `--noname`."""
-    if isinstance(value, bool):
-        return f"--{name}" if value else f"--no{name}"
-    if isinstance(value, tuple):
-        return f"--{name}={','.join(map(str, value))}"
-    # None is the value of `off`.
-    return f"--{name}={'off' if value is None else value}"
 
 
 def configure_library_logs(options: RunOptions) -> None:

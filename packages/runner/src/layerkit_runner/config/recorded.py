@@ -16,10 +16,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from layerkit_runner.config.flags import ParsedFlags, near_folders
 from layerkit_runner.config.overrides import check_consistent, parse_override
+from layerkit_runner.config.requests import ParsedFlags
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.bounded_documents import DocumentError, parse_json, read_text
+from layerkit_runner.files.text import near_folders
 
 FILE_NAME = "config.json"
 # A model of thousands of layers that are listed one by one has a few megabytes.

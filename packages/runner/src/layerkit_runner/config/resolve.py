@@ -13,19 +13,19 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from layerkit.config import Config, copy_config, is_config
+from layerkit.config import copy_config, is_config
 from layerkit.errors import UserError, setting_words
-from layerkit_runner.config.config_text import plain_value
 from layerkit_runner.config.config_tree import (
     NOT_SET,
     PathSetter,
     field_value,
+    plain_value,
     target_name,
     value_at,
     walk,
 )
 from layerkit_runner.config.experiment import BaseExperiment, experiment_fields, reduced_values
-from layerkit_runner.config.flags import ParsedFlags, check_folder
+from layerkit_runner.config.flags import check_folder
 from layerkit_runner.config.overrides import (
     OPTIONAL_ROOTS,
     ROOTS,
@@ -34,49 +34,8 @@ from layerkit_runner.config.overrides import (
     parse_fields,
 )
 from layerkit_runner.config.registry import ExperimentEntry, find_experiment, load_experiment
+from layerkit_runner.config.requests import ParsedFlags, ResolvedExperiment
 from layerkit_runner.errors import UsageError, as_usage_error
-
-
-@dataclasses.dataclass(frozen=True)
-class ResolvedExperiment:
-    """An experiment and the configs that its methods return, with all overrides applied.
-
-    If the methods return the same config object in several places, it is one shared object here
-    too.
-
-    Attributes:
-      experiment: Experiment with its own fields overridden.
-      task: Config of the `SingleTask`.
-      datasets: Configs of inputs to train on (`is_training=True`) and to evaluate.
-      decode_datasets: Configs of inputs to decode.
-      partitioner: Config of the partitioner.
-      train_programs: Configs of training programs; None for one program per data set.
-      eval_programs: Configs of evaluation programs; None for one program per data set.
-      decode_programs: Configs of decoding programs; None for one program per data set.
-      executor: Config of the executor; None for `layerkit_runner.run.executor.Executor`.
-      observers: Configs of observers that run beside the built-in ones.
-      deep_overrides: Overrides of fields in the configs, which are already applied.
-      notes: Lines for the start report about configs whose class an override has replaced.
-    """
-
-    experiment: BaseExperiment
-    task: Config
-    datasets: list[Config]
-    decode_datasets: list[Config]
-    partitioner: Config
-    train_programs: list[Config] | None = None
-    eval_programs: list[Config] | None = None
-    decode_programs: list[Config] | None = None
-    executor: Config | None = None
-    observers: list[Config] = dataclasses.field(default_factory=list)
-    deep_overrides: tuple[Override, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """Full dotted name of the experiment's class, a valid value of `--exp`."""
-        cls = type(self.experiment)
-        return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def resolve(
@@ -139,7 +98,7 @@ def resolve_flags(flags: ParsedFlags) -> ResolvedExperiment:
     """Resolve the experiment of `--exp` with all overrides of the command line."""
     entry = find_experiment(flags.exp or "")
     check_folder(flags)
-    return resolve_entry(entry, flags.overrides, reduced=bool(flags.given.get("reduced")))
+    return resolve_entry(entry, flags.overrides, reduced=bool(flags.values.get("reduced")))
 
 
 def _checked(experiment: BaseExperiment, root: str) -> Any:

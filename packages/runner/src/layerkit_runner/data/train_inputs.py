@@ -24,7 +24,7 @@ from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import AllGather
 from layerkit_inputs.prefetch import Prefetch
-from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.data.host_inputs import dataset_name, peek_batch
 from layerkit_runner.distributed.stop_signals import StopRequestedError
 from layerkit_runner.errors import UsageError, as_usage_error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 import re
 import shlex
 import sys
@@ -91,3 +93,13 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> li
         "  ".join(f"{cell:{s}{n}}" for cell, s, n in zip(row, signs, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def near_folders(folder: str) -> list[str]:
+    """Return paths beside a missing local folder that have a similar name."""
+    path = os.path.abspath(os.path.expanduser(folder))
+    parent, name = os.path.split(path)
+    if "://" in folder or os.path.isdir(path) or not os.path.isdir(parent):
+        return []
+    near = difflib.get_close_matches(name, os.listdir(parent), n=2)
+    return [os.path.join(os.path.dirname(folder.rstrip("/")), match) for match in near]

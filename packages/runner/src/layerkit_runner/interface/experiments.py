@@ -12,7 +12,8 @@ from layerkit_runner.config.config_text import config_text, override_text
 from layerkit_runner.config.experiment import BaseExperiment, experiment_fields
 from layerkit_runner.config.overrides import Override, parse_override
 from layerkit_runner.config.registry import find_experiment, load_experiment
-from layerkit_runner.config.resolve import ResolvedExperiment, resolve, with_overrides
+from layerkit_runner.config.requests import ResolvedExperiment
+from layerkit_runner.config.resolve import resolve, with_overrides
 from layerkit_runner.errors import UsageError, as_usage_error
 
 ExperimentLike = str | type[BaseExperiment] | BaseExperiment | ResolvedExperiment

@@ -16,7 +16,7 @@ from layerkit_inputs.features import as_array, as_tokens, prompt_features
 from layerkit_inputs.special_tokens import first_ids
 from layerkit_inputs.tokenizers import Tokenizer
 from layerkit_runner.config.config_tree import field_value
-from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.text import check_utf8

@@ -17,10 +17,10 @@ from layerkit.field_types import parse_literal
 from layerkit_inputs.tokenizers import tokenizer_config
 from layerkit_runner.config.config_text import config_json
 from layerkit_runner.config.experiment import BaseExperiment, experiment_fields
-from layerkit_runner.config.flags import ParsedFlags
 from layerkit_runner.config.overrides import Override, parse_fields
 from layerkit_runner.config.recorded import read_recorded_config, with_recorded_experiment
-from layerkit_runner.config.resolve import ResolvedExperiment, resolve
+from layerkit_runner.config.requests import ParsedFlags, ResolvedExperiment
+from layerkit_runner.config.resolve import resolve
 from layerkit_runner.distributed.devices import start_devices
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import absolute

@@ -14,8 +14,8 @@ import jax
 
 from layerkit import html_display
 from layerkit_inputs.errors import MissingExtraError
-from layerkit_runner.config.flags import flag_word, parse_flags
-from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.config.flags import parse_flags
+from layerkit_runner.config.requests import ResolvedExperiment, flag_word
 from layerkit_runner.distributed.stop_signals import Interrupts
 from layerkit_runner.errors import UsageError
 from layerkit_runner.interface.experiments import ExperimentLike, get_experiment, with_num_steps

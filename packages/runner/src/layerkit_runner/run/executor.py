@@ -19,7 +19,7 @@ from layerkit.errors import error_text
 from layerkit_inputs.base_input import BaseInput
 from layerkit_runner.checkpointing import CheckpointManager, SaveError, SaveTimeoutError
 from layerkit_runner.config.config_tree import check_required_fields
-from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.distributed.stop_signals import StopRequestedError, StopSignals
 from layerkit_runner.distributed.watchdog import phase, progress
 from layerkit_runner.errors import (

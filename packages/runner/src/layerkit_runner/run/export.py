@@ -37,13 +37,13 @@ from layerkit.errors import UserError, pip_install
 from layerkit.interop.hugging_face import export_model
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.errors import MissingExtraError
-from layerkit_runner.config.flags import RunOptions
-from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.init_from.sources import HuggingFaceFolder, recognize
 from layerkit_runner.run.job import Job, choose_step, start_job
 from layerkit_runner.run.programs import model_calls
+from layerkit_runner.run_options import RunOptions
 from layerkit_runner.step.train_state import recorded_hugging_face
 
 # Platforms of one export, if the model was traced without kernels of one of them.

@@ -20,9 +20,8 @@ from etils import epath
 from layerkit_runner.checkpointing import CheckpointManager, StructureMismatchError
 from layerkit_runner.checkpointing.folders import committed_steps, step_folder
 from layerkit_runner.checkpointing.integrity import step_digest
-from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.recorded import differing_names
-from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.data.train_inputs import check_same_data
 from layerkit_runner.distributed.cluster import from_process_0, gather_values
 from layerkit_runner.distributed.stop_signals import StopSignals
@@ -40,7 +39,7 @@ from layerkit_runner.run.programs.decode_program import DecodeProgram
 from layerkit_runner.run.programs.eval_program import BaseProgram
 from layerkit_runner.run.report.end_report import ReportedMetric, sample_text
 from layerkit_runner.run.report.start_report import run_info
-from layerkit_runner.run_options import FOLLOWING_MODES
+from layerkit_runner.run_options import FOLLOWING_MODES, RunOptions
 from layerkit_runner.step.train_state import TrainState
 
 

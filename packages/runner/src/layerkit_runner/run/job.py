@@ -24,8 +24,7 @@ from layerkit_runner.checkpointing import (
 )
 from layerkit_runner.checkpointing.folders import step_folder
 from layerkit_runner.config.config_text import config_json
-from layerkit_runner.config.flags import RunOptions
-from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.distributed.devices import (
     check_devices,
     enable_compilation_cache,
@@ -51,6 +50,7 @@ from layerkit_runner.run.job_folder import (
     check_writable,
     record_checkpoint,
 )
+from layerkit_runner.run_options import RunOptions
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.step.train_state import TRAINING_ONLY, TrainState
 

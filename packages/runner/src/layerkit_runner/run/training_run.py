@@ -20,8 +20,7 @@ import jax
 from layerkit_inputs.base_input import BaseInput
 from layerkit_runner.checkpointing import CheckpointManager, RestoredCheckpoint, SaveTimeoutError
 from layerkit_runner.checkpointing.errors import naming_damage
-from layerkit_runner.config.flags import RunOptions
-from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.data.host_inputs import peek_batch
 from layerkit_runner.data.train_inputs import TrainInputs, check_same_data
 from layerkit_runner.distributed.cluster import (
@@ -70,6 +69,7 @@ from layerkit_runner.run.report.start_report import (
     report_start,
     train_run_info,
 )
+from layerkit_runner.run_options import RunOptions
 from layerkit_runner.step.step_cost import model_flops_per_step
 from layerkit_runner.step.train_state import RECORD, FirstState, TrainState
 

@@ -17,8 +17,7 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import RunOptions
 
 if TYPE_CHECKING:
-    from layerkit_runner.config.flags import ParsedFlags
-    from layerkit_runner.config.resolve import ResolvedExperiment
+    from layerkit_runner.config.requests import ParsedFlags, ResolvedExperiment
 
 
 def _plan(resolved: ResolvedExperiment, options: RunOptions) -> int:
@@ -108,7 +107,7 @@ def _study(flags: ParsedFlags) -> int:
         raise UsageError("optuna is not installed", field="--study", hint=hint)
     from layerkit_runner.tools.sweep.command import run_study
 
-    entry, reduced = find_experiment(flags.exp or ""), bool(flags.given.get("reduced"))
+    entry, reduced = find_experiment(flags.exp or ""), bool(flags.values.get("reduced"))
     check_folder(flags)
     return run_study(flags, lambda given: resolve_entry(entry, given, reduced=reduced))
 

@@ -14,7 +14,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from layerkit_runner.config.flags import ParsedFlags, configure_library_logs
+from layerkit_runner.config.flags import configure_library_logs
+from layerkit_runner.config.requests import ParsedFlags
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.text import check_utf8
 from layerkit_runner.run_options import RunOptions

@@ -20,7 +20,7 @@ from layerkit_runner.run_options import Flag, non_negative
 if TYPE_CHECKING:
     from etils import epath
 
-    from layerkit_runner.config.resolve import ResolvedExperiment
+    from layerkit_runner.config.requests import ResolvedExperiment
     from layerkit_runner.run.job import Job
 
 _DESCRIPTION = """\

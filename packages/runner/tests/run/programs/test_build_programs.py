@@ -19,7 +19,6 @@ from layerkit.errors import MISSING
 from layerkit.layers.linears import Linear
 from layerkit_runner import BaseExperiment, UsageError
 from layerkit_runner.config.config_text import config_text
-from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.overrides import Override
 from layerkit_runner.config.resolve import resolve
 from layerkit_runner.observers import Observer, read_metrics
@@ -27,6 +26,7 @@ from layerkit_runner.optim.early_stopping import EarlyStopping
 from layerkit_runner.run.programs.decode_program import DecodeProgram
 from layerkit_runner.run.programs.eval_program import BaseProgram, EvalProgram
 from layerkit_runner.run.training_run import run_train
+from layerkit_runner.run_options import RunOptions
 from layerkit_runner.step.task_metrics import Histogram, Max
 from layerkit_runner.step.train_state import TrainState
 

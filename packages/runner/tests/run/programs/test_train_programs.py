@@ -16,7 +16,6 @@ import pytest
 
 from layerkit.config import Config
 from layerkit_runner import BaseExperiment, UsageError
-from layerkit_runner.config.flags import RunOptions
 from layerkit_runner.config.overrides import Override
 from layerkit_runner.config.resolve import resolve
 from layerkit_runner.observers import read_metrics
@@ -26,6 +25,7 @@ from layerkit_runner.run.inference import run_inference
 from layerkit_runner.run.programs.eval_program import EvalProgram
 from layerkit_runner.run.programs.train_program import TrainProgram
 from layerkit_runner.run.training_run import run_train
+from layerkit_runner.run_options import RunOptions
 from layerkit_runner.step.task_metrics import Max
 from layerkit_runner.step.train_state import TrainState
 from layerkit_runner.tools.plan.plan import make_plan

@@ -18,8 +18,8 @@ from layerkit.base_model import BaseModel, WeightedScalar
 from layerkit.config import Config
 from layerkit.nested_map import NestedMap
 from layerkit_runner import BaseExperiment
-from layerkit_runner.config.flags import RunOptions
-from layerkit_runner.config.resolve import ResolvedExperiment, resolve
+from layerkit_runner.config.requests import ResolvedExperiment
+from layerkit_runner.config.resolve import resolve
 from layerkit_runner.distributed.cluster import LOST_PROCESS_EXIT_CODE
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers.loss_curve import draw_loss_curve
@@ -27,6 +27,7 @@ from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 from layerkit_runner.run.inference import run_inference
 from layerkit_runner.run.report.end_report import ERRORS_FILE
 from layerkit_runner.run.training_run import run_train
+from layerkit_runner.run_options import RunOptions
 
 NUM_ROWS = 7  # one less than devices, so one row of each batch is padding
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import jax
 import pytest
 
-from layerkit_runner.config.resolve import ResolvedExperiment, resolve
+from layerkit_runner.config.requests import ResolvedExperiment
+from layerkit_runner.config.resolve import resolve
 from layerkit_runner.tools.plan.plan import Plan, make_plan
 
 FOLDER = Path(__file__).parent

@@ -19,8 +19,7 @@ from layerkit.nested_map import NestedMap
 from layerkit_inputs.base_input import BaseInput
 from layerkit_inputs.eval_padding import ROW_MARKS, example_rows, num_rows_of
 from layerkit_inputs.tokenizers import Tokenizer
-from layerkit_runner.config.flags import RunOptions
-from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.data.host_inputs import (
     HostTopology,
     check_batch,
@@ -32,6 +31,7 @@ from layerkit_runner.data.host_inputs import (
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.text import aligned
 from layerkit_runner.partitioning import Partitioner
+from layerkit_runner.run_options import RunOptions
 from layerkit_runner.tools.plan.devices import start_simulated
 
 _ROWS_SHOWN = 2

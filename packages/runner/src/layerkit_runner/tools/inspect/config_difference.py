@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from layerkit_runner.config.config_text import config_json
-from layerkit_runner.config.flags import ParsedFlags
 from layerkit_runner.config.recorded import differing_names, require_recorded_config
 from layerkit_runner.config.registry import find_experiment
-from layerkit_runner.config.resolve import ResolvedExperiment, resolve_entry, resolve_flags
+from layerkit_runner.config.requests import ParsedFlags, ResolvedExperiment
+from layerkit_runner.config.resolve import resolve_entry, resolve_flags
 from layerkit_runner.files.text import aligned
 
 # A name, and values by path. Paths of the experiment's fields start with `experiment.`.
@@ -25,7 +25,7 @@ Side = tuple[str, Mapping[str, Any]]
 
 def run_diff_config(flags: ParsedFlags) -> int:
     """Print the fields in which two configurations differ; return 1 if there are any."""
-    other = flags.given["diff_config"]
+    other = flags.values["diff_config"]
     if "://" in other or os.sep in other or os.path.isdir(os.path.expanduser(other)):
         there = recorded_side(other)
         here = resolved_side(resolve_flags(flags))

@@ -25,14 +25,13 @@ from layerkit.config import field_names, is_config
 from layerkit.layer_visits import visit_layers
 from layerkit.sharding import BoundSharding
 from layerkit.weights import check_init, floating_dtype, is_box
-from layerkit_runner.config.config_text import Name, value_text
-from layerkit_runner.config.config_tree import target_name
-from layerkit_runner.config.flags import RunOptions
-from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.config.config_tree import Name, target_name, value_text
+from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.errors import as_usage_error
 from layerkit_runner.files.text import aligned, size_text
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.run.job import build_parts
+from layerkit_runner.run_options import RunOptions
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.tools.plan.devices import start_simulated
 from layerkit_runner.tools.plan.memory import TensorMemory, tensor_memory

@@ -19,16 +19,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layerkit_runner.config.flags import flag_word, parse_flags
+from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.config.recorded import with_recorded_experiment
 from layerkit_runner.config.registry import find_experiment
+from layerkit_runner.config.requests import flag_word
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.run_options import JOINING_MODES
 from layerkit_runner.tools.launch.secrets import is_secret
 
 if TYPE_CHECKING:
-    from layerkit_runner.config.resolve import ResolvedExperiment
+    from layerkit_runner.config.requests import ResolvedExperiment
 
 _MAX_NAME_LENGTH = 40
 _SET_BY_LAUNCHER = ("coordinator_address", "num_processes", "process_id", "multiprocess_gpu")
@@ -118,13 +119,13 @@ def make_request(words: Sequence[str]) -> Request:
     flags = parse_flags(words)
     if flags.exp is None:
         flags = with_recorded_experiment(flags, lambda s: print(f"launch: {s}", file=sys.stderr))
-    if flags.given.get("help") or flags.given.get("list") or flags.only_prints:
+    if flags.values.get("help") or flags.values.get("list") or flags.only_prints:
         raise UsageError("`runner launch` starts runs, but this command only prints")
     if flags.mode not in JOINING_MODES:
         expected = f"a mode that runs on a cluster: {', '.join(JOINING_MODES)}"
         raise UsageError(field="--mode", value=flags.mode, expected=expected)
     for name in _SET_BY_LAUNCHER:
-        if name in flags.given:
+        if name in flags.values:
             problem, hint = "the launcher sets this flag for each process", "Leave it out."
             raise UsageError(problem, field=f"--{name}", hint=hint)
     # A misspelled experiment is reported before Fiddle is imported.
@@ -135,7 +136,7 @@ def make_request(words: Sequence[str]) -> Request:
     folder = flags.options.job_log_dir or ""
     if "://" not in folder:
         folder = os.path.abspath(os.path.expanduser(folder))
-    given = {name: v for name, v in flags.given.items() if name not in ("exp", "fdl_config")}
+    given = {name: v for name, v in flags.values.items() if name not in ("exp", "fdl_config")}
     return Request(
         words=(
             f"--exp={flags.exp}",

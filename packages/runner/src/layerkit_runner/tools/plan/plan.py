@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from layerkit.config import Config
-from layerkit_runner.config.resolve import ResolvedExperiment
+from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.data.host_inputs import HostTopology, example_batch, plan_input
 from layerkit_runner.data.train_inputs import training_configs
 from layerkit_runner.errors import UsageError, as_usage_error

@@ -21,7 +21,8 @@ import jax
 
 from layerkit_runner.config.config_text import config_json
 from layerkit_runner.config.overrides import Override
-from layerkit_runner.config.resolve import ResolvedExperiment, with_overrides
+from layerkit_runner.config.requests import ResolvedExperiment
+from layerkit_runner.config.resolve import with_overrides
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.text import seconds_text, size_text
 from layerkit_runner.tools.plan.bounds import Bounds

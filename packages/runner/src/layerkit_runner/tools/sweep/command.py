@@ -16,8 +16,8 @@ from layerkit.errors import UserError
 from layerkit_runner.config.config_text import config_json
 from layerkit_runner.config.config_tree import value_at
 from layerkit_runner.config.experiment import experiment_fields
-from layerkit_runner.config.flags import ParsedFlags, flag_word
 from layerkit_runner.config.overrides import Override, parse_fields, parse_override
+from layerkit_runner.config.requests import ParsedFlags, flag_word
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.tools.sweep.study_file import (
     StudyFile,
@@ -30,7 +30,7 @@ from layerkit_runner.tools.sweep.sweep import Study, Sweep
 from layerkit_runner.tools.sweep.trials import SweepFolder
 
 if TYPE_CHECKING:
-    from layerkit_runner.config.resolve import ResolvedExperiment
+    from layerkit_runner.config.requests import ResolvedExperiment
 
 # Flags of the sweep itself, and flags with another value for each trial.
 _NOT_PASSED_ON = (
@@ -55,11 +55,11 @@ def run_study(flags: ParsedFlags, resolve: Resolve) -> int:
     problems = {
         f"--{name}": "Each trial is a job of one process that starts from scratch."
         for name in _UNSUPPORTED
-        if name in flags.given
+        if name in flags.values
     }
     if not flags.options.eval_on_test:
         problems["--noeval_on_test"] = "Evaluations report the metric."
-    if flags.given.get("num_processes", 1) != 1:
+    if flags.values.get("num_processes", 1) != 1:
         problems["--num_processes"] = "Start the command several times for parallel trials."
     for flag, hint in problems.items():
         raise UsageError("not supported with --study", field=flag, hint=hint)
@@ -96,7 +96,7 @@ def trial_words(
 ) -> list[str]:
     """Return the arguments of a trial: those of the sweep, with its values and folder."""
     overrides = {override.path: override.text for override in flags.overrides} | dict(texts)
-    passed = {name: value for name, value in flags.given.items() if name not in _NOT_PASSED_ON}
+    passed = {name: value for name, value in flags.values.items() if name not in _NOT_PASSED_ON}
     return [
         f"--exp={experiment}",
         *(f"--fdl.{path}={text}" for path, text in overrides.items()),
