@@ -29,13 +29,13 @@ from layerkit_inputs import SyntheticInput
 from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.config.overrides import parse_fields, parse_override
 from layerkit_runner.config.requests import ResolvedExperiment
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.data.host_inputs import HostTopology, example_batch, make_input
 from layerkit_runner.data.train_inputs import training_configs
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.run.job import build_parts
 from layerkit_runner.run.report.start_report import LayerNotes, num_params
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.step.step_cost import model_flops_per_step, program_flops
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.tools.plan.bounds import device_work, step_bounds

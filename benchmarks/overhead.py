@@ -44,7 +44,6 @@ from layerkit.config import Config
 from layerkit.nested_map import NestedMap
 from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_runner.config.requests import ResolvedExperiment
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.data.host_inputs import dataset_name, make_input
 from layerkit_runner.data.train_inputs import training_configs
 from layerkit_runner.init_from import plan_first_state
@@ -55,6 +54,7 @@ from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.run.job import build_parts
 from layerkit_runner.run.programs.eval_program import BaseProgram
 from layerkit_runner.run.programs.train_program import IS_VALID, CompiledStep, TrainProgram
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run.training_run import run_train
 from layerkit_runner.run_options import RunOptions
 from layerkit_runner.step.train_state import TrainState

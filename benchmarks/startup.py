@@ -25,7 +25,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 FIRST_LOSS = re.compile(r"\bloss \d")
 IMPORTS = (
-    "import layerkit_runner.cli, layerkit_runner.config.resolve, "
+    "import layerkit_runner.cli, layerkit_runner.run.resolve, "
     "layerkit_runner.config.registry, "
     "layerkit_runner.run.training_run, layerkit_experiments.lm.quickstart"
 )

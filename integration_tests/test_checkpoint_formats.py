@@ -20,9 +20,9 @@ from layerkit_experiments.lm.recipes.parallelism import Spmd
 from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.config.overrides import parse_fields
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.observers import read_metrics
 from layerkit_runner.run.job import Job, start_job
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run.training_run import run_train
 
 EXP = "lm.lm_cloud.LmCloudTransformerAdamLimitSteps"

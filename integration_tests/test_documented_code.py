@@ -20,8 +20,8 @@ from layerkit.nested_map import NestedMap
 from layerkit.sharding import DEFAULT_RULES
 from layerkit_runner import BaseExperiment, cli
 from layerkit_runner.config.config_text import config_text
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.observers import read_metrics
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.tools.translate import __main__ as translate
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

@@ -16,8 +16,8 @@ from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.config.overrides import Override
 from layerkit_runner.config.registry import find_experiment
 from layerkit_runner.config.requests import ParsedFlags
-from layerkit_runner.config.resolve import resolve_entry
 from layerkit_runner.errors import UsageError
+from layerkit_runner.run.resolve import resolve_entry
 from layerkit_runner.run_options import FLAGS
 
 ROOT = Path(__file__).resolve().parents[1]

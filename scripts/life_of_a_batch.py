@@ -21,7 +21,7 @@ from flax.traverse_util import flatten_dict
 from layerkit.config import build
 from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_runner import cli
-from layerkit_runner.config.resolve import resolve
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.step.metrics import GLOBAL_BATCH
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "pictures" / "life_of_a_batch.svg"

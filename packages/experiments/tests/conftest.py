@@ -18,7 +18,7 @@ from layerkit_runner.config.registry import read_catalogue
 MEASURE = """
 import importlib, json, math, sys
 import jax
-from layerkit_runner.config.resolve import resolve
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run.job import build_parts
 
 parts = {}

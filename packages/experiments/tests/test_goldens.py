@@ -26,7 +26,7 @@ from layerkit_runner.config.registry import (
     list_experiments,
     read_catalogue,
 )
-from layerkit_runner.config.resolve import resolve
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.tools.catalogue import (
     catalogue_file_text,
     catalogue_line,

@@ -8,8 +8,8 @@ import pytest
 
 from layerkit.config import target_of
 from layerkit_experiments.lm import bert
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import UsageError
+from layerkit_runner.run.resolve import resolve
 
 # layers, model, hidden, heads, rows per device, devices, weights of the published encoder
 PUBLISHED = {

@@ -14,7 +14,7 @@ from layerkit.models import TransformerLm
 from layerkit.nested_map import NestedMap
 from layerkit_experiments.lm.boolq import LLaMA7B
 from layerkit_experiments.lm.recipes.boolq import ChoiceLanguageModel
-from layerkit_runner.config.resolve import resolve
+from layerkit_runner.run.resolve import resolve
 
 
 def test_choice_accuracy_compares_the_logits_of_two_answers():

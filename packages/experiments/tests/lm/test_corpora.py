@@ -12,8 +12,8 @@ from layerkit_experiments.lm.pile import Lambada126M, Pile126M
 from layerkit_experiments.lm.recipes.model import remat_policy
 from layerkit_inputs import GrainMapInput, LocalText, SyntheticInput, TokenRecords
 from layerkit_runner.config.experiment import reduced_values
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import UsageError
+from layerkit_runner.run.resolve import resolve
 
 
 def test_the_vocabulary_of_the_environment_is_written_down(monkeypatch: pytest.MonkeyPatch):

@@ -18,10 +18,10 @@ from layerkit_experiments.lm.recipes.data import LocalFiles
 from layerkit_experiments.lm.recipes.hugging_face import HuggingFaceLm
 from layerkit_experiments.lm.recipes.optimization import AdamWCosine
 from layerkit_experiments.lm.recipes.parallelism import Spmd
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import FieldError, UsageError
 from layerkit_runner.init_from import plan_first_state
 from layerkit_runner.run.job import build_parts
+from layerkit_runner.run.resolve import resolve
 
 
 class FineTune(AdamWCosine, Spmd, LocalFiles, HuggingFaceLm):

@@ -8,8 +8,8 @@ import pytest
 
 from layerkit.config import target_of
 from layerkit_experiments.lm.jaxformer import Jaxformer1B
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import UsageError
+from layerkit_runner.run.resolve import resolve
 
 
 def test_fields_are_those_of_the_original():

@@ -10,8 +10,8 @@ import pytest
 from layerkit.config import target_of
 from layerkit_experiments.lm import llama
 from layerkit_runner.config.requests import ResolvedExperiment
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import UsageError
+from layerkit_runner.run.resolve import resolve
 
 # layers, model, hidden, heads, key heads, rate, rows per device, devices, weights
 PUBLISHED = {

@@ -11,9 +11,9 @@ import pytest
 from layerkit.config import target_of
 from layerkit_experiments.lm import lm_cloud
 from layerkit_runner.config.requests import ResolvedExperiment
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 from layerkit_runner.run.job import build_parts
+from layerkit_runner.run.resolve import resolve
 
 # layers, model, hidden, heads, dims per head, rows per device, rate, steps
 PUBLISHED = {

@@ -9,8 +9,8 @@ import pytest
 
 from layerkit.config import target_of
 from layerkit_experiments.lm import moe, nvidia
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import UsageError
+from layerkit_runner.run.resolve import resolve
 
 # layers, model, hidden, heads, dims per head, rows per device, devices, weights as published
 PUBLISHED = {

@@ -15,7 +15,7 @@ from layerkit_experiments.lm.recipes.published_optimizers import (
     AdamInverseSqrt,
     AdamWLinear,
 )
-from layerkit_runner.config.resolve import resolve
+from layerkit_runner.run.resolve import resolve
 
 _RECIPES = (AdamExponential, AdamWCosine, AdamWLinear, AdafactorSqrt, AdamInverseSqrt)
 _WRONG: dict[str, tuple[float, ...]] = {

@@ -30,7 +30,7 @@ from layerkit.nested_map import NestedMap
 from layerkit.weights import WeightBox, is_box
 from layerkit_runner.config.registry import find_experiment, load_experiment
 from layerkit_runner.config.requests import ResolvedExperiment
-from layerkit_runner.config.resolve import resolve
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.tools.translate.pax import translate_pax
 from layerkit_runner.tools.translate.tables import module_text, read_tables
 

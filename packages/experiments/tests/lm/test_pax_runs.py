@@ -18,8 +18,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from layerkit.interop.praxis import WeightSource, match_weights
 from layerkit.nested_map import NestedMap
 from layerkit_runner.config.registry import find_experiment, load_experiment
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.run.job import build_parts
+from layerkit_runner.run.resolve import resolve
 
 ARCHIVES = Path(__file__).parents[1] / "pax"
 SMALL: dict[str, Any] = {

@@ -17,8 +17,8 @@ import jax
 import pytest
 
 from layerkit_experiments.lm.pile import Pile126M
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.run.job import build_parts
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.tools.plan.devices import planned_target, target_devices
 from layerkit_runner.tools.plan.plan import make_plan
 

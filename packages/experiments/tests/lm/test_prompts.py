@@ -16,8 +16,8 @@ from layerkit_experiments.lm.pile import Pile126M
 from layerkit_experiments.lm.recipes.prompts import RowPrompts
 from layerkit_inputs import BaseInput
 from layerkit_inputs.testing.tfds_folders import write_tfds_folder
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import UsageError
+from layerkit_runner.run.resolve import resolve
 
 
 def batches(config: Any, rows: int) -> list[NestedMap]:

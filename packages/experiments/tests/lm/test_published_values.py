@@ -20,8 +20,8 @@ from layerkit_experiments.lm.recipes import seqio_tasks
 from layerkit_inputs import SeqIOInput
 from layerkit_runner.config.registry import find_experiment, load_experiment
 from layerkit_runner.config.requests import ResolvedExperiment
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import UsageError
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run_options import RunOptions
 from layerkit_runner.tools.commands import PLAN
 

@@ -18,8 +18,8 @@ from layerkit_experiments.lm.nvidia import NVIDIA1_3B
 from layerkit_experiments.lm.pile import GPT5B
 from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_runner.config.experiment import FieldError
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.run.job import build_parts
+from layerkit_runner.run.resolve import resolve
 
 SMALL: dict[str, Any] = {
     "NUM_LAYERS": 2,

@@ -19,8 +19,8 @@ import pytest
 
 from layerkit.nested_map import NestedMap
 from layerkit_experiments.lm.pile import Synthetic5B
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.run.job import build_parts
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.tools.plan.compiling import compile_step, tracing_for
 from layerkit_runner.tools.plan.devices import planned_target, target_devices
 

@@ -10,10 +10,10 @@ import pytest
 
 from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_inputs.byte_vocabulary import VOCAB_SIZE
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run.job import build_parts
+from layerkit_runner.run.resolve import resolve
 
 
 def test_number_of_weights_equals_a_count_by_hand():

@@ -12,8 +12,8 @@ import pytest
 
 from layerkit.nested_map import NestedMap
 from layerkit_runner.config.registry import find_experiment, load_experiment
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.run.job import build_parts
+from layerkit_runner.run.resolve import resolve
 
 SMALL: dict[str, Any] = {
     "NUM_LAYERS": 2,

@@ -12,7 +12,7 @@ from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_experiments.vision.digits import Digits
 from layerkit_runner.config.experiment import BaseExperiment, reduced_values
 from layerkit_runner.config.requests import ResolvedExperiment
-from layerkit_runner.config.resolve import resolve
+from layerkit_runner.run.resolve import resolve
 
 
 def schedule(resolved: ResolvedExperiment) -> tuple[int, int, int]:

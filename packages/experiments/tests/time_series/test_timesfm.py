@@ -18,7 +18,7 @@ from layerkit.config import build
 from layerkit.interop.praxis import find_sources, match_weights
 from layerkit.nested_map import NestedMap
 from layerkit_experiments.time_series.timesfm import TimesFM200M
-from layerkit_runner.config.resolve import resolve
+from layerkit_runner.run.resolve import resolve
 
 REFERENCE = np.load(Path(__file__).parent / "timesfm.npz")
 SIZES = {

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("seqio")
 
 from layerkit_experiments.translation.wmt import TransformerBase
-from layerkit_runner.config.resolve import resolve
+from layerkit_runner.run.resolve import resolve
 
 PAIRS = {
     "train": [("one", "eins"), ("twenty-one", "einundzwanzig"), ("three", "drei")] * 3,

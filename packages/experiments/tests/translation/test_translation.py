@@ -9,8 +9,8 @@ import pytest
 
 from layerkit_experiments.translation import wmt
 from layerkit_experiments.translation.numbers import EnglishToGermanNumbers
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import UsageError
+from layerkit_runner.run.resolve import resolve
 
 # model, hidden, heads, dropout, steps, weights in millions (table 3 of the paper)
 PUBLISHED = {

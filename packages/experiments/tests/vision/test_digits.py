@@ -7,7 +7,7 @@ from typing import Any
 from layerkit.config import target_of
 from layerkit_experiments.vision.digits import Digits, Mnist
 from layerkit_runner.config.experiment import reduced_values
-from layerkit_runner.config.resolve import resolve
+from layerkit_runner.run.resolve import resolve
 
 
 def test_both_have_the_same_network(num_params: Any):

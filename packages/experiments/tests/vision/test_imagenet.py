@@ -21,8 +21,8 @@ from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 from layerkit_experiments.vision.generated_images import GeneratedImages
 from layerkit_experiments.vision.imagenet import ResNet50Pjit, warmup_then_tenths
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.run.job import build_parts
+from layerkit_runner.run.resolve import resolve
 
 ARCHIVE = Path(__file__).parents[1] / "pax" / "ResNet50Pjit.npz"
 SMALL: dict[str, Any] = {

@@ -99,7 +99,7 @@ def _run(words: Sequence[str]) -> int:
         as_json = flags.options.json
         return _print(printed_config(resolved, options, mode=flags.mode, as_json=as_json))
     configure_library_logs(flags.options)
-    from layerkit_runner.config.resolve import naming_flags
+    from layerkit_runner.run.resolve import naming_flags
 
     with naming_flags(resolved):
         if flags.mode not in MODES:
@@ -142,7 +142,7 @@ def _resolve(flags: ParsedFlags) -> ResolvedExperiment:
         else:
             launchers.check_processes(flags.options, os.environ)
     # Imports Fiddle and the experiment.
-    from layerkit_runner.config.resolve import resolve_flags
+    from layerkit_runner.run.resolve import resolve_flags
 
     return resolve_flags(flags)
 

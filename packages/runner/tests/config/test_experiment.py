@@ -22,8 +22,8 @@ from layerkit_runner.config.experiment import (
 )
 from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.config.overrides import parse_fields
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import FieldError
+from layerkit_runner.run.resolve import resolve
 
 
 @dataclasses.dataclass

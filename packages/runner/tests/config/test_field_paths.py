@@ -13,9 +13,9 @@ import pytest
 import layerkit_runner
 from layerkit.config import Config
 from layerkit_runner import BaseExperiment, Override
-from layerkit_runner.config.resolve import naming_flags, override_path, resolve, source_field
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import SpmdPartitioner
+from layerkit_runner.run.resolve import naming_flags, override_path, resolve, source_field
 
 
 @dataclasses.dataclass

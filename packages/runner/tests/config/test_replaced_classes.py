@@ -11,7 +11,7 @@ from layerkit.config import Config, Partial
 from layerkit.layers import MultiHeadAttention
 from layerkit_inputs.synthetic import SyntheticInput
 from layerkit_runner import BaseExperiment, Override, UsageError
-from layerkit_runner.config.resolve import resolve
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.step.task import SingleTask
 
 

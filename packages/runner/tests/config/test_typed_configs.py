@@ -17,8 +17,8 @@ from layerkit_inputs.synthetic import SyntheticInput
 from layerkit_runner import BaseExperiment, Override, UsageError
 from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.config.overrides import parse_fields
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import FieldError
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.step.task import SingleTask
 
 

@@ -14,13 +14,13 @@ import pytest
 from etils import epath
 
 from layerkit_runner import BaseExperiment, UsageError
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.observers.step_profiler import (
     CAPTURE_SIGNAL,
     STEP_EVENT,
     StepProfiler,
     profiler_server,
 )
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run.training_run import run_train
 from layerkit_runner.run_options import RunOptions
 

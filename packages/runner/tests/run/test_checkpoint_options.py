@@ -21,9 +21,9 @@ from layerkit.config import Config, Partial
 from layerkit_runner import BaseExperiment, UsageError
 from layerkit_runner.checkpointing import folders, integrity
 from layerkit_runner.config.requests import ResolvedExperiment
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.run.inference import run_inference
 from layerkit_runner.run.job import start_job
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run.training_run import run_train
 from layerkit_runner.run_options import RunOptions
 

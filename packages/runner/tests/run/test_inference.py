@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from layerkit_runner import UsageError, cli
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.observers import metrics_path, read_metrics
 from layerkit_runner.optim.early_stopping import EarlyStopping
 from layerkit_runner.run.inference import CheckpointReader, run_inference
 from layerkit_runner.run.job import start_job
 from layerkit_runner.run.programs.build_programs import eval_programs
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run.training_run import run_train
 from layerkit_runner.run_options import RunOptions
 from layerkit_runner.step.task_metrics import Mean

@@ -21,7 +21,6 @@ from layerkit.config import Config
 from layerkit_runner import BaseExperiment, Override, UsageError
 from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.config.requests import ResolvedExperiment
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.run.job_folder import (
     FILE_NAME,
@@ -37,6 +36,7 @@ from layerkit_runner.run.job_folder import (
     record_checkpoint,
     write_config,
 )
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run_options import RunOptions
 
 

@@ -15,8 +15,8 @@ from layerkit.config import Config
 from layerkit_runner import BaseExperiment
 from layerkit_runner.config.config_text import config_json, config_text
 from layerkit_runner.config.overrides import Override
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.observers import Observer
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run.training_run import run_train
 from layerkit_runner.run_options import RunOptions
 

@@ -21,11 +21,11 @@ from layerkit.nested_map import NestedMap
 from layerkit.weights import WeightHParams
 from layerkit_runner import BaseExperiment
 from layerkit_runner.config.requests import ResolvedExperiment
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import UsageError, to_usage_error, unknown_name_text
 from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.run import export, inference
 from layerkit_runner.run import training_run as train
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run.run_mode import OutOfMemoryError, memory_remedies, out_of_memory_text, run
 from layerkit_runner.run_options import RunOptions
 

@@ -24,12 +24,12 @@ from layerkit.config import Config
 from layerkit.errors import UserError
 from layerkit_runner import BaseExperiment, UsageError
 from layerkit_runner.checkpointing import structure
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import NonFiniteError
 from layerkit_runner.observers import read_metrics
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.run.inference import run_inference
 from layerkit_runner.run.job_folder import only_trainer
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run.training_run import run_train
 from layerkit_runner.run_options import RunOptions
 

@@ -18,8 +18,8 @@ from layerkit.layers import StackedTransformerRepeated
 from layerkit.models import LanguageModel, TransformerLm
 from layerkit.nested_map import NestedMap
 from layerkit_runner.config.experiment import BaseExperiment
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.optim.learner import Learner
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.step.step_cost import model_flops_per_step, temporary_bytes
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.step.train_hparams import TrainHParams

@@ -13,8 +13,8 @@ from layerkit_runner.config.experiment import BaseExperiment, experiment_fields
 from layerkit_runner.config.overrides import Override, parse_override
 from layerkit_runner.config.registry import find_experiment, load_experiment
 from layerkit_runner.config.requests import ResolvedExperiment
-from layerkit_runner.config.resolve import resolve, with_overrides
 from layerkit_runner.errors import UsageError, as_usage_error
+from layerkit_runner.run.resolve import resolve, with_overrides
 
 ExperimentLike = str | type[BaseExperiment] | BaseExperiment | ResolvedExperiment
 """An experiment: its name, its class, an instance, or the result of `get_experiment`."""

@@ -20,7 +20,6 @@ from layerkit_runner.config.experiment import BaseExperiment, experiment_fields
 from layerkit_runner.config.overrides import Override, parse_fields
 from layerkit_runner.config.recorded import read_recorded_config, with_recorded_experiment
 from layerkit_runner.config.requests import ParsedFlags, ResolvedExperiment
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.distributed.devices import start_devices
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import absolute
@@ -38,6 +37,7 @@ from layerkit_runner.observers import Observers, Progress
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.run.job import Job, build_parts, choose_step
 from layerkit_runner.run.job_folder import changed_lines
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run.run_mode import job_errors
 from layerkit_runner.run_options import RunOptions
 from layerkit_runner.step.task import SingleTask

@@ -27,7 +27,6 @@ from layerkit_runner.config.experiment import reduced_overrides, reduced_values
 from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.config.recorded import differing_names, read_recorded_config
 from layerkit_runner.config.requests import ResolvedExperiment, to_argv
-from layerkit_runner.config.resolve import override_path
 from layerkit_runner.distributed.cluster import from_process_0
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import (
@@ -39,6 +38,7 @@ from layerkit_runner.files.atomic_write import (
     remove_stale_partials,
 )
 from layerkit_runner.files.locks import NoLocksError, delete_and_unlock, try_lock
+from layerkit_runner.run.resolve import override_path
 from layerkit_runner.run_options import RunOptions
 from layerkit_runner.step.train_state import RECORD
 

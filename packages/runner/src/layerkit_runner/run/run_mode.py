@@ -17,7 +17,6 @@ from layerkit.diagnostics import layer_of
 from layerkit.errors import ConfigError, error_text
 from layerkit_runner.config.config_tree import walk
 from layerkit_runner.config.requests import ResolvedExperiment
-from layerkit_runner.config.resolve import override_path
 from layerkit_runner.errors import (
     StorageError,
     UsageError,
@@ -27,6 +26,7 @@ from layerkit_runner.errors import (
 )
 from layerkit_runner.files.atomic_write import UnsafePathError, absolute, open_append
 from layerkit_runner.files.text import size_text
+from layerkit_runner.run.resolve import override_path
 from layerkit_runner.run_options import RunOptions
 
 if TYPE_CHECKING:

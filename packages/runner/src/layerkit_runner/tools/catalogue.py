@@ -27,8 +27,8 @@ from layerkit_runner.config.registry import (
     entry_of,
     experiment_classes,
 )
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
+from layerkit_runner.run.resolve import resolve
 
 
 def main(arguments: Sequence[str]) -> None:

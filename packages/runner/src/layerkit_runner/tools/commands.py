@@ -100,7 +100,7 @@ def _late(path: str) -> Callable[..., int]:
 def _study(flags: ParsedFlags) -> int:
     from layerkit_runner.config.flags import check_folder
     from layerkit_runner.config.registry import find_experiment
-    from layerkit_runner.config.resolve import resolve_entry
+    from layerkit_runner.run.resolve import resolve_entry
 
     if importlib.util.find_spec("optuna") is None:
         hint = f"Install it: {pip_install('layerkit-runner', 'sweeps')}"

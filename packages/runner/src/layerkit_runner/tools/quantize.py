@@ -131,8 +131,8 @@ def _with_format(
     """Return the experiment of the new folder, without averages of weights."""
     from layerkit.interop.hugging_face import folder
     from layerkit_runner.config.overrides import parse_override
-    from layerkit_runner.config.resolve import resolve
     from layerkit_runner.interface.loading import FolderModel
+    from layerkit_runner.run.resolve import resolve
 
     experiment, fields = resolved.experiment, dict(resolved.experiment.overrides)
     if isinstance(experiment, FolderModel):

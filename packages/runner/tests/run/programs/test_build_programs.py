@@ -20,11 +20,11 @@ from layerkit.layers.linears import Linear
 from layerkit_runner import BaseExperiment, UsageError
 from layerkit_runner.config.config_text import config_text
 from layerkit_runner.config.overrides import Override
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.observers import Observer, read_metrics
 from layerkit_runner.optim.early_stopping import EarlyStopping
 from layerkit_runner.run.programs.decode_program import DecodeProgram
 from layerkit_runner.run.programs.eval_program import BaseProgram, EvalProgram
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run.training_run import run_train
 from layerkit_runner.run_options import RunOptions
 from layerkit_runner.step.task_metrics import Histogram, Max

@@ -17,13 +17,13 @@ import pytest
 from layerkit.config import Config
 from layerkit_runner import BaseExperiment, UsageError
 from layerkit_runner.config.overrides import Override
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.observers import read_metrics
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 from layerkit_runner.run.executor import Executor
 from layerkit_runner.run.inference import run_inference
 from layerkit_runner.run.programs.eval_program import EvalProgram
 from layerkit_runner.run.programs.train_program import TrainProgram
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run.training_run import run_train
 from layerkit_runner.run_options import RunOptions
 from layerkit_runner.step.task_metrics import Max

@@ -19,13 +19,13 @@ from layerkit.config import Config
 from layerkit.nested_map import NestedMap
 from layerkit_runner import BaseExperiment
 from layerkit_runner.config.requests import ResolvedExperiment
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.distributed.cluster import LOST_PROCESS_EXIT_CODE
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers.loss_curve import draw_loss_curve
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 from layerkit_runner.run.inference import run_inference
 from layerkit_runner.run.report.end_report import ERRORS_FILE
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run.training_run import run_train
 from layerkit_runner.run_options import RunOptions
 

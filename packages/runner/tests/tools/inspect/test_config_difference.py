@@ -10,9 +10,9 @@ from etils import epath
 from layerkit.config import Config
 from layerkit_runner import BaseExperiment
 from layerkit_runner.config.requests import ResolvedExperiment
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run.job_folder import write_config
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run_options import RunOptions
 from layerkit_runner.tools.inspect.config_difference import (
     difference_text,

@@ -17,8 +17,8 @@ from layerkit.models import LanguageModel, TransformerLm
 from layerkit.weights import WeightHParams, WeightInit
 from layerkit_runner import BaseExperiment, UsageError
 from layerkit_runner.config.commands import load_mode
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run_options import RunOptions
 from layerkit_runner.tools.inspect.model import (
     ParameterTable,

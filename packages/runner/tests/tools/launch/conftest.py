@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from layerkit_experiments.lm.lm_cloud import LmCloudSpmdTest
-from layerkit_runner.config.resolve import resolve
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.tools.launch.command import parse_options
 from layerkit_runner.tools.launch.request import Options, Request
 

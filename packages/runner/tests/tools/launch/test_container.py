@@ -13,7 +13,7 @@ import yaml
 
 from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.config.registry import find_experiment
-from layerkit_runner.config.resolve import resolve_entry
+from layerkit_runner.run.resolve import resolve_entry
 from layerkit_runner.tools.launch import local
 
 ROOT = Path(__file__).resolve().parents[5]

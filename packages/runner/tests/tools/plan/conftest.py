@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from layerkit_runner.config.requests import ResolvedExperiment
-from layerkit_runner.config.resolve import resolve
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.tools.plan.plan import Plan, make_plan
 
 FOLDER = Path(__file__).parent

@@ -15,9 +15,9 @@ from pathlib import Path
 import jax
 
 from layerkit_runner.config.overrides import parse_override
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.run.job import build_parts
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.tools.plan.plan import make_plan
 
 STEPS = 3

@@ -9,9 +9,9 @@ from layerkit.config import Config, assigned_fields
 from layerkit.layers.pipeline_schedule import PipelineSchedule
 from layerkit.layers.pipelined_transformer import PipelinedTransformer
 from layerkit_runner.config.overrides import Override
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.run.job import build_parts
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.step.step_cost import model_flops_per_step, program_flops
 from layerkit_runner.tools.plan.bounds import DeviceWork, device_work, pipeline_plans, step_bounds
 from layerkit_runner.tools.plan.collectives import Traffic

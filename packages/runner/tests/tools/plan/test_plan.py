@@ -6,10 +6,10 @@ import jax
 import pytest
 
 from layerkit.layers import StackedTransformer
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run.job import build_parts
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.tools.plan.collectives import collective_traffic
 from layerkit_runner.tools.plan.compiling import measured_step
 from layerkit_runner.tools.plan.memory import step_memory, tensor_memory

@@ -7,8 +7,8 @@ import jax
 import pytest
 
 from layerkit.sharding import DEFAULT_RULES
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import UsageError
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.tools.plan.bounds import Bounds, DeviceWork
 from layerkit_runner.tools.plan.hardware import Target, device_kind
 from layerkit_runner.tools.plan.plan import StateTooLargeError, make_plan

@@ -16,8 +16,8 @@ from layerkit_runner import cli
 from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.config.overrides import Override
 from layerkit_runner.config.registry import find_experiment, load_experiment
-from layerkit_runner.config.resolve import resolve
 from layerkit_runner.errors import UsageError
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run_options import RunOptions
 
 pytest.importorskip("optuna")

@@ -19,7 +19,6 @@ from layerkit.base_model import NATS_PER_TOKEN
 from layerkit.errors import UserError, error_text
 from layerkit_inputs.errors import MissingExtraError
 from layerkit_runner.config.config_tree import NOT_SET, value_at
-from layerkit_runner.config.resolve import override_path
 from layerkit_runner.distributed.cluster import all_arrive
 from layerkit_runner.distributed.watchdog import phase
 from layerkit_runner.errors import exits_as_errors, unknown_name_text
@@ -30,6 +29,7 @@ from layerkit_runner.observers.metrics_log import encode, read_metrics
 from layerkit_runner.run.executor import Executor
 from layerkit_runner.run.job import Job
 from layerkit_runner.run.job_folder import command_line, longer
+from layerkit_runner.run.resolve import override_path
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.step.train_state import TrainState
 

@@ -16,8 +16,8 @@ from layerkit_runner.config.config_text import config_json
 from layerkit_runner.config.recorded import differing_names, require_recorded_config
 from layerkit_runner.config.registry import find_experiment
 from layerkit_runner.config.requests import ParsedFlags, ResolvedExperiment
-from layerkit_runner.config.resolve import resolve_entry, resolve_flags
 from layerkit_runner.files.text import aligned
+from layerkit_runner.run.resolve import resolve_entry, resolve_flags
 
 # A name, and values by path. Paths of the experiment's fields start with `experiment.`.
 Side = tuple[str, Mapping[str, Any]]

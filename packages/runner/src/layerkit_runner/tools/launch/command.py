@@ -69,7 +69,7 @@ def run_launch(words: Sequence[str]) -> int:
         return 0
     request = make_request(others)
     # The experiment has imported the modules that this import needs.
-    from layerkit_runner.config.resolve import naming_flags
+    from layerkit_runner.run.resolve import naming_flags
 
     with naming_flags(request.resolved):
         script = kind.make_script(request, options)

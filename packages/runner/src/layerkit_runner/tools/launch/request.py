@@ -130,7 +130,7 @@ def make_request(words: Sequence[str]) -> Request:
             raise UsageError(problem, field=f"--{name}", hint=hint)
     # A misspelled experiment is reported before Fiddle is imported.
     find_experiment(flags.exp or "")
-    from layerkit_runner.config.resolve import resolve_flags
+    from layerkit_runner.run.resolve import resolve_flags
 
     resolved = resolve_flags(flags)
     folder = flags.options.job_log_dir or ""

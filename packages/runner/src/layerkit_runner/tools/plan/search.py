@@ -22,9 +22,9 @@ import jax
 from layerkit_runner.config.config_text import config_json
 from layerkit_runner.config.overrides import Override
 from layerkit_runner.config.requests import ResolvedExperiment
-from layerkit_runner.config.resolve import with_overrides
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.text import seconds_text, size_text
+from layerkit_runner.run.resolve import with_overrides
 from layerkit_runner.tools.plan.bounds import Bounds
 from layerkit_runner.tools.plan.compiling import QUICK_NOTE
 from layerkit_runner.tools.plan.hardware import Target
