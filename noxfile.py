@@ -45,8 +45,8 @@ PARITY_SUITES = (
 PUBLISHED_SUITES = ("integration_tests/test_published_model.py",)
 # Tests of readers that need TensorFlow, which takes long to install. Other sessions skip them.
 TENSORFLOW_SUITES = (
-    ROOT / "packages/inputs/tests/seqio_adaptor",
-    ROOT / "packages/inputs/tests/lingvo_adaptor",
+    ROOT / "packages/inputs/tests/seqio",
+    ROOT / "packages/inputs/tests/lingvo",
     ROOT / "packages/inputs/tests/testing/test_tfds_folders.py",
 )
 # Tests of code that has another path on a single device, such as unrolled layers.

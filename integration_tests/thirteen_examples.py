@@ -15,10 +15,10 @@ import numpy as np
 from layerkit.config import Config
 from layerkit.nested_map import NestedMap
 from layerkit_experiments.lm.lm_cloud import LmCloudSpmdTest
-from layerkit_inputs.bad_records import BadRecordError
-from layerkit_inputs.base_input import BaseInput
-from layerkit_inputs.eval_padding import pad_rows
-from layerkit_inputs.indexed_input import IndexedInput
+from layerkit_inputs.base.bad_records import BadRecordError
+from layerkit_inputs.base.base_input import BaseInput
+from layerkit_inputs.base.eval_padding import pad_rows
+from layerkit_inputs.base.indexed_input import IndexedInput
 
 NUM_ROWS = 13
 LENGTH = 8

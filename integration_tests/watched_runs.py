@@ -12,7 +12,7 @@ from layerkit.config import Config, assigned_fields
 from layerkit.models import LanguageModel
 from layerkit.nested_map import NestedMap
 from layerkit_experiments.lm.lm_cloud import LmCloudSpmdTest
-from layerkit_inputs.synthetic import SyntheticInput
+from layerkit_inputs.synthetic.random_tokens import SyntheticInput
 from layerkit_runner.optim.early_stopping import StoppingRule
 from layerkit_runner.run.programs.train_program import TrainProgram
 from layerkit_runner.step.task_metrics import Max, Mean

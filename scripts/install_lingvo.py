@@ -25,7 +25,7 @@ import importlib.util
 if importlib.util.find_spec("layerkit_inputs") is None:
     print("Lingvo is installed; layerkit-inputs is not.")
 else:
-    from layerkit_inputs.lingvo_adaptor import preflight
+    from layerkit_inputs.lingvo import preflight
     problem = preflight.native_ops_problem()
     import lingvo.core.base_input_generator, lingvo.tasks.lm.input_generator
     print("Lingvo is ready" + (f", without its native ops: {problem}." if problem else "."))

@@ -20,14 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ROOT / "packages/inputs/tests/lingvo_adaptor"
+TESTS = ROOT / "packages/inputs/tests/lingvo"
 NEEDED = (2, 38)
 SUITE = "trixie"  # Debian 13, with glibc 2.41
 PACKAGES = ("libc6", "libstdc++6", "libgcc-s1")
 # This check runs first, because the tests are skipped if the ops do not load.
 OPS_LOAD = """
 import sys
-from layerkit_inputs.lingvo_adaptor import preflight
+from layerkit_inputs.lingvo import preflight
 problem = preflight.native_ops_problem()
 sys.exit(problem and f"Lingvo's native ops: {problem}")
 """

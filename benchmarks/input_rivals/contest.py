@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from layerkit_inputs import BaseInput
-from layerkit_inputs.text_files import standard_library_files
+from layerkit_inputs.base.find_files import standard_library_files
 
 BATCH_SIZE = 32
 LENGTH = 512

@@ -24,9 +24,9 @@ from input_rivals.contest import (
     token_rows,
 )
 from layerkit_inputs import BaseInput, Prefetch
-from layerkit_inputs.grain_adaptor.iter_input import GrainIterInput
-from layerkit_inputs.grain_adaptor.map_input import ArrayRecordRows, GrainMapInput
-from layerkit_inputs.grain_adaptor.parquet_rows import ParquetRows
+from layerkit_inputs.grain.iter_input import GrainIterInput
+from layerkit_inputs.grain.map_input import ArrayRecordRows, GrainMapInput
+from layerkit_inputs.parquet.parquet_rows import ParquetRows
 
 # Grain's worker processes read absl flags, which a program without absl.app does not parse.
 if not flags.FLAGS.is_parsed():

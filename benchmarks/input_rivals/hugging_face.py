@@ -24,9 +24,9 @@ from input_rivals.contest import (
 )
 from input_rivals.numpy_loops import BOS, EOS, FIRST_BYTE, masks_and_segments
 from layerkit_inputs.hugging_face.columns import HuggingFaceColumns
-from layerkit_inputs.hugging_face.input import HuggingFaceInput
 from layerkit_inputs.hugging_face.pairs import HuggingFacePairs
 from layerkit_inputs.hugging_face.stream import HuggingFaceStream
+from layerkit_inputs.hugging_face.text_input import HuggingFaceInput
 
 datasets.disable_progress_bars()
 

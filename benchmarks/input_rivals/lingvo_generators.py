@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from input_rivals.contest import BATCH_SIZE, LENGTH, SHUFFLED, Batch, Contest, token_rows
-from layerkit_inputs.lingvo_adaptor import LingvoInputAdaptor, prepare
+from layerkit_inputs.lingvo import LingvoInputAdaptor, prepare
 
 tensorflow = prepare()
 

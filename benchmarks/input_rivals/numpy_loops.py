@@ -18,11 +18,11 @@ from input_rivals.contest import (
     texts,
 )
 from layerkit_inputs import BaseInput, LocalText, SyntheticInput
-from layerkit_inputs.mixing.batch_mixture import BatchMixture, StreamMixture
+from layerkit_inputs.base.find_files import find_text_files
 from layerkit_inputs.mixing.mixture import Mixture
 from layerkit_inputs.mixing.multi_input import MultiInput
-from layerkit_inputs.text_files import find_text_files
-from layerkit_inputs.text_splits import split_pieces
+from layerkit_inputs.mixing.stream_mixture import BatchMixture, StreamMixture
+from layerkit_inputs.text.text_splits import split_pieces
 
 BOS, EOS, FIRST_BYTE = 1, 2, 3
 VOCABULARY = 32_000

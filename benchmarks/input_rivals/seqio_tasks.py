@@ -11,7 +11,7 @@ from pathlib import Path
 import seqio
 
 from input_rivals.contest import BATCH_SIZE, LENGTH, SHUFFLED, Batch, Contest, texts
-from layerkit_inputs.seqio_adaptor.input import SeqIOInput
+from layerkit_inputs.seqio.seqio_input import SeqIOInput
 from layerkit_inputs.testing.tfds_folders import write_tfds_folder
 
 CHARACTERS = 120

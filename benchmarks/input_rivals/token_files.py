@@ -10,8 +10,8 @@ from array_record.python.array_record_module import ArrayRecordReader
 
 from input_rivals.contest import BATCH_SIZE, LENGTH, Batch, Contest, write_json_lines
 from input_rivals.numpy_loops import shuffled_epochs
-from layerkit_inputs.token_records import TokenRecords
-from layerkit_inputs.token_store import BLOCK_LENGTH, ENDS_FILE
+from layerkit_inputs.text.token_records import TokenRecords
+from layerkit_inputs.text.token_store import BLOCK_LENGTH, ENDS_FILE
 from layerkit_inputs.tools.build_token_records import build_token_records
 
 

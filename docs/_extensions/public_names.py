@@ -43,8 +43,8 @@ PAGES: dict[str, tuple[str, ...]] = {
     "interop": ("layerkit.interop.hugging_face", "layerkit.interop.praxis"),
     "inputs": (
         "layerkit_inputs",
-        "layerkit_inputs.base_input",
-        "layerkit_inputs.lingvo_adaptor",
+        "layerkit_inputs.base.base_input",
+        "layerkit_inputs.lingvo",
         "layerkit_inputs.testing.laws",
     ),
     "runner": (

@@ -20,9 +20,9 @@ import numpy as np
 from passages import Passage, draw_passages
 
 from layerkit_inputs import LocalText
-from layerkit_inputs.text_files import standard_library_files
-from layerkit_inputs.text_splits import split_pieces
-from layerkit_inputs.trigram import trigram_loss
+from layerkit_inputs.base.find_files import standard_library_files
+from layerkit_inputs.text.text_splits import split_pieces
+from layerkit_inputs.text.trigram_baseline import trigram_loss
 
 VOCAB_SIZE = 256
 NUM_PASSAGES = {"train": 8000, "heldout": 200, "asked": 400}

@@ -20,7 +20,7 @@ from layerkit.layers.linears import Linear
 from layerkit.layers.stochastic import Dropout
 from layerkit.nested_map import NestedMap
 from layerkit.weights import WeightHParams, WeightInit
-from layerkit_inputs.indexed_input import IndexedInput
+from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.step.train_hparams import TrainHParams

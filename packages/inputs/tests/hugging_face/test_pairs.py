@@ -5,7 +5,7 @@ import pytest
 from layerkit.errors import ConfigError
 from layerkit_inputs.hugging_face.pairs import HuggingFacePairs
 from layerkit_inputs.testing import laws
-from layerkit_inputs.tokenizers import ByteTokenizer
+from layerkit_inputs.text.tokenizers import ByteTokenizer
 
 datasets = pytest.importorskip("datasets")
 datasets.disable_progress_bars()

@@ -8,10 +8,10 @@ import shutil
 import pytest
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.hugging_face.input import HuggingFaceInput
 from layerkit_inputs.hugging_face.stream import HuggingFaceStream
+from layerkit_inputs.hugging_face.text_input import HuggingFaceInput
 from layerkit_inputs.testing import laws
-from layerkit_inputs.tokenizers import SentencePieceTokenizer
+from layerkit_inputs.text.tokenizers import SentencePieceTokenizer
 
 datasets = pytest.importorskip("datasets")
 datasets.disable_progress_bars()

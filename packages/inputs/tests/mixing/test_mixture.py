@@ -8,12 +8,12 @@ import pytest
 from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 from layerkit_inputs import BaseInput, LocalText, SyntheticInput
-from layerkit_inputs.features import lm_features
-from layerkit_inputs.first_fit import plan_packing
-from layerkit_inputs.grain_adaptor.map_input import GrainMapInput
-from layerkit_inputs.indexed_input import IndexedInput
+from layerkit_inputs.base.indexed_input import IndexedInput
+from layerkit_inputs.grain.map_input import GrainMapInput
 from layerkit_inputs.mixing.components import renumber_provenance
 from layerkit_inputs.mixing.mixture import Mixture
+from layerkit_inputs.packing.first_fit import plan_packing
+from layerkit_inputs.packing.model_features import lm_features
 from layerkit_inputs.testing import laws
 
 

@@ -6,10 +6,10 @@ import pytest
 from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 from layerkit_inputs import BaseInput, LocalText, Prefetch, SyntheticInput
-from layerkit_inputs.indexed_input import IndexedInput
+from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.mixing.multi_input import MultiInput
 from layerkit_inputs.testing import laws
-from layerkit_inputs.tokenizers import ByteTokenizer
+from layerkit_inputs.text.tokenizers import ByteTokenizer
 
 
 class Rows(IndexedInput):

@@ -24,7 +24,7 @@ from typing import Any
 from layerkit.diagnostics import layer_of
 from layerkit.errors import UnknownNameError, UserError, as_sentence, error_text, near_names
 from layerkit.field_types import FieldTypeError
-from layerkit_inputs.errors import MissingExtraError, input_of
+from layerkit_inputs.base.errors import MissingExtraError, input_of
 
 
 class UsageError(UserError):

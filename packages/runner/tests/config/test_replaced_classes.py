@@ -9,7 +9,7 @@ import pytest
 
 from layerkit.config import Config, Partial
 from layerkit.layers import MultiHeadAttention
-from layerkit_inputs.synthetic import SyntheticInput
+from layerkit_inputs.synthetic.random_tokens import SyntheticInput
 from layerkit_runner import BaseExperiment, Override, UsageError
 from layerkit_runner.run.resolve import resolve
 from layerkit_runner.step.task import SingleTask

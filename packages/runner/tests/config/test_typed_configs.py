@@ -13,7 +13,7 @@ from layerkit.field_types import FieldTypeError
 from layerkit.layers.attention.multi_head import MultiHeadAttention
 from layerkit.layers.linears import Linear
 from layerkit.models.language_model import LanguageModel
-from layerkit_inputs.synthetic import SyntheticInput
+from layerkit_inputs.synthetic.random_tokens import SyntheticInput
 from layerkit_runner import BaseExperiment, Override, UsageError
 from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.config.overrides import parse_fields

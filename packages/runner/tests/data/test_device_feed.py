@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.base_input import BaseInput
-from layerkit_inputs.prefetch import Prefetch
+from layerkit_inputs.base.base_input import BaseInput
+from layerkit_inputs.base.prefetch import Prefetch
 from layerkit_runner.data.train_inputs import DeviceFeed
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import SpmdPartitioner

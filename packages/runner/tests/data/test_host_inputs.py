@@ -14,7 +14,7 @@ import pytest
 from layerkit.errors import MISSING
 from layerkit.nested_map import NestedMap
 from layerkit_inputs import IndexedInput
-from layerkit_inputs.prefetch import Prefetch
+from layerkit_inputs.base.prefetch import Prefetch
 from layerkit_runner.data.host_inputs import (
     HostTopology,
     dataset_name,

@@ -15,8 +15,8 @@ from layerkit.layers import RotaryPositionalEmbedding
 from layerkit.models import BertModel, LanguageModel, TransformerLm
 from layerkit.nested_map import NestedMap
 from layerkit_inputs import ByteTokenizer
-from layerkit_inputs.features import lm_features, prompt_features
-from layerkit_inputs.indexed_input import IndexedInput
+from layerkit_inputs.base.indexed_input import IndexedInput
+from layerkit_inputs.packing.model_features import lm_features, prompt_features
 from layerkit_runner import BaseExperiment, Learner, Observer, SingleTask, TrainHParams
 
 LINES = ("import os", "def f(x):", "return x", "x = f(1)", "import re", "pass", "é = 2", "y")

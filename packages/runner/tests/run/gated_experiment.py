@@ -20,7 +20,7 @@ from layerkit.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.config import Config, Partial
 from layerkit.layers.linears import Linear
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.indexed_input import IndexedInput
+from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_runner import BaseExperiment
 from layerkit_runner.observers import Observer
 from layerkit_runner.optim.learner import Learner

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from layerkit_inputs.prefetch import Prefetch
+from layerkit_inputs.base.prefetch import Prefetch
 from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy
 from layerkit_runner.checkpointing.folders import committed_steps
 from layerkit_runner.checkpointing.policy import read_evaluations

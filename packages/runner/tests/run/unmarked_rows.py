@@ -7,7 +7,7 @@ import numpy as np
 
 from layerkit.config import Config
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.base.base_input import BaseInput
 
 
 class Doubling(gated_experiment.Line):

@@ -10,7 +10,7 @@ import pytest
 
 from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.indexed_input import IndexedInput
+from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.observers import Observer
 from layerkit_runner.run.programs.eval_program import EvalProgram

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from layerkit_experiments.lm.recipes.seqio_tasks import vocabulary
-from layerkit_inputs.seqio_adaptor.tasks import import_seqio, import_tensorflow
+from layerkit_inputs.seqio.tasks import import_seqio, import_tensorflow
 
 
 def translation_task(

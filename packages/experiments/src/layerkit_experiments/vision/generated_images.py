@@ -12,7 +12,7 @@ import numpy as np
 
 from layerkit.checks import check_sizes, require
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.indexed_input import IndexedInput
+from layerkit_inputs.base.indexed_input import IndexedInput
 
 _PATTERN_SIZE = 8
 _TRAINING_ROWS, _EVAL_ROWS, _PATTERNS = range(3)

@@ -1,1 +1,4 @@
-"""Inputs of Hugging Face data sets, memory-mapped or streamed."""
+"""Inputs of Hugging Face data sets on this machine.
+
+It imports `text`, `packing`, `parquet` and `base`.
+"""

@@ -14,10 +14,10 @@ import numpy as np
 
 from layerkit.checks import check_choice, require
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.bad_records import BadRecordError
-from layerkit_inputs.errors import require_extra
-from layerkit_inputs.hugging_face.data import HuggingFaceData
-from layerkit_inputs.indexed_input import IndexedInput
+from layerkit_inputs.base.bad_records import BadRecordError
+from layerkit_inputs.base.errors import require_extra
+from layerkit_inputs.base.indexed_input import IndexedInput
+from layerkit_inputs.hugging_face.dataset_base import HuggingFaceData
 
 _CHECKED_ROWS = 16
 """Number of rows that identify the data in a state."""

@@ -9,12 +9,12 @@ import numpy as np
 
 from layerkit.checks import check_choice, require
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.features import stretch_pair_features
-from layerkit_inputs.first_fit import PackingPlan, plan_packing
-from layerkit_inputs.hugging_face.input import TokenisedText
-from layerkit_inputs.hugging_face.text import Example
-from layerkit_inputs.special_tokens import SpecialIds, target_start_id
-from layerkit_inputs.text_pairs import PairPacking
+from layerkit_inputs.base.special_ids import SpecialIds, target_start_id
+from layerkit_inputs.hugging_face.text_base import Example
+from layerkit_inputs.hugging_face.text_input import TokenisedText
+from layerkit_inputs.packing.first_fit import PackingPlan, plan_packing
+from layerkit_inputs.packing.model_features import stretch_pair_features
+from layerkit_inputs.text.text_pairs import PairPacking
 
 
 class HuggingFacePairs(TokenisedText):

@@ -28,13 +28,13 @@ import numpy as np
 
 from layerkit.checks import require
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.errors import require_extra
-from layerkit_inputs.eval_padding import pad_rows
-from layerkit_inputs.features import Segment, segment_features
-from layerkit_inputs.hugging_face.input import Packing, check_row_fields, too_long_error
-from layerkit_inputs.hugging_face.text import Example, HuggingFaceText
-from layerkit_inputs.state import Scope, check_same_data
-from layerkit_inputs.stream_packer import StreamPacker
+from layerkit_inputs.base.errors import require_extra
+from layerkit_inputs.base.eval_padding import pad_rows
+from layerkit_inputs.base.state import Scope, check_same_data
+from layerkit_inputs.hugging_face.text_base import Example, HuggingFaceText
+from layerkit_inputs.hugging_face.text_input import Packing, check_row_fields, too_long_error
+from layerkit_inputs.packing.model_features import Segment, segment_features
+from layerkit_inputs.packing.stream_packer import StreamPacker
 
 _IDENTIFYING_BYTES = 1 << 16
 """Number of bytes of the first file that a state identifies."""

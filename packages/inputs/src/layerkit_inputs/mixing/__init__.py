@@ -1,1 +1,4 @@
-"""Inputs that combine other inputs: mixtures of rows or batches, and merged batches."""
+"""Inputs that combine other inputs: mixtures of rows, and merged batches.
+
+It imports only `base`.
+"""

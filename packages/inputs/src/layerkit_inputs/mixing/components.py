@@ -14,8 +14,8 @@ import numpy as np
 from layerkit.checks import require
 from layerkit.config import Config, assigned_fields, is_config, target_of
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.base_input import BaseInput
-from layerkit_inputs.specs import spec_of
+from layerkit_inputs.base.base_input import BaseInput
+from layerkit_inputs.base.batch_specs import spec_of
 
 
 def build_components(

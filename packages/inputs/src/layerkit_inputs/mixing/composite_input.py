@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from layerkit_inputs.base_input import BaseInput
-from layerkit_inputs.state import Scope
+from layerkit_inputs.base.base_input import BaseInput
+from layerkit_inputs.base.state import Scope
 
 
 def component_lines(components: Mapping[str, BaseInput]) -> list[str]:

@@ -18,8 +18,8 @@ import numpy as np
 
 from layerkit.config import Config, sub_config_field
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.base_input import BaseInput
-from layerkit_inputs.indexed_input import IndexedInput
+from layerkit_inputs.base.base_input import BaseInput
+from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.mixing.components import (
     build_components,
     check_configs,

@@ -20,10 +20,10 @@ from collections.abc import Callable
 import numpy as np
 
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.base_input import BaseInput
-from layerkit_inputs.eval_padding import PADDING_VALUES
+from layerkit_inputs.base.base_input import BaseInput
+from layerkit_inputs.base.batch_specs import check_batch, spec_of
+from layerkit_inputs.base.eval_padding import PADDING_VALUES
 from layerkit_inputs.mixing.components import concatenate_rows
-from layerkit_inputs.specs import check_batch, spec_of
 
 Make = Callable[..., BaseInput]
 

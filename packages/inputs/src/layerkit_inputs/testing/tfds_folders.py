@@ -25,7 +25,7 @@ import numpy as np
 from layerkit.checks import check_choice
 from layerkit.checks import require as require_valid
 from layerkit.errors import ConfigError
-from layerkit_inputs.errors import require_extra
+from layerkit_inputs.base.errors import require_extra
 
 FileFormat = Literal["tfrecord", "array_record"]
 

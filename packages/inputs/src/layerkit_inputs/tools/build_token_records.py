@@ -37,16 +37,13 @@ import numpy as np
 from layerkit.checks import check_integers, check_rates
 from layerkit.config import build
 from layerkit.errors import ConfigError
-from layerkit_inputs.bad_records import BadRecords, OnBadRecord
-from layerkit_inputs.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS
-from layerkit_inputs.documents import framed
-from layerkit_inputs.round_trip import lost_text
-from layerkit_inputs.special_tokens import SpecialIds, prefix_id
-from layerkit_inputs.text_files import TextFile, find_text_files
-from layerkit_inputs.text_splits import share_of, split_by_names
-from layerkit_inputs.token_store import BLOCK_LENGTH, About
-from layerkit_inputs.tokenizers import SpecialTokensInText, Tokenizer, tokenizer_config
-from layerkit_inputs.tools.raw_documents import (
+from layerkit_inputs.base.bad_records import BadRecords, OnBadRecord
+from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS
+from layerkit_inputs.base.find_files import TextFile, find_text_files
+from layerkit_inputs.base.lost_text import lost_text
+from layerkit_inputs.base.special_ids import SpecialIds, prefix_id
+from layerkit_inputs.packing.documents import framed
+from layerkit_inputs.text.raw_documents import (
     MAX_DOCUMENT_BYTES,
     RawDocument,
     check_text_field,
@@ -54,6 +51,9 @@ from layerkit_inputs.tools.raw_documents import (
     read_raw_documents,
     text_of,
 )
+from layerkit_inputs.text.text_splits import share_of, split_by_names
+from layerkit_inputs.text.token_store import BLOCK_LENGTH, About
+from layerkit_inputs.text.tokenizers import SpecialTokensInText, Tokenizer, tokenizer_config
 from layerkit_inputs.tools.token_store_writer import SplitWriter
 
 _WORK_BYTES = 1 << 18

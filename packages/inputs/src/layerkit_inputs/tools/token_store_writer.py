@@ -1,4 +1,4 @@
-"""Writer of the files of a split of a token store; see `layerkit_inputs.token_store`."""
+"""Writer of the files of a split of a token store; see `layerkit_inputs.text.token_store`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from layerkit_inputs.errors import require_extra
-from layerkit_inputs.grain_adaptor.array_records import WRITER_OPTIONS
-from layerkit_inputs.token_store import BLOCK_LENGTH, ENDS_FILE, Shard, SplitAbout
+from layerkit_inputs.base.errors import require_extra
+from layerkit_inputs.grain.array_records import WRITER_OPTIONS
+from layerkit_inputs.text.token_store import BLOCK_LENGTH, ENDS_FILE, Shard, SplitAbout
 
 
 class _ShardWriter:

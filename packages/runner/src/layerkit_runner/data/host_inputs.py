@@ -15,10 +15,10 @@ import numpy as np
 
 from layerkit.config import Config, target_of
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.base_input import BaseInput
-from layerkit_inputs.eval_padding import mark_rows, pad_rows
-from layerkit_inputs.feeds import FeedPlan, plan_feeds
-from layerkit_inputs.prefetch import Prefetch
+from layerkit_inputs.base.base_input import BaseInput
+from layerkit_inputs.base.eval_padding import mark_rows, pad_rows
+from layerkit_inputs.base.feed_plan import FeedPlan, plan_feeds
+from layerkit_inputs.base.prefetch import Prefetch
 from layerkit_runner.distributed.cluster import gather_values
 from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import UsageError, as_usage_error
@@ -48,7 +48,7 @@ def check_batch(dataset: BaseInput, batch: NestedMap, *, is_padded: bool = False
                 value=list(shape),
                 expected=f"{expected} rows, which the input declares for each host",
                 hint="Pad the last batch of an epoch with rows of weight 0"
-                " (layerkit_inputs.eval_padding.pad_rows).",
+                " (layerkit_inputs.base.eval_padding.pad_rows).",
             )
         _check_fits(dataset, path, leaf)
         if path.rpartition(".")[2] not in _INTEGER_FIELDS:

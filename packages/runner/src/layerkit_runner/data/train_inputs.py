@@ -21,9 +21,9 @@ from typing import Any
 
 from layerkit.config import Config, assigned_fields
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.base_input import BaseInput
-from layerkit_inputs.eval_padding import AllGather
-from layerkit_inputs.prefetch import Prefetch
+from layerkit_inputs.base.base_input import BaseInput
+from layerkit_inputs.base.eval_padding import AllGather
+from layerkit_inputs.base.prefetch import Prefetch
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.data.host_inputs import dataset_name, peek_batch
 from layerkit_runner.distributed.stop_signals import StopRequestedError

@@ -12,9 +12,9 @@ import numpy as np
 from layerkit.config import build, is_config
 from layerkit.decoding import SampleDecoder
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.features import as_array, as_tokens, prompt_features
-from layerkit_inputs.special_tokens import first_ids
-from layerkit_inputs.tokenizers import Tokenizer
+from layerkit_inputs.base.special_ids import first_ids
+from layerkit_inputs.packing.model_features import as_array, as_tokens, prompt_features
+from layerkit_inputs.text.tokenizers import Tokenizer
 from layerkit_runner.config.config_tree import field_value
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.data.host_inputs import make_input

@@ -14,9 +14,9 @@ from layerkit.base_layer import PARAMS
 from layerkit.config import Config
 from layerkit.decoding import PausedDecoder, SampledRows
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.features import as_tokens
-from layerkit_inputs.special_tokens import end_disagreement, end_ids
-from layerkit_inputs.tokenizers import Tokenizer
+from layerkit_inputs.base.special_ids import end_disagreement, end_ids
+from layerkit_inputs.packing.model_features import as_tokens
+from layerkit_inputs.text.tokenizers import Tokenizer
 from layerkit_runner.errors import UsageError
 from layerkit_runner.interface.generation import (
     Buckets,

@@ -14,7 +14,7 @@ import optax
 
 from layerkit.config import Config, Partial
 from layerkit.field_types import parse_literal
-from layerkit_inputs.tokenizers import tokenizer_config
+from layerkit_inputs.text.tokenizers import tokenizer_config
 from layerkit_runner.config.config_text import config_json
 from layerkit_runner.config.experiment import BaseExperiment, experiment_fields
 from layerkit_runner.config.overrides import Override, parse_fields

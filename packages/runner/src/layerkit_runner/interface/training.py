@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from layerkit import html_display
-from layerkit_inputs.errors import MissingExtraError
+from layerkit_inputs.base.errors import MissingExtraError
 from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.config.requests import ResolvedExperiment, flag_word
 from layerkit_runner.distributed.stop_signals import Interrupts

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from etils import epath
 
 from layerkit.errors import ConfigError, pip_install
-from layerkit_inputs.errors import MissingExtraError
+from layerkit_inputs.base.errors import MissingExtraError
 from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.observers.metrics_log import Metrics, Record, read_metrics
 

@@ -16,7 +16,7 @@ import jax
 
 from layerkit.config import target_of
 from layerkit.errors import error_text
-from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.base.base_input import BaseInput
 from layerkit_runner.checkpointing import CheckpointManager, SaveError, SaveTimeoutError
 from layerkit_runner.config.config_tree import check_required_fields
 from layerkit_runner.config.requests import ResolvedExperiment

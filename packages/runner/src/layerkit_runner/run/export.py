@@ -36,7 +36,7 @@ from layerkit.decoding import SampleDecoder
 from layerkit.errors import UserError, pip_install
 from layerkit.interop.hugging_face import export_model
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.errors import MissingExtraError
+from layerkit_inputs.base.errors import MissingExtraError
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.atomic_write import atomic_write

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.base.base_input import BaseInput
 from layerkit_runner.files.atomic_write import atomic_write, read_regular
 from layerkit_runner.files.text import stable_repr
 from layerkit_runner.partitioning import Partitioner

@@ -181,7 +181,7 @@ def naming_flags(resolved: ResolvedExperiment) -> Iterator[None]:
 
     The `field` and the `settings` of an error are replaced. If the error or its cause has
     `remedies`, flags for them are added to the hint; any one of them helps. See
-    `layerkit_inputs.bad_records.UnfitFieldError`.
+    `layerkit_inputs.base.bad_records.UnfitFieldError`.
     """
     try:
         yield

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.base.base_input import BaseInput
 from layerkit_runner.checkpointing import CheckpointManager, RestoredCheckpoint, SaveTimeoutError
 from layerkit_runner.checkpointing.errors import naming_damage
 from layerkit_runner.config.requests import ResolvedExperiment

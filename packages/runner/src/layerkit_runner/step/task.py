@@ -38,7 +38,7 @@ from layerkit.step_reports import (
 )
 from layerkit.summaries import DEFAULT_VERBOSITY
 from layerkit.weights import unbox
-from layerkit_inputs.eval_padding import ROW_MARKS
+from layerkit_inputs.base.eval_padding import ROW_MARKS
 from layerkit_runner.errors import UsageError
 from layerkit_runner.optim.early_stopping import StoppingRule
 from layerkit_runner.optim.learner import cast_like, choose, global_norm

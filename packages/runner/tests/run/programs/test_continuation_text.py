@@ -10,7 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from layerkit_inputs.tokenizers import ByteTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
+from layerkit_inputs.text.tokenizers import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+)
 from layerkit_runner.run.programs.continuation_text import TextStream, continuation_text
 
 WORDS = ["▁the", "▁", "▁cat", "s", "e", "t", "a", "c", "▁a", "▁é", "."]

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from layerkit.layers.linears import Linear
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.prefetch import Prefetch
+from layerkit_inputs.base.prefetch import Prefetch
 from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.data.train_inputs import TrainInput, TrainInputs
 from layerkit_runner.errors import UsageError

@@ -13,7 +13,7 @@ import pytest
 from layerkit.layers import TransformerFeedForward, quantize_model
 from layerkit.nested_map import NestedMap
 from layerkit_inputs import IndexedInput, LocalText, Prefetch
-from layerkit_inputs.tokenizers import HuggingFaceTokenizer
+from layerkit_inputs.text.tokenizers import HuggingFaceTokenizer
 from layerkit_runner.run.report.start_report import (
     LayerNotes,
     compiled_lines,

@@ -8,7 +8,7 @@ import pytest
 
 from layerkit.nested_map import NestedMap
 from layerkit_inputs import ByteTokenizer, LocalText
-from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.base.base_input import BaseInput
 from layerkit_runner.tools.inspect.batches import field_table, real_rows, row_lines, summary
 
 

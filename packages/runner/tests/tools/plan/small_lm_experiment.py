@@ -7,7 +7,7 @@ import optax
 from layerkit.config import Config, Partial
 from layerkit.layers import RotaryPositionalEmbedding, StackedTransformerRepeated
 from layerkit.models import LanguageModel, TransformerLm
-from layerkit_inputs.synthetic import SyntheticInput
+from layerkit_inputs.synthetic.random_tokens import SyntheticInput
 from layerkit_runner import BaseExperiment
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner

@@ -9,7 +9,7 @@ from layerkit.errors import ConfigError
 from layerkit_experiments.lm.recipes.fine_tuning import weights_of
 from layerkit_experiments.lm.recipes.model import remat_policy
 from layerkit_experiments.lm.recipes.optimization import TrainingLength
-from layerkit_inputs.special_tokens import end_ids
+from layerkit_inputs.base.special_ids import end_ids
 from layerkit_runner.config.experiment import BaseExperiment
 from layerkit_runner.step.task import SingleTask
 

@@ -15,11 +15,11 @@ import numpy as np
 from layerkit.config import build
 from layerkit.errors import ConfigError
 from layerkit_inputs import Tokenizer, tokenizer_config
-from layerkit_inputs.errors import require_extra
-from layerkit_inputs.features import lm_features
-from layerkit_inputs.special_tokens import first_ids
-from layerkit_inputs.text_files import find_text_files
-from layerkit_inputs.tools.raw_documents import read_raw_documents, text_of
+from layerkit_inputs.base.errors import require_extra
+from layerkit_inputs.base.find_files import find_text_files
+from layerkit_inputs.base.special_ids import first_ids
+from layerkit_inputs.packing.model_features import lm_features
+from layerkit_inputs.text.raw_documents import read_raw_documents, text_of
 
 LAST_WORD = r"(?s)^(.*\S)\s+(\S+)$"
 """Regular expression that splits a passage from its last word, valid in Python and RE2."""
@@ -86,7 +86,7 @@ def last_word_rows(
       vocab_size: Vocabulary size of the model; None for no check.
 
     Returns:
-      A `grain.MapDataset` of the arrays of `layerkit_inputs.features.lm_features`, each
+      A `grain.MapDataset` of the arrays of `layerkit_inputs.lm_features`, each
       `[seq_length]`.
 
     Raises:

@@ -8,7 +8,7 @@ from layerkit.config import Config, assigned_fields, target_of
 from layerkit.errors import ConfigError
 from layerkit.nested_map import NestedMap
 from layerkit_inputs import BaseInput, LocalText, SeqIOInput, SyntheticInput, TokenRecords
-from layerkit_inputs.eval_padding import ROW_MARKS
+from layerkit_inputs.base.eval_padding import ROW_MARKS
 
 
 class RowPrompts(BaseInput):

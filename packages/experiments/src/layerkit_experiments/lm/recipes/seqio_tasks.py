@@ -19,7 +19,7 @@ from layerkit_experiments.lm.recipes.last_words import (
     check_vocab_size,
     require_vocab_path,
 )
-from layerkit_inputs.seqio_adaptor.tasks import import_seqio, import_tensorflow
+from layerkit_inputs.seqio.tasks import import_seqio, import_tensorflow
 
 
 def language_model_task(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from layerkit.config import Config, assigned_fields, target_of
-from layerkit_inputs.base_input import BaseInput
+from layerkit_inputs.base.base_input import BaseInput
 from layerkit_runner.config.config_tree import check_required_fields
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.data.host_inputs import make_input, prefetched

@@ -18,8 +18,8 @@ from etils import epath
 
 from layerkit.base_model import BaseModel, WeightedScalar
 from layerkit.nested_map import NestedMap
-from layerkit_inputs.base_input import BaseInput
-from layerkit_inputs.eval_padding import ROW_MARKS, example_rows
+from layerkit_inputs.base.base_input import BaseInput
+from layerkit_inputs.base.eval_padding import ROW_MARKS, example_rows
 from layerkit_runner.config.recorded import differing_names
 from layerkit_runner.data.host_inputs import eval_batches, peek_eval_batch, report_skipped
 from layerkit_runner.distributed.cluster import from_process_0

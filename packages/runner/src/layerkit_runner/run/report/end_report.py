@@ -17,7 +17,7 @@ import jax
 
 from layerkit.base_model import NATS_PER_TOKEN
 from layerkit.errors import UserError, error_text
-from layerkit_inputs.errors import MissingExtraError
+from layerkit_inputs.base.errors import MissingExtraError
 from layerkit_runner.config.config_tree import NOT_SET, value_at
 from layerkit_runner.distributed.cluster import all_arrive
 from layerkit_runner.distributed.watchdog import phase

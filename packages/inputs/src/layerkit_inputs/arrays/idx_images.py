@@ -1,0 +1,137 @@
+"""IdxImages, an input of labeled images from IDX files, the format of MNIST.
+
+A split consists of two files, images and labels: `train-images-idx3-ubyte` and
+`train-labels-idx1-ubyte`, or `t10k-…` for the test split, plain or compressed (`.gz`).
+Fashion-MNIST and KMNIST have the same format. An IDX file begins with two zero bytes, a byte for
+the type of its numbers and a byte for the number of dimensions. The sizes as big-endian int32 and
+the numbers follow.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import math
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from layerkit.checks import check_choice, require
+from layerkit.nested_map import NestedMap
+from layerkit_inputs.base.bad_records import BadRecordError, MissingFileError
+from layerkit_inputs.base.indexed_input import IndexedInput
+from layerkit_inputs.synthetic.generated_digits import blank_images
+
+_PREFIXES = {"train": "train", "test": "t10k"}
+_UNSIGNED_BYTES = 0x08
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """Return the array of an IDX file, uint8.
+
+    Raises:
+      BadRecordError: The file is truncated, is no IDX file, or does not hold unsigned bytes.
+    """
+    data = path.read_bytes()
+    if path.suffix == ".gz":
+        try:
+            data = gzip.decompress(data)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise BadRecordError(f"not a whole gzip file ({error})", owner=str(path)) from None
+    if len(data) < 4 or data[:2] != b"\0\0" or data[2] != _UNSIGNED_BYTES:
+        raise BadRecordError(
+            "not an IDX file of unsigned bytes",
+            owner=str(path),
+            field="first bytes",
+            value=data[:4].hex(" "),
+            expected="00 00 08 and the number of dimensions",
+        )
+    begin = 4 + 4 * data[3]
+    shape = np.frombuffer(data[4:begin], ">i4").tolist() if len(data) >= begin else None
+    size = begin if shape is None else begin + math.prod(shape)
+    if len(data) != size:
+        raise BadRecordError(
+            owner=str(path),
+            field="size in bytes",
+            value=len(data),
+            expected=f"{size} for {data[3]} dimensions" + (f" of {shape}" if shape else ""),
+        )
+    return np.frombuffer(data, np.uint8, offset=begin).reshape(shape)
+
+
+class IdxImages(IndexedInput):
+    """An input of `inputs` float32 `[batch, height, width, 1]` and `labels` int32 `[batch]`.
+
+    Pixels are in [0, 1]. Evaluation batches also have `provenance` and
+    `eval_sample_weights`, each `[batch]`. The files are read on first use and kept in memory.
+    """
+
+    folder: str | None = None
+    """Folder of the files. Required."""
+    split: str = "train"
+    """`train` or `test`."""
+    image_size: Sequence[int] = (28, 28)
+    """Height and width of the images."""
+
+    rows_in_memory: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        expected = "a folder with the IDX files of a data set"
+        require(self.folder is not None, self._label, "folder", None, expected)
+        check_choice(self._label, _PREFIXES, split=self.split)
+
+    @classmethod
+    def blank_batch(cls, config: Any, rows: int) -> NestedMap:
+        """Return a batch of black images with the label 0."""
+        return blank_images(rows, config.image_size)
+
+    @functools.cached_property
+    def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Images uint8 `[examples, height, width]` and labels uint8 `[examples]`."""
+        images, labels = (
+            read_idx(self._file(kind)) for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")
+        )
+        if images.shape != (*labels.shape, *self.image_size):
+            raise self._config_error(
+                field="shape of the images",
+                value=list(images.shape),
+                expected=f"{[*labels.shape, *self.image_size]} for labels of shape"
+                f" {list(labels.shape)} and image_size={self.image_size}",
+            )
+        return images, labels
+
+    def _file(self, kind: str) -> Path:
+        plain = Path(str(self.folder), f"{_PREFIXES[self.split]}-{kind}")
+        for path in (plain, plain.with_name(f"{plain.name}.gz")):
+            if path.is_file():
+                return path
+        raise MissingFileError(
+            "file not found",
+            owner=self._label,
+            field="folder",
+            value=self.folder,
+            expected=f"a folder with {plain.name} or {plain.name}.gz",
+        )
+
+    def _num_rows(self) -> int:
+        return len(self._arrays[1])
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        images, labels = self._arrays
+        return NestedMap(
+            inputs=(images[rows] / np.float32(255))[..., None], labels=labels[rows].astype(np.int32)
+        )
+
+    def _fingerprint(self) -> dict[str, Any]:
+        images, labels = self._crc32
+        return {"split": self.split, "images_crc32": images, "labels_crc32": labels}
+
+    @functools.cached_property
+    def _crc32(self) -> tuple[int, int]:
+        images, labels = self._arrays
+        return zlib.crc32(images.tobytes()), zlib.crc32(labels.tobytes())

@@ -1,0 +1,191 @@
+"""IndexedInput, the base class of readers of rows by number. Its state is one global count.
+
+The global stream is a sequence of row numbers. Each global batch consists of the next ones, and
+each host reads its own block of it. So any number of hosts makes the same global batches, and a run
+can resume on another number of hosts. The order of an epoch depends only on seed and epoch. It is a
+permutation by Philox with the key [seed, epoch]. For windows, and for more rows than fit into
+memory, it is a permutation whose elements are computed separately (`index_shuffle`).
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, ClassVar
+
+import numpy as np
+
+from layerkit.checks import require
+from layerkit.nested_map import NestedMap
+from layerkit_inputs.base.base_input import BaseInput, counted
+from layerkit_inputs.base.eval_padding import blank_rows, pad_rows, split_rows
+from layerkit_inputs.base.index_shuffle import shuffled_rows, window_shuffled_rows
+from layerkit_inputs.base.state import Scope, check_same_data
+
+MOST_ROWS_DRAWN = 1 << 22
+"""Maximum number of rows of which the order of an epoch is kept in memory, 8 bytes a row."""
+
+
+def epoch_order(num_rows: int, *, seed: int, epoch: int) -> np.ndarray:
+    """Return the order of the rows of an epoch, int64 `[num_rows]`, a permutation."""
+    key = np.array([seed, epoch], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).permutation(num_rows)
+
+
+class IndexedInput(BaseInput):
+    """Base class of readers that can read any row by its number.
+
+    A subclass defines `_num_rows` and `_read_rows`, and `_fingerprint` if its rows depend on fields
+    or files. While training, a batch may contain the end of one epoch and the beginning of the
+    next, so every epoch visits each row exactly once and all batches are full. An evaluation of one
+    epoch fills its last batches with padding, the same number of batches on every host.
+    `provenance` (int32 `[batch]`, the number of the row, -1 for padding) and `eval_sample_weights`
+    (float32 `[batch]`, 0 for padding) mark the rows.
+    """
+
+    shuffle: bool | None = None
+    """Whether each epoch visits its rows in a new random order. None: only while training."""
+    shuffle_window: int | None = None
+    """Number of consecutive stored rows that are shuffled among each other and visited together,
+    for sequential reads of a disk. None: rows are shuffled over the whole epoch."""
+
+    state_scope: ClassVar[Scope] = "global"
+
+    rows_in_memory: ClassVar[bool] = False
+    """Whether `_read_rows` needs no storage and reads every row, so that a `Mixture` may read a few
+    batches at once."""
+
+    def __post_init__(self) -> None:
+        """Check the fields and derive `shuffle`."""
+        super().__post_init__()
+        self._check_at_least(1, "shuffle_window")
+        window, is_ordered = self.shuffle_window, self.shuffle is False
+        is_valid = window is None or not is_ordered
+        require(is_valid, self._label, "shuffle_window", window, "None with shuffle=False")
+        if self.shuffle is None:
+            self.shuffle = self.is_training
+        self._seed = self.input_random_seed or 0
+        in_range = 0 <= self._seed < 2**64
+        expected = "an integer in [0, 2**64)"
+        require(in_range, self._label, "input_random_seed", self._seed, expected)
+        self._rows_done = 0
+        self._orders: dict[int, np.ndarray] = {}
+        # Set by `_read_rows`: True for each row that could not be read; empty if all could.
+        self._is_unreadable = np.zeros(0, bool)
+
+    # Methods that a reader defines.
+
+    def _num_rows(self) -> int | None:
+        """Return the number of rows of an epoch, or None for an endless stream."""
+        raise NotImplementedError(f"{type(self).__qualname__} must define _num_rows().")
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        """Return the rows with these numbers (int64 `[rows]`, never empty), arrays `[rows, ...]`.
+
+        The caller may modify the arrays. They must be new arrays, or views, which are copied.
+        """
+        raise NotImplementedError(f"{type(self).__qualname__} must define _read_rows().")
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """Return JSON values that identify the rows. A state fits only if they are equal."""
+        return {}
+
+    # Methods of BaseInput.
+
+    def _data_text(self) -> str:
+        num_rows = self._num_rows()
+        return "an endless stream" if num_rows is None else counted(num_rows, "row")
+
+    def _next(self) -> NestedMap:
+        num_rows = self._num_rows()
+        if num_rows == 0:
+            raise self._config_error("the data have no rows", hint="Check that they are not empty.")
+        limit = None if self.endless else num_rows
+        if limit is not None and self._rows_done >= limit:
+            raise StopIteration
+        positions = split_rows(
+            self._rows_done,
+            limit,
+            batch_size=self.local_batch_size,
+            host_index=self.infeed_host_index,
+        )
+        if len(positions):
+            batch, rows = self._read_at(positions, num_rows)
+        else:  # This host has no rows left. Any row gives the shapes.
+            batch, rows = self._read_at(np.zeros(1, np.int64), num_rows)
+            batch, rows = batch.transform(lambda array: array[:0]), rows[:0]
+            self._is_unreadable = self._is_unreadable[:0]
+        batch = self._finished(batch, rows)
+        self._rows_done += self.global_batch_size
+        return batch
+
+    def _read_at(self, positions: np.ndarray, num_rows: int | None) -> tuple[NestedMap, np.ndarray]:
+        """Return the rows at positions of the stream of all epochs, and their numbers."""
+        rows = self._rows_at(positions, num_rows)
+        return self._read_rows(rows), rows
+
+    def _finished(self, batch: NestedMap, rows: np.ndarray) -> NestedMap:
+        """Return a full batch with padding and, outside of training, with `provenance`.
+
+        Outside of training, rows that could not be read become padding.
+        """
+        if not self.is_training:
+            if len(rows) and rows.max() >= 2**31:
+                raise self._config_error(
+                    "too many rows for provenance, which is int32",
+                    field="row",
+                    value=int(rows.max()),
+                    expected="a number below 2**31",
+                )
+            batch.provenance = rows.astype(np.int32)
+            batch.eval_sample_weights = np.ones(len(rows), np.float32)
+        batch = pad_rows(batch, self.local_batch_size - len(rows), copy=False)
+        if self.is_training or not self._is_unreadable.any():
+            return batch
+        is_blank = np.zeros(self.local_batch_size, bool)
+        is_blank[: len(rows)] = self._is_unreadable
+        return blank_rows(batch, is_blank)
+
+    def _rows_at(self, positions: np.ndarray, num_rows: int | None) -> np.ndarray:
+        """Return the row numbers at these positions of the stream of all epochs."""
+        if num_rows is None:
+            return positions
+        epochs, within = np.divmod(positions, num_rows)
+        if not self.shuffle or not len(positions):
+            return within
+        first, last = int(epochs.min()), int(epochs.max())
+        # Orders of past epochs are deleted.
+        self._orders = {n: order for n, order in self._orders.items() if first <= n <= last}
+        if first == last:
+            return self._shuffled(within, num_rows, first)
+        rows = np.empty_like(within)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            rows[here] = self._shuffled(within[here], num_rows, epoch)
+        return rows
+
+    def _shuffled(self, places: np.ndarray, num_rows: int, epoch: int) -> np.ndarray:
+        if self.shuffle_window is not None:
+            return window_shuffled_rows(
+                places, num_rows, window=self.shuffle_window, seed=self._seed, epoch=epoch
+            )
+        if num_rows > MOST_ROWS_DRAWN:
+            return shuffled_rows(places, num_rows, seed=self._seed, epoch=epoch)
+        if epoch not in self._orders:
+            self._orders[epoch] = epoch_order(num_rows, seed=self._seed, epoch=epoch)
+        return self._orders[epoch][places]
+
+    def _reset(self) -> None:
+        self._rows_done = 0
+
+    def _identity(self) -> dict[str, Any]:
+        order: dict[str, Any] = {"seed": self._seed} if self.shuffle else {}
+        if self.shuffle and self.shuffle_window is not None:
+            order["shuffle_window"] = self.shuffle_window
+        return {"num_rows": self._num_rows(), **order, **self._fingerprint()}
+
+    def _reader_state(self) -> dict[str, Any]:
+        return {"rows_done": self._rows_done, "data": self._identity()}
+
+    def _set_reader_state(self, position: dict[str, Any]) -> None:
+        check_same_data(self._label, position["data"], self._identity())
+        self._rows_done = operator.index(position["rows_done"])

@@ -1,0 +1,234 @@
+"""Prefetch, an input that makes the next batches of another input on a thread.
+
+Its state is that of the *delivered* batches. Each batch is queued with the state of the source
+after it, so batches in the queue are made again after a restore. The thread is a daemon without a
+reference to its owner. Deleting the input, closing it or exiting the interpreter stops the thread,
+and none of them waits for a source that hangs.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from layerkit.checks import require
+from layerkit.nested_map import NestedMap
+from layerkit_inputs.base.base_input import BaseInput
+from layerkit_inputs.base.delivery import exit_as_error
+from layerkit_inputs.base.state import Scope
+
+_EXIT_SECONDS = 1.0
+_CLOSE_SECONDS = 5.0
+
+
+class _Worker:
+    """A thread that reads ahead until the source ends or fails, or until it is stopped."""
+
+    def __init__(self, source: BaseInput, depth: int, check: Callable[[NestedMap], object] | None):
+        self._source = source
+        self._depth = depth
+        self._check = check
+        self._ready: collections.deque[tuple[NestedMap, dict[str, Any]]] = collections.deque()
+        self._end: BaseException | None = None
+        self._is_stopped = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="layerkit-prefetch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while self._wait_for_room():
+            try:
+                batch = self._source.get_next()
+                if self._check is not None:
+                    self._check(batch)
+                item = (batch, self._source.get_state())
+            except BaseException as error:  # Without it, `take` would wait forever.
+                with self._changed:
+                    self._end = exit_as_error(self._source, error)
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._ready.append(item)
+                self._changed.notify_all()
+
+    def _wait_for_room(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopped or len(self._ready) < self._depth)
+            return not self._is_stopped
+
+    def take(self) -> tuple[NestedMap, dict[str, Any]]:
+        """Return the next batch and the state after it, or raise the error of the source."""
+        with self._changed:
+            self._changed.wait_for(self._can_take)
+            if not self._ready:
+                assert self._end is not None
+                raise self._end
+            item = self._ready.popleft()
+            self._changed.notify_all()
+            return item
+
+    @property
+    def num_ready(self) -> int:
+        """Number of batches in the queue."""
+        return len(self._ready)
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until `take` would not block, at most `timeout` seconds; return whether it is so."""
+        with self._changed:
+            return self._changed.wait_for(self._can_take, timeout)
+
+    def _can_take(self) -> bool:
+        return bool(self._ready) or self._end is not None
+
+    def stop(self, timeout: float | None) -> bool:
+        """Stop the thread; return whether it has ended after at most `timeout` seconds."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+        # The garbage collector may finalize the owner on this thread.
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+
+class Prefetch(BaseInput):
+    """An input that reads `source` ahead on a thread and returns its batches and states.
+
+    The fields of BaseInput are taken from `source`. No other code may read `source`.
+    """
+
+    source: BaseInput
+    """Input to read."""
+    depth: int = 2
+    """Maximum number of batches in the queue."""
+    check: Callable[[NestedMap], object] | None = None
+    """Function that is called with each batch on the thread. `get_next` raises its errors."""
+
+    def __post_init__(self) -> None:
+        """Check the fields and copy those of `source`."""
+        self._check_at_least(1, "depth")
+        for field in dataclasses.fields(BaseInput):
+            given, derived = getattr(self, field.name), getattr(self.source, field.name)
+            expected = f"no value here, since source.{field.name}={derived!r}"
+            is_valid = given in (field.default, derived)
+            require(is_valid, self._label, field.name, given, expected)
+            setattr(self, field.name, derived)
+        super().__post_init__()
+        self._worker: _Worker | None = None
+        self._stop_at_exit: weakref.finalize | None = None
+        self._position: dict[str, Any] = {}
+
+    @property
+    def token_unit(self) -> str:  # type: ignore[override]
+        """Token unit of `source`."""
+        return self.source.token_unit
+
+    @property
+    def state_scope(self) -> Scope:  # type: ignore[override]
+        """Scope of the states of `source`."""
+        return self.source.state_scope
+
+    def _check_fields(self) -> None:
+        """Do nothing, since the source has checked its fields."""
+
+    def _resolve_passes(self) -> None:
+        """Do nothing, since the source has resolved them."""
+
+    def get_next(self) -> NestedMap:
+        """Wait for the next batch of `source` and return it, or raise the error of `source`."""
+        batch, self._position = self._started().take()
+        return batch
+
+    @property
+    def num_ready(self) -> int:
+        """Number of batches that `get_next` would return without waiting."""
+        waiting = 0 if self._worker is None else self._worker.num_ready
+        return waiting + (self._peeked is not None)
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until `get_next` would not block, and return whether it is so.
+
+        The next call may return a batch, or raise StopIteration or the error of the source.
+
+        Args:
+          timeout: Maximum time to wait, in seconds.
+        """
+        return self._peeked is not None or self._started().wait(timeout)
+
+    def _started(self) -> _Worker:
+        if self._worker is None:
+            self._position = self.source.get_state()
+            self._worker = _Worker(self.source, self.depth, self.check)
+            self._stop_at_exit = weakref.finalize(self, self._worker.stop, _EXIT_SECONDS)
+        return self._worker
+
+    def _stop(self, timeout: float | None) -> bool:
+        if self._worker is None:
+            return True
+        assert self._stop_at_exit is not None
+        self._stop_at_exit.detach()
+        worker, self._worker = self._worker, None
+        return worker.stop(timeout)
+
+    def _envelope(self) -> dict[str, Any]:
+        return self.source.get_state() if self._worker is None else self._position
+
+    def _set_envelope(self, envelope: dict[str, Any]) -> None:
+        self._stop(timeout=None)
+        self.source.set_state(envelope)
+
+    def _reset(self) -> None:
+        self._stop(timeout=None)
+        self.source.reset()
+
+    def _close(self) -> None:
+        # A source that hangs inside get_next is not closed.
+        if self._stop(_CLOSE_SECONDS):
+            self.source.close()
+
+    def describe_data(self) -> list[str]:
+        """Return the lines of the input that is read ahead."""
+        return self.source.describe_data()
+
+    def text_tokenizer(self, key: str | None = None) -> Any:
+        """Return the tokenizer of `source`."""
+        return self.source.text_tokenizer(key)
+
+    def ids_to_strings(
+        self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
+    ) -> list[str]:
+        """Decode token ids with `source`."""
+        return self.source.ids_to_strings(ids, lengths, key)
+
+    def baselines(self) -> dict[str, float]:
+        """Return the reference losses of `source`."""
+        return self.source.baselines()
+
+    @property
+    def num_skipped(self) -> int:
+        """Number of skipped records of `source`, including those of queued batches."""
+        return self.source.num_skipped
+
+    @property
+    def has_score_metrics(self) -> bool:
+        """Whether `source` has them."""
+        return self.source.has_score_metrics
+
+    @property
+    def has_prediction_metrics(self) -> bool:
+        """Whether `source` has them."""
+        return self.source.has_prediction_metrics
+
+    def score_metrics(self, scores: Mapping[int, float]) -> dict[str, float]:
+        """Compute the metrics of `source`."""
+        return self.source.score_metrics(scores)
+
+    def prediction_metrics(self, predictions: Mapping[int, str]) -> dict[str, float]:
+        """Compute the metrics of `source`."""
+        return self.source.prediction_metrics(predictions)

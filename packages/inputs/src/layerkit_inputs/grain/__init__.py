@@ -1,0 +1,4 @@
+"""Inputs of Grain pipelines and of ArrayRecord files, without TensorFlow.
+
+It imports only `base`.
+"""

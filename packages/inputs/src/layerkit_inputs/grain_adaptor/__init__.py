@@ -1,1 +1,0 @@
-"""Inputs of Grain pipelines, ArrayRecord files and Parquet files, without TensorFlow."""

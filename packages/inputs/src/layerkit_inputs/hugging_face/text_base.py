@@ -1,0 +1,180 @@
+"""HuggingFaceText: the base of inputs that read text or token ids of a Hugging Face data set.
+
+A column of strings is encoded by the tokenizer of the input. A column of lists of integers holds
+ids that this tokenizer made. Examples may have two columns, inputs and targets; then only the
+targets count for the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from layerkit_inputs.base.bad_records import CONVERSATIONS
+from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS
+from layerkit_inputs.base.errors import require_extra
+from layerkit_inputs.base.special_ids import first_ids, last_ids
+from layerkit_inputs.hugging_face.dataset_base import HuggingFaceData
+from layerkit_inputs.packing.model_features import as_tokens
+from layerkit_inputs.text.raw_documents import is_list_of_structs
+from layerkit_inputs.text.tokenizers import ByteTokenizer, Tokenizer
+
+
+class Example(NamedTuple):
+    """An example as token ids without special ids, each int32 `[tokens]`."""
+
+    inputs: np.ndarray
+    """Token ids of the inputs; empty if there is no column of inputs."""
+    targets: np.ndarray
+
+
+class HuggingFaceText(HuggingFaceData):
+    """Base of inputs of text, with its columns and its tokenizer."""
+
+    token_unit: ClassVar[str] = "token"
+
+    text_field: str = "text"
+    """Column of the text or token ids; with `inputs_field`, column of the targets."""
+    inputs_field: str | None = None
+    """Column of the inputs, whose tokens have no loss. None: examples have no inputs."""
+    tokenizer: Tokenizer | None = None
+    """Tokenizer of the text, or the one that made a column of ids. None: bytes."""
+
+    def __post_init__(self) -> None:
+        """Set the default of the tokenizer and the token unit."""
+        super().__post_init__()
+        self._tokenizer = ByteTokenizer() if self.tokenizer is None else self.tokenizer
+        self._texts_to_check: list[bytes] = []
+        if isinstance(self._tokenizer, ByteTokenizer):
+            self.token_unit = "byte"  # type: ignore[misc]  # of this instance
+
+    def _text_columns(self) -> list[str]:
+        return [*([] if self.inputs_field is None else [self.inputs_field]), self.text_field]
+
+    def _check_text_columns(self, schema: Any) -> None:
+        """Check that an Arrow schema has the columns."""
+        arrow = require_extra("pyarrow", needed_by=type(self).__qualname__)
+        has_conversations = any(is_list_of_structs(arrow, kind) for kind in schema.types)
+        for field in ("text_field", "inputs_field"):
+            name = getattr(self, field)
+            if name is not None and name not in schema.names:
+                hint = CONVERSATIONS if has_conversations else None
+                raise self._config_error(field=field, value=name, choices=schema.names, hint=hint)
+
+    def _examples(self, table: Any, order: Sequence[int]) -> Iterator[tuple[int, Example | str]]:
+        """Yield the row number, and the example or its problem, of rows of an Arrow table."""
+        arrow = require_extra("pyarrow", needed_by=type(self).__qualname__)
+        self._check_text_columns(table.schema)
+        columns = []
+        for name in self._text_columns():
+            column = table.column(name)
+            if arrow.types.is_string(column.type) or arrow.types.is_large_string(column.type):
+                # As bytes, so that invalid UTF-8 is found when the text is decoded.
+                column = column.cast(arrow.large_binary())
+            else:
+                self._check_ids_column(arrow, name, column.type)
+            columns.append(column)
+        for row in order:
+            try:
+                parts = [self._tokens(column[row].as_py()) for column in columns]
+            except UnicodeDecodeError as error:
+                byte = error.object[error.start]
+                yield row, f"byte {error.start} of the text is 0x{byte:02x}, which is not UTF-8."
+            except ValueError as error:
+                yield row, str(error)
+            else:
+                inputs = parts[0] if len(parts) > 1 else np.zeros(0, np.int32)
+                yield row, Example(inputs, parts[-1])
+
+    def _check_ids_column(self, arrow: Any, name: str, kind: Any) -> None:
+        is_list = arrow.types.is_list(kind) or arrow.types.is_large_list(kind)
+        if arrow.types.is_null(kind):
+            return
+        if not is_list or not arrow.types.is_integer(kind.value_type):
+            raise self._config_error(
+                field=f"type of column {name!r}",
+                value=str(kind),
+                expected="strings, or lists of integers (token ids)",
+                hint=CONVERSATIONS if is_list_of_structs(arrow, kind) else None,
+            )
+        if self.tokenizer is None:
+            raise self._config_error(
+                f"column {name!r} holds token ids",
+                field="tokenizer",
+                value=None,
+                expected="the tokenizer that made the ids",
+            )
+
+    def _tokens(self, value: bytes | list[int] | None) -> np.ndarray:
+        if value is None:
+            raise ValueError("no text (null).")
+        if isinstance(value, bytes):
+            if len(self._texts_to_check) < NUM_FIRST_TEXTS:
+                self._texts_to_check.append(value[:FIRST_TEXT_BYTES])
+            return self._tokenizer.encode(value)
+        if None in value:
+            raise ValueError("a null among the token ids.")
+        ids = as_tokens(value, where="the token ids")
+        if len(ids) and ids.max() >= self._tokenizer.vocab_size:
+            raise ValueError(
+                f"token id {ids.max()}; the tokenizer has {self._tokenizer.vocab_size} ids."
+            )
+        return ids
+
+    def _framed(self, example: Example) -> Example:
+        """Return an example with the ids before its first token and after its last one.
+
+        Empty inputs are the start id, as an empty prompt is.
+        """
+        ids = np.concatenate(example)
+        first = np.array(first_ids(ids, self._tokenizer), np.int32)
+        last = np.array(last_ids(ids, self._tokenizer), np.int32)
+        inputs, targets = example.inputs, np.append(example.targets, last)
+        if self.inputs_field is None:
+            return Example(inputs, np.append(first, targets))
+        inputs, start = np.append(first, inputs), self._tokenizer.start_id
+        # A prompt has at least one id. Without this one it would be the first target.
+        if not len(inputs) and start is not None:
+            inputs = np.array([start], np.int32)
+        return Example(inputs, targets)
+
+    def _report(self, record: int, problem: str) -> None:
+        """Count an example that cannot be used, or raise with its file and number."""
+        if self.on_bad_record == "refuse":
+            self._raise_first_bad_example()
+        self._bad.report(file=f"split {self.split!r}", record=record, problem=problem)
+
+    def _raise_first_bad_example(self) -> None:
+        """Search the files one by one, since a data set does not give the file of a row."""
+        datasets = self._library()
+        if not self._files or any("://" in file for file in self._files):
+            return
+        for file in self._files:
+            builder = datasets.load_dataset_builder(
+                self._format, data_files=[file], cache_dir=self.cache_dir
+            )
+            stream = builder.as_streaming_dataset(split="train").with_format("arrow")
+            first = 0
+            for table in stream.iter(1000):
+                for row, example in self._examples(table, range(table.num_rows)):
+                    if isinstance(example, str):
+                        self._bad.report(file=file, record=first + row, problem=example)
+                first += table.num_rows
+
+    def _text_identity(self) -> dict[str, Any]:
+        """Return the values that determine the tokens of an example, besides the data."""
+        return {
+            "split": self.split,
+            "text_field": self.text_field,
+            "inputs_field": self.inputs_field,
+            "tokenizer": self._tokenizer.fingerprint(),
+        }
+
+    def _first_texts(self) -> list[bytes]:
+        return self._texts_to_check
+
+    def text_tokenizer(self, key: str | None = None) -> Tokenizer:
+        """Return the tokenizer that made the ids."""
+        return self._tokenizer

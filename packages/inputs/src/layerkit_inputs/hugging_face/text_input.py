@@ -1,0 +1,257 @@
+"""HuggingFaceInput: language modeling over a Hugging Face data set with rows by number.
+
+The split is tokenized when it is first needed, into a memory-mapped file in the cache of
+`datasets`, which is keyed by data, columns and tokenizer. So any row can be read directly, the
+state is one count, and any number of hosts can resume from it. Each machine tokenizes the whole
+split. For larger data, build token records once and read them with TokenRecords, or use
+HuggingFaceStream, which tokenizes as it reads.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import zlib
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args
+
+import numpy as np
+
+from layerkit.checks import check_choice
+from layerkit.errors import ConfigError
+from layerkit.nested_map import NestedMap
+from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS, BaseInput
+from layerkit_inputs.base.indexed_input import IndexedInput
+from layerkit_inputs.hugging_face.text_base import HuggingFaceText
+from layerkit_inputs.packing.documents import Documents, PiecewiseStream
+from layerkit_inputs.packing.first_fit import (
+    DocumentPieces,
+    PackingPlan,
+    cut_documents,
+    plan_packing,
+)
+from layerkit_inputs.packing.model_features import Segment
+from layerkit_inputs.packing.stream_rows import RowPieces
+
+Packing = Literal["stream", "first_fit", "none"]
+"""How examples share rows; see HuggingFaceInput."""
+
+_CACHE_VERSION = 2
+"""Version of the cached files, which is part of their names."""
+_CHECKED_DOCUMENTS = 64
+"""Number of documents that identify the data in a state."""
+
+
+class TokenisedText(HuggingFaceText, IndexedInput):
+    """Base of inputs that read the tokenized examples of a split by number."""
+
+    _is_pair: ClassVar[bool] = False
+
+    def _most_examples(self) -> int | None:
+        """Return the largest number of examples that are needed, or None for all."""
+        return None
+
+    @functools.cached_property
+    def _documents(self) -> Documents:
+        data = self._open_mapped()
+        self._check_text_columns(data.features.arrow_schema)
+        most = self._most_examples()
+        if most is not None and most < len(data):
+            data = data.select(range(most))
+        first = data[:NUM_FIRST_TEXTS][self.text_field]
+        self._texts_to_check = [
+            text.encode()[:FIRST_TEXT_BYTES] for text in first if type(text) is str
+        ]
+        num_skipped_files = self._bad.num_skipped
+        tokenized = self._tokenize(data) if len(data) else data
+        if not len(tokenized):
+            raise self._config_error(f"no usable examples in {self._describe_files()}")
+        self._bad.num_skipped = num_skipped_files + len(data) - len(tokenized)
+        chunks = tokenized.data.column("ids").chunks
+        pieces, sizes = [], []
+        for chunk in chunks:
+            offsets = chunk.offsets.to_numpy()
+            pieces.append(chunk.values.to_numpy(zero_copy_only=True)[offsets[0] : offsets[-1]])
+            sizes.append(np.diff(offsets))
+        num_inputs = None
+        if self.inputs_field is not None:
+            num_inputs = tokenized.data.column("num_inputs").to_numpy().astype(np.int64)
+        return Documents.of(PiecewiseStream(pieces), np.concatenate(sizes), num_inputs=num_inputs)
+
+    def _tokenize(self, data: Any) -> Any:
+        """Return a cached data set of `ids` (start id, tokens, end id) and `num_inputs`."""
+        datasets = self._library()
+        identity = {**self._text_identity(), "is_pair": self._is_pair}
+        made_of = [_CACHE_VERSION, data._fingerprint, identity, self.on_bad_record]
+        key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
+        cache = Path(self.cache_dir or datasets.config.HF_DATASETS_CACHE, "layerkit_tokens")
+        cache.mkdir(parents=True, exist_ok=True)
+
+        def encode(table: Any, rows: list[int]) -> dict[str, Any]:
+            ids, num_inputs = [], []
+            for row, example in self._examples(table, range(table.num_rows)):
+                if isinstance(example, str):
+                    self._report(rows[row], example)
+                    continue
+                document = self._framed(example)
+                ids.append(np.concatenate(document))
+                num_inputs.append(Segment.of(*document, first_id=None).num_inputs)
+            return {"ids": ids, "num_inputs": num_inputs}
+
+        integer, ids = datasets.Value("int64"), datasets.List(datasets.Value("int32"))
+        return data.with_format("arrow").map(
+            encode,
+            with_indices=True,
+            batched=True,
+            remove_columns=data.column_names,
+            features=datasets.Features({"ids": ids, "num_inputs": integer}),
+            cache_file_name=str(cache / f"{key}.arrow"),
+            load_from_cache_file=True,
+            new_fingerprint=key,
+            desc=f"Tokenizing {self.split}",
+        )
+
+    @functools.cached_property
+    def _checksum(self) -> int:
+        """CRC-32 of the sizes of all examples and of the tokens of a sample."""
+        documents = self._documents
+        checked = np.unique(np.linspace(0, len(documents) - 1, _CHECKED_DOCUMENTS, dtype=np.int64))
+        checksum = zlib.crc32(documents.ends.astype("<i8").tobytes())
+        sizes = documents.num_predictions_of(checked).tolist()
+        for document, size in zip(checked.tolist(), sizes, strict=True):
+            tokens = documents.segment(document, 0, size).tokens
+            checksum = zlib.crc32(tokens.astype("<i4").tobytes(), checksum)
+        return checksum
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return {**self._text_identity(), "tokens_crc32": self._checksum}
+
+    def _num_documents(self) -> int:
+        return len(self._documents)
+
+    def _close(self) -> None:
+        vars(self).pop("_documents", None)
+
+
+class HuggingFaceInput(TokenisedText):
+    """An input of rows of text for language modeling, from a data set on disk.
+
+    Batches hold these fields, each `[batch, length]`: `ids` and `labels` (int32; `labels` is the
+    next token of the example, or its end), `weights` (float32, 1 for labels that count, 0 for
+    padding and inputs), `paddings` (float32, 1 for padding), `segment_ids` and `segment_pos`
+    (int32). Evaluation batches also have `provenance` and `eval_sample_weights`, each `[batch]`.
+
+    `packing` decides the contents of a row:
+
+    - `stream`: Examples are concatenated and cut every `seq_length` predictions. No token is lost
+      and only the last row has padding. An example may continue in the next row.
+    - `first_fit`: A row holds several whole examples; examples longer than a row are cut first. All
+      rows are planned when first needed, which takes two seconds per million examples.
+    - `none`: A row holds one example. A longer one raises ConfigError, or is cut if `trim` is set.
+    """
+
+    seq_length: int = 1024
+    """Positions of a row."""
+    packing: Packing = "stream"
+    """`stream`, `first_fit` or `none`."""
+    trim: bool = False
+    """True to cut examples to their first `seq_length` predictions, with `packing="none"`."""
+
+    def __post_init__(self) -> None:
+        """Check the fields of rows."""
+        super().__post_init__()
+        check_row_fields(self, packing=self.packing, trim=self.trim)
+
+    @functools.cached_property
+    def _plan(self) -> tuple[DocumentPieces, PackingPlan]:
+        """Pieces of all documents, and the plan of rows, for `first_fit`."""
+        pieces = cut_documents(self._documents.num_predictions, self.seq_length)
+        return pieces, plan_packing(pieces.length, self.seq_length)
+
+    def _num_rows(self) -> int:
+        if self.packing == "stream":
+            return self._documents.num_stream_rows(self.seq_length)
+        if self.packing == "first_fit":
+            return self._plan[1].num_rows
+        return len(self._documents)
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        documents, length, pad_id = self._documents, self.seq_length, self._tokenizer.pad_id
+        if self.packing == "stream":
+            return documents.stream_rows(rows, length=length, pad_id=pad_id)
+        pieces = self._packed(rows) if self.packing == "first_fit" else self._alone(rows)
+        return documents.rows_of(pieces, num_rows=len(rows), length=length, pad_id=pad_id)
+
+    def _packed(self, rows: np.ndarray) -> RowPieces:
+        pieces, plan = self._plan
+        chosen, places = plan.documents_of_rows(rows)
+        return RowPieces(places, *(array[chosen] for array in pieces))
+
+    def _alone(self, rows: np.ndarray) -> RowPieces:
+        sizes = self._documents.num_predictions_of(rows)
+        too_long_rows = np.flatnonzero(sizes > self.seq_length)
+        if len(too_long_rows) and not self.trim:
+            first = too_long_rows[0]
+            raise too_long_error(self, int(rows[first]), int(sizes[first]))
+        lengths = np.minimum(sizes, self.seq_length)
+        return RowPieces(np.arange(len(rows)), rows, np.zeros_like(rows), lengths)
+
+    def _fingerprint(self) -> dict[str, Any]:
+        row_fields = {"seq_length": self.seq_length, "packing": self.packing, "trim": self.trim}
+        return {**super()._fingerprint(), **row_fields}
+
+
+class HuggingFacePrompts(TokenisedText):
+    """An input of prompts: beginnings of examples, or their inputs if `inputs_field` is set.
+
+    Batches hold `ids` (int32 `[batch, length]`: start id and tokens, padded on the right),
+    `paddings` (float32 `[batch, length]`, 1 for padding) and `prompt_lengths` (int32 `[batch]`,
+    start id included), and `provenance` and `eval_sample_weights` as in HuggingFaceInput.
+    """
+
+    prompt_length: int = 64
+    """Largest number of ids of a prompt, start id included; longer ones are cut on the right."""
+    num_prompts: int | None = None
+    """Number of examples to read from the start. None: all."""
+
+    def __post_init__(self) -> None:
+        """Check the lengths."""
+        super().__post_init__()
+        self._check_at_least(1, "prompt_length", "num_prompts")
+
+    def _most_examples(self) -> int | None:
+        return self.num_prompts
+
+    def _num_rows(self) -> int:
+        return len(self._documents)
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        return self._documents.prompts(rows, length=self.prompt_length, tokenizer=self._tokenizer)
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return {**super()._fingerprint(), "prompt_length": self.prompt_length}
+
+
+def check_row_fields(reader: HuggingFaceText, *, packing: str, trim: bool) -> None:
+    """Raise `ConfigError` unless `packing`, `trim` and `seq_length` are valid."""
+    check_choice(reader._label, get_args(Packing), packing=packing)
+    reader._check_at_least(1, "seq_length")
+    if trim and packing != "none":
+        raise reader._config_error(
+            field="trim",
+            value=trim,
+            expected=f"False, since packing={packing!r} loses no token",
+            hint="Leave trim unset, or set packing='none'.",
+        )
+
+
+def too_long_error(reader: BaseInput, number: int, size: int) -> ConfigError:
+    """Return the error about example `number`, whose `size` predictions do not fit a row."""
+    return reader._config_error(
+        f"example {number} is too long",
+        field="seq_length",
+        value=getattr(reader, "seq_length", None),
+        expected=f"at least {size}",
+        hint="Use longer rows, set trim=True to cut examples, or use another packing.",
+    )

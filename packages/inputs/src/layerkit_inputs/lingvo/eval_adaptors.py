@@ -1,0 +1,185 @@
+"""Adaptors that read one epoch of a Lingvo input on several hosts, padded to whole batches.
+
+Each host reads the whole stream in one order and keeps its own rows, so all hosts know the end of
+the epoch without communication. Host h has rows `[h * batch_size, (h + 1) * batch_size)` of each
+global batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from layerkit.checks import check_sizes, require
+from layerkit.nested_map import NestedMap
+from layerkit_inputs.base.eval_padding import empty_batch, num_rows_of
+from layerkit_inputs.lingvo.adaptor import LingvoInputAdaptor
+from layerkit_inputs.lingvo.params import rows_of_params
+
+
+class _OneEpochOfAllHosts(LingvoInputAdaptor):
+    """Base of adaptors that read rows of a finite stream with a fixed order."""
+
+    def __post_init__(self) -> None:
+        self._restart_stream()
+        super().__post_init__()
+        if self.is_training or self.repeat:
+            field = "is_training" if self.is_training else "repeat"
+            raise self._config_error(
+                field=field,
+                value=True,
+                expected="False, since this adaptor reads one epoch",
+                hint="Use LingvoInputAdaptor to train, or to evaluate on a number of batches.",
+            )
+        # In evaluation, Lingvo's bucketing drops incomplete batches at the end.
+        limits = "bucket_batch_limit" in self._params and self._params.bucket_batch_limit
+        is_tf_data = hasattr(self._params.cls, "ProcessDataset")
+        if limits and any(limit != 1 for limit in limits) and is_tf_data:
+            raise self._config_error(
+                field="input.bucket_batch_limit",
+                value=limits,
+                expected="1 for each bucket, since Lingvo drops the rows of an incomplete batch",
+                hint="Set the rows of a batch by batch_size of this adaptor.",
+            )
+
+    def _set_file_random_seed(self) -> None:
+        """Keep the seed, since all hosts read the same stream."""
+
+    def _restart_stream(self) -> None:
+        self._template: NestedMap | None = None
+        self._current: NestedMap | None = None
+        self._current_start = self._current_stop = 0
+        self._rows_total: int | None = None
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._restart_stream()
+
+    def _open(self) -> None:
+        super()._open()
+        if not self._reads_in_order and self.num_infeed_hosts > 1:
+            self._stop_reading()
+            raise self._config_error(
+                "the Lingvo input reads records in random order, so hosts cannot share an epoch",
+                field="cluster_do_eval",
+                value=self.cluster_do_eval,
+                hint="Set cluster_do_eval=True, and repeat_count=1.",
+            )
+
+    def _rows(self, start: int, stop: int) -> NestedMap:
+        """Return the existing rows in `[start, stop)` of the stream; `start` must not decrease."""
+        parts = []
+        while True:
+            if self._current is not None:
+                first = max(start, self._current_start) - self._current_start
+                last = min(stop, self._current_stop) - self._current_start
+                if first < last:
+                    parts.append(_slice(self._current, first, last))
+            if self._current_stop >= stop or not self._read_more():
+                break
+        if self._template is None:
+            raise self._config_error("the Lingvo input has no rows")
+        return _concatenate(parts) if parts else self._template.copy()
+
+    def _read_more(self) -> bool:
+        if self._rows_total is not None:
+            return False
+        try:
+            batch = self._read_lingvo_batch()
+        except StopIteration:
+            self._rows_total = self._current_stop
+            return False
+        self._current = batch
+        self._current_start = self._current_stop
+        self._current_stop += num_rows_of(batch)
+        if self._template is None:
+            self._template = empty_batch(batch, 0)
+        return True
+
+
+class LingvoEvalAdaptor(_OneEpochOfAllHosts):
+    """An input of one epoch of a finite Lingvo input, in batches of `batch_size` rows per host.
+
+    The generator must give the same rows in the same order on every host, so set
+    `cluster_do_eval=True`. Each host reads all data and keeps one batch of the generator in memory.
+    With `num_batches`, the epoch is that many batches of the generator.
+    """
+
+    @classmethod
+    def get_batch_size(cls, config: Any) -> int | None:
+        """Return `batch_size` of the config."""
+        return config.batch_size
+
+    def _takes_batch_size_from_params(self) -> bool:
+        return False
+
+    def _make_batch(self) -> NestedMap:
+        global_start = self._num_made * self.global_batch_size
+        start = global_start + self.infeed_host_index * self.local_batch_size
+        rows = self._rows(start, start + self.local_batch_size)
+        if self._rows_total is not None and self._rows_total <= global_start:
+            raise StopIteration
+        return self._number(rows, range(start, start + num_rows_of(rows)))
+
+
+class LingvoLazyEvalAdaptor(_OneEpochOfAllHosts):
+    """An input of one epoch of `input.num_samples` rows, in whole batches of the Lingvo input.
+
+    It is for a generator that repeats its data. Host h of n has batches h, h + n, and so on, with
+    the batch size of the generator. Rows beyond `num_samples` become padding. With `num_batches`,
+    each host makes at most that many batches.
+    """
+
+    def __post_init__(self) -> None:
+        """Check the number of samples and the batch size."""
+        super().__post_init__()
+        samples = self._params.num_samples if "num_samples" in self._params else None
+        rows = rows_of_params(self._params)
+        fields = {"input.num_samples": samples, "input.batch_size": rows}
+        for field, value in fields.items():
+            require(value, self._label, field, value, "a positive integer")
+        check_sizes(self._label, **fields)
+
+    @property
+    def num_samples(self) -> int:
+        """Number of rows of the epoch on this host."""
+        total, size = self._params.num_samples, self.local_batch_size
+        whole, rest = divmod(total, self.global_batch_size)
+        return whole * size + min(max(rest - self.infeed_host_index * size, 0), size)
+
+    def _refuse_endless_epoch(self) -> None:
+        """Accept an endless input, since `num_samples` ends the epoch."""
+
+    def _most_reads(self) -> int | None:
+        return None
+
+    def _make_batch(self) -> NestedMap:
+        total = self._params.num_samples
+        global_start = self._num_made * self.global_batch_size
+        if global_start >= total or self._num_made == self.num_batches:
+            raise StopIteration
+        start = global_start + self.infeed_host_index * self.local_batch_size
+        stop = min(start + self.local_batch_size, total)
+        rows = self._rows(min(start, total), stop)
+        if self._rows_total is not None and self._rows_total < total and stop > self._rows_total:
+            raise self._config_error(
+                field="input.num_samples",
+                value=total,
+                expected=f"at most {self._rows_total}, the number of rows of the Lingvo input",
+            )
+        return self._number(rows, range(start, start + num_rows_of(rows)))
+
+
+def _slice(batch: NestedMap, start: int, stop: int) -> NestedMap:
+    return batch.transform(lambda array: array[start:stop])
+
+
+def _concatenate(parts: list[NestedMap]) -> NestedMap:
+    joined = NestedMap()
+    for name, value in parts[0].items():
+        values = [part[name] for part in parts]
+        joined[name] = (
+            _concatenate(values) if isinstance(value, NestedMap) else np.concatenate(values)
+        )
+    return joined

@@ -1,0 +1,274 @@
+"""Concatenated documents of token ids, and the rows and prompts that are cut from them by number.
+
+A document consists of its start id, its tokens and its end id, if the tokenizer has such ids. So n
+ids give n - 1 predictions, each of an id from the one before it. The ids may be in memory or in a
+memory-mapped file.
+"""
+
+from __future__ import annotations
+
+import array
+import bisect
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from layerkit.nested_map import NestedMap
+from layerkit_inputs.base.special_ids import first_ids, last_ids
+from layerkit_inputs.packing.model_features import Segment, stretch_features
+from layerkit_inputs.packing.stream_rows import RowPieces, num_stream_rows, stream_pieces
+from layerkit_inputs.text.tokenizers import Tokenizer
+
+
+class TokenStream(Protocol):
+    """Token ids with random access."""
+
+    def __getitem__(self, at: Any) -> np.ndarray:
+        """Return the ids at positions int64 `[...]` or in a slice, of any integer dtype."""
+        ...
+
+
+class PiecewiseStream:
+    """A stream of several arrays, which are not copied."""
+
+    def __init__(self, pieces: Sequence[np.ndarray]):
+        """Store the arrays, int `[tokens]` each."""
+        self._pieces = [piece for piece in pieces if len(piece)]
+        self._ends = np.cumsum([len(piece) for piece in self._pieces], dtype=np.int64)
+        self._stops = self._ends.tolist()
+
+    def __getitem__(self, at: Any) -> np.ndarray:
+        """Return the ids at positions int64 `[...]` or in a slice, as int32."""
+        if isinstance(at, slice):
+            return self._between(at.start, at.stop)
+        found = np.empty(at.shape, np.int32)
+        which = np.searchsorted(self._ends, at, side="right")
+        for number in np.unique(which):
+            here = which == number
+            begin = self._ends[number - 1] if number else 0
+            found[here] = self._pieces[number][at[here] - begin]
+        return found
+
+    def _between(self, start: int, stop: int) -> np.ndarray:
+        first = bisect.bisect_right(self._stops, start)
+        parts = []
+        for number in range(first, bisect.bisect_left(self._stops, stop) + 1):
+            begin = self._stops[number - 1] if number else 0
+            parts.append(self._pieces[number][max(start - begin, 0) : stop - begin])
+        return np.concatenate(parts, dtype=np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """Documents in a stream of ids."""
+
+    ids: TokenStream
+    """Ids of all documents, concatenated."""
+    begins: np.ndarray
+    """Position of each document in `ids`, int64 `[documents]`."""
+    ends: np.ndarray
+    """Cumulative sum of the documents' predictions, int64 `[documents]`."""
+    num_inputs: np.ndarray | None = None
+    """Number of predictions of inputs of each document, without loss, int64 `[documents]`."""
+
+    @classmethod
+    def of(
+        cls, ids: TokenStream, sizes: np.ndarray, *, num_inputs: np.ndarray | None = None
+    ) -> Documents:
+        """Return the documents of a stream.
+
+        Args:
+          ids: Ids of all documents, concatenated.
+          sizes: Number of ids of each document, int64 `[documents]`, at least 1.
+          num_inputs: Number of predictions of inputs of each document, int64 `[documents]`.
+        """
+        sizes = np.asarray(sizes, np.int64)
+        stops = np.cumsum(sizes)
+        return cls(ids, stops - sizes, np.cumsum(sizes - 1), num_inputs)
+
+    def __len__(self) -> int:
+        """Return the number of documents."""
+        return len(self.ends)
+
+    def num_predictions_of(self, documents: np.ndarray) -> np.ndarray:
+        """Return the number of predictions of some documents by number, int64 `[documents]`."""
+        begins = self.ends[documents - 1]
+        begins[documents == 0] = 0
+        return self.ends[documents] - begins
+
+    @property
+    def num_predictions(self) -> np.ndarray:
+        """Number of predictions of each document, int64 `[documents]`."""
+        return np.diff(self.ends, prepend=0)
+
+    def num_stream_rows(self, length: int) -> int:
+        """Return the number of rows of `length` positions that hold all predictions."""
+        return num_stream_rows(self.ends, length)
+
+    def stream_rows(self, rows: np.ndarray, *, length: int, pad_id: int) -> NestedMap:
+        """Return rows of the concatenated documents, packed as in `features.lm_features`.
+
+        Args:
+          rows: Row numbers, int64 `[rows]`, each below `num_stream_rows`.
+          length: Positions of a row.
+          pad_id: Id of padded positions.
+        """
+        pieces = stream_pieces(rows, self.ends, length)
+        return self.rows_of(pieces, num_rows=len(rows), length=length, pad_id=pad_id)
+
+    def rows_of(self, pieces: RowPieces, *, num_rows: int, length: int, pad_id: int) -> NestedMap:
+        """Return rows of pieces of documents, packed as in `features.lm_features`.
+
+        Args:
+          pieces: Pieces of documents in the rows.
+          num_rows: Number of rows.
+          length: Positions of a row.
+          pad_id: Id of padded positions.
+        """
+        tokens = self.read(self.begins[pieces.document] + pieces.start, pieces.length + 1)
+        ids, labels = ids_and_labels(tokens, pieces.length)
+        num_inputs = None
+        if self.num_inputs is not None:
+            num_inputs = self.num_inputs[pieces.document] - pieces.start
+        return stretch_features(
+            ids,
+            labels,
+            rows=pieces.row,
+            sizes=pieces.length,
+            num_rows=num_rows,
+            length=length,
+            pad_id=pad_id,
+            num_inputs=num_inputs,
+            has_inputs=num_inputs is not None,
+            weights_on_targets_only=True,
+        )
+
+    def read(self, begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Return concatenated stretches of ids. Adjacent stretches are read together.
+
+        Args:
+          begins: Position of each stretch in `ids`, int64 `[stretches]`.
+          sizes: Number of ids of each stretch, int64 `[stretches]`.
+        """
+        if not sizes.all():
+            begins, sizes = begins[sizes > 0], sizes[sizes > 0]
+        if not len(sizes):
+            return np.zeros(0, np.int32)
+        ends = begins + sizes
+        gaps = np.flatnonzero(begins[1:] != ends[:-1])
+        starts = [int(begins[0]), *begins[gaps + 1].tolist()]
+        stops = [*ends[gaps].tolist(), int(ends[-1])]
+        found = zip(starts, stops, strict=True)
+        return np.concatenate([self.ids[start:stop] for start, stop in found])
+
+    def segment(self, document: int, start: int, length: int) -> Segment:
+        """Return `length` predictions of a document, from its prediction `start` on."""
+        begin = self.begins[document] + start
+        ids = self.ids[int(begin) : int(begin) + length + 1].astype(np.int32)
+        num_inputs = 0 if self.num_inputs is None else int(self.num_inputs[document]) - start
+        return Segment(ids[1:], num_inputs=num_inputs, first_id=int(ids[0]))
+
+    def prompts(self, rows: np.ndarray, *, length: int, tokenizer: Tokenizer) -> NestedMap:
+        """Return the beginnings of documents, or their inputs, without the end id.
+
+        A prompt has at least one id, so that of an empty document is the start id.
+
+        Args:
+          rows: Numbers of documents, int64 `[rows]`.
+          length: Positions of a row. Longer prompts are cut on the right.
+          tokenizer: Tokenizer of the ids.
+
+        Returns:
+          `ids` int32 and `paddings` float32 `[rows, length]`, `prompt_lengths` int32 `[rows]`.
+        """
+        if self.num_inputs is None:
+            sizes = self.num_predictions_of(rows) + (tokenizer.eos_id is None)
+        else:
+            sizes = self.num_inputs[rows] + 1
+        lengths = np.clip(sizes, 1, length)
+        columns = np.arange(length)
+        valid = columns < lengths[:, None]
+        at = np.where(valid, self.begins[rows][:, None] + columns, 0)
+        ids = np.where(valid, self.ids[at], tokenizer.pad_id).astype(np.int32)
+        if tokenizer.start_id is not None:  # else the end id continues an empty document
+            ids[sizes < 1, 0] = tokenizer.start_id
+        return NestedMap(
+            ids=ids,
+            paddings=(~valid).astype(np.float32),
+            prompt_lengths=lengths.astype(np.int32),
+        )
+
+
+def ids_and_labels(tokens: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Split stretches of ids into model inputs and labels.
+
+    Args:
+      tokens: Concatenated stretches, int `[tokens + stretches]`.
+      sizes: Predictions of each stretch, one less than its ids, int `[stretches]`.
+
+    Returns:
+      (ids, labels), both `[tokens]` with the dtype of `tokens`.
+    """
+    is_followed = np.ones(len(tokens), bool)
+    is_followed[np.cumsum(sizes + 1) - 1] = False
+    return tokens[is_followed], tokens[1:][is_followed[:-1]]
+
+
+class DocumentBuilder:
+    """A buffer to which documents are appended, and which grows in place.
+
+    The start id and the end id are added to each document; see `special_tokens`. An id takes two
+    bytes, or four with a vocabulary of more than 65,536.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        """Start an empty buffer for the ids of a tokenizer."""
+        self._dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32)
+        self._tokenizer = tokenizer
+        # A bytearray grows by realloc, which moves pages instead of copying.
+        self._data = bytearray()
+        self._sizes = array.array("q")
+
+    def __len__(self) -> int:
+        """Return the number of documents."""
+        return len(self._sizes)
+
+    def add(self, parts: Iterable[np.ndarray]) -> None:
+        """Append a document. If iterating over `parts` raises, nothing is appended.
+
+        Args:
+          parts: Consecutive tokens of the document, int `[tokens]` each.
+        """
+        begin = len(self._data)
+        try:
+            last = None
+            for part in parts:
+                if len(part):
+                    self._append(first_ids(part, self._tokenizer) if last is None else [])
+                    self._append(part)
+                    last = part
+            if last is None:
+                self._append(first_ids([], self._tokenizer))
+            self._append(last_ids([] if last is None else last, self._tokenizer))
+        except BaseException:
+            del self._data[begin:]
+            raise
+        if size := (len(self._data) - begin) // self._dtype.itemsize:
+            self._sizes.append(size)
+
+    def _append(self, ids: Sequence[int] | np.ndarray) -> None:
+        self._data += np.asarray(ids).astype(self._dtype, copy=False).data
+
+    def build(self) -> Documents:
+        """Return the documents. No more can be added afterwards."""
+        ids = np.frombuffer(self._data, self._dtype)
+        return Documents.of(ids, np.frombuffer(self._sizes, np.int64))
+
+
+def framed(tokens: Sequence[np.ndarray], tokenizer: Tokenizer) -> np.ndarray:
+    """Return a document with start id, concatenated `tokens` and end id, int32."""
+    ids = np.concatenate([np.asarray(part, np.int32) for part in tokens])
+    parts = first_ids(ids, tokenizer), ids, last_ids(ids, tokenizer)
+    return np.concatenate([np.asarray(part, np.int32) for part in parts])

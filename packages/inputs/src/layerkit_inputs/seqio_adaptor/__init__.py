@@ -1,1 +1,0 @@
-"""Inputs of SeqIO tasks and mixtures, which import TensorFlow when they are built."""

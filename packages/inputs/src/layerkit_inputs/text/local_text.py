@@ -1,0 +1,489 @@
+"""LocalText and LocalTextPrompts, inputs of local text files, by bytes or any tokenizer.
+
+The default files are the standard library of the running interpreter, sources and documentation
+topics, so a model can be trained on real text without a download.
+
+A document is a file, or with `text_field` a line of JSON. A document of n tokens gives n + 1
+predictions: its tokens, the first of them from the start id, and its end id. The documents are
+concatenated and cut into rows, so an epoch predicts every token and every end exactly once. A row
+that begins inside a document has only the token before it as context.
+
+Files whose names say so are held out, else documents by their text, so that the training split and
+the held-out split share no document; see `text_splits`.
+
+The files are tokenized on first use, and their ids are kept in memory: with bytes as tokens two
+bytes an id. For larger data, build token records once by
+`layerkit_inputs.tools.build_token_records` and read them with TokenRecords.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple, get_args
+
+import numpy as np
+
+from layerkit.checks import check_choice, require
+from layerkit.errors import first_names
+from layerkit.nested_map import NestedMap
+from layerkit_inputs.base.bad_records import (
+    BadRecordError,
+    BadRecords,
+    OnBadRecord,
+    UnfitFieldError,
+)
+from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS, counted
+from layerkit_inputs.base.find_files import TextFile, find_text_files, standard_library_files
+from layerkit_inputs.base.indexed_input import IndexedInput
+from layerkit_inputs.packing.documents import DocumentBuilder, Documents
+from layerkit_inputs.packing.model_features import stretch_features
+from layerkit_inputs.text.raw_documents import (
+    DocumentSizeError,
+    check_text_field,
+    is_packed,
+    json_line_fields,
+    num_declared_documents,
+    read_raw_documents,
+    text_of,
+    unfit_text_field,
+)
+from layerkit_inputs.text.text_splits import (
+    FilePiece,
+    heldout_limit,
+    share_of,
+    split_by_names,
+    split_pieces,
+)
+from layerkit_inputs.text.tokenizers import ByteTokenizer, Tokenizer
+from layerkit_inputs.text.trigram_baseline import trigram_loss
+
+_SPLITS = ("train", "heldout", "test", "all")
+_TABLE_BYTES = 1 << 26
+"""Maximum bytes of training text that the table of `baselines` counts, which takes seconds."""
+_MAX_FILES_SHOWN = 4
+_PART_BYTES = 1 << 20
+"""Bytes of a file that are read at once if tokens are bytes."""
+
+
+def _first_bytes(pieces: Iterable[FilePiece], limit: int) -> Iterator[bytes]:
+    """Yield the contents of documents, one at a time, up to `limit` bytes in total."""
+    for piece in pieces:
+        if limit <= 0:
+            return
+        data = piece.read(limit)
+        limit -= len(data)
+        yield data
+
+
+class _SplitFiles(NamedTuple):
+    """The files that a split is read from."""
+
+    files: list[TextFile]
+    is_whole: bool
+    """True if the split holds all documents of the files, False for a part of them."""
+
+
+class _TextFilesInput(IndexedInput):
+    """Base class of inputs of local text files. The files are read on first use."""
+
+    token_unit: ClassVar[str] = "byte"
+    rows_in_memory: ClassVar[bool] = True
+
+    paths: Sequence[str] | None = None
+    """Files, folders or patterns. None: the standard library of the running interpreter."""
+    heldout_paths: Sequence[str] | None = None
+    """Files, folders or patterns of the held-out split, which the training split omits. None: files
+    of `paths` that are named as held out, or else a share of the documents."""
+    split: str = "train"
+    """`train`, `heldout`, `test` or `all`. `heldout` reads files that are named as validation, or
+    as test if there are none; `test` only reads the latter."""
+    heldout_fraction: float = 0.05
+    """Share of the documents that is held out if no file is named as held out, by a hash of their
+    text. If each file is a document and the files are too few, share of the end of each."""
+    max_bytes: int = 1 << 28
+    """Maximum bytes of the documents of a split if each file is a document, else of the
+    decompressed files that it is read from. Tokens are kept in memory, two bytes each, or four with
+    a vocabulary of more than 65,536."""
+    tokenizer: Tokenizer | None = None
+    """Tokenizer of the text. None: bytes."""
+    text_field: str | None = None
+    """Field of the text in JSON lines (or Parquet), in which each line is a document. None: each
+    file is a document."""
+    json_as_text: bool = False
+    """Whether JSON lines are read as plain text if `text_field` is None. False: they raise."""
+    on_bad_record: OnBadRecord = "refuse"
+    """`refuse` raises for unreadable documents, such as invalid UTF-8 if the tokenizer needs text;
+    `skip` skips and counts them."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        check_choice(self._label, _SPLITS, split=self.split)
+        check_choice(self._label, get_args(OnBadRecord), on_bad_record=self.on_bad_record)
+        fraction = self.heldout_fraction
+        expected = "a number in (0, 1)"
+        require(0 < fraction < 1, self._label, "heldout_fraction", fraction, expected)
+        for field in ("paths", "heldout_paths"):
+            paths = getattr(self, field)
+            is_valid = paths is None or (len(paths) and not isinstance(paths, str))
+            require(is_valid, self._label, field, paths, "a list of at least one path")
+        self._tokenizer = ByteTokenizer() if self.tokenizer is None else self.tokenizer
+        self._of_bytes = isinstance(self._tokenizer, ByteTokenizer)
+        if not self._of_bytes:
+            self.token_unit = "token"  # type: ignore[misc]
+        self._bad = BadRecords(self.on_bad_record)
+        self._pieces_of: dict[str, list[FilePiece]] = {}
+        self._documents: Documents | None = None
+        self._checksum = 0
+        self._num_bytes = 0
+        self._texts_to_check: list[bytes] = []
+        self._bytes_left = self.max_bytes
+
+    @property
+    def num_skipped(self) -> int:
+        """Number of documents and files that were skipped."""
+        return self._bad.num_skipped
+
+    @functools.cached_property
+    def _all_files(self) -> list[TextFile]:
+        return standard_library_files() if self.paths is None else find_text_files(self.paths)
+
+    @functools.cached_property
+    def _files_by_split(self) -> dict[str, list[TextFile]] | None:
+        """Files of each split, or None if no file is declared or named as held out."""
+        if self.heldout_paths is not None:
+            heldout = find_text_files(self.heldout_paths, field="heldout_paths")
+            paths = {file.path.resolve() for file in heldout}
+            train = [file for file in self._all_files if file.path.resolve() not in paths]
+            return {"train": train, "heldout": heldout}
+        return None if self.paths is None else split_by_names(self._all_files)
+
+    def _split_files(self, split: str) -> _SplitFiles:
+        """Return the files of a split.
+
+        Raises:
+          ConfigError: The split has no file.
+        """
+        by_split = self._files_by_split
+        if split == "all":
+            return _SplitFiles(self._all_files, is_whole=True)
+        if by_split is None and split != "test":
+            return _SplitFiles(self._all_files, is_whole=False)
+        if by_split is None or not by_split.get(split):
+            raise UnfitFieldError(
+                "every file is held out" if split == "train" else f"the split {split!r} is empty",
+                owner=self._label,
+                field="paths",
+                value=[file.name for file in self._all_files[:_MAX_FILES_SHOWN]],
+                expected="a file that is not held out by its name or by heldout_paths"
+                if split == "train"
+                else f"a file with the word {split!r} in its name",
+                hint="Add or rename a file, or set heldout_paths.",
+                remedies={"heldout_paths": ["FILE_OR_PATTERN"]},
+            )
+        return _SplitFiles(by_split[split], is_whole=True)
+
+    def _files(self, split: str) -> list[TextFile]:
+        """Return the files that a split is read from."""
+        return self._split_files(split).files
+
+    def _pieces(self, split: str) -> list[FilePiece]:
+        """Return the documents of a split if each file, or a part of it, is a document."""
+        if split not in self._pieces_of:
+            files, is_whole = self._split_files(split)
+            for file in files:
+                self._check_plain(file)
+            if is_whole:
+                self._pieces_of[split] = [FilePiece.whole(file) for file in files]
+            else:
+                pieces = split_pieces(files, heldout_fraction=self.heldout_fraction)
+                self._pieces_of.update(zip(("train", "heldout"), pieces, strict=True))
+        return self._pieces_of[split]
+
+    def _corpus(self) -> Documents:
+        if self._documents is None:
+            files = self._files(self.split)
+            if self.text_field is None:
+                plain, packed = sum(piece.size for piece in self._pieces(self.split)), 0
+            else:
+                plain = sum(file.path.stat().st_size for file in files if not is_packed(file))
+                packed = sum(num_declared_documents(file) for file in files if is_packed(file))
+            if plain + packed > self.max_bytes:
+                raise self._too_large(plain + packed)
+            self._bytes_left = self.max_bytes - plain
+            self._documents = self._read_corpus(files)
+        return self._documents
+
+    def _too_large(self, size: int | None) -> UnfitFieldError:
+        """Return the error of too much text; `size` is None if it is unknown before reading."""
+        given = "decompress to more bytes" if size is None else f"hold {size} bytes"
+        return UnfitFieldError(
+            f"the {self.split} files {given}",
+            owner=self._label,
+            field="max_bytes",
+            value=self.max_bytes,
+            hint="Their tokens are kept in memory. Set paths to fewer files, or raise max_bytes.",
+            remedies={} if size is None else {"max_bytes": size},
+        )
+
+    def _read_corpus(self, files: Sequence[TextFile]) -> Documents:
+        """Read and tokenize the files, one document or part of a document at a time."""
+        fraction = self.heldout_fraction
+        limit = None if self._split_files(self.split).is_whole else fraction
+        builder, shares = self._read_documents(files, limit)
+        if shares and (limit := heldout_limit(shares, fraction=fraction)) != fraction:
+            builder, _ = self._read_documents(files, limit)
+        if not self._num_bytes and not self._bad.first and self.split != "all":
+            raise self._config_error(
+                f"the split {self.split!r} is empty",
+                field="bytes of text",
+                value=0,
+                expected=f"text in {first_names(str(file.path) for file in files)}",
+            )
+        if not builder:
+            raise self._config_error(
+                f"no document of the {self.split} files can be read",
+                field="number of skipped documents",
+                value=self.num_skipped,
+                hint=f"First problem: {self._bad.first[0]}" if self._bad.first else None,
+            )
+        documents = builder.build()
+        # The same text in other documents is other data.
+        self._update_checksum(documents.ends.astype("<i8").tobytes())
+        return documents
+
+    def _read_documents(
+        self, files: Sequence[TextFile], limit: float | None
+    ) -> tuple[DocumentBuilder, list[float]]:
+        """Read the documents of the split.
+
+        Args:
+          files: Files of the split.
+          limit: Documents whose `share_of` is below it are held out. None: all are of the split.
+
+        Returns:
+          (documents, lowest and highest share of all documents, empty if there is no limit)
+        """
+        self._bad, self._checksum = BadRecords(self.on_bad_record), 0
+        self._num_bytes, self._texts_to_check = 0, []
+        builder = DocumentBuilder(self._tokenizer)
+        shares: list[float] = []
+        bytes_left = self._bytes_left
+        for file in files:
+            self._update_checksum(file.name.encode("utf-8", "replace"))
+            for where, text in self._texts(file) if self.text_field is not None else ():
+                if limit is not None:
+                    share = share_of(text)
+                    shares = [min(share, *shares), max(share, *shares)] if shares else [share] * 2
+                    if (share < limit) != (self.split != "train"):
+                        continue
+                self._add(builder, where, [text])
+        for piece in self._pieces(self.split) if self.text_field is None else ():
+            where = str(piece.file.path) + (f" after {piece.start}" if piece.start else "")
+            self._add(builder, where, self._parts(piece))
+        self._bytes_left = bytes_left
+        return builder, shares
+
+    def _add(self, builder: DocumentBuilder, where: str, parts: Iterable[bytes]) -> None:
+        checksum = self._checksum
+
+        def tokens() -> Iterator[np.ndarray]:
+            for part in parts:
+                yield self._tokenizer.encode(part)
+                self._update_checksum(part)
+                self._num_bytes += len(part)
+                if len(self._texts_to_check) < NUM_FIRST_TEXTS:
+                    self._texts_to_check.append(part[:FIRST_TEXT_BYTES])
+
+        try:
+            builder.add(tokens())
+        except UnicodeDecodeError as error:
+            self._checksum = checksum
+            byte = error.object[error.start]
+            problem = f"byte {error.start} is 0x{byte:02x}, which is not UTF-8."
+            self._bad.report(file=where, record=None, problem=problem)
+
+    def _update_checksum(self, data: bytes) -> None:
+        self._checksum = zlib.crc32(data, self._checksum)
+
+    def _parts(self, piece: FilePiece) -> Iterator[bytes]:
+        """Yield bytes of a file, in one part if a token may span several."""
+        left = piece.size
+        size = _PART_BYTES if self._of_bytes else max(left, 1)
+        with piece.file.path.open("rb") as file:
+            file.seek(piece.start)
+            while part := file.read(min(size, left)):
+                left -= len(part)
+                yield part
+
+    def _check_plain(self, file: TextFile) -> None:
+        """Raise for a file that is not plain text."""
+        if is_packed(file):
+            raise self._config_error(
+                f"{file.path} is not plain text",
+                field="text_field",
+                value=self.text_field,
+                expected="the field that holds the text",
+                hint="Set text_field, or decompress the file.",
+            )
+        if self.json_as_text or not (fields := json_line_fields(file.path)):
+            return
+        error = unfit_text_field(
+            file.path, fields, self.text_field, owner=self._label, option="text_field"
+        )
+        if not error.hint:
+            error.hint = "Set text_field, or json_as_text=True to read the lines as plain text."
+            error.remedies = {**error.remedies, "json_as_text": True}
+        raise error
+
+    def _texts(self, file: TextFile) -> Iterator[tuple[str, bytes]]:
+        """Yield the place and text of each document of a file, by `text_field`."""
+        assert self.text_field is not None
+        size = self._bytes_left if is_packed(file) else self.max_bytes
+        documents = read_raw_documents(file, field=self.text_field, max_document_bytes=size)
+        try:
+            for document in documents:
+                if is_packed(file):
+                    self._bytes_left -= len(document.data or b"") + 1
+                if self._bytes_left < 0:
+                    raise self._too_large(None)
+                try:
+                    yield document.where, text_of(document, self.text_field)
+                except ValueError as error:
+                    if document.is_json and self.on_bad_record == "refuse":
+                        check_text_field(
+                            file,
+                            self.text_field,
+                            owner=self._label,
+                            option="text_field",
+                            max_document_bytes=size,
+                        )
+                    self._bad.report(file=document.where, record=None, problem=str(error))
+        except DocumentSizeError:
+            raise self._too_large(None) from None
+        except BadRecordError as error:
+            if self.on_bad_record == "refuse":
+                raise
+            problem = str(error).removeprefix(f"{file.path}: ")
+            self._bad.report(file=str(file.path), record=None, problem=problem)
+
+    def _fingerprint(self) -> dict[str, Any]:
+        tokenizer = {} if self._of_bytes else {"tokenizer": self._tokenizer.fingerprint()}
+        self._corpus()
+        return {"split": self.split, "documents_crc32": self._checksum, **tokenizer}
+
+    def text_tokenizer(self, key: str | None = None) -> Tokenizer:
+        """Return the tokenizer that made the ids."""
+        return self._tokenizer
+
+    def _data_text(self) -> str:
+        counts = (counted(len(self._corpus()), "document"), counted(self._num_bytes, "byte"))
+        files = self._files(self.split)
+        is_declared = self.heldout_paths is not None and self.split == "heldout"
+        paths = self.heldout_paths if is_declared else self.paths
+        what = "Python's standard library" if paths is None else first_names(paths)
+        return f"{what}: {counted(len(files), 'file')}, {', '.join(counts)}; {self._split_text()}"
+
+    def _split_text(self) -> str:
+        """Return how files or documents were assigned to the split."""
+        by_split = self._files_by_split
+        if self.split == "all":
+            return "all documents"
+        if by_split is None:
+            share = f"{100 * self.heldout_fraction:g}%"
+            if self.text_field is None and any(p.start for p in self._pieces("heldout")):
+                return f"the last {share} of each file is held out"
+            return f"{share} of the documents are held out, by a hash of their text"
+        names = first_names((file.name for file in by_split[self.split]), limit=_MAX_FILES_SHOWN)
+        if self.heldout_paths is not None:
+            return f"split by heldout_paths: {names}"
+        others = {name: files for name, files in by_split.items() if files != by_split["heldout"]}
+        if "test" in others and self.split != "test":
+            names += f" (not read: {first_names(file.name for file in others['test'])})"
+        return f"split by the names of files: {names}"
+
+    def _first_texts(self) -> list[bytes]:
+        self._corpus()
+        return self._texts_to_check
+
+
+class LocalText(_TextFilesInput):
+    """An input of packed rows of text for language modeling.
+
+    Batches hold arrays `[batch, length]`: `ids` and `labels` (int32; a label is the document's next
+    token or its end id), `weights` (float32, 1 where a label counts), `paddings` (float32, 1 where
+    padded), `segment_ids` and `segment_pos` (int32; see `packing`). Evaluation batches
+    also have `provenance` and `eval_sample_weights`, each `[batch]`.
+    """
+
+    seq_length: int = 256
+    """Positions of a row."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        self._check_at_least(1, "seq_length")
+
+    @classmethod
+    def blank_batch(cls, config: Any, rows: int) -> NestedMap:
+        """Return a batch of empty rows, whose arrays do not depend on the text."""
+        nothing = np.zeros(0, np.int64)
+        return stretch_features(
+            nothing, nothing, rows=nothing, sizes=nothing, num_rows=rows, length=config.seq_length
+        )
+
+    def _num_rows(self) -> int:
+        return self._corpus().num_stream_rows(self.seq_length)
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        pad_id = self._tokenizer.pad_id
+        return self._corpus().stream_rows(rows, length=self.seq_length, pad_id=pad_id)
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return {**super()._fingerprint(), "seq_length": self.seq_length}
+
+    def baselines(self) -> dict[str, float]:
+        """Return the loss of a trigram table of the training files, in nats per byte.
+
+        It is available for held-out files of bytes. The table counts the first 64 MiB of training
+        text, in the order of the files' names. Files are read one at a time.
+        """
+        if self.split != "heldout" or not self._of_bytes or self.text_field is not None:
+            return {}
+        train = _first_bytes(self._pieces("train"), _TABLE_BYTES)
+        heldout = (piece.read() for piece in self._pieces("heldout"))
+        return {"trigram table": trigram_loss(train, heldout)}
+
+
+class LocalTextPrompts(_TextFilesInput):
+    """An input of beginnings of documents, for a model to continue.
+
+    Batches hold `ids` (int32 `[batch, length]`: the start id and the first tokens of the document,
+    padded on the right), `paddings` (float32 `[batch, length]`, 1 where padded) and
+    `prompt_lengths` (int32 `[batch]`, including the start id), and `provenance` and
+    `eval_sample_weights` as in LocalText.
+    """
+
+    split: str = "heldout"
+    """`train`, `heldout` or `all`."""
+    prompt_length: int = 64
+    """Maximum number of ids of a prompt, including the start id."""
+    num_prompts: int | None = None
+    """Number of prompts, one for each of the first documents. None: all documents."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        self._check_at_least(1, "prompt_length", "num_prompts")
+
+    def _num_rows(self) -> int:
+        documents = len(self._corpus())
+        return documents if self.num_prompts is None else min(self.num_prompts, documents)
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        return self._corpus().prompts(rows, length=self.prompt_length, tokenizer=self._tokenizer)
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return {**super()._fingerprint(), "prompt_length": self.prompt_length}

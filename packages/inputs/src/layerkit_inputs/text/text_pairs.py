@@ -1,0 +1,260 @@
+"""TextPairs and ParallelText, inputs of sources and targets for an encoder-decoder model.
+
+`TextPairs` makes rows of pairs of texts, which a subclass supplies. `ParallelText` reads pairs from
+two files with corresponding lines, the usual format of translations. All texts are tokenized on
+first use and kept in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args
+
+import numpy as np
+
+from layerkit.checks import check_choice, require
+from layerkit.nested_map import NestedMap
+from layerkit_inputs.base.bad_records import BadRecordError, MissingFileError
+from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS, counted
+from layerkit_inputs.base.indexed_input import IndexedInput
+from layerkit_inputs.base.special_ids import SpecialIds, target_start_id
+from layerkit_inputs.packing.documents import Documents
+from layerkit_inputs.packing.first_fit import PackingPlan, plan_packing
+from layerkit_inputs.packing.model_features import stretch_pair_features
+from layerkit_inputs.text.tokenizers import ByteTokenizer, Tokenizer
+
+PairPacking = Literal["first_fit", "none"]
+"""`first_fit`: several whole pairs in a row; `none`: one pair in a row."""
+
+
+class TextPairs(IndexedInput):
+    """Base class of readers of pairs of texts. Each side ends with EOS.
+
+    Batches hold `src` with `ids` (int32), and `tgt` with `ids`, `labels` (int32) and `weights`
+    (float32), both with `segment_ids` (int32) and `paddings` (float32), `[batch, inputs_length]`
+    and `[batch, targets_length]`. In packed rows both sides also have `segment_pos` (int32), and a
+    pair has the same number in `segment_ids` of both sides. Only rows of one pair can be decoded.
+    Evaluation batches also have `provenance` and `eval_sample_weights`, each `[batch]`.
+    """
+
+    tokenizer: Tokenizer | None = None
+    """Tokenizer of both sides. None: bytes."""
+    inputs_length: int = 64
+    """Positions of a row of sources, EOS included."""
+    targets_length: int = 64
+    """Positions of a row of targets, EOS included."""
+    packing: PairPacking | None = None
+    """`first_fit` (several pairs a row) or `none`. None: `first_fit` while training."""
+    trim: bool = False
+    """Whether longer sources and targets are cut. False: they raise an error."""
+
+    rows_in_memory: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Check the fields and derive `packing`."""
+        super().__post_init__()
+        if self.packing is None:
+            self.packing = "first_fit" if self.is_training else "none"
+        check_choice(self._label, get_args(PairPacking), packing=self.packing)
+        self._check_at_least(1, "inputs_length", "targets_length")
+        self._tokenizer = ByteTokenizer() if self.tokenizer is None else self.tokenizer
+
+    @classmethod
+    def blank_batch(cls, config: Any, rows: int) -> NestedMap:
+        """Return a batch of rows without pairs."""
+        nothing = np.zeros(0, np.int32)
+        is_packed = config.is_training if config.packing is None else config.packing != "none"
+        return stretch_pair_features(
+            nothing,
+            nothing,
+            rows=nothing,
+            input_sizes=nothing,
+            target_sizes=nothing,
+            num_rows=rows,
+            inputs_length=config.inputs_length,
+            targets_length=config.targets_length,
+            is_packed=is_packed,
+        )
+
+    def _texts(self) -> Iterator[tuple[str, str]]:
+        """Yield the source and target of each pair, in a fixed order."""
+        raise NotImplementedError(f"{type(self).__qualname__} must define _texts().")
+
+    @functools.cached_property
+    def _sides(self) -> tuple[Documents, Documents]:
+        """Return the ids of all sources and of all targets. Each text ends with EOS."""
+        limits = (self.inputs_length, self.targets_length)
+        eos_id = self._tokenizer.eos_id
+        end = [] if eos_id is None else [eos_id]
+        pieces: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+        self._texts_to_check: list[bytes] = []
+        for number, texts in enumerate(self._texts()):
+            if number < NUM_FIRST_TEXTS:
+                self._texts_to_check += [text.encode()[:FIRST_TEXT_BYTES] for text in texts]
+            for side, text, limit in zip(pieces, texts, limits, strict=True):
+                tokens = self._tokenizer.encode(text)
+                if len(tokens) + len(end) > limit and not self.trim:
+                    raise self._config_error(
+                        f"a text is too long for inputs_length={limits[0]} and"
+                        f" targets_length={limits[1]}",
+                        field=f"length of a text of pair {number}, EOS included",
+                        value=len(tokens) + len(end),
+                        expected=f"at most {limit}",
+                        hint="Use longer rows, or trim=True to cut longer texts.",
+                    )
+                if not len(tokens) and not end:
+                    expected = "at least one token, since the tokenizer has no EOS"
+                    raise self._config_error(
+                        field=f"text of pair {number}", value=text, expected=expected
+                    )
+                side.append(np.append(tokens[: limit - len(end)], end).astype(np.int32))
+        if not pieces[0]:
+            raise self._config_error("the data have no pairs")
+        sources, targets = (
+            Documents.of(np.concatenate(side), np.array([len(piece) for piece in side]))
+            for side in pieces
+        )
+        return sources, targets
+
+    @functools.cached_property
+    def _sizes(self) -> np.ndarray:
+        """Return the positions of both sides of each pair, int64 `[pairs, 2]`."""
+        # A document of n ids has n - 1 predictions.
+        return np.stack([side.num_predictions + 1 for side in self._sides], axis=1)
+
+    @functools.cached_property
+    def _plan(self) -> PackingPlan:
+        return plan_packing(self._sizes, (self.inputs_length, self.targets_length))
+
+    def _num_rows(self) -> int:
+        return self._plan.num_rows if self.packing == "first_fit" else len(self._sizes)
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        pairs, places = rows, np.arange(len(rows))
+        is_packed = self.packing == "first_fit"
+        if is_packed:
+            pairs, places = self._plan.documents_of_rows(rows)
+        sizes = self._sizes[pairs]
+        sources, targets = (
+            side.read(side.begins[pairs], sizes[:, column])
+            for column, side in enumerate(self._sides)
+        )
+        return stretch_pair_features(
+            sources,
+            targets,
+            rows=places,
+            input_sizes=sizes[:, 0],
+            target_sizes=sizes[:, 1],
+            num_rows=len(rows),
+            inputs_length=self.inputs_length,
+            targets_length=self.targets_length,
+            is_packed=is_packed,
+            bos_id=target_start_id(self._tokenizer),
+            pad_id=self._tokenizer.pad_id,
+        )
+
+    def special_ids(self) -> SpecialIds:
+        """Return the ids that begin a target, end both sides and pad them."""
+        tokenizer = self._tokenizer
+        return SpecialIds(target_start_id(tokenizer), tokenizer.eos_id, tokenizer.pad_id)
+
+    def _fingerprint(self) -> dict[str, Any]:
+        checksum = 0
+        for side in self._sides:
+            checksum = zlib.crc32(np.asarray(side.ids[0:None]).astype("<i4").tobytes(), checksum)
+            checksum = zlib.crc32(side.ends.astype("<i8").tobytes(), checksum)
+        return {
+            "pairs_crc32": checksum,
+            "tokenizer": self._tokenizer.fingerprint(),
+            "inputs_length": self.inputs_length,
+            "targets_length": self.targets_length,
+            "packing": self.packing,
+        }
+
+    def text_tokenizer(self, key: str | None = None) -> Tokenizer:
+        """Return the tokenizer that made the ids."""
+        return self._tokenizer
+
+    def _data_text(self) -> str:
+        return counted(len(self._sizes), "pair")
+
+    def _first_texts(self) -> list[bytes]:
+        assert self._sides
+        return self._texts_to_check
+
+    @property
+    def has_prediction_metrics(self) -> bool:
+        """Whether rows hold single pairs, which can be decoded."""
+        return self.packing == "none"
+
+    def prediction_metrics(self, predictions: Mapping[int, str]) -> dict[str, float]:
+        """Return `exact_match`, the share of decoded targets that equal the (maybe cut) reference.
+
+        Without predictions, return an empty dict.
+        """
+        if not predictions:
+            return {}
+        _, targets = self._sides
+        found = np.array(sorted(predictions))
+        sizes = self._sizes[found, 1]
+        is_right = [
+            predictions[number] == self._tokenizer.decode(targets.ids[begin : begin + size])
+            for number, begin, size in zip(
+                found.tolist(), targets.begins[found].tolist(), sizes.tolist(), strict=True
+            )
+        ]
+        return {"exact_match": float(np.mean(is_right))}
+
+
+class ParallelText(TextPairs):
+    """An input of pairs from two UTF-8 files, in which equal line numbers belong together.
+
+    Pairs in which a side is empty or only whitespace are skipped.
+    """
+
+    source_file: str | None = None
+    """File of the encoder's texts, one a line. Required."""
+    target_file: str | None = None
+    """File of the target texts, one a line. Required."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        for field in ("source_file", "target_file"):
+            file = getattr(self, field)
+            require(file is not None, self._label, field, file, "a file with one text in each line")
+
+    def _texts(self) -> Iterator[tuple[str, str]]:
+        sources, targets = self._lines("source_file"), self._lines("target_file")
+        if len(sources) != len(targets):
+            raise self._config_error(
+                f"the files have {len(sources)} and {len(targets)} lines",
+                field="target_file",
+                value=self.target_file,
+                expected=f"a translation of each line of {self.source_file}",
+            )
+        for source, target in zip(sources, targets, strict=True):
+            if source.strip() and target.strip():
+                yield source.strip(), target.strip()
+
+    def _lines(self, field: str) -> list[str]:
+        """Return the lines of a file, split only at newlines. Texts may hold other breaks.
+
+        Raises:
+          BadRecordError: A line is not UTF-8.
+        """
+        file = str(getattr(self, field))
+        if not Path(file).is_file():
+            raise MissingFileError("file not found", owner=self._label, field=field, value=file)
+        content = Path(file).read_bytes()
+        try:
+            text = content.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            line = content.count(b"\n", 0, error.start) + 1
+            raise BadRecordError(
+                f"not UTF-8 ({error.reason})", owner=f"{file}, line {line}"
+            ) from None
+        return text.removesuffix("\n").split("\n")

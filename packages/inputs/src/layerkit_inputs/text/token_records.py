@@ -1,0 +1,209 @@
+"""TokenRecords, an input of tokenized documents for language modeling.
+
+`python -m layerkit_inputs.tools.build_token_records` makes the files; see `token_store` for their
+format. Rows have random access, so the state is one count, from which any number of hosts can
+resume. Each host reads only the blocks of its own rows, and the index is memory-mapped.
+
+The field `packing` determines the contents of rows:
+
+- `stream`: documents are concatenated and cut every `seq_length` predictions. Only the last row has
+  padding. A document may span several rows.
+- `first_fit`: documents are kept whole, several in a row. Documents longer than a row are cut
+  first. Every host plans all rows on first use, which takes two seconds and some 200 MB for each
+  million documents. For more than some ten million documents use `stream`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from layerkit.checks import check_choice, require
+from layerkit.nested_map import NestedMap
+from layerkit_inputs.base.bad_records import BadRecords, OnBadRecord
+from layerkit_inputs.base.base_input import counted
+from layerkit_inputs.base.eval_padding import blank_rows
+from layerkit_inputs.base.indexed_input import IndexedInput
+from layerkit_inputs.base.special_ids import SpecialIds
+from layerkit_inputs.packing.documents import ids_and_labels
+from layerkit_inputs.packing.first_fit import (
+    DocumentPieces,
+    PackingPlan,
+    cut_documents,
+    plan_packing,
+)
+from layerkit_inputs.packing.model_features import stretch_features
+from layerkit_inputs.packing.stream_rows import RowPieces, num_stream_rows, stream_pieces
+from layerkit_inputs.text.token_store import TokenStore
+from layerkit_inputs.text.tokenizers import ByteTokenizer, Tokenizer
+
+Packing = Literal["stream", "first_fit"]
+"""`stream`: documents are cut anywhere, without padding; `first_fit`: documents are kept whole."""
+
+
+class TokenRecords(IndexedInput):
+    """An input of packed rows of tokenized documents.
+
+    Batches hold arrays `[batch, length]`: `ids` and `labels` (int32; a label is the document's next
+    id), `weights` (float32, 1 where a label counts), `paddings` (float32, 1 where padded),
+    `segment_ids` (int32, from 1 in each row, 0 where padded) and `segment_pos` (int32). Outside of
+    training batches also have `provenance` and `eval_sample_weights`, each `[batch]`.
+
+    A row with a damaged block raises an error. With `on_bad_record="skip"` it is all padding, with
+    weights of 0 and a `provenance` of -1.
+    """
+
+    path: str | None = None
+    """Folder of token records. Required."""
+    split: str = "train"
+    """Name of a split of the folder."""
+    seq_length: int = 1024
+    """Positions of a row."""
+    packing: Packing = "stream"
+    """`stream` (cut anywhere, no padding) or `first_fit` (whole documents)."""
+    tokenizer: Tokenizer | None = None
+    """Tokenizer for `ids_to_strings`. It must be the tokenizer of the documents."""
+    vocab_size: int | None = None
+    """Vocabulary size of the model. A larger vocabulary of the documents raises. None: no check."""
+    on_bad_record: OnBadRecord = "refuse"
+    """`refuse` raises for damaged blocks; `skip` skips their rows and counts the blocks."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        require(self.path is not None, self._label, "path", None, "a folder of token records")
+        check_choice(self._label, get_args(Packing), packing=self.packing)
+        check_choice(self._label, get_args(OnBadRecord), on_bad_record=self.on_bad_record)
+        self._check_at_least(1, "seq_length", "vocab_size")
+        self._bad = BadRecords(self.on_bad_record)
+
+    @functools.cached_property
+    def _store(self) -> TokenStore:
+        assert self.path is not None
+        store = TokenStore(self.path, self.split)
+        stored = store.about.tokenizer
+        if self.tokenizer is not None and self.tokenizer.fingerprint() != stored["fingerprint"]:
+            raise self._config_error(
+                f"{self.path} was made with another tokenizer",
+                field="fingerprint of tokenizer",
+                value=self.tokenizer.fingerprint(),
+                expected=repr(stored["fingerprint"]),
+                hint="Set the tokenizer of the folder, or build the folder again with this one."
+                " Without a tokenizer, records are read as they are.",
+            )
+        if self.vocab_size is not None and stored["vocab_size"] > self.vocab_size:
+            raise self._config_error(
+                field="vocab_size",
+                value=self.vocab_size,
+                expected=f"at least {stored['vocab_size']}, the vocabulary size of {self.path}",
+                hint="The loss of larger ids would be NaN.",
+            )
+        return store
+
+    @functools.cached_property
+    def _plan(self) -> tuple[DocumentPieces, PackingPlan]:
+        """Return the pieces of all documents and their rows, for `first_fit`."""
+        pieces = cut_documents(np.diff(self._store.document_ends, prepend=0), self.seq_length)
+        return pieces, plan_packing(pieces.length, self.seq_length)
+
+    @property
+    def num_skipped(self) -> int:
+        """Number of damaged blocks so far. A block that is read twice counts twice."""
+        return self._bad.num_skipped
+
+    @property
+    def tokenizer_fingerprint(self) -> str:
+        """Fingerprint of the tokenizer of the documents."""
+        fingerprint: str = self._store.about.tokenizer["fingerprint"]
+        return fingerprint
+
+    @property
+    def token_unit(self) -> str:  # type: ignore[override]
+        """Unit `byte` if the documents were made with the ByteTokenizer, else `token`."""
+        is_bytes = self.tokenizer_fingerprint == ByteTokenizer().fingerprint()
+        return "byte" if is_bytes else "token"
+
+    @classmethod
+    def blank_batch(cls, config: Any, rows: int) -> NestedMap:
+        """Return a batch of empty rows, whose arrays do not depend on the documents."""
+        nothing = np.zeros(0, np.int64)
+        return stretch_features(
+            nothing, nothing, rows=nothing, sizes=nothing, num_rows=rows, length=config.seq_length
+        )
+
+    def _num_rows(self) -> int:
+        if self.packing == "stream":
+            return num_stream_rows(self._store.document_ends, self.seq_length)
+        return self._plan[1].num_rows
+
+    def _pieces_of(self, rows: np.ndarray) -> RowPieces:
+        """Return the pieces of documents in some rows."""
+        if self.packing == "stream":
+            return stream_pieces(rows, self._store.document_ends, self.seq_length)
+        pieces, plan = self._plan
+        chosen, places = plan.documents_of_rows(rows)
+        return RowPieces(places, *(array[chosen] for array in pieces))
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        pieces = self._pieces_of(rows)
+        begins = self._begins(pieces.document) + pieces.start
+        tokens, is_read = self._store.read(begins, pieces.length + 1, self._bad)
+        ids, labels = ids_and_labels(tokens, pieces.length)
+        batch = stretch_features(
+            ids,
+            labels,
+            rows=pieces.row,
+            sizes=pieces.length,
+            num_rows=len(rows),
+            length=self.seq_length,
+            pad_id=self._store.about.tokenizer["pad_id"],
+        )
+        self._is_unreadable = np.bincount(pieces.row[~is_read], minlength=len(rows)) > 0
+        return blank_rows(batch, self._is_unreadable) if self._is_unreadable.any() else batch
+
+    def _begins(self, documents: np.ndarray) -> np.ndarray:
+        """Return the positions of documents in the stream, whose first ids are not predicted."""
+        ends = self._store.document_ends
+        return np.where(documents > 0, ends[np.maximum(documents - 1, 0)], 0) + documents
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return {
+            "tokens_sha256": self._store.identity,
+            "seq_length": self.seq_length,
+            "packing": self.packing,
+        }
+
+    def _data_text(self) -> str:
+        split = self._store.split
+        return (
+            f"split {self.split!r} of {self.path}: {counted(len(split.shards), 'file')},"
+            f" {counted(split.num_documents, 'document')},"
+            f" {counted(split.num_predictions, 'token')},"
+            f" {counted(sum(shard.num_bytes for shard in split.shards), 'byte')}"
+        )
+
+    def _close(self) -> None:
+        if "_store" in vars(self):
+            self._store.close()
+
+    def special_ids(self) -> SpecialIds:
+        """Return the ids of the documents, which `about.json` records."""
+        stored = self._store.about.tokenizer
+        return SpecialIds(stored["start_id"], stored["eos_id"], stored["pad_id"])
+
+    def text_tokenizer(self, key: str | None = None) -> Tokenizer | None:
+        """Return the tokenizer that made the ids, or None if it is not set."""
+        return self.tokenizer
+
+    def ids_to_strings(
+        self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
+    ) -> list[str]:
+        """Decode ids int `[batch, length]` with `tokenizer`."""
+        if self.tokenizer is None:
+            raise self._config_error(
+                "cannot decode ids", field="tokenizer", value=None, expected="that of the documents"
+            )
+        return super().ids_to_strings(ids, lengths, key)

@@ -1,0 +1,117 @@
+"""CsvSeries and GeneratedSeries: windows of time series."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from layerkit_inputs import CsvSeries, GeneratedSeries
+from layerkit_inputs.base.bad_records import BadRecordError
+from layerkit_inputs.testing import laws
+
+NUM_TIMES, HELDOUT = 40, 8
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Return a file in which column a counts the times and column b their negatives."""
+    file = tmp_path / "series.csv"
+    lines = [f"t{time},{time},{-time}" for time in range(NUM_TIMES)]
+    file.write_text("\n".join(["date,a,b", *lines[:20], "", *lines[20:]]))
+    return str(file)
+
+
+@pytest.mark.parametrize("is_training", [True, False], ids=["training", "epoch"])
+@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
+def test_inputs_of_time_series_obey(law, is_training, path):
+    csv = {"path": path, "window_length": 5, "stride": 3, "heldout_values": HELDOUT}
+    generated = {"window_length": 6, "num_examples": 21}
+    mode = {"batch_size": 4, "is_training": is_training}
+    law(lambda **more: CsvSeries(**{**csv, **mode, **more}))
+    law(lambda **more: GeneratedSeries(**{**generated, **mode, **more}))
+
+
+def test_training_windows_hold_no_heldout_value_and_evaluation_windows_end_in_one(path):
+    fields = {"path": path, "window_length": 5, "columns": ["a"], "batch_size": 4}
+    fields["heldout_values"] = HELDOUT
+    training = CsvSeries(is_training=True, **fields)
+    seen = np.concatenate([training.get_next().series for _ in range(18)])
+    assert seen.max() == NUM_TIMES - HELDOUT - 1
+    heldout = [
+        batch.series[batch.eval_sample_weights > 0] for batch in CsvSeries(**fields).eval_batches()
+    ]
+    last_values = np.concatenate(heldout)[:, -1]
+    assert last_values.tolist() == list(range(NUM_TIMES - HELDOUT, NUM_TIMES))
+
+
+def test_last_stride_values_of_evaluation_windows_are_held_out_up_to_the_end(path):
+    fields = {"path": path, "window_length": 12, "columns": ["a"], "batch_size": 4}
+    heldout = CsvSeries(stride=3, heldout_values=HELDOUT, **fields)
+    (batch,) = heldout.eval_batches()
+    horizons = batch.series[batch.eval_sample_weights > 0][:, -3:]
+    assert horizons.tolist() == [[34, 35, 36], [37, 38, 39]]
+
+
+def test_evaluation_with_a_stride_above_the_held_out_values_raises(raises, path):
+    fields = {"path": path, "window_length": 12, "batch_size": 1, "stride": HELDOUT + 1}
+    with raises(ValueError, field="heldout_values", value=HELDOUT):
+        CsvSeries(heldout_values=HELDOUT, **fields).get_next()
+    CsvSeries(heldout_values=HELDOUT, is_training=True, **fields).get_next()
+
+
+def test_columns_without_a_name_are_left_out_and_equal_names_are_two_series(tmp_path):
+    file = tmp_path / "names.csv"
+    file.write_text(",a,a,\nx,1,2,\ny,3,4,\n")
+    batch = CsvSeries(path=str(file), window_length=2, batch_size=2, shuffle=False).get_next()
+    assert batch.series.tolist() == [[1, 3], [2, 4]]
+
+
+@pytest.mark.parametrize("line", ["x,1,234,5", "x,1"])
+def test_line_with_another_number_of_cells_is_an_error(raises, tmp_path, line):
+    file = tmp_path / "cells.csv"
+    file.write_text(f"t,a,b\nw,1,2\n{line}\n")
+    found = len(line.split(","))
+    with raises(BadRecordError, owner=f"{file}, line 3", field="number of cells", value=found):
+        CsvSeries(path=str(file), window_length=1, batch_size=1).get_next()
+
+
+@pytest.mark.parametrize("text", ["", "date,a\n", "date,a\nx,1\n", "date\nx\ny\n"])
+def test_file_without_a_window_is_an_error(raises, tmp_path, text):
+    file = tmp_path / "short.csv"
+    file.write_text(text)
+    with raises(ValueError, field="window_length", value=2):
+        list(CsvSeries(path=str(file), window_length=2, batch_size=1).eval_batches())
+
+
+@pytest.mark.parametrize("noise", [-0.1, float("nan")])
+def test_noise_must_be_finite_and_not_negative(raises, noise):
+    with raises(ValueError, field="noise"):
+        GeneratedSeries(noise=noise, num_examples=3, batch_size=1)
+
+
+def test_windows_are_consecutive_values_of_one_column(path):
+    series = CsvSeries(path=path, window_length=5, batch_size=72)
+    rows = series.get_next().series
+    steps = np.diff(rows, axis=1)
+    assert set(map(tuple, steps)) == {(1.0,) * 4, (-1.0,) * 4}
+
+
+def test_empty_cell_is_padding(tmp_path):
+    file = tmp_path / "gap.csv"
+    file.write_text("date,a\nx,1\ny,\nz,3\n")
+    batch = CsvSeries(path=str(file), window_length=3, batch_size=1).get_next()
+    assert batch.paddings.tolist() == [[0, 1, 0]]
+    assert batch.series[0, [0, 2]].tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("cell", ["three", "inf", "nan"])
+def test_cell_without_a_finite_number_names_file_line_and_column(raises, tmp_path, cell):
+    file = tmp_path / "bad.csv"
+    file.write_text(f"date,a\nx,1\n\ny,{cell}\n")
+    with raises(BadRecordError, owner=f"{file}, line 4", field="a", value=cell):
+        CsvSeries(path=str(file), window_length=1, batch_size=1).get_next()
+
+
+def test_unknown_column_names_the_columns(raises, path):
+    with raises(ValueError, field="columns", value="c", choices=("date", "a", "b")):
+        CsvSeries(path=path, columns=["c"], window_length=3, batch_size=1).get_next()

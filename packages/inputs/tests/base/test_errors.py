@@ -1,0 +1,60 @@
+"""Errors of an input know its class and name."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from layerkit.nested_map import NestedMap
+from layerkit_inputs import IndexedInput, Mixture, Prefetch
+from layerkit_inputs.base.errors import input_of
+
+
+class Failing(IndexedInput):
+    error: Any = None
+
+    def _num_rows(self) -> int:
+        return 8
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        raise self.error
+
+
+def failure(error: Exception, *, ahead: bool, name: str | None = "web") -> BaseException:
+    source = Failing(batch_size=4, name=name, error=error)
+    reader = Prefetch(source=source) if ahead else source
+    with contextlib.closing(reader), pytest.raises(type(error)) as caught:
+        reader.get_next()
+    return caught.value
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["itself", "prefetch"])
+def test_errors_know_their_input_and_tracebacks_show_it(ahead: bool):
+    error = failure(IndexError("7"), ahead=ahead)
+    assert input_of(error) == "Failing 'web'"
+    assert error.__notes__ == ["In input Failing 'web'"]
+
+
+@pytest.mark.parametrize("error", [ValueError("no such shape"), FileNotFoundError("a.txt")])
+def test_errors_of_data_keep_their_text(error: Exception):
+    caught = failure(error, ahead=True, name=None)
+    assert input_of(caught) == "Failing"
+    assert not hasattr(caught, "__notes__")
+
+
+def test_end_of_data_is_no_error_of_an_input():
+    source = Failing(batch_size=4, error=StopIteration())
+    with pytest.raises(StopIteration) as caught:
+        source.get_next()
+    assert input_of(caught.value) is None
+
+
+def test_component_of_a_mixture_is_named_by_the_mixture_that_reads_it():
+    config = Failing.HParams.config(error=KeyError("x"))
+    mixture = Mixture(components={"a": config}, weights={"a": 1}, batch_size=2, is_training=True)
+    with pytest.raises(KeyError) as caught:
+        mixture.get_next()
+    assert input_of(caught.value) == "Mixture"

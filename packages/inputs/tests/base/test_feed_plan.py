@@ -1,0 +1,100 @@
+"""Feeds: which process reads which rows, derived from meshes laid out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerkit.errors import ConfigError
+from layerkit_inputs.base.feed_plan import Feed, plan_feeds
+
+
+def rows_of_mesh(data: int, model: int, global_batch: int, devices_per_process: int):
+    """Devices numbered row by row on a (data, model) mesh, the batch split over `data`."""
+    rows_by_process: dict[int, list[slice]] = {}
+    per_shard = global_batch // data
+    for device in range(data * model):
+        shard = device // model
+        rows = slice(shard * per_shard, (shard + 1) * per_shard)
+        rows_by_process.setdefault(device // devices_per_process, []).append(rows)
+    return rows_by_process
+
+
+# Eight devices, two in each of four processes. A process spans 2 / model data shards, at least one;
+# with one row a shard those are its rows, and the distinct ones are the feeds.
+@pytest.mark.parametrize(
+    ("data", "model", "num_feeds", "rows_each"),
+    [(8, 1, 4, 2), (4, 2, 4, 1), (2, 4, 2, 1), (1, 8, 1, 1)],
+)
+@pytest.mark.parametrize("rows_per_shard", [1, 3])
+def test_fractional_batch_per_core_over_four_processes(
+    data, model, num_feeds, rows_each, rows_per_shard
+):
+    plan = plan_feeds(rows_of_mesh(data, model, data * rows_per_shard, devices_per_process=2))
+    assert plan.num_infeed_hosts == num_feeds
+    assert plan.batch_size == rows_each * rows_per_shard
+    for process in range(4):
+        assert plan.infeed_host_index(process) == process * num_feeds // 4
+
+
+def test_processes_that_hold_the_same_rows_share_a_feed():
+    plan = plan_feeds({0: [(0, 2)], 1: [(0, 2), (0, 2)], 2: [(2, 4)], 3: [(3, 4), (2, 3)]})
+    assert plan.feeds == (
+        Feed(rows=((0, 2),), processes=(0, 1)),
+        Feed(rows=((2, 4),), processes=(2, 3)),
+    )
+
+
+def test_rows_need_not_be_neighbors():
+    plan = plan_feeds(
+        {0: [(0, 1), (4, 5)], 1: [(2, 3), (6, 7)], 2: [(1, 2), (3, 4)], 3: [(5, 6), (7, 8)]}
+    )
+    assert plan.batch_size == 2
+    assert [plan.infeed_host_index(process) for process in range(4)] == [0, 2, 1, 3]
+
+
+@given(
+    data=st.sampled_from([1, 2, 4, 8]),
+    model=st.sampled_from([1, 2, 4]),
+    rows_per_shard=st.integers(1, 3),
+    processes=st.sampled_from([1, 2, 4, 8]),
+)
+def test_feeds_cover_the_batch_once_and_each_process_gets_its_rows(
+    data, model, rows_per_shard, processes
+):
+    if processes > data * model:
+        return
+    rows_by_process = rows_of_mesh(
+        data, model, data * rows_per_shard, devices_per_process=data * model // processes
+    )
+    plan = plan_feeds(rows_by_process)
+    covered = [row for feed in plan.feeds for bounds in feed.rows for row in range(*bounds)]
+    assert covered == list(range(data * rows_per_shard))
+    for process, slices in rows_by_process.items():
+        held = set(np.concatenate([np.arange(s.start, s.stop) for s in slices]).tolist())
+        feed = plan.feeds[plan.infeed_host_index(process)]
+        assert {row for bounds in feed.rows for row in range(*bounds)} == held
+
+
+@pytest.mark.parametrize(
+    ("rows_by_process", "field", "value"),
+    [
+        ({0: [(0, 2)], 1: [(3, 4)]}, "rows", (2, 3)),
+        ({0: [(1, 2)]}, "rows", (0, 1)),
+        ({0: [(0, 2)], 1: [(1, 3)]}, "rows", (1, 2)),
+        ({0: [(0, 2)], 1: [(2, 3)]}, "rows of each feed", [2, 1]),
+        ({0: [(0, 2)], 1: []}, "rows of process 1", []),
+        ({0: [slice(None)]}, "rows of process 0", (None, None)),
+    ],
+    ids=["gap", "no first row", "overlap", "different sizes", "no rows", "open slice"],
+)
+def test_rows_that_do_not_form_feeds_raise(raises, rows_by_process, field, value):
+    with raises(ConfigError, field=field, value=value):
+        plan_feeds(rows_by_process)
+
+
+def test_process_without_rows_raises(raises):
+    with raises(ConfigError, field="process_index", value=7, choices=(0,)):
+        plan_feeds({0: [(0, 1)]}).infeed_host_index(7)

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import gzip
+import re
+
+import pytest
+
+from layerkit.errors import ConfigError
+from layerkit_inputs.base.bad_records import BadRecordError
+from layerkit_inputs.hugging_face.stream import HuggingFaceStream
+from layerkit_inputs.hugging_face.text_input import HuggingFaceInput
+from layerkit_inputs.hugging_face.unreadable_files import first_unreadable
+from layerkit_inputs.text.tokenizers import SentencePieceTokenizer
+
+datasets = pytest.importorskip("datasets")
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+datasets.disable_progress_bars()
+
+READERS = [HuggingFaceInput, HuggingFaceStream]
+GOOD_LINES = b'{"text": "one"}\n{"text": "two"}\n'
+
+
+@pytest.fixture
+def make(tmp_path):
+    def make(reader, path, files, **more):
+        fields = {"batch_size": 1, "seq_length": 2000, "cache_dir": str(tmp_path / "cache")}
+        return reader(path=path, data_files=[str(file) for file in files], **{**fields, **more})
+
+    return make
+
+
+def write_parquet(path, texts, **options):
+    parquet.write_table(pyarrow.table({"text": texts}), path, **options)
+    return path
+
+
+def read_all(source):
+    batches = list(source.eval_batches())
+    return [source.ids_to_strings(batch.labels, [batch.labels.shape[1]])[0] for batch in batches]
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"text": "b', "record 1: not a line of JSON (Unterminated string"),
+        (b"[1]", "record 1: a JSON list, expected an object"),
+        (b'{"text": "\\ud800x"}', "record 1: half of a surrogate pair"),
+    ],
+)
+def test_invalid_json_line_raises_with_its_number(reader, line, problem, make, tmp_path):
+    good, bad = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    good.write_bytes(GOOD_LINES)
+    bad.write_bytes(b'{"text": "a"}\n' + line)
+    for policy in ("refuse", "skip"):
+        source = make(reader, "json", [good, bad], on_bad_record=policy)
+        with pytest.raises(ValueError, match=re.escape(f"{reader.__name__}: {bad}, {problem}")):
+            read_all(source)
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"text": null}', "no text (null)."),
+        (b'{"text": "ab\xff"}', "byte 2 of the text is 0xff, which is not UTF-8."),
+    ],
+)
+def test_unusable_example_raises_or_is_counted(
+    raises, reader, line, problem, make, tmp_path, sentencepiece_file
+):
+    tokenizer = SentencePieceTokenizer(path=sentencepiece_file)
+    good, bad = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    good.write_bytes(GOOD_LINES)
+    bad.write_bytes(b'{"text": "some more"}\n' + line + b'\n{"text": "text"}\n')
+    with raises(BadRecordError, owner=f"{bad}, record 1"):
+        read_all(make(reader, "json", [good, bad], tokenizer=tokenizer))
+    for _ in range(2):  # the second time from the cache, where there is one
+        source = make(
+            reader, "json", [good, bad], tokenizer=tokenizer, on_bad_record="skip", packing="none"
+        )
+        assert read_all(source) == ["one", "two", "some more", "text"]
+        assert source.num_skipped == 1
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("kind", ["empty", "truncated", "no parquet", "no rows"])
+def test_incomplete_file_raises_or_is_counted(raises, reader, kind, make, tmp_path):
+    good = write_parquet(tmp_path / "a.parquet", ["one", "two"])
+    bad = tmp_path / "b.parquet"
+    contents = {"empty": b"", "truncated": good.read_bytes()[:-20], "no parquet": b"text" * 50}
+    if kind in contents:
+        bad.write_bytes(contents[kind])
+    else:
+        write_parquet(bad, pyarrow.array([], pyarrow.string()))
+    problem = {"empty": "the file is empty.", "no rows": "the file has no rows."}.get(
+        kind, "not a whole Parquet file ("
+    )
+    with pytest.raises(BadRecordError, match=re.escape(f"{bad}: {problem}")):
+        read_all(make(reader, "parquet", [good, bad]))
+    source = make(reader, "parquet", [good, bad], on_bad_record="skip", packing="none")
+    assert read_all(source) == ["one", "two"] and source.num_skipped == 1
+    with raises(ConfigError, field="data_files", value=[str(bad)]):
+        read_all(make(reader, "parquet", [bad], on_bad_record="skip"))
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_corrupt_parquet_page_raises_with_file_and_records(reader, make, tmp_path):
+    texts = [f"text {number} " * 20 for number in range(40)]
+    options = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    bad = write_parquet(tmp_path / "bad.parquet", texts, row_group_size=10, **options)
+    data = bytearray(bad.read_bytes())
+    middle = len(data) * 3 // 8  # in the second of four groups
+    data[middle : middle + 300] = bytes(255 - byte for byte in data[middle : middle + 300])
+    bad.write_bytes(data)
+    with pytest.raises(ValueError, match=re.escape(f"{bad}, records 10 to 19: ")):
+        read_all(make(reader, "parquet", [bad]))
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_file_with_other_columns_raises_with_its_name(reader, make, tmp_path):
+    good, bad = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    good.write_bytes(GOOD_LINES)
+    bad.write_bytes(b'{"tex": "x"}\n')
+    whole = f"{reader.__name__}: {bad}: columns ['tex'], expected ['text'] as in {good}"
+    with pytest.raises(ValueError, match=re.escape(whole)):
+        read_all(make(reader, "json", [good, bad]))
+    good = write_parquet(tmp_path / "a.parquet", ["one"])
+    bad = write_parquet(tmp_path / "b.parquet", [[1, 2]])
+    with pytest.raises(ValueError, match=re.escape(f"{bad}: columns {{'text': 'list")):
+        read_all(make(reader, "parquet", [good, bad]))
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    ("ids", "problem"),
+    [
+        ([3, None], "a null among the token ids."),
+        ([3, -1], "the token ids"),
+        ([60], "token id 60; the tokenizer has 60 ids."),
+        (None, "no text (null)."),
+    ],
+)
+def test_invalid_token_ids_raise_or_are_counted(
+    raises, reader, ids, problem, make, tmp_path, sentencepiece_file
+):
+    tokenizer = SentencePieceTokenizer(path=sentencepiece_file)
+    file = write_parquet(tmp_path / "ids.parquet", [[5, 6], [7], ids, [8]])
+    with raises(BadRecordError, owner=f"{file}, record 2"):
+        read_all(make(reader, "parquet", [file], tokenizer=tokenizer))
+    source = make(reader, "parquet", [file], tokenizer=tokenizer, on_bad_record="skip")
+    assert sum(batch.weights.sum() for batch in source.eval_batches()) == 4 + 3
+    assert source.num_skipped == 1
+
+
+def test_truncated_arrow_file_raises_with_file_and_records(tmp_path):
+    data = datasets.Dataset.from_list([{"text": f"number {n}"} for n in range(100)])
+    data.save_to_disk(str(tmp_path / "saved"))
+    (file,) = (tmp_path / "saved").glob("*.arrow")
+    file.write_bytes(file.read_bytes()[:-300])
+    source = HuggingFaceInput(path=str(tmp_path / "saved"), batch_size=1)
+    with pytest.raises(ValueError, match=re.escape(f"{file}, records 0 and later: ")):
+        source.get_next()
+
+
+def test_text_that_is_not_utf_8_raises_with_its_line(make, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_bytes(b"one\ntw\xff\n")
+    whole = f"HuggingFaceInput: {file}, record 1: byte 2 of the line is not UTF-8"
+    with pytest.raises(ValueError, match=re.escape(whole)):
+        read_all(make(HuggingFaceInput, "text", [file]))
+
+
+def test_data_set_without_usable_examples_raises(raises, make, tmp_path):
+    file = tmp_path / "text.jsonl"
+    file.write_bytes(b'{"text": null, "more": "x"}\n')
+    for reader in READERS:
+        source = make(reader, "json", [file], on_bad_record="skip")
+        with raises(ConfigError, owner=reader.__name__):
+            read_all(source)
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("content", [b"", b"\n\n"])
+def test_folder_without_records_raises(reader, content, tmp_path):
+    file = tmp_path / "data" / "train.jsonl"
+    file.parent.mkdir()
+    file.write_bytes(content)
+    source = reader(path=str(file.parent), cache_dir=str(tmp_path / "cache"), batch_size=1)
+    with pytest.raises(ConfigError, match=re.escape(str(file))):
+        source.get_next()
+
+
+def test_valid_remote_and_compressed_files_are_not_blamed(tmp_path):
+    good, packed = tmp_path / "good.jsonl", tmp_path / "x.jsonl.gz"
+    good.write_bytes(GOOD_LINES)
+    packed.write_bytes(gzip.compress(b'{"text": "a"}\nnot json\n'))
+    files = [str(good), "https://elsewhere/x.jsonl", str(packed)]
+    assert first_unreadable(files, "json") is None
+
+
+def test_row_group_above_the_bound_raises_before_it_is_read(tmp_path):
+    (tmp_path / "data").mkdir()
+    file = write_parquet(tmp_path / "data" / "train.parquet", ["x"] * (1 << 16))
+    fields = {"batch_size": 1, "cache_dir": str(tmp_path / "c"), "max_row_group_bytes": 1 << 12}
+    for data in ({"path": "parquet", "data_files": str(file)}, {"path": str(file.parent)}):
+        with pytest.raises(ValueError, match=r"train.parquet: row group 0 .*max_row_group_bytes"):
+            HuggingFaceInput(**fields, **data).get_next()

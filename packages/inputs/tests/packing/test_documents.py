@@ -1,0 +1,154 @@
+"""Documents: ids laid end to end, and the rows cut from them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerkit_inputs.packing.documents import DocumentBuilder, Documents, PiecewiseStream, framed
+from layerkit_inputs.packing.model_features import lm_features, segment_features
+from layerkit_inputs.text.tokenizers import ByteTokenizer
+
+pieces_of_ids = st.lists(st.lists(st.integers(0, 60000), max_size=9), min_size=1, max_size=6)
+
+
+@given(pieces_of_ids, st.data())
+def test_several_arrays_read_as_one(contents, data):
+    whole = np.array([number for piece in contents for number in piece], np.int32)
+    if not len(whole):
+        return
+    stream = PiecewiseStream([np.array(piece, np.uint16) for piece in contents])
+    shape = data.draw(st.sampled_from([(3,), (2, 2), (0,)]))
+    number = int(np.prod(shape))
+    indices = st.integers(0, len(whole) - 1)
+    at = np.array(data.draw(st.lists(indices, min_size=number, max_size=number)), np.int64)
+    found = stream[at.reshape(shape)]
+    assert found.dtype == np.int32
+    np.testing.assert_array_equal(found, whole[at].reshape(shape))
+
+
+def documents_of(examples, *, with_inputs=False):
+    """Documents of (inputs, targets)."""
+    tokenizer = ByteTokenizer()
+    pieces = [framed([np.array(i, int), np.array(t, int)], tokenizer) for i, t in examples]
+    num_inputs = np.array([len(inputs) for inputs, _ in examples]) if with_inputs else None
+    sizes = np.array([len(piece) for piece in pieces])
+    return Documents.of(PiecewiseStream(pieces), sizes, num_inputs=num_inputs)
+
+
+EXAMPLES = [([7, 8], [9, 10, 11]), ([], [5]), ([12], []), ([20, 21, 22, 23], [24])]
+
+
+def test_document_is_framed_by_start_and_end_ids():
+    assert framed([[7, 8], [9]], ByteTokenizer()).tolist() == [1, 7, 8, 9, 2]
+    documents = documents_of(EXAMPLES)
+    assert len(documents) == 4
+    assert documents.num_predictions.tolist() == [6, 2, 2, 6]
+    assert documents.begins.tolist() == [0, 7, 10, 13]
+
+
+def test_rows_of_whole_documents_equal_those_of_features():
+    documents = documents_of(EXAMPLES, with_inputs=True)
+    row = documents.stream_rows(np.array([0]), length=20, pad_id=0)
+    expected = lm_features(
+        [inputs for inputs, _ in EXAMPLES],
+        [[*targets, 2] for _, targets in EXAMPLES],
+        length=20,
+        rows=[range(4)],
+        bos_id=1,
+        weights_on_targets_only=True,
+    )
+    assert set(row) == set(expected)
+    for name in expected:
+        assert row[name].dtype == expected[name].dtype
+        np.testing.assert_array_equal(row[name], expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 7])
+def test_rows_cut_anywhere_hold_what_segments_hold(length):
+    documents = documents_of(EXAMPLES, with_inputs=True)
+    ends = documents.ends
+    for row in range(documents.num_stream_rows(length)):
+        batch = documents.stream_rows(np.array([row]), length=length, pad_id=0)
+        segments = []
+        for number, end in enumerate(ends):
+            begin = end - documents.num_predictions[number]
+            start, stop = max(begin, row * length), min(end, (row + 1) * length)
+            if start < stop:
+                segments.append(documents.segment(number, int(start - begin), int(stop - start)))
+        expected = segment_features(
+            [segments], length=length, has_inputs=True, weights_on_targets_only=True
+        )
+        for name in expected:
+            np.testing.assert_array_equal(batch[name], expected[name], err_msg=f"{row} {name}")
+
+
+def test_without_inputs_every_token_counts_and_there_is_no_indicator():
+    row = documents_of(EXAMPLES).stream_rows(np.array([0]), length=20, pad_id=0)
+    assert row.weights.sum() == 16 and "inputs_indicator" not in row
+
+
+def test_prompts_end_before_the_end_id_and_with_inputs_after_them():
+    rows, tokenizer = np.arange(4), ByteTokenizer()
+    batch = documents_of(EXAMPLES).prompts(rows, length=5, tokenizer=tokenizer)
+    assert batch.ids.tolist() == [
+        [1, 7, 8, 9, 10],
+        [1, 5, 0, 0, 0],
+        [1, 12, 0, 0, 0],
+        [1, 20, 21, 22, 23],
+    ]
+    assert batch.prompt_lengths.tolist() == [5, 2, 2, 5]
+    assert batch.paddings.sum(1).tolist() == [0, 3, 3, 0]
+    batch = documents_of(EXAMPLES, with_inputs=True).prompts(rows, length=5, tokenizer=tokenizer)
+    assert batch.prompt_lengths.tolist() == [3, 1, 2, 5]
+    assert batch.ids[0].tolist() == [1, 7, 8, 0, 0]
+
+
+def test_a_vocabulary_without_an_end_has_prompts_of_whole_documents():
+    class Endless(ByteTokenizer):
+        eos_id = None
+
+    tokenizer = Endless()
+    pieces = [framed([[7, 8]], tokenizer), framed([[]], tokenizer)]
+    documents = Documents.of(PiecewiseStream(pieces), np.array([3, 1]))
+    assert documents.num_predictions.tolist() == [2, 0]
+    batch = documents.prompts(np.arange(2), length=4, tokenizer=tokenizer)
+    assert batch.ids.tolist() == [[1, 7, 8, 0], [1, 0, 0, 0]]
+    row = documents.stream_rows(np.array([0]), length=3, pad_id=0)
+    assert row.labels.tolist() == [[7, 8, 0]] and row.segment_ids.tolist() == [[1, 1, 0]]
+
+
+def test_stretches_are_read_in_the_order_asked_for_and_empty_ones_are_nothing():
+    documents = documents_of(EXAMPLES)
+    whole = documents.read(np.array([0]), np.array([20]))
+    begins, sizes = np.array([7, 9, 20, 0, 20]), np.array([2, 3, 0, 4, 0])
+    expected = np.concatenate([whole[7:9], whole[9:12], whole[:4]])
+    np.testing.assert_array_equal(documents.read(begins, sizes), expected)
+    assert not len(documents.read(begins[[2]], sizes[[2]]))
+    assert not len(documents.read(begins[:0], sizes[:0]))
+
+
+def test_predictions_of_some_documents_are_counted():
+    documents = documents_of(EXAMPLES)
+    numbers = np.array([3, 0, 0, 2])
+    np.testing.assert_array_equal(
+        documents.num_predictions_of(numbers), documents.num_predictions[numbers]
+    )
+
+
+def test_builder_frames_documents_and_drops_one_whose_parts_fail():
+    def failing():
+        yield np.array([5])
+        raise ValueError("broken")
+
+    builder = DocumentBuilder(ByteTokenizer())
+    builder.add([np.array([7, 8]), np.array([9])])
+    with pytest.raises(ValueError, match="broken"):
+        builder.add(failing())
+    builder.add([])
+    documents = builder.build()
+    assert documents.ids[0:None].tolist() == [1, 7, 8, 9, 2, 1, 2]
+    assert documents.begins.tolist() == [0, 5]
+    assert documents.num_predictions.tolist() == [4, 1]
