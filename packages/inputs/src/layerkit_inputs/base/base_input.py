@@ -30,6 +30,7 @@ import numpy as np
 from layerkit.checks import check_integers, require
 from layerkit.config import Configurable
 from layerkit.errors import ConfigError
+from layerkit.field_checks import check_fields
 from layerkit.nested_map import NestedMap
 from layerkit_inputs.base import state as state_lib
 from layerkit_inputs.base.delivery import delivers, ends, starts_over
@@ -416,6 +417,7 @@ class BaseInput(Configurable):
         check_integers(self._label, minimum=minimum, **values)
 
     def _check_fields(self) -> None:
+        check_fields(self, owner=self._label)
         rows = "the number of rows of a batch on each host"
         require(self.batch_size is not None, self._label, "batch_size", None, rows)
         self._check_at_least(1, "batch_size", "eval_loop_num_batches")
