@@ -429,3 +429,25 @@ def test_layer_without_fprop_raises(raises):
 
     with raises(NotImplementedError):
         Empty().apply({}, X)
+
+
+def test_private_methods_and_overrides_of_plain_methods_do_not_set_up():
+    class Plain(BaseLayer):
+        def setup(self):
+            raise AssertionError("set up")
+
+        def _private(self):
+            return 1
+
+        def inherited(self, field):
+            return field
+
+        def public(self):
+            return 2
+
+    def call(layer):
+        assert (layer._private(), layer.inherited("x")) == (1, "x")
+        with pytest.raises(AssertionError, match="set up"):
+            layer.public()
+
+    Plain().apply({}, method=call)

@@ -66,7 +66,6 @@ class BaseModel(BaseLayer):
     """Units of metrics by name, such as `NATS_PER_TOKEN`; metrics without a unit are left out."""
 
     @property
-    @nn.nowrap
     def frozen_weights(self) -> tuple[str, ...]:
         """Regular expressions that match the paths of weights that must not be trained.
 
@@ -76,7 +75,6 @@ class BaseModel(BaseLayer):
         return ()
 
     @property
-    @nn.nowrap
     def initial_copies(self) -> Mapping[str, str]:
         """Children that are initialized with the weights of another child, as `{copy: original}`.
 
@@ -98,7 +96,6 @@ class BaseModel(BaseLayer):
         original = self.initial_copies.get(path[0])
         return None if original is None else (original, *path[1:])
 
-    @nn.nowrap
     def init_boxed(self, *args: Any, **kwargs: Any) -> Any:
         """Initialize as `BaseLayer.init_boxed` does, then copy the weights of `initial_copies`."""
         variables = super().init_boxed(*args, **kwargs)
@@ -133,7 +130,6 @@ class BaseModel(BaseLayer):
         return found
 
     @property
-    @nn.nowrap
     def can_decode(self) -> bool:
         """True if the model defines `decode`."""
         return type(self).decode is not BaseModel.decode

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
 from layerkit.base_model import BaseModel, Metrics, WeightedScalar
@@ -243,7 +242,6 @@ class PatchedDecoder(BaseModel):
             paddings = jnp.pad(paddings, ((0, 0), (0, self.horizon_length)))
         return NestedMap(forecast=jnp.concatenate(found, axis=1)[:, :length])
 
-    @nn.nowrap
     def _inputs(self, batch: NestedMap) -> tuple[jax.Array, jax.Array, jax.Array]:
         series: Any = jnp.asarray(batch.series, jnp.float32)
         paddings = batch.get("paddings", jnp.zeros_like(series))

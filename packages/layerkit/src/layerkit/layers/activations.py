@@ -120,7 +120,6 @@ class Identity(BaseActivation):
 
     saves_slope: ClassVar[bool] = False
 
-    @nn.nowrap
     def function(self) -> ElementWise:
         """Return the function of `[...]`."""
         return _identity
@@ -131,7 +130,6 @@ class ReLU(BaseActivation):
 
     saves_slope: ClassVar[bool] = False
 
-    @nn.nowrap
     def function(self) -> ElementWise:
         """Return the function of `[...]`."""
         return jax.nn.relu
@@ -140,7 +138,6 @@ class ReLU(BaseActivation):
 class SquaredReLU(BaseActivation):
     """max(x, 0)² (So et al., 2021: Primer)."""
 
-    @nn.nowrap
     def function(self) -> ElementWise:
         """Return the function of `[...]`."""
         return _squared_relu
@@ -156,7 +153,6 @@ class GELU(BaseActivation):
 
     approximate: bool = True
 
-    @nn.nowrap
     def function(self) -> ElementWise:
         """Return the function of `[...]`."""
         return functools.partial(jax.nn.gelu, approximate=self.approximate)
@@ -171,7 +167,6 @@ class SiLU(BaseActivation):
 
     beta: float = 1.0
 
-    @nn.nowrap
     def function(self) -> ElementWise:
         """Return the function of `[...]`."""
         if self.beta == 1.0:
@@ -188,7 +183,6 @@ class Sigmoid(BaseActivation):
 
     saves_slope: ClassVar[bool] = False
 
-    @nn.nowrap
     def function(self) -> ElementWise:
         """Return the function of `[...]`."""
         return jax.nn.sigmoid
@@ -197,7 +191,6 @@ class Sigmoid(BaseActivation):
 class Tanh(BaseActivation):
     """tanh(x)."""
 
-    @nn.nowrap
     def function(self) -> ElementWise:
         """Return the function of `[...]`."""
         return jnp.tanh
@@ -208,7 +201,6 @@ class ReLU6(BaseActivation):
 
     saves_slope: ClassVar[bool] = False
 
-    @nn.nowrap
     def function(self) -> ElementWise:
         """Return the function of `[...]`."""
         return jax.nn.relu6
@@ -217,7 +209,6 @@ class ReLU6(BaseActivation):
 class CubedReLU(BaseActivation):
     """max(x, 0)³."""
 
-    @nn.nowrap
     def function(self) -> ElementWise:
         """Return the function of `[...]`."""
         return _cubed_relu
@@ -234,7 +225,6 @@ class LeakyReLU(BaseActivation):
 
     saves_slope: ClassVar[bool] = False
 
-    @nn.nowrap
     def function(self) -> ElementWise:
         """Return the function of `[...]`."""
         return functools.partial(jax.nn.leaky_relu, negative_slope=self.negative_slope)
@@ -249,7 +239,6 @@ class ELU(BaseActivation):
 
     alpha: float = 1.0
 
-    @nn.nowrap
     def function(self) -> ElementWise:
         """Return the function of `[...]`."""
         return functools.partial(jax.nn.elu, alpha=self.alpha)
@@ -258,7 +247,6 @@ class ELU(BaseActivation):
 class Softplus(BaseActivation):
     """log(1 + exp(x))."""
 
-    @nn.nowrap
     def function(self) -> ElementWise:
         """Return the function of `[...]`."""
         return jax.nn.softplus
@@ -269,7 +257,6 @@ class Exp(BaseActivation):
 
     saves_slope: ClassVar[bool] = False
 
-    @nn.nowrap
     def function(self) -> ElementWise:
         """Return the function of `[...]`."""
         return jnp.exp
@@ -284,7 +271,6 @@ class SineReLU(BaseActivation):
 
     epsilon: float = 0.0025
 
-    @nn.nowrap
     def function(self) -> ElementWise:
         """Return the function of `[...]`."""
         return functools.partial(_sine_relu, epsilon=self.epsilon)
@@ -293,7 +279,6 @@ class SineReLU(BaseActivation):
 class SineOfReLU(BaseActivation):
     """sin(max(x, 0)), which Pax calls SineReLU."""
 
-    @nn.nowrap
     def function(self) -> ElementWise:
         """Return the function of `[...]`."""
         return _sine_of_relu

@@ -23,7 +23,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.base_layer import PARAMS
@@ -123,7 +122,6 @@ class LoraDot(Dot):
         low_rank = (self.dropout(x) @ a) @ b
         return self.base(x, w) + (self.alpha / self.rank) * low_rank
 
-    @nn.nowrap
     def grouped_arrays(self) -> dict[str, GroupedArray]:
         """Return the adapter and the arrays of the wrapped product, by name."""
         weight, num_group, num_in = self._split_weight()
@@ -139,7 +137,6 @@ class LoraDot(Dot):
             **base,
         }
 
-    @nn.nowrap
     def grouped(
         self, rows: jax.Array, w: jax.Array, product: GroupedProduct, own: Mapping[str, jax.Array]
     ) -> jax.Array:
@@ -155,7 +152,6 @@ class LoraDot(Dot):
         low_rank = product(product(rows, own["lora_a"]), own["lora_b"])
         return self.base.grouped(rows, w, product, of_base) + (self.alpha / self.rank) * low_rank
 
-    @nn.nowrap
     def _split_weight(self) -> tuple[WeightHParams, int, int]:
         """Return (weight, number of group dimensions, number of contracted dimensions)."""
         weight = self.weight

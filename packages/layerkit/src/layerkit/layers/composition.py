@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
 from layerkit.checks import check_choice, check_integers, check_sizes, require
@@ -163,7 +162,6 @@ class StackingOverTime(BaseLayer):
         stacked = jnp.stack(self._shifted(paddings, fill=1), axis=-1)
         return jnp.min(stacked, axis=-1) if is_min else jnp.max(stacked, axis=-1)
 
-    @nn.nowrap
     def _shifted(self, x: jax.Array, *, fill: float) -> list[jax.Array]:
         """Return every stride-th frame of `[batch, length, ...]` at each offset of the context."""
         before = jnp.repeat(x[:, :1], self.left, axis=1)

@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator
 
 import jax
-from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
 from layerkit.checks import require
@@ -97,7 +96,6 @@ class Einsum(BaseLayer):
             outputs = self.constrain(outputs, *self.activation_axes)
         return outputs
 
-    @nn.nowrap
     def _parse(self) -> _Letters:
         match = _EQUATION.fullmatch(self.equation.replace(" ", ""))
         if match is None:
@@ -119,7 +117,6 @@ class Einsum(BaseLayer):
         )
         return letters
 
-    @nn.nowrap
     def _check_inputs(self, letters: _Letters, inputs: jax.Array) -> None:
         found = "shape of inputs", list(inputs.shape)
         expected = f"one dimension for each letter of {letters.inputs!r}"

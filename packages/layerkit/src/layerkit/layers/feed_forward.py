@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 import jax
-from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
 from layerkit.config import Config, sub_config_field
@@ -97,7 +96,6 @@ class TransformerFeedForward(BaseLayer):
             output = self.down_bias(output)
         return output.reshape(x.shape)
 
-    @nn.nowrap
     def _widen(self, name: str, tokens: jax.Array) -> jax.Array:
         wide = constrain_tokens(self, getattr(self, name)(tokens), "act_mlp")
         return getattr(self, f"{name}_bias")(wide) if self.has_bias else wide

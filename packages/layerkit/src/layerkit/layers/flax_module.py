@@ -143,7 +143,6 @@ class FlaxModule(BaseLayer):
                 held.value = jax.tree.map(lambda _, new: new, _unbox(held.value), value)
         return outputs
 
-    @nn.nowrap
     def _declare_decay(self, starts_random: Any) -> Callable[[Any], Any]:
         """Return a function that declares in boxes of weights whether they decay.
 
@@ -170,7 +169,6 @@ class FlaxModule(BaseLayer):
 
         return declare
 
-    @nn.nowrap
     def _module(self) -> nn.Module:
         # Without a parent, because the variables are passed to `apply`.
         fields = {
@@ -180,7 +178,6 @@ class FlaxModule(BaseLayer):
         module: nn.Module = target_of(self.module_tpl)(**fields, parent=None)
         return module
 
-    @nn.nowrap
     def _mode(self) -> dict[str, Any]:
         arguments = {
             self.train_argument: self.is_training,

@@ -10,7 +10,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
 from layerkit.checks import check_integers, check_non_negative, require
@@ -80,7 +79,6 @@ class MaskedLmAugmenter(BaseLayer):
         )
         return NestedMap(ids=jnp.where(selected, seen, ids), weights=selected.astype(jnp.float32))
 
-    @nn.nowrap
     def _draw(self, key: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return two uniform numbers float32 and a random id for each of the ids `[...]`."""
         selected_key, kind_key, token_key = jax.random.split(key, 3)

@@ -207,7 +207,6 @@ class Pipeline(BaseLayer):
 
     # The stages.
 
-    @nn.nowrap
     def _run_stages(self, arguments: Arguments, gathered: GatheredWeights) -> Callable[..., Any]:
         """Return a function that runs all stages for one tick.
 
@@ -259,32 +258,27 @@ class Pipeline(BaseLayer):
             spmd_axis_name=self._stage_mesh_axes(),
         )
 
-    @nn.nowrap
     def _gathered_weights(self) -> GatheredWeights:
         stage, _ = self.stage.unbind()
         stacked = tuple(name for name, _ in reversed(self._stacked_axes()))
         sharding = self.inherited("sharding") if self.gather_weights_once else None
         return GatheredWeights(stage, stacked=stacked, sharding=sharding, owner=self.path_name)
 
-    @nn.nowrap
     def _select_round(self, variables: Any, work: Work) -> Any:
         """Select the current round from the variables `[repeats, ...]` of one stage."""
         if self.circular_repeats == 1:
             return variables
         return jax.tree.map(lambda stacked: take(stacked, work.round), variables)
 
-    @nn.nowrap
     def _update_round(self, variables: Any, new: Any, work: Work) -> Any:
         if self.circular_repeats == 1:
             return new
         put = partial(jax.lax.dynamic_update_index_in_dim, index=work.round, axis=0)
         return jax.tree.map(put, variables, new)
 
-    @nn.nowrap
     def _stage_variables(self, collection: str) -> Any:
         return unbox(self.stage.variables.get(collection, {}))
 
-    @nn.nowrap
     def _store(self, state: Any, reports: Any, schedule: PipelineSchedule) -> None:
         """Write the state and the reports of the stages to their collections."""
         where_real = schedule.ticks_of_work(), np.arange(self.num_stages)
@@ -305,19 +299,16 @@ class Pipeline(BaseLayer):
 
     # The variables, and functions that need no schedule.
 
-    @nn.nowrap
     def _stacked_axes(self) -> list[tuple[str, int]]:
         """Return (name, size) of the leading axes of the stages' variables, innermost first."""
         rounds = [("layers", self.circular_repeats)] if self.circular_repeats > 1 else []
         return [("stage", self.num_stages), *rounds]
 
-    @nn.nowrap
     def _stacked(self, each: dict[str, Any] | None) -> dict[str, Any]:
         """Stack arrays `[repeats·stages, ...]` like the variables of the stages."""
         shape = tuple(size for _, size in reversed(self._stacked_axes()))
         return jax.tree.map(lambda leaf: leaf.reshape(shape + leaf.shape[1:]), each or {})
 
-    @nn.nowrap
     def _for_each(self, body: Callable[[Any], None]) -> None:
         for name, size in self._stacked_axes():
             # Flax annotates a single mesh axis; JAX supports several.
@@ -327,7 +318,6 @@ class Pipeline(BaseLayer):
 
     # The microbatches.
 
-    @nn.nowrap
     def _start(self, microbatches: list[jax.Array], schedule: PipelineSchedule) -> Any:
         """Return (inside, waiting, between rounds, state) before the first tick."""
         queue = partial(make_queue, num_holders=self._num_holders())
@@ -345,22 +335,18 @@ class Pipeline(BaseLayer):
             self._stage_variables(NON_TRAINABLE),
         )
 
-    @nn.nowrap
     def _num_holders(self) -> int:
         return self.num_stages if self.stream_inputs else 1
 
-    @nn.nowrap
     def _advance(self, queues: Any, inside: Any, now: Any) -> tuple[Any, Any]:
         pairs = zip(queues, inside, strict=True)
         results = [advance_queue(queue, rows, now) for queue, rows in pairs]
         leaving, queues = zip(*results, strict=True)
         return list(leaving), self._lay_out_queue(list(queues))
 
-    @nn.nowrap
     def _lay_out_queue(self, queues: list[jax.Array]) -> list[jax.Array]:
         return self._lay_out(queues, "stage" if self.stream_inputs else None, None, "batch")
 
-    @nn.nowrap
     def _lay_out(self, arrays: list[jax.Array], *axes: str | None) -> list[jax.Array]:
         """Constrain the leading axes of all arrays, and the last axis of the first one, the carry.
 
@@ -383,7 +369,6 @@ class Pipeline(BaseLayer):
 
         return [constrain(x, is_carry=index == 0) for index, x in enumerate(arrays)]
 
-    @nn.nowrap
     def _stage_mesh_axes(self) -> tuple[str, ...] | None:
         """Return the mesh axes that shard the stages, for the constraints of inner layers."""
         sharding = self.inherited("sharding")
@@ -394,7 +379,6 @@ class Pipeline(BaseLayer):
 
     # Checks.
 
-    @nn.nowrap
     def _check_fields(self) -> None:
         check_sizes(self, num_stages=self.num_stages, circular_repeats=self.circular_repeats)
         self._check_remat()
@@ -406,7 +390,6 @@ class Pipeline(BaseLayer):
         if count is not None:
             self._schedule(count)
 
-    @nn.nowrap
     def _check_remat(self) -> None:
         check_remat_policy(self.remat, owner=self.path_name, sharding=self.inherited("sharding"))
         if self.remat == "none" and self.circular_repeats > 1:
@@ -420,7 +403,6 @@ class Pipeline(BaseLayer):
             )
         check_remat_of_stages(self.remat, field="remat", owner=self.path_name)
 
-    @nn.nowrap
     def _check_layout(self) -> None:
         """Raise for layouts for which XLA's partitioner (JAX 0.10) computes wrong gradients."""
         sharding = self.inherited("sharding")
@@ -435,7 +417,6 @@ class Pipeline(BaseLayer):
             hint="Use ShardingRules.replace(act_embed=None), or a stack without a pipeline.",
         )
 
-    @nn.nowrap
     def _count_microbatches(self, batch: int) -> int:
         count, size = self.num_microbatches, self.microbatch_size
         field, value = ("microbatch_size", size) if count is None else ("num_microbatches", count)
@@ -444,7 +425,6 @@ class Pipeline(BaseLayer):
         require(batch % value == 0, self, field, value, expected)
         return value if count is not None else batch // value
 
-    @nn.nowrap
     def _schedule(self, num_microbatches: int) -> PipelineSchedule:
         """Return the schedule, or raise if there is none."""
         stages, repeats = self.num_stages, self.circular_repeats

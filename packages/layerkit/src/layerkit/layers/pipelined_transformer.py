@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from flax import linen as nn
 
 from layerkit.checks import check_divisible, check_sizes
 from layerkit.config import Config
@@ -55,7 +54,6 @@ class PipelinedTransformer(StackedTransformer):
     gather_weights_once: bool = False
     stage_remat: str = "full"
 
-    @nn.nowrap
     def _create_layers(self, sizes: dict[str, Any]) -> None:
         check_remat_of_stages(self.remat, field="remat", owner=self.path_name)
         stage: Config = StackedTransformerRepeated.HParams.config(
@@ -77,7 +75,6 @@ class PipelinedTransformer(StackedTransformer):
         )
         self.create_child("pipeline", pipeline)
 
-    @nn.nowrap
     def locate_layer(self, layer: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """Return where the variables of a layer are; see `StackedTransformer.locate_layer`."""
         self._check_layer(layer)
@@ -88,7 +85,6 @@ class PipelinedTransformer(StackedTransformer):
         rounds = (repeat,) if self.circular_repeats > 1 else ()
         return ("pipeline", "stage", "repeat", "sub", *place), (*rounds, stage, period)
 
-    @nn.nowrap
     def _run_layers(
         self, method: str, x: jax.Array, rates: jax.Array | None, shared: dict[str, Any]
     ) -> jax.Array:
@@ -100,11 +96,9 @@ class PipelinedTransformer(StackedTransformer):
             return self.pipeline(x, each=each, **shared)
         return self.pipeline.run(method, x, each=each, **shared)
 
-    @nn.nowrap
     def _init_layer_caches(self, *args: Any, **kwargs: Any) -> None:
         self.pipeline.init_cache(*args, **kwargs)
 
-    @nn.nowrap
     def _layers_per_run(self) -> int:
         """Return the number of consecutive layers that one stage runs in one round."""
         check_sizes(self, num_stages=self.num_stages, circular_repeats=self.circular_repeats)

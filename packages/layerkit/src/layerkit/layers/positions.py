@@ -233,7 +233,6 @@ class RotaryPositionalEmbedding(BaseLayer):
         rotated = self._merge_pairs(first * cos - second * sin, second * cos + first * sin)
         return jnp.concatenate([rotated.astype(x.dtype), rest], axis=-1)
 
-    @nn.nowrap
     def _num_rotated(self) -> int:
         rotated = round(self.fraction * self.dims)
         if not 0 < self.fraction <= 1 or rotated % 2 or rotated < 2:
@@ -246,7 +245,6 @@ class RotaryPositionalEmbedding(BaseLayer):
             )
         return rotated
 
-    @nn.nowrap
     def _split_pairs(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Split `[..., 2·pairs]` into the first and second coordinates `[..., pairs]`."""
         if self.pairing == "neighbors":
@@ -254,7 +252,6 @@ class RotaryPositionalEmbedding(BaseLayer):
         first, second = jnp.split(x, 2, axis=-1)
         return first, second
 
-    @nn.nowrap
     def _merge_pairs(self, first: jax.Array, second: jax.Array) -> jax.Array:
         if self.pairing == "neighbors":
             return jnp.stack([first, second], axis=-1).reshape(*first.shape[:-1], -1)

@@ -64,7 +64,6 @@ class Repeat(BaseLayer):
         self.create_child("sub", self.sub_tpl)
 
     @property
-    @nn.nowrap
     def stacked_shape(self) -> tuple[int, ...]:
         """Sizes of the leading axes of every stacked weight."""
         sizes = self.num_repeats
@@ -122,7 +121,6 @@ class Repeat(BaseLayer):
 
         self._scan(body)(self.sub, (), {})
 
-    @nn.nowrap
     def _lay_out(self, x: jax.Array) -> jax.Array:
         """Constrain the last axis of the carry.
 
@@ -137,7 +135,6 @@ class Repeat(BaseLayer):
         place = NamedSharding(sharding.mesh, PartitionSpec(*others, *last))
         return jax.lax.with_sharding_constraint(x, place)
 
-    @nn.nowrap
     def _num_unrolled(self) -> int:
         """Return the number of copies in one iteration of the innermost loop."""
         if self.unroll is not None:
@@ -149,7 +146,6 @@ class Repeat(BaseLayer):
         )
         return copies if is_unrolled else 1
 
-    @nn.nowrap
     def _scan(self, body: Any, *, unroll: int = 1) -> Any:
         """Return `body(sub, carry, own)` as a scan, or as nested scans, outermost axis first."""
         for length in reversed(self.stacked_shape):

@@ -82,7 +82,6 @@ class StackedTransformer(BaseLayer):
             self.create_child("relative_bias", self.relative_bias_tpl, num_heads=self.num_heads)
         self._create_layers(sizes)
 
-    @nn.nowrap
     def _create_layers(self, sizes: dict[str, Any]) -> None:
         pattern = self.pattern
         # Layers read shared weights from the first one, which rematerialization does not pass on.
@@ -93,7 +92,6 @@ class StackedTransformer(BaseLayer):
         self.create_children("layers", templates, **sizes)
 
     @property
-    @nn.nowrap
     def pattern(self) -> tuple[Any, ...]:
         """Templates of the layers of one period."""
         return (self.layer_tpl,) if self.block_tpls is None else tuple(self.block_tpls)
@@ -206,19 +204,16 @@ class StackedTransformer(BaseLayer):
         )
         return self._run_layers("extend_step", self.cast(x), None, shared)
 
-    @nn.nowrap
     def _run_layers(
         self, method: str, x: jax.Array, rates: jax.Array | None, shared: dict[str, Any]
     ) -> jax.Array:
         """Call `method` on each layer with the `shared` arguments and the layer's droppath rate."""
         return self._run_in_sequence(self.layers, method, x, rates, shared)
 
-    @nn.nowrap
     def _init_layer_caches(self, *args: Any, **kwargs: Any) -> None:
         for layer in self.layers:
             layer.init_cache(*args, **kwargs)
 
-    @nn.nowrap
     def _run_in_sequence(
         self,
         layers: list[Any],
@@ -239,7 +234,6 @@ class StackedTransformer(BaseLayer):
             x = run(layer, x, {} if rates is None else {"droppath_rate": rates[index]})
         return x
 
-    @nn.nowrap
     def _checked_sizes(self) -> dict[str, Any]:
         """Check the fields and return the sizes of every layer."""
         check_sizes(self, num_layers=self.num_layers)
@@ -261,7 +255,6 @@ class StackedTransformer(BaseLayer):
             "dim_per_head": self.dim_per_head,
         }
 
-    @nn.nowrap
     def _check_supports_droppath(self, template: Any) -> None:
         """Raise `ConfigError` if the `fprop` of a layer has no argument `droppath_rate`."""
         layer = target_of(template) if is_config(template) else None
@@ -277,7 +270,6 @@ class StackedTransformer(BaseLayer):
                 hint="Add the argument as in Transformer.fprop, or leave the field out.",
             )
 
-    @nn.nowrap
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.num_layers:
             raise IndexError(
@@ -313,7 +305,6 @@ class StackedTransformerRepeated(StackedTransformer):
     unroll: int | None = None
     stacked_shape: tuple[int, ...] | None = None
 
-    @nn.nowrap
     def _create_layers(self, sizes: dict[str, Any]) -> None:
         blocks, shape = self._sized_pattern(sizes), self._checked_shape()
         repeat: Config = Repeat.HParams.config(num_repeats=shape, unroll=self.unroll)
@@ -329,11 +320,9 @@ class StackedTransformerRepeated(StackedTransformer):
         self.create_children("remainder", blocks[: self.num_layers % len(blocks)])
 
     @property
-    @nn.nowrap
     def _num_periods(self) -> int:
         return self.num_layers // len(self.pattern)
 
-    @nn.nowrap
     def locate_layer(self, layer: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """Return the location of a layer's variables; see `StackedTransformer.locate_layer`."""
         self._check_layer(layer)
@@ -344,7 +333,6 @@ class StackedTransformerRepeated(StackedTransformer):
         place = () if len(self.pattern) == 1 else (f"layers_{block}",)
         return ("repeat", "sub", *place), tuple(int(index) for index in indices)
 
-    @nn.nowrap
     def _run_layers(
         self, method: str, x: jax.Array, rates: jax.Array | None, shared: dict[str, Any]
     ) -> jax.Array:
@@ -361,14 +349,12 @@ class StackedTransformerRepeated(StackedTransformer):
             self.remainder, method, x, None if rates is None else rates[looped:], shared
         )
 
-    @nn.nowrap
     def _init_layer_caches(self, *args: Any, **kwargs: Any) -> None:
         if self._num_periods:
             self.repeat.init_cache(*args, **kwargs)
         for layer in self.remainder:
             layer.init_cache(*args, **kwargs)
 
-    @nn.nowrap
     def _sized_pattern(self, sizes: dict[str, Any]) -> tuple[Config, ...]:
         """Return the templates of a period, with the sizes of the stack filled in."""
         if self.block_tpls is None:
@@ -380,7 +366,6 @@ class StackedTransformerRepeated(StackedTransformer):
             check_not_shared(self.path_name, field, template)
         return tuple(sized)
 
-    @nn.nowrap
     def _checked_shape(self) -> tuple[int, ...]:
         if self.stacked_shape is None:
             return (self._num_periods,)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
 from layerkit.checks import check_rates, require
@@ -46,7 +45,6 @@ class Dropout(BaseLayer):
         keep = jax.random.bernoulli(self.next_prng_key(), keep_probability, shape)
         return jnp.where(keep, inputs / keep_probability, jnp.zeros_like(inputs))
 
-    @nn.nowrap
     def _mask_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         rank = len(shape)
         is_valid = all(-rank <= dim < rank for dim in self.broadcast_dims)

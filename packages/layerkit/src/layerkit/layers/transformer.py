@@ -23,7 +23,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 import jax
-from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
 from layerkit.checks import check_choice, check_same_shape, require
@@ -121,7 +120,6 @@ class Transformer(BaseLayer):
         self.create_child("input_dropout", input_dropout)
         self.create_child("residual", StochasticResidual.HParams.config(rate=self.droppath_rate))
 
-    @nn.nowrap
     def _create_branch(self, name: str, template: Any, **sizes: Any) -> None:
         shares_norm = self.parallel_shares_norm and name != "attention"
         norm_tpl = self.feed_forward_norm_tpl if name == "feed_forward" else None
@@ -228,7 +226,6 @@ class Transformer(BaseLayer):
         branches["feed_forward"] = self.feed_forward
         return self._add_branches(x, branches)
 
-    @nn.nowrap
     def _add_branches(
         self, x: jax.Array, branches: _Branches, *, droppath_rate: jax.Array | None = None
     ) -> jax.Array:
@@ -246,7 +243,6 @@ class Transformer(BaseLayer):
             x = self.constrain(x, "batch", "residual_length", "act_embed")
         return x
 
-    @nn.nowrap
     def _branch(
         self, name: str, branch: Callable[[jax.Array], jax.Array], x: jax.Array
     ) -> jax.Array:
@@ -260,7 +256,6 @@ class Transformer(BaseLayer):
             output = getattr(self, f"{name}_post_norm")(output)
         return self.dropout(output)
 
-    @nn.nowrap
     def _check_fields(self) -> None:
         check_choice(self, NORM_POLICIES, norm_policy=self.norm_policy)
         norms, has_cross_attention = self.norm_policy, self.cross_attention_tpl is not None
@@ -277,7 +272,6 @@ class Transformer(BaseLayer):
         is_valid = not self.parallel_shares_norm or norm is None
         require(is_valid, self, "feed_forward_norm_tpl", norm, expected)
 
-    @nn.nowrap
     def _check_memory(self, **arguments: Any) -> None:
         """Raise `ConfigError` if cross attention lacks an argument, or arguments lack their use."""
         has_cross_attention = self.cross_attention_tpl is not None

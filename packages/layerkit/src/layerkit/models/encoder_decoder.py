@@ -264,7 +264,6 @@ class TransformerEncoderDecoder(BaseLayer):
             num_layers=getattr(self, f"num_{side}_layers"),
         )
 
-    @nn.nowrap
     def _memory_mask(
         self,
         targets: jax.Array,
@@ -284,7 +283,6 @@ class TransformerEncoderDecoder(BaseLayer):
             key_segments=source_segments,
         )
 
-    @nn.nowrap
     def _create_embeddings(self) -> None:
         create_token_layers(self)
         if self.source_embedding_tpl is not None:
@@ -304,13 +302,11 @@ class TransformerEncoderDecoder(BaseLayer):
                 hint="Set source_embedding_tpl=Embedding.HParams.config().",
             )
 
-    @nn.nowrap
     def _normalize(self, side: str, x: jax.Array) -> jax.Array:
         if getattr(self, f"{side}_norm_tpl") is not None:
             x = getattr(self, f"{side}_norm")(x)
         return gather_positions(self, x)
 
-    @nn.nowrap
     def _embed(self, side: str, ids: jax.Array, positions: jax.Array | None) -> jax.Array:
         if side == "source" and self.source_embedding_tpl is not None:
             x = self.source_embedding(ids)

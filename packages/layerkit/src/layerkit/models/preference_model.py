@@ -18,7 +18,6 @@ from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
 from layerkit.base_model import BaseModel, Metrics, WeightedScalar
@@ -97,13 +96,11 @@ class DpoModel(BaseModel):
             self.create_child("reference_lm", self.lm_tpl, train=False)
 
     @property
-    @nn.nowrap
     def frozen_weights(self) -> tuple[str, ...]:
         """Regular expression of the paths of `reference_lm`; empty if there is no such network."""
         return ("reference_lm/.*",) if self.reference == "frozen" else ()
 
     @property
-    @nn.nowrap
     def initial_copies(self) -> Mapping[str, str]:
         """Map of the copy `reference_lm` to its original `lm`; empty without a `reference_lm`."""
         return {"reference_lm": "lm"} if self.reference == "frozen" else {}

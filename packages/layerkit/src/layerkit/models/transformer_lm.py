@@ -234,12 +234,10 @@ class TransformerLm(BaseLayer):
         )
         return self.softmax.logits(self._normalize(x))
 
-    @nn.nowrap
     def _normalize(self, x: jax.Array) -> jax.Array:
         x = x if self.final_norm_tpl is None else self.final_norm(x)
         return gather_positions(self, x)
 
-    @nn.nowrap
     def _embed(self, ids: jax.Array, positions: jax.Array) -> jax.Array:
         x = embed_tokens(self, ids)
         if self.position_tpl is not None:

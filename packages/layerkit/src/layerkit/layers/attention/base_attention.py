@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
 from layerkit.checks import check_choice, check_positive, check_sizes, require
@@ -114,7 +113,6 @@ class BaseAttention(BaseLayer):
     )
     output_tpl: Config[BaseLayer] = sub_config_field(OutputProjection.HParams)
 
-    @nn.nowrap
     def _create_query_key_value(self, memory_dims: int) -> None:
         """Create the children `query`, `key` and `value`; the last two read `[…, memory_dims]`."""
         kv_heads, head_dim = self._head_sizes()
@@ -129,7 +127,6 @@ class BaseAttention(BaseLayer):
         for name, template in (("key", self.key_tpl), ("value", self.value_tpl)):
             self.create_child(name, template, input_dims=memory_dims, num_heads=kv_heads, **shared)
 
-    @nn.nowrap
     def _create_attention_parts(self) -> None:
         """Create norms, scale, sinks, dropout and the output projection."""
         kv_heads, head_dim = self._head_sizes()
@@ -154,7 +151,6 @@ class BaseAttention(BaseLayer):
             self.create_variable("sinks", WeightHParams((self.num_heads,), ("heads",), init=zeros))
         self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
 
-    @nn.nowrap
     def _normalize(self, norm: BaseLayer, heads: jax.Array) -> jax.Array:
         """Normalize `[batch, length, heads, head_dim]` over the extent `qk_norm_over`."""
         if self.qk_norm_over == "head":
@@ -164,7 +160,6 @@ class BaseAttention(BaseLayer):
         whole: jax.Array = norm(merged)
         return whole.reshape(heads.shape)
 
-    @nn.nowrap
     def _attend(
         self,
         query: jax.Array,
@@ -195,7 +190,6 @@ class BaseAttention(BaseLayer):
         )
         return out
 
-    @nn.nowrap
     def _sinks(self) -> jax.Array | None:
         """Return the logit of the sink of each head, `[heads]`; None without sinks."""
         if self.sink_logit is not None:
@@ -203,7 +197,6 @@ class BaseAttention(BaseLayer):
         sinks: jax.Array | None = self.theta.sinks if self.use_sinks else None
         return sinks
 
-    @nn.nowrap
     def _head_sizes(self) -> tuple[int, int]:
         """Return (num_kv_heads, dim_per_head) after checking that the sizes divide."""
         check_sizes(self, input_dims=self.input_dims, num_heads=self.num_heads)
@@ -232,7 +225,6 @@ class BaseAttention(BaseLayer):
             )
         return kv_heads, head_dim
 
-    @nn.nowrap
     def _check_options(self) -> None:
         check_attention_options(self)
         check_choice(self, QK_NORM_EXTENTS, qk_norm_over=self.qk_norm_over)

@@ -8,7 +8,6 @@ through a bias only.
 from __future__ import annotations
 
 import jax
-from flax import linen as nn
 
 from layerkit.layers.attention.base_attention import BaseAttention
 from layerkit.layers.attention.cache import read_cache, write_cache
@@ -99,14 +98,12 @@ class CrossAttention(BaseAttention):
         key, value = (read_cache(self, n, made_by="init_cache(memory)") for n in ("key", "value"))
         return self._attend(self._project(x), key, value, mask, bias, cached=True)
 
-    @nn.nowrap
     def _project(self, x: jax.Array) -> jax.Array:
         query = self.query(merge_tokens(self, self.cast(x)), leading=x.shape[:-1])
         if self.qk_norm_tpl is not None:
             query = self._normalize(self.query_norm, query)
         return name_activation(query, "query")
 
-    @nn.nowrap
     def _project_memory(self, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
         tokens, leading = merge_tokens(self, self.cast(memory)), memory.shape[:-1]
         key, value = self.key(tokens, leading=leading), self.value(tokens, leading=leading)

@@ -21,7 +21,6 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
 from layerkit.checks import check_sizes
@@ -243,7 +242,6 @@ class MultiHeadLatentAttention(BaseLayer):
             read = self._attend(query, key, value, mask, bias, cached=True)
         return jnp.where(time_step + num_tokens <= max_length, self._project_out(read), jnp.nan)
 
-    @nn.nowrap
     def _queries(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return plain queries `[batch, length, heads, plain]`, rotated ones `[…, rotary]`."""
         x = self.cast(x)
@@ -252,7 +250,6 @@ class MultiHeadLatentAttention(BaseLayer):
         plain, rotated = jnp.split(self.query(x), [self.plain_dim_per_head], axis=-1)
         return plain, self.rotary(rotated, positions)
 
-    @nn.nowrap
     def _compress(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return latents `[batch, length, latent]` and rotary keys `[batch, length, rotary]`."""
         x = self.cast(x)
@@ -260,7 +257,6 @@ class MultiHeadLatentAttention(BaseLayer):
         rotary_key = self._project_down("rotary_key", x)[:, :, None]
         return latent, self.rotary(rotary_key, positions)[:, :, 0]
 
-    @nn.nowrap
     def _expand(self, latent: jax.Array, rotary_key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return keys `[batch, keys, heads, plain + rotary]` and values `[…, heads, value]`."""
         plain = self.key(latent)
@@ -268,18 +264,15 @@ class MultiHeadLatentAttention(BaseLayer):
         shared = jnp.broadcast_to(shared, (*plain.shape[:-1], shared.shape[-1]))
         return jnp.concatenate([plain, shared], axis=-1), self.value(latent)
 
-    @nn.nowrap
     def _fold_key(self, plain: jax.Array) -> jax.Array:
         """Multiply queries `[batch, t, heads, plain]` by w_keyᵀ, to `[…, latent]`."""
         folded = jnp.einsum("btnh,lnh->btnl", plain, self.key.theta.w)
         return self.constrain(folded, "batch", "length", "act_heads", None)
 
-    @nn.nowrap
     def _fold_value(self, read: jax.Array) -> jax.Array:
         """Multiply outputs `[batch, t, heads, latent]` by w_value, to `[…, value]`."""
         return jnp.einsum("btnl,lnv->btnv", read, self.value.theta.w)
 
-    @nn.nowrap
     def _attend(
         self,
         query: jax.Array,
@@ -296,24 +289,20 @@ class MultiHeadLatentAttention(BaseLayer):
             self, query, key, value, mask=mask, bias=bias, head_dim=head_dim, cached=cached
         )
 
-    @nn.nowrap
     def _project_out(self, read: jax.Array) -> jax.Array:
         read = self.constrain(read, "batch", "length", "act_heads", "head_dim")
         out: jax.Array = self.output(read)
         return out
 
-    @nn.nowrap
     def _create_down(self, name: str, dims: int) -> None:
         self.create_child(name, self.down_tpl, input_dims=self.input_dims, output_dims=dims)
         if self.use_bias:
             self.create_child(f"{name}_bias", self.bias_tpl, dims=dims, axes=(None,))
 
-    @nn.nowrap
     def _project_down(self, name: str, x: jax.Array) -> jax.Array:
         low: jax.Array = getattr(self, name)(x)
         return getattr(self, f"{name}_bias")(low) if self.use_bias else low
 
-    @nn.nowrap
     def _check_fields(self) -> None:
         check_sizes(
             self,

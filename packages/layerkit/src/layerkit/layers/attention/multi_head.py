@@ -15,7 +15,6 @@ from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 
 from layerkit.base_layer import BaseLayer
 from layerkit.checks import check_sizes
@@ -199,7 +198,6 @@ class MultiHeadAttention(BaseAttention):
         outputs = self._attend(query, keys, values, mask.within(self.window), bias, cached=True)
         return jnp.where(time_step + num_tokens <= max_length, outputs, jnp.nan)
 
-    @nn.nowrap
     def _project(
         self, x: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -224,11 +222,9 @@ class MultiHeadAttention(BaseAttention):
             name_activation(value, "value"),
         )
 
-    @nn.nowrap
     def _normalize_both(self, query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         return self._normalize(self.query_norm, query), self._normalize(self.key_norm, key)
 
-    @nn.nowrap
     def _cache_axes(self) -> dict[str, tuple[str | None, ...]]:
         """Return the logical axes of each cached array, whose heads come before the slots."""
         key, value = (self.qkv, self.qkv) if self.combined_qkv else (self.key, self.value)
@@ -238,7 +234,6 @@ class MultiHeadAttention(BaseAttention):
             for name, (batch, length, heads, head_dim) in of_layers.items()
         }
 
-    @nn.nowrap
     def _check_options(self) -> None:
         super()._check_options()
         check_sizes(self, window=self.window)

@@ -23,7 +23,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 
 from layerkit.base_layer import CACHE, BaseLayer
 from layerkit.checks import (
@@ -246,12 +245,10 @@ class MoeFeedForward(BaseLayer):
             )
 
     @property
-    @nn.nowrap
     def _experts_choose(self) -> bool:
         router: Any = target_of(self.router_tpl)
         return isinstance(router, type) and issubclass(router, ExpertChoiceRouter)
 
-    @nn.nowrap
     def _run_expert_choice(self, x: jax.Array, is_token: jax.Array | None) -> jax.Array:
         num_groups = self._num_groups(x)
         capacity = self._capacity(x, num_groups)
@@ -274,7 +271,6 @@ class MoeFeedForward(BaseLayer):
         added = save_inputs(weighted)(outputs, routing.weights)
         return self.cast(jax.vmap(add)(added, routing.tokens)).reshape(x.shape)
 
-    @nn.nowrap
     def _run_token_choice(self, x: jax.Array, is_token: jax.Array | None) -> jax.Array:
         routing = self.router(x, is_token=is_token)
         in_evaluation = self.capacity_in_evaluation and not self.is_mutable_collection(CACHE)
@@ -286,14 +282,12 @@ class MoeFeedForward(BaseLayer):
             return self._run_with_capacity(x, routing, num_groups=num_groups, capacity=capacity)
         return self._run_dropless(x, routing)
 
-    @nn.nowrap
     def _num_groups(self, x: jax.Array) -> int:
         num_groups = x.shape[0] if self.num_groups is None else self.num_groups
         num_tokens = x.shape[0] * x.shape[1]
         check_divisible(self, by=("num_groups", num_groups), tokens_per_batch=num_tokens)
         return num_groups
 
-    @nn.nowrap
     def _capacity(self, x: jax.Array, num_groups: int) -> int:
         """Return the number of slots of an expert for one of the groups of `x`."""
         assert self.capacity_factor is not None
@@ -303,7 +297,6 @@ class MoeFeedForward(BaseLayer):
         )
         return min(capacity, group_size) if self._experts_choose else capacity
 
-    @nn.nowrap
     def _run_with_capacity(
         self, x: jax.Array, routing: Routing, *, num_groups: int, capacity: int
     ) -> jax.Array:
@@ -324,7 +317,6 @@ class MoeFeedForward(BaseLayer):
         of_choices = jax.vmap(from_slots)(outputs, slots)
         return weighted_sum(of_choices, grouped(routing.weights)).reshape(x.shape)
 
-    @nn.nowrap
     def _run_on_expert_devices(
         self, rows: jax.Array, compute: Callable[..., jax.Array]
     ) -> jax.Array:
@@ -342,7 +334,6 @@ class MoeFeedForward(BaseLayer):
         outputs = self.constrain(outputs.reshape(experts, groups, capacity, dims), *at_experts)
         return self.constrain(outputs.swapaxes(0, 1), *at_tokens)
 
-    @nn.nowrap
     def _run_experts(self, rows: jax.Array) -> jax.Array:
         """Apply each expert to its rows of `[experts, rows, dims]`."""
         hidden_axes = ("expert", "expert_batch", "act_mlp")
@@ -355,7 +346,6 @@ class MoeFeedForward(BaseLayer):
 
         return self._expert_function(self.activation, self.dropout)(rows, product)
 
-    @nn.nowrap
     def _run_dropless(self, x: jax.Array, routing: Routing) -> jax.Array:
         sharding = self.inherited("sharding")
         mesh = None if sharding is None else sharding.mesh
@@ -401,7 +391,6 @@ class MoeFeedForward(BaseLayer):
             self._report_dropped(num_dropped, routing)
         return output
 
-    @nn.nowrap
     def _expert_function(
         self,
         activation: BaseActivation,
@@ -409,12 +398,10 @@ class MoeFeedForward(BaseLayer):
     ) -> ExpertFunction:
         return ExpertFunction(activation, self.use_gate, self.gate_limit, self.up_offset, dropout)
 
-    @nn.nowrap
     def _shared_output(self, x: jax.Array) -> jax.Array:
         output = self.shared(x)
         return jax.nn.sigmoid(self.shared_gate(x)) * output if self.use_shared_gate else output
 
-    @nn.nowrap
     def _report(self, routing: Routing, *, num_groups: int) -> None:
         """Add the losses with a weight, and report the losses and the load of the experts."""
         report_load_balance(
@@ -432,16 +419,13 @@ class MoeFeedForward(BaseLayer):
         self.add_summary("max_expert_load", jnp.max(load))
         self.add_summary("min_expert_load", jnp.min(load))
 
-    @nn.nowrap
     def _report_dropped(self, num_dropped: jax.Array, routing: Routing) -> None:
         num_choices = jnp.maximum(jnp.sum(routing.experts < self.num_experts), 1)
         self.add_summary("fraction_dropped", num_dropped / num_choices)
 
-    @nn.nowrap
     def _weight_names(self) -> tuple[str, ...]:
         return weight_names(use_gate=self.use_gate, use_bias=self.use_bias)
 
-    @nn.nowrap
     def _weight(self, name: str) -> WeightHParams:
         sizes = {"expert": self.num_experts, "embed": self.input_dims, "mlp": self.hidden_dims}
         axes = WEIGHT_AXES[name]
@@ -453,7 +437,6 @@ class MoeFeedForward(BaseLayer):
             init = self.down_init
         return WeightHParams(shape, axes, init=init, fan_in_dims=(1,), fan_out_dims=(2,))
 
-    @nn.nowrap
     def _create_shared_experts(self) -> None:
         self.create_child(
             "shared",
@@ -469,7 +452,6 @@ class MoeFeedForward(BaseLayer):
             )
             self.create_child("shared_gate", gate)
 
-    @nn.nowrap
     def _check_fields(self) -> None:
         check_choice(self, IMPLEMENTATIONS, grouped_matmul=self.grouped_matmul)
         check_choice(self, EXCHANGES, expert_exchange=self.expert_exchange)
@@ -493,7 +475,6 @@ class MoeFeedForward(BaseLayer):
             expected = f"{default!r}, its default, since router_tpl is an ExpertChoiceRouter"
             require(value == default, self, name, value, expected)
 
-    @nn.nowrap
     def _check_layout(self, rows: jax.Array, axes: tuple[str | None, ...]) -> None:
         sharding = self.inherited("sharding")
         if sharding is not None:

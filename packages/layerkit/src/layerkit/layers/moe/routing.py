@@ -270,18 +270,15 @@ class TopKRouter(BaseRouter):
         weights = weights * self.weight_scale
         return Routing(experts, weights, logits, _normalize_sum(scores), is_token)
 
-    @nn.nowrap
     def _add_noise(self, logits: jax.Array, x: jax.Array) -> jax.Array:
         if not (self.use_noise and self.is_training):
             return logits
         stddev = jax.nn.softplus(_float32_product(x, self.theta.noise_w))
         return logits + stddev * jax.random.normal(self.next_prng_key(), logits.shape, jnp.float32)
 
-    @nn.nowrap
     def _scores(self, logits: jax.Array) -> jax.Array:
         return jax.nn.softmax(logits) if self.score == "softmax" else jax.nn.sigmoid(logits)
 
-    @nn.nowrap
     def _choose(self, scores: jax.Array) -> jax.Array:
         """Return the experts with the best scores, best first, int32 `[..., choices]`."""
         scores = jax.lax.stop_gradient(scores)
@@ -291,14 +288,12 @@ class TopKRouter(BaseRouter):
             scores = _mask_other_groups(scores, self.num_expert_groups, self.num_chosen_groups)
         return _top_k(scores, self.num_experts_per_token)[1]
 
-    @nn.nowrap
     def _update_score_bias(self, experts: jax.Array) -> None:
         if not (self.use_score_bias and self.score_bias_rate and self.is_training):
             return
         load = jnp.sum(jax.nn.one_hot(experts, self.num_experts), axis=range(experts.ndim))
         sow_total(self, "score_bias", load, _SignStep(self.score_bias_rate))
 
-    @nn.nowrap
     def _check_choices(self) -> None:
         check_choice(self, _SCORES, score=self.score)
         require(
@@ -310,7 +305,6 @@ class TopKRouter(BaseRouter):
         )
         check_non_negative(self, score_bias_rate=self.score_bias_rate)
 
-    @nn.nowrap
     def _check_groups(self) -> None:
         groups, chosen = self.num_expert_groups, self.num_chosen_groups
         check_sizes(self, num_expert_groups=groups)

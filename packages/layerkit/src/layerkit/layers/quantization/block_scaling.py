@@ -90,7 +90,6 @@ class BlockScaledDot(Dot):
         """
         raise NotImplementedError
 
-    @nn.nowrap
     def grouped(
         self, rows: jax.Array, w: jax.Array, product: GroupedProduct, own: Mapping[str, jax.Array]
     ) -> jax.Array:
@@ -113,7 +112,6 @@ class BlockScaledDot(Dot):
         rounded_rows, rounded_w = self.rounded(rows, w, product)
         return product(rounded_rows.astype(rows.dtype), rounded_w.astype(w.dtype))
 
-    @nn.nowrap
     def _kernel(self) -> Kernel:
         """Return the kernel of the model's devices; raise ConfigError if they have none."""
         sharding = self.inherited("sharding")
@@ -136,7 +134,6 @@ class BlockScaledDot(Dot):
             hint=f"{name} needs a B200, GB200, B300 or GB300. {nearest}",
         )
 
-    @nn.nowrap
     def _refusal(self, expected: str, *, hint: str) -> ConfigError:
         return ConfigError(
             owner=self.path_name,

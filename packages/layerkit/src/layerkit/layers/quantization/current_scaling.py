@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
 from jax import lax
 
 from layerkit.layers.products import Dot, GroupedProduct
@@ -70,7 +69,6 @@ class Fp8CurrentDot(Dot):
         """
         return name_product(scaled_matmul(x, w, FP8_CURRENT), is_batched=w.ndim > 2)
 
-    @nn.nowrap
     def grouped(
         self, rows: jax.Array, w: jax.Array, product: GroupedProduct, own: Mapping[str, jax.Array]
     ) -> jax.Array:
@@ -96,7 +94,6 @@ class Int8Dot(Dot):
         """
         return name_product(scaled_matmul(x, w, INT8), is_batched=w.ndim > 2)
 
-    @nn.nowrap
     def grouped(
         self, rows: jax.Array, w: jax.Array, product: GroupedProduct, own: Mapping[str, jax.Array]
     ) -> jax.Array:

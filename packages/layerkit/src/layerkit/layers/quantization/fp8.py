@@ -26,7 +26,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from flax.linen import fp8_ops
 from jax import lax
 
@@ -81,13 +80,11 @@ class Fp8Dot(Dot):
             grad_amax_history=self._read_state("output_grad_amax_history"),
         )
 
-    @nn.nowrap
     def grouped_arrays(self) -> dict[str, GroupedArray]:
         """Return the state by name."""
         names = (f"{tensor}_{kind}" for tensor in _TENSORS for kind in ("scale", "amax_history"))
         return {name: GroupedArray(self._read_state(name), None) for name in names}
 
-    @nn.nowrap
     def grouped(
         self, rows: jax.Array, w: jax.Array, product: GroupedProduct, own: Mapping[str, jax.Array]
     ) -> jax.Array:
@@ -106,11 +103,9 @@ class Fp8Dot(Dot):
         output = product(rounded, kernel)
         return fp8_ops.out_qdq(dtype, jnp.float8_e5m2, output, *state("output_grad"))
 
-    @nn.nowrap
     def _create_state(self, name: str, value: jax.Array) -> None:
         self.variable(OVERWRITE_WITH_GRADIENT, name, lambda: WeightBox(value, (None,) * value.ndim))
 
-    @nn.nowrap
     def _read_state(self, name: str) -> jax.Array:
         return unbox(self.get_variable(OVERWRITE_WITH_GRADIENT, name))
 

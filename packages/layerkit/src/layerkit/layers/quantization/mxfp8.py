@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from jax import lax
 
 from layerkit.layers.products import GroupedProduct
@@ -35,12 +34,10 @@ _MANTISSA_BITS = 23  # of float32
 class MxFp8Dot(BlockScaledDot):
     """A product of factors and of output gradients in MXFP8, for Blackwell GPUs and CPUs."""
 
-    @nn.nowrap
     def multiply(self, x: jax.Array, w: jax.Array, kernel: Kernel) -> jax.Array:
         """Multiply `[group, tokens, in]` by `[group, in, out]`; see `mxfp8_matmul`."""
         return mxfp8_matmul(x, w, kernel)
 
-    @nn.nowrap
     def rounded(
         self, rows: jax.Array, w: jax.Array, product: GroupedProduct
     ) -> tuple[jax.Array, jax.Array]:

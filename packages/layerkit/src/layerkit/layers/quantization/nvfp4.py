@@ -23,7 +23,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
 from jax import lax
 
 from layerkit.layers.products import GroupedProduct
@@ -54,7 +53,6 @@ class NvFp4Dot(BlockScaledDot):
     training they are rounded to the nearest number.
     """
 
-    @nn.nowrap
     def multiply(self, x: jax.Array, w: jax.Array, kernel: Kernel) -> jax.Array:
         """Multiply `[group, tokens, in]` by `[group, in, out]`; see `nvfp4_matmul`.
 
@@ -63,7 +61,6 @@ class NvFp4Dot(BlockScaledDot):
         """
         return nvfp4_matmul(x, w, self.next_prng_key() if self.is_training else None, kernel)
 
-    @nn.nowrap
     def rounded(
         self, rows: jax.Array, w: jax.Array, product: GroupedProduct
     ) -> tuple[jax.Array, jax.Array]:
