@@ -22,10 +22,10 @@ pytest.importorskip("safetensors")
 
 VOCAB_SIZE = 264
 EXPERIMENT = '''
-from layerkit_experiments.lm.recipes.data import LocalFiles
-from layerkit_experiments.lm.recipes.hugging_face import HuggingFaceLm
-from layerkit_experiments.lm.recipes.optimization import AdamWCosine
-from layerkit_experiments.lm.recipes.parallelism import Spmd
+from layerkit_experiments.recipes.local_files import LocalFiles
+from layerkit_experiments.recipes.hugging_face import HuggingFaceLm
+from layerkit_experiments.recipes.optimizers import AdamWCosine
+from layerkit_experiments.recipes.meshes import Spmd
 
 
 class FineTune(AdamWCosine, Spmd, LocalFiles, HuggingFaceLm):

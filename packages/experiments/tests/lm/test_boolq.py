@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from layerkit.config.nested_map import NestedMap
 
 from layerkit.config import build
 from layerkit.models import TransformerLm
-from layerkit.nested_map import NestedMap
 from layerkit_experiments.lm.boolq import LLaMA7B
-from layerkit_experiments.lm.recipes.boolq import ChoiceLanguageModel
+from layerkit_experiments.recipes.boolq import ChoiceLanguageModel
 from layerkit_runner.run.resolve import resolve
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from layerkit.errors import ConfigError
 from layerkit_experiments.lm.quickstart import LocalText
-from layerkit_experiments.lm.recipes.optimization import AdamExponential, AdamWCosine
-from layerkit_experiments.lm.recipes.published_optimizers import (
+from layerkit_experiments.recipes.optimizers import AdamExponential, AdamWCosine
+from layerkit_experiments.recipes.published_optimizers import (
     AdafactorSqrt,
     AdamInverseSqrt,
     AdamWLinear,

@@ -16,7 +16,7 @@ import pytest
 
 from layerkit.config import target_of
 from layerkit_experiments.lm import c4_multislice, pile
-from layerkit_experiments.lm.recipes import seqio_tasks
+from layerkit_experiments.recipes import seqio_tasks
 from layerkit_inputs import SeqIOInput
 from layerkit_runner.config.registry import find_experiment, load_experiment
 from layerkit_runner.config.requests import ResolvedExperiment

@@ -18,12 +18,12 @@ from layerkit.config import Config
 from layerkit.layers import LayerNorm
 from layerkit.models import BertModel
 from layerkit.weights import WeightInit
-from layerkit_experiments.lm.recipes.corpora import C4
-from layerkit_experiments.lm.recipes.decoders import PaxDecoder
-from layerkit_experiments.lm.recipes.experiment import LmExperiment
-from layerkit_experiments.lm.recipes.optimization import AdamExponential
-from layerkit_experiments.lm.recipes.parallelism import Pmap, Spmd, SpmdFeatures
-from layerkit_experiments.lm.recipes.published_optimizers import AdafactorExponential, AdamWLinear
+from layerkit_experiments.lm.experiment import LmExperiment
+from layerkit_experiments.lm.pax import PaxDecoder
+from layerkit_experiments.recipes.corpora import C4
+from layerkit_experiments.recipes.meshes import Pmap, Spmd, SpmdFeatures
+from layerkit_experiments.recipes.optimizers import AdamExponential
+from layerkit_experiments.recipes.published_optimizers import AdafactorExponential, AdamWLinear
 
 _INIT_STD = 0.02
 

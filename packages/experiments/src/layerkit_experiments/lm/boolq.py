@@ -17,10 +17,10 @@ from layerkit.layers import Embedding, FullSoftmax
 from layerkit.layers.adapters import LORA_WEIGHTS, with_lora
 from layerkit.weights import WeightInit
 from layerkit_experiments.lm.llama import LlamaDecoder, Sizes7B, Sizes13B, Sizes70B
-from layerkit_experiments.lm.recipes.boolq import BoolQ
-from layerkit_experiments.lm.recipes.fine_tuning import InitialWeights
-from layerkit_experiments.lm.recipes.optimization import AdamExponential
-from layerkit_experiments.lm.recipes.parallelism import Spmd
+from layerkit_experiments.recipes.boolq import BoolQ
+from layerkit_experiments.recipes.fine_tuning import InitialWeights
+from layerkit_experiments.recipes.meshes import Spmd
+from layerkit_experiments.recipes.optimizers import AdamExponential
 from layerkit_runner.optim.schedules import linear_warmup_cosine_decay
 
 # Patterns of field paths of the products with an adapter.

@@ -6,22 +6,22 @@ TARGET_LOSS.
 
 from __future__ import annotations
 
-from layerkit_experiments.lm.recipes.corpora import C4
-from layerkit_experiments.lm.recipes.data import SyntheticTokens
-from layerkit_experiments.lm.recipes.decoders import CappedDecoder, Gpt3Decoder, Gpt3Schedule
-from layerkit_experiments.lm.recipes.mlperf import (
-    Gpt3PaperSchedule,
-    Gpt3175B,
-    MlperfC4,
-    MlperfSchedule,
-)
-from layerkit_experiments.lm.recipes.optimization import AdamExponential
-from layerkit_experiments.lm.recipes.parallelism import (
+from layerkit_experiments.lm.pax import CappedDecoder, Gpt3Decoder, Gpt3Schedule
+from layerkit_experiments.recipes.corpora import C4
+from layerkit_experiments.recipes.local_files import SyntheticTokens
+from layerkit_experiments.recipes.meshes import (
     Pipelined,
     PipelinedFeatures,
     Spmd,
     SpmdFeatures,
 )
+from layerkit_experiments.recipes.mlperf import (
+    Gpt3PaperSchedule,
+    Gpt3175B,
+    MlperfC4,
+    MlperfSchedule,
+)
+from layerkit_experiments.recipes.optimizers import AdamExponential
 
 
 class C4Spmd(AdamExponential, Spmd, C4, CappedDecoder, abstract=True):

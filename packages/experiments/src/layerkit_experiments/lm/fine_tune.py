@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from layerkit_experiments.lm.recipes.fine_tuning import FolderText, Lora
-from layerkit_experiments.lm.recipes.hugging_face import HuggingFaceLm
-from layerkit_experiments.lm.recipes.optimization import AdamWCosine
-from layerkit_experiments.lm.recipes.parallelism import Spmd
+from layerkit_experiments.recipes.fine_tuning import FolderText, Lora
+from layerkit_experiments.recipes.hugging_face import HuggingFaceLm
+from layerkit_experiments.recipes.meshes import Spmd
+from layerkit_experiments.recipes.optimizers import AdamWCosine
 
 
 class FineTune(AdamWCosine, Spmd, FolderText, HuggingFaceLm):

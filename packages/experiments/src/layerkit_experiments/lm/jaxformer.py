@@ -9,12 +9,12 @@ over the data axis, which this size does not need. The guide describes the gate 
 from __future__ import annotations
 
 from layerkit.config import Config
-from layerkit_experiments.lm.recipes.corpora import C4
-from layerkit_experiments.lm.recipes.experiment import LmExperiment
-from layerkit_experiments.lm.recipes.experts import MixtureOfExperts
-from layerkit_experiments.lm.recipes.latent_attention import LatentAttention
-from layerkit_experiments.lm.recipes.optimization import AdamWCosine
-from layerkit_experiments.lm.recipes.parallelism import Pipelined
+from layerkit_experiments.lm.experiment import LmExperiment
+from layerkit_experiments.recipes.corpora import C4
+from layerkit_experiments.recipes.experts import MixtureOfExperts
+from layerkit_experiments.recipes.latent_attention import LatentAttention
+from layerkit_experiments.recipes.meshes import Pipelined
+from layerkit_experiments.recipes.optimizers import AdamWCosine
 
 
 class Jaxformer1B(MixtureOfExperts, LatentAttention, Pipelined, AdamWCosine, C4, LmExperiment):

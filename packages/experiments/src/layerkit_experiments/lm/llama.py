@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 from layerkit.config import Config
 from layerkit.layers import Embedding, FullSoftmax
 from layerkit.weights import WeightInit
-from layerkit_experiments.lm.recipes.corpora import C4
-from layerkit_experiments.lm.recipes.experiment import LmExperiment
-from layerkit_experiments.lm.recipes.fine_tuning import FolderText, InitialWeights, Lora
-from layerkit_experiments.lm.recipes.optimization import AdamWCosine
-from layerkit_experiments.lm.recipes.parallelism import Spmd
+from layerkit_experiments.lm.experiment import LmExperiment
+from layerkit_experiments.recipes.corpora import C4
+from layerkit_experiments.recipes.fine_tuning import FolderText, InitialWeights, Lora
+from layerkit_experiments.recipes.meshes import Spmd
+from layerkit_experiments.recipes.optimizers import AdamWCosine
 
 
 class LlamaDecoder(LmExperiment, abstract=True):

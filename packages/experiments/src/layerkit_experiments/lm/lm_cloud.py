@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from layerkit_experiments.lm.recipes.data import SyntheticTokens
-from layerkit_experiments.lm.recipes.decoders import CappedDecoder, PaxDecoder
-from layerkit_experiments.lm.recipes.optimization import AdamExponential
-from layerkit_experiments.lm.recipes.parallelism import Pipelined, Pmap, Spmd, SpmdFeatures
+from layerkit_experiments.lm.pax import CappedDecoder, PaxDecoder
+from layerkit_experiments.recipes.local_files import SyntheticTokens
+from layerkit_experiments.recipes.meshes import Pipelined, Pmap, Spmd, SpmdFeatures
+from layerkit_experiments.recipes.optimizers import AdamExponential
 
 
 class LmCloudSpmd(AdamExponential, Spmd, SyntheticTokens, CappedDecoder, abstract=True):

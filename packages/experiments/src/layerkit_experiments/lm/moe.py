@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from layerkit.config import Config
 from layerkit.layers import RelativeBias
-from layerkit_experiments.lm.recipes.corpora import C4
-from layerkit_experiments.lm.recipes.experiment import LmExperiment
-from layerkit_experiments.lm.recipes.experts import MixtureOfExperts, SpmdExperts
-from layerkit_experiments.lm.recipes.published_optimizers import AdafactorSqrt
+from layerkit_experiments.lm.experiment import LmExperiment
+from layerkit_experiments.recipes.corpora import C4
+from layerkit_experiments.recipes.experts import MixtureOfExperts, SpmdExperts
+from layerkit_experiments.recipes.published_optimizers import AdafactorSqrt
 
 
 class RelativePositions(LmExperiment, abstract=True):

@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from layerkit_experiments.lm.recipes.data import SyntheticTokens
-from layerkit_experiments.lm.recipes.decoders import CappedDecoder
-from layerkit_experiments.lm.recipes.experts import PipelinedExperts, SpmdExperts
-from layerkit_experiments.lm.recipes.gshard import (
+from layerkit_experiments.lm.pax import CappedDecoder
+from layerkit_experiments.recipes.experts import PipelinedExperts, SpmdExperts
+from layerkit_experiments.recipes.gshard import (
     GlamExperts,
     GlamLayers,
     GrokDecoder,
     GShardExperts,
 )
-from layerkit_experiments.lm.recipes.nvidia import (
+from layerkit_experiments.recipes.local_files import SyntheticTokens
+from layerkit_experiments.recipes.meshes import Pipelined, PipelinedFeatures, Spmd
+from layerkit_experiments.recipes.nvidia import (
     CappedCosine,
     NvidiaDecoder,
     NvidiaLlamaDecoder,
 )
-from layerkit_experiments.lm.recipes.optimization import AdamExponential
-from layerkit_experiments.lm.recipes.parallelism import Pipelined, PipelinedFeatures, Spmd
+from layerkit_experiments.recipes.optimizers import AdamExponential
 
 
 class NvidiaSpmd(CappedCosine, Spmd, NvidiaDecoder, abstract=True):

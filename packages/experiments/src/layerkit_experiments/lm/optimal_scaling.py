@@ -7,7 +7,7 @@ rows without a tensor axis need the memory of v5p.
 from __future__ import annotations
 
 from layerkit_experiments.lm.lm_cloud import LmCloudSpmd
-from layerkit_experiments.lm.recipes.parallelism import SpmdFeatures
+from layerkit_experiments.recipes.meshes import SpmdFeatures
 
 
 class OptimalScaling(SpmdFeatures, LmCloudSpmd, abstract=True):

@@ -9,10 +9,10 @@ measured on data 32 × fsdp 4 × tensor 2 (`--fdl.ICI_MESH_SHAPE=[1,4,2]
 from __future__ import annotations
 
 from layerkit.config import Config
-from layerkit_experiments.lm.recipes.corpora import Lambada, ThePile
-from layerkit_experiments.lm.recipes.decoders import Gpt3Decoder, Gpt3Schedule
-from layerkit_experiments.lm.recipes.parallelism import Spmd
-from layerkit_experiments.lm.recipes.quantization import Fp8Field
+from layerkit_experiments.lm.pax import Gpt3Decoder, Gpt3Schedule
+from layerkit_experiments.recipes.corpora import Lambada, ThePile
+from layerkit_experiments.recipes.meshes import Spmd
+from layerkit_experiments.recipes.quantization import Fp8Field
 from layerkit_runner.step.task_metrics import Mean
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from layerkit_experiments.lm.recipes.data import LocalFiles
-from layerkit_experiments.lm.recipes.experiment import LmExperiment
-from layerkit_experiments.lm.recipes.optimization import AdamWCosine
-from layerkit_experiments.lm.recipes.parallelism import Spmd
+from layerkit_experiments.lm.experiment import LmExperiment
+from layerkit_experiments.recipes.local_files import LocalFiles
+from layerkit_experiments.recipes.meshes import Spmd
+from layerkit_experiments.recipes.optimizers import AdamWCosine
 
 
 class LocalText(AdamWCosine, Spmd, LocalFiles, LmExperiment):

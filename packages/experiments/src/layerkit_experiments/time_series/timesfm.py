@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal
 
 from layerkit.config import Config
 from layerkit.layers import LayerNorm, RmsNorm
-from layerkit_experiments.lm.recipes.optimization import AdamWCosine
-from layerkit_experiments.lm.recipes.parallelism import Spmd
+from layerkit_experiments.recipes.meshes import Spmd
+from layerkit_experiments.recipes.optimizers import AdamWCosine
 from layerkit_experiments.time_series.patched_decoder import PatchedDecoder
 from layerkit_inputs import CsvSeries, GeneratedSeries
 from layerkit_runner.config.experiment import BaseExperiment

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from layerkit_experiments.lm.recipes.optimization import AdamWCosine
-from layerkit_experiments.lm.recipes.parallelism import Spmd
-from layerkit_experiments.translation.recipes import TranslationExperiment, Translations
+from layerkit_experiments.recipes.meshes import Spmd
+from layerkit_experiments.recipes.optimizers import AdamWCosine
+from layerkit_experiments.translation.experiment import TranslationExperiment, Translations
 
 
 class EnglishToGermanNumbers(AdamWCosine, Spmd, Translations, TranslationExperiment):

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from layerkit_experiments.lm.recipes.seqio_tasks import vocabulary
+from layerkit_experiments.recipes.seqio_tasks import vocabulary
 from layerkit_inputs.seqio.tasks import import_seqio, import_tensorflow
 
 

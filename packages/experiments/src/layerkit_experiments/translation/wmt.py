@@ -6,9 +6,9 @@ names the shared vocabulary of both languages.
 
 from __future__ import annotations
 
-from layerkit_experiments.lm.recipes.parallelism import Spmd
-from layerkit_experiments.lm.recipes.published_optimizers import AdamInverseSqrt
-from layerkit_experiments.translation.recipes import TranslationExperiment, Translations
+from layerkit_experiments.recipes.meshes import Spmd
+from layerkit_experiments.recipes.published_optimizers import AdamInverseSqrt
+from layerkit_experiments.translation.experiment import TranslationExperiment, Translations
 
 
 class WmtEnDe(AdamInverseSqrt, Spmd, Translations, TranslationExperiment, abstract=True):

@@ -11,8 +11,8 @@ from flax import linen as nn
 from layerkit.config import Config
 from layerkit.layers import FlaxModule
 from layerkit.models import ClassificationModel
-from layerkit_experiments.lm.recipes.optimization import AdamWCosine
-from layerkit_experiments.lm.recipes.parallelism import Spmd
+from layerkit_experiments.recipes.meshes import Spmd
+from layerkit_experiments.recipes.optimizers import AdamWCosine
 from layerkit_inputs import GeneratedDigits, IdxImages
 from layerkit_runner.config.experiment import BaseExperiment
 from layerkit_runner.step.task import SingleTask

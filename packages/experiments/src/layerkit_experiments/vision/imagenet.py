@@ -18,8 +18,8 @@ from layerkit.config import Config, Partial
 from layerkit.layers import FlaxModule
 from layerkit.models import ClassificationModel
 from layerkit.weights import WeightInit
-from layerkit_experiments.lm.recipes.optimization import TrainingLength
-from layerkit_experiments.lm.recipes.parallelism import Spmd
+from layerkit_experiments.recipes.meshes import Spmd
+from layerkit_experiments.recipes.optimizers import TrainingLength
 from layerkit_experiments.vision.generated_images import GeneratedImages
 from layerkit_experiments.vision.resnet import ResNet
 from layerkit_runner.config.experiment import BaseExperiment

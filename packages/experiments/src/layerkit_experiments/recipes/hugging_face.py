@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from layerkit.config import Config, build, field_names, target_of
 from layerkit.errors import ConfigError
-from layerkit_experiments.lm.recipes.fine_tuning import weights_of
-from layerkit_experiments.lm.recipes.model import remat_policy
-from layerkit_experiments.lm.recipes.optimization import TrainingLength
+from layerkit_experiments.recipes.decoder import remat_policy
+from layerkit_experiments.recipes.fine_tuning import weights_of
+from layerkit_experiments.recipes.optimizers import TrainingLength
 from layerkit_inputs.base.special_ids import end_ids
 from layerkit_runner.config.experiment import BaseExperiment
 from layerkit_runner.step.task import SingleTask
@@ -29,7 +29,7 @@ class HuggingFaceLm(TrainingLength, BaseExperiment, abstract=True):
     USE_REPEATED_LAYER: bool = True
     """Run layers as a scan over stacked weights instead of unrolled."""
     CHECKPOINT_POLICY: str = "none"
-    """Rematerialization policy; see `layerkit.layers.remat`."""
+    """Rematerialization policy; see `layerkit.ops.remat`."""
     MAX_DECODE_STEPS: int = 64
     TEMPERATURE: float | None = None
     """Divisor of the logits in sampling; None for the default of the folder, as its other options

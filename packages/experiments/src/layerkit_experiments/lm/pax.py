@@ -8,8 +8,8 @@ biases, no caps.
 
 from __future__ import annotations
 
-from layerkit_experiments.lm.recipes.experiment import LmExperiment
-from layerkit_experiments.lm.recipes.optimization import AdamWCosine
+from layerkit_experiments.lm.experiment import LmExperiment
+from layerkit_experiments.recipes.optimizers import AdamWCosine
 
 
 class PaxDecoder(LmExperiment, abstract=True):

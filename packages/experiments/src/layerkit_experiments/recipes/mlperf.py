@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 
 from layerkit.config import Config
 from layerkit.errors import ConfigError
-from layerkit_experiments.lm.recipes import seqio_tasks
-from layerkit_experiments.lm.recipes.corpora import Corpus
-from layerkit_experiments.lm.recipes.data import RowSamples
-from layerkit_experiments.lm.recipes.decoders import Gpt3Decoder, Gpt3Schedule
-from layerkit_experiments.lm.recipes.optimization import (
+from layerkit_experiments.lm.pax import Gpt3Decoder, Gpt3Schedule
+from layerkit_experiments.recipes import seqio_tasks
+from layerkit_experiments.recipes.corpora import Corpus
+from layerkit_experiments.recipes.local_files import RowSamples
+from layerkit_experiments.recipes.optimizers import (
     ScheduleOverRun,
     ScheduleSteps,
     adamw_learner,

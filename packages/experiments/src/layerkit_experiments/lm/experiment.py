@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from layerkit.config import Config
 from layerkit.errors import ConfigError
 from layerkit.weights import canonical_dtype
-from layerkit_experiments.lm.recipes.model import TransformerLmModel
-from layerkit_experiments.lm.recipes.optimization import TrainingLength
-from layerkit_experiments.lm.recipes.quantization import QuantizedProducts
+from layerkit_experiments.recipes.decoder import TransformerLmModel
+from layerkit_experiments.recipes.optimizers import TrainingLength
+from layerkit_experiments.recipes.quantization import QuantizedProducts
 from layerkit_runner.config.experiment import BaseExperiment
 from layerkit_runner.step.task import SingleTask
 

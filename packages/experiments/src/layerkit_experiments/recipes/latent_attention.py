@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from layerkit.config import Config
 from layerkit.errors import ConfigError
 from layerkit.layers import MultiHeadLatentAttention
-from layerkit_experiments.lm.recipes.model import TransformerLmModel
+from layerkit_experiments.recipes.decoder import TransformerLmModel
 
 
 class LatentAttention(TransformerLmModel):

@@ -37,7 +37,7 @@ class RowSamples(BaseExperiment, abstract=True):
         if not self.PROMPTS_PER_DEVICE:
             return []
         # Imported here, since few runs decode.
-        from layerkit_experiments.lm.recipes.prompts import prompts_of
+        from layerkit_experiments.recipes.prompts import prompts_of
 
         return [
             prompts_of(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from layerkit.errors import ConfigError
-from layerkit_experiments.lm.recipes.last_words import (
+from layerkit_experiments.recipes.last_words import (
     LAST_WORD,
     QUOTES,
     check_vocab_size,

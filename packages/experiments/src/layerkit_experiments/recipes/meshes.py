@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from layerkit.config import Config
 from layerkit.sharding import DEFAULT_RULES, ShardingRules
-from layerkit_experiments.lm.recipes.model import TransformerLmModel, remat_policy
+from layerkit_experiments.recipes.decoder import TransformerLmModel, remat_policy
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 
 

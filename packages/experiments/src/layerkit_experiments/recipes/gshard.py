@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 from layerkit.config import Config
 from layerkit.layers import RelativeBias, ReLU
 from layerkit.weights import WeightInit
-from layerkit_experiments.lm.recipes.data import SyntheticTokens
-from layerkit_experiments.lm.recipes.experiment import LmExperiment
-from layerkit_experiments.lm.recipes.experts import MixtureOfExperts
-from layerkit_experiments.lm.recipes.quantization import Fp8Field
+from layerkit_experiments.lm.experiment import LmExperiment
+from layerkit_experiments.recipes.experts import MixtureOfExperts
+from layerkit_experiments.recipes.local_files import SyntheticTokens
+from layerkit_experiments.recipes.quantization import Fp8Field
 
 
 class GShardExperts(MixtureOfExperts):

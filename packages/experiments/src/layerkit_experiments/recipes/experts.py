@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from layerkit.checks import check_sizes
 from layerkit.config import Config, target_of
 from layerkit.layers import MoeFeedForward
-from layerkit_experiments.lm.recipes.model import TransformerLmModel
-from layerkit_experiments.lm.recipes.parallelism import Pipelined, Spmd
+from layerkit_experiments.recipes.decoder import TransformerLmModel
+from layerkit_experiments.recipes.meshes import Pipelined, Spmd
 
 
 class MixtureOfExperts(TransformerLmModel):

@@ -9,7 +9,7 @@ import optax
 
 from layerkit.config import Config, Partial
 from layerkit.interop.praxis import axis_order
-from layerkit_experiments.lm.recipes.optimization import (
+from layerkit_experiments.recipes.optimizers import (
     ExponentialDecay,
     ScheduleOverRun,
     TrainingLength,

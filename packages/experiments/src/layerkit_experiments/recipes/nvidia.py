@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from layerkit.config import Config, Partial
 from layerkit.weights import WeightInit
-from layerkit_experiments.lm.recipes.data import SyntheticTokens
-from layerkit_experiments.lm.recipes.decoders import CappedDecoder
-from layerkit_experiments.lm.recipes.optimization import AdamExponential
-from layerkit_experiments.lm.recipes.published_optimizers import pax_adafactor
-from layerkit_experiments.lm.recipes.quantization import Fp8Field
+from layerkit_experiments.lm.pax import CappedDecoder
+from layerkit_experiments.recipes.local_files import SyntheticTokens
+from layerkit_experiments.recipes.optimizers import AdamExponential
+from layerkit_experiments.recipes.published_optimizers import pax_adafactor
+from layerkit_experiments.recipes.quantization import Fp8Field
 from layerkit_runner.optim.schedules import linear_warmup_cosine_decay
 
 

@@ -19,9 +19,9 @@ from layerkit.layers import (
 from layerkit.layers.attention.cross import CrossAttention
 from layerkit.models import SequenceModel, TransformerEncoderDecoder
 from layerkit.weights import WeightInit, canonical_dtype
-from layerkit_experiments.lm.recipes.corpora import TFDS_DATA_DIR_UNSET
-from layerkit_experiments.lm.recipes.model import remat_policy
-from layerkit_experiments.lm.recipes.optimization import TrainingLength
+from layerkit_experiments.recipes.corpora import TFDS_DATA_DIR_UNSET
+from layerkit_experiments.recipes.decoder import remat_policy
+from layerkit_experiments.recipes.optimizers import TrainingLength
 from layerkit_experiments.translation.seqio_task import translation_task
 from layerkit_inputs import NumberWords, ParallelText, SeqIOInput, Tokenizer, tokenizer_config
 from layerkit_inputs.base.special_ids import target_start_id

@@ -13,8 +13,8 @@ from layerkit.config import Config
 from layerkit.errors import ConfigError
 from layerkit.models import LanguageModel
 from layerkit.nested_map import NestedMap
-from layerkit_experiments.lm.recipes import seqio_tasks
-from layerkit_experiments.lm.recipes.corpora import Corpus
+from layerkit_experiments.recipes import seqio_tasks
+from layerkit_experiments.recipes.corpora import Corpus
 from layerkit_inputs import SeqIOInput
 
 

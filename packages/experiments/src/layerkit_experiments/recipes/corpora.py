@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal
 
 from layerkit.config import Config, Partial
 from layerkit.errors import ConfigError
-from layerkit_experiments.lm.recipes import last_words, seqio_tasks
-from layerkit_experiments.lm.recipes.data import RowSamples
+from layerkit_experiments.recipes import last_words, seqio_tasks
+from layerkit_experiments.recipes.local_files import RowSamples
 from layerkit_inputs import (
     GrainMapInput,
     LocalText,
