@@ -8,6 +8,7 @@ disabled (PEP 668), downloads virtualenv. virtualenv, which unlike venv needs no
 an environment. nox is installed there.
 """
 
+import ast
 import difflib
 import os
 import shutil
@@ -20,32 +21,24 @@ START = ROOT / ".start"
 CONSTRAINTS = ROOT / "constraints.txt"
 OLDEST_PYTHON = (3, 11)
 
-# The nox session and the purpose of each command.
-COMMANDS = {
-    "train": ("train", "train a small language model on text of this machine; downloads no data"),
-    "test": ("tests", "build the four packages, install them and run their tests"),
-    "slow": ("slow", "run the tests that `test` leaves out: many kills, more cases of each kind"),
-    "one_device": ("one_device", "test models and decoding on one device instead of eight"),
-    "meshes": ("meshes", "train a model on all 56 meshes of eight simulated devices"),
-    "chaos": ("chaos", "kill a run fifty times under each partitioner"),
-    "experiments": ("experiments", "train a reduced form of every named experiment"),
-    "plans": ("plans", "plan every named experiment on its target devices"),
-    "compilers": ("compilers", "compile kernels and plans for TPUs and GPUs, without the devices"),
-    "gpu": ("gpu", "compare kernels on an NVIDIA GPU with float32, and measure their speed"),
-    "parity": ("parity", "compare with PyTorch and transformers; prints a table of errors"),
-    "published": ("published", "chat with, score and tune a published model as transformers does"),
-    "readers": ("readers", "test the readers that need TensorFlow: SeqIO, TFDS folders and Lingvo"),
-    "notebooks": ("notebooks", "run the notebooks of docs/notebooks; prints the time of each"),
-    "lingvo": ("lingvo_native", "test Lingvo's native ops, with a newer C library where needed"),
-    "lint": ("lint", "check formatting, lint rules, prose, types and imports between packages"),
-    "pax": ("pax_reference", "record weights and runs of paxml 1.4.0; needs Python 3.10"),
-    "alone": ("layerkit_alone", "test the layerkit package in an empty environment"),
-    "newest": ("newest", "test with the newest versions allowed, on each Python installed"),
-    "lowest": ("lowest", "test with the lowest versions allowed, on Python 3.11"),
-    "bounds": ("bounds", "run `lowest`, then `newest` on each Python installed"),
-    "docs": ("docs", "build the documentation site, check it and open it"),
-    "release": ("release", "build wheels and sdists of the four packages, and check them"),
+# Commands that have another name than their nox session.
+NAMES = {
+    "tests": "test",
+    "layerkit_alone": "alone",
+    "lingvo_native": "lingvo",
+    "pax_reference": "pax",
 }
+
+
+def commands():
+    """Return the session of noxfile.py and its purpose, by the name of the command."""
+    tree = ast.parse((ROOT / "noxfile.py").read_text())
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return {
+        NAMES.get(function.name, function.name): (function.name, ast.get_docstring(function))
+        for function in functions
+        if any(ast.unparse(one).startswith("nox.session") for one in function.decorator_list)
+    }
 
 
 def main(arguments):
@@ -60,12 +53,12 @@ def main(arguments):
         print(usage())
         return
     command, *rest = arguments
-    if command not in COMMANDS:
-        near = difflib.get_close_matches(command, COMMANDS, n=1)
+    if command not in commands():
+        near = difflib.get_close_matches(command, commands(), n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         print(f"Unknown command {command!r}.{hint}\n\n{usage()}", file=sys.stderr)
         sys.exit(2)
-    session, _ = COMMANDS[command]
+    session, _ = commands()[command]
     nox = [str(nox_python()), "-m", "nox", "--noxfile", str(ROOT / "noxfile.py")]
     sys.stdout.flush()
     # nox replaces this process, so that it receives Ctrl-C and its exit code is returned.
@@ -74,7 +67,7 @@ def main(arguments):
 
 def usage():
     """Return the usage text, with a line per command."""
-    lines = [f"  {name:12} {purpose}" for name, (_, purpose) in COMMANDS.items()]
+    lines = [f"  {name:12} {purpose}" for name, (_, purpose) in commands().items()]
     return "\n".join(["Usage: python3 start.py COMMAND [ARGUMENT ...]", "", *lines])
 
 
@@ -83,8 +76,8 @@ def nox_python():
     environment = START / "nox-python{}.{}".format(*sys.version_info)
     python = environment / "bin" / "python"
     complete = environment / "complete"
-    wanted = CONSTRAINTS.read_text()
-    if complete.is_file() and complete.read_text() == wanted and python.exists():
+    pins = CONSTRAINTS.read_text()
+    if complete.is_file() and complete.read_text() == pins and python.exists():
         return python
 
     print(f"Setting up nox in {environment} (once)", flush=True)
@@ -99,7 +92,7 @@ def nox_python():
     )
     run([str(python), *install, "nox"])
     shutil.rmtree(tools)
-    complete.write_text(wanted)
+    complete.write_text(pins)
     return python
 
 

@@ -1,0 +1,140 @@
+"""Renew the parts of the documentation that are made from the code.
+
+- docs/pictures/architecture.svg: the folders of the packages and the imports between them;
+- the table of commands in CONTRIBUTING.md, from the docstrings of noxfile.py.
+
+    python scripts/renew_docs.py
+    python scripts/renew_docs.py --check     # write nothing; fail if a part is not current
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import runpy
+import sys
+from pathlib import Path
+
+from measure_house import PACKAGES, ROOT, Rooms, measure_rooms
+
+PICTURE = ROOT / "docs/pictures/architecture.svg"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+BEGIN = "<!-- made by scripts/renew_docs.py from the docstrings of noxfile.py -->\n"
+END = "<!-- end -->"
+
+# Sizes in pixels.
+BOX, HEIGHT, GAP = 82, 26, 8
+ROW, FLOOR = HEIGHT + 8, 30  # a row of boxes; the space between two floors
+COLUMN, TOP, MARGIN = 3 * BOX + 2 * GAP + 40, 64, 16
+# Packages from the left: each imports those to its right.
+COLUMNS = ("experiments", "runner", "inputs", "layerkit")
+
+
+def draw_architecture() -> str:
+    """Return an SVG with a column for each package, whose imports point down."""
+    columns = [_place_rooms(measure_rooms(PACKAGES[folder])) for folder in COLUMNS]
+    height = TOP + max(y for boxes, _ in columns for _, y in boxes.values()) + HEIGHT + 2 * MARGIN
+    width = len(COLUMNS) * COLUMN + MARGIN
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-family="system-ui, sans-serif" font-size="11" text-anchor="middle">',
+        "<title>Packages, their folders, and the imports between folders</title>",
+        '<marker id="head" viewBox="0 0 6 6" refX="6" refY="3" markerWidth="6" markerHeight="6" '
+        'orient="auto"><path d="M0 0 6 3 0 6z" fill="#7a8794"/></marker>',
+        f'<rect width="{width}" height="{height}" fill="#fff"/>',
+    ]
+    for index, (folder, (boxes, arrows)) in enumerate(zip(COLUMNS, columns, strict=True)):
+        left = index * COLUMN + MARGIN
+        middle = left + (COLUMN - MARGIN) / 2
+        lines += [
+            f'<rect x="{left}" y="{MARGIN}" width="{COLUMN - MARGIN}" height="{height - 32}" '
+            'rx="8" fill="#f4f6f8"/>',
+            f'<text x="{middle}" y="{MARGIN + 26}" font-size="15" '
+            f'font-weight="bold">{folder}</text>',
+        ]
+        if index:
+            y = MARGIN + 22
+            lines.append(_line(f"M{left - MARGIN - 40} {y}H{left + 40}"))
+        for source, target in arrows:
+            x1, y1 = boxes[source]
+            x2, y2 = boxes[target]
+            start = f"M{left + x1 + BOX / 2} {TOP + y1 + HEIGHT}"
+            bend = f"C{left + x1 + BOX / 2} {TOP + y1 + HEIGHT + 20}"
+            end = f"{left + x2 + BOX / 2} {TOP + y2 - 20} {left + x2 + BOX / 2} {TOP + y2}"
+            lines.append(_line(f"{start}{bend} {end}"))
+        for room, (x, y) in boxes.items():
+            lines += [
+                f'<rect x="{left + x}" y="{TOP + y}" width="{BOX}" height="{HEIGHT}" rx="4" '
+                'fill="#fff" stroke="#31557f"/>',
+                f'<text x="{left + x + BOX / 2}" y="{TOP + y + 17}">{room}</text>',
+            ]
+    return "\n".join([*lines, "</svg>\n"])
+
+
+def _line(path: str) -> str:
+    return f'<path d="{path}" fill="none" stroke="#7a8794" marker-end="url(#head)"/>'
+
+
+Boxes = dict[str, tuple[int, int]]
+
+
+def _place_rooms(rooms: Rooms) -> tuple[Boxes, list[tuple[str, str]]]:
+    """Return the corner of the box of each room, and the arrows that no longer path implies."""
+    floors = rooms.floors()
+    boxes: Boxes = {}
+    y = 0
+    for floor in sorted(set(floors.values()), reverse=True):
+        names = [name for name in rooms.names if floors[name] == floor]
+        for start in range(0, len(names), 3):
+            row = names[start : start + 3]
+            left = 12 + (3 - len(row)) * (BOX + GAP) // 2
+            for index, name in enumerate(row):
+                boxes[name] = (left + index * (BOX + GAP), y)
+            y += ROW
+        y += FLOOR
+    return boxes, _reduce({(a, b) for a, b in rooms.arrows if floors[a] > floors[b]})
+
+
+def _reduce(arrows: set[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the transitive reduction of arrows without circles."""
+
+    def reaches(source: str, target: str) -> bool:
+        below = {b for a, b in arrows if a == source}
+        return target in below or any(reaches(room, target) for room in below)
+
+    return [
+        (a, b)
+        for a, b in sorted(arrows)
+        if not any(reaches(other, b) for x, other in arrows if x == a and other != b)
+    ]
+
+
+def write_commands() -> str:
+    """Return CONTRIBUTING.md with a table of the commands of start.py."""
+    commands = runpy.run_path(str(ROOT / "start.py"))["commands"]()
+    rows = [
+        f"| `start.py {name}` | `{session}` | {text} |"
+        for name, (session, text) in commands.items()
+    ]
+    table = "\n".join(["| command | nox session | action |", "|---|---|---|", *rows, ""])
+    text = CONTRIBUTING.read_text()
+    return re.sub(f"{BEGIN}.*?{END}", lambda _: BEGIN + "\n" + table + END, text, flags=re.S)
+
+
+def main() -> int:
+    """Write the parts, or return 1 if `--check` is given and one is not current."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="fail if a part is not current")
+    check = parser.parse_args().check
+    sys.setrecursionlimit(10_000)
+    parts: dict[Path, str] = {PICTURE: draw_architecture(), CONTRIBUTING: write_commands()}
+    stale = [path for path, text in parts.items() if not path.exists() or path.read_text() != text]
+    for path in stale:
+        print(f"{path.relative_to(ROOT)} is not current. Run `python scripts/renew_docs.py`.")
+        if not check:
+            path.write_text(parts[path])
+    return bool(check and stale)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
