@@ -194,8 +194,9 @@ class Executor:
             metrics |= by_path(self.evaluate(state, step, evals))
         if decodes:
             decoded = self.decode(state, step, decodes)
-            found = {DECODE_PREFIX + p.name: p.metrics for p in decodes if p.name in decoded}
-            metrics |= by_path(found)
+            metrics |= by_path(
+                {DECODE_PREFIX + p.name: p.metrics for p in decodes if p.name in decoded}
+            )
         if metrics and self.early_stop is not None and self.early_stop.asks_to_stop(metrics, step):
             self.observers.message(self.early_stop.message())
 
@@ -206,10 +207,10 @@ class Executor:
         programs = self.eval_programs if programs is None else programs
         self.train_programs.drain()
         with self._paused_phase("eval"):
-            found = {p.name: dict(self._run_program(p, state, step)) for p in programs}
-        self._evaluated = (step, self._evaluated_after(step) | found)
-        self._record(step, found)
-        return found
+            results = {p.name: dict(self._run_program(p, state, step)) for p in programs}
+        self._evaluated = (step, self._evaluated_after(step) | results)
+        self._record(step, results)
+        return results
 
     def evaluate_rest(self, state: TrainState, step: int) -> dict[str, dict[str, float]]:
         """Run the eval programs that did not run after this step; return all metrics by program."""
@@ -249,18 +250,14 @@ class Executor:
             with self._paused_phase("profile"):
                 self.profiler.stop(step)
 
-    def _record(self, step: int, found: Mapping[str, Mapping[str, float]]) -> None:
-        metrics = by_path(found)
-        wanted = self.train.save_best_metric
+    def _record(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
+        """Record evaluations for the choice of the best checkpoints."""
+        metrics, best = by_path(results), self.train.save_best_metric
         names = {program.name for program in self.eval_programs}
-        name = None if wanted is None else program_of(wanted, names | found.keys())
-        if name in found and wanted not in metrics:
-            raise UsageError(
-                "unknown metric",
-                field="task.train.save_best_metric",
-                value=wanted,
-                choices=metrics,
-            )
+        name = None if best is None else program_of(best, names | results.keys())
+        if name in results and best not in metrics:
+            field = "task.train.save_best_metric"
+            raise UsageError("unknown metric", field=field, value=best, choices=metrics)
         if self.checkpoints is not None:
             self.checkpoints.record_evaluation(step, metrics)
 
@@ -318,8 +315,8 @@ class Executor:
         return metadata
 
     def _evaluated_after(self, step: int) -> dict[str, dict[str, float]]:
-        evaluated_at, found = self._evaluated
-        return found if evaluated_at == step else {}
+        evaluated_at, results = self._evaluated
+        return results if evaluated_at == step else {}
 
     def _program_input_states(self) -> dict[str, Any]:
         inputs = inputs_by_key(self.eval_programs, self.decode_programs)
@@ -335,8 +332,8 @@ def executor_class(resolved: ResolvedExperiment) -> Callable[..., Executor]:
     if not (isinstance(kind, type) and issubclass(kind, Executor)):
         name = getattr(kind, "__qualname__", repr(kind))
         raise UsageError(field="executor", value=name, expected="a class derived from Executor")
-    given = {field.name for field in dataclasses.fields(Executor) if field.init}
-    check_required_fields(config, "executor", by_job=given)
+    set_by_job = {field.name for field in dataclasses.fields(Executor) if field.init}
+    check_required_fields(config, "executor", by_job=set_by_job)
     return config.Instantiate
 
 

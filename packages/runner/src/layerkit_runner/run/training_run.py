@@ -1,19 +1,16 @@
 """`--mode=train`: trains or resumes a run, and reports the result.
 
-While the training step compiles on a thread, evaluation and decoding are traced, FLOPs are counted,
-and the first state is made or restored.
+`TrainingRun` has the phases of a run as methods, in their order.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import importlib
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent import futures
 
 import jax
 
@@ -23,11 +20,7 @@ from layerkit_runner.checkpointing.errors import naming_damage
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.data.host_inputs import peek_batch
 from layerkit_runner.data.train_inputs import TrainInputs, check_same_data
-from layerkit_runner.distributed.cluster import (
-    distributed_state,
-    from_process_0,
-    gather_values,
-)
+from layerkit_runner.distributed.cluster import distributed_state, from_process_0, gather_values
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.distributed.watchdog import (
     before_forced_exit,
@@ -89,389 +82,397 @@ def run_train(
       signals: Signal handler, which the run enters; None for that of a process of its own.
       quiet: True to print neither progress nor messages.
     """
-    job = start_job("train", resolved, options, quiet=quiet)
-    check_no_sweep(job.given_directory)
-    with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(signals or StopSignals())
-        if jax.process_index() == 0:  # the only process that writes
-            stack.enter_context(only_trainer(job.directory))
-        stack.push(functools.partial(_close_observers, job, signals))
-        stack.enter_context(before_forced_exit(job.observers.close))
-        starting = stack.enter_context(contextlib.ExitStack())
-        starting.enter_context(
-            signals.leaving_at_once("no step was completed; run the same command to start again")
-        )
-        profiler = stack.enter_context(_step_profiler(job))
-        stack.enter_context(profiler_server(options.jax_profiler_port))
-        programs = _build_programs(job, stack)
-        abstract_state = job.abstract_state()
-        check_best_metric(job.task.train, programs.evals)
-        check_metric_names(job.task, programs.evals, abstract_state)
-        if signals.ends_process:
-            stack.enter_context(forced_exit_on(SaveTimeoutError, exit_code=StorageError.exit_code))
-        reads_only = not options.enable_checkpoint_saving
-        checkpoints = stack.enter_context(job.checkpoints(read_only=reads_only))
-        plan = _plan_if_new(job, checkpoints)
-        _check_data(programs)
-        prepared = _prepare(job, programs, abstract_state, checkpoints, plan)
-        first = prepared.first
-        info = train_run_info(job, programs.data, prepared.works, start_step=first.step)
-        executor = _build_executor(job, programs, prepared, info, checkpoints, signals, profiler)
-        _record_start(job, first, is_new=checkpoints.latest_step() is None)
-        memory = compiled_lines([c.run for c in prepared.compiled if not c.is_jitted])
-        compiled = [*prepared.notes, *memory]
-        report_start(job, programs.data, prepared.about_data, first, info, compiled)
-        if options.enable_checkpoint_saving:
-            # The first save needs Orbax, which takes a second to import.
-            threading.Thread(target=importlib.import_module, args=("orbax.checkpoint",)).start()
-        starting.close()
-        if jax.process_count() > 1:
-            store = distributed_state().client
-            signals.agree_by(store, jax.process_index(), jax.process_count())
-        state, step = executor.run(first.state, first.step)
-        job.goodput.outermost("other")
-        _report_end(job, executor, state, step)
-        return signals.exit_code
-
-
-def _close_observers(
-    job: Job, signals: StopSignals, error: type[BaseException] | None, *_: object
-) -> None:
-    """Close the observers; a first signal meanwhile ends the process at once."""
-    with contextlib.ExitStack() as stack:
-        if error is None and signals.exit_code == 0:
-            stack.enter_context(training_is_complete())
-        # The observers have a time limit of their own.
-        stack.enter_context(phase("closing the observers", compiles=True))
-        if signals.received is None:
-            what = "the last reports of the observers may be missing"
-            stack.enter_context(signals.leaving_at_once(what))
-        job.observers.close()
-
-
-def _step_profiler(job: Job) -> StepProfiler:
-    """Return the profiler of this process's steps; raise if it would start after the last step."""
-    train = job.task.train
-    first, hosts = train.profiler_capture_step, train.profiler_max_num_hosts
-    if first is not None and first > train.num_train_steps:
-        raise UsageError(
-            field="task.train.profiler_capture_step",
-            value=first,
-            expected=f"at most task.train.num_train_steps={train.num_train_steps}",
-        )
-    is_first = jax.process_index() == 0
-    return StepProfiler(
-        job.directory,
-        capture_step=first,
-        num_steps=train.profiler_num_steps,
-        captures_by_step=hosts is None or jax.process_index() < hosts,
-        report=job.observers.message if is_first else functools.partial(print, flush=True),
+    run = TrainingRun(
+        start_job("train", resolved, options, quiet=quiet),
+        StopSignals() if signals is None else signals,
     )
+    with run.resources:
+        run.open()
+        run.compile()
+        run.restore()
+        run.record()
+        run.loop()
+        run.finish()
+    return run.signals.exit_code
 
 
-@dataclasses.dataclass(frozen=True)
-class _Programs:
-    """The programs of a run before compilation."""
+class TrainingRun:
+    """A training run. Its methods are called once, in the order in which they stand here.
 
-    data: TrainInputs
+    `record` writes the first file of a new run, so a mistake that an earlier method finds leaves
+    the job folder as it was.
+
+    Attributes:
+      resources: Context of the run, in which its methods are called.
+      inputs: Training data sets, set by `open` as the attributes up to `abstract_state`.
+      evals: Eval programs.
+      decodes: Decode programs.
+      early_stop: Rule for early stopping; None for none.
+      checkpoints: Checkpoints of the job.
+      abstract_state: Shapes, dtypes and shardings of the state.
+      works: Work of a step on each training data set, set by `compile` as the next two.
+      notes: Lines that layers logged while they were traced.
+      about_data: Lines about the data of all training and evaluation programs.
+      first: First state, set by `restore`.
+      steps: Compiled step of each training data set, set by `restore`.
+      executor: Executor, set by `record`.
+      info: Facts about the run for observers, set by `record`.
+      last: (State, number of completed steps) at the end, set by `loop`.
+    """
+
+    inputs: TrainInputs
     evals: list[BaseProgram]
     decodes: list[BaseProgram]
-    decode_interval_steps: int | None
     early_stop: EarlyStop | None
-    make_executor: Callable[..., Executor]
-
-
-def _build_programs(job: Job, stack: contextlib.ExitStack) -> _Programs:
-    """Open the data sets and build the programs, before a file is written."""
-    make_executor = executor_class(job.resolved)
-    data = train_inputs(job)
-    stack.callback(data.close)
-    train = job.task.train
-    if job.options.eval_on_test:
-        evals = eval_programs(job, data)
-    elif train.save_best_metric is None:
-        evals = eval_train_programs(job, data)
-    else:
-        raise UsageError(
-            "--noeval_on_test turns off the evaluations that choose the best checkpoints",
-            field="task.train.save_best_metric",
-            value=train.save_best_metric,
-            expected="None with --noeval_on_test",
-        )
-    decodes = decode_programs(job)
-    interval = train.decode_interval_steps
-    if interval is None and job.options.decode_during_train:
-        interval = train.save_interval_steps
-    early_stop = None
-    if job.task.early_stopping is not None:
-        evaluated = [p.name for p in evals if p.interval_steps or train.eval_interval_steps]
-        decoded = [DECODE_PREFIX + p.name for p in decodes if p.interval_steps or interval]
-        job.task.early_stopping.check([*evaluated, *decoded])
-        early_stop = EarlyStop(job.task.early_stopping)
-    return _Programs(data, evals, decodes, interval, early_stop, make_executor)
-
-
-def _check_data(programs: _Programs) -> None:
-    """Read the first training batches, and compare the data sets among processes."""
-    for each in programs.data.inputs:
-        peek_batch(each.dataset)
-    if jax.process_count() > 1:
-        # Prefetched data sets have the positions of the delivered batches; their sources, which
-        # have read further, are not compared.
-        trained: dict[str, BaseInput] = {**programs.data.by_key()}
-        check_same_data({**trained, **inputs_of(programs.evals)}, gather_values)
-        check_same_data(inputs_of(programs.decodes), gather_values)
-
-
-def _plan_if_new(job: Job, checkpoints: CheckpointManager) -> Callable[[], FirstState] | None:
-    """Return the plan of a new run's first state; None if the run may resume or restore."""
-    if from_process_0(checkpoints.latest_step) is not None:
-        return None
-    _check_restart(job, checkpoints)
-    return None if job.options.restore_checkpoint_dir is not None else _plan_first_state(job)
-
-
-def _check_restart(job: Job, checkpoints: CheckpointManager) -> None:
-    options, report = job.options, job.observers.message
-    if options.enable_checkpoint_saving:
-        is_allowed = options.allow_restart_from_scratch
-        check_restart(job.directory, checkpoints.directory, is_allowed=is_allowed, report=report)
-
-
-def _plan_first_state(job: Job) -> Callable[[], FirstState]:
-    """Check the sources of a new run's weights; return a function that makes the first state."""
-    options, task = job.options, job.task
-    if options.init_from is None and task.initial_weights is None:
-        return lambda: FirstState(job.partitioner.init_fn(task)())
-    # Imports the readers of all formats.
-    from layerkit_runner.init_from import plan_first_state
-    from layerkit_runner.init_from.settings import init_from_flags
-
-    weights = None
-    if options.init_from is not None:
-        if task.initial_weights is not None:
-            job.observers.message("--init_from replaces task.initial_weights")
-        weights = init_from_flags(options.init_from, options.init_draw)
-    return plan_first_state(job.partitioner, task, weights=weights, report=job.observers.message)
-
-
-def _first_state(
-    job: Job, checkpoints: CheckpointManager, plan: Callable[[], FirstState] | None
-) -> FirstState:
-    """Restore a checkpoint: the job's own, or that of --restore_checkpoint_dir; or run the plan."""
-    options = job.options
-    if options.restore_checkpoint_step is not None and options.restore_checkpoint_dir is None:
-        raise UsageError(
-            "a run resumes from its own newest checkpoint",
-            field="--restore_checkpoint_step",
-            value=options.restore_checkpoint_step,
-            hint="To start from an older step, give this folder as --restore_checkpoint_dir and a"
-            " new --job_log_dir.",
-        )
-    if plan is not None:
-        return plan()
-    own = job.restore_newest(checkpoints)
-    if own is not None:
-        if options.restore_checkpoint_dir is not None:
-            job.observers.message(
-                f"--restore_checkpoint_dir is ignored: {job.given_directory} has checkpoints"
-            )
-        return _restored(own, checkpoints, metadata=own.metadata)
-    _check_restart(job, checkpoints)
-    if options.restore_checkpoint_dir is None:
-        return _plan_first_state(job)()
-    with job.checkpoints(read_only=True, directory=options.restore_checkpoint_dir) as others:
-        step = options.only_restore_step
-        other = job.restore_newest(others) if step is None else job.restore(others, step)
-        if other is None:
-            raise no_checkpoint(others)
-        return _restored(other, others)
-
-
-def _restored(
-    found: RestoredCheckpoint,
-    checkpoints: CheckpointManager,
-    *,
-    metadata: Mapping[str, Any] | None = None,
-) -> FirstState:
-    return FirstState(
-        found.state,
-        found.step,
-        restored_from=str(checkpoints.directory),
-        input_states=found.input_states,
-        metadata=metadata or {},
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Prepared:
-    """The first state of a run, and the compiled step and work of each training data set."""
-
-    first: FirstState
-    compiled: list[CompiledStep]
+    checkpoints: CheckpointManager
+    abstract_state: TrainState
     works: list[StepWork]
-    # Eval and decode programs that are traced after the first step.
-    untraced: list[BaseProgram]
-    # Lines that layers logged while they were traced.
     notes: list[str]
-    # Lines about the data of all training and evaluation programs.
     about_data: list[str]
+    first: FirstState
+    steps: list[CompiledStep]
+    executor: Executor
+    info: RunInfo
+    last: tuple[TrainState, int]
 
+    def __init__(self, job: Job, signals: StopSignals) -> None:
+        """Store the job and the signal handler, which `open` enters."""
+        self.job = job
+        self.signals = signals
+        self.resources = contextlib.ExitStack()
+        self._make_executor: Callable[..., Executor] = executor_class(job.resolved)
+        # Programs that are traced after the first step.
+        self._untraced: list[BaseProgram] = []
 
-def _prepare(
-    job: Job,
-    programs: _Programs,
-    abstract_state: TrainState,
-    checkpoints: CheckpointManager,
-    plan: Callable[[], FirstState] | None,
-) -> _Prepared:
-    """Compile the training steps; meanwhile trace the other programs and get the first state."""
-    progress("tracing the training step", compiles=True, waits_for_others=True)
-    with LayerNotes() as notes, job.goodput.phase("compile"):
+    def open(self) -> None:
+        """Lock the folder, open the data sets, and check what can be known before compilation."""
+        job, enter = self.job, self.resources.enter_context
+        check_no_sweep(job.given_directory)
+        enter(self.signals)
+        if jax.process_index() == 0:  # the only process that writes
+            enter(only_trainer(job.directory))
+        self.resources.push(self._close_observers)
+        enter(before_forced_exit(job.observers.close))
+        self._starting = enter(contextlib.ExitStack())
+        again = "no step was completed; run the same command to start again"
+        self._starting.enter_context(self.signals.leaving_at_once(again))
+        self._profiler = enter(self._step_profiler())
+        enter(profiler_server(job.options.jax_profiler_port))
+        self.inputs = train_inputs(job)
+        self.resources.callback(self.inputs.close)
+        self._build_programs()
+        self.abstract_state = job.abstract_state()
+        check_best_metric(job.task.train, self.evals)
+        check_metric_names(job.task, self.evals, self.abstract_state)
+        if self.signals.ends_process:
+            enter(forced_exit_on(SaveTimeoutError, exit_code=StorageError.exit_code))
+        reads_only = not job.options.enable_checkpoint_saving
+        self.checkpoints = enter(job.checkpoints(read_only=reads_only))
+        self._plan = self._plan_if_new()
+        self._check_data()
+
+    def compile(self) -> None:
+        """Trace the training steps and start to compile them; count their FLOPs meanwhile."""
+        job = self.job
+        progress("tracing the training step", compiles=True, waits_for_others=True)
         traced = []
-        for data in programs.data.inputs:
-            on = "" if data.name is None else f" on {data.name}"
-            with as_usage_error(ValueError, owner=f"{job.resolved.name}{on}"):
-                batch = data.abstract_batch
-                traced.append(trace_step(job.task, job.partitioner, abstract_state, batch))
-    progress("compiling and restoring", compiles=True, waits_for_others=True)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        compiling = [pool.submit(compile_step) for compile_step in traced]
-        works = [_step_work(job, data.dataset) for data in programs.data.inputs]
-        evaluated = inputs_of(programs.evals)
-        about_data = [*data_lines({**programs.data.by_name(), **evaluated})]
-        first = _first_state(job, checkpoints, plan)
-        with job.goodput.phase("compile"):
+        with LayerNotes() as notes, job.goodput.phase("compile"):
+            for data in self.inputs.inputs:
+                with self._tracing(data.name):
+                    batch = data.abstract_batch
+                    traced.append(trace_step(job.task, job.partitioner, self.abstract_state, batch))
+        self.notes = notes.lines
+        progress("compiling and restoring", compiles=True, waits_for_others=True)
+        pool = self.resources.enter_context(futures.ThreadPoolExecutor(1))
+        self._compiling = [pool.submit(compile_step) for compile_step in traced]
+        self.works = [_step_work(job, data.dataset) for data in self.inputs.inputs]
+        self.about_data = [*data_lines({**self.inputs.by_name(), **inputs_of(self.evals)})]
+
+    def restore(self) -> None:
+        """Make or restore the first state, trace the other programs, and wait for the compiler."""
+        self.first = self._first_state() if self._plan is None else self._plan()
+        with self.job.goodput.phase("compile"):
             # Programs that do not run before the job ends are not traced.
-            train = job.task.train
-            every = train.eval_at_end or train.eval_interval_steps
-            evals = [program for program in programs.evals if every or program.interval_steps]
-            untraced = [*evals, *programs.decodes]
+            train = self.job.task.train
+            all_run = train.eval_at_end or train.eval_interval_steps
+            evals = [program for program in self.evals if all_run or program.interval_steps]
+            self._untraced = [*evals, *self.decodes]
             # With steps from the compilation cache, trace after the first step instead.
-            while untraced and not all(f.done() and f.result().is_from_cache for f in compiling):
-                _trace(job, untraced.pop(0), abstract_state)
-            compiled = [each.result() for each in compiling]
-        _restore_positions(job, programs, first)
-    return _Prepared(first, compiled, works, untraced, notes.lines, about_data)
+            while self._untraced and not all(
+                step.done() and step.result().is_from_cache for step in self._compiling
+            ):
+                self._trace_next()
+            self.steps = [step.result() for step in self._compiling]
+        self._restore_positions()
+
+    def record(self) -> None:
+        """Write the configuration, and report the run and where its first weights come from."""
+        job, first = self.job, self.first
+        self.info = train_run_info(job, self.inputs, self.works, start_step=first.step)
+        self.executor = self._build_executor()
+        if jax.process_index() == 0:
+            is_new, folder = self.checkpoints.latest_step() is None, job.directory
+            report = job.observers.message
+            write_config(folder, job.resolved, job.options, resumes=not is_new, report=report)
+            if is_new and job.options.enable_checkpoint_saving:
+                forget_checkpoint(folder)
+            if first.provenance is not None:
+                first.provenance.write(folder)
+            elif first.restored_from is None:
+                (folder / RECORD).unlink(missing_ok=True)
+        memory = compiled_lines([step.run for step in self.steps if not step.is_jitted])
+        lines = [*self.notes, *memory]
+        report_start(job, self.inputs, self.about_data, first, self.info, lines)
+
+    def loop(self) -> None:
+        """Train to the last step, a signal or early stopping; evaluate and save on the way."""
+        if self.job.options.enable_checkpoint_saving:
+            # The first save needs Orbax, which takes a second to import.
+            threading.Thread(target=importlib.import_module, args=("orbax.checkpoint",)).start()
+        self._starting.close()
+        if jax.process_count() > 1:
+            store = distributed_state().client
+            self.signals.agree_by(store, jax.process_index(), jax.process_count())
+        self.last = self.executor.run(self.first.state, self.first.step)
+
+    def finish(self) -> None:
+        """Wait for the last save; report the final model, or how to resume."""
+        job, (state, step) = self.job, self.last
+        job.goodput.outermost("other")
+        saves = self.executor.checkpoints is not None
+        if saves:
+            self.checkpoints.wait_until_finished()
+        if self.executor.is_over(step) and self.signals.exit_code == 0:
+            repeats = "run the same command to repeat the rest of the report"
+            leaving = f"training ended at step {step}; {repeats}"
+            with training_is_complete(), self.signals.leaving_at_once(leaving):
+                end_report.finish(job, self.executor, state, step)
+        elif saves:
+            job.observers.message(job.goodput.summary())
+            job.observers.message(f"saved at step {step}; run the same command to resume")
+
+    # Steps of `open`.
+
+    def _close_observers(self, error: type[BaseException] | None, *_: object) -> None:
+        """Close the observers; a first signal meanwhile ends the process at once."""
+        with contextlib.ExitStack() as stack:
+            if error is None and self.signals.exit_code == 0:
+                stack.enter_context(training_is_complete())
+            # The observers have a time limit of their own.
+            stack.enter_context(phase("closing the observers", compiles=True))
+            if self.signals.received is None:
+                what = "the last reports of the observers may be missing"
+                stack.enter_context(self.signals.leaving_at_once(what))
+            self.job.observers.close()
+
+    def _step_profiler(self) -> StepProfiler:
+        train, report = self.job.task.train, self.job.observers.message
+        hosts = train.profiler_max_num_hosts
+        return StepProfiler(
+            self.job.directory,
+            capture_step=train.profiler_capture_step,
+            num_steps=train.profiler_num_steps,
+            captures_by_step=hosts is None or jax.process_index() < hosts,
+            report=report if jax.process_index() == 0 else functools.partial(print, flush=True),
+        )
+
+    def _build_programs(self) -> None:
+        """Build the programs that run beside training, and the rule for early stopping."""
+        job, train = self.job, self.job.task.train
+        if job.options.eval_on_test:
+            self.evals = eval_programs(job, self.inputs)
+        elif train.save_best_metric is None:
+            self.evals = eval_train_programs(job, self.inputs)
+        else:
+            raise UsageError(
+                "--noeval_on_test turns off the evaluations that choose the best checkpoints",
+                field="task.train.save_best_metric",
+                value=train.save_best_metric,
+                expected="None with --noeval_on_test",
+            )
+        self.decodes = decode_programs(job)
+        self._decode_interval = train.decode_interval_steps
+        if self._decode_interval is None and job.options.decode_during_train:
+            self._decode_interval = train.save_interval_steps
+        self.early_stop = None
+        if job.task.early_stopping is not None:
+            evals = [p.name for p in self.evals if p.interval_steps or train.eval_interval_steps]
+            decodes = [p for p in self.decodes if p.interval_steps or self._decode_interval]
+            names = [*evals, *(DECODE_PREFIX + program.name for program in decodes)]
+            job.task.early_stopping.check(names)
+            self.early_stop = EarlyStop(job.task.early_stopping)
+
+    def _plan_if_new(self) -> Callable[[], FirstState] | None:
+        """Return the plan of a new run's first state; None if the run may resume or restore."""
+        options = self.job.options
+        if options.restore_checkpoint_step is not None and options.restore_checkpoint_dir is None:
+            raise UsageError(
+                "a run resumes from its own newest checkpoint",
+                field="--restore_checkpoint_step",
+                value=options.restore_checkpoint_step,
+                hint="To start from an older step, give this folder as --restore_checkpoint_dir and"
+                " a new --job_log_dir.",
+            )
+        if from_process_0(self.checkpoints.latest_step) is not None:
+            return None
+        self._check_restart()
+        return None if options.restore_checkpoint_dir is not None else self._plan_first_state()
+
+    def _check_restart(self) -> None:
+        options, report = self.job.options, self.job.observers.message
+        if options.enable_checkpoint_saving:
+            is_allowed = options.allow_restart_from_scratch
+            folder, checkpoints = self.job.directory, self.checkpoints.directory
+            check_restart(folder, checkpoints, is_allowed=is_allowed, report=report)
+
+    def _plan_first_state(self) -> Callable[[], FirstState]:
+        """Check the sources of a new run's weights; return a function that makes the state."""
+        options, task, report = self.job.options, self.job.task, self.job.observers.message
+        if options.init_from is None and task.initial_weights is None:
+            return lambda: FirstState(self.job.partitioner.init_fn(task)())
+        # Imports the readers of all formats.
+        from layerkit_runner.init_from import plan_first_state
+        from layerkit_runner.init_from.settings import init_from_flags
+
+        weights = None
+        if options.init_from is not None:
+            if task.initial_weights is not None:
+                report("--init_from replaces task.initial_weights")
+            weights = init_from_flags(options.init_from, options.init_draw)
+        return plan_first_state(self.job.partitioner, task, weights=weights, report=report)
+
+    def _check_data(self) -> None:
+        """Read the first training batches, and compare the data sets among processes."""
+        for data in self.inputs.inputs:
+            peek_batch(data.dataset)
+        if jax.process_count() > 1:
+            # Prefetched data sets have the positions of the delivered batches; their sources, which
+            # have read further, are not compared.
+            trained: dict[str, BaseInput] = {**self.inputs.by_key()}
+            check_same_data({**trained, **inputs_of(self.evals)}, gather_values)
+            check_same_data(inputs_of(self.decodes), gather_values)
+
+    # Steps of `compile` and `restore`.
+
+    @contextlib.contextmanager
+    def _tracing(self, name: str | None) -> Iterator[None]:
+        on = "" if name is None else f" on {name}"
+        with as_usage_error(ValueError, owner=f"{self.job.resolved.name}{on}"):
+            yield
+
+    def _trace_next(self) -> None:
+        program = self._untraced.pop(0)
+        with self._tracing(program.name):
+            program.trace(self.abstract_state)
+
+    def _trace_rest(self) -> None:
+        while self._untraced:
+            self._trace_next()
+
+    def _first_state(self) -> FirstState:
+        """Restore the job's newest checkpoint, or that of another job; or make a new state."""
+        job, options = self.job, self.job.options
+        newest = job.restore_newest(self.checkpoints)
+        if newest is not None:
+            if options.restore_checkpoint_dir is not None:
+                job.observers.message(
+                    f"--restore_checkpoint_dir is ignored: {job.given_directory} has checkpoints"
+                )
+            return _restored(newest, self.checkpoints, resumes=True)
+        self._check_restart()
+        if options.restore_checkpoint_dir is None:
+            return self._plan_first_state()()
+        with job.checkpoints(read_only=True, directory=options.restore_checkpoint_dir) as others:
+            step = options.only_restore_step
+            other = job.restore_newest(others) if step is None else job.restore(others, step)
+            if other is None:
+                raise no_checkpoint(others)
+            return _restored(other, others)
+
+    def _restore_positions(self) -> None:
+        """Restore the input positions and the state of early stopping, before the first step."""
+        first, report = self.first, self.job.observers.message
+        if first.restored_from is not None:
+            try:
+                with as_usage_error():
+                    for key in self.inputs.set_states(first.input_states):
+                        report(
+                            f"the checkpoint has no input position for {key}: reading from the"
+                            " beginning"
+                        )
+                    inputs = inputs_by_key(self.evals, self.decodes)
+                    for key in sorted(inputs.keys() & first.input_states.keys()):
+                        inputs[key].set_state(first.input_states[key])
+            except UsageError as error:
+                folder = self.job.given_directory
+                flags = f"A new run: --init_from={folder} with another --job_log_dir."
+                error.hint = f"{error.hint} {flags}" if error.hint else flags
+                raise
+            # Reported once every input has accepted its position: data of another shape end the
+            # run.
+            report(f"resuming from step {first.step} of {first.restored_from}")
+            if (source := self.job.options.init_from) is not None:
+                report(f"--init_from={source} is ignored: the run has a checkpoint")
+        if self.early_stop is None or EARLY_STOPPING not in first.metadata:
+            return
+        with self._naming_metadata(EARLY_STOPPING):
+            self.early_stop.restore(first.metadata[EARLY_STOPPING], report=report)
+        if self.early_stop.stopped_at is not None:
+            message = self.early_stop.message()
+            report(f"{message}. To continue, set task.early_stopping=None or change it.")
+
+    def _naming_metadata(self, key: str) -> contextlib.AbstractContextManager[None]:
+        return naming_damage(f"{self.first.restored_from}, step {self.first.step}, {key}")
+
+    # A step of `record`.
+
+    def _build_executor(self) -> Executor:
+        """Build the training programs on the compiled steps, and the executor that runs them."""
+        job, train = self.job, self.job.task.train
+        throughput = Throughput(self.info)
+        reports = [StepReports(job.observers, throughput, w, job.goodput) for w in self.works]
+        skipped = SkippedSteps(
+            train.max_consecutive_skipped_steps,
+            train.num_train_steps,
+            train.max_skipped_steps_fraction,
+            are_applied=not train.learner.skips_steps,
+        )
+        if SKIPPED_STEPS in self.first.metadata:
+            with self._naming_metadata(SKIPPED_STEPS):
+                skipped.restore(self.first.metadata[SKIPPED_STEPS])
+        return self._make_executor(
+            train=train,
+            train_programs=train_programs(job, self.inputs, self.steps, reports, skipped),
+            eval_programs=self.evals,
+            decode_programs=self.decodes,
+            checkpoints=self.checkpoints if job.options.enable_checkpoint_saving else None,
+            metadata={"experiment": job.resolved.name, "versions": versions()},
+            observers=job.observers,
+            throughput=throughput,
+            signals=self.signals,
+            exit_after_ondemand_checkpoint=job.options.exit_after_ondemand_checkpoint,
+            goodput=job.goodput,
+            profiler=self._profiler,
+            early_stop=self.early_stop,
+            decode_interval_steps=self._decode_interval,
+            after_first_step=self._trace_rest,
+        )
 
 
-def _trace(job: Job, program: BaseProgram, abstract_state: TrainState) -> None:
-    with as_usage_error(ValueError, owner=f"{job.resolved.name} on {program.name}"):
-        program.trace(abstract_state)
-
-
-def _step_work(job: Job, dataset: Any) -> StepWork:
+def _step_work(job: Job, dataset: BaseInput) -> StepWork:
     batch, rows = dataset.peek(), dataset.global_batch_size
     columns = batch.ids.shape[1] if "ids" in batch and batch.ids.ndim > 1 else 0
     flops = model_flops_per_step(job.resolved.task, batch, rows)
     return StepWork(examples=rows, tokens=rows * columns, flops=flops)
 
 
-def _restore_positions(job: Job, programs: _Programs, first: FirstState) -> None:
-    """Restore the input positions and the state of early stopping, before the first step."""
-    report = job.observers.message
-    if first.restored_from is not None:
-        try:
-            with as_usage_error():
-                for key in programs.data.set_states(first.input_states):
-                    report(
-                        f"the checkpoint has no input position for {key}: reading from the"
-                        " beginning"
-                    )
-                inputs = inputs_by_key(programs.evals, programs.decodes)
-                for key in sorted(inputs.keys() & first.input_states.keys()):
-                    inputs[key].set_state(first.input_states[key])
-        except UsageError as error:
-            folder = job.given_directory
-            flags = f"A new run: --init_from={folder} with another --job_log_dir."
-            error.hint = f"{error.hint} {flags}" if error.hint else flags
-            raise
-        # Reported once every input has accepted its position: data of another shape end the run.
-        report(f"resuming from step {first.step} of {first.restored_from}")
-        if job.options.init_from is not None:
-            report(f"--init_from={job.options.init_from} is ignored: the run has a checkpoint")
-    early_stop = programs.early_stop
-    if early_stop is None or EARLY_STOPPING not in first.metadata:
-        return
-    with naming_damage(f"{first.restored_from}, step {first.step}, {EARLY_STOPPING}"):
-        early_stop.restore(first.metadata[EARLY_STOPPING], report=report)
-    if early_stop.stopped_at is not None:
-        report(f"{early_stop.message()}. To continue, set task.early_stopping=None or change it.")
-
-
-def _build_executor(
-    job: Job,
-    programs: _Programs,
-    prepared: _Prepared,
-    info: RunInfo,
-    checkpoints: CheckpointManager,
-    signals: StopSignals,
-    profiler: StepProfiler,
-) -> Executor:
-    """Build the training programs on the compiled steps, and the executor that runs them."""
-    train = job.task.train
-    throughput = Throughput(info)
-    reports = [StepReports(job.observers, throughput, w, job.goodput) for w in prepared.works]
-    skipped = SkippedSteps(
-        train.max_consecutive_skipped_steps,
-        train.num_train_steps,
-        train.max_skipped_steps_fraction,
-        are_applied=not train.learner.skips_steps,
+def _restored(
+    checkpoint: RestoredCheckpoint, checkpoints: CheckpointManager, *, resumes: bool = False
+) -> FirstState:
+    return FirstState(
+        checkpoint.state,
+        checkpoint.step,
+        restored_from=str(checkpoints.directory),
+        input_states=checkpoint.input_states,
+        metadata=checkpoint.metadata if resumes else {},
     )
-    if SKIPPED_STEPS in prepared.first.metadata:
-        first = prepared.first
-        with naming_damage(f"{first.restored_from}, step {first.step}, {SKIPPED_STEPS}"):
-            skipped.restore(first.metadata[SKIPPED_STEPS])
-
-    def trace_rest() -> None:
-        for program in prepared.untraced:
-            _trace(job, program, job.abstract_state())
-
-    return programs.make_executor(
-        train=train,
-        train_programs=train_programs(job, programs.data, prepared.compiled, reports, skipped),
-        eval_programs=programs.evals,
-        decode_programs=programs.decodes,
-        checkpoints=checkpoints if job.options.enable_checkpoint_saving else None,
-        metadata={"experiment": job.resolved.name, "versions": versions()},
-        observers=job.observers,
-        throughput=throughput,
-        signals=signals,
-        exit_after_ondemand_checkpoint=job.options.exit_after_ondemand_checkpoint,
-        goodput=job.goodput,
-        profiler=profiler,
-        early_stop=programs.early_stop,
-        decode_interval_steps=programs.decode_interval_steps,
-        after_first_step=trace_rest,
-    )
-
-
-def _record_start(job: Job, first: FirstState, *, is_new: bool) -> None:
-    """Write the configuration, and where first weights come from, into the job folder."""
-    if jax.process_index() != 0:
-        return
-    report = job.observers.message
-    write_config(job.directory, job.resolved, job.options, resumes=not is_new, report=report)
-    if is_new and job.options.enable_checkpoint_saving:
-        forget_checkpoint(job.directory)
-    if first.provenance is not None:
-        first.provenance.write(job.directory)
-    elif first.restored_from is None:
-        (job.directory / RECORD).unlink(missing_ok=True)
-
-
-def _report_end(job: Job, executor: Executor, state: TrainState, step: int) -> None:
-    """Wait for the last save; report the final model, or how to resume."""
-    signals, checkpoints = executor.signals, executor.checkpoints
-    if checkpoints is not None:
-        checkpoints.wait_until_finished()
-    if executor.is_over(step) and signals.exit_code == 0:
-        repeats = "run the same command to repeat the rest of the report"
-        with (
-            training_is_complete(),
-            signals.leaving_at_once(f"training ended at step {step}; {repeats}"),
-        ):
-            end_report.finish(job, executor, state, step)
-    elif checkpoints is not None:
-        job.observers.message(job.goodput.summary())
-        job.observers.message(f"saved at step {step}; run the same command to resume")

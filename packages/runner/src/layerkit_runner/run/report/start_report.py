@@ -279,11 +279,11 @@ def report_start(
             f" --fdl.{path}={2 * first.step}"
         )
     job.observers.start(info)
-    missed = train.profiler_capture_step
-    if missed is not None and missed <= first.step:
+    capture = train.profiler_capture_step
+    if capture is not None and not first.step < capture <= train.num_train_steps:
         report(
-            f"no profile: this run starts after task.train.profiler_capture_step={missed}, at step"
-            f" {first.step}"
+            f"no profile: task.train.profiler_capture_step={capture} is not one of the steps"
+            f" {first.step + 1} to {train.num_train_steps} of this run"
         )
 
 
