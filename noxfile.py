@@ -37,7 +37,7 @@ PARITY_SUITES = (
     "packages/layerkit/tests/layers/attention/test_biases.py",
     "packages/layerkit/tests/layers/attention/test_latent.py",
     "packages/layerkit/tests/layers/moe/test_published_mixtures.py",
-    "packages/layerkit/tests/layers/test_rotary_scaling.py",
+    "packages/layerkit/tests/ops/test_rotary_scaling.py",
     "integration_tests/test_hugging_face_finetune.py",
     "packages/layerkit/tests/interop/hugging_face",
 )
@@ -57,10 +57,10 @@ ONE_DEVICE_SUITES = (
 )
 # Tests that need the compilers of TPUs and GPUs. They are skipped where these are missing.
 COMPILER_SUITES = (
-    "packages/layerkit/tests/layers/attention/test_kernels_compile.py",
+    "packages/layerkit/tests/ops/attention/pallas/test_kernels_compile.py",
     "packages/layerkit/tests/layers/moe/test_experts_compile.py",
     "packages/layerkit/tests/layers/quantization/test_stored_weights_compile.py",
-    "packages/layerkit/tests/layers/test_losses.py",
+    "packages/layerkit/tests/ops/test_losses.py",
     "packages/runner/tests/partitioning/test_mesh.py",
     "packages/runner/tests/tools/plan/test_absent_devices.py",
     "packages/runner/tests/distributed/test_devices.py",
@@ -70,8 +70,8 @@ COMPILER_SUITES = (
 )
 # Tests of kernels on a GPU, named `…_on_gpu`; they are skipped without one.
 GPU_SUITES = (
-    "packages/layerkit/tests/layers/attention/test_backend_table.py",
-    "packages/layerkit/tests/layers/moe/test_grouped_matmul.py",
+    "packages/layerkit/tests/ops/attention/test_backend_table.py",
+    "packages/layerkit/tests/ops/moe/test_grouped_matmul.py",
 )
 GPU_BENCHMARKS = (
     "accelerators.py --quick",

@@ -22,8 +22,8 @@ import jax
 import numpy as np
 
 from layerkit.config import Config
-from layerkit.layers.attention.backends import UnsupportedBackendError
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
+from layerkit.ops.attention.backends import UnsupportedBackendError
 from layerkit_experiments.lm.pile import Gpt126M
 from layerkit_inputs import SyntheticInput
 from layerkit_runner.config.experiment import experiment_fields
@@ -96,7 +96,7 @@ class Case:
       dtype: A name of `DTYPES`. Other activations are bfloat16; weights and optimizer state are
         float32.
       backend: Name of the attention backend.
-      remat: Name of a policy of `layerkit.layers.remat`.
+      remat: Name of a policy of `layerkit.ops.remat`.
       rows: Number of rows of 2048 tokens per device.
       devices: Number of devices. Weights, optimizer state and batch are sharded over all of them.
       packed: Whether the batch has segment ids, as packed batches do.

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from accelerator_case import target_of
 
-from layerkit.layers.attention.cudnn import has_cudnn
+from layerkit.ops.attention.cudnn import has_cudnn
 from layerkit_runner.errors import UsageError
 from layerkit_runner.tools.plan.devices import target_devices
 

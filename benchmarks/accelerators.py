@@ -33,8 +33,8 @@ from typing import Any
 from accelerator_case import DTYPES, MODELS, Case
 
 from layerkit.errors import near_names
-from layerkit.layers.attention.backends import BACKEND_NAMES
-from layerkit.layers.remat import REMAT_POLICIES
+from layerkit.ops.attention.backends import BACKEND_NAMES
+from layerkit.ops.remat import REMAT_POLICIES
 from layerkit_runner.distributed.devices import set_gpu_memory_share
 
 _FOLDER = Path(__file__).parent

@@ -33,10 +33,10 @@ import jax  # noqa: E402 - after the flags that it reads
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-from layerkit.layers.attention.backends import UnsupportedBackendError  # noqa: E402
-from layerkit.layers.attention.dot_product import dot_product_attention  # noqa: E402
-from layerkit.layers.masks import AttentionMask  # noqa: E402
-from layerkit.sharding import BoundSharding  # noqa: E402
+from layerkit.base.sharding import BoundSharding  # noqa: E402
+from layerkit.ops.attention.backends import UnsupportedBackendError  # noqa: E402
+from layerkit.ops.attention.dot_product import dot_product_attention  # noqa: E402
+from layerkit.ops.attention.masks import AttentionMask  # noqa: E402
 
 Inputs = tuple[jax.Array, jax.Array, jax.Array]
 

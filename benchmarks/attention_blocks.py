@@ -2,8 +2,8 @@
 
 Each pass (forward, gradient of queries, gradients of keys and values) is compiled and timed with
 each tile: queries and keys of a block, and blocks that are loaded ahead (stages). The fastest are
-candidates for `layerkit.layers.attention.kernel_blocks`. A star marks the default of this GPU. The
-last line is the time of cuDNN for causal rows without documents.
+candidates for `layerkit.ops.attention.pallas.kernel_blocks`. A star marks the default of this GPU.
+The last line is the time of cuDNN for causal rows without documents.
 
     python benchmarks/attention_blocks.py                                     # heads of 128
     python benchmarks/attention_blocks.py --batch 8 --length 2048 --heads 12 --head-dim 64
@@ -25,8 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from layerkit.layers.attention.flash_gpu import mask_arrays
-from layerkit.layers.attention.flash_gpu_kernels import (
+from layerkit.ops.attention.masks import AttentionMask
+from layerkit.ops.attention.pallas.flash_gpu import mask_arrays
+from layerkit.ops.attention.pallas.flash_gpu_kernels import (
     BackwardInputs,
     KernelOptions,
     MaskArrays,
@@ -34,8 +35,7 @@ from layerkit.layers.attention.flash_gpu_kernels import (
     key_gradients,
     query_gradient,
 )
-from layerkit.layers.attention.kernel_blocks import GpuTile, gpu_tiles
-from layerkit.layers.masks import AttentionMask
+from layerkit.ops.attention.pallas.kernel_blocks import GpuTile, gpu_tiles
 
 TILES = (
     "32.32.2,64.32.2,64.64.1,64.64.2,64.64.3,128.32.2,128.64.2,128.64.3,64.128.2,128.128.2,"

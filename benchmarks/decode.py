@@ -22,11 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from layerkit.base_layer import CACHE
+from layerkit.base.base_layer import CACHE
+from layerkit.config.nested_map import NestedMap
 from layerkit.decoding import BeamSearch, SampleDecoder
 from layerkit.layers import RmsNorm, RotaryPositionalEmbedding, SiLU, StackedTransformerRepeated
 from layerkit.models import LanguageModel
-from layerkit.nested_map import NestedMap
 
 
 def make_model(args: argparse.Namespace) -> LanguageModel:

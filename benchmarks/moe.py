@@ -19,9 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from layerkit.layers.activations import SiLU
-from layerkit.layers.feed_forward import TransformerFeedForward
+from layerkit.layers.basic.activations import SiLU
 from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.transformer.feed_forward import TransformerFeedForward
 
 
 def layers(dims: int, hidden: int, *, bf16: bool) -> dict[str, Any]:

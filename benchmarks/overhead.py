@@ -41,7 +41,7 @@ import numpy as np
 from step import median_interval
 
 from layerkit.config import Config
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.data.host_inputs import dataset_name, make_input

@@ -46,7 +46,7 @@ def jax_step(name: str, sizes: dict[str, Any], given: dict[str, Any]) -> Callabl
     import jax
     from step import Sizes, handwritten_step, layerkit_step
 
-    from layerkit.nested_map import NestedMap
+    from layerkit.config.nested_map import NestedMap
 
     params = jax.tree.map(jax.numpy.asarray, given["params"])
     whole = Sizes(**sizes, kv_heads=sizes["heads"], remat=False)

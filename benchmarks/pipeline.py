@@ -30,12 +30,15 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-from layerkit.layers.masks import AttentionMask, row_positions  # noqa: E402
-from layerkit.layers.pipeline_schedule import bubble_fraction  # noqa: E402
-from layerkit.layers.pipelined_transformer import PipelinedTransformer  # noqa: E402
-from layerkit.layers.stacks import StackedTransformer, StackedTransformerRepeated  # noqa: E402
-from layerkit.sharding import BoundSharding  # noqa: E402
-from layerkit.weights import logical_axes, unbox  # noqa: E402
+from layerkit.base.sharding import BoundSharding  # noqa: E402
+from layerkit.base.weights import logical_axes, unbox  # noqa: E402
+from layerkit.layers.transformer.pipelined_transformer import PipelinedTransformer  # noqa: E402
+from layerkit.layers.transformer.stacks import (  # noqa: E402
+    StackedTransformer,
+    StackedTransformerRepeated,
+)
+from layerkit.ops.attention.masks import AttentionMask, row_positions  # noqa: E402
+from layerkit.ops.pipeline_schedule import bubble_fraction  # noqa: E402
 
 
 def prepare(stack: StackedTransformer, axis: str, x: np.ndarray) -> tuple[Callable[[], Any], float]:

@@ -31,6 +31,7 @@ import numpy as np
 import optax
 
 from layerkit.config import Config, Partial
+from layerkit.config.nested_map import NestedMap
 from layerkit.layers import (
     RmsNorm,
     RotaryPositionalEmbedding,
@@ -38,7 +39,6 @@ from layerkit.layers import (
     StackedTransformerRepeated,
 )
 from layerkit.models import LanguageModel, TransformerLm
-from layerkit.nested_map import NestedMap
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.step.task import SingleTask

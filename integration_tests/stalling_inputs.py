@@ -7,7 +7,7 @@ import threading
 import numpy as np
 
 from layerkit.config import Config
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_experiments.lm.lm_cloud import LmCloudSpmdTest
 from layerkit_inputs.synthetic.random_tokens import SyntheticInput
 

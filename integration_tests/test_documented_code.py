@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.nested_map import NestedMap
-from layerkit.sharding import DEFAULT_RULES
+from layerkit.base.sharding import DEFAULT_RULES
+from layerkit.config.nested_map import NestedMap
 from layerkit_runner import BaseExperiment, cli
 from layerkit_runner.config.config_text import config_text
 from layerkit_runner.observers import read_metrics
@@ -108,7 +108,7 @@ def test_example_of_hugging_face_folders_runs_by_itself(
     pytest.importorskip("safetensors")
     from layerkit.config import build
     from layerkit.interop.hugging_face import export_model, import_model
-    from layerkit.interop.hugging_face.llama import LLAMA
+    from layerkit.interop.hugging_face.families.llama import LLAMA
 
     content = {"model_type": "llama", "vocab_size": 12, "hidden_size": 8, "intermediate_size": 10}
     model = LLAMA.read_config(content | {"num_hidden_layers": 2, "num_attention_heads": 2})

@@ -65,7 +65,7 @@ class Run:
 @pytest.fixture(scope="module")
 def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a small GPT-2 with random weights, for byte-level text."""
-    from layerkit.interop.hugging_face.gpt2 import GPT2
+    from layerkit.interop.hugging_face.families.gpt2 import GPT2
 
     content = {"model_type": "gpt2", "vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 2}
     content |= {"n_head": 4, "n_positions": 32}

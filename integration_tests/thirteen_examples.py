@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from layerkit.config import Config
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_experiments.lm.lm_cloud import LmCloudSpmdTest
 from layerkit_inputs.base.bad_records import BadRecordError
 from layerkit_inputs.base.base_input import BaseInput

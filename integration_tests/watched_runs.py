@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.config import Config, assigned_fields
+from layerkit.config.nested_map import NestedMap
 from layerkit.models import LanguageModel
-from layerkit.nested_map import NestedMap
 from layerkit_experiments.lm.lm_cloud import LmCloudSpmdTest
 from layerkit_inputs.synthetic.random_tokens import SyntheticInput
 from layerkit_runner.optim.early_stopping import StoppingRule

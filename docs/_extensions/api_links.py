@@ -46,7 +46,7 @@ def find(app_env: Any, name: str) -> tuple[str, Any] | None:
         return None
     paths = app_env.layerkit_short_names.get(name, [])
     if "." in name and not paths:
-        # A canonical path: `layerkit.layers.linears.Linear` is documented as `layerkit.layers.…`.
+        # `layerkit.layers.basic.linears.Linear` is documented in `layerkit.layers`.
         package = name.partition(".")[0]
         ends = app_env.layerkit_short_names.get(last, [])
         paths = [path for path in ends if package.startswith("layerkit") and package in path]

@@ -18,8 +18,8 @@ import public_names
 from flax import linen as nn
 from sphinx.application import Sphinx
 
+from layerkit.base.sharding import ShardingRules
 from layerkit.errors import UserError
-from layerkit.sharding import ShardingRules
 
 TITLES = {
     "layerkit": "Configuration, base classes, sharding",

@@ -1,4 +1,4 @@
-"""Configuration of layerkit's tests, with what layers of Praxis compute.
+"""Configuration of layerkit's tests, with what layers of Praxis compute, and absent devices.
 
 Samples for type checkers, one of which is wrong on purpose, are not collected for doctests.
 """
@@ -7,15 +7,37 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import json
+import os
 import pkgutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from jax.experimental import topologies
 
 collect_ignore = ["typing_samples"]
+
+# What JAX would read from the card and its driver.
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 core_count: 132 fpus_per_core: 128
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 2048 registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 84929347584 cuda_compute_capability { major: 9 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 12 minor: 9 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+# Slices of TPU v5p by number of chips.
+SLICES = {1: "v5p:2x2x1", 4: "v5p:2x2x1", 8: "v5p:2x2x2"}
 
 
 @functools.cache
@@ -42,7 +64,7 @@ def layers_in():
     """Return a function from a package to the layer classes that its modules define."""
 
     def find(package):
-        from layerkit.base_layer import BaseLayer
+        from layerkit.base.base_layer import BaseLayer
 
         found = set()
         for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
@@ -52,3 +74,27 @@ def layers_in():
         return found
 
     return find
+
+
+@pytest.fixture
+def absent_devices():
+    """Return a function of (`cuda` or `tpu`, number) that returns devices without hardware.
+
+    It skips the test if the compiler of the platform is not installed.
+    """
+
+    def devices(platform, count=4):
+        if platform == "tpu":
+            if importlib.util.find_spec("libtpu") is None:
+                pytest.skip("libtpu is not installed: pip install libtpu")
+            os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+            found = topologies.get_topology_desc(SLICES[count], platform="tpu").devices
+        else:
+            if importlib.util.find_spec("jax_cuda12_plugin") is None:
+                pytest.skip("JAX's CUDA plugin is not installed: pip install jax-cuda12-plugin")
+            found = topologies.get_topology_desc(
+                platform="cuda", topology_name="h100", topology=f"1x1x{count}", target_config=H100
+            ).devices
+        return found[:count]
+
+    return devices

@@ -19,15 +19,15 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 
-from layerkit.base_layer import AUX_LOSS, PARAMS
+from layerkit.base.base_layer import AUX_LOSS, PARAMS
+from layerkit.base.sharding import DEFAULT_RULES, STANDARD_MESH_AXES, BoundSharding
+from layerkit.base.weights import is_box
+from layerkit.config.nested_map import NestedMap
+from layerkit.layers.basic.positions import RotaryPositionalEmbedding
 from layerkit.layers.moe.feed_forward import MoeFeedForward
-from layerkit.layers.pipelined_transformer import PipelinedTransformer
-from layerkit.layers.positions import RotaryPositionalEmbedding
-from layerkit.layers.stacks import StackedTransformerRepeated
+from layerkit.layers.transformer.pipelined_transformer import PipelinedTransformer
+from layerkit.layers.transformer.stacks import StackedTransformerRepeated
 from layerkit.models.language_model import LanguageModel
-from layerkit.nested_map import NestedMap
-from layerkit.sharding import DEFAULT_RULES, STANDARD_MESH_AXES, BoundSharding
-from layerkit.weights import is_box
 
 KEY = jax.random.key(0)
 VOCAB, BATCH, LENGTH, NUM_LAYERS = 16, 8, 16, 8

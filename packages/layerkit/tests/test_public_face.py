@@ -82,8 +82,8 @@ def test_index_lists_each_name_once_from_its_defining_module(index):
 def test_importing_one_layer_loads_no_other_family():
     code = "import sys; from layerkit.layers import Linear; print(*sys.modules)"
     loaded = run_alone(code).split()
-    assert "layerkit.layers.linears" in loaded
-    assert not {"layerkit.layers.moe", "layerkit.layers.pipeline"} & set(loaded)
+    assert "layerkit.layers.basic.linears" in loaded
+    assert not {"layerkit.layers.moe", "layerkit.layers.transformer.pipeline"} & set(loaded)
 
 
 def test_misspelled_name_raises_with_the_nearest_name(raises):

@@ -13,13 +13,13 @@ import numpy as np
 import optax
 import pytest
 
-from layerkit.base_layer import BaseLayer
-from layerkit.base_model import BaseModel, Metrics, WeightedScalar
+from layerkit.base.base_layer import BaseLayer
+from layerkit.base.base_model import BaseModel, Metrics, WeightedScalar
+from layerkit.base.weights import WeightHParams, WeightInit
 from layerkit.config import Config, Partial, sub_config_field
-from layerkit.layers.linears import Linear
-from layerkit.layers.stochastic import Dropout
-from layerkit.nested_map import NestedMap
-from layerkit.weights import WeightHParams, WeightInit
+from layerkit.config.nested_map import NestedMap
+from layerkit.layers.basic.dropout import Dropout
+from layerkit.layers.basic.linears import Linear
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.step.task import SingleTask

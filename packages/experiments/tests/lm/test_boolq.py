@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from layerkit.config.nested_map import NestedMap
 
 from layerkit.config import build
+from layerkit.config.nested_map import NestedMap
 from layerkit.models import TransformerLm
 from layerkit_experiments.lm.boolq import LLaMA7B
 from layerkit_experiments.recipes.boolq import ChoiceLanguageModel

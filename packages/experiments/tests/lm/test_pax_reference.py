@@ -24,10 +24,10 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from layerkit.base.weights import WeightBox, is_box
 from layerkit.config import Config, assigned_fields, build, target_of
+from layerkit.config.nested_map import NestedMap
 from layerkit.interop.praxis import match_weights
-from layerkit.nested_map import NestedMap
-from layerkit.weights import WeightBox, is_box
 from layerkit_runner.config.registry import find_experiment, load_experiment
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.run.resolve import resolve

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from layerkit.config.nested_map import NestedMap
 from layerkit.interop.praxis import WeightSource, match_weights
-from layerkit.nested_map import NestedMap
 from layerkit_runner.config.registry import find_experiment, load_experiment
 from layerkit_runner.run.job import build_parts
 from layerkit_runner.run.resolve import resolve

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_experiments.lm.c4 import C4Spmd1BAdam4Replicas
 from layerkit_experiments.lm.jaxformer import Jaxformer1B
 from layerkit_experiments.lm.lm_cloud import LmCloudSpmdTest

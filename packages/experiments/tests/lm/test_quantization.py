@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.nested_map import NestedMap
 from layerkit_experiments.lm.nvidia import NVIDIA1_3B
 from layerkit_experiments.lm.pile import GPT5B
 from layerkit_experiments.lm.quickstart import LocalText

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_experiments.lm.pile import Synthetic5B
 from layerkit_runner.run.job import build_parts
 from layerkit_runner.run.resolve import resolve

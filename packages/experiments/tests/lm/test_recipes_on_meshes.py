@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_runner.config.registry import find_experiment, load_experiment
 from layerkit_runner.run.job import build_parts
 from layerkit_runner.run.resolve import resolve

@@ -15,8 +15,8 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.config import build
+from layerkit.config.nested_map import NestedMap
 from layerkit.interop.praxis import find_sources, match_weights
-from layerkit.nested_map import NestedMap
 from layerkit_experiments.time_series.timesfm import TimesFM200M
 from layerkit_runner.run.resolve import resolve
 

@@ -17,8 +17,8 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.config import build
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.nested_map import NestedMap
 from layerkit_experiments.vision.generated_images import GeneratedImages
 from layerkit_experiments.vision.imagenet import ResNet50Pjit, warmup_then_tenths
 from layerkit_runner.run.job import build_parts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.nested_map import NestedMap
 from layerkit_inputs import ArraySpec, SyntheticInput, batch_specs, check_batch
 from layerkit_inputs.base.batch_specs import spec_of
 

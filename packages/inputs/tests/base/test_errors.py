@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs import IndexedInput, Mixture, Prefetch
 from layerkit_inputs.base.errors import input_of
 

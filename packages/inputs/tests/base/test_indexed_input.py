@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.nested_map import NestedMap
 from layerkit_inputs.base.index_shuffle import shuffled_rows
 from layerkit_inputs.base.indexed_input import MOST_ROWS_DRAWN, IndexedInput, epoch_order
 from layerkit_inputs.testing import laws

@@ -10,8 +10,8 @@ import threading
 import numpy as np
 import pytest
 
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.nested_map import NestedMap
 from layerkit_inputs import LocalText, Prefetch
 from layerkit_inputs.base.base_input import BaseInput
 
@@ -136,7 +136,7 @@ def test_fields_are_those_of_the_source(raises):
 def test_the_interpreter_ends_with_batches_waiting_or_a_source_that_hangs(how):
     code = f"""
 import threading, numpy as np
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs import BaseInput, Prefetch
 
 class Source(BaseInput):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from layerkit.field_types import FieldTypeError
+from layerkit.config.field_types import FieldTypeError
 from layerkit_inputs.lingvo import LingvoInputAdaptor
 
 

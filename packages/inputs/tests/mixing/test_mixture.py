@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.nested_map import NestedMap
 from layerkit_inputs import BaseInput, LocalText, SyntheticInput
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.grain.map_input import GrainMapInput

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.nested_map import NestedMap
 from layerkit_inputs import BaseInput
 from layerkit_inputs.mixing.window_shuffle import WindowShuffle
 from layerkit_inputs.testing import laws

@@ -9,8 +9,8 @@ import sys
 import numpy as np
 import pytest
 
+from layerkit.config.field_types import FieldTypeError
 from layerkit.errors import ConfigError
-from layerkit.field_types import FieldTypeError
 from layerkit_inputs.seqio.seqio_input import SeqIOInput
 from layerkit_inputs.testing import laws
 

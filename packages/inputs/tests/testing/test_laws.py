@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import layerkit_inputs
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs import (
     BaseInput,
     IndexedInput,

@@ -12,9 +12,14 @@ from layerkit._version import __version__ as __version__
 from layerkit.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from layerkit.base_layer import BaseLayer as BaseLayer
-    from layerkit.base_model import BaseModel as BaseModel
-    from layerkit.base_model import WeightedScalar as WeightedScalar
+    from layerkit.base.base_layer import BaseLayer as BaseLayer
+    from layerkit.base.base_model import BaseModel as BaseModel
+    from layerkit.base.base_model import WeightedScalar as WeightedScalar
+    from layerkit.base.sharding import DEFAULT_RULES as DEFAULT_RULES
+    from layerkit.base.sharding import BoundSharding as BoundSharding
+    from layerkit.base.sharding import ShardingRules as ShardingRules
+    from layerkit.base.weights import WeightHParams as WeightHParams
+    from layerkit.base.weights import WeightInit as WeightInit
     from layerkit.config import BaseHParams as BaseHParams
     from layerkit.config import Config as Config
     from layerkit.config import Configurable as Configurable
@@ -22,20 +27,15 @@ if TYPE_CHECKING:
     from layerkit.config import build as build
     from layerkit.config import instance_field as instance_field
     from layerkit.config import sub_config_field as sub_config_field
-    from layerkit.nested_map import NestedMap as NestedMap
-    from layerkit.sharding import DEFAULT_RULES as DEFAULT_RULES
-    from layerkit.sharding import BoundSharding as BoundSharding
-    from layerkit.sharding import ShardingRules as ShardingRules
-    from layerkit.weights import WeightHParams as WeightHParams
-    from layerkit.weights import WeightInit as WeightInit
+    from layerkit.config.nested_map import NestedMap as NestedMap
 
 _NAMES_BY_MODULE = {
-    "base_layer": "BaseLayer",
-    "base_model": "BaseModel WeightedScalar",
+    "base.base_layer": "BaseLayer",
+    "base.base_model": "BaseModel WeightedScalar",
     "config": ("BaseHParams Config Configurable Partial build instance_field sub_config_field"),
-    "nested_map": "NestedMap",
-    "sharding": "DEFAULT_RULES BoundSharding ShardingRules",
-    "weights": "WeightHParams WeightInit",
+    "config.nested_map": "NestedMap",
+    "base.sharding": "DEFAULT_RULES BoundSharding ShardingRules",
+    "base.weights": "WeightHParams WeightInit",
 }
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES_BY_MODULE)

@@ -17,7 +17,8 @@ def lazy_names(
 
     Args:
       package: Name of the package.
-      names_by_module: Public names, separated by spaces, by the submodule that defines them.
+      names_by_module: Public names, separated by spaces, by the module that defines them: its
+        relative import without the first dot, such as `basic.linears` or `.ops.remat`.
     """
     module_of = {
         name: module for module, names in names_by_module.items() for name in names.split()
@@ -26,7 +27,7 @@ def lazy_names(
     def find(name: str) -> Any:
         if name not in module_of:
             raise UnknownNameError("unknown name", owner=package, value=name, choices=module_of)
-        value = getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
+        value = getattr(importlib.import_module(f".{module_of[name]}", package), name)
         setattr(sys.modules[package], name, value)
         return value
 

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from layerkit.base.sharding import DEFAULT_RULES, BoundSharding
+from layerkit.base.weights import is_box
+from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.beam_search import BeamSearch
 from layerkit.decoding.loop import SampleDecoder
-from layerkit.layers.embeddings import Embedding, FullSoftmax
-from layerkit.layers.positions import PositionalEmbedding, RotaryPositionalEmbedding
-from layerkit.layers.stacks import StackedTransformerRepeated
+from layerkit.layers.basic.embeddings import Embedding, FullSoftmax
+from layerkit.layers.basic.positions import PositionalEmbedding, RotaryPositionalEmbedding
+from layerkit.layers.transformer.stacks import StackedTransformerRepeated
 from layerkit.models.language_model import LanguageModel
 from layerkit.models.sequence_model import SequenceModel
-from layerkit.nested_map import NestedMap
-from layerkit.sharding import DEFAULT_RULES, BoundSharding
-from layerkit.weights import is_box
 
 VOCAB, BATCH, WIDTH, STEPS = 16, 8, 4, 4
 LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 2

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from layerkit.base.sharding import BoundSharding
+from layerkit.config.nested_map import NestedMap
 from layerkit.decoding import BeamSearch, SampleDecoder
 from layerkit.decoding.step_weights import step_weights
 from layerkit.layers import (
@@ -17,8 +19,6 @@ from layerkit.layers import (
     Transformer,
 )
 from layerkit.models import LanguageModel, TransformerLm
-from layerkit.nested_map import NestedMap
-from layerkit.sharding import BoundSharding
 
 ONE_CPU = BoundSharding(jax.sharding.Mesh(np.array(jax.devices("cpu")[:1]), ("data",)))
 LAYER = Transformer.HParams.config()

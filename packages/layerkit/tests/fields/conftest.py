@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from layerkit.sharding import BoundSharding
+from layerkit.base.sharding import BoundSharding
 
 
 @pytest.fixture(scope="session")

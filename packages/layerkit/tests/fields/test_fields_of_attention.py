@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import layerkit.layers.attention as attention
+from layerkit.base.weights import WeightInit
 from layerkit.config import Config
 from layerkit.layers.attention.base_attention import BaseAttention
 from layerkit.layers.attention.biases import Alibi, RelativeBias
@@ -15,13 +16,12 @@ from layerkit.layers.attention.cross import CrossAttention
 from layerkit.layers.attention.latent import MultiHeadLatentAttention
 from layerkit.layers.attention.multi_head import MultiHeadAttention
 from layerkit.layers.attention.projections import HeadProjection, OutputProjection
-from layerkit.layers.linears import Bias
-from layerkit.layers.masks import AttentionMask, row_positions
-from layerkit.layers.normalizations import LayerNorm, RmsNorm
-from layerkit.layers.positions import RotaryPositionalEmbedding
+from layerkit.layers.basic.linears import Bias
+from layerkit.layers.basic.normalizations import LayerNorm, RmsNorm
+from layerkit.layers.basic.positions import RotaryPositionalEmbedding
 from layerkit.layers.quantization.fp8 import Fp8Dot
+from layerkit.ops.attention.masks import AttentionMask, row_positions
 from layerkit.testing import Change, Example, dead_fields, ignored_fields
-from layerkit.weights import WeightInit
 
 BATCH, LENGTH, DIMS = 4, 8, 8
 RANDOM = np.random.default_rng(0)

@@ -11,29 +11,26 @@ import pytest
 from flax import linen as nn
 
 import layerkit.layers as L  # noqa: N812 - the index is read as one name, a layer a line
-from layerkit.base_layer import BaseLayer
-from layerkit.checks import require
+from layerkit.base.base_layer import BaseLayer
+from layerkit.base.weights import WeightHParams, WeightInit
 from layerkit.config import Config
-from layerkit.field_checks import Conditions
-from layerkit.layers.adapters import LoraDot
-from layerkit.layers.embeddings import ClassSoftmax
-from layerkit.layers.products import Dot
+from layerkit.config.checks import require
+from layerkit.config.field_checks import Conditions
+from layerkit.layers.basic.dots import Dot
+from layerkit.layers.basic.embeddings import ClassSoftmax
 from layerkit.layers.quantization.block_scaling import BlockScaledDot
 from layerkit.layers.quantization.current_scaling import Fp8CurrentDot, Int8Dot
 from layerkit.layers.quantization.fp8 import Fp8Dot
+from layerkit.layers.quantization.lora import LoraDot
 from layerkit.layers.quantization.mxfp8 import MxFp8Dot
 from layerkit.layers.quantization.nvfp4 import NvFp4Dot
-from layerkit.layers.rotary_scaling import LinearScaling
+from layerkit.ops.rotary_scaling import LinearScaling
 from layerkit.testing import Change, Example, dead_fields, ignored_fields
-from layerkit.weights import WeightHParams, WeightInit
 
 # Modules whose layers have their examples in another file.
 ELSEWHERE = {
     "test_fields_of_attention.py": {"attention"},
-    "test_fields_of_stacks.py": {
-        *("moe", "feed_forward", "pipeline", "pipelined_transformer", "residual_adapters"),
-        *("repeat", "stacks", "transformer"),
-    },
+    "test_fields_of_stacks.py": {"moe", "transformer"},
 }
 
 BATCH, LENGTH, DIMS = 4, 8, 8

@@ -8,10 +8,10 @@ import pytest
 
 import layerkit.layers as L  # noqa: N812 - the index is read as one name, a layer a line
 import layerkit.models as M  # noqa: N812
-from layerkit.base_model import BaseModel
+from layerkit.base.base_model import BaseModel
 from layerkit.config import Config
+from layerkit.config.nested_map import NestedMap
 from layerkit.decoding import SampleDecoder
-from layerkit.nested_map import NestedMap
 from layerkit.testing import Change, Example, dead_fields, ignored_fields
 
 BATCH, LENGTH, VOCAB = 4, 8, 16

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import layerkit.layers as L  # noqa: N812 - the index is read as one name, a layer a line
+from layerkit.base.weights import WeightInit
 from layerkit.config import Config
-from layerkit.layers.masks import AttentionMask, row_positions
 from layerkit.layers.quantization.fp8 import Fp8Dot
+from layerkit.ops.attention.masks import AttentionMask, row_positions
 from layerkit.testing import Change, Example, dead_fields, ignored_fields
-from layerkit.weights import WeightInit
 
 BATCH, LENGTH, DIMS = 4, 8, 8
 NUMBERS = jnp.asarray(np.random.default_rng(0).normal(size=(BATCH, LENGTH, 64)), jnp.float32)

@@ -21,7 +21,7 @@ from layerkit.layers import (
     StackedTransformerRepeated,
     TransformerFeedForward,
 )
-from layerkit.layers.pipelined_transformer import PipelinedTransformer
+from layerkit.layers.transformer.pipelined_transformer import PipelinedTransformer
 from layerkit.models import LanguageModel
 
 LAYERS, DIMS, HIDDEN, HEADS, HEAD_DIM, VOCAB = 8, 6, 10, 2, 3, 11

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.layers.positions import TrainablePositionalEmbedding
+from layerkit.layers.basic.positions import TrainablePositionalEmbedding
 from layerkit.models.bert import BertModel
 from layerkit.models.transformer_lm import TransformerLm
-from layerkit.nested_map import NestedMap
 
 KEY = jax.random.key(0)
 BATCH, LENGTH, VOCAB = 8, 10, 16

@@ -7,11 +7,11 @@ from functools import partial
 import jax
 import numpy as np
 
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.layers.activations import Identity
-from layerkit.layers.linears import FeedForward
+from layerkit.layers.basic.activations import Identity
+from layerkit.layers.basic.linears import FeedForward
 from layerkit.models.classification_model import ClassificationModel
-from layerkit.nested_map import NestedMap
 
 KEY = jax.random.key(0)
 BATCH, DIMS, CLASSES = 8, 6, 5

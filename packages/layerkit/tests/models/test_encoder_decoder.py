@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.base_layer import CACHE
+from layerkit.base.base_layer import CACHE
+from layerkit.config.nested_map import NestedMap
 from layerkit.decoding import BeamSearch, SampleDecoder
 from layerkit.errors import ConfigError
 from layerkit.layers.attention.biases import RelativeBias
-from layerkit.layers.embeddings import Embedding, FullSoftmax
-from layerkit.layers.positions import PositionalEmbedding, TrainablePositionalEmbedding
-from layerkit.layers.stacks import StackedTransformerRepeated
+from layerkit.layers.basic.embeddings import Embedding, FullSoftmax
+from layerkit.layers.basic.positions import PositionalEmbedding, TrainablePositionalEmbedding
+from layerkit.layers.transformer.stacks import StackedTransformerRepeated
 from layerkit.models.encoder_decoder import TransformerEncoderDecoder
 from layerkit.models.sequence_model import SequenceModel
-from layerkit.nested_map import NestedMap
 
 KEY = jax.random.key(0)
 BATCH, SOURCE, TARGET, VOCAB = 3, 7, 5, 13

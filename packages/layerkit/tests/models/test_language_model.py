@@ -9,23 +9,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.beam_search import BeamSearch
 from layerkit.decoding.loop import SampleDecoder
 from layerkit.errors import ConfigError
 from layerkit.layers.attention.latent import MultiHeadLatentAttention
-from layerkit.layers.embeddings import Embedding, FullSoftmax
-from layerkit.layers.pipelined_transformer import PipelinedTransformer
-from layerkit.layers.positions import (
+from layerkit.layers.basic.embeddings import Embedding, FullSoftmax
+from layerkit.layers.basic.positions import (
     PositionalEmbedding,
     RotaryPositionalEmbedding,
     TrainablePositionalEmbedding,
     with_longest_sequence,
 )
-from layerkit.layers.rotary_scaling import LongRopeScaling
-from layerkit.layers.stacks import StackedTransformer, StackedTransformerRepeated
-from layerkit.layers.transformer import Transformer
+from layerkit.layers.transformer.pipelined_transformer import PipelinedTransformer
+from layerkit.layers.transformer.stacks import (
+    StackedTransformer,
+    StackedTransformerRepeated,
+)
+from layerkit.layers.transformer.transformer import Transformer
 from layerkit.models.language_model import LanguageModel
-from layerkit.nested_map import NestedMap
+from layerkit.ops.rotary_scaling import LongRopeScaling
 
 KEY = jax.random.key(0)
 VOCAB = 17

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.base_layer import AUX_LOSS, PARAMS
+from layerkit.base.base_layer import AUX_LOSS, PARAMS
 from layerkit.config import build
+from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.loop import SampleDecoder
 from layerkit.errors import ConfigError
 from layerkit.layers.moe.feed_forward import MoeFeedForward
 from layerkit.models.language_model import LanguageModel
 from layerkit.models.preference_model import DpoModel
-from layerkit.nested_map import NestedMap
 
 KEY = jax.random.key(0)
 BATCH, LENGTH, VOCAB = 4, 6, 11

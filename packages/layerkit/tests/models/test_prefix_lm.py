@@ -8,15 +8,18 @@ import jax
 import numpy as np
 import pytest
 
+from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.beam_search import BeamSearch
 from layerkit.decoding.loop import SampleDecoder
 from layerkit.errors import ConfigError
 from layerkit.layers.attention.latent import MultiHeadLatentAttention
-from layerkit.layers.embeddings import Embedding, FullSoftmax
-from layerkit.layers.positions import RotaryPositionalEmbedding
-from layerkit.layers.stacks import StackedTransformer, StackedTransformerRepeated
+from layerkit.layers.basic.embeddings import Embedding, FullSoftmax
+from layerkit.layers.basic.positions import RotaryPositionalEmbedding
+from layerkit.layers.transformer.stacks import (
+    StackedTransformer,
+    StackedTransformerRepeated,
+)
 from layerkit.models.language_model import LanguageModel
-from layerkit.nested_map import NestedMap
 
 VOCAB = 17
 NUM_STEPS = 4

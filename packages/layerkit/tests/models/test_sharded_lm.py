@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from layerkit.layers.embeddings import Embedding, FullSoftmax
-from layerkit.layers.positions import RotaryPositionalEmbedding, TrainablePositionalEmbedding
-from layerkit.layers.stacks import StackedTransformer, StackedTransformerRepeated
+from layerkit.base.sharding import BoundSharding
+from layerkit.base.weights import is_box
+from layerkit.config.nested_map import NestedMap
+from layerkit.layers.basic.embeddings import Embedding, FullSoftmax
+from layerkit.layers.basic.positions import RotaryPositionalEmbedding, TrainablePositionalEmbedding
+from layerkit.layers.transformer.stacks import (
+    StackedTransformer,
+    StackedTransformerRepeated,
+)
 from layerkit.models.language_model import LanguageModel
-from layerkit.nested_map import NestedMap
-from layerkit.sharding import BoundSharding
-from layerkit.weights import is_box
 
 KEY = jax.random.key(0)
 VOCAB, BATCH, LENGTH = 16, 8, 6

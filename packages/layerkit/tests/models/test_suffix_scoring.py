@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.loop import SampleDecoder
 from layerkit.errors import ConfigError
-from layerkit.layers.embeddings import Embedding, FullSoftmax
-from layerkit.layers.positions import PositionalEmbedding
+from layerkit.layers.basic.embeddings import Embedding, FullSoftmax
+from layerkit.layers.basic.positions import PositionalEmbedding
 from layerkit.models.language_model import LanguageModel
 from layerkit.models.sequence_model import SequenceModel
-from layerkit.nested_map import NestedMap
 
 VOCAB, STEPS = 11, 5
 # The last row is padding.

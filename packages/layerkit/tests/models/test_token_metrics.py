@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from layerkit.config.nested_map import NestedMap
 from layerkit.models import ClassificationModel
 from layerkit.models.token_metrics import row_scores, token_metrics
-from layerkit.nested_map import NestedMap
 
 
 def test_score_is_the_weighted_log_probability_of_the_labels():

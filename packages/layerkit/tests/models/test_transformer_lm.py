@@ -8,19 +8,22 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
-from layerkit.base_layer import CACHE
+from layerkit.base.base_layer import CACHE
+from layerkit.base.weights import logical_axes
 from layerkit.errors import ConfigError
-from layerkit.layers.activations import SiLU
-from layerkit.layers.embeddings import Embedding, FullSoftmax
-from layerkit.layers.normalizations import RmsNorm
-from layerkit.layers.positions import (
+from layerkit.layers.basic.activations import SiLU
+from layerkit.layers.basic.embeddings import Embedding, FullSoftmax
+from layerkit.layers.basic.normalizations import RmsNorm
+from layerkit.layers.basic.positions import (
     PositionalEmbedding,
     RotaryPositionalEmbedding,
     TrainablePositionalEmbedding,
 )
-from layerkit.layers.stacks import StackedTransformer, StackedTransformerRepeated
+from layerkit.layers.transformer.stacks import (
+    StackedTransformer,
+    StackedTransformerRepeated,
+)
 from layerkit.models.transformer_lm import TransformerLm
-from layerkit.weights import logical_axes
 
 KEY = jax.random.key(0)
 VOCAB, LENGTH = 11, 8

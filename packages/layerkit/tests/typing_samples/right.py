@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import assert_type
 
-from layerkit.base_layer import BaseLayer
+from layerkit.base.base_layer import BaseLayer
 from layerkit.config import BaseHParams, Config, Configurable, sub_config_field
-from layerkit.layers.activations import BaseActivation, ReLU
-from layerkit.layers.linears import Linear
+from layerkit.layers.basic.activations import BaseActivation, ReLU
+from layerkit.layers.basic.linears import Linear
 from layerkit.models.language_model import LanguageModel
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from layerkit.base_layer import BaseLayer
+from layerkit.base.base_layer import BaseLayer
 from layerkit.config import Config, Configurable, sub_config_field
-from layerkit.layers.activations import BaseActivation, ReLU
-from layerkit.layers.linears import Linear
+from layerkit.layers.basic.activations import BaseActivation, ReLU
+from layerkit.layers.basic.linears import Linear
 
 
 class Custom(BaseLayer):

@@ -21,9 +21,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from layerkit.diagnostics import layer_of
+from layerkit.base.diagnostics import layer_of
+from layerkit.config.field_types import FieldTypeError
 from layerkit.errors import UnknownNameError, UserError, as_sentence, error_text, near_names
-from layerkit.field_types import FieldTypeError
 from layerkit_inputs.base.errors import MissingExtraError, input_of
 
 

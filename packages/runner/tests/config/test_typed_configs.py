@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from layerkit.config import Config
+from layerkit.config.field_types import FieldTypeError
 from layerkit.errors import ConfigError
-from layerkit.field_types import FieldTypeError
 from layerkit.layers.attention.multi_head import MultiHeadAttention
-from layerkit.layers.linears import Linear
+from layerkit.layers.basic.linears import Linear
 from layerkit.models.language_model import LanguageModel
 from layerkit_inputs.synthetic.random_tokens import SyntheticInput
 from layerkit_runner import BaseExperiment, Override, UsageError

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_runner.data.host_inputs import (
     cast_text,

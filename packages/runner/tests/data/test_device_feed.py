@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.prefetch import Prefetch
 from layerkit_runner.data.train_inputs import DeviceFeed

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import pytest
 
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import MISSING
-from layerkit.nested_map import NestedMap
 from layerkit_inputs import IndexedInput
 from layerkit_inputs.base.prefetch import Prefetch
 from layerkit_runner.data.host_inputs import (

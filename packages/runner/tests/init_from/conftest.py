@@ -13,11 +13,11 @@ import numpy as np
 import optax
 import pytest
 
-from layerkit.base_model import BaseModel, Metrics, WeightedScalar
+from layerkit.base.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.config import Partial, sub_config_field
-from layerkit.layers.linears import FeedForward, Linear
-from layerkit.layers.repeat import Repeat
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
+from layerkit.layers.basic.linears import FeedForward, Linear
+from layerkit.layers.transformer.repeat import Repeat
 from layerkit_runner.checkpointing import CheckpointManager, StateFormat
 from layerkit_runner.checkpointing.structure import named_leaves
 from layerkit_runner.init_from import InitFrom, Source

@@ -14,9 +14,9 @@ import pytest
 from etils import epath
 
 from layerkit.config import Configurable, Partial
-from layerkit.layers.adapters import LORA_WEIGHTS, with_lora
+from layerkit.config.nested_map import NestedMap
+from layerkit.layers.quantization.lora import LORA_WEIGHTS, with_lora
 from layerkit.models import DpoModel, LanguageModel, TransformerLm
-from layerkit.nested_map import NestedMap
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from import plan_first_state
 from layerkit_runner.optim.sharded_adafactor import ShardedAdafactorState, sharded_adafactor

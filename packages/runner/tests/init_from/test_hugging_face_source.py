@@ -13,8 +13,8 @@ import pytest
 
 from layerkit.config import build
 from layerkit.interop.hugging_face import export_model, model_config
-from layerkit.layers.adapters import with_lora
-from layerkit.layers.pipelined_transformer import PipelinedTransformer
+from layerkit.layers.quantization.lora import with_lora
+from layerkit.layers.transformer.pipelined_transformer import PipelinedTransformer
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from import plan_first_state
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax.traverse_util import unflatten_dict
 
-from layerkit.base_model import BaseModel
+from layerkit.base.base_model import BaseModel
 from layerkit.errors import UserError
 from layerkit_runner.checkpointing.structure import LeafSpec, spec_of
 from layerkit_runner.errors import UsageError

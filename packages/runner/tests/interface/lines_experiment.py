@@ -10,10 +10,10 @@ import numpy as np
 import optax
 
 from layerkit.config import Config, Partial, instance_field
+from layerkit.config.nested_map import NestedMap
 from layerkit.decoding import SampleDecoder
 from layerkit.layers import RotaryPositionalEmbedding
 from layerkit.models import BertModel, LanguageModel, TransformerLm
-from layerkit.nested_map import NestedMap
 from layerkit_inputs import ByteTokenizer
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.packing.model_features import lm_features, prompt_features

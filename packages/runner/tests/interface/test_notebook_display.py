@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from layerkit.sharding import ShardingRules
+from layerkit.base.sharding import ShardingRules
 from layerkit_runner import LoadedModel, MetricsTable, TrainResult
 from layerkit_runner.observers import Progress, RunInfo
 

@@ -14,7 +14,7 @@ import layerkit_runner
 from layerkit.config import Config, Partial
 from layerkit.errors import ConfigError
 from layerkit.layers import dequantize_model, with_lora
-from layerkit.layers.adapters import LORA_WEIGHTS
+from layerkit.layers.quantization.lora import LORA_WEIGHTS
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from import InitFrom, Source
 from layerkit_runner.tools.quantize import quantize_folder, run_quantize

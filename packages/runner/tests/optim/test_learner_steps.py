@@ -12,9 +12,9 @@ import optax
 import pytest
 
 from layerkit.config import Config, Partial
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.layers.batch_statistics import BatchNorm
-from layerkit.nested_map import NestedMap
+from layerkit.layers.basic.batch_norm import BatchNorm
 from layerkit_runner.optim.learner import AuxiliaryOptimizer, Learner
 from layerkit_runner.step.metrics import GLOBAL_BATCH
 

@@ -17,8 +17,8 @@ import pytest
 from optax import contrib
 
 from layerkit.config import Config, Partial
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.nested_map import NestedMap
 from layerkit_runner.optim.learner import AuxiliaryOptimizer, Learner
 from layerkit_runner.step.metrics import GLOBAL_BATCH
 

@@ -12,8 +12,8 @@ import optax
 import pytest
 
 from layerkit.config import Config, Partial
-from layerkit.layers.linears import FeedForward
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
+from layerkit.layers.basic.linears import FeedForward
 from layerkit_runner.step.metrics import GLOBAL_BATCH
 
 STEPS, DIMS = 20, 4

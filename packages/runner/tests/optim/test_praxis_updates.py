@@ -12,10 +12,10 @@ import numpy as np
 import optax
 import pytest
 
-from layerkit.base_model import WeightedScalar
+from layerkit.base.base_model import WeightedScalar
 from layerkit.config import Config, Partial
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.nested_map import NestedMap
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.optim.optimizers import (
     adam_with_update_cap,

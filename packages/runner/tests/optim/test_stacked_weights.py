@@ -10,12 +10,12 @@ import numpy as np
 import optax
 import pytest
 
-from layerkit.base_model import BaseModel, Metrics, WeightedScalar
+from layerkit.base.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.config import Partial, sub_config_field
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.layers.linears import FeedForward
-from layerkit.layers.repeat import Repeat
-from layerkit.nested_map import NestedMap
+from layerkit.layers.basic.linears import FeedForward
+from layerkit.layers.transformer.repeat import Repeat
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.optim.optimizer_calls import Reach, reach_of
 from layerkit_runner.optim.optimizer_groups import map_tensors, stacks_of

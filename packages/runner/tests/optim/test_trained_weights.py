@@ -13,9 +13,9 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from layerkit.config import Partial
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.layers.linears import FeedForward
-from layerkit.nested_map import NestedMap
+from layerkit.layers.basic.linears import FeedForward
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.optim.weight_patterns import TrainedWeights
 from layerkit_runner.step.metrics import GLOBAL_BATCH

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from layerkit.config import Config
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.nested_map import NestedMap
 from layerkit_runner.optim.weight_patterns import VariationalNoise
 from layerkit_runner.step.metrics import GLOBAL_BATCH
 

@@ -13,7 +13,7 @@ import pytest
 from flax import linen as nn
 from flax.traverse_util import flatten_dict
 
-from layerkit.base_layer import BaseLayer, WeightHParams, WeightInit
+from layerkit.base.base_layer import BaseLayer, WeightHParams, WeightInit
 from layerkit.config import Config, Partial
 from layerkit.errors import ConfigError
 from layerkit.layers import (
@@ -25,9 +25,9 @@ from layerkit.layers import (
     TrainablePositionalEmbedding,
     TransformerFeedForward,
 )
-from layerkit.layers.adapters import LORA_WEIGHTS, with_lora
 from layerkit.layers.attention.projections import HeadProjection
 from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.quantization.lora import LORA_WEIGHTS, with_lora
 from layerkit_runner.optim.learner import AuxiliaryOptimizer
 from layerkit_runner.optim.optimizers import (
     adam_with_update_cap,

@@ -15,13 +15,13 @@ import numpy as np
 import optax
 import pytest
 
-from layerkit.base_model import BaseModel, Metrics, WeightedScalar
+from layerkit.base.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.config import Partial, sub_config_field
-from layerkit.layers.linears import FeedForward
-from layerkit.layers.repeat import Repeat
-from layerkit.layers.stacks import StackedTransformerRepeated
+from layerkit.config.nested_map import NestedMap
+from layerkit.layers.basic.linears import FeedForward
+from layerkit.layers.transformer.repeat import Repeat
+from layerkit.layers.transformer.stacks import StackedTransformerRepeated
 from layerkit.models import LanguageModel, TransformerLm
-from layerkit.nested_map import NestedMap
 from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner, SpmdPartitioner

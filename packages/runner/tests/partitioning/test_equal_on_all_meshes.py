@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 
 
 @pytest.fixture(scope="session")

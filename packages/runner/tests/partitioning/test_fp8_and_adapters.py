@@ -10,10 +10,10 @@ import optax
 import pytest
 
 from layerkit.config import Partial
-from layerkit.layers.adapters import LORA_WEIGHTS, with_lora
-from layerkit.layers.products import with_dots
+from layerkit.config.nested_map import NestedMap
+from layerkit.layers.basic.dots import with_dots
 from layerkit.layers.quantization.fp8 import Fp8Dot
-from layerkit.nested_map import NestedMap
+from layerkit.layers.quantization.lora import LORA_WEIGHTS, with_lora
 
 FP8 = Fp8Dot.HParams.config(amax_history_length=4)
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from layerkit.layers.products import with_dots
+from layerkit.config.nested_map import NestedMap
+from layerkit.layers.basic.dots import with_dots
 from layerkit.layers.quantization.fp8 import Fp8Dot
-from layerkit.nested_map import NestedMap
 
 MESH = [2, 2, 2]
 

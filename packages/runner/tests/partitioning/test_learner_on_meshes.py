@@ -14,8 +14,8 @@ import optax
 import pytest
 
 from layerkit.config import Partial
-from layerkit.layers.linears import FeedForward
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
+from layerkit.layers.basic.linears import FeedForward
 from layerkit_runner.optim.learner import AuxiliaryOptimizer
 from layerkit_runner.optim.optimizers import adam_with_update_cap
 from layerkit_runner.optim.weight_patterns import VariationalNoise

@@ -16,13 +16,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from layerkit.config import Partial, build
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit.interop.hugging_face import export_model, model_config
 from layerkit.layers.moe.feed_forward import MoeFeedForward
-from layerkit.layers.pipelined_transformer import PipelinedTransformer
-from layerkit.layers.stacks import StackedTransformerRepeated
+from layerkit.layers.transformer.pipelined_transformer import PipelinedTransformer
+from layerkit.layers.transformer.stacks import StackedTransformerRepeated
 from layerkit.models import LanguageModel, TransformerLm
-from layerkit.nested_map import NestedMap
 from layerkit_runner.checkpointing import CheckpointManager
 from layerkit_runner.checkpointing.handlers import stored_leaves
 from layerkit_runner.checkpointing.structure import join, named_leaves

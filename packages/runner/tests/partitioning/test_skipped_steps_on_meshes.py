@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from layerkit.config import Partial
-from layerkit.layers.products import with_dots
+from layerkit.layers.basic.dots import with_dots
 from layerkit.layers.quantization.fp8 import Fp8Dot
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.config import Config
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 
 
 class Endless(gated_experiment.Line):

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from layerkit.base_model import BaseModel, Metrics, WeightedScalar
+from layerkit.base.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.config import Config, Partial
-from layerkit.layers.linears import Linear
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
+from layerkit.layers.basic.linears import Linear
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_runner import BaseExperiment
 from layerkit_runner.observers import Observer

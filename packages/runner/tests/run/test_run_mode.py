@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.base_layer import BaseLayer
+from layerkit.base.base_layer import BaseLayer
+from layerkit.base.weights import WeightHParams
 from layerkit.config import Config
-from layerkit.nested_map import NestedMap
-from layerkit.weights import WeightHParams
+from layerkit.config.nested_map import NestedMap
 from layerkit_runner import BaseExperiment
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.errors import UsageError, to_usage_error, unknown_name_text

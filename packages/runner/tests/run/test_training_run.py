@@ -19,7 +19,7 @@ import optax
 import pytest
 from etils import epath
 
-from layerkit.base_model import WeightedScalar
+from layerkit.base.base_model import WeightedScalar
 from layerkit.config import Config
 from layerkit.errors import UserError
 from layerkit_runner import BaseExperiment, UsageError

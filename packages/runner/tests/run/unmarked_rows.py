@@ -6,7 +6,7 @@ import gated_experiment
 import numpy as np
 
 from layerkit.config import Config
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 
 

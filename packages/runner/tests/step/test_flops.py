@@ -9,10 +9,10 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 
-from layerkit.layers.attention.dot_product import dot_product_attention
-from layerkit.layers.masks import AttentionMask
-from layerkit.layers.moe.grouped_matmul import GroupedMatmul, RowGroups
-from layerkit.sharding import BoundSharding
+from layerkit.base.sharding import BoundSharding
+from layerkit.ops.attention.dot_product import dot_product_attention
+from layerkit.ops.attention.masks import AttentionMask
+from layerkit.ops.moe.grouped_matmul import GroupedMatmul, RowGroups
 from layerkit_runner.step.step_cost import forward_flops, program_flops, training_flops
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_runner.errors import UsageError
 from layerkit_runner.step.gradients import split_rows
 from layerkit_runner.step.metrics import GLOBAL_BATCH

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.layers.linears import Linear
-from layerkit.layers.repeat import Repeat
-from layerkit.nested_map import NestedMap
-from layerkit.summaries import LOG_EDGES
+from layerkit.base.summaries import LOG_EDGES
+from layerkit.config.nested_map import NestedMap
+from layerkit.layers.basic.linears import Linear
+from layerkit.layers.transformer.repeat import Repeat
 from layerkit_runner.step.layer_summaries import array_summaries, for_observers, has_arrays
 from layerkit_runner.step.metrics import GLOBAL_BATCH
 

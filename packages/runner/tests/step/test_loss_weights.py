@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.base_model import WeightedScalar
+from layerkit.base.base_model import WeightedScalar
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.nested_map import NestedMap
 from layerkit_runner.step.gradients import LossAggregator, MultiLossAggregator
 from layerkit_runner.step.metrics import GLOBAL_BATCH, OverBatches
 from layerkit_runner.step.task_metrics import Mean

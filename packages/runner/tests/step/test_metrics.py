@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.base_model import WeightedScalar
-from layerkit.nested_map import NestedMap
+from layerkit.base.base_model import WeightedScalar
+from layerkit.config.nested_map import NestedMap
 from layerkit_runner.errors import UsageError
 from layerkit_runner.step.metrics import (
     GLOBAL_BATCH,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.errors import UsageError
 from layerkit_runner.step.metrics import GLOBAL_BATCH

@@ -14,9 +14,9 @@ import optax
 import pytest
 
 from layerkit.config import Partial
+from layerkit.config.nested_map import NestedMap
 from layerkit.layers import StackedTransformerRepeated
 from layerkit.models import LanguageModel, TransformerLm
-from layerkit.nested_map import NestedMap
 from layerkit_runner.config.experiment import BaseExperiment
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.run.resolve import resolve

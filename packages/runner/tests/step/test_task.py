@@ -17,11 +17,11 @@ import numpy as np
 import optax
 import pytest
 
+from layerkit.base.weights import logical_axes
 from layerkit.config import Partial, build
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.layers.linears import Linear
-from layerkit.nested_map import NestedMap
-from layerkit.weights import logical_axes
+from layerkit.layers.basic.linears import Linear
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.step.metrics import GLOBAL_BATCH
 from layerkit_runner.step.train_hparams import TrainHParams

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.nested_map import NestedMap
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.observers import Observer

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from layerkit.checks import check_integers
+from layerkit.base.weights import WeightInit
 from layerkit.config import Config
+from layerkit.config.checks import check_integers
 from layerkit.layers import LayerNorm
 from layerkit.models import BertModel
-from layerkit.weights import WeightInit
 from layerkit_experiments.lm.experiment import LmExperiment
 from layerkit_experiments.lm.pax import PaxDecoder
 from layerkit_experiments.recipes.corpora import C4

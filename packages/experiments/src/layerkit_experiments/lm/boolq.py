@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Literal
 
 import optax
 
+from layerkit.base.weights import WeightInit
 from layerkit.config import Config
 from layerkit.layers import Embedding, FullSoftmax
-from layerkit.layers.adapters import LORA_WEIGHTS, with_lora
-from layerkit.weights import WeightInit
+from layerkit.layers.quantization.lora import LORA_WEIGHTS, with_lora
 from layerkit_experiments.lm.llama import LlamaDecoder, Sizes7B, Sizes13B, Sizes70B
 from layerkit_experiments.recipes.boolq import BoolQ
 from layerkit_experiments.recipes.fine_tuning import InitialWeights

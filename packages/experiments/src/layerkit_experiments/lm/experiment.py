@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
+from layerkit.base.weights import canonical_dtype
 from layerkit.config import Config
 from layerkit.errors import ConfigError
-from layerkit.weights import canonical_dtype
 from layerkit_experiments.recipes.decoder import TransformerLmModel
 from layerkit_experiments.recipes.optimizers import TrainingLength
 from layerkit_experiments.recipes.quantization import QuantizedProducts

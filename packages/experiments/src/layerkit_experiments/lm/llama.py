@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from layerkit.base.weights import WeightInit
 from layerkit.config import Config
 from layerkit.layers import Embedding, FullSoftmax
-from layerkit.weights import WeightInit
 from layerkit_experiments.lm.experiment import LmExperiment
 from layerkit_experiments.recipes.corpora import C4
 from layerkit_experiments.recipes.fine_tuning import FolderText, InitialWeights, Lora

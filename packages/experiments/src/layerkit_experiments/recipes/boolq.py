@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from layerkit.base_model import Metrics, WeightedScalar
-from layerkit.checks import require
+from layerkit.base.base_model import Metrics, WeightedScalar
 from layerkit.config import Config
+from layerkit.config.checks import require
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit.models import LanguageModel
-from layerkit.nested_map import NestedMap
 from layerkit_experiments.recipes import seqio_tasks
 from layerkit_experiments.recipes.corpora import Corpus
 from layerkit_inputs import SeqIOInput

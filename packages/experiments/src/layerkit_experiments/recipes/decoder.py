@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from layerkit.base_layer import BaseLayer
-from layerkit.checks import check_choice, check_sizes
+from layerkit.base.base_layer import BaseLayer
+from layerkit.base.weights import WeightInit
 from layerkit.config import Config
+from layerkit.config.checks import check_choice, check_sizes
 from layerkit.decoding import SampleDecoder
 from layerkit.layers import (
     GELU,
@@ -22,7 +23,6 @@ from layerkit.layers import (
     TrainablePositionalEmbedding,
 )
 from layerkit.models import LanguageModel, TransformerLm
-from layerkit.weights import WeightInit
 
 # `gelu` is the approximation by tanh, with which most published models were trained.
 _ACTIVATIONS: dict[str, Config] = {
@@ -120,7 +120,7 @@ class TransformerLmModel:
     SCALE_EMBEDDING: bool = False
     """Multiply embeddings by √MODEL_DIMS (Vaswani et al., 2017)."""
     WEIGHT_INIT: str = "xavier"
-    """`xavier`, `xavier_last_axes` (Praxis), or `fan_in`; see `layerkit.weights.WeightInit`."""
+    """`xavier`, `xavier_last_axes` (Praxis), or `fan_in`; see `layerkit.WeightInit`."""
     INIT_STD: float | None = None
     """Standard deviation of the normal initializer of all matrices; None for WEIGHT_INIT."""
     SCALE_RESIDUAL_INIT: bool = False
@@ -130,7 +130,7 @@ class TransformerLmModel:
     USE_REPEATED_LAYER: bool = True
     """Run layers as a scan over stacked weights instead of unrolled."""
     CHECKPOINT_POLICY: str = "none"
-    """Rematerialization policy of `layerkit.layers.remat`, or Pax's name of one."""
+    """Rematerialization policy of `layerkit.ops.remat`, or Pax's name of one."""
     MAX_DECODE_STEPS: int = 64
     TEMPERATURE: float = 1.0
     EOS_ID: int | None = None
@@ -242,7 +242,7 @@ class TransformerLmModel:
 
 
 def remat_policy(name: str) -> str:
-    """Return the policy of `layerkit.layers.remat` for its own name or for that of Pax.
+    """Return the policy of `layerkit.ops.remat` for its own name or for that of Pax.
 
     Raises:
       ConfigError: A policy of Pax has no counterpart.

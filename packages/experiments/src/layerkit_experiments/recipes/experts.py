@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from layerkit.checks import check_sizes
 from layerkit.config import Config, target_of
+from layerkit.config.checks import check_sizes
 from layerkit.layers import MoeFeedForward
 from layerkit_experiments.recipes.decoder import TransformerLmModel
 from layerkit_experiments.recipes.meshes import Pipelined, Spmd

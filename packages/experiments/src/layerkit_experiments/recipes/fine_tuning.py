@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from layerkit.config import Config
 from layerkit.errors import ConfigError
-from layerkit.layers.adapters import LORA_WEIGHTS, with_lora
+from layerkit.layers.quantization.lora import LORA_WEIGHTS, with_lora
 from layerkit_experiments.recipes.local_files import LocalFiles
 from layerkit_inputs import tokenizer_config
 from layerkit_runner.init_from import InitFrom, Source

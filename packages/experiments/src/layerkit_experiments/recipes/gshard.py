@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from layerkit.base.weights import WeightInit
 from layerkit.config import Config
 from layerkit.layers import RelativeBias, ReLU
-from layerkit.weights import WeightInit
 from layerkit_experiments.lm.experiment import LmExperiment
 from layerkit_experiments.recipes.experts import MixtureOfExperts
 from layerkit_experiments.recipes.local_files import SyntheticTokens

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from layerkit.checks import check_non_negative, check_sizes
 from layerkit.config import Config, build
+from layerkit.config.checks import check_non_negative, check_sizes
 from layerkit.errors import ConfigError
 from layerkit_inputs import (
     LocalText,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from layerkit.base.sharding import DEFAULT_RULES, ShardingRules
 from layerkit.config import Config
-from layerkit.sharding import DEFAULT_RULES, ShardingRules
 from layerkit_experiments.recipes.decoder import TransformerLmModel, remat_policy
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 
@@ -89,7 +89,7 @@ class Pipelined(Sharded, TransformerLmModel):
 
     def stack(self) -> Config:
         """Return the config of the pipelined stack."""
-        from layerkit.layers.pipelined_transformer import PipelinedTransformer
+        from layerkit.layers.transformer.pipelined_transformer import PipelinedTransformer
 
         return PipelinedTransformer.HParams.config(
             num_stages=self.NUM_STAGES,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from layerkit.base.weights import WeightInit
 from layerkit.config import Config, Partial
-from layerkit.weights import WeightInit
 from layerkit_experiments.lm.pax import CappedDecoder
 from layerkit_experiments.recipes.local_files import SyntheticTokens
 from layerkit_experiments.recipes.optimizers import AdamExponential

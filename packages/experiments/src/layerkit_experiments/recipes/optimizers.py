@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import optax
 
-from layerkit.checks import check_non_negative, check_positive, check_rates, check_sizes
 from layerkit.config import Config, Partial
+from layerkit.config.checks import check_non_negative, check_positive, check_rates, check_sizes
 from layerkit_runner.config.experiment import is_set_before
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.optim.optimizers import adam_with_update_cap, decays

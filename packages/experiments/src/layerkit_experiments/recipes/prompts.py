@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from layerkit.config import Config, assigned_fields, target_of
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.nested_map import NestedMap
 from layerkit_inputs import BaseInput, LocalText, SeqIOInput, SyntheticInput, TokenRecords
 from layerkit_inputs.base.eval_padding import ROW_MARKS
 

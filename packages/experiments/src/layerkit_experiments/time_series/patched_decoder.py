@@ -13,10 +13,11 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from layerkit.base_layer import BaseLayer
-from layerkit.base_model import BaseModel, Metrics, WeightedScalar
-from layerkit.checks import check_choice, check_sizes, require
+from layerkit.base.base_layer import BaseLayer
+from layerkit.base.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.config import Config, sub_config_field
+from layerkit.config.checks import check_choice, check_sizes, require
+from layerkit.config.nested_map import NestedMap
 from layerkit.layers import (
     Embedding,
     FeedForward,
@@ -25,10 +26,9 @@ from layerkit.layers import (
     SiLU,
     StackedTransformer,
 )
-from layerkit.layers.masks import AttentionMask, segments_from_paddings
-from layerkit.layers.sequence_parallel import gather_positions
+from layerkit.layers.transformer.sequence_parallel import gather_positions
 from layerkit.models.example_weights import example_weights
-from layerkit.nested_map import NestedMap
+from layerkit.ops.attention.masks import AttentionMask, segments_from_paddings
 
 # Smallest standard deviation of a series.
 _TINY = 1e-7

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from layerkit.checks import check_sizes
+from layerkit.base.weights import WeightInit, canonical_dtype
 from layerkit.config import Config, build
+from layerkit.config.checks import check_sizes
 from layerkit.decoding import BeamSearch, SampleDecoder
 from layerkit.errors import ConfigError
 from layerkit.layers import (
@@ -18,7 +19,6 @@ from layerkit.layers import (
 )
 from layerkit.layers.attention.cross import CrossAttention
 from layerkit.models import SequenceModel, TransformerEncoderDecoder
-from layerkit.weights import WeightInit, canonical_dtype
 from layerkit_experiments.recipes.corpora import TFDS_DATA_DIR_UNSET
 from layerkit_experiments.recipes.decoder import remat_policy
 from layerkit_experiments.recipes.optimizers import TrainingLength
@@ -52,7 +52,7 @@ class TranslationExperiment(TrainingLength, BaseExperiment, abstract=True):
     USE_REPEATED_LAYER: bool = True
     """Run layers as a scan over stacked weights instead of unrolled."""
     CHECKPOINT_POLICY: str = "none"
-    """Rematerialization policy; see `layerkit.layers.remat`."""
+    """Rematerialization policy; see `layerkit.ops.remat`."""
     BEAM_SIZE: int | None = None
     """Number of beams; None decodes greedily."""
     LENGTH_NORM_ALPHA: float = 0.6

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import jax
 import optax
 
-from layerkit.checks import require
+from layerkit.base.weights import WeightInit
 from layerkit.config import Config, Partial
+from layerkit.config.checks import require
 from layerkit.layers import FlaxModule
 from layerkit.models import ClassificationModel
-from layerkit.weights import WeightInit
 from layerkit_experiments.recipes.meshes import Spmd
 from layerkit_experiments.recipes.optimizers import TrainingLength
 from layerkit_experiments.vision.generated_images import GeneratedImages

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from layerkit.checks import check_sizes, require
-from layerkit.nested_map import NestedMap
+from layerkit.config.checks import check_sizes, require
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.bad_records import BadRecordError
 from layerkit_inputs.base.indexed_input import IndexedInput
 

@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from layerkit.checks import check_choice, require
-from layerkit.nested_map import NestedMap
+from layerkit.config.checks import check_choice, require
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.bad_records import BadRecordError, MissingFileError
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.synthetic.generated_digits import blank_images

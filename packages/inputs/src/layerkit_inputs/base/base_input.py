@@ -27,11 +27,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from layerkit.checks import check_integers, require
 from layerkit.config import Configurable
+from layerkit.config.checks import check_integers, require
+from layerkit.config.field_checks import check_fields
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.field_checks import check_fields
-from layerkit.nested_map import NestedMap
 from layerkit_inputs.base import state as state_lib
 from layerkit_inputs.base.delivery import delivers, ends, starts_over
 from layerkit_inputs.base.errors import naming_input

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.eval_padding import pad_rows
 

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.errors import naming_input
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from layerkit.checks import check_integers, check_sizes, require
+from layerkit.config.checks import check_integers, check_sizes, require
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.nested_map import NestedMap
 
 AllGather = Callable[[Any], Sequence[Any]]
 """Function that takes a JSON value of this host and returns the values of all hosts, by index."""

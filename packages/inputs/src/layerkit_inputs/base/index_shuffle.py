@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from layerkit.checks import check_sizes, require
+from layerkit.config.checks import check_sizes, require
 
 # Minimum number of rounds, and of bits for small sizes, with which chi-square tests of places,
 # neighbors and whole orders cannot distinguish the orders of many epochs from random ones.

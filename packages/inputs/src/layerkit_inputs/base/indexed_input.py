@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from layerkit.checks import require
-from layerkit.nested_map import NestedMap
+from layerkit.config.checks import require
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput, counted
 from layerkit_inputs.base.eval_padding import blank_rows, pad_rows, split_rows
 from layerkit_inputs.base.index_shuffle import shuffled_rows, window_shuffled_rows

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from layerkit.checks import require
-from layerkit.nested_map import NestedMap
+from layerkit.config.checks import require
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.delivery import exit_as_error
 from layerkit_inputs.base.state import Scope

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from layerkit.checks import require
+from layerkit.config.checks import require
 from layerkit.errors import ConfigError
 from layerkit_inputs.base.bad_records import BadRecordError, BadRecords
 from layerkit_inputs.base.errors import require_extra

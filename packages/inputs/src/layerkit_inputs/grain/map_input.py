@@ -25,8 +25,8 @@ from typing import Any, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
-from layerkit.checks import check_choice, check_integers, require
-from layerkit.nested_map import NestedMap
+from layerkit.config.checks import check_choice, check_integers, require
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.bad_records import BadRecordError, BadRecords, OnBadRecord
 from layerkit_inputs.base.errors import require_extra
 from layerkit_inputs.base.indexed_input import IndexedInput

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.bad_records import BadRecordError
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from layerkit.checks import check_choice, require
+from layerkit.config.checks import check_choice, require
 from layerkit_inputs.base.bad_records import BadRecordError, BadRecords, OnBadRecord
 from layerkit_inputs.base.base_input import BaseInput, counted
 from layerkit_inputs.base.errors import require_extra

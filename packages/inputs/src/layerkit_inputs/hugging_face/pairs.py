@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 import numpy as np
 
-from layerkit.checks import check_choice, require
-from layerkit.nested_map import NestedMap
+from layerkit.config.checks import check_choice, require
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.special_ids import SpecialIds, target_start_id
 from layerkit_inputs.hugging_face.text_base import Example
 from layerkit_inputs.hugging_face.text_input import TokenisedText

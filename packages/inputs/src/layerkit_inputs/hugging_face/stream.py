@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from layerkit.checks import require
-from layerkit.nested_map import NestedMap
+from layerkit.config.checks import require
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.errors import require_extra
 from layerkit_inputs.base.eval_padding import pad_rows
 from layerkit_inputs.base.state import Scope, check_same_data

@@ -18,9 +18,9 @@ from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 
-from layerkit.checks import check_choice
+from layerkit.config.checks import check_choice
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.nested_map import NestedMap
 from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS, BaseInput
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.hugging_face.text_base import HuggingFaceText

@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from layerkit.checks import check_choice, require
+from layerkit.config.checks import check_choice, require
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError, UserError
-from layerkit.nested_map import NestedMap
 from layerkit_inputs.base.bad_records import BadRecordError, OnBadRecord
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.eval_padding import num_rows_of, pad_rows

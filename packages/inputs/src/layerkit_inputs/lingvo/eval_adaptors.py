@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from layerkit.checks import check_sizes, require
-from layerkit.nested_map import NestedMap
+from layerkit.config.checks import check_sizes, require
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.eval_padding import empty_batch, num_rows_of
 from layerkit_inputs.lingvo.adaptor import LingvoInputAdaptor
 from layerkit_inputs.lingvo.params import rows_of_params

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from layerkit.checks import require
 from layerkit.config import Config, assigned_fields, is_config, target_of
-from layerkit.nested_map import NestedMap
+from layerkit.config.checks import require
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.batch_specs import spec_of
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from layerkit.config import Config, sub_config_field
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.mixing.components import (

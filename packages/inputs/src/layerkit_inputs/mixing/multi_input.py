@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from layerkit.checks import check_choice, require
 from layerkit.config import Config, sub_config_field
-from layerkit.nested_map import NestedMap
+from layerkit.config.checks import check_choice, require
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.mixing.components import build_components, check_configs
 from layerkit_inputs.mixing.composite_input import CompositeInput
 

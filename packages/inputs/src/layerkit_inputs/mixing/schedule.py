@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from layerkit.checks import check_positive, require
+from layerkit.config.checks import check_positive, require
 from layerkit.errors import ConfigError
 
 LONGEST_PERIOD = 1 << 20

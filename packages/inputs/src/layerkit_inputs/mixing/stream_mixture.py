@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from layerkit.config import Config, sub_config_field
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.eval_padding import num_rows_of
 from layerkit_inputs.base.state import Scope

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from layerkit.config import Config, sub_config_field
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.state import Scope
 from layerkit_inputs.mixing.components import build_components, check_configs, concatenate_rows
 from layerkit_inputs.mixing.composite_input import CompositeInput

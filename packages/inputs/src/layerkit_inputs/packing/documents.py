@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.special_ids import first_ids, last_ids
 from layerkit_inputs.packing.model_features import Segment, stretch_features
 from layerkit_inputs.packing.stream_rows import RowPieces, num_stream_rows, stream_pieces

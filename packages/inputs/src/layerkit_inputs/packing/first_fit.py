@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from layerkit.checks import check_sizes, require
+from layerkit.config.checks import check_sizes, require
 from layerkit.errors import ConfigError
 
 

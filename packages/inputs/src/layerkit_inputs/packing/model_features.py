@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.nested_map import NestedMap
 
 Tokens = Sequence[int] | np.ndarray
 """Token ids of one example, `[tokens]`."""

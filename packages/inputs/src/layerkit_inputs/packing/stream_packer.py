@@ -15,9 +15,9 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from layerkit.checks import check_choice
+from layerkit.config.checks import check_choice
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.nested_map import NestedMap
 from layerkit_inputs.packing.first_fit import OpenRows, cut_documents
 from layerkit_inputs.packing.model_features import Segment, Tokens, as_tokens, segment_features
 

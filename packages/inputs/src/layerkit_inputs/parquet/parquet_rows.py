@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from layerkit.checks import check_choice, check_sizes, require
+from layerkit.config.checks import check_choice, check_sizes, require
 from layerkit.errors import first_names
 from layerkit_inputs.base.bad_records import BadRecordError
 from layerkit_inputs.base.base_input import counted

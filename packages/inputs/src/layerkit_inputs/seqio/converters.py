@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.nested_map import NestedMap
 from layerkit_inputs.base.bad_records import BadRecords
 from layerkit_inputs.packing.first_fit import plan_packing
 from layerkit_inputs.packing.model_features import (

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
-from layerkit.checks import check_choice
 from layerkit.config import Config
+from layerkit.config.checks import check_choice
 from layerkit.errors import ConfigError
 from layerkit_inputs.seqio.eval_metrics import have_predictions, have_scores
 from layerkit_inputs.seqio.seqio_input import SeqIOInput

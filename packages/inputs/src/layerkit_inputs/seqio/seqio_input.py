@@ -20,8 +20,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from layerkit.checks import check_choice, check_sizes, require
-from layerkit.nested_map import NestedMap
+from layerkit.config.checks import check_choice, check_sizes, require
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.bad_records import BadRecords, OnBadRecord
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.eval_padding import pad_rows

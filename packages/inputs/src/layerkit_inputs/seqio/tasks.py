@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from layerkit.checks import check_choice
-from layerkit.checks import require as require_valid
+from layerkit.config.checks import check_choice
+from layerkit.config.checks import require as require_valid
 from layerkit.errors import ConfigError
 from layerkit_inputs.base.errors import require_extra
 from layerkit_inputs.base.eval_padding import ROW_MARKS

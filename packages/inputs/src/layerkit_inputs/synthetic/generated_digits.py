@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from layerkit.checks import check_non_negative, require
-from layerkit.nested_map import NestedMap
+from layerkit.config.checks import check_non_negative, require
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.indexed_input import IndexedInput
 
 IMAGE_SIZE = 28

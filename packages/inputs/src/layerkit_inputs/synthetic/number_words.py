@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from layerkit.checks import check_choice, require
+from layerkit.config.checks import check_choice, require
 from layerkit_inputs.text.text_pairs import TextPairs
 
 _MAX_END = 1_000_000

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from layerkit.checks import check_integers, require
-from layerkit.nested_map import NestedMap
+from layerkit.config.checks import check_integers, require
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.indexed_input import IndexedInput
 
 # Streams of a seed.

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.batch_specs import check_batch, spec_of
 from layerkit_inputs.base.eval_padding import PADDING_VALUES

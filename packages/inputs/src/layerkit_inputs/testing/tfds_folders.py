@@ -22,8 +22,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from layerkit.checks import check_choice
-from layerkit.checks import require as require_valid
+from layerkit.config.checks import check_choice
+from layerkit.config.checks import require as require_valid
 from layerkit.errors import ConfigError
 from layerkit_inputs.base.errors import require_extra
 

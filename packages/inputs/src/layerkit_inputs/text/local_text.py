@@ -25,9 +25,9 @@ from typing import Any, ClassVar, NamedTuple, get_args
 
 import numpy as np
 
-from layerkit.checks import check_choice, require
+from layerkit.config.checks import check_choice, require
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import first_names
-from layerkit.nested_map import NestedMap
 from layerkit_inputs.base.bad_records import (
     BadRecordError,
     BadRecords,

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 
-from layerkit.checks import check_choice, require
-from layerkit.nested_map import NestedMap
+from layerkit.config.checks import check_choice, require
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.bad_records import BadRecordError, MissingFileError
 from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS, counted
 from layerkit_inputs.base.indexed_input import IndexedInput

@@ -21,8 +21,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from layerkit.checks import check_choice, require
-from layerkit.nested_map import NestedMap
+from layerkit.config.checks import check_choice, require
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.bad_records import BadRecords, OnBadRecord
 from layerkit_inputs.base.base_input import counted
 from layerkit_inputs.base.eval_padding import blank_rows

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from layerkit.checks import check_choice
+from layerkit.config.checks import check_choice
 from layerkit_inputs.base.bad_records import BadRecordError, BadRecords, MissingFileError
 from layerkit_inputs.grain.array_records import ArrayRecordFiles
 from layerkit_inputs.packing.stream_rows import ranges

@@ -27,8 +27,8 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
-from layerkit.checks import check_choice, require
 from layerkit.config import Config, Configurable
+from layerkit.config.checks import check_choice, require
 from layerkit.errors import ConfigError, first_names
 from layerkit_inputs.base.errors import require_extra
 from layerkit_inputs.base.special_ids import (

@@ -34,8 +34,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from layerkit.checks import check_integers, check_rates
 from layerkit.config import build
+from layerkit.config.checks import check_integers, check_rates
 from layerkit.errors import ConfigError
 from layerkit_inputs.base.bad_records import BadRecords, OnBadRecord
 from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS

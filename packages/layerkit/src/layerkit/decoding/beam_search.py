@@ -24,7 +24,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from layerkit.checks import check_non_negative, check_sizes, require
+from layerkit.config.checks import check_non_negative, check_sizes, require
+from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.cache_rows import reorder_rows, repeat_rows
 from layerkit.decoding.decoder import (
     Decoder,
@@ -34,7 +35,6 @@ from layerkit.decoding.decoder import (
     require_cache_axes,
 )
 from layerkit.decoding.logit_processors import RowsSoFar, id_mask, process_logits
-from layerkit.nested_map import NestedMap
 
 
 class BeamSearch(Decoder):

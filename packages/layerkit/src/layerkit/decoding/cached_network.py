@@ -9,16 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from layerkit.base_layer import CACHE, BaseLayer
+from layerkit.base.base_layer import CACHE, BaseLayer
 from layerkit.config import Config, is_config
+from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.cache_rows import row_axes
 from layerkit.decoding.decoder import ExtendFn
 from layerkit.decoding.loop import SampledRows, extend_prompts
 from layerkit.decoding.row_options import RowOptions
 from layerkit.decoding.split_rows import round_up, row_parts
 from layerkit.decoding.step_weights import step_weights
-from layerkit.layers.positions import switching_length, with_longest_sequence
-from layerkit.nested_map import NestedMap
+from layerkit.layers.basic.positions import switching_length, with_longest_sequence
 
 
 def decode_with_cache(

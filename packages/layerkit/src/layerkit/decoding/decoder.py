@@ -21,11 +21,11 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from layerkit.checks import check_integers, check_sizes, require
+from layerkit.config.checks import check_integers, check_sizes, require
+from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.configured_value import ConfiguredValue
 from layerkit.decoding.logit_processors import LogitProcessor, MinSteps
 from layerkit.decoding.row_options import RowOptions
-from layerkit.nested_map import NestedMap
 
 ExtendFn = Callable[[Any, jax.Array, jax.Array], tuple[Any, jax.Array]]
 """Function `(cache, ids [rows, t], time_step) -> (cache, logits [rows, t, vocab])`, where

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from layerkit.checks import check_positive, check_sizes, require
+from layerkit.config.checks import check_positive, check_sizes, require
 from layerkit.decoding.configured_value import ConfiguredValue
 
 

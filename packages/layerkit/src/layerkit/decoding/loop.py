@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from layerkit.checks import check_non_negative, check_sizes, require
+from layerkit.config.checks import check_non_negative, check_sizes, require
+from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.cache_rows import repeat_rows
 from layerkit.decoding.decoder import (
     Decoder,
@@ -37,7 +38,6 @@ from layerkit.decoding.logit_processors import (
 from layerkit.decoding.row_options import OptionOfRows, RowOptions
 from layerkit.decoding.split_rows import pad_columns
 from layerkit.errors import ConfigError
-from layerkit.nested_map import NestedMap
 
 
 def extend_prompts(

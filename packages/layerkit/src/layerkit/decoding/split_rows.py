@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from layerkit.base_layer import BaseLayer
+from layerkit.base.base_layer import BaseLayer
 
 
 def row_parts(model: BaseLayer) -> int:

@@ -14,13 +14,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from layerkit.base_layer import PARAMS, BaseLayer
+from layerkit.base.base_layer import PARAMS, BaseLayer
+from layerkit.base.layer_visits import visit_layers
+from layerkit.base.sharding import BoundSharding, is_single_cpu, model_device
+from layerkit.base.shared_layers import shared_ids
 from layerkit.config import is_config, target_of
-from layerkit.layer_visits import visit_layers
-from layerkit.layers.repeat import is_unrolled_by_default
-from layerkit.layers.stacks import StackedTransformerRepeated, unrolled_stack
-from layerkit.sharding import BoundSharding, is_single_cpu, model_device
-from layerkit.shared_layers import shared_ids
+from layerkit.layers.transformer.repeat import is_unrolled_by_default
+from layerkit.layers.transformer.stacks import (
+    StackedTransformerRepeated,
+    unrolled_stack,
+)
 
 
 def step_weights(network: BaseLayer) -> tuple[BaseLayer, Any]:

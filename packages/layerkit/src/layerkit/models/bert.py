@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from layerkit.base_layer import BaseLayer
-from layerkit.base_model import NATS_PER_TOKEN, BaseModel, Metrics
+from layerkit.base.base_layer import BaseLayer
+from layerkit.base.base_model import NATS_PER_TOKEN, BaseModel, Metrics
 from layerkit.config import Config, sub_config_field
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.layers.masked_lm import MaskedLmAugmenter
+from layerkit.layers.basic.masked_lm_augmenter import MaskedLmAugmenter
 from layerkit.models.token_metrics import token_metrics
 from layerkit.models.transformer_lm import TransformerLm
-from layerkit.nested_map import NestedMap
 
 
 class BertModel(BaseModel):

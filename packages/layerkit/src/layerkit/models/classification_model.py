@@ -8,14 +8,14 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from layerkit.base_layer import BaseLayer
-from layerkit.base_model import BaseModel, Metrics, WeightedScalar
+from layerkit.base.base_layer import BaseLayer
+from layerkit.base.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.config import Config, sub_config_field
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.layers.embeddings import ClassSoftmax, FullSoftmax
-from layerkit.layers.losses import weighted_mean
+from layerkit.layers.basic.embeddings import ClassSoftmax, FullSoftmax
 from layerkit.models.example_weights import example_weights
-from layerkit.nested_map import NestedMap
+from layerkit.ops.losses import weighted_mean
 
 
 class ClassificationModel(BaseModel):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 
 
 def example_weights(batch: NestedMap, num_examples: int) -> jax.Array:

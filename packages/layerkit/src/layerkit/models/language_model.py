@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from layerkit.base_layer import BaseLayer
-from layerkit.base_model import NATS_PER_TOKEN, BaseModel, Metrics
+from layerkit.base.base_layer import BaseLayer
+from layerkit.base.base_model import NATS_PER_TOKEN, BaseModel, Metrics
 from layerkit.config import Config, instance_field, sub_config_field
+from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.decoder import Decoder
 from layerkit.decoding.loop import SampleDecoder
-from layerkit.layers.transformer import drop_none
+from layerkit.layers.transformer.transformer import drop_none
 from layerkit.models.example_weights import token_weights
 from layerkit.models.prompt_decoding import continue_prompts
 from layerkit.models.token_metrics import token_metrics
 from layerkit.models.transformer_lm import TransformerLm
-from layerkit.nested_map import NestedMap
 
 
 class LanguageModel(BaseModel):

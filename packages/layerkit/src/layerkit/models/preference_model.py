@@ -19,19 +19,19 @@ from typing import Annotated, Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from layerkit.base_layer import BaseLayer
-from layerkit.base_model import BaseModel, Metrics, WeightedScalar
-from layerkit.checks import check_choice, check_positive
+from layerkit.base.base_layer import BaseLayer
+from layerkit.base.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.config import Config, instance_field, sub_config_field
+from layerkit.config.checks import check_choice, check_positive
+from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.decoder import Decoder
 from layerkit.decoding.loop import SampleDecoder
 from layerkit.errors import ConfigError
-from layerkit.layers.losses import weighted_mean
 from layerkit.models.example_weights import example_weights
 from layerkit.models.prompt_decoding import continue_prompts
 from layerkit.models.token_metrics import row_scores
 from layerkit.models.transformer_lm import TransformerLm
-from layerkit.nested_map import NestedMap
+from layerkit.ops.losses import weighted_mean
 
 _SIDES = ("chosen", "rejected")
 _REFERENCE_KEYS = tuple(f"{side}_reference_log_probs" for side in _SIDES)

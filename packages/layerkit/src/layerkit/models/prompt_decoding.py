@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.cached_network import decode_with_cache
 from layerkit.errors import ConfigError
 from layerkit.models.suffix_scoring import score_suffixes
 from layerkit.models.transformer_lm import TransformerLm
-from layerkit.nested_map import NestedMap
 
 
 def continue_prompts(

@@ -8,20 +8,20 @@ from typing import Annotated, Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from layerkit.base_layer import BaseLayer
-from layerkit.base_model import NATS_PER_TOKEN, BaseModel, Metrics
-from layerkit.checks import require
+from layerkit.base.base_layer import BaseLayer
+from layerkit.base.base_model import NATS_PER_TOKEN, BaseModel, Metrics
 from layerkit.config import Config, instance_field, sub_config_field
+from layerkit.config.checks import require
+from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.cached_network import decode_with_cache
 from layerkit.decoding.decoder import Decoder
 from layerkit.decoding.loop import SampleDecoder
 from layerkit.decoding.split_rows import pad_columns, row_parts
 from layerkit.errors import ConfigError
-from layerkit.layers.masks import segments_from_paddings
 from layerkit.models.encoder_decoder import TransformerEncoderDecoder
 from layerkit.models.example_weights import token_weights
 from layerkit.models.token_metrics import token_metrics
-from layerkit.nested_map import NestedMap
+from layerkit.ops.attention.masks import segments_from_paddings
 
 
 class SequenceModel(BaseModel):

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from layerkit.checks import check_integer_arrays, require
+from layerkit.config.checks import check_integer_arrays, require
+from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.split_rows import pad_columns, row_parts
 from layerkit.models.transformer_lm import TransformerLm
-from layerkit.nested_map import NestedMap
 
 
 def score_suffixes(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from layerkit.base_model import Metrics, WeightedScalar
-from layerkit.layers.losses import weighted_mean
-from layerkit.nested_map import NestedMap
+from layerkit.base.base_model import Metrics, WeightedScalar
+from layerkit.config.nested_map import NestedMap
+from layerkit.ops.losses import weighted_mean
 
 
 def token_metrics(predictions: NestedMap, weights: jax.Array) -> tuple[Metrics, NestedMap]:

@@ -13,18 +13,18 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from layerkit.base_layer import BaseLayer
+from layerkit.base.base_layer import BaseLayer
 from layerkit.config import Config, sub_config_field
+from layerkit.config.field_checks import Conditions
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.field_checks import Conditions
-from layerkit.layers.embeddings import ClassSoftmax, SharedEmbeddingSoftmax
-from layerkit.layers.masks import AttentionMask, row_positions
-from layerkit.layers.normalizations import BaseNormalization, LayerNorm
-from layerkit.layers.positions import switching_length
-from layerkit.layers.sequence_parallel import gather_positions
-from layerkit.layers.stacks import StackedTransformer
-from layerkit.layers.stochastic import Dropout
-from layerkit.layers.transformer import drop_none
+from layerkit.layers.basic.dropout import Dropout
+from layerkit.layers.basic.embeddings import ClassSoftmax, SharedEmbeddingSoftmax
+from layerkit.layers.basic.normalizations import BaseNormalization, LayerNorm
+from layerkit.layers.basic.positions import switching_length
+from layerkit.layers.transformer.sequence_parallel import gather_positions
+from layerkit.layers.transformer.stacks import StackedTransformer
+from layerkit.layers.transformer.transformer import drop_none
 from layerkit.models.transformer_parts import (
     TIED_EMBEDDING_CONDITIONS,
     create_token_layers,
@@ -32,7 +32,7 @@ from layerkit.models.transformer_parts import (
     locate_in_stack,
     stack_sizes,
 )
-from layerkit.nested_map import NestedMap
+from layerkit.ops.attention.masks import AttentionMask, row_positions
 
 
 class TransformerLm(BaseLayer):

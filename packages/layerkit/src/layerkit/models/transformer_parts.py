@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from layerkit.config import build
+from layerkit.config.field_checks import Conditions, derive_fields
 from layerkit.errors import ConfigError
-from layerkit.field_checks import Conditions, derive_fields
 
 # A tied softmax does not embed if there is a separate embedding.
 TIED_EMBEDDING_CONDITIONS: Conditions = {

@@ -24,13 +24,13 @@ from layerkit.interop.hugging_face import (
     model_config,
 )
 from layerkit.layers import Embedding, FullSoftmax, RmsNorm, RotaryPositionalEmbedding, SiLU
-from layerkit.layers.adapters import with_lora
-from layerkit.layers.pipelined_transformer import PipelinedTransformer
-from layerkit.layers.products import with_dots
+from layerkit.layers.basic.dots import with_dots
 from layerkit.layers.quantization.current_scaling import Fp8CurrentDot, Int8Dot
 from layerkit.layers.quantization.fp8 import Fp8Dot
+from layerkit.layers.quantization.lora import with_lora
 from layerkit.layers.quantization.mxfp8 import MxFp8Dot
 from layerkit.layers.quantization.nvfp4 import NvFp4Dot
+from layerkit.layers.transformer.pipelined_transformer import PipelinedTransformer
 from layerkit.models import DpoModel, LanguageModel, TransformerLm
 
 pytest.importorskip("safetensors")

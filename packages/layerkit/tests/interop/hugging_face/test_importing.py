@@ -25,15 +25,18 @@ from layerkit.interop.hugging_face import (
     model_config,
     tokenizer_file,
 )
-from layerkit.interop.hugging_face.gemma2 import GEMMA2
+from layerkit.interop.hugging_face.families.gemma2 import GEMMA2
+from layerkit.interop.hugging_face.families.llama import LLAMA
+from layerkit.interop.hugging_face.families.mixtral import MIXTRAL
+from layerkit.interop.hugging_face.families.t5 import T5
 from layerkit.interop.hugging_face.importing import read_weights
-from layerkit.interop.hugging_face.llama import LLAMA
-from layerkit.interop.hugging_face.mixtral import MIXTRAL
-from layerkit.interop.hugging_face.t5 import T5
 from layerkit.interop.hugging_face.tensors import dissect, pieces_of, their_shapes
-from layerkit.layers.activations import ReLU
-from layerkit.layers.adapters import LORA_WEIGHTS, with_lora
-from layerkit.layers.residual_adapters import RESIDUAL_ADAPTER_WEIGHTS, with_residual_adapters
+from layerkit.layers.basic.activations import ReLU
+from layerkit.layers.quantization.lora import LORA_WEIGHTS, with_lora
+from layerkit.layers.transformer.residual_adapters import (
+    RESIDUAL_ADAPTER_WEIGHTS,
+    with_residual_adapters,
+)
 
 
 def test_import_of_the_package_imports_no_hugging_face_library():

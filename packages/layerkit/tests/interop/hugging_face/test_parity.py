@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from layerkit.config import build
+from layerkit.config.nested_map import NestedMap
 from layerkit.decoding import SampleDecoder
 from layerkit.interop.hugging_face import FAMILIES, export_model, import_model
-from layerkit.interop.hugging_face.mixtral import MIXTRAL
+from layerkit.interop.hugging_face.families.mixtral import MIXTRAL
 from layerkit.interop.hugging_face.parts import ACTIVATIONS
-from layerkit.nested_map import NestedMap
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from layerkit.base.weights import WeightInit, logical_axes
 from layerkit.errors import ConfigError
 from layerkit.layers.attention.biases import Alibi, RelativeBias, alibi_slopes, relative_buckets
 from layerkit.layers.moe.routing import TopKRouter
-from layerkit.weights import WeightInit, logical_axes
 
 
 def test_buckets_equal_a_published_example():

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from layerkit.base.sharding import BoundSharding
+from layerkit.base.weights import logical_axes
 from layerkit.errors import ConfigError
-from layerkit.layers.adapters import LoraDot, with_lora
 from layerkit.layers.attention.combined import CombinedProjection, combine_heads, split_heads
 from layerkit.layers.attention.multi_head import MultiHeadAttention
-from layerkit.layers.masks import AttentionMask
-from layerkit.layers.positions import RotaryPositionalEmbedding
-from layerkit.sharding import BoundSharding
-from layerkit.weights import logical_axes
+from layerkit.layers.basic.positions import RotaryPositionalEmbedding
+from layerkit.layers.quantization.lora import LoraDot, with_lora
+from layerkit.ops.attention.masks import AttentionMask
 
 BATCH, LENGTH, DIMS, HEADS = 4, 6, 8, 4
 ROTARY = RotaryPositionalEmbedding.HParams.config()

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from layerkit.base_layer import CACHE
+from layerkit.base.base_layer import CACHE
+from layerkit.base.sharding import BoundSharding
 from layerkit.errors import ConfigError
 from layerkit.layers.attention.cross import CrossAttention
-from layerkit.layers.masks import AttentionMask
-from layerkit.layers.normalizations import RmsNorm
-from layerkit.sharding import BoundSharding
+from layerkit.layers.basic.normalizations import RmsNorm
+from layerkit.ops.attention.masks import AttentionMask
 
 BATCH, LENGTH, MEMORY, DIMS, MEMORY_DIMS, HEADS = 2, 4, 6, 8, 6, 4
 PADDED = np.array([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]], np.int32)

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from layerkit.base_layer import CACHE
+from layerkit.base.base_layer import CACHE
+from layerkit.base.sharding import BoundSharding
 from layerkit.errors import ConfigError
-from layerkit.layers.adapters import with_lora
 from layerkit.layers.attention.latent import MultiHeadLatentAttention
-from layerkit.layers.masks import AttentionMask
-from layerkit.layers.positions import RotaryPositionalEmbedding
-from layerkit.layers.rotary_scaling import YarnScaling, yarn_magnitude
-from layerkit.sharding import BoundSharding
+from layerkit.layers.basic.positions import RotaryPositionalEmbedding
+from layerkit.layers.quantization.lora import with_lora
+from layerkit.ops.attention.masks import AttentionMask
+from layerkit.ops.rotary_scaling import YarnScaling, yarn_magnitude
 
 BATCH, LENGTH, SLOTS, DIMS, HEADS = 2, 6, 8, 12, 4
 LATENT, QUERY_LATENT, PLAIN, ROTARY, VALUE = 8, 6, 4, 4, 5

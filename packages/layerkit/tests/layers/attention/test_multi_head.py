@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from layerkit.base_layer import RANDOM
+from layerkit.base.base_layer import RANDOM
+from layerkit.base.sharding import DEFAULT_RULES, BoundSharding
+from layerkit.base.weights import logical_axes
 from layerkit.errors import ConfigError
 from layerkit.layers.attention.biases import Alibi, RelativeBias
 from layerkit.layers.attention.multi_head import MultiHeadAttention
-from layerkit.layers.masks import AttentionMask
-from layerkit.layers.normalizations import RmsNorm
-from layerkit.layers.positions import RotaryPositionalEmbedding
-from layerkit.sharding import DEFAULT_RULES, BoundSharding
-from layerkit.weights import logical_axes
+from layerkit.layers.basic.normalizations import RmsNorm
+from layerkit.layers.basic.positions import RotaryPositionalEmbedding
+from layerkit.ops.attention.masks import AttentionMask
 
 BATCH, LENGTH, DIMS, HEADS, HEAD_DIM = 2, 6, 8, 4, 2
 ROTARY = RotaryPositionalEmbedding.HParams.config()

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from layerkit.base_layer import CACHE, PARAMS
+from layerkit.base.base_layer import CACHE, PARAMS
+from layerkit.base.sharding import BoundSharding
 from layerkit.errors import ConfigError
 from layerkit.layers.attention.biases import Alibi, RelativeBias
 from layerkit.layers.attention.multi_head import MultiHeadAttention
-from layerkit.layers.masks import AttentionMask
-from layerkit.layers.normalizations import RmsNorm
-from layerkit.layers.positions import RotaryPositionalEmbedding
-from layerkit.sharding import BoundSharding
+from layerkit.layers.basic.normalizations import RmsNorm
+from layerkit.layers.basic.positions import RotaryPositionalEmbedding
+from layerkit.ops.attention.masks import AttentionMask
 
 BATCH, LENGTH, SLOTS, DIMS, HEADS = 2, 6, 8, 8, 4
 ROTARY = RotaryPositionalEmbedding.HParams.config()

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 from layerkit.errors import ConfigError
-from layerkit.layers.attention.backends import UnsupportedBackendError
 from layerkit.layers.attention.multi_head import MultiHeadAttention
-from layerkit.layers.masks import AttentionMask
-from layerkit.layers.normalizations import RmsNorm
+from layerkit.layers.basic.normalizations import RmsNorm
+from layerkit.ops.attention.backends import UnsupportedBackendError
+from layerkit.ops.attention.masks import AttentionMask
 
 RMS_NORM = RmsNorm.HParams.config()
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from layerkit.base.sharding import DEFAULT_RULES, BoundSharding
+from layerkit.base.weights import logical_axes, unbox
 from layerkit.errors import ConfigError
 from layerkit.layers.attention.projections import HeadProjection, OutputProjection
-from layerkit.sharding import DEFAULT_RULES, BoundSharding
-from layerkit.weights import logical_axes, unbox
 
 INTO = HeadProjection(input_dims=6, num_heads=4, head_dim=2, use_bias=True)
 OUT_OF = OutputProjection(output_dims=6, num_heads=4, head_dim=2, use_bias=True)

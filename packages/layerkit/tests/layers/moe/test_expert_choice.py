@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.base_layer import AUX_LOSS
+from layerkit.base.base_layer import AUX_LOSS
 from layerkit.config import Config
 from layerkit.errors import ConfigError
-from layerkit.layers.activations import Identity, ReLU
+from layerkit.layers.basic.activations import Identity, ReLU
 from layerkit.layers.moe.feed_forward import MoeFeedForward
 from layerkit.layers.moe.routing import ExpertChoiceRouter, TopKRouter
-from layerkit.layers.transformer import Transformer
+from layerkit.layers.transformer.transformer import Transformer
 
 SIZES = {"input_dims": 4, "hidden_dims": 6, "num_experts": 4}
 EXPERT_CHOICE = {"router_tpl": Config(ExpertChoiceRouter), "capacity_factor": 2.0}

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from layerkit.base_layer import AUX_LOSS, SUMMARIES
+from layerkit.base.base_layer import AUX_LOSS, SUMMARIES
+from layerkit.base.sharding import BoundSharding
+from layerkit.base.weights import is_box
 from layerkit.config import Config
-from layerkit.layers.adapters import LoraDot
 from layerkit.layers.moe.feed_forward import MoeFeedForward
-from layerkit.layers.pipeline import Pipeline
 from layerkit.layers.quantization.current_scaling import Fp8CurrentDot
-from layerkit.sharding import BoundSharding
-from layerkit.weights import is_box
+from layerkit.layers.quantization.lora import LoraDot
+from layerkit.layers.transformer.pipeline import Pipeline
 
 pytestmark = pytest.mark.slow
 

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.base_layer import AUX_LOSS, CACHE, NON_TRAINABLE, SUMMARIES
+from layerkit.base.base_layer import AUX_LOSS, CACHE, NON_TRAINABLE, SUMMARIES
+from layerkit.base.weights import WeightInit, logical_axes
 from layerkit.errors import ConfigError
-from layerkit.layers.activations import ReLU, SiLU
+from layerkit.layers.basic.activations import ReLU, SiLU
+from layerkit.layers.basic.dots import Dot
 from layerkit.layers.moe.feed_forward import MoeFeedForward
 from layerkit.layers.moe.routing import TopKRouter
-from layerkit.layers.products import Dot
-from layerkit.weights import WeightInit, logical_axes
 
 BATCH, LENGTH, DIMS, HIDDEN, EXPERTS = 3, 6, 4, 5, 4
 SIZES = {"input_dims": DIMS, "hidden_dims": HIDDEN, "num_experts": EXPERTS}

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from layerkit.base_layer import OVERWRITE_WITH_GRADIENT, PARAMS
+from layerkit.base.base_layer import OVERWRITE_WITH_GRADIENT, PARAMS
+from layerkit.base.sharding import BoundSharding
 from layerkit.config import Config
 from layerkit.errors import ConfigError
-from layerkit.layers.adapters import LoraDot
+from layerkit.layers.basic.dots import Dot
 from layerkit.layers.moe.feed_forward import MoeFeedForward
-from layerkit.layers.products import Dot
 from layerkit.layers.quantization.current_scaling import Fp8CurrentDot, Int8Dot
 from layerkit.layers.quantization.fp8 import Fp8Dot, accumulate_by_max
-from layerkit.sharding import BoundSharding
+from layerkit.layers.quantization.lora import LoraDot
 
 BATCH, LENGTH, DIMS, EXPERTS = 8, 6, 8, 8
 X = np.random.default_rng(1).normal(size=(BATCH, LENGTH, DIMS)).astype(np.float32)

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.base_layer import NON_TRAINABLE, BaseLayer
+from layerkit.base.base_layer import NON_TRAINABLE, BaseLayer
+from layerkit.base.weights import logical_axes
 from layerkit.config import sub_config_field
 from layerkit.errors import ConfigError
 from layerkit.layers.moe.routing import TopKRouter
-from layerkit.weights import logical_axes
 
 DIMS, EXPERTS, TOKENS = 4, 8, 32
 X = np.random.default_rng(1).normal(size=(2, TOKENS // 2, DIMS)).astype(np.float32)

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from layerkit.base_layer import AUX_LOSS, SUMMARIES
+from layerkit.base.base_layer import AUX_LOSS, SUMMARIES
+from layerkit.base.sharding import DEFAULT_RULES, BoundSharding
+from layerkit.base.weights import is_box
 from layerkit.config import Config
 from layerkit.errors import ConfigError
-from layerkit.layers.moe import grouped_matmul
 from layerkit.layers.moe.feed_forward import MoeFeedForward
 from layerkit.layers.moe.routing import ExpertChoiceRouter
-from layerkit.layers.pipeline import Pipeline
-from layerkit.sharding import DEFAULT_RULES, BoundSharding
-from layerkit.weights import is_box
+from layerkit.layers.transformer.pipeline import Pipeline
+from layerkit.ops.moe import grouped_matmul
 
 KEY = jax.random.key(0)
 BATCH, LENGTH, DIMS, EXPERTS = 8, 6, 4, 8

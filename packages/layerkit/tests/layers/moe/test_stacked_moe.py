@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from layerkit.base_layer import AUX_LOSS, NON_TRAINABLE, PARAMS, SUMMARIES
+from layerkit.base.base_layer import AUX_LOSS, NON_TRAINABLE, PARAMS, SUMMARIES
 from layerkit.layers import AttentionMask, Pipeline, Repeat, Transformer
 from layerkit.layers.moe.feed_forward import MoeFeedForward
 from layerkit.layers.moe.routing import TopKRouter

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, use_abstract_mesh
 
+from layerkit.base.sharding import BoundSharding
 from layerkit.config import Config
 from layerkit.errors import ConfigError
-from layerkit.layers.linears import Linear
+from layerkit.layers.basic.linears import Linear
 from layerkit.layers.moe.feed_forward import MoeFeedForward
 from layerkit.layers.quantization.mxfp8 import MxFp8Dot
 from layerkit.layers.quantization.nvfp4 import NvFp4Dot
-from layerkit.sharding import BoundSharding
 
 RNGS = {"random": jax.random.key(3)}
 both = pytest.mark.parametrize("dot", [MxFp8Dot, NvFp4Dot])

@@ -8,8 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from layerkit.layers.linears import Linear
-from layerkit.layers.moe.grouped_matmul import GroupedMatmul, RowGroups, RowsProduct
+from layerkit.layers.basic.linears import Linear
 from layerkit.layers.quantization.current_scaling import (
     FP8_CURRENT,
     INT8,
@@ -18,6 +17,7 @@ from layerkit.layers.quantization.current_scaling import (
     grouped_scaled_matmul,
     scaled_matmul,
 )
+from layerkit.ops.moe.grouped_matmul import GroupedMatmul, RowGroups, RowsProduct
 
 DOTS = {"fp8": (Fp8CurrentDot, FP8_CURRENT), "int8": (Int8Dot, INT8)}
 SCHEMES = pytest.mark.parametrize("scheme", [FP8_CURRENT, INT8], ids=["fp8", "int8"])

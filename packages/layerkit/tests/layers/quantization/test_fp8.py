@@ -12,16 +12,16 @@ import pytest
 from flax import linen as nn
 from jax.sharding import Mesh
 
-from layerkit.base_layer import OVERWRITE_WITH_GRADIENT, PARAMS, BaseLayer
+from layerkit.base.base_layer import OVERWRITE_WITH_GRADIENT, PARAMS, BaseLayer
+from layerkit.base.sharding import BoundSharding
+from layerkit.base.weights import WeightHParams, is_box, logical_axes, unbox
 from layerkit.config import sub_config_field
 from layerkit.errors import ConfigError
-from layerkit.layers.linears import Linear
-from layerkit.layers.pipeline import Pipeline
-from layerkit.layers.products import create_dot, matmul
+from layerkit.layers.basic.dots import create_dot, matmul
+from layerkit.layers.basic.linears import Linear
 from layerkit.layers.quantization.fp8 import Fp8Dot, accumulate_by_max, next_state
-from layerkit.layers.repeat import Repeat
-from layerkit.sharding import BoundSharding
-from layerkit.weights import WeightHParams, is_box, logical_axes, unbox
+from layerkit.layers.transformer.pipeline import Pipeline
+from layerkit.layers.transformer.repeat import Repeat
 
 KEY = jax.random.key(0)
 FP8 = Fp8Dot.HParams.config(amax_history_length=4)

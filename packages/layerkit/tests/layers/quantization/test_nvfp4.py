@@ -11,7 +11,7 @@ import scipy.linalg
 
 from layerkit.config import Config
 from layerkit.errors import ConfigError
-from layerkit.layers.linears import Linear
+from layerkit.layers.basic.linears import Linear
 from layerkit.layers.quantization.nvfp4 import ROTATION, NvFp4Dot, nvfp4_matmul
 
 

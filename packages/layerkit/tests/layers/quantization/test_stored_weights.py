@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from layerkit.base_layer import PARAMS
+from layerkit.base.base_layer import PARAMS
 from layerkit.errors import ConfigError
-from layerkit.layers.adapters import merge_lora, with_lora, without_lora
-from layerkit.layers.linears import Bias, Linear
+from layerkit.layers.basic.linears import Bias, Linear
 from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.quantization.lora import merge_lora, with_lora, without_lora
 from layerkit.layers.quantization.stored_weights import dequantize_model, quantize_model
-from layerkit.layers.stacks import StackedTransformer, StackedTransformerRepeated
+from layerkit.layers.transformer.stacks import (
+    StackedTransformer,
+    StackedTransformerRepeated,
+)
 from layerkit.models import TransformerLm
 
 KEY = jax.random.key(0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from layerkit.layers.linears import Linear
+from layerkit.layers.basic.linears import Linear
 
 DIMS = 1024
 

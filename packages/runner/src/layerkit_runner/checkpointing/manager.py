@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from etils import epath
 
-from layerkit.checks import check_sizes
+from layerkit.config.checks import check_sizes
 from layerkit_runner.checkpointing import folders, formats, integrity, structure
 from layerkit_runner.checkpointing.errors import (
     STORAGE_ERRORS,

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from etils import epath
 
-from layerkit.checks import check_choice, check_integers, check_sizes
+from layerkit.config.checks import check_choice, check_integers, check_sizes
 from layerkit.errors import ConfigError
 from layerkit_runner.files.atomic_write import atomic_write, read_regular
 

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from layerkit.base.sharding import HOST_MEMORY
 from layerkit.errors import ConfigError, first_names
-from layerkit.sharding import HOST_MEMORY
 from layerkit_runner.errors import NonFiniteError
 
 LeafPath = tuple[str, ...]

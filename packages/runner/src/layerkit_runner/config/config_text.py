@@ -12,8 +12,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from layerkit import field_types
-from layerkit.config import is_config
+from layerkit.config import field_types, is_config
 from layerkit_runner.config.config_tree import (
     NOT_SET,
     Name,

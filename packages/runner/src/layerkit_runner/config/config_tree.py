@@ -14,13 +14,13 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from layerkit import field_types
 from layerkit.config import (
     Config,
     assigned_fields,
     changed_fields,
     dataclass_hint,
     field_names,
+    field_types,
     is_config,
     target_of,
 )

@@ -23,7 +23,7 @@ import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from layerkit import field_types
+from layerkit.config import field_types
 from layerkit_runner.config.overrides import unknown_field
 from layerkit_runner.errors import (
     ExperimentClassError,

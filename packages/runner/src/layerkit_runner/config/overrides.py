@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from layerkit import field_types
+from layerkit.config import field_types
 from layerkit_runner.errors import FieldError, UsageError, with_data
 
 # Roots that few experiments define; None for the others.

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from layerkit.config import Config, target_of
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.eval_padding import mark_rows, pad_rows
 from layerkit_inputs.base.feed_plan import FeedPlan, plan_feeds

@@ -18,10 +18,10 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
-from layerkit.base_layer import BaseLayer
+from layerkit.base.base_layer import BaseLayer
+from layerkit.base.weight_formats import WeightFormat, scale_path
 from layerkit.errors import UserError, first_names
 from layerkit.layers.quantization.stored_weights import round_like
-from layerkit.weight_formats import WeightFormat, scale_path
 from layerkit_runner.checkpointing.structure import LeafPath, join, named_leaves, spec_of
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.init_from.matching import OPT_STATE, PARAMS, Found, Matched, match

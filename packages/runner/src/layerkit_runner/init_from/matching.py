@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from layerkit.base_layer import PARAMS
-from layerkit.base_model import BaseModel
+from layerkit.base.base_layer import PARAMS
+from layerkit.base.base_model import BaseModel
 from layerkit.errors import near_names
 from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join, named_leaves, spec_of
 from layerkit_runner.errors import UsageError

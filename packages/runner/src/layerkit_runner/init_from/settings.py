@@ -18,11 +18,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from layerkit.checks import check_choice, check_integers, check_regex, check_regexes
 from layerkit.config import Configurable, instance_field
+from layerkit.config.checks import check_choice, check_integers, check_regex, check_regexes
 from layerkit.errors import ConfigError
-from layerkit.layers.adapters import LORA_WEIGHTS
-from layerkit.layers.residual_adapters import RESIDUAL_ADAPTER_WEIGHTS
+from layerkit.layers.quantization.lora import LORA_WEIGHTS
+from layerkit.layers.transformer.residual_adapters import RESIDUAL_ADAPTER_WEIGHTS
 from layerkit_runner.errors import UsageError
 from layerkit_runner.step.task import InitialWeights
 
@@ -207,7 +207,7 @@ class InitFrom(InitialWeights):
     """Settings that initialize a run from folders; a possible value of `task.initial_weights`.
 
     Each weight must come from a source, match `draw`, or be missing under `missing="draw"`.
-    Adapters (`layerkit.layers.adapters`, `residual_adapters`) that no source holds are initialized
+    Adapters (`lora`, `residual_adapters` of `layerkit.layers`) that no source holds are initialized
     randomly. Names and shapes are compared before anything is read or written. Nothing is padded or
     cut. Floating-point dtypes are converted, and the start report lists the conversions.
 

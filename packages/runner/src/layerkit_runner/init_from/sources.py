@@ -14,8 +14,8 @@ import jax
 import optax
 from etils import epath
 
-from layerkit.base_layer import PARAMS
-from layerkit.base_model import BaseModel
+from layerkit.base.base_layer import PARAMS
+from layerkit.base.base_model import BaseModel
 from layerkit.config import build, is_config
 from layerkit.errors import hub_hint
 from layerkit.interop.hugging_face import families, folder, importing, tensors

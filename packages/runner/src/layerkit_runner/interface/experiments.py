@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_runner.config.config_text import config_text, override_text
 from layerkit_runner.config.experiment import BaseExperiment, experiment_fields
 from layerkit_runner.config.overrides import Override, parse_override

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from layerkit.config import build, is_config
+from layerkit.config.nested_map import NestedMap
 from layerkit.decoding import SampleDecoder
-from layerkit.nested_map import NestedMap
 from layerkit_inputs.base.special_ids import first_ids
 from layerkit_inputs.packing.model_features import as_array, as_tokens, prompt_features
 from layerkit_inputs.text.tokenizers import Tokenizer

@@ -9,11 +9,10 @@ from typing import Any, TypeVar, cast
 import jax
 import numpy as np
 
-from layerkit import html_display
-from layerkit.base_layer import PARAMS
-from layerkit.config import Config
+from layerkit.base.base_layer import PARAMS
+from layerkit.config import Config, html_display
+from layerkit.config.nested_map import NestedMap
 from layerkit.decoding import PausedDecoder, SampledRows
-from layerkit.nested_map import NestedMap
 from layerkit_inputs.base.special_ids import end_disagreement, end_ids
 from layerkit_inputs.packing.model_features import as_tokens
 from layerkit_inputs.text.tokenizers import Tokenizer

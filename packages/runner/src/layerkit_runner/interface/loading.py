@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from layerkit.config import Config, Partial
-from layerkit.field_types import parse_literal
+from layerkit.config.field_types import parse_literal
 from layerkit_inputs.text.tokenizers import tokenizer_config
 from layerkit_runner.config.config_text import config_json
 from layerkit_runner.config.experiment import BaseExperiment, experiment_fields

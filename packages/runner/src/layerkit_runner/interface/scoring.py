@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.packing.model_features import encoder_decoder_features, lm_features
 from layerkit_runner.interface.generation import Buckets, Ids
 

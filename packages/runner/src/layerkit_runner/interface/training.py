@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from layerkit import html_display
+from layerkit.config import html_display
 from layerkit_inputs.base.errors import MissingExtraError
 from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.config.requests import ResolvedExperiment, flag_word

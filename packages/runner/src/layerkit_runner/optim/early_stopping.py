@@ -15,8 +15,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from layerkit.checks import check_choice, check_non_negative, check_sizes
 from layerkit.config import Configurable
+from layerkit.config.checks import check_choice, check_non_negative, check_sizes
 from layerkit_runner.distributed.cluster import from_process_0
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.text import stable_repr

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 from jax.tree_util import DictKey, KeyPath
 
-from layerkit.checks import require
+from layerkit.config.checks import require
 from layerkit_runner.optim.optimizer_calls import Reach, is_on_host, is_schedule_free, reach_of
 
 FIELD = "SpmdPartitioner.offload_optimizer_state"

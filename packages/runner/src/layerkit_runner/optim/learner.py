@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from layerkit.checks import check_positive, check_rates, check_regexes, require
 from layerkit.config import Configurable, instance_field
+from layerkit.config.checks import check_positive, check_rates, check_regexes, require
 from layerkit_runner.optim.optimizer_calls import is_schedule_free
 from layerkit_runner.optim.optimizer_groups import (
     MAIN,

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from layerkit.checks import require
+from layerkit.base.weights import is_box
+from layerkit.config.checks import require
 from layerkit.errors import ConfigError
-from layerkit.weights import is_box
 from layerkit_runner.optim import optimizer_calls
 from layerkit_runner.optim.optimizer_calls import Reach
 from layerkit_runner.optim.weight_patterns import matching_paths
@@ -28,7 +28,7 @@ Stacks = Mapping[Path, tuple[int, ...]]
 
 MAIN = "main"
 
-# Logical axes that `layerkit.layers.repeat` and `layerkit.layers.pipeline` add.
+# Logical axes that `repeat` and `pipeline` of `layerkit.layers.transformer` add.
 STACK_AXES = frozenset({"layers", "stage"})
 
 

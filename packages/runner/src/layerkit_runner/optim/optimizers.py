@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from layerkit.checks import check_non_negative, check_positive, check_rates, require
+from layerkit.config.checks import check_non_negative, check_positive, check_rates, require
 from layerkit_runner.optim.optimizer_calls import is_schedule_free
 from layerkit_runner.optim.rounding import round_stochastically
 from layerkit_runner.optim.schedules import concrete_numbers
@@ -218,7 +218,7 @@ def decays(params: Any) -> Any:
     """Return a mask for `optax.adamw(mask=…)`: True for the weights that declare that they decay.
 
     These are matrices (projections, embeddings, experts, routers, adapters), unlike scales, biases,
-    learned positions and relative biases; see `layerkit.weights.WeightHParams.decays`. Weights
+    learned positions and relative biases; see `layerkit.base.weights.WeightHParams.decays`. Weights
     without a declaration decay if they have two or more axes, with a warning.
 
     Args:

@@ -25,7 +25,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from layerkit.checks import check_choice, check_non_negative, check_positive, check_sizes, require
+from layerkit.config.checks import (
+    check_choice,
+    check_non_negative,
+    check_positive,
+    check_sizes,
+    require,
+)
 from layerkit.errors import ConfigError
 
 PolynomialOrigin = Literal["start", "limit"]

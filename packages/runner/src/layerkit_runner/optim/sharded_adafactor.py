@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from layerkit.checks import check_choice, check_non_negative, check_positive, check_rates
+from layerkit.config.checks import check_choice, check_non_negative, check_positive, check_rates
 from layerkit_runner.optim.schedules import concrete_numbers
 
 DecayMethod = Literal["adam", "pow"]

@@ -1,8 +1,7 @@
 """Masks of decayed weights from the declarations of weights, and the lines that report them.
 
-A weight declares whether it decays (`layerkit.weights.WeightHParams.decays`). Optimizers call a
-mask with plain arrays, so a task binds the declarations of its model around each call of the
-learner.
+A weight declares whether it decays (`layerkit.WeightHParams.decays`). Optimizers call a mask with
+plain arrays, so a task binds the declarations of its model around each call of the learner.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ import fiddle as fdl
 import jax
 from flax.traverse_util import flatten_dict
 
+from layerkit.base.weights import WeightBox, is_box
 from layerkit.errors import ConfigError, first_names
-from layerkit.weights import WeightBox, is_box
 from layerkit_runner.optim.host_state import weight_path
 
 Path = tuple[str, ...]

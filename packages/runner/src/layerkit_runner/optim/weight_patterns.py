@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from layerkit.checks import check_integers, check_positive, check_regexes, require
+from layerkit.base.weight_formats import scale_path
 from layerkit.config import Configurable
+from layerkit.config.checks import check_integers, check_positive, check_regexes, require
 from layerkit.errors import ConfigError
-from layerkit.weight_formats import scale_path
 
 # Folded into the key of a step, so that the noise differs from the random numbers of all layers.
 _NOISE_STREAM = 0x766E

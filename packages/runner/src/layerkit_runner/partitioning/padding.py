@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, KeyPath
 
+from layerkit.base.weights import is_box
 from layerkit.errors import first_names
-from layerkit.weights import is_box
 from layerkit_runner.files.text import size_text
 
 Axes = tuple[str | None, ...]

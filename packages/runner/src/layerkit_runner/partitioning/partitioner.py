@@ -16,11 +16,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from layerkit import html_display
-from layerkit.checks import require
-from layerkit.config import Configurable
-from layerkit.nested_map import NestedMap
-from layerkit.sharding import DEFAULT_RULES, HOST_MEMORY, BoundSharding, ShardingRules
+from layerkit.base.sharding import DEFAULT_RULES, HOST_MEMORY, BoundSharding, ShardingRules
+from layerkit.config import Configurable, html_display
+from layerkit.config.checks import require
+from layerkit.config.nested_map import NestedMap
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import padding
 from layerkit_runner.partitioning.mesh import make_mesh

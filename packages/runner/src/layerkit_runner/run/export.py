@@ -29,13 +29,13 @@ from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import export
 
-from layerkit.base_layer import PARAMS, RANDOM
-from layerkit.base_model import BaseModel
+from layerkit.base.base_layer import PARAMS, RANDOM
+from layerkit.base.base_model import BaseModel
 from layerkit.config import Config
+from layerkit.config.nested_map import NestedMap
 from layerkit.decoding import SampleDecoder
 from layerkit.errors import UserError, pip_install
 from layerkit.interop.hugging_face import export_model
-from layerkit.nested_map import NestedMap
 from layerkit_inputs.base.errors import MissingExtraError
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.errors import UsageError, as_usage_error

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layerkit.diagnostics import layer_of
+from layerkit.base.diagnostics import layer_of
 from layerkit.errors import ConfigError, error_text
 from layerkit_runner.config.config_tree import walk
 from layerkit_runner.config.requests import ResolvedExperiment
@@ -122,7 +122,7 @@ def _storage_and_memory_errors(
     """Turn errors of storage, of memory and of versions into ones that the command line prints."""
     import jax
 
-    from layerkit.layers.attention.backends import UnsupportedBackendError
+    from layerkit.ops.attention.backends import UnsupportedBackendError
     from layerkit_runner import checkpointing
 
     try:

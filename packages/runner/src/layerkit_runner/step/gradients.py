@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
-from layerkit.base_layer import NON_TRAINABLE, SUMMARIES
-from layerkit.checks import require
+from layerkit.base.base_layer import NON_TRAINABLE, SUMMARIES
+from layerkit.base.step_reports import STEP_TOTALS, AuxLoss, aux_losses
 from layerkit.config import Configurable
+from layerkit.config.checks import require
 from layerkit.errors import first_names
-from layerkit.step_reports import STEP_TOTALS, AuxLoss, aux_losses
 from layerkit_runner.errors import UsageError
 from layerkit_runner.step.metrics import Reported, StepContext, reduce_microbatches
 
@@ -109,7 +109,7 @@ class GradientResult(NamedTuple):
       gradients: Gradient of this shard's share of the loss, shaped like `Variables.trained`.
       overwriting: Gradient with respect to `Variables.overwritten`.
       aux: This shard's share of the sum of auxiliary losses; None if the model has none.
-      step_totals: This shard's totals that move variables; see `layerkit.step_reports`.
+      step_totals: This shard's totals that move variables; see `layerkit.base.step_reports`.
       summaries: Summaries of the layers, with a leading axis `microbatches` if there are several.
     """
 

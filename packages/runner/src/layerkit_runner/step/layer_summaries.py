@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from layerkit.summaries import DEFAULT_VERBOSITY, LOG_EDGES, MAX_IMAGES, BinCounts, Summary
+from layerkit.base.summaries import DEFAULT_VERBOSITY, LOG_EDGES, MAX_IMAGES, BinCounts, Summary
 from layerkit_runner.observers import Histogram
 from layerkit_runner.step.gradients import microbatch_keys, split_rows
 from layerkit_runner.step.metrics import StepContext

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from layerkit.base_model import WeightedScalar
-from layerkit.nested_map import NestedMap
-from layerkit.step_reports import AuxLoss
-from layerkit.summaries import BinCounts
+from layerkit.base.base_model import WeightedScalar
+from layerkit.base.step_reports import AuxLoss
+from layerkit.base.summaries import BinCounts
+from layerkit.config.nested_map import NestedMap
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import TOTAL_WEIGHT, Histogram
 

@@ -26,8 +26,8 @@ from layerkit.config import (
     target_of,
     walk_configs,
 )
-from layerkit.layers.products import unused_templates
-from layerkit.layers.stacks import StackedTransformerRepeated
+from layerkit.layers.basic.dots import unused_templates
+from layerkit.layers.transformer.stacks import StackedTransformerRepeated
 from layerkit_runner.step.metrics import GLOBAL_BATCH
 from layerkit_runner.step.train_state import TrainState, batch_spec
 
@@ -37,7 +37,7 @@ CAUSAL_SCOPE = "causal_attention"
 _FORWARDS_PER_TRAINING_STEP = 3
 # Matches the scope as a whole part of a name stack such as 'jvp(vmap(causal_attention))/dot'.
 _IN_CAUSAL_SCOPE = re.compile(rf"(?:^|[/(]){CAUSAL_SCOPE}(?:$|[/)])")
-# The name that `layerkit.layers.moe.grouped_matmul` gives to products of some of their rows.
+# The name that `layerkit.ops.moe.grouped_matmul` gives to products of some of their rows.
 _ROWS_IN_USE = re.compile(r"\brows_(\d+)_of_(\d+)\b")
 
 
@@ -188,7 +188,7 @@ _CONTRACTIONS: dict[str, Callable[[core.JaxprEqn], int]] = {
 # attention, which cannot be traced without its device.
 _PLAIN = {"remat": "none", "chunk_size": sys.maxsize, "backend": "xla"}
 # Compared by name, so that a run without pipelines does not import the module.
-_PIPELINE = "layerkit.layers.pipelined_transformer.PipelinedTransformer"
+_PIPELINE = "layerkit.layers.transformer.pipelined_transformer.PipelinedTransformer"
 
 
 def model_flops_per_step(task_config: Config, batch: Any, rows: int) -> float:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from layerkit.base_layer import (
+from layerkit.base.base_layer import (
     AUX_LOSS,
     NON_TRAINABLE,
     OVERWRITE_WITH_GRADIENT,
@@ -23,21 +23,21 @@ from layerkit.base_layer import (
     SUMMARIES,
     SUMMARY_ARRAYS,
 )
-from layerkit.base_model import BaseModel, Metrics, WeightedScalar
-from layerkit.checks import check_integers, require
-from layerkit.config import Configurable, instance_field
-from layerkit.errors import ConfigError
-from layerkit.nested_map import NestedMap
-from layerkit.sharding import BoundSharding
-from layerkit.step_reports import (
+from layerkit.base.base_model import BaseModel, Metrics, WeightedScalar
+from layerkit.base.sharding import BoundSharding
+from layerkit.base.step_reports import (
     AUX_MEANS,
     STEP_TOTALS,
     AuxLoss,
     apply_totals,
     aux_losses,
 )
-from layerkit.summaries import DEFAULT_VERBOSITY
-from layerkit.weights import unbox
+from layerkit.base.summaries import DEFAULT_VERBOSITY
+from layerkit.base.weights import unbox
+from layerkit.config import Configurable, instance_field
+from layerkit.config.checks import check_integers, require
+from layerkit.config.nested_map import NestedMap
+from layerkit.errors import ConfigError
 from layerkit_inputs.base.eval_padding import ROW_MARKS
 from layerkit_runner.errors import UsageError
 from layerkit_runner.optim.early_stopping import StoppingRule

@@ -25,12 +25,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from layerkit.base_model import Metrics, WeightedScalar
-from layerkit.checks import check_sizes, require
+from layerkit.base.base_model import Metrics, WeightedScalar
+from layerkit.base.summaries import BinCounts
 from layerkit.config import Configurable
+from layerkit.config.checks import check_sizes, require
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit.nested_map import NestedMap
-from layerkit.summaries import BinCounts
 from layerkit_runner.step.metrics import LossSum, Maximum, Reported
 
 PER_EXAMPLE = ("outputs", "batch")

@@ -6,8 +6,8 @@ import datetime
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from layerkit.checks import check_choice, check_integers, check_sizes, require
 from layerkit.config import Configurable, instance_field
+from layerkit.config.checks import check_choice, check_integers, check_sizes, require
 from layerkit_runner.optim.learner import Learner
 
 _OWNER = "task.train"

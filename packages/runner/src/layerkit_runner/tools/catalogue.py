@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from layerkit.base_layer import PARAMS
+from layerkit.base.base_layer import PARAMS
 from layerkit.config import target_of
 from layerkit_runner.config.experiment import BaseExperiment, experiment_fields
 from layerkit_runner.config.registry import (

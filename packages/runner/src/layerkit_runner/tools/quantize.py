@@ -66,15 +66,15 @@ def quantize_folder(
     Args:
       source: Folder of a job, or a Hugging Face folder.
       out: Folder to write, which must not exist or be empty.
-      weight_format: Format of the weights; see `layerkit.weight_formats`.
+      weight_format: Format of the weights; see `layerkit.base.weight_formats`.
       step: Checkpoint step; None for the newest that is not damaged.
     """
     import jax
     from flax.traverse_util import unflatten_dict
 
-    from layerkit.base_layer import PARAMS
+    from layerkit.base.base_layer import PARAMS
+    from layerkit.base.weight_formats import WeightFormat
     from layerkit.layers import quantize_model
-    from layerkit.weight_formats import WeightFormat
     from layerkit_runner.files.atomic_write import absolute, is_remote
     from layerkit_runner.init_from import InitFrom, Source
     from layerkit_runner.init_from.first_state import weight_readers

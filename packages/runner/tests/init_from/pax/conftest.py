@@ -20,15 +20,15 @@ import pytest
 from etils import epath
 
 from layerkit.config import Config, Partial
+from layerkit.config.nested_map import NestedMap
 from layerkit.layers import (
     GELU,
     PositionalEmbedding,
     StackedTransformer,
     StackedTransformerRepeated,
 )
-from layerkit.layers.pipelined_transformer import PipelinedTransformer
+from layerkit.layers.transformer.pipelined_transformer import PipelinedTransformer
 from layerkit.models import LanguageModel
-from layerkit.nested_map import NestedMap
 from layerkit_runner.init_from import InitFrom, Source, plan_first_state
 from layerkit_runner.init_from.pax.folders import find, open_arrays
 from layerkit_runner.optim.learner import Learner

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from layerkit.base_model import BaseModel
+from layerkit.base.base_model import BaseModel
 from layerkit.config import Config
 from layerkit.errors import MISSING
-from layerkit.layers.linears import Linear
+from layerkit.layers.basic.linears import Linear
 from layerkit_runner import BaseExperiment, UsageError
 from layerkit_runner.config.config_text import config_text
 from layerkit_runner.config.overrides import Override

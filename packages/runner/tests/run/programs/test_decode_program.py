@@ -16,7 +16,7 @@ import pytest
 from etils import epath
 from flax import linen as nn
 
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.observers import Observer
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner

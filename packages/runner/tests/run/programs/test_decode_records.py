@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_runner import UsageError
 from layerkit_runner.observers.metrics_log import encode
 from layerkit_runner.run.programs.decode_program import LARGEST_LIST, DecodedRecords

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.base_model import WeightedScalar
+from layerkit.base.base_model import WeightedScalar
 from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import Observer

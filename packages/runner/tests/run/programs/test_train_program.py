@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerkit.layers.linears import Linear
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
+from layerkit.layers.basic.linears import Linear
 from layerkit_inputs.base.prefetch import Prefetch
 from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.data.train_inputs import TrainInput, TrainInputs

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.base_model import BaseModel, WeightedScalar
+from layerkit.base.base_model import BaseModel, WeightedScalar
 from layerkit.config import Config
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_runner import BaseExperiment
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.distributed.cluster import LOST_PROCESS_EXIT_CODE
@@ -39,7 +39,7 @@ class Measuring(BaseModel):
     fails: bool = False
 
     def setup(self) -> None:
-        from layerkit.layers.linears import Linear
+        from layerkit.layers.basic.linears import Linear
 
         self.create_child("linear", Linear.HParams.config(input_dims=2, output_dims=1))
 

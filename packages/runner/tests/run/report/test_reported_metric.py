@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from layerkit.base_model import NATS_PER_TOKEN, BaseModel
+from layerkit.base.base_model import NATS_PER_TOKEN, BaseModel
 from layerkit.models.bert import BertModel
 from layerkit.models.classification_model import ClassificationModel
 from layerkit.models.language_model import LanguageModel

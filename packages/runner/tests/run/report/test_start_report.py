@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from layerkit.config.nested_map import NestedMap
 from layerkit.layers import TransformerFeedForward, quantize_model
-from layerkit.nested_map import NestedMap
 from layerkit_inputs import IndexedInput, LocalText, Prefetch
 from layerkit_inputs.text.tokenizers import HuggingFaceTokenizer
 from layerkit_runner.run.report.start_report import (

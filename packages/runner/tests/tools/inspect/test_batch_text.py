@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs import ByteTokenizer, LocalText
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_runner.tools.inspect.batches import field_table, real_rows, row_lines, summary

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import pytest
 
-from layerkit.base_layer import BaseLayer
-from layerkit.base_model import BaseModel
+from layerkit.base.base_layer import BaseLayer
+from layerkit.base.base_model import BaseModel
+from layerkit.base.weights import WeightHParams, WeightInit
 from layerkit.config import Config, instance_field, sub_config_field
-from layerkit.layers.repeat import Repeat
+from layerkit.layers.transformer.repeat import Repeat
 from layerkit.models import LanguageModel, TransformerLm
-from layerkit.weights import WeightHParams, WeightInit
 from layerkit_runner import BaseExperiment, UsageError
 from layerkit_runner.config.commands import load_mode
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner

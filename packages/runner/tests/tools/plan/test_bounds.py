@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from layerkit.config import Config, assigned_fields
-from layerkit.layers.pipeline_schedule import PipelineSchedule
-from layerkit.layers.pipelined_transformer import PipelinedTransformer
+from layerkit.layers.transformer.pipelined_transformer import PipelinedTransformer
+from layerkit.ops.pipeline_schedule import PipelineSchedule
 from layerkit_runner.config.overrides import Override
 from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.run.job import build_parts

@@ -6,7 +6,7 @@ import json
 import jax
 import pytest
 
-from layerkit.sharding import DEFAULT_RULES
+from layerkit.base.sharding import DEFAULT_RULES
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run.resolve import resolve
 from layerkit_runner.tools.plan.bounds import Bounds, DeviceWork

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from layerkit.base_model import BaseModel, Metrics, WeightedScalar
+from layerkit.base.base_model import BaseModel, Metrics, WeightedScalar
+from layerkit.base.weights import WeightHParams, WeightInit
 from layerkit.config import Config, Partial
-from layerkit.nested_map import NestedMap
-from layerkit.weights import WeightHParams, WeightInit
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_runner import BaseExperiment
 from layerkit_runner.optim.learner import Learner

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from layerkit.config.field_types import parse_value
 from layerkit.errors import MISSING, UserError
-from layerkit.field_types import parse_value
 
 pytest.importorskip("optuna")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from layerkit.base_layer import PARAMS
+from layerkit.base.base_layer import PARAMS
 from layerkit.config import Config, target_of
-from layerkit.layers.adapters import without_lora
+from layerkit.layers.quantization.lora import without_lora
 from layerkit.layers.quantization.stored_weights import dequantize_model
 from layerkit.models.language_model import LanguageModel
 from layerkit.models.preference_model import DpoModel

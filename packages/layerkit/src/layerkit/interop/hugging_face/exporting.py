@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from layerkit.base_layer import PARAMS
+from layerkit.base.base_layer import PARAMS
 from layerkit.config import Config, build, field_names, is_config, target_of
 from layerkit.interop.hugging_face.deployed import deployed_model
 from layerkit.interop.hugging_face.families import FAMILIES, family_of

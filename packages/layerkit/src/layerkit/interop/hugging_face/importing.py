@@ -16,7 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from layerkit.base_layer import BaseLayer
+from layerkit.base.base_layer import BaseLayer
+from layerkit.base.weights import canonical_dtype, floating_dtype
 from layerkit.config import Config, build, field_names
 from layerkit.errors import ConfigError, near_names
 from layerkit.interop.hugging_face.families import family_in
@@ -43,8 +44,7 @@ from layerkit.interop.hugging_face.tensors import (
     their_shapes,
     unflatten,
 )
-from layerkit.layers.stacks import unrolled_stack
-from layerkit.weights import canonical_dtype, floating_dtype
+from layerkit.layers.transformer.stacks import unrolled_stack
 
 # Largest number of differences between a folder and a model that an error lists.
 _MOST_PROBLEMS = 50

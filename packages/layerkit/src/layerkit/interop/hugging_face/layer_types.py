@@ -8,7 +8,7 @@ from typing import Any
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.keys import ConfigFile, layer_templates
-from layerkit.layers.stacks import StackedTransformerRepeated
+from layerkit.layers.transformer.stacks import StackedTransformerRepeated
 
 NEAR, FAR = "sliding_attention", "full_attention"
 

@@ -13,7 +13,7 @@ from layerkit.interop.hugging_face.keys import (
     set_field,
 )
 from layerkit.interop.hugging_face.tensors import Row
-from layerkit.layers.activations import (
+from layerkit.layers.basic.activations import (
     GELU,
     Identity,
     LeakyReLU,
@@ -24,7 +24,7 @@ from layerkit.layers.activations import (
     SquaredReLU,
     Tanh,
 )
-from layerkit.layers.embeddings import Embedding, FullSoftmax, SharedEmbeddingSoftmax
+from layerkit.layers.basic.embeddings import Embedding, FullSoftmax, SharedEmbeddingSoftmax
 
 # Keys in order of preference: export writes the first one that matches.
 ACTIVATIONS: dict[str, Config] = {

@@ -16,8 +16,8 @@ from layerkit.interop.hugging_face.keys import (
     get_field,
     set_field,
 )
-from layerkit.layers.positions import RotaryPositionalEmbedding
-from layerkit.layers.rotary_scaling import (
+from layerkit.layers.basic.positions import RotaryPositionalEmbedding
+from layerkit.ops.rotary_scaling import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,

@@ -17,9 +17,9 @@ from typing import Any
 
 import jax
 
-from layerkit.base_layer import PARAMS, BaseLayer
+from layerkit.base.base_layer import PARAMS, BaseLayer
+from layerkit.base.weights import unbox
 from layerkit.interop.hugging_face.layouts import Layout
-from layerkit.weights import unbox
 
 # From the collection's name down: ("params", "lm", "softmax", "w").
 Path = tuple[str, ...]

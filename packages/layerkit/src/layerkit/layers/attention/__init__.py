@@ -1,1 +1,1 @@
-"""Attention: the layer, its projections, and the plain function at its core with its backends."""
+"""Attention layers: projections, position biases, caches, and the layers that combine them."""

@@ -12,20 +12,20 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from layerkit.base_layer import BaseLayer
-from layerkit.checks import check_choice, check_positive, check_sizes, require
+from layerkit.base.base_layer import BaseLayer
+from layerkit.base.weights import WeightHParams, WeightInit
 from layerkit.config import Config, sub_config_field
+from layerkit.config.checks import check_choice, check_positive, check_sizes, require
+from layerkit.config.field_checks import Conditions
 from layerkit.errors import ConfigError
-from layerkit.field_checks import Conditions
-from layerkit.layers.attention.backends import BACKEND_NAMES
-from layerkit.layers.attention.context_parallel import CONTEXT_PARALLEL_NAMES
-from layerkit.layers.attention.distance_bias import LogitBias
-from layerkit.layers.attention.dot_product import dot_product_attention
 from layerkit.layers.attention.projections import HeadProjection, OutputProjection
-from layerkit.layers.masks import AttentionMask
-from layerkit.layers.normalizations import BaseNormalization
-from layerkit.layers.stochastic import Dropout
-from layerkit.weights import WeightHParams, WeightInit
+from layerkit.layers.basic.dropout import Dropout
+from layerkit.layers.basic.normalizations import BaseNormalization
+from layerkit.ops.attention.backends import BACKEND_NAMES
+from layerkit.ops.attention.context_parallel import CONTEXT_PARALLEL_NAMES
+from layerkit.ops.attention.distance_bias import LogitBias
+from layerkit.ops.attention.dot_product import dot_product_attention
+from layerkit.ops.attention.masks import AttentionMask
 
 # 1/softplus(0) = 1/ln 2, so that the learned scale of a coordinate is 1 at p = 0.
 _INVERSE_SOFTPLUS_OF_0 = 1.442695041
@@ -68,12 +68,12 @@ class BaseAttention(BaseLayer):
       dropout_rate: Dropout rate of the attention probabilities in training.
       zero_fully_masked_rows: True for an output of exactly 0, instead of a mean, where a query may
         attend no key. With sinks it is always 0.
-      backend: Name of the implementation of `fprop`; see `layerkit.layers.attention.backends`.
+      backend: Name of the implementation of `fprop`; see `layerkit.ops.attention.backends`.
         Cached steps always run on `xla`.
       context_parallel: `all_gather`, `ring` or `ulysses`, for whole rows that are split over
-        devices; see `layerkit.layers.attention.context_parallel`.
+        devices; see `layerkit.ops.attention.context_parallel`.
       kernel_blocks: Largest number of (queries, keys) in a block of a Pallas kernel, powers of two;
-        None for the default of the device; see `layerkit.layers.attention.kernel_blocks`. It
+        None for the default of the device; see `layerkit.ops.attention.pallas.kernel_blocks`. It
         affects speed, not results.
       query_tpl: Projection into query heads.
       key_tpl: Projection into key heads.

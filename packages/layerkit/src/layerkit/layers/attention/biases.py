@@ -5,7 +5,7 @@ keys]`, which attention adds to the scaled logits. If all rows have the same pos
 positions is enough, and the bias is as large as one row of logits.
 
 Where attention stays within rows in the order of their tokens, the bias is one number per distance;
-see `layerkit.layers.attention.distance_bias`.
+see `layerkit.ops.attention.distance_bias`.
 
 Distances within documents that are packed in one row are correct, since positions in the row and in
 the document differ by a constant.
@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from layerkit.base_layer import BaseLayer
-from layerkit.checks import check_sizes, require
-from layerkit.layers.attention.distance_bias import DistanceBias, LogitBias
-from layerkit.layers.masks import AttentionMask
-from layerkit.weights import WeightHParams, WeightInit
+from layerkit.base.base_layer import BaseLayer
+from layerkit.base.weights import WeightHParams, WeightInit
+from layerkit.config.checks import check_sizes, require
+from layerkit.ops.attention.distance_bias import DistanceBias, LogitBias
+from layerkit.ops.attention.masks import AttentionMask
 
 
 class RelativeBias(BaseLayer):

@@ -16,8 +16,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from layerkit.base_layer import CACHE, BaseLayer
-from layerkit.checks import require
+from layerkit.base.base_layer import CACHE, BaseLayer
+from layerkit.config.checks import require
 from layerkit.errors import ConfigError
 
 Axes = tuple[str | None, ...]

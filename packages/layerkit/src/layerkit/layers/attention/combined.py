@@ -10,11 +10,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from layerkit.base_layer import BaseLayer
-from layerkit.checks import check_divisible, check_last_axis, check_sizes
+from layerkit.base.base_layer import BaseLayer
+from layerkit.base.weights import WeightHParams, WeightInit
 from layerkit.config import Config, sub_config_field
-from layerkit.layers.products import Dot, add_bias, create_dot, matmul
-from layerkit.weights import WeightHParams, WeightInit
+from layerkit.config.checks import check_divisible, check_last_axis, check_sizes
+from layerkit.layers.basic.dots import Dot, add_bias, create_dot, matmul
 
 
 class CombinedProjection(BaseLayer):
@@ -32,7 +32,7 @@ class CombinedProjection(BaseLayer):
       query_axes: Logical axes of the queries.
       activation_axes: Logical axes of keys and of values.
       dot_tpl: Implementation of the product; None for `jnp.matmul`. See
-        `layerkit.layers.products`.
+        `layerkit.layers.basic.dots`.
     """
 
     input_dims: int = 0

@@ -11,9 +11,9 @@ import jax
 
 from layerkit.layers.attention.base_attention import BaseAttention
 from layerkit.layers.attention.cache import read_cache, write_cache
-from layerkit.layers.masks import AttentionMask
-from layerkit.layers.products import merge_tokens
-from layerkit.layers.remat import name_activation
+from layerkit.layers.basic.dots import merge_tokens
+from layerkit.ops.attention.masks import AttentionMask
+from layerkit.ops.remat import name_activation
 
 
 class CrossAttention(BaseAttention):

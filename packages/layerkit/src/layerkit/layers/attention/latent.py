@@ -22,20 +22,20 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from layerkit.base_layer import BaseLayer
-from layerkit.checks import check_sizes
+from layerkit.base.base_layer import BaseLayer
 from layerkit.config import Config, sub_config_field
-from layerkit.field_checks import Conditions
+from layerkit.config.checks import check_sizes
+from layerkit.config.field_checks import Conditions
 from layerkit.layers.attention.base_attention import attend, check_attention_options
 from layerkit.layers.attention.cache import check_time_step, extend_cache, write_cache
-from layerkit.layers.attention.distance_bias import LogitBias
 from layerkit.layers.attention.projections import HeadProjection, OutputProjection
-from layerkit.layers.linears import Bias, Linear
-from layerkit.layers.masks import AttentionMask
-from layerkit.layers.normalizations import BaseNormalization, RmsNorm
-from layerkit.layers.positions import RotaryPositionalEmbedding
-from layerkit.layers.remat import name_activation
-from layerkit.layers.stochastic import Dropout
+from layerkit.layers.basic.dropout import Dropout
+from layerkit.layers.basic.linears import Bias, Linear
+from layerkit.layers.basic.normalizations import BaseNormalization, RmsNorm
+from layerkit.layers.basic.positions import RotaryPositionalEmbedding
+from layerkit.ops.attention.distance_bias import LogitBias
+from layerkit.ops.attention.masks import AttentionMask
+from layerkit.ops.remat import name_activation
 
 _LATENT_WEIGHT = ("embed", None)
 _LATENT_AXES = ("batch", "length", None)
@@ -68,12 +68,12 @@ class MultiHeadLatentAttention(BaseLayer):
       dropout_rate: Dropout rate of the attention probabilities in training.
       zero_fully_masked_rows: True for an output of exactly 0 for queries whose keys are all masked;
         False for a mean of the values.
-      backend: Name of the implementation of `fprop`; see `layerkit.layers.attention.backends`.
+      backend: Name of the implementation of `fprop`; see `layerkit.ops.attention.backends`.
         Cached steps always run on `xla`.
       context_parallel: `all_gather`, `ring` or `ulysses`, used by `fprop` if the length axis is
-        split over devices; see `layerkit.layers.attention.context_parallel`.
+        split over devices; see `layerkit.ops.attention.context_parallel`.
       kernel_blocks: Largest number of (queries, keys) in a block of a Pallas kernel, powers of two;
-        None for the default of the device; see `layerkit.layers.attention.kernel_blocks`. It
+        None for the default of the device; see `layerkit.ops.attention.pallas.kernel_blocks`. It
         affects speed, not results.
       down_tpl: Projections of the inputs to the latents and to the rotary key.
       up_tpl: Projections to heads, from latents or (queries without a latent) from the inputs.

@@ -16,10 +16,10 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from layerkit.base_layer import BaseLayer
-from layerkit.checks import check_sizes
+from layerkit.base.base_layer import BaseLayer
 from layerkit.config import Config, sub_config_field
-from layerkit.field_checks import Conditions
+from layerkit.config.checks import check_sizes
+from layerkit.config.field_checks import Conditions
 from layerkit.layers.attention.base_attention import BaseAttention
 from layerkit.layers.attention.biases import add_bias_of_rows, add_relative_bias
 from layerkit.layers.attention.cache import (
@@ -30,10 +30,10 @@ from layerkit.layers.attention.cache import (
     write_rounded_cache,
 )
 from layerkit.layers.attention.combined import CombinedProjection
-from layerkit.layers.attention.distance_bias import LogitBias
-from layerkit.layers.masks import AttentionMask
-from layerkit.layers.products import merge_tokens
-from layerkit.layers.remat import name_activation
+from layerkit.layers.basic.dots import merge_tokens
+from layerkit.ops.attention.distance_bias import LogitBias
+from layerkit.ops.attention.masks import AttentionMask
+from layerkit.ops.remat import name_activation
 
 
 class MultiHeadAttention(BaseAttention):

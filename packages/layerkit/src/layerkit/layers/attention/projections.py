@@ -9,12 +9,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from layerkit.base_layer import BaseLayer
-from layerkit.checks import check_last_axis, check_sizes
+from layerkit.base.base_layer import BaseLayer
+from layerkit.base.sharding import is_single_cpu
+from layerkit.base.weights import WeightHParams, WeightInit
 from layerkit.config import Config, sub_config_field
-from layerkit.layers.products import Dot, add_bias, create_dot, matmul
-from layerkit.sharding import is_single_cpu
-from layerkit.weights import WeightHParams, WeightInit
+from layerkit.config.checks import check_last_axis, check_sizes
+from layerkit.layers.basic.dots import Dot, add_bias, create_dot, matmul
 
 
 class HeadProjection(BaseLayer):
@@ -28,7 +28,7 @@ class HeadProjection(BaseLayer):
       weight_axes: Logical axes of `w` `[input_dims, num_heads, head_dim]`.
       activation_axes: Logical axes of the output.
       dot_tpl: Implementation of the product; None for `jnp.matmul`. See
-        `layerkit.layers.products`.
+        `layerkit.layers.basic.dots`.
     """
 
     input_dims: int = 0
@@ -78,7 +78,7 @@ class OutputProjection(BaseLayer):
       weight_axes: Logical axes of `w` `[num_heads, head_dim, output_dims]`.
       activation_axes: Logical axes of the output.
       dot_tpl: Implementation of the product; None for `jnp.matmul`. See
-        `layerkit.layers.products`.
+        `layerkit.layers.basic.dots`.
     """
 
     output_dims: int = 0

@@ -3,9 +3,9 @@
 Two methods of dispatch share routing, weights and losses:
 
 - *dropless* (the default): every token reaches its experts, in groups of rows of any size
-  (`layerkit.layers.moe.dropless`);
+  (`layerkit.ops.moe.dropless`);
 - *capacity*: each expert has a fixed number of slots. The output of choices without a slot is zero,
-  so that only the residual remains (`layerkit.layers.moe.capacity`).
+  so that only the residual remains (`layerkit.ops.moe.capacity`).
 
 A capacity applies in training only, unless `capacity_in_evaluation` is set. Evaluation and decoding
 drop no choices: the output of a token must not depend on other tokens, and cached steps must give
@@ -24,8 +24,10 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from layerkit.base_layer import CACHE, BaseLayer
-from layerkit.checks import (
+from layerkit.base.base_layer import CACHE, BaseLayer
+from layerkit.base.weights import WeightHParams, WeightInit
+from layerkit.config import Config, sub_config_field, target_of
+from layerkit.config.checks import (
     check_choice,
     check_divisible,
     check_integers,
@@ -34,27 +36,10 @@ from layerkit.checks import (
     check_sizes,
     require,
 )
-from layerkit.config import Config, sub_config_field, target_of
+from layerkit.config.field_checks import Conditions
 from layerkit.errors import ConfigError
-from layerkit.field_checks import Conditions
-from layerkit.layers.activations import BaseActivation, SiLU
-from layerkit.layers.feed_forward import TransformerFeedForward
-from layerkit.layers.linears import Linear
-from layerkit.layers.moe.capacity import capacity_of, capacity_slots
-from layerkit.layers.moe.exchange import EXCHANGES
-from layerkit.layers.moe.expert_parallel import Dropless, run_on_mesh
-from layerkit.layers.moe.experts import (
-    OUTPUT_BIAS,
-    PRODUCTS,
-    WEIGHT_AXES,
-    ExpertFunction,
-    weight_names,
-)
-from layerkit.layers.moe.grouped_matmul import IMPLEMENTATIONS, RowsProduct, select_grouped_matmul
-from layerkit.layers.moe.losses import expert_load, report_load_balance, report_router_z
-from layerkit.layers.moe.routing import ExpertChoiceRouter, Routing, TopKRouter
-from layerkit.layers.moe.slots import from_slots, to_slots, weighted, weighted_sum
-from layerkit.layers.products import (
+from layerkit.layers.basic.activations import BaseActivation, SiLU
+from layerkit.layers.basic.dots import (
     Dot,
     add_bias,
     batched_matmul,
@@ -62,9 +47,24 @@ from layerkit.layers.products import (
     grouped_arrays,
     grouped_matmul,
 )
-from layerkit.layers.remat import save_inputs
-from layerkit.layers.stochastic import Dropout
-from layerkit.weights import WeightHParams, WeightInit
+from layerkit.layers.basic.dropout import Dropout
+from layerkit.layers.basic.linears import Linear
+from layerkit.layers.moe.experts import (
+    OUTPUT_BIAS,
+    PRODUCTS,
+    WEIGHT_AXES,
+    ExpertFunction,
+    weight_names,
+)
+from layerkit.layers.moe.losses import expert_load, report_load_balance, report_router_z
+from layerkit.layers.moe.routing import ExpertChoiceRouter, Routing, TopKRouter
+from layerkit.layers.transformer.feed_forward import TransformerFeedForward
+from layerkit.ops.moe.capacity import capacity_of, capacity_slots
+from layerkit.ops.moe.exchange import EXCHANGES
+from layerkit.ops.moe.expert_parallel import Dropless, run_on_mesh
+from layerkit.ops.moe.grouped_matmul import IMPLEMENTATIONS, RowsProduct, select_grouped_matmul
+from layerkit.ops.moe.slots import from_slots, to_slots, weighted, weighted_sum
+from layerkit.ops.remat import save_inputs
 
 _LOG = logging.getLogger(__name__)
 
@@ -114,10 +114,10 @@ class MoeFeedForward(BaseLayer):
       num_groups: Number of groups of a batch with a capacity, each with separate slots; None for
         one per row.
       grouped_matmul: Implementation of the products without a capacity, and of evaluation with a
-        capacity; see `layerkit.layers.moe.grouped_matmul`.
+        capacity; see `layerkit.ops.moe.grouped_matmul`.
       expert_exchange: Exchange of tokens without a capacity, and in evaluation with a capacity,
         where a mesh splits the experts: `ragged_all_to_all`, `all_gather` or `auto`; see
-        `layerkit.layers.moe.expert_parallel`. `auto` selects the one that moves fewer rows.
+        `layerkit.ops.moe.expert_parallel`. `auto` selects the one that moves fewer rows.
       exchange_buffer_factor: None for buffers that hold all rows that a device can receive by
         `ragged_all_to_all`: devices · tokens · min(num_experts_per_token, experts per device), of
         which balanced routing fills a small part. A number bounds them, in training, by

@@ -11,7 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from layerkit.base_layer import BaseLayer
+from layerkit.base.base_layer import BaseLayer
 from layerkit.layers.moe.routing import ExpertRouting, Routing
 
 

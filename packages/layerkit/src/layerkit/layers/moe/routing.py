@@ -26,8 +26,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from layerkit.base_layer import BaseLayer
-from layerkit.checks import (
+from layerkit.base.base_layer import BaseLayer
+from layerkit.base.step_reports import sow_total
+from layerkit.base.weights import WeightHParams, WeightInit
+from layerkit.config.checks import (
     check_choice,
     check_divisible,
     check_last_axis,
@@ -37,12 +39,10 @@ from layerkit.checks import (
     check_sizes,
     require,
 )
+from layerkit.config.field_checks import Conditions
 from layerkit.errors import ConfigError
-from layerkit.field_checks import Conditions
-from layerkit.layers.losses import soft_cap
-from layerkit.layers.remat import save_inputs
-from layerkit.step_reports import sow_total
-from layerkit.weights import WeightHParams, WeightInit
+from layerkit.ops.losses import soft_cap
+from layerkit.ops.remat import save_inputs
 
 _SCORES = ("softmax", "sigmoid")
 

@@ -1,1 +1,4 @@
-"""Low-precision products, which `layerkit.layers.products.with_dots` inserts into a model."""
+"""Products in low precision or with low-rank adapters, and weights stored in few bits.
+
+`layerkit.layers.basic.dots.with_dots` inserts the products into a model.
+"""

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
+from layerkit.base.sharding import model_device
 from layerkit.errors import ConfigError
-from layerkit.layers.products import Dot, GroupedProduct
-from layerkit.layers.remat import name_product
-from layerkit.sharding import model_device
+from layerkit.layers.basic.dots import Dot, GroupedProduct
+from layerkit.ops.remat import name_product
 
 Kernel = Literal["cudnn", "float32"]
 # The kernel contracts a multiple of 32 numbers.

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from layerkit.layers.products import Dot, GroupedProduct
-from layerkit.layers.remat import name_product
+from layerkit.layers.basic.dots import Dot, GroupedProduct
+from layerkit.ops.remat import name_product
 
 Axes = tuple[int, ...]
 # Contracted axes of both factors, and their batch axes, as in `lax.dot_general`.

@@ -29,10 +29,10 @@ import jax.numpy as jnp
 from flax.linen import fp8_ops
 from jax import lax
 
-from layerkit.base_layer import OVERWRITE_WITH_GRADIENT
-from layerkit.checks import check_sizes
-from layerkit.layers.products import Dot, GroupedArray, GroupedProduct
-from layerkit.weights import WeightBox, unbox
+from layerkit.base.base_layer import OVERWRITE_WITH_GRADIENT
+from layerkit.base.weights import WeightBox, unbox
+from layerkit.config.checks import check_sizes
+from layerkit.layers.basic.dots import Dot, GroupedArray, GroupedProduct
 
 _TENSORS = ("input", "kernel", "output_grad")
 

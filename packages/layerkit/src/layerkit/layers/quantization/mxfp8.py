@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from layerkit.layers.products import GroupedProduct
+from layerkit.layers.basic.dots import GroupedProduct
 from layerkit.layers.quantization.block_scaling import (
     Blocks,
     BlockScaledDot,

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from layerkit.layers.products import GroupedProduct
+from layerkit.layers.basic.dots import GroupedProduct
 from layerkit.layers.quantization.block_scaling import (
     Blocks,
     BlockScaledDot,

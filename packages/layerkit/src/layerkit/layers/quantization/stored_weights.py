@@ -3,7 +3,7 @@
     config, variables = quantize_model(config, variables, weight_format="int4:64")
 
 The layers compute the same as with the rounded weights in floats: they multiply integers by scales
-where they read a weight. See `layerkit.weight_formats`.
+where they read a weight. See `layerkit.base.weight_formats`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from layerkit.base_layer import PARAMS
-from layerkit.checks import require
+from layerkit.base.base_layer import PARAMS
+from layerkit.base.weight_formats import StoredWeight, WeightFormat, quantize, scale_path
 from layerkit.config import Config, build, copy_config, field_names, walk_configs
+from layerkit.config.checks import require
 from layerkit.errors import ConfigError
-from layerkit.weight_formats import StoredWeight, WeightFormat, quantize, scale_path
 
 Path = tuple[str, ...]
 

@@ -24,7 +24,7 @@ import numpy as np
 import optax
 from etils import epath
 
-from layerkit.base_layer import PARAMS
+from layerkit.base.base_layer import PARAMS
 from layerkit.interop.praxis import Ranges, Shape, WeightSource, find_sources
 from layerkit_runner.checkpointing.errors import DamagedCheckpointError
 from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join, named_leaves

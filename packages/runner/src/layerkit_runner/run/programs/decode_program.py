@@ -16,8 +16,8 @@ import jax
 import numpy as np
 from etils import epath
 
-from layerkit.base_model import BaseModel, WeightedScalar
-from layerkit.nested_map import NestedMap
+from layerkit.base.base_model import BaseModel, WeightedScalar
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.eval_padding import ROW_MARKS, example_rows
 from layerkit_runner.config.recorded import differing_names

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from etils import epath
 
-from layerkit.base_model import WeightedScalar
-from layerkit.nested_map import NestedMap
+from layerkit.base.base_model import WeightedScalar
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.eval_padding import empty_batch, example_rows, num_rows_of
 from layerkit_runner.data.host_inputs import (

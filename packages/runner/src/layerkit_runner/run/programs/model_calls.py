@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from layerkit import decoding
-from layerkit.base_layer import RANDOM
-from layerkit.base_model import BaseModel
+from layerkit.base.base_layer import RANDOM
+from layerkit.base.base_model import BaseModel
 from layerkit.config import Config, assigned_fields, is_config, target_of
+from layerkit.config.nested_map import NestedMap
 from layerkit.decoding import PausedDecoder, SampleDecoder, SampledRows, cached_step
 from layerkit.layers import TrainablePositionalEmbedding
 from layerkit.models import LanguageModel, SequenceModel
-from layerkit.nested_map import NestedMap
 from layerkit_runner.config.config_tree import walk
 from layerkit_runner.errors import UsageError
 

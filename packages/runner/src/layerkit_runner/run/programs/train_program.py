@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from layerkit.nested_map import NestedMap
-from layerkit.summaries import Summary
+from layerkit.base.summaries import Summary
+from layerkit.config.nested_map import NestedMap
 from layerkit_runner.data.host_inputs import SkippedRecords
 from layerkit_runner.data.train_inputs import TrainInput, TrainInputs
 from layerkit_runner.distributed.stop_signals import StopSignals

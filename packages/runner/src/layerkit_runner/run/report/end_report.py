@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from layerkit.base_model import NATS_PER_TOKEN
+from layerkit.base.base_model import NATS_PER_TOKEN
 from layerkit.errors import UserError, error_text
 from layerkit_inputs.base.errors import MissingExtraError
 from layerkit_runner.config.config_tree import NOT_SET, value_at

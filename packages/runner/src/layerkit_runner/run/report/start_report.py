@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
-from layerkit.weight_formats import scale_path
+from layerkit.base.weight_formats import scale_path
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.prefetch import Prefetch
 from layerkit_inputs.base.special_ids import end_disagreement

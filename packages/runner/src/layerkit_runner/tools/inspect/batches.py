@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from layerkit.config import Config, build, target_of
-from layerkit.nested_map import NestedMap
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.eval_padding import ROW_MARKS, example_rows, num_rows_of
 from layerkit_inputs.text.tokenizers import Tokenizer

@@ -19,12 +19,12 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from layerkit.base_layer import INHERITED_FIELDS, PARAMS, BaseLayer
-from layerkit.base_model import BaseModel
+from layerkit.base.base_layer import INHERITED_FIELDS, PARAMS, BaseLayer
+from layerkit.base.base_model import BaseModel
+from layerkit.base.layer_visits import visit_layers
+from layerkit.base.sharding import BoundSharding
+from layerkit.base.weights import check_init, floating_dtype, is_box
 from layerkit.config import field_names, is_config
-from layerkit.layer_visits import visit_layers
-from layerkit.sharding import BoundSharding
-from layerkit.weights import check_init, floating_dtype, is_box
 from layerkit_runner.config.config_tree import Name, target_name, value_text
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.errors import as_usage_error

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import re
 
-from layerkit.checks import check_divisible, require
+from layerkit.config.checks import check_divisible, require
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import Flag, non_negative, positive
 from layerkit_runner.tools.launch import local

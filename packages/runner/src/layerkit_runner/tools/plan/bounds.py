@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from layerkit.config import target_of, walk_configs
-from layerkit.layers.pipeline import Pipeline
-from layerkit.layers.pipeline_schedule import PipelineSchedule
-from layerkit.layers.pipelined_transformer import PipelinedTransformer
+from layerkit.layers.transformer.pipeline import Pipeline
+from layerkit.layers.transformer.pipelined_transformer import PipelinedTransformer
+from layerkit.ops.pipeline_schedule import PipelineSchedule
 from layerkit_runner.tools.plan.collectives import Traffic
 from layerkit_runner.tools.plan.hardware import DeviceKind
 from layerkit_runner.tools.plan.memory import Memory
@@ -109,7 +109,7 @@ def step_bounds(
 
 @dataclasses.dataclass(frozen=True)
 class PipelinePlan:
-    """One pipeline of a task, with the schedule of `layerkit.layers.pipeline_schedule`.
+    """One pipeline of a task, with the schedule of `layerkit.ops.pipeline_schedule`.
 
     `bubble_fraction` is the part of the ticks in which a stage idles.
     """

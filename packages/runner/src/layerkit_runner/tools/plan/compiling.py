@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from layerkit.layers.attention.cudnn import has_cudnn
+from layerkit.ops.attention.cudnn import has_cudnn
 from layerkit_runner.step.step_cost import temporary_bytes
 
 # This changes the machine code, which is never run, and not the program.

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from layerkit.sharding import HOST_MEMORY
+from layerkit.base.sharding import HOST_MEMORY
 from layerkit_runner.step.train_state import TrainState
 from layerkit_runner.tools.plan.collectives import type_bytes
 from layerkit_runner.tools.plan.compiling import CompiledStep, Sizes, refused_sizes

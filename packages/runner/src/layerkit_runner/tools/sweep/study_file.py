@@ -22,7 +22,7 @@ from optuna.distributions import (
     IntDistribution,
 )
 
-from layerkit.checks import check_choice, check_integers, require
+from layerkit.config.checks import check_choice, check_integers, require
 from layerkit.errors import UserError
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.bounded_documents import DocumentError, parse_json, parse_toml, read_text

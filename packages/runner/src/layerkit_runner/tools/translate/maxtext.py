@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from layerkit.checks import require
+from layerkit.config.checks import require
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.bounded_documents import DocumentError, parse_yaml
 from layerkit_runner.tools.translate.tables import (

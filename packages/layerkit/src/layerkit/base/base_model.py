@@ -1,0 +1,228 @@
+"""The interface of models that a task trains, evaluates and decodes with.
+
+A model turns a batch into predictions, and predictions into weighted metrics, one of which is the
+loss. Models that define `decode` also continue prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import struct
+
+from layerkit.base.base_layer import PARAMS, BaseLayer
+from layerkit.config.nested_map import NestedMap
+from layerkit.errors import ConfigError
+
+NATS_PER_TOKEN = "nats per token"
+"""Unit of a mean cross-entropy over tokens.
+
+Reports replace "token" by the data set's word, such as "byte", and print bits as well.
+"""
+
+
+class WeightedScalar(struct.PyTreeNode):
+    """A weighted mean and the sum of its weights.
+
+    The mean over several batches or devices is Σ value·weight / Σ weight, not a mean of means.
+
+    Attributes:
+      value: The mean. Finite, such as 0, if the weight is 0, since gradients would be NaN
+        otherwise.
+      weight: Sum of the weights, such as the number of tokens or examples.
+    """
+
+    value: jax.Array
+    weight: jax.Array
+
+    @classmethod
+    def of(cls, value: Any, weight: Any) -> WeightedScalar:
+        """Return a metric that holds both numbers as float32 scalars."""
+        return cls(jnp.asarray(value, jnp.float32), jnp.asarray(weight, jnp.float32))
+
+
+Metrics = dict[str, WeightedScalar]
+
+
+class BaseModel(BaseLayer):
+    """Base class of models.
+
+    `fprop(batch)` is `compute_loss(compute_predictions(batch), batch)`.
+
+    A custom training loop differentiates `model.clone(train=True)` and adds the leaves of the
+    collection `aux_loss` to the loss. With `train=None` the model evaluates: dropout is off, even
+    if gradients are taken. `apply` warns if `aux_loss` is mutable while `train` is None.
+    """
+
+    reported_metric: ClassVar[str | None] = None
+    """Metric by which models are compared. None stands for the training loss, which may include
+    label smoothing and auxiliary losses."""
+
+    metric_units: ClassVar[Mapping[str, str]] = {}
+    """Units of metrics by name, such as `NATS_PER_TOKEN`; metrics without a unit are left out."""
+
+    @property
+    def frozen_weights(self) -> tuple[str, ...]:
+        """Regular expressions that match the paths of weights that must not be trained.
+
+        The weights of a reference model are an example. The runner raises an error if a learner
+        would change them.
+        """
+        return ()
+
+    @property
+    def initial_copies(self) -> Mapping[str, str]:
+        """Children that are initialized with the weights of another child, as `{copy: original}`.
+
+        `init` copies the weights. A restore from a checkpoint without the copy fills it from the
+        original.
+        """
+        return {}
+
+    @nn.nowrap
+    def original_of(self, path: tuple[str, ...]) -> tuple[str, ...] | None:
+        """Return the path of the weight that initializes a weight, according to `initial_copies`.
+
+        Args:
+          path: Path of the weight, such as `("reference_lm", "softmax", "w")`.
+
+        Returns:
+          Path of the original, or None for a weight that is not a copy.
+        """
+        original = self.initial_copies.get(path[0])
+        return None if original is None else (original, *path[1:])
+
+    def init_boxed(self, *args: Any, **kwargs: Any) -> Any:
+        """Initialize as `BaseLayer.init_boxed` does, then copy the weights of `initial_copies`."""
+        variables = super().init_boxed(*args, **kwargs)
+        params = variables[PARAMS]
+        copies = {copy: params[original] for copy, original in self.initial_copies.items()}
+        return {**variables, PARAMS: {**params, **copies}}
+
+    def compute_predictions(self, batch: NestedMap) -> Any:
+        """Run the network on a batch whose entries all have the batch axis first."""
+        raise NotImplementedError(f"{type(self).__qualname__} does not define compute_predictions")
+
+    def compute_loss(self, predictions: Any, batch: NestedMap) -> tuple[Metrics, NestedMap]:
+        """Compute metrics over the batch, and outputs per example `[batch, …]`.
+
+        One metric is named `loss`. The task adds the auxiliary losses of the layers to it. Rows of
+        padding, which fill up the last batch of an evaluation, must have weight 0, as
+        `layerkit.models.example_weights.example_weights` gives them:
+
+            weights = example_weights(batch, len(errors))
+            mean = weighted_mean(errors, weights)  # from layerkit.ops.losses
+            metrics = {"loss": WeightedScalar.of(mean, weights.sum())}
+
+        The output `scores` float32 `[batch]`, if present, holds the log-probability of each
+        example's labels in nats. Data sets that define metrics over their examples read it.
+        """
+        raise NotImplementedError(f"{type(self).__qualname__} does not define compute_loss")
+
+    def fprop(self, batch: NestedMap) -> tuple[Metrics, NestedMap]:
+        """Compute metrics and outputs per example `[batch, …]` of a batch."""
+        found = self.compute_loss(self.compute_predictions(batch), batch)
+        _check_loss_outputs(f"{type(self).__qualname__}.compute_loss", found)
+        return found
+
+    @property
+    def can_decode(self) -> bool:
+        """True if the model defines `decode`."""
+        return type(self).decode is not BaseModel.decode
+
+    @nn.nowrap
+    def check_batch(self, batch: Mapping[str, Any], *needed: str) -> None:
+        """Raise `ConfigError` if a batch lacks a key.
+
+        Args:
+          batch: Batch of the model.
+          *needed: Keys that the model reads; `chosen.ids` is the key `ids` of the entry `chosen`.
+        """
+        keys = _dotted_keys(batch)
+        missing = [name for name in needed if name not in keys]
+        if missing:
+            raise ConfigError(
+                f"the batch lacks {', '.join(missing)}",
+                owner=self.path_name,
+                field="batch keys",
+                value=keys,
+                expected=", ".join(needed),
+                hint="Add the missing keys to the batches of the data set.",
+            )
+
+    def decode(self, batch: NestedMap) -> NestedMap:
+        """Compute the outputs of inference per example, such as the ids of a continuation.
+
+        Raises:
+          NotImplementedError: The model does not decode.
+        """
+        raise NotImplementedError(f"{type(self).__qualname__} cannot decode")
+
+    @nn.nowrap
+    def process_decode_out(
+        self, input_obj: Any, decode_out: NestedMap
+    ) -> tuple[Mapping[str, Any], Sequence[tuple[str, Any]], Mapping[str, Any]] | None:
+        """Return metrics and records of a decoded batch; None, the default, for the usual records.
+
+        The function runs on the host, on NumPy arrays of all rows of the global batch. It has to
+        leave out rows of padding, whose `eval_sample_weights` are 0.
+
+        Args:
+          input_obj: Input of the batch, such as for `input_obj.ids_to_strings`.
+          decode_out: Output of `decode` `[batch, …]`, with `provenance`, `prompt_lengths` and
+            `eval_sample_weights` of the batch if it has them.
+
+        Returns:
+          (scalars by name, each a pair of value and weight; a pair (key, value) for each record;
+          metrics by name with the methods `merge` and `compute`, such as those of clu).
+        """
+        return None
+
+
+def _check_loss_outputs(method: str, found: Any) -> None:
+    """Raise `ConfigError` unless `compute_loss` returned weighted metrics, and outputs by name."""
+
+    def require(is_valid: Any, subject: str, value: Any, expected: str) -> None:
+        if not is_valid:
+            raise ConfigError(
+                owner=method, field=f"type of {subject}", value=_type_text(value), expected=expected
+            )
+
+    is_pair = isinstance(found, tuple) and len(found) == 2
+    require(is_pair, "the result", found, "(metrics, outputs): a dict and a NestedMap")
+    metrics, outputs = found
+    by_name = "a dict of WeightedScalar by name"
+    require(isinstance(metrics, Mapping), "metrics", metrics, by_name)
+    for name, metric in metrics.items():
+        subject = f"metrics[{name!r}]"
+        # The runner has other kinds of metrics, each with its own rule of aggregation.
+        is_metric = isinstance(metric, struct.PyTreeNode)
+        require(is_metric, subject, metric, "WeightedScalar.of(value, weight)")
+        if isinstance(metric, WeightedScalar):
+            for field, number in (("value", metric.value), ("weight", metric.weight)):
+                is_scalar = jnp.shape(number) == ()
+                require(
+                    is_scalar, f"{subject}.{field}", number, "a scalar, such as a weighted mean"
+                )
+    is_mapping = isinstance(outputs, Mapping)
+    require(is_mapping, "outputs", outputs, "a NestedMap of arrays [batch, …], which may be empty")
+
+
+def _type_text(value: Any) -> str:
+    """Return dtype and shape of an array, such as `float32[8,1]`, or the name of another type."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    return type(value).__qualname__
+
+
+def _dotted_keys(batch: Mapping[str, Any]) -> list[str]:
+    """Return the keys of all leaves, such as `chosen.ids`, sorted."""
+    return sorted(
+        f"{name}.{rest}" if rest else name
+        for name, value in batch.items()
+        for rest in (_dotted_keys(value) if isinstance(value, Mapping) else [""])
+    )

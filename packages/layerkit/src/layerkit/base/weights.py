@@ -1,0 +1,321 @@
+"""Declarations of weights (shape, initializer, logical axes, dtype) and their initialization."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from flax.core import meta
+
+from layerkit.config import html_display
+from layerkit.config.checks import Named, require
+from layerkit.errors import ConfigError
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64", "int32", "int8")
+
+
+def canonical_dtype(value: Any, *, field: str = "dtype") -> jnp.dtype:
+    """Return the dtype of `jnp.bfloat16`, `"bfloat16"` or a NumPy dtype.
+
+    Raises:
+      ConfigError: The value is not the name of a dtype.
+    """
+    try:
+        return jnp.dtype(value)
+    except TypeError:
+        raise ConfigError(field=field, value=value, expected="a dtype", choices=_DTYPES) from None
+
+
+def floating_dtype(value: Any, *, field: str, owner: str) -> jnp.dtype:
+    """Return the dtype of weights or activations; None stands for float32.
+
+    Raises:
+      ConfigError: The value is not a floating dtype. An integer dtype would round every value.
+    """
+    dtype = canonical_dtype(jnp.float32 if value is None else value, field=field)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ConfigError(
+            owner=owner,
+            field=field,
+            value=dtype.name,
+            expected="a floating dtype such as 'float32' or 'bfloat16'",
+        )
+    return dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightInit:
+    """An initializer of weights, made by the class methods below.
+
+    Attributes:
+      method: Name of the distribution.
+      scale: Parameter of the distribution; see each class method.
+    """
+
+    method: str
+    scale: float = 1.0
+
+    @classmethod
+    def Xavier(cls, scale: float = 1.0) -> WeightInit:  # noqa: N802 - a constructor
+        """Draw uniformly from ±scale·√(6/(fan_in+fan_out)) (Glorot and Bengio, 2010; default)."""
+        return cls("xavier", scale)
+
+    @classmethod
+    def XavierLastAxes(cls, scale: float = 1.0) -> WeightInit:  # noqa: N802
+        """Draw uniformly from ±scale·√(6/(fan_in+fan_out)), with the fans of Praxis.
+
+        Praxis takes the sizes of the last two axes times all leading ones, as TensorFlow does for
+        convolutions. The fans of a projection [dims, heads, head_dim] are dims·heads and
+        dims·head_dim: it starts narrower than by the definition. See `WeightHParams.last_axes`.
+        """
+        return cls("xavier_last_axes", scale)
+
+    @classmethod
+    def Gaussian(cls, scale: float = 1.0) -> WeightInit:  # noqa: N802
+        """Draw from a normal distribution with standard deviation `scale`."""
+        return cls("gaussian", scale)
+
+    @classmethod
+    def TruncatedGaussian(cls, scale: float = 1.0) -> WeightInit:  # noqa: N802
+        """Draw from a normal distribution with standard deviation `scale`, truncated at ±2·scale.
+
+        The standard deviation is that before truncation.
+        """
+        return cls("truncated_gaussian", scale)
+
+    @classmethod
+    def FanIn(cls, scale: float = 1.0) -> WeightInit:  # noqa: N802
+        """Draw from a normal distribution with deviation scale/√fan_in (LeCun et al., 1998)."""
+        return cls("fan_in", scale)
+
+    @classmethod
+    def Uniform(cls, scale: float = 1.0) -> WeightInit:  # noqa: N802
+        """Draw uniformly from ±scale."""
+        return cls("uniform", scale)
+
+    @classmethod
+    def Constant(cls, value: float = 0.0) -> WeightInit:  # noqa: N802
+        """Set every entry to `value`."""
+        return cls("constant", value)
+
+
+def check_init(value: Any, *, owner: str, field: str) -> WeightInit:
+    """Return an initializer; None stands for Xavier.
+
+    Raises:
+      ConfigError: The value is not an initializer, but a number, for example.
+    """
+    if value is None:
+        return WeightInit.Xavier()
+    if not isinstance(value, WeightInit):
+        expected = "a WeightInit such as WeightInit.Gaussian(0.02)"
+        raise ConfigError(owner=owner, field=field, value=value, expected=expected)
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightHParams:
+    """A declaration of a weight.
+
+    Attributes:
+      shape: Shape of the weight.
+      axes: Logical axis name, or None, of each dimension; see `layerkit.base.sharding`.
+      init: Initializer; None inherits the layer's `params_init`.
+      dtype: Storage dtype; None inherits the layer's `dtype`.
+      fan_in_dims: Dimensions that are contracted with the input; None for all but the last.
+      fan_out_dims: Dimensions of the output; None for the last.
+      last_axes: Dimensions that Praxis stores as the last two, for `WeightInit.XavierLastAxes`;
+        None for the last two.
+      decays: True for a weight that weight decay shrinks, as matrices; False for one that it
+        spares, as biases, scales and learned positions. None decides: True for the weight of a
+        product (`create_variable(…, is_factor=True)`) and for a weight of two or more dimensions
+        that starts at random.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    init: WeightInit | None = None
+    dtype: Any = None
+    fan_in_dims: tuple[int, ...] | None = None
+    fan_out_dims: tuple[int, ...] | None = None
+    last_axes: tuple[int, int] | None = None
+    decays: bool | None = None
+
+    @property
+    def contracted_dims(self) -> tuple[int, ...]:
+        """Dimensions that are contracted with the input."""
+        if self.fan_in_dims is not None:
+            return self.fan_in_dims
+        return tuple(range(len(self.shape) - 1)) or tuple(range(len(self.shape)))
+
+    def fans(self, init: WeightInit | None = None) -> tuple[int, int]:
+        """Return (fan_in, fan_out) of the weight, as the initializer defines them."""
+        if init is not None and init.method == "xavier_last_axes" and len(self.shape) > 1:
+            first, second = self.last_axes or (-2, -1)
+            size = math.prod(self.shape)
+            return size // self.shape[second], size // self.shape[first]
+        ins = self.contracted_dims
+        outs = self.fan_out_dims
+        if outs is None:
+            outs = (len(self.shape) - 1,) if self.shape else ()
+        return (
+            math.prod(self.shape[dim] for dim in ins),
+            math.prod(self.shape[dim] for dim in outs),
+        )
+
+
+def check_declaration(owner: Named, name: str, weight: WeightHParams, *, sharding: Any) -> None:
+    """Raise `ConfigError` unless sizes are positive, and axes have rules and name each dimension.
+
+    Args:
+      owner: Layer of the weight.
+      name: Name of the weight.
+      weight: Declaration of the weight.
+      sharding: `BoundSharding` of the layer; None without a mesh.
+    """
+    expected = f"one name for each dimension of {weight.shape}"
+    is_named = len(weight.axes) == len(weight.shape)
+    require(is_named, owner, f"axes of {name}", weight.axes, expected)
+    sizes = dict(zip(weight.axes, weight.shape, strict=True))
+    is_valid = all(size >= 1 for size in weight.shape)
+    require(is_valid, owner, f"shape of {name}", sizes, "sizes of at least 1")
+    if sharding is not None:
+        for axis in filter(None, weight.axes):
+            sharding.rules.mesh_axes(axis, owner=f"{owner.path_name}.{name}")
+
+
+def declared_init(owner: Named, name: str, weight: WeightHParams, *, inherited: Any) -> WeightInit:
+    """Return the initializer of a weight: its own, or the layer's `params_init`, else Xavier.
+
+    Args:
+      owner: Layer of the weight.
+      name: Name of the weight.
+      weight: Declaration of the weight.
+      inherited: Value of the layer's `params_init`.
+
+    Raises:
+      ConfigError: The value is not an initializer.
+    """
+    if weight.init is None:
+        return check_init(inherited, owner=owner.path_name, field="params_init")
+    return check_init(weight.init, owner=f"{owner.path_name}.{name}", field="init")
+
+
+def draw_weight(key: jax.Array, weight: WeightHParams, init: WeightInit, dtype: Any) -> jax.Array:
+    """Return initial values `[...]` of the weight's shape, drawn in float32 and cast to `dtype`."""
+    fan_in, fan_out = weight.fans(init)
+    shape, scale = weight.shape, init.scale
+
+    # Without an explicit dtype, JAX's x64 mode would draw other numbers.
+    def uniform() -> jax.Array:
+        return jax.random.uniform(key, shape, jnp.float32, -1.0, 1.0)
+
+    def normal() -> jax.Array:
+        return jax.random.normal(key, shape, jnp.float32)
+
+    def truncated_normal() -> jax.Array:
+        return jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32)
+
+    def xavier() -> jax.Array:
+        return scale * math.sqrt(6.0 / (fan_in + fan_out)) * uniform()
+
+    samplers: dict[str, Callable[[], jax.Array]] = {
+        "xavier": xavier,
+        "xavier_last_axes": xavier,
+        "gaussian": lambda: scale * normal(),
+        "truncated_gaussian": lambda: scale * truncated_normal(),
+        "fan_in": lambda: scale / math.sqrt(fan_in) * normal(),
+        "uniform": lambda: scale * uniform(),
+        "constant": lambda: jnp.full(shape, scale),
+    }
+    if init.method not in samplers:
+        raise ConfigError(owner="WeightInit", field="method", value=init.method, choices=samplers)
+    return samplers[init.method]().astype(dtype)
+
+
+class WeightBox(struct.PyTreeNode, meta.AxisMetadata[Any]):
+    """A weight with its declaration, as initialization returns it.
+
+    Flax's lifted transforms add and remove the names of stacked axes (`layers`) through it.
+
+    Attributes:
+      value: Array `[...]` of the weight.
+      axes: Logical axis name, or None, of each dimension.
+      init: Initializer that a layer declared. A stack draws each of its layers separately.
+      fans: (fan_in, fan_out) of the declared weight.
+      decays: True if weight decay shrinks the weight; see `WeightHParams.decays`.
+    """
+
+    value: Any
+    axes: tuple[str | None, ...] = struct.field(pytree_node=False)
+    init: WeightInit | None = struct.field(pytree_node=False, default=None)
+    fans: tuple[int, int] | None = struct.field(pytree_node=False, default=None)
+    decays: bool = struct.field(pytree_node=False, default=False)
+
+    def unbox(self) -> Any:
+        """Return the array."""
+        return self.value
+
+    def replace_boxed(self, val: Any) -> WeightBox:
+        """Return a box with another array and the same axes."""
+        return self.replace(value=val)
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> WeightBox:
+        """Return a box with the name of a stacked axis inserted."""
+        axes = list(self.axes)
+        axes.insert(index, params[meta.PARTITION_NAME])
+        return self.replace(axes=tuple(axes))
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> WeightBox:
+        """Return a box with the name of a stacked axis removed."""
+        axes = list(self.axes)
+        del axes[index]
+        return self.replace(axes=tuple(axes))
+
+
+def draw_boxed(
+    key: jax.Array, *, weight: WeightHParams, init: WeightInit, dtype: Any, is_factor: bool
+) -> WeightBox:
+    """Return initial values `[...]` of a weight in a box with its declaration."""
+    value, decays = draw_weight(key, weight, init, dtype), weight.decays
+    if decays is None:
+        decays = is_factor or (len(weight.shape) > 1 and init.method != "constant")
+    return WeightBox(value, tuple(weight.axes), init, weight.fans(init), decays)
+
+
+def is_box(value: Any) -> bool:
+    """Return whether `value` is a weight with its axes."""
+    return isinstance(value, WeightBox)
+
+
+def unbox(tree: Any) -> Any:
+    """Return the plain arrays of a tree of weights."""
+    return jax.tree.map(lambda leaf: leaf.value if is_box(leaf) else leaf, tree, is_leaf=is_box)
+
+
+def logical_axes(tree: Any) -> Any:
+    """Return the logical axes of a tree of boxed weights, and None for each unboxed leaf."""
+    return jax.tree.map(lambda leaf: leaf.axes if is_box(leaf) else None, tree, is_leaf=is_box)
+
+
+def layer_html(layer: Any) -> str | None:
+    """Return a table of the variables of a layer; None for a layer that is bound to values."""
+    if layer.scope is not None:
+        return None
+    boxed = jax.eval_shape(layer.init_boxed, jax.random.key(0))
+    rows, total = [], 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(boxed, is_leaf=is_box):
+        array, axes = (leaf.value, leaf.axes) if is_box(leaf) else (leaf, ())
+        name = jax.tree_util.keystr(path, simple=True, separator="/").removeprefix("params/")
+        shape, count = " × ".join(map(str, array.shape)), math.prod(array.shape)
+        rows.append((name, shape, str(array.dtype), ", ".join(a or "–" for a in axes), count))
+        total += count
+    columns = ("weight", "shape", "dtype", "axes", "count")
+    return html_display.table(
+        columns, rows, caption=f"{type(layer).__qualname__}: {total:,} numbers"
+    )

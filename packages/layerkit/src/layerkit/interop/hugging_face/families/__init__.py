@@ -1,0 +1,72 @@
+"""All families by their `model_type`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from layerkit.interop.hugging_face.families.gemma2 import GEMMA2
+from layerkit.interop.hugging_face.families.gemma3 import GEMMA3
+from layerkit.interop.hugging_face.families.gpt2 import GPT2
+from layerkit.interop.hugging_face.families.llama import LLAMA
+from layerkit.interop.hugging_face.families.mistral import MISTRAL
+from layerkit.interop.hugging_face.families.mixtral import MIXTRAL
+from layerkit.interop.hugging_face.families.olmo2 import OLMO2
+from layerkit.interop.hugging_face.families.phi3 import PHI3
+from layerkit.interop.hugging_face.families.qwen2 import QWEN2
+from layerkit.interop.hugging_face.families.qwen3 import QWEN3
+from layerkit.interop.hugging_face.families.t5 import T5
+from layerkit.interop.hugging_face.family import Family
+from layerkit.interop.hugging_face.keys import UnsupportedModelError
+
+# Order in which export tries the families.
+FAMILIES: tuple[Family, ...] = (
+    GPT2,
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    QWEN2,
+    QWEN3,
+    GEMMA2,
+    GEMMA3,
+    PHI3,
+    OLMO2,
+    T5,
+)
+
+
+_BY_TYPE = {family.model_type: family for family in FAMILIES}
+
+
+def family_of(model_type: str) -> Family:
+    """Return the family of a `model_type`.
+
+    Raises:
+      UnsupportedModelError: The type is not supported.
+    """
+    return family_in({"model_type": model_type})
+
+
+def family_in(content: Mapping[str, Any]) -> Family:
+    """Return the family of the model that the content of a config.json describes.
+
+    Raises:
+      UnsupportedModelError: Its type is not supported.
+    """
+    model_type, text = content.get("model_type"), content.get("text_config")
+    if isinstance(model_type, str) and model_type in _BY_TYPE:
+        return _BY_TYPE[model_type]
+    part = text.get("model_type") if isinstance(text, dict) else None
+    if model_type is None:
+        hint = "This config.json describes no model of Hugging Face."
+    elif isinstance(part, str) and part in _BY_TYPE:
+        hint = f"Its language model alone ({part!r}) is supported: save that with Transformers."
+    else:
+        hint = "Another type is another architecture, even under a similar name."
+    raise UnsupportedModelError(
+        owner="config.json",
+        field="model_type",
+        value=model_type,
+        expected=f"one of {', '.join(_BY_TYPE)}",
+        hint=hint,
+    )

@@ -1,0 +1,101 @@
+"""Mixtral (Jiang et al., 2024): Mistral with a mixture of experts as feed-forward.
+
+Transformers adds one load-balancing loss over the choices of all layers to the training loss:
+coefficient · E · Σ_e (choices of e per token) · (mean probability of e). Imbalances of different
+layers may cancel there. Here each layer has a loss, and the coefficient is divided among the
+layers. The sum is equal for one layer and for balanced experts, and at least as large otherwise.
+Transformers adds the loss only with `output_router_logits`. Here training always adds it, unless
+`load_balance_weight` is 0.
+
+`router_jitter_noise` adds noise to the router's inputs here, and also to the experts' in
+Transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from layerkit.config import Config
+from layerkit.interop.hugging_face.families.llama import (
+    LLAMA_BUFFERS,
+    LLAMA_COPIES,
+    LLAMA_NEUTRAL,
+    attention_rows,
+    llama_entries,
+    llama_network,
+    outer_rows,
+    pre_norm_rows,
+)
+from layerkit.interop.hugging_face.family import Family
+from layerkit.interop.hugging_face.keys import ConfigFile, Key, get_field, set_field
+from layerkit.interop.hugging_face.parts import Activation, HeadDim
+from layerkit.interop.hugging_face.rotary import Rotary
+from layerkit.interop.hugging_face.tensors import Row
+from layerkit.layers.moe.feed_forward import MoeFeedForward
+
+
+def _skeleton(file: ConfigFile) -> Config:
+    del file
+    # Mixtral's loss balances all choices of a token. It has no z-loss.
+    experts: Config = MoeFeedForward.HParams.config(balance_all_choices=True, router_z_weight=0.0)
+    return llama_network(feed_forward_tpl=experts)
+
+
+class _BalanceLoss:
+    """Entry of `router_aux_loss_coef`, to be read after the depth and the number of choices.
+
+    The losses of layerkit are means over the choices of a token; those of Transformers are sums.
+    """
+
+    _WEIGHT = "layer.feed_forward_tpl.load_balance_weight"
+
+    def read(self, file: ConfigFile, network: Config) -> None:
+        """Set fields from the file."""
+        coefficient = file.get("router_aux_loss_coef", 0.001)
+        set_field(network, self._WEIGHT, coefficient * self._choices_per_layer(network))
+
+    def write(self, network: Config) -> dict[str, Any]:
+        """Return keys from fields."""
+        coefficient = get_field(network, self._WEIGHT) / self._choices_per_layer(network)
+        # Rounded to the original coefficient.
+        return {"router_aux_loss_coef": float(f"{coefficient:.12g}")}
+
+    def _choices_per_layer(self, network: Config) -> float:
+        choices = get_field(network, "layer.feed_forward_tpl.num_experts_per_token")
+        return choices / network.num_layers
+
+
+_MOE = "model.layers.{layer}.block_sparse_moe."
+_OURS = "lm/stack/{layer}/feed_forward/"
+_LINEAR = "out in -> in out"
+
+MIXTRAL = Family(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    skeleton=_skeleton,
+    entries=(
+        *llama_entries(kv_heads=8, epsilon=1e-5),
+        HeadDim(),
+        Rotary(default_theta=1_000_000.0),
+        Activation("hidden_act", "silu"),
+        Key("sliding_window", "layer.attention_tpl.window", None),
+        Key("num_local_experts", "layer.feed_forward_tpl.num_experts", 8),
+        Key("num_experts_per_tok", "layer.feed_forward_tpl.num_experts_per_token", 2),
+        _BalanceLoss(),
+        Key("router_jitter_noise", "layer.feed_forward_tpl.router_tpl.jitter", 0.0),
+    ),
+    rows=(
+        *outer_rows(),
+        *pre_norm_rows(),
+        *attention_rows(),
+        Row(_MOE + "gate.weight", _OURS + "router/w", "experts embed -> embed experts"),
+        Row(_MOE + "experts.{expert}.w1.weight", _OURS + "gate", _LINEAR),
+        Row(_MOE + "experts.{expert}.w2.weight", _OURS + "down", _LINEAR),
+        Row(_MOE + "experts.{expert}.w3.weight", _OURS + "up", _LINEAR),
+    ),
+    neutral=LLAMA_NEUTRAL | {"output_router_logits"},
+    prefix="model.",
+    copies=LLAMA_COPIES,
+    buffers=LLAMA_BUFFERS,
+    counts=(("num_hidden_layers", "num_local_experts"),),
+)

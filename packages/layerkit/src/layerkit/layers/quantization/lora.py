@@ -1,0 +1,325 @@
+"""LoRA: fine-tuning by low-rank adapters of the weights of a model.
+
+LoRA (Hu et al., 2021, arXiv:2106.09685) keeps a weight w and learns the product of two thin
+matrices, which is added to it:
+
+    x·w + (alpha / rank) · (x·a)·b
+
+b starts at 0, so the outputs of the model do not change at first. An adapter is a `Dot` (see
+`layerkit.layers.basic.dots`) that wraps the `Dot` of the layer, such as `Fp8Dot`. The weights of
+the model keep their paths: `query/w` stays; `query/dot/lora_a` and `query/dot/lora_b` are new.
+
+    config = with_lora(config, rank=8, only=".*(query|value)_tpl")
+
+Give the learner the pattern `LORA_WEIGHTS` to train the adapters alone. `merge_lora` adds trained
+adapters to the weights of the model; `without_lora` also returns the config without adapters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from layerkit.base.base_layer import PARAMS
+from layerkit.base.weights import WeightHParams, WeightInit
+from layerkit.config import (
+    Config,
+    copy_config,
+    field_names,
+    is_config,
+    sub_config_field,
+    target_of,
+    walk_configs,
+)
+from layerkit.config.checks import check_positive, check_sizes, require
+from layerkit.errors import ConfigError
+from layerkit.layers.basic.dots import (
+    Dot,
+    GroupedArray,
+    GroupedProduct,
+    edit_products,
+    weight_of_dot,
+)
+from layerkit.layers.basic.dropout import Dropout
+from layerkit.layers.quantization.stored_weights import dequantize_model
+
+LORA_WEIGHTS = ".*/lora_[ab]"
+"""Regular expression that matches the paths of LoRA weights and no others."""
+
+Path = tuple[str, ...]
+
+
+class LoraDot(Dot):
+    """A low-rank adapter of a weight: x·w + (alpha / rank) · dropout(x)·a·b.
+
+    Weights: `lora_a` `[in, rank]`, normal with standard deviation 1/√in, and `lora_b`
+    `[rank, out]`, which starts at 0. `in` stands for all dimensions of w that are contracted with
+    the inputs and `out` for all others, such as `[rank, heads, head_dim]`; they keep their logical
+    axes. For a group of weights, such as experts, both start with the group's dimension.
+
+    Attributes:
+      weight: Declaration of w, which the owning layer sets.
+      rank: Inner size of the adapter.
+      alpha: Strength of the adapter; see the formula.
+      dropout_rate: Dropout rate of the adapter's inputs in training.
+      dot_tpl: `Dot` that multiplies x by w; None for the plain product.
+
+    Raises:
+      ConfigError: A rank below 1, an alpha that is not positive, or a weight whose dimensions are
+        not in the order group, in, out.
+    """
+
+    weight: WeightHParams | None = None
+    rank: int = 8
+    alpha: float = 16.0
+    dropout_rate: float = 0.0
+    dot_tpl: Config[Dot] | None = sub_config_field(None)
+
+    def setup(self) -> None:
+        """Create the weights of the adapter and the wrapped product."""
+        check_sizes(self, rank=self.rank)
+        check_positive(self, alpha=self.alpha)
+        weight, num_group, num_in = self._split_weight()
+        group, ins, outs = (
+            slice(num_group),
+            slice(num_group, num_group + num_in),
+            slice(num_group + num_in, None),
+        )
+        shape, axes = weight.shape, weight.axes
+        lora_a = WeightHParams(
+            (*shape[group], *shape[ins], self.rank),
+            (*axes[group], *axes[ins], None),
+            init=WeightInit.FanIn(),
+            dtype=weight.dtype,
+            fan_in_dims=tuple(range(num_group, num_group + num_in)),
+            decays=True,
+        )
+        lora_b = WeightHParams(
+            (*shape[group], self.rank, *shape[outs]),
+            (*axes[group], None, *axes[outs]),
+            init=WeightInit.Constant(0.0),
+            dtype=weight.dtype,
+            decays=True,
+        )
+        self.create_variable("lora_a", lora_a)
+        self.create_variable("lora_b", lora_b)
+        self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
+        self.create_child("base", self.dot_tpl or Dot.HParams.config())
+
+    def fprop(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        """Multiply `[..., in]` by `[in, out]` and add the adapter: `[..., out]`, same dtype.
+
+        For a group of weights: `[group, tokens, in]` and `[group, in, out]` to
+        `[group, tokens, out]`.
+        """
+        a = self.theta.lora_a.reshape(*w.shape[:-1], self.rank)
+        b = self.theta.lora_b.reshape(*w.shape[:-2], self.rank, w.shape[-1])
+        low_rank = (self.dropout(x) @ a) @ b
+        return self.base(x, w) + (self.alpha / self.rank) * low_rank
+
+    def grouped_arrays(self) -> dict[str, GroupedArray]:
+        """Return the adapter and the arrays of the wrapped product, by name."""
+        weight, num_group, num_in = self._split_weight()
+        group, ins, outs = (
+            weight.axes[:num_group],
+            weight.axes[num_group : num_group + num_in],
+            weight.axes[num_group + num_in :],
+        )
+        base = {f"base/{name}": array for name, array in self.base.grouped_arrays().items()}
+        return {
+            "lora_a": GroupedArray(self.theta.lora_a, (*group, *ins, None)),
+            "lora_b": GroupedArray(self.theta.lora_b, (*group, None, *outs)),
+            **base,
+        }
+
+    def grouped(
+        self, rows: jax.Array, w: jax.Array, product: GroupedProduct, own: Mapping[str, jax.Array]
+    ) -> jax.Array:
+        """Multiply sorted rows `[rows, in]` by the weights of their groups and add the adapters.
+
+        Raises:
+          ConfigError: Training with dropout.
+        """
+        is_supported = self.dropout_rate == 0.0 or not self.is_training
+        expected = "0, since rows of experts without a capacity have no dropout"
+        require(is_supported, self, "dropout_rate", self.dropout_rate, expected)
+        of_base = {n.removeprefix("base/"): x for n, x in own.items() if n.startswith("base/")}
+        low_rank = product(product(rows, own["lora_a"]), own["lora_b"])
+        return self.base.grouped(rows, w, product, of_base) + (self.alpha / self.rank) * low_rank
+
+    def _split_weight(self) -> tuple[WeightHParams, int, int]:
+        """Return (weight, number of group dimensions, number of contracted dimensions)."""
+        weight = self.weight
+        if weight is None:
+            raise ConfigError(
+                owner=self.path_name,
+                field="weight",
+                value=None,
+                hint="The layer that has the LoraDot as its dot_tpl sets it.",
+            )
+        last = len(weight.shape) - 1
+        ins = tuple(range(last)) if weight.fan_in_dims is None else weight.fan_in_dims
+        outs = (last,) if weight.fan_out_dims is None else weight.fan_out_dims
+        if ins != tuple(range(ins[0], ins[0] + len(ins))) or min(outs) < max(ins):
+            raise ConfigError(
+                "LoRA cannot adapt the weight",
+                owner=self.path_name,
+                field="shape",
+                value=weight.shape,
+                expected="dimensions in the order group, contracted, outputs",
+                hint=f"Dimensions {ins} are contracted and {outs} are outputs.",
+            )
+        return weight, ins[0], len(ins)
+
+
+def with_lora(
+    config: Config,
+    *,
+    rank: int = 8,
+    alpha: float = 16.0,
+    dropout_rate: float = 0.0,
+    only: str = ".*",
+) -> Config:
+    """Return a copy of a model's config with an adapter for each weight that is multiplied.
+
+    Args:
+      config: Config that contains the layers to adapt, such as that of a model.
+      rank: Inner size of the adapters.
+      alpha: Strength of the adapters, which are multiplied by alpha / rank.
+      dropout_rate: Dropout rate of the adapters' inputs in training.
+      only: Regular expression that must match the whole path of fields to a layer, such as
+        `.*(query|value)_tpl`.
+
+    Raises:
+      ConfigError: No layer with products matches, or one has an adapter already.
+    """
+
+    def add_adapter(owner: Config) -> None:
+        if _is_lora(owner.dot_tpl):
+            raise ConfigError(
+                "the layer has a LoraDot already",
+                owner="with_lora",
+                field=f"{target_of(owner).__qualname__}.dot_tpl",
+                hint="Merge it first by merge_lora, or exclude the layer by `only`.",
+            )
+        owner.dot_tpl = LoraDot.HParams.config(
+            rank=rank, alpha=alpha, dropout_rate=dropout_rate, dot_tpl=owner.dot_tpl
+        )
+
+    return edit_products(config, add_adapter, only=only)
+
+
+def merge_lora(config: Config, variables: Any) -> Any:
+    """Add every adapter to its weight: w + (alpha / rank) · a·b.
+
+    Args:
+      config: Config of the model with adapters; only alpha is read.
+      variables: Variables of that model, `{collection: …}` of nested dicts of arrays `[...]`.
+
+    Returns:
+      Variables of the model without adapters, with the same outputs up to rounding.
+
+    Raises:
+      ConfigError: The model has no adapters, several values of alpha, or weights in integers.
+    """
+    alpha, merged = _common_alpha(config), flatten_dict(variables)
+    for dot in _adapter_paths(merged):
+        target = (PARAMS, *dot[:-1], weight_of_dot(dot[-1]))
+        merged[target] = _add_adapter(merged[target], merged, dot, alpha)
+    for dot in _adapter_paths(merged):
+        merged.pop((PARAMS, *dot, "lora_a"))
+        merged.pop((PARAMS, *dot, "lora_b"))
+        # The wrapped product takes the place of the adapter.
+        for path in [p for p in merged if p[1 : len(dot) + 2] == (*dot, "base")]:
+            merged[path[0], *dot, *path[len(dot) + 2 :]] = merged.pop(path)
+    return unflatten_dict(merged)
+
+
+def without_lora(config: Config, variables: Any) -> tuple[Config, Any]:
+    """Return a model without adapters that computes the same.
+
+    Args:
+      config: Config of a layer or a model; it is not changed.
+      variables: Variables of the model, `{collection: …}` of nested dicts of arrays `[...]`.
+
+    Returns:
+      (config, variables), with every adapter added to its weight. Weights that are stored in
+      integers become floating, all of them. The arguments themselves if the config has no adapters.
+
+    Raises:
+      ConfigError: The adapters have several values of alpha, or their weights are missing.
+    """
+    if not any(map(_is_lora, walk_configs(config))):
+        return config, variables
+    config, variables = dequantize_model(config, variables)
+    plain = copy_config(config)
+    for owner in walk_configs(plain):
+        if "dot_tpl" in field_names(owner) and _is_lora(owner.dot_tpl):
+            owner.dot_tpl = owner.dot_tpl.dot_tpl
+    return plain, merge_lora(config, variables)
+
+
+def unmerge_lora(config: Config, merged: Any, variables: Any) -> Any:
+    """Subtract adapters from the weights to which `merge_lora` added them.
+
+    Args:
+      config: Config of the model with adapters; only alpha is read.
+      merged: Variables from `merge_lora`, nested dicts of arrays `[...]`.
+      variables: Variables of the model with the same adapters, `{collection: …}` likewise. Only the
+        adapters and variables that are missing from `merged` are read.
+
+    Returns:
+      Variables of the model with adapters; the adapted weights are exact up to rounding.
+
+    Raises:
+      ConfigError: The model has no adapters, or several values of alpha.
+    """
+    alpha, plain, found = _common_alpha(config), flatten_dict(merged), flatten_dict(variables)
+    found |= {path: leaf for path, leaf in plain.items() if path in found}
+    for dot in _adapter_paths(found):
+        target = (PARAMS, *dot[:-1], weight_of_dot(dot[-1]))
+        found[target] = _add_adapter(plain[target], found, dot, -alpha)
+    return unflatten_dict(found)
+
+
+def _add_adapter(w: jax.Array, flat: dict[Path, jax.Array], dot: Path, alpha: float) -> jax.Array:
+    """Return w + (alpha / rank) · a·b, computed in float32 and cast to the dtype of w."""
+    if not jnp.issubdtype(w.dtype, jnp.floating):
+        raise ConfigError(
+            "an adapter cannot be added to a weight in integers",
+            owner="/".join(dot),
+            field="dtype",
+            value=w.dtype.name,
+            hint="Use without_lora, or dequantize_model first.",
+        )
+    a, b = (flat[PARAMS, *dot, name].astype(jnp.float32) for name in ("lora_a", "lora_b"))
+    # Repeated layers and groups are leading dimensions of w, a and b.
+    num_leading = a.ndim + b.ndim - 2 - w.ndim
+    leading, rank = w.shape[:num_leading], a.shape[-1]
+    outs = math.prod(b.shape[num_leading + 1 :])
+    product = a.reshape(*leading, -1, rank) @ b.reshape(*leading, rank, outs)
+    return (w.astype(jnp.float32) + (alpha / rank) * product.reshape(w.shape)).astype(w.dtype)
+
+
+def _adapter_paths(flat: dict[Path, jax.Array]) -> list[Path]:
+    """Return the paths of all adapters, without the collection."""
+    found = [path[1:-1] for path in flat if path[0] == PARAMS and path[-1] == "lora_a"]
+    if not found:
+        raise ConfigError("the variables have no LoRA weights", expected="paths such as …/lora_a")
+    return found
+
+
+def _is_lora(value: Any) -> bool:
+    return is_config(value) and issubclass(target_of(value), LoraDot)
+
+
+def _common_alpha(config: Config) -> float:
+    alphas = {found.alpha for found in walk_configs(config) if _is_lora(found)}
+    expected = "one value in all adapters of the config"
+    require(len(alphas) == 1, None, "LoraDot.alpha", sorted(alphas), expected)
+    return alphas.pop()

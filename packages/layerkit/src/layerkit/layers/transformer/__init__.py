@@ -1,0 +1,1 @@
+"""Transformer layers, stacks and pipelines of them, and adapters between them."""

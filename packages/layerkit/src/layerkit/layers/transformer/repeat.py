@@ -1,0 +1,207 @@
+"""Repeat: N copies of one layer in sequence, as a scan.
+
+The weights of the copies are stacked on a leading axis named `layers`, and the program contains the
+layer once, so compile time does not grow with depth. Only this module, `layerkit.ops.remat` and
+`layerkit.layers.transformer.pipeline` use Flax's lifted transforms.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.sharding import NamedSharding, PartitionSpec
+
+from layerkit.base.base_layer import COLLECTIONS, PARAMS, RANDOM, BaseLayer
+from layerkit.base.sharding import BoundSharding, is_single_cpu
+from layerkit.config import Config, is_config, sub_config_field
+from layerkit.config.checks import check_sizes, require
+from layerkit.errors import ConfigError
+from layerkit.ops.remat import check_remat_policy, remat
+
+# Compile time grows with the copies: by a half for 12 small layers on two cores.
+_MOST_UNROLLED = 12
+
+
+class Repeat(BaseLayer):
+    """A repeated layer `sub(sub(…sub(x, …), …), …)` with separate weights for each copy.
+
+    The result of a copy is the first argument of the next (the carry); other arguments are passed
+    to all copies unchanged. Random keys differ between copies. Auxiliary losses and summaries are
+    stacked `[layers]`.
+
+    On a mesh the rule for `act_embed` constrains the last axis of the carry, which is replicated by
+    default. The copies or the compiler decide the layout of the other axes.
+
+    Attributes:
+      sub_tpl: Layer to repeat; its result has the shape and dtype of its first argument.
+      num_repeats: Number of copies. A tuple stacks the weights on several axes, outermost first:
+        (2, 3) runs six copies, copy i with the weights at [i // 3, i % 3], as in a circular
+        pipeline.
+      remat: Name of the rematerialization policy of each copy; see `layerkit.ops.remat`.
+      unroll: Number of copies in one iteration of the (innermost) loop. None for all of up to 12
+        copies without rematerialization on a single CPU, where a loop copies what it saves for the
+        backward pass, and else 1.
+    """
+
+    sub_tpl: Config[BaseLayer] = sub_config_field(None)
+    num_repeats: int | tuple[int, ...] = 1
+    remat: str = "none"
+    unroll: int | None = None
+
+    def setup(self) -> None:
+        """Check the fields and create the repeated layer."""
+        is_valid = self.stacked_shape and all(size >= 1 for size in self.stacked_shape)
+        expected = "a positive integer, or a tuple of positive integers"
+        require(is_valid, self, "num_repeats", self.num_repeats, expected)
+        check_sizes(self, unroll=self.unroll)
+        check_remat_policy(self.remat, owner=self.path_name, sharding=self.inherited("sharding"))
+        self.keep_shared_weights_inside(self.sub_tpl)
+        check_not_shared(self.path_name, "sub_tpl", self.sub_tpl)
+        self.create_child("sub", self.sub_tpl)
+
+    @property
+    def stacked_shape(self) -> tuple[int, ...]:
+        """Sizes of the leading axes of every stacked weight."""
+        sizes = self.num_repeats
+        return (sizes,) if isinstance(sizes, int) else tuple(sizes)
+
+    def fprop(self, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        """Return the result of the last copy, with the shape and dtype of `x` `[...]`."""
+        return self.run("__call__", x, *args, **kwargs)
+
+    def run(
+        self, method: str, x: Any, *args: Any, each: dict[str, Any] | None = None, **kwargs: Any
+    ) -> Any:
+        """Run a method of every copy in sequence; its result is the next first argument.
+
+        Args:
+          method: Name of the method.
+          x: First argument, a pytree of arrays.
+          *args: Further arguments of every copy.
+          each: Keyword arguments that differ between copies: pytrees of arrays `[copies, ...]`.
+          **kwargs: Keyword arguments of every copy.
+
+        Raises:
+          ConfigError: The result has another structure, shape or dtype than the first argument.
+        """
+
+        # `args` and `kwargs` are closed over, because they may contain objects other than arrays.
+        def body(sub: BaseLayer, carry: Any, own: dict[str, Any]) -> tuple[Any, None]:
+            carry = jax.tree.map(self._lay_out, carry)
+            result = getattr(sub, method)(carry, *args, **own, **kwargs)
+            check_carry(carry, result, owner=self.path_name, runs=f"copy of {sub.path_name}")
+            return result, None
+
+        shape = self.stacked_shape
+        own = jax.tree.map(lambda leaf: leaf.reshape(shape + leaf.shape[1:]), each or {})
+        unroll = self._num_unrolled()
+        iterations = math.prod(shape) / min(unroll, shape[-1])
+        body = remat(body, self.remat, in_scan=iterations > 1)
+        return self._scan(body, unroll=unroll)(self.sub, x, own)[0]
+
+    def init_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Create the decoding caches of every copy, stacked on a leading `layers` axis."""
+
+        def body(sub: Any, carry: tuple[()], _: dict[str, Any]) -> tuple[tuple[()], None]:
+            sub.init_cache(*args, **kwargs)
+            return carry, None
+
+        self._scan(body)(self.sub, (), {})
+
+    def create_weights(self) -> None:
+        """Create the weights of every copy, stacked on a leading `layers` axis."""
+
+        def body(sub: BaseLayer, carry: tuple[()], _: dict[str, Any]) -> tuple[tuple[()], None]:
+            sub.create_weights()
+            return carry, None
+
+        self._scan(body)(self.sub, (), {})
+
+    def _lay_out(self, x: jax.Array) -> jax.Array:
+        """Constrain the last axis of the carry.
+
+        The compiler might otherwise split it like the weights, and XLA's partitioner (JAX 0.10)
+        then computes wrong gradients if both axes of the weights are split.
+        """
+        sharding = self.inherited("sharding")
+        if sharding is None or sharding.mesh is None or jnp.ndim(x) < 2:
+            return x
+        last = sharding.spec(("act_embed",), shape=x.shape[-1:], owner=self.path_name)
+        others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+        place = NamedSharding(sharding.mesh, PartitionSpec(*others, *last))
+        return jax.lax.with_sharding_constraint(x, place)
+
+    def _num_unrolled(self) -> int:
+        """Return the number of copies in one iteration of the innermost loop."""
+        if self.unroll is not None:
+            return self.unroll
+        copies = self.stacked_shape[-1]
+        # Outside of loops, XLA's CPU backend merges the recomputation with the first computation.
+        is_unrolled = self.remat == "none" and is_unrolled_by_default(
+            self.inherited("sharding"), copies
+        )
+        return copies if is_unrolled else 1
+
+    def _scan(self, body: Any, *, unroll: int = 1) -> Any:
+        """Return `body(sub, carry, own)` as a scan, or as nested scans, outermost axis first."""
+        for length in reversed(self.stacked_shape):
+            body = nn.scan(body, in_axes=0, length=length, unroll=unroll, **lift_options("layers"))
+            unroll = 1
+        return body
+
+
+def is_unrolled_by_default(sharding: BoundSharding | None, copies: int) -> bool:
+    """Return whether repeated layers are unrolled: few copies on a single CPU.
+
+    Args:
+      sharding: Sharding that the layer is bound to; None or without a mesh for JAX's devices.
+      copies: Number of copies.
+    """
+    return copies <= _MOST_UNROLLED and is_single_cpu(sharding)
+
+
+def lift_options(axis: str) -> dict[str, Any]:
+    """Return the options of a Flax transform of variables that are stacked on a leading axis."""
+    return {
+        "variable_axes": dict.fromkeys(COLLECTIONS, 0),
+        "split_rngs": {PARAMS: True, RANDOM: True},
+        "metadata_params": {nn.PARTITION_NAME: axis},
+    }
+
+
+def check_not_shared(owner: str, field: str, template: Any) -> None:
+    """Raise `ConfigError` if a template that is copied has a `shared_weight_id`."""
+    if is_config(template) and template.shared_weight_id is not None:
+        raise ConfigError(
+            owner=owner,
+            field=f"{field}.shared_weight_id",
+            value=template.shared_weight_id,
+            expected="None, since every copy has separate weights",
+        )
+
+
+def check_carry(carry: Any, result: Any, *, owner: str, runs: str) -> None:
+    """Raise `ConfigError` if the result of a layer cannot be the first argument of the next.
+
+    Args:
+      carry: First argument, a pytree of arrays `[...]`.
+      result: Result, which must have the same structure, shapes and dtypes.
+      owner: Name of the layer that runs the sequence.
+      runs: Name of the layers of the sequence.
+    """
+    before, after = (
+        jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
+        for tree in (carry, result)
+    )
+    if before != after:
+        raise ConfigError(
+            owner=owner,
+            field=f"result of {runs}",
+            value=after,
+            expected=f"{before!r}, as its first argument",
+            hint="Shapes must not change, and x must have the compute dtype.",
+        )

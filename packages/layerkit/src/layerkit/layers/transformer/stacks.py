@@ -1,0 +1,375 @@
+"""Stacks of Transformer layers: in sequence, or as a scan over stacked weights.
+
+Set sizes once, on the stack or the model; the layers inherit them. A stack repeats one layer
+(`layer_tpl`) or a pattern of layers (`block_tpls`). With a pattern of n blocks, layer i has the
+template `block_tpls[i % n]`. One repetition of the pattern is called a period. Gemma 3 repeats five
+layers with local attention and one with global attention. GShard repeats a dense layer and a
+mixture of experts. `locate_layer` locates a layer's variables in either kind of stack.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from layerkit.base.base_layer import CACHE, BaseLayer
+from layerkit.base.shared_layers import shared_ids
+from layerkit.config import (
+    Config,
+    assigned_fields,
+    field_names,
+    is_config,
+    sub_config_field,
+    target_of,
+)
+from layerkit.config.checks import check_rates, check_same_shape, check_sizes, require
+from layerkit.config.field_checks import Conditions, derive_fields
+from layerkit.errors import ConfigError
+from layerkit.layers.attention.biases import add_bias_of_rows, add_relative_bias
+from layerkit.layers.transformer.repeat import Repeat, check_not_shared
+from layerkit.layers.transformer.transformer import Transformer, drop_none
+from layerkit.ops.attention.distance_bias import LogitBias
+from layerkit.ops.attention.masks import AttentionMask, row_positions
+from layerkit.ops.remat import check_remat_policy, remat
+
+
+class StackedTransformer(BaseLayer):
+    """A sequence of `num_layers` layers, each compiled separately.
+
+    The layers inherit the sizes of the stack. A template must leave a size out or set the same
+    value. It may set `num_kv_heads` and `dim_per_head` if these are None on the stack.
+
+    Attributes:
+      layer_tpl: Layer that is repeated `num_layers` times.
+      block_tpls: Layers of one period, to repeat a pattern instead of `layer_tpl`. The last period
+        may be incomplete. None to repeat `layer_tpl`.
+      num_layers: Number of layers.
+      remat: Name of the rematerialization policy of each layer; see `layerkit.ops.remat`.
+      relative_bias_tpl: Bias of the attention logits that depends on the distance (T5, ALiBi). It
+        is computed once per call and shared by all layers. None for no bias.
+      droppath_rate: Probability that training drops a residual branch of an example in the last
+        layer. Layer i of n, counted from 1, has the rate droppath_rate·i/n (Huang et al., 2016).
+
+    Raises:
+      ConfigError: A size is below one, the policy is unknown, `droppath_rate` is outside [0, 1) or
+        also set on a layer, or `layer_tpl` and `block_tpls` are both set.
+    """
+
+    used_only_if: ClassVar[Conditions] = {"layer_tpl": "not block_tpls"}
+
+    layer_tpl: Config[BaseLayer] = sub_config_field(Transformer.HParams)
+    block_tpls: tuple[Config[BaseLayer], ...] | None = sub_config_field(None)
+    num_layers: int = 1
+    input_dims: int = 0
+    hidden_dims: int = 0
+    num_heads: int = 0
+    num_kv_heads: int | None = None
+    dim_per_head: int | None = None
+    remat: str = "none"
+    relative_bias_tpl: Config[BaseLayer] | None = sub_config_field(None)
+    droppath_rate: float = 0.0
+
+    def setup(self) -> None:
+        """Check the fields and create the layers."""
+        sizes = self._checked_sizes()
+        if self.relative_bias_tpl is not None:
+            self.create_child("relative_bias", self.relative_bias_tpl, num_heads=self.num_heads)
+        self._create_layers(sizes)
+
+    def _create_layers(self, sizes: dict[str, Any]) -> None:
+        pattern = self.pattern
+        # Layers read shared weights from the first one, which rematerialization does not pass on.
+        is_valid = self.remat == "none" or self.num_layers == 1 or not shared_ids(pattern)
+        expected = "'none' for layers that share weights (shared_weight_id)"
+        require(is_valid, self, "remat", self.remat, expected)
+        templates = [pattern[layer % len(pattern)] for layer in range(self.num_layers)]
+        self.create_children("layers", templates, **sizes)
+
+    @property
+    def pattern(self) -> tuple[Any, ...]:
+        """Templates of the layers of one period."""
+        return (self.layer_tpl,) if self.block_tpls is None else tuple(self.block_tpls)
+
+    @nn.nowrap
+    def locate_layer(self, layer: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Return the location of a layer's variables within the variables of the stack.
+
+        Args:
+          layer: Index of the layer, counted from 0 at the input.
+
+        Returns:
+          (path of the subtree, indices into the leading axes of its leaves). There are no indices
+          if the weights of the layer are not stacked.
+
+        Raises:
+          IndexError: The stack has no such layer.
+        """
+        self._check_layer(layer)
+        return (f"layers_{layer}",), ()
+
+    def fprop(
+        self,
+        x: jax.Array,
+        *,
+        mask: AttentionMask,
+        positions: jax.Array,
+        bias: LogitBias | None = None,
+        memory: jax.Array | None = None,
+        memory_mask: AttentionMask | None = None,
+        droppath_rates: jax.Array | None = None,
+    ) -> jax.Array:
+        """Apply all layers to whole rows.
+
+        Args:
+          x: `[batch, length, dims]`.
+          mask: Mask of self-attention.
+          positions: int32 `[batch, length]`, for rotary embeddings.
+          bias: float32 `[batch or 1, heads, length, length]`, or a bias by distance, added to the
+            attention logits.
+          memory: `[batch, memory_length, memory_dims]`, for cross attention.
+          memory_mask: Mask of cross attention.
+          droppath_rates: float32 `[num_layers]`, one rate per layer, passed by a stack that repeats
+            this one; None to compute the rates from the field `droppath_rate`.
+
+        Returns:
+          Array with the shape of `x` in the compute dtype.
+        """
+        shared = drop_none(
+            mask=mask,
+            positions=positions,
+            bias=add_bias_of_rows(self, bias, mask),
+            memory=memory,
+            memory_mask=memory_mask,
+        )
+        if droppath_rates is None and self.droppath_rate and self.is_training:
+            depths = jnp.arange(1, self.num_layers + 1, dtype=jnp.float32)
+            droppath_rates = self.droppath_rate / self.num_layers * depths
+        return self._run_layers("__call__", self.cast(x), droppath_rates, shared)
+
+    def init_cache(self, batch_size: int, max_length: int, memory: jax.Array | None = None) -> None:
+        """Create the empty caches of all layers.
+
+        Args:
+          batch_size: Number of rows.
+          max_length: Maximal number of tokens of a row.
+          memory: `[batch, memory_length, memory_dims]`, from which the keys and values of cross
+            attention are computed.
+        """
+        if self.relative_bias_tpl is not None:
+            # `extend_step` needs the number of slots of the layers' caches to compute the bias.
+            self.put_variable(CACHE, "slots", row_positions(batch_size, max_length))
+        self._init_layer_caches(batch_size, max_length, **drop_none(memory=memory))
+
+    def extend_step(
+        self,
+        x: jax.Array,
+        *,
+        time_step: jax.Array,
+        positions: jax.Array,
+        bias: jax.Array | None = None,
+        memory_mask: AttentionMask | None = None,
+        prefix_lengths: jax.Array | None = None,
+    ) -> jax.Array:
+        """Apply all layers to the next positions of a cached sequence.
+
+        Args:
+          x: `[batch, t, dims]`.
+          time_step: int32 scalar, number of tokens in the cache.
+          positions: int32 `[batch, t]`, for rotary embeddings.
+          bias: float32 `[batch or 1, heads, t, max_length]`, added to the attention logits.
+          memory_mask: Mask of cross attention from the t positions to the memory.
+          prefix_lengths: int32 `[batch]`, length of the prefix, in a prefix language model. The
+            tokens of the prefix attend to one another in both directions. The first step must
+            contain all of them. None for no prefix.
+
+        Returns:
+          Array with the shape of `x` in the compute dtype.
+        """
+        if self.relative_bias_tpl is not None:
+            slots: jax.Array = self.get_variable(CACHE, "slots")
+            queries = time_step + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+            bias = add_relative_bias(self, bias, queries, slots[:1])
+        shared = drop_none(
+            time_step=time_step,
+            positions=positions,
+            bias=bias,
+            memory_mask=memory_mask,
+            prefix_lengths=prefix_lengths,
+        )
+        return self._run_layers("extend_step", self.cast(x), None, shared)
+
+    def _run_layers(
+        self, method: str, x: jax.Array, rates: jax.Array | None, shared: dict[str, Any]
+    ) -> jax.Array:
+        """Call `method` on each layer with the `shared` arguments and the layer's droppath rate."""
+        return self._run_in_sequence(self.layers, method, x, rates, shared)
+
+    def _init_layer_caches(self, *args: Any, **kwargs: Any) -> None:
+        for layer in self.layers:
+            layer.init_cache(*args, **kwargs)
+
+    def _run_in_sequence(
+        self,
+        layers: list[Any],
+        method: str,
+        x: jax.Array,
+        rates: jax.Array | None,
+        shared: dict[str, Any],
+    ) -> jax.Array:
+        def body(layer: Any, x: jax.Array, own: dict[str, jax.Array]) -> jax.Array:
+            outputs = getattr(layer, method)(x, **own, **shared)
+            check_same_shape(layer, x, outputs=outputs)
+            return outputs
+
+        # This stack may be a period in the scan of another or run outside of a scan. Only
+        # in_scan=False is valid for both.
+        run = remat(body, self.remat, in_scan=False)
+        for index, layer in enumerate(layers):
+            x = run(layer, x, {} if rates is None else {"droppath_rate": rates[index]})
+        return x
+
+    def _checked_sizes(self) -> dict[str, Any]:
+        """Check the fields and return the sizes of every layer."""
+        check_sizes(self, num_layers=self.num_layers)
+        check_remat_policy(self.remat, owner=self.path_name, sharding=self.inherited("sharding"))
+        check_rates(self, droppath_rate=self.droppath_rate)
+        of_layers = [getattr(template, "droppath_rate", 0.0) for template in self.pattern]
+        for template in self.pattern if self.droppath_rate else ():
+            self._check_supports_droppath(template)
+        is_valid = not (self.droppath_rate and any(of_layers))
+        expected = f"0, since a layer template sets droppath_rate={max(of_layers, default=0.0)}"
+        require(is_valid, self, "droppath_rate", self.droppath_rate, expected)
+        is_valid = self.block_tpls is None or bool(self.block_tpls)
+        require(is_valid, self, "block_tpls", self.block_tpls, "at least one layer, or None")
+        return {
+            "input_dims": self.input_dims,
+            "hidden_dims": self.hidden_dims,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "dim_per_head": self.dim_per_head,
+        }
+
+    def _check_supports_droppath(self, template: Any) -> None:
+        """Raise `ConfigError` if the `fprop` of a layer has no argument `droppath_rate`."""
+        layer = target_of(template) if is_config(template) else None
+        if layer is None or not hasattr(layer, "fprop"):
+            return  # `create_child` raises for a template that is not a layer
+        parameters = inspect.signature(layer.fprop).parameters.values()
+        if not any(p.name == "droppath_rate" or p.kind is p.VAR_KEYWORD for p in parameters):
+            raise ConfigError(
+                owner=self.path_name,
+                field="droppath_rate",
+                value=self.droppath_rate,
+                expected=f"0, since {layer.__qualname__}.fprop has no argument droppath_rate",
+                hint="Add the argument as in Transformer.fprop, or leave the field out.",
+            )
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.num_layers:
+            raise IndexError(
+                f"{self.path_name}: layer={layer}. Expected 0 to {self.num_layers - 1}."
+            )
+
+
+def unrolled_stack(stack: Config) -> Config:
+    """Return the config of a `StackedTransformer` with the layers of a repeated stack.
+
+    Args:
+      stack: Config of a subclass, whose fields for the repetition are left out.
+    """
+    kept = set(field_names(StackedTransformer))
+    fields = {name: value for name, value in assigned_fields(stack).items() if name in kept}
+    return StackedTransformer.HParams.config(**fields)
+
+
+class StackedTransformerRepeated(StackedTransformer):
+    """A stack that scans over weights stacked on a `layers` axis, so the layer is compiled once.
+
+    With a pattern, each iteration of the scan runs a period. The layers of an incomplete last
+    period run in sequence after the scan.
+
+    Attributes:
+      unroll: Number of layers, or of periods with a pattern, in one iteration of the loop; None
+        for the default of `Repeat` and, in decoding, of `layerkit.decoding.step_weights`.
+      stacked_shape: Sizes of the axes on which the weights are stacked, outermost first. Their
+        product is the number of layers, or of whole periods with a pattern. None for a single
+        axis. See `Repeat.num_repeats`.
+    """
+
+    unroll: int | None = None
+    stacked_shape: tuple[int, ...] | None = None
+
+    def _create_layers(self, sizes: dict[str, Any]) -> None:
+        blocks, shape = self._sized_pattern(sizes), self._checked_shape()
+        repeat: Config = Repeat.HParams.config(num_repeats=shape, unroll=self.unroll)
+        if len(blocks) == 1:
+            repeat.set(sub_tpl=blocks[0], remat=self.remat)
+        else:
+            # A period is a stack whose layers are rematerialized one by one.
+            repeat.sub_tpl = StackedTransformer.HParams.config(
+                block_tpls=blocks, num_layers=len(blocks), remat=self.remat, **sizes
+            )
+        if self._num_periods:
+            self.create_child("repeat", repeat)
+        self.create_children("remainder", blocks[: self.num_layers % len(blocks)])
+
+    @property
+    def _num_periods(self) -> int:
+        return self.num_layers // len(self.pattern)
+
+    def locate_layer(self, layer: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Return the location of a layer's variables; see `StackedTransformer.locate_layer`."""
+        self._check_layer(layer)
+        period, block = divmod(layer, len(self.pattern))
+        if period == self._num_periods:
+            return (f"remainder_{block}",), ()
+        indices = np.unravel_index(period, self._checked_shape())
+        place = () if len(self.pattern) == 1 else (f"layers_{block}",)
+        return ("repeat", "sub", *place), tuple(int(index) for index in indices)
+
+    def _run_layers(
+        self, method: str, x: jax.Array, rates: jax.Array | None, shared: dict[str, Any]
+    ) -> jax.Array:
+        blocks, periods = len(self.pattern), self._num_periods
+        looped = blocks * periods
+        if periods:
+            each = {}
+            if rates is not None and blocks == 1:
+                each = {"droppath_rate": rates}
+            elif rates is not None:
+                each = {"droppath_rates": rates[:looped].reshape(periods, blocks)}
+            x = self.repeat.run(method, x, each=each, **shared)
+        return self._run_in_sequence(
+            self.remainder, method, x, None if rates is None else rates[looped:], shared
+        )
+
+    def _init_layer_caches(self, *args: Any, **kwargs: Any) -> None:
+        if self._num_periods:
+            self.repeat.init_cache(*args, **kwargs)
+        for layer in self.remainder:
+            layer.init_cache(*args, **kwargs)
+
+    def _sized_pattern(self, sizes: dict[str, Any]) -> tuple[Config, ...]:
+        """Return the templates of a period, with the sizes of the stack filled in."""
+        if self.block_tpls is None:
+            return (derive_fields(self.layer_tpl, f"{self.path_name}.layer_tpl", **sizes),)
+        sized = []
+        for index, template in enumerate(self.block_tpls):
+            field = f"block_tpls[{index}]"
+            sized.append(derive_fields(template, f"{self.path_name}.{field}", **sizes))
+            check_not_shared(self.path_name, field, template)
+        return tuple(sized)
+
+    def _checked_shape(self) -> tuple[int, ...]:
+        if self.stacked_shape is None:
+            return (self._num_periods,)
+        is_valid = math.prod(self.stacked_shape) == self._num_periods
+        expected = f"sizes with the product {self._num_periods}, the number of layers or periods"
+        require(is_valid, self, "stacked_shape", self.stacked_shape, expected)
+        return tuple(self.stacked_shape)

@@ -1,0 +1,297 @@
+"""A Transformer layer: attention, optional cross attention, and feed-forward.
+
+Each of them is a branch f with a residual; `norm_policy` is the placement of the norms:
+
+| policy | | models |
+|---|---|---|
+| `pre` | x + f(norm(x)) | GPT-2, Llama (Xiong et al., 2020, arXiv:2002.04745) |
+| `post` | norm(x + f(x)) | the Transformer of 2017, BERT |
+| `pre_post` | x + post_norm(f(norm(x))) | Gemma 2 and 3 |
+| `branch` | x + post_norm(f(x)) | OLMo 2 |
+
+Branches run in sequence or, with `parallel`, on the same input (GPT-J, PaLM):
+
+    x = x + attention(attention_norm(x)) + feed_forward(feed_forward_norm(x))
+
+`extend_step` computes the same as `fprop` for the next positions of a cached sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+
+from layerkit.base.base_layer import BaseLayer
+from layerkit.config import Config, sub_config_field
+from layerkit.config.checks import check_choice, check_same_shape, require
+from layerkit.config.field_checks import Conditions
+from layerkit.errors import ConfigError
+from layerkit.layers.attention.multi_head import MultiHeadAttention
+from layerkit.layers.basic.dropout import Dropout, StochasticResidual
+from layerkit.layers.basic.normalizations import BaseNormalization, LayerNorm
+from layerkit.layers.transformer.feed_forward import TransformerFeedForward
+from layerkit.layers.transformer.sequence_parallel import (
+    gather_positions,
+    split_positions,
+)
+from layerkit.ops.attention.distance_bias import LogitBias
+from layerkit.ops.attention.masks import AttentionMask
+from layerkit.ops.remat import name_activation
+
+NORM_POLICIES = ("pre", "post", "pre_post", "branch")
+
+_Branches = dict[str, Callable[[jax.Array], jax.Array]]
+
+
+class Transformer(BaseLayer):
+    """A Transformer layer: `[batch, length, dims]` → the same shape.
+
+    Attributes:
+      input_dims: Size of the model dimension.
+      hidden_dims: Size of the hidden dimension of the feed-forward block.
+      num_heads: Number of query heads.
+      num_kv_heads: Number of key and value heads; None for the number of query heads.
+      dim_per_head: Size of a head; None for input_dims / num_heads.
+      norm_tpl: Template of all norms.
+      feed_forward_norm_tpl: Template of the norms of the feed-forward block; None for `norm_tpl`.
+      norm_policy: Placement of the norms: `pre`, `post`, `pre_post` or `branch`; see the module.
+      parallel: True if all branches read the input of the layer; False if each reads the output of
+        the previous one.
+      parallel_shares_norm: True for one norm before all parallel branches (GPT-J, PaLM); False for
+        one norm for each (GPT-NeoX).
+      attention_tpl: Self-attention.
+      cross_attention_tpl: Attention of a decoder to a memory, after self-attention; None for no
+        cross attention.
+      allow_skip_cross_attention: True to leave out cross attention where there is no memory, as
+        for examples without a source; False to raise an error.
+      feed_forward_tpl: Feed-forward block, dense or a mixture of experts.
+      feed_forward_residual_weight: Factor of the output of the feed-forward block in the residual
+        sum; 0.5 in the two half steps of a Conformer (Gulati et al., 2020, arXiv:2005.08100).
+      dropout_rate: Dropout rate of the outputs of branches in training.
+      input_dropout_rate: Dropout rate of the input of the layer, and so of the residual, in
+        training.
+      droppath_rate: Probability that training drops a branch of an example; see
+        `StochasticResidual`.
+
+    Raises:
+      ConfigError: An unknown `norm_policy`, or an unsupported combination of fields.
+    """
+
+    used_only_if: ClassVar[Conditions] = {
+        "parallel_shares_norm": "parallel",
+        "allow_skip_cross_attention": "cross_attention_tpl",
+    }
+
+    input_dims: int = 0
+    hidden_dims: int = 0
+    num_heads: int = 0
+    num_kv_heads: int | None = None
+    dim_per_head: int | None = None
+    norm_tpl: Config[BaseNormalization] = sub_config_field(LayerNorm.HParams)
+    feed_forward_norm_tpl: Config[BaseNormalization] | None = sub_config_field(None)
+    norm_policy: str = "pre"
+    parallel: bool = False
+    parallel_shares_norm: bool = False
+    attention_tpl: Config[BaseLayer] = sub_config_field(MultiHeadAttention.HParams)
+    cross_attention_tpl: Config[BaseLayer] | None = sub_config_field(None)
+    allow_skip_cross_attention: bool = False
+    feed_forward_tpl: Config[BaseLayer] = sub_config_field(TransformerFeedForward.HParams)
+    feed_forward_residual_weight: float = 1.0
+    dropout_rate: float = 0.0
+    input_dropout_rate: float = 0.0
+    droppath_rate: float = 0.0
+
+    def setup(self) -> None:
+        """Create the branches and their norms."""
+        self._check_fields()
+        heads = {
+            "input_dims": self.input_dims,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "dim_per_head": self.dim_per_head,
+        }
+        wide = {"input_dims": self.input_dims, "hidden_dims": self.hidden_dims}
+        self._create_branch("attention", self.attention_tpl, **heads)
+        if self.cross_attention_tpl is not None:
+            self._create_branch("cross_attention", self.cross_attention_tpl, **heads)
+        self._create_branch("feed_forward", self.feed_forward_tpl, **wide)
+        self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
+        input_dropout = Dropout.HParams.config(rate=self.input_dropout_rate)
+        self.create_child("input_dropout", input_dropout)
+        self.create_child("residual", StochasticResidual.HParams.config(rate=self.droppath_rate))
+
+    def _create_branch(self, name: str, template: Any, **sizes: Any) -> None:
+        shares_norm = self.parallel_shares_norm and name != "attention"
+        norm_tpl = self.feed_forward_norm_tpl if name == "feed_forward" else None
+        norm_tpl = self.norm_tpl if norm_tpl is None else norm_tpl
+        if self.norm_policy != "branch" and not shares_norm:
+            self.create_child(f"{name}_norm", norm_tpl, dims=self.input_dims)
+        self.create_child(name, template, **sizes)
+        if self.norm_policy in ("pre_post", "branch"):
+            self.create_child(f"{name}_post_norm", norm_tpl, dims=self.input_dims)
+
+    def fprop(
+        self,
+        x: jax.Array,
+        *,
+        mask: AttentionMask,
+        positions: jax.Array,
+        bias: LogitBias | None = None,
+        memory: jax.Array | None = None,
+        memory_mask: AttentionMask | None = None,
+        droppath_rate: jax.Array | None = None,
+    ) -> jax.Array:
+        """Apply the layer to whole rows.
+
+        Args:
+          x: `[batch, length, dims]`.
+          mask: Mask of self-attention.
+          positions: int32 `[batch, length]`, for rotary embeddings.
+          bias: float32 `[batch or 1, heads, length, length]`, or a bias by distance, added to the
+            attention logits.
+          memory: `[batch, memory_length, memory_dims]`, for cross attention.
+          memory_mask: Mask of cross attention.
+          droppath_rate: float32 scalar that replaces the field, from a stack whose rates differ.
+
+        Returns:
+          `[batch, length, dims]` in the compute dtype.
+
+        Raises:
+          ConfigError: Cross attention lacks memory or mask, or these are given without it.
+        """
+        self._check_memory(memory=memory, memory_mask=memory_mask)
+        is_valid = droppath_rate is None or not self.droppath_rate
+        expected = "0, since the stack sets the rate of each layer"
+        require(is_valid, self, "droppath_rate", self.droppath_rate, expected)
+        attention = partial(self.attention, mask=mask, positions=positions, **drop_none(bias=bias))
+        branches: _Branches = {"attention": attention}
+        if memory is not None:
+            branches["cross_attention"] = partial(
+                self.cross_attention, memory=memory, mask=memory_mask
+            )
+        segments = mask.query_segments
+        is_token = None if segments is None else segments != 0
+        branches["feed_forward"] = partial(self.feed_forward, **drop_none(is_token=is_token))
+        return self._add_branches(x, branches, droppath_rate=droppath_rate)
+
+    def init_cache(self, batch_size: int, max_length: int, memory: jax.Array | None = None) -> None:
+        """Create an empty cache of keys and values.
+
+        Args:
+          batch_size: Number of rows.
+          max_length: Number of tokens of a row.
+          memory: `[batch, memory_length, memory_dims]`, from which the keys and values of cross
+            attention are computed; None without it.
+        """
+        self._check_memory(memory=memory)
+        self.attention.init_cache(batch_size, max_length)
+        if hasattr(self.feed_forward, "init_cache"):
+            self.feed_forward.init_cache(batch_size, max_length)
+        if memory is not None:
+            self.cross_attention.init_cache(memory)
+
+    def extend_step(
+        self,
+        x: jax.Array,
+        *,
+        time_step: jax.Array,
+        positions: jax.Array,
+        bias: jax.Array | None = None,
+        memory_mask: AttentionMask | None = None,
+        prefix_lengths: jax.Array | None = None,
+    ) -> jax.Array:
+        """Apply the layer to the next positions of a cached sequence.
+
+        Args:
+          x: `[batch, t, dims]`.
+          time_step: int32 scalar, number of tokens in the cache.
+          positions: int32 `[batch, t]`, for rotary embeddings.
+          bias: float32 `[batch or 1, heads, t, max_length]`, added to the attention logits.
+          memory_mask: Mask of cross attention of the t positions; None if there is no memory.
+          prefix_lengths: int32 `[batch]`, number of first tokens that attend one another, in a
+            prefix language model; the first step must contain all of them. None for no prefix.
+
+        Returns:
+          `[batch, t, dims]` in the compute dtype.
+        """
+        self._check_memory(memory_mask=memory_mask)
+        step = partial(self.attention.extend_step, time_step=time_step, positions=positions)
+        branches: _Branches = {
+            "attention": partial(step, **drop_none(bias=bias, prefix_lengths=prefix_lengths))
+        }
+        if memory_mask is not None:
+            branches["cross_attention"] = partial(
+                self.cross_attention.extend_step, mask=memory_mask
+            )
+        branches["feed_forward"] = self.feed_forward
+        return self._add_branches(x, branches)
+
+    def _add_branches(
+        self, x: jax.Array, branches: _Branches, *, droppath_rate: jax.Array | None = None
+    ) -> jax.Array:
+        x = name_activation(self.input_dropout(self.cast(x)), "residual")
+        source = x
+        if self.parallel_shares_norm:
+            source = self.attention_norm(x)
+        for name, branch in branches.items():
+            output = self._branch(name, branch, source if self.parallel else x)
+            if name == "feed_forward" and self.feed_forward_residual_weight != 1.0:
+                output = output * self.feed_forward_residual_weight
+            x = self.residual(x, output, rate=droppath_rate)
+            if self.norm_policy == "post":
+                x = getattr(self, f"{name}_norm")(x)
+            x = self.constrain(x, "batch", "residual_length", "act_embed")
+        return x
+
+    def _branch(
+        self, name: str, branch: Callable[[jax.Array], jax.Array], x: jax.Array
+    ) -> jax.Array:
+        """Return the output of a branch, with the norms of the branch."""
+        if self.norm_policy in ("pre", "pre_post") and not self.parallel_shares_norm:
+            x = getattr(self, f"{name}_norm")(x)
+        output = branch(gather_positions(self, x))
+        check_same_shape(getattr(self, name), x, outputs=output)
+        output = name_activation(split_positions(self, output), f"{name}_out")
+        if self.norm_policy in ("pre_post", "branch"):
+            output = getattr(self, f"{name}_post_norm")(output)
+        return self.dropout(output)
+
+    def _check_fields(self) -> None:
+        check_choice(self, NORM_POLICIES, norm_policy=self.norm_policy)
+        norms, has_cross_attention = self.norm_policy, self.cross_attention_tpl is not None
+        expected = "another policy with parallel=True, since the norm of a branch changes its input"
+        require(not (self.parallel and norms == "post"), self, "norm_policy", norms, expected)
+        expected = "False with cross_attention_tpl, which reads the result of self-attention"
+        is_valid = not (self.parallel and has_cross_attention)
+        require(is_valid, self, "parallel", self.parallel, expected)
+        expected = "'pre' or 'pre_post' with parallel_shares_norm=True"
+        is_valid = not (self.parallel_shares_norm and norms == "branch")
+        require(is_valid, self, "norm_policy", norms, expected)
+        norm = self.feed_forward_norm_tpl
+        expected = "None with parallel_shares_norm=True, since the branches share norm_tpl"
+        is_valid = not self.parallel_shares_norm or norm is None
+        require(is_valid, self, "feed_forward_norm_tpl", norm, expected)
+
+    def _check_memory(self, **arguments: Any) -> None:
+        """Raise `ConfigError` if cross attention lacks an argument, or arguments lack their use."""
+        has_cross_attention = self.cross_attention_tpl is not None
+        if self.allow_skip_cross_attention and all(value is None for value in arguments.values()):
+            return
+        for name, value in arguments.items():
+            expected = "an array or mask for cross attention"
+            require(not has_cross_attention or value is not None, self, name, value, expected)
+            if not has_cross_attention and value is not None:
+                raise ConfigError(
+                    "the layer has no cross attention",
+                    owner=self.path_name,
+                    field=name,
+                    hint="Set cross_attention_tpl, or leave the argument out.",
+                )
+
+
+def drop_none(**arguments: Any) -> dict[str, Any]:
+    """Return the arguments that are not None, since a layer may lack optional ones."""
+    return {name: value for name, value in arguments.items() if value is not None}

@@ -1,0 +1,60 @@
+"""Attention by cuDNN's fused kernel on NVIDIA GPUs, called by `jax.nn.dot_product_attention`."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from layerkit.ops.attention.masks import AttentionMask
+
+
+def cudnn_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    mask: AttentionMask | None,
+    scale: float,
+    bias: jax.Array | None = None,
+) -> jax.Array:
+    """Compute attention by cuDNN.
+
+    See `layerkit.ops.attention.dot_product.dot_product_attention`.
+
+    Args:
+      query: `[batch, queries, heads, head_dim]`.
+      key: `[batch, keys, kv_heads, head_dim]`.
+      value: `[batch, keys, kv_heads, head_dim]`.
+      mask: Mask in row order, causal or not, with or without a window; None for no mask.
+      scale: Factor of the products of queries and keys.
+      bias: `[batch or 1, heads or 1, queries, keys]` in the dtype of the queries, added to the
+        scaled products.
+
+    Returns:
+      `[batch, queries, heads, head_dim]` in the dtype of `value`.
+    """
+    window = None if mask is None else mask.window
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        bias=bias,
+        scale=scale,
+        is_causal=mask is not None and mask.causal,
+        # JAX counts the keys before a query; windows here count the query itself as well.
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn",
+    )
+
+
+@functools.cache
+def has_cudnn() -> bool:
+    """Return whether JAX finds cuDNN. Without it, tracing cuDNN attention fails."""
+    probe = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16)
+    try:
+        jax.eval_shape(lambda x: cudnn_attention(x, x, x, mask=None, scale=1.0), probe)
+    except RuntimeError:
+        return False
+    return True

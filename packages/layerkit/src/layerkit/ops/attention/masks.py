@@ -1,0 +1,268 @@
+"""Attention masks as positions and segments instead of arrays of booleans.
+
+A boolean mask `[batch, queries, keys]` grows with the square of the length, and fused attention
+kernels need only positions, segments and whether the mask is causal. `AttentionMask` holds these;
+`dense()` returns the booleans for other backends.
+
+True means "may attend". Segment ids number the documents packed in a row from 1; 0 is padding.
+Padding attends padding and nothing else, so every softmax has at least one key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from layerkit.config.checks import check_sizes, require
+from layerkit.errors import ConfigError
+
+# Half of float32's range: the difference of two such logits cannot overflow.
+MASKED_LOGIT = -0.5 * float(jnp.finfo(jnp.float32).max)
+
+
+@struct.dataclass
+class AttentionMask:
+    """An attention mask: a pytree of positions and segments with static options.
+
+    A query may attend a key if all of these hold: both are in the same segment; with `causal`, the
+    position of the key is not greater than that of the query, or the key is in the prefix; with a
+    window, the key is less than `window` away. Positions are compared only within a segment, so
+    they may count from the start of the row, as in the class methods, or of each segment.
+
+    Attributes:
+      query_positions: int32 `[batch, queries]`.
+      key_positions: int32 `[batch, keys]`.
+      query_segments: int32 `[batch, queries]`, or None for a single segment without padding.
+      key_segments: int32 `[batch, keys]`; None if `query_segments` is None.
+      key_in_prefix: bool `[batch, keys]`, True for keys that all queries attend although the mask
+        is causal (prefix language models; Raffel et al., 2020, arXiv:1910.10683); None for no
+        prefix.
+      causal: True to hide keys at later positions.
+      window: Distance from which keys are hidden: a query attends itself, the window - 1 keys
+        before it and, if not causal, as many after it (sliding window; Beltagy et al., 2020,
+        arXiv:2004.05150). None for no window.
+      in_row_order: True if positions count the tokens of each row from its start, and query i and
+        key i are the same token. Fused kernels support only such positions.
+    """
+
+    query_positions: jax.Array
+    key_positions: jax.Array
+    query_segments: jax.Array | None = None
+    key_segments: jax.Array | None = None
+    key_in_prefix: jax.Array | None = None
+    causal: bool = struct.field(pytree_node=False, default=False)
+    window: int | None = struct.field(pytree_node=False, default=None)
+    in_row_order: bool = struct.field(pytree_node=False, default=False)
+
+    @classmethod
+    def causal_mask(
+        cls,
+        batch: int,
+        length: int,
+        *,
+        segment_ids: jax.Array | None = None,
+        in_prefix: jax.Array | None = None,
+    ) -> AttentionMask:
+        """Return the mask of causal self-attention, as in a decoder.
+
+        Args:
+          batch: Number of rows.
+          length: Tokens per row.
+          segment_ids: int32 `[batch, length]`, the documents of packed rows; 0 is padding. See
+            `segments_from_paddings` for rows of one document.
+          in_prefix: bool `[batch, length]`, True for tokens that all tokens of their document
+            attend, including earlier ones; see `first_tokens` for rows of one document.
+
+        Raises:
+          ConfigError: Segment ids or prefix have the wrong shape.
+        """
+        mask = cls._self_attention(batch, length, segment_ids, causal=True)
+        _check_shape((batch, length), in_prefix=in_prefix)
+        return dataclasses.replace(mask, key_in_prefix=in_prefix)
+
+    @classmethod
+    def bidirectional_mask(
+        cls, batch: int, length: int, *, segment_ids: jax.Array | None = None
+    ) -> AttentionMask:
+        """Return the mask of self-attention within segments, as in an encoder.
+
+        Args:
+          batch: Number of rows.
+          length: Tokens per row.
+          segment_ids: int32 `[batch, length]`; see `causal_mask`.
+
+        Raises:
+          ConfigError: Segment ids have the wrong shape.
+        """
+        return cls._self_attention(batch, length, segment_ids, causal=False)
+
+    @classmethod
+    def cross_mask(
+        cls,
+        batch: int,
+        num_queries: int,
+        num_keys: int,
+        *,
+        query_segments: jax.Array | None = None,
+        key_segments: jax.Array | None = None,
+    ) -> AttentionMask:
+        """Return the mask of attention to another sequence, such as that of an encoder.
+
+        Args:
+          batch: Number of rows.
+          num_queries: Queries per row.
+          num_keys: Keys per row.
+          query_segments: int32 `[batch, num_queries]`, document of `key_segments` that each query
+            attends; None for document 1, as in `segments_from_paddings`.
+          key_segments: int32 `[batch, num_keys]`, documents of the keys; 0 is padding. None for a
+            single document without padding.
+
+        Raises:
+          ConfigError: Segments have the wrong shape, or only the queries have segments.
+        """
+        if key_segments is None and query_segments is not None:
+            raise ConfigError(
+                "query_segments is set without key_segments", hint="Set both, or only key_segments."
+            )
+        if key_segments is not None and query_segments is None:
+            query_segments = jnp.ones((batch, num_queries), jnp.int32)
+        _check_shape((batch, num_queries), query_segments=query_segments)
+        _check_shape((batch, num_keys), key_segments=key_segments)
+        queries, keys = row_positions(batch, num_queries), row_positions(batch, num_keys)
+        return cls(queries, keys, query_segments, key_segments)
+
+    @classmethod
+    def decoding_mask(
+        cls,
+        batch: int,
+        num_queries: int,
+        max_length: int,
+        *,
+        time_step: int | jax.Array,
+        prefix_lengths: jax.Array | None = None,
+    ) -> AttentionMask:
+        """Return the mask of causal attention from the newest tokens to a cache.
+
+        Query i is at position time_step + i and may attend the slots up to that position. Later
+        slots are still empty and hidden.
+
+        Args:
+          batch: Number of rows.
+          num_queries: Newest tokens per row.
+          max_length: Number of slots of the cache.
+          time_step: Number of tokens in the cache before these; an integer, an int32 scalar, or
+            `[batch]`.
+          prefix_lengths: int32 `[batch]`, number of first slots that every query attends, in a
+            prefix language model. The first call must fill them.
+        """
+        start = jnp.broadcast_to(jnp.asarray(time_step, jnp.int32), (batch,))
+        return cls(
+            query_positions=start[:, None] + jnp.arange(num_queries, dtype=jnp.int32),
+            key_positions=row_positions(batch, max_length),
+            key_in_prefix=(
+                None if prefix_lengths is None else first_tokens(prefix_lengths, max_length)
+            ),
+            causal=True,
+        )
+
+    @classmethod
+    def _self_attention(
+        cls, batch: int, length: int, segments: jax.Array | None, *, causal: bool
+    ) -> AttentionMask:
+        _check_shape((batch, length), segment_ids=segments)
+        positions = row_positions(batch, length)
+        return cls(positions, positions, segments, segments, causal=causal, in_row_order=True)
+
+    def within(self, window: int | None) -> AttentionMask:
+        """Return this mask, narrowed to a window; None returns the mask unchanged.
+
+        Raises:
+          ConfigError: The window is below 1, so that a query would not attend itself.
+        """
+        check_sizes(None, window=window)
+        if window is None:
+            return self
+        narrower = window if self.window is None else min(window, self.window)
+        return dataclasses.replace(self, window=narrower)
+
+    def part(self, queries: slice, keys: slice) -> AttentionMask:
+        """Return the mask of some of the queries and keys of each row.
+
+        Positions keep counting from the start of the row. Query i and key i of the result may be
+        different tokens, so it is not `in_row_order`.
+        """
+        return dataclasses.replace(
+            self,
+            query_positions=self.query_positions[:, queries],
+            key_positions=self.key_positions[:, keys],
+            query_segments=_part(self.query_segments, queries),
+            key_segments=_part(self.key_segments, keys),
+            key_in_prefix=_part(self.key_in_prefix, keys),
+            in_row_order=False,
+        )
+
+    def distinct_positions(self) -> tuple[jax.Array, jax.Array]:
+        """Return the positions of queries and keys, `[1, …]` if all rows have the same ones.
+
+        Arrays that are computed from them, such as a bias, then have the size of one row.
+        """
+        if self.in_row_order:
+            return self.query_positions[:1], self.key_positions[:1]
+        return self.query_positions, self.key_positions
+
+    def dense(self) -> jax.Array:
+        """Return the mask as booleans `[batch, 1, queries, keys]`; axis 1 stands for the heads.
+
+        Raises:
+          ConfigError: One of `query_segments` and `key_segments` is None.
+        """
+        if (self.query_segments is None) != (self.key_segments is None):
+            raise ConfigError("only one of query_segments and key_segments is set")
+        queries, keys = self.query_positions[:, :, None], self.key_positions[:, None, :]
+        if self.causal:
+            allowed = keys <= queries
+            if self.key_in_prefix is not None:
+                allowed |= self.key_in_prefix[:, None, :]
+        else:
+            allowed = jnp.ones(jnp.broadcast_shapes(queries.shape, keys.shape), bool)
+        if self.window is not None:
+            allowed &= jnp.abs(queries - keys) < self.window
+        if self.query_segments is not None and self.key_segments is not None:
+            allowed &= self.query_segments[:, :, None] == self.key_segments[:, None, :]
+        return allowed[:, None]
+
+
+def first_tokens(lengths: jax.Array, num_tokens: int) -> jax.Array:
+    """Return bool `[batch, tokens]`, True for the first `lengths` (`[batch]`) of each row."""
+    return jnp.arange(num_tokens) < lengths[:, None]
+
+
+def segments_from_paddings(paddings: jax.Array) -> jax.Array:
+    """Return the segment ids of rows that contain one document each.
+
+    Args:
+      paddings: `[batch, length]`, 1 for padding and 0 for tokens.
+
+    Returns:
+      int32 `[batch, length]`, 0 for padding and 1 for tokens.
+    """
+    return (paddings == 0).astype(jnp.int32)
+
+
+def row_positions(batch: int, length: int) -> jax.Array:
+    """Return positions counted from the start of each row, int32 `[batch, length]`."""
+    return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+
+
+def _part(row: jax.Array | None, part: slice) -> jax.Array | None:
+    return None if row is None else row[:, part]
+
+
+def _check_shape(expected: tuple[int, int], **arrays: jax.Array | None) -> None:
+    for name, array in arrays.items():
+        is_valid = array is None or array.shape == expected
+        found = None if array is None else list(array.shape)
+        require(is_valid, None, f"shape of {name}", found, f"[batch, length] = {list(expected)}")

@@ -1,0 +1,1 @@
+"""Attention kernels for GPUs and TPUs. They import masks and biases of `layerkit.ops.attention`."""

@@ -1,0 +1,253 @@
+"""Attention as one fused kernel on GPUs, written in Pallas for Triton.
+
+FlashAttention-2 (Dao, 2023, arXiv:2307.08691): a program holds one block of queries, loops over the
+blocks of keys with a running maximum and sum, and never writes logits to memory. The backward pass
+recomputes them from the log-sum-exp of each query. It has one kernel for queries and one for keys
+and values, where a program sums over all query heads of its key head without repeating keys.
+
+Positions and segments are read as arrays, so a row or a cache may begin at any position. Blocks of
+other documents are skipped, and if positions are in row order those outside the causal triangle or
+the window, too. A query that sees no key reads 0.
+
+JAX 0.12 deprecates the Triton backend of Pallas in favor of Mosaic GPU; a later version removes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from layerkit.ops.attention.distance_bias import DistanceBias, sum_diagonals
+from layerkit.ops.attention.masks import AttentionMask
+from layerkit.ops.attention.pallas.flash_gpu_bias import bias_tile_gradients
+from layerkit.ops.attention.pallas.flash_gpu_kernels import (
+    BackwardInputs,
+    KernelOptions,
+    MaskArrays,
+    forward,
+    key_gradients,
+    query_gradient,
+)
+from layerkit.ops.attention.pallas.kernel_blocks import Passes, gpu_tiles
+
+
+def flash_attention_gpu(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    mask: AttentionMask | None,
+    scale: float,
+    bias: DistanceBias | None = None,
+    sinks: jax.Array | None = None,
+    logit_cap: float | None = None,
+    blocks: tuple[int, int] | None = None,
+    device_kind: str = "",
+    interpret: bool = False,
+) -> jax.Array:
+    """Compute attention by the GPU kernel.
+
+    See `layerkit.ops.attention.dot_product.dot_product_attention`.
+
+    Args:
+      query: `[batch, queries, heads, head_dim]`, queries a multiple of 16.
+      key: `[batch, keys, kv_heads, head_dim]`, keys a multiple of 16.
+      value: `[batch, keys, kv_heads, value_dim]`.
+      mask: Mask of the (query, key) pairs that may attend, without a prefix; None for all pairs.
+      scale: Factor of the products of queries and keys.
+      bias: Bias by distance, for as many queries as keys in row order; None for no bias.
+      sinks: `[heads]`, a logit per head that takes probability and adds no value.
+      logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
+      blocks: Largest number of (queries, keys) in a block, powers of two of at least 16; None for
+        the default of `layerkit.ops.attention.pallas.kernel_blocks`.
+      device_kind: JAX's name of the kind of device, for the default blocks.
+      interpret: True to run the kernel in interpret mode on any device, for tests.
+
+    Returns:
+      `[batch, queries, heads, value_dim]` in the dtype of `value`; 0 for a query that sees no key.
+    """
+    value_dim = value.shape[-1]
+    options = _options(
+        query,
+        key,
+        value,
+        mask,
+        scale=scale,
+        logit_cap=logit_cap,
+        learns_bias=bias is not None and bias.is_learned,
+        blocks=blocks,
+        device_kind=device_kind,
+        interpret=interpret,
+    )
+    arrays = mask_arrays(mask, query.shape[0])
+    query, key, value = (_pad_heads(x) for x in (query, key, value))
+    by_distance = None if bias is None else bias.by_distance[0].astype(jnp.float32)
+    return _flash(options, query, key, value, sinks, by_distance, arrays)[..., :value_dim]
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashPartAttention:
+    """A `layerkit.ops.attention.ring.PartAttention` by the GPU kernels.
+
+    Attributes:
+      scale: Factor of the products of queries and keys.
+      logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
+      blocks: Largest number of (queries, keys) in a block; None for the kernel's own.
+      device_kind: JAX's name of the kind of device, for the default blocks.
+      interpret: True to run the kernels in interpret mode on any device, for tests.
+    """
+
+    scale: float
+    logit_cap: float | None = None
+    blocks: tuple[int, int] | None = None
+    device_kind: str = ""
+    interpret: bool = False
+
+    def forward(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, mask: AttentionMask
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return (outputs `[batch, queries, heads, value_dim]`, log-sum-exp of each query).
+
+        See `layerkit.ops.attention.ring.PartAttention`.
+        """
+        options, arrays = self._static_and_arrays(query, key, value, mask)
+        q, k, v = (_pad_heads(x) for x in (query, key, value))
+        read, log_sum = forward(options.forward, q, k, v, None, arrays)
+        return read[..., : value.shape[-1]], jnp.swapaxes(log_sum, 1, 2)
+
+    def gradients(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        out_gradient: jax.Array,
+        log_sum: jax.Array,
+        common: jax.Array,
+        mask: AttentionMask,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the gradients of query, key and value, for `[batch, queries, heads]` numbers.
+
+        See `layerkit.ops.attention.ring.PartAttention`.
+        """
+        options, arrays = self._static_and_arrays(query, key, value, mask)
+        q, k, v, given = (_pad_heads(x) for x in (query, key, value, out_gradient))
+        log_sum, common = (jnp.swapaxes(x, 1, 2) for x in (log_sum, common))
+        inputs = BackwardInputs(q, k, v, given, log_sum, common, arrays)
+        changes = _gradients(options, inputs)
+        of_query, of_key, of_value = (
+            change[..., : x.shape[-1]]
+            for change, x in zip(changes, (query, key, value), strict=True)
+        )
+        return of_query, of_key, of_value
+
+    def _static_and_arrays(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, mask: AttentionMask
+    ) -> tuple[Passes[KernelOptions], MaskArrays]:
+        fields = dataclasses.asdict(self)
+        options = _options(query, key, value, mask, result_dtype=jnp.float32, **fields)
+        return options, mask_arrays(mask, query.shape[0])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _flash(options: Passes[KernelOptions], *arrays: Any) -> jax.Array:
+    return _flash_forward(options, *arrays)[0]
+
+
+def _flash_forward(
+    options: Passes[KernelOptions],
+    query: Any,
+    key: Any,
+    value: Any,
+    sinks: Any,
+    bias: Any,
+    arrays: MaskArrays,
+) -> tuple[jax.Array, Any]:
+    out, log_sum = forward(options.forward, query, key, value, sinks, arrays, bias)
+    return out, (query, key, value, sinks, bias, arrays, out, log_sum)
+
+
+def _flash_backward(options: Passes[KernelOptions], residuals: Any, out_gradient: jax.Array) -> Any:
+    query, key, value, sinks, bias, arrays, out, log_sum = residuals
+    products = out.astype(jnp.float32) * out_gradient.astype(jnp.float32)
+    # The softmax subtracts this number from each of a query's gradients, [batch, heads, queries].
+    common = jnp.swapaxes(products.sum(axis=-1), 1, 2)
+    inputs = BackwardInputs(query, key, value, out_gradient, log_sum, common, arrays, bias)
+    changes = _gradients(options, inputs)
+    sinks_gradient = bias_gradient = None
+    if sinks is not None:
+        weight = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - log_sum)
+        sinks_gradient = -(weight * common).sum(axis=(0, 2)).astype(sinks.dtype)
+    if options.forward.learns_bias:
+        bias_gradient = sum_diagonals(bias_tile_gradients(options.query_gradient, inputs))
+    elif bias is not None:
+        bias_gradient = jnp.zeros_like(bias)
+    return *changes, sinks_gradient, bias_gradient, MaskArrays()
+
+
+_flash.defvjp(_flash_forward, _flash_backward)
+
+
+def _gradients(
+    options: Passes[KernelOptions], inputs: BackwardInputs
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the gradients of queries, keys and values."""
+    of_keys = key_gradients(options.key_gradients, inputs)
+    return query_gradient(options.query_gradient, inputs), *of_keys
+
+
+def _options(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: AttentionMask | None,
+    *,
+    blocks: tuple[int, int] | None,
+    device_kind: str,
+    **fields: Any,
+) -> Passes[KernelOptions]:
+    tiles = gpu_tiles(
+        blocks,
+        lengths=(query.shape[1], key.shape[1]),
+        dtype=query.dtype,
+        largest_dim=max(query.shape[-1], value.shape[-1]),
+        device_kind=device_kind,
+    )
+    return Passes(
+        *(
+            KernelOptions(
+                causal=mask is not None and mask.causal,
+                window=None if mask is None else mask.window,
+                in_row_order=mask is not None and mask.in_row_order,
+                tile=tile,
+                **fields,
+            )
+            for tile in tiles
+        )
+    )
+
+
+def mask_arrays(mask: AttentionMask | None, batch: int) -> MaskArrays:
+    """Return the arrays of a mask that the kernels read, each with a row for each of the batch."""
+    if mask is None:
+        return MaskArrays()
+    arrays = MaskArrays(query_segments=mask.query_segments, key_segments=mask.key_segments)
+    if mask.causal or mask.window is not None:
+        arrays = arrays._replace(
+            query_positions=mask.query_positions, key_positions=mask.key_positions
+        )
+    return MaskArrays(*(None if m is None else _broadcast_rows(m, batch) for m in arrays))
+
+
+def _pad_heads(x: jax.Array) -> jax.Array:
+    """Pad heads with zeros to a power of two of at least 16, as Triton's blocks require."""
+    size = x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * 3 + [(0, max(16, pl.next_power_of_2(size)) - size)])
+
+
+def _broadcast_rows(array: jax.Array, batch: int) -> jax.Array:
+    return jnp.broadcast_to(array.astype(jnp.int32), (batch, array.shape[1]))

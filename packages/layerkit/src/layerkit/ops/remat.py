@@ -1,0 +1,296 @@
+"""Rematerialization policies by name: which activations are saved for the backward pass.
+
+| name | saved in the forward pass | extra compute |
+|---|---|---|
+| `none` | everything that XLA saves | none |
+| `dots` | outputs of all matrix products | little |
+| `dots_no_batch` | outputs of products without batch dimensions: projections, not logits | some |
+| `projections` | queries, keys, values and outputs of branches; nothing wide | more |
+| `attention_out` | outputs of attention | almost a forward pass |
+| `residual` | inputs of the layers within a pipeline stage | one more forward pass |
+| `full` | nothing | one more forward pass |
+| `offload_projections` | as `projections`, in host memory | as `projections` |
+| `offload_residual` | as `full`, in host memory | as `full` |
+
+All policies except `none` also save the input of the layer. The last six select activations by
+their names (`name_activation`), so they save the same with any kernel. The last two copy the
+activations to pinned host memory and back while the device computes other layers; the device then
+holds those of one layer at a time.
+
+A policy can also list names of `ACTIVATION_NAMES`: `save:query,key;offload:residual` saves queries
+and keys, copies the inputs of the layers to host memory, and computes the rest again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from layerkit.base.sharding import HOST_MEMORY, BoundSharding
+from layerkit.config.checks import check_choice, require
+from layerkit.errors import ConfigError
+
+_RESIDUAL = ("residual",)
+_PROJECTIONS = (
+    "query",
+    "key",
+    "value",
+    "attention_out",
+    "cross_attention_out",
+    "feed_forward_out",
+)
+# Outputs of the activation function in the feed-forward layer, wide.
+_HIDDEN = ("feed_forward_hidden",)
+ACTIVATION_NAMES = (*_RESIDUAL, *_PROJECTIONS, *_HIDDEN)
+_TREATMENTS = ("save", "offload")
+# Results of products that `jax.checkpoint` cannot look into, since they define their gradients.
+_PRODUCT, _BATCHED_PRODUCT = "product", "batched_product"
+_IN_REMAT: ContextVar[bool] = ContextVar("in_remat", default=False)
+
+
+def _offload(*names: str, saved: Sequence[str] = ()) -> Any:
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=saved,
+        names_which_can_be_offloaded=names,
+        offload_src="device",
+        offload_dst=HOST_MEMORY,
+    )
+
+
+def _with_names(policy: Any, *names: str) -> Any:
+    named = jax.checkpoint_policies.save_only_these_names(*names)
+    return jax.checkpoint_policies.save_from_both_policies(policy, named)
+
+
+_POLICIES: dict[str, Any] = {
+    "none": None,
+    "dots": _with_names(jax.checkpoint_policies.dots_saveable, _PRODUCT, _BATCHED_PRODUCT),
+    "dots_no_batch": _with_names(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _PRODUCT
+    ),
+    "projections": jax.checkpoint_policies.save_only_these_names(*_PROJECTIONS),
+    "attention_out": jax.checkpoint_policies.save_only_these_names(
+        "attention_out", "cross_attention_out"
+    ),
+    "residual": jax.checkpoint_policies.save_only_these_names(*_RESIDUAL),
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "offload_projections": _offload(*_RESIDUAL, *_PROJECTIONS),
+    "offload_residual": _offload(*_RESIDUAL),
+}
+REMAT_POLICIES = tuple(_POLICIES)
+
+
+def name_activation(x: jax.Array, name: str) -> jax.Array:
+    """Return `x` `[...]` with a name for rematerialization policies.
+
+    A layer that names its input must use the returned array, or both are saved.
+
+    Raises:
+      ConfigError: The name is not in `ACTIVATION_NAMES`.
+    """
+    check_choice("name_activation", ACTIVATION_NAMES, name=name)
+    named: jax.Array = checkpoint_name(x, name)
+    return named
+
+
+def name_product(x: jax.Array, *, is_batched: bool) -> jax.Array:
+    """Return the result `[...]` of a product with its own gradient, for the policies of products.
+
+    Args:
+      x: Result of a `jax.custom_vjp` that multiplies.
+      is_batched: True if the product has batch dimensions, as those of experts.
+    """
+    named: jax.Array = checkpoint_name(x, _BATCHED_PRODUCT if is_batched else _PRODUCT)
+    return named
+
+
+def check_remat_policy(policy: str, *, owner: str, sharding: BoundSharding | None = None) -> None:
+    """Check a policy in `setup`.
+
+    Args:
+      policy: Value of the field `remat`.
+      owner: Name of the layer that has the field.
+      sharding: Sharding whose mesh has the devices; None for the devices that JAX finds.
+
+    Raises:
+      ConfigError: The policy or a name in it is unknown, or it offloads although the devices do not
+        support it.
+    """
+    if ":" in policy:
+        _named_policy(policy, owner=owner)
+    else:
+        check_choice(owner, REMAT_POLICIES, remat=policy)
+    if "offload" in policy:
+        mesh = None if sharding is None else sharding.mesh
+        device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
+        check_host_memory(policy, _memory_kinds(device), owner=owner)
+
+
+def _policy(policy: str) -> Any:
+    return _named_policy(policy, owner="remat") if ":" in policy else _POLICIES[policy]
+
+
+def _named_policy(policy: str, *, owner: str) -> Any:
+    """Return the policy of `save:NAME,…;offload:NAME,…`.
+
+    Raises:
+      ConfigError: A part is neither of the two, or a name is unknown or given twice.
+    """
+    names: dict[str, list[str]] = {treatment: [] for treatment in _TREATMENTS}
+    for part in policy.split(";"):
+        treatment, _, listed = part.partition(":")
+        check_choice(f"{owner}, remat={policy!r}", _TREATMENTS, treatment=treatment.strip())
+        for name in listed.split(","):
+            check_choice(f"{owner}, remat={policy!r}", ACTIVATION_NAMES, name=name.strip())
+            names[treatment.strip()].append(name.strip())
+    given = names["save"] + names["offload"]
+    require(len(given) == len(set(given)), owner, "remat", policy, "each name once")
+    if not names["offload"]:
+        return jax.checkpoint_policies.save_only_these_names(*names["save"])
+    return _offload(*names["offload"], saved=names["save"])
+
+
+def check_host_memory(policy: str, memory_kinds: Collection[str], *, owner: str) -> None:
+    """Check that devices can offload to host memory.
+
+    Args:
+      policy: A name of `REMAT_POLICIES` that offloads.
+      memory_kinds: Kinds of memory that the devices can address; empty if unknown.
+      owner: Name of the layer that has the field `remat`.
+
+    Raises:
+      ConfigError: No kind is pinned host memory. The hint is the same policy on the device.
+    """
+    if memory_kinds and HOST_MEMORY not in memory_kinds:
+        kept = policy.replace("offload_residual", "full").removeprefix("offload_")
+        kept = kept.replace("offload:", "save:")
+        raise ConfigError(
+            owner=owner,
+            field="remat",
+            value=policy,
+            expected=f"devices with memory {HOST_MEMORY!r}; these have {', '.join(memory_kinds)}",
+            hint=f"Use remat={kept!r}.",
+        )
+
+
+def _memory_kinds(device: jax.Device) -> list[str]:
+    try:
+        return [memory.kind for memory in device.addressable_memories()]
+    except (jax.errors.JaxRuntimeError, NotImplementedError):
+        return []  # a device of a compile-only topology
+
+
+def remat(body: Callable[..., Any], policy: str, *, in_scan: bool) -> Callable[..., Any]:
+    """Return `body(module, *args)` with rematerialization.
+
+    Args:
+      body: Function of a Flax module and arrays.
+      policy: One of `REMAT_POLICIES`, or a list of names.
+      in_scan: True for the body of a scan, which XLA does not merge with the recomputation.
+    """
+    if policy == "none":
+        return body
+    if not in_scan:
+        body = _in_order(body)
+    body = _rematerialized(body)
+    return nn.remat(body, policy=_policy(policy), prevent_cse=not in_scan)
+
+
+def in_remat() -> bool:
+    """Return whether a policy other than `none` applies to the layer that is being traced.
+
+    A `jax.checkpoint` of a layer's own is then superfluous. It would save its input a second time
+    if the policy saves that input by name.
+    """
+    return _IN_REMAT.get()
+
+
+def save_inputs(
+    function: Callable[..., Any], *, has_policy: bool | None = None
+) -> Callable[..., Any]:
+    """Return a function of arrays `[...]` whose backward pass keeps its inputs alone.
+
+    The backward pass computes the function again, so it should be cheap, such as a cast. Within a
+    layer that a policy applies to, the policy decides what is kept.
+
+    Args:
+      function: Function to compute again.
+      has_policy: Whether a policy applies, for rules of gradients, which are traced after the
+        layer; None for the value of `in_remat` now.
+    """
+    if has_policy is None:
+        has_policy = in_remat()
+    # XLA may merge what is computed twice: it fuses such steps into the loops that read them.
+    return function if has_policy else jax.checkpoint(function, prevent_cse=False)
+
+
+def _rematerialized(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `body`, within which `in_remat` is True."""
+
+    def run(*args: Any) -> Any:
+        token = _IN_REMAT.set(True)
+        try:
+            return body(*args)
+        finally:
+            _IN_REMAT.reset(token)
+
+    return run
+
+
+def _in_order(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `body` whose input gets its gradient after the weights have theirs.
+
+    XLA for several GPUs postpones the gradients of weights until they are summed over the devices,
+    which keeps the recomputed activations of all layers.
+    """
+
+    def ordered(module: Any, x: Any, *args: Any) -> Any:
+        if module.is_initializing():
+            return body(module, x, *args)
+
+        def join(weights: Any) -> Any:
+            nonlocal x
+            joined, x = _join_gradients((weights, x))
+            return joined
+
+        def run(module: Any) -> Any:
+            return body(module, x, *args)
+
+        return nn.map_variables(run, "params", trans_in_fn=join)(module)
+
+    return ordered
+
+
+@jax.custom_jvp
+def _join_gradients(arrays: Any) -> Any:
+    """Return the arrays; the gradient of none is read before those of all are computed."""
+    return arrays
+
+
+@functools.partial(_join_gradients.defjvp, symbolic_zeros=True)
+def _join_tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    leaves, structure = jax.tree.flatten(tangents[0])
+    # Frozen weights and integers have no gradient.
+    given = [leaf for leaf in leaves if not isinstance(leaf, SymbolicZero)]
+    joined = iter(jax.lax.optimization_barrier(given))
+    leaves = [leaf if isinstance(leaf, SymbolicZero) else next(joined) for leaf in leaves]
+    return primals[0], jax.tree.unflatten(structure, leaves)
+
+
+def remat_in_scan(body: Callable[..., Any], policy: str) -> Callable[..., Any]:
+    """Return a pure function of arrays `[...]`, the body of a scan, with rematerialization.
+
+    Args:
+      body: Pure function.
+      policy: One of `REMAT_POLICIES`, or a list of names.
+    """
+    if policy == "none":
+        return body
+    return jax.checkpoint(_rematerialized(body), policy=_policy(policy), prevent_cse=False)

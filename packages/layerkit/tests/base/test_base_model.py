@@ -1,0 +1,86 @@
+"""The interface of models: metrics, methods that models lack, checks of what they return."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit.base.base_model import BaseModel, WeightedScalar
+from layerkit.config.nested_map import NestedMap
+from layerkit.errors import ConfigError
+
+
+class Doubles(BaseModel):
+    """A model that predicts twice the input, with the mean distance to the target as its loss."""
+
+    def compute_predictions(self, batch):
+        return 2.0 * batch.x
+
+    def compute_loss(self, predictions, batch):
+        distance = jnp.abs(predictions - batch.y)
+        loss = WeightedScalar.of(jnp.mean(distance), batch.x.size)
+        return {"loss": loss}, NestedMap(distance=distance)
+
+
+def test_fprop_returns_the_loss_of_the_predictions():
+    batch = NestedMap(x=jnp.array([1.0, 2.0]), y=jnp.array([2.0, 1.0]))
+    metrics, per_example = Doubles().apply({}, batch)
+    assert float(metrics["loss"].value) == 1.5 and float(metrics["loss"].weight) == 2.0
+    np.testing.assert_array_equal(per_example.distance, [0.0, 3.0])
+
+
+def test_weighted_scalar_converts_numbers_to_float32():
+    scalar = WeightedScalar.of(np.float64(0.5), 3)
+    assert scalar.value.dtype == scalar.weight.dtype == jnp.float32
+    assert WeightedScalar.of(jnp.bfloat16(0.5), np.True_).weight.dtype == jnp.float32
+
+
+def test_weighted_scalars_pass_through_jit():
+    scalars = jax.jit(lambda n: {"loss": WeightedScalar.of(n / 2, n)})(4)
+    assert jax.tree.map(float, scalars) == {"loss": WeightedScalar(2.0, 4.0)}
+
+
+@pytest.mark.parametrize(
+    ("method", "args"),
+    [
+        ("compute_predictions", (NestedMap(),)),
+        ("compute_loss", (None, NestedMap())),
+        ("decode", (NestedMap(),)),
+    ],
+)
+def test_undefined_method_of_a_model_raises(raises, method, args):
+    with raises(NotImplementedError):
+        BaseModel().apply({}, *args, method=method)
+
+
+@pytest.mark.parametrize(
+    ("found", "subject", "value"),
+    [
+        (lambda x: jnp.mean(x), "the result", "float32[]"),
+        (lambda x: {"loss": x}, "the result", "dict"),
+        (lambda x: (jnp.mean(x), NestedMap()), "metrics", "float32[]"),
+        (lambda x: ({"loss": jnp.mean(x)}, NestedMap()), "metrics['loss']", "float32[]"),
+        (lambda x: ({"loss": (x, x)}, NestedMap()), "metrics['loss']", "tuple"),
+        (
+            lambda x: ({"loss": WeightedScalar.of(x, 1)}, NestedMap()),
+            "metrics['loss'].value",
+            "float32[3]",
+        ),
+        (lambda x: ({"loss": WeightedScalar.of(1, 1)}, x), "outputs", "float32[3]"),
+    ],
+    ids=["array", "dict", "metrics", "array_metric", "tuple_metric", "vector_metric", "outputs"],
+)
+def test_compute_loss_with_wrong_return_type_raises(raises, found, subject, value):
+    class Careless(BaseModel):
+        def compute_predictions(self, batch):
+            return batch.x
+
+        def compute_loss(self, predictions, batch):
+            return found(predictions)
+
+    field = f"type of {subject}"
+    with raises(ConfigError, field=field, value=value) as caught:
+        jax.eval_shape(lambda x: Careless().apply({}, NestedMap(x=x)), jnp.ones(3))
+    assert caught.value.owner.endswith("Careless.compute_loss")

@@ -1,0 +1,272 @@
+"""Tests of LoRA, compared with its formula, and of merged and unmerged weights."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh
+
+from layerkit.base.base_layer import OVERWRITE_WITH_GRADIENT, PARAMS, BaseLayer
+from layerkit.base.sharding import BoundSharding
+from layerkit.base.weights import is_box, logical_axes
+from layerkit.config import sub_config_field
+from layerkit.errors import ConfigError
+from layerkit.layers.attention.combined import CombinedProjection
+from layerkit.layers.attention.projections import HeadProjection, OutputProjection
+from layerkit.layers.basic.dots import with_dots
+from layerkit.layers.basic.einsum import Einsum
+from layerkit.layers.basic.linears import FeedForward, Linear
+from layerkit.layers.quantization.fp8 import Fp8Dot
+from layerkit.layers.quantization.lora import (
+    LORA_WEIGHTS,
+    LoraDot,
+    merge_lora,
+    unmerge_lora,
+    with_lora,
+)
+from layerkit.layers.transformer.repeat import Repeat
+from layerkit.layers.transformer.stacks import StackedTransformerRepeated
+
+KEY = jax.random.key(0)
+RANK, ALPHA = 3, 6.0
+X = jax.random.normal(KEY, (2, 5, 8))
+
+
+def drawn(tree):
+    """Random numbers in place of all weights, since b starts at 0."""
+    random = np.random.default_rng(7)
+    return jax.tree.map(lambda x: random.normal(0.0, 0.3, x.shape).astype(np.float32), tree)
+
+
+LAYERS = {
+    "linear": (Linear.HParams.config(input_dims=8, output_dims=6), X, "btd,do->bto"),
+    "into heads": (
+        HeadProjection.HParams.config(input_dims=8, num_heads=2, head_dim=3),
+        X,
+        "btd,dnh->btnh",
+    ),
+    "out of heads": (
+        OutputProjection.HParams.config(output_dims=6, num_heads=2, head_dim=4),
+        X.reshape(2, 5, 2, 4),
+        "btnh,nhd->btd",
+    ),
+    "group": (
+        Einsum.HParams.config(
+            equation="ebd,edh->ebh", weight_shape=(2, 8, 6), weight_axes=("expert", "embed", "mlp")
+        ),
+        X,
+        "ebd,edh->ebh",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_outputs_equal_their_formula(name):
+    config, x, equation = LAYERS[name]
+    layer = with_lora(config, rank=RANK, alpha=ALPHA).Instantiate()
+    params = drawn(jax.eval_shape(layer.init, KEY)[PARAMS])
+    w, a, b = params["w"], params["dot"]["lora_a"], params["dot"]["lora_b"]
+    leading = 1 if name == "group" else 0
+    delta = np.reshape(
+        np.reshape(a, (*w.shape[:leading], -1, RANK))
+        @ np.reshape(b, (*w.shape[:leading], RANK, -1)),
+        w.shape,
+    )
+    expected = np.einsum(equation, x, np.asarray(w) + (ALPHA / RANK) * delta)
+    found = jax.jit(layer.apply)({PARAMS: params}, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_initial_adapters_do_not_change_outputs(name):
+    config, x, _ = LAYERS[name]
+    adapted = with_lora(config, rank=RANK).Instantiate()
+    plain = config.Instantiate()
+    variables, base = jax.jit(lambda key: (adapted.init(key), plain.init(key)))(KEY)
+    # A base checkpoint fits in by its paths, and all that it lacks are adapters.
+    found, known = (flatten_dict(tree[PARAMS], sep="/") for tree in (variables, base))
+    assert all(found[path].shape == x.shape for path, x in known.items())
+    assert found.keys() - known.keys() == {"dot/lora_a", "dot/lora_b"}
+    restored = {PARAMS: unflatten_dict({**found, **known}, sep="/")}
+    np.testing.assert_array_equal(
+        *jax.jit(lambda a, b: (adapted.apply(a, x), plain.apply(b, x)))(restored, base)
+    )
+    assert float(jnp.abs(found["dot/lora_a"]).max()) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "a", "b"),
+    [
+        ("linear", ("embed", None), (None, "mlp")),
+        ("into heads", ("embed", None), (None, "heads", "head_dim")),
+        ("out of heads", ("heads", "head_dim", None), (None, "embed")),
+        ("group", ("expert", "embed", None), ("expert", None, "mlp")),
+    ],
+)
+def test_adapters_have_the_axes_of_the_weight(name, a, b):
+    layer = with_lora(LAYERS[name][0], rank=RANK).Instantiate()
+    axes = logical_axes(jax.eval_shape(layer.init_boxed, KEY))[PARAMS]["dot"]
+    assert axes == {"lora_a": a, "lora_b": b}
+
+
+def test_lora_a_has_the_standard_deviation_of_its_fan_in():
+    config = OutputProjection.HParams.config(output_dims=6, num_heads=16, head_dim=16)
+    a = with_lora(config, rank=64).Instantiate().init(KEY)[PARAMS]["dot"]["lora_a"]
+    assert a.shape == (16, 16, 64)
+    np.testing.assert_allclose(np.std(a), 1 / 16, rtol=0.05)
+
+
+class Block(BaseLayer):
+    """All kinds of projections, one after another."""
+
+    query_tpl: Any = sub_config_field(HeadProjection.HParams)
+    output_tpl: Any = sub_config_field(OutputProjection.HParams)
+    feed_forward_tpl: Any = sub_config_field(FeedForward.HParams)
+
+    def setup(self):
+        heads = {"num_heads": 2, "head_dim": 4}
+        self.create_child("query", self.query_tpl, input_dims=8, **heads)
+        self.create_child("output", self.output_tpl, output_dims=8, **heads)
+        self.create_child("feed_forward", self.feed_forward_tpl, input_dims=8, output_dims=8)
+
+    def fprop(self, x):
+        return x + self.feed_forward(x + self.output(jnp.tanh(self.query(x))))
+
+
+BLOCK = Block.HParams.config()
+REPEATED = Repeat.HParams.config(sub_tpl=BLOCK.clone(), num_repeats=2)
+
+
+@pytest.mark.parametrize("plain", [BLOCK, REPEATED], ids=["alone", "repeated"])
+@pytest.mark.parametrize("only", [".*", ".*(query|linear)_tpl"])
+def test_merged_weights_give_the_same_outputs_without_adapters(plain, only):
+    config = with_lora(plain, rank=RANK, alpha=ALPHA, only=only)
+    adapted, model = config.Instantiate(), plain.Instantiate()
+    variables = drawn(jax.eval_shape(adapted.init, KEY))
+    expected = jax.jit(adapted.apply)(variables, X)
+    run = jax.jit(model.apply)
+    base = {PARAMS: without_adapters(variables[PARAMS])}
+    assert float(jnp.abs(run(base, X) - expected).max()) > 0.05
+
+    merged = merge_lora(config, variables)
+    assert jax.tree.structure(merged) == jax.tree.structure(jax.eval_shape(model.init, KEY))
+    np.testing.assert_allclose(run(merged, X), expected, rtol=1e-4, atol=1e-4)
+    again = unmerge_lora(config, merged, variables)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), again, variables)
+
+
+def without_adapters(params):
+    flat = flatten_dict(params)
+    return unflatten_dict(
+        {path: x for path, x in flat.items() if not re.fullmatch(LORA_WEIGHTS, "/".join(path))}
+    )
+
+
+def test_only_matching_layers_are_adapted():
+    stack = StackedTransformerRepeated.HParams.config(num_layers=2, input_dims=8)
+    stack.set(hidden_dims=12, num_heads=2)
+    layer = with_lora(stack, only=r".*\.(query|value)_tpl").Instantiate()
+    flat = flatten_dict(jax.eval_shape(layer.init, KEY)[PARAMS])
+    found = {path[-3] for path in flat if path[-1] == "lora_a"}
+    assert found == {"query", "value"}
+    names = ["/".join(path) for path in flat]
+    assert sum(bool(re.fullmatch(LORA_WEIGHTS, name)) for name in names) == 4
+
+
+def test_combined_projection_has_one_adapter():
+    config = CombinedProjection.HParams.config(input_dims=8, num_heads=4, num_kv_heads=2)
+    config.head_dim = 3
+    adapted = with_lora(config, rank=RANK, alpha=ALPHA)
+    variables = drawn(jax.eval_shape(adapted.Instantiate().init, KEY))
+    shapes = jax.tree.map(jnp.shape, variables[PARAMS]["dot"])
+    assert shapes == {"lora_a": (8, RANK), "lora_b": (RANK, 2, 4, 3)}
+    expected = jax.jit(adapted.Instantiate().apply)(variables, X)
+    found = jax.jit(config.Instantiate().apply)(merge_lora(adapted, variables), X)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected
+    )
+
+
+def test_adapters_wrap_quantized_products_in_either_order():
+    plain = Linear.HParams.config(input_dims=8, output_dims=8)
+    fp8 = Fp8Dot.HParams.config(amax_history_length=2)
+    config = with_lora(with_dots(plain, fp8), rank=2)
+    assert with_dots(with_lora(plain, rank=2), fp8) == config
+    layer = config.Instantiate()
+    variables = jax.jit(layer.init)(KEY)
+    assert set(variables[OVERWRITE_WITH_GRADIENT]["dot"]) == {"base"}
+    variables[PARAMS] = drawn(variables[PARAMS])
+    merged = merge_lora(config, variables)
+    quantized = with_dots(plain, fp8).Instantiate()
+    assert jax.tree.structure(merged) == jax.tree.structure(jax.eval_shape(quantized.init, KEY))
+    again = unmerge_lora(config, merged, variables)
+    assert jax.tree.structure(again) == jax.tree.structure(variables)
+
+
+def test_dropout_acts_on_the_adapter_in_training_only():
+    config = with_lora(Linear.HParams.config(input_dims=8, output_dims=6), dropout_rate=0.5)
+    layer = config.Instantiate()
+    variables = drawn(jax.eval_shape(layer.init, KEY))
+    evaluated = layer.apply(variables, X)
+    trained = [
+        layer.clone(train=True).apply(variables, X, rngs={"random": jax.random.key(i)})
+        for i in range(2)
+    ]
+    assert float(jnp.abs(trained[0] - trained[1]).max()) > 0.1
+    zeros = jax.tree.map(jnp.zeros_like, variables[PARAMS]["dot"])
+    off = {PARAMS: {**variables[PARAMS], "dot": zeros}}
+    np.testing.assert_allclose(
+        layer.clone(train=True).apply(off, X, rngs={"random": KEY}), layer.apply(off, X)
+    )
+    without = with_lora(Linear.HParams.config(input_dims=8, output_dims=6), dropout_rate=0.0)
+    np.testing.assert_array_equal(evaluated, without.Instantiate().apply(variables, X))
+
+
+def test_outputs_on_a_mesh_equal_one_device():
+    bound = BoundSharding(Mesh(np.reshape(jax.devices(), (2, 2, 2)), ("data", "fsdp", "tensor")))
+    layer = with_lora(REPEATED, rank=RANK).Instantiate()
+    variables = drawn(jax.eval_shape(layer.init, KEY))
+    boxed = jax.eval_shape(layer.init_boxed, KEY)
+    places = jax.tree.map(
+        lambda box: bound.sharding(box.axes, shape=box.value.shape), boxed, is_leaf=is_box
+    )
+    x = jnp.tile(X, (2, 1, 1))
+    placed = jax.device_put(variables, places)
+    found = jax.jit(layer.clone(sharding=bound).apply)(placed, x)
+    np.testing.assert_allclose(found, jax.jit(layer.apply)(variables, x), rtol=1e-5, atol=1e-5)
+
+
+def test_lora_raises_for_invalid_fields_and_variables(raises):
+    config = Linear.HParams.config(input_dims=8, output_dims=6)
+    with raises(ConfigError, owner="with_lora", field="Linear.dot_tpl"):
+        with_lora(with_lora(config), rank=2)
+    with raises(ConfigError, field="only", value="w"):
+        with_lora(config, only="w")
+    with raises(ConfigError, owner="LoraDot(dot)", field="rank", value=0):
+        with_lora(config, rank=0).Instantiate().init(KEY)
+    with raises(ConfigError, owner="LoraDot(dot)", field="alpha", value=0.0):
+        with_lora(config, alpha=0.0).Instantiate().init(KEY)
+    with raises(ConfigError, problem="the variables have no LoRA weights"):
+        merge_lora(with_lora(config), config.Instantiate().init(KEY))
+    with raises(ConfigError, owner="LoraDot()", field="weight", value=None):
+        LoraDot().init(KEY)
+    transposed = {"weight_shape": (6, 8), "weight_axes": (None, None)}
+    config = Einsum.HParams.config(equation="btd,hd->bth", **transposed)
+    with raises(ConfigError, owner="LoraDot(dot)", field="shape", value=(6, 8)):
+        with_lora(config).Instantiate().init(KEY)
+
+
+def test_merge_lora_raises_unless_all_adapters_have_one_alpha(raises):
+    model = with_lora(BLOCK, alpha=1.0, only="query_tpl")
+    model = with_lora(model, alpha=2.0, only="output_tpl")
+    variables = jax.eval_shape(model.Instantiate().init, KEY)
+    with raises(ConfigError, field="LoraDot.alpha", value=[1.0, 2.0]):
+        merge_lora(model, variables)
+    with raises(ConfigError, field="LoraDot.alpha", value=[]):
+        merge_lora(BLOCK, variables)

@@ -1,0 +1,150 @@
+"""Tests of residual adapters: formula, initial outputs and parameter paths."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+
+from layerkit.base.base_layer import PARAMS
+from layerkit.base.weights import logical_axes
+from layerkit.config import target_of
+from layerkit.errors import ConfigError
+from layerkit.layers.attention.projections import OutputProjection
+from layerkit.layers.basic.activations import SiLU
+from layerkit.layers.basic.linears import Linear
+from layerkit.layers.basic.sequential import Sequential
+from layerkit.layers.transformer.feed_forward import TransformerFeedForward
+from layerkit.layers.transformer.residual_adapters import (
+    RESIDUAL_ADAPTER_WEIGHTS,
+    AdaptedFeedForward,
+    AdaptedOutputProjection,
+    MultitaskResidualAdapter,
+    ResidualAdapter,
+    with_residual_adapters,
+)
+from layerkit.layers.transformer.stacks import StackedTransformerRepeated
+
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (2, 3, 8))
+ADAPTER = ResidualAdapter.HParams.config(bottleneck_dims=4, activation_tpl=SiLU.HParams.config())
+
+
+def drawn(tree):
+    random = np.random.default_rng(7)
+    return jax.tree.map(lambda x: random.normal(0.0, 1.0, x.shape).astype(np.float32), tree)
+
+
+def by_hand(params, x):
+    down, up = params["down"], params["up"]
+    hidden = x @ np.asarray(down["linear"]["w"]) + np.asarray(down["bias"]["b"])
+    hidden = hidden / (1 + np.exp(-hidden))
+    return x + hidden @ np.asarray(up["linear"]["w"]) + np.asarray(up["bias"]["b"])
+
+
+def test_outputs_equal_their_formula_and_start_at_zero():
+    layer = ADAPTER.clone(input_dims=8).Instantiate()
+    variables = layer.init(KEY)
+    np.testing.assert_array_equal(layer.apply(variables, X), X)
+    params = drawn(variables[PARAMS])
+    found = layer.apply({PARAMS: params}, X)
+    np.testing.assert_allclose(found, by_hand(params, np.asarray(X)), rtol=1e-4, atol=1e-5)
+    axes = logical_axes(layer.init_boxed(KEY))[PARAMS]
+    assert axes["down"] == {"linear": {"w": ("embed", None)}, "bias": {"b": (None,)}}
+    assert axes["up"] == {"linear": {"w": (None, "embed")}, "bias": {"b": ("embed",)}}
+
+
+@pytest.mark.parametrize(
+    ("adapted", "plain", "x"),
+    [
+        (
+            AdaptedFeedForward(input_dims=8, hidden_dims=6, adapter_tpl=ADAPTER),
+            TransformerFeedForward(input_dims=8, hidden_dims=6),
+            X,
+        ),
+        (
+            AdaptedOutputProjection(output_dims=8, num_heads=2, head_dim=4, adapter_tpl=ADAPTER),
+            OutputProjection(output_dims=8, num_heads=2, head_dim=4),
+            X.reshape(2, 3, 2, 4),
+        ),
+    ],
+)
+def test_adapter_follows_the_branch(adapted, plain, x):
+    params = drawn(jax.eval_shape(adapted.init, KEY)[PARAMS])
+    base = {name: value for name, value in params.items() if name != "adapter"}
+    branch = np.asarray(plain.apply({PARAMS: base}, x))
+    expected = by_hand(params["adapter"], branch)
+    found = adapted.apply({PARAMS: params}, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_adapted_model_keeps_weights_and_initial_outputs():
+    plain = StackedTransformerRepeated.HParams.config(num_layers=2, input_dims=8, num_heads=2)
+    plain.set(hidden_dims=12)
+    config = with_residual_adapters(plain, bottleneck_dims=4)
+    assert plain.layer_tpl.feed_forward_tpl == TransformerFeedForward.HParams.config()
+    adapted, model = config.Instantiate(), plain.Instantiate()
+    found, base = (
+        flatten_dict(jax.tree.map(jnp.shape, jax.eval_shape(layer.init, KEY)[PARAMS]), sep="/")
+        for layer in (adapted, model)
+    )
+    assert base.items() <= found.items()
+    new = found.keys() - base.keys()
+    assert len(new) == 8
+    assert {name for name in found if re.fullmatch(RESIDUAL_ADAPTER_WEIGHTS, name)} == new
+    assert found["repeat/sub/feed_forward/adapter/down/linear/w"] == (2, 8, 4)
+
+
+def test_blocks_of_a_pattern_are_adapted():
+    plain = StackedTransformerRepeated.HParams.config(num_layers=2, input_dims=8, num_heads=2)
+    layer = plain.layer_tpl
+    plain.set(hidden_dims=12, block_tpls=(layer.clone(), layer.clone(dropout_rate=0.5)))
+    config = with_residual_adapters(plain, bottleneck_dims=4)
+    # A stack refuses a pattern beside a layer that is not the default one.
+    params = jax.eval_shape(config.Instantiate().init, KEY)[PARAMS]
+    found = ["/".join(path) for path in flatten_dict(params)]
+    assert len([name for name in found if re.fullmatch(RESIDUAL_ADAPTER_WEIGHTS, name)]) == 16
+
+
+def test_layers_in_a_sequence_and_the_config_itself_are_adapted():
+    branch = TransformerFeedForward.HParams.config(input_dims=4, hidden_dims=6)
+    in_sequence = Sequential.HParams.config(layer_tpls=(branch, Linear.HParams.config()))
+    sequence = with_residual_adapters(in_sequence, bottleneck_dims=2)
+    alone = with_residual_adapters(branch, bottleneck_dims=2)
+    for config in (sequence.layer_tpls[0], alone):
+        assert target_of(config) is AdaptedFeedForward
+        assert config.adapter_tpl.bottleneck_dims == 2 and config.hidden_dims == 6
+
+
+def test_with_residual_adapters_raises_for_a_config_without_branches(raises):
+    config = Linear.HParams.config(input_dims=2, output_dims=2)
+    with raises(ConfigError, owner="with_residual_adapters", field="config", value=config):
+        with_residual_adapters(config, bottleneck_dims=2)
+
+
+@pytest.mark.parametrize("name", ["row", "token"])
+def test_adapters_of_tasks_equal_praxis(praxis, name):
+    case = praxis(f"adapter_by_{name}")
+    # The scale of Praxis' norm is stored minus 1, as here.
+    layer = MultitaskResidualAdapter(input_dims=4, bottleneck_dims=3, num_tasks=3)
+    found = layer.apply({"params": case["weights"]}, case["x"], case["tasks"])
+    np.testing.assert_allclose(found, case["outputs"], rtol=1e-5, atol=1e-6)
+    plain = layer.clone(add_residual=False)
+    found = plain.apply({"params": case["weights"]}, case["x"], case["tasks"])
+    np.testing.assert_allclose(found, case["outputs"] - case["x"], rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_of_tasks_change_nothing_at_first():
+    layer = MultitaskResidualAdapter(input_dims=8, bottleneck_dims=3, num_tasks=2)
+    tasks = np.array([1, 0], np.int32)
+    np.testing.assert_array_equal(layer.apply(layer.init(KEY), X, tasks), X)
+
+
+def test_tasks_of_another_shape_raise(raises):
+    layer = MultitaskResidualAdapter(input_dims=8, num_tasks=2)
+    with raises(ConfigError, field="shape of tasks", value=[3]):
+        layer.apply(layer.init(KEY), X, np.zeros(3, np.int32))

@@ -1,0 +1,216 @@
+"""Backend selection: a table of calls and of the backend or error that each of them gives."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from layerkit.errors import ConfigError
+from layerkit.ops.attention.backends import (
+    BACKEND_NAMES,
+    AttentionCall,
+    Backend,
+    UnsupportedBackendError,
+    select_backend,
+)
+
+# A call that every kernel supports; each row of the tables changes something about it.
+FUSABLE = AttentionCall(
+    platform="gpu",
+    dtype="bfloat16",
+    head_dim=64,
+    value_dim=64,
+    num_queries=128,
+    num_keys=128,
+    is_causal=True,
+)
+ON_TPU = {"platform": "tpu"}
+RING = {"num_length_shards": 2, "uses_ring": True}
+RING_ON_TPU = {**ON_TPU, "num_queries": 512, "num_keys": 512, **RING}
+
+CUDNN_UNSUPPORTED = [
+    {"platform": "cpu"},
+    {"platform": "tpu"},
+    {"has_cudnn": False},
+    {"dtype": "float32"},
+    {"head_dim": 60, "value_dim": 60},
+    {"head_dim": 256, "value_dim": 256},
+    {"num_queries": 1},
+    {"is_in_row_order": False},
+    {"value_dim": 32},
+    {"window": 8, "is_causal": False},
+    {"bias_dtype": "float32"},
+    {"bias_dtype": "bfloat16", "num_queries": 7, "num_keys": 7},
+    {"has_sinks": True},
+    {"has_segments": True},
+    {"has_logit_cap": True},
+    {"num_length_shards": 2},
+    {"has_prefix": True},
+    {"has_dropout": True},
+    {"split_problem": "3 heads over 2 devices"},
+]
+PALLAS_UNSUPPORTED = [
+    {"platform": "cpu"},
+    {"dtype": "int8"},
+    {"head_dim": 320},
+    {"value_dim": 320},
+    {"num_queries": 24, "num_keys": 24},
+    {"num_length_shards": 16},
+    {"num_length_shards": 4, "num_queries": 1, "is_causal": False},
+    {"bias_dtype": "float32"},
+    {"bias_dtype": "float32", "has_distance_bias": True, "num_length_shards": 4},
+    {"is_in_row_order": False},
+    {"has_prefix": True},
+    {"has_dropout": True},
+    {"num_length_shards": 8, "uses_ring": True},  # two chunks of 8 queries on each device
+    {"split_problem": "3 heads over 2 devices"},
+    {**ON_TPU, "dtype": "float16"},
+    {**ON_TPU, "num_queries": 64, "num_keys": 64},
+    {**ON_TPU, "is_causal": False, "has_segments": True, "is_in_row_order": False},
+    {**ON_TPU, "num_length_shards": 2},
+    {**ON_TPU, "bias_dtype": "bfloat16"},
+    {**ON_TPU, "has_prefix": True},
+    {**ON_TPU, "has_dropout": True},
+    {**ON_TPU, "num_queries": 256, "num_keys": 256, "num_length_shards": 2, "uses_ring": True},
+    {**RING_ON_TPU, "window": 99},
+]
+RING_UNSUPPORTED = [
+    {"num_queries": 1, "is_causal": False},
+    {"bias_dtype": "float32"},
+    {"has_dropout": True},
+    {"is_in_row_order": False},
+]
+
+
+def name_change(change):
+    return ",".join(f"{name}={value}" for name, value in change.items()) or "none"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"platform": "cuda"},
+        {"dtype": "float16"},
+        {"head_dim": 128, "value_dim": 128},
+        {"is_causal": False},
+        {"is_causal": False, "num_queries": 1},
+        {"window": 8},
+        {"bias_dtype": "bfloat16"},
+    ],
+)
+def test_cudnn_runs_supported_calls(change):
+    call = dataclasses.replace(FUSABLE, **change)
+    assert select_backend("cudnn", call) == Backend("cudnn", "as requested")
+    assert select_backend("auto", call).name == "cudnn"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"dtype": "float32"},
+        {"dtype": "float16", "head_dim": 60, "value_dim": 256},
+        {"window": 8, "has_segments": True, "has_sinks": True, "has_logit_cap": True},
+        {"num_queries": 16, "is_in_row_order": False, "zeroes_empty_rows": True},
+        {"num_queries": 16, "is_in_row_order": False, "has_sinks": True},
+        {"num_queries": 16, "is_in_row_order": False, "is_causal": False},
+        {"num_length_shards": 8},
+        {"num_length_shards": 4, "uses_ring": True},
+        {"has_cudnn": False},
+        {**ON_TPU},
+        {**RING_ON_TPU, "has_segments": True},
+        {**ON_TPU, "dtype": "float32", "head_dim": 576, "value_dim": 512},
+        {**ON_TPU, "window": 8, "has_segments": True, "has_sinks": True, "has_logit_cap": True},
+        {**ON_TPU, "num_queries": 256, "is_causal": False, "is_in_row_order": False},
+    ],
+)
+def test_pallas_runs_supported_calls_if_selected_by_name(change):
+    call = dataclasses.replace(FUSABLE, **change)
+    assert select_backend("pallas", call) == Backend("pallas", "as requested")
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"has_segments": True},
+        {"has_segments": True, "window": 8},
+        {"is_causal": False, "has_segments": True},
+        {"has_logit_cap": True},
+        {"has_sinks": True},
+        {"bias_dtype": "float32", "has_distance_bias": True},
+        {"head_dim": 256, "value_dim": 256},
+        {"head_dim": 192},  # latent attention: 128 coordinates without and 64 with positions
+        {"num_length_shards": 4, "num_queries": 512, "num_keys": 512},
+    ],
+    ids=name_change,
+)
+def test_auto_selects_pallas_for_training_that_cudnn_does_not_support(platform, change):
+    call = dataclasses.replace(FUSABLE, platform=platform, **{"value_dim": 128} | change)
+    assert select_backend("auto", call).name == "pallas"
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *(pytest.param("cudnn", c, id=f"cudnn,{name_change(c)}") for c in CUDNN_UNSUPPORTED),
+        *(pytest.param("pallas", c, id=f"pallas,{name_change(c)}") for c in PALLAS_UNSUPPORTED),
+    ],
+)
+def test_kernel_raises_for_an_unsupported_call(raises, name, change):
+    with raises(UnsupportedBackendError, field="backend", value=name):
+        select_backend(name, dataclasses.replace(FUSABLE, **change))
+
+
+def test_error_lists_every_unmet_requirement(raises):
+    call = dataclasses.replace(FUSABLE, platform="cpu", has_segments=True)
+    expected = "a GPU instead of cpu; no segments or padding"
+    with raises(UnsupportedBackendError, expected=expected):
+        select_backend("cudnn", call)
+
+
+@pytest.mark.parametrize("change", [{}, *CUDNN_UNSUPPORTED])
+def test_xla_supports_every_call(change):
+    call = dataclasses.replace(FUSABLE, **change)
+    assert select_backend("xla", call) == Backend("xla", "as requested")
+
+
+@pytest.mark.parametrize("change", RING_UNSUPPORTED, ids=name_change)
+def test_ring_raises_for_an_unsupported_call(raises, change):
+    call = dataclasses.replace(FUSABLE, **RING)
+    assert select_backend("auto", call).name == "pallas"
+    with raises(UnsupportedBackendError, field="context_parallel", value="ring"):
+        select_backend("auto", dataclasses.replace(call, **change))
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"platform": "cpu"}, "xla (auto: cpu has no fused kernel)"),
+        ({}, "cudnn (auto: cudnn supports this call on gpu)"),
+        ({"platform": "cuda"}, "cudnn (auto: cudnn supports this call on cuda)"),
+        ({"has_segments": True}, "pallas (auto: cudnn requires no segments or padding)"),
+        ({"has_cudnn": False}, "pallas (auto: cudnn requires an installed cuDNN)"),
+        (
+            {"has_dropout": True},
+            "xla (auto: cudnn requires no dropout; pallas requires no dropout)",
+        ),
+        (
+            {"dtype": "float32"},
+            "xla (auto: cudnn requires bfloat16 or float16 instead of float32; "
+            "pallas requires bfloat16 or float16 instead of float32)",
+        ),
+        (ON_TPU, "pallas (auto: pallas supports this call on tpu)"),
+        ({**ON_TPU, "has_dropout": True}, "xla (auto: pallas requires no dropout)"),
+    ],
+)
+def test_auto_describes_its_choice(change, line):
+    chosen = select_backend("auto", dataclasses.replace(FUSABLE, **change))
+    assert chosen.describe() == f"attention backend: {line}"
+
+
+def test_unknown_backend_raises(raises):
+    with raises(ConfigError, field="backend", value="cudn", choices=BACKEND_NAMES):
+        select_backend("cudn", FUSABLE)
