@@ -70,12 +70,10 @@ def test_later_version_is_an_error(raises, tmp_path):
         formats.msgpack_leaves(epath.Path(tmp_path))
 
 
-def test_sharded_leaf_is_an_error_and_replicated_leaf_is_not():
-    whole = jax.device_put(jnp.ones(8), NamedSharding(mesh(), P()))
+def test_sharded_leaf_is_never_written_as_a_single_file():
     split = jax.device_put(jnp.ones(8), NamedSharding(mesh(), P("data")))
-    formats.check_replicated({("a",): whole})
-    with pytest.raises(ConfigError, match=r"opt/mu float32\[8\]"):
-        formats.check_replicated({("a",): whole, ("opt", "mu"): split})
+    with pytest.raises(AssertionError, match="opt/mu is sharded"):
+        formats.host_copy({("opt", "mu"): split})
 
 
 def test_host_copy_does_not_share_the_device_buffer():

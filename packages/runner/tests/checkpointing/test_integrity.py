@@ -112,7 +112,8 @@ def test_flipped_bit_of_the_manifest_is_found_if_it_changes_its_meaning(step):
 @pytest.mark.parametrize("content", [b"", b"null", b"[]", b'"x"', b'{"digest": 1}', b"\xff\xfe"])
 def test_a_manifest_of_another_shape_is_altered(step, content):
     (step / MANIFEST).write_bytes(content)
-    assert integrity.verify(step) == (Finding(MANIFEST, FindingKind.ALTERED, found=entry(content)),)
+    altered = Finding(MANIFEST, FindingKind.ALTERED, actual=entry(content))
+    assert integrity.verify(step) == (altered,)
 
 
 def test_a_step_without_manifest_is_damaged(step):
@@ -189,32 +190,6 @@ def test_more_shares_than_files_are_no_error(step):
 
 DAMAGE = Finding("state/a", FindingKind.MISSING, {"size": 10, "xxh3_128": "ab" * 16})
 STRAY = Finding("state/b", FindingKind.UNLISTED)
-
-
-@pytest.mark.parametrize(
-    ("findings", "chosen", "passed_over"),
-    [
-        ({}, None, []),
-        ({5: []}, 5, []),
-        ({5: [], 10: [], 15: []}, 15, []),
-        ({5: [], 10: [], 15: [DAMAGE]}, 10, [15]),
-        ({5: [], 10: [STRAY, DAMAGE], 15: [DAMAGE]}, 5, [15, 10]),
-        ({5: [DAMAGE], 10: [], 15: []}, 15, []),
-        ({5: [], 10: [STRAY]}, 10, []),  # a file that nobody reads does no harm
-        ({5: [DAMAGE]}, None, [5]),
-    ],
-)
-def test_newest_sound_step_is_chosen_and_no_older_one_is_read(findings, chosen, passed_over):
-    asked = []
-
-    def findings_of(step):
-        asked.append(step)
-        return findings[step]
-
-    found, damaged = integrity.newest_sound(list(findings), findings_of)
-    assert found == chosen
-    assert list(damaged) == passed_over
-    assert asked == passed_over + ([] if chosen is None else [chosen])
 
 
 def test_damage_message_lists_files_and_lost_steps():

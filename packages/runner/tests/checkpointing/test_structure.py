@@ -47,28 +47,15 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-@pytest.mark.parametrize(
-    ("state", "field", "value"), [(3, "state", "int"), ({"x": Twice()}, "leaf", "x/1")]
-)
-def test_leaf_without_a_name_of_its_own_is_an_error(raises, state, field, value):
-    with raises(ConfigError, field=field, value=value):
-        structure.named_leaves(state)
+def test_two_leaves_of_one_name_are_an_error(raises):
+    with raises(ConfigError, field="leaf", value="x/1"):
+        structure.named_leaves({"x": Twice()})
 
 
-def test_all_leaves_that_cannot_be_stored_are_listed(raises):
-    leaves = structure.named_leaves(
-        {
-            "a": np.ones(3),
-            "fine": jnp.ones(3),
-            "key": jax.random.key(0),
-            "none": jnp.ones((0, 4)),
-            "step": 3,
-        }
-    )
-    with raises(TypeError) as caught:
-        structure.check_storable(leaves)
-    lines = str(caught.value).splitlines()[1:]
-    assert [line.split(":")[0].strip() for line in lines] == ["a", "key", "none", "step"]
+@pytest.mark.parametrize("leaf", [np.ones(3), jax.random.key(0), jnp.ones((0, 4)), 3])
+def test_leaf_that_cannot_be_restored_is_an_error(leaf):
+    with pytest.raises(TypeError, match="cannot save a/b"):
+        structure.check_storable({("fine",): jnp.ones(3), ("a", "b"): leaf})
 
 
 def test_differences_are_listed_by_path(raises):
@@ -91,18 +78,3 @@ def test_differences_are_listed_by_path(raises):
     with raises(structure.StructureMismatchError, owner="The checkpoint DIR") as error:
         structure.check_match(stored, wanted, where="The checkpoint DIR")
     assert len(error.value.differences) == 5
-
-
-def test_message_of_many_differences_shows_a_few_and_counts_the_rest(raises):
-    wanted = {("params", f"w{n}"): jax.ShapeDtypeStruct((2,), jnp.float32) for n in range(20)}
-    with raises(structure.StructureMismatchError) as error:
-        structure.check_match({}, wanted, where="The checkpoint DIR")
-    assert len(error.value.differences) == 20
-
-
-def test_target_without_sharding_is_an_error(raises):
-    bare = jax.ShapeDtypeStruct((2,), jnp.float32)
-    with raises(ValueError):
-        structure.check_target(
-            structure.named_leaves({"a": bare, "b": {"c": bare}, "d": jnp.ones(1)})
-        )

@@ -14,9 +14,8 @@ import jax
 import numpy as np
 from etils import epath
 
-from layerkit.errors import ConfigError
 from layerkit_runner.checkpointing import folders, handlers, integrity, structure
-from layerkit_runner.checkpointing.formats import StateFormat, format_of
+from layerkit_runner.checkpointing.formats import StateFormat
 from layerkit_runner.checkpointing.policy import read_evaluations, write_evaluations
 from layerkit_runner.files.atomic_write import atomic_write
 
@@ -34,17 +33,8 @@ def convert_step(
     Raises:
       FileExistsError: The destination has this step.
       DamagedCheckpointError: The step is damaged.
-      ConfigError: The state already has this format.
     """
     original = folders.step_folder(source, step)
-    if format_of(original / "state") is state_format:
-        raise ConfigError(
-            "already has this format",
-            owner=str(original),
-            field="--to",
-            value=state_format.value,
-            hint="Copy the folder of the step instead.",
-        )
     leaves = read_leaves(original)
     with _new_step_folder(destination, step) as partial:
         for name in integrity.file_sizes(original):
@@ -59,9 +49,8 @@ def convert_step(
             writer.finalize(partial / "state")
         (partial / integrity.MANIFEST_FOLDER).mkdir()
         integrity.write(partial, manifest_directory=partial / integrity.MANIFEST_FOLDER)
-    if (found := read_evaluations(source).get(step)) is not None:
-        known = read_evaluations(destination)
-        write_evaluations(destination, {**known, step: found})
+    if (metrics := read_evaluations(source).get(step)) is not None:
+        write_evaluations(destination, {**read_evaluations(destination), step: metrics})
     return folders.step_folder(destination, step)
 
 
@@ -93,7 +82,7 @@ def read_leaves(
 ) -> dict[structure.LeafPath, jax.Array]:
     """Read the state of a step, or a part of it, onto one device of this machine."""
     findings = integrity.verify(step_directory)
-    integrity.require_sound(f"The checkpoint {step_directory} is damaged", findings)
+    integrity.require_sound(step_directory, findings)
     stored = handlers.stored_leaves(step_directory / "state")
     chosen = {path: spec for path, spec in stored.items() if part is None or path[0] == part}
     if not chosen:
@@ -104,14 +93,14 @@ def read_leaves(
 def nonfinite_arrays(step_directory: epath.Path) -> list[structure.LeafPath]:
     """Return the paths of arrays of an intact step that are not finite."""
     group: dict[structure.LeafPath, structure.LeafSpec] = {}
-    found, size = [], 0
+    paths, size = [], 0
     for path, spec in handlers.stored_leaves(step_directory / "state").items():
         if group and size + spec.num_bytes > _READ_BYTES:
-            found += structure.FiniteCheck(_restore(step_directory, group)).nonfinite()
+            paths += structure.FiniteCheck(_restore(step_directory, group)).nonfinite()
             group, size = {}, 0
         group[path] = spec
         size += spec.num_bytes
-    return found + structure.FiniteCheck(_restore(step_directory, group)).nonfinite()
+    return paths + structure.FiniteCheck(_restore(step_directory, group)).nonfinite()
 
 
 @contextlib.contextmanager

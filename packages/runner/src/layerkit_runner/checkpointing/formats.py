@@ -21,7 +21,7 @@ import msgpack
 import numpy as np
 from etils import epath
 
-from layerkit.errors import ConfigError, first_names
+from layerkit.errors import ConfigError
 from layerkit_runner.checkpointing import structure
 from layerkit_runner.checkpointing.integrity import Entry, Hasher
 from layerkit_runner.files.atomic_write import open_read
@@ -60,24 +60,10 @@ def format_of(state_directory: epath.Path) -> StateFormat:
     return StateFormat.MSGPACK if is_file else StateFormat.TENSORSTORE
 
 
-def check_replicated(leaves: Mapping[structure.LeafPath, jax.Array]) -> None:
-    """Raise `ConfigError` unless every leaf is fully replicated."""
-    split = [
-        f"{structure.join(path)} {structure.spec_of(leaf)} is sharded by {leaf.sharding}"
-        for path, leaf in leaves.items()
-        if not leaf.is_fully_replicated
-    ]
-    if split:
-        raise ConfigError(
-            f"cannot save a sharded state as {StateFormat.MSGPACK.value}: {first_names(split)}",
-            expected="a state that is replicated on all devices",
-            hint="Save a sharded state as StateFormat.TENSORSTORE (--pmap_use_tensorstore=True).",
-        )
-
-
 def host_copy(leaves: Mapping[structure.LeafPath, jax.Array]) -> dict[structure.LeafPath, Any]:
     """Copy a replicated state to the host, so that its device buffers may be donated at once."""
-    for leaf in leaves.values():
+    for path, leaf in leaves.items():
+        assert leaf.is_fully_replicated, f"{structure.join(path)} is sharded by {leaf.sharding}"
         leaf.copy_to_host_async()
     # NumPy may share the buffer of a CPU array, which the next step may overwrite.
     return {path: np.array(leaf.addressable_data(0)) for path, leaf in leaves.items()}

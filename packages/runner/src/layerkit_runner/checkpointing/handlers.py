@@ -84,8 +84,8 @@ class StateHandler(_Handler):
                 # Orbax merges the indices of the processes afterwards, and leaves the files of this
                 # process's arrays as they are.
                 process = jax.process_index()
-                own = f"ocdbt.process_{process}"
-                files = integrity.hash_folder(directory / own, name=f"{_STATE}/{own}")
+                name = f"ocdbt.process_{process}"
+                files = integrity.hash_folder(directory / name, name=f"{_STATE}/{name}")
                 integrity.write_share(directory.parent, files, process=process)
 
             # The thread starts before those that write, which leave no core for its start.
@@ -156,7 +156,7 @@ def read_step(
     A thread verifies the step meanwhile, unless `verifies` is False. All processes have to call it,
     with the options of `CheckpointManager.restore`.
     """
-    found: formats.RestoredCheckpoint | None = None
+    content: formats.RestoredCheckpoint | None = None
     problem: Exception | None = None
     # Before any file is opened, since opening a pipe would wait for ever.
     findings = integrity.merge(lambda: integrity.find_irregular(path))
@@ -165,7 +165,7 @@ def read_step(
     with futures.ThreadPoolExecutor(1) as verifiers:
         verifying = verifiers.submit(integrity.verify_own, path) if verifies else None
         try:
-            found = _read_unverified(path, step, target, **options)
+            content = _read_unverified(path, step, target, **options)
         except Exception as error:  # which damage may have caused
             problem = error
     # Processes agree on the damage before any of them raises another error.
@@ -178,7 +178,7 @@ def read_step(
             raise problem
 
     from_each_process(raise_problem)
-    return findings, found
+    return findings, content
 
 
 def _read_unverified(
@@ -192,7 +192,6 @@ def _read_unverified(
 ) -> formats.RestoredCheckpoint:
     about = folders.read_metadata(path)
     targets = structure.named_leaves(target)
-    structure.check_target(targets)
     stored = stored_leaves(path / _STATE)
     stored = {name: spec for name, spec in stored.items() if name[0] not in leave_out}
     where = f"The checkpoint {path}"

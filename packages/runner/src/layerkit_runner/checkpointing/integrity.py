@@ -91,7 +91,7 @@ class Finding:
     file: str
     kind: str
     expected: Entry | None = None
-    found: Entry | None = None
+    actual: Entry | None = None
     reason: str | None = None
 
     @property
@@ -102,8 +102,8 @@ class Finding:
     def __str__(self) -> str:
         """Return the finding as one line."""
         expected = self.expected and f"expected {_text(self.expected)}"
-        found = self.found and f"found {_text(self.found)}"
-        described = (f"{self.file}: {self.kind}", expected, found, self.reason)
+        actual = self.actual and f"found {_text(self.actual)}"
+        described = (f"{self.file}: {self.kind}", expected, actual, self.reason)
         return ", ".join(part for part in described if part)
 
 
@@ -143,8 +143,9 @@ def write(
         except FileNotFoundError:
             return None  # the process wrote no array, or its files are hashed here
 
-    found = _by_name(shares, read).values()
-    hashed = {name: entry for share in found for name, entry in share.items()}
+    hashed = {
+        name: entry for share in _by_name(shares, read).values() for name, entry in share.items()
+    }
     names = set(_walk(step_directory, skip=(manifest_directory.name, *shares)))
     for lost in sorted(hashed.keys() - names):
         raise FileNotFoundError(f"{step_directory / lost} no longer exists")
@@ -162,11 +163,11 @@ def find_irregular(step_directory: epath.Path) -> tuple[Finding, ...]:
     """Return the files of a local step that are neither regular files nor links to such files."""
     if is_remote(step_directory):
         return ()
-    found: list[Finding | None] = []
+    findings: list[Finding | None] = []
     with contextlib.suppress(OSError):  # reported by the verification
         for path in step_directory.iterdir():
-            found += (_irregular(step_directory, name) for name in _files_under(path, path.name))
-    return tuple(finding for finding in found if finding is not None)
+            findings += (_irregular(step_directory, name) for name in _files_under(path, path.name))
+    return tuple(finding for finding in findings if finding is not None)
 
 
 def irregular_commit_file(step_directory: epath.Path) -> Finding | None:
@@ -187,10 +188,10 @@ def verify_own(step_directory: epath.Path) -> tuple[Finding, ...]:
     return verify(step_directory, share=jax.process_index(), num_shares=jax.process_count())
 
 
-def merge(find_own: Callable[[], Iterable[Finding]]) -> tuple[Finding, ...]:
+def merge(verify_share: Callable[[], Iterable[Finding]]) -> tuple[Finding, ...]:
     """Return the findings of all processes by file name; all processes have to call it."""
-    shares = from_each_process(lambda: [dataclasses.asdict(finding) for finding in find_own()])
-    by_file = {each["file"]: Finding(**each) for share in shares for each in share}
+    shares = from_each_process(lambda: [dataclasses.asdict(finding) for finding in verify_share()])
+    by_file = {fields["file"]: Finding(**fields) for share in shares for fields in share}
     return tuple(by_file[file] for file in sorted(by_file))
 
 
@@ -220,9 +221,9 @@ def verify(
 
     def find(name: str) -> Finding | None:
         expected = manifest[name]
-        kind = next((each for each in _HASHES if each in expected), _HASH)
+        hash_name = next((name for name in _HASHES if name in expected), _HASH)
         try:
-            return _compare(name, expected, _hash_file(step_directory / name, kind))
+            return _compare(name, expected, _hash_file(step_directory / name, hash_name))
         except OSError as error:
             return _unreadable(name, error)
 
@@ -247,11 +248,20 @@ def compare_sizes(step_directory: epath.Path) -> tuple[Finding, ...]:
     return tuple(finding for finding in findings if finding is not None)
 
 
-def require_sound(claim: str, findings: Iterable[Finding], *, hint: str | None = None) -> None:
-    """Raise DamagedCheckpointError, which opens with `claim` and lists the damage, if any."""
+def require_sound(step_directory: epath.Path, findings: Sequence[Finding]) -> None:
+    """Raise DamagedCheckpointError, which lists the damage of a step, if there is any."""
+    if any(finding.is_damage for finding in findings):
+        raise damaged_error(step_directory, findings)
+
+
+def damaged_error(
+    step_directory: epath.Path, findings: Iterable[Finding]
+) -> DamagedCheckpointError:
+    """Return the error that lists the damage of a step."""
     damage = [str(finding) for finding in findings if finding.is_damage]
-    if damage:
-        raise DamagedCheckpointError(f"{claim}:\n  " + "\n  ".join(damage), hint=hint)
+    return DamagedCheckpointError(
+        "\n  ".join([f"The checkpoint {step_directory} is damaged:", *damage])
+    )
 
 
 def file_sizes(step_directory: epath.Path) -> dict[str, int]:
@@ -276,19 +286,6 @@ def step_digest(step_directory: epath.Path) -> str | None:
         return None
 
 
-def newest_sound(
-    steps: Iterable[int], findings_of: Callable[[int], Sequence[Finding]]
-) -> tuple[int | None, dict[int, Sequence[Finding]]]:
-    """Return the newest step without damage, and the findings of newer ones, newest first."""
-    damaged: dict[int, Sequence[Finding]] = {}
-    for step in sorted(steps, reverse=True):
-        findings = findings_of(step)
-        if not any(finding.is_damage for finding in findings):
-            return step, damaged
-        damaged[step] = findings
-    return None, damaged
-
-
 def damage_message(
     step: int, findings: Sequence[Finding], *, directory: epath.PathLike, used_instead: int | None
 ) -> str:
@@ -309,13 +306,13 @@ def lost_text(step: int, used_instead: int | None) -> str:
     return f"  {instead}; work lost: {count} step{'' if count == 1 else 's'}."
 
 
-def _compare(name: str, expected: Entry, found: Entry | None) -> Finding | None:
-    if found is None:
+def _compare(name: str, expected: Entry, actual: Entry | None) -> Finding | None:
+    if actual is None:
         return Finding(name, FindingKind.MISSING, expected)
-    if found == expected:
+    if actual == expected:
         return None
-    kind = FindingKind.SHORT if found["size"] < expected["size"] else FindingKind.ALTERED
-    return Finding(name, kind, expected, found)
+    kind = FindingKind.SHORT if actual["size"] < expected["size"] else FindingKind.ALTERED
+    return Finding(name, kind, expected, actual)
 
 
 def _read_manifest(step_directory: epath.Path) -> dict[str, Entry] | Finding:
@@ -329,7 +326,7 @@ def _read_manifest(step_directory: epath.Path) -> dict[str, Entry] | Finding:
         return _unreadable(name, error)
     hasher = Hasher()
     hasher.add(text)
-    altered = Finding(name, FindingKind.ALTERED, found=hasher.entry())
+    altered = Finding(name, FindingKind.ALTERED, actual=hasher.entry())
     try:
         document = json.loads(text)
         body = document["manifest"]
@@ -379,8 +376,8 @@ def _by_name(names: Iterable[str], find: Callable[[str], _T | None]) -> dict[str
     """Call a function for each name in threads; leave out names for which it returns None."""
     names = sorted(names)
     with futures.ThreadPoolExecutor(_READERS) as readers:
-        found = readers.map(find, names)
-        return {name: each for name, each in zip(names, found, strict=True) if each is not None}
+        results = zip(names, readers.map(find, names), strict=True)
+        return {name: result for name, result in results if result is not None}
 
 
 def _hash_file(path: epath.Path, name: str = _HASH) -> Entry | None:

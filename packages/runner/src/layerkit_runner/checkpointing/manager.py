@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from etils import epath
 
-from layerkit.config.checks import check_sizes
-from layerkit_runner.checkpointing import folders, formats, integrity, structure
+from layerkit_runner.checkpointing import folders, integrity, structure
 from layerkit_runner.checkpointing.errors import (
     STORAGE_ERRORS,
     SaveError,
@@ -86,7 +85,6 @@ class CheckpointManager:
         on_commit: Callable[[int], None] | None = None,
     ):
         """Open the folder and, unless `read_only` is set, delete the folders of killed saves."""
-        check_sizes("CheckpointManager", async_timeout_secs=async_timeout_secs)
         self._directory = absolute(directory)
         self._policy = policy if policy is not None else CheckpointPolicy()
         self._state_format = state_format
@@ -159,7 +157,6 @@ class CheckpointManager:
           NonFiniteError: The state of the previous save was not finite.
           SaveError: The previous save failed, or this one cannot be started.
           TypeError: A leaf, input state or metadata value cannot be stored.
-          ConfigError: The format does not support the sharding of the state.
         """
         if self._read_only:
             raise PermissionError(f"{self._directory} is open read-only; cannot save step {step}.")
@@ -170,8 +167,6 @@ class CheckpointManager:
             return False
         leaves = structure.named_leaves(state)
         structure.check_storable(leaves)
-        if self._state_format is StateFormat.MSGPACK:
-            formats.check_replicated(leaves)
         about = folders.make_metadata(
             metadata,
             state_format=self._state_format.value,
@@ -246,19 +241,17 @@ class CheckpointManager:
         read-only, moved aside. They then neither count for the policy nor prevent a new save of the
         step. If all steps are damaged, none is moved.
         """
+        return self._newest_sound(None)[0]
+
+    def restore_newest(self, target: Any, **options: Any) -> RestoredCheckpoint | None:
+        """Restore the newest undamaged step, if any; see `newest_sound_step` and `restore`."""
+        return self._newest_sound(target, **options)[1]
+
+    def _newest_sound(
+        self, target: Any, **options: Any
+    ) -> tuple[int | None, RestoredCheckpoint | None]:
+        """Return the newest undamaged step and its content; read no content without a target."""
         self.wait_until_finished()
-
-        def findings_of(step: int) -> Sequence[integrity.Finding]:
-            path = folders.step_folder(self._directory, step)
-            findings = () if step in self._sound else integrity.verify_together(path)
-            self._report_ignored(path, findings)
-            return findings
-
-        return self._choose_sound(findings_of)
-
-    def _choose_sound(
-        self, findings_of: Callable[[int], Sequence[integrity.Finding]]
-    ) -> int | None:
         # The record is read first, since the job that owns the folder may commit a step meanwhile.
         recorded, listed = from_process_0(
             lambda: (
@@ -266,33 +259,26 @@ class CheckpointManager:
                 folders.committed_steps(self._directory),
             )
         )
-        step, damaged = integrity.newest_sound(listed, findings_of)
-        from_process_0(lambda: self._report_missing(recorded, listed, used_instead=step))
-        from_process_0(lambda: self._move_damaged(listed, damaged, used_instead=step))
+        damaged: dict[int, Sequence[integrity.Finding]] = {}
+        newest, content = None, None
+        for step in reversed(listed):
+            findings, content = self._read(step, target, **options)
+            if not any(finding.is_damage for finding in findings):
+                newest = step
+                break
+            damaged[step] = findings
+        from_process_0(lambda: self._report_missing(recorded, listed, used_instead=newest))
+        from_process_0(lambda: self._move_damaged(listed, damaged, used_instead=newest))
         if not self._read_only:
-            from_process_0(
-                lambda: self._move_irregular(older=[s for s in listed if s < (step or 0)])
-            )
-            self._last_saved = step
+            older = [step for step in listed if step < (newest or 0)]
+            from_process_0(lambda: self._move_irregular(older))
+            self._last_saved = newest
             if self._orbax is not None:
                 self._orbax.reload()
-        if step is not None:
-            self._sound.add(step)
-            self._announce_commit(step)
-        return step
-
-    def restore_newest(self, target: Any, **options: Any) -> RestoredCheckpoint | None:
-        """Restore the newest undamaged step, if any; see `newest_sound_step` and `restore`."""
-        self.wait_until_finished()
-        restored: RestoredCheckpoint | None = None
-
-        def findings_of(step: int) -> Sequence[integrity.Finding]:
-            nonlocal restored
-            findings, restored = self._read(step, target, **options)
-            return findings
-
-        self._choose_sound(findings_of)
-        return restored
+        if newest is not None:
+            self._sound.add(newest)
+            self._announce_commit(newest)
+        return newest, content
 
     def restore(
         self,
@@ -331,31 +317,38 @@ class CheckpointManager:
                 f"{self._directory} has no checkpoint of step {step}. Steps: "
                 f"{', '.join(map(str, steps)) or 'none'}."
             )
-        findings, restored = self._read(
+        findings, content = self._read(
             step,
             target,
             leave_out=leave_out,
             cast_dtypes=cast_dtypes,
             with_input_states=with_input_states,
         )
-        claim = f"The checkpoint {folders.step_folder(self._directory, step)} is damaged"
-        integrity.require_sound(claim, findings, hint="Restore newest_sound_step().")
-        assert restored is not None
+        if content is None:
+            raise integrity.damaged_error(folders.step_folder(self._directory, step), findings)
         self._sound.add(step)
-        return restored
+        return content
 
     def _read(
         self, step: int, target: Any, **options: Any
     ) -> tuple[Sequence[integrity.Finding], RestoredCheckpoint | None]:
-        from layerkit_runner.checkpointing import handlers
+        """Verify a step, unless it is known to be sound, and read it if there is a target."""
+        path, verifies = folders.step_folder(self._directory, step), step not in self._sound
+        content: RestoredCheckpoint | None = None
+        if target is None:
+            findings = integrity.verify_together(path) if verifies else ()
+        else:
+            from layerkit_runner.checkpointing import handlers
 
-        path = folders.step_folder(self._directory, step)
-        verifies = step not in self._sound
-        findings, found = handlers.read_step(path, step, target, verifies=verifies, **options)
-        self._report_ignored(path, findings)
-        for line in () if found is None else found.casts:
+            findings, content = handlers.read_step(path, step, target, verifies=verifies, **options)
+        for finding in findings:
+            if not finding.is_damage and jax.process_index() == 0:
+                self._report(
+                    f"Ignoring {path / finding.file}, which is not part of the saved checkpoint."
+                )
+        for line in () if content is None else content.casts:
             self._report(f"The checkpoint {path}: {line}")
-        return findings, found
+        return findings, content
 
     def wait_until_finished(self) -> None:
         """Block until the save in progress is committed; raise its errors once, as `save` does."""
@@ -380,8 +373,8 @@ class CheckpointManager:
     def _require_finite(self) -> None:
         """Raise NonFiniteError and delete the unfinished step if its state is not finite."""
         check, self._check = self._check, None
-        found = [] if check is None else check.nonfinite()
-        if not found:
+        paths = [] if check is None else check.nonfinite()
+        if not paths:
             return
         step = self._step_in_progress
 
@@ -404,7 +397,7 @@ class CheckpointManager:
         self._last_saved = newest = self.latest_step()
         raise structure.nonfinite_error(
             f"The checkpoint of step {step} is not written to {self._directory}",
-            found,
+            paths,
             f"The newest checkpoint there: {'none' if newest is None else f'step {newest}'}.",
         )
 
@@ -451,9 +444,9 @@ class CheckpointManager:
             if jax.process_index() == 0:
                 write_evaluations(self._directory, self._evaluations)
 
-    def _move_irregular(self, older: Sequence[int]) -> None:
+    def _move_irregular(self, steps: Sequence[int]) -> None:
         """Move steps aside whose commit record Orbax, which reads it, would wait for."""
-        for path in (folders.step_folder(self._directory, step) for step in older):
+        for path in (folders.step_folder(self._directory, step) for step in steps):
             if (finding := integrity.irregular_commit_file(path)) is not None:
                 aside = folders.move_aside(path).name
                 self._report(f"CHECKPOINT DAMAGED: {path}\n  {finding}\n  Moved aside to {aside}.")
@@ -490,10 +483,3 @@ class CheckpointManager:
             if not self._read_only and used_instead is not None:
                 message += f"\n  It was moved aside to {folders.move_aside(path).name}."
             self._report(message)
-
-    def _report_ignored(self, path: epath.Path, findings: Sequence[integrity.Finding]) -> None:
-        for finding in findings:
-            if not finding.is_damage and jax.process_index() == 0:
-                self._report(
-                    f"Ignoring {path / finding.file}, which is not part of the saved checkpoint."
-                )

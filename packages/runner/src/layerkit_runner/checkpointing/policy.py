@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 
 from etils import epath
 
-from layerkit.config.checks import check_choice, check_integers, check_sizes
 from layerkit.errors import ConfigError
 from layerkit_runner.files.atomic_write import atomic_write, read_regular
 
@@ -54,27 +53,6 @@ class CheckpointPolicy:
     best_metric: str | None = None
     best_mode: str = "min"
     best_to_keep: int = 1
-
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        owner = "CheckpointPolicy"
-        check_sizes(
-            owner,
-            save_interval_steps=self.save_interval_steps,
-            max_to_keep=self.max_to_keep,
-            keep_interval_steps=self.keep_interval_steps,
-            best_to_keep=self.best_to_keep,
-        )
-        for index, step in enumerate(self.keep_steps):
-            check_integers(owner, minimum=0, **{f"keep_steps[{index}]": step})
-        check_choice(owner, ("min", "max"), best_mode=self.best_mode)
-        if self.keep_interval is not None and self.keep_interval <= datetime.timedelta(0):
-            raise ConfigError(
-                owner=owner,
-                field="keep_interval",
-                value=self.keep_interval,
-                expected="a positive duration or None",
-            )
 
     def should_save(self, step: int, *, last_saved: int | None) -> bool:
         """Return whether a checkpoint is due at `step` if the newest one has step `last_saved`."""
@@ -124,7 +102,7 @@ class CheckpointPolicy:
     def _best(self, in_order: Sequence[SavedStep]) -> set[int]:
         if self.best_metric is None:
             return set()
-        sign = 1 if self.best_mode == "min" else -1
+        sign = {"min": 1, "max": -1}[self.best_mode]
         ranked = sorted(
             (sign * checkpoint.metrics[self.best_metric], -checkpoint.step)
             for checkpoint in in_order

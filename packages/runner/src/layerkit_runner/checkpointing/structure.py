@@ -69,9 +69,6 @@ def named_leaves(tree: Any) -> dict[LeafPath, Any]:
     leaves: dict[LeafPath, Any] = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
-        if not path:
-            name = type(leaf).__name__
-            raise ConfigError(field="state", value=name, expected="a tree of arrays, as a dict")
         if path in leaves:
             raise ConfigError(
                 "two leaves of the state have the same name",
@@ -84,27 +81,11 @@ def named_leaves(tree: Any) -> dict[LeafPath, Any]:
 
 
 def check_storable(leaves: Mapping[LeafPath, Any]) -> None:
-    """Raise TypeError unless every leaf is a `jax.Array` with one number or more."""
-    faults = []
+    """Raise TypeError if a leaf cannot be restored: no array, a typed random key, or empty."""
     for path, leaf in leaves.items():
-        if not isinstance(leaf, jax.Array):
-            faults.append(f"{join(path)}: {type(leaf).__name__}, expected a jax.Array")
-        elif jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            faults.append(f"{join(path)}: typed random key, expected jax.random.key_data of it")
-        elif leaf.size == 0:
-            faults.append(f"{join(path)}: {spec_of(leaf)}, expected an array with elements")
-    if faults:
-        raise TypeError("The state cannot be saved:\n  " + "\n  ".join(faults))
-
-
-def check_target(targets: Mapping[LeafPath, Any]) -> None:
-    """Raise ValueError unless every leaf has a sharding."""
-    bare = [join(path) for path, leaf in targets.items() if getattr(leaf, "sharding", None) is None]
-    if bare:
-        raise ValueError(
-            f"leaves of the target have no sharding: {first_names(bare)}. Expected"
-            " jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
-        )
+        is_array = isinstance(leaf, jax.Array) and leaf.size > 0
+        if not is_array or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise TypeError(f"cannot save {join(path)}, a {type(leaf).__name__}: {leaf!r}")
 
 
 def check_match(
@@ -118,28 +99,30 @@ def check_match(
 
     `cast_dtypes` allows floating-point dtypes of another width.
     """
-    wanted = {path: spec_of(leaf) for path, leaf in targets.items()}
-    unexpected = [join(path) for path in stored if path not in wanted]
+    expected = {path: spec_of(leaf) for path, leaf in targets.items()}
+    unexpected = [join(path) for path in stored if path not in expected]
     differences: list[str] = []
     may_be_cast: list[str] = []
-    for path in sorted(stored.keys() | wanted.keys()):
+    for path in sorted(stored.keys() | expected.keys()):
         name = join(path)
         if path not in stored:
             near = difflib.get_close_matches(name, unexpected, n=1, cutoff=0.8)
             hint = f"; the nearest name there is {near[0]}" if near else ""
-            differences.append(f"{name}: missing in the checkpoint, expected {wanted[path]}{hint}")
-        elif path not in wanted:
+            differences.append(
+                f"{name}: missing in the checkpoint, expected {expected[path]}{hint}"
+            )
+        elif path not in expected:
             differences.append(f"{name}: unexpected, {stored[path]} in the checkpoint")
-        elif stored[path].shape != wanted[path].shape:
+        elif stored[path].shape != expected[path].shape:
             differences.append(
                 f"{name}: shape {list(stored[path].shape)} in the checkpoint, "
-                f"expected {list(wanted[path].shape)}"
+                f"expected {list(expected[path].shape)}"
             )
-        elif stored[path].dtype != wanted[path].dtype:
-            castable = is_castable(stored[path].dtype, wanted[path].dtype)
+        elif stored[path].dtype != expected[path].dtype:
+            castable = is_castable(stored[path].dtype, expected[path].dtype)
             (may_be_cast if castable else differences).append(
                 f"{name}: dtype {stored[path].dtype.name} in the checkpoint, "
-                f"expected {wanted[path].dtype.name}"
+                f"expected {expected[path].dtype.name}"
             )
     if differences or (may_be_cast and not cast_dtypes):
         hint = _FIT_HINT if differences else _CAST_HINT
@@ -153,10 +136,10 @@ def check_match(
         raise error
 
 
-def is_castable(stored: np.dtype, wanted: np.dtype) -> bool:
+def is_castable(stored: np.dtype, target: np.dtype) -> bool:
     """Return whether both are floating-point dtypes of more than eight bits, without scales."""
     return all(
-        jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1 for dtype in (stored, wanted)
+        jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1 for dtype in (stored, target)
     )
 
 
@@ -226,14 +209,14 @@ class FiniteCheck:
 
 def require_finite(claim: str, leaves: Mapping[LeafPath, jax.Array], hint: str) -> None:
     """Raise NonFiniteError, which opens with `claim`, if an array is not finite."""
-    found = FiniteCheck(leaves).nonfinite()
-    if found:
-        raise nonfinite_error(claim, found, hint)
+    paths = FiniteCheck(leaves).nonfinite()
+    if paths:
+        raise nonfinite_error(claim, paths, hint)
 
 
-def nonfinite_error(claim: str, found: Sequence[LeafPath], hint: str) -> NonFiniteError:
+def nonfinite_error(claim: str, paths: Sequence[LeafPath], hint: str) -> NonFiniteError:
     """Return the error that opens with `claim` and names arrays that `FiniteCheck` found."""
-    return NonFiniteError(f"{claim}: {describe(found)}. Expected finite values. {hint}")
+    return NonFiniteError(f"{claim}: {describe(paths)}. Expected finite values. {hint}")
 
 
 def describe(paths: Sequence[LeafPath]) -> str:

@@ -185,7 +185,7 @@ def _choose(directory: epath.Path, step: int | None, report: Callable[[str], Non
             "no such checkpoint", owner=str(directory), field="step", value=step, choices=steps
         )
     path = folders.step_folder(directory, step)
-    require_sound(f"The checkpoint {path} is damaged", verify_together(path))
+    require_sound(path, verify_together(path))
     return step
 
 

@@ -206,7 +206,7 @@ def _show(folder: str, *, step: int | None = None) -> int:
     directory = _existing(folder)
     step = _steps(directory, step)[-1]
     path = folders.step_folder(directory, step)
-    integrity.require_sound(f"The checkpoint {path} is damaged", integrity.verify(path))
+    integrity.require_sound(path, integrity.verify(path))
     leaves = handlers.stored_leaves(path / "state")
     rows = [("array", "shape", "dtype", "bytes")]
     sizes: collections.Counter[str] = collections.Counter()
