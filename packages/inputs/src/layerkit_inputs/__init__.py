@@ -13,7 +13,6 @@ from layerkit_inputs._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from layerkit_inputs.arrays.csv_series import CsvSeries as CsvSeries
-    from layerkit_inputs.arrays.csv_series import GeneratedSeries as GeneratedSeries
     from layerkit_inputs.arrays.idx_images import IdxImages as IdxImages
     from layerkit_inputs.base.bad_records import BadRecordError as BadRecordError
     from layerkit_inputs.base.base_input import BaseInput as BaseInput
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from layerkit_inputs.base.feed_plan import plan_feeds as plan_feeds
     from layerkit_inputs.base.indexed_input import IndexedInput as IndexedInput
     from layerkit_inputs.base.prefetch import Prefetch as Prefetch
+    from layerkit_inputs.base.special_ids import Tokenizer as Tokenizer
     from layerkit_inputs.grain.array_records import ArrayRecordFiles as ArrayRecordFiles
     from layerkit_inputs.grain.iter_input import GrainIterInput as GrainIterInput
     from layerkit_inputs.grain.map_input import ArrayRecordRows as ArrayRecordRows
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     )
     from layerkit_inputs.seqio.seqio_input import SeqIOInput as SeqIOInput
     from layerkit_inputs.synthetic.generated_digits import GeneratedDigits as GeneratedDigits
+    from layerkit_inputs.synthetic.generated_series import GeneratedSeries as GeneratedSeries
     from layerkit_inputs.synthetic.number_words import NumberWords as NumberWords
     from layerkit_inputs.synthetic.random_tokens import SyntheticInput as SyntheticInput
     from layerkit_inputs.text.local_text import LocalText as LocalText
@@ -74,11 +75,10 @@ if TYPE_CHECKING:
     from layerkit_inputs.text.tokenizers import ByteTokenizer as ByteTokenizer
     from layerkit_inputs.text.tokenizers import HuggingFaceTokenizer as HuggingFaceTokenizer
     from layerkit_inputs.text.tokenizers import SentencePieceTokenizer as SentencePieceTokenizer
-    from layerkit_inputs.text.tokenizers import Tokenizer as Tokenizer
     from layerkit_inputs.text.tokenizers import tokenizer_config as tokenizer_config
 
 _NAMES_BY_MODULE = {
-    "arrays.csv_series": "CsvSeries GeneratedSeries",
+    "arrays.csv_series": "CsvSeries",
     "arrays.idx_images": "IdxImages",
     "base.bad_records": "BadRecordError",
     "base.base_input": "BaseInput",
@@ -87,6 +87,7 @@ _NAMES_BY_MODULE = {
     "base.feed_plan": "Feed FeedPlan plan_feeds",
     "base.indexed_input": "IndexedInput",
     "base.prefetch": "Prefetch",
+    "base.special_ids": "Tokenizer",
     "grain.array_records": "ArrayRecordFiles",
     "grain.iter_input": "GrainIterInput",
     "grain.map_input": "ArrayRecordRows GrainMapInput",
@@ -109,13 +110,14 @@ _NAMES_BY_MODULE = {
     "seqio.eval_inputs": "get_eval_hparams_for_seqio",
     "seqio.seqio_input": "SeqIOInput",
     "synthetic.generated_digits": "GeneratedDigits",
+    "synthetic.generated_series": "GeneratedSeries",
     "synthetic.number_words": "NumberWords",
     "synthetic.random_tokens": "SyntheticInput",
     "text.local_text": "LocalText LocalTextPrompts",
     "text.text_pairs": "ParallelText TextPairs",
     "text.token_records": "TokenRecords",
     "text.tokenizers": (
-        "ByteTokenizer HuggingFaceTokenizer SentencePieceTokenizer Tokenizer tokenizer_config"
+        "ByteTokenizer HuggingFaceTokenizer SentencePieceTokenizer tokenizer_config"
     ),
 }
 

@@ -57,19 +57,14 @@ def test_missing_files_raise_on_first_use(raises, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("data", "field", "value"),
-    [
-        (b"", "first bytes", ""),
-        (b"\0\0\x0d\x01", "first bytes", "00 00 0d 01"),
-        (b"\0\0\x08\x03\0\0", "size in bytes", 6),
-        (idx(np.zeros((2, 2)))[:-1], "size in bytes", 15),
-    ],
+    "data",
+    [b"", b"\0\0\x0d\x01", b"\0\0\x08\x03\0\0", idx(np.zeros((2, 2)))[:-1]],
     ids=["empty", "floats", "no sizes", "truncated"],
 )
-def test_damaged_files_raise(raises, data, field, value, tmp_path):
+def test_damaged_files_raise(raises, data, tmp_path):
     path = tmp_path / "file"
     path.write_bytes(data)
-    with raises(BadRecordError, owner=str(path), field=field, value=value):
+    with raises(BadRecordError, owner=str(path)):
         read_idx(path)
 
 

@@ -11,6 +11,8 @@ from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit_inputs.base.base_input import BaseInput
 
+PASSES = "reset_for_eval and repeat"
+
 
 class Counting(BaseInput):
     """`num_rows` rows that hold their number; this host's are those congruent to its index."""
@@ -89,6 +91,7 @@ def drain(source: BaseInput) -> list[NestedMap]:
 def test_by_default_each_evaluation_is_one_epoch():
     source = Counting(batch_size=2)
     assert (source.reset_for_eval, source.repeat, source.endless) == (True, False, False)
+    assert source.evaluates == "epoch"
     first = list(source.eval_batches())
     assert len(first) == 7
     assert sum(batch.weights.sum() for batch in first) == 13
@@ -112,7 +115,7 @@ def test_reset_evaluations_read_the_same_first_batches_each_time():
 @pytest.mark.parametrize("fields", [{"repeat": True}, {"reset_for_eval": False}, {}])
 def test_rolling_evaluations_take_the_next_batches_of_an_endless_stream(fields):
     source = Counting(batch_size=2, num_rows=6, eval_loop_num_batches=2, **fields)
-    assert source.endless
+    assert source.endless and source.evaluates == "next"
     assert ids_of(source.eval_batches()) == [[0, 1], [2, 3]]
     assert ids_of(source.eval_batches()) == [[4, 5], [0, 1]]
 
@@ -131,11 +134,10 @@ def test_training_is_endless():
         ({"infeed_host_index": 2, "num_infeed_hosts": 2}, "infeed_host_index", 2),
         ({"eval_loop_num_batches": 0}, "eval_loop_num_batches", 0),
         ({"batch_padding_size": -1}, "batch_padding_size", -1),
-        ({"reset_for_eval": True, "repeat": True}, "repeat", True),
-        ({"reset_for_eval": False, "repeat": False, "eval_loop_num_batches": 2}, "repeat", False),
+        ({"reset_for_eval": True, "repeat": True}, PASSES, [True, True]),
+        ({"reset_for_eval": False, "repeat": False}, PASSES, [False, False]),
         ({"repeat": True}, "eval_loop_num_batches", None),
-        ({"is_training": True, "reset_for_eval": True}, "reset_for_eval", True),
-        ({"is_training": True, "repeat": False}, "repeat", False),
+        ({"is_training": True, "reset_for_eval": True}, PASSES, [True, None]),
     ],
     ids=str,
 )
@@ -261,17 +263,6 @@ def test_reader_has_no_metrics_and_no_skipped_records_by_default():
     assert not source.has_score_metrics and not source.has_prediction_metrics
     assert source.score_metrics({0: 1.0}) == source.prediction_metrics({0: "text"}) == {}
     assert source.num_skipped == 0
-
-
-@pytest.mark.parametrize("read", ["get_next", "peek", "get_next_padded"])
-@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit()])
-def test_exit_within_an_input_is_an_error_that_names_it(error, read):
-    class Exiting(Counting):
-        def _next(self):
-            raise error
-
-    with pytest.raises(RuntimeError, match=rf"Exiting 'web': .*{type(error).__name__}"):
-        getattr(Exiting(batch_size=2, name="web"), read)()
 
 
 @pytest.mark.parametrize("method", ["_next", "get_next"])

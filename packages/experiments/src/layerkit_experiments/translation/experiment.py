@@ -239,7 +239,7 @@ class Translations(BaseExperiment, abstract=True):
             if (value := getattr(self, field)) != known:
                 raise ConfigError(field=field, value=value, expected=f"{known}, as in {where}")
 
-    def _pairs(self, split: str, **fields: Any) -> Config:
+    def _pairs(self, split: Literal["train", "heldout"], **fields: Any) -> Config:
         fields["percore_batch_size"] = self.PERCORE_BATCH_SIZE
         if self.DATA_FORMAT == "seqio":
             return self._seqio_pairs(split, **fields)

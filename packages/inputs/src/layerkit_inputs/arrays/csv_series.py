@@ -1,4 +1,4 @@
-"""Windows of time series: `CsvSeries` reads columns of a file; `GeneratedSeries` generates series.
+"""CsvSeries, an input of windows of the columns of a CSV file, and the base of inputs of windows.
 
 A batch has `series` float32 `[batch, window_length]`, `paddings` float32 of the same shape, which
 is 1 where a value is missing, and `frequency` int32 `[batch]`. The frequency is a category that a
@@ -8,8 +8,10 @@ yearly.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import functools
+import math
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -17,15 +19,13 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from layerkit.config.checks import check_sizes, require
+from layerkit.config.checks import check_choice, require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.bad_records import BadRecordError
 from layerkit_inputs.base.indexed_input import IndexedInput
 
-_TRAINING_ROWS, _EVAL_ROWS = range(2)
 
-
-class _Series(IndexedInput):
+class SeriesInput(IndexedInput):
     """Base class of inputs of windows."""
 
     window_length: int = 640
@@ -36,17 +36,16 @@ class _Series(IndexedInput):
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        check_sizes(self._label, window_length=self.window_length)
-        is_valid = self.frequency >= 0
-        require(is_valid, self._label, "frequency", self.frequency, "a category, at least 0")
+        self._check_at_least(1, "window_length")
+        self._check_at_least(0, "frequency")
 
     @classmethod
-    def blank_batch(cls, config: Any, rows: int) -> NestedMap:
+    def blankseries_batch(cls, config: Any, rows: int) -> NestedMap:
         """Return a batch of zeros."""
-        return _batch(np.zeros((rows, config.window_length)), config.frequency)
+        return series_batch(np.zeros((rows, config.window_length)), config.frequency)
 
 
-class CsvSeries(_Series):
+class CsvSeries(SeriesInput):
     """Windows of the numeric columns of a CSV file with a header, such as ETTh1.
 
     The last `heldout_values` values of each column are held out. Training windows contain none of
@@ -68,12 +67,12 @@ class CsvSeries(_Series):
         """Check the fields."""
         super().__post_init__()
         require(self.path is not None, self._label, "path", None, "a CSV file with a header")
-        check_sizes(self._label, stride=self.stride)
+        self._check_at_least(1, "stride")
         self._check_at_least(0, "heldout_values")
         # An evaluation window ends with `stride` held-out values.
-        is_valid = self.is_training or not 0 < self.heldout_values < self.stride
         expected = f"0, or at least stride={self.stride}"
-        require(is_valid, self._label, "heldout_values", self.heldout_values, expected)
+        has_ends = self.is_training or not 0 < self.heldout_values < self.stride
+        require(has_ends, self._label, "heldout_values", self.heldout_values, expected)
 
     @functools.cached_property
     def _values(self) -> np.ndarray:
@@ -84,34 +83,18 @@ class CsvSeries(_Series):
             header[:1] = [name.removeprefix("\ufeff") for name in header[:1]]  # Excel writes it
             lines = [(reader.line_num, cells) for cells in reader if cells]
         for name in self.columns or ():
-            if name not in header:
-                raise self._config_error(field="columns", value=name, choices=header)
+            check_choice(self._label, header, columns=name)
         if self.columns is not None:
             places = [header.index(name) for name in self.columns]
         else:
             places = [place for place in range(1, len(header)) if header[place].strip()]
         values = np.empty((len(places), len(lines)), np.float32)
         for time, (line, cells) in enumerate(lines):
+            where = f"{self.path}, line {line}"
             if len(cells) != len(header):
-                raise BadRecordError(
-                    owner=f"{self.path}, line {line}",
-                    field="number of cells",
-                    value=len(cells),
-                    expected=f"{len(header)}, as in the header",
-                )
-            for row, place in enumerate(places):
-                cell = cells[place].strip()
-                try:
-                    values[row, time] = float(cell)
-                except ValueError:
-                    values[row, time] = np.nan
-                if cell and not np.isfinite(values[row, time]):
-                    raise BadRecordError(
-                        owner=f"{self.path}, line {line}",
-                        field=header[place],
-                        value=cell,
-                        expected="a finite number, or nothing for a missing value",
-                    )
+                problem = f"{len(cells)} cells, expected {len(header)} as in the header"
+                raise BadRecordError(problem, owner=where)
+            values[:, time] = [_number(cells[place].strip(), where) for place in places]
         return values
 
     @functools.cached_property
@@ -126,14 +109,10 @@ class CsvSeries(_Series):
             distances = self.stride * np.arange(self.heldout_values // self.stride)[::-1]
             starts = length - distances - self.window_length
         starts = starts[starts >= 0]
-        if not (starts.size and len(self._values)):
-            count = f"{len(self._values)} series of {length} values"
-            raise self._config_error(
-                field="window_length",
-                value=self.window_length,
-                expected=f"windows in {self.path}, which has {count}",
-                hint=f"heldout_values is {self.heldout_values}, and stride {self.stride}.",
-            )
+        count = f"{len(self._values)} series of {length} values"
+        expected = f"windows in {self.path}, which has {count}"
+        is_enough = starts.size and len(self._values)
+        require(is_enough, self._label, "window_length", self.window_length, expected)
         return starts
 
     def _num_rows(self) -> int:
@@ -142,7 +121,7 @@ class CsvSeries(_Series):
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
         series, place = np.divmod(rows, len(self._starts))
         times = self._starts[place][:, None] + np.arange(self.window_length)
-        return _batch(self._values[series[:, None], times], self.frequency)
+        return series_batch(self._values[series[:, None], times], self.frequency)
 
     def _fingerprint(self) -> dict[str, Any]:
         fields = ("window_length", "stride", "heldout_values", "is_training")
@@ -153,58 +132,17 @@ class CsvSeries(_Series):
         return zlib.crc32(self._values.tobytes())
 
 
-class GeneratedSeries(_Series):
-    """Windows of series that are generated on demand: two seasons, a trend and noise.
-
-    Each row has periods, phases, amplitudes, slope, offset and scale of its own, drawn by a
-    counter-based generator, so that any row can be made separately, and rows of training and
-    evaluation never coincide.
-    """
-
-    num_examples: int | None = None
-    """Rows of an epoch. None: endless. An evaluation of one epoch needs a number."""
-    noise: float = 0.1
-    """Standard deviation of the noise, relative to the first season."""
-
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        super().__post_init__()
-        is_valid = self.num_examples is not None or self.endless
-        require(is_valid, self._label, "num_examples", None, "the number of rows of an epoch")
-        self._check_at_least(1, "num_examples")
-        is_valid = np.isfinite(self.noise) and self.noise >= 0
-        require(is_valid, self._label, "noise", self.noise, "a finite number, at least 0")
-
-    def _num_rows(self) -> int | None:
-        return self.num_examples
-
-    def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        stream = _TRAINING_ROWS if self.is_training else _EVAL_ROWS
-        key = np.array([self._seed, stream], np.uint64)
-        time = np.arange(self.window_length)
-        values = np.empty((len(rows), self.window_length))
-        for place, row in enumerate(rows.tolist()):
-            counter = np.array([0, row, 0, 0], np.uint64)
-            draw = np.random.Generator(np.random.Philox(key=key, counter=counter))
-            uniform, noise = draw.random(8), draw.standard_normal(self.window_length)
-            seasons = [
-                amplitude * np.sin(2 * np.pi * (time / period + phase))
-                for amplitude, period, phase in (
-                    (1.0, 8 * 8 ** uniform[0], uniform[1]),
-                    (uniform[2], 32 * 8 ** uniform[3], uniform[4]),
-                )
-            ]
-            trend = 2 * (uniform[5] - 0.5) * time / self.window_length
-            shape = seasons[0] + seasons[1] + trend + self.noise * noise
-            values[place] = 10 ** (2 * uniform[6]) * (shape + 10 * (uniform[7] - 0.5))
-        return _batch(values, self.frequency)
-
-    def _fingerprint(self) -> dict[str, Any]:
-        fields = ("window_length", "noise", "is_training")
-        return {**{name: getattr(self, name) for name in fields}, "seed": self._seed}
+def _number(cell: str, where: str) -> float:
+    """Return the finite number of a cell, or NaN of an empty one."""
+    with contextlib.suppress(ValueError):
+        if not cell or math.isfinite(float(cell)):
+            return float(cell or "nan")
+    raise BadRecordError(
+        owner=where, field="cell", value=cell, expected="a finite number, or nothing"
+    )
 
 
-def _batch(values: np.ndarray, frequency: int) -> NestedMap:
+def series_batch(values: np.ndarray, frequency: int) -> NestedMap:
     """Return the batch of windows `[rows, window_length]`, with zeros in the place of NaN."""
     is_missing = np.isnan(values)
     return NestedMap(

@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import functools
 import gzip
-import math
+import struct
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from layerkit.config.checks import check_choice, require
+from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.bad_records import BadRecordError, MissingFileError
 from layerkit_inputs.base.indexed_input import IndexedInput
-from layerkit_inputs.synthetic.generated_digits import blank_images
 
 _PREFIXES = {"train": "train", "test": "t10k"}
 _UNSIGNED_BYTES = 0x08
@@ -35,31 +34,21 @@ def read_idx(path: Path) -> np.ndarray:
     Raises:
       BadRecordError: The file is truncated, is no IDX file, or does not hold unsigned bytes.
     """
-    data = path.read_bytes()
-    if path.suffix == ".gz":
-        try:
-            data = gzip.decompress(data)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise BadRecordError(f"not a whole gzip file ({error})", owner=str(path)) from None
-    if len(data) < 4 or data[:2] != b"\0\0" or data[2] != _UNSIGNED_BYTES:
-        raise BadRecordError(
-            "not an IDX file of unsigned bytes",
-            owner=str(path),
-            field="first bytes",
-            value=data[:4].hex(" "),
-            expected="00 00 08 and the number of dimensions",
-        )
-    begin = 4 + 4 * data[3]
-    shape = np.frombuffer(data[4:begin], ">i4").tolist() if len(data) >= begin else None
-    size = begin if shape is None else begin + math.prod(shape)
-    if len(data) != size:
-        raise BadRecordError(
-            owner=str(path),
-            field="size in bytes",
-            value=len(data),
-            expected=f"{size} for {data[3]} dimensions" + (f" of {shape}" if shape else ""),
-        )
-    return np.frombuffer(data, np.uint8, offset=begin).reshape(shape)
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        zeros, kind, num_dims = struct.unpack_from(">HBB", data)
+        shape = struct.unpack_from(f">{num_dims}i", data, 4)
+        if zeros or kind != _UNSIGNED_BYTES:
+            raise ValueError(f"it begins with {data[:4].hex(' ')}")
+        return np.frombuffer(data, np.uint8, offset=4 + 4 * num_dims).reshape(shape)
+    except (EOFError, gzip.BadGzipFile, zlib.error, struct.error, ValueError) as error:
+        problem = f"not a whole IDX file of unsigned bytes ({error})"
+        raise BadRecordError(problem, owner=str(path)) from None
+
+
+def blank_images(rows: int, size: Sequence[int]) -> NestedMap:
+    """Return labeled images of zeros, `[rows, height, width, 1]` and `[rows]`."""
+    return NestedMap(inputs=np.zeros((rows, *size, 1), np.float32), labels=np.zeros(rows, np.int32))
 
 
 class IdxImages(IndexedInput):
@@ -71,7 +60,7 @@ class IdxImages(IndexedInput):
 
     folder: str | None = None
     """Folder of the files. Required."""
-    split: str = "train"
+    split: Literal["train", "test"] = "train"
     """`train` or `test`."""
     image_size: Sequence[int] = (28, 28)
     """Height and width of the images."""
@@ -83,7 +72,6 @@ class IdxImages(IndexedInput):
         super().__post_init__()
         expected = "a folder with the IDX files of a data set"
         require(self.folder is not None, self._label, "folder", None, expected)
-        check_choice(self._label, _PREFIXES, split=self.split)
 
     @classmethod
     def blank_batch(cls, config: Any, rows: int) -> NestedMap:
@@ -96,13 +84,10 @@ class IdxImages(IndexedInput):
         images, labels = (
             read_idx(self._file(kind)) for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")
         )
-        if images.shape != (*labels.shape, *self.image_size):
-            raise self._config_error(
-                field="shape of the images",
-                value=list(images.shape),
-                expected=f"{[*labels.shape, *self.image_size]} for labels of shape"
-                f" {list(labels.shape)} and image_size={self.image_size}",
-            )
+        shape = [*labels.shape, *self.image_size]
+        expected = f"{shape}, of labels {list(labels.shape)} and image_size={self.image_size}"
+        is_same = list(images.shape) == shape
+        require(is_same, self._label, "shape of the images", list(images.shape), expected)
         return images, labels
 
     def _file(self, kind: str) -> Path:
@@ -110,12 +95,9 @@ class IdxImages(IndexedInput):
         for path in (plain, plain.with_name(f"{plain.name}.gz")):
             if path.is_file():
                 return path
+        expected = f"a folder with {plain.name} or {plain.name}.gz"
         raise MissingFileError(
-            "file not found",
-            owner=self._label,
-            field="folder",
-            value=self.folder,
-            expected=f"a folder with {plain.name} or {plain.name}.gz",
+            owner=self._label, field="folder", value=self.folder, expected=expected
         )
 
     def _num_rows(self) -> int:

@@ -21,6 +21,7 @@ its StopIteration restarts it. `tf.errors.OutOfRangeError` has the effect of Sto
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -33,9 +34,10 @@ from layerkit.config.field_checks import check_fields
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit_inputs.base import state as state_lib
-from layerkit_inputs.base.delivery import delivers, ends, starts_over
 from layerkit_inputs.base.errors import naming_input
 from layerkit_inputs.base.eval_padding import AllGather, end_together, mark_rows, pad_rows
+from layerkit_inputs.base.evaluation import PASSES, Evaluation, choose_evaluation
+from layerkit_inputs.base.lost_text import lost_text
 from layerkit_inputs.base.special_ids import SpecialIds, prefix_id
 
 NUM_FIRST_TEXTS = 3
@@ -43,24 +45,80 @@ NUM_FIRST_TEXTS = 3
 FIRST_TEXT_BYTES = 1 << 14
 """Largest number of bytes of such a document that are checked."""
 
+# Module and name of `tf.errors.OutOfRangeError`.
+_OUT_OF_RANGE = ("tensorflow.python.framework.errors_impl", "OutOfRangeError")
+
 
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, such as `1 file` or `1,234 files`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def _delivers(get_next: Callable[[Any], NestedMap]) -> Callable[[Any], NestedMap]:
+    """Decorate a `get_next` method so that it returns a peeked batch first, and counts batches.
+
+    A call from another `get_next`, as by `super()`, only reads.
+    """
+
+    @functools.wraps(get_next)
+    def deliver(self: BaseInput) -> NestedMap:
+        def read() -> NestedMap:
+            return _read_to_end(lambda: get_next(self))
+
+        if self._is_delivering:
+            return read()
+        if self._is_closed:
+            raise RuntimeError(f"{self!r} is closed.")
+        if self._peeked is not None:
+            batch, self._peeked = self._peeked, None
+            return batch
+        self._is_delivering = True
+        try:
+            with naming_input(self._label):
+                try:
+                    batch = read()
+                except StopIteration:
+                    if not self.endless:
+                        raise
+                    batch = self._begin_again(read)
+        finally:
+            self._is_delivering = False
+        self._num_delivered += 1
+        return batch
+
+    return deliver
+
+
+def _read_to_end(read: Callable[[], NestedMap]) -> NestedMap:
+    """Return the next batch. TensorFlow's OutOfRangeError becomes StopIteration."""
+    try:
+        return read()
+    except Exception as error:
+        # Without importing TensorFlow.
+        kinds = type(error).__mro__
+        if any((kind.__module__, kind.__name__) == _OUT_OF_RANGE for kind in kinds):
+            raise StopIteration from error
+        raise
+
+
+def _starts_over(reset: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Decorate a `reset` method so that it discards the peeked batch and the count of batches."""
+
+    @functools.wraps(reset)
+    def start_over(self: BaseInput) -> None:
+        self._peeked = None
+        self._num_delivered = 0
+        reset(self)
+
+    return start_over
+
+
 class BaseInput(Configurable):
     """A source of batches, which are NestedMaps of NumPy arrays `[batch, ...]`.
 
     Every host builds its own instance with its own `infeed_host_index`. StopIteration marks the end
-    of the data. Three fields determine what an evaluation reads. The default is one epoch:
-
-    | reset_for_eval | repeat | an evaluation reads |
-    |---|---|---|
-    | True | False | one whole epoch, or its first `eval_loop_num_batches` batches if set |
-    | False | True | the next `eval_loop_num_batches` batches of an endless stream |
-
-    Training inputs are endless.
+    of the data. Training inputs are endless. An evaluation reads one epoch, or with
+    `eval_loop_num_batches` the next batches of an endless stream; see the table in `evaluation`.
     """
 
     name: str | None = None
@@ -93,19 +151,17 @@ class BaseInput(Configurable):
     """`global` if the state is the same on every host and fits any number of hosts."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Decorate the `_next`, `get_next` and `reset` methods of a subclass."""
+        """Decorate the `get_next` and `reset` methods of a subclass."""
         super().__init_subclass__(**kwargs)
-        if "_next" in cls.__dict__:
-            cls._next = ends(cls.__dict__["_next"])  # type: ignore[method-assign]
         if "get_next" in cls.__dict__:
-            cls.get_next = delivers(ends(cls.__dict__["get_next"]))  # type: ignore[method-assign]
+            cls.get_next = _delivers(cls.__dict__["get_next"])  # type: ignore[method-assign]
         if "reset" in cls.__dict__:
-            cls.reset = starts_over(cls.__dict__["reset"])  # type: ignore[method-assign]
+            cls.reset = _starts_over(cls.__dict__["reset"])  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
         """Check the fields and derive `reset_for_eval` and `repeat`."""
         self._peeked: NestedMap | None = None
-        self._state_before_peek: dict[str, Any] | None = None
+        self._state_before_peek: dict[str, Any] = {}
         self._is_delivering = False
         self._is_closed = False
         self._num_delivered = 0
@@ -151,7 +207,7 @@ class BaseInput(Configurable):
 
     # Methods that programs call.
 
-    @delivers
+    @_delivers
     def get_next(self) -> NestedMap:
         """Return the next batch, arrays `[batch, ...]`.
 
@@ -161,12 +217,12 @@ class BaseInput(Configurable):
           StopIteration: the data has ended (never while training or repeating).
         """
         try:
-            return self._next()
+            return _read_to_end(self._next)
         except StopIteration:
             if not self.endless:
                 raise
         # Restarting here lets a subclass's `get_next` build a batch across the end of the data.
-        return self._begin_again(lambda self: self._next())
+        return self._begin_again(lambda: _read_to_end(self._next))
 
     def get_next_padded(self) -> NestedMap:
         """Return the next batch with `batch_padding_size` more rows (weight 0, provenance -1)."""
@@ -180,7 +236,7 @@ class BaseInput(Configurable):
             self._peeked, self._state_before_peek = batch, before
         return self._peeked.transform(lambda leaf: leaf)
 
-    @starts_over
+    @_starts_over
     def reset(self) -> None:
         """Return to the first batch and discard a peeked batch."""
         self._reset()
@@ -188,9 +244,8 @@ class BaseInput(Configurable):
     def get_state(self) -> dict[str, Any]:
         """Return the position of the stream as JSON values. A peeked batch is not yet consumed."""
         if self._peeked is not None:
-            assert self._state_before_peek is not None
             return self._state_before_peek
-        with naming_input(self):
+        with naming_input(self._label):
             return self._envelope()
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -200,7 +255,7 @@ class BaseInput(Configurable):
           ConfigError: The state belongs to another kind of reader, another host or other data.
         """
         self._peeked = None
-        with naming_input(self):
+        with naming_input(self._label):
             try:
                 self._set_envelope(state)
             except ConfigError:
@@ -213,13 +268,13 @@ class BaseInput(Configurable):
                     expected=f"a state that get_state() returned ({type(error).__name__}: {error})",
                 ) from error
 
-    def _begin_again(self, get_next: Callable[[Any], NestedMap]) -> NestedMap:
+    def _begin_again(self, get_next: Callable[[], NestedMap]) -> NestedMap:
         """Return the first batch of the next pass, and keep the count of delivered batches."""
         num_delivered = self._num_delivered
         self.reset()
         self._num_delivered = num_delivered
         try:
-            return get_next(self)
+            return get_next()
         except StopIteration:
             raise self._config_error(
                 "an endless input has no batch to repeat", hint="Check that its data are not empty."
@@ -240,7 +295,7 @@ class BaseInput(Configurable):
         }
 
     def eval_batches(self, all_gather: AllGather | None = None) -> Iterator[NestedMap]:
-        """Return the padded batches of one evaluation; see the table of the class.
+        """Return the padded batches of one evaluation; see the table in `evaluation`.
 
         Args:
           all_gather: Function from a JSON value of this host to those of all hosts, in order. If
@@ -333,9 +388,7 @@ class BaseInput(Configurable):
         They state files, documents and bytes, and the characters of the first documents that the
         tokenizer loses.
         """
-        from layerkit_inputs.base.lost_text import lost_text
-
-        with naming_input(self):
+        with naming_input(self._label):
             lines = [f"{type(self).__qualname__}, {self._data_text()}"]
             tokenizer, texts = self.text_tokenizer(), self._first_texts()
         if tokenizer is not None and (lost := lost_text(tokenizer, texts)):
@@ -364,6 +417,11 @@ class BaseInput(Configurable):
     def endless(self) -> bool:
         """Whether the stream never ends."""
         return self.is_training or bool(self.repeat)
+
+    @property
+    def evaluates(self) -> Evaluation:
+        """What one evaluation reads; see the table in `evaluation`."""
+        return "epoch" if self.reset_for_eval else "next"
 
     @classmethod
     def blank_batch(cls, config: Any, rows: int) -> NestedMap | None:
@@ -417,6 +475,7 @@ class BaseInput(Configurable):
         check_integers(self._label, minimum=minimum, **values)
 
     def _check_fields(self) -> None:
+        """Check the types of all fields, since an input need not be made from a config."""
         check_fields(self, owner=self._label)
         rows = "the number of rows of a batch on each host"
         require(self.batch_size is not None, self._label, "batch_size", None, rows)
@@ -427,57 +486,12 @@ class BaseInput(Configurable):
         require(0 <= index < count, self._label, "infeed_host_index", index, expected)
 
     def _resolve_passes(self) -> None:
-        """Derive `reset_for_eval` and `repeat` if they are None, and check the combination."""
-        if self.is_training:
-            self._resolve_training()
-        else:
-            self._resolve_eval()
-
-    def _resolve_training(self) -> None:
-        if self.reset_for_eval:
-            raise self._config_error(
-                field="reset_for_eval",
-                value=True,
-                expected="None with is_training=True, since training data is never reset",
-                hint="Set is_training=False for evaluation.",
-            )
-        if self.repeat is False:
-            raise self._config_error(
-                field="repeat",
-                value=False,
-                expected="None with is_training=True, since training data is endless",
-                hint="End training by its number of steps.",
-            )
-        self.reset_for_eval, self.repeat = False, True
-
-    def _resolve_eval(self) -> None:
-        reset, repeat = self.reset_for_eval, self.repeat
-        if reset is None and repeat is None:
-            repeat = self.eval_loop_num_batches is not None
-        reset = not repeat if reset is None else reset
-        repeat = not reset if repeat is None else repeat
-        if reset and repeat:
-            raise self._config_error(
-                field="repeat",
-                value=True,
-                expected="False with reset_for_eval=True, since a repeated epoch never ends",
-                hint="Set repeat=False for one epoch, or reset_for_eval=False with"
-                " eval_loop_num_batches.",
-            )
-        if not reset and not repeat:
-            raise self._config_error(
-                field="repeat",
-                value=False,
-                expected="True with reset_for_eval=False, since the data would end",
-                hint="Set repeat=True with eval_loop_num_batches, or reset_for_eval=True for one"
-                " epoch each time.",
-            )
-        if repeat and self.eval_loop_num_batches is None:
-            raise self._config_error(
-                field="eval_loop_num_batches",
-                value=None,
-                expected="a positive integer with repeat=True, since an evaluation would never end",
-                hint="Set eval_loop_num_batches, or reset_for_eval=True and repeat=False for one"
-                " epoch.",
-            )
-        self.reset_for_eval, self.repeat = reset, repeat
+        """Derive `reset_for_eval` and `repeat` from the table of evaluations."""
+        kind = choose_evaluation(
+            reset_for_eval=self.reset_for_eval,
+            repeat=self.repeat,
+            is_training=self.is_training,
+            num_batches=self.eval_loop_num_batches,
+            owner=self._label,
+        )
+        self.reset_for_eval, self.repeat = PASSES[kind]

@@ -10,12 +10,8 @@ import contextlib
 import importlib
 from collections.abc import Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 from layerkit.errors import UserError, pip_install
-
-if TYPE_CHECKING:
-    from layerkit_inputs.base.base_input import BaseInput
 
 _ATTRIBUTE = "layerkit_input"
 # Importable name -> extra of layerkit-inputs that installs it.
@@ -33,8 +29,10 @@ _EXTRA_OF = {
 
 
 @contextlib.contextmanager
-def naming_input(source: BaseInput) -> Iterator[None]:
-    """Record the label of an input, its class and name, in its errors, except StopIteration.
+def naming_input(label: str) -> Iterator[None]:
+    """Record the label of an input, such as `LocalText 'train'`, in its errors.
+
+    StopIteration is no error.
 
     A `UserError` without an owner gets the label as its owner. Errors of values and files keep
     their text, and reports add the label by `input_of`. Other errors get a note, which tracebacks
@@ -47,7 +45,6 @@ def naming_input(source: BaseInput) -> Iterator[None]:
     except Exception as error:
         # An input that reads another input does not replace the label of that input.
         if input_of(error) is None:
-            label = source._label
             setattr(error, _ATTRIBUTE, label)
             if isinstance(error, UserError):
                 error.owner = error.owner or label

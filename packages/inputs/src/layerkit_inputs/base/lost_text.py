@@ -6,7 +6,7 @@ import collections
 import unicodedata
 from collections.abc import Sequence
 
-from layerkit_inputs.text.tokenizers import Tokenizer
+from layerkit_inputs.base.special_ids import Tokenizer
 
 _MAX_KINDS = 4
 _NAMES = {"\n": "line breaks", "\r": "carriage returns", "\t": "tabs", " ": "spaces"}

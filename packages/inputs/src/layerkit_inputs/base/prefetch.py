@@ -17,10 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
-from layerkit_inputs.base.delivery import exit_as_error
 from layerkit_inputs.base.state import Scope
 
 _EXIT_SECONDS = 1.0
@@ -49,8 +47,12 @@ class _Worker:
                     self._check(batch)
                 item = (batch, self._source.get_state())
             except BaseException as error:  # Without it, `take` would wait forever.
+                end = error
+                if isinstance(error, SystemExit | GeneratorExit):  # would end the program
+                    end = RuntimeError(f"{self._source._label}: reading a batch raised {error!r}.")
+                    end.__cause__ = error
                 with self._changed:
-                    self._end = exit_as_error(self._source, error)
+                    self._end = end
                     self._changed.notify_all()
                 return
             with self._changed:
@@ -100,7 +102,8 @@ class _Worker:
 class Prefetch(BaseInput):
     """An input that reads `source` ahead on a thread and returns its batches and states.
 
-    The fields of BaseInput are taken from `source`. No other code may read `source`.
+    The fields of BaseInput are those of `source`, whatever was set here. No other code may read
+    `source`.
     """
 
     source: BaseInput
@@ -114,11 +117,7 @@ class Prefetch(BaseInput):
         """Check the fields and copy those of `source`."""
         self._check_at_least(1, "depth")
         for field in dataclasses.fields(BaseInput):
-            given, derived = getattr(self, field.name), getattr(self.source, field.name)
-            expected = f"no value here, since source.{field.name}={derived!r}"
-            is_valid = given in (field.default, derived)
-            require(is_valid, self._label, field.name, given, expected)
-            setattr(self, field.name, derived)
+            setattr(self, field.name, getattr(self.source, field.name))
         super().__post_init__()
         self._worker: _Worker | None = None
         self._stop_at_exit: weakref.finalize | None = None

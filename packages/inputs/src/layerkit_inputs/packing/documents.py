@@ -16,10 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.base.special_ids import first_ids, last_ids
+from layerkit_inputs.base.special_ids import Tokenizer, first_ids, last_ids
 from layerkit_inputs.packing.model_features import Segment, stretch_features
 from layerkit_inputs.packing.stream_rows import RowPieces, num_stream_rows, stream_pieces
-from layerkit_inputs.text.tokenizers import Tokenizer
 
 
 class TokenStream(Protocol):

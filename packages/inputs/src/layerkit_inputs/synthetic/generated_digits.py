@@ -2,21 +2,20 @@
 
 Each row is a digit in one of three styles of 5 × 7 pixels, which is rotated, slanted, scaled and
 shifted, with added noise. MNIST has similar variation (LeCun et al., 1998) on the same grid of
-28 × 28 pixels. Each row uses its own block of a counter-based random generator. So any row can be
-generated independently, and rows of training and evaluation never coincide.
+28 × 28 pixels.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from layerkit.config.checks import check_non_negative, require
+from layerkit.config.checks import check_non_negative
 from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.base.indexed_input import IndexedInput
+from layerkit_inputs.arrays.idx_images import blank_images
+from layerkit_inputs.synthetic.generated_rows import GeneratedRows
 
 IMAGE_SIZE = 28
 NUM_CLASSES = 10
@@ -51,8 +50,6 @@ _STYLES = (
     .##.. ...#. ##### .##.. ....# .###. .###. .#... .###. .#...
     """,
 )
-# Streams of a seed.
-_TRAINING_ROWS, _EVAL_ROWS = range(2)
 # Size of a glyph's pixel on the grid before scaling.
 _PIXEL = 2.8
 _MAX_TURN, _MAX_SLANT, _MAX_SHIFT = 0.3, 0.25, 3.0
@@ -72,14 +69,12 @@ def glyphs() -> np.ndarray:
     return np.pad(drawn, ((0, 0), (0, 0), (1, 1), (1, 1)))
 
 
-class GeneratedDigits(IndexedInput):
+class GeneratedDigits(GeneratedRows):
     """An input of `inputs` float32 `[batch, 28, 28, 1]` in [0, 1] and `labels` int32 `[batch]`.
 
     Evaluation batches also have `provenance` and `eval_sample_weights`, each `[batch]`.
     """
 
-    num_examples: int | None = None
-    """Rows of an epoch. None: endless. An evaluation of one epoch needs a number."""
     noise: float = 0.1
     """Standard deviation of the noise of each pixel."""
 
@@ -89,26 +84,16 @@ class GeneratedDigits(IndexedInput):
         """Check the fields."""
         super().__post_init__()
         check_non_negative(self._label, noise=self.noise)
-        is_valid = self.num_examples is not None or self.endless
-        require(is_valid, self._label, "num_examples", None, "the number of rows of an epoch")
-        self._check_at_least(1, "num_examples")
 
     @classmethod
     def blank_batch(cls, config: Any, rows: int) -> NestedMap:
         """Return a batch of black images with the label 0."""
         return blank_images(rows, (IMAGE_SIZE, IMAGE_SIZE))
 
-    def _num_rows(self) -> int | None:
-        return self.num_examples
-
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        stream = _TRAINING_ROWS if self.is_training else _EVAL_ROWS
-        key = np.array([self._seed, stream], np.uint64)
         uniform = np.empty((len(rows), 8))
         pixels = np.empty((len(rows), IMAGE_SIZE, IMAGE_SIZE))
-        for place, row in enumerate(rows.tolist()):
-            counter = np.array([0, row, 0, 0], np.uint64)
-            draw = np.random.Generator(np.random.Philox(key=key, counter=counter))
+        for place, draw in enumerate(self._generators(rows)):
             uniform[place] = draw.random(8)
             pixels[place] = draw.standard_normal((IMAGE_SIZE, IMAGE_SIZE))
         labels, images = _drawn(uniform)
@@ -119,11 +104,6 @@ class GeneratedDigits(IndexedInput):
 
     def _fingerprint(self) -> dict[str, Any]:
         return {"noise": self.noise, "is_training": self.is_training, "seed": self._seed}
-
-
-def blank_images(rows: int, size: Sequence[int]) -> NestedMap:
-    """Return labeled images of zeros, `[rows, height, width, 1]` and `[rows]`."""
-    return NestedMap(inputs=np.zeros((rows, *size, 1), np.float32), labels=np.zeros(rows, np.int32))
 
 
 def _drawn(uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -147,18 +127,18 @@ def _drawn(uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     # [rows, 28, 28]
     down = down - _MAX_SHIFT * spread[:, 5, None, None]
     across = across - _MAX_SHIFT * spread[:, 6, None, None]
-    y = _each(cos) * down - _each(sin) * across
-    x = _each(sin) * down + _each(cos) * across + _each(slant) * y
+    y = _per_row(cos) * down - _per_row(sin) * across
+    x = _per_row(sin) * down + _per_row(cos) * across + _per_row(slant) * y
     height, width = table.shape[2:]
     images = _interpolated(table[styles, digits], y + (height - 1) / 2, x + (width - 1) / 2)
-    return digits, images * _each(_between(_CONTRASTS, uniform[:, 7]))
+    return digits, images * _per_row(_between(_CONTRASTS, uniform[:, 7]))
 
 
 def _between(ends: tuple[float, float], part: np.ndarray) -> np.ndarray:
     return ends[0] + (ends[1] - ends[0]) * part
 
 
-def _each(values: np.ndarray) -> np.ndarray:
+def _per_row(values: np.ndarray) -> np.ndarray:
     """Reshape `[rows]` to `[rows, 1, 1]`."""
     return values[:, None, None]
 

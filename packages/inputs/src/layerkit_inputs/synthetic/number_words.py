@@ -10,11 +10,11 @@ German word order differs from the English one, since units are said before tens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from layerkit.config.checks import check_choice, require
+from layerkit.config.checks import require
 from layerkit_inputs.text.text_pairs import TextPairs
 
 _MAX_END = 1_000_000
@@ -78,11 +78,11 @@ class NumberWords(TextPairs):
     training split. So held-out numbers are new, but all of their parts occur in training.
     """
 
-    target: str = "german"
+    target: Literal["german", "digits"] = "german"
     """`german` or `digits`."""
     end: int = 10_000
     """Exclusive upper bound of the numbers, at most 1,000,000."""
-    split: str = "train"
+    split: Literal["train", "heldout"] = "train"
     """`train` or `heldout`."""
     num_heldout: int = 500
     """Number of numbers that are held out."""
@@ -90,12 +90,10 @@ class NumberWords(TextPairs):
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        check_choice(self._label, _TARGETS, target=self.target)
-        check_choice(self._label, ("train", "heldout"), split=self.split)
         require(2 <= self.end <= _MAX_END, self._label, "end", self.end, "2 to 1,000,000")
-        is_valid = 1 <= self.num_heldout < self.end
         expected = f"a positive integer below end={self.end}"
-        require(is_valid, self._label, "num_heldout", self.num_heldout, expected)
+        has_both = 1 <= self.num_heldout < self.end
+        require(has_both, self._label, "num_heldout", self.num_heldout, expected)
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         order = np.random.Generator(np.random.Philox(key=self.end)).permutation(self.end)

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from layerkit.config.checks import check_integers, require
+from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.base.indexed_input import IndexedInput
+from layerkit_inputs.synthetic.generated_rows import GeneratedRows
 
-# Streams of a seed.
-_TRAINING_ROWS, _EVAL_ROWS, _CYCLE = range(3)
+_CYCLE = 2
+"""Random stream of the cycle, beside those of `GeneratedRows`."""
 
 
 def _bits(seed: int, stream: int) -> np.random.PCG64DXSM:
@@ -29,15 +29,13 @@ def _bits(seed: int, stream: int) -> np.random.PCG64DXSM:
     return np.random.PCG64DXSM(np.random.SeedSequence([seed, stream]))
 
 
-class SyntheticInput(IndexedInput):
+class SyntheticInput(GeneratedRows):
     """An input of random tokens with the fields of LocalText. Only a last batch has padding."""
 
     vocab_size: int = 32_000
     """Size of the vocabulary. Tokens are in `[0, vocab_size)`."""
     seq_length: int = 1024
     """Positions of a row."""
-    num_examples: int | None = None
-    """Rows of an epoch. None: endless. An evaluation of one epoch needs a number."""
     learnable: bool = True
     """Whether tokens follow a fixed cycle. False: tokens are independent and cannot be learned."""
     noise: float = 0.1
@@ -46,16 +44,11 @@ class SyntheticInput(IndexedInput):
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        check_integers(self._label, minimum=2, vocab_size=self.vocab_size)
-        self._check_at_least(1, "seq_length", "num_examples")
+        self._check_at_least(2, "vocab_size")
+        self._check_at_least(1, "seq_length")
         require(0 <= self.noise <= 1, self._label, "noise", self.noise, "a probability in [0, 1]")
-        is_valid = self.num_examples is not None or self.endless
-        require(is_valid, self._label, "num_examples", None, "the number of rows of an epoch")
-        self._bits_of_rows = _bits(self._seed, _TRAINING_ROWS if self.is_training else _EVAL_ROWS)
+        self._bits_of_rows = _bits(self._seed, self._stream)
         self._first_state = self._bits_of_rows.state
-
-    def _num_rows(self) -> int | None:
-        return self.num_examples
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
         tokens = self._tokens(rows)

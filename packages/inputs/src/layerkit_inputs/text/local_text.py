@@ -37,6 +37,7 @@ from layerkit_inputs.base.bad_records import (
 from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS, counted
 from layerkit_inputs.base.find_files import TextFile, find_text_files, standard_library_files
 from layerkit_inputs.base.indexed_input import IndexedInput
+from layerkit_inputs.base.special_ids import Tokenizer
 from layerkit_inputs.packing.documents import DocumentBuilder, Documents
 from layerkit_inputs.packing.model_features import stretch_features
 from layerkit_inputs.text.raw_documents import (
@@ -56,7 +57,7 @@ from layerkit_inputs.text.text_splits import (
     split_by_names,
     split_pieces,
 )
-from layerkit_inputs.text.tokenizers import ByteTokenizer, Tokenizer
+from layerkit_inputs.text.tokenizers import ByteTokenizer
 from layerkit_inputs.text.trigram_baseline import trigram_loss
 
 _SPLITS = ("train", "heldout", "test", "all")

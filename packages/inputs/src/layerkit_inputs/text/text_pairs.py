@@ -20,11 +20,11 @@ from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.bad_records import BadRecordError, MissingFileError
 from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS, counted
 from layerkit_inputs.base.indexed_input import IndexedInput
-from layerkit_inputs.base.special_ids import SpecialIds, target_start_id
+from layerkit_inputs.base.special_ids import SpecialIds, Tokenizer, target_start_id
 from layerkit_inputs.packing.documents import Documents
 from layerkit_inputs.packing.first_fit import PackingPlan, plan_packing
 from layerkit_inputs.packing.model_features import stretch_pair_features
-from layerkit_inputs.text.tokenizers import ByteTokenizer, Tokenizer
+from layerkit_inputs.text.tokenizers import ByteTokenizer
 
 PairPacking = Literal["first_fit", "none"]
 """`first_fit`: several whole pairs in a row; `none`: one pair in a row."""

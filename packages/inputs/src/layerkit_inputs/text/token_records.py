@@ -27,7 +27,7 @@ from layerkit_inputs.base.bad_records import BadRecords, OnBadRecord
 from layerkit_inputs.base.base_input import counted
 from layerkit_inputs.base.eval_padding import blank_rows
 from layerkit_inputs.base.indexed_input import IndexedInput
-from layerkit_inputs.base.special_ids import SpecialIds
+from layerkit_inputs.base.special_ids import SpecialIds, Tokenizer
 from layerkit_inputs.packing.documents import ids_and_labels
 from layerkit_inputs.packing.first_fit import (
     DocumentPieces,
@@ -38,7 +38,7 @@ from layerkit_inputs.packing.first_fit import (
 from layerkit_inputs.packing.model_features import stretch_features
 from layerkit_inputs.packing.stream_rows import RowPieces, num_stream_rows, stream_pieces
 from layerkit_inputs.text.token_store import TokenStore
-from layerkit_inputs.text.tokenizers import ByteTokenizer, Tokenizer
+from layerkit_inputs.text.tokenizers import ByteTokenizer
 
 Packing = Literal["stream", "first_fit"]
 """`stream`: documents are cut anywhere, without padding; `first_fit`: documents are kept whole."""

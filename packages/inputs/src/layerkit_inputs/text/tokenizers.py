@@ -23,7 +23,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -31,13 +31,9 @@ from layerkit.config import Config, Configurable
 from layerkit.config.checks import check_choice, require
 from layerkit.errors import ConfigError, first_names
 from layerkit_inputs.base.errors import require_extra
-from layerkit_inputs.base.special_ids import (
-    ROLES,
-    DeclaredTokens,
-    prefix_id,
-    read_declared_tokens,
-)
+from layerkit_inputs.base.special_ids import Tokenizer, prefix_id
 from layerkit_inputs.text import byte_vocabulary
+from layerkit_inputs.text.declared_tokens import ROLES, DeclaredTokens, read_declared_tokens
 from layerkit_inputs.text.tokenizer_files import check_file, sha256_of, unreadable_file
 
 _MAX_NAMES = 4
@@ -47,52 +43,6 @@ _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 SpecialTokensInText = Literal["ids", "text"]
 """Encoding of a special token in a text: as its id, or as text."""
-
-
-@runtime_checkable
-class Tokenizer(Protocol):
-    """The interface of tokenizers. A custom class needs no base class."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the vocabulary: one more than the largest id."""
-        ...
-
-    @property
-    def pad_id(self) -> int:
-        """Id of padded positions: that of padding, else of the end of a text, else 0."""
-        ...
-
-    @property
-    def bos_id(self) -> int | None:
-        """Id of the beginning of a text, or None."""
-        ...
-
-    @property
-    def eos_id(self) -> int | None:
-        """Id of the end of a text, or None."""
-        ...
-
-    @property
-    def start_id(self) -> int | None:
-        """Id before the tokens of a text, or only of an empty prompt; None if there is none."""
-        ...
-
-    def encode(self, text: str | bytes) -> np.ndarray:
-        """Return the ids of a text, int32 `[length]`, without special ids.
-
-        Raises:
-          UnicodeError: The text is not Unicode. Invalid UTF-8 raises UnicodeDecodeError.
-        """
-        ...
-
-    def decode(self, ids: np.ndarray | Sequence[int]) -> str:
-        """Decode ids `[length]`. Special and unknown ids are dropped."""
-        ...
-
-    def fingerprint(self) -> str:
-        """Return a short string that differs between tokenizers with different ids for a text."""
-        ...
 
 
 def as_text(text: str | bytes) -> str:

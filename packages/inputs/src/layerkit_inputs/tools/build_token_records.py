@@ -41,7 +41,7 @@ from layerkit_inputs.base.bad_records import BadRecords, OnBadRecord
 from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS
 from layerkit_inputs.base.find_files import TextFile, find_text_files
 from layerkit_inputs.base.lost_text import lost_text
-from layerkit_inputs.base.special_ids import SpecialIds, prefix_id
+from layerkit_inputs.base.special_ids import SpecialIds, Tokenizer, prefix_id
 from layerkit_inputs.packing.documents import framed
 from layerkit_inputs.text.raw_documents import (
     MAX_DOCUMENT_BYTES,
@@ -53,7 +53,7 @@ from layerkit_inputs.text.raw_documents import (
 )
 from layerkit_inputs.text.text_splits import share_of, split_by_names
 from layerkit_inputs.text.token_store import BLOCK_LENGTH, About
-from layerkit_inputs.text.tokenizers import SpecialTokensInText, Tokenizer, tokenizer_config
+from layerkit_inputs.text.tokenizers import SpecialTokensInText, tokenizer_config
 from layerkit_inputs.tools.token_store_writer import SplitWriter
 
 _WORK_BYTES = 1 << 18

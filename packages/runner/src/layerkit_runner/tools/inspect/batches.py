@@ -18,7 +18,7 @@ from layerkit.config import Config, build, target_of
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.eval_padding import ROW_MARKS, example_rows, num_rows_of
-from layerkit_inputs.text.tokenizers import Tokenizer
+from layerkit_inputs.base.special_ids import Tokenizer
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.data.host_inputs import (
     HostTopology,
