@@ -9,9 +9,8 @@ import contextlib
 import json
 import os
 import shutil
-import stat
 import struct
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +25,6 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # Limits far above the sizes in published folders, which still can be read within seconds.
-_MAX_HEADER_BYTES = 32 << 20
 _MAX_INDEX_BYTES = 64 << 20
 _MAX_CONFIG_BYTES = 4 << 20
 _MAX_TENSORS = 1 << 18
@@ -91,8 +89,8 @@ class SafetensorsFolder:
 
     Raises:
       FileNotFoundError: The folder has no such files.
-      TensorFileError: A file is truncated or its header too long, or the index names files outside
-        of the folder or tensors that the files lack.
+      TensorFileError: A file is damaged, or the index names files outside of the folder or tensors
+        that the files lack.
       ImportError: The package safetensors is not installed.
     """
 
@@ -102,15 +100,14 @@ class SafetensorsFolder:
         self._slices: dict[str, Any] = {}
         self._paths: dict[str, Path] = {}
         with contextlib.ExitStack() as files:
-            for path, wanted in _weight_files(Path(folder)).items():
-                _check_file_sizes(path)
+            for path, listed in _weight_files(Path(folder)).items():
                 with _as_tensor_file_error(path):
                     file = files.enter_context(safetensors.safe_open(path, framework="np"))
-                held = list(file.keys())
-                _check_names(path, held, wanted, before=self._slices.keys())
-                names = held if wanted is None else wanted
-                self._slices |= {name: file.get_slice(name) for name in names}
-                self._paths |= dict.fromkeys(names, path)
+                    names = file.keys() if listed is None else listed
+                    slices = {name: file.get_slice(name) for name in names}
+                _check_new(path, slices, before=self._slices)
+                self._slices |= slices
+                self._paths |= dict.fromkeys(slices, path)
             self._files = files.pop_all()
 
     def __enter__(self) -> SafetensorsFolder:
@@ -138,11 +135,8 @@ class SafetensorsFolder:
         """
         stored = self._slices[name].get_dtype()
         if stored not in _DTYPES:
-            raise TensorFileError(
-                field=f"dtype of tensor {name}",
-                value=stored,
-                choices=_DTYPES,
-            )
+            field = f"dtype of tensor {name}"
+            raise TensorFileError(field=field, value=stored, choices=_DTYPES)
         return _DTYPES[stored]
 
     def read(self, name: str, ranges: Ranges) -> np.ndarray:
@@ -156,8 +150,10 @@ class SafetensorsFolder:
     def _mapped(self, name: str) -> np.ndarray:
         """Return a tensor as an array of the memory-mapped file."""
         path, dtype = self._paths[name], self.dtype(name)
-        entry, data = _read_header(path)[name], 8 + _header_bytes(path)
-        offset = data + entry["data_offsets"][0]
+        with path.open("rb") as file:
+            (header_bytes,) = struct.unpack("<Q", file.read(8))
+            entry = json.loads(file.read(header_bytes))[name]
+        offset = 8 + header_bytes + entry["data_offsets"][0]
         return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=self.shape(name))
 
 
@@ -166,10 +162,13 @@ def _weight_files(folder: Path) -> dict[Path, list[str] | None]:
     if has_file(folder, WEIGHTS):
         return {folder / WEIGHTS: None}
     if has_file(folder, INDEX):
-        files: dict[Path, list[str] | None] = {}
-        for file, names in _read_index(folder).items():
-            files[_plain_file(folder, file)] = names
-        return files
+        files = _read_index(folder)
+        if missing := [file for file in files if not has_file(folder, file)]:
+            raise FileNotFoundError(
+                f"{folder}: missing {first_names(missing)}, which {INDEX} names. Download the"
+                " folder again."
+            )
+        return {folder / file: names for file, names in files.items()}
     # Without their index, numbered files are complete if none is missing.
     shards = sorted(folder.glob("model-?????-of-?????.safetensors"))
     if not shards:
@@ -207,107 +206,29 @@ def _read_index(folder: Path) -> dict[str, list[str]]:
     return files
 
 
-def _plain_file(folder: Path, name: str) -> Path:
-    """Return the path of a regular file; symbolic links, which caches use, are followed."""
-    path = folder / name
-    try:
-        mode = path.stat().st_mode
-    except OSError as error:
-        raise FileNotFoundError(
-            f"{path}: no such file, but {INDEX} names it. Download the folder again."
-        ) from error
-    if not stat.S_ISREG(mode):
-        raise TensorFileError(
-            owner=str(folder / INDEX), field="weight_map", value=name, expected="a regular file"
-        )
-    return path
-
-
-def _check_file_sizes(path: Path) -> None:
-    """Raise `TensorFileError` if the header is too long, or longer than its file."""
-    size = path.stat().st_size
-    if size < 8:
-        raise _wrong_size(path, size, "at least 8")
-    header = _header_bytes(path)
-    if header > _MAX_HEADER_BYTES:
-        raise TensorFileError(
-            owner=str(path),
-            field="bytes of the header",
-            value=header,
-            expected=f"at most {_MAX_HEADER_BYTES} in a safetensors file",
-        )
-    if 8 + header > size:
-        raise _wrong_size(path, size, f"more than {8 + header}, the end of the header")
-
-
-def _wrong_size(path: Path, size: int, expected: str) -> TensorFileError:
-    return TensorFileError(
-        owner=str(path),
-        field="size in bytes",
-        value=size,
-        expected=expected,
-        hint="Download or copy the file again.",
-    )
-
-
-def _header_bytes(path: Path) -> int:
-    with path.open("rb") as file:
-        return int(struct.unpack("<Q", file.read(8))[0])
-
-
 @contextlib.contextmanager
 def _as_tensor_file_error(path: Path) -> Iterator[None]:
-    """Raise errors of safetensors with the file, and with both sizes if it is truncated."""
+    """Raise errors of safetensors, about a damaged file or a missing tensor, with the file."""
     try:
         yield
     except import_safetensors().SafetensorError as error:
-        size, expected = path.stat().st_size, _expected_bytes(path)
-        if expected is not None and size != expected:
-            raise _wrong_size(path, size, f"{expected} by its header") from error
         raise TensorFileError(
-            f"damaged safetensors file: {error}",
+            f"cannot be read: {error}",
             owner=str(path),
-            hint="Download or copy the file again.",
+            hint="Download or copy the folder again.",
         ) from error
 
 
-def _expected_bytes(path: Path) -> int | None:
-    """Return the size of a file that its header declares; None if the header cannot be read."""
-    try:
-        tensors = _read_header(path)
-        ends = [t["data_offsets"][1] for name, t in tensors.items() if name != "__metadata__"]
-        return 8 + _header_bytes(path) + int(max(ends, default=0))
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-        return None
-
-
-def _read_header(path: Path) -> Any:
-    with path.open("rb") as file:
-        file.seek(8)
-        return json.loads(file.read(_header_bytes(path)))
-
-
-def _check_names(
-    path: Path, held: Sequence[str], wanted: Sequence[str] | None, *, before: Set[str]
-) -> None:
-    """Raise `TensorFileError` for too many, missing or repeated tensors."""
-    _check_count(path, len(before) + len(held))
-    if wanted is None:
-        if repeated := sorted(before & set(held)):
-            raise TensorFileError(
-                "tensors that another file has, too",
-                owner=str(path),
-                value=repeated,
-                hint=f"Add {INDEX}, which says where to read them.",
-            )
-        return
-    missing = sorted(set(wanted) - set(held))
-    if missing:
+def _check_new(path: Path, names: Iterable[str], *, before: Mapping[str, Any]) -> None:
+    """Raise `TensorFileError` for too many tensors, or for one that an earlier file has."""
+    names = set(names)
+    _check_count(path, len(before) + len(names))
+    if repeated := sorted(before.keys() & names):
         raise TensorFileError(
-            f"missing tensors, which {INDEX} expects in the file",
+            "tensors that another file has, too",
             owner=str(path),
-            value=missing,
-            hint="Download the folder again.",
+            value=repeated,
+            hint=f"Add {INDEX}, which says where to read them.",
         )
 
 
@@ -431,12 +352,11 @@ def write_json(folder: Path, name: str, content: Mapping[str, Any]) -> None:
     (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def copy_companions(source: str | os.PathLike[str], target: Path) -> list[str]:
-    """Copy the tokenizer's files and the generation defaults, and return their names."""
-    found = [name for name in COMPANIONS if (Path(source) / name).is_file()]
-    for name in found:
-        shutil.copyfile(Path(source) / name, target / name)
-    return found
+def copy_companions(source: str | os.PathLike[str], target: Path) -> None:
+    """Copy the tokenizer's files and the generation defaults."""
+    for name in COMPANIONS:
+        if (Path(source) / name).is_file():
+            shutil.copyfile(Path(source) / name, target / name)
 
 
 def same_tensor(source: TensorSource, first: str, second: str) -> bool:
