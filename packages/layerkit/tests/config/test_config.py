@@ -91,14 +91,6 @@ def test_unknown_field_raises(call):
     assert isinstance(error, AttributeError)
 
 
-def test_set_with_an_unknown_field_changes_nothing():
-    config = Leaf.HParams.config()
-    assert not hasattr(config, "sise")
-    with pytest.raises(UnknownFieldError):
-        config.set(size=2, sise=1)
-    assert config == Leaf.HParams.config()
-
-
 def test_unknown_parameter_of_a_function_raises(raises):
     with raises(UnknownFieldError, owner="add", value="d", choices=("a", "b", "c")):
         Config(add, d=1)

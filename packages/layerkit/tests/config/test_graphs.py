@@ -47,9 +47,3 @@ def test_sharing_and_kinds_of_containers_are_compared():
     assert Config(Node, left=[leaf]) != Config(Node, left=(leaf,))
     assert Config(Node, left={"a": 1}) != Config(Node, left={"a": 2})
     assert Config(Node) != Config(dict) and Config(Node) != 1
-
-
-def test_copies_do_not_share_the_history_of_their_fields():
-    config = Config(Node, size=2)
-    config.clone().size = 3
-    assert len(config.__argument_history__["size"]) == 1

@@ -40,14 +40,14 @@ from layerkit.base.summaries import SUMMARIES as SUMMARIES
 from layerkit.base.summaries import SUMMARY_ARRAYS as SUMMARY_ARRAYS
 from layerkit.base.weights import WeightHParams as WeightHParams
 from layerkit.base.weights import WeightInit
-from layerkit.config import BaseHParams, adopt_hparams, nested_map
+from layerkit.config import BaseHParams, nested_map
 from layerkit.config import instance_field as instance_field
 from layerkit.config import sub_config_field as sub_config_field
 from layerkit.config.field_checks import Conditions, checking_fields
-from layerkit.config.typed_hparams import MYPY, TypedHParams
+from layerkit.config.hparams import MYPY, TypedHParams, adopt_hparams
 
 if TYPE_CHECKING:
-    from layerkit.config.typed_hparams import HParamsDescriptor
+    from layerkit.config.hparams import HParamsDescriptor
 
 nested_map.register_pytree()
 

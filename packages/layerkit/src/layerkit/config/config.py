@@ -9,9 +9,6 @@ roles:
 * Any other config is **built** with its parent, once per config object: the same object in two
   fields becomes one shared object.
 
-A class declares its fields by annotations, or, as in Praxis, by a nested class
-`HParams(BaseHParams)`. Both become dataclass fields and `Class.HParams.config(…)`.
-
 This module imports neither JAX nor Flax, so that command lines and data workers can use it.
 """
 
@@ -22,7 +19,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, dataclass_transform
+from typing import Any, Generic, Self, TypeVar
 
 import fiddle as fdl
 
@@ -33,15 +30,15 @@ from layerkit.config.field_types import (
     parameters_of,
     typed_fields,
 )
-from layerkit.config.graphs import copy_config as copy_config
-from layerkit.config.graphs import equal_configs, map_containers
-from layerkit.config.graphs import walk_configs as walk_configs
+from layerkit.config.graphs import (
+    copy_config,
+    equal_configs,
+    map_containers,
+    target_of,
+    walk_configs,
+)
 from layerkit.config.html_display import ConfigDisplay
-from layerkit.config.typed_hparams import MYPY, TypedHParams
-from layerkit.errors import UnknownFieldError as UnknownFieldError
-
-if TYPE_CHECKING:
-    from layerkit.config.typed_hparams import HParamsDescriptor
+from layerkit.errors import UnknownFieldError
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -50,13 +47,7 @@ _ROLE = "layerkit.role"
 _MAKE = "layerkit.make_default"
 _TEMPLATE = "template"
 _FROZEN = "__frozen__"
-
-
-def field_names(target: Any) -> list[str]:
-    """Return the names that a config of `target`, a class or function, may set."""
-    if isinstance(target, fdl.Buildable):
-        target = fdl.get_callable(target)
-    return list(typed_fields(target))
+_BUILT = "_layerkit_built"
 
 
 def _accepts_any_keyword(target: Any) -> bool:
@@ -93,7 +84,11 @@ def _empty_config(kind: Any, target: Any) -> fdl.Buildable:
 
 
 class _Editable(ConfigDisplay, Generic[T_co]):
-    """Base of `Config` and `Partial`, which checks names and types and copies defaults."""
+    """Base of `Config` and `Partial`, which checks names and types and copies defaults.
+
+    Fiddle sets and deletes arguments by two methods, `_arguments_set_value` and
+    `_arguments_del_value`. The history of edits that Fiddle would record there is not kept.
+    """
 
     __fn_or_cls__: Any
     __arguments__: dict[Any, Any]
@@ -115,45 +110,31 @@ class _Editable(ConfigDisplay, Generic[T_co]):
         for field in dataclasses.fields(self.__fn_or_cls__):
             if not field.init or field.name in self.__arguments__:
                 continue
-            if _MAKE in field.metadata:
-                self._set_default(field.name, field.metadata[_MAKE]())
-            elif field.default_factory is not dataclasses.MISSING:
-                self._set_default(field.name, field.default_factory())
-
-    def _set_default(self, name: str, value: Any) -> None:
-        super()._arguments_set_value(name, value)  # type: ignore[misc]
+            make = field.metadata.get(_MAKE, field.default_factory)
+            if make is not dataclasses.MISSING:
+                self.__arguments__[field.name] = make()
 
     def _arguments_set_value(self, key: int | str, value: Any) -> None:
-        """Set an argument, which Fiddle does by this method alone, converted to its type."""
+        self._check_editable(key)
         if isinstance(key, str):
             value = convert_field(self.__fn_or_cls__, key, value)
-        super()._arguments_set_value(key, value)  # type: ignore[misc]
+        self.__arguments__[key] = value
 
-    def _refuse_if_frozen(self, field: Any) -> None:
-        if self.__dict__.get(_FROZEN):
+    def _arguments_del_value(self, key: int | str) -> None:
+        self._check_editable(key)
+        del self.__arguments__[key]
+
+    def _check_editable(self, field: int | str) -> None:
+        if _FROZEN in self.__dict__:
             label = getattr(self.__fn_or_cls__, "__qualname__", repr(self.__fn_or_cls__))
             raise dataclasses.FrozenInstanceError(
                 f"{label}.{field} cannot be changed: this config belongs to a built object;"
                 " use clone() to edit a copy, and build from that"
             )
 
-    def __delattr__(self, name: str) -> None:
-        self._refuse_if_frozen(name)
-        super().__delattr__(name)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._refuse_if_frozen(key)
-        super().__setitem__(key, value)  # type: ignore[misc]
-
-    def __delitem__(self, key: Any) -> None:
-        self._refuse_if_frozen(key)
-        super().__delitem__(key)  # type: ignore[misc]
-
     def __setattr__(self, name: str, value: Any) -> None:
-        self._refuse_if_frozen(name)
-        if not name.startswith("__"):
-            _check_keyword(self.__fn_or_cls__, name)
-        super().__setattr__(name, value)
+        _check_keyword(self.__fn_or_cls__, name)
+        self._arguments_set_value(name, value)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__"):
@@ -171,20 +152,13 @@ class _Editable(ConfigDisplay, Generic[T_co]):
 
     def __copy__(self) -> Self:
         """Return a shallow copy that can be edited."""
-        fields = {name: value for name, value in self.__dict__.items() if name != _FROZEN}
-        fields["__arguments__"] = dict(self.__arguments__)
-        for name in ("__argument_tags__", "__argument_history__"):
-            entries = fields[name] = copy.copy(fields[name])
-            entries.update({key: copy.copy(entry) for key, entry in entries.items()})
         copied = object.__new__(type(self))
-        copied.__dict__.update(fields)
+        copied.__dict__.update(self.__dict__, __arguments__=dict(self.__arguments__))
+        copied.__dict__.pop(_FROZEN, None)
         return copied
 
     def set(self, **fields: Any) -> Self:
-        """Set several fields, or none if one of them is wrong, and return this config."""
-        for name, value in fields.items():
-            _check_keyword(self.__fn_or_cls__, name)
-            convert_field(self.__fn_or_cls__, name, value)
+        """Set several fields, and return this config."""
         for name, value in fields.items():
             setattr(self, name, value)
         return self
@@ -244,24 +218,6 @@ class Partial(_Editable[T_co], fdl.Partial[T_co]):
         return build(self, **overrides)
 
 
-def target_of(config: fdl.Buildable) -> Any:
-    """Return the class or function that `config` describes a call of."""
-    return fdl.get_callable(config)
-
-
-def is_config(value: Any) -> bool:
-    """Return True for a `Config` or `Partial`, also a plain one of Fiddle."""
-    return isinstance(value, fdl.Buildable)
-
-
-def assigned_fields(config: fdl.Buildable) -> dict[str, Any]:
-    """Return the fields of `config` that were assigned, and its sub-configs.
-
-    The key of a positional argument without a name is its index.
-    """
-    return dict(config.__arguments__)
-
-
 def _freeze(template: T) -> T:
     """Freeze the configs in a value that a built object holds."""
     for config in walk_configs(template):
@@ -302,7 +258,6 @@ def build(config: fdl.Buildable, /, **overrides: Any) -> Any:
         raise FieldTypeError(owner="build()", value=config, expected="a Config or a Partial")
     root = copy_config(config)
     for name, value in overrides.items():
-        _check_keyword(root.__fn_or_cls__, name)
         setattr(root, name, value)
     built: dict[int, Any] = {}
 
@@ -329,9 +284,17 @@ def build(config: fdl.Buildable, /, **overrides: Any) -> Any:
         }
         _check_required(target, arguments)
         positional, named = _split_positional(node, arguments)
-        return node.__build__(*positional, **named)
+        result = node.__build__(*positional, **named)
+        if isinstance(node, _Editable) and dataclasses.is_dataclass(target):
+            vars(result)[_BUILT] = True
+        return result
 
     return visit(root)
+
+
+def was_built(instance: Any) -> bool:
+    """Return whether `build` made an object from a `Config`, which checked the types of fields."""
+    return _BUILT in vars(instance)
 
 
 def _check_required(target: Any, arguments: dict[str, Any]) -> None:
@@ -354,10 +317,7 @@ def _default_config(hparams: Any, overrides: dict[str, Any]) -> Config | None:
     if hparams is None:
         return None
     # Configs of one class must not share a default.
-    overrides = {n: value.clone() if is_config(value) else value for n, value in overrides.items()}
-    if isinstance(hparams, type) and issubclass(hparams, BaseHParams):
-        return hparams.config(**overrides)
-    return Config(hparams, **overrides)
+    return Config(getattr(hparams, "_target", hparams), **copy_config(overrides))
 
 
 def sub_config_field(hparams: Any, **overrides: Any) -> Any:
@@ -393,108 +353,3 @@ def instance_field(hparams: Any, **overrides: Any) -> Any:
         return None if config is None else build(config)
 
     return dataclasses.field(default_factory=make_built, metadata={_ROLE: "instance", _MAKE: make})
-
-
-class BaseHParams:
-    """Base of the nested `HParams` classes; its annotations become fields of the outer class."""
-
-    _target: ClassVar[Any] = None
-
-    @classmethod
-    def config(cls, **fields: Any) -> Config[Any]:
-        """Return an editable config of the class that this `HParams` belongs to."""
-        return Config(cls._target, **fields)
-
-    @classmethod
-    def partial(cls, **fields: Any) -> Partial[Any]:
-        """Return a config of a call that takes further arguments."""
-        return Partial(cls._target, **fields)
-
-
-def adopt_hparams(cls: type) -> None:
-    """Add `HParams` to `cls` and turn the annotations of a nested one into fields of `cls`.
-
-    Call it before the class becomes a dataclass. An assignment without an annotation changes the
-    default of an inherited field, which plain dataclasses would ignore.
-
-    Raises:
-      TypeError: A nested `HParams` assigns an undeclared name.
-    """
-    own_annotations = dict(inspect.get_annotations(cls))
-    inherited: dict[str, Any] = {}
-    for base in reversed(cls.__mro__[1:]):
-        for field in dataclasses.fields(base) if dataclasses.is_dataclass(base) else ():
-            inherited[field.name] = field.type
-    nested = cls.__dict__.get("HParams")
-    base_hparams = [b.HParams for b in cls.__bases__ if hasattr(b, "HParams")] or [BaseHParams]
-    if nested is not None:
-        # Fields of base classes are inherited; moving them again would undo later defaults.
-        done = {source for base in base_hparams for source in base.__mro__}
-        for source in reversed(nested.__mro__):
-            if source in done or source.__dict__.get("_target", nested) is not nested:
-                continue
-            own_annotations |= _move_nested_fields(cls, source, inherited)
-        bases = (nested, *(b for b in base_hparams if not issubclass(nested, b)))
-    else:
-        bases = tuple(base_hparams)
-    for name in cls.__dict__:
-        if name in inherited and name not in own_annotations:
-            own_annotations[name] = inherited[name]
-    cls.__annotations__ = own_annotations
-    cls.HParams = type(  # type: ignore[attr-defined]
-        "HParams",
-        bases,
-        {
-            "__module__": cls.__module__,
-            "__qualname__": f"{cls.__qualname__}.HParams",
-            "__doc__": nested.__doc__ if nested is not None else f"Fields of {cls.__qualname__}.",
-            "_target": cls,
-        },
-    )
-
-
-def _move_nested_fields(cls: type, nested: type, inherited: dict[str, Any]) -> dict[str, Any]:
-    annotations = dict(inspect.get_annotations(nested))
-    for name, value in list(nested.__dict__.items()):
-        if name.startswith("_"):
-            continue
-        if name not in annotations and name in inherited:
-            annotations[name] = inherited[name]
-        if name not in annotations and not callable(value) and not hasattr(value, "__get__"):
-            raise UnknownFieldError(
-                "unknown field",
-                owner=f"{cls.__qualname__}.HParams",
-                value=name,
-                choices=[*annotations, *inherited],
-                hint="A new field needs an annotation.",
-            )
-        if name in annotations:
-            setattr(cls, name, value)
-    return annotations
-
-
-# A call of `sub_config_field` is a plain default to type checkers, or they would require the field.
-@dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
-class Configurable(metaclass=TypedHParams):
-    """Base of configurable classes other than layers: tasks, learners, inputs and schedules.
-
-    A subclass becomes a keyword-only dataclass of its annotated fields and gets `HParams`.
-    """
-
-    if not TYPE_CHECKING:
-        HParams: ClassVar[type[BaseHParams]] = BaseHParams
-    elif not MYPY:
-        HParams: ClassVar = HParamsDescriptor()
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Turn the subclass into a dataclass with `HParams`."""
-        super().__init_subclass__(**kwargs)
-        adopt_hparams(cls)
-        # Objects with state are equal only if they are identical; a subclass may define `__eq__`.
-        dataclasses.dataclass(kw_only=True, eq=False, repr=False)(cls)
-
-    def __repr__(self) -> str:
-        """Return the class with the values of its fields."""
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        inner = ", ".join(f"{f.name}={getattr(self, f.name, None)!r}" for f in fields if f.init)
-        return f"{type(self).__qualname__}({inner})"

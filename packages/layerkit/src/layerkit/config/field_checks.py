@@ -1,4 +1,4 @@
-"""Checks of the fields of every layer: values have the right type, and no field is ignored.
+"""Checks of the fields of every layer: no field is ignored, and values have the right type.
 
 A layer declares by `used_only_if` the condition on its other fields under which a field has an
 effect:
@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
-import numbers
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from layerkit.config.config import Config, assigned_fields, is_config, target_of
+from layerkit.config.config import Config, was_built
 from layerkit.config.field_types import convert_field, typed_fields
+from layerkit.config.graphs import assigned_fields, is_config, target_of
 from layerkit.errors import ConfigError, short_repr
 
 # Field, or path into its template → field that must be set (other than None, False and 0), or
@@ -32,7 +30,9 @@ _NEGATION = "not "
 
 
 def check_fields(layer: Any, *, owner: str) -> None:
-    """Check the fields of a layer, whether it was built from a config or directly.
+    """Check the fields of a layer.
+
+    Their types are checked only if the layer was made without a config, which checks them.
 
     Args:
       layer: An instance of a dataclass, with or without `used_only_if`.
@@ -40,15 +40,12 @@ def check_fields(layer: Any, *, owner: str) -> None:
 
     Raises:
       FieldTypeError: A value does not have the type of its field.
-      ConfigError: A float field that holds NaN or infinity, or a field that is set although another
-        one switches it off.
+      ConfigError: A field is set although another one switches it off.
     """
     cls: Any = type(layer)
-    for name in typed_fields(cls):
-        value = getattr(layer, name)
-        convert_field(cls, name, value, owner=owner)
-        if name in _float_fields(cls) and not _is_finite(value):
-            raise ConfigError(owner=owner, field=name, value=value, expected="a finite number")
+    if not was_built(layer):
+        for name in typed_fields(cls):
+            convert_field(cls, name, getattr(layer, name), owner=owner)
     for path, condition in unmet_conditions(layer):
         for changed, value in _changes(layer, path):
             switch = condition.removeprefix(_NEGATION)
@@ -86,22 +83,10 @@ def unmet_conditions(layer: Any) -> Iterator[tuple[str, str]]:
 @functools.cache
 def conditions_of(cls: Any) -> Conditions:
     """Return the conditions of a class and of its base classes."""
-    found: dict[str, str | tuple[str, ...]] = {}
+    conditions: dict[str, str | tuple[str, ...]] = {}
     for base in reversed(inspect.getmro(cls)) if isinstance(cls, type) else ():
-        found |= vars(base).get("used_only_if", {})
-    return found
-
-
-@functools.cache
-def _float_fields(cls: Any) -> frozenset[str]:
-    fields = typed_fields(cls).items()
-    return frozenset(name for name, f in fields if re.search(r"\bfloat\b", f.annotation or ""))
-
-
-def _is_finite(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return all(map(_is_finite, value))
-    return not isinstance(value, numbers.Real) or math.isfinite(value)
+        conditions |= vars(base).get("used_only_if", {})
+    return conditions
 
 
 # Cached, since every trace of every layer needs it.

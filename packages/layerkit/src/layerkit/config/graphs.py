@@ -1,4 +1,4 @@
-"""Functions of graphs of configs and containers: copy, walk and compare."""
+"""Functions of configs and of graphs of configs and containers: read, copy, walk and compare."""
 
 from __future__ import annotations
 
@@ -8,8 +8,33 @@ from typing import Any, TypeVar
 
 import fiddle as fdl
 
+from layerkit.config.field_types import typed_fields
+
 T = TypeVar("T")
 _MISSING = object()
+
+
+def target_of(config: fdl.Buildable) -> Any:
+    """Return the class or function that `config` describes a call of."""
+    return fdl.get_callable(config)
+
+
+def is_config(value: Any) -> bool:
+    """Return True for a `Config` or `Partial`, also a plain one of Fiddle."""
+    return isinstance(value, fdl.Buildable)
+
+
+def assigned_fields(config: fdl.Buildable) -> dict[str, Any]:
+    """Return the fields of `config` that were assigned, and its sub-configs.
+
+    The key of a positional argument without a name is its index.
+    """
+    return dict(config.__arguments__)
+
+
+def field_names(target: Any) -> list[str]:
+    """Return the names that a config of `target`, a class or function, may set."""
+    return list(typed_fields(target_of(target) if is_config(target) else target))
 
 
 def map_containers(value: Any, visit: Callable[[Any], Any]) -> Any:

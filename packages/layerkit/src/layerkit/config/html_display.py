@@ -9,6 +9,8 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from layerkit.config.graphs import assigned_fields, field_names, target_of
+
 _LONGEST = 200
 
 
@@ -36,8 +38,6 @@ def text(value: Any) -> str:
 
 def config_html(config: Any) -> str:
     """Return a foldable tree of a config: its assigned fields, then its defaults."""
-    from layerkit.config.config import assigned_fields, field_names, target_of
-
     assigned, target = assigned_fields(config), target_of(config)
     names = [name for name in field_names(config) if name not in assigned]
     folded = ""
