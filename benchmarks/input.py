@@ -60,7 +60,6 @@ CONTESTS = {
     "SyntheticInput": Entry("numpy_loops", "synthetic", "NumPy"),
     "Mixture": Entry("numpy_loops", "mixture", "NumPy"),
     "StreamMixture": Entry("numpy_loops", "stream_mixture", "NumPy"),
-    "BatchMixture": Entry("numpy_loops", "batch_mixture", "NumPy"),
     "MultiInput": Entry("numpy_loops", "multi_input", "NumPy"),
     "TokenRecords": Entry("token_files", "token_records", "array_record, NumPy", "grain"),
     "ArrayRecordRows": Entry("grain_pipelines", "array_record_rows", "grain", "grain"),

@@ -21,7 +21,7 @@ from layerkit_inputs import BaseInput, LocalText, SyntheticInput
 from layerkit_inputs.base.find_files import find_text_files
 from layerkit_inputs.mixing.mixture import Mixture
 from layerkit_inputs.mixing.multi_input import MultiInput
-from layerkit_inputs.mixing.stream_mixture import BatchMixture, StreamMixture
+from layerkit_inputs.mixing.stream_mixture import StreamMixture
 from layerkit_inputs.text.text_splits import split_pieces
 
 BOS, EOS, FIRST_BYTE = 1, 2, 3
@@ -171,12 +171,6 @@ def _mixed(streams: Sequence[PackedText], shares: Sequence[float]) -> Iterator[B
         yield {name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]}
 
 
-def _batches_mixed(streams: Sequence[Iterator[Batch]], shares: Sequence[float]) -> Iterator[Batch]:
-    generator = np.random.default_rng(0)
-    while True:
-        yield next(streams[generator.choice(len(streams), p=shares)])
-
-
 def _halves(folder: Path) -> dict[str, list[str]]:
     paths = _write_files(folder)
     return {"even": paths[::2], "odd": paths[1::2]}
@@ -207,16 +201,6 @@ def stream_mixture(folder: Path) -> Contest:
         ours=_mixing(StreamMixture, halves).Instantiate,
         bare=lambda: _mixed([_packed(half) for half in halves.values()], [0.7, 0.3]),
     )
-
-
-def batch_mixture(folder: Path) -> Contest:
-    """Compare whole batches of two corpora; the rival samples the corpus."""
-    halves = _halves(folder)
-
-    def bare() -> Iterator[Batch]:
-        return _batches_mixed([_packed(half).batches() for half in halves.values()], [0.7, 0.3])
-
-    return Contest(ours=_mixing(BatchMixture, halves).Instantiate, bare=bare, least_batches=64)
 
 
 def _side_by_side(one: Iterator[Batch], other: Iterator[Batch]) -> Iterator[Batch]:

@@ -68,7 +68,6 @@ def test_counts_are_rounded_to_the_longest_period():
         ({"a": 1, "b": 0}, "weights['b']", 0),
         ({"a": 1, "b": float("inf")}, "weights['b']", float("inf")),
         ({"a": 1, "b": 1e-9}, "weights['b']", 1e-9),
-        ([1, 2], "weights", [1, 2]),
     ],
 )
 def test_schedule_raises_for_invalid_weights(raises, weights, field, value):

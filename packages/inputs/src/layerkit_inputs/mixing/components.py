@@ -7,20 +7,24 @@ the outer input, and the outer input builds each component with the same values.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from layerkit.config import Config, assigned_fields, is_config, target_of
+from layerkit.config import Config, assigned_fields
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.batch_specs import spec_of
 
+_DECIDED_BY_OWNER = (
+    "infeed_host_index", "num_infeed_hosts", "is_training", "reset_for_eval", "repeat",
+    "eval_loop_num_batches", "percore_batch_size",
+)  # fmt: skip
+
 
 def build_components(
     owner: BaseInput,
-    configs: Mapping[str, Config] | None,
+    configs: Mapping[str, Config[BaseInput]] | None,
     *,
     field: str,
     batch_sizes: Mapping[str, int],
@@ -35,120 +39,72 @@ def build_components(
     Args:
       owner: Outer input, after its `__post_init__`.
       configs: Config of each component by name.
-      field: Field of the owner that holds `configs`, for errors. Empty if each component is a field
-        of the owner.
+      field: Field of the owner that holds `configs`, for errors.
       batch_sizes: Rows of each component's batches on this host.
       one_vocabulary: True if a model reads the tokens of all components with one vocabulary, which
         is then checked.
 
     Raises:
-      ConfigError: There are no components, one is not the config of an input, or one sets a field
-        that the owner decides to another value.
+      ConfigError: There are no components, or one sets a field that the owner decides to another
+        value.
     """
-    shared: dict[str, Any] = {
-        "infeed_host_index": owner.infeed_host_index,
-        "num_infeed_hosts": owner.num_infeed_hosts,
-        "is_training": owner.is_training,
-        "reset_for_eval": owner.reset_for_eval,
-        "repeat": owner.repeat,
-        "eval_loop_num_batches": owner.eval_loop_num_batches,
-    }
+    require(configs, owner._label, field, configs, "a dict of name -> config of an input")
     built = {}
-    for number, (name, config) in enumerate(check_configs(owner, configs, field).items()):
-        given = {**shared, "batch_size": batch_sizes[name]}
-        own = {key: value for key, value in assigned_fields(config).items() if value is not None}
-        for key, value in (given | {"percore_batch_size": owner.percore_batch_size}).items():
-            if own.get(key, value) != value:
-                raise owner._config_error(
-                    field=f"{_label(field, name)}.{key}",
-                    value=own[key],
-                    expected=f"{value!r}, as in the outer input",
-                    hint=f"Leave {key} unset in the component.",
-                )
-        given.setdefault("name", own.get("name", name))
+    for number, (name, config) in enumerate((configs or {}).items()):
+        decided = {name: getattr(owner, name) for name in _DECIDED_BY_OWNER}
+        decided["batch_size"] = batch_sizes[name]
+        assigned = {k: v for k, v in assigned_fields(config).items() if v is not None}
+        for key, value in decided.items():
+            expected = f"{value!r}, as in the outer input"
+            is_same = assigned.get(key, value) == value
+            require(is_same, owner._label, f"{field}[{name!r}].{key}", assigned.get(key), expected)
+        del decided["percore_batch_size"]
+        decided["name"] = assigned.get("name", name)
         seed = (owner.input_random_seed or 0) + number
-        given["input_random_seed"] = own.get("input_random_seed", seed)
-        built[name] = config.clone(**given).Instantiate()
+        decided["input_random_seed"] = assigned.get("input_random_seed", seed)
+        built[name] = config.clone(**decided).Instantiate()
     if one_vocabulary:
         _check_vocabularies(owner, built, field)
     return built
 
 
-def check_configs(
-    owner: BaseInput, configs: Mapping[str, Config | None] | None, field: str
-) -> Mapping[str, Config]:
-    """Return the configs of components, or raise `ConfigError` unless each describes an input."""
-    valid = isinstance(configs, Mapping) and configs
-    require(valid, owner._label, field, configs, "a dict of name -> config of an input")
-    assert configs is not None
-    checked: dict[str, Config] = {}
-    for name, config in configs.items():
-        target = target_of(config) if config is not None and is_config(config) else None
-        if config is None or not isinstance(target, type) or not issubclass(target, BaseInput):
-            raise owner._config_error(
-                field=_label(field, name),
-                value=config,
-                expected="the config of an input, such as LocalText.HParams.config(...)",
-            )
-        checked[name] = config
-    return checked
-
-
-def _label(field: str, name: str) -> str:
-    return f"{field}[{name!r}]" if field else name
-
-
 def _check_vocabularies(owner: BaseInput, built: Mapping[str, BaseInput], field: str) -> None:
     """Raise `ConfigError` if components have different vocabularies, which no shape would show."""
-    for attribute, seen in (
-        ("token_unit", {name: component.token_unit for name, component in built.items()}),
-        ("tokenizer fingerprint", _fingerprints(built)),
-    ):
-        names = list(seen)
-        for name in names[1:]:
-            if seen[name] != seen[names[0]]:
-                raise owner._config_error(
-                    "components have different vocabularies",
-                    field=f"{_label(field, name)} {attribute}",
-                    value=seen[name],
-                    expected=f"{seen[names[0]]!r}, as in {_label(field, names[0])}",
-                )
+    units = {name: component.token_unit for name, component in built.items()}
+    for attribute, values in (("token_unit", units), ("tokenizer", _fingerprints(built))):
+        first = next(iter(values), "")
+        for name, value in values.items():
+            expected = f"{values[first]!r}, as in {field}[{first!r}]"
+            is_same = value == values[first]
+            require(is_same, owner._label, f"{field}[{name!r}] {attribute}", value, expected)
 
 
 def _fingerprints(built: Mapping[str, BaseInput]) -> dict[str, str]:
     """Return the fingerprint of the tokenizer of each component that has one."""
-    found = {}
+    fingerprints = {}
     for name, component in built.items():
         tokenizer = getattr(component, "tokenizer", None)
         # Records keep the fingerprint of their tokenizer, which need not be on this machine.
         if hasattr(component, "tokenizer_fingerprint"):
-            found[name] = component.tokenizer_fingerprint
+            fingerprints[name] = component.tokenizer_fingerprint
         elif tokenizer is not None and hasattr(tokenizer, "fingerprint"):
-            found[name] = tokenizer.fingerprint()
-    return found
+            fingerprints[name] = tokenizer.fingerprint()
+    return fingerprints
 
 
 def check_same_rows(owner: BaseInput, batches: Mapping[str, NestedMap], field: str) -> None:
     """Raise `ConfigError` if rows of components differ in fields, dtypes or shapes."""
     specs = {
-        name: {
-            path: f"{spec.dtype.name}{list(spec.shape[1:])}"
-            for path, spec in spec_of(batch).flatten_items()
-        }
+        name: [
+            f"{path}: {spec.dtype.name}{list(spec.shape[1:])}"
+            for path, spec in sorted(spec_of(batch).flatten_items())
+        ]
         for name, batch in batches.items()
     }
-    first, *others = specs
-    for name in others:
-        differing = [
-            f"{path}: {specs[first].get(path, 'missing')} and {specs[name].get(path, 'missing')}"
-            for path in sorted({*specs[first], *specs[name]})
-            if specs[first].get(path) != specs[name].get(path)
-        ]
-        if differing:
-            raise owner._config_error(
-                f"rows of {_label(field, first)} and {_label(field, name)} differ: "
-                f"{'; '.join(differing)}"
-            )
+    first = next(iter(specs))
+    for name, rows in specs.items():
+        expected = f"{specs[first]}, as in {field}[{first!r}]"
+        require(rows == specs[first], owner._label, f"rows of {field}[{name!r}]", rows, expected)
 
 
 def merge_rows(parts: Sequence[NestedMap], turns: np.ndarray) -> NestedMap:

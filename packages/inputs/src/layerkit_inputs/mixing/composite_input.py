@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from layerkit_inputs.base.base_input import BaseInput
-from layerkit_inputs.base.state import Scope
+from layerkit_inputs.base.state import Scope, check_same_data
 
 
 def component_lines(components: Mapping[str, BaseInput]) -> list[str]:
@@ -74,15 +74,8 @@ class CompositeInput(BaseInput):
         return {name: component.get_state() for name, component in self._components.items()}
 
     def _set_component_states(self, states: dict[str, Any]) -> None:
-        if states.keys() != self._components.keys():
-            raise self._config_error(
-                "state of other components",
-                field="components",
-                value=sorted(states),
-                expected=f"{sorted(self._components)}",
-                hint="Restore with the components that wrote the state, or start a new run from "
-                "the weights of the model alone.",
-            )
+        then, now = sorted(states), sorted(self._components)
+        check_same_data(self._label, {"components": then}, {"components": now})
         for name, component in self._components.items():
             component.set_state(states[name])
 

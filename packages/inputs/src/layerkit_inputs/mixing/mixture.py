@@ -4,8 +4,7 @@ The position in the stream determines the component (see `schedule`) and the row
 that component's epochs. So any host finds the rows of any global batch, and a run can resume with
 another number of hosts. Small components begin new epochs while large ones are in their first.
 
-Components need row numbers. `StreamMixture` mixes rows of any inputs, `BatchMixture` mixes whole
-batches.
+Components need row numbers. `StreamMixture` mixes rows of any inputs.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from layerkit.config import Config, sub_config_field
+from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.mixing.components import (
     build_components,
-    check_configs,
     check_same_rows,
     merge_rows,
     slice_rows,
@@ -46,10 +45,6 @@ class _Pieces(NamedTuple):
     is_unreadable: np.ndarray
     """True for rows that could not be read, bool `[rows]`."""
 
-    def merged(self) -> NestedMap:
-        """Return the rows in their order."""
-        return merge_rows(self.parts, self.turns)
-
 
 class Mixture(IndexedInput):
     """A mixture of rows of several `IndexedInput`s by weights.
@@ -67,7 +62,7 @@ class Mixture(IndexedInput):
     `n * components + c`.
     """
 
-    components: Mapping[str, Config] | None = sub_config_field(None)
+    components: Mapping[str, Config[BaseInput]] | None = sub_config_field(None)
     """Configs of the inputs by name. They are built with the batch size, the host and the kind of
     pass of the mixture. Each component shuffles by its own fields."""
     weights: Mapping[str, float] | None = None
@@ -76,52 +71,34 @@ class Mixture(IndexedInput):
     def __post_init__(self) -> None:
         """Check the fields and build the components."""
         for field in ("shuffle", "shuffle_window"):
-            if getattr(self, field) is not None:
-                raise self._config_error(
-                    field=field,
-                    value=getattr(self, field),
-                    expected="None, since a mixture has a fixed order",
-                    hint=f"Set {field} in the components.",
-                )
+            value, expected = getattr(self, field), f"None; set {field} in the components"
+            require(value is None, self._label, field, value, expected)
         super().__post_init__()
         self.shuffle = False
-        if not self.endless:
-            raise self._config_error(
-                "a mixture has no epoch",
-                field="eval_loop_num_batches",
-                value=self.eval_loop_num_batches,
-                expected="a number of batches, with reset_for_eval=None",
-                hint="To evaluate on all rows, evaluate on each component separately.",
-            )
-        configs = check_configs(self, self.components, "components")
-        self._schedule = make_schedule(configs, self.weights, self._label)
+        expected = "a number of batches, since a mixture has no epoch"
+        num_batches = self.eval_loop_num_batches
+        require(self.endless, self._label, "eval_loop_num_batches", num_batches, expected)
+        names = self.components or {}
         built = build_components(
             self,
-            configs,
+            self.components,
             field="components",
-            batch_sizes=dict.fromkeys(configs, self.local_batch_size),
+            batch_sizes=dict.fromkeys(names, self.local_batch_size),
         )
+        self._schedule = make_schedule(names, self.weights, self._label)
         self._readers = [self._checked(name, reader) for name, reader in built.items()]
         self._are_alike = False
         self._ahead: dict[int, _Pieces] = {}
 
     def _checked(self, name: str, reader: BaseInput) -> IndexedInput:
-        kind = type(reader).__qualname__
-        if not isinstance(reader, IndexedInput):
-            raise self._config_error(
-                field=f"components[{name!r}]",
-                value=kind,
-                expected="an IndexedInput, which reads rows by number",
-                hint="Use StreamMixture.",
-            )
-        if type(reader).get_next is not BaseInput.get_next:
-            raise self._config_error(
-                field=f"components[{name!r}]",
-                value=kind,
-                expected="an input without its own get_next, which a mixture of rows does not call",
-                hint="Override _read_rows instead, or use StreamMixture.",
-            )
-        return reader
+        if isinstance(reader, IndexedInput) and type(reader).get_next is BaseInput.get_next:
+            return reader
+        raise self._config_error(
+            field=f"components[{name!r}]",
+            value=type(reader).__qualname__,
+            expected="an IndexedInput that does not override get_next",
+            hint="Use StreamMixture.",
+        )
 
     def shares(self) -> dict[str, float]:
         """Return the share of each component in the rows."""
@@ -141,11 +118,11 @@ class Mixture(IndexedInput):
         if is_batch and all(reader.rows_in_memory for reader in self._readers):
             if first not in self._ahead:
                 self._ahead = self._read_batches(positions, _BATCHES_AT_ONCE)
-            found = self._ahead.pop(first)
+            pieces = self._ahead.pop(first)
         else:
-            found = self._read_batches(positions, 1)[first]
-        self._is_unreadable = found.is_unreadable
-        return found.merged(), found.rows
+            pieces = self._read_batches(positions, 1)[first]
+        self._is_unreadable = pieces.is_unreadable
+        return merge_rows(pieces.parts, pieces.turns), pieces.rows
 
     def _read_batches(self, positions: np.ndarray, count: int) -> dict[int, _Pieces]:
         """Read the batch at `positions` and the next ones together; keyed by first position.

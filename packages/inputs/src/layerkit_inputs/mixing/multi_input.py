@@ -16,7 +16,8 @@ import numpy as np
 from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import check_choice, require
 from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.mixing.components import build_components, check_configs
+from layerkit_inputs.base.base_input import BaseInput
+from layerkit_inputs.mixing.components import build_components
 from layerkit_inputs.mixing.composite_input import CompositeInput
 
 
@@ -31,7 +32,7 @@ class MultiInput(CompositeInput):
     would be wrong.
     """
 
-    input_to_params: Mapping[str, Config] | None = sub_config_field(None)
+    input_to_params: Mapping[str, Config[BaseInput]] | None = sub_config_field(None)
     """Configs of the inputs by their name in a batch. They are built with the host and the kind of
     pass of this input."""
     default_input: str | None = None
@@ -39,25 +40,19 @@ class MultiInput(CompositeInput):
 
     def __post_init__(self) -> None:
         """Check the fields and build the inner inputs."""
-        configs = check_configs(self, self.input_to_params, "input_to_params")
-        for name in configs:
-            valid = name.isidentifier()
-            require(valid, self._label, "input_to_params", name, "names that are identifiers")
+        configs = self.input_to_params or {}
         if self.default_input is not None:
             check_choice(self._label, list(configs), default_input=self.default_input)
-        found = {name: self._rows_of(name, config) for name, config in configs.items()}
-        known_sizes = [size for size in found.values() if size is not None]
-        if self.batch_size is None and len(known_sizes) == len(found):
-            self.batch_size = math.gcd(*known_sizes)
+        rows = {name: self._rows_of(name, config) for name, config in configs.items()}
+        known_sizes = [size for size in rows.values() if size is not None]
+        if self.batch_size is None and len(known_sizes) == len(rows):
+            self.batch_size = math.gcd(*known_sizes) or None
         super().__post_init__()
-        sizes = {name: size or self.local_batch_size for name, size in found.items()}
+        sizes = {name: size or self.local_batch_size for name, size in rows.items()}
         for name, size in sizes.items():
-            if size % self.local_batch_size:
-                raise self._config_error(
-                    field=f"input_to_params[{name!r}].batch_size",
-                    value=size,
-                    expected=f"a multiple of batch_size={self.batch_size}",
-                )
+            field = f"input_to_params[{name!r}].batch_size"
+            expected = f"a multiple of batch_size={self.batch_size}"
+            require(size % self.local_batch_size == 0, self._label, field, size, expected)
         self._components = build_components(
             self,
             {name: config.clone(percore_batch_size=None) for name, config in configs.items()},
@@ -68,26 +63,14 @@ class MultiInput(CompositeInput):
 
     def _rows_of(self, name: str, config: Config) -> int | None:
         """Return the batch size of an input on this host, or None if its config has none."""
-        if config.batch_size is not None:
+        inner, outer = config.percore_batch_size, self.percore_batch_size
+        if config.batch_size is not None or inner is None:
             return config.batch_size
-        if config.percore_batch_size is None:
-            return None
+        rows = self.batch_size * inner / outer if self.batch_size and outer else 0.0
         field = f"input_to_params[{name!r}].percore_batch_size"
-        if not self.percore_batch_size or self.batch_size is None:
-            raise self._config_error(
-                field=field,
-                value=config.percore_batch_size,
-                expected="None unless percore_batch_size is set in the outer input too",
-                hint="Set it in both, or set batch_size in the inner input.",
-            )
-        rows = self.batch_size * config.percore_batch_size / self.percore_batch_size
-        if abs(rows - round(rows)) > 1e-6:
-            raise self._config_error(
-                field=field,
-                value=config.percore_batch_size,
-                expected=f"a multiple of percore_batch_size={self.percore_batch_size}; a batch "
-                f"would have {rows:g} rows",
-            )
+        expected = f"a multiple of percore_batch_size={outer} of the outer input"
+        is_multiple = rows > 0 and abs(rows - round(rows)) <= 1e-6
+        require(is_multiple, self._label, field, inner, expected)
         return round(rows)
 
     def _next(self) -> NestedMap:
@@ -150,8 +133,5 @@ class MultiInput(CompositeInput):
         name, _, inner = (key or self.default_input or "").partition(".")
         if name not in self._components and self.default_input is not None:
             name, inner = self.default_input, key or ""
-        if name not in self._components:
-            raise self._config_error(
-                "ids_to_strings: unknown input", field="key", value=key, choices=self._components
-            )
+        check_choice(self._label, list(self._components), key=name)
         return name, inner or None

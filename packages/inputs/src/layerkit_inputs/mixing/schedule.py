@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from layerkit.config.checks import check_positive, require
+from layerkit.config.checks import check_choice, check_positive, require
 from layerkit.errors import ConfigError
 
 LONGEST_PERIOD = 1 << 20
@@ -99,28 +99,20 @@ def make_schedule(
       ConfigError: The names of the weights are not `names`, or a weight is invalid.
     """
     names = list(names)
-    given = dict.fromkeys(names, 1) if weights is None else weights
-    require(isinstance(given, Mapping), owner, "weights", given, "a dict of name -> weight")
-    for name in given:
-        if name not in names:
-            raise ConfigError(
-                "unknown component", owner=owner, field="weights", value=name, choices=names
-            )
+    weights = dict.fromkeys(names, 1) if weights is None else weights
+    for name in weights:
+        check_choice(owner, names, weights=name)
     for name in names:
-        require(name in given, owner, f"weights[{name!r}]", None, "a weight of each component")
+        require(name in weights, owner, f"weights[{name!r}]", None, "a weight of each component")
+        check_positive(owner, **{f"weights[{name!r}]": weights[name]})
     try:
-        return MixingSchedule({name: given[name] for name in names})
+        return MixingSchedule({name: weights[name] for name in names})
     except ConfigError as error:
         error.owner = owner
         raise
 
 
 def _turns_per_period(weights: Mapping[str, float]) -> list[int]:
-    require(weights, None, "weights", {}, "a weight of at least one component")
-    for name, weight in weights.items():
-        field = f"weights[{name!r}]"
-        require(weight is not None, None, field, weight, "a number above 0")
-        check_positive(None, **{field: weight})
     # The text of a float: 0.1 means one tenth, not the nearest double.
     written = [Fraction(repr(float(weight))) for weight in weights.values()]
     shares = [weight / sum(written) for weight in written]
@@ -135,13 +127,8 @@ def _turns_per_period(weights: Mapping[str, float]) -> list[int]:
     for index in by_loss[: period - sum(counts)]:
         counts[index] += 1
     for name, count in zip(weights, counts, strict=True):
-        if not count:
-            raise ConfigError(
-                field=f"weights[{name!r}]",
-                value=weights[name],
-                expected=f"a share of at least one row in {LONGEST_PERIOD}",
-                hint="Raise the weight, or remove the component.",
-            )
+        expected = f"a share of at least one row in {LONGEST_PERIOD}"
+        require(count > 0, None, f"weights[{name!r}]", weights[name], expected)
     return counts
 
 
