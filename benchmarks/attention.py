@@ -37,6 +37,7 @@ from layerkit.base.sharding import BoundSharding  # noqa: E402
 from layerkit.ops.attention.backends import UnsupportedBackendError  # noqa: E402
 from layerkit.ops.attention.dot_product import dot_product_attention  # noqa: E402
 from layerkit.ops.attention.masks import AttentionMask  # noqa: E402
+from layerkit.ops.attention.options import AttentionOptions  # noqa: E402
 
 Inputs = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -61,7 +62,9 @@ def step(args: argparse.Namespace, **options: Any) -> Callable[..., Any]:
     mask = AttentionMask.causal_mask(args.batch, args.length).within(args.window)
 
     def total(inputs: Inputs) -> jax.Array:
-        read = dot_product_attention(*inputs, mask=mask, scale=args.head_dim**-0.5, **options)
+        read = dot_product_attention(
+            *inputs, AttentionOptions(mask=mask, scale=args.head_dim**-0.5, **options)
+        )
         return jnp.sum(jnp.square(read.astype(jnp.float32)))
 
     return jax.grad(total)

@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from layerkit.base.sharding import BoundSharding
 from layerkit.ops.attention.dot_product import dot_product_attention
 from layerkit.ops.attention.masks import AttentionMask
+from layerkit.ops.attention.options import AttentionOptions
 from layerkit.ops.moe.grouped_matmul import GroupedMatmul, RowGroups
 from layerkit_runner.step.step_cost import forward_flops, program_flops, training_flops
 
@@ -162,7 +163,10 @@ def test_flash_attention_counts_like_plain_attention(platform, causal):
     def flops(backend):
         def attend(q, k):
             return dot_product_attention(
-                q, k, k, mask=mask(2, 256), scale=1.0, backend=backend, platform=platform
+                q,
+                k,
+                k,
+                AttentionOptions(mask=mask(2, 256), scale=1.0, backend=backend, platform=platform),
             )
 
         return forward_flops(attend, query, key)
@@ -240,7 +244,9 @@ def test_causal_attention_by_blocks_of_queries_counts_half():
     mask = AttentionMask.causal_mask(batch, length)
 
     def attend(x, sharding):
-        return dot_product_attention(x, x, x, mask=mask, scale=1.0, sharding=sharding)
+        return dot_product_attention(
+            x, x, x, AttentionOptions(mask=mask, scale=1.0, sharding=sharding)
+        )
 
     for sharding in (None, BoundSharding(mesh)):
         flops = forward_flops(lambda x, s=sharding: attend(x, s), shape(batch, length, heads, head))

@@ -26,6 +26,7 @@ from layerkit.ops.attention.backends import UnsupportedBackendError, select_back
 from layerkit.ops.attention.distance_bias import DistanceBias
 from layerkit.ops.attention.dot_product import describe_call, dot_product_attention
 from layerkit.ops.attention.masks import AttentionMask, first_tokens
+from layerkit.ops.attention.options import AttentionOptions
 
 PAGE = Path(__file__).parents[5] / "docs" / "attention_backends.md"
 BATCH = 2
@@ -209,7 +210,9 @@ def verdict(cell_name, column_name):
     ring = {"sharding": bound_ring(), "context_parallel": "ring"} if column.ring else {}
     if column.ring and any(x.shape[1] % 2 for x in inputs[:2]):
         return "requires lengths that the devices divide"
-    call = describe_call(*inputs, **learned, **options, platform=column.platform, **ring)
+    call = describe_call(
+        *inputs, AttentionOptions(**learned, **options, platform=column.platform, **ring)
+    )
     try:
         select_backend(column.backend, dataclasses.replace(call, has_cudnn=True))
     except UnsupportedBackendError as error:
@@ -368,7 +371,7 @@ def values_and_gradients(inputs, learned, options):
     scale = inputs[0].shape[-1] ** -0.5
 
     def total(inputs, learned):
-        read = dot_product_attention(*inputs, scale=scale, **learned, **options)
+        read = dot_product_attention(*inputs, AttentionOptions(scale=scale, **learned, **options))
         weights = jnp.cos(jnp.arange(read.size, dtype=jnp.float32)).reshape(read.shape)
         return jnp.sum(read.astype(jnp.float32) * weights), read
 

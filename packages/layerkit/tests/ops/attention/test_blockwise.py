@@ -9,6 +9,7 @@ import pytest
 
 from layerkit.ops.attention.blockwise import BlockwiseAttention
 from layerkit.ops.attention.masks import AttentionMask
+from layerkit.ops.attention.options import AttentionOptions
 from layerkit.ops.attention.xla import xla_attention
 
 
@@ -33,7 +34,8 @@ def test_several_blocks_equal_array_code(length, block):
     @jax.jit
     def whole(*inputs):
         read, pull = jax.vjp(
-            lambda *x: xla_attention(*x, mask=mask, scale=0.4, logit_cap=2.0), *inputs
+            lambda *x: xla_attention(*x, AttentionOptions(mask=mask, scale=0.4, logit_cap=2.0)),
+            *inputs,
         )
         return read, *pull(given)
 

@@ -15,6 +15,7 @@ from layerkit.base.sharding import BoundSharding
 from layerkit.ops.attention.causal_blocks import uses_causal_blocks
 from layerkit.ops.attention.dot_product import describe_call, dot_product_attention
 from layerkit.ops.attention.masks import AttentionMask
+from layerkit.ops.attention.options import AttentionOptions
 from layerkit.ops.attention.xla import xla_attention
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 256, 4, 2, 8
@@ -44,16 +45,16 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients_equal_attention_with_all_keys(case):
-    options = {"mask": MASK, "scale": 0.3, **CASES[case]}
+    options = {"mask": MASK, "scale": 0.3, "sharding": ONE_CPU, **CASES[case]}
 
     def run(attend):
         def loss(*inputs):
-            outputs = attend(*inputs, **options)
+            outputs = attend(*inputs, AttentionOptions(**options))
             return jnp.sum(jnp.sin(outputs)), outputs
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(QUERY, KEY, VALUE)
 
-    found = run(partial(dot_product_attention, sharding=ONE_CPU))
+    found = run(dot_product_attention)
     close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
     jax.tree.map(close, found, run(xla_attention))
 
@@ -62,7 +63,9 @@ def test_no_products_with_keys_after_a_block_are_computed():
     """Four blocks of 64 queries see 64, 128, 192 and 256 keys."""
 
     def attend(*inputs):
-        return dot_product_attention(*inputs, mask=MASK, scale=1.0, sharding=ONE_CPU)
+        return dot_product_attention(
+            *inputs, AttentionOptions(mask=MASK, scale=1.0, sharding=ONE_CPU)
+        )
 
     program = str(jax.make_jaxpr(attend)(QUERY, KEY, VALUE))
     shape = rf"f32\[{BATCH},{KV_HEADS},{HEADS // KV_HEADS},(\d+),(\d+)\] = dot_general"
@@ -84,11 +87,13 @@ def test_no_products_with_keys_after_a_block_are_computed():
 )
 def test_blocks_are_for_causal_rows_on_a_single_cpu(change, expected):
     options = {"mask": MASK, "platform": "cpu", "sharding": ONE_CPU, **change}
-    call = describe_call(QUERY, KEY, VALUE, **options)
+    call = describe_call(QUERY, KEY, VALUE, AttentionOptions(**options))
     assert uses_causal_blocks(call, options["sharding"]) is expected
 
 
 def test_short_rows_are_not_cut():
     inputs = (x[:, :128] for x in (QUERY, KEY, VALUE))
-    call = describe_call(*inputs, mask=AttentionMask.causal_mask(BATCH, 128), platform="cpu")
+    call = describe_call(
+        *inputs, AttentionOptions(mask=AttentionMask.causal_mask(BATCH, 128), platform="cpu")
+    )
     assert not uses_causal_blocks(call, ONE_CPU)

@@ -23,6 +23,7 @@ from layerkit.models.language_model import LanguageModel
 from layerkit.ops.attention.backends import UnsupportedBackendError
 from layerkit.ops.attention.dot_product import dot_product_attention
 from layerkit.ops.attention.masks import AttentionMask, first_tokens
+from layerkit.ops.attention.options import AttentionOptions
 
 BATCH, LENGTH, HEADS, KV_HEADS = 2, 16, 4, 2
 SEGMENTS = jnp.asarray(np.repeat([[1, 1, 2, 0], [1, 2, 2, 3]], 4, axis=1), jnp.int32)
@@ -61,7 +62,7 @@ def values_and_gradients(inputs, learned=None, **options):
     """Return the outputs, and the gradients of a weighted sum of them."""
 
     def total(inputs, learned):
-        read = dot_product_attention(*inputs, scale=0.4, **learned, **options)
+        read = dot_product_attention(*inputs, AttentionOptions(scale=0.4, **learned, **options))
         read = read.astype(jnp.float32)
         weights = jnp.cos(jnp.arange(read.size, dtype=jnp.float32)).reshape(read.shape)
         return jnp.sum(read * weights), read
@@ -211,14 +212,19 @@ def test_whole_rows_support_bias_and_dropout(way):
 def test_single_query_is_replicated_and_raises_in_a_ring(raises):
     query, key, value = draw()
     sharding, options = bound(context=4), {"scale": 0.4}
-    expected = dot_product_attention(query[:, :1], key, value, **options)
+    expected = dot_product_attention(query[:, :1], key, value, AttentionOptions(**options))
     ours = jax.jit(
-        lambda *x: dot_product_attention(*x, sharding=sharding, platform="gpu", **options)
+        lambda *x: dot_product_attention(
+            *x, AttentionOptions(sharding=sharding, platform="gpu", **options)
+        )
     )(query[:, :1], key, value)
     np.testing.assert_allclose(ours, expected, atol=1e-6)
     with raises(UnsupportedBackendError, field="context_parallel", value="ring"):
         dot_product_attention(
-            query[:, :1], key, value, sharding=sharding, context_parallel="ring", **options
+            query[:, :1],
+            key,
+            value,
+            AttentionOptions(sharding=sharding, context_parallel="ring", **options),
         )
 
 
@@ -264,7 +270,9 @@ def compiled(inputs, **options):
     ]
 
     def total(inputs):
-        return jnp.sum(jnp.square(dot_product_attention(*inputs, scale=1.0, **options)))
+        return jnp.sum(
+            jnp.square(dot_product_attention(*inputs, AttentionOptions(scale=1.0, **options)))
+        )
 
     text: str = jax.jit(jax.value_and_grad(total)).lower(inputs).compile().as_text()
     return text
@@ -289,7 +297,11 @@ def test_ring_computes_a_share_of_all_products(mask, share):
 
     def total(inputs):
         options = {"sharding": bound(context=8), "context_parallel": "ring"}
-        return jnp.sum(dot_product_attention(*inputs, mask=MASKS[mask](), scale=1.0, **options))
+        return jnp.sum(
+            dot_product_attention(
+                *inputs, AttentionOptions(mask=MASKS[mask](), scale=1.0, **options)
+            )
+        )
 
     inputs = draw(value_dim=8)
     # The forward pass has 2 products of queries and keys, the backward pass 5.
@@ -320,8 +332,12 @@ def test_ring_runs_the_gpu_kernel():
     inputs = draw(queries=64, keys=64, kv_heads=1)
     kernel = {"backend": "pallas", "platform": "gpu", "interpret": True}
     ring = {"sharding": bound(context=2), "context_parallel": "ring"}
-    ours = jax.jit(lambda *x: dot_product_attention(*x, **options, **ring, **kernel))(*inputs)
-    np.testing.assert_allclose(ours, dot_product_attention(*inputs, **options), atol=3e-6)
+    ours = jax.jit(
+        lambda *x: dot_product_attention(*x, AttentionOptions(**options, **ring, **kernel))
+    )(*inputs)
+    np.testing.assert_allclose(
+        ours, dot_product_attention(*inputs, AttentionOptions(**options)), atol=3e-6
+    )
 
 
 @pytest.mark.slow
@@ -341,7 +357,7 @@ def test_ring_runs_on_each_stage_of_a_pipeline():
     def gradients(axis, **options):
         def total(inputs):
             attention = lambda *x: dot_product_attention(  # noqa: E731
-                *x, mask=MASKS["causal"](), scale=0.4, **options
+                *x, AttentionOptions(mask=MASKS["causal"](), scale=0.4, **options)
             )
             return jnp.sum(jnp.sin(jax.vmap(attention, spmd_axis_name=axis)(*inputs)))
 
@@ -363,13 +379,14 @@ def test_ring_without_a_split_length_equals_attention():
         ({}, 3, "all_gather", ConfigError, {"owner": "queries", "value": LENGTH}),
         ({}, 3, "ring", ConfigError, {"owner": "queries", "value": LENGTH}),
         ({"keys": 6}, 4, "ring", ConfigError, {"owner": "keys", "value": 6}),
-        ({}, None, "rings", ConfigError, {"field": "context_parallel", "value": "rings"}),
     ],
 )
 def test_calls_that_cannot_be_split_raise(raises, inputs, count, way, kind, data):
     sharding = count and bound(context=count)
     with raises(kind, **data):
-        dot_product_attention(*draw(**inputs), scale=1.0, sharding=sharding, context_parallel=way)
+        dot_product_attention(
+            *draw(**inputs), AttentionOptions(scale=1.0, sharding=sharding, context_parallel=way)
+        )
 
 
 @pytest.mark.slow

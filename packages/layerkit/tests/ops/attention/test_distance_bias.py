@@ -14,6 +14,7 @@ from layerkit.layers.attention.biases import Alibi, RelativeBias
 from layerkit.ops.attention.distance_bias import DistanceBias, sum_diagonals
 from layerkit.ops.attention.dot_product import dot_product_attention
 from layerkit.ops.attention.masks import AttentionMask
+from layerkit.ops.attention.options import AttentionOptions
 
 HEADS, LENGTH = 2, 12
 
@@ -98,11 +99,11 @@ def test_bias_of_another_length_raises(raises, num_distances):
     x, bias = draw(1, LENGTH, HEADS, 4), DistanceBias(draw(1, HEADS, num_distances))
     value = [1, HEADS, num_distances]
     with raises(ConfigError, field="shape of bias.by_distance", value=value):
-        dot_product_attention(x, x, x, scale=1.0, bias=bias)
+        dot_product_attention(x, x, x, AttentionOptions(scale=1.0, bias=bias))
 
 
 def test_bias_by_distance_of_unknown_positions_raises(raises):
     x, bias = draw(1, LENGTH, HEADS, 4), DistanceBias(draw(1, HEADS, 2 * LENGTH - 1))
     mask = AttentionMask.decoding_mask(1, LENGTH, LENGTH, time_step=0)
     with raises(ConfigError, field="mask.in_row_order", value=False):
-        dot_product_attention(x, x, x, scale=1.0, bias=bias, mask=mask)
+        dot_product_attention(x, x, x, AttentionOptions(scale=1.0, bias=bias, mask=mask))

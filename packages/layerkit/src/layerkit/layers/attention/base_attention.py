@@ -26,6 +26,7 @@ from layerkit.ops.attention.context_parallel import CONTEXT_PARALLEL_NAMES
 from layerkit.ops.attention.distance_bias import LogitBias
 from layerkit.ops.attention.dot_product import dot_product_attention
 from layerkit.ops.attention.masks import AttentionMask
+from layerkit.ops.attention.options import AttentionOptions
 
 # 1/softplus(0) = 1/ln 2, so that the learned scale of a coordinate is 1 at p = 0.
 _INVERSE_SOFTPLUS_OF_0 = 1.442695041
@@ -276,29 +277,20 @@ def attend(
     Returns:
       `[batch, queries, heads, value_dim]` in the dtype of `value`.
     """
-    scale = layer.logit_scale
-    if cached:
-        execution: dict[str, Any] = {"backend": "xla"}
-    else:
-        execution = {
-            "backend": layer.backend,
-            "sharding": layer.inherited("sharding"),
-            "context_parallel": layer.context_parallel,
-            "kernel_blocks": layer.kernel_blocks,
-        }
-    return dot_product_attention(
-        query,
-        key,
-        value,
+    options = AttentionOptions(
+        scale=1.0 / math.sqrt(head_dim) if layer.logit_scale is None else layer.logit_scale,
         mask=mask,
-        scale=1.0 / math.sqrt(head_dim) if scale is None else scale,
         bias=bias,
         sinks=sinks,
         logit_cap=layer.logit_cap,
         dropout=layer.dropout if layer.dropout_rate and layer.is_training else None,
         zero_fully_masked_rows=layer.zero_fully_masked_rows,
-        **execution,
+        backend="xla" if cached else layer.backend,
+        sharding=None if cached else layer.inherited("sharding"),
+        context_parallel=layer.context_parallel,
+        kernel_blocks=layer.kernel_blocks,
     )
+    return dot_product_attention(query, key, value, options)
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:

@@ -7,14 +7,14 @@ masked. Each block is compiled separately, so that more blocks cost more than th
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 
 from layerkit.base.sharding import BoundSharding, is_single_cpu
 from layerkit.ops.attention.backends import AttentionCall
-from layerkit.ops.attention.masks import AttentionMask
+from layerkit.ops.attention.options import AttentionOptions
 from layerkit.ops.attention.xla import xla_attention
 
 _NUM_BLOCKS = 4
@@ -39,30 +39,24 @@ def uses_causal_blocks(call: AttentionCall, sharding: BoundSharding | None) -> b
 
 
 def attend_by_causal_blocks(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    mask: AttentionMask,
-    bias: jax.Array | None = None,
-    **options: Any,
+    query: jax.Array, key: jax.Array, value: jax.Array, options: AttentionOptions
 ) -> jax.Array:
     """Compute causal attention of whole rows, queries and keys `[batch, length, heads, head_dim]`.
 
     See `xla_attention` for all arguments and the result.
     """
     size = query.shape[1] // _NUM_BLOCKS
+    mask, bias = options.mask, options.dense_bias
+    assert mask is not None
 
     def attend(end: int) -> jax.Array:
         queries, keys = slice(end - size, end), slice(end)
-        return xla_attention(
-            query[:, queries],
-            key[:, keys],
-            value[:, keys],
+        part = dataclasses.replace(
+            options,
             mask=mask.part(queries, keys),
             bias=None if bias is None else bias[:, :, queries, keys],
-            **options,
         )
+        return xla_attention(query[:, queries], key[:, keys], value[:, keys], part)
 
     # Model FLOPs count half of all pairs of queries and keys, which is this share of the computed.
     with jax.named_scope(f"rows_{_NUM_BLOCKS}_of_{_NUM_BLOCKS + 1}"):

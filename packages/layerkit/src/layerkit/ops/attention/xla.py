@@ -6,43 +6,24 @@ negative number rather than -inf, so that the softmax and gradient of a fully ma
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
-from layerkit.ops.attention.masks import MASKED_LOGIT, AttentionMask
+from layerkit.ops.attention.masks import MASKED_LOGIT
+from layerkit.ops.attention.options import AttentionOptions
 from layerkit.ops.losses import soft_cap
 
 
 def xla_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    mask: AttentionMask | None,
-    scale: float,
-    bias: jax.Array | None = None,
-    sinks: jax.Array | None = None,
-    logit_cap: float | None = None,
-    dropout: Callable[[jax.Array], jax.Array] | None = None,
-    zero_fully_masked_rows: bool = False,
+    query: jax.Array, key: jax.Array, value: jax.Array, options: AttentionOptions
 ) -> jax.Array:
-    """Compute attention by array code.
-
-    See `layerkit.ops.attention.dot_product.dot_product_attention`.
+    """Compute attention by array code, on the whole arrays.
 
     Args:
       query: `[batch, queries, heads, head_dim]`.
       key: `[batch, keys, kv_heads, head_dim]`.
       value: `[batch, keys, kv_heads, value_dim]`.
-      mask: Mask of the (query, key) pairs that may attend; None for all pairs.
-      scale: Factor of the products of queries and keys.
-      bias: `[batch or 1, heads or 1, queries, keys]`, added to the scaled products.
-      sinks: `[heads]`, a logit per head that takes probability and adds no value.
-      logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
-      dropout: Function that drops probabilities.
-      zero_fully_masked_rows: True for an output of exactly 0 where a query may attend no key.
+      options: Mask, scale, bias, sinks, cap and dropout; other options have no effect.
 
     Returns:
       `[batch, queries, heads, value_dim]` in the dtype of `value`.
@@ -51,14 +32,14 @@ def xla_attention(
     # With heads first, the products batch over leading axes alone, and XLA's CPU backend holds
     # fewer transposed copies for the backward pass.
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-    logits = _scaled_logits(query, key, scale)
+    logits = _scaled_logits(query, key, options.scale)
+    bias = options.dense_bias
     if bias is not None:
         logits += _group_heads(bias, kv_heads=key.shape[1])
-    logits = soft_cap(logits, logit_cap)
-    probabilities = _masked_softmax(logits, mask, sinks, zero_empty_rows=zero_fully_masked_rows)
+    probabilities = _masked_softmax(soft_cap(logits, options.logit_cap), options)
     probabilities = probabilities.astype(value.dtype)
-    if dropout is not None:
-        probabilities = dropout(probabilities)
+    if options.dropout is not None:
+        probabilities = options.dropout(probabilities)
     read = jnp.einsum("bngqk,bnkd->bngqd", probabilities, value)
     return jnp.swapaxes(read.reshape(batch, heads, queries, value.shape[-1]), 1, 2)
 
@@ -83,13 +64,8 @@ def _group_heads(bias: jax.Array, *, kv_heads: int) -> jax.Array:
     return bias.astype(jnp.float32).reshape(batch, *groups, *rest)
 
 
-def _masked_softmax(
-    logits: jax.Array,
-    mask: AttentionMask | None,
-    sinks: jax.Array | None,
-    *,
-    zero_empty_rows: bool,
-) -> jax.Array:
+def _masked_softmax(logits: jax.Array, options: AttentionOptions) -> jax.Array:
+    mask, sinks = options.mask, options.sinks
     allowed = None if mask is None else mask.dense()[:, :, None]  # [batch, 1, 1, queries, keys]
     if allowed is not None:
         logits = jnp.where(allowed, logits, MASKED_LOGIT)
@@ -101,6 +77,6 @@ def _masked_softmax(
         sink = jnp.broadcast_to(sink, (*logits.shape[:-1], 1))
         with_sink = jnp.concatenate([logits, sink], axis=-1)
         probabilities = jax.nn.softmax(with_sink, axis=-1)[..., :-1]
-    if zero_empty_rows and allowed is not None:
+    if options.zero_fully_masked_rows and allowed is not None:
         probabilities = jnp.where(allowed.any(axis=-1, keepdims=True), probabilities, 0.0)
     return probabilities

@@ -14,6 +14,7 @@ from layerkit.base.sharding import BoundSharding
 from layerkit.ops.attention.distance_bias import DistanceBias
 from layerkit.ops.attention.dot_product import dot_product_attention
 from layerkit.ops.attention.masks import AttentionMask
+from layerkit.ops.attention.options import AttentionOptions
 
 BATCH = 2
 # Smallest block of a kernel, and lengths and blocks that a draw selects from in this unit.
@@ -59,9 +60,16 @@ def draw_call(platform, seed):
     return inputs, options, blocks, dtype
 
 
+def attend(inputs, **options):
+    """Return attention of a map of query, key, value and arrays that are options."""
+    arrays = dict(inputs)
+    query, key, value = (arrays.pop(name) for name in ("query", "key", "value"))
+    return dot_product_attention(query, key, value, AttentionOptions(**arrays, **options))
+
+
 def values_and_gradients(inputs, **options):
     def total(inputs):
-        read = dot_product_attention(**inputs, **options)
+        read = attend(inputs, **options)
         weights = jnp.cos(jnp.arange(read.size, dtype=jnp.float32)).reshape(read.shape)
         return jnp.sum(read.astype(jnp.float32) * weights), read
 
@@ -90,8 +98,8 @@ def test_values_and_gradients_equal_xla(platform, seed):
 def test_kernel_for_tpus_equals_xla_without_gradients():
     inputs, options, blocks, _ = draw_call("tpu", 0)
     kernel = {"backend": "pallas", "platform": "tpu", "interpret": True, "kernel_blocks": blocks}
-    ours = dot_product_attention(**inputs, **options, **kernel)
-    expected = dot_product_attention(**inputs, **options, backend="xla")
+    ours = attend(inputs, **options, **kernel)
+    expected = attend(inputs, **options, backend="xla")
     np.testing.assert_allclose(ours, expected, atol=5e-6)
 
 
@@ -126,7 +134,7 @@ def test_fixed_bias_has_no_kernel_of_its_gradient():
         def total(by_distance):
             bias = DistanceBias(by_distance, is_learned=is_learned)
             given = {**inputs, "bias": bias}
-            return jnp.sum(dot_product_attention(**given, **options, **kernel))
+            return jnp.sum(attend(given, **options, **kernel))
 
         return str(jax.make_jaxpr(jax.grad(total))(inputs["bias"].by_distance))
 

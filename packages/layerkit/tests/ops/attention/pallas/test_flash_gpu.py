@@ -13,6 +13,7 @@ from jax.extend import core
 from layerkit.ops.attention.backends import UnsupportedBackendError, select_backend
 from layerkit.ops.attention.dot_product import describe_call
 from layerkit.ops.attention.masks import AttentionMask
+from layerkit.ops.attention.options import AttentionOptions
 from layerkit.ops.attention.pallas.flash_gpu import flash_attention_gpu
 from layerkit.ops.attention.pallas.kernel_math import overlapping_blocks
 from layerkit.ops.attention.xla import xla_attention
@@ -45,6 +46,10 @@ def interpreted(*args, **options):
     return flash_attention_gpu(*args, interpret=True, **options)
 
 
+def by_array_code(*inputs, **options):
+    return xla_attention(*inputs, AttentionOptions(**options))
+
+
 def check_equal(ours, expected):
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=5e-6)
@@ -68,7 +73,7 @@ TWO_SIDED_WINDOW = AttentionMask.bidirectional_mask(BATCH, LENGTH).within(18)
 )
 def test_values_and_gradients_equal_xla(sinks, options, blocks):
     ours = values_and_gradients(interpreted, draw(), sinks, **options, **blocks)
-    check_equal(ours, values_and_gradients(xla_attention, draw(), sinks, **options))
+    check_equal(ours, values_and_gradients(by_array_code, draw(), sinks, **options))
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
@@ -78,7 +83,7 @@ def test_padded_memory_as_long_as_the_queries_is_unsupported(platform):
     padded = jnp.ones((BATCH, length), jnp.int32).at[0].set(0)
     mask = AttentionMask.cross_mask(BATCH, length, length, key_segments=padded)
     x = jax.ShapeDtypeStruct((BATCH, length, HEADS, 16), jnp.float32)
-    call = describe_call(x, x, x, mask=mask, platform=platform)
+    call = describe_call(x, x, x, AttentionOptions(mask=mask, platform=platform))
     assert call.may_have_empty_rows
     with pytest.raises(UnsupportedBackendError):
         select_backend("pallas", call)

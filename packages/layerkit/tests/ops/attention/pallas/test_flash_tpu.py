@@ -10,6 +10,7 @@ import pytest
 from layerkit.base.sharding import BoundSharding
 from layerkit.ops.attention.dot_product import dot_product_attention
 from layerkit.ops.attention.masks import AttentionMask
+from layerkit.ops.attention.options import AttentionOptions
 from layerkit.ops.attention.pallas.flash_tpu import splash_kernel
 
 BATCH, LENGTH, HEADS, KV_HEADS = 2, 256, 4, 2
@@ -34,7 +35,8 @@ def draw():
 def values_and_gradients(sinks, **options):
     def total(inputs, sinks):
         read = dot_product_attention(
-            *inputs, sinks=sinks, scale=0.4, platform="tpu", interpret=True, **options
+            *inputs,
+            AttentionOptions(sinks=sinks, scale=0.4, platform="tpu", interpret=True, **options),
         )
         weights = jnp.cos(jnp.arange(read.size, dtype=jnp.float32)).reshape(read.shape)
         return jnp.sum(read * weights), read

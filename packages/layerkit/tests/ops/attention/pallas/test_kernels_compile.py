@@ -20,6 +20,7 @@ from layerkit.ops.attention import dot_product
 from layerkit.ops.attention.distance_bias import DistanceBias
 from layerkit.ops.attention.dot_product import dot_product_attention
 from layerkit.ops.attention.masks import AttentionMask
+from layerkit.ops.attention.options import AttentionOptions
 
 BATCH, LENGTH = 4, 256
 
@@ -54,7 +55,7 @@ KERNELS = [
 def gradients(call, **options):
     def total(query, key, value, segments):
         read = dot_product_attention(
-            query, key, value, scale=0.1, **CALLS[call](segments), **options
+            query, key, value, AttentionOptions(scale=0.1, **CALLS[call](segments), **options)
         )
         return jnp.sum(read.astype(jnp.float32))
 
@@ -176,11 +177,13 @@ def test_auto_compiles_a_fused_kernel_for_a_learned_bias(planned_devices, platfo
             query,
             key,
             value,
-            mask=AttentionMask.causal_mask(BATCH, length),
-            bias=DistanceBias(by_distance),
-            scale=0.1,
-            sharding=sharding,
-            backend=backend,
+            AttentionOptions(
+                mask=AttentionMask.causal_mask(BATCH, length),
+                bias=DistanceBias(by_distance),
+                scale=0.1,
+                sharding=sharding,
+                backend=backend,
+            ),
         )
         return jnp.sum(read.astype(jnp.float32))
 
