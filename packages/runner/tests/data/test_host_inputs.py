@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from layerkit.config.nested_map import NestedMap
-from layerkit.errors import MISSING
 from layerkit_inputs import IndexedInput
 from layerkit_inputs.base.prefetch import Prefetch
 from layerkit_runner.data.host_inputs import (
@@ -89,12 +88,9 @@ def test_own_batch_size_must_fit_hosts_that_share_rows(raises, tiny: SimpleNames
 @pytest.mark.parametrize(
     ("fields", "data"),
     [
-        ({}, {"field": "batch_size or percore_batch_size", "value": MISSING}),
-        (
-            {"batch_size": 8, "percore_batch_size": 1.0},
-            {"field": "batch_size and percore_batch_size", "value": MISSING},
-        ),
-        ({"percore_batch_size": 0.3}, {"field": "percore_batch_size", "value": 0.3}),
+        ({}, {"field": "batch_size", "value": None}),
+        ({"batch_size": 8, "percore_batch_size": 1.0}, {"field": "batch_size", "value": 8}),
+        ({"percore_batch_size": 0.3}, {"value": 2.4}),
         # The mesh does not divide the rows.
         ({"percore_batch_size": 0.25}, {"value": 2}),
         ({"percore_batch_size": 0.0}, {"value": 0}),

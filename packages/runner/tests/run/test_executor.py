@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -30,16 +29,14 @@ from layerkit_runner.optim.early_stopping import (
 )
 from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.run.executor import Executor, due_programs
-from layerkit_runner.run.programs.build_programs import check_best_metric
 from layerkit_runner.run.programs.decode_program import DecodeProgram
-from layerkit_runner.run.programs.eval_program import BaseProgram, EvalProgram
+from layerkit_runner.run.programs.eval_program import EvalProgram
 from layerkit_runner.run.programs.train_program import (
     StepReports,
     TrainProgram,
     TrainPrograms,
     trace_step,
 )
-from layerkit_runner.step.train_hparams import TrainHParams
 
 
 class Recorder(Observer):
@@ -373,38 +370,6 @@ def test_unknown_best_metric_is_an_error(make: Any, raises: Any):
         job.executor.evaluate(job.state, 0)
 
 
-@pytest.mark.parametrize("metric", ["pionts/loss", "loss"])
-def test_best_metric_of_an_unknown_data_set_is_an_error(
-    raises: Any, tiny: SimpleNamespace, metric: str
-):
-    with raises(UsageError, field="task.train.save_best_metric", value=metric):
-        check_best_metric(train_of(tiny, metric), programs(points=None, lines=None))
-    check_best_metric(train_of(tiny, "lines/loss"), programs(points=3, lines=None))
-    check_best_metric(train_of(tiny, None), [])
-
-
-def test_best_metric_needs_an_evaluation_at_every_checkpoint(raises: Any, tiny: SimpleNamespace):
-    train = train_of(tiny, "points/loss")
-    check_best_metric(train, programs(points=50))
-    with raises(UsageError, field="points.interval_steps", value=30):
-        check_best_metric(train, programs(points=30))
-    train = dataclasses.replace(train, eval_interval_steps=None)
-    with raises(UsageError, field="task.train.eval_interval_steps", value=None):
-        check_best_metric(train, programs(points=None))
-
-
-def train_of(tiny: SimpleNamespace, metric: str | None) -> TrainHParams:
-    return tiny.task_config(train={"save_best_metric": metric}).Instantiate().train
-
-
-def programs(**intervals: int | None) -> list[BaseProgram]:
-    task, partitioner = SimpleNamespace(), SimpleNamespace()
-    return [
-        BaseProgram(task, partitioner, None, name, interval_steps=interval)
-        for name, interval in intervals.items()
-    ]
-
-
 @pytest.mark.parametrize(("eval_batches", "rows"), [(1, {"eval/points": 8}), (None, {})])
 def test_evaluation_of_some_batches_saves_its_position_and_that_of_all_does_not(
     make: Any, eval_batches: int | None, rows: dict[str, int]
@@ -496,7 +461,10 @@ def test_early_stopping_ends_a_run_with_a_save(make: Any, tmp_path: Any):
 
 
 def test_due_programs_run_at_their_own_or_the_default_interval():
-    both = programs(a=2, b=None)
+    both = [
+        SimpleNamespace(name="a", interval_steps=2),
+        SimpleNamespace(name="b", interval_steps=None),
+    ]
     due = {step: [p.name for p in due_programs(both, step, 3)] for step in (0, 1, 2, 3, 6)}
     assert due == {0: ["a", "b"], 1: [], 2: ["a"], 3: ["b"], 6: ["a", "b"]}
-    assert due_programs(programs(a=None), 4, None) == []
+    assert due_programs(both[1:], 4, None) == []

@@ -1,17 +1,16 @@
-"""Shapes and dtypes of batches, to compile a step before training and to check batches.
+"""Shapes and dtypes of batches, and the one check of batches.
 
-A wrong batch usually fails inside a compiled step, or not at all. `check_batch` compares it with
-the expected specs before that, and reports all wrong fields at once.
+The runner checks every batch that a program reads. A wrong number of rows would count examples
+wrongly or let processes wait for one another, and JAX wraps integers around without a word.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from layerkit.config.nested_map import NestedMap
-from layerkit.errors import ConfigError
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.eval_padding import pad_rows
 
@@ -37,34 +36,46 @@ def batch_specs(source: BaseInput) -> NestedMap:
     return spec_of(pad_rows(source.peek(), source.batch_padding_size))
 
 
-def check_batch(batch: NestedMap, expected: NestedMap | None = None, *, num_rows: int) -> None:
-    """Check a batch before it is sent to devices.
+def check_batch(source: BaseInput, batch: NestedMap, *, is_padded: bool = False) -> NestedMap:
+    """Return a batch of an input if JAX can hold it and it has the rows that the input declares.
 
-    Args:
-      batch: Batch of an input.
-      expected: Specs of the batch, or None if they are unknown.
-      num_rows: Size of the leading dimension.
+    It reads only shapes, dtypes and 64-bit integers. `get_next_padded` makes a padded batch.
 
     Raises:
-      ConfigError: An array has a wrong number of rows, a dtype that is not numeric, or a spec
-        other than the expected one. The message lists all wrong arrays.
+      ConfigError: An array has the wrong number of rows, or an integer does not fit the dtype to
+        which JAX converts it.
     """
-    problems = []
-    found = dict(spec_of(batch).flatten_items())
-    if not found:
-        problems.append("no arrays")
-    for path, spec in found.items():
-        if spec.shape[:1] != (num_rows,):
-            problems.append(f"{path}: {spec}; expected {num_rows} rows, [batch={num_rows}, ...]")
-        if spec.dtype.kind not in "biufc" and spec.dtype.name != "bfloat16":
-            problems.append(f"{path}: {spec}; expected numbers or booleans")
-    if expected is not None:
-        wanted = dict(expected.flatten_items())
-        for path in sorted({*found, *wanted}):
-            if found.get(path) != wanted.get(path):
-                problems.append(
-                    f"{path}: {found.get(path, 'missing')}; expected "
-                    f"{wanted.get(path, 'no such field')}"
-                )
-    if problems:
-        raise ConfigError("invalid batch:\n  " + "\n  ".join(dict.fromkeys(problems)))
+    rows = source.local_batch_size + (source.batch_padding_size if is_padded else 0)
+    for path, leaf in batch.flatten_items():
+        if (shape := np.shape(leaf))[:1] != (rows,):
+            raise source._config_error(
+                field=f"shape of {path}",
+                value=list(shape),
+                expected=f"{rows} rows, which the input declares for each host",
+                hint="Pad the last batch of an epoch with rows of weight 0"
+                " (layerkit_inputs.base.eval_padding.pad_rows).",
+            )
+        if (value := _overflowing(leaf)) is not None:
+            raise source._config_error(
+                field=f"{leaf.dtype} value of {path}",
+                value=value,
+                expected="a value that fits 32 bits, to which JAX converts it",
+                hint="Return smaller numbers, or set JAX_ENABLE_X64=1.",
+            )
+    return batch
+
+
+def dtype_in_jax(dtype: np.dtype) -> np.dtype:
+    """Return the dtype to which JAX converts arrays of the host."""
+    import jax  # late, since data workers do not load JAX
+
+    return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+
+
+def _overflowing(leaf: Any) -> int | None:
+    """Return a value of an integer array that its dtype in JAX cannot hold, if there is one."""
+    if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iu" or leaf.dtype.itemsize < 8:
+        return None
+    limits = np.iinfo(dtype_in_jax(leaf.dtype))
+    extremes = (int(leaf.min()), int(leaf.max())) if leaf.size else ()
+    return next((x for x in extremes if not limits.min <= x <= limits.max), None)

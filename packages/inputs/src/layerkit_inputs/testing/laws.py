@@ -60,7 +60,8 @@ def batches_have_their_size(make: Make) -> None:
     batches = take(source)
     assert batches, "no batch at all"
     for batch in batches:
-        check_batch(batch, spec_of(batches[0]), num_rows=source.global_batch_size)
+        check_batch(source, batch)
+        assert spec_of(batch) == spec_of(batches[0])
 
 
 def making_it_again_repeats_it(make: Make) -> None:

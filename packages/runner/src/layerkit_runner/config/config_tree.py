@@ -125,6 +125,14 @@ def value_text(value: Any) -> str:
     return stable_repr(value)
 
 
+def check_class(config: Config, path: str, base: type) -> None:
+    """Raise `UsageError` unless a config makes a `base`."""
+    kind = target_of(config)
+    if not (isinstance(kind, type) and issubclass(kind, base)):
+        name = getattr(kind, "__qualname__", repr(kind))
+        raise UsageError(field=path, value=name, expected=f"a config of {base.__name__}")
+
+
 def check_required_fields(config: Config, path: str, *, by_job: Collection[str]) -> None:
     """Check that an experiment sets the fields of a config that need a value, and no others."""
     kind, assigned = target_of(config), assigned_fields(config)

@@ -1,4 +1,4 @@
-"""Inputs of this process, whose rows follow from the sharding of the batch; checks of batches."""
+"""Inputs of this process, whose rows follow from the sharding of the batch, and their batches."""
 
 from __future__ import annotations
 
@@ -6,150 +6,21 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import sys
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
-import numpy as np
 
 from layerkit.config import Config, target_of
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
+from layerkit_inputs.base.batch_specs import check_batch, dtype_in_jax
 from layerkit_inputs.base.eval_padding import mark_rows, pad_rows
 from layerkit_inputs.base.feed_plan import FeedPlan, plan_feeds
 from layerkit_inputs.base.prefetch import Prefetch
 from layerkit_runner.distributed.cluster import gather_values
 from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import UsageError, as_usage_error
-from layerkit_runner.observers import Observer
 from layerkit_runner.partitioning import Partitioner
-
-_INTEGER_FIELDS = frozenset({"ids", "segment_ids", "segment_pos", "prompt_lengths", "provenance"})
-"""Names of integer fields: the last part of their path."""
-
-
-def check_batch(dataset: BaseInput, batch: NestedMap, *, is_padded: bool = False) -> NestedMap:
-    """Return `batch` if it has the rows that `dataset` declares, and integers that JAX can hold.
-
-    It reads only shapes, dtypes and 64-bit integers. `get_next_padded` makes a padded batch.
-
-    Raises:
-      UsageError: An array has the wrong number of rows, ids are not integers, or an integer does
-        not fit the dtype to which JAX converts it.
-    """
-    expected = dataset.local_batch_size + (dataset.batch_padding_size if is_padded else 0)
-    for path, leaf in batch.flatten_items():
-        shape = np.shape(leaf)
-        if shape[:1] != (expected,):
-            raise UsageError(
-                owner=_label(dataset),
-                field=f"shape of {path}",
-                value=list(shape),
-                expected=f"{expected} rows, which the input declares for each host",
-                hint="Pad the last batch of an epoch with rows of weight 0"
-                " (layerkit_inputs.base.eval_padding.pad_rows).",
-            )
-        _check_fits(dataset, path, leaf)
-        if path.rpartition(".")[2] not in _INTEGER_FIELDS:
-            continue
-        # np.asarray would fetch an array that is on a device.
-        dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-        if dtype.kind not in "iu":
-            raise UsageError(
-                owner=_label(dataset),
-                field=f"dtype of {path}",
-                value=str(dtype),
-                expected="an integer dtype, such as int32",
-                hint="Convert the field in the input.",
-            )
-    return batch
-
-
-def prefetched(dataset: BaseInput) -> Prefetch:
-    """Return an input that reads `dataset` ahead on a thread and checks each batch there."""
-    return Prefetch(source=dataset, check=functools.partial(check_batch, dataset))
-
-
-def cast_text(batch: NestedMap) -> str | None:
-    """Return the fields that JAX converts to narrower floats: `x, y: float64 → float32`."""
-    fields: dict[str, list[str]] = {}
-    for path, leaf in batch.flatten_items():
-        dtype = getattr(leaf, "dtype", None)
-        if dtype is not None and dtype.kind in "fc" and _dtype_in_jax(dtype) != dtype:
-            fields.setdefault(f"{dtype} → {_dtype_in_jax(dtype)}", []).append(path)
-    casts = "; ".join(f"{', '.join(paths)}: {cast}" for cast, paths in fields.items())
-    return f"{casts} (JAX_ENABLE_X64 is off)" if casts else None
-
-
-def _check_fits(dataset: BaseInput, path: str, leaf: Any) -> None:
-    if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iu" or not leaf.size:
-        return
-    if leaf.dtype.itemsize < 8 or (dtype := _dtype_in_jax(leaf.dtype)) == leaf.dtype:
-        return
-    limits = np.iinfo(dtype)
-    for value in (leaf.min(), leaf.max()):
-        if not limits.min <= value <= limits.max:
-            raise UsageError(
-                owner=_label(dataset),
-                field=f"{leaf.dtype} value of {path}",
-                value=int(value),
-                expected=f"a value that fits {dtype}, to which JAX converts it",
-                hint="Return smaller numbers, or set JAX_ENABLE_X64=1.",
-            )
-
-
-def _dtype_in_jax(dtype: np.dtype) -> np.dtype:
-    return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-
-
-def _label(dataset: BaseInput) -> str:
-    source = dataset.source if isinstance(dataset, Prefetch) else dataset
-    name = type(source).__qualname__
-    return f"input {source.name!r} ({name})" if source.name else f"input {name}"
-
-
-SKIPPED_RECORDS = "skipped_records"
-"""Name of the metric that counts skipped records."""
-
-
-class SkippedRecords:
-    """A counter of the records that an input of this process has skipped during training."""
-
-    def __init__(self, dataset: BaseInput, name: str, observers: Observer) -> None:
-        """Create a counter for an input, with its name in reports."""
-        self._dataset = dataset
-        self._name = name
-        self._observers = observers
-        self._reported = 0
-
-    def scalars(self) -> dict[str, float]:
-        """Return the number of skipped records, and report it at first and when it has doubled."""
-        count = self._dataset.num_skipped
-        if count and count >= 2 * self._reported:
-            self._reported = count
-            line = skipped_line(self._name, count)
-            if jax.process_index() == 0:
-                self._observers.message(line)
-            else:
-                print(f"process {jax.process_index()}: {line}", file=sys.stderr, flush=True)
-        return {SKIPPED_RECORDS: float(count)} if count else {}
-
-
-def report_skipped(dataset: BaseInput, name: str, observers: Observer) -> dict[str, float]:
-    """Report the records that all hosts skipped; return the metric of their number."""
-    # Processes that read the same rows skip the same records.
-    by_feed = dict(gather_values([dataset.infeed_host_index, dataset.num_skipped]))
-    count = sum(by_feed.values())
-    if not count:
-        return {}
-    observers.message(skipped_line(name, count))
-    return {SKIPPED_RECORDS: float(count)}
-
-
-def skipped_line(name: str, count: int) -> str:
-    """Return the line about skipped records: `heldout: skipped 3 unreadable records so far`."""
-    return f"{name}: skipped {count:,} unreadable record{'' if count == 1 else 's'} so far"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,14 +60,10 @@ def make_input(
     filled = config.clone()
     if config.batch_size is not None or config.percore_batch_size is not None:
         filled.set(batch_size=plan.batch_size)
-    elif (own := target_of(config).get_batch_size(config)) != plan.batch_size:
-        raise UsageError(
-            owner=dataset_name(config),
-            field="rows of a batch",
-            value=own,
-            expected=f"{plan.batch_size} for each of {plan.num_infeed_hosts} feeds",
-            hint="Change the mesh, or the batch size that the input defines.",
-        )
+    elif (rows := target_of(config).get_batch_size(config)) != plan.batch_size:
+        expected = f"{plan.batch_size} for each of {plan.num_infeed_hosts} feeds of this mesh"
+        name = dataset_name(config)
+        raise UsageError(owner=name, field="rows of a batch", value=rows, expected=expected)
     filled.set(
         num_infeed_hosts=plan.num_infeed_hosts,
         infeed_host_index=plan.infeed_host_index(host.process_index),
@@ -207,30 +74,18 @@ def make_input(
 
 def plan_input(config: Config, partitioner: Partitioner, host: HostTopology) -> FeedPlan:
     """Return the rows that each process feeds of the batches of an input; see `make_input`."""
-    name = dataset_name(config)
-    percore = config.percore_batch_size
-    if percore is not None:
-        if config.batch_size is not None:
-            fields = "batch_size and percore_batch_size"
-            expected = "one of them"
-            raise UsageError("contradictory fields", owner=name, field=fields, expected=expected)
-        rows = percore * partitioner.mesh.size
-        if abs(rows - round(rows)) > 1e-6:  # 0.1 × 30 is not 3 in binary
-            raise UsageError(
-                owner=name,
-                field="percore_batch_size",
-                value=percore,
-                expected=f"an integer number of rows on {partitioner.mesh.size} devices,"
-                f" not {rows:g}",
-            )
-        global_rows = round(rows)
-    elif (rows_per_host := target_of(config).get_batch_size(config)) is not None:
-        global_rows = rows_per_host * host.num_processes
-    else:
-        fields = "batch_size or percore_batch_size"
-        raise UsageError("missing value", owner=name, field=fields)
-    partitioner.check_batch_size(global_rows, source=name)
-    plan = feed_plan(global_rows, partitioner, host)
+    name, percore = dataset_name(config), config.percore_batch_size
+    rows: float | None = None
+    if percore is None:
+        rows_per_host = target_of(config).get_batch_size(config)
+        rows = None if rows_per_host is None else rows_per_host * host.num_processes
+    elif config.batch_size is None:
+        rows = round(percore * partitioner.mesh.size, 6)  # 0.1 × 30 is not 3 in binary
+    if rows is None:
+        expected = "one of batch_size and percore_batch_size"
+        raise UsageError(owner=name, field="batch_size", value=config.batch_size, expected=expected)
+    partitioner.check_batch_size(rows, source=name)
+    plan = feed_plan(int(rows), partitioner, host)
     if config.batch_padding_size > 0 and not config.is_training:
         padded_rows = (plan.batch_size + config.batch_padding_size) * plan.num_infeed_hosts
         padding = f"{name} with batch_padding_size={config.batch_padding_size}"
@@ -265,6 +120,11 @@ def feed_plan(
     return plan_feeds(held)
 
 
+def prefetched(dataset: BaseInput) -> Prefetch:
+    """Return an input that reads `dataset` ahead on a thread and checks each batch there."""
+    return Prefetch(source=dataset, check=functools.partial(check_batch, dataset))
+
+
 def dataset_name(config: Config) -> str:
     """Return the name of a data set in outputs: its `name`, or else its class."""
     return config.name or target_of(config).__name__
@@ -280,11 +140,12 @@ def eval_batches(dataset: BaseInput) -> Iterator[NestedMap]:
         progress(f"reading batch {number} of {name}", waits_for_others=True)
         with as_usage_error():
             batch = next(batches, None)
-        if batch is None:
-            return
+            if batch is None:
+                return
+            check_batch(dataset, batch, is_padded=True)
         is_first = number == 1
         progress(f"working on batch {number} of {name}", compiles=is_first, waits_for_others=True)
-        yield check_batch(dataset, batch, is_padded=True)
+        yield batch
 
 
 def peek_batch(dataset: BaseInput) -> NestedMap:
@@ -297,3 +158,14 @@ def peek_eval_batch(dataset: BaseInput) -> NestedMap:
     """Return the next batch of an evaluation, with its rows of padding; see `peek_batch`."""
     batch, padding = peek_batch(dataset), dataset.batch_padding_size
     return mark_rows(pad_rows(batch, padding), padding) if padding else batch
+
+
+def cast_text(batch: NestedMap) -> str | None:
+    """Return the fields that JAX converts to narrower floats: `x, y: float64 → float32`."""
+    fields: dict[str, list[str]] = {}
+    for path, leaf in batch.flatten_items():
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is not None and dtype.kind in "fc" and dtype_in_jax(dtype) != dtype:
+            fields.setdefault(f"{dtype} → {dtype_in_jax(dtype)}", []).append(path)
+    casts = "; ".join(f"{', '.join(paths)}: {cast}" for cast, paths in fields.items())
+    return f"{casts} (JAX_ENABLE_X64 is off)" if casts else None

@@ -13,7 +13,6 @@ from __future__ import annotations
 import collections
 import functools
 import json
-import numbers
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -147,7 +146,7 @@ def datasets_by_name(configs: Iterable[Config]) -> dict[str, Config]:
     return by_name
 
 
-def chosen_dataset(program: Config, path: str, datasets: Iterable[str]) -> str | None:
+def named_dataset(program: Config, path: str, datasets: Iterable[str]) -> str | None:
     """Return the data set that the config of a program names, or None."""
     name: Any = assigned_fields(program).get("dataset")
     if name is not None and name not in datasets:
@@ -157,52 +156,40 @@ def chosen_dataset(program: Config, path: str, datasets: Iterable[str]) -> str |
 
 def training_configs(resolved: ResolvedExperiment) -> dict[str, Config]:
     """Return configs of the inputs to train on by name, in the order of the training programs."""
-    configs = [config for config in resolved.datasets if config.is_training]
-    if resolved.datasets and not configs:
-        hint = "Evaluate it by --mode=eval_once or --mode=eval."
-        if trainer := resolved.experiment.trained_by:
-            path = f"{trainer.__module__}.{trainer.__qualname__}"
-            hint += f" {path} trains its model, and can be planned."
-        problem = "the experiment only evaluates: no input has is_training=True"
-        raise UsageError(problem, owner=resolved.name, field="datasets()", hint=hint)
-    by_name = datasets_by_name(configs)
+    by_name = datasets_by_name(config for config in resolved.datasets if config.is_training)
     if resolved.train_programs is None:
-        if len(configs) != 1:
+        if len(by_name) != 1:
             raise UsageError(
                 owner=resolved.name,
                 field="datasets()",
                 value=list(by_name),
                 expected="one input with is_training=True",
-                hint="To train on several, list them in train_programs()." if configs else None,
+                hint="To train on several, list them in train_programs()."
+                if by_name
+                else _evaluation_hint(resolved),
             )
         return by_name
-    chosen: dict[str, Config] = {}
-    for index, program in enumerate(resolved.train_programs):
-        path = f"train_programs.{index}"
-        steps: Any = assigned_fields(program).get("steps", 1)
-        if not isinstance(steps, numbers.Integral) or steps < 1:
-            expected = "a positive integer"
-            raise UsageError(field=f"{path}.steps", value=steps, expected=expected)
-        name = chosen_dataset(program, path, by_name)
-        if name is None:
-            raise UsageError("missing value", field=f"{path}.dataset", choices=by_name)
-        if name in chosen:
-            raise UsageError(
-                "two training programs would read the same examples",
-                field=f"{path}.dataset",
-                value=name,
-                expected="a data set that no other training program reads",
-                hint="Use one program with more steps, or another data set.",
-            )
-        chosen[name] = by_name[name]
-    if unread := [name for name in by_name if name not in chosen]:
+    names = [
+        named_dataset(program, f"train_programs.{index}", by_name)
+        for index, program in enumerate(resolved.train_programs)
+    ]
+    if collections.Counter(names) != collections.Counter([*by_name]):
         raise UsageError(
-            "no training program reads a data set with is_training=True",
             field="train_programs()",
-            value=unread,
-            hint="Add Config(TrainProgram, dataset=NAME) for each.",
+            value=names,
+            expected=f"one Config(TrainProgram, dataset=NAME) for each of {', '.join(by_name)}",
         )
-    return chosen
+    return {name: by_name[name] for name in names if name is not None}
+
+
+def _evaluation_hint(resolved: ResolvedExperiment) -> str | None:
+    if not resolved.datasets:
+        return None
+    hint = "The experiment only evaluates, by --mode=eval_once or --mode=eval."
+    if trainer := resolved.experiment.trained_by:
+        path = f"{trainer.__module__}.{trainer.__qualname__}"
+        hint += f" {path} trains its model, and can be planned."
+    return hint
 
 
 def check_same_data(inputs: Mapping[str, BaseInput], all_gather: AllGather) -> None:
@@ -266,7 +253,7 @@ class TrainInputs:
         """Store the data sets."""
         self.inputs = tuple(inputs)
         # The data set of each step of a turn.
-        self._turn = [index for index, each in enumerate(inputs) for _ in range(each.steps)]
+        self._turn = [index for index, data in enumerate(inputs) for _ in range(data.steps)]
 
     @property
     def num_turn_steps(self) -> int:
@@ -283,11 +270,11 @@ class TrainInputs:
 
     def by_name(self) -> dict[str, Prefetch]:
         """Return the data sets by the names of the inputs."""
-        return {each.input_name: each.dataset for each in self.inputs}
+        return {data.input_name: data.dataset for data in self.inputs}
 
     def by_key(self) -> dict[str, Prefetch]:
         """Return the data sets by the checkpoint key of their input position."""
-        return {each.key: each.dataset for each in self.inputs}
+        return {data.key: data.dataset for data in self.inputs}
 
     def set_states(self, states: Mapping[str, Any]) -> list[str]:
         """Restore the input positions of a checkpoint; return the keys that have none."""
@@ -296,12 +283,12 @@ class TrainInputs:
             # The data set may have been renamed. The oldest checkpoints have the key "train".
             self.inputs[0].dataset.set_state(states[known[0]])
             return []
-        for each in self.inputs:
-            if each.key in states:
-                each.dataset.set_state(states[each.key])
-        return [each.key for each in self.inputs if each.key not in states]
+        for data in self.inputs:
+            if data.key in states:
+                data.dataset.set_state(states[data.key])
+        return [data.key for data in self.inputs if data.key not in states]
 
     def close(self) -> None:
         """Close the data sets."""
-        for each in self.inputs:
-            each.dataset.close()
+        for data in self.inputs:
+            data.dataset.close()

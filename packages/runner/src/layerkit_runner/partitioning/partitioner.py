@@ -305,7 +305,7 @@ class Partitioner(Configurable):
         """Return the number of parts that the rows of a batch are split into."""
         return int(np.prod([self.mesh.shape[axis] for axis in self.batch_axes()]))
 
-    def check_batch_size(self, rows: int, *, source: str) -> None:
+    def check_batch_size(self, rows: float, *, source: str) -> None:
         """Raise `UsageError` if a global batch cannot be split evenly over the mesh."""
         shards = self.num_batch_shards()
         if rows < 1 or rows % shards:

@@ -14,11 +14,10 @@ from typing import Any
 
 import jax
 
-from layerkit.config import target_of
 from layerkit.errors import error_text
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_runner.checkpointing import CheckpointManager, SaveError, SaveTimeoutError
-from layerkit_runner.config.config_tree import check_required_fields
+from layerkit_runner.config.config_tree import check_class, check_required_fields
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.distributed.stop_signals import StopRequestedError, StopSignals
 from layerkit_runner.distributed.watchdog import phase, progress
@@ -328,11 +327,8 @@ def executor_class(resolved: ResolvedExperiment) -> Callable[..., Executor]:
     config = resolved.executor
     if config is None:
         return Executor
-    kind = target_of(config)
-    if not (isinstance(kind, type) and issubclass(kind, Executor)):
-        name = getattr(kind, "__qualname__", repr(kind))
-        raise UsageError(field="executor", value=name, expected="a class derived from Executor")
     set_by_job = {field.name for field in dataclasses.fields(Executor) if field.init}
+    check_class(config, "executor", Executor)
     check_required_fields(config, "executor", by_job=set_by_job)
     return config.Instantiate
 

@@ -43,8 +43,7 @@ from layerkit_runner.run.job_folder import (
     write_config,
 )
 from layerkit_runner.run.programs.build_programs import (
-    check_best_metric,
-    check_metric_names,
+    check_metrics,
     decode_programs,
     eval_programs,
     eval_train_programs,
@@ -162,8 +161,7 @@ class TrainingRun:
         self.resources.callback(self.inputs.close)
         self._build_programs()
         self.abstract_state = job.abstract_state()
-        check_best_metric(job.task.train, self.evals)
-        check_metric_names(job.task, self.evals, self.abstract_state)
+        check_metrics(job.task, self.evals, self.abstract_state)
         if self.signals.ends_process:
             enter(forced_exit_on(SaveTimeoutError, exit_code=StorageError.exit_code))
         reads_only = not job.options.enable_checkpoint_saving

@@ -236,6 +236,31 @@ def test_unknown_metric_is_an_error_before_the_first_step(
     assert not (tmp_path / "job").exists()
 
 
+@pytest.mark.parametrize(
+    ("changes", "field", "value"),
+    [
+        ({"save_best_metric": "pionts/loss"}, "save_best_metric", "pionts/loss"),
+        ({"save_best_metric": "loss"}, "save_best_metric", "loss"),
+        (
+            {"save_best_metric": "points/loss", "save_interval_steps": "3"},
+            "eval_interval_steps",
+            2,
+        ),
+        (
+            {"save_best_metric": "points/loss", "eval_interval_steps": "None"},
+            "eval_interval_steps",
+            None,
+        ),
+    ],
+)
+def test_best_metric_without_an_evaluation_at_every_checkpoint_is_an_error(
+    raises: Any, experiment: Any, changes: dict[str, str], field: str, value: Any, tmp_path: Path
+):
+    overrides = [Override(f"task.train.{name}", text) for name, text in changes.items()]
+    with raises(UsageError, field=f"task.train.{field}", value=value):
+        run_train(resolve(experiment(), overrides), options(tmp_path / "job"))
+
+
 @pytest.mark.parametrize("field", ["decode_datasets", "decode_programs"])
 def test_decoding_without_a_model_that_decodes_is_an_error_before_a_file_is_written(
     raises: Any, experiment: Any, tmp_path: Path, field: str

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from layerkit.config import Config
-from layerkit_runner import BaseExperiment, UsageError
+from layerkit.errors import UserError
+from layerkit_runner import BaseExperiment
 from layerkit_runner.config.overrides import Override
 from layerkit_runner.observers import read_metrics
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
@@ -283,23 +284,19 @@ def test_custom_executor_ends_the_run(
     ("fields", "data"),
     [
         ({"PROGRAMS": None}, {"field": "datasets()", "value": ["few", "many"]}),
-        ({"PROGRAMS": ()}, {"field": "train_programs()", "value": ["few", "many"]}),
-        (
-            {"PROGRAMS": (Config(TrainProgram, dataset="few"),)},
-            {"field": "train_programs()", "value": ["many"]},
-        ),
+        ({"PROGRAMS": ()}, {"field": "train_programs()", "value": []}),
         (
             {"PROGRAMS": (Config(TrainProgram, dataset="fwe"),)},
             {"field": "train_programs.0.dataset", "value": "fwe", "choices": ("few", "many")},
         ),
-        ({"PROGRAMS": (Config(TrainProgram),)}, {"field": "train_programs.0.dataset"}),
+        ({"PROGRAMS": (Config(TrainProgram),)}, {"field": "train_programs()", "value": [None]}),
         (
             {"PROGRAMS": (Config(TrainProgram, dataset="few"),) * 2},
-            {"field": "train_programs.1.dataset", "value": "few"},
+            {"field": "train_programs()", "value": ["few", "few"]},
         ),
         (
             {"PROGRAMS": tuple(Config(TrainProgram, dataset=name, steps=0) for name in ROWS)},
-            {"field": "train_programs.0.steps", "value": 0},
+            {"owner": "train_programs.0", "field": "steps", "value": 0},
         ),
         (
             {"PROGRAMS": tuple(Config(TrainProgram, dataset=name, name="x") for name in ROWS)},
@@ -317,7 +314,7 @@ def test_custom_executor_ends_the_run(
 def test_wrong_programs_are_an_error_before_a_file_is_written(
     raises: Any, train: Any, tmp_path: Path, fields: dict[str, Any], data: dict[str, Any]
 ):
-    with raises(UsageError, **data):
+    with raises(UserError, **data):
         train("job", **fields)
     assert not (tmp_path / "job" / "config.json").exists()
     assert not (tmp_path / "job" / "checkpoints").exists()

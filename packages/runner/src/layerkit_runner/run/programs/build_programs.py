@@ -5,19 +5,21 @@ Names are checked before any input is opened, and programs are built before a fi
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from layerkit.config import Config, assigned_fields, target_of
+from layerkit.config.checks import check_sizes
 from layerkit_inputs.base.base_input import BaseInput
-from layerkit_runner.config.config_tree import check_required_fields
+from layerkit_runner.config.config_tree import check_class, check_required_fields
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.data.host_inputs import make_input, prefetched
 from layerkit_runner.data.train_inputs import (
     TrainInput,
     TrainInputs,
-    chosen_dataset,
     datasets_by_name,
+    named_dataset,
     training_configs,
 )
 from layerkit_runner.errors import UsageError
@@ -45,9 +47,9 @@ def train_inputs(job: Job) -> TrainInputs:
     inputs = []
     for (name, dataset), config in zip(by_name.items(), _train_configs(job.resolved), strict=True):
         source = prefetched(make_input(dataset, job.partitioner))
-        own_name = name if len(by_name) > 1 else None
         steps: Any = assigned_fields(config).get("steps", 1)
-        inputs.append(TrainInput(source, job.partitioner, own_name, steps))
+        program_name = name if len(by_name) > 1 else None
+        inputs.append(TrainInput(source, job.partitioner, program_name, steps))
     return TrainInputs(inputs)
 
 
@@ -76,14 +78,10 @@ def check_train_programs(resolved: ResolvedExperiment) -> dict[str, Config]:
     """Return the configs of the training data sets by name, in the order of their programs."""
     by_name = training_configs(resolved)
     for index, config in enumerate(resolved.train_programs or []):
-        kind = target_of(config)
-        if not (isinstance(kind, type) and issubclass(kind, TrainProgram)):
-            raise UsageError(
-                field=f"train_programs.{index}",
-                value=getattr(kind, "__qualname__", repr(kind)),
-                expected="a config of TrainProgram",
-            )
-        check_required_fields(config, f"train_programs.{index}", by_job=_BY_JOB)
+        path = f"train_programs.{index}"
+        check_class(config, path, TrainProgram)
+        check_required_fields(config, path, by_job=_BY_JOB)
+        check_sizes(path, steps=assigned_fields(config).get("steps", 1))
     return by_name
 
 
@@ -93,18 +91,8 @@ def eval_programs(job: Job, training: TrainInputs | None = None) -> list[BasePro
     The next batches of `training` are evaluated too unless `eval_skip_train` is set.
     """
     held_out = [config for config in job.resolved.datasets if not config.is_training]
-    programs = _programs(job, "eval_programs", held_out, EvalProgram)
     of_training = [] if training is None else eval_train_programs(job, training)
-    taken = {program.name for program in of_training} & {program.name for program in programs}
-    for name in taken:
-        raise UsageError(
-            "two evaluations have the same name",
-            field="name",
-            value=name,
-            expected="another name, since task.train.eval_skip_train=False evaluates the training"
-            f" batches as {name!r}",
-        )
-    return [*of_training, *programs]
+    return [*of_training, *_programs(job, "eval_programs", held_out, EvalProgram, of_training)]
 
 
 def eval_train_programs(job: Job, training: TrainInputs) -> list[BaseProgram]:
@@ -127,7 +115,6 @@ def decode_programs(job: Job) -> list[BaseProgram]:
             owner=f"{job.resolved.name}.{method}()",
             field="model",
             value=type(job.task.model).__qualname__,
-            expected="a model that defines decode()",
             hint=f"Return [] from {method}(), or define decode() in the model.",
         )
     return _programs(job, "decode_programs", job.resolved.decode_datasets, DecodeProgram)
@@ -139,35 +126,34 @@ def inputs_of(programs: Iterable[BaseProgram]) -> dict[str, BaseInput]:
 
 
 def _programs(
-    job: Job, root: str, datasets: Sequence[Config], default: type[BaseProgram]
+    job: Job,
+    root: str,
+    datasets: Sequence[Config],
+    default: type[BaseProgram],
+    others: Sequence[BaseProgram] = (),
 ) -> list[BaseProgram]:
+    """Build the programs of `root`, whose names must differ from one another and from `others`."""
     by_name = datasets_by_name(datasets)
     configs = getattr(job.resolved, root)
     if configs is None:
         configs = [Config(default, dataset=name) for name in by_name]
     names = [_name(config, f"{root}.{index}", by_name) for index, config in enumerate(configs)]
-    for name in names:
-        if names.count(name) > 1:
-            raise UsageError(
-                "two programs have the same name",
-                owner=root,
-                field="name",
-                value=name,
-                expected="a different name for each program",
-            )
+    counts = collections.Counter([*names, *(program.name for program in others)])
+    if repeated := [name for name, count in counts.items() if count > 1]:
+        expected = "a different name for each program"
+        raise UsageError(owner=root, field="name", value=repeated[0], expected=expected)
     pairs = zip(configs, names, strict=True)
     return [_build(job, config, name, by_name, root) for config, name in pairs]
 
 
 def _name(config: Config, path: str, datasets: Iterable[str]) -> str:
-    dataset = chosen_dataset(config, path, datasets)
-    if dataset is None and issubclass(target_of(config), (EvalProgram, DecodeProgram)):
-        raise UsageError("missing value", field=f"{path}.dataset", choices=datasets)
+    check_class(config, path, BaseProgram)
+    dataset = named_dataset(config, path, datasets)
     name = assigned_fields(config).get("name", dataset)
-    if name is None:
-        raise UsageError(
-            "missing value", field=f"{path}.name", hint="Give a name, or a dataset to name it."
-        )
+    needs_data = issubclass(target_of(config), (EvalProgram, DecodeProgram))
+    if name is None or (needs_data and dataset is None):
+        field = "dataset" if needs_data else "name"
+        raise UsageError("missing value", field=f"{path}.{field}", choices=datasets)
     return str(name)
 
 
@@ -178,61 +164,53 @@ def _build(
     if dataset is not None:
         # Each program has its own input, since several may read the same data set.
         dataset = make_input(datasets[dataset], job.partitioner)
-    program = config.Instantiate(
+    return config.Instantiate(
         task=job.task,
         partitioner=job.partitioner,
         dataset=dataset,
         name=name,
         folder=job.directory / root.removesuffix("_programs"),
     )
-    if not isinstance(program, BaseProgram):
-        kind = type(program).__qualname__
-        raise UsageError(owner=root, field=name, value=kind, expected="a config of BaseProgram")
-    return program
 
 
-def check_metric_names(
+def check_metrics(
     task: SingleTask, programs: Sequence[BaseProgram], abstract_state: TrainState
 ) -> None:
-    """Raise `UsageError` if an evaluation does not report a metric that a field of the task names.
+    """Raise `UsageError` if a field of the task names a metric that no evaluation reports in time.
 
     The named programs are traced. Otherwise a wrong name would fail at the first evaluation, which
     may be hours later.
     """
-    wanted = {"task.train.save_best_metric": task.train.save_best_metric}
-    if isinstance(task.early_stopping, MetricRule):
-        wanted["task.early_stopping.metric"] = task.early_stopping.metric
     by_name = {program.name: program for program in programs}
-    for field, path in wanted.items():
-        name = None if path is None else program_of(path, by_name)
-        names = None if name is None else by_name[name].trace(abstract_state)
-        known = sorted(f"{name}/{metric}" for metric in names or ())
-        if names is not None and path not in known:
-            raise UsageError("unknown metric", field=field, value=path, choices=known)
+    if (best := task.train.save_best_metric) is not None:
+        _check_metric("task.train.save_best_metric", best, by_name, abstract_state)
+        _check_evaluated_when_saved(task.train, by_name[str(program_of(best, by_name))])
+    rule = task.early_stopping
+    if isinstance(rule, MetricRule) and program_of(rule.metric, by_name) is not None:
+        _check_metric("task.early_stopping.metric", rule.metric, by_name, abstract_state)
 
 
-def check_best_metric(train: TrainHParams, programs: Iterable[BaseProgram]) -> None:
-    """Raise `UsageError` unless every checkpoint is evaluated by the metric of the best ones."""
-    wanted = train.save_best_metric
-    if wanted is None:
-        return
-    intervals = {program.name: program.interval_steps for program in programs}
-    name = program_of(wanted, intervals)
+def _check_metric(
+    field: str, path: str, programs: dict[str, BaseProgram], abstract_state: TrainState
+) -> None:
+    name = program_of(path, programs)
+    names = {path} if name is None else programs[name].trace(abstract_state)
+    known = sorted(f"{name}/{metric}" for metric in names or ())
     if name is None:
+        known = [f"{program}/{path.rpartition('/')[2]}" for program in programs]
+    if names is not None and path not in known:
+        raise UsageError("unknown metric", field=field, value=path, choices=known)
+
+
+def _check_evaluated_when_saved(train: TrainHParams, program: BaseProgram) -> None:
+    """Raise `UsageError` unless a program runs at every checkpoint."""
+    field, interval = f"{program.name}.interval_steps", program.interval_steps
+    if interval is None:
+        field, interval = "task.train.eval_interval_steps", train.eval_interval_steps
+    if interval is None or train.save_interval_steps % interval:
         raise UsageError(
-            "unknown data set",
-            field="task.train.save_best_metric",
-            value=wanted,
-            expected="DATASET/METRIC of a held-out data set",
-            choices=[f"{name}/{wanted.rpartition('/')[2]}" for name in intervals],
-        )
-    interval, saves = intervals[name], train.save_interval_steps
-    field = "task.train.eval_interval_steps" if interval is None else f"{name}.interval_steps"
-    interval = train.eval_interval_steps if interval is None else interval
-    if interval is None or saves % interval:
-        raise UsageError(
-            f"task.train.save_best_metric={wanted!r} needs an evaluation at every checkpoint",
+            "task.train.save_best_metric needs an evaluation at every checkpoint",
             field=field,
             value=interval,
-            expected=f"a divisor of task.train.save_interval_steps={saves}",
+            expected=f"a divisor of task.train.save_interval_steps={train.save_interval_steps}",
         )

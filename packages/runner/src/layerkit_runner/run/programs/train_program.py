@@ -21,7 +21,7 @@ import numpy as np
 
 from layerkit.base.summaries import Summary
 from layerkit.config.nested_map import NestedMap
-from layerkit_runner.data.host_inputs import SkippedRecords
+from layerkit_runner.data.skipped_records import SkippedRecords
 from layerkit_runner.data.train_inputs import TrainInput, TrainInputs
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.distributed.watchdog import progress
