@@ -103,7 +103,7 @@ _FILES = {
     ),
     "tools/acme_tools-1.0.dist-info/entry_points.txt": (
         "[layerkit.commands]\ncount = acme_tools:MODE\nsay = acme_tools:SAY\n"
-        "twice = acme_tools:TWICE\nfunction = acme_tools:count\n"
+        "function = acme_tools:count\n"
         "typo = acme_tools:MODES\nhalf = half:MODE\nlost = nowhere:MODE\nrude = rude:MODE\n"
     ),
     "tools/half.py": "def run(:\n",
@@ -125,7 +125,6 @@ _FILES = {
         TIMES = Flag("times", int, "how often", "N", default=1)
         MODE = Mode("count the data sets", count, flags=(TIMES,), uses=("json",))
         SAY = Command("say it", say)
-        TWICE = Mode("count", count, flags=(Flag("json", int, "how often", "N"),))
     """,
     "site/acme/catalogue.json": json.dumps(
         {
@@ -304,7 +303,6 @@ def test_reduced_sets_the_reduced_fields(place: Path):
         (["--exp=lm.Small", "--enable_checkpoint_savin=False"], "'--enable_checkpoint_saving'"),
         (["--exp=lm.Small", "--mode=trian"], "'train'"),
         (["--fdl_config=Small"], "acme.lm.Small, acme.vision.Small"),
-        (["--exp=own.Mien"], "'own.Mine'"),
         (["--list", "--tag=lm", "--tag=visoin"], "'vision'"),
         (["docter"], "'doctor'"),
         (["serve", "--job_log_dir=out"], "unknown command: 'serve'. Choices: doctor, launch"),
@@ -319,6 +317,7 @@ def test_wrong_word_exits_before_anything_is_imported(place: Path, arguments: li
     ("arguments", "fact"),
     [
         (["--exp=lm.Base"], "lm.Base"),
+        (["--exp=own.Mien"], "'own.Mine'"),
         (["--exp=lm.Small", "--tfds_data_dir=/data", "--mode=plan"], "'TFDS_DATA_DIR'"),
         (["--exp=lm.Small", "--fdl.NUM_LAYRES=3"], "'NUM_LAYERS'"),
         (["--exp=vision.Small", "--fdl.XYZ=3"], "Choices: ICI_MESH_SHAPE, NUM_LAYERS."),
@@ -459,7 +458,6 @@ def test_package_adds_mode_and_command(place: Path):
         ((*mode, "--tims=2"), "'--times'"),
         (("--exp=own.Mine", "--times=2", "--mode=inspect"), "'--times'"),
         (("--exp=own.Mine", "--mode=cuont"), "'count'"),
-        (("--exp=own.Mine", "--mode=twice"), "--json"),
         (("--exp=own.Mine", "--mode=say"), "say is a command, not a mode. Use: runner say"),
         (("count",), "count is a mode, not a command. Use: --mode=count"),
         (("study",), "study is a flag, not a command. Use: --study"),

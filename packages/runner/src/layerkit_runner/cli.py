@@ -19,7 +19,7 @@ from layerkit.errors import UserError
 from layerkit_runner.config import commands
 from layerkit_runner.config.flags import configure_library_logs, parse_flags
 from layerkit_runner.config.requests import ParsedFlags
-from layerkit_runner.errors import UsageError, exits_as_errors, unknown_name_text
+from layerkit_runner.errors import UsageError, exits_as_errors
 from layerkit_runner.run_options import MODES
 
 if TYPE_CHECKING:
@@ -33,11 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return _run(words)
-    except (UserError, AttributeError, KeyError, TypeError) as error:
-        text = None if isinstance(error, UsageError) else unknown_name_text(error)
-        if text is None and not isinstance(error, UserError):
-            raise
-        print(f"runner: {text or error}", file=sys.stderr)
+    except UserError as error:
+        print(f"runner: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, UsageError) else UsageError.exit_code
     except KeyboardInterrupt:
         return 130
@@ -73,9 +70,8 @@ def _run(words: Sequence[str]) -> int:
     if flags.values.get("list"):
         return _print(_listing(flags))
     if flags.mode == "generate" and not flags.only_prints:
-        from layerkit_runner.tools.generate import run_generate
-
-        return run_generate(flags)
+        generate = commands.load(commands.FlagCommand, "generate", shown="--mode=generate")
+        return generate.run(flags)
     if flags.exp is None:
         # Imported late, because commands with --exp do not need it.
         from layerkit_runner.config.recorded import with_recorded_experiment
@@ -99,15 +95,15 @@ def _run(words: Sequence[str]) -> int:
         as_json = flags.options.json
         return _print(printed_config(resolved, options, mode=flags.mode, as_json=as_json))
     configure_library_logs(flags.options)
-    from layerkit_runner.run.resolve import naming_flags
+    if flags.mode not in MODES:
+        from layerkit_runner.run.resolve import naming_flags
 
-    with naming_flags(resolved):
-        if flags.mode not in MODES:
+        with naming_flags(resolved):
             return commands.load_mode(flags.mode).run(resolved, flags.options)
-        # Loads JAX, Optax and the rest.
-        from layerkit_runner.run.run_mode import run
+    # Loads JAX, Optax and the rest.
+    from layerkit_runner.run.run_mode import run
 
-        return run(flags.mode, resolved, flags.options) or 0
+    return run(flags.mode, resolved, flags.options) or 0
 
 
 def _command(words: Sequence[str]) -> commands.Command | None:

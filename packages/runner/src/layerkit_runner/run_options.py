@@ -35,34 +35,6 @@ _PRESETS = (
 
 AUTO_ADDRESS = "auto"
 
-# Other names of flags. Those of Pax include --num_hosts, which is --num_processes in modes that
-# join several processes.
-OTHER_NAMES = {
-    "fdl_config": "exp",
-    "server_addr": "coordinator_address",
-    "host_idx": "process_id",
-    "verbosity": "v",
-}
-
-# Flags of Pax that no flag of another name replaces.
-PAX_ANSWERS = {
-    "globally_use_hardware_rng": "The random number generator is part of the configuration:"
-    " --fdl.task.train.prng_impl=unsafe_rbg",
-    "enforce_restore_shape_check": "Shapes are always checked when a checkpoint is restored.",
-    "decode_output_pickle": "Outputs are JSON lines in DIR/decode.",
-    "tensorstore_use_ocdbt": "Checkpoints that TensorStore writes are always OCDBT.",
-    "maybe_use_persistence_checkpointing": "Checkpoints are always written by TensorStore; pmap"
-    " runs choose by --pmap_use_tensorstore.",
-}
-
-# Values of --inspect, each with the flags of its mode that have a meaning for it.
-INSPECTED = {
-    "config": ("json",),
-    "layers": ("num_devices",),
-    "parameters": ("num_devices", "json"),
-    "batches": ("num_batches", "num_hosts", "num_devices"),
-}
-
 
 def switch(text: str) -> bool:
     """Return True or False for its text, or raise ValueError with what was expected."""
@@ -307,7 +279,7 @@ class RunOptions:
         "WHAT",
         _INSPECT,
         default="config",
-        choices=tuple(INSPECTED),
+        choices=("config", "layers", "parameters", "batches"),
     )
     num_batches: int = _option("batches of each input", "N", _INSPECT, default=2)
     num_hosts: int = _option("hosts that share each input", "N", _INSPECT, default=1)

@@ -15,11 +15,7 @@ from layerkit.config import Config, build
 from layerkit.errors import ConfigError
 from layerkit_runner import BaseExperiment, Observer, Override, UsageError
 from layerkit_runner.config.config_text import config_json, config_text
-from layerkit_runner.config.experiment import (
-    ExperimentClassError,
-    experiment_fields,
-    reduced_values,
-)
+from layerkit_runner.config.experiment import experiment_fields, reduced_values
 from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.config.overrides import parse_fields
 from layerkit_runner.errors import FieldError
@@ -118,46 +114,8 @@ def test_mix_in_may_assign_a_field_that_another_base_declares(raises):
         pass
 
     assert Deeper().NUM_LAYERS == 64
-    with raises(ExperimentClassError, owner="Wrong", value="LAYERS"):
+    with raises(FieldError, owner="Wrong", value="LAYERS"):
         type("Mixed", (type("Wrong", (), {"LAYERS": 64}), Small), {})
-
-
-@pytest.mark.parametrize(
-    ("name", "hook"),
-    [
-        ("eval_program", "eval_programs"),
-        ("evaluate_programs", "eval_programs"),
-        ("decode_dataset", "decode_datasets"),
-        ("partition", "partitioner"),
-        ("dataset", "datasets"),
-    ],
-)
-def test_misspelled_hook_raises(raises, name: str, hook: str):
-    mix_in = type("Programs", (), {name: lambda self: None})
-    for bases, members in (((Small,), vars(mix_in)[name]), ((mix_in, Small), None)):
-        with raises(ExperimentClassError, owner="Programs", value=name, choices=(hook,)):
-            type("Programs", bases, {name: members} if members else {})
-
-
-def test_method_whose_name_resembles_a_hook_less_is_accepted():
-    class Own(Small):
-        def dataset(self, split: str) -> Config:  # hooks have no parameters
-            return Config(Input, batch_size=1)
-
-        def validator(self) -> None:
-            """Not as near as that."""
-
-        def decode_dataset(self) -> Config:
-            return self.dataset("decode")
-
-        def decode_datasets(self) -> list[Config]:  # beside it, so both names are meant
-            return [self.decode_dataset()]
-
-    class Below(Own):
-        def decode_dataset(self) -> Config:
-            return self.dataset("test")
-
-    assert len(Below().decode_datasets()) == 1
 
 
 def test_property_replaces_a_field(raises):

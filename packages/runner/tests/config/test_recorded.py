@@ -129,6 +129,14 @@ def test_recorded_function_that_is_no_part_of_a_model_is_not_called(job: Path, c
     assert "--fdl.task" in capsys.readouterr().err and not made.exists()
 
 
+def test_training_requires_an_experiment(raises, job: Path):
+    for words in ([], ["--mode=eval"], ["--fdl.NUM_LAYERS=3"]):
+        with raises(UsageError, field="--exp"):
+            with_recorded_experiment(parse_flags(words), lambda line: None)
+    with raises(UsageError, field="--exp", hint=f"{job} was written by --exp='recorded_lm.Small'."):
+        with_recorded_experiment(parse_flags([f"--job_log_dir={job}"]), lambda line: None)
+
+
 def test_folder_without_a_record_raises(raises, tmp_path: Path):
     folder = f"{tmp_path}/job"
     with raises(UsageError, field="--job_log_dir", value=folder):

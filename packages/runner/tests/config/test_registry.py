@@ -11,11 +11,7 @@ from typing import Any
 
 import pytest
 
-from layerkit_runner.config.experiment import (
-    BaseExperiment,
-    ExperimentClassError,
-    experiment_fields,
-)
+from layerkit_runner.config.experiment import BaseExperiment, experiment_fields
 from layerkit_runner.config.registry import (
     CATALOGUE_FILE,
     CatalogueLine,
@@ -27,7 +23,7 @@ from layerkit_runner.config.registry import (
     load_experiment,
     read_catalogue,
 )
-from layerkit_runner.errors import UsageError
+from layerkit_runner.errors import FieldError, UsageError
 from layerkit_runner.tools.catalogue import catalogue_file_text
 
 # A package without a catalogue.
@@ -185,8 +181,6 @@ def test_catalogued_experiment_is_found_and_listed_without_an_import(raises, fol
     listed = [entry for entry in list_experiments() if entry.module.startswith("reg_acme")]
     assert listed == [ExperimentEntry("lm.big.Big", "reg_acme.lm.big.Big", line)]
     assert find_experiment("Big") == find_experiment("lm.big.Big") == listed[0]
-    with pytest.raises(UsageError, match=r"lm\.big\.Big'"):
-        find_experiment("lm.big.Bigg")
     assert "reg_acme.lm.big" not in sys.modules
     # One that the catalogue lacks is imported.
     assert load_experiment(find_experiment("lm.small.Small")).__name__ == "Small"
@@ -231,7 +225,7 @@ def test_unknown_name_suggests_the_nearest(name: str, near: str):
     assert near in str(caught.value)
 
 
-MINE = "class Mine(BaseExperiment): pass\n"
+MINE = "from layerkit_runner import BaseExperiment\nclass Mine(BaseExperiment): pass\n"
 
 
 @pytest.mark.parametrize(
@@ -244,22 +238,23 @@ MINE = "class Mine(BaseExperiment): pass\n"
             "reg_own.text.Mine",
         ),
         (
-            {"reg_own.py": f"from layerkit_runner import BaseExperiment\n{MINE}"},
+            {"reg_own.py": MINE},
             "reg_own.Mien",
             "reg_own.Mine",
         ),
-        ({"reg_own.py": f"1 / 0\n{MINE}"}, "reg_own.Mien", "reg_own.Mine"),
     ],
-    ids=["file of the folder", "module of the package", "class", "class of a module that fails"],
+    ids=["file of the folder", "module of the package", "class"],
 )
-def test_misspelled_name_of_a_custom_module_suggests_the_nearest_without_an_import(
-    raises, folder: Path, monkeypatch, files: dict[str, str], name: str, near: str
+def test_misspelled_name_of_a_custom_module_suggests_the_nearest(
+    folder: Path, monkeypatch, files: dict[str, str], name: str, near: str
 ):
     monkeypatch.chdir(folder)
     write(folder, files)
     assert find_experiment(near).name == near
-    with raises(UsageError, value=name, choices=(near,)):
+    with pytest.raises(UsageError) as caught:
         find_experiment(name)
+    assert caught.value.value == name
+    assert f"Did you mean {near!r}?" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +309,6 @@ def test_class_made_by_a_call_or_imported_is_found(folder: Path):
     [
         ("DEPHT = 1", "DEPHT"),
         ("reduced_fields = {'DEPHT': 1}", "DEPHT"),
-        ("def eval_program(self): pass", "eval_program"),
     ],
 )
 @pytest.mark.parametrize("name", ["Wrong", "Other", "Made"])
@@ -339,30 +333,8 @@ def test_wrong_class_raises_with_its_file_and_line(
         },
     )
     monkeypatch.chdir(folder)
-    with raises(ExperimentClassError, owner="reg_refused.py:7: Wrong", value=value, exit_code=2):
+    with raises(FieldError, owner="reg_refused.py:7: Wrong", value=value, exit_code=2):
         load(f"reg_refused.{name}")
-
-
-def test_misspelled_hook_of_an_observer_raises_with_its_file_and_line(
-    raises, folder: Path, monkeypatch: pytest.MonkeyPatch
-):
-    write(
-        folder,
-        {
-            "reg_watch.py": """
-                from layerkit_runner import BaseExperiment
-                from layerkit_runner.observers import Observer
-
-                class Watch(Observer):
-                    def train_metric(self, step, scalars): pass
-
-                class Watched(BaseExperiment): pass
-            """
-        },
-    )
-    monkeypatch.chdir(folder)
-    with raises(ExperimentClassError, owner="reg_watch.py:5: Watch", value="train_metric"):
-        load("reg_watch.Watched")
 
 
 SUMMARY = "A model of which much can be said, and all of it in one long sentence like this."

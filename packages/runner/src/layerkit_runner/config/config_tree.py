@@ -26,7 +26,7 @@ from layerkit.config import (
 )
 from layerkit.errors import first_names
 from layerkit_runner.config.overrides import Override
-from layerkit_runner.errors import UsageError, with_data
+from layerkit_runner.errors import UsageError, recast
 from layerkit_runner.files.text import stable_repr
 
 NOT_SET = "(not set)"
@@ -271,7 +271,7 @@ class PathSetter:
     def _mismatch(self, error: field_types.FieldTypeError, path: str) -> UsageError:
         owner = None if path == self._override.path else f"--fdl.{self._override.path}"
         field = path if owner else f"--fdl.{path}"
-        return with_data(UsageError, error, owner=owner, field=field)
+        return recast(UsageError, error, owner=owner, field=field)
 
     def _claim(self, config: Any, rest: list[str]) -> None:
         earlier = self._owners.setdefault((id(config), ".".join(rest)), self._override)

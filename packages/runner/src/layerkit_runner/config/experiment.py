@@ -25,12 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from layerkit.config import field_types
 from layerkit_runner.config.overrides import unknown_field
-from layerkit_runner.errors import (
-    ExperimentClassError,
-    FieldError,
-    check_method_names,
-    with_data,
-)
+from layerkit_runner.errors import FieldError, recast
 
 if TYPE_CHECKING:
     from layerkit.config import Config
@@ -59,9 +54,8 @@ class BaseExperiment:
     all base classes."""
 
     def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
-        """Check the fields and methods of a new class."""
+        """Check the fields of a new class."""
         super().__init_subclass__(**kwargs)
-        check_method_names(cls, BaseExperiment)
         cls._is_abstract = abstract or cls.__name__.startswith("_")
         experiment_tags(cls)
         _check_assigned(cls)
@@ -95,7 +89,7 @@ class BaseExperiment:
                 value = field_types.convert(value, declared[name])
             except field_types.FieldTypeError as error:
                 owner = type(self).__qualname__
-                raise with_data(FieldError, error, owner=owner, field=name) from None
+                raise recast(FieldError, error, owner=owner, field=name) from None
             # A list that an instance edits must not be the default of its class.
             value = copy.copy(value) if isinstance(value, (list, dict)) else value
         super().__setattr__(name, value)
@@ -212,7 +206,7 @@ def experiment_tags(cls: type) -> tuple[str, ...]:
         tags = vars(base).get("tags", ())
         if not isinstance(tags, (tuple, list)) or not all(isinstance(tag, str) for tag in tags):
             example = (tags,) if isinstance(tags, str) else ("moe", "pipeline")
-            raise ExperimentClassError(
+            raise FieldError(
                 owner=base.__qualname__,
                 field="tags",
                 value=tags,
@@ -278,7 +272,7 @@ def _check_assigned(cls: type) -> None:
     assigned = [(base, *each) for base in cls.__mro__ for each in vars(base).items()]
     for base, name, value in assigned:
         if is_field_name(name) and name not in declared:
-            raise ExperimentClassError(
+            raise FieldError(
                 "undeclared field",
                 owner=base.__qualname__,
                 value=name,
@@ -288,7 +282,7 @@ def _check_assigned(cls: type) -> None:
     for name in reduced_values(cls):
         if name not in declared:
             problem, owner = "unknown field in reduced_fields", cls.__qualname__
-            raise ExperimentClassError(problem, owner=owner, value=name, choices=declared)
+            raise FieldError(problem, owner=owner, value=name, choices=declared)
 
 
 def _annotated_fields(cls: type) -> dict[str, str | None]:

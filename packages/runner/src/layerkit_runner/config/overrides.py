@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from layerkit.config import field_types
-from layerkit_runner.errors import FieldError, UsageError, with_data
+from layerkit_runner.errors import FieldError, UsageError, recast
 
 # Roots that few experiments define; None for the others.
 OPTIONAL_ROOTS = ("train_programs", "eval_programs", "decode_programs", "executor")
@@ -104,7 +104,7 @@ def parse_fields(
             try:
                 values[name] = field_types.parse_value(override.text, annotations[name])
             except field_types.FieldTypeError as error:
-                problems.append(with_data(FieldError, error, owner=experiment, field=name))
+                problems.append(recast(FieldError, error, owner=experiment, field=name))
     if len(problems) == 1:
         raise problems[0]
     if problems:

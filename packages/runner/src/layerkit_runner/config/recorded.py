@@ -82,11 +82,24 @@ def require_recorded_config(folder: str, *, flag: str, hint: str | None = None) 
 def with_recorded_experiment(flags: ParsedFlags, report: Callable[[str], None]) -> ParsedFlags:
     """Return flags with the experiment and overrides of the job's folder, if they name none.
 
-    Overrides of the command line replace recorded ones of the same path.
+    Overrides of the command line replace recorded ones of the same path. A folder names the
+    experiment that was trained there, but not what to train next.
     """
     folder = flags.options.job_log_dir
-    if flags.exp is not None or folder is None:
+    if flags.exp is not None:
         return flags
+    trains = flags.mode == "train" and not flags.only_prints
+    if folder is None or trains:
+        before = None if folder is None else read_recorded_config(folder)
+        raise UsageError(
+            "missing flag",
+            field="--exp",
+            expected="the name of an experiment"
+            + ("" if trains else ", or the --job_log_dir of a job that ran it"),
+            hint="`runner --list` prints all."
+            if before is None
+            else f"{folder} was written by --exp={before.experiment!r}.",
+        )
     hint = "Or name the experiment by --exp."
     recorded = require_recorded_config(folder, flag="--job_log_dir", hint=hint)
     if not _CLASS_NAME.fullmatch(recorded.experiment):
@@ -98,10 +111,10 @@ def with_recorded_experiment(flags: ParsedFlags, report: Callable[[str], None]) 
             hint="Name the experiment by --exp.",
         )
     _check_module("experiment", recorded.experiment, folder)
-    given = {override.path for override in flags.overrides}
+    paths = {override.path for override in flags.overrides}
     taken = []
     for path, text in recorded.overrides.items():
-        if path in given:
+        if path in paths:
             continue
         if "." in path and _CLASS_NAME.fullmatch(text):  # It may name the class of a config.
             _check_module(path, text, folder)

@@ -2,14 +2,14 @@
 
 `--exp=lm.pile.Pile126M` means, in this order:
 
-1. that class inside a package of the entry-point group `layerkit.experiments`, or a class of that
-   full dotted name, anywhere on the Python path or below the current folder;
-2. the names that Pax's documents use, such as `tasks.lm.params.lm_cloud.LmCloudSpmd`;
-3. the one experiment of these packages whose full name ends so (`pile.Pile126M`).
+1. an experiment of that name in a package of the entry-point group `layerkit.experiments`, or the
+   one whose full name ends so (`pile.Pile126M`);
+2. a class of that full dotted name, anywhere on the Python path or below the current folder.
+
+Names of Pax's documents are valid, too; see `config.pax`.
 
 Importing experiments takes seconds, so both read `catalogue.json` beside a package's `__init__.py`,
-which `layerkit_runner.tools.catalogue` writes. A name that the catalogue lacks is looked for in the
-text of its module, so that a misspelled name need not wait for imports.
+which `layerkit_runner.tools.catalogue` writes. A name that the catalogue lacks imports its module.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ import importlib.util
 import json
 import os
 import pkgutil
-import re
-import traceback
+import sys
 import types
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layerkit.errors import find_near_names
-from layerkit_runner.errors import ExperimentClassError, FieldError, UsageError
+from layerkit_runner.config import pax
+from layerkit_runner.errors import FieldError, UsageError, line_of
 from layerkit_runner.files.text import aligned, cut
 
 if TYPE_CHECKING:
@@ -38,17 +37,6 @@ ENTRY_POINT_GROUP = "layerkit.experiments"
 CATALOGUE_FILE = "catalogue.json"
 
 _HEADINGS = ("NAME", "WEIGHTS", "MESH", "DATA", "SUMMARY")
-
-# Names in Pax's documents, each with the package of those experiments here.
-_PAX_NAMES = (
-    (re.compile(r"(paxml\.)?tasks\.(\w+)\.params\."), r"\2."),
-    (re.compile(r"paxml\.contrib\.gpu\.scripts_gpu\.configs\.(?=LLaMA)"), "lm.boolq."),
-    (re.compile(r"paxml\.contrib\.gpu\.scripts_gpu\.configs\."), "lm.pile."),
-)
-# A module may have a name that its text lacks in these ways only.
-_DYNAMIC = re.compile(r"import \*|\bglobals\(\)|\bexec\(|^def __getattr__", re.MULTILINE)
-_CLASS = re.compile(r"^class ([A-Za-z]\w*)", re.MULTILINE)
-_RUNNER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,49 +140,59 @@ def _short_count(count: int) -> str:
 
 
 def find_experiment(name: str, *, flag: str = "--exp") -> ExperimentEntry:
-    """Return the experiment that a name means; `load_experiment` imports it."""
-    packages = experiment_packages()
+    """Return the experiment that a name means; `load_experiment` imports it.
+
+    Raises:
+      UsageError: There is no such experiment, or several have the name.
+    """
+    packages, spelling = experiment_packages(), pax.experiment_name(name)
     catalogued = _catalogued(packages)
-    for spelling in dict.fromkeys([name, _from_pax(name)]):
-        exact = [*(f"{package}.{spelling}" for package in packages), spelling]
-        found = [catalogued.get(dotted) or _named_entry(dotted, packages) for dotted in exact]
-        if any(found):
-            return _the_only(flag, name, [entry for entry in found if entry is not None])
-    index = _index(packages)
-    ending = [entry for full, entry in index.items() if full.endswith("." + _from_pax(name))]
-    if ending:
-        return _the_only(flag, name, ending)
+    dotted = [*(f"{package}.{spelling}" for package in packages), spelling]
+    entries = [catalogued.get(full) or _imported_entry(full, packages) for full in dotted]
+    matches = {entry.dotted: entry for entry in entries if entry is not None}
+    index = {} if matches else _index(packages)
+    matches |= {full: entry for full, entry in index.items() if full.endswith(f".{spelling}")}
+    if len(matches) > 1:
+        expected = f"one of {', '.join(sorted(matches))}"
+        raise UsageError("ambiguous name", field=flag, value=name, expected=expected)
+    if matches:
+        return matches.popitem()[1]
+    raise UsageError(
+        "unknown experiment",
+        field=flag,
+        value=name,
+        choices=_choices(spelling, index),
+        hint="`runner --list` prints all."
+        if _spec(spelling.partition(".")[0]) or "." not in spelling
+        else f"No such module is in {Path.cwd()}, in PYTHONPATH or among installed packages.",
+    )
+
+
+def _choices(name: str, index: Mapping[str, ExperimentEntry]) -> list[str]:
+    """Return names that a misspelled one may mean: of its module, of its package, or of all."""
     module, _, class_name = name.rpartition(".")
-    if _source(module) is not None:
-        raise _missing_class(flag, module, class_name)
-    choices = [entry.name for entry in index.values()]
-    package, dot, _ = _from_pax(name).partition(".")
-    if dot and not any(choice.startswith(f"{package}.") for choice in choices):
-        spec = _spec(package)
-        if spec is None:
-            raise _missing_module(flag, name, package)
-        # Suggest names of this package alone.
-        choices = [full for full in index if full.startswith(f"{package}.")]
-        if not choices:
-            modules = pkgutil.iter_modules(spec.submodule_search_locations or [])
-            choices = [f"{package}.{found.name}.{class_name}" for found in modules]
-    if not module:
-        # A bare class name is too unlike a whole dotted one.
-        choices = [choice.rpartition(".")[2] for choice in choices]
-    hint = "`runner --list` prints all."
-    raise UsageError("unknown experiment", field=flag, value=name, choices=choices, hint=hint)
+    if not module:  # A bare class name is too unlike a whole dotted one.
+        return [entry.class_name for entry in index.values()]
+    if module in sys.modules:
+        return [f"{module}.{name}" for name in _class_names(sys.modules[module])]
+    names = [entry.name for entry in index.values()]
+    names += [f"{path.stem}.{class_name}" for path in Path.cwd().glob("*.py")]
+    if (spec := _spec(module.partition(".")[0])) is not None:
+        inner = pkgutil.iter_modules(spec.submodule_search_locations or [])
+        names += [f"{spec.name}.{info.name}.{class_name}" for info in inner]
+    return names
 
 
 def load_experiment(entry: ExperimentEntry) -> type[BaseExperiment]:
     """Import the class of an experiment."""
     from layerkit_runner.config.experiment import BaseExperiment
 
-    cls = getattr(_imported(entry.module), entry.class_name, None)
-    if not isinstance(cls, type):
-        raise _missing_class("--exp", entry.module, entry.class_name)
-    if not issubclass(cls, BaseExperiment):
+    module = _imported(entry.module)
+    cls = getattr(module, entry.class_name, None)
+    if not isinstance(cls, type) or not issubclass(cls, BaseExperiment):
+        choices = [f"{entry.module}.{name}" for name in _class_names(module)]
         expected = "a class derived from BaseExperiment"
-        raise UsageError(field="--exp", value=entry.dotted, expected=expected)
+        raise UsageError(field="--exp", value=entry.dotted, expected=expected, choices=choices)
     if cls._is_abstract:
         raise UsageError(
             "abstract experiment",
@@ -213,7 +211,7 @@ def experiment_classes(package: str) -> dict[str, type[BaseExperiment]]:
     """
     from layerkit_runner.config.experiment import BaseExperiment
 
-    found: dict[str, type[BaseExperiment]] = {}
+    classes: dict[str, type[BaseExperiment]] = {}
     module = _imported(package)
     for name, value in vars(module).items():
         if (
@@ -223,19 +221,20 @@ def experiment_classes(package: str) -> dict[str, type[BaseExperiment]]:
             and not value._is_abstract
             and not name.startswith("_")
         ):
-            found[f"{package}.{name}"] = value
+            classes[f"{package}.{name}"] = value
     for inner in pkgutil.iter_modules(getattr(module, "__path__", ())):
         if inner.name != "tests":
-            found |= experiment_classes(f"{package}.{inner.name}")
-    return found
+            classes |= experiment_classes(f"{package}.{inner.name}")
+    return classes
 
 
 def entry_of(cls: type[BaseExperiment], dotted: str, packages: Collection[str]) -> ExperimentEntry:
     """Return the entry of an experiment class, which is not built."""
     from layerkit_runner.config.experiment import experiment_summary, experiment_tags
 
-    own = f"{cls.__module__}.{cls.__qualname__}"
-    summary = experiment_summary(cls) if dotted == own else f"The same as {_short(own, packages)}."
+    name, summary = f"{cls.__module__}.{cls.__qualname__}", experiment_summary(cls)
+    if dotted != name:
+        summary = f"The same as {_short(name, packages)}."
     line = CatalogueLine(None, None, None, summary, experiment_tags(cls))
     return ExperimentEntry(_short(dotted, packages), dotted, line)
 
@@ -284,14 +283,16 @@ def read_catalogue(folder: str | os.PathLike[str]) -> dict[str, CatalogueLine] |
         raise UsageError(f"not a catalogue of experiments: {error!r}", owner=path) from None
 
 
-def _named_entry(dotted: str, packages: Collection[str]) -> ExperimentEntry | None:
-    """Return an entry for a name that the text of its module binds; it is not imported yet."""
+def _imported_entry(dotted: str, packages: Collection[str]) -> ExperimentEntry | None:
+    """Import the module of a full dotted name; return the entry, or None if it has no such name."""
     module, _, name = dotted.rpartition(".")
-    text = _source(module) if name.isidentifier() else None
-    binding = rf"^(class )?{name}\b|\bimport\b.*\b{name}\b|^ +{name},$"
-    if text is None or not (re.search(binding, text, re.MULTILINE) or _DYNAMIC.search(text)):
+    if not module or _spec(module) is None or not hasattr(_imported(module), name):
         return None
     return ExperimentEntry(_short(dotted, packages), dotted, CatalogueLine(None, None, None))
+
+
+def _class_names(module: types.ModuleType) -> list[str]:
+    return [name for name, value in vars(module).items() if isinstance(value, type)]
 
 
 def _spec(module: str) -> importlib.machinery.ModuleSpec | None:
@@ -299,13 +300,6 @@ def _spec(module: str) -> importlib.machinery.ModuleSpec | None:
         return importlib.util.find_spec(module)
     except (ImportError, ValueError):  # a package above it is missing
         return None
-
-
-def _source(module: str) -> str | None:
-    """Return the text of a module; None where there is no module of Python source."""
-    spec = _spec(module) if module else None
-    origin = "" if spec is None else spec.origin or ""
-    return Path(origin).read_text(encoding="utf-8") if origin.endswith(".py") else None
 
 
 def _imported(name: str) -> types.ModuleType:
@@ -316,44 +310,9 @@ def _imported(name: str) -> types.ModuleType:
         raise UsageError(f"cannot be imported: {error}", owner=name) from error
     except SyntaxError as error:
         raise UsageError(error.msg, owner=f"{error.filename}:{error.lineno}") from None
-    except (ExperimentClassError, FieldError) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        others = [frame for frame in frames if not frame.filename.startswith(_RUNNER)]
-        line = f"{os.path.relpath(others[-1].filename)}:{others[-1].lineno}"
-        error.owner = f"{line}: {error.owner}"
+    except FieldError as error:
+        error.owner = f"{line_of(error)}: {error.owner}"
         raise
-
-
-def _the_only(flag: str, name: str, entries: list[ExperimentEntry]) -> ExperimentEntry:
-    names = sorted({entry.dotted for entry in entries})
-    if len(names) > 1:
-        expected = f"one of {', '.join(names)}"
-        raise UsageError("ambiguous name", field=flag, value=name, expected=expected)
-    return entries[0]
-
-
-def _missing_class(flag: str, module: str, name: str) -> UsageError:
-    choices = [f"{module}.{found}" for found in _CLASS.findall(_source(module) or "")]
-    value = f"{module}.{name}"
-    return UsageError("unknown experiment", field=flag, value=value, choices=choices)
-
-
-def _missing_module(flag: str, name: str, package: str) -> UsageError:
-    files = [path.stem for path in Path.cwd().glob("*.py")]
-    return UsageError(
-        f"no module {package!r} in {Path.cwd()}, in PYTHONPATH or among installed packages",
-        field=flag,
-        value=name,
-        choices=[stem + name.removeprefix(package) for stem in find_near_names(package, files)],
-        hint="`runner --list` prints the experiments of installed packages.",
-    )
-
-
-def _from_pax(name: str) -> str:
-    for pattern, replacement in _PAX_NAMES:
-        if pattern.match(name):
-            return pattern.sub(replacement, name, count=1)
-    return name
 
 
 def _short(dotted: str, packages: Collection[str]) -> str:

@@ -26,7 +26,7 @@ import numpy as np
 from etils import epath
 
 from layerkit.errors import error_text
-from layerkit_runner.errors import UsageError, check_method_names, to_usage_error
+from layerkit_runner.errors import UsageError, to_usage_error
 
 if TYPE_CHECKING:
     from layerkit.config import Config
@@ -140,11 +140,6 @@ class Observer:
     in_background: bool = True
     optional: bool = True
     close_timeout_secs: float = 60.0
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Check the methods of a new class."""
-        super().__init_subclass__(**kwargs)
-        check_method_names(cls, Observer)
 
     def start(self, info: RunInfo) -> None:
         """Prepare for the run; called once, before the first step."""

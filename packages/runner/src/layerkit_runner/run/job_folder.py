@@ -7,6 +7,7 @@ same in readable form. While it trains, it holds a lock on `.running`.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import os
@@ -23,7 +24,7 @@ from layerkit_runner.checkpointing import folders
 from layerkit_runner.checkpointing.errors import SaveError
 from layerkit_runner.checkpointing.policy import EVALUATIONS_FILE
 from layerkit_runner.config.config_text import config_json, config_text
-from layerkit_runner.config.experiment import reduced_overrides, reduced_values
+from layerkit_runner.config.experiment import is_field_name, reduced_overrides, reduced_values
 from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.config.recorded import differing_names, read_recorded_config
 from layerkit_runner.config.requests import ResolvedExperiment, to_argv
@@ -38,7 +39,6 @@ from layerkit_runner.files.atomic_write import (
     remove_stale_partials,
 )
 from layerkit_runner.files.locks import NoLocksError, delete_and_unlock, try_lock
-from layerkit_runner.run.resolve import override_path
 from layerkit_runner.run_options import RunOptions
 from layerkit_runner.step.train_state import RECORD
 
@@ -248,8 +248,19 @@ def longer(resolved: ResolvedExperiment, num_steps: int) -> dict[str, str | None
 
 
 def last_step_path(resolved: ResolvedExperiment) -> str:
-    """Return the override path of the number of steps: a field of the experiment, if any."""
-    return override_path(resolved, "task.train.num_train_steps")
+    """Return the override path of the number of steps: a field of the experiment, if one sets it.
+
+    A schedule may depend on the field.
+    """
+    path, num_steps = "task.train.num_train_steps", resolved.task.train.num_train_steps
+    fields = {} if path in (o.path for o in resolved.deep_overrides) else vars(resolved.experiment)
+    for name, value in fields.items():
+        if is_field_name(name) and value == num_steps:
+            longer_experiment = copy.copy(resolved.experiment)
+            setattr(longer_experiment, name, num_steps + 1)
+            if longer_experiment.task().train.num_train_steps == num_steps + 1:
+                return name
+    return path
 
 
 def command_line(

@@ -1,41 +1,32 @@
 """Resolution of an experiment into configs, with all overrides applied, and back.
 
 `resolve` calls `validate()` and the methods that return configs, and then sets the deep overrides.
-It instantiates no config, so an unknown path is reported before any device is used. `source_field`
-finds the experiment's field that sets a path which an error names.
+It instantiates no config, so an unknown path is reported before any device is used.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from layerkit.config import copy_config, is_config
-from layerkit.errors import UserError, setting_words
-from layerkit_runner.config.config_tree import (
-    NOT_SET,
-    PathSetter,
-    field_value,
-    plain_value,
-    target_name,
-    value_at,
-    walk,
-)
+from layerkit.errors import UserError
+from layerkit_runner.config.config_tree import NOT_SET, PathSetter, field_value, target_name
 from layerkit_runner.config.experiment import BaseExperiment, experiment_fields, reduced_values
-from layerkit_runner.config.flags import check_folder
 from layerkit_runner.config.overrides import (
     OPTIONAL_ROOTS,
     ROOTS,
     Override,
     check_consistent,
     parse_fields,
+    unknown_field,
 )
 from layerkit_runner.config.registry import ExperimentEntry, find_experiment, load_experiment
 from layerkit_runner.config.requests import ParsedFlags, ResolvedExperiment
-from layerkit_runner.errors import UsageError, as_usage_error
+from layerkit_runner.errors import UsageError, as_usage_error, line_of, naming_line
+from layerkit_runner.run_options import MODES
 
 
 def resolve(
@@ -59,9 +50,9 @@ def with_overrides(
     added = check_consistent(deep_overrides)
     paths = {override.path for override in added}
     kept = [override for override in resolved.deep_overrides if override.path not in paths]
-    found = _set(roots, added)
-    found["notes"] = resolved.notes + found["notes"]
-    return dataclasses.replace(resolved, **found, deep_overrides=check_consistent([*kept, *added]))
+    values = _set(roots, added)
+    values["notes"] = resolved.notes + values["notes"]
+    return dataclasses.replace(resolved, **values, deep_overrides=check_consistent([*kept, *added]))
 
 
 def _set(roots: dict[str, Any], overrides: Iterable[Override]) -> dict[str, Any]:
@@ -101,9 +92,24 @@ def resolve_flags(flags: ParsedFlags) -> ResolvedExperiment:
     return resolve_entry(entry, flags.overrides, reduced=bool(flags.values.get("reduced")))
 
 
+def check_folder(flags: ParsedFlags) -> None:
+    """Check that a mode that writes has a folder to write to."""
+    needs_folder = flags.mode in MODES and flags.mode != "generate" and not flags.only_prints
+    if needs_folder and flags.options.job_log_dir is None:
+        expected = f"a folder to write to, which --mode={flags.mode} needs"
+        raise UsageError("missing flag", field="--job_log_dir", expected=expected)
+
+
 def _checked(experiment: BaseExperiment, root: str) -> Any:
     """Return the configs of a method; raise `UsageError` if it returns something else."""
-    result = getattr(experiment, root)()
+    try:
+        with naming_line():
+            result = getattr(experiment, root)()
+    except AttributeError as error:
+        if error.obj is not experiment:
+            raise
+        fields, owner = experiment_fields(type(experiment)), type(experiment).__qualname__
+        raise unknown_field(f"{line_of(error)}: {owner}", str(error.name), fields) from error
     if root in OPTIONAL_ROOTS and result is None:
         return None
     is_one = root in ("task", "partitioner", "executor")
@@ -122,124 +128,26 @@ def _checked(experiment: BaseExperiment, root: str) -> Any:
     )
 
 
-def source_field(resolved: ResolvedExperiment, path: str) -> str | None:
-    """Return the field of the experiment that gives a configuration path its value.
-
-    Return None if an override sets the path, or no single field does.
-    """
-    if any(f"{path}.".startswith(f"{each.path}.") for each in resolved.deep_overrides):
-        return None
-    experiment, (root, *names) = resolved.experiment, path.split(".")
-    fields = experiment_fields(type(experiment))
-    value = value_at(getattr(resolved, root, None), names)
-    if value is NOT_SET:
-        return None
-    traced = copy.copy(experiment)
-    for name in fields:
-        object.__setattr__(traced, name, _marked(getattr(experiment, name), name))
-    # The fields of the copy carry their names, and the name found at the path is the answer. A
-    # method may raise an error for such a value, or ignore the fields.
-    with contextlib.suppress(Exception):
-        mark = _mark(value_at(getattr(traced, root)(), names))
-        if mark is not None and plain_value(value) == plain_value(getattr(experiment, mark)):
-            return mark
-    # A conversion loses the name, and None and bools cannot carry one. Then the answer is the
-    # field that has the same name as the path and the same value.
-    same_name = names[-1].upper() if names else ""
-    if same_name in fields and plain_value(getattr(experiment, same_name)) == plain_value(value):
-        return same_name
-    return None
-
-
-def override_path(resolved: ResolvedExperiment, path: str) -> str:
-    """Return the name after `--fdl.` that sets a path: the experiment's field, or the path."""
-    return source_field(resolved, path) or path
-
-
-def _marked(value: Any, name: str) -> Any:
-    """Return an equal value that carries the name of a field, or the value itself if it cannot."""
-    kind = type(value)
-    if kind in (list, tuple):
-        value = kind(_marked(item, name) for item in value)
-    if kind not in (int, float, str, list, tuple, dict):
-        return value
-    return type(kind.__name__, (kind,), {"experiment_field": name})(value)
-
-
-def _mark(value: Any) -> str | None:
-    """Return the field name that a value carries, or that all of its elements carry."""
-    mark: str | None = getattr(value, "experiment_field", None)
-    if mark is None and isinstance(value, (list, tuple)) and value:
-        marks = {_mark(item) for item in value}
-        return marks.pop() if len(marks) == 1 else None
-    return mark
-
-
 @contextlib.contextmanager
 def naming_flags(resolved: ResolvedExperiment) -> Iterator[None]:
-    """Replace configuration paths in errors by the flags that set them.
+    """Write the field of an error, and its settings, as the flags of their configuration paths.
 
-    The `field` and the `settings` of an error are replaced. If the error or its cause has
-    `remedies`, flags for them are added to the hint; any one of them helps. See
-    `layerkit_inputs.base.bad_records.UnfitFieldError`.
+    The field of a data set is known by the data set's name, from which its path follows.
     """
     try:
         yield
     except UserError as error:
-        paths = _paths(resolved, error)
-        flags_of_field = {f"--fdl.{override_path(resolved, path)}" for path in paths}
-        if len(flags_of_field) == 1:
-            error.field = flags_of_field.pop()
-            outer, _, owner = (error.owner or "").rpartition(": ")
-            error.owner = outer or None if owner.partition(".")[0] in ROOTS else error.owner
-        error.settings = _flags(resolved, error.settings) or error.settings
-        flags = [_flags(resolved, {name: value}) for name, value in _remedies(error).items()]
-        if any(flags):
-            suggestion = f"Flags: {', or '.join(setting_words(each) for each in flags if each)}"
-            error.hint = f"{error.hint} {suggestion}" if error.hint else suggestion
+        for root in ("datasets", "decode_datasets"):
+            for index, config in enumerate(getattr(resolved, root)):
+                name, kind = field_value(config, "name"), target_name(config)
+                is_field = field_value(config, error.field or "") is not NOT_SET
+                if is_field and error.owner in (name or kind, f"{kind} {name!r}"):
+                    error.owner, error.field = None, f"{root}.{index}.{error.field}"
+        error.field = error.field and _as_flag(error.field)
+        error.settings = {_as_flag(path): value for path, value in error.settings.items()}
         raise
 
 
-def _paths(resolved: ResolvedExperiment, error: UserError) -> list[str]:
-    """Return the configuration paths that the field of an error may be, given its owner and value.
-
-    The owner is None if the field is a path itself, or else the path of a config or the name of a
-    data set, perhaps after the name of the experiment.
-    """
-    field = error.field or ""
-    if error.owner is None:
-        root, dot, _ = field.partition(".")
-        return [field] if dot and root in ROOTS else []
-    owner = error.owner.rpartition(": ")[2]
-    root, *names = owner.split(".")
-    configs = [(owner, owner, value_at(getattr(resolved, root), names))] if root in ROOTS else []
-    for root in ("datasets", "decode_datasets"):
-        for index, config in enumerate(getattr(resolved, root)):
-            name = field_value(config, "name")
-            name = target_name(config) if name in ("", None, NOT_SET) else name
-            configs.append((name, f"{root}.{index}", config))
-    return [
-        f"{path}.{field}"
-        for name, path, config in configs
-        if name == owner and plain_value(field_value(config, field)) == plain_value(error.value)
-    ]
-
-
-def _remedies(error: BaseException) -> Mapping[str, Any]:
-    cause: BaseException | None = error
-    while cause is not None:
-        if remedies := getattr(cause, "remedies", None):
-            return remedies
-        cause = cause.__cause__
-    return {}
-
-
-def _flags(resolved: ResolvedExperiment, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by flag for `settings`, values by path or by name."""
-    values = {path: value for path, value in settings.items() if "." in path}
-    for root in ("task", "datasets", "decode_datasets"):
-        for path, current in walk(getattr(resolved, root), root):
-            name = path.rpartition(".")[2]
-            if name in settings and current != settings[name]:
-                values[path] = settings[name]
-    return {f"--fdl.{override_path(resolved, path)}": value for path, value in values.items()}
+def _as_flag(path: str) -> str:
+    root, dot, _ = path.partition(".")
+    return f"--fdl.{path}" if dot and root in ROOTS else path

@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerkit.base.diagnostics import layer_of
-from layerkit.errors import ConfigError, error_text
+from layerkit.errors import UserError, error_text
 from layerkit_runner.config.config_tree import walk
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.errors import (
     StorageError,
     UsageError,
     exits_as_errors,
+    naming_line,
     to_usage_error,
-    unknown_name_text,
 )
 from layerkit_runner.files.atomic_write import UnsafePathError, absolute, open_append
 from layerkit_runner.files.text import size_text
-from layerkit_runner.run.resolve import override_path
+from layerkit_runner.run.resolve import naming_flags
 from layerkit_runner.run_options import RunOptions
 
 if TYPE_CHECKING:
@@ -83,60 +83,28 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
 def job_errors(
     mode: str, resolved: ResolvedExperiment, process: JoinedProcess | None = None
 ) -> Iterator[None]:
-    """Raise `UsageError` for errors of layers, storage, memory and exits that a user can correct.
+    """Raise `UserError` for errors of layers, storage, memory and exits that a user can correct.
 
     The log of `process` receives tracebacks of errors in code; None drops them.
     """
-    with (
-        layer_errors(resolved, process),
-        _storage_and_memory_errors(mode, resolved, process),
-        exits_as_errors(),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def layer_errors(
-    resolved: ResolvedExperiment, process: JoinedProcess | None = None
-) -> Iterator[None]:
-    """Raise `UsageError` if a layer cannot be traced, or if code uses an unknown name."""
-    try:
-        yield
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        text = unknown_name_text(error)
-        if text is not None:
-            found = UsageError(text, owner=resolved.name)
-        elif isinstance(error, (TypeError, ValueError)) and layer_of(error) is not None:
-            found = to_usage_error(error, owner=resolved.name)
-        else:
-            raise
-        if process is not None and (text is not None or not isinstance(error, ConfigError)):
-            found.hint = " ".join(filter(None, (found.hint, _kept_traceback(error, process))))
-        raise found from error
-
-
-@contextlib.contextmanager
-def _storage_and_memory_errors(
-    mode: str, resolved: ResolvedExperiment, process: JoinedProcess | None
-) -> Iterator[None]:
-    """Turn errors of storage, of memory and of versions into ones that the command line prints."""
     import jax
 
-    from layerkit.ops.attention.backends import UnsupportedBackendError
-    from layerkit_runner import checkpointing
+    from layerkit_runner.checkpointing import SaveError
 
     try:
-        yield
-    except (
-        UnsupportedBackendError,
-        checkpointing.LayoutVersionError,
-        checkpointing.NewerManifestError,
-        checkpointing.ProcessCountError,
-    ) as error:
-        raise to_usage_error(error, owner=resolved.name) from error
+        with naming_flags(resolved), naming_line(), exits_as_errors():
+            yield
+    except UserError:
+        raise
+    except (TypeError, ValueError) as error:
+        if layer_of(error) is None:
+            raise
+        usage_error = to_usage_error(error)
+        usage_error.hint = _kept_traceback(error, process)
+        raise usage_error from error
     except OSError as error:
         if (
-            isinstance(error, (checkpointing.SaveError, UnsafePathError))
+            isinstance(error, (SaveError, UnsafePathError))
             or error.errno in _FULL_OR_READ_ONLY
             or _is_in_job_folder(error, process)
         ):
@@ -146,15 +114,13 @@ def _storage_and_memory_errors(
         text = out_of_memory_text(error_text(error))
         if text is None:
             raise
-        hints = memory_remedies(mode, resolved), _kept_traceback(error, process)
-        hint = " ".join(filter(None, hints))
-        raise OutOfMemoryError(f"out of memory: {text}", owner=resolved.name, hint=hint) from error
+        hint = " ".join([*memory_remedies(mode, resolved), _kept_traceback(error, process)])
+        raise OutOfMemoryError(f"out of memory: {text}", hint=hint.strip()) from error
     except MemoryError as error:
         # NumPy reports the requested size, Python does not.
         text = str(error).rstrip(".") or "Python could not allocate memory"
         raise OutOfMemoryError(
             f"out of memory on the host, not on a device: {text}",
-            owner=resolved.name,
             hint=_kept_traceback(error, process),
         ) from error
 
@@ -168,15 +134,16 @@ def _is_in_job_folder(error: OSError, process: JoinedProcess | None) -> bool:
 
 def out_of_memory_text(text: str) -> str | None:
     """Return the out-of-memory message in an error's text, in one line; None if there is none."""
-    match = next((found for words in _OUT_OF_MEMORY if (found := words.search(text))), None)
+    matches = (pattern.search(text) for pattern in _OUT_OF_MEMORY)
+    match = next(filter(None, matches), None)
     if match is None:
         return None
     line = text[match.start() :].partition("\n")[0]
-    line = _BYTES.sub(lambda found: f"{found[0]} ({size_text(int(found[1]))})", line)
+    line = _BYTES.sub(lambda size: f"{size[0]} ({size_text(int(size[1]))})", line)
     return textwrap.shorten(line, 200, placeholder=" …").rstrip(".")
 
 
-def memory_remedies(mode: str, resolved: ResolvedExperiment) -> str:
+def memory_remedies(mode: str, resolved: ResolvedExperiment) -> list[str]:
     """Return sentences that name the overrides with which a run needs less memory."""
     paths = {
         path.rpartition(".")[2]: path
@@ -194,18 +161,14 @@ def memory_remedies(mode: str, resolved: ResolvedExperiment) -> str:
     }
     if mode != "train":
         del changes["remat"]
-    remedies = [
-        words.format(f"--fdl.{override_path(resolved, paths[name])}")
-        for name, words in changes.items()
-        if name in paths
-    ]
+    remedies = [w.format(f"--fdl.{paths[name]}") for name, w in changes.items() if name in paths]
     sentences = [f"To use less memory, set {', '.join(remedies)}."] if remedies else []
     if mode == "train":
         sentences.append(
             "To find settings that fit, without the devices: runner"
             f" --exp={resolved.name} --mode=plan --search, with the same --fdl flags."
         )
-    return " ".join(sentences)
+    return sentences
 
 
 def _kept_traceback(error: BaseException, process: JoinedProcess | None) -> str:

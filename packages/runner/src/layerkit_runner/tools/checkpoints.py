@@ -35,7 +35,7 @@ from layerkit_runner.checkpointing.policy import (
 )
 from layerkit_runner.config.flags import unknown_flag
 from layerkit_runner.config.help import read_command
-from layerkit_runner.errors import StorageError, UsageError, with_data
+from layerkit_runner.errors import StorageError, UsageError, recast
 from layerkit_runner.files.atomic_write import absolute, read_regular
 from layerkit_runner.files.text import aligned, size_text
 from layerkit_runner.run_options import Flag, non_negative
@@ -99,7 +99,7 @@ def _run(words: Sequence[str]) -> int:
     name, given, paths = command
     if overrides and "exp" not in given:
         known = [flag.name for flag in _FLAGS[name]]
-        raise unknown_flag(overrides[0].partition("=")[0], known, known)
+        raise unknown_flag(overrides[0].partition("=")[0], known)
     places = ["DIR", "DEST"] if name == "convert" else ["DIR"]
     if len(paths) != len(places):
         raise UsageError(field="folders", value=paths, expected=" and ".join(places))
@@ -345,7 +345,7 @@ def _recorded_evaluations(directory: epath.Path) -> Evaluations:
     try:
         return read_evaluations(directory)
     except UserError as error:
-        raise with_data(StorageError, error) from error
+        raise recast(StorageError, error) from error
 
 
 def _steps(directory: epath.Path, wanted: int | None) -> list[int]:

@@ -27,11 +27,11 @@ def _plan(resolved: ResolvedExperiment, options: RunOptions) -> int:
     from layerkit_runner.distributed import devices as device_flags
     from layerkit_runner.run.job import build_parts
     from layerkit_runner.run.programs.build_programs import check_train_programs
-    from layerkit_runner.run.run_mode import layer_errors
+    from layerkit_runner.run.run_mode import job_errors
     from layerkit_runner.tools.plan import devices, page, search
     from layerkit_runner.tools.plan.plan import make_plan
 
-    with layer_errors(resolved):
+    with job_errors("plan", resolved):
         check_train_programs(resolved)  # an experiment without training has no step to plan
         parts = build_parts(resolved)
         target = devices.planned_target(
@@ -98,9 +98,8 @@ def _late(path: str) -> Callable[..., int]:
 
 
 def _study(flags: ParsedFlags) -> int:
-    from layerkit_runner.config.flags import check_folder
     from layerkit_runner.config.registry import find_experiment
-    from layerkit_runner.run.resolve import resolve_entry
+    from layerkit_runner.run.resolve import check_folder, resolve_entry
 
     if importlib.util.find_spec("optuna") is None:
         hint = f"Install it: {pip_install('layerkit-runner', 'sweeps')}"
@@ -116,6 +115,7 @@ PLAN = Mode("compile the training step without the devices; print memory and tra
 INSPECT = Mode("print the configuration, weights or batches; writes nothing", _inspect)
 DIFF_CONFIG = FlagCommand(_late("inspect.config_difference:run_diff_config"))
 STUDY = FlagCommand(_study)
+GENERATE = FlagCommand(_late("generate:run_generate"))
 DOCTOR = Command(
     "check this machine: versions, memory, disk, devices; exit code 1 if a check fails",
     _late("doctor:run_doctor"),

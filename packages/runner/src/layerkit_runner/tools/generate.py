@@ -49,6 +49,12 @@ def _load(flags: ParsedFlags) -> LoadedModel:
     from layerkit_runner.interface.loading import load_folder
 
     options = flags.options
+    if (options.job_log_dir is None) == (options.init_from is None):
+        raise UsageError(
+            field="--job_log_dir",
+            value=options.job_log_dir,
+            expected="the folder of a job, or --init_from with a Hugging Face folder in its place",
+        )
     configure_library_logs(options)
     set_gpu_memory_share()
     enable_compilation_cache(options.jax_compilation_cache)

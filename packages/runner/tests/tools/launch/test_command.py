@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from layerkit_runner import cli
-from layerkit_runner.run_options import FLAGS, OTHER_NAMES
+from layerkit_runner.config import pax
+from layerkit_runner.run_options import FLAGS
 from layerkit_runner.tools.launch.command import KINDS
 
 DOCS = Path(__file__).resolve().parents[5] / "docs"
@@ -72,7 +73,7 @@ def test_help_lists_the_kinds_and_the_flags_of_each(capsys):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_flags_of_a_kind_differ_from_those_of_the_runner(kind):
-    known = {flag.name for flag in FLAGS} | set(OTHER_NAMES)
+    known = {flag.name for flag in FLAGS} | set(pax.OTHER_NAMES)
     assert not known & {flag.name for flag in KINDS[kind].FLAGS}
 
 

@@ -21,7 +21,7 @@ from layerkit_inputs.base.errors import MissingExtraError
 from layerkit_runner.config.config_tree import NOT_SET, value_at
 from layerkit_runner.distributed.cluster import all_arrive
 from layerkit_runner.distributed.watchdog import phase
-from layerkit_runner.errors import exits_as_errors, unknown_name_text
+from layerkit_runner.errors import exits_as_errors, naming_line
 from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.files.text import size_text, wrapped_command
 from layerkit_runner.observers import memory_scalars, metrics_path
@@ -29,7 +29,6 @@ from layerkit_runner.observers.metrics_log import encode, read_metrics
 from layerkit_runner.run.executor import Executor
 from layerkit_runner.run.job import Job
 from layerkit_runner.run.job_folder import command_line, longer
-from layerkit_runner.run.resolve import override_path
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.step.train_state import TrainState
 
@@ -95,7 +94,7 @@ class _Parts:
             return  # Not all processes would start it.
         try:
             of_end = phase(f"{name} of the report at the end", waits_for_others=True)
-            with of_end, exits_as_errors():
+            with of_end, naming_line(), exits_as_errors():
                 part()
         except Exception as error:
             self._report(name, error, repeat_mode)
@@ -103,11 +102,8 @@ class _Parts:
                 self.unshared_failure = error
 
     def _report(self, name: str, error: Exception, repeat_mode: str | None) -> None:
-        unknown_name = unknown_name_text(error)
-        reason = " ".join((unknown_name or error_text(error)).split())[:_ERROR_CHARACTERS].rstrip(
-            "."
-        )
-        if unknown_name is None and not isinstance(error, UserError):
+        reason = " ".join(error_text(error).split())[:_ERROR_CHARACTERS].rstrip(".")
+        if not isinstance(error, UserError):
             reason = f"{type(error).__name__}: {reason}"
         job = self._job
         command = command_line(
@@ -237,9 +233,8 @@ def _on_eight_devices(job: Job) -> dict[str, str | None]:
     has_sizes = value_at(job.resolved.partitioner, ["ici_mesh_shape"]) is not NOT_SET
     if not has_sizes or len(job.partitioner.mesh.axis_names) != 3:
         return {}
-    # None removes an override.
-    one_slice = {across: None, override_path(job.resolved, across): None, within: None}
-    return {**one_slice, override_path(job.resolved, within): "[8,1,1]"}
+    has_slices = job.resolved.partitioner.dcn_mesh_shape is not None
+    return {across: "None" if has_slices else None, within: "[8,1,1]"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,10 +14,11 @@ import os
 import sys
 from collections.abc import Sequence
 
+from layerkit_runner.config import pax
 from layerkit_runner.config.flags import read_flags, unknown_flag
 from layerkit_runner.config.help import flag_rows, table
 from layerkit_runner.errors import UsageError
-from layerkit_runner.run_options import FLAGS, OTHER_NAMES, Flag
+from layerkit_runner.run_options import FLAGS, Flag
 from layerkit_runner.tools.launch import local, slurm
 from layerkit_runner.tools.launch.request import Options, check_setup, make_request, read_variable
 
@@ -87,12 +88,12 @@ def parse_options(kind: str, words: Sequence[str]) -> tuple[Options, list[str]]:
     """Return the flags of a kind, and the words that belong to `runner`."""
     rows = (*KINDS[kind].FLAGS, *_COMMON)
     given, others = read_flags(words, rows, known_only=True)
-    known = [*(row.name for row in (*rows, *FLAGS)), *OTHER_NAMES]
+    known = [*(row.name for row in (*rows, *FLAGS)), *pax.OTHER_NAMES]
     for word in others:
         name = word.removeprefix("--").partition("=")[0]
         is_known = name.startswith("fdl.") or name in known or name.removeprefix("no") in known
         if word.startswith("--") and not is_known:
-            raise unknown_flag(name, known, known)
+            raise unknown_flag(name, known)
     unset = {row.name: () if row.repeats else row.default for row in rows}
     options = Options(**{**unset, **given})
     options.env = [read_variable(text) for text in options.env]
