@@ -122,7 +122,7 @@ def test_value_error_of_a_custom_input_names_it_and_the_line(name: str | None, m
     with pytest.raises(UsageError) as caught:
         peek_batch(dataset)
     label = "Failing 'web'" if name else "Failing"
-    assert str(caught.value) == f"{label}: no such shape, test_host_inputs.py:{line}"
+    assert str(caught.value) == f"{label}: test_host_inputs.py:{line}: no such shape."
 
 
 def test_other_error_of_a_custom_input_keeps_its_traceback_and_names_the_input():

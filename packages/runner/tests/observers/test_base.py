@@ -310,41 +310,6 @@ def test_config_of_no_observer_raises_with_its_index_and_class(raises, config, o
         build_observers([config])
 
 
-def define_observer(*names, parameters="self, step, scalars", base=Observer):
-    methods = "".join(f" def {name}({parameters}): pass\n" for name in names) or " pass"
-    scope = {"Base": base}
-    exec(f"class Own(Base):\n{methods}", scope)
-    return scope["Own"]
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters", "hook"),
-    [
-        ("train_metric", "self, step, scalars", "train_metrics"),
-        ("eval_metric", "self, step, dataset, scalars", "eval_metrics"),
-        ("progres", "self, step", "progress"),
-        ("messages", "self, text", "message"),
-    ],
-)
-def test_misspelled_hook_raises_when_the_class_is_defined(raises, name, parameters, hook):
-    with raises(UsageError, owner="Own", value=name, choices=(hook,)):
-        define_observer(name, parameters=parameters)
-
-
-@pytest.mark.parametrize(
-    ("names", "parameters"),
-    [
-        (["_train_metric"], "self, step, scalars"),
-        (["histogram"], "self, values"),  # the hook has another number of parameters
-        (["metrics", "scalars", "write"], "self, step, scalars"),
-        (["train_metrics", "train_metric"], "self, step, scalars"),  # both names are meant
-    ],
-)
-def test_method_whose_name_resembles_no_hook_is_accepted(names, parameters):
-    cls = define_observer(*names, parameters=parameters)
-    define_observer(base=cls)
-
-
 def test_importing_the_package_loads_nothing_heavy():
     heavy = ("jax", "flax", "tensorboardX", "matplotlib", "tqdm", "tensorflow", "orbax")
     code = (

@@ -46,6 +46,7 @@ class Small(BaseExperiment):
     ("owner", "field", "shown", "shown_owner"),
     [
         (None, "partitioner.ici_mesh_shape", "--fdl.partitioner.ici_mesh_shape", None),
+        ("task.train", "num_train_steps", "--fdl.task.train.num_train_steps", None),
         ("Data", "depth", "--fdl.datasets.0.depth", None),
         ("heldout", "depth", "--fdl.datasets.1.depth", None),
         ("Data 'heldout'", "depth", "--fdl.datasets.1.depth", None),

@@ -164,7 +164,7 @@ def test_clipping_includes_the_auxiliary_gradient(tiny: SimpleNamespace):
 
 def test_loss_that_the_model_does_not_report_is_an_error(tiny: SimpleNamespace, raises):
     task, state = started(tiny.task_config().set(loss_name="los"))
-    with raises(ConfigError, owner="task", field="loss_name", value="los", choices=("loss",)):
+    with raises(ConfigError, field="task.loss_name", value="los", choices=("loss",)):
         task.train_step(state, ONE_ROW, GLOBAL_BATCH)
 
 

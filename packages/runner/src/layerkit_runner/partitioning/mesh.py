@@ -53,8 +53,7 @@ def make_mesh(
     for field, shape in (("ici_mesh_shape", ici_mesh_shape), ("dcn_mesh_shape", dcn_mesh_shape)):
         if len(shape) != len(axis_names) or any(size < 1 for size in shape):
             raise UsageError(
-                owner="partitioner",
-                field=field,
+                field=f"partitioner.{field}",
                 value=list(shape),
                 expected=f"one size of at least 1 for each of {', '.join(axis_names)}",
             )
@@ -63,9 +62,8 @@ def make_mesh(
         kind = devices[0].device_kind if devices else "none"
         raise UsageError(
             f"the mesh needs {needed} devices, but there are {len(devices)} ({kind})",
-            owner="partitioner",
-            field="(ici_mesh_shape, dcn_mesh_shape)",
-            value=(list(ici_mesh_shape), list(dcn_mesh_shape)),
+            field="partitioner.ici_mesh_shape",
+            value=list(ici_mesh_shape),
             settings=mesh_settings(len(devices), len(axis_names), dcn_mesh_shape),
         )
     arranged = _arrange(list(ici_mesh_shape), list(dcn_mesh_shape), devices)
@@ -100,8 +98,7 @@ def _arrange(ici: list[int], dcn: list[int], devices: list[Any]) -> np.ndarray:
     num_slices = num_tpu_slices(devices)
     if math.prod(dcn) % num_slices:
         raise UsageError(
-            owner="partitioner",
-            field="dcn_mesh_shape",
+            field="partitioner.dcn_mesh_shape",
             value=dcn,
             expected=f"sizes whose product is a multiple of {num_slices}, the number of slices",
             hint=f"A slice has {len(devices) // num_slices} devices.",

@@ -143,6 +143,8 @@ def naming_flags(resolved: ResolvedExperiment) -> Iterator[None]:
                 is_field = field_value(config, error.field or "") is not NOT_SET
                 if is_field and error.owner in (name or kind, f"{kind} {name!r}"):
                     error.owner, error.field = None, f"{root}.{index}.{error.field}"
+        if error.field and error.owner and error.owner.partition(".")[0] in ROOTS:
+            error.owner, error.field = None, f"{error.owner}.{error.field}"
         error.field = error.field and _as_flag(error.field)
         error.settings = {_as_flag(path): value for path, value in error.settings.items()}
         raise

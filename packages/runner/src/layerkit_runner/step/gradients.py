@@ -168,8 +168,7 @@ def split_rows(batch: Any, microbatches: int, *, multiple: int = 1) -> Any:
         raise UsageError(
             f"a batch of {rows} rows cannot be divided into {microbatches} equal"
             f" microbatches{devices}",
-            owner="task.train",
-            field="gradient_accumulation_steps",
+            field="task.train.gradient_accumulation_steps",
             value=microbatches,
             hint=f"Use a batch of a multiple of {microbatches * multiple} rows.",
         )

@@ -421,8 +421,7 @@ class SingleTask(Configurable):
         for name in terms:
             if name not in metrics:
                 raise ConfigError(
-                    owner="task",
-                    field=field,
+                    field=f"task.{field}",
                     value=name,
                     expected="a metric of the model",
                     choices=metrics,
