@@ -245,14 +245,6 @@ def readers(session: nox.Session) -> None:
     check_wheels(session, packages, TENSORFLOW_SUITES, extras=TENSORFLOW_EXTRAS, doctests=False)
 
 
-@nox.session
-def lingvo_native(session: nox.Session) -> None:
-    """Test Lingvo's native ops, with a newer C library in a separate folder where needed."""
-    install_sources(session, TEST_TOOLS)
-    install_lingvo(session)
-    session.run("python", "scripts/lingvo_native.py", *session.posargs)
-
-
 @nox.session(python=["3.11", "3.12", "3.13"])
 def newest(session: nox.Session) -> None:
     """Run the tests with the newest versions that the bounds allow, on each Python installed."""

@@ -25,7 +25,6 @@ OLDEST_PYTHON = (3, 11)
 NAMES = {
     "tests": "test",
     "layerkit_alone": "alone",
-    "lingvo_native": "lingvo",
     "pax_reference": "pax",
 }
 

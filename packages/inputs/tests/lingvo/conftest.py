@@ -1,4 +1,4 @@
-"""Lingvo input generators to test on: real ones, small, some by tf.data and some by native ops."""
+"""Lingvo input generators to test on: real ones, small, by tf.data and by native ops."""
 
 from __future__ import annotations
 
@@ -93,17 +93,6 @@ def lingvo():
         Sequences=Sequences,
         NativeNumbers=NativeNumbers,
     )
-
-
-@pytest.fixture(scope="session")
-def native(lingvo):
-    """As `lingvo`, where its native ops load; `scripts/lingvo_native.py` runs what this skips."""
-    from layerkit_inputs.lingvo import preflight
-
-    problem = preflight.native_ops_problem()
-    if problem is not None:
-        pytest.skip(f"Lingvo's native ops: {problem}")
-    return lingvo
 
 
 @pytest.fixture

@@ -86,12 +86,6 @@ def test_input_without_rows_raises(lingvo):
     assert_raises(source.get_next, owner="LingvoEvalAdaptor")
 
 
-def test_eval_adaptor_raises_for_training_and_repetition(lingvo):
-    fields = {"input": params_of(lingvo.Count), "batch_size": 2}
-    assert_raises(lambda: LingvoEvalAdaptor(is_training=True, **fields), field="is_training")
-    assert_raises(lambda: LingvoEvalAdaptor(eval_loop_num_batches=2, **fields), field="repeat")
-
-
 def test_bucket_batch_limit_that_drops_rows_raises(lingvo):
     params = lingvo.Sequences.Params().Set(bucket_upper_bound=[4], bucket_batch_limit=[8])
     assert_raises(
@@ -159,7 +153,5 @@ def test_laws_of_the_lazy_adaptor(lingvo, law):
     law(lambda batch_size=4, **fields: lazy(lingvo, batch=batch_size, **fields))
 
 
-def test_too_few_samples_raise(lingvo):
-    source = lazy(lingvo, num=11, repeat=False)
-    assert_raises(lambda: laws.take(source), field="input.num_samples", value=13)
+def test_missing_number_of_samples_raises(lingvo):
     assert_raises(lambda: lazy(lingvo, num_samples=0), field="input.num_samples", value=0)

@@ -1,8 +1,8 @@
 """LingvoInputAdaptor: batches of a Lingvo input generator, from its params.
 
 Lingvo reads, tokenizes, buckets and packs. The adaptor adds a reproducible order, a seed per host,
-StopIteration at the end, full batches, weights and numbers of rows, states, and exceptions instead
-of aborts. The fields are those of Praxis.
+StopIteration at the end, full batches, weights and numbers of rows, and states. The fields are
+those of Praxis.
 """
 
 from __future__ import annotations
@@ -12,27 +12,51 @@ import copy
 import functools
 import importlib
 import logging
+import re
 import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from layerkit.config.checks import check_choice, require
+from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
-from layerkit.errors import ConfigError, UserError
-from layerkit_inputs.base.bad_records import BadRecordError, OnBadRecord
+from layerkit_inputs.base.bad_records import BadRecordError
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.eval_padding import num_rows_of, pad_rows
 from layerkit_inputs.lingvo import tf_data
-from layerkit_inputs.lingvo.native_reads import check_records, strip_graph_names
-from layerkit_inputs.lingvo.native_stream import NativeStream
-from layerkit_inputs.lingvo.params import LingvoParams, rows_of_params
-from layerkit_inputs.lingvo.preflight import prepare, watch_native_reads
+from layerkit_inputs.lingvo.preflight import NativeOpsError, prepare
 
 _LOG = logging.getLogger("layerkit.inputs")
+
+
+@runtime_checkable
+class LingvoParams(Protocol):
+    """Params that build a Lingvo input generator, which are Lingvo's `InstantiableParams`."""
+
+    def Copy(self) -> Any:  # noqa: N802 - the names of Lingvo
+        """Return params with the same values."""
+
+    def Get(self, name: str) -> Any:  # noqa: N802
+        """Return the value of a param."""
+
+    def Instantiate(self) -> Any:  # noqa: N802
+        """Return the generator."""
+
+
+def value_of(params: Any, name: str) -> Any:
+    """Return the value of a Lingvo param, or None if the params do not have it."""
+    return params.Get(name) if name in params else None
+
+
+def batch_size_of(params: Any) -> int | None:
+    """Return the batch size in Lingvo params, or None if they have none."""
+    if params is None:
+        return None
+    limits = value_of(params, "bucket_batch_limit")
+    return max(limits) if limits else value_of(params, "batch_size") or None
 
 
 class LingvoInputAdaptor(BaseInput):
@@ -57,33 +81,37 @@ class LingvoInputAdaptor(BaseInput):
     """True to allow an `input.file_random_seed` other than 0, to which each host adds its index."""
     cluster_do_eval: bool = False
     """True to read one epoch in order in evaluation, as Lingvo's `cluster.do_eval` does."""
-    check_records: bool = True
-    """True to check native TFRecord files before the first batch; Lingvo hangs on damaged ones."""
-    on_bad_record: OnBadRecord = "refuse"
-    """Always `refuse`, since Lingvo cannot skip and count damaged records."""
     on_inexact_resume: Literal["refuse", "new_order"] = "refuse"
-    """Policy for a stream that is not reproducible: `refuse` raises for states, `new_order` resumes
-    in a new random order, in which records of the epoch may repeat."""
+    """Policy for a stream that is not the same when it is read again: `refuse` raises when a state
+    is restored, `new_order` resumes with other batches, in which records may repeat."""
+
+    batch_size_is_lingvos: ClassVar[bool] = True
+    """Whether batches have the rows of those of the generator, and `batch_size` must be unset."""
 
     def __post_init__(self) -> None:
         """Check the fields and read the batch size from the params."""
         self._tf = prepare()
-        self._params = self._copy_params()
-        self._check_lingvo_fields()
+        expected = "params of a Lingvo input generator, such as MyInputGenerator.Params()"
+        require(self.input is not None, self._label, "input", None, expected)
+        assert self.input is not None
+        self._check_at_least(1, "num_batches")
+        self._params = self.input.Copy()
         self._set_file_random_seed()
         self._cluster = self._make_cluster()
         self._lingvo_input: Any = None
         self._read: Callable[[], Any] | None = None
-        self._reads_in_order, self._is_endless = True, False
+        self._is_endless = self._must_drain = False
         self._restart_counts()
-        if self.batch_size is None and self._takes_batch_size_from_params():
-            self.batch_size = rows_of_params(self._params) or self._rows_of_first_batch()
+        if self.batch_size_is_lingvos:
+            expected = "None, since the Lingvo input has the batch size"
+            require(self.batch_size is None, self._label, "batch_size", self.batch_size, expected)
+            self.batch_size = batch_size_of(self._params) or self._rows_of_first_batch()
         super().__post_init__()
 
     @classmethod
     def get_batch_size(cls, config: Any) -> int | None:
         """Return the batch size per host, or None if it is known only from a batch."""
-        return rows_of_params(config.input)
+        return batch_size_of(config.input) if cls.batch_size_is_lingvos else config.batch_size
 
     @property
     def input_inst(self) -> Any:
@@ -95,41 +123,8 @@ class LingvoInputAdaptor(BaseInput):
                 weakref.finalize(self, tf_data.stop, self._lingvo_input.datasource).atexit = False
         return self._lingvo_input
 
-    # Checks at construction.
-
-    def _takes_batch_size_from_params(self) -> bool:
-        return True
-
-    def _copy_params(self) -> Any:
-        if not isinstance(self.input, LingvoParams):
-            raise self._config_error(
-                field="input",
-                value=self.input,
-                expected="params of a Lingvo input generator, such as MyInputGenerator.Params()",
-            )
-        return self.input.Copy()
-
-    def _check_lingvo_fields(self) -> None:
-        if self.batch_size is not None and self._takes_batch_size_from_params():
-            raise self._config_error(
-                field="batch_size",
-                value=self.batch_size,
-                expected="None, since the Lingvo input has the batch size",
-                hint="Set input.batch_size or input.bucket_batch_limit, or use "
-                "LingvoInputAdaptorNewBatchSize or LingvoEvalAdaptor.",
-            )
-        count = self.num_batches
-        is_valid = count is None or (count >= 1 and not self.is_training)
-        expected = "None in training, or a positive integer in evaluation"
-        require(is_valid, self._label, "num_batches", count, expected)
-        expected = "'refuse', since Lingvo cannot skip and count damaged records"
-        is_valid = self.on_bad_record == "refuse"
-        require(is_valid, self._label, "on_bad_record", self.on_bad_record, expected)
-        policies = ("refuse", "new_order")
-        check_choice(self._label, policies, on_inexact_resume=self.on_inexact_resume)
-
     def _set_file_random_seed(self) -> None:
-        seed = self._params.Get("file_random_seed") if "file_random_seed" in self._params else 0
+        seed = value_of(self._params, "file_random_seed")
         if not seed:
             return
         if not self.allow_fixed_file_random_seed:
@@ -179,54 +174,32 @@ class LingvoInputAdaptor(BaseInput):
         if self._read is not None:
             return
         generator = self.input_inst
-        with watch_native_reads() as native, warnings.catch_warnings():
+        with warnings.catch_warnings(), self._scope(), tf_data.tensorflow_seed(self._order_seed()):
             # Generators make summaries, which are not used.
             warnings.filterwarnings("ignore", message=".*support for TF1 summary ops")
+            read = generator.GetPreprocessedInputBatch
             try:
-                with self._scope(), tf_data.tensorflow_seed(self._order_seed()):
-                    if tf_data.is_tf_data(generator):
-                        dataset = tf_data.start_over(self._tf, generator.datasource)
-                        is_endless = tf_data.is_endless(self._tf, dataset)
-                        read = generator.GetPreprocessedInputBatch
-                    else:
-                        # Traced only once, since each trace of a native op restarts the data.
-                        traced = self._tf.function(generator.GetPreprocessedInputBatch)
-                        read, is_endless = traced.get_concrete_function(), False
+                if tf_data.is_tf_data(generator):
+                    dataset = tf_data.start_over(self._tf, generator.datasource)
+                    self._is_endless = (
+                        int(dataset.cardinality()) == self._tf.data.INFINITE_CARDINALITY
+                    )
+                else:
+                    # Traced only once, since each trace of a native op restarts the data.
+                    read = self._tf.function(read, autograph=False).get_concrete_function()
+                    repeats = value_of(self._params, "repeat_count") or 0
+                    self._is_endless, self._must_drain = repeats < 0, repeats > 0
             except Exception as error:
-                # TensorFlow wraps errors of a function that it traces.
-                if native.error is None:
-                    raise
-                if isinstance(native.error, UserError):
-                    native.error.owner = self._label
-                    raise native.error from None
-                raise native.error from error
-        self._reads_in_order = all(one.in_order for one in native.checked)
-        self._is_endless = is_endless or any(one.is_endless for one in native.checked)
-        if self.check_records:
-            self._check_files([file for one in native.checked for file in one.files])
+                # TensorFlow wraps the errors of functions that it traces.
+                _, name, problem = str(error).rpartition(f"{NativeOpsError.__name__}: ")
+                if name:
+                    raise NativeOpsError(problem.strip()) from error
+                raise
         self._read = read
-        if native.checked and not self._is_endless:
-            self._read = NativeStream(read, errors=self._tf.errors, owner=self)
 
-    def _refuse_endless_epoch(self) -> None:
-        if self._is_endless and not self.endless and self.num_batches is None:
-            raise self._config_error(
-                "the Lingvo input has no end, but one epoch should be read",
-                field="cluster_do_eval",
-                value=self.cluster_do_eval,
-                hint="Set cluster_do_eval=True, and repeat_count=1 on a native input. Or set "
-                "num_batches, or repeat=True with eval_loop_num_batches.",
-            )
-
-    def _check_files(self, files: list[Any]) -> None:
-        try:
-            num_records = check_records(files)
-        except BadRecordError as error:
-            error.owner = f"{self._label}: {error.owner}"
-            raise
-        if files and not num_records and all(file.record_type != "text" for file in files):
-            paths = [file.path for file in files]
-            raise self._config_error("no records", field="input.file_pattern", value=paths)
+    @property
+    def _may_be_endless(self) -> bool:
+        return self.endless or self.num_batches is not None
 
     def _read_lingvo_batch(self) -> NestedMap:
         """Return the next batch of the generator as arrays `[rows, ...]`, without strings."""
@@ -241,31 +214,20 @@ class LingvoInputAdaptor(BaseInput):
         except self._tf.errors.OutOfRangeError:
             raise StopIteration from None
         except self._tf.errors.OpError as error:
-            generator = self._params.cls.__qualname__
-            problem = f"{generator} failed at its batch {self._num_read}: "
-            problem += strip_graph_names(error.message)
-            raise BadRecordError(problem, owner=self._label) from error
-        arrays = self._as_arrays(batch)
-        if not any(True for _ in arrays.flatten_items()):
-            raise self._config_error(
-                field="fields of a batch",
-                value=sorted(batch),
-                expected="at least one that holds no strings",
-            )
-        return arrays
+            # Without the names of the graph.
+            problem = re.sub(r"\[\[.*|\[Op:.*|\{\{[^}]*\}\}", "", error.message, flags=re.DOTALL)
+            raise BadRecordError(
+                f"{self._params.cls.__qualname__} failed at its batch {self._num_read}: "
+                f"{' '.join(problem.split())}"
+            ) from error
+        return self._as_arrays(batch)
 
-    def _as_arrays(self, batch: Any, path: str = "") -> NestedMap:
+    def _as_arrays(self, batch: Any) -> NestedMap:
         arrays = NestedMap()
         for name, value in batch.items():
             if isinstance(value, dict):
-                arrays[name] = self._as_arrays(value, f"{path}{name}.")
-            elif (dtype := getattr(value, "dtype", None)) is None:
-                raise self._config_error(
-                    field=f"type of {path}{name} in a batch",
-                    value=type(value).__name__,
-                    expected="a tensor, or a NestedMap of tensors",
-                )
-            elif dtype is not self._tf.string:
+                arrays[name] = self._as_arrays(value)
+            elif getattr(value, "dtype", None) is not self._tf.string:
                 # A read-only view of the tensor, which TensorFlow may return again.
                 array = np.asarray(value)
                 if array.dtype.kind not in "OSU":
@@ -283,7 +245,14 @@ class LingvoInputAdaptor(BaseInput):
 
     def _next(self) -> NestedMap:
         self._open()
-        self._refuse_endless_epoch()
+        if self._is_endless and not self._may_be_endless:
+            raise self._config_error(
+                "the Lingvo input has no end, but one epoch should be read",
+                field="cluster_do_eval",
+                value=self.cluster_do_eval,
+                hint="Set cluster_do_eval=True, and repeat_count=1 on a native input. Or set "
+                "num_batches, or repeat=True with eval_loop_num_batches.",
+            )
         batch = self._make_batch()
         self._num_made += 1
         self._checksum = _add_to_checksum(batch, self._checksum)
@@ -295,12 +264,6 @@ class LingvoInputAdaptor(BaseInput):
     def _complete(self, batch: NestedMap) -> NestedMap:
         """Add weights and numbers of rows, and pad to the batch size."""
         rows = _num_rows_of_arrays(batch)
-        if rows > self.local_batch_size:
-            raise self._config_error(
-                field="rows of a batch of the Lingvo input",
-                value=rows,
-                expected=f"at most {self.local_batch_size}, as in its params or its first batch",
-            )
         # Interleaved, so that hosts have different numbers.
         hosts = self.num_infeed_hosts
         first = self._rows_made * hosts + self.infeed_host_index
@@ -312,7 +275,7 @@ class LingvoInputAdaptor(BaseInput):
         if not self.is_training:
             batch.setdefault("provenance", np.array(numbers).astype(np.int32))
         num_missing = self.local_batch_size - len(numbers)
-        return pad_rows(batch, num_missing) if num_missing else batch
+        return pad_rows(batch, num_missing) if num_missing > 0 else batch
 
     def _reset(self) -> None:
         self._restart_counts()
@@ -322,10 +285,15 @@ class LingvoInputAdaptor(BaseInput):
             self._lingvo_input = None
 
     def _stop_reading(self) -> None:
-        if isinstance(self._read, NativeStream):
-            self._read.drain()
-        elif self._read is not None and tf_data.is_tf_data(self._lingvo_input):
+        if self._read is None:
+            return
+        if tf_data.is_tf_data(self._lingvo_input):
             tf_data.stop(self._lingvo_input.datasource)
+        elif self._must_drain:
+            # The destructor of a finite native reader waits until its last batches are read.
+            with contextlib.suppress(self._tf.errors.OpError):
+                while True:
+                    self._read()
         self._read = None
 
     def _close(self) -> None:
@@ -334,45 +302,23 @@ class LingvoInputAdaptor(BaseInput):
 
     # States.
 
-    def get_state(self) -> dict[str, Any]:
-        """Return the number of batches and a checksum of their first and last rows.
-
-        Raises:
-          ConfigError: The records have a random order, which cannot be restored, and
-            `on_inexact_resume` is `refuse`.
-        """
-        self._open()
-        if not self._reads_in_order and self.on_inexact_resume == "refuse":
-            raise self._random_order_error()
-        return super().get_state()
-
     def _reader_state(self) -> dict[str, Any]:
         return {"num_batches": self._num_made, "checksum": self._checksum}
 
     def _set_reader_state(self, position: dict[str, Any]) -> None:
-        self.reset()
-        self._open()
-        if not self._reads_in_order:
-            if self.on_inexact_resume == "refuse":
-                raise self._random_order_error()
-            _LOG.warning("%r resumes in a new random order; records may repeat.", self)
-            self._num_made, self._checksum = position["num_batches"], position["checksum"]
-            return
-        self._read_past(position)
-
-    def _read_past(self, position: dict[str, Any]) -> None:
         """Read the batches before a position again, and check that they are the same."""
-        wanted = position["num_batches"]
+        self.reset()
+        num_batches = position["num_batches"]
         try:
-            for _ in range(wanted):
+            for _ in range(num_batches):
                 self._next()
         except StopIteration:
-            made = self._num_made
+            num_made = self._num_made
             self.reset()
             raise self._config_error(
                 field="batches in the state",
-                value=wanted,
-                expected=f"at most {made}, the number of batches of the data",
+                value=num_batches,
+                expected=f"at most {num_made}, the number of batches of the data",
                 hint="Restore with the data and fields that wrote the state.",
             ) from None
         if self._checksum == position["checksum"]:
@@ -382,32 +328,19 @@ class LingvoInputAdaptor(BaseInput):
             return
         self.reset()
         raise self._config_error(
-            f"the first {wanted} batches differ from those when the state was written: the data "
-            "have changed, or the Lingvo input has randomness without a seed",
+            f"the first {num_batches} batches differ from those when the state was written: the "
+            "data have changed, or the Lingvo input has randomness without a seed",
             field="on_inexact_resume",
             value=self.on_inexact_resume,
             hint="Restore with the same data, or set on_inexact_resume='new_order' to resume with "
             "other batches, in which records may repeat.",
         )
 
-    def _random_order_error(self) -> ConfigError:
-        return self._config_error(
-            "this Lingvo input reads records in the random order of its threads, so it has no "
-            "exact state",
-            field="on_inexact_resume",
-            value=self.on_inexact_resume,
-            hint="Set on_inexact_resume='new_order' to resume in a new random order, in which "
-            "records of the epoch may repeat, or use an input with exact states.",
-        )
-
     def ids_to_strings(
         self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
     ) -> list[str]:
         """Return the text of ids, int `[batch, length]`, by the generator's `IdsToStrings`."""
-        generator = self.input_inst
-        if not hasattr(generator, "IdsToStrings"):
-            raise self._config_error(f"{type(generator).__qualname__} has no IdsToStrings")
-        strings = generator.IdsToStrings(ids, np.asarray(lengths), key=key)
+        strings = self.input_inst.IdsToStrings(ids, np.asarray(lengths), key=key)
         strings = strings.numpy() if hasattr(strings, "numpy") else strings
         return [text.decode("utf-8", "replace") for text in strings]
 
@@ -419,38 +352,26 @@ class LingvoInputAdaptorNewBatchSize(LingvoInputAdaptor):
     to a multiple of `batch_size`.
     """
 
+    batch_size_is_lingvos = False
+
     def __post_init__(self) -> None:
         """Check the fields, without a current batch."""
         self._current: NestedMap | None = None
         self._current_start = 0
         super().__post_init__()
 
-    @classmethod
-    def get_batch_size(cls, config: Any) -> int | None:
-        """Return `batch_size` of the config."""
-        return config.batch_size
-
-    def _takes_batch_size_from_params(self) -> bool:
-        return False
-
-    def _check_fields(self) -> None:
-        super()._check_fields()
-        self._check_multiple(rows_of_params(self._params) or self.local_batch_size)
-
-    def _check_multiple(self, rows: int) -> None:
-        if rows % self.local_batch_size:
-            raise self._config_error(
-                field="batch_size",
-                value=self.batch_size,
-                expected=f"a divisor of {rows}, the rows of a batch of the Lingvo input",
-            )
-
     def _make_batch(self) -> NestedMap:
         if self._current is None or self._current_start >= num_rows_of(self._current):
             self._current = self._read_lingvo_batch()
             self._current_start = 0
-            if self.endless:  # in evaluation, the last batch may be incomplete
-                self._check_multiple(num_rows_of(self._current))
+            rows = num_rows_of(self._current)
+            if self.endless and rows % self.local_batch_size:
+                # In evaluation, the last batch may be incomplete.
+                raise self._config_error(
+                    field="batch_size",
+                    value=self.batch_size,
+                    expected=f"a divisor of {rows}, the rows of a batch of the Lingvo input",
+                )
         part = slice(self._current_start, self._current_start + self.local_batch_size)
         self._current_start = part.stop
         return self._complete(self._current.transform(lambda array: array[part]))

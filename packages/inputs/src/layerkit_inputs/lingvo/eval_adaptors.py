@@ -7,15 +7,13 @@ global batch.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from layerkit.config.checks import check_sizes, require
+from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.eval_padding import empty_batch, num_rows_of
-from layerkit_inputs.lingvo.adaptor import LingvoInputAdaptor
-from layerkit_inputs.lingvo.params import rows_of_params
+from layerkit_inputs.lingvo import tf_data
+from layerkit_inputs.lingvo.adaptor import LingvoInputAdaptor, value_of
 
 
 class _OneEpochOfAllHosts(LingvoInputAdaptor):
@@ -24,18 +22,9 @@ class _OneEpochOfAllHosts(LingvoInputAdaptor):
     def __post_init__(self) -> None:
         self._restart_stream()
         super().__post_init__()
-        if self.is_training or self.repeat:
-            field = "is_training" if self.is_training else "repeat"
-            raise self._config_error(
-                field=field,
-                value=True,
-                expected="False, since this adaptor reads one epoch",
-                hint="Use LingvoInputAdaptor to train, or to evaluate on a number of batches.",
-            )
         # In evaluation, Lingvo's bucketing drops incomplete batches at the end.
-        limits = "bucket_batch_limit" in self._params and self._params.bucket_batch_limit
-        is_tf_data = hasattr(self._params.cls, "ProcessDataset")
-        if limits and any(limit != 1 for limit in limits) and is_tf_data:
+        limits = value_of(self._params, "bucket_batch_limit") or [1]
+        if max(limits) > 1 and hasattr(self._params.cls, "ProcessDataset"):
             raise self._config_error(
                 field="input.bucket_batch_limit",
                 value=limits,
@@ -58,14 +47,10 @@ class _OneEpochOfAllHosts(LingvoInputAdaptor):
 
     def _open(self) -> None:
         super()._open()
-        if not self._reads_in_order and self.num_infeed_hosts > 1:
-            self._stop_reading()
-            raise self._config_error(
-                "the Lingvo input reads records in random order, so hosts cannot share an epoch",
-                field="cluster_do_eval",
-                value=self.cluster_do_eval,
-                hint="Set cluster_do_eval=True, and repeat_count=1.",
-            )
+        is_ordered = self.cluster_do_eval or tf_data.is_tf_data(self.input_inst)
+        expected = "True, since hosts share an epoch, and native inputs read in random order"
+        is_valid = is_ordered or self.num_infeed_hosts == 1
+        require(is_valid, self._label, "cluster_do_eval", self.cluster_do_eval, expected)
 
     def _rows(self, start: int, stop: int) -> NestedMap:
         """Return the existing rows in `[start, stop)` of the stream; `start` must not decrease."""
@@ -106,13 +91,7 @@ class LingvoEvalAdaptor(_OneEpochOfAllHosts):
     With `num_batches`, the epoch is that many batches of the generator.
     """
 
-    @classmethod
-    def get_batch_size(cls, config: Any) -> int | None:
-        """Return `batch_size` of the config."""
-        return config.batch_size
-
-    def _takes_batch_size_from_params(self) -> bool:
-        return False
+    batch_size_is_lingvos = False
 
     def _make_batch(self) -> NestedMap:
         global_start = self._num_made * self.global_batch_size
@@ -132,14 +111,10 @@ class LingvoLazyEvalAdaptor(_OneEpochOfAllHosts):
     """
 
     def __post_init__(self) -> None:
-        """Check the number of samples and the batch size."""
+        """Check the number of samples."""
         super().__post_init__()
-        samples = self._params.num_samples if "num_samples" in self._params else None
-        rows = rows_of_params(self._params)
-        fields = {"input.num_samples": samples, "input.batch_size": rows}
-        for field, value in fields.items():
-            require(value, self._label, field, value, "a positive integer")
-        check_sizes(self._label, **fields)
+        samples = value_of(self._params, "num_samples")
+        require(samples, self._label, "input.num_samples", samples, "a positive integer")
 
     @property
     def num_samples(self) -> int:
@@ -148,8 +123,9 @@ class LingvoLazyEvalAdaptor(_OneEpochOfAllHosts):
         whole, rest = divmod(total, self.global_batch_size)
         return whole * size + min(max(rest - self.infeed_host_index * size, 0), size)
 
-    def _refuse_endless_epoch(self) -> None:
-        """Accept an endless input, since `num_samples` ends the epoch."""
+    @property
+    def _may_be_endless(self) -> bool:
+        return True  # `num_samples` ends the epoch
 
     def _most_reads(self) -> int | None:
         return None
@@ -162,12 +138,6 @@ class LingvoLazyEvalAdaptor(_OneEpochOfAllHosts):
         start = global_start + self.infeed_host_index * self.local_batch_size
         stop = min(start + self.local_batch_size, total)
         rows = self._rows(min(start, total), stop)
-        if self._rows_total is not None and self._rows_total < total and stop > self._rows_total:
-            raise self._config_error(
-                field="input.num_samples",
-                value=total,
-                expected=f"at most {self._rows_total}, the number of rows of the Lingvo input",
-            )
         return self._number(rows, range(start, start + num_rows_of(rows)))
 
 

@@ -14,8 +14,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from layerkit_inputs.base.tf_iterator import TensorIterator, has_tensors_only
-
 _MISSING = object()
 _LOCK = threading.RLock()
 
@@ -69,42 +67,8 @@ def start_over(tensorflow: Any, source: Any) -> Any:
     options.deterministic = True
     dataset = dataset.with_options(options)
     source._dataset = {source.host_id: dataset}
-    source._iterator = {source.host_id: _batches_of(tensorflow, dataset)}
+    source._iterator = {source.host_id: iter(dataset)}
     return dataset
-
-
-class _Batches:
-    """A replacement of TensorFlow's iterator, whose Python code takes as long as a batch."""
-
-    def __init__(self, tensorflow: Any, dataset: Any):
-        self._spec = dataset.element_spec
-        self._tensors = TensorIterator(tensorflow, dataset)
-
-    def get_next(self) -> Any:
-        """Return the next batch; raise the errors of TensorFlow."""
-        return _packed(self._spec, iter(self._tensors.get_next()))
-
-
-def _batches_of(tensorflow: Any, dataset: Any) -> Any:
-    if _is_map_of_fields(dataset.element_spec) and has_tensors_only(tensorflow, dataset):
-        return _Batches(tensorflow, dataset)
-    return iter(dataset)
-
-
-def _is_map_of_fields(spec: Any) -> bool:
-    """Return True for a dict or Lingvo NestedMap of tensors or of such maps."""
-    maps = (dict, importlib.import_module("lingvo.core.nested_map").NestedMap)
-    if type(spec) not in maps:
-        return False
-    return all(_is_map_of_fields(part) or hasattr(part, "dtype") for part in spec.values())
-
-
-def _packed(spec: Any, tensors: Iterator[Any]) -> Any:
-    """Return tensors in the structure of `spec`; they are in the order of sorted names."""
-    if not isinstance(spec, dict):
-        return next(tensors)
-    parts = {name: _packed(spec[name], tensors) for name in sorted(spec)}
-    return type(spec)((name, parts[name]) for name in spec)
 
 
 def stop(source: Any) -> None:
@@ -115,8 +79,3 @@ def stop(source: Any) -> None:
     """
     source._iterator = {}
     source._dataset = {}
-
-
-def is_endless(tensorflow: Any, dataset: Any) -> bool:
-    """Return True if tf.data reports an infinite dataset."""
-    return int(dataset.cardinality()) == tensorflow.data.INFINITE_CARDINALITY
