@@ -16,7 +16,7 @@ from layerkit.base.base_layer import BaseLayer, WeightHParams
 from layerkit.base.sharding import BoundSharding
 from layerkit.base.weights import WeightInit, logical_axes
 from layerkit.config import Config, sub_config_field
-from layerkit.errors import ConfigError, UnknownNameError
+from layerkit.errors import ConfigError
 from layerkit.layers.basic.linears import FeedForward, Linear
 
 KEY = jax.random.key(0)
@@ -219,20 +219,6 @@ def test_unknown_weight_raises_with_the_nearest_name(raises):
         layer.apply(layer.init(KEY), "scael")
 
 
-class WithoutSuper(FeedForward):
-    """A layer that forgets the setup of its base."""
-
-    def setup(self):
-        self.create_variable("extra", WeightHParams((2,), axes=("norm",)))
-
-
-def test_forgotten_super_setup_is_named(raises):
-    layer = WithoutSuper(input_dims=2, output_dims=3)
-    hint = "WithoutSuper.setup must call super().setup(), which sets up FeedForward."
-    with raises(UnknownNameError, hint=hint):
-        layer.init(KEY, jnp.ones((1, 2)))
-
-
 @pytest.mark.parametrize(
     ("weight", "value"),
     [
@@ -321,12 +307,6 @@ def test_summaries_of_one_name_are_collected_by_layer_path():
     layer = Chain.HParams.config(first=Reporting.HParams.config()).Instantiate()
     _, sown = layer.apply({}, X, mutable=["summaries"])
     assert sown == {"summaries": {"first": {"mean": (X.mean(), 2.0 * X.mean())}}}
-
-
-def test_layer_without_its_random_key_raises(raises):
-    layer = Chain.HParams.config(first=Stochastic.HParams.config()).Instantiate()
-    with raises(ConfigError, problem="random numbers are needed"):
-        layer.apply({}, X)
 
 
 def test_random_keys_depend_on_key_and_layer():
@@ -421,14 +401,6 @@ def test_subclass_changes_a_default_without_annotation():
     for cls in (Half, AlsoHalf):
         layer = cls.HParams.config(**SQUARE).Instantiate()
         assert layer.apply(layer.init(KEY), X).dtype == jnp.bfloat16
-
-
-def test_layer_without_fprop_raises(raises):
-    class Empty(BaseLayer):
-        pass
-
-    with raises(NotImplementedError):
-        Empty().apply({}, X)
 
 
 def test_private_methods_and_overrides_of_plain_methods_do_not_set_up():

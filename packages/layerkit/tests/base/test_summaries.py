@@ -112,21 +112,17 @@ def test_pipeline_stages_report_the_whole_batch(repeats):
 
 
 class Wrong(BaseLayer):
-    kind: str = "image"
     sub_tpl: Any = sub_config_field(None)
 
     def fprop(self, x):
-        self.add_summary("x", x, kind=self.kind)
+        self.add_summary("x", x, kind="image")
         return x
 
 
-@pytest.mark.parametrize(
-    ("kind", "field", "value"),
-    [("images", "kind", "images"), ("image", "shape of the image summary", [4, 3])],
-)
-def test_invalid_summary_raises(raises, kind, field, value):
-    with raises(ConfigError, owner="Wrong().x", field=field, value=value):
-        Wrong(kind=kind).apply({}, X, mutable=[SUMMARY_ARRAYS])
+def test_image_of_another_shape_raises(raises):
+    field = "shape of the image summary"
+    with raises(ConfigError, owner="Wrong().x", field=field, value=[4, 3]):
+        Wrong().apply({}, X, mutable=[SUMMARY_ARRAYS])
 
 
 def test_image_of_integers_that_are_not_bytes_raises(raises):

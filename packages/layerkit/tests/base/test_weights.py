@@ -15,7 +15,6 @@ from layerkit.base.weights import (
     WeightHParams,
     WeightInit,
     canonical_dtype,
-    check_init,
     draw_boxed,
     draw_weight,
     floating_dtype,
@@ -141,13 +140,6 @@ def test_values_do_not_depend_on_x64_mode(method):
     plain = draw(init)
     with jax.enable_x64(new_val=True):
         np.testing.assert_array_equal(draw(init), plain)
-
-
-def test_unknown_initializer_raises(raises):
-    with raises(ConfigError, field="method", value="gausian"):
-        draw(WeightInit("gausian"))
-    with raises(ConfigError, owner="Linear().w", field="init", value=0.02):
-        check_init(0.02, owner="Linear().w", field="init")
 
 
 @pytest.mark.parametrize("value", ["bfloat16", jnp.bfloat16, jnp.dtype("bfloat16")])

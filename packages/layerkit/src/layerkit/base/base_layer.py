@@ -21,8 +21,10 @@ Since `setup` creates the weights, `layer.init(key)` needs no inputs and draws t
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
 
+import jax
 from flax import linen as nn
 
 from layerkit.base.diagnostics import naming_layer
@@ -119,8 +121,26 @@ class BaseLayer(LayerMethods, nn.Module, metaclass=TypedHParams, kw_only=True):
         for child in self._all_children():
             child.create_weights()
 
-    def ensure_setup(self) -> None:
+    def run_setup(self) -> None:
         """Run `setup` if it has not run yet, which Flax does before any method of a layer.
 
         A parent may read a weight of a child without having called it.
         """
+
+
+def visit_layers(network: BaseLayer, visit: Callable[[BaseLayer], None]) -> None:
+    """Call `visit` on every bound layer of a network, outer ones first.
+
+    The body of a scan is visited once. Shapes are computed; no weight is made.
+    """
+
+    def intercept(
+        call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
+    ) -> Any:
+        # Initialization calls it on every layer, also inside of a scan.
+        if isinstance(context.module, BaseLayer) and context.method_name == "create_weights":
+            visit(context.module)
+        return call(*args, **kwargs)
+
+    with nn.intercept_methods(intercept):
+        jax.eval_shape(lambda: network.init_boxed(jax.random.key(0)))

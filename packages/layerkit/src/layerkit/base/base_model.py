@@ -15,6 +15,7 @@ from flax import linen as nn
 from flax import struct
 
 from layerkit.base.base_layer import PARAMS, BaseLayer
+from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 
@@ -42,6 +43,9 @@ class WeightedScalar(struct.PyTreeNode):
     @classmethod
     def of(cls, value: Any, weight: Any) -> WeightedScalar:
         """Return a metric that holds both numbers as float32 scalars."""
+        for name, number in (("value", value), ("weight", weight)):
+            shape = list(jnp.shape(number))
+            require(not shape, "WeightedScalar", f"shape of {name}", shape, "a scalar")
         return cls(jnp.asarray(value, jnp.float32), jnp.asarray(weight, jnp.float32))
 
 
@@ -125,9 +129,19 @@ class BaseModel(BaseLayer):
 
     def fprop(self, batch: NestedMap) -> tuple[Metrics, NestedMap]:
         """Compute metrics and outputs per example `[batch, …]` of a batch."""
-        found = self.compute_loss(self.compute_predictions(batch), batch)
-        _check_loss_outputs(f"{type(self).__qualname__}.compute_loss", found)
-        return found
+        result = self.compute_loss(self.compute_predictions(batch), batch)
+        match result:
+            case (Mapping() as metrics, Mapping()):
+                # The runner has other kinds of metrics, each with its own rule of aggregation.
+                wrong = {k: v for k, v in metrics.items() if not isinstance(v, struct.PyTreeNode)}
+                if not wrong:
+                    return result
+        raise ConfigError(
+            owner=f"{type(self).__qualname__}.compute_loss",
+            field="result",
+            value=jax.tree.map(_type_text, result),
+            expected="(metrics, outputs): dicts of WeightedScalar and of arrays [batch, …]",
+        )
 
     @property
     def can_decode(self) -> bool:
@@ -181,35 +195,6 @@ class BaseModel(BaseLayer):
           metrics by name with the methods `merge` and `compute`, such as those of clu).
         """
         return None
-
-
-def _check_loss_outputs(method: str, found: Any) -> None:
-    """Raise `ConfigError` unless `compute_loss` returned weighted metrics, and outputs by name."""
-
-    def require(is_valid: Any, subject: str, value: Any, expected: str) -> None:
-        if not is_valid:
-            raise ConfigError(
-                owner=method, field=f"type of {subject}", value=_type_text(value), expected=expected
-            )
-
-    is_pair = isinstance(found, tuple) and len(found) == 2
-    require(is_pair, "the result", found, "(metrics, outputs): a dict and a NestedMap")
-    metrics, outputs = found
-    by_name = "a dict of WeightedScalar by name"
-    require(isinstance(metrics, Mapping), "metrics", metrics, by_name)
-    for name, metric in metrics.items():
-        subject = f"metrics[{name!r}]"
-        # The runner has other kinds of metrics, each with its own rule of aggregation.
-        is_metric = isinstance(metric, struct.PyTreeNode)
-        require(is_metric, subject, metric, "WeightedScalar.of(value, weight)")
-        if isinstance(metric, WeightedScalar):
-            for field, number in (("value", metric.value), ("weight", metric.weight)):
-                is_scalar = jnp.shape(number) == ()
-                require(
-                    is_scalar, f"{subject}.{field}", number, "a scalar, such as a weighted mean"
-                )
-    is_mapping = isinstance(outputs, Mapping)
-    require(is_mapping, "outputs", outputs, "a NestedMap of arrays [batch, …], which may be empty")
 
 
 def _type_text(value: Any) -> str:

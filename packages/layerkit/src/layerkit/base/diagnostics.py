@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 import warnings
 from collections.abc import Callable, Collection
@@ -27,8 +26,6 @@ def naming_layer(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
-            if isinstance(error, AttributeError) and error.obj is self and _setup_hint(self):
-                raise unknown_name(self, "attribute", str(error.name), ()) from error
             if isinstance(error, UserError) and error.owner is None:
                 error.owner = self.path_name
             elif layer_of(error) is None:
@@ -54,29 +51,11 @@ def unknown_name(layer: Any, kind: str, name: str, names: Collection[str]) -> Un
 
     Args:
       layer: Layer, a `BaseLayer`.
-      kind: "weight", "variable" or "attribute".
+      kind: "weight" or "variable".
       name: Requested name.
       names: Names of the weights or variables that the layer has.
     """
-    problem, hint = f"unknown {kind}", _setup_hint(layer)
-    return UnknownNameError(problem, owner=layer.path_name, value=name, choices=names, hint=hint)
-
-
-def _setup_hint(layer: Any) -> str | None:
-    """Return a hint if a class outside of this package does not call the `setup` of its base."""
-    own_package = __name__.partition(".")[0]
-    for cls, *bases in (type(layer).__mro__[i:] for i in range(len(type(layer).__mro__))):
-        setup = vars(cls).get("setup")
-        if cls.__module__.partition(".")[0] == own_package:
-            return None
-        if setup is None or {"super", "setup"} & {*inspect.unwrap(setup).__code__.co_names}:
-            continue
-        base = next(base for base in bases if "setup" in vars(base))
-        if base.__name__ == "BaseLayer":
-            return None
-        call = f"{cls.__qualname__}.setup must call super().setup()"
-        return f"{call}, which sets up {base.__qualname__}."
-    return None
+    return UnknownNameError(f"unknown {kind}", owner=layer.path_name, value=name, choices=names)
 
 
 def immutable_error(layer: Any, problem: str, field: str, collection: str) -> ConfigError:

@@ -24,9 +24,9 @@ from layerkit.base.summaries import DEFAULT_VERBOSITY, Kind, sow_summary
 from layerkit.base.weight_formats import StoredWeight, create_stored
 from layerkit.base.weights import (
     WeightHParams,
+    WeightInit,
     canonical_dtype,
     check_declaration,
-    declared_init,
     draw_boxed,
     floating_dtype,
     layer_html,
@@ -80,8 +80,8 @@ class _Theta:
         self._layer = layer
 
     def __getattr__(self, name: str) -> jax.Array:
-        self._layer.ensure_setup()
-        weights = self._layer._own("weights")
+        self._layer.run_setup()
+        weights = self._layer._records("weights")
         if name not in weights:
             raise unknown_name(self._layer, "weight", name, weights)
         if isinstance(weights[name], StoredWeight):
@@ -96,7 +96,7 @@ class LayerMethods(_Module):
 
     if TYPE_CHECKING:
 
-        def ensure_setup(self) -> None:
+        def run_setup(self) -> None:
             """Run `setup` if it has not run yet; `BaseLayer` defines it."""
 
     # Methods that a subclass calls in setup.
@@ -114,23 +114,23 @@ class LayerMethods(_Module):
           is_factor: True for the weight of a product. `weight_format` may store it in integers.
 
         Raises:
-          ValueError: A size is below one, axes do not name every dimension or have no rule, an
-            inherited dtype is not floating-point, or the initializer has the wrong type.
+          ConfigError: A size is below one, axes do not name every dimension or have no rule, or an
+            inherited dtype is not floating-point.
         """
         check_declaration(self, name, weight, sharding=self.inherited("sharding"))
-        init = declared_init(self, name, weight, inherited=self.inherited("params_init"))
+        init = weight.init or self.inherited("params_init") or WeightInit.Xavier()
         dtype = canonical_dtype(weight.dtype or self._inherited_dtype("dtype"))
 
         draw = partial(draw_boxed, weight=weight, init=init, dtype=dtype, is_factor=is_factor)
         weight_format = self.inherited("weight_format") if is_factor else None
         if weight_format is not None:
             stored = create_stored(self, name, weight, weight_format, draw)
-            self._own("weights")[name] = stored
+            self._records("weights")[name] = stored
         elif trainable:
-            self._own("weights")[name] = self.param(name, draw)
+            self._records("weights")[name] = self.param(name, draw)
         else:
             variable = self.variable(NON_TRAINABLE, name, lambda: draw(self.make_rng(PARAMS)))
-            self._own("variables")[name] = variable
+            self._records("variables")[name] = variable
 
     def create_child(self, name: str, template: Any, **overrides: Any) -> None:
         """Create a child from a template, to be used as `self.<name>`.
@@ -228,12 +228,8 @@ class LayerMethods(_Module):
         """Return a scalar key that is unique to this layer, call and step.
 
         Raises:
-          ConfigError: The caller gave no key.
+          flax.errors.InvalidRngError: The caller gave no `rngs={"random": key}`.
         """
-        if not self.has_rng(RANDOM):
-            hint = f"Apply with rngs={{'{RANDOM}': key}}"
-            problem = "random numbers are needed"
-            raise ConfigError(problem, owner=self.path_name, field="rngs", hint=hint)
         return self.make_rng(RANDOM)
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
@@ -316,8 +312,8 @@ class LayerMethods(_Module):
         return {PARAMS: variables.get(PARAMS, {}), **kept}
 
     def _variable(self, name: str) -> Any:
-        self.ensure_setup()
-        variables = self._own("variables")
+        self.run_setup()
+        variables = self._records("variables")
         if name not in variables:
             raise unknown_name(self, "variable", name, variables)
         return variables[name]
@@ -331,7 +327,7 @@ class LayerMethods(_Module):
     def _inherited_dtype(self, field: str) -> jnp.dtype:
         return floating_dtype(self.inherited(field), field=field, owner=self.path_name)
 
-    def _own(self, kind: str) -> Any:
+    def _records(self, kind: str) -> Any:
         """Per-binding bookkeeping, outside Flax's frozen attributes."""
         records = self.__dict__.get("_layer_records")
         if records is None:
@@ -343,8 +339,8 @@ class LayerMethods(_Module):
         """Return the layers in fields and those that `setup` assigned, also in lists and dicts."""
         values = [value for name, value in vars(self).items() if not name.startswith("_")]
         leaves = jax.tree.leaves(values, is_leaf=is_config)
-        found: list[Any] = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
-        for child in found:
+        children = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
+        for child in children:
             if not isinstance(child, LayerMethods):
                 raise FieldTypeError(
                     owner=self.path_name,
@@ -354,7 +350,7 @@ class LayerMethods(_Module):
                     hint="The weights of a plain Flax module cannot be created without inputs.",
                 )
             self._refuse_contradiction(child)
-        return found
+        return children
 
     def _refuse_contradiction(self, child: Any) -> None:
         """Raise an error if a shared layer would inherit different values from its parents."""
@@ -373,18 +369,15 @@ class LayerMethods(_Module):
         where = f"{self.path_name}.{name}"
         target = target_of(template) if is_config(template) else None
         if not (isinstance(target, type) and issubclass(target, LayerMethods)):
-            expected = "the config of a layer"
-            raise FieldTypeError(
-                owner=self.path_name, field=name, value=template, expected=expected
-            )
+            owner, expected = self.path_name, "the config of a layer"
+            raise FieldTypeError(owner=owner, field=name, value=template, expected=expected)
         filled = derive_fields(template, where, **overrides)
         for field in INHERITED_FIELDS:
             if getattr(filled, field) is None:
                 setattr(filled, field, self.inherited(field))
         if filled.shared_weight_id is None:
             return build(filled)
-        layer: Any = self._shared_layers().layer(filled, where)
-        return layer
+        return self._shared_layers().layer(filled, where)
 
     def keep_shared_weights_inside(self, template: Any) -> None:
         """Says that the ids used in `template` belong to a body with stacked weights of its own.

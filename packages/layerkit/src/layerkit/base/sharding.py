@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from layerkit.config import html_display
+from layerkit.config.checks import require
 from layerkit.errors import ConfigError
 
 MeshAxes = str | tuple[str, ...] | None
@@ -165,13 +167,10 @@ class BoundSharding:
                         choices=[*mesh_axes, *STANDARD_MESH_AXES],
                     )
         length, residual = self._split_axes("length"), self._split_axes("residual_length")
-        if residual[: len(length)] != length and "residual_length" in dict(self.rules.table):
-            raise ConfigError(
-                field="mesh axes of residual_length",
-                value=residual,
-                expected=f"axes that begin with those of length, {length}",
-                hint="Use ShardingRules.replace(length=…, residual_length=…).",
-            )
+        if "residual_length" in dict(self.rules.table):
+            expected = f"axes that begin with those of length, {length}"
+            starts_with = residual[: len(length)] == length
+            require(starts_with, None, "mesh axes of residual_length", residual, expected)
 
     def spec(
         self,
@@ -198,32 +197,17 @@ class BoundSharding:
           ConfigError: A name is unknown, two dimensions use one mesh axis, the number of names
             differs from the rank, or a dimension cannot be split evenly.
         """
-        if shape is not None and len(axes) != len(shape):
-            raise ConfigError(
-                owner=owner or None,
-                field="axes",
-                value=tuple(axes),
-                expected=f"one name for each dimension of shape {tuple(shape)}",
-            )
+        if shape is not None:
+            expected = f"one name for each dimension of shape {tuple(shape)}"
+            require(len(axes) == len(shape), owner or None, "axes", tuple(axes), expected)
         sizes: Mapping[str, int] = {} if self.mesh is None else dict(self.mesh.shape)
         may_be_uneven = allow_uneven and _EVEN_ARRAY_AXIS not in axes
-        taken: dict[str, str] = {}
-        entries: list[Any] = []
+        entries: list[tuple[str, ...]] = []
         for position, name in enumerate(axes):
-            wanted = () if name is None else self.rules.mesh_axes(name, owner=owner)
+            used = () if name is None else self.rules.mesh_axes(name, owner=owner)
             if shape is not None and shape[position] == 1 and name in _UNSPLIT_IF_ONE:
-                wanted = ()
-            used = tuple(axis for axis in wanted if sizes.get(axis, 1) > 1)
-            for axis in used:
-                if axis in taken:
-                    raise ConfigError(
-                        f"{taken[axis]!r} and {name!r} are both split over mesh axis {axis!r}",
-                        owner=owner or None,
-                        field="axes",
-                        value=tuple(axes),
-                        hint="Change the rule of one of them.",
-                    )
-                taken[axis] = str(name)
+                used = ()
+            used = tuple(axis for axis in used if sizes.get(axis, 1) > 1)
             parts = math.prod(sizes[axis] for axis in used)
             size = parts if shape is None else shape[position]
             is_paddable = may_be_uneven and name not in _ALWAYS_EVEN and size > parts
@@ -236,8 +220,11 @@ class BoundSharding:
                     expected=f"a multiple of {parts}, the size of mesh axes {used}",
                     hint=f"Use another mesh, another size, or ShardingRules.replace({name}=None).",
                 )
-            entries.append(used[0] if len(used) == 1 else used or None)
-        return PartitionSpec(*entries)
+            entries.append(used)
+        repeated = [axis for axis, count in Counter(sum(entries, ())).items() if count > 1]
+        expected = f"dimensions that do not share the mesh axes {repeated}"
+        require(not repeated, owner or None, "axes", tuple(axes), expected)
+        return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
 
     def num_shards(self, name: str) -> int:
         """Return the number of parts of a logical axis; 1 for a name without a rule."""

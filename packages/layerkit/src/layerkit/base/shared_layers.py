@@ -10,8 +10,8 @@ from layerkit.errors import ConfigError
 
 def shared_ids(template: Any) -> list[str]:
     """Return the ids of shared weights of the configs in a template."""
-    found = (assigned_fields(config).get("shared_weight_id") for config in walk_configs(template))
-    return [shared_id for shared_id in found if shared_id is not None]
+    ids = (assigned_fields(config).get("shared_weight_id") for config in walk_configs(template))
+    return [shared_id for shared_id in ids if shared_id is not None]
 
 
 class SharedLayers:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from layerkit.config.checks import check_choice, require
+from layerkit.config.checks import require
 from layerkit.errors import ConfigError
 
 # Names of the Flax collections that layers report to.
@@ -121,10 +121,9 @@ def sow_summary(layer: Any, name: str, value: Any, *, kind: Kind, verbosity: int
       verbosity: Verbosity of the summary; see `Summary`.
 
     Raises:
-      ConfigError: The kind is unknown, or the shape is not that of images.
+      ConfigError: The shape is not that of images.
     """
     owner = f"{layer.path_name}.{name}"
-    check_choice(owner, KINDS, kind=kind)
     if kind == "scalar":
         if layer.is_mutable_collection(SUMMARIES):
             value = jax.lax.stop_gradient(value)

@@ -111,17 +111,17 @@ class WeightFormat:
         Raises:
           ConfigError: The inputs cannot be divided into groups.
         """
-        found = list(shape)
+        scales = list(shape)
         left = self.group_size
         for axis in reversed(contracted):
             if left is None:
-                found[axis] = 1
+                scales[axis] = 1
                 continue
             size, other = max(left, shape[axis]), min(left, shape[axis])
             if size % other:
                 left = 0
                 break
-            found[axis] = shape[axis] // other
+            scales[axis] = shape[axis] // other
             left = left // other
         if left not in (None, 1):
             sizes = [shape[axis] for axis in contracted]
@@ -131,7 +131,7 @@ class WeightFormat:
                 value=self.group_size,
                 expected=f"a divisor of the inputs {sizes} of the weight",
             )
-        return tuple(found)
+        return tuple(scales)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -104,20 +104,6 @@ class WeightInit:
         return cls("constant", value)
 
 
-def check_init(value: Any, *, owner: str, field: str) -> WeightInit:
-    """Return an initializer; None stands for Xavier.
-
-    Raises:
-      ConfigError: The value is not an initializer, but a number, for example.
-    """
-    if value is None:
-        return WeightInit.Xavier()
-    if not isinstance(value, WeightInit):
-        expected = "a WeightInit such as WeightInit.Gaussian(0.02)"
-        raise ConfigError(owner=owner, field=field, value=value, expected=expected)
-    return value
-
-
 @dataclasses.dataclass(frozen=True)
 class WeightHParams:
     """A declaration of a weight.
@@ -178,32 +164,14 @@ def check_declaration(owner: Named, name: str, weight: WeightHParams, *, shardin
       weight: Declaration of the weight.
       sharding: `BoundSharding` of the layer; None without a mesh.
     """
-    expected = f"one name for each dimension of {weight.shape}"
-    is_named = len(weight.axes) == len(weight.shape)
-    require(is_named, owner, f"axes of {name}", weight.axes, expected)
-    sizes = dict(zip(weight.axes, weight.shape, strict=True))
-    is_valid = all(size >= 1 for size in weight.shape)
-    require(is_valid, owner, f"shape of {name}", sizes, "sizes of at least 1")
+    axes, shape = weight.axes, weight.shape
+    expected = f"one name for each dimension of {shape}"
+    require(len(axes) == len(shape), owner, f"axes of {name}", axes, expected)
+    sizes = dict(zip(axes, shape, strict=True))
+    require(min(shape, default=1) >= 1, owner, f"shape of {name}", sizes, "sizes of at least 1")
     if sharding is not None:
         for axis in filter(None, weight.axes):
             sharding.rules.mesh_axes(axis, owner=f"{owner.path_name}.{name}")
-
-
-def declared_init(owner: Named, name: str, weight: WeightHParams, *, inherited: Any) -> WeightInit:
-    """Return the initializer of a weight: its own, or the layer's `params_init`, else Xavier.
-
-    Args:
-      owner: Layer of the weight.
-      name: Name of the weight.
-      weight: Declaration of the weight.
-      inherited: Value of the layer's `params_init`.
-
-    Raises:
-      ConfigError: The value is not an initializer.
-    """
-    if weight.init is None:
-        return check_init(inherited, owner=owner.path_name, field="params_init")
-    return check_init(weight.init, owner=f"{owner.path_name}.{name}", field="init")
 
 
 def draw_weight(key: jax.Array, weight: WeightHParams, init: WeightInit, dtype: Any) -> jax.Array:
@@ -233,8 +201,6 @@ def draw_weight(key: jax.Array, weight: WeightHParams, init: WeightInit, dtype: 
         "uniform": lambda: scale * uniform(),
         "constant": lambda: jnp.full(shape, scale),
     }
-    if init.method not in samplers:
-        raise ConfigError(owner="WeightInit", field="method", value=init.method, choices=samplers)
     return samplers[init.method]().astype(dtype)
 
 

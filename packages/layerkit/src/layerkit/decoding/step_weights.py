@@ -14,8 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from layerkit.base.base_layer import PARAMS, BaseLayer
-from layerkit.base.layer_visits import visit_layers
+from layerkit.base.base_layer import PARAMS, BaseLayer, visit_layers
 from layerkit.base.sharding import BoundSharding, is_single_cpu, model_device
 from layerkit.base.shared_layers import shared_ids
 from layerkit.config import is_config, target_of
@@ -110,7 +109,7 @@ def _compute_dtypes(network: BaseLayer) -> dict[tuple[str, ...], jnp.dtype]:
     return {
         (*layer.path, name): layer.compute_dtype
         for layer in layers
-        for name in layer._own("weights")
+        for name in layer._records("weights")
     }
 
 

@@ -143,13 +143,6 @@ def _describe(model: Config, candidates: list[Family]) -> tuple[Family, dict[str
     Raises:
       UnsupportedModelError: No family can; the error lists the differences to the nearest.
     """
-    if not {candidate.network_field for candidate in candidates} & set(field_names(model)):
-        raise UnsupportedModelError(
-            field="class of the model",
-            value=target_of(model).__name__,
-            choices=dict.fromkeys(each.model_class.__name__ for each in candidates),
-            hint="Put the network into one of them.",
-        )
     refusals = []
     for candidate in candidates:
         try:

@@ -173,13 +173,13 @@ def read_weights(
     """Load variables from any source of tensors; see `load_weights`."""
     anatomy = anatomy.without(fresh)
     pieces = _stored_pieces(source, family, anatomy)
-    wanted = {} if like is None else flatten(like)
+    targets = {} if like is None else flatten(like)
     weights = by_weight(pieces)
     made: dict[Path, jax.Array] = {}
     for path, weight in anatomy.weights.items():
-        if like is not None and path not in wanted:
+        if like is not None and path not in targets:
             continue
-        target = wanted.get(path)
+        target = targets.get(path)
         reader = _WeightReader(source, path, weight.shape, weights[path], dtype)
         sharding = getattr(target, "sharding", None)
         made[path] = reader.make(dtype=getattr(target, "dtype", None), sharding=sharding)
@@ -295,10 +295,10 @@ def _stored_pieces(source: TensorSource, family: Family, anatomy: Anatomy) -> li
     copies = {name: of for name, of in family.copies.items() if name in present - needed}
 
     def stored(name: str) -> str:
-        own = name.removeprefix(family.prefix) if is_bare else name
+        plain = name.removeprefix(family.prefix) if is_bare else name
         # A tied tensor may be stored under the name of any of its copies alone.
         others = [copy for copy, original in copies.items() if original == name]
-        return own if own in present else [*others, family.stand_ins.get(name, own)][0]
+        return plain if plain in present else [*others, family.stand_ins.get(name, plain)][0]
 
     pieces = [piece.renamed(stored(piece.name)) for piece in pieces]
     originals = {name: stored(of) for name, of in copies.items() if stored(of) != name}
@@ -333,8 +333,8 @@ def _check_tensors(
             problems.append(f"{name}: missing tensor of shape {list(shape)}{near}")
             continue
         if source.shape(name) != shape:
-            found = list(source.shape(name))
-            problems.append(f"{name}: shape={found}. Expected {list(shape)}.")
+            stored = list(source.shape(name))
+            problems.append(f"{name}: shape={stored}. Expected {list(shape)}.")
         if not jax.numpy.issubdtype(source.dtype(name), jax.numpy.floating):
             problems.append(f"{name}: dtype={source.dtype(name)}. Expected a floating dtype.")
     for name in surplus:

@@ -10,10 +10,11 @@ A path such as `stack_tpl.remat` leads from the config of the network to a field
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol
 
-from layerkit.config import Config, field_names, is_config
+from layerkit.config import Config, field_names
 from layerkit.errors import ConfigError
 
 REQUIRED = object()
@@ -234,8 +235,4 @@ def _owners(network: Config, path: str) -> Iterator[tuple[Config, str]]:
     starts = [network] if first != "layer" else layer_templates(network)
     *parents, name = (path if first != "layer" else rest).split(".")
     for owner in starts:
-        for parent in parents:
-            owner = getattr(owner, parent)
-            if not is_config(owner):
-                raise UnsupportedModelError(field=path, value=None, expected=f"{parent} to be set")
-        yield owner, name
+        yield functools.reduce(getattr, parents, owner), name

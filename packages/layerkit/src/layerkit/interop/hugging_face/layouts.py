@@ -78,18 +78,18 @@ class Layout:
           The block, with axes `ours`.
         """
         sizes = dict(zip(self.ours, our_shape, strict=True))
-        wanted = dict(zip(self.ours, ranges, strict=True))
+        block_ranges = dict(zip(self.ours, ranges, strict=True))
         theirs: list[tuple[int, int]] = []
         block_shape: list[int] = []
         names: list[str] = []
         for group in self.theirs:
             first, *inner = group
             inner_size = math.prod(sizes[name] for name in inner)
-            start, stop = wanted.pop(first)
+            start, stop = block_ranges.pop(first)
             theirs.append((start * inner_size, stop * inner_size))
             block_shape += [stop - start, *(sizes[name] for name in inner)]
             names += group
         block = read_theirs(tuple(theirs)).reshape(block_shape)
         block = block.transpose([names.index(name) for name in self.ours])
         # The slowest axis of each group is sliced already; the other axes were read whole.
-        return block[tuple(slice(*wanted.get(name, (None, None))) for name in self.ours)]
+        return block[tuple(slice(*block_ranges.get(name, (None, None))) for name in self.ours)]

@@ -164,8 +164,8 @@ class HeadDim:
 
     def read(self, file: ConfigFile, network: Config) -> None:
         """Set fields from the file."""
-        given = file.get("head_dim", self.default)
-        network.dim_per_head = given or network.model_dims // network.num_heads
+        head_dim = file.get("head_dim", self.default)
+        network.dim_per_head = head_dim or network.model_dims // network.num_heads
 
     def write(self, network: Config) -> dict[str, Any]:
         """Return keys from fields."""

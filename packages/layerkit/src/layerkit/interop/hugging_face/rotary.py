@@ -120,12 +120,12 @@ def rotary_config(file: ConfigFile, parameters: Mapping[str, Any]) -> Config:
         fraction=float(parameters.get("partial_rotary_factor", 1.0)),
     )
     if kind == "default":
-        _refuse_unknown(file, kind, parameters, known={_LENGTH})
+        _require_known(file, kind, parameters, known={_LENGTH})
         return rotary
     if kind not in _SCALINGS:
         expected = "a type that does not depend on the sequence length, as needed by a cache"
         raise UnsupportedModelError(
-            owner=f"config.json of a {file.model_type} model",
+            owner=file.owner,
             field="rope_type",
             value=kind,
             expected=expected if kind == "dynamic" else None,
@@ -147,19 +147,19 @@ def _scaling(file: ConfigFile, kind: str, parameters: dict[str, Any]) -> Any:
             del parameters["max_position_embeddings"]
         elif parameters.pop("factor", None) not in (None, longest / parameters[_LENGTH]):
             raise file.invalid("rope_scaling", "a factor that is the ratio of its lengths")
-    _refuse_unknown(file, kind, parameters, known={theirs for theirs, _ in names})
-    given = {ours: parameters[theirs] for theirs, ours in names if theirs in parameters}
-    return scaling_class(**{name: value for name, value in given.items() if value is not None})
+    _require_known(file, kind, parameters, known={theirs for theirs, _ in names})
+    fields = {ours: parameters.get(theirs) for theirs, ours in names}
+    return scaling_class(**{name: value for name, value in fields.items() if value is not None})
 
 
-def _refuse_unknown(
+def _require_known(
     file: ConfigFile, kind: str, parameters: Mapping[str, Any], *, known: set[str]
 ) -> None:
     unknown = {k: v for k, v in parameters.items() if k not in known and k not in _NOT_OF_SCALING}
     if any(unknown.values()):
         raise UnsupportedModelError(
             f"unknown parameters of rope_type={kind!r}",
-            owner=f"config.json of a {file.model_type} model",
+            owner=file.owner,
             value=unknown,
             choices=sorted(known),
         )
@@ -169,12 +169,9 @@ def rotary_keys(rotary: Any) -> dict[str, Any]:
     """Return the older keys of rotary positions.
 
     Raises:
-      UnsupportedModelError: The rotary positions are missing, or their scaling has no keys.
+      UnsupportedModelError: The scaling has no keys.
+      AttributeError: The rotary positions are missing.
     """
-    if rotary is None:
-        raise UnsupportedModelError(
-            field="rotary_tpl", value=None, expected="a RotaryPositionalEmbedding"
-        )
     content: dict[str, Any] = {"rope_theta": rotary.max_timescale, "rope_scaling": None}
     if rotary.scaling is None:
         return content

@@ -19,11 +19,10 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from layerkit.base.base_layer import INHERITED_FIELDS, PARAMS, BaseLayer
+from layerkit.base.base_layer import INHERITED_FIELDS, PARAMS, BaseLayer, visit_layers
 from layerkit.base.base_model import BaseModel
-from layerkit.base.layer_visits import visit_layers
 from layerkit.base.sharding import BoundSharding
-from layerkit.base.weights import check_init, floating_dtype, is_box
+from layerkit.base.weights import WeightInit, floating_dtype, is_box
 from layerkit.config import field_names, is_config
 from layerkit_runner.config.config_tree import Name, target_name, value_text
 from layerkit_runner.config.requests import ResolvedExperiment
@@ -87,7 +86,7 @@ def _value(layer: BaseLayer, name: str) -> Any:
     value = layer.inherited(name) if name in INHERITED_FIELDS else getattr(layer, name)
     if name in ("dtype", "fprop_dtype"):
         return floating_dtype(value, field=name, owner=layer.path_name).name
-    return check_init(value, owner=layer.path_name, field=name) if name == "params_init" else value
+    return value or WeightInit.Xavier() if name == "params_init" else value
 
 
 def _named(value: Any) -> Any:

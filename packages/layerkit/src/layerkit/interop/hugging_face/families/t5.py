@@ -75,20 +75,16 @@ class _FeedForward:
 
     def read(self, file: ConfigFile, network: Config) -> None:
         """Set fields from the file."""
-        given = file.get("feed_forward_proj", "relu")
-        *gated, activation = given.split("-")
-        if gated not in ([], ["gated"]) or activation not in ACTIVATIONS:
-            raise file.invalid(
-                "feed_forward_proj",
-                "an activation, or gated- and an activation",
-                choices=ACTIVATIONS,
-            )
+        name = file.get("feed_forward_proj", "relu")
+        is_gated = name.startswith("gated-")
         # T5 1.1 uses the approximate GELU, despite the name.
-        activation = "gelu_new" if given == "gated-gelu" else activation
-        activation = file.get("dense_act_fn", activation)
+        activation = "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")
+        override = file.get("dense_act_fn", None)
+        activation = override or activation
         if activation not in ACTIVATIONS:
-            raise file.invalid("dense_act_fn", "an activation", choices=ACTIVATIONS)
-        set_field(network, _GATE, bool(file.get("is_gated_act", bool(gated))))
+            key = "dense_act_fn" if override else "feed_forward_proj"
+            raise file.invalid(key, "an activation", choices=ACTIVATIONS)
+        set_field(network, _GATE, bool(file.get("is_gated_act", is_gated)))
         set_field(network, _ACTIVATION, ACTIVATIONS[activation].clone())
 
     def write(self, network: Config) -> dict[str, Any]:
