@@ -26,7 +26,6 @@ from layerkit_runner.run.job_folder import (
     FILE_NAME,
     changed_lines,
     changes_since_recorded,
-    check_no_sweep,
     check_restart,
     check_same_experiment,
     check_writable,
@@ -239,14 +238,6 @@ def test_trainer_runs_without_locks_of_the_file_system(
     with only_trainer(folder), only_trainer(folder):
         pass
     assert not folder.exists()
-
-
-def test_folder_of_a_sweep_is_an_error(raises: Any, folder: epath.Path):
-    check_no_sweep(folder)
-    folder.mkdir()
-    (folder / "study.json").write_text("{}")
-    with raises(UsageError, field="--job_log_dir", value=str(folder)):
-        check_no_sweep(folder)
 
 
 def test_changed_lines_show_added_and_removed_paths():

@@ -235,14 +235,6 @@ def test_second_run_in_a_folder_is_an_error_and_changes_nothing(train: Any, job:
     assert not (job / ".running").exists()
 
 
-def test_folder_of_a_sweep_is_left_unchanged(train: Any, tmp_path: Path):
-    (tmp_path / "job").mkdir()
-    (tmp_path / "job" / "study.json").write_text("{}")
-    with pytest.raises(UsageError):
-        train("job")
-    assert [path.name for path in (tmp_path / "job").iterdir()] == ["study.json"]
-
-
 def test_run_starts_from_the_checkpoint_of_another_job(train: Any, job: Path, tmp_path: Path):
     there = str(job)
     output = train("new", max_steps=5, restore_checkpoint_dir=there, restore_checkpoint_step=(2,))

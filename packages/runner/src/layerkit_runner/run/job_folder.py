@@ -42,9 +42,6 @@ from layerkit_runner.files.locks import NoLocksError, delete_and_unlock, try_loc
 from layerkit_runner.run_options import RunOptions
 from layerkit_runner.step.train_state import RECORD
 
-STUDY_RECORD = "study.json"
-"""Name of the file that a sweep writes; a folder that has it is not a job folder."""
-
 # File that is locked while a job trains; it holds the job's host and process id.
 _RUNNING = ".running"
 _MAX_CHANGES = 8
@@ -125,17 +122,6 @@ def _check_kinds(directory: epath.Path) -> None:
                 expected=expected,
                 hint="Delete or rename it, or give another --job_log_dir.",
             )
-
-
-def check_no_sweep(directory: epath.Path) -> None:
-    """Raise `UsageError` if the folder holds a sweep."""
-    if (directory / STUDY_RECORD).exists():
-        raise UsageError(
-            f"the folder holds a sweep ({STUDY_RECORD})",
-            field="--job_log_dir",
-            value=os.fspath(directory),
-            hint="Give --study=FILE to resume the sweep, or another --job_log_dir to train.",
-        )
 
 
 @contextlib.contextmanager

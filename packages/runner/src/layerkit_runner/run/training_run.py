@@ -36,7 +36,6 @@ from layerkit_runner.optim.early_stopping import SKIPPED_STEPS, EarlyStop, Skipp
 from layerkit_runner.run.executor import EARLY_STOPPING, Executor, executor_class, inputs_by_key
 from layerkit_runner.run.job import Job, no_checkpoint, start_job, versions
 from layerkit_runner.run.job_folder import (
-    check_no_sweep,
     check_restart,
     forget_checkpoint,
     only_trainer,
@@ -146,7 +145,6 @@ class TrainingRun:
     def open(self) -> None:
         """Lock the folder, open the data sets, and check what can be known before compilation."""
         job, enter = self.job, self.resources.enter_context
-        check_no_sweep(job.given_directory)
         enter(self.signals)
         if jax.process_index() == 0:  # the only process that writes
             enter(only_trainer(job.directory))

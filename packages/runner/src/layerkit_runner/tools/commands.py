@@ -104,7 +104,7 @@ def _study(flags: ParsedFlags) -> int:
     if importlib.util.find_spec("optuna") is None:
         hint = f"Install it: {pip_install('layerkit-runner', 'sweeps')}"
         raise UsageError("optuna is not installed", field="--study", hint=hint)
-    from layerkit_runner.tools.sweep.command import run_study
+    from layerkit_runner.tools.sweep import run_study
 
     entry, reduced = find_experiment(flags.exp or ""), bool(flags.values.get("reduced"))
     check_folder(flags)

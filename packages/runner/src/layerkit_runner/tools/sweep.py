@@ -1,0 +1,333 @@
+"""`--study=FILE`: ask Optuna for trials, run each one and tell its result (docs/sweeps.md).
+
+`DIR/trials/0007` is the job folder of a trial. Its `trial.lock` is held while the trial runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import optuna
+from optuna import distributions, pruners, samplers
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import Trial, TrialState
+
+from layerkit.errors import UserError
+from layerkit_runner.config.overrides import check_consistent, parse_override
+from layerkit_runner.config.requests import ParsedFlags, ResolvedExperiment, flag_word
+from layerkit_runner.data.host_inputs import dataset_name
+from layerkit_runner.errors import UsageError, as_usage_error
+from layerkit_runner.files.atomic_write import open_append
+from layerkit_runner.files.bounded_documents import parse_json, parse_toml, read_text
+from layerkit_runner.files.locks import lock, try_lock
+from layerkit_runner.files.text import aligned
+from layerkit_runner.observers.metrics_log import read_metrics
+
+_SAMPLERS = {
+    # The constant liar avoids the values of trials that run in other processes.
+    "tpe": functools.partial(samplers.TPESampler, constant_liar=True),
+    "random": samplers.RandomSampler,
+    "grid": samplers.GridSampler,
+}
+_PRUNERS = {
+    "none": pruners.NopPruner,
+    "median": pruners.MedianPruner,
+    "percentile": pruners.PercentilePruner,
+    "successive_halving": pruners.SuccessiveHalvingPruner,
+    "hyperband": pruners.HyperbandPruner,
+}
+# Flags with another value for each trial, and those of the sweep itself.
+_NOT_PASSED_ON = ("exp", "fdl_config", "job_log_dir", "study", "num_trials", "study_storage")
+
+
+@dataclasses.dataclass
+class StudyFile:
+    """Content of a study file; `space` holds Optuna's distributions by override path."""
+
+    metric: str
+    space: dict[str, Any]
+    direction: Literal["minimize", "maximize"] = "minimize"
+    num_trials: int = 20
+    sampler: Any = "tpe"
+    pruner: Any = "none"
+
+    def make_sampler(self, number: int) -> samplers.BaseSampler:
+        """Return the sampler of the trial with a number.
+
+        Its seed is the study's seed plus the number. So a resumed sweep draws the values of an
+        uninterrupted one, and two processes never draw the same values.
+        """
+        options = {"seed": 0, **_options(self.sampler)}
+        if options["name"] != "grid":
+            return _make("sampler", {**options, "seed": options["seed"] + number}, _SAMPLERS)
+        if not all(
+            isinstance(axis, distributions.CategoricalDistribution) for axis in self.space.values()
+        ):
+            raise UsageError(field="sampler", value="grid", expected="choices for every field")
+        grid = {path: axis.choices for path, axis in self.space.items()}
+        return _make("sampler", {**options, "search_space": grid}, _SAMPLERS)
+
+    def make_pruner(self) -> pruners.BasePruner:
+        """Return the pruner; its steps are training steps."""
+        return _make("pruner", _options(self.pruner), _PRUNERS)
+
+
+def read_study_file(path: str, *, num_trials: int | None = None) -> StudyFile:
+    """Read a study file in TOML or JSON; `num_trials` overrides the number in it."""
+    with as_usage_error(OSError, TypeError, ValueError, UsageError, owner=f"--study={path}"):
+        text = read_text(Path(path).expanduser(), max_bytes=100_000)
+        document = (parse_json if path.endswith(".json") else parse_toml)(text)
+        names = [field.name for field in dataclasses.fields(StudyFile)]
+        for key in document:
+            if key not in names:
+                raise UsageError("unknown key", value=key, choices=names)
+        file = StudyFile(**document)
+        file.space = {path: _distribution(path, axis) for path, axis in file.space.items()}
+        file.num_trials = num_trials or file.num_trials
+        if isinstance(sampler := file.make_sampler(0), samplers.GridSampler):
+            file.num_trials = min(len(sampler._all_grids), file.num_trials)
+        file.make_pruner()
+    return file
+
+
+def _options(entry: Any) -> dict[str, Any]:
+    return entry if isinstance(entry, dict) else {"name": entry}
+
+
+def _make(field: str, options: dict[str, Any], classes: dict[str, Any]) -> Any:
+    name = options.get("name")
+    if name not in classes:
+        raise UsageError(field=field, value=name, choices=classes)
+    return classes[name](**{key: value for key, value in options.items() if key != "name"})
+
+
+def _distribution(path: str, entry: Mapping[str, Any]) -> Any:
+    try:
+        if "choices" not in entry:
+            is_float = float in map(type, entry.values())
+            number = distributions.FloatDistribution if is_float else distributions.IntDistribution
+            return number(**entry)
+        # Optuna stores plain values. Others, such as a list, are given as their text.
+        choices = [repr(v) if isinstance(v, list | dict) else v for v in entry["choices"]]
+        return distributions.CategoricalDistribution(choices)
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error), field=f"space.{path}", value=entry) from error
+
+
+def run_study(flags: ParsedFlags, resolve: Callable[..., ResolvedExperiment]) -> int:
+    """Check and run the sweep of `--study` in `--job_log_dir`; return the exit code.
+
+    Args:
+      flags: Flags of the command.
+      resolve: Function that imports the experiment and applies a list of overrides.
+    """
+    options, fixed = flags.options, flags.overrides
+    file = read_study_file(options.study or "", num_trials=options.num_trials)
+    with as_usage_error(UserError, owner=f"--study={options.study}"):
+        resolved = resolve(fixed)
+        for path, axis in file.space.items():
+            for value in getattr(axis, "choices", None) or (axis.low, axis.high):
+                resolve(check_consistent([*fixed, parse_override(path, _text(value))]))
+        names = [dataset_name(config) for config in resolved.datasets if not config.is_training]
+        is_known = any(file.metric.startswith(f"{name}/") for name in names)
+        if resolved.eval_programs is None and not is_known:
+            choices = [f"{name}/{file.metric.partition('/')[2]}" for name in names]
+            raise UsageError(field="metric", value=file.metric, choices=choices)
+    if "://" in (options.job_log_dir or ""):
+        expected = "a folder of a file system with locks"
+        raise UsageError(field="--job_log_dir", value=options.job_log_dir, expected=expected)
+    folder = Path(options.job_log_dir or "").expanduser().absolute()
+    words = [f"--exp={resolved.name}", *map(str, fixed)]
+    record = {"metric": file.metric, "experiment": shlex.join(words)}
+    with lock(folder / "study.lock"):
+        study = _open_study(file, folder, options.study_storage, record)
+    given = {name: value for name, value in flags.values.items() if name not in _NOT_PASSED_ON}
+    words += [flag_word(name, value) for name, value in given.items()]
+    return _Sweep(file, folder, study, words).run()
+
+
+def _open_study(
+    file: StudyFile, folder: Path, address: str | None, record: dict[str, str]
+) -> optuna.Study:
+    """Open or create the study; raise an error if it began with another record or space."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+    storage: Any = address or f"sqlite:///{folder / 'study.db'}"
+    try:
+        if "://" not in storage:
+            storage = JournalStorage(JournalFileBackend(storage))
+        study = optuna.create_study(
+            storage=storage,
+            study_name=str(folder) if address else "sweep",
+            direction=file.direction,
+            pruner=file.make_pruner(),
+            load_if_exists=True,
+        )
+    except Exception as error:  # each database driver has other errors
+        raise UsageError(f"cannot open the study: {error}", owner=address) from error
+    spaces = {path: distributions.distribution_to_json(axis) for path, axis in file.space.items()}
+    has_values = any(trial.intermediate_values for trial in study.get_trials())
+    for key, value in {**record, **spaces}.items():
+        old = study.user_attrs.get(key, value)
+        # Another metric is allowed until a trial has reported the first one.
+        if old != value and (has_values or key != "metric"):
+            expected = f"{old!r}, with which the sweep in this folder began"
+            raise UsageError(field=key, value=value, expected=expected)
+        study.set_user_attr(key, value)
+    return study
+
+
+@dataclasses.dataclass
+class _Sweep:
+    """A loop that runs the trials of a study one after another, each in its own process.
+
+    `words` are the arguments of `runner` without the values of a trial.
+    """
+
+    file: StudyFile
+    folder: Path
+    study: optuna.Study
+    words: Sequence[str]
+    stops: list[int] = dataclasses.field(default_factory=list)
+
+    def run(self) -> int:
+        """Run trials until all have ended or a signal is received; return the exit code."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: self.stops.append(number))
+        states: list[TrialState] = []
+        # After three failures and no success, all trials probably have the same cause.
+        while not self.stops and states != 3 * [TrialState.FAIL] and (claimed := self._ask()):
+            with claimed[1]:
+                states.append(self._run_trial(*claimed))
+        self._report()
+        if self.stops:
+            _say("the same command resumes this sweep")
+            return 128 + self.stops[0]
+        good = (TrialState.COMPLETE, TrialState.RUNNING)
+        return 0 if any(trial.state in good for trial in self.study.get_trials()) else 1
+
+    def _ask(self) -> tuple[Trial, IO[bytes]] | None:
+        """Return a trial and its lock: one that lost its process, or a new one; None at the end.
+
+        A trial that is running according to Optuna, and whose lock is free, has lost its process.
+        It is resumed with its values from the checkpoint in its folder.
+        """
+        with lock(self.folder / "study.lock"):
+            trials = self.study.get_trials()
+            for old in trials:
+                if old.state == TrialState.RUNNING and (held := self._try_lock(old.number)):
+                    if old.params.keys() == self.file.space.keys():
+                        return Trial(self.study, old._trial_id), held
+                    held.close()  # killed while it drew values
+                    self.study.tell(old.number, state=TrialState.FAIL)
+            if sum(bool(old.params) for old in trials) >= self.file.num_trials:
+                return None
+            self.study.sampler = self.file.make_sampler(len(trials))
+            trial = self.study.ask(self.file.space)
+            # Optuna would also call the sampler of the study when the trial ends.
+            self.study.sampler = samplers.RandomSampler()
+            held = self._try_lock(trial.number)
+            return None if held is None else (trial, held)
+
+    def _try_lock(self, number: int) -> IO[bytes] | None:
+        return try_lock(self.folder / "trials" / f"{number:04d}" / "trial.lock")
+
+    def _run_trial(self, trial: Trial, held: IO[bytes]) -> TrialState:
+        """Run the process of a trial, tell Optuna its end, and return its state."""
+        folder, label = Path(held.name).parent, f"trial {trial.number:04d}"
+        fields = [f"--fdl.{path}={_text(value)}" for path, value in trial.params.items()]
+        _say(f"{label}: {' '.join(fields)}")
+        words = [*self.words, *fields, f"--job_log_dir={folder}", "--num_processes=1"]
+        with open_append(folder / "output.txt") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "layerkit_runner.cli", *words],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # the sweep receives Ctrl-C and stops the trial
+                pass_fds=[held.fileno()],  # the lock is free when both processes have ended
+            )
+        values = dict(self.study.get_trials()[trial.number].intermediate_values)
+        state, code, num_sent = TrialState.COMPLETE, None, 0
+        try:
+            while code is None:
+                time.sleep(0.5)
+                code = process.poll()
+                for step, value in _evaluations(folder, self.file.metric):
+                    if step not in values and state == TrialState.COMPLETE:
+                        _say(f"{label}: {self.file.metric} {value:.5g} at step {step}")
+                        trial.report(value, step)
+                        values[step] = value
+                        if not math.isfinite(value):
+                            state = TrialState.FAIL
+                        elif code is None and trial.should_prune():
+                            state = TrialState.PRUNED
+                signals = [*self.stops, *[signal.SIGTERM] * (state != TrialState.COMPLETE)]
+                if code is None and len(signals) > num_sent:
+                    process.send_signal(signals[num_sent])
+                    num_sent += 1
+        finally:
+            if code is None:  # the metric is unknown
+                process.terminate()
+                process.wait()
+        if code == 0 and values and state != TrialState.FAIL:
+            state = TrialState.COMPLETE
+        elif self.stops and state == TrialState.COMPLETE:
+            return TrialState.RUNNING
+        elif state == TrialState.COMPLETE:
+            state = TrialState.FAIL
+            lines = (folder / "output.txt").read_text(errors="replace").splitlines()
+            # JAX adds advice below the line with the error.
+            errors = [line for line in lines[-50:] if "Error" in line or "runner: " in line]
+            trial.set_user_attr("reason", f"exit code {code}: {[*lines, *errors][-1]}")
+        last = values[max(values)] if state == TrialState.COMPLETE else None
+        self.study.tell(trial.number, last, state=state)
+        _say(f"{label}: {state.name.lower()}")
+        return state
+
+    def _report(self) -> None:
+        """Print the trials from best to worst."""
+        rows = []
+        for trial in self.study.get_trials():
+            values = trial.intermediate_values
+            value = values[max(values)] if values else math.nan
+            order = value if self.file.direction == "minimize" else -value
+            cells = [f"{trial.number:04d}", f"{value:.5g}", trial.state.name.lower()]
+            cells += [f"{max(values, default=0)}", *map(str, trial.params.values())]
+            cells.append(trial.user_attrs.get("reason", ""))
+            rows.append((trial.state != TrialState.COMPLETE, not values, order, cells))
+        rows.sort()
+        head = ["trial", self.file.metric, "state", "step", *self.file.space, "reason"]
+        _say("\n".join(aligned([head, *(cells for *_, cells in rows)])))
+
+
+def _evaluations(folder: Path, metric: str) -> list[tuple[int, float]]:
+    """Return the metric of a trial by evaluated step."""
+    if not (folder / "metrics.jsonl").exists():
+        return []
+    evals = read_metrics(folder).evals
+    dataset = max((name for name in evals if metric.startswith(f"{name}/")), key=len, default="")
+    records, name = evals.get(dataset, []), metric.removeprefix(f"{dataset}/")
+    if records and name not in records[0]:
+        choices = [f"{dataset}/{key}" for key in records[0]]
+        raise UsageError("unknown metric", field="metric", value=metric, choices=choices)
+    return [(record["step"], record[name]) for record in records]
+
+
+def _text(value: Any) -> str:
+    """Return the text of a value in `--fdl.NAME=TEXT`."""
+    return value if isinstance(value, str) else repr(value)
+
+
+_say = functools.partial(print, flush=True)

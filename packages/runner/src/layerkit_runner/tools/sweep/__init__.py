@@ -1,1 +1,0 @@
-"""Hyperparameter search with Optuna: `runner --study=FILE`. Each trial is an ordinary run."""
