@@ -14,7 +14,6 @@ from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.tools.translate.tables import map_keys, read_tables
 
 TABLES = read_tables()
-FRAMEWORKS = ("pax", "maxtext")
 PARTS = ("optimizer", "partitioner", "data", "model")
 
 
@@ -22,9 +21,9 @@ def recipe(name: str) -> Any:
     return getattr(importlib.import_module(TABLES["recipes"][name]), name)
 
 
-def targets(framework: str) -> Iterator[tuple[str, Any]]:
-    """Yield what the rows of a table set, with values where the rows have them."""
-    table = TABLES[framework]
+def targets() -> Iterator[tuple[str, Any]]:
+    """Yield what the rows of the table set, with values where the rows have them."""
+    table = TABLES["pax"]
     entries = table["keys"].values()
     rows = [row for entry in entries for row in (entry if isinstance(entry, list) else [entry])]
     for row in rows:
@@ -35,15 +34,11 @@ def targets(framework: str) -> Iterator[tuple[str, Any]]:
         otherwise = row.get("otherwise", {})
         for fields in [*row.get("values", {}).values(), otherwise]:
             yield from fields.items() if isinstance(fields, Mapping) else ()
-    yield from ((name, None) for name in table.get("sizes", {}))
-    for part in ("schedule", "meshes"):
-        yield from ((name, None) for name in table.get(part, {}).values())
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_rows_set_fields_of_recipes(framework: str):
+def test_rows_set_fields_of_recipes():
     fields = {name for each in TABLES["recipes"] for name in experiment_fields(recipe(each))}
-    found = dict(targets(framework))
+    found = dict(targets())
     assert len(found) > 25
     for name, value in found.items():
         if name in PARTS:
@@ -52,24 +47,22 @@ def test_rows_set_fields_of_recipes(framework: str):
             assert name in fields
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_key_is_mapped_or_neutral(framework: str):
-    table = TABLES[framework]
+def test_key_is_mapped_or_neutral():
+    table = TABLES["pax"]
     neutral = table["neutral"].split()
     assert len(neutral) == len(set(neutral))
     assert not table["keys"].keys() & set(neutral)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_recipes_of_every_part_exist(framework: str):
-    assert list(TABLES[framework]["recipes"]) == list(PARTS)
-    for name in [*TABLES["recipes"], *TABLES[framework]["recipes"].values()]:
+def test_recipes_of_every_part_exist():
+    assert list(TABLES["pax"]["recipes"]) == list(PARTS)
+    for name in [*TABLES["recipes"], *TABLES["pax"]["recipes"].values()]:
         assert recipe(name).__name__ == name
 
 
 def test_fields_of_recipes_are_those_that_other_recipes_lack():
     listed = TABLES["fields_of_recipes"]
-    mapped = {name for each in FRAMEWORKS for name, _ in targets(each) if name.isupper()}
+    mapped = {name for name, _ in targets() if name.isupper()}
     owners = {
         name: [each for each in TABLES["recipes"] if name in experiment_fields(recipe(each))]
         for name in mapped

@@ -10,24 +10,6 @@ import pytest
 from layerkit_runner import cli
 from layerkit_runner.tools.translate import __main__ as translate
 
-KEYS = """
-base_num_decoder_layers: 2
-base_emb_dim: 16
-base_mlp_dim: 32
-base_num_query_heads: 2
-base_num_kv_heads: 1
-head_dim: 8
-vocab_size: 64
-max_target_length: 16
-per_device_batch_size: 1
-decoder_block: llama2
-mlp_activations: [silu, linear]
-dataset_type: synthetic
-steps: 3
-warmup_steps_fraction: 0.34
-opt_type: adamw
-ici_fsdp_parallelism: 1
-"""
 PAX = """
 class Tiny(TransformerLmSpmdAdam, SyntheticDataset):
   '''Tiny "model" of Pax's.'''
@@ -51,34 +33,22 @@ def started_devices() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the working directory, with files of both frameworks."""
-    (tmp_path / "model.yml").write_text(KEYS)
+    """Return the working directory, with files of Pax."""
     (tmp_path / "theirs.py").write_text(PAX)
     (tmp_path / "latin.py").write_bytes(b'class Tiny:\n  """\xe9"""\n')
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("words", "name", "line"),
-    [
-        (["maxtext", "model.yml", "--name=Theirs"], "Theirs", "num_layers = 2"),
-        (["pax", "theirs.py"], "Tiny", "num_layers = 2"),
-        (
-            ["maxtext", "model.yml", "rope_max_timescale=500_000", "--name=Llama3"],
-            "Llama3",
-            "stack_tpl.layer_tpl.attention_tpl.rotary_tpl.max_timescale = 500000.0",
-        ),
-    ],
-)
-def test_the_class_is_an_experiment(folder: Path, capsys, words, name, line):
-    assert translate.main(words) == 0
+def test_the_class_is_an_experiment_whose_model_can_be_built(folder: Path, capsys):
+    assert translate.main(["pax", "theirs.py"]) == 0
     text, err = capsys.readouterr()
     assert err == ""
-    module = f"translated_{name.lower()}"
-    (folder / f"{module}.py").write_text(text)
-    assert cli.main([f"--exp={module}.{name}", "--print_config"]) == 0
-    assert f"task.model.lm_tpl.{line}\n" in capsys.readouterr().out
+    (folder / "translated.py").write_text(text)
+    assert cli.main(["--exp=translated.Tiny", "--print_config"]) == 0
+    assert "task.model.lm_tpl.num_layers = 2\n" in capsys.readouterr().out
+    assert cli.main(["--exp=translated.Tiny", "--mode=inspect", "--inspect=parameters"]) == 0
+    assert "optimizer state" in capsys.readouterr().out
 
 
 def test_skipped_classes_are_listed(folder: Path, capsys):
@@ -94,21 +64,6 @@ def test_skipped_classes_are_listed(folder: Path, capsys):
     assert "class Tiny(" in out and "class Heir(" in out and err == ""
 
 
-def test_model_of_a_translated_class_can_be_built(folder: Path, capsys):
-    assert translate.main(["maxtext", "model.yml", "--name=Built"]) == 0
-    (folder / "translated_built.py").write_text(capsys.readouterr().out)
-    words = ["--exp=translated_built.Built", "--mode=inspect", "--inspect=parameters"]
-    assert cli.main(words) == 0
-    assert "optimizer state" in capsys.readouterr().out
-
-
-def test_leftovers_are_printed_and_are_comments_of_the_class(folder: Path, capsys):
-    assert translate.main(["maxtext", "model.yml", "quantization=intmp", "ours=1"]) == 1
-    text, err = capsys.readouterr()
-    assert "    # NOT TRANSLATED quantization = 'intmp': QUANTIZATION is int8" in text
-    assert "translate: FromMaxText: not translated: ours = 1: unknown key" in err
-
-
 LLAMA = """
 class Llama(TransformerLmSpmdAdam, SyntheticDataset):
   NUM_LAYERS = 2
@@ -119,26 +74,18 @@ class Llama(TransformerLmSpmdAdam, SyntheticDataset):
 """
 
 
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        (["pax", "llama.py"], "Llama"),
-        (["maxtext", "model.yml", "quantization=intmp"], "FromMaxText"),
-    ],
-)
-def test_class_with_leftovers_does_not_run(folder: Path, capsys, words, name):
+def test_class_with_leftovers_does_not_run(folder: Path, capsys):
     (folder / "llama.py").write_text(LLAMA)
-    assert translate.main(words) == 1
+    assert translate.main(["pax", "llama.py"]) == 1
     text, err = capsys.readouterr()
-    assert f"{name} is abstract" in err
-    module = f"unsettled_{name.lower()}"
-    (folder / f"{module}.py").write_text(text)
+    assert "    # NOT TRANSLATED " in text and "Llama is abstract" in err
+    (folder / "unsettled.py").write_text(text)
     for more in (["--job_log_dir=job"], ["--mode=plan"], ["--print_config"]):
-        assert cli.main([f"--exp={module}.{name}", *more]) == 2
+        assert cli.main(["--exp=unsettled.Llama", *more]) == 2
         assert "abstract" in capsys.readouterr().err
     assert not (folder / "job").exists()
-    (folder / f"{module}_settled.py").write_text(text.replace(", abstract=True)", ")"))
-    assert cli.main([f"--exp={module}_settled.{name}", "--print_config"]) == 0
+    (folder / "settled.py").write_text(text.replace(", abstract=True)", ")"))
+    assert cli.main(["--exp=settled.Llama", "--print_config"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -170,14 +117,9 @@ def test_translated_class_has_additional_weights_of_pax(folder: Path, capsys, na
 @pytest.mark.parametrize(
     ("words", "fact"),
     [
-        (["maxtext", "missing.yml"], "'missing.yml'"),
-        (["maxtext", "model.yml", "--name=my-class"], "--name='my-class'"),
-        (["maxtext", "model.yml", "--defaults=latin.py"], "latin.py: "),
-        (["maxtext", "mlp_activations=[silu"], "mlp_activations=[silu: "),
-        (["maxtext", "1=2"], "'1=2'"),
         (["pax", "latin.py"], "latin.py: "),
-        ([], "maxtext, pax"),
-        (["maxtxt", "model.yml"], "'maxtext'"),
+        ([], "pax"),
+        (["paxx", "theirs.py"], "'pax'"),
         (["pax"], "files=[]"),
         (["pax", "theirs.py", "--clas=Tiny"], "'--class'"),
     ],

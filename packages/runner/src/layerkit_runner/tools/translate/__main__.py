@@ -1,19 +1,17 @@
-"""Write a configuration of MaxText or Pax as an experiment of this project.
+"""Write experiment classes of Pax as experiments of this project.
 
-    python -m layerkit_runner.tools.translate maxtext FILE.yml… [KEY=VALUE…]     a class
-    python -m layerkit_runner.tools.translate pax FILE.py… [--class=NAME…]       classes
+    python -m layerkit_runner.tools.translate pax FILE.py… [--class=NAME…]
 
-Neither MaxText nor Pax needs to be installed, and no code of the files is run. Later files and
-words take precedence. Values that are not translated are listed on standard error and in comments
-of the class, which is then abstract and does not run. Skipped classes of Pax are listed as well,
-and so are constants that no class of Pax reads, which are left out.
+Pax need not be installed, and no code of the files is run. Later files take precedence. Values that
+are not translated are listed on standard error and in comments of the class, which is then abstract
+and does not run. Skipped classes are listed as well, and so are constants that no class of Pax
+reads, which are left out.
 
 Exit codes: 0 if everything is translated, 1 if something is not, 2 if the command line is wrong.
 """
 
 from __future__ import annotations
 
-import keyword
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,18 +21,12 @@ from layerkit_runner.config.help import read_command
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.bounded_documents import DocumentError, read_text
 from layerkit_runner.run_options import Flag
-from layerkit_runner.tools.translate.maxtext import read_values, translate_maxtext
 from layerkit_runner.tools.translate.pax import translate_pax
 from layerkit_runner.tools.translate.tables import Translation, module_text, read_tables
 
 _HELP = Flag("help", bool, "print these flags")
-# The flags of each framework.
+# The flags of the framework.
 _FLAGS = {
-    "maxtext": (
-        Flag("defaults", str, "MaxText's base.yml, for keys that the others omit", "FILE.yml"),
-        Flag("name", str, "name of the class; by default FromMaxText", "NAME"),
-        _HELP,
-    ),
     "pax": (
         Flag(
             "class",
@@ -56,32 +48,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = read_command(words, _FLAGS, kind="framework", page=__doc__ or "")
         if command is None:
             return 0
-        framework, given, files = command
+        _, values, files = command
         if not files:
-            raise UsageError(field="files", value=files, expected=f"one or more of {framework}")
-        if framework == "maxtext":
-            return _maxtext(files, **given)
-        return _pax(files, given.get("class"))
+            raise UsageError(field="files", value=files, expected="one or more")
+        return _translate(files, values.get("class"))
     except (UserError, OSError) as error:
         print(f"translate: {error}", file=sys.stderr)
         return UsageError.exit_code
 
 
-def _maxtext(
-    words: Sequence[str], *, name: str = "FromMaxText", defaults: str | None = None
-) -> int:
-    if not name.isidentifier() or keyword.iskeyword(name):
-        raise UsageError(field="--name", value=name, expected="the name of a class")
-    files = [word for word in words if "=" not in word]
-    values = read_values(_texts(files), [word for word in words if "=" in word])
-    base = read_values(_texts([] if defaults is None else [defaults]), [])
-    translation = translate_maxtext(values, read_tables(), name=name, defaults=base)
-    return _print_classes([translation], "MaxText")
-
-
-def _pax(files: Sequence[str], classes: Sequence[str] | None) -> int:
+def _translate(files: Sequence[str], classes: Sequence[str] | None) -> int:
     translations, others = translate_pax(_texts(files), read_tables(), classes)
-    code = _print_classes(translations, "Pax")
+    code = _print_classes(translations)
     if others and classes is None:
         print(f"translate: skipped: {', '.join(others)}; --class=NAME writes one", file=sys.stderr)
     return code
@@ -99,16 +77,19 @@ def _texts(files: Sequence[str]) -> dict[str, str]:
     return texts
 
 
-def _print_classes(translations: Sequence[Translation], source: str) -> int:
-    print(module_text(translations, f"Translated from {source}."), end="")
-    for each in translations:
-        for leftover in each.leftovers:
-            print(f"translate: {each.name}: not translated: {leftover}", file=sys.stderr)
-        for constant in each.unread:
-            print(f"translate: {each.name}: left out: {constant}", file=sys.stderr)
-        if each.leftovers:
-            print(f"translate: {each.name} is abstract until these are resolved", file=sys.stderr)
-    return 1 if any(each.leftovers for each in translations) else 0
+def _print_classes(translations: Sequence[Translation]) -> int:
+    print(module_text(translations, "Translated from Pax."), end="")
+    for translation in translations:
+        for leftover in translation.leftovers:
+            print(f"translate: {translation.name}: not translated: {leftover}", file=sys.stderr)
+        for constant in translation.unread:
+            print(f"translate: {translation.name}: left out: {constant}", file=sys.stderr)
+        if translation.leftovers:
+            print(
+                f"translate: {translation.name} is abstract until these are resolved",
+                file=sys.stderr,
+            )
+    return 1 if any(translation.leftovers for translation in translations) else 0
 
 
 if __name__ == "__main__":

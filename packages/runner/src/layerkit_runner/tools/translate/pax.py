@@ -108,25 +108,27 @@ def _read_file(name: str, text: str, methods: Mapping[str, str]) -> dict[str, _P
         return printable(lines[node.lineno - 1][:_MAX_WIDTH]), f"{name}:{node.lineno}"
 
     def read_class(node: ast.ClassDef, outer: Mapping[str, _Constant]) -> _PaxClass:
-        own: dict[str, _Constant] = {}
+        constants: dict[str, _Constant] = {}
         unknown = [d for d in node.decorator_list if not _last_name(d).startswith("register")]
-        leftovers = [Leftover(*quote(each), "it is not a constant") for each in unknown]
-        for each in node.body:
-            if isinstance(each, _DEFINITIONS):
-                own.pop(each.name, None)
-                reason = methods.get(each.name, "rewrite it if it is needed")
-                leftovers.append(Leftover(*quote(each), reason))
-            elif assigned := _assigned(each, ChainMap(own, dict(outer))):
-                own |= {key: _Constant(value, *quote(each)) for key, value in assigned.items()}
-            elif not _is_inert(each):
-                leftovers.append(Leftover(*quote(each), "it is not a constant"))
+        leftovers = [Leftover(*quote(d), "it is not a constant") for d in unknown]
+        for statement in node.body:
+            if isinstance(statement, _DEFINITIONS):
+                constants.pop(statement.name, None)
+                reason = methods.get(statement.name, "rewrite it if it is needed")
+                leftovers.append(Leftover(*quote(statement), reason))
+            elif assigned := _assigned(statement, ChainMap(constants, dict(outer))):
+                constants |= {
+                    key: _Constant(value, *quote(statement)) for key, value in assigned.items()
+                }
+            elif not _is_inert(statement):
+                leftovers.append(Leftover(*quote(statement), "it is not a constant"))
         return _PaxClass(
             bases=[_last_name(base) for base in node.bases],
             summary=(ast.get_docstring(node) or node.name).partition("\n")[0],
-            constants=own,
+            constants=constants,
             leftovers=leftovers,
             is_registered=len(unknown) < len(node.decorator_list),
-            has_task=any(getattr(each, "name", None) == "task" for each in node.body),
+            has_task=any(getattr(s, "name", None) == "task" for s in node.body),
         )
 
     constants: dict[str, _Constant] = {}
@@ -169,7 +171,7 @@ def _assigned(node: ast.stmt, names: Mapping[str, _Constant]) -> dict[str, Any]:
     if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
         expression = ast.BinOp(ast.Name(node.target.id, ast.Load()), node.op, node.value)
     value: Any = NotTranslatedError(_UNKNOWN)
-    if isinstance(expression, ast.expr) and all(isinstance(each, ast.Name) for each in targets):
+    if isinstance(expression, ast.expr) and all(isinstance(target, ast.Name) for target in targets):
         try:
             value = _evaluate(expression, names)
         except NotTranslatedError as error:
@@ -229,13 +231,13 @@ def _translate(
     unread_keys = _unread_keys(table, lineage, constants) if knows_all_bases else []
     unread = [constants.pop(key) for key in unread_keys]
     in_files = [constant for constant in unread if constant.where != "Pax"]
-    found, reasons = map_keys(table, {key: constant.value for key, constant in constants.items()})
+    mapped, reasons = map_keys(table, {key: constant.value for key, constant in constants.items()})
     for key, reason in reasons.items():
         leftovers.append(Leftover(constants[key].text, constants[key].where, reason))
     return make_translation(
         tables,
         table["recipes"],
-        found,
+        mapped,
         leftovers,
         [Leftover(constant.text, constant.where, _UNREAD) for constant in in_files],
         name=name,
@@ -269,25 +271,25 @@ def _lineage(
     """Return a class and its bases in method resolution order, and the unknown bases."""
     unknown: list[Leftover] = []
     made: dict[str, type] = {}
-    found: dict[type, tuple[_PaxClass | None, Mapping[str, Any]]] = {}
+    described_classes: dict[type, tuple[_PaxClass | None, Mapping[str, Any]]] = {}
 
     def make(cls: str, heirs: tuple[str, ...]) -> type:
         # A class may have the name of its base class in Pax.
-        own = None if cls in heirs else classes.get(cls)
-        key = cls if own is not None else f"{cls} of Pax"
+        source = None if cls in heirs else classes.get(cls)
+        key = cls if source is not None else f"{cls} of Pax"
         if key not in made:
             described = bases.get(cls, {})
-            if own is None and cls not in bases:
+            if source is None and cls not in bases:
                 reason = "add the file that defines it, or set its fields"
                 unknown.append(Leftover(f"base {cls}", "", reason))
-            parents = described.get("bases", ()) if own is None else own.bases
-            types = [make(each, (*heirs, cls)) for each in parents if each != "object"]
+            parents = described.get("bases", ()) if source is None else source.bases
+            types = [make(base, (*heirs, cls)) for base in parents if base != "object"]
             made[key] = type(cls, tuple(types), {})
-            found[made[key]] = (own, described)
+            described_classes[made[key]] = (source, described)
         return made[key]
 
     try:
         order = make(name, ()).__mro__
     except TypeError as error:
         raise UsageError(f"inconsistent base classes: {error}", owner=name) from error
-    return [found[cls] for cls in order if cls in found], unknown
+    return [described_classes[cls] for cls in order if cls in described_classes], unknown

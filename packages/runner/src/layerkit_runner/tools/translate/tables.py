@@ -1,4 +1,4 @@
-"""Tables that map keys of another framework to fields, and classes generated from them.
+"""Tables that map fields of Pax to ours, and classes generated from them.
 
 A package that offers experiments may keep tables in a file `translate.yml` beside its
 `__init__.py`. The comment at the top of that file describes the rows.
@@ -47,7 +47,7 @@ class Leftover:
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
-    """A configuration of another framework, translated to fields and recipes.
+    """An experiment class of Pax, translated to fields and recipes.
 
     `settings` are values without a field, by their paths from `task`; `recipes` are modules of the
     base classes by name, in the order of inheritance. `unread` are constants that the original has
@@ -79,15 +79,15 @@ def map_keys(
     table: Mapping[str, Any], values: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return values of fields, recipes and paths, and reasons of keys that are not mapped."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     reasons: dict[str, str] = {}
     known = [key for key in table["keys"] if key in values]
     for key in dict.fromkeys([*known, *values]):
         try:
-            found |= _map_key(table, key, values)
+            fields |= _map_key(table, key, values)
         except NotTranslatedError as error:
             reasons[key] = str(error)
-    return found, reasons
+    return fields, reasons
 
 
 def _map_key(table: Mapping[str, Any], key: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,10 +100,8 @@ def _map_key(table: Mapping[str, Any], key: str, values: Mapping[str, Any]) -> d
         near = near_names(key, [*table["keys"], *neutral])
         raise NotTranslatedError(as_sentence(f"unknown key{near}"))
     rows = row if isinstance(row, list) else [row]
-    row = next((each for each in rows if _applies(each, values)), rows[-1])
+    row = next((row for row in rows if _applies(row, values)), rows[-1])
     row = {"to": row} if isinstance(row, str) else row
-    if _is_one_of(value, [row.get("same", row)]):
-        return {}
     if not _applies(row, values):
         otherwise = row.get("otherwise", {})
         if isinstance(otherwise, str):
@@ -129,14 +127,12 @@ def _applies(row: str | Mapping[str, Any], values: Mapping[str, Any]) -> bool:
 def _is_one_of(value: Any, allowed: Collection[Any]) -> bool:
     """Return whether a value is one of the allowed, where True differs from 1."""
     is_bool = isinstance(value, bool)
-    return any(each == value and isinstance(each, bool) == is_bool for each in allowed)
+    return any(value == other and isinstance(other, bool) == is_bool for other in allowed)
 
 
 def _map_value(row: Mapping[str, Any], value: Any) -> dict[str, Any]:
     if isinstance(value, list):
         value = ",".join(map(str, value))
-    if row.get("prefix"):
-        value = str(value).partition("/")[0].partition(":")[0]
     for known, fields in row["values"].items():
         if _is_one_of(value, [known]):
             return fields
@@ -148,10 +144,10 @@ def convert(kind: str, value: Any) -> Any:
     """Return a value converted to the type of a field, without rounding.
 
     Args:
-      kind: `integer`, `number`, `bool` or `integers`; `count` and `positive` are an integer and a
-        number whose values of 0 and below become None, since both frameworks write "none" so;
-        `magnitude` is a number without its sign, and None for 0. A kind that ends in ? allows None.
-      value: Value of Python or YAML.
+      kind: `integer`, `number`, `bool` or `integers`; `positive` is a number whose values of 0 and
+        below become None, since Pax writes "none" so; `magnitude` is a number without its sign, and
+        None for 0. A kind that ends in ? allows None.
+      value: Value of Python.
     """
     if value is None and kind.endswith("?"):
         return None
@@ -164,27 +160,27 @@ def convert(kind: str, value: Any) -> Any:
         if not isinstance(value, list):
             raise NotTranslatedError("expected a list of integers")
         return [convert("integer", item) for item in value]
-    is_whole = kind in ("integer", "count")
+    is_whole = kind == "integer"
     is_number = type(value) in (int, float) and abs(value) < _LARGEST
     if not is_number or (is_whole and value != value // 1):
         raise NotTranslatedError("expected an integer" if is_whole else "expected a number")
     value = int(value) if is_whole else float(value)
     if kind == "magnitude":
         return abs(value) or None
-    return None if kind in ("count", "positive") and value <= 0 else value
+    return None if kind == "positive" and value <= 0 else value
 
 
 def make_translation(
     tables: Mapping[str, Any],
     defaults: Mapping[str, str],
-    found: Mapping[str, Any],
+    mapped: Mapping[str, Any],
     leftovers: Sequence[Leftover],
     unread: Sequence[Leftover] = (),
     **names: str,
 ) -> Translation:
     """Return a translation with chosen recipes and the fields that they have."""
-    chosen = {found.get(part, default) for part, default in defaults.items()}
-    fields = {key: value for key, value in found.items() if key.isupper()}
+    chosen = {mapped.get(part, default) for part, default in defaults.items()}
+    fields = {key: value for key, value in mapped.items() if key.isupper()}
     unused = []
     for field, owners in tables["fields_of_recipes"].items():
         if field in fields and not chosen & set(owners):
@@ -194,7 +190,7 @@ def make_translation(
                 unused.append(Leftover(f"{field} = {value!r}", "", reason))
     return Translation(
         fields=fields,
-        settings={key: value for key, value in found.items() if "." in key},
+        settings={key: value for key, value in mapped.items() if "." in key},
         recipes={name: tables["recipes"][name] for name in tables["recipes"] if name in chosen},
         leftovers=list(dict.fromkeys([*leftovers, *unused])),
         unread=unread,
