@@ -12,7 +12,6 @@ import optax
 import pytest
 
 from layerkit.errors import ConfigError
-from layerkit_runner.optim.optimizer_calls import Reach, check_usable, reach_of
 from layerkit_runner.optim.optimizers import (
     adam_with_update_cap,
     bfloat16_state,
@@ -168,13 +167,6 @@ def test_bfloat16_state_is_half_as_large_and_its_updates_are_near_those_of_float
         np.testing.assert_allclose(ours_leaf, leaf, atol=3e-4)
     sizes = [sum(x.nbytes for x in jax.tree.leaves(state) if x.ndim) for state in states]
     assert sizes[0] == sizes[1] / 2
-
-
-def test_learner_treats_bfloat16_state_as_the_optimizer_inside():
-    for inner, reach in ((optax.adam, Reach.ENTRY), (optax.lamb, Reach.TENSOR)):
-        optimizer = bfloat16_state(1e-3, optimizer=partial(inner))
-        check_usable(optimizer, PARAMS, owner="test")
-        assert reach_of(optimizer, PARAMS) is reach
 
 
 def test_bfloat16_state_of_a_schedule_free_optimizer_is_an_error(raises):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -11,15 +12,21 @@ import optax
 import pytest
 
 from layerkit.base.base_model import BaseModel, Metrics, WeightedScalar
-from layerkit.config import Partial, sub_config_field
+from layerkit.config import Partial, is_config, sub_config_field
+from layerkit.config.config import build
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit.layers.basic.linears import FeedForward
 from layerkit.layers.transformer.repeat import Repeat
+from layerkit_runner.optim import per_layer
 from layerkit_runner.optim.learner import Learner
-from layerkit_runner.optim.optimizer_calls import Reach, reach_of
 from layerkit_runner.optim.optimizer_groups import map_tensors, stacks_of
-from layerkit_runner.optim.optimizers import adam_with_update_cap
+from layerkit_runner.optim.optimizers import (
+    adam_with_update_cap,
+    bfloat16_state,
+    lp_regularized,
+)
+from layerkit_runner.optim.per_layer import per_layer_of
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
 from layerkit_runner.step.metrics import GLOBAL_BATCH
 from layerkit_runner.step.task import SingleTask
@@ -187,35 +194,52 @@ def test_tensors_of_stacks_within_stacks():
     np.testing.assert_allclose(found["b"].sum(), 1.0)
 
 
-WEIGHTS = {"a": jnp.ones((4, 3)), "b": jnp.ones(3)}
+def changes(transformation: optax.GradientTransformation, params: Any, grads: Any) -> Any:
+    """The sum of the updates of three steps."""
+    state, start = transformation.init(params), params
+    for scale in (1.0, 0.1, -2.0):
+        updates, state = transformation.update(scale * grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params - start
+
+
+@pytest.mark.parametrize("name", sorted(per_layer._OPTAX))
+def test_optimizer_of_optax_depends_on_whole_tensors_as_declared(name: str):
+    """If not, a stack and its layers one at a time have the same updates."""
+    optimizer = getattr(optax, name, None) or getattr(optax.contrib, name)
+    params = jax.random.normal(jax.random.key(0), (3, 4, 5))
+    grads = jax.random.normal(jax.random.key(1), params.shape)
+    grads *= jnp.array([0.01, 1.0, 100.0])[:, None, None]
+    arguments = {"min_dim_size_to_factor": 2} if name == "adafactor" else {}
+    if name == "lars":
+        arguments = {"trust_coefficient": 0.5}
+    make = functools.partial(optimizer, 0.01, **arguments)
+    together = changes(make(), params, grads)
+    alone = jnp.stack([changes(make(), *layer) for layer in zip(params, grads, strict=True)])
+    is_same = np.allclose(together, alone, rtol=1e-4, atol=1e-6)
+    assert is_same == (not per_layer_of(optimizer))
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "reach"),
+    ("optimizer", "declared"),
     [
-        (optax.sgd(0.1, momentum=0.9, nesterov=True), Reach.ENTRY),
-        (optax.adamw(lambda step: 0.1 * step, mask=lambda p: {"a": True, "b": False}), Reach.ENTRY),
-        (optax.chain(optax.clip(1.0), optax.lion(0.1)), Reach.ENTRY),
-        (optax.contrib.schedule_free_sgd(0.1), Reach.ENTRY),
-        (optax.adafactor(0.1), Reach.TENSOR),
-        (optax.lamb(0.1), Reach.TENSOR),
-        (optax.contrib.muon(0.1), Reach.TENSOR),
-        (optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)), Reach.TENSOR),
-        (adam_with_update_cap(0.1), Reach.TENSOR),
-        (adam_with_update_cap(0.1, update_rms_cap=None), Reach.ENTRY),
-        (optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)), Reach.TREE),
-        (optax.apply_if_finite(optax.adam(0.1), 3), Reach.TREE),
-        (optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), Reach.ENTRY),
-        (optax.novograd(0.1), Reach.TENSOR),
-        # One number in the state depends on all earlier gradients.
-        (optax.contrib.dadapt_adamw(0.1), Reach.TREE),
+        (optax.lamb, True),
+        (functools.partial(optax.adamw, b2=0.9), False),
+        (Partial(adam_with_update_cap), True),
+        (Partial(adam_with_update_cap, update_rms_cap=None), False),
+        (Partial(sharded_adafactor), True),
+        (Partial(bfloat16_state, optimizer=Partial(optax.adam)), False),
+        (Partial(lp_regularized, optimizer=Partial(optax.lamb), l2_regularizer_weight=0.1), True),
+        (optax.prodigy if hasattr(optax, "prodigy") else optax.contrib.prodigy, None),
+        (optax.sgd(0.1), None),
     ],
 )
-def test_optimizers_that_mix_entries_or_tensors_are_recognized(optimizer: Any, reach: Reach):
-    assert reach_of(optimizer, WEIGHTS) is reach
+def test_declarations(optimizer: Any, declared: bool | None):
+    assert per_layer_of(optimizer) is declared
+    assert per_layer_of(build(optimizer) if is_config(optimizer) else optimizer) is declared
 
 
-def test_optimizer_of_several_weights_and_a_stack_needs_per_layer(raises):
+def test_optimizer_without_a_declaration_needs_per_layer_for_a_stack(raises):
     chain = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
     params, stacks = {"w": jnp.ones((3, 4)), "b": jnp.ones(3)}, {("w",): (3,)}
     learner = Learner.HParams.config(optimizer=chain).Instantiate()
@@ -229,10 +253,12 @@ def test_optimizer_of_several_weights_and_a_stack_needs_per_layer(raises):
 
 def test_state_is_that_of_optax_unless_layers_are_separate_tensors():
     params, stacks = {"w": jnp.ones((3, 4))}, {("w",): (3,)}
-    adam = Learner.HParams.config(optimizer=optax.adam(0.1)).Instantiate()
+    adam = Learner.HParams.config(optimizer=Partial(optax.adam), learning_rate=0.1).Instantiate()
     assert jax.tree.structure(adam.init(params, stacks=stacks)) == jax.tree.structure(
         optax.adam(0.1).init(params)
     )
     both = {"w": params["w"], "b": jnp.ones(2)}
-    factored = Learner.HParams.config(optimizer=optax.lamb(0.1)).Instantiate()
+    factored = Learner.HParams.config(
+        optimizer=Partial(optax.lamb), learning_rate=0.1
+    ).Instantiate()
     assert set(factored.init(both, stacks=stacks)) == {"main", "main-layers-3"}

@@ -271,12 +271,8 @@ def build(config: fdl.Buildable, /, **overrides: Any) -> Any:
     def make(node: fdl.Buildable) -> Any:
         target = fdl.get_callable(node)
         if isinstance(node, fdl.Partial):
-
-            def call(*args: Any, **more: Any) -> Any:
-                first, named = _split_positional(node, node.__arguments__)
-                return build(Config(target, *first, *args, **{**named, **more}))
-
-            return call
+            # Its readers find the `Partial` in `args`.
+            return functools.partial(_build_partial, node)
         templates = _template_fields(target)
         arguments = {
             name: _freeze(item) if name in templates else visit(item)
@@ -295,6 +291,11 @@ def build(config: fdl.Buildable, /, **overrides: Any) -> Any:
 def was_built(instance: Any) -> bool:
     """Return whether `build` made an object from a `Config`, which checked the types of fields."""
     return _BUILT in vars(instance)
+
+
+def _build_partial(node: fdl.Partial, *args: Any, **more: Any) -> Any:
+    positional, named = _split_positional(node, node.__arguments__)
+    return build(Config(fdl.get_callable(node), *positional, *args, **{**named, **more}))
 
 
 def _check_required(target: Any, arguments: dict[str, Any]) -> None:

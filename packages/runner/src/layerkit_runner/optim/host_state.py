@@ -12,10 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
-from jax.tree_util import DictKey, KeyPath
+from jax.tree_util import KeyPath
 
 from layerkit.config.checks import require
-from layerkit_runner.optim.optimizer_calls import Reach, is_on_host, is_schedule_free, reach_of
+from layerkit_runner.optim.optimizer_calls import is_on_host, is_schedule_free
+from layerkit_runner.optim.optimizers import Bfloat16State
+from layerkit_runner.optim.weight_patterns import weight_path
 
 FIELD = "SpmdPartitioner.offload_optimizer_state"
 
@@ -26,36 +28,31 @@ UpdateArguments = tuple[Any, ...]
 
 
 def check_updates_by_layer(
-    transformation: Any, params: Any, *, owner: str, is_by_layer: bool
+    transformation: Any, params: Any, *, owner: str, per_layer: bool | None, is_by_layer: bool
 ) -> None:
     """Raise `ConfigError` if layers cannot be updated one at a time with the same result.
 
-    With `is_by_layer`, each layer has a state of its own.
+    Args:
+      transformation: An Optax transformation.
+      params: The weights that it updates, as arrays or shapes.
+      owner: Name of the optimizer in errors.
+      per_layer: What the optimizer declares; see `optim.per_layer`.
+      is_by_layer: True if each layer has a state of its own.
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     state = jax.eval_shape(transformation.init, shapes)
     weights = flatten_dict(shapes)
-    mirrored = [
-        (leaf.shape, weights[weight_path(path)].shape)
+    has_shapes_of_weights = all(
+        leaf.shape == weights[weight_path(path)].shape
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
         if weight_path(path) in weights
-    ]
-    is_valid = not is_schedule_free(state) and (
-        is_by_layer
-        or (
-            reach_of(transformation, params) is Reach.ENTRY
-            and not _draws_numbers(transformation, shapes, state)
-            and all(mine == own for mine, own in mirrored)
-        )
     )
+    # With bfloat16_state, each layer would draw the same numbers.
+    is_by_entry = per_layer is False and not isinstance(state, Bfloat16State)
+    is_valid = is_by_layer or (is_by_entry and has_shapes_of_weights)
     expected = f"one that updates each entry by itself, such as optax.adamw, with {FIELD}=True"
-    require(is_valid, owner, "optimizer", type(state).__name__, expected)
-
-
-def _draws_numbers(transformation: Any, shapes: Any, state: Any) -> bool:
-    # Each layer would draw the same numbers.
-    jaxpr = jax.make_jaxpr(transformation.update)(shapes, state, shapes)
-    return any(name in str(jaxpr) for name in ("random_bits", "threefry2x32"))
+    name = type(state).__name__
+    require(is_valid and not is_schedule_free(state), owner, "optimizer", name, expected)
 
 
 def update_by_layer(
@@ -93,17 +90,17 @@ def update_by_layer(
         return jax.tree_util.tree_map_with_path(pick, whole, part)
 
     rest = [only(tree, None) for tree in trees]
-    found, found_state = update(*rest)
-    updates = merge(grads, found, None)
-    new_state = merge(state, select(found_state, rest[1]), None)
+    updates, new_state = update(*rest)
+    updates = merge(grads, updates, None)
+    new_state = merge(state, select(new_state, rest[1]), None)
     for size in sorted(set(layers.values())):
 
         def is_sliced(path: KeyPath, size: int = size) -> bool:
             return layers.get(weight_path(path)) == size
 
         part = tuple(only(tree, size) for tree in trees)
-        found, found_state = update_stack(update, part, select=select, is_sliced=is_sliced)
-        updates, new_state = merge(updates, found, size), merge(new_state, found_state, size)
+        changed, kept = update_stack(update, part, select=select, is_sliced=is_sliced)
+        updates, new_state = merge(updates, changed, size), merge(new_state, kept, size)
     return updates, new_state
 
 
@@ -144,22 +141,11 @@ def update_stack(
         remaining, held = carry
         whole = (remaining, held, params, raw_grads)
         parts = [jax.tree_util.tree_map_with_path(cut, tree) for tree in whole]
-        found, found_state = update(*parts)
-        found_state = select(found_state, parts[1])
+        updates, new_state = update(*parts)
         return (
-            jax.tree_util.tree_map_with_path(put, remaining, found),
-            jax.tree_util.tree_map_with_path(put, held, found_state),
+            jax.tree_util.tree_map_with_path(put, remaining, updates),
+            jax.tree_util.tree_map_with_path(put, held, select(new_state, parts[1])),
         )
 
     result: tuple[Any, Any] = jax.lax.fori_loop(0, num_layers, body, (grads, state))
     return result
-
-
-def weight_path(path: KeyPath) -> tuple[str, ...]:
-    """Return the dict keys that the path of an array ends with: the path of its weight."""
-    keys: list[str] = []
-    for entry in reversed(path):
-        if not isinstance(entry, DictKey):
-            break
-        keys.append(entry.key)
-    return tuple(reversed(keys))

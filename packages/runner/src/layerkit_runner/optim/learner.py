@@ -29,6 +29,7 @@ from layerkit_runner.optim.optimizer_groups import (
     Stacks,
     map_tensors,
 )
+from layerkit_runner.optim.per_layer import per_layer_of
 from layerkit_runner.optim.rounding import add_update
 from layerkit_runner.optim.schedules import concrete_number
 from layerkit_runner.optim.weight_decay import DecayedWeights
@@ -87,7 +88,12 @@ class AuxiliaryOptimizer(Configurable):
         require(self.weights, owner, "weights", self.weights, "at least one pattern")
         transformation = make_transformation(self.optimizer, self.learning_rate, owner=owner)
         self.named = NamedOptimizer(
-            self.name, owner, transformation, self.learning_rate, self.weights
+            self.name,
+            owner,
+            transformation,
+            per_layer_of(self.optimizer),
+            self.learning_rate,
+            self.weights,
         )
 
 
@@ -100,9 +106,9 @@ class Learner(Configurable):
       learning_rate: A number, or the config of a schedule `step -> rate`.
       auxiliary_optimizers: Configs of `AuxiliaryOptimizer`, optimizers for some weights.
       per_layer: True if each layer of a repeated stack is a tensor of its own to the optimizers.
-        None decides by optimizer: True for one that works on whole tensors (Adafactor, LAMB, a
-        cap on the update's RMS); False for one that works on entries (Adam), where it makes no
-        difference; an error for one whose update depends on several weights.
+        None takes what the optimizer declares: True for one that works on whole tensors
+        (Adafactor, LAMB, a cap on the update's RMS); False for one that works on entries (Adam),
+        where it makes no difference; an error on stacks for one that declares nothing.
       clip_global_norm: Limit c of the gradient norm: gradients are scaled by min(1, c/‖g‖) over
         all weights together.
       clip_per_tensor_norm: Limit of the gradient norm of each single weight, and of each layer of
@@ -180,7 +186,13 @@ class Learner(Configurable):
         )
         self.trained_weights = TrainedWeights(self.trainable, self.frozen)
         self._optimizers = (
-            NamedOptimizer(MAIN, "Learner.optimizer", self.transformation, self.learning_rate),
+            NamedOptimizer(
+                MAIN,
+                "Learner.optimizer",
+                self.transformation,
+                per_layer_of(self.optimizer),
+                self.learning_rate,
+            ),
             *(auxiliary.named for auxiliary in self.auxiliary_optimizers),
         )
         self._groups = OptimizerGroups(self._optimizers, per_layer=self.per_layer)

@@ -20,7 +20,6 @@ from layerkit.base.weights import is_box
 from layerkit.config.checks import require
 from layerkit.errors import ConfigError
 from layerkit_runner.optim import optimizer_calls
-from layerkit_runner.optim.optimizer_calls import Reach
 from layerkit_runner.optim.weight_patterns import matching_paths
 
 Path = tuple[str, ...]
@@ -63,13 +62,14 @@ def map_tensors(fn: Callable[[jax.Array], jax.Array], tree: Any, stacks: Stacks)
 class NamedOptimizer:
     """An optimizer of a learner; `owner` names it in errors.
 
-    `learning_rate` is None if the optimizer has its own, and `weights` is None for all that are
-    left.
+    `per_layer` is what the optimizer declares (`optim.per_layer`), `learning_rate` is None if the
+    optimizer has its own, and `weights` is None for all that are left.
     """
 
     name: str
     owner: str
     transformation: optax.GradientTransformation
+    per_layer: bool | None
     learning_rate: Any = None
     weights: Sequence[str] | None = None
 
@@ -94,7 +94,7 @@ class _Group:
 class OptimizerGroups:
     """All optimizers of a learner as one.
 
-    `per_layer` is True if each layer of a stack is a tensor; None decides by optimizer.
+    `per_layer` is True if each layer of a stack is a tensor; None for what each optimizer declares.
     """
 
     def __init__(self, optimizers: Sequence[NamedOptimizer], *, per_layer: bool | None):
@@ -143,18 +143,18 @@ class OptimizerGroups:
                     group.optimizer.transformation, grads, state, params, raw_grads=raw, loss=loss
                 )
 
-            own_grads, own_params, own_raw = (group.select(tree) for tree in trees)
-            arguments = (own_grads, states[name], own_params, own_raw)
+            grads_, params_, raw_ = (group.select(tree) for tree in trees)
+            arguments = (grads_, states[name], params_, raw_)
             update_all = over_stack(update_one, group.sizes)
             if any(map(optimizer_calls.is_on_host, jax.tree.leaves(states[name]))):
                 from layerkit_runner.optim import host_state
 
                 loop = host_state.update_stack if group.sizes else host_state.update_by_layer
-                own, states[name] = loop(update_all, arguments, select=select)
+                changes, states[name] = loop(update_all, arguments, select=select)
             else:
-                own, new_state = update_all(*arguments)
+                changes, new_state = update_all(*arguments)
                 states[name] = select(new_state, states[name])
-            updates.update(flatten_dict(own))
+            updates.update(flatten_dict(changes))
         return unflatten_dict(updates), _bare(states)
 
     def check_updates_by_layer(self, params: Any, stacks: Stacks) -> None:
@@ -169,6 +169,7 @@ class OptimizerGroups:
                 group.optimizer.transformation,
                 group.select(flat),
                 owner=group.optimizer.owner,
+                per_layer=group.optimizer.per_layer,
                 is_by_layer=bool(group.sizes),
             )
 
@@ -176,19 +177,19 @@ class OptimizerGroups:
         """Return `params` with the averages of schedule-free optimizers in their places."""
         groups = self._divide(params, stacks)
         flat = flatten_dict(params)
-        for name, own in _by_name(state, groups).items():
-            if optimizer_calls.is_schedule_free(own):
+        for name, group_state in _by_name(state, groups).items():
+            if optimizer_calls.is_schedule_free(group_state):
                 group = groups[name]
                 find = over_stack(optimizer_calls.evaluated, group.sizes)
-                flat.update(flatten_dict(find(own, group.select(flat))))
+                flat.update(flatten_dict(find(group_state, group.select(flat))))
         return unflatten_dict(flat)
 
     def steps_taken(self, state: Any, params: Any, stacks: Stacks) -> dict[str, jax.Array]:
         """Return the known step counts of the optimizers' schedules, by name of the optimizer."""
         groups = self._divide(params, stacks)
         counts = {}
-        for name, own in _by_name(state, groups).items():
-            count = optimizer_calls.steps_taken(own)
+        for name, group_state in _by_name(state, groups).items():
+            count = optimizer_calls.steps_taken(group_state)
             if count is not None:
                 counts[groups[name].optimizer.name] = count
         return counts
@@ -206,30 +207,27 @@ class OptimizerGroups:
             part = unflatten_dict({path: flat[path] for path in paths})
             optimizer_calls.check_usable(optimizer.transformation, part, owner=optimizer.owner)
             stacked = {path: stacks[path] for path in paths if path in stacks}
-            if not stacked or not self._works_by_layer(optimizer, part, stacked):
+            if not stacked or not self._works_by_layer(optimizer, stacked):
                 stacked = {}
             for sizes in sorted({stacked.get(path, ()) for path in paths}):
-                own = tuple(path for path in paths if stacked.get(path, ()) == sizes)
+                members = tuple(path for path in paths if stacked.get(path, ()) == sizes)
                 name = "-".join([optimizer.name, *(["layers", *map(str, sizes)] if sizes else [])])
-                groups[name] = _Group(optimizer, own, sizes)
+                groups[name] = _Group(optimizer, members, sizes)
         return groups
 
-    def _works_by_layer(self, optimizer: NamedOptimizer, params: Any, stacked: Stacks) -> bool:
-        if self._per_layer is not None:
-            return self._per_layer
-        reach = optimizer_calls.reach_of(optimizer.transformation, params)
-        if reach is Reach.TREE:
+    def _works_by_layer(self, optimizer: NamedOptimizer, stacked: Stacks) -> bool:
+        per_layer = optimizer.per_layer if self._per_layer is None else self._per_layer
+        if per_layer is None:
             raise ConfigError(
-                "an update depends on several weights, as with optax.clip_by_global_norm, and"
-                f" {'/'.join(next(iter(stacked)))} is a stack of layers",
+                f"{'/'.join(next(iter(stacked)))} is a stack of layers, and the optimizer does not"
+                " declare whether it treats each of them as a tensor",
                 owner=optimizer.owner,
                 field="Learner.per_layer",
                 value=None,
-                expected="False if no other rule of the optimizer works on whole tensors, or True"
-                " to apply it to one layer at a time",
-                hint="To clip gradients, use Learner.clip_global_norm instead.",
+                expected="True if the update of an entry depends on its whole tensor, as with"
+                " optax.adafactor, or False, as with optax.adamw",
             )
-        return reach is Reach.TENSOR
+        return per_layer
 
     def assign(self, paths: list[Path]) -> list[list[Path]]:
         """Return the paths that each optimizer updates."""

@@ -11,11 +11,13 @@ import optax
 
 from layerkit.config.checks import check_non_negative, check_positive, check_rates, require
 from layerkit_runner.optim.optimizer_calls import is_schedule_free
+from layerkit_runner.optim.per_layer import as_inner, declare_per_layer
 from layerkit_runner.optim.rounding import round_stochastically
 from layerkit_runner.optim.schedules import concrete_numbers
 from layerkit_runner.optim.weight_decay import mask_of
 
 
+@declare_per_layer(lambda *, update_rms_cap=1.0, **_: update_rms_cap is not None)
 def adam_with_update_cap(
     learning_rate: optax.ScalarOrSchedule,
     *,
@@ -65,6 +67,7 @@ class ElasticWeightsState(NamedTuple):
     rate: Any
 
 
+@declare_per_layer(as_inner)
 def elastic_weight_consolidation(
     learning_rate: optax.ScalarOrSchedule,
     *,
@@ -113,6 +116,7 @@ def elastic_weight_consolidation(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+@declare_per_layer(as_inner)
 def lp_regularized(
     learning_rate: optax.ScalarOrSchedule,
     *,
@@ -165,6 +169,7 @@ class Bfloat16State(NamedTuple):
     inner: Any
 
 
+@declare_per_layer(as_inner)
 def bfloat16_state(
     learning_rate: optax.ScalarOrSchedule, *, optimizer: Callable[..., optax.GradientTransformation]
 ) -> optax.GradientTransformationExtraArgs:

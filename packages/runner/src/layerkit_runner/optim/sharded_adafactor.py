@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from layerkit.config.checks import check_choice, check_non_negative, check_positive, check_rates
+from layerkit_runner.optim.per_layer import declare_per_layer
 from layerkit_runner.optim.schedules import concrete_numbers
 
 DecayMethod = Literal["adam", "pow"]
@@ -56,6 +57,7 @@ class _Slots(NamedTuple):
     update: Any = optax.MaskedNode()
 
 
+@declare_per_layer(lambda **_: True)
 def sharded_adafactor(
     learning_rate: optax.ScalarOrSchedule,
     *,

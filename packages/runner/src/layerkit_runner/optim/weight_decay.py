@@ -20,7 +20,7 @@ from flax.traverse_util import flatten_dict
 
 from layerkit.base.weights import WeightBox, is_box
 from layerkit.errors import ConfigError, first_names
-from layerkit_runner.optim.host_state import weight_path
+from layerkit_runner.optim.weight_patterns import weight_path
 
 Path = tuple[str, ...]
 Declarations = Mapping[Path, WeightBox]

@@ -1,4 +1,4 @@
-"""Selection of the weights to train, or to add noise to, by regular expressions over their paths.
+"""Paths of weights, and regular expressions that select those to train or to add noise to.
 
 A pattern must match the whole path of a weight, such as `lm/embedding/.*`. The stacked weights of
 repeated layers are one weight.
@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.tree_util import DictKey, KeyPath
 
 from layerkit.base.weight_formats import scale_path
 from layerkit.config import Configurable
@@ -30,8 +31,8 @@ def matching_paths(
 ) -> list[str]:
     """Return the paths that a pattern matches; raise `ConfigError` if it matches none."""
     paths = list(paths)
-    found = [path for path in paths if re.fullmatch(pattern, path)]
-    if not found:
+    matched = [path for path in paths if re.fullmatch(pattern, path)]
+    if not matched:
         raise ConfigError(
             owner=owner,
             field=field,
@@ -39,7 +40,7 @@ def matching_paths(
             expected=f"a regular expression that matches the whole path of a {kind}",
             choices=paths,
         )
-    return found
+    return matched
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +87,9 @@ class TrainedWeights:
             for path, leaf in flat.items()
             if ("/".join(path) in matched) == trains_matched
         }
-        if found := [path for path in integers if path in trained]:
+        if selected := [path for path in integers if path in trained]:
             raise ConfigError(
-                f"{'/'.join(found[0])} is stored in integers, which cannot be trained",
+                f"{'/'.join(selected[0])} is stored in integers, which cannot be trained",
                 owner="Learner",
                 field="trainable",
                 value=patterns,
@@ -134,9 +135,9 @@ class TrainedWeights:
 
     def require_floats(self, params: Any) -> None:
         """Raise `ConfigError` if `params` has integers and nothing selects others."""
-        if self.trainable is None and (found := integer_paths(flatten_dict(params))):
+        if self.trainable is None and (integers := integer_paths(flatten_dict(params))):
             raise ConfigError(
-                f"weights are stored in integers, such as {'/'.join(found[0])}, and cannot be"
+                f"weights are stored in integers, such as {'/'.join(integers[0])}, and cannot be"
                 " trained",
                 owner="Learner",
                 field="trainable",
@@ -157,6 +158,16 @@ def integer_paths(flat: dict[tuple[str, ...], Any]) -> list[tuple[str, ...]]:
         for path, leaf in flat.items()
         if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.integer)
     ]
+
+
+def weight_path(path: KeyPath) -> tuple[str, ...]:
+    """Return the dict keys that the path of an array ends with: the path of its weight."""
+    keys: list[str] = []
+    for entry in reversed(path):
+        if not isinstance(entry, DictKey):
+            break
+        keys.append(entry.key)
+    return tuple(reversed(keys))
 
 
 class VariationalNoise(Configurable):
@@ -203,7 +214,7 @@ class VariationalNoise(Configurable):
         for path, leaf in flat.items():
             name = "/".join(path)
             if path not in stored and any(re.fullmatch(pattern, name) for pattern in self.weights):
-                own = jax.random.fold_in(key, zlib.crc32(name.encode()))
-                noise = scale * jax.random.normal(own, leaf.shape, jnp.float32)
+                leaf_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+                noise = scale * jax.random.normal(leaf_key, leaf.shape, jnp.float32)
                 flat[path] = leaf + noise.astype(leaf.dtype)
         return unflatten_dict(flat)
