@@ -47,6 +47,8 @@ def test_path_without_files_raises(raises, tmp_path):
     missing = os.fspath(tmp_path / "none.txt")
     with raises(NothingToReadError, field="paths", value=missing):
         find_text_files([missing])
+    with raises(NothingToReadError, field="paths", value=[]):
+        find_text_files([])
 
 
 def test_the_standard_library_is_its_sources_and_topics_without_tests():

@@ -155,9 +155,11 @@ class Corpus(BaseExperiment, abstract=True):
         )
 
     def _local_text(self, *, is_training: bool, **fields: Any) -> Config:
-        split = "train" if is_training else "heldout"
         return LocalText.HParams.config(
-            split=split, seq_length=self.MAX_SEQ_LEN, is_training=is_training, **fields
+            split="train" if is_training else "heldout",
+            seq_length=self.MAX_SEQ_LEN,
+            is_training=is_training,
+            **fields,
         )
 
     def _synthetic_tokens(self, *, is_training: bool, **fields: Any) -> Config:

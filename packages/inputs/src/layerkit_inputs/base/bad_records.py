@@ -8,8 +8,7 @@ counts such records instead and keeps the problems of the first ones for reports
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from layerkit.errors import ConfigError, UserError
 
@@ -28,23 +27,7 @@ class MissingFileError(UserError, FileNotFoundError):
     """A file or folder that does not exist."""
 
 
-class UnfitFieldError(ConfigError):
-    """A field of a reader that does not fit the data.
-
-    Attributes:
-      remedies: Fields of the reader, each with a value with which the data can be read. Programs
-        that know how fields are set, such as the runner, add flags to the message.
-    """
-
-    def __init__(
-        self, problem: str = "", *, remedies: Mapping[str, Any] | None = None, **data: Any
-    ):
-        """Store the remedies and the data of `ConfigError`."""
-        super().__init__(problem, **data)
-        self.remedies: Mapping[str, Any] = {} if remedies is None else dict(remedies)
-
-
-class BadRecordError(UnfitFieldError):
+class BadRecordError(ConfigError):
     """A record that cannot be read. Its owner is the file, with the number of the record."""
 
 
@@ -76,12 +59,8 @@ class BadRecords:
         """
         where = file if record is None else f"{file}, record {record}"
         if self.policy == "refuse":
-            raise BadRecordError(
-                problem,
-                owner=where,
-                hint="Set on_bad_record='skip' to skip and count such records.",
-                remedies={"on_bad_record": "skip"},
-            )
+            hint = "Set on_bad_record='skip' to skip and count such records."
+            raise BadRecordError(problem, owner=where, hint=hint)
         self.num_skipped += 1
         if len(self.first) < _MAX_KEPT:
             self.first.append(f"{where}: {problem}")

@@ -9,9 +9,9 @@ from __future__ import annotations
 import glob
 import os
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 from layerkit.errors import hub_hint
 from layerkit_inputs.base.bad_records import MissingFileError
@@ -25,13 +25,7 @@ _SKIPPED_PREFIX = "_sysconfigdata"
 
 
 class NothingToReadError(MissingFileError):
-    """An entry of `paths` that matches no file.
-
-    Attributes:
-      remedies: Fields and values with which files can be read; see `bad_records.UnfitFieldError`.
-    """
-
-    remedies: ClassVar[Mapping[str, Any]] = {"paths": ["FILE_OR_PATTERN"]}
+    """An entry of `paths` that matches no file."""
 
 
 class TextFile(NamedTuple):
@@ -54,12 +48,7 @@ def standard_library_files() -> list[TextFile]:
         if file.path.suffix == ".py" and not file.path.name.startswith(_SKIPPED_PREFIX)
     ]
     if not files:
-        raise MissingFileError(
-            f"the sources of the standard library are not in {root}",
-            field="paths",
-            value=None,
-            expected="text files",
-        )
+        raise MissingFileError(f"the sources of the standard library are not in {root}")
     return sorted(files)
 
 
@@ -72,7 +61,9 @@ def find_text_files(paths: Sequence[str], *, field: str = "paths") -> list[TextF
     Raises:
       NothingToReadError: An entry of `paths` matches no file.
     """
-    found: dict[Path, TextFile] = {}
+    if not paths:
+        raise NothingToReadError("no path", field=field, value=list(paths))
+    files: dict[Path, TextFile] = {}
     for entry in paths:
         matches = sorted(_matches(str(entry)))
         if not matches:
@@ -80,12 +71,12 @@ def find_text_files(paths: Sequence[str], *, field: str = "paths") -> list[TextF
                 "no file found",
                 field=field,
                 value=str(entry),
-                expected="a file, a folder with files, or a pattern such as 'notes/**/*.txt'",
+                expected="a file, a folder with files, or a pattern",
                 hint=hub_hint(str(entry), is_data=True),
             )
         for file in matches:
-            found.setdefault(file.path.resolve(), file)
-    return sorted(found.values())
+            files.setdefault(file.path.resolve(), file)
+    return sorted(files.values())
 
 
 def _matches(entry: str) -> Iterator[TextFile]:

@@ -21,19 +21,14 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple, get_args
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from layerkit.config.checks import check_choice, require
+from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import first_names
-from layerkit_inputs.base.bad_records import (
-    BadRecordError,
-    BadRecords,
-    OnBadRecord,
-    UnfitFieldError,
-)
+from layerkit_inputs.base.bad_records import BadRecordError, BadRecords, OnBadRecord
 from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS, counted
 from layerkit_inputs.base.find_files import TextFile, find_text_files, standard_library_files
 from layerkit_inputs.base.indexed_input import IndexedInput
@@ -42,13 +37,11 @@ from layerkit_inputs.packing.documents import DocumentBuilder, Documents
 from layerkit_inputs.packing.model_features import stretch_features
 from layerkit_inputs.text.raw_documents import (
     DocumentSizeError,
-    check_text_field,
+    conversations_hint,
     is_packed,
     json_line_fields,
-    num_declared_documents,
     read_raw_documents,
     text_of,
-    unfit_text_field,
 )
 from layerkit_inputs.text.text_splits import (
     FilePiece,
@@ -60,7 +53,7 @@ from layerkit_inputs.text.text_splits import (
 from layerkit_inputs.text.tokenizers import ByteTokenizer
 from layerkit_inputs.text.trigram_baseline import trigram_loss
 
-_SPLITS = ("train", "heldout", "test", "all")
+Split = Literal["train", "heldout", "test", "all"]
 _TABLE_BYTES = 1 << 26
 """Maximum bytes of training text that the table of `baselines` counts, which takes seconds."""
 _MAX_FILES_SHOWN = 4
@@ -78,14 +71,6 @@ def _first_bytes(pieces: Iterable[FilePiece], limit: int) -> Iterator[bytes]:
         yield data
 
 
-class _SplitFiles(NamedTuple):
-    """The files that a split is read from."""
-
-    files: list[TextFile]
-    is_whole: bool
-    """True if the split holds all documents of the files, False for a part of them."""
-
-
 class _TextFilesInput(IndexedInput):
     """Base class of inputs of local text files. The files are read on first use."""
 
@@ -97,7 +82,7 @@ class _TextFilesInput(IndexedInput):
     heldout_paths: Sequence[str] | None = None
     """Files, folders or patterns of the held-out split, which the training split omits. None: files
     of `paths` that are named as held out, or else a share of the documents."""
-    split: str = "train"
+    split: Split = "train"
     """`train`, `heldout`, `test` or `all`. `heldout` reads files that are named as validation, or
     as test if there are none; `test` only reads the latter."""
     heldout_fraction: float = 0.05
@@ -121,15 +106,9 @@ class _TextFilesInput(IndexedInput):
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        check_choice(self._label, _SPLITS, split=self.split)
-        check_choice(self._label, get_args(OnBadRecord), on_bad_record=self.on_bad_record)
         fraction = self.heldout_fraction
         expected = "a number in (0, 1)"
         require(0 < fraction < 1, self._label, "heldout_fraction", fraction, expected)
-        for field in ("paths", "heldout_paths"):
-            paths = getattr(self, field)
-            is_valid = paths is None or (len(paths) and not isinstance(paths, str))
-            require(is_valid, self._label, field, paths, "a list of at least one path")
         self._tokenizer = ByteTokenizer() if self.tokenizer is None else self.tokenizer
         self._of_bytes = isinstance(self._tokenizer, ByteTokenizer)
         if not self._of_bytes:
@@ -161,42 +140,27 @@ class _TextFilesInput(IndexedInput):
             return {"train": train, "heldout": heldout}
         return None if self.paths is None else split_by_names(self._all_files)
 
-    def _split_files(self, split: str) -> _SplitFiles:
-        """Return the files of a split.
-
-        Raises:
-          ConfigError: The split has no file.
-        """
-        by_split = self._files_by_split
-        if split == "all":
-            return _SplitFiles(self._all_files, is_whole=True)
-        if by_split is None and split != "test":
-            return _SplitFiles(self._all_files, is_whole=False)
-        if by_split is None or not by_split.get(split):
-            raise UnfitFieldError(
-                "every file is held out" if split == "train" else f"the split {split!r} is empty",
-                owner=self._label,
-                field="paths",
-                value=[file.name for file in self._all_files[:_MAX_FILES_SHOWN]],
-                expected="a file that is not held out by its name or by heldout_paths"
-                if split == "train"
-                else f"a file with the word {split!r} in its name",
-                hint="Add or rename a file, or set heldout_paths.",
-                remedies={"heldout_paths": ["FILE_OR_PATTERN"]},
-            )
-        return _SplitFiles(by_split[split], is_whole=True)
+    def _is_whole(self, split: str) -> bool:
+        """Return whether a split holds all documents of its files."""
+        return split == "all" or self._files_by_split is not None
 
     def _files(self, split: str) -> list[TextFile]:
         """Return the files that a split is read from."""
-        return self._split_files(split).files
+        if split == "all" or (self._files_by_split is None and split != "test"):
+            return self._all_files
+        files = (self._files_by_split or {}).get(split, [])
+        names = [file.name for file in self._all_files[:_MAX_FILES_SHOWN]]
+        expected = f"a file of the split {split!r} by its name, or by heldout_paths"
+        require(files, self._label, "paths", names, expected)
+        return files
 
     def _pieces(self, split: str) -> list[FilePiece]:
         """Return the documents of a split if each file, or a part of it, is a document."""
         if split not in self._pieces_of:
-            files, is_whole = self._split_files(split)
+            files = self._files(split)
             for file in files:
                 self._check_plain(file)
-            if is_whole:
+            if self._is_whole(split):
                 self._pieces_of[split] = [FilePiece.whole(file) for file in files]
             else:
                 pieces = split_pieces(files, heldout_fraction=self.heldout_fraction)
@@ -207,47 +171,33 @@ class _TextFilesInput(IndexedInput):
         if self._documents is None:
             files = self._files(self.split)
             if self.text_field is None:
-                plain, packed = sum(piece.size for piece in self._pieces(self.split)), 0
+                plain = sum(piece.size for piece in self._pieces(self.split))
             else:
                 plain = sum(file.path.stat().st_size for file in files if not is_packed(file))
-                packed = sum(num_declared_documents(file) for file in files if is_packed(file))
-            if plain + packed > self.max_bytes:
-                raise self._too_large(plain + packed)
+            self._check_size(plain)
             self._bytes_left = self.max_bytes - plain
             self._documents = self._read_corpus(files)
         return self._documents
 
-    def _too_large(self, size: int | None) -> UnfitFieldError:
-        """Return the error of too much text; `size` is None if it is unknown before reading."""
-        given = "decompress to more bytes" if size is None else f"hold {size} bytes"
-        return UnfitFieldError(
-            f"the {self.split} files {given}",
-            owner=self._label,
-            field="max_bytes",
-            value=self.max_bytes,
-            hint="Their tokens are kept in memory. Set paths to fewer files, or raise max_bytes.",
-            remedies={} if size is None else {"max_bytes": size},
-        )
+    def _check_size(self, num_bytes: int) -> None:
+        """Raise `ConfigError` if the split has more than `max_bytes` of text."""
+        expected = f"at least the {num_bytes} bytes of the {self.split} files, kept in memory"
+        is_enough = num_bytes <= self.max_bytes
+        require(is_enough, self._label, "max_bytes", self.max_bytes, expected)
 
     def _read_corpus(self, files: Sequence[TextFile]) -> Documents:
         """Read and tokenize the files, one document or part of a document at a time."""
         fraction = self.heldout_fraction
-        limit = None if self._split_files(self.split).is_whole else fraction
+        limit = None if self._is_whole(self.split) else fraction
         builder, shares = self._read_documents(files, limit)
         if shares and (limit := heldout_limit(shares, fraction=fraction)) != fraction:
             builder, _ = self._read_documents(files, limit)
-        if not self._num_bytes and not self._bad.first and self.split != "all":
+        if not builder or not (self._num_bytes or self._bad.first or self.split == "all"):
             raise self._config_error(
-                f"the split {self.split!r} is empty",
-                field="bytes of text",
-                value=0,
-                expected=f"text in {first_names(str(file.path) for file in files)}",
-            )
-        if not builder:
-            raise self._config_error(
-                f"no document of the {self.split} files can be read",
+                f"no text in the {self.split} files",
                 field="number of skipped documents",
                 value=self.num_skipped,
+                expected=f"text in {first_names(str(file.path) for file in files)}",
                 hint=f"First problem: {self._bad.first[0]}" if self._bad.first else None,
             )
         documents = builder.build()
@@ -274,7 +224,7 @@ class _TextFilesInput(IndexedInput):
         bytes_left = self._bytes_left
         for file in files:
             self._update_checksum(file.name.encode("utf-8", "replace"))
-            for where, text in self._texts(file) if self.text_field is not None else ():
+            for where, text in self._texts(file, self.text_field) if self.text_field else ():
                 if limit is not None:
                     share = share_of(text)
                     shares = [min(share, *shares), max(share, *shares)] if shares else [share] * 2
@@ -321,49 +271,32 @@ class _TextFilesInput(IndexedInput):
 
     def _check_plain(self, file: TextFile) -> None:
         """Raise for a file that is not plain text."""
-        if is_packed(file):
+        fields = {} if self.json_as_text else json_line_fields(file.path)
+        if is_packed(file) or fields:
             raise self._config_error(
-                f"{file.path} is not plain text",
+                f"{file.path} is {'JSON lines' if fields else 'not plain text'}",
                 field="text_field",
-                value=self.text_field,
-                expected="the field that holds the text",
-                hint="Set text_field, or decompress the file.",
+                value=None,
+                choices=[name for name, value in fields.items() if type(value) is str],
+                hint=conversations_hint(fields)
+                or "Set text_field, or json_as_text=True to read JSON lines as plain text.",
             )
-        if self.json_as_text or not (fields := json_line_fields(file.path)):
-            return
-        error = unfit_text_field(
-            file.path, fields, self.text_field, owner=self._label, option="text_field"
-        )
-        if not error.hint:
-            error.hint = "Set text_field, or json_as_text=True to read the lines as plain text."
-            error.remedies = {**error.remedies, "json_as_text": True}
-        raise error
 
-    def _texts(self, file: TextFile) -> Iterator[tuple[str, bytes]]:
+    def _texts(self, file: TextFile, field: str) -> Iterator[tuple[str, bytes]]:
         """Yield the place and text of each document of a file, by `text_field`."""
-        assert self.text_field is not None
         size = self._bytes_left if is_packed(file) else self.max_bytes
-        documents = read_raw_documents(file, field=self.text_field, max_document_bytes=size)
+        documents = read_raw_documents(file, field=field, max_document_bytes=size)
         try:
             for document in documents:
                 if is_packed(file):
                     self._bytes_left -= len(document.data or b"") + 1
-                if self._bytes_left < 0:
-                    raise self._too_large(None)
+                    self._check_size(self.max_bytes - self._bytes_left)
                 try:
-                    yield document.where, text_of(document, self.text_field)
+                    yield document.where, text_of(document, field)
                 except ValueError as error:
-                    if document.is_json and self.on_bad_record == "refuse":
-                        check_text_field(
-                            file,
-                            self.text_field,
-                            owner=self._label,
-                            option="text_field",
-                            max_document_bytes=size,
-                        )
                     self._bad.report(file=document.where, record=None, problem=str(error))
         except DocumentSizeError:
-            raise self._too_large(None) from None
+            self._check_size(self.max_bytes + 1)
         except BadRecordError as error:
             if self.on_bad_record == "refuse":
                 raise
@@ -467,8 +400,8 @@ class LocalTextPrompts(_TextFilesInput):
     `eval_sample_weights` as in LocalText.
     """
 
-    split: str = "heldout"
-    """`train`, `heldout` or `all`."""
+    split: Split = "heldout"
+    """`train`, `heldout`, `test` or `all`."""
     prompt_length: int = 64
     """Maximum number of ids of a prompt, including the start id."""
     num_prompts: int | None = None

@@ -46,8 +46,6 @@ from layerkit_inputs.packing.documents import framed
 from layerkit_inputs.text.raw_documents import (
     MAX_DOCUMENT_BYTES,
     RawDocument,
-    check_text_field,
-    is_json,
     read_raw_documents,
     text_of,
 )
@@ -132,9 +130,6 @@ def build_token_records(
     files = find_text_files(inputs)
     split_of = _splits_of_files(files, heldout_fraction)
     names = {*split_of.values()} or {"train", *(["heldout"] if heldout_fraction else [])}
-    if on_bad_record == "refuse" and is_json(files[0]):
-        limit = max_document_bytes
-        check_text_field(files[0], field, owner=None, option="field", max_document_bytes=limit)
     model = make_tokenizer(tokenizer, special_tokens_in_text)
     dtype = "uint16" if model.vocab_size <= 1 << 16 else "int32"
     bad = BadRecords(on_bad_record)

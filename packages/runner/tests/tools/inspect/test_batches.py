@@ -157,18 +157,19 @@ INPUTS = ("datasets.0", "datasets.1", "decode_datasets.0")
 
 
 @pytest.mark.parametrize(
-    ("lines", "fields", "flags"),
+    ("lines", "fields", "name", "flags"),
     [
-        (RECORDS * 9, [], [["--fdl.TEXT_FIELD=text"], ["--fdl.JSON_AS_TEXT=True"]]),
-        (RECORDS * 9, ["--fdl.TEXT_FIELD=txt"], [["--fdl.TEXT_FIELD=text"]]),
+        (RECORDS * 9, [], "text_field=None", ["--fdl.TEXT_FIELD=text"]),
+        (RECORDS * 9, ["--fdl.TEXT_FIELD=txt"], "'txt'", ["--fdl.TEXT_FIELD=text"]),
         (
             [*RECORDS, '{"text": 7}'] * 9,
             ["--fdl.TEXT_FIELD=text"],
-            [[f"--fdl.{name}.on_bad_record=skip" for name in INPUTS]],
+            "on_bad_record='skip'",
+            [f"--fdl.{name}.on_bad_record=skip" for name in INPUTS],
         ),
     ],
 )
-def test_error_of_data_names_flags_that_fix_it(tmp_path, capsys, lines, fields, flags):
+def test_error_of_data_names_the_field_that_fixes_it(tmp_path, capsys, lines, fields, name, flags):
     pytest.importorskip("layerkit_experiments")
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
     command = [
@@ -183,7 +184,5 @@ def test_error_of_data_names_flags_that_fix_it(tmp_path, capsys, lines, fields, 
 
     code, error = run()
     assert code == 2
-    named = error.strip().partition(" Flags: ")[2]
-    assert [choice.split() for choice in named.split(", or ")] == flags
-    for choice in flags:
-        assert run(*choice) == (0, "")
+    assert name in error
+    assert run(*flags) == (0, "")
