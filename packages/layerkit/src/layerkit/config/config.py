@@ -26,9 +26,9 @@ import fiddle as fdl
 from layerkit.config.field_types import (
     FieldTypeError,
     convert_field,
+    field_annotations,
     field_choices,
     parameters_of,
-    typed_fields,
 )
 from layerkit.config.graphs import (
     copy_config,
@@ -56,7 +56,7 @@ def _accepts_any_keyword(target: Any) -> bool:
 
 
 def _check_keyword(target: Any, name: str) -> None:
-    if name not in typed_fields(target) and not _accepts_any_keyword(target):
+    if name not in field_annotations(target) and not _accepts_any_keyword(target):
         owner = getattr(target, "__qualname__", repr(target))
         choices, hint = field_choices(target), dataclass_hint(target, name)
         raise UnknownFieldError(

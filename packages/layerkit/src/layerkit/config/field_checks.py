@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from layerkit.config.config import Config, was_built
-from layerkit.config.field_types import convert_field, typed_fields
+from layerkit.config.field_types import convert_field, field_annotations
 from layerkit.config.graphs import assigned_fields, is_config, target_of
 from layerkit.errors import ConfigError, short_repr
 
@@ -44,7 +44,7 @@ def check_fields(layer: Any, *, owner: str) -> None:
     """
     cls: Any = type(layer)
     if not was_built(layer):
-        for name in typed_fields(cls):
+        for name in field_annotations(cls):
             convert_field(cls, name, getattr(layer, name), owner=owner)
     for path, condition in unmet_conditions(layer):
         for changed, value in _changes(layer, path):

@@ -26,7 +26,6 @@ from layerkit.config.type_converters import (
     MISMATCH,
     Converter,
     converter_of,
-    converter_of_text,
     evaluate,
     is_union,
 )
@@ -45,59 +44,96 @@ class FieldTypeError(ConfigError, TypeError):
 
 
 class Annotation(str):
-    """The text of an annotation, with the modules in which its names are looked up.
+    """The annotation of a field as text, with what is needed to convert values to it.
 
     Attributes:
-      modules: Names of modules; earlier ones take precedence.
+      kind: Annotation, as text or as a type.
+      modules: Names of modules in which the names of the text are looked up, earlier ones first.
+      default: Default of the field, which is always valid.
     """
 
-    modules: tuple[str, ...]
+    kind: Any
+    modules: tuple[str, ...] = ()
+    default: Any = MISMATCH
 
-    def __new__(cls, text: str, modules: tuple[str, ...] = ()) -> Annotation:
-        """Return the text of an annotation as a string with `modules`."""
-        annotation = super().__new__(cls, text)
-        annotation.modules = modules
-        return annotation
-
-
-def read_annotation(annotation: Any, *modules: str) -> Annotation | None:
-    """Return an annotation as text with the modules of its names; None if there is none."""
-    if annotation is None or annotation is inspect.Parameter.empty:
-        return None
-    is_text = isinstance(annotation, str)
-    return Annotation(annotation if is_text else inspect.formatannotation(annotation), modules)
+    @functools.cached_property
+    def converter(self) -> Converter | None:
+        """The function that converts values; None if every value fits."""
+        return converter_of(self.kind, self.modules)
 
 
-def field_annotations(target: Any) -> dict[str, Annotation | None]:
+def read_annotation(kind: Any, *modules: str, default: Any = MISMATCH) -> Annotation:
+    """Return an annotation with the modules of its names."""
+    annotation = Annotation(_as_text(kind))
+    annotation.kind, annotation.modules, annotation.default = kind, modules, default
+    return annotation
+
+
+def _as_text(kind: Any) -> str:
+    if kind is inspect.Parameter.empty:
+        return "Any"
+    return kind if isinstance(kind, str) else inspect.formatannotation(kind)
+
+
+@functools.cache
+def field_annotations(target: Any) -> dict[str, Annotation]:
     """Return the annotations of the fields of a dataclass, or of the parameters of a callable."""
-    return {name: field.annotation for name, field in typed_fields(target).items()}
+    if dataclasses.is_dataclass(target):
+        return {
+            field.name: read_annotation(
+                field.type, *_declaring_modules(target, field), default=field.default
+            )
+            for field in dataclasses.fields(target)
+            if field.init and field.name not in _HIDDEN_FIELDS
+        }
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    # The names of classes are not looked up: what a function is annotated with may be wrong, or
+    # become right when a job fills in the argument.
+    return {
+        parameter.name: read_annotation(_as_text(parameter.annotation), default=parameter.default)
+        for parameter in parameters_of(target)
+        if parameter.kind in named
+    }
+
+
+def field_choices(target: Any) -> list[str]:
+    """Return the names of the fields, those that a class declares itself before inherited ones."""
+    declared = getattr(target, "__annotations__", {})
+    return sorted(field_annotations(target), key=lambda name: name not in declared)
+
+
+def parameters_of(target: Any) -> list[inspect.Parameter]:
+    """Return the parameters of a callable; only `**kwargs` if it has no signature, like dict."""
+    try:
+        return list(inspect.signature(target).parameters.values())
+    except ValueError:
+        return [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
+
+
+def _declaring_modules(cls: Any, field: dataclasses.Field) -> tuple[str, ...]:
+    """Return the modules of the classes that declare a field with this type, base classes first."""
+    classes = [
+        base
+        for base in reversed(inspect.getmro(cls))
+        if vars(base).get("__annotations__", {}).get(field.name) == field.type
+    ]
+    return tuple(dict.fromkeys(base.__module__ for base in classes))
 
 
 def convert_field(target: Any, name: str, value: Any, *, owner: str | None = None) -> Any:
-    """Return a value as the field of a config of `target` holds it; see `convert`.
+    """Return a value as the field `name` of a config of `target` holds it; see `convert`.
 
-    Any value is valid for a field without an annotation, and for a name that is not a field. The
-    default of a field is always valid.
-
-    Args:
-      target: Class or function with the field.
-      name: Name of the field.
-      value: Value of the field.
-      owner: Name of the target for messages.
+    Any value is valid for a name that is not a field.
 
     Raises:
-      FieldTypeError: `value` is of another type.
+      FieldTypeError: `value` is of another type. `owner`, or else `target`, owns the field.
     """
-    field = typed_fields(target).get(name)
-    if field is None or (converter := field.converter) is None:
-        return value
-    converted = converter(value)
-    if converted is not MISMATCH:
-        return converted
-    if value is field.default:
-        return value
-    owner = owner or getattr(target, "__qualname__", repr(target))
-    raise _mismatch(value, field.annotation, owner=owner, field=name)
+    try:
+        return convert(value, field_annotations(target).get(name))
+    except FieldTypeError as error:
+        error.owner = owner or getattr(target, "__qualname__", repr(target))
+        error.field = name
+        raise
 
 
 def convert(value: Any, annotation: str | None) -> Any:
@@ -106,16 +142,20 @@ def convert(value: Any, annotation: str | None) -> Any:
     An int is converted to an expected float, a list to a tuple, a tuple to a list, and the value or
     name of an enumeration's member (`RED` or `Color.RED`) to that member. Other values are not
     converted: True and 1.0 are not valid as an int. A config is valid for the class that it builds.
-    A config of a function is valid for every type except None.
+    A config of a function is valid for every type except None. The default of a field is always
+    valid, and so is any value without an annotation.
 
     Raises:
       FieldTypeError: `value` is of another type.
     """
-    converter = None if annotation is None else _text_converter(annotation)
-    converted = value if converter is None else converter(value)
-    if converted is MISMATCH:
-        raise _mismatch(value, annotation)
-    return converted
+    if annotation is None or (converter := _as_annotation(annotation).converter) is None:
+        return value
+    converted = converter(value)
+    if converted is not MISMATCH:
+        return converted
+    if value is getattr(annotation, "default", MISMATCH):
+        return value
+    raise _mismatch(value, annotation)
 
 
 def parse_value(text: str, annotation: str | None = None) -> Any:
@@ -182,21 +222,25 @@ class _WordsToStrings(ast.NodeTransformer):
 def _takes_text(text: str, annotation: str | None, *, untyped: bool) -> bool:
     if annotation is None:
         return untyped
-    converter = _text_converter(annotation)
+    converter = _as_annotation(annotation).converter
     takes = converter is None or converter(text) == text
     return takes and (untyped or "str" in annotation)
 
 
-def _mismatch(value: Any, annotation: str | None, **data: Any) -> FieldTypeError:
-    choices = _choices(annotation) if annotation else ()
+def _as_annotation(text: str) -> Annotation:
+    return text if isinstance(text, Annotation) else read_annotation(text)
+
+
+def _mismatch(value: Any, annotation: str | None, *, hint: str | None = None) -> FieldTypeError:
+    choices = _choices(_as_annotation(annotation)) if annotation else ()
     expected = None if choices else annotation and _BUILT.sub(r"\1", annotation)
-    return FieldTypeError(value=value, expected=expected, choices=choices, **data)
+    return FieldTypeError(value=value, expected=expected, choices=choices, hint=hint)
 
 
-def _choices(annotation: str) -> tuple[Any, ...]:
+def _choices(annotation: Annotation) -> tuple[Any, ...]:
     """Return the values of an annotation that is a choice of literals or members."""
     choices: list[Any] = []
-    kind = evaluate(annotation, getattr(annotation, "modules", ()))
+    kind = evaluate(annotation, annotation.modules)
     for member in typing.get_args(kind) if is_union(kind) else (kind,):
         if typing.get_origin(member) is typing.Literal:
             choices.extend(typing.get_args(member))
@@ -207,78 +251,3 @@ def _choices(annotation: str) -> tuple[Any, ...]:
         else:
             return ()
     return tuple(choices) if choices != [None] else ()
-
-
-def _text_converter(annotation: str) -> Converter | None:
-    return converter_of_text(str(annotation), getattr(annotation, "modules", ()))
-
-
-# The fields of a target.
-
-
-@dataclasses.dataclass
-class TypedField:
-    """A field of a class or a parameter of a function.
-
-    Attributes:
-      kind: Annotation, as text or as a type.
-      modules: Modules in which the names of the annotation are looked up.
-      default: Default value, which is always valid.
-    """
-
-    kind: Any
-    modules: tuple[str, ...]
-    default: Any
-
-    @functools.cached_property
-    def annotation(self) -> Annotation | None:
-        """The text of the annotation."""
-        return read_annotation(self.kind, *self.modules)
-
-    @functools.cached_property
-    def converter(self) -> Converter | None:
-        """The function that converts values; None if every value fits."""
-        return None if self.annotation is None else converter_of(self.kind, self.modules)
-
-
-@functools.cache
-def typed_fields(target: Any) -> dict[str, TypedField]:
-    """Return the fields of a dataclass, or the named parameters of a callable."""
-    if dataclasses.is_dataclass(target):
-        return {
-            field.name: TypedField(field.type, _declaring_modules(target, field), field.default)
-            for field in dataclasses.fields(target)
-            if field.init and field.name not in _HIDDEN_FIELDS
-        }
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    # The names of classes are not looked up: what a function is annotated with may be wrong, or
-    # become right when a job fills in the argument.
-    return {
-        parameter.name: TypedField(read_annotation(parameter.annotation), (), parameter.default)
-        for parameter in parameters_of(target)
-        if parameter.kind in named
-    }
-
-
-def field_choices(target: Any) -> list[str]:
-    """Return the names of the fields, those that a class declares itself before inherited ones."""
-    declared = getattr(target, "__annotations__", {})
-    return sorted(typed_fields(target), key=lambda name: name not in declared)
-
-
-def parameters_of(target: Any) -> list[inspect.Parameter]:
-    """Return the parameters of a callable; only `**kwargs` if it has no signature, like dict."""
-    try:
-        return list(inspect.signature(target).parameters.values())
-    except ValueError:
-        return [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
-
-
-def _declaring_modules(cls: Any, field: dataclasses.Field) -> tuple[str, ...]:
-    """Return the modules of the classes that declare a field with this type, base classes first."""
-    classes = [
-        base
-        for base in reversed(inspect.getmro(cls))
-        if vars(base).get("__annotations__", {}).get(field.name) == field.type
-    ]
-    return tuple(dict.fromkeys(base.__module__ for base in classes))

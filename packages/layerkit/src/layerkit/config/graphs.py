@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import fiddle as fdl
 
-from layerkit.config.field_types import typed_fields
+from layerkit.config.field_types import field_annotations
 
 T = TypeVar("T")
 _MISSING = object()
@@ -34,7 +34,7 @@ def assigned_fields(config: fdl.Buildable) -> dict[str, Any]:
 
 def field_names(target: Any) -> list[str]:
     """Return the names that a config of `target`, a class or function, may set."""
-    return list(typed_fields(target_of(target) if is_config(target) else target))
+    return list(field_annotations(target_of(target) if is_config(target) else target))
 
 
 def map_containers(value: Any, visit: Callable[[Any], Any]) -> Any:

@@ -56,6 +56,7 @@ class _Names(dict[str, Any]):
         return next((scope[name] for scope in self._scopes if name in scope), _Unknown)
 
 
+@functools.cache
 def evaluate(text: str, modules: tuple[str, ...]) -> Any:
     """Return the type that the text of an annotation describes.
 
@@ -71,10 +72,10 @@ def evaluate(text: str, modules: tuple[str, ...]) -> Any:
 # Converters.
 
 
-@functools.cache
-def converter_of_text(text: str, modules: tuple[str, ...]) -> Converter | None:
-    """Return the converter to the type that an annotation describes; None if every value fits."""
-    return converter_of(evaluate(text, modules), modules)
+def _resolve(kind: Any, modules: tuple[str, ...]) -> Any:
+    """Return the type that an annotation stands for, which may be text."""
+    kind = getattr(kind, "__forward_arg__", kind)
+    return _resolve(evaluate(kind, modules), modules) if isinstance(kind, str) else kind
 
 
 def is_union(kind: Any) -> bool:
@@ -88,9 +89,7 @@ _TRANSPARENT = (typing.ClassVar, typing.Final, typing.Annotated, typing.Required
 
 def converter_of(kind: Any, modules: tuple[str, ...]) -> Converter | None:
     """Return the converter to a type; None if every value fits."""
-    if isinstance(kind, (str, typing.ForwardRef)):
-        text = kind if isinstance(kind, str) else kind.__forward_arg__
-        return converter_of_text(text, modules)
+    kind = _resolve(kind, modules)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     for attribute in ("__supertype__", "__value__"):  # the type behind a NewType, a type alias
         if hasattr(kind, attribute):
@@ -100,13 +99,20 @@ def converter_of(kind: Any, modules: tuple[str, ...]) -> Converter | None:
         return converter_of(arguments[1], modules)
     if origin in _TRANSPARENT or origin is typing.NotRequired:
         return converter_of(arguments[0], modules)
-    if origin is typing.Literal:
-        return _literal(arguments)
     if is_union(kind):
         return _union([converter_of(member, modules) for member in arguments])
-    base = origin or kind
-    if base is None or base is type(None):
+    if kind is None or kind is type(None):
         return lambda value: None if value is None else MISMATCH
+    convert = _plain_converter(origin or kind, arguments, modules)
+    return None if convert is None else functools.partial(_keep_function_config, convert)
+
+
+def _plain_converter(
+    base: Any, arguments: tuple[Any, ...], modules: tuple[str, ...]
+) -> Converter | None:
+    """Return the converter to a type other than a union and None."""
+    if base is typing.Literal:
+        return _literal(arguments)
     if base in _SCALARS:
         return _SCALARS[base]
     if base in _SEQUENCES:
@@ -120,24 +126,29 @@ def converter_of(kind: Any, modules: tuple[str, ...]) -> Converter | None:
     return _instance(base, arguments, modules)
 
 
-def _fiddle() -> Any:
-    # A value is a config only if Fiddle has been imported.
-    return sys.modules.get("fiddle")
+def _keep_function_config(convert: Converter, value: Any) -> Any:
+    """Convert a value, except the config of a function, whose result has an unknown type."""
+    target = _target_of(value)
+    return convert(value) if target is None or isinstance(target, type) else value
 
 
 def is_config(value: Any) -> bool:
     """Return whether a value is a config of layerkit or of Fiddle."""
-    fdl = _fiddle()
+    fdl = sys.modules.get("fiddle")  # without which there are no configs
     return fdl is not None and isinstance(value, fdl.Buildable)
 
 
-def _builds(value: Any, *classes: type) -> bool:
-    """Return whether a value is a config of one of the classes, or of a function."""
-    fdl = _fiddle()
-    if fdl is None or not isinstance(value, fdl.Config):
-        return False
-    target = fdl.get_callable(value)
-    return not isinstance(target, type) or issubclass(target, classes)
+def _target_of(value: Any) -> Any:
+    """Return the class or function that a config calls; None for other values and partials."""
+    fdl: Any = sys.modules.get("fiddle")
+    is_call = fdl is not None and isinstance(value, fdl.Config)
+    return fdl.get_callable(value) if is_call else None
+
+
+def _builds(value: Any, base: Any) -> bool:
+    """Return whether a value is a config of a class or of a subclass."""
+    target = _target_of(value)
+    return isinstance(target, type) and issubclass(target, base)
 
 
 def _is_scalar_array(value: Any) -> bool:
@@ -148,7 +159,7 @@ def _is_scalar_array(value: Any) -> bool:
 def _to_int(value: Any) -> Any:
     if isinstance(value, bool):
         return MISMATCH
-    if isinstance(value, numbers.Integral) or _builds(value, numbers.Integral):
+    if isinstance(value, numbers.Integral):
         return value
     is_array = _is_scalar_array(value) and value.dtype.kind in "iu"
     return value if is_array else MISMATCH
@@ -159,20 +170,20 @@ def _to_float(value: Any) -> Any:
         return value
     if isinstance(value, int):
         return MISMATCH if isinstance(value, bool) else float(value)
-    if isinstance(value, numbers.Real) or _builds(value, numbers.Real):
+    if isinstance(value, numbers.Real):
         return value
     return value if _is_scalar_array(value) and value.dtype.kind != "b" else MISMATCH
 
 
 def _to_bool(value: Any) -> Any:
-    if isinstance(value, bool) or _builds(value, bool):
+    if isinstance(value, bool):
         return value
     is_numpy = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
     return bool(value) if is_numpy and value.dtype.kind == "b" else MISMATCH
 
 
 def _to_str(value: Any) -> Any:
-    return value if isinstance(value, str) or _builds(value, str) else MISMATCH
+    return value if isinstance(value, str) else MISMATCH
 
 
 _SCALARS: dict[Any, Converter] = {int: _to_int, float: _to_float, bool: _to_bool, str: _to_str}
@@ -182,8 +193,8 @@ def _literal(choices: tuple[Any, ...]) -> Converter:
     valid = {(type(choice), choice) for choice in choices}
 
     def to_literal(value: Any) -> Any:
-        is_valid = isinstance(value, collections.abc.Hashable) and (type(value), value) in valid
-        return value if is_valid or _builds(value) else MISMATCH
+        is_hashable = isinstance(value, collections.abc.Hashable)
+        return value if is_hashable and (type(value), value) in valid else MISMATCH
 
     return to_literal
 
@@ -198,16 +209,10 @@ def _union(members: list[Converter | None]) -> Converter | None:
         return None
 
     def to_member(value: Any) -> Any:
-        found = MISMATCH
-        for member in members:
-            converted = member(value)  # type: ignore[misc]
-            if converted is MISMATCH:
-                continue
-            if type(converted) is type(value):
-                return converted
-            if found is MISMATCH:
-                found = converted
-        return found
+        results = [member(value) for member in members]  # type: ignore[misc]
+        fitting = [result for result in results if result is not MISMATCH]
+        same = [result for result in fitting if type(result) is type(value)]
+        return next(iter(same + fitting), MISMATCH)
 
     return to_member
 
@@ -225,19 +230,18 @@ def _sequence(base: Any, arguments: tuple[Any, ...], modules: tuple[str, ...]) -
     def to_sequence(value: Any) -> Any:
         if not isinstance(value, (list, tuple)):
             is_other = kind is None and isinstance(value, collections.abc.Sequence)
-            fits = (is_other and not isinstance(value, (str, bytes))) or _builds(value, base)
-            return value if fits else MISMATCH
+            return value if is_other and not isinstance(value, (str, bytes)) else MISMATCH
         if has_length and len(value) != len(items):
             return MISMATCH
         if any(item is not None for item in items):
             converters = items if has_length else items * len(value)
-            found = [item(v) if item else v for item, v in zip(converters, value, strict=True)]
-            if any(item is MISMATCH for item in found):
+            converted = [item(v) if item else v for item, v in zip(converters, value, strict=True)]
+            if any(item is MISMATCH for item in converted):
                 return MISMATCH
             # An unchanged list stays the same object, since its owner may still edit it.
-            if any(new is not old for new, old in zip(found, value, strict=True)):
+            if any(new is not old for new, old in zip(converted, value, strict=True)):
                 plain = tuple if isinstance(value, tuple) else list
-                value = value._make(found) if hasattr(value, "_make") else plain(found)
+                value = value._make(converted) if hasattr(value, "_make") else plain(converted)
         return value if kind is None or isinstance(value, kind) else kind(value)
 
     return to_sequence
@@ -248,14 +252,14 @@ def _mapping(arguments: tuple[Any, ...], modules: tuple[str, ...]) -> Converter:
 
     def to_mapping(value: Any) -> Any:
         if not isinstance(value, Mapping):
-            return value if _builds(value, Mapping) else MISMATCH
+            return MISMATCH
         if key is None and item is None:
             return value
-        found = {key(k) if key else k: item(v) if item else v for k, v in value.items()}
-        if MISMATCH in found or any(v is MISMATCH for v in found.values()):
+        converted = {key(k) if key else k: item(v) if item else v for k, v in value.items()}
+        if MISMATCH in converted or any(v is MISMATCH for v in converted.values()):
             return MISMATCH
-        is_same = all(found.get(k) is v for k, v in value.items())
-        return value if is_same else found
+        is_same = all(converted.get(k) is v for k, v in value.items())
+        return value if is_same else converted
 
     return to_mapping
 
@@ -275,9 +279,12 @@ def _instance(base: Any, arguments: tuple[Any, ...], modules: tuple[str, ...]) -
     if hasattr(base, "_target") and hasattr(base, "config"):
         # `SomeLayer.HParams`, as Praxis annotates templates; `BaseHParams` has no target.
         return base._target and converter_of(base._target, modules)
-    fdl = _fiddle()
+    fdl: Any = sys.modules.get("fiddle")
     if fdl is not None and issubclass(base, fdl.Buildable):
-        return _config_of(base, arguments[0] if arguments else Any, modules)
+        # A field for layerkit's configs also accepts those of Fiddle, from which they derive.
+        kind = next(k for k in (fdl.Config, fdl.Partial, fdl.Buildable) if issubclass(base, k))
+        target = _resolve(arguments[0] if arguments else object, modules)
+        return functools.partial(_to_config, kind, typing.get_origin(target) or target)
     if issubclass(base, enum.Enum):
         return functools.partial(_to_member, base)
     others = (str,) if issubclass(base, pathlib.PurePath) else ()
@@ -304,7 +311,7 @@ def _can_be_checked(cls: type) -> bool:
 
 
 def _to_member(base: Any, value: Any) -> Any:
-    if isinstance(value, base) or _builds(value, base):
+    if isinstance(value, base):
         return value
     try:
         return base(value)
@@ -313,22 +320,9 @@ def _to_member(base: Any, value: Any) -> Any:
         return base.__members__.get(name, MISMATCH)
 
 
-def _config_of(base: Any, target: Any, modules: tuple[str, ...]) -> Converter:
-    """Return the converter that accepts configs of class `base` for subclasses of `target`."""
-    if isinstance(target, (str, typing.ForwardRef)):
-        text = target if isinstance(target, str) else target.__forward_arg__
-        target = evaluate(text, modules)
-    target = typing.get_origin(target) or target
-    is_any = not isinstance(target, type) or target in (_Unknown, Any, object)
-    fdl = _fiddle()
-    # A field for layerkit's configs also accepts instances of the Fiddle class they derive from.
-    kind = next(k for k in (fdl.Config, fdl.Partial, fdl.Buildable) if issubclass(base, k))
-
-    def to_config(value: Any) -> Any:
-        if not isinstance(value, kind):
-            return MISMATCH
-        described = fdl.get_callable(value)
-        fits = is_any or not isinstance(described, type) or issubclass(described, target)
-        return value if fits else MISMATCH
-
-    return to_config
+def _to_config(kind: Any, target: Any, value: Any) -> Any:
+    if not isinstance(value, kind):
+        return MISMATCH
+    described = value.__fn_or_cls__
+    is_any = not isinstance(target, type) or target is _Unknown or not isinstance(described, type)
+    return value if is_any or issubclass(described, target) else MISMATCH

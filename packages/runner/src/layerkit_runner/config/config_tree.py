@@ -198,7 +198,7 @@ class PathSetter:
             self._claim(node, rest)
             value = self._set(child, deeper, path, annotation=annotations.get(name))
             try:
-                setattr(node, name, field_types.convert(value, annotations.get(name)))
+                setattr(node, name, value)
             except field_types.FieldTypeError as error:
                 raise self._mismatch(error, path) from None
             return node
