@@ -269,7 +269,7 @@ def test_evaluation_and_decoding_use_the_averages_when_asked(tiny: SimpleNamespa
         state = task.init_state(jax.random.key(0))
         state = state.replace(ema={"linear": {"w": jnp.full((2, 1), 3.0)}})
         if kind == "eval":
-            seen[averaged] = float(task.eval_step(state, batch, GLOBAL_BATCH)["loss"].value)
+            seen[averaged] = float(task.eval_step(state, batch, GLOBAL_BATCH)[0]["loss"].value)
         else:
             seen[averaged] = float(task.decoded_state(state).params["linear"]["w"][0, 0])
     assert seen == ({False: 2.0, True: 18.0} if kind == "eval" else {False: 1.0, True: 3.0})

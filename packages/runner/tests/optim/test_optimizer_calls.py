@@ -218,7 +218,7 @@ def test_task_evaluates_and_decodes_with_schedule_free_averages(tiny: SimpleName
     assert not np.allclose(w, np.asarray(state.params["linear"]["w"])[:, 0])
     # Evaluation is given what inference needs.
     state = state.for_inference()
-    loss = float(task.eval_step(state, batch, GLOBAL_BATCH)["loss"].value)
+    loss = float(task.eval_step(state, batch, GLOBAL_BATCH)[0]["loss"].value)
     assert loss == pytest.approx(np.mean(0.5 * (w - batch.y) ** 2), rel=1e-5)
     assert_equal(task.decoded_state(state).params, average)
     # Other optimizers' states are left out.

@@ -56,7 +56,7 @@ def test_training_has_noise_and_evaluation_has_none(tiny: SimpleNamespace):
     assert abs(shaken - 1.0) > 0.01
     # The gradient is subtracted from the stored weight, which has no noise.
     np.testing.assert_allclose(after.params["linear"]["w"][:, 0], [1 - shaken, 1.0], rtol=1e-5)
-    assert float(task.eval_step(state, batch, GLOBAL_BATCH)["loss"].value) == 0.5
+    assert float(task.eval_step(state, batch, GLOBAL_BATCH)[0]["loss"].value) == 0.5
     again, _ = task.train_step(state, batch, GLOBAL_BATCH)
     jax.tree.map(np.testing.assert_array_equal, again.params, after.params)
 

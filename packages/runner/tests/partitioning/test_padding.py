@@ -250,7 +250,7 @@ def test_even_arrays_change_no_program(arrangements: Any, tiny: Any):
     batch = partitioner.abstract_batch(rows)
 
     def train_step(state: Any, batch: Any) -> Any:
-        return partitioner._spread(task.train_step, output=P())(state, batch)
+        return partitioner._spread(task.train_step, P(), P("batch"), P())(state, batch)
 
     plain = jax.jit(
         train_step,

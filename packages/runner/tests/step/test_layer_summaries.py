@@ -14,7 +14,8 @@ from layerkit.base.summaries import LOG_EDGES
 from layerkit.config.nested_map import NestedMap
 from layerkit.layers.basic.linears import Linear
 from layerkit.layers.transformer.repeat import Repeat
-from layerkit_runner.step.layer_summaries import array_summaries, for_observers, has_arrays
+from layerkit_runner.observers import Histogram
+from layerkit_runner.step.layer_summaries import array_summaries, has_arrays, split_layers
 from layerkit_runner.step.metrics import GLOBAL_BATCH
 
 
@@ -52,7 +53,8 @@ def test_summaries_are_equal_on_every_mesh(
     partitioner.bind(task)
     state = partitioner.init_fn(task)()
     found = partitioner.summary_step_fn(task)(state, partitioner.put_batch(BATCH))
-    histograms, images = for_observers(jax.device_get(found))
+    counts, images = split_layers(jax.device_get(found))
+    histograms = {name: Histogram.of(bins).trimmed() for name, bins in counts.items()}
     (spread,) = histograms.values()
     counts, edges = np.histogram(X, np.asarray(LOG_EDGES, np.float32))
     filled = np.flatnonzero(counts)
@@ -90,7 +92,8 @@ def test_each_repeated_layer_has_a_summary():
     found = jax.jit(
         lambda key: array_summaries(run, X, key, GLOBAL_BATCH, microbatches=1, verbosity=3)
     )(jax.random.key(0))
-    histograms, images = for_observers(jax.device_get(found))
+    counts, images = split_layers(jax.device_get(found))
+    histograms = {name: Histogram.of(bins).trimmed() for name, bins in counts.items()}
     assert list(histograms) == [f"summaries/sub/inputs/layer_{layer}" for layer in range(2)]
     assert len(images) == 2 * 3
     after = X @ np.asarray(variables["params"]["sub"]["w"][0])

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from layerkit.base.base_model import WeightedScalar
-from layerkit.config.nested_map import NestedMap
 from layerkit_runner.errors import UsageError
 from layerkit_runner.step.metrics import (
     GLOBAL_BATCH,
@@ -19,7 +18,6 @@ from layerkit_runner.step.metrics import (
     OverBatches,
     StepContext,
     as_floats,
-    check_has_provenance,
 )
 
 
@@ -97,17 +95,6 @@ def test_example_that_occurs_twice_is_an_error(raises, batches):
         scores.add(np.array(numbers), [0.0] * len(numbers))
     with raises(UsageError, field="provenance", value=4):
         scores.add(np.array(last), [0.0] * len(last))
-
-
-def test_provenance_has_one_number_for_each_row(raises):
-    with raises(UsageError, field="shape of provenance", value=[2, 1]):
-        ByExample[float]("dev").add(np.zeros((2, 1), int), [0.0, 0.0])
-
-
-def test_batch_without_provenance_is_an_error(raises):
-    check_has_provenance(NestedMap(ids=0, provenance=0), "dev")
-    with raises(UsageError, owner="data set 'dev'", value=["ids", "weights"]):
-        check_has_provenance(NestedMap(ids=0, weights=0), "dev")
 
 
 def test_metrics_become_python_numbers():

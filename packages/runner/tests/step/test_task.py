@@ -102,7 +102,7 @@ def test_auxiliary_losses_are_trained_on_and_reported(tiny: SimpleNamespace):
     # 0.5·3² = 4.5 more, and its gradient 3·x once more.
     assert (float(metrics["loss"].value), float(scalars["aux_loss"])) == (9.0, 4.5)
     np.testing.assert_allclose(weights_of(after), [1 - 12, 1 - 6])
-    assert float(task.eval_step(state, ONE_ROW, GLOBAL_BATCH)["loss"].value) == 9.0
+    assert float(task.eval_step(state, ONE_ROW, GLOBAL_BATCH)[0]["loss"].value) == 9.0
 
 
 def test_non_trainables_change_in_training_only(tiny: SimpleNamespace):
@@ -124,7 +124,7 @@ def test_training_is_random_by_step_and_evaluation_is_not(tiny: SimpleNamespace)
     assert loss_at(3) == loss_at(3)
     assert len({loss_at(step) for step in range(4)}) > 1
     # Without dropout every prediction is 2.
-    assert float(task.eval_step(state, batch, GLOBAL_BATCH)["loss"].value) == 2.0
+    assert float(task.eval_step(state, batch, GLOBAL_BATCH)[0]["loss"].value) == 2.0
     other, _ = started(tiny.task_config(dropout_rate=0.5, train={"random_seed": 7}))
     assert float(other.train_step(state, batch, GLOBAL_BATCH)[1][0]["loss"].value) != loss_at(0)
 
@@ -179,9 +179,7 @@ def test_loss_that_the_model_does_not_report_is_an_error(tiny: SimpleNamespace, 
         ("decode_random_seed", -(2**63) - 1),
         ("save_keep_interval_hours", math.inf),
         ("prng_impl", "threefry"),
-        ("save_best_mode", "max"),
         ("save_best_mode", "low"),
-        ("save_best_to_keep", 2),
         ("save_best_to_keep", 0),
         ("save_keep_interval_steps", 0),
         ("save_keep_interval_hours", 0.0),

@@ -203,7 +203,7 @@ def _assemble(task: SingleTask, given: Mapping[LeafPath, jax.Array], step: int) 
     """Compute the first state; the optimizer is initialized from the given weights."""
     weights = {path[1:]: value for path, value in given.items() if path[0] == PARAMS}
     key = task.first_key()
-    state = task.init_state(key, given=unflatten_dict(weights) if weights else None)
+    state = task.init_state(key, weights=unflatten_dict(weights) if weights else None)
     if step:
         state = state.replace(
             step=jnp.int32(step), opt_state=_with_schedules_at(state.opt_state, step)
@@ -266,7 +266,7 @@ def _from_loader(partitioner: Partitioner, task: SingleTask, loader: Any) -> Fir
 
     def init(consumed: Any, kept: Any) -> TrainState:
         weights = _rounded(task.model, {**consumed, **kept}, flatten_dict(stored.params))
-        return task.init_state(task.first_key(), given=unflatten_dict(weights))
+        return task.init_state(task.first_key(), weights=unflatten_dict(weights))
 
     make = partitioner.jit_making(task, init, donate_argnums=0)
     loaded = flatten_dict(given, sep="/").keys()

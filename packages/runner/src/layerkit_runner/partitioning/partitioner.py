@@ -60,7 +60,7 @@ class Partitioner(Configurable):
         """Set the initial state."""
         self._mesh: Mesh | None = None
         self._placed: _PlacedState | None = None
-        self._evaluations: dict[tuple[str, bool], tuple[SingleTask, Any]] = {}
+        self._evaluations: dict[tuple[str, bool | None], tuple[SingleTask, Any]] = {}
 
     def start(self, devices: Any = None) -> None:
         """Make the mesh of the devices, by default of all devices."""
@@ -113,11 +113,11 @@ class Partitioner(Configurable):
         """Return the sharding between steps of an array of a state with these logical axes."""
         raise NotImplementedError
 
-    def _spread(self, step: Callable[..., Any], *, output: _Layout) -> Callable[..., Any]:
-        """Return `step(state, batch, context)` as a function of global `(state, batch)`.
+    def _spread(self, step: Callable[..., Any], *layouts: _Layout) -> Callable[..., Any]:
+        """Return `step(*arguments, context)` as a function of global arguments.
 
-        `output` is the layout of what the step returns beside the state: `ROWS` or `REPLICATED`, or
-        a tuple of these for a tuple of outputs.
+        `layouts` are those of the arguments and, last, of the result: `ROWS` or `REPLICATED`, or a
+        tuple of these for a tuple of results.
         """
         raise NotImplementedError
 
@@ -194,7 +194,7 @@ class Partitioner(Configurable):
     def train_step_fn(self, task: SingleTask) -> Any:
         """Return jitted `(state, batch) -> (state, (metrics, scalars))`; the state is donated."""
         state, arrays = self.state_shardings(task), self._place(task).padded
-        step = self._spread(task.train_step, output=REPLICATED)
+        step = self._spread(task.train_step, REPLICATED, ROWS, REPLICATED)
 
         def train_step(state: TrainState, batch: NestedMap) -> tuple[TrainState, Any]:
             state, reported = step(map_uneven(UnevenArray.cut, state, arrays), batch)
@@ -214,54 +214,63 @@ class Partitioner(Configurable):
           task: Task, bound to this partitioner.
           averaged: True to use the averaged weights; None for the task's setting.
         """
-        return self._evaluation("eval_step", task, averaged=averaged, output=REPLICATED)
+
+        def metrics(*arguments: Any) -> Any:
+            return task.eval_step(*arguments, averaged=averaged)[0]
+
+        return self._cached(
+            task,
+            ("metrics", averaged),
+            lambda: self._jit_rows(task, metrics, REPLICATED),
+        )
 
     def score_step_fn(self, task: SingleTask, *, averaged: bool | None = None) -> Any:
-        """Return jitted `(state, batch) -> (metrics, rows of all examples)`; see `score_step`."""
-        return self._evaluation("score_step", task, averaged=averaged, output=(REPLICATED, ROWS))
+        """Return jitted `(state, batch) -> (metrics, scores of the rows)`; see `eval_step_fn`.
 
-    def _evaluation(
-        self, method: str, task: SingleTask, *, averaged: bool | None, output: _Layout
-    ) -> Any:
-        """Return a jitted step of this task; data sets share compiled programs."""
-        averaged = task.train.eval_use_ema_states if averaged is None else averaged
-        made_for, made = self._evaluations.get((method, averaged), (None, None))
-        if made_for is not task:
-            step = functools.partial(getattr(task, method), averaged=averaged)
-            made = self._jit_evaluation(task, step, output=output)
-            self._evaluations[method, averaged] = (task, made)
-        return made
+        The scores are a NestedMap of `scores` float32 and `provenance` int32 `[rows]`.
+        """
 
-    def _jit_evaluation(
-        self, task: SingleTask, evaluate: Callable[..., Any], *, output: _Layout
-    ) -> Any:
-        def step(state: TrainState, batch: NestedMap, context: Any) -> tuple[Any, Any]:
-            return state, evaluate(state, batch, context)
+        def score(state: TrainState, batch: NestedMap, context: StepContext) -> Any:
+            metrics, outputs = task.eval_step(state, batch, context, averaged=averaged)
+            if "scores" not in outputs:
+                raise UsageError(
+                    "metrics over the examples of a data set need scores",
+                    owner=f"{type(task.model).__qualname__}.compute_loss",
+                    field="per-example outputs",
+                    value=sorted(outputs),
+                    expected="an entry 'scores'",
+                )
+            return metrics, NestedMap(scores=outputs.scores, provenance=batch.provenance)
 
-        spread = self._spread(step, output=output)
-        return self.jit_reading(
-            task, lambda state, batch: spread(state, batch)[1], self.batch_sharding()
+        return self._cached(
+            task,
+            ("scores", averaged),
+            lambda: self._jit_rows(task, score, (REPLICATED, ROWS)),
         )
+
+    def _cached(self, task: SingleTask, key: tuple[str, bool | None], make: Any) -> Any:
+        """Return the result of `make` for this task; data sets share compiled programs."""
+        if self._evaluations.get(key, (None, None))[0] is not task:
+            self._evaluations[key] = (task, make())
+        return self._evaluations[key][1]
 
     def summary_step_fn(self, task: SingleTask) -> Any:
         """Return jitted `(state, batch) -> (histograms, images)`; see `summary_step`."""
-        return self._jit_evaluation(task, task.summary_step, output=(REPLICATED, ROWS))
+        return self._jit_rows(task, task.summary_step, (REPLICATED, ROWS))
 
     def decode_step_fn(self, task: SingleTask) -> Any:
         """Return jitted `(state, batch, batch_index) -> outputs of all examples`."""
 
-        def step(whole: Any, batch: NestedMap, context: Any) -> tuple[Any, Any]:
-            state, batch_index = whole
-            return whole, task.decode_step(state, batch, context, batch_index=batch_index)
+        def decode(state: TrainState, batch: Any, batch_index: Any, context: StepContext) -> Any:
+            return task.decode_step(state, batch, context, batch_index=batch_index)
 
-        # The index is passed with the state, because every shard needs all of it.
-        spread = self._spread(step, output=ROWS)
-        return self.jit_reading(
-            task,
-            lambda state, batch, batch_index: spread((state, batch_index), batch)[1],
-            self.batch_sharding(),
-            self.replicated(),
-        )
+        spread = self._spread(decode, REPLICATED, ROWS, REPLICATED, ROWS)
+        return self.jit_reading(task, spread, self.batch_sharding(), self.replicated())
+
+    def _jit_rows(self, task: SingleTask, step: Callable[..., Any], output: _Layout) -> Any:
+        """Jit `step(state, batch, context)` that reads a state; `output` is the result's layout."""
+        spread = self._spread(step, REPLICATED, ROWS, output)
+        return self.jit_reading(task, spread, self.batch_sharding())
 
     def jit_reading(
         self,
@@ -403,10 +412,10 @@ class SpmdPartitioner(Partitioner):
         """Return the mesh axes of the rule for `batch`."""
         return tuple(axis for axis in self.rules.mesh_axes("batch") if axis in self.mesh.shape)
 
-    def _spread(self, step: Callable[..., Any], *, output: _Layout) -> Callable[..., Any]:
-        del output  # Results are global, and out_shardings of jit lay them out.
+    def _spread(self, step: Callable[..., Any], *layouts: _Layout) -> Callable[..., Any]:
+        del layouts  # Results are global, and out_shardings of jit lay them out.
         context = dataclasses.replace(GLOBAL_BATCH, row_shards=self.num_batch_shards())
-        return lambda state, batch: step(state, batch, context)
+        return lambda *arguments: step(*arguments, context)
 
     def describe(self) -> str:
         """Return the number of devices and the mesh."""
@@ -443,7 +452,8 @@ class PmapPartitioner(Partitioner):
         self.model_sharding().spec(axes, shape=shape, owner=path)
         return self.replicated()
 
-    def _spread(self, step: Callable[..., Any], *, output: _Layout) -> Callable[..., Any]:
+    def _spread(self, step: Callable[..., Any], *layouts: _Layout) -> Callable[..., Any]:
+        *inputs, output = layouts
         context = StepContext(
             batch_sum=functools.partial(jax.lax.psum, axis_name=BATCH_AXIS),
             batch_max=functools.partial(jax.lax.pmax, axis_name=BATCH_AXIS),
@@ -453,10 +463,10 @@ class PmapPartitioner(Partitioner):
         # The step adds the gradients of all devices. With check_vma=True, JAX would also add them
         # in the backward pass.
         return jax.shard_map(
-            lambda state, batch: step(state, batch, context),
+            lambda *arguments: step(*arguments, context),
             mesh=self.mesh,
-            in_specs=(REPLICATED, ROWS),
-            out_specs=(REPLICATED, output),
+            in_specs=tuple(inputs),
+            out_specs=output,
             check_vma=False,
         )
 

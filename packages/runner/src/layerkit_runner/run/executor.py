@@ -60,6 +60,7 @@ class Executor:
     Attributes:
       train: Number of steps and intervals.
       checkpoints: Checkpoints of the job; None saves nothing.
+      stored_state: Function that brings a state into the form that checkpoints store.
       signals: Active signal handler (already entered as a context manager).
       profiler: Active profiler of steps; None captures nothing.
       early_stop: Rule that is asked after each step with an evaluation or, if it asks for that,
@@ -78,6 +79,7 @@ class Executor:
     throughput: Throughput
     signals: StopSignals
     goodput: Goodput
+    stored_state: Callable[[TrainState], TrainState] = lambda state: state
     exit_after_ondemand_checkpoint: bool = False
     profiler: StepProfiler | None = None
     early_stop: EarlyStop | None = None
@@ -275,7 +277,7 @@ class Executor:
         with self._paused_phase("save"):
             self.checkpoints.save(
                 step,
-                self.train_programs.stored_state(state),
+                self.stored_state(state),
                 input_states=self.train_programs.input_states() | self._program_input_states(),
                 metadata=self._metadata(step, may_be_over=may_be_over),
                 force=force,

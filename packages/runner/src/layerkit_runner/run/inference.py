@@ -288,7 +288,7 @@ def _program_settings(program: BaseProgram) -> dict[str, Any]:
         "program": {"class": type(program).__qualname__, **fields},
         "averaged weights": task.train.eval_use_ema_states,
         "loss": [task.loss_name, stable_repr(task.loss_weights)],
-        "metrics": stable_repr(task.own_metrics),
+        "metrics": stable_repr(task.task_metrics),
         **describe_settings(task, program.dataset),
         "record format": _FORMAT,
     }

@@ -446,6 +446,7 @@ class TrainingRun:
             observers=job.observers,
             throughput=throughput,
             signals=self.signals,
+            stored_state=functools.partial(job.partitioner.stored_state, job.task),
             exit_after_ondemand_checkpoint=job.options.exit_after_ondemand_checkpoint,
             goodput=job.goodput,
             profiler=self._profiler,

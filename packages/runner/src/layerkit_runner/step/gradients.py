@@ -20,7 +20,6 @@ from flax.traverse_util import flatten_dict
 from layerkit.base.base_layer import NON_TRAINABLE, SUMMARIES
 from layerkit.base.step_reports import STEP_TOTALS, AuxLoss, aux_losses
 from layerkit.config import Configurable
-from layerkit.config.checks import require
 from layerkit.errors import first_names
 from layerkit_runner.errors import UsageError
 from layerkit_runner.step.metrics import Reported, StepContext, reduce_microbatches
@@ -58,13 +57,7 @@ class MultiLossAggregator(LossAggregator):
       loss_keys: Names of the metrics.
     """
 
-    loss_keys: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        """Check the names."""
-        is_valid = self.loss_keys and len({*self.loss_keys}) == len(self.loss_keys)
-        expected = "one or more different names of metrics"
-        require(is_valid, "task.loss_aggregator", "loss_keys", self.loss_keys, expected)
+    loss_keys: Sequence[str]
 
     def terms(self) -> Mapping[str, float]:
         """Return a factor of 1 for each metric."""
@@ -219,7 +212,7 @@ def _accumulate(
     totals = _Weights(totals.terms, list(map(AuxLoss.of_totals, totals.aux)))
 
     def add(carry: GradientResult, part: tuple[Any, jax.Array]) -> tuple[Any, Any]:
-        found = _compute_batch_gradients(
+        result = _compute_batch_gradients(
             run,
             terms,
             variables._replace(non_trainable=carry.non_trainable),
@@ -230,14 +223,14 @@ def _accumulate(
         gradients = jax.tree.map(
             lambda total, leaf: total + leaf.astype(jnp.float32),
             carry.gradients,
-            found.gradients,
+            result.gradients,
         )
         carry = carry._replace(
             gradients=gradients,
-            overwriting=jax.tree.map(jnp.maximum, carry.overwriting, found.overwriting),
-            non_trainable=found.non_trainable,
+            overwriting=jax.tree.map(jnp.maximum, carry.overwriting, result.overwriting),
+            non_trainable=result.non_trainable,
         )
-        return carry, (found.metrics, found.aux, found.summaries, found.step_totals)
+        return carry, (result.metrics, result.aux, result.summaries, result.step_totals)
 
     start = GradientResult(
         gradients=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), variables.trained),
@@ -248,10 +241,10 @@ def _accumulate(
         non_trainable=variables.non_trainable,
         summaries={},
     )
-    found, (metrics, aux, summaries, step_totals) = jax.lax.scan(add, start, (parts, keys))
-    return found._replace(
+    total, (metrics, aux, summaries, step_totals) = jax.lax.scan(add, start, (parts, keys))
+    return total._replace(
         gradients=jax.tree.map(
-            lambda total, leaf: total.astype(leaf.dtype), found.gradients, variables.trained
+            lambda gradient, leaf: gradient.astype(leaf.dtype), total.gradients, variables.trained
         ),
         metrics={name: reduce_microbatches(metric) for name, metric in metrics.items()},
         aux=None if aux is None else jnp.sum(aux),
@@ -296,7 +289,7 @@ def _compute_batch_gradients(
         aux = None
         if losses := aux_losses(updates):
             wholes = [None] * len(losses) if totals is None else totals.aux
-            shares = [_aux_shares(*each, context) for each in zip(losses, wholes, strict=True)]
+            shares = [_aux_shares(*pair, context) for pair in zip(losses, wholes, strict=True)]
             loss += sum(share for share, _ in shares)
             aux = sum(value for _, value in shares)
         return loss, (metrics, aux, updates)
@@ -333,8 +326,8 @@ def _aux_shares(
     # The derivative of a product by one mean is the product of the others.
     *sums, _ = loss.totals()
     summand = jnp.float32(0)
-    for index, own in enumerate(sums):
+    for index, factor_sum in enumerate(sums):
         others = [factor for i, factor in enumerate(means.factors) if i != index]
         product = functools.reduce(operator.mul, others, jnp.float32(1.0))
-        summand += jnp.sum(own * product / total[..., None])
+        summand += jnp.sum(factor_sum * product / total[..., None])
     return summand, value

@@ -16,7 +16,6 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from layerkit.base.summaries import DEFAULT_VERBOSITY, LOG_EDGES, MAX_IMAGES, BinCounts, Summary
-from layerkit_runner.observers import Histogram
 from layerkit_runner.step.gradients import microbatch_keys, split_rows
 from layerkit_runner.step.metrics import StepContext
 
@@ -31,8 +30,8 @@ def by_path(tree: Any, *, verbosity: int) -> dict[str, Any]:
     flat = {}
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_summary)
     for path, leaf in leaves:
-        own = leaf.verbosity if _is_summary(leaf) else DEFAULT_VERBOSITY
-        if own > verbosity:
+        needed = leaf.verbosity if _is_summary(leaf) else DEFAULT_VERBOSITY
+        if needed > verbosity:
             continue
         parts = [str(getattr(part, "key", getattr(part, "idx", part))) for part in path]
         name = "/".join(parts[:-1]) + ("" if parts[-1] == "0" else f"_{parts[-1]}")
@@ -45,12 +44,12 @@ def scalars_and_marks(tree: Any, context: StepContext, *, verbosity: int) -> dic
 
     A mark is a `Summary` without an array: a layer reports an array at summary steps.
     """
-    found = by_path(tree, verbosity=verbosity)
-    for name, leaf in found.items():
+    summaries = by_path(tree, verbosity=verbosity)
+    for name, leaf in summaries.items():
         value = leaf.value if _is_summary(leaf) else leaf
         if value is not None:
-            found[name] = context.batch_sum(jnp.mean(value) / context.num_shards)
-    return found
+            summaries[name] = context.batch_sum(jnp.mean(value) / context.num_shards)
+    return summaries
 
 
 def array_summaries(
@@ -64,30 +63,31 @@ def array_summaries(
 ) -> ArraySummaries:
     """Return the histograms and images that layers report of a batch."""
     if microbatches == 1:
-        found = by_path(run(batch, key), verbosity=verbosity)
+        summaries = by_path(run(batch, key), verbosity=verbosity)
     else:
         parts = split_rows(batch, microbatches, multiple=context.row_shards)
         keys = microbatch_keys(key, microbatches)
         stacked = jax.lax.map(lambda part: run(*part), (parts, keys))
-        found = {
+        summaries = {
             name: summary.merged(axis=0)
             for name, summary in by_path(stacked, verbosity=verbosity).items()
         }
-    histograms = {name: s.value for name, s in found.items() if s.kind == "histogram"}
+    histograms = {name: s.value for name, s in summaries.items() if s.kind == "histogram"}
     # The rows come first, because the outputs of the shards are concatenated along that axis.
-    images = {name: jnp.moveaxis(s.value, -4, 0) for name, s in found.items() if s.kind == "image"}
+    images = {n: jnp.moveaxis(s.value, -4, 0) for n, s in summaries.items() if s.kind == "image"}
     return context.batch_sum(histograms), images
 
 
-def for_observers(
+def split_layers(
     fetched: ArraySummaries,
-) -> tuple[dict[str, Histogram], dict[str, np.ndarray]]:
-    """Return fetched summaries for observers, one for each repeated layer and each row."""
+) -> tuple[dict[str, BinCounts], dict[str, np.ndarray]]:
+    """Return the histograms of each repeated layer, and the images of each layer and row."""
     histograms, images = {}, {}
     for name, counts in fetched[0].items():
         for index in np.ndindex(counts.counts.shape[:-1]):
-            own = jax.tree.map(lambda leaf, index=index: leaf[index], counts)
-            histograms[name + _suffix(index)] = Histogram.of(own).trimmed()
+            histograms[name + _suffix(index)] = jax.tree.map(
+                lambda leaf, index=index: leaf[index], counts
+            )
     for name, stacked in fetched[1].items():
         for index in np.ndindex(stacked.shape[1:-3]):
             for row, image in enumerate(stacked[(slice(MAX_IMAGES), *index)]):

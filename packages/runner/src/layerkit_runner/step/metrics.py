@@ -23,9 +23,7 @@ from flax import struct
 from layerkit.base.base_model import WeightedScalar
 from layerkit.base.step_reports import AuxLoss
 from layerkit.base.summaries import BinCounts
-from layerkit.config.nested_map import NestedMap
 from layerkit_runner.errors import UsageError
-from layerkit_runner.observers import TOTAL_WEIGHT, Histogram
 
 
 class Maximum(struct.PyTreeNode):
@@ -93,8 +91,7 @@ def reduce_shards(metric: Reported, context: StepContext) -> Reported:
 
 def names_of_numbers(reported: Mapping[str, Reported]) -> set[str]:
     """Return the names of an evaluation's scalar metrics, given the metrics of its step."""
-    numbers = {name for name, metric in reported.items() if not isinstance(metric, BinCounts)}
-    return numbers | {TOTAL_WEIGHT}
+    return {name for name, metric in reported.items() if not isinstance(metric, BinCounts)}
 
 
 class OverBatches:
@@ -141,9 +138,9 @@ class OverBatches:
             means[name] = sum(map(_loss_of_totals, parts)) if has_weight else float("nan")
         return means | {n: np.nan if x == -np.inf else x for n, x in self._largest.items()}
 
-    def histograms(self) -> dict[str, Histogram]:
-        """Return histograms by name."""
-        return {name: Histogram.of(counts) for name, counts in self._counts.items()}
+    def histograms(self) -> dict[str, BinCounts]:
+        """Return histograms by name, in double precision on the host."""
+        return dict(self._counts)
 
     def weights(self) -> dict[str, float]:
         """Return the total weight of each metric."""
@@ -214,17 +211,9 @@ class ByExample(Generic[Value]):
         """Add the value of each row of a global batch, whose numbers `[batch]` are `provenance`.
 
         Raises:
-          UsageError: An example was added before, or there is not one number for each row.
+          UsageError: An example was added before.
         """
-        numbers = np.asarray(provenance)
-        if numbers.shape != (len(values),):
-            raise UsageError(
-                owner=f"data set {self._dataset!r}",
-                field="shape of provenance",
-                value=list(numbers.shape),
-                expected=f"{[len(values)]}, one number for each row",
-            )
-        for number, value in zip(numbers.tolist(), values, strict=True):
+        for number, value in zip(np.asarray(provenance).tolist(), values, strict=True):
             if number < 0:
                 continue
             if number in self.values:
@@ -237,18 +226,6 @@ class ByExample(Generic[Value]):
                     hint="Set reset_for_eval=True and repeat=False.",
                 )
             self.values[number] = value
-
-
-def check_has_provenance(batch: NestedMap, dataset: str) -> None:
-    """Raise `UsageError` if a batch has no provenance, which metrics over examples need."""
-    if "provenance" not in batch:
-        raise UsageError(
-            "metrics over examples need provenance",
-            owner=f"data set {dataset!r}",
-            field="entries of a batch",
-            value=sorted(batch),
-            expected="provenance, int32 [batch], -1 for padding",
-        )
 
 
 def as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:

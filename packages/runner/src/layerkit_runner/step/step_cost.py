@@ -203,12 +203,12 @@ def model_flops_per_step(task_config: Config, batch: Any, rows: int) -> float:
     chosen = task.train.learner.trained_weights
     if chosen.select(state.params) is state.params:
         return rows * training_flops(
-            lambda state, batch: task.eval_step(state, batch, GLOBAL_BATCH), state, one_row
+            lambda state, batch: task.eval_step(state, batch, GLOBAL_BATCH)[0], state, one_row
         )
 
     def loss(trained: Any, state: TrainState, batch: Any) -> jax.Array:
         state = state.replace(params=chosen.merge(state.params, trained))
-        return task.eval_step(state, batch, GLOBAL_BATCH)[task.loss_name].value
+        return task.eval_step(state, batch, GLOBAL_BATCH)[0][task.loss_name].value
 
     gradient = jax.make_jaxpr(jax.grad(loss))(chosen.select(state.params), state, one_row)
     return rows * program_flops(gradient)

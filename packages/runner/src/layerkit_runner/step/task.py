@@ -6,7 +6,6 @@ The steps do not depend on a mesh or partitioner; see `layerkit_runner.step.metr
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Protocol, runtime_checkable
 
@@ -39,11 +38,9 @@ from layerkit.config.checks import check_integers, require
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit_inputs.base.eval_padding import ROW_MARKS
-from layerkit_runner.errors import UsageError
 from layerkit_runner.optim.early_stopping import StoppingRule
 from layerkit_runner.optim.learner import cast_like, choose, global_norm
 from layerkit_runner.optim.optimizer_groups import Stacks, stacks_of
-from layerkit_runner.optim.schedules import concrete_number
 from layerkit_runner.optim.weight_decay import (
     DecayedWeights,
     Declarations,
@@ -62,7 +59,7 @@ from layerkit_runner.step.layer_summaries import (
     scalars_and_marks,
 )
 from layerkit_runner.step.metrics import LossSum, StepContext
-from layerkit_runner.step.task_metrics import named_metrics, of_examples, of_step
+from layerkit_runner.step.task_metrics import example_metrics, named_metrics, step_metrics
 from layerkit_runner.step.train_hparams import TrainHParams
 from layerkit_runner.step.train_state import TrainState
 
@@ -129,31 +126,23 @@ class SingleTask(Configurable):
             self.loss_weights = dict(self.loss_aggregator.terms())
             if [*self.loss_weights.values()] == [1.0]:
                 (self.loss_name,), self.loss_weights = self.loss_weights, None
-        for name, factor in (self.loss_weights or {}).items():
-            number = concrete_number(factor)
-            is_finite = number is not None and math.isfinite(number)
-            require(is_finite, "task", f"loss_weights[{name!r}]", factor, "a finite number")
-        if self.loss_weights is not None:
-            expected = "a factor other than 0, such as {'xent': 1.0}; or None, to use loss_name"
-            is_valid = any(self.loss_weights.values())
-            require(is_valid, "task", "loss_weights", dict(self.loss_weights), expected)
-        self.own_metrics = named_metrics(self.metrics or {})
+        self.task_metrics = named_metrics(self.metrics or {})
 
     def bind_sharding(self, sharding: BoundSharding) -> None:
         """Bind the model to the mesh and rules that lay out its activations."""
         self.model = self.model.clone(sharding=sharding)
 
-    def init_state(self, key: jax.Array, *, given: Any = None) -> TrainState:
-        """Return the state before the first step; `given` are nested weights `[...]`."""
-        return self.init_boxed_state(key, given=given)[1]
+    def init_state(self, key: jax.Array, *, weights: Any = None) -> TrainState:
+        """Return the state before the first step; `weights` are nested weights `[...]` to use."""
+        return self.init_boxed_state(key, weights=weights)[1]
 
-    def init_boxed_state(self, key: jax.Array, *, given: Any = None) -> tuple[Any, TrainState]:
+    def init_boxed_state(self, key: jax.Array, *, weights: Any = None) -> tuple[Any, TrainState]:
         """Return (variables in boxes with logical axes, state before the first step)."""
         boxed = self.model.init_boxed(key)
         variables = unbox(boxed)
         params = variables[PARAMS]
-        if given is not None:
-            params = self._with_given(flatten_dict(params), flatten_dict(given))
+        if weights is not None:
+            params = self._replace_weights(flatten_dict(params), flatten_dict(weights))
         learner = self.train.learner
         learner.trained_weights.validate_frozen(self.model.frozen_weights, params)
         if self.vn is not None:
@@ -173,14 +162,14 @@ class SingleTask(Configurable):
         )
         return dict(boxed), state
 
-    def _with_given(self, drawn: dict[Any, Any], given: dict[Any, Any]) -> Any:
-        """Return the nested weights: given ones, else copies of given ones, else random ones."""
+    def _replace_weights(self, drawn: dict[Any, Any], weights: dict[Any, Any]) -> Any:
+        """Return the nested weights: `weights`, else copies of these, else random ones."""
         copies = {
-            path: given[original]
+            path: weights[original]
             for path in drawn
-            if (original := self.model.original_of(path)) in given
+            if (original := self.model.original_of(path)) in weights
         }
-        return unflatten_dict({**drawn, **copies, **given})
+        return unflatten_dict({**drawn, **copies, **weights})
 
     def train_step(
         self, state: TrainState, batch: NestedMap, context: StepContext
@@ -209,10 +198,10 @@ class SingleTask(Configurable):
                 rngs={RANDOM: key},
                 mutable=[AUX_LOSS, AUX_MEANS, STEP_TOTALS, SUMMARIES, NON_TRAINABLE],
             )
-            return self._with_own(metrics, outputs, rows), updates
+            return self._add_task_metrics(metrics, outputs, rows), updates
 
         trained = learner.trained_weights.select(state.params)
-        found = compute_gradients(
+        result = compute_gradients(
             run,
             self._loss_terms,
             Variables(trained, state.overwrite_with_gradient, state.non_trainable),
@@ -222,15 +211,15 @@ class SingleTask(Configurable):
             microbatches=self.train.gradient_accumulation_steps,
             exact_aux=self.train.exact_aux_losses,
         )
-        metrics = context.mean_metrics(found.metrics)
+        metrics = context.mean_metrics(result.metrics)
         loss = self._loss(metrics)
-        aux = None if found.aux is None else context.batch_sum(found.aux)
+        aux = None if result.aux is None else context.batch_sum(result.aux)
         if aux is not None:
             loss = WeightedScalar(loss.value + aux, loss.weight)
         metrics[self.loss_name] = WeightedScalar.of(loss.value, loss.weight)
         with self.declared_weights() as stacks:
             update = learner.update(
-                context.batch_sum(found.gradients),
+                context.batch_sum(result.gradients),
                 state.opt_state,
                 state.params,
                 step=state.step,
@@ -242,17 +231,17 @@ class SingleTask(Configurable):
         scalars = update.scalars | ({} if aux is None else {"aux_loss": aux})
         if self.train.variable_norm_summary:
             scalars["learning/var_norm"] = global_norm(trained)
-        scalars |= scalars_and_marks(found.summaries, context, verbosity=self.summary_verbosity)
-        metrics |= of_step(self.own_metrics, metrics, scalars)
+        scalars |= scalars_and_marks(result.summaries, context, verbosity=self.summary_verbosity)
+        metrics |= step_metrics(self.task_metrics, metrics, scalars)
         statistics = (
             learner.trained_weights.keep_frozen(
                 state.non_trainable,
                 apply_totals(
-                    _shard_mean(found.non_trainable, context),
-                    context.batch_sum(found.step_totals),
+                    _shard_mean(result.non_trainable, context),
+                    context.batch_sum(result.step_totals),
                 ),
             ),
-            _next_overwritten(state, found.overwriting, context),
+            _next_overwritten(state, result.overwriting, context),
         )
         if learner.skips_steps:
             old = (state.non_trainable, state.overwrite_with_gradient)
@@ -308,45 +297,21 @@ class SingleTask(Configurable):
         context: StepContext,
         *,
         averaged: bool | None = None,
-    ) -> Metrics:
-        """Return metrics over one global batch of arrays `[rows, ...]`, without random numbers.
+    ) -> tuple[Metrics, NestedMap]:
+        """Return metrics over one global batch of arrays `[rows, ...]`, and outputs of its rows.
 
-        `averaged` evaluates the averaged weights; None is `train.eval_use_ema_states`.
+        It draws no random numbers. `averaged` evaluates the averaged weights; None is
+        `train.eval_use_ema_states`.
         """
-        return self._evaluate(state, batch, context, averaged=averaged)[0]
-
-    def score_step(
-        self,
-        state: TrainState,
-        batch: NestedMap,
-        context: StepContext,
-        *,
-        averaged: bool | None = None,
-    ) -> tuple[Metrics, NestedMap]:
-        """Return the metrics, and `scores` float32 and `provenance` int32 `[batch]`."""
-        metrics, outputs = self._evaluate(state, batch, context, averaged=averaged)
-        if "scores" not in outputs:
-            raise UsageError(
-                "metrics over the examples of a data set need scores",
-                owner=f"{type(self.model).__qualname__}.compute_loss",
-                field="per-example outputs",
-                value=sorted(outputs),
-                expected="an entry 'scores'",
-            )
-        return metrics, NestedMap(scores=outputs.scores, provenance=batch.provenance)
-
-    def _evaluate(
-        self, state: TrainState, batch: NestedMap, context: StepContext, *, averaged: bool | None
-    ) -> tuple[Metrics, NestedMap]:
         model = self.model.clone(train=False)
         averaged = self.train.eval_use_ema_states if averaged is None else averaged
         variables = _variables(self.weights_of(state, averaged=averaged))
         mutable = [AUX_LOSS, AUX_MEANS]
         (metrics, outputs), updates = model.apply(variables, batch, mutable=mutable)
-        metrics = self._with_own(metrics, outputs, batch)
+        metrics = self._add_task_metrics(metrics, outputs, batch)
         loss = self._loss(metrics, aux_losses(updates))
         metrics = context.mean_metrics({**metrics, self.loss_name: loss})
-        return metrics | of_step(self.own_metrics, metrics, None), outputs
+        return metrics | step_metrics(self.task_metrics, metrics, None), outputs
 
     def decode_step(
         self, state: TrainState, batch: NestedMap, context: StepContext, *, batch_index: jax.Array
@@ -365,14 +330,6 @@ class SingleTask(Configurable):
         rngs = {RANDOM: context.fold_shard(key)}
         variables = self.decoded_variables(state)
         outputs = model.apply(variables, batch, rngs=rngs, method="decode")
-        if not isinstance(outputs, Mapping):
-            raise UsageError(
-                owner=f"{type(model).__qualname__}.decode",
-                field="return type",
-                value=type(outputs),
-                expected="a NestedMap of arrays [batch, …]",
-                hint="Give each output a name.",
-            )
         kept = {name: batch[name] for name in _KEPT_FOR_RECORDS if name in batch}
         return NestedMap({**kept, **outputs})
 
@@ -403,29 +360,18 @@ class SingleTask(Configurable):
     def _step_key(self, step: jax.Array) -> jax.Array:
         return jax.random.fold_in(self.first_key(), step)
 
-    def _with_own(self, metrics: Metrics, outputs: NestedMap, batch: NestedMap) -> dict[str, Any]:
-        for name in self.own_metrics:
-            expected = f"a name other than the model's metrics: {', '.join(metrics)}"
-            require(name not in metrics, "task", "metrics", name, expected)
-        return {**metrics, **of_examples(self.own_metrics, outputs, batch)}
+    def _add_task_metrics(
+        self, metrics: Metrics, outputs: NestedMap, batch: NestedMap
+    ) -> dict[str, Any]:
+        return {**metrics, **example_metrics(self.task_metrics, outputs, batch)}
 
     def _loss_terms(self, metrics: Mapping[str, Any]) -> Mapping[str, float]:
-        metrics = {name: m for name, m in metrics.items() if name not in self.own_metrics}
-        if self.loss_weights is None:
-            terms, field = {self.loss_name: 1.0}, "loss_name"
-        else:
-            terms, field = dict(self.loss_weights), "loss_weights"
-            is_new = self.loss_name not in metrics
-            expected = "a name that the model does not report, because loss_weights is set"
-            require(is_new, "task", "loss_name", self.loss_name, expected)
+        terms = self.loss_weights or {self.loss_name: 1.0}
+        choices = [name for name in metrics if name not in self.task_metrics]
         for name in terms:
-            if name not in metrics:
-                raise ConfigError(
-                    field=f"task.{field}",
-                    value=name,
-                    expected="a metric of the model",
-                    choices=metrics,
-                )
+            if name not in choices:
+                field = "loss_weights" if self.loss_weights else "loss_name"
+                raise ConfigError(field=f"task.{field}", value=name, choices=choices)
         return terms
 
     def _loss(
@@ -433,7 +379,7 @@ class SingleTask(Configurable):
     ) -> WeightedScalar | LossSum:
         """Return the loss of metrics and of auxiliary losses, to be reduced over batches."""
         terms = self._loss_terms(metrics)
-        if self.loss_weights is None and not aux:
+        if not self.loss_weights and not aux:
             return metrics[self.loss_name]
         scaled = [
             WeightedScalar(factor * metrics[name].value, metrics[name].weight)
@@ -470,12 +416,12 @@ def _variables(state: TrainState) -> dict[str, Any]:
     }
 
 
-def _next_overwritten(state: TrainState, found: Any, context: StepContext) -> Any:
+def _next_overwritten(state: TrainState, gradient: Any, context: StepContext) -> Any:
     if not state.overwrite_with_gradient:
         return state.overwrite_with_gradient
     from layerkit.layers.quantization.fp8 import next_state
 
-    return next_state(state.overwrite_with_gradient, context.batch_max(found))
+    return next_state(state.overwrite_with_gradient, context.batch_max(gradient))
 
 
 def _shard_mean(tree: Any, context: StepContext) -> Any:

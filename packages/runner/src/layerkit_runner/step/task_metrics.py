@@ -34,7 +34,6 @@ from layerkit.errors import ConfigError
 from layerkit_runner.step.metrics import LossSum, Maximum, Reported
 
 PER_EXAMPLE = ("outputs", "batch")
-PER_STEP = ("metrics", "scalars")
 
 
 class TaskMetric(Configurable):
@@ -51,10 +50,6 @@ class TaskMetric(Configurable):
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        root, _, rest = self.value.partition("/")
-        is_path = root in (*PER_EXAMPLE, *PER_STEP) and rest
-        expected = "a path below outputs/, batch/, metrics/ or scalars/"
-        require(is_path, "task.metrics", "value", self.value, expected)
         if self.weight is not None:
             require(
                 self.is_per_example and self.weight.partition("/")[0] in PER_EXAMPLE,
@@ -113,7 +108,7 @@ class Histogram(TaskMetric):
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        is_range = math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high
+        is_range = -math.inf < self.low < self.high < math.inf
         expected = f"a finite number above low={self.low}"
         require(is_range, "task.metrics", "high", self.high, expected)
         check_sizes("task.metrics", num_bins=self.num_bins)
@@ -133,35 +128,35 @@ class Composite(Configurable):
 
 def named_metrics(metrics: Mapping[str, Any]) -> dict[str, TaskMetric]:
     """Return all metrics, including the parts of composites, by full name."""
-    found: dict[str, TaskMetric] = {}
+    by_name: dict[str, TaskMetric] = {}
     for name, metric in metrics.items():
         if isinstance(metric, Composite):
             parts = named_metrics(metric.parts)
-            found |= {f"{name}/{part}": value for part, value in parts.items()}
+            by_name |= {f"{name}/{part}": value for part, value in parts.items()}
         else:
             expected = "a TaskMetric, such as Mean, or a Composite of them"
             is_metric = isinstance(metric, TaskMetric)
             require(is_metric, "task", f"metrics[{name!r}]", metric, expected)
-            found[name] = metric
-    return found
+            by_name[name] = metric
+    return by_name
 
 
-def of_examples(
+def example_metrics(
     metrics: Mapping[str, TaskMetric], outputs: NestedMap, batch: NestedMap
 ) -> dict[str, Reported]:
     """Return the metrics of per-example outputs and of a batch, both `[rows, ...]`."""
     sources = {"outputs": outputs, "batch": batch}
-    found = {}
+    results = {}
     for name, metric in metrics.items():
         if metric.is_per_example:
-            values = _as_floats(_of_rows(sources, metric.value, name=name))
-            found[name] = metric.reduce(values, _weights(sources, metric, values, name=name))
-    return found
+            values = _as_floats(_row_values(sources, metric.value, name=name))
+            results[name] = metric.reduce(values, _weights(sources, metric, values, name=name))
+    return results
 
 
-def of_step(
+def step_metrics(
     metrics: Mapping[str, TaskMetric],
-    of_model: Metrics,
+    model_metrics: Metrics,
     scalars: Mapping[str, jax.Array] | None,
 ) -> dict[str, Reported]:
     """Return the metrics of model metrics and, in training, of other `scalars` of a step."""
@@ -169,7 +164,7 @@ def of_step(
     for name, metric in metrics.items():
         if metric.is_per_example or (scalars is None and metric.is_of_training):
             continue
-        reported = scalars if metric.is_of_training and scalars is not None else of_model
+        reported = scalars if metric.is_of_training and scalars is not None else model_metrics
         source = _at(reported, metric.value, name=name)
         if isinstance(source, LossSum) and type(metric) is Mean:
             results[name] = source
@@ -185,7 +180,7 @@ def _weights(
 ) -> jax.Array:
     batch = sources["batch"]
     if metric.weight is not None:
-        weights = _as_floats(_of_rows(sources, metric.weight, name=name))
+        weights = _as_floats(_row_values(sources, metric.weight, name=name))
     elif "eval_sample_weights" in batch:
         weights = _as_floats(batch.eval_sample_weights)
     elif "provenance" in batch:
@@ -200,7 +195,7 @@ def _weights(
     return jnp.broadcast_to(weights, values.shape)
 
 
-def _of_rows(sources: Mapping[str, NestedMap], path: str, *, name: str) -> Any:
+def _row_values(sources: Mapping[str, NestedMap], path: str, *, name: str) -> Any:
     source = sources[path.partition("/")[0]]
     flat = {key.replace(".", "/"): value for key, value in source.flatten_items()}
     return _at(flat, path, name=name)
@@ -209,11 +204,10 @@ def _of_rows(sources: Mapping[str, NestedMap], path: str, *, name: str) -> Any:
 def _at(values: Mapping[str, Any], path: str, *, name: str) -> Any:
     root, _, key = path.partition("/")
     if key not in values:
+        root = root if key else "metrics"
+        choices = [f"{root}/{other}" for other in values]
         raise ConfigError(
-            "unknown path",
-            owner=f"task.metrics[{name!r}]",
-            value=path,
-            choices=[f"{root}/{other}" for other in values],
+            "unknown path", owner=f"task.metrics[{name!r}]", value=path, choices=choices
         )
     return values[key]
 

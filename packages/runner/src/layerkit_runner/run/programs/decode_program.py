@@ -37,7 +37,7 @@ from layerkit_runner.run.output_provenance import (
 )
 from layerkit_runner.run.programs.continuation_text import continuation_text, shared_beginning
 from layerkit_runner.run.programs.eval_program import BaseProgram
-from layerkit_runner.step.metrics import ByExample, OverBatches, as_floats, check_has_provenance
+from layerkit_runner.step.metrics import ByExample, OverBatches, as_floats
 from layerkit_runner.step.train_state import TrainState
 
 _BATCH_INDEX = jax.ShapeDtypeStruct((), np.int32)
@@ -90,8 +90,6 @@ class DecodeProgram(BaseProgram):
             batch = peek_eval_batch(self.dataset)
         except StopIteration:
             return
-        if self.dataset.has_prediction_metrics:
-            check_has_provenance(batch, self.name)
         abstract_batch = self.partitioner.abstract_batch(batch)
         jax.eval_shape(self._step, abstract_state, abstract_batch, _BATCH_INDEX)
 
@@ -177,15 +175,13 @@ class DecodeProgram(BaseProgram):
         decoded = DecodedRecords(self.dataset, self.name, npz_name=npz_name)
         processed = _Processed()
         for index, batch in enumerate(eval_batches(self.dataset)):
-            if self.dataset.has_prediction_metrics:
-                check_has_provenance(batch, self.name)
             global_batch = self.partitioner.put_batch(batch)
             outputs = jax.device_get(self._step(state, global_batch, np.int32(index)))
-            found = self.task.model.process_decode_out(self.dataset, outputs)
-            if found is None:
+            results = self.task.model.process_decode_out(self.dataset, outputs)
+            if results is None:
                 decoded.add(outputs, jax.tree.leaves(global_batch)[0].shape[0])
             else:
-                processed.add(*found)
+                processed.add(*results)
         return decoded, processed
 
 
@@ -310,17 +306,17 @@ class DecodedRecords:
                 ]
                 records = [{"prompt": prompt} for prompt in prompts]
         best = self._continuations(outputs, prompt_lengths, prompts, key=key)
-        records = [{**prompt, **own} for prompt, own in zip(records, best, strict=True)]
+        records = [{**prompt, **fields} for prompt, fields in zip(records, best, strict=True)]
         if "candidates" in outputs:
             count = outputs.candidates.lengths.shape[1]
             flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs.candidates)
             lengths = np.repeat(prompt_lengths, count)
             prompts = prompts and [prompt for prompt in prompts for _ in range(count)]
-            found = self._continuations(flat, lengths, prompts, key=key)
+            candidates = self._continuations(flat, lengths, prompts, key=key)
             for row, record in enumerate(records):
-                own = found[row * count : (row + 1) * count]
+                ranked = candidates[row * count : (row + 1) * count]
                 # A search may find fewer than were requested; the others have no score.
-                record["candidates"] = [one for one in own if one["score"] is not None]
+                record["candidates"] = [one for one in ranked if one["score"] is not None]
         return records
 
     def _continuations(

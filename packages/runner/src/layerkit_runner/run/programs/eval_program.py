@@ -23,14 +23,13 @@ from layerkit_runner.data.skipped_records import SKIPPED_RECORDS, report_skipped
 from layerkit_runner.data.train_inputs import TrainInput
 from layerkit_runner.distributed.cluster import from_process_0, gather_values
 from layerkit_runner.errors import UsageError
-from layerkit_runner.observers import TOTAL_WEIGHT, Observer
+from layerkit_runner.observers import TOTAL_WEIGHT, Histogram, Observer
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.step.metrics import (
     ByExample,
     LossSum,
     OverBatches,
     as_floats,
-    check_has_provenance,
     names_of_numbers,
 )
 from layerkit_runner.step.task import SingleTask
@@ -91,13 +90,14 @@ class BaseProgram:
         raise NotImplementedError(f"{type(self).__qualname__} must define run")
 
     def _report(
-        self, reported: OverBatches, own: Mapping[str, float], step: int, observers: Observer
+        self, reported: OverBatches, others: Mapping[str, float], step: int, observers: Observer
     ) -> dict[str, float]:
-        """Report and return the metrics over batches, their total weight and `own`."""
+        """Report and return the metrics over batches, their total weight and other metrics."""
         weight = reported.weight(self.task.loss_name)
-        metrics = {**reported.means(), TOTAL_WEIGHT: weight, **own}
+        metrics = {**reported.means(), TOTAL_WEIGHT: weight, **others}
         observers.eval_metrics(step, self.name, metrics)
-        if histograms := reported.histograms():
+        if counts := reported.histograms():
+            histograms = {name: Histogram.of(bins) for name, bins in counts.items()}
             observers.eval_histograms(step, self.name, histograms)
         return metrics
 
@@ -135,13 +135,8 @@ class EvalProgram(BaseProgram):
         """Build the evaluation step."""
         super().__init__(task, partitioner, dataset, name, folder, interval_steps=interval_steps)
         if use_ema_states and task.train.learner.ema_decay is None:
-            raise UsageError(
-                "the task keeps no averaged weights",
-                owner=name,
-                field="use_ema_states",
-                value=True,
-                hint="Set task.train.learner.ema_decay, such as 0.9999.",
-            )
+            expected = "False, since task.train.learner.ema_decay is not set"
+            raise UsageError(owner=name, field="use_ema_states", value=True, expected=expected)
         self.use_ema_states = use_ema_states
         self._scores_examples = dataset.has_score_metrics
         make_step = partitioner.score_step_fn if self._scores_examples else partitioner.eval_step_fn
@@ -159,8 +154,8 @@ class EvalProgram(BaseProgram):
 
         def start(global_batch: NestedMap) -> tuple[Any, Any]:
             """Start a step; return metrics, and the scores of rows if the data set uses them."""
-            found = self._step(state, global_batch)
-            return found if self._scores_examples else (found, None)
+            outputs = self._step(state, global_batch)
+            return outputs if self._scores_examples else (outputs, None)
 
         def collect() -> None:
             metrics, rows = pending.popleft()
@@ -170,8 +165,6 @@ class EvalProgram(BaseProgram):
                 scores.add(rows.provenance, rows.scores.tolist())
 
         for batch in eval_batches(self.dataset):
-            if self._scores_examples:
-                check_has_provenance(batch, self.name)
             global_batch = self.partitioner.put_batch(batch)
             padding.add(batch, global_rows=len(jax.tree.leaves(global_batch)[0]))
             pending.append(start(global_batch))
@@ -193,12 +186,12 @@ class EvalProgram(BaseProgram):
                     f" layerkit.models.example_weights.example_weights(batch, num_rows) in"
                     f" {model}.compute_loss."
                 )
-        own: dict[str, float] = {}
+        others: dict[str, float] = {}
         if self._scores_examples:
-            found = from_process_0(lambda: as_floats(self.dataset.score_metrics(scores.values)))
-            own = {f"score/{name}": value for name, value in found.items()}
-        own |= report_skipped(self.dataset, self.name, observers)
-        return self._report(reported, own, step, observers)
+            metrics = from_process_0(lambda: as_floats(self.dataset.score_metrics(scores.values)))
+            others = {f"score/{name}": value for name, value in metrics.items()}
+        others |= report_skipped(self.dataset, self.name, observers)
+        return self._report(reported, others, step, observers)
 
     def trace(self, abstract_state: TrainState) -> set[str] | None:
         """Trace one step; None if `run` is overridden, or the data set uses scores."""
@@ -208,11 +201,11 @@ class EvalProgram(BaseProgram):
             batch = peek_eval_batch(self.dataset)
         except StopIteration:
             return None
-        if self._scores_examples:
-            check_has_provenance(batch, self.name)
         abstract_batch = self.partitioner.abstract_batch(batch)
         reported = jax.eval_shape(self._step, abstract_state, abstract_batch)
-        return None if self._scores_examples else names_of_numbers(reported) | {SKIPPED_RECORDS}
+        if self._scores_examples:
+            return None
+        return names_of_numbers(reported) | {TOTAL_WEIGHT, SKIPPED_RECORDS}
 
 
 class NextBatchEvalProgram(BaseProgram):
@@ -238,7 +231,7 @@ class NextBatchEvalProgram(BaseProgram):
         """Trace one step; see `BaseProgram.trace`."""
         # The feed would send the batch at the position before a restore.
         reported = jax.eval_shape(self._step, abstract_state, self._data.abstract_batch)
-        return names_of_numbers(reported)
+        return names_of_numbers(reported) | {TOTAL_WEIGHT}
 
 
 class PaddingCheck:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from layerkit.base.summaries import Summary
+from layerkit.base.summaries import BinCounts, Summary
 from layerkit.config.nested_map import NestedMap
 from layerkit_runner.data.skipped_records import SkippedRecords
 from layerkit_runner.data.train_inputs import TrainInput, TrainInputs
@@ -38,8 +38,8 @@ from layerkit_runner.observers.step_profiler import STEP_EVENT
 from layerkit_runner.optim.early_stopping import SkippedSteps
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.step.layer_summaries import (
-    for_observers,
     has_arrays,
+    split_layers,
     weight_histograms_fn,
 )
 from layerkit_runner.step.metrics import OverBatches
@@ -200,15 +200,13 @@ class TrainProgram:
             reported[1][IS_VALID].copy_to_host_async()
         every, weights = self._train.weight_summary_interval_steps, None
         if every is not None and step % every == 0:
-            summarize = weight_histograms_fn(self._compiled.partitioner.replicated())
+            partitioner = self._compiled.partitioner
+            summarize = weight_histograms_fn(partitioner.replicated())
             # This must precede the next step, which donates the state.
-            weights = summarize(self.stored_state(state.for_inference()).params)
+            stored = partitioner.stored_state(self._compiled.task, state.for_inference())
+            weights = summarize(stored.params)
         self._pending.append(_StartedStep(step, is_summarized, (*reported, weights, layers)))
         return state
-
-    def stored_state(self, state: TrainState) -> TrainState:
-        """Return a state in the form that checkpoints store, without the padding for the mesh."""
-        return self._compiled.partitioner.stored_state(self._compiled.task, state)
 
     def is_idle(self) -> bool:
         """Return whether all started steps of this program have ended."""
@@ -226,25 +224,24 @@ class TrainProgram:
         self._reports.throughput.completed(step, self._reports.work)
         observers.progress(step)
         self._reported = dict(metrics)
-        own = {name: metrics.pop(name) for name in self._compiled.task.own_metrics}
+        task_metrics = {name: metrics.pop(name) for name in self._compiled.task.task_metrics}
         if is_valid:
             skipped.add_valid()
-            if own:
-                self._since_summary.add(own)
+            if task_metrics:
+                self._since_summary.add(task_metrics)
         if is_summarized or not is_valid:
             self._report_metrics(step, metrics, scalars, skipped, is_summarized=is_summarized)
         if weights is not None:
-            counts = jax.device_get(weights)
-            observers.histograms(step, {n: Histogram.of(c).trimmed() for n, c in counts.items()})
+            observers.histograms(step, _trimmed(jax.device_get(weights)))
         if layers is not None:
-            found, images = for_observers(jax.device_get(layers))
-            observers.histograms(step, found)
+            histograms, images = split_layers(jax.device_get(layers))
+            observers.histograms(step, _trimmed(histograms))
             observers.images(step, images)
 
     def last_metrics(self) -> dict[str, float]:
         """Return the metrics of the model in the step that was reported last."""
-        own = self._compiled.task.own_metrics
-        reported = {name: x for name, x in self._reported.items() if name not in own}
+        left_out = self._compiled.task.task_metrics
+        reported = {name: x for name, x in self._reported.items() if name not in left_out}
         return {name: float(x.value) for name, x in jax.device_get(reported).items()}
 
     def _next_batch(
@@ -283,7 +280,7 @@ class TrainProgram:
                 self._reports.observers.message(line)
         if is_summarized:
             values |= self._since_summary.means() | self._skipped_records.scalars()
-        values = self._with_prefix(values)
+        values = self._add_prefix(values)
         values |= {n: float(v) for n, v in scalars.items() if not isinstance(v, Summary)}
         values["learning/skipped_steps"] = float(skipped.in_all)
         if is_summarized:
@@ -291,17 +288,18 @@ class TrainProgram:
             values |= self._reports.goodput.shares() | memory_scalars()
         self._reports.observers.train_metrics(step, values)
         if is_summarized:
-            if histograms := self._since_summary.histograms():
-                self._reports.observers.histograms(step, self._with_prefix(histograms))
+            if counts := self._since_summary.histograms():
+                histograms = {name: Histogram.of(bins) for name, bins in counts.items()}
+                self._reports.observers.histograms(step, self._add_prefix(histograms))
             self._since_summary = OverBatches()
 
-    def _with_prefix(self, found: Mapping[str, T]) -> dict[str, T]:
+    def _add_prefix(self, values: Mapping[str, T]) -> dict[str, T]:
         """Return values with the program's name, if there are several; the loss also alone."""
         if self.name is None:
-            return dict(found)
+            return dict(values)
         loss = self._compiled.task.loss_name
-        both = {loss: found[loss]} if loss in found else {}
-        return both | {f"{self.name}/{name}": value for name, value in found.items()}
+        both = {loss: values[loss]} if loss in values else {}
+        return both | {f"{self.name}/{name}": value for name, value in values.items()}
 
     def _check_same_spec(self, batch: NestedMap, step: int) -> None:
         first, now = (
@@ -324,6 +322,10 @@ class TrainProgram:
             return True
         interval = self._train.steps_per_summary
         return step // interval > self._last_step // interval
+
+
+def _trimmed(counts: Mapping[str, BinCounts]) -> dict[str, Histogram]:
+    return {name: Histogram.of(bins).trimmed() for name, bins in counts.items()}
 
 
 class TrainPrograms:
@@ -352,7 +354,7 @@ class TrainPrograms:
         """Start a step with the program of its data set; see `TrainProgram.start_step`."""
         program = self.programs[self.inputs.index_of_step(step)]
         state = program.start_step(
-            state, step, lambda: all(each.is_idle() for each in self.programs), signals
+            state, step, lambda: all(program.is_idle() for program in self.programs), signals
         )
         self._started.append(program)
         ahead = range(step + 1, step + 1 + _STEPS_AHEAD)
@@ -376,13 +378,9 @@ class TrainPrograms:
         """Return the metrics of the model in the step that was reported last."""
         return {} if self._last is None else self._last.last_metrics()
 
-    def stored_state(self, state: TrainState) -> TrainState:
-        """Return a state in the form that checkpoints store; see `TrainProgram.stored_state`."""
-        return self.programs[0].stored_state(state)
-
     def input_states(self) -> dict[str, Any]:
         """Return the input positions after all started steps, by checkpoint key."""
-        return {each.key: each.feed.state() for each in self.inputs.inputs}
+        return {data.key: data.feed.state() for data in self.inputs.inputs}
 
     def _report_oldest(self) -> None:
         self._last = self._started.popleft()
