@@ -99,5 +99,5 @@ def test_aggregator_and_weights_contradict_each_other(raises, two_metrics: Any):
 
 def test_loss_weight_of_no_metric_of_the_model_is_an_error(raises, two_metrics: Any):
     task = two_metrics.set(loss_weights={"error": 1.0, "sizes": 1.0}).Instantiate()
-    with raises(ConfigError, owner="task", field="loss_weights", value="sizes"):
+    with raises(ConfigError, field="task.loss_weights", value="sizes"):
         task.train_step(task.init_state(jax.random.key(0)), BATCH, GLOBAL_BATCH)
