@@ -1,111 +1,175 @@
-"""Tests of requests that cannot run: exit code 2, one error message, and no file written.
+"""Requests that cannot run: exit code 2, one error with its data, and no file written.
 
-The packages assert each rule; these tests run one case of each package and way of failing.
+The packages assert each rule; the tables here have one case of each package and way of failing.
 """
 
 from __future__ import annotations
 
 import encodings
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from layerkit import errors
 from layerkit_runner import cli
 from layerkit_runner.observers import read_metrics
 
 EXP = "lm.lm_cloud.LmCloudSpmdTest"
-NAME = "layerkit_experiments.lm.lm_cloud.LmCloudSpmdTest"
+TEXT = "lm.quickstart.LocalText"
 ON_8 = {"ICI_MESH_SHAPE": "[8,1,1]"}
+MESH = "--fdl.partitioner.ici_mesh_shape"
+
+Refusal = Callable[..., errors.UserError]
 
 
-def error_of(job: Any, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    """Return the printed error of a run that fails with exit code 2 and writes nothing."""
-    before = {path: path.stat().st_mtime_ns for path in job.folder.rglob("*")}
-    capsys.readouterr()
-    assert job.run_here(*flags) == 2
-    assert {path: path.stat().st_mtime_ns for path in job.folder.rglob("*")} == before
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("runner: ")
-    return printed.err
+@pytest.fixture
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
+    """Return a function that runs a job, and returns the error of which it prints the message."""
+    rendered: list[errors.UserError] = []
+    render = errors.render
+
+    def record(error: errors.UserError) -> str:
+        rendered.append(error)
+        return render(error)
+
+    monkeypatch.setattr(errors, "render", record)
+
+    def run(job: Any, *flags: str) -> errors.UserError:
+        before = {path: path.stat().st_mtime_ns for path in job.folder.rglob("*")}
+        capsys.readouterr()
+        assert job.run_here(*flags) == 2
+        assert {path: path.stat().st_mtime_ns for path in job.folder.rglob("*")} == before
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err == f"runner: {render(rendered[-1])}\n"
+        return rendered[-1]
+
+    return run
+
+
+def assert_names(
+    error: errors.UserError,
+    *,
+    field: str | None = None,
+    value: Any = errors.MISSING,
+    near: str | None = None,
+) -> None:
+    """Check the field and value of an error, and that it says what to do."""
+    place = ": ".join(filter(None, (error.owner, error.field)))
+    assert field is None or place.lower().endswith(field), str(error)
+    assert value is errors.MISSING or error.value == value, str(error)
+    if near is not None:
+        assert errors.find_near_names(str(error.value), map(str, error.choices))[0] == near
+    assert error.expected or error.choices or error.settings or error.hint, str(error)
 
 
 @pytest.mark.parametrize(
-    ("fields", "owner", "value"),
+    ("exp", "fields", "data"),
     [
         # Fields of experiments.
-        ({"MODEL_DIMS": 0}, "LmCloudSpmdTest", "MODEL_DIMS=0"),
-        ({"ACTIVATION": "geluu"}, "LmCloudSpmdTest", "ACTIVATION='geluu'"),
-        ({"FPROP_DTYPE": "int32"}, "LmCloudSpmdTest", "FPROP_DTYPE='int32'"),
-        ({"MAX_STEPS": 0}, "LmCloudSpmdTest", "MAX_STEPS=0"),
-        ({"NUM_LAYERS": -1, "SCALE_RESIDUAL_INIT": True}, "LmCloudSpmdTest", "NUM_LAYERS=-1"),
+        (EXP, {"NUM_LAYRES": 2}, {"value": "NUM_LAYRES", "near": "NUM_LAYERS"}),
+        (EXP, {"NUM_LAYERS": "two"}, {"field": "num_layers", "value": "two"}),
+        (EXP, {"MODEL_DIMS": 0}, {"field": "model_dims", "value": 0}),
+        (EXP, {"ACTIVATION": "geluu"}, {"value": "geluu", "near": "gelu"}),
+        (EXP, {"FPROP_DTYPE": "int32"}, {"value": "int32"}),
+        (EXP, {"MAX_STEPS": 0}, {"value": 0}),
+        # Paths into configs.
+        (EXP, {"task.model.lm_tpl.num_layerz": 2}, {"value": "num_layerz", "near": "num_layers"}),
+        (EXP, {"tsk.model": 2}, {"value": "tsk", "near": "task"}),
+        (EXP, {"task.train.num_train_steps": "x"}, {"field": "num_train_steps", "value": "x"}),
         # Fields of layers, and what their devices cannot run.
-        ({"CHECKPOINT_POLICY": "fulll"}, "StackedTransformerRepeated(lm/stack)", "remat='fulll'"),
-        ({"ATTENTION_BACKEND": "cudnn", "ATTENTION_LOGIT_CAP": "None"}, "attention", "cudnn"),
-        ({"ICI_MESH_SHAPE": "[1,1,8]", "PERCORE_BATCH_SIZE": 0.125}, "'output'", "'heads'=2"),
+        (EXP, {"CHECKPOINT_POLICY": "fulll"}, {"field": "remat", "value": "fulll", "near": "full"}),
+        (EXP, {"ATTENTION_BACKEND": "cudnn", "ATTENTION_LOGIT_CAP": "None"}, {"value": "cudnn"}),
+        (EXP, {"ICI_MESH_SHAPE": "[1,1,8]", "PERCORE_BATCH_SIZE": 0.125}, {}),
         # Fields of the task, the data and the partitioner.
-        ({"CHECKPOINT_EVERY_N_STEPS": 0}, "LmCloudSpmdTest", "--fdl.CHECKPOINT_EVERY_N_STEPS=0"),
-        ({"DECAY_END": 8}, "linear_warmup_exponential_decay", "(4, 8, 8)"),
-        ({"PERCORE_BATCH_SIZE": 0.25}, "train", "rows of the global batch=2"),
-        ({"PERCORE_BATCH_SIZE": 0.3}, "train", "--fdl.PERCORE_BATCH_SIZE=0.3"),
-        ({"ICI_MESH_SHAPE": "[1,4,1]"}, "partitioner", "--fdl.ICI_MESH_SHAPE='[8,1,1]'"),
+        (EXP, {"CHECKPOINT_EVERY_N_STEPS": 0}, {"field": "save_interval_steps", "value": 0}),
+        (EXP, {"PERCORE_BATCH_SIZE": 0.25}, {}),
+        (EXP, {"PERCORE_BATCH_SIZE": 0.3}, {}),
+        (EXP, {"ICI_MESH_SHAPE": "[1,4,1]"}, {"field": MESH, "value": [1, 4, 1]}),
+        # Models that do not fit their data; one position too many: 8 of the prompt, 9 after it.
+        (TEXT, {"VOCAB_SIZE": 256}, {}),
+        (TEXT, {"POSITIONS": "trainable", "MAX_DECODE_STEPS": 9}, {}),
+        # Files.
+        (TEXT, {"TEXT_FILES": "['/nowhere/*.txt']"}, {"value": "/nowhere/*.txt"}),
+        (TEXT, {"TOKENIZER": "/nowhere/tokenizer.json"}, {"value": "tokenizer.json"}),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
-def test_invalid_field_is_an_error(
+def test_wrong_field_is_an_error(
+    refusal: Refusal, jobs: Any, tmp_path: Path, exp: str, fields: dict, data: dict[str, Any]
+):
+    job = jobs.make(exp, tmp_path / "job", **({**ON_8, **fields} if exp == EXP else fields))
+    assert_names(refusal(job), **data)
+    assert not job.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "data"),
+    [
+        (b"", {}),
+        (b"caf\xe9 au lait " * 100, {}),
+    ],
+    ids=["empty", "latin-1"],
+)
+def test_unreadable_text_file_is_an_error(
+    refusal: Refusal, jobs: Any, tmp_path: Path, content: bytes, data: dict[str, Any]
+):
+    (tmp_path / "text.txt").write_bytes(content)
+    job = jobs.make(TEXT, tmp_path / "job", TEXT_FILES=f"['{tmp_path}/text.txt']")
+    assert_names(refusal(job), **data)
+
+
+@pytest.mark.parametrize(
+    ("flag", "data"),
+    [
+        ("--restore_checkpoint_dir=/nowhere", {"field": "/nowhere/checkpoints"}),
+        ("--restore_checkpoint_step=3", {"field": "--restore_checkpoint_step", "value": (3,)}),
+        (
+            "--restore_cast_dtype",
+            {"value": "--restore_cast_dtype", "near": "--restore_cast_dtypes"},
+        ),
+        ("--init_from=/nowhere", {"value": "nowhere"}),
+        ("--mode=evil", {"field": "--mode", "value": "evil", "near": "eval"}),
+    ],
+)
+def test_wrong_flag_is_an_error(
+    refusal: Refusal, jobs: Any, tmp_path: Path, flag: str, data: dict[str, Any]
+):
+    assert_names(refusal(jobs.make(EXP, tmp_path / "job", **ON_8), flag), **data)
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("class Mine(:\n", "mine.py:1"),
+        ("import nowhere\n", "mine"),
+        ("from layerkit_runner import BaseExperiment\n\nclass Mine(BaseExperiment):\n  N = 1\n", 3),
+    ],
+    ids=["syntax", "import", "undeclared field"],
+)
+def test_module_that_fails_is_an_error(
+    refusal: Refusal,
     jobs: Any,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    fields: dict,
-    owner: str,
-    value: str,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    place: str | int,
 ):
-    job = jobs.make(EXP, tmp_path / "job", **{**ON_8, **fields})
-    error = error_of(job, capsys)
-    assert owner in error
-    assert value in error
-    assert not job.folder.exists()
+    name = f"mine_{abs(hash(text))}"
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    error = refusal(jobs.make(f"{name}.Mine", tmp_path / "job"))
+    place = f"{name}.py:3" if place == 3 else str(place).replace("mine", name)
+    assert place in str(error.owner)
 
 
-@pytest.mark.parametrize(
-    ("fields", "value"),
-    [
-        ({"VOCAB_SIZE": 256}, "VOCAB_SIZE=256"),
-        # One position too many: 8 of the prompt, 9 after it.
-        ({"POSITIONS": "trainable", "MAX_DECODE_STEPS": 9}, "MAX_DECODE_STEPS=9"),
-        ({"TEXT_FILES": "['/nowhere/*.txt']"}, "--fdl.TEXT_FILES="),
-    ],
-    ids=["vocabulary", "positions", "files"],
-)
-def test_model_that_does_not_fit_its_data_is_an_error(
-    jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: dict, value: str
-):
-    job = jobs.make("lm.quickstart.LocalText", tmp_path / "job", **fields)
-    assert value in error_of(job, capsys)
-    assert not job.folder.exists()
-
-
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [
-        ("--restore_checkpoint_dir=/nowhere", "/nowhere/checkpoints"),
-        ("--restore_checkpoint_step=3", "--restore_checkpoint_step="),
-    ],
-)
-def test_invalid_flag_is_an_error(
-    jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, value: str
-):
-    assert value in error_of(jobs.make(EXP, tmp_path / "job", **ON_8), capsys, flag)
-
-
-def test_job_folder_that_is_a_file_is_an_error(
-    jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_job_folder_that_is_a_file_is_an_error(refusal: Refusal, jobs: Any, tmp_path: Path):
     (tmp_path / "job").write_text("mine")
     job = jobs.make(EXP, tmp_path / "job", **ON_8)
-    assert f"--job_log_dir='{job.folder}'" in error_of(job, capsys)
+    assert_names(refusal(job), field="--job_log_dir", value=str(job.folder))
     assert job.folder.read_text() == "mine"
 
 
@@ -150,39 +214,32 @@ def finished(jobs: Any, tmp_path_factory: Any) -> Any:
     return job
 
 
-def test_folder_of_another_experiment_is_an_error(
-    finished: Any, jobs: Any, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("exp", "fields", "text"),
+    [
+        ("lm.lm_cloud.LmCloudTransformerAdamLimitSteps", {}, EXP),
+        # Few of the arrays that differ, and the fields that explain it.
+        (EXP, {"HIDDEN_DIMS": 64}, "  HIDDEN_DIMS: 32 → 64\n"),
+        (EXP, {"HIDDEN_DIMS": 64}, "/lm/stack/repeat/sub/feed_forward/up/w: shape [1, 16, 32]"),
+        (EXP, {"MAX_STEPS": 4, "MAX_SEQ_LEN": 8}, "seq_length"),
+    ],
+)
+def test_folder_of_another_experiment_model_or_data_set_is_an_error(
+    finished: Any, refusal: Refusal, jobs: Any, exp: str, fields: dict, text: str
 ):
-    other = jobs.make("lm.lm_cloud.LmCloudTransformerAdamLimitSteps", finished.folder)
-    error = error_of(other, capsys)
-    assert NAME in error
-    assert f"--job_log_dir='{finished.folder}'" in error
-
-
-def test_checkpoint_of_another_size_is_an_error(
-    finished: Any, jobs: Any, capsys: pytest.CaptureFixture[str]
-):
-    error = error_of(jobs.make(EXP, finished.folder, MAX_STEPS=2, HIDDEN_DIMS=64, **ON_8), capsys)
-    assert "  HIDDEN_DIMS: 32 → 64\n" in error
-    assert "/lm/stack/repeat/sub/feed_forward/up/w: shape [1, 16, 32]" in error
-    assert len(error.splitlines()) < 12  # few of the arrays that differ
+    size = {} if exp != EXP else {"MAX_STEPS": 2, **ON_8, **fields}
+    message = str(refusal(jobs.make(exp, finished.folder, **size)))
+    assert text in message
+    assert len(message.splitlines()) < 12
 
 
 def test_step_that_was_not_saved_is_an_error(
-    finished: Any, jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: Any, refusal: Refusal, jobs: Any, tmp_path: Path
 ):
     job = jobs.make(EXP, tmp_path / "job", **ON_8)
     flags = [f"--restore_checkpoint_dir={finished.folder}", "--restore_checkpoint_step=7"]
-    error = error_of(job, capsys, *flags)
-    assert str(finished.checkpoints) in error
-    assert "step 7" in error
-
-
-def test_other_data_than_that_of_the_checkpoint_is_an_error(
-    finished: Any, jobs: Any, capsys: pytest.CaptureFixture[str]
-):
-    other = jobs.make(EXP, finished.folder, MAX_STEPS=4, MAX_SEQ_LEN=8, **ON_8)
-    assert "seq_length" in error_of(other, capsys)
+    message = str(refusal(job, *flags))
+    assert str(finished.checkpoints) in message and "step 7" in message
 
 
 def test_run_without_saving_resumes_reports_changes_and_writes_no_checkpoint(

@@ -163,7 +163,7 @@ def find_experiment(name: str, *, flag: str = "--exp") -> ExperimentEntry:
         value=name,
         choices=_choices(spelling, index),
         hint="`runner --list` prints all."
-        if _spec(spelling.partition(".")[0]) or "." not in spelling
+        if "." not in spelling or any(_spec(full.rsplit(".", 2)[0]) for full in dotted)
         else f"No such module is in {Path.cwd()}, in PYTHONPATH or among installed packages.",
     )
 

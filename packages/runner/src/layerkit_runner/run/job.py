@@ -203,7 +203,8 @@ def choose_step(checkpoints: CheckpointManager, wanted: int | None) -> int:
 
 def no_checkpoint(checkpoints: CheckpointManager) -> UsageError:
     """Return the error of a folder without an undamaged checkpoint."""
-    return UsageError("found no checkpoint", owner=str(checkpoints.directory))
+    expected = "a folder with an undamaged checkpoint"
+    return UsageError("found no checkpoint", owner=str(checkpoints.directory), expected=expected)
 
 
 def start_job(
