@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 import layerkit
-import layerkit_runner
 from layerkit_runner.distributed.peer_monitor.hub import Link
 from layerkit_runner.distributed.peer_monitor.program import Task
 from layerkit_runner.distributed.watchdog import SECONDS_TO_WRITE, Identity, finished_within
@@ -65,7 +64,7 @@ class PeerMonitor:
         inherited = [task.control, *streams, *([] if listener is None else [listener.fileno()])]
         # It runs without `site`, which saves start-up time but ignores the links of editable
         # installs.
-        folders = [os.path.dirname(each.__path__[0]) for each in (layerkit_runner, layerkit)]
+        folders = [str(Path(__file__).parents[3]), os.path.dirname(layerkit.__path__[0])]
         self._program = subprocess.Popen(
             [sys.executable, "-S", "-m", PROGRAM],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
