@@ -63,7 +63,7 @@ def assert_names(
     assert value is errors.MISSING or error.value == value, str(error)
     if near is not None:
         assert errors.find_near_names(str(error.value), map(str, error.choices))[0] == near
-    assert error.expected or error.choices or error.settings or error.hint, str(error)
+    assert error.problem or error.expected or error.choices or error.settings, str(error)
 
 
 @pytest.mark.parametrize(
