@@ -17,6 +17,7 @@ import pytest
 from layerkit.config import build
 from layerkit.decoding.beam_search import BeamSearch
 from layerkit.decoding.cache_rows import row_axes
+from layerkit.decoding.decoder import Prompts
 from layerkit.decoding.logit_processors import BannedIds
 from layerkit.decoding.loop import SampleDecoder, extend_prompts
 from layerkit.errors import ConfigError
@@ -47,9 +48,8 @@ def jitted(prompts, prompt_lengths, *, decoder, extend):
         max_length = prompts.shape[1] + decoder.max_decode_steps
         return jnp.zeros((1, ids.shape[0], max_length), jnp.int32)
 
-    rows = {"prompts": prompts, "prompt_lengths": prompt_lengths, "key": None}
-    axes = row_axes(make_cache, prompts)
-    return extend_prompts(decoder, extend, make_cache(prompts), **rows, cache_axes=axes)
+    rows, axes = Prompts(prompts, prompt_lengths), row_axes(make_cache, prompts)
+    return extend_prompts(decoder, extend, make_cache(prompts), rows, cache_axes=axes)
 
 
 def search(decoder, prompts, prompt_lengths, *, extend=extend_table):

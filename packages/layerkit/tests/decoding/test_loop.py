@@ -15,6 +15,7 @@ import pytest
 
 from layerkit.config import build
 from layerkit.decoding.cache_rows import row_axes
+from layerkit.decoding.decoder import Prompts
 from layerkit.decoding.logit_processors import (
     BannedIds,
     CountPenalty,
@@ -45,8 +46,7 @@ def extend_sums(cache, ids, time_step):
 @partial(jax.jit, static_argnames=("decoder", "extend"))
 def jitted(prompts, prompt_lengths, key, *, decoder, extend):
     cache = jnp.zeros((prompts.shape[0], prompts.shape[1] + decoder.max_decode_steps), jnp.int32)
-    rows = {"prompts": prompts, "prompt_lengths": prompt_lengths}
-    return extend_prompts(decoder, extend, cache, **rows, key=key)
+    return extend_prompts(decoder, extend, cache, Prompts(prompts, prompt_lengths, key))
 
 
 def decode(decoder, prompts, prompt_lengths, *, key=None, extend=extend_sums):
@@ -172,8 +172,8 @@ def test_samples_of_a_row_do_not_depend_on_other_rows():
         # Of another width, too.
         cache = jnp.zeros((1, prompt.shape[1] + 8), jnp.int32)
         lengths = jnp.array([prompt.shape[1]])
-        rows = {"prompts": prompt, "prompt_lengths": lengths, "row_ids": row_id[None]}
-        return extend_prompts(decoder, extend_sums, cache, **rows, key=key)
+        rows = Prompts(prompt, lengths, key, row_ids=row_id[None])
+        return extend_prompts(decoder, extend_sums, cache, rows)
 
     for row, prompt in {0: [1, 2, 3], 1: [4], 3: [5, 6]}.items():
         found = alone(jnp.array([prompt]), jnp.int32(row))
@@ -262,9 +262,9 @@ def test_min_decode_steps_delay_the_end():
 def test_rows_may_have_separate_step_limits():
     decoder = SampleDecoder(max_decode_steps=6, temperature=0.0)
     cache = jnp.zeros((3, 10), jnp.int32)
-    rows = {"prompts": jnp.array(PROMPTS), "prompt_lengths": jnp.array(LENGTHS)}
     limits = jnp.array([2, 0, 60])
-    outputs = extend_prompts(decoder, extend_sums, cache, **rows, key=None, max_steps=limits)
+    rows = Prompts(jnp.array(PROMPTS), jnp.array(LENGTHS), max_steps=limits)
+    outputs = extend_prompts(decoder, extend_sums, cache, rows)
     np.testing.assert_array_equal(outputs.lengths, [6, 1, 8])
     by_row = zip(PROMPTS, LENGTHS, [2, 0, 6], strict=True)
     expected = [by_hand(p[:n], n + steps, 10)[0] for p, n, steps in by_row]
@@ -305,18 +305,18 @@ def jitted_with_axes(prompts, prompt_lengths, *, decoder):
     make = lambda ids: jnp.zeros(  # noqa: E731
         (ids.shape[0], prompts.shape[1] + decoder.max_decode_steps), jnp.int32
     )
-    rows = {"prompts": prompts, "prompt_lengths": prompt_lengths, "key": jax.random.key(4)}
+    rows = Prompts(prompts, prompt_lengths, jax.random.key(4))
     axes = row_axes(make, prompts)
-    return extend_prompts(decoder, extend_sums, make(prompts), **rows, cache_axes=axes)
+    return extend_prompts(decoder, extend_sums, make(prompts), rows, cache_axes=axes)
 
 
 def test_decoder_without_key_or_cache_axes_raises(raises):
-    rows = {"prompts": jnp.array([[1, 2]]), "prompt_lengths": jnp.array([2])}
-    cache, key = jnp.zeros((1, 66), int), jax.random.key(0)
+    rows, cache = Prompts(jnp.array([[1, 2]]), jnp.array([2])), jnp.zeros((1, 66), int)
     with raises(ConfigError, owner="SampleDecoder", field="key", value=None):
-        extend_prompts(SampleDecoder(), extend_sums, cache, **rows, key=None)
+        extend_prompts(SampleDecoder(), extend_sums, cache, rows)
+    rows = rows._replace(key=jax.random.key(0))
     with raises(ConfigError, owner="SampleDecoder", field="cache_axes", value=None):
-        extend_prompts(SampleDecoder(num_samples=2), extend_sums, cache, **rows, key=key)
+        extend_prompts(SampleDecoder(num_samples=2), extend_sums, cache, rows)
 
 
 @pytest.mark.parametrize(
@@ -395,8 +395,8 @@ def extend_float_sums(cache, ids, time_step):
 def test_padding_may_have_ids_outside_of_the_vocabulary():
     def continued(prompts):
         decoder = SampleDecoder(max_decode_steps=3, temperature=0.0)
-        rows = {"prompts": jnp.array(prompts), "prompt_lengths": jnp.array(LENGTHS)}
-        return extend_prompts(decoder, extend_float_sums, jnp.zeros((3, 7)), **rows, key=None)
+        rows = Prompts(jnp.array(prompts), jnp.array(LENGTHS))
+        return extend_prompts(decoder, extend_float_sums, jnp.zeros((3, 7)), rows)
 
     outputs = continued([[1, 2, 3, 4], [5, -1, -1, -1], [7, 1, VOCAB, -100]])
     assert np.all(np.isfinite(outputs.log_probs))

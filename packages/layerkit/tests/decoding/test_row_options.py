@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from layerkit.decoding.beam_search import BeamSearch
+from layerkit.decoding.decoder import Prompts
 from layerkit.decoding.logit_processors import RowsSoFar, TopP
 from layerkit.decoding.loop import SampleDecoder, extend_prompts
 from layerkit.decoding.row_options import OptionOfRows, RowOptions
@@ -30,10 +31,10 @@ def extend(cache, ids, time_step):
 
 
 def decode(decoder, rows, options=None):
-    given = {"prompts": PROMPTS[rows], "prompt_lengths": LENGTHS[rows], "row_ids": rows}
     cache = jnp.zeros((len(rows), PROMPTS.shape[1] + STEPS), jnp.int32)
-    given = jax.tree.map(jnp.array, given)
-    return extend_prompts(decoder, extend, cache, **given, key=KEY, options=options)
+    ids, lengths, row_ids = map(jnp.array, (PROMPTS[rows], LENGTHS[rows], rows))
+    prompts = Prompts(ids, lengths, KEY, row_ids, options=options or RowOptions())
+    return extend_prompts(decoder, extend, cache, prompts)
 
 
 ALL_ROWS = np.arange(4)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from layerkit.decoding.cache_rows import row_axes as row_axes
     from layerkit.decoding.cached_network import cached_step as cached_step
     from layerkit.decoding.decoder import Decoder as Decoder
+    from layerkit.decoding.decoder import Prompts as Prompts
     from layerkit.decoding.logit_processors import BannedIds as BannedIds
     from layerkit.decoding.logit_processors import CountPenalty as CountPenalty
     from layerkit.decoding.logit_processors import LogitBias as LogitBias
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
     from layerkit.decoding.logit_processors import Temperature as Temperature
     from layerkit.decoding.logit_processors import TopK as TopK
     from layerkit.decoding.logit_processors import TopP as TopP
-    from layerkit.decoding.loop import PausedDecoder as PausedDecoder
     from layerkit.decoding.loop import SampleDecoder as SampleDecoder
     from layerkit.decoding.loop import SampledRows as SampledRows
     from layerkit.decoding.loop import advance_rows as advance_rows
     from layerkit.decoding.loop import extend_prompts as extend_prompts
     from layerkit.decoding.loop import sample_token as sample_token
+    from layerkit.decoding.loop import start_prompts as start_prompts
     from layerkit.decoding.row_options import RowOptions as RowOptions
 
 __getattr__, __dir__, __all__ = lazy_names(
@@ -36,13 +37,15 @@ __getattr__, __dir__, __all__ = lazy_names(
     {
         "beam_search": "BeamSearch",
         "cache_rows": "row_axes",
-        "decoder": "Decoder",
+        "decoder": "Decoder Prompts",
         "logit_processors": (
             "BannedIds CountPenalty LogitBias LogitProcessor MinP MinSteps "
             "NoRepeatNgrams RepetitionPenalty RowsSoFar Temperature TopK TopP"
         ),
         "cached_network": "cached_step",
-        "loop": "PausedDecoder SampleDecoder SampledRows advance_rows extend_prompts sample_token",
+        "loop": (
+            "SampleDecoder SampledRows advance_rows extend_prompts sample_token start_prompts"
+        ),
         "row_options": "RowOptions",
     },
 )

@@ -30,7 +30,7 @@ from layerkit.decoding.cache_rows import reorder_rows, repeat_rows
 from layerkit.decoding.decoder import (
     Decoder,
     ExtendFn,
-    Prompts,
+    PromptRows,
     best_first,
     require_cache_axes,
 )
@@ -87,16 +87,9 @@ class BeamSearch(Decoder):
         return ((length.astype(jnp.float32) + 5.0) / 5.0) ** self.length_norm_alpha
 
     def continue_rows(
-        self,
-        extend: ExtendFn,
-        cache: Any,
-        prompts: Prompts,
-        *,
-        cache_axes: Any,
-        keys: jax.Array | None,
+        self, extend: ExtendFn, cache: Any, prompts: PromptRows, *, cache_axes: Any
     ) -> NestedMap:
         """Continue rows whose prompts `[batch, max_length]` are in the cache; see `Decoder`."""
-        del keys
         require_cache_axes(self, cache_axes)
         cache = repeat_rows(cache, cache_axes, self.beam_size)
         best = _search(self, extend, cache, prompts, cache_axes)
@@ -120,7 +113,7 @@ class _Beams(struct.PyTreeNode):
     scores: jax.Array  # [batch, n]; sums if open, normalized if ended
 
     @classmethod
-    def of_prompts(cls, prompts: Prompts, n: int, scores: jax.Array) -> _Beams:
+    def of_prompts(cls, prompts: PromptRows, n: int, scores: jax.Array) -> _Beams:
         ids = jnp.repeat(prompts.ids[:, None], n, axis=1)
         return cls(
             ids=ids,
@@ -152,7 +145,7 @@ class _State(struct.PyTreeNode):
 
 
 def _search(
-    decoder: BeamSearch, extend: ExtendFn, cache: Any, prompts: Prompts, cache_axes: Any
+    decoder: BeamSearch, extend: ExtendFn, cache: Any, prompts: PromptRows, cache_axes: Any
 ) -> _Beams:
     """Return the best ended beams `[batch, num_results, …]`.
 
@@ -213,7 +206,7 @@ def _search(
 
 
 def _score_tokens(
-    decoder: BeamSearch, extend: ExtendFn, state: _State, prompts: Prompts
+    decoder: BeamSearch, extend: ExtendFn, state: _State, prompts: PromptRows
 ) -> tuple[Any, jax.Array, jax.Array]:
     """Run the model on the newest tokens of the open beams.
 

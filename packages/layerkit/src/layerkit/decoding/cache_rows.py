@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from layerkit.base.base_layer import BaseLayer
 from layerkit.errors import ConfigError
 
 # Row axis of an array that all rows share.
@@ -100,3 +101,21 @@ def reorder_rows(cache: Any, axes: Any, parents: jax.Array) -> Any:
         return take(grouped, parents).reshape(x.shape)
 
     return jax.tree.map(reorder, axes, cache)
+
+
+def row_parts(model: BaseLayer) -> int:
+    """Return the number of devices over which a model's mesh splits a row; 1 without a mesh."""
+    sharding = model.inherited("sharding")
+    if sharding is None:
+        return 1
+    return max(map(sharding.num_shards, ("length", "residual_length")))
+
+
+def round_up(length: int, parts: int) -> int:
+    """Return the smallest multiple of `parts` that is not below `length`."""
+    return -(-length // parts) * parts
+
+
+def pad_columns(x: jax.Array, parts: int) -> jax.Array:
+    """Pad `x` `[rows, length]` with zeros to a length that is a multiple of `parts`."""
+    return jnp.pad(x, ((0, 0), (0, round_up(x.shape[1], parts) - x.shape[1])))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,57 +12,77 @@ import jax.numpy as jnp
 from layerkit.base.base_layer import CACHE, BaseLayer
 from layerkit.config import Config, is_config
 from layerkit.config.nested_map import NestedMap
-from layerkit.decoding.cache_rows import row_axes
-from layerkit.decoding.decoder import ExtendFn
-from layerkit.decoding.loop import SampledRows, extend_prompts
+from layerkit.decoding.cache_rows import round_up, row_axes, row_parts
+from layerkit.decoding.decoder import ExtendFn, Prompts
+from layerkit.decoding.loop import SampledRows, extend_prompts, start_prompts
 from layerkit.decoding.row_options import RowOptions
-from layerkit.decoding.split_rows import round_up, row_parts
 from layerkit.decoding.step_weights import step_weights
 from layerkit.layers.basic.positions import switching_length, with_longest_sequence
 
 
-def decode_with_cache(
+class CachedPrompts(NamedTuple):
+    """The prompts of a batch, and the network with an empty cache for them.
+
+    The fields are the arguments of `extend_prompts`.
+    """
+
+    decoder: Any
+    extend: ExtendFn
+    cache: Any
+    prompts: Prompts
+    cache_axes: Any
+    row_parts: int
+
+    def decode(self) -> NestedMap:
+        """Return the outputs of `extend_prompts`.
+
+        Raises:
+          ConfigError: The decoder draws but has no random key, or the network has fewer positions
+            than tokens.
+        """
+        decoder, extend, cache, prompts, axes, parts = self
+        return extend_prompts(decoder, extend, cache, prompts, cache_axes=axes, row_parts=parts)
+
+    def start(self) -> SampledRows:
+        """Return the rows before their first token, which `advance_rows` continues."""
+        decoder, extend, cache, prompts, _, parts = self
+        return start_prompts(decoder, extend, cache, prompts, row_parts=parts)
+
+
+def cache_prompts(
     model: Any,
     network: BaseLayer,
     batch: NestedMap,
     *,
     init_cache: Callable[[Any, Any, int], None],
     inputs: Any,
-    prompts: jax.Array,
-    prompt_lengths: jax.Array,
+    prompts: tuple[jax.Array, jax.Array],
     prefix_lengths: jax.Array | None = None,
-) -> NestedMap:
-    """Continue prompts with the decoder of a model, step by step with the cache of its network.
+) -> CachedPrompts:
+    """Return the prompts of a batch with the decoder of a model and a cache of its network.
 
     Args:
       model: Model with a field `decoder`.
       network: Child of the model with a method `extend_step(ids, time_step=…)`.
       batch: Batch with optional entries `max_steps`, `temperature`, `top_k`, `top_p` and `row_ids`
-        `[batch]`; see `extend_prompts` and `RowOptions`.
+        `[batch]`; see `Prompts` and `RowOptions`.
       init_cache: Function `(network, inputs, max_length)` that creates empty caches of rows.
       inputs: Argument of `init_cache`, a tree of arrays `[batch, …]`.
-      prompts: Left-aligned token ids int32 `[batch, width]`.
-      prompt_lengths: Number of tokens of each prompt, int32 `[batch]`.
+      prompts: Left-aligned token ids int32 `[batch, width]` and their lengths int32 `[batch]`.
       prefix_lengths: Number of leading tokens of each prompt with bidirectional attention, int32
         `[batch]`; None for a causal network.
-
-    Returns:
-      Outputs of `extend_prompts`.
-
-    Raises:
-      ConfigError: The decoder draws but has no random key, or the network has fewer positions than
-        tokens.
     """
+    ids, lengths = prompts
     bare, variables = step_weights(network)
     decoder, parts = model.decoder, row_parts(model)
-    max_length = round_up(prompts.shape[1] + decoder.max_decode_steps, parts)
+    max_length = round_up(ids.shape[1] + decoder.max_decode_steps, parts)
 
-    extend, switches = _step(bare, variables, max_length, prompt_lengths)
+    extend, switches = _step(bare, variables, max_length, lengths)
 
     # Decoders repeat and reorder the rows of the cache, and in the same way the prefix lengths and
     # the tokens.
-    def make_cache(given_rows: Any) -> Any:
-        inputs, prefix_lengths = given_rows
+    def make_cache(row_inputs: Any) -> Any:
+        inputs, prefix_lengths = row_inputs
         _, state = bare.apply(variables, inputs, max_length, method=init_cache, mutable=[CACHE])
         rows = (state[CACHE], prefix_lengths)
         if not switches:
@@ -71,27 +91,29 @@ def decode_with_cache(
         num_rows = jax.tree.leaves(inputs)[0].shape[0]
         return rows, jnp.zeros((num_rows, max_length), jnp.int32)
 
-    return extend_prompts(
+    return CachedPrompts(
         decoder,
         extend,
-        make_cache((inputs, prefix_lengths)),
-        prompts=prompts,
-        prompt_lengths=prompt_lengths,
-        key=model.next_prng_key() if decoder.needs_key else None,
+        cache=make_cache((inputs, prefix_lengths)),
+        prompts=Prompts(
+            ids,
+            lengths,
+            key=model.next_prng_key() if decoder.needs_key else None,
+            row_ids=batch.get("row_ids"),
+            max_steps=batch.get("max_steps"),
+            options=RowOptions(*(batch.get(name) for name in RowOptions._fields)),
+        ),
         cache_axes=row_axes(make_cache, (inputs, prefix_lengths)),
-        row_ids=batch.get("row_ids"),
-        max_steps=batch.get("max_steps"),
-        options=RowOptions(*(batch.get(name) for name in RowOptions._fields)),
         row_parts=parts,
     )
 
 
 def cached_step(network: BaseLayer, rows: SampledRows) -> ExtendFn:
-    """Return the function that runs a network on the next tokens of rows of a `PausedDecoder`.
+    """Return the function that runs a network on the next tokens of rows.
 
     Args:
       network: Bound network with a method `extend_step(ids, time_step=…)`.
-      rows: The rows, whose cache `decode_with_cache` made.
+      rows: The rows, whose cache `CachedPrompts.start` filled.
     """
     max_length = round_up(rows.ids.shape[1], row_parts(network))
     return _step(*step_weights(network), max_length, rows.prompt_lengths)[0]

@@ -23,8 +23,7 @@ import jax.numpy as jnp
 
 from layerkit.config.checks import check_integers, check_sizes, require
 from layerkit.config.nested_map import NestedMap
-from layerkit.decoding.configured_value import ConfiguredValue
-from layerkit.decoding.logit_processors import LogitProcessor, MinSteps
+from layerkit.decoding.logit_processors import ConfiguredValue, LogitProcessor, MinSteps
 from layerkit.decoding.row_options import RowOptions
 
 ExtendFn = Callable[[Any, jax.Array, jax.Array], tuple[Any, jax.Array]]
@@ -33,6 +32,30 @@ ExtendFn = Callable[[Any, jax.Array, jax.Array], tuple[Any, jax.Array]]
 
 
 class Prompts(NamedTuple):
+    """Prompts to continue.
+
+    Attributes:
+      ids: Left-aligned token ids int32 `[batch, width]`; ids after a row's length are ignored.
+      lengths: Number of tokens of each prompt, int32 `[batch]`, at most `width`. A row of length 0
+        is padding: no tokens are decoded for it, and it does not prolong the loop.
+      key: Scalar random key; None if the decoder draws no random numbers. Each token is drawn with
+        a key that folds in the row id, the sample index and the column. A row's tokens therefore
+        do not depend on the other rows.
+      row_ids: Row ids that are folded into the key, int32 `[batch]`; None for row indices.
+      max_steps: Maximal number of decoded tokens of each row, int32 `[batch]`. Values are clipped
+        to 0 … `max_decode_steps`. None for `max_decode_steps`.
+      options: Sampling options that differ between rows, which only `SampleDecoder` supports.
+    """
+
+    ids: jax.Array
+    lengths: jax.Array
+    key: jax.Array | None = None
+    row_ids: jax.Array | None = None
+    max_steps: jax.Array | None = None
+    options: RowOptions = RowOptions()
+
+
+class PromptRows(NamedTuple):
     """Prompts in rows with space for continuations.
 
     Attributes:
@@ -40,12 +63,14 @@ class Prompts(NamedTuple):
       lengths: Number of tokens of each prompt, int32 `[batch]`; 0 for rows of padding.
       limits: Length at which a row must end, int32 `[batch]`.
       options: Sampling options that differ between rows.
+      keys: Random keys `[batch]`; None if the decoder does not draw.
     """
 
     ids: jax.Array
     lengths: jax.Array
     limits: jax.Array
     options: RowOptions = RowOptions()
+    keys: jax.Array | None = None
 
     @property
     def start(self) -> jax.Array:
@@ -123,13 +148,7 @@ class Decoder(ConfiguredValue):
         return (*self.processors, minimum)
 
     def continue_rows(
-        self,
-        extend: ExtendFn,
-        cache: Any,
-        prompts: Prompts,
-        *,
-        cache_axes: Any,
-        keys: jax.Array | None,
+        self, extend: ExtendFn, cache: Any, prompts: PromptRows, *, cache_axes: Any
     ) -> NestedMap:
         """Continue rows whose prompts `[batch, max_length]` are in the cache.
 
@@ -140,7 +159,6 @@ class Decoder(ConfiguredValue):
           cache: Cache that is filled up to the width of the prompts.
           prompts: Prompts in the cache.
           cache_axes: Row axis of each array of the cache; see `row_axes`.
-          keys: Random keys `[batch]`; None if the decoder does not draw.
 
         Returns:
           Outputs of `extend_prompts` without `prompt_lengths`.

@@ -1,8 +1,9 @@
 """Continuation of prompts with a cached model, and the decoder for sampling and greedy decoding.
 
-`extend_prompts` runs any decoder. `SampleDecoder` samples tokens or chooses the most likely ones.
-Its loop stops when all rows have ended, and each row has its own random numbers. `BeamSearch` is in
-`layerkit.decoding.beam_search`.
+`extend_prompts` runs any decoder; `start_prompts` and `advance_rows` run a `SampleDecoder` by some
+tokens at a time, for example to stream them. A `SampleDecoder` samples tokens or chooses the most
+likely ones. Its loop stops when all rows have ended, and each row has its own random numbers.
+`BeamSearch` is in `layerkit.decoding.beam_search`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from flax import struct
 
 from layerkit.config.checks import check_non_negative, check_sizes, require
 from layerkit.config.nested_map import NestedMap
-from layerkit.decoding.cache_rows import repeat_rows
+from layerkit.decoding.cache_rows import pad_columns, repeat_rows
 from layerkit.decoding.decoder import (
     Decoder,
     ExtendFn,
+    PromptRows,
     Prompts,
     best_first,
     require_cache_axes,
@@ -36,7 +38,6 @@ from layerkit.decoding.logit_processors import (
     process_logits,
 )
 from layerkit.decoding.row_options import OptionOfRows, RowOptions
-from layerkit.decoding.split_rows import pad_columns
 from layerkit.errors import ConfigError
 
 
@@ -44,14 +45,9 @@ def extend_prompts(
     decoder: Decoder,
     extend: ExtendFn,
     cache: Any,
+    prompts: Prompts,
     *,
-    prompts: jax.Array,
-    prompt_lengths: jax.Array,
-    key: jax.Array | None,
     cache_axes: Any = None,
-    row_ids: jax.Array | None = None,
-    max_steps: jax.Array | None = None,
-    options: RowOptions | None = None,
     row_parts: int = 1,
 ) -> NestedMap:
     """Continue prompts with a cached model.
@@ -61,21 +57,11 @@ def extend_prompts(
       extend: Function `(cache, ids [rows, t], time_step) -> (cache, logits [rows, t, vocab])`.
       cache: Empty cache of `batch` rows. Its length is width + `max_decode_steps` tokens, rounded
         up to a multiple of `row_parts`.
-      prompts: Left-aligned token ids int32 `[batch, width]`; ids after a row's length are ignored.
-      prompt_lengths: Number of tokens of each prompt, int32 `[batch]`, at most `width`. A row of
-        length 0 is padding: no tokens are decoded for it, and it does not prolong the loop.
-      key: Scalar random key; None if the decoder draws no random numbers. Each token is drawn with
-        a key that folds in the row id, the sample index and the column. A row's tokens therefore
-        do not depend on the other rows.
+      prompts: Prompts `[batch, width]` with the random key and the limits of rows.
       cache_axes: Row axis of each array of the cache (see `row_axes`). Only decoders that compute
         several continuations of a prompt need it.
-      row_ids: Row ids that are folded into the random key, int32 `[batch]`; None for row indices.
-      max_steps: Maximal number of decoded tokens of each row, int32 `[batch]`. Values are clipped
-        to 0 … `max_decode_steps`. None for `max_decode_steps`.
-      options: Sampling options that differ between rows, which only `SampleDecoder` supports; None
-        for the same options in all rows.
       row_parts: Number of devices over which the tokens of a row are split. The width of prompts is
-        padded to a multiple of it; see `layerkit.decoding.split_rows`.
+        padded to a multiple of it; see `layerkit.decoding.cache_rows`.
 
     Returns:
       A NestedMap with these entries.
@@ -91,52 +77,56 @@ def extend_prompts(
       - `prompt_lengths`: Number of tokens of the prompt, int32 `[batch]`.
 
     Raises:
-      ConfigError: The decoder needs `key` or `cache_axes`, and the argument is None; or it does not
-        support an option of rows.
+      ConfigError: The decoder needs a key or `cache_axes`, and it is None; or it does not support
+        an option of rows.
     """
-    options = options or RowOptions()
-    _check_options(decoder, options)
-    require(
-        key is not None or not decoder.needs_key,
-        owner=type(decoder).__qualname__,
-        field="key",
-        value=None,
-        expected="a random key, since the decoder draws random numbers",
-    )
-    batch, width = prompts.shape
-    lengths = jnp.minimum(prompt_lengths, width)
+    cache, rows = _fill_cache(decoder, extend, cache, prompts, row_parts)
+    outputs = decoder.continue_rows(extend, cache, rows, cache_axes=cache_axes)
+    outputs.prompt_lengths = rows.lengths
+    return outputs
+
+
+def start_prompts(
+    decoder: SampleDecoder, extend: ExtendFn, cache: Any, prompts: Prompts, *, row_parts: int = 1
+) -> SampledRows:
+    """Return the rows of prompts before their first chosen token; `advance_rows` continues them.
+
+    The arguments are those of `extend_prompts`. `num_samples` has no effect.
+    """
+    cache, rows = _fill_cache(decoder, extend, cache, prompts, row_parts)
+    return _start_rows(cache, rows)
+
+
+def _fill_cache(
+    decoder: Decoder, extend: ExtendFn, cache: Any, prompts: Prompts, row_parts: int
+) -> tuple[Any, PromptRows]:
+    """Return the cache with the prompts, and their rows with space for continuations."""
+    _check_options(decoder, prompts)
+    batch, width = prompts.ids.shape
+    lengths = jnp.minimum(prompts.lengths, width)
     # The model also runs on padding. An id outside of its vocabulary would write NaN to the cache.
     # A mask does not remove a NaN, since 0 · NaN is NaN.
-    prompts = jnp.where(jnp.arange(width) < lengths[:, None], prompts, 0).astype(jnp.int32)
+    ids = jnp.where(jnp.arange(width) < lengths[:, None], prompts.ids, 0).astype(jnp.int32)
     # The logits of this pass are unused, so the compiler removes their computation.
-    cache, _ = extend(cache, pad_columns(prompts, row_parts), jnp.int32(0))
+    cache, _ = extend(cache, pad_columns(ids, row_parts), jnp.int32(0))
     steps = jnp.int32(decoder.max_decode_steps)
-    if max_steps is not None:
-        steps = jnp.clip(max_steps, 0, steps)
+    if prompts.max_steps is not None:
+        steps = jnp.clip(prompts.max_steps, 0, steps)
     limits = jnp.where(lengths == 0, 0, lengths + steps)
     if decoder.max_length is not None:
         limits = jnp.maximum(lengths, jnp.minimum(limits, decoder.max_length))
     keys = None
-    if decoder.needs_key and key is not None:
-        keys = row_keys(key, jnp.arange(batch) if row_ids is None else row_ids)
-    outputs = decoder.continue_rows(
-        extend,
-        cache,
-        Prompts(
-            ids=jnp.pad(prompts, ((0, 0), (0, decoder.max_decode_steps))),
-            lengths=lengths,
-            limits=limits,
-            options=options,
-        ),
-        cache_axes=cache_axes,
-        keys=keys,
-    )
-    outputs.prompt_lengths = lengths
-    return outputs
+    if decoder.needs_key and prompts.key is not None:
+        row_ids = jnp.arange(batch) if prompts.row_ids is None else prompts.row_ids
+        keys = row_keys(prompts.key, row_ids)
+    ids = jnp.pad(ids, ((0, 0), (0, decoder.max_decode_steps)))
+    return cache, PromptRows(ids, lengths, limits, prompts.options, keys)
 
 
-def _check_options(decoder: Decoder, options: RowOptions) -> None:
-    owner = type(decoder).__qualname__
+def _check_options(decoder: Decoder, prompts: Prompts) -> None:
+    owner, options = type(decoder).__qualname__, prompts.options
+    expected = "a random key, since the decoder draws random numbers"
+    require(prompts.key is not None or not decoder.needs_key, owner, "key", None, expected)
     for name in options.given():
         shape = list(getattr(options, name).shape)
         expected = "no values of rows; only SampleDecoder has options of rows"
@@ -251,34 +241,23 @@ class SampleDecoder(Decoder):
         return tuple(steps)
 
     def continue_rows(
-        self,
-        extend: ExtendFn,
-        cache: Any,
-        prompts: Prompts,
-        *,
-        cache_axes: Any,
-        keys: jax.Array | None,
+        self, extend: ExtendFn, cache: Any, prompts: PromptRows, *, cache_axes: Any
     ) -> NestedMap:
         """Continue the prompts `[batch, max_length]`, which are in the cache; see `Decoder`."""
-        batch, num_samples = prompts.lengths.shape[0], self.num_samples
+        num_samples = self.num_samples
         if num_samples > 1:
             require_cache_axes(self, cache_axes)
-            assert keys is not None  # several samples need a temperature above 0
             cache = repeat_rows(cache, cache_axes, num_samples)
-            prompts = jax.tree.map(lambda x: jnp.repeat(x, num_samples, axis=0), prompts)
-            keys = jax.vmap(row_keys, in_axes=(0, None))(keys, jnp.arange(num_samples))
-            keys = keys.reshape(batch * num_samples, *keys.shape[2:])
-        elif keys is not None:
-            keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, 0)
-        final = advance_rows(self, extend, start_rows(cache, prompts, keys))
-        columns = jnp.arange(prompts.ids.shape[1])
-        found = NestedMap(
-            ids=jnp.where(columns < final.lengths[:, None], final.ids, 0),
-            lengths=final.lengths,
-            log_probs=final.log_probs,
-            scores=jnp.sum(final.log_probs, axis=-1),
+        rows = advance_rows(self, extend, _start_rows(cache, prompts, num_samples))
+        columns = jnp.arange(rows.ids.shape[1])
+        samples = NestedMap(
+            ids=jnp.where(columns < rows.lengths[:, None], rows.ids, 0),
+            lengths=rows.lengths,
+            log_probs=rows.log_probs,
+            scores=jnp.sum(rows.log_probs, axis=-1),
         )
-        return best_first(jax.tree.map(lambda x: x.reshape(batch, -1, *x.shape[1:]), found))
+        by_prompt = prompts.ids.shape[0], num_samples
+        return best_first(jax.tree.map(lambda x: x.reshape(*by_prompt, *x.shape[1:]), samples))
 
 
 class SampledRows(struct.PyTreeNode):
@@ -309,24 +288,31 @@ class SampledRows(struct.PyTreeNode):
     keys: jax.Array | None
 
 
-def start_rows(cache: Any, prompts: Prompts, keys: jax.Array | None) -> SampledRows:
-    """Return the rows before their first chosen token.
+def _start_rows(cache: Any, prompts: PromptRows, num_samples: int = 1) -> SampledRows:
+    """Return the rows `[batch · num_samples, …]` before their first chosen token.
 
     Args:
-      cache: Cache that is filled up to the width of the prompts.
+      cache: Cache with as many rows, filled up to the width of the prompts.
       prompts: Prompts in the cache.
-      keys: Random keys `[rows]`; None if the decoder does not draw.
+      num_samples: Number of rows of a prompt, each with a random key of its own.
     """
+    rows = prompts._replace(keys=None)
+    if num_samples > 1:
+        rows = jax.tree.map(lambda x: jnp.repeat(x, num_samples, axis=0), rows)
+    keys = prompts.keys
+    if keys is not None:
+        keys = jax.vmap(row_keys, in_axes=(0, None))(keys, jnp.arange(num_samples))
+        keys = keys.reshape(rows.ids.shape[0], *keys.shape[2:])
     return SampledRows(
-        column=prompts.start,
-        ids=prompts.ids,
-        log_probs=jnp.zeros(prompts.ids.shape, jnp.float32),
-        lengths=prompts.lengths,
-        ended=prompts.lengths >= prompts.limits,
+        column=rows.start,
+        ids=rows.ids,
+        log_probs=jnp.zeros(rows.ids.shape, jnp.float32),
+        lengths=rows.lengths,
+        ended=rows.lengths >= rows.limits,
         cache=cache,
-        prompt_lengths=prompts.lengths,
-        limits=prompts.limits,
-        options=prompts.options,
+        prompt_lengths=rows.lengths,
+        limits=rows.limits,
+        options=rows.options,
         keys=keys,
     )
 
@@ -379,28 +365,6 @@ def advance_rows(
         return open_rows if until is None else open_rows & (rows.column < until)
 
     return jax.lax.while_loop(has_next, advance, rows)
-
-
-class PausedDecoder(SampleDecoder):
-    """A `SampleDecoder` that returns once the prompts are in the cache.
-
-    The outputs have an entry `rows`, which `advance_rows` continues by some tokens at a time.
-    """
-
-    def continue_rows(
-        self,
-        extend: ExtendFn,
-        cache: Any,
-        prompts: Prompts,
-        *,
-        cache_axes: Any,
-        keys: jax.Array | None,
-    ) -> NestedMap:
-        """Return the rows `[batch, max_length]` before their first new token; see `Decoder`."""
-        del extend, cache_axes
-        if keys is not None:
-            keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, 0)
-        return NestedMap(rows=start_rows(cache, prompts, keys))
 
 
 def _ends(

@@ -10,10 +10,10 @@ from layerkit.base.base_model import NATS_PER_TOKEN, BaseModel, Metrics
 from layerkit.config import Config, instance_field, sub_config_field
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.decoder import Decoder
-from layerkit.decoding.loop import SampleDecoder
+from layerkit.decoding.loop import SampleDecoder, SampledRows
 from layerkit.layers.transformer.transformer import drop_none
 from layerkit.models.example_weights import token_weights
-from layerkit.models.prompt_decoding import continue_prompts
+from layerkit.models.prompt_decoding import continue_prompts, prompts_of_batch
 from layerkit.models.token_metrics import token_metrics
 from layerkit.models.transformer_lm import TransformerLm
 
@@ -93,3 +93,10 @@ class LanguageModel(BaseModel):
             without `prompt_lengths`, or the model has fewer positions than tokens.
         """
         return continue_prompts(self, self.lm, batch, is_prefix_lm=self.is_prefix_lm)
+
+    def start_decoding(self, batch: NestedMap) -> SampledRows:
+        """Return the rows of a batch of prompts `[batch, prompt]` before their first token.
+
+        `layerkit.decoding.advance_rows` continues them.
+        """
+        return prompts_of_batch(self, self.lm, batch, is_prefix_lm=self.is_prefix_lm).start()

@@ -25,10 +25,10 @@ from layerkit.config import Config, instance_field, sub_config_field
 from layerkit.config.checks import check_choice, check_positive
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.decoder import Decoder
-from layerkit.decoding.loop import SampleDecoder
+from layerkit.decoding.loop import SampleDecoder, SampledRows
 from layerkit.errors import ConfigError
 from layerkit.models.example_weights import example_weights
-from layerkit.models.prompt_decoding import continue_prompts
+from layerkit.models.prompt_decoding import continue_prompts, prompts_of_batch
 from layerkit.models.token_metrics import row_scores
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.ops.losses import weighted_mean
@@ -164,6 +164,10 @@ class DpoModel(BaseModel):
     def decode(self, batch: NestedMap) -> NestedMap:
         """Continue prompts with the policy; see `LanguageModel.decode`."""
         return continue_prompts(self, self.lm, batch)
+
+    def start_decoding(self, batch: NestedMap) -> SampledRows:
+        """Return the rows of a batch of prompts; see `LanguageModel.start_decoding`."""
+        return prompts_of_batch(self, self.lm, batch).start()
 
     def _log_probs(self, lm: Any, pairs: NestedMap) -> jax.Array:
         outputs = lm(**pairs)

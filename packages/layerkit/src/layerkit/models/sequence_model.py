@@ -13,11 +13,10 @@ from layerkit.base.base_model import NATS_PER_TOKEN, BaseModel, Metrics
 from layerkit.config import Config, instance_field, sub_config_field
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
-from layerkit.decoding.cached_network import decode_with_cache
+from layerkit.decoding.cache_rows import pad_columns, row_parts
+from layerkit.decoding.cached_network import CachedPrompts, cache_prompts
 from layerkit.decoding.decoder import Decoder
-from layerkit.decoding.loop import SampleDecoder
-from layerkit.decoding.split_rows import pad_columns, row_parts
-from layerkit.errors import ConfigError
+from layerkit.decoding.loop import SampleDecoder, SampledRows
 from layerkit.models.encoder_decoder import TransformerEncoderDecoder
 from layerkit.models.example_weights import token_weights
 from layerkit.models.token_metrics import token_metrics
@@ -87,17 +86,22 @@ class SequenceModel(BaseModel):
             suffixes, or the model has fewer positions than tokens.
         """
         require("suffixes" not in batch, self, "suffixes", "an array", "no suffixes to score")
-        if "segment_pos" in batch.src:
-            raise ConfigError(
-                "packed rows cannot be decoded",
-                owner=self.path_name,
-                field="src.segment_pos",
-                expected="a batch with one source per row",
-            )
-        segments = _segments(batch.src)
-        if segments is None:
-            segments = jnp.ones(batch.src.ids.shape, jnp.int32)
-        parts = row_parts(self)
+        outputs = self._prompts(batch).decode()
+        lengths = jnp.sum(_source_segments(batch) != 0, axis=1, dtype=jnp.int32)
+        outputs.source = NestedMap(ids=batch.src.ids, lengths=lengths)
+        return outputs
+
+    def start_decoding(self, batch: NestedMap) -> SampledRows:
+        """Return the rows of targets before their first token, for sources `[batch, source]`.
+
+        `layerkit.decoding.advance_rows` continues them.
+        """
+        return self._prompts(batch).start()
+
+    def _prompts(self, batch: NestedMap) -> CachedPrompts:
+        expected = "a batch with one source per row"
+        require("segment_pos" not in batch.src, self, "src.segment_pos", "packed rows", expected)
+        segments, parts = _source_segments(batch), row_parts(self)
         source = NestedMap(ids=batch.src.ids, segment_ids=segments)
 
         def init_cache(
@@ -105,18 +109,20 @@ class SequenceModel(BaseModel):
         ) -> None:
             model.init_cache(source.ids, max_length, segment_ids=source.segment_ids)
 
-        outputs = decode_with_cache(
+        ids = jnp.full((segments.shape[0], 1), self.start_id, jnp.int32)
+        return cache_prompts(
             self,
             self.model,
             batch,
             init_cache=init_cache,
             inputs=jax.tree.map(lambda x: pad_columns(x, parts), source),
-            prompts=jnp.full((segments.shape[0], 1), self.start_id, jnp.int32),
-            prompt_lengths=jnp.any(segments != 0, axis=1).astype(jnp.int32),
+            prompts=(ids, jnp.any(segments != 0, axis=1).astype(jnp.int32)),
         )
-        num_tokens = jnp.sum(segments != 0, axis=1, dtype=jnp.int32)
-        outputs.source = NestedMap(ids=batch.src.ids, lengths=num_tokens)
-        return outputs
+
+
+def _source_segments(batch: NestedMap) -> jax.Array:
+    segments = _segments(batch.src)
+    return jnp.ones(batch.src.ids.shape, jnp.int32) if segments is None else segments
 
 
 def _segments(side: NestedMap) -> jax.Array | None:

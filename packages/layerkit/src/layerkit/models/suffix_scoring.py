@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from layerkit.config.checks import check_integer_arrays, require
 from layerkit.config.nested_map import NestedMap
-from layerkit.decoding.split_rows import pad_columns, row_parts
+from layerkit.decoding.cache_rows import pad_columns, row_parts
 from layerkit.models.transformer_lm import TransformerLm
 
 

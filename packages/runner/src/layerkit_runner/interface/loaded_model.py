@@ -12,7 +12,7 @@ import numpy as np
 from layerkit.base.base_layer import PARAMS
 from layerkit.config import Config, html_display
 from layerkit.config.nested_map import NestedMap
-from layerkit.decoding import PausedDecoder, SampledRows
+from layerkit.decoding import SampleDecoder, SampledRows
 from layerkit_inputs.base.special_ids import end_disagreement, end_ids
 from layerkit_inputs.packing.model_features import as_tokens
 from layerkit_inputs.text.tokenizers import Tokenizer
@@ -426,7 +426,7 @@ class LoadedModel:
         size = self._vocab_size() or 2**31  # The model never chooses an id beyond.
         return tuple(dict.fromkeys((*known, *(end for end in end_ids(tokenizer) if end < size))))
 
-    def _start(self, decoder: PausedDecoder) -> Callable[..., SampledRows]:
+    def _start(self, decoder: SampleDecoder) -> Callable[..., SampledRows]:
         def start(variables: Any, batch: NestedMap, seed: jax.Array) -> SampledRows:
             return model_calls.start_rows(self.model, decoder, variables, batch, seed)
 
@@ -434,7 +434,7 @@ class LoadedModel:
         shardings = partitioner.batch_sharding(), partitioner.replicated()
         return self._compile(("start", decoder), start, *shardings, replicates=False)
 
-    def _advance(self, decoder: PausedDecoder) -> Callable[..., SampledRows]:
+    def _advance(self, decoder: SampleDecoder) -> Callable[..., SampledRows]:
         def advance(variables: Any, rows: SampledRows, until: jax.Array) -> SampledRows:
             return model_calls.advance_rows(self.model, decoder, variables, rows, until)
 

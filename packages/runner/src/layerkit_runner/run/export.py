@@ -16,7 +16,6 @@ The number of rows and their length are open. docs/serving.md has a program that
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 import json
 from collections.abc import Callable, Mapping
@@ -33,7 +32,6 @@ from layerkit.base.base_layer import PARAMS, RANDOM
 from layerkit.base.base_model import BaseModel
 from layerkit.config import Config
 from layerkit.config.nested_map import NestedMap
-from layerkit.decoding import SampleDecoder
 from layerkit.errors import UserError, pip_install
 from layerkit.interop.hugging_face import export_model
 from layerkit_inputs.base.errors import MissingExtraError
@@ -188,14 +186,12 @@ def export_stablehlo(
 
 
 def _generate(model: Any) -> Callable[..., Any]:
-    paused = model_calls.decoder_for(
+    decoder = model_calls.decoder_for(
         model,
         max_new_tokens=model.decoder.max_decode_steps,
         is_greedy=False,
         eos_id=model.decoder.eos_id,
     )
-    names = [field.name for field in dataclasses.fields(SampleDecoder)]
-    decoder = SampleDecoder(**{name: getattr(paused, name) for name in names})
 
     def generate(variables: Any, *arguments: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         ids, lengths, max_new_tokens, temperature, top_k, top_p, seed = arguments

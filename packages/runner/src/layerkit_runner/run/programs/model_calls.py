@@ -13,7 +13,7 @@ from layerkit.base.base_layer import RANDOM
 from layerkit.base.base_model import BaseModel
 from layerkit.config import Config, assigned_fields, is_config, target_of
 from layerkit.config.nested_map import NestedMap
-from layerkit.decoding import PausedDecoder, SampleDecoder, SampledRows, cached_step
+from layerkit.decoding import SampleDecoder, SampledRows, cached_step
 from layerkit.layers import TrainablePositionalEmbedding
 from layerkit.models import LanguageModel, SequenceModel
 from layerkit_runner.config.config_tree import walk
@@ -101,15 +101,15 @@ def token_log_probs(model: BaseModel, variables: Variables, batch: NestedMap) ->
 
 def start_rows(
     model: BaseModel,
-    decoder: PausedDecoder,
+    decoder: SampleDecoder,
     variables: Variables,
     batch: NestedMap,
     seed: jax.Array,
 ) -> SampledRows:
-    """Run the model on the prompts of a batch; see `LanguageModel.decode`."""
+    """Run the model on the prompts of a batch; see `LanguageModel.start_decoding`."""
     bound: Any = model.clone(train=False, decoder=decoder)
     rngs = {RANDOM: jax.random.key(seed)} if decoder.needs_key else {}
-    return bound.apply(variables, batch, rngs=rngs, method="decode").rows
+    return bound.apply(variables, batch, rngs=rngs, method="start_decoding")
 
 
 def advance_rows(
@@ -130,10 +130,10 @@ def advance_rows(
     return bound.apply(variables, method=call)
 
 
-def decoder_for(model: Any, *, max_new_tokens: int, is_greedy: bool, eos_id: Any) -> PausedDecoder:
+def decoder_for(model: Any, *, max_new_tokens: int, is_greedy: bool, eos_id: Any) -> SampleDecoder:
     """Return a decoder of rows with the stop sequences and processors of the model's own."""
     own = model.decoder
-    names = [field.name for field in dataclasses.fields(PausedDecoder)]
+    names = [field.name for field in dataclasses.fields(SampleDecoder)]
     fields = {name: getattr(own, name) for name in names if hasattr(own, name)}
     fields["min_decode_steps"] = min(own.min_decode_steps, max_new_tokens)
     # Longer ones cannot occur.
@@ -148,7 +148,7 @@ def decoder_for(model: Any, *, max_new_tokens: int, is_greedy: bool, eos_id: Any
         "num_samples": 1,
         "eos_id": eos_id,
     }
-    return PausedDecoder(**fields)
+    return SampleDecoder(**fields)
 
 
 def _segments(ids: jax.Array, lengths: jax.Array) -> jax.Array:
