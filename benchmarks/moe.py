@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.layers.basic.activations import SiLU
-from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.layers.transformer.feed_forward import TransformerFeedForward
 
 

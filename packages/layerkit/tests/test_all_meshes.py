@@ -24,7 +24,7 @@ from layerkit.base.sharding import DEFAULT_RULES, STANDARD_MESH_AXES, BoundShard
 from layerkit.base.weights import is_box
 from layerkit.config.nested_map import NestedMap
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding
-from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.layers.transformer.pipelined_transformer import PipelinedTransformer
 from layerkit.layers.transformer.stacks import StackedTransformerRepeated
 from layerkit.models.language_model import LanguageModel

@@ -17,7 +17,7 @@ from layerkit.errors import ConfigError
 from layerkit.layers.basic.dropout import Dropout
 from layerkit.layers.basic.embeddings import Embedding, SharedEmbeddingSoftmax
 from layerkit.layers.basic.positions import TrainablePositionalEmbedding
-from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.layers.transformer.feed_forward import TransformerFeedForward
 from layerkit.layers.transformer.stacks import (
     StackedTransformer,

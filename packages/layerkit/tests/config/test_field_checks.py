@@ -17,7 +17,7 @@ from layerkit.layers.attention.multi_head import MultiHeadAttention
 from layerkit.layers.basic.dots import unused_templates
 from layerkit.layers.basic.embeddings import Embedding, FullSoftmax, SharedEmbeddingSoftmax
 from layerkit.layers.basic.linears import Bias
-from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.layers.transformer.feed_forward import TransformerFeedForward
 from layerkit.models.encoder_decoder import TransformerEncoderDecoder
 from layerkit.models.transformer_lm import TransformerLm

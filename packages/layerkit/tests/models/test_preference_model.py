@@ -14,7 +14,7 @@ from layerkit.config import build
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.loop import SampleDecoder
 from layerkit.errors import ConfigError
-from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.models.language_model import LanguageModel
 from layerkit.models.preference_model import DpoModel
 

@@ -26,7 +26,7 @@ from layerkit.layers import (
     TransformerFeedForward,
 )
 from layerkit.layers.attention.projections import HeadProjection
-from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.layers.quantization.lora import LORA_WEIGHTS, with_lora
 from layerkit_runner.optim.learner import AuxiliaryOptimizer
 from layerkit_runner.optim.optimizers import (

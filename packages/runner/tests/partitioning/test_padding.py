@@ -19,7 +19,7 @@ from layerkit.config import Partial, build
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit.interop.hugging_face import export_model, model_config
-from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.layers.transformer.pipelined_transformer import PipelinedTransformer
 from layerkit.layers.transformer.stacks import StackedTransformerRepeated
 from layerkit.models import LanguageModel, TransformerLm

@@ -65,10 +65,11 @@ if TYPE_CHECKING:
     from layerkit.layers.basic.sigmoid_cross_entropy import (
         SigmoidCrossEntropy as SigmoidCrossEntropy,
     )
-    from layerkit.layers.moe.feed_forward import MoeFeedForward as MoeFeedForward
+    from layerkit.layers.moe.expert_choice import ExpertChoiceFeedForward as ExpertChoiceFeedForward
     from layerkit.layers.moe.routing import BaseRouter as BaseRouter
     from layerkit.layers.moe.routing import ExpertChoiceRouter as ExpertChoiceRouter
     from layerkit.layers.moe.routing import TopKRouter as TopKRouter
+    from layerkit.layers.moe.token_choice import MoeFeedForward as MoeFeedForward
     from layerkit.layers.quantization.current_scaling import Fp8CurrentDot as Fp8CurrentDot
     from layerkit.layers.quantization.current_scaling import Int8Dot as Int8Dot
     from layerkit.layers.quantization.fp8 import Fp8Dot as Fp8Dot
@@ -136,7 +137,8 @@ __getattr__, __dir__, __all__ = lazy_names(
         "basic.linears": "Bias FeedForward Linear",
         "basic.masked_lm_augmenter": "MaskedLmAugmenter",
         ".ops.attention.masks": "AttentionMask",
-        "moe.feed_forward": "MoeFeedForward",
+        "moe.expert_choice": "ExpertChoiceFeedForward",
+        "moe.token_choice": "MoeFeedForward",
         "moe.routing": "BaseRouter ExpertChoiceRouter TopKRouter",
         "basic.normalizations": "BaseNormalization LayerNorm RmsNorm RmsNormNoScale",
         "transformer.pipeline": "Pipeline",

@@ -11,12 +11,12 @@ from layerkit.base.base_layer import AUX_LOSS
 from layerkit.config import Config
 from layerkit.errors import ConfigError
 from layerkit.layers.basic.activations import Identity, ReLU
-from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.moe.expert_choice import ExpertChoiceFeedForward
 from layerkit.layers.moe.routing import ExpertChoiceRouter, TopKRouter
+from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.layers.transformer.transformer import Transformer
 
 SIZES = {"input_dims": 4, "hidden_dims": 6, "num_experts": 4}
-EXPERT_CHOICE = {"router_tpl": Config(ExpertChoiceRouter), "capacity_factor": 2.0}
 KEY = jax.random.key(0)
 X = np.random.default_rng(1).normal(size=(2, 8, 4)).astype(np.float32)
 
@@ -41,9 +41,8 @@ def run(layer, variables, x, **options):
 )
 def test_expert_choice_equals_praxis(praxis, name, capacity_factor, train):
     case = praxis(name)
-    layer = MoeFeedForward(
+    layer = ExpertChoiceFeedForward(
         **SIZES,
-        router_tpl=Config(ExpertChoiceRouter),
         capacity_factor=capacity_factor,
         num_groups=2,
         use_gate="wi_gate_0" in case["weights"],
@@ -86,7 +85,7 @@ def test_experts_choose_their_most_probable_tokens():
 
 
 def test_padding_takes_no_slot_of_a_token():
-    layer = MoeFeedForward(**SIZES, **EXPERT_CHOICE)
+    layer = ExpertChoiceFeedForward(**SIZES)
     variables = layer.init(KEY)
     is_token = np.arange(8) < np.array([[5], [0]])
     found = layer.apply(variables, X, is_token=is_token)
@@ -96,47 +95,36 @@ def test_padding_takes_no_slot_of_a_token():
 
 
 def test_expert_choice_balances_without_a_loss():
-    layer = MoeFeedForward(**SIZES, **EXPERT_CHOICE, train=True)
+    layer = ExpertChoiceFeedForward(**SIZES, train=True)
     _, losses = run(layer, layer.init(KEY), X)
     assert set(losses) == {"router_z_loss"}
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"num_experts_per_token": 1}, {"load_balance_weight": 0.5}, {"grouped_matmul": "ragged_dot"}],
-)
-def test_fields_of_token_choice_raise_with_expert_choice(raises, fields):
-    with raises(ConfigError, field=next(iter(fields))):
-        MoeFeedForward(**SIZES, **EXPERT_CHOICE, **fields).init(KEY)
-
-
-def test_expert_choice_or_dropout_without_a_capacity_raises(raises):
-    with raises(ConfigError, field="capacity_factor", value=None):
-        MoeFeedForward(**SIZES, router_tpl=Config(ExpertChoiceRouter)).init(KEY)
+def test_dropout_without_a_capacity_raises(raises):
     with raises(ConfigError, field="dropout_rate", value=0.1):
         MoeFeedForward(**SIZES, dropout_rate=0.1).init(KEY)
 
 
 def test_expert_choice_cannot_decode(raises):
-    mixture = Config(MoeFeedForward, num_experts=4, **EXPERT_CHOICE)
+    mixture = Config(ExpertChoiceFeedForward, num_experts=4)
     layer = Transformer(input_dims=4, hidden_dims=6, num_heads=2, feed_forward_tpl=mixture)
-    with raises(ConfigError, field="router_tpl", value="ExpertChoiceRouter"):
+    with raises(ConfigError, field="feed_forward_tpl", value="ExpertChoiceFeedForward"):
         layer.apply(layer.init(KEY), 2, 8, method="init_cache", mutable=True)
 
 
 @pytest.mark.parametrize(
-    "router", [Config(TopKRouter), Config(ExpertChoiceRouter)], ids=["top_k", "expert_choice"]
+    ("kind", "fields"),
+    [(MoeFeedForward, {"num_experts_per_token": 1}), (ExpertChoiceFeedForward, {})],
 )
-def test_dropout_drops_hidden_activations_of_experts_as_in_praxis(praxis, router):
+def test_dropout_drops_hidden_activations_of_experts_as_in_praxis(praxis, kind, fields):
     """One expert that computes x: its outputs are 0 or x / (1 - rate)."""
     case = praxis("expert_dropout")
     dims = 64
-    layer = MoeFeedForward(
+    layer = kind(
+        **fields,
         input_dims=dims,
         hidden_dims=dims,
         num_experts=1,
-        **({"num_experts_per_token": 1} if router == Config(TopKRouter) else {}),
-        router_tpl=router,
         capacity_factor=1.0,
         use_gate=False,
         activation_tpl=Config(Identity),
@@ -155,16 +143,23 @@ def test_dropout_drops_hidden_activations_of_experts_as_in_praxis(praxis, router
     np.testing.assert_allclose(layer.clone(train=False).apply(weights, x), x, rtol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{}, EXPERT_CHOICE, {"gate_limit": 7.0, "up_offset": 1.0}])
-def test_backward_pass_keeps_slopes_and_no_float32_inputs(options):
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (MoeFeedForward, {}),
+        (ExpertChoiceFeedForward, {}),
+        (MoeFeedForward, {"gate_limit": 7.0, "up_offset": 1.0}),
+    ],
+)
+def test_backward_pass_keeps_slopes_and_no_float32_inputs(kind, options):
     """Arrays of 32 features are hidden ones: two slopes and the hidden activations."""
     fields = {"input_dims": 16, "hidden_dims": 32, "num_experts": 4, "use_gate": True}
-    layer = MoeFeedForward(**fields, **options, fprop_dtype=jnp.bfloat16)
+    layer = kind(**fields, **options, fprop_dtype=jnp.bfloat16)
     x = jax.random.normal(KEY, (2, 8, 16), jnp.bfloat16)
     variables = layer.init(KEY)
     weight_shapes = {leaf.shape for leaf in jax.tree.leaves(variables)}
     _, backward = jax.vjp(layer.apply, variables, x)
-    # Constants are not kept, such as the zeros that the outputs of `EXPERT_CHOICE` are added to.
+    # Constants are not kept, such as the zeros that the outputs of expert choice are added to.
     kept = [
         leaf
         for leaf in jax.tree.leaves(backward)

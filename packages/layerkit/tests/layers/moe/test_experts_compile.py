@@ -14,7 +14,7 @@ from layerkit.base.base_layer import AUX_LOSS, SUMMARIES
 from layerkit.base.sharding import BoundSharding
 from layerkit.base.weights import is_box
 from layerkit.config import Config
-from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.layers.quantization.current_scaling import Fp8CurrentDot
 from layerkit.layers.quantization.lora import LoraDot
 from layerkit.layers.transformer.pipeline import Pipeline

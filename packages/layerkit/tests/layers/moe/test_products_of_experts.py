@@ -15,7 +15,7 @@ from layerkit.base.sharding import BoundSharding
 from layerkit.config import Config
 from layerkit.errors import ConfigError
 from layerkit.layers.basic.dots import Dot
-from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.layers.quantization.current_scaling import Fp8CurrentDot, Int8Dot
 from layerkit.layers.quantization.fp8 import Fp8Dot, accumulate_by_max
 from layerkit.layers.quantization.lora import LoraDot

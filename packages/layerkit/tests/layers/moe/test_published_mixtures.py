@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from layerkit.layers.basic.activations import SiLU
-from layerkit.layers.moe.feed_forward import MoeFeedForward
 from layerkit.layers.moe.routing import TopKRouter
+from layerkit.layers.moe.token_choice import MoeFeedForward
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -15,17 +15,16 @@ from jax.sharding import Mesh
 from layerkit.base.base_layer import AUX_LOSS, SUMMARIES
 from layerkit.base.sharding import DEFAULT_RULES, BoundSharding
 from layerkit.base.weights import is_box
-from layerkit.config import Config
 from layerkit.errors import ConfigError
-from layerkit.layers.moe.feed_forward import MoeFeedForward
-from layerkit.layers.moe.routing import ExpertChoiceRouter
+from layerkit.layers.moe.expert_choice import ExpertChoiceFeedForward
+from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.layers.transformer.pipeline import Pipeline
 from layerkit.ops.moe import grouped_matmul
 
 KEY = jax.random.key(0)
 BATCH, LENGTH, DIMS, EXPERTS = 8, 6, 4, 8
 CAPACITY, DROPLESS = {"capacity_factor": 1.0}, {}
-EXPERT_CHOICE = {"capacity_factor": 2.0, "router_tpl": Config(ExpertChoiceRouter)}
+EXPERT_CHOICE = {"kind": ExpertChoiceFeedForward}
 RAGGED = {"grouped_matmul": "ragged_dot"}
 EXCHANGED = {"expert_exchange": "ragged_all_to_all"}
 BIASED = {"use_bias": True, "gate_limit": 0.5, "up_offset": 1.0}
@@ -42,7 +41,8 @@ def bind(axes, rules=DEFAULT_RULES):
 
 def make(**fields):
     sizes = {"input_dims": DIMS, "hidden_dims": 6, "num_experts": EXPERTS}
-    layer = MoeFeedForward(**sizes, num_shared_experts=1, train=True, **fields)
+    kind = fields.pop("kind", MoeFeedForward)
+    layer = kind(**sizes, num_shared_experts=1, train=True, **fields)
     return layer, drawn_weights(layer)
 
 

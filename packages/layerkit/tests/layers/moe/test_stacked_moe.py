@@ -10,8 +10,8 @@ import numpy as np
 
 from layerkit.base.base_layer import AUX_LOSS, NON_TRAINABLE, PARAMS, SUMMARIES
 from layerkit.layers import AttentionMask, Pipeline, Repeat, Transformer
-from layerkit.layers.moe.feed_forward import MoeFeedForward
 from layerkit.layers.moe.routing import TopKRouter
+from layerkit.layers.moe.token_choice import MoeFeedForward
 
 BATCH, LENGTH, DIMS, LAYERS = 2, 6, 8, 2
 X = np.random.default_rng(1).normal(size=(BATCH, LENGTH, DIMS)).astype(np.float32)

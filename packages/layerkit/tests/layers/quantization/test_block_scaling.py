@@ -12,7 +12,7 @@ from layerkit.base.sharding import BoundSharding
 from layerkit.config import Config
 from layerkit.errors import ConfigError
 from layerkit.layers.basic.linears import Linear
-from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.layers.quantization.mxfp8 import MxFp8Dot
 from layerkit.layers.quantization.nvfp4 import NvFp4Dot
 

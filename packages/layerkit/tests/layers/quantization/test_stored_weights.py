@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from layerkit.base.base_layer import PARAMS
 from layerkit.errors import ConfigError
 from layerkit.layers.basic.linears import Bias, Linear
-from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.layers.quantization.lora import merge_lora, with_lora, without_lora
 from layerkit.layers.quantization.stored_weights import dequantize_model, quantize_model
 from layerkit.layers.transformer.stacks import (

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.ops.moe import capacity, dropless
-from layerkit.ops.moe.capacity import capacity_of
-from layerkit.ops.moe.slots import Slots, from_slots, to_slots, weighted_sum
+from layerkit.ops.moe import slots as moe_slots
+from layerkit.ops.moe.slots import Slots, capacity_of, from_slots, to_slots, weighted_sum
 
-capacity_slots = jax.jit(capacity.capacity_slots, static_argnames=("num_experts", "capacity"))
-sorted_slots = jax.jit(dropless.sorted_slots, static_argnames=("num_experts", "block"))
+capacity_slots = jax.jit(moe_slots.capacity_slots, static_argnames=("num_experts", "capacity"))
+sorted_slots = jax.jit(moe_slots.sorted_slots, static_argnames=("num_experts", "block"))
 TOKENS, CHOICES, EXPERTS, DIMS = 12, 2, 3, 4
 
 

@@ -27,10 +27,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from layerkit.base.sharding import BoundSharding
-from layerkit.ops.moe.dropless import sorted_slots
 from layerkit.ops.moe.exchange import exchange_rows, plan_exchange, select_exchange
 from layerkit.ops.moe.grouped_matmul import GroupedMatmul, RowGroups, RowsProduct
-from layerkit.ops.moe.slots import from_slots, to_slots, weighted_sum
+from layerkit.ops.moe.slots import from_slots, sorted_slots, to_slots, weighted_sum
 
 _LOG = logging.getLogger(__name__)
 

@@ -4,6 +4,15 @@ A choice is one of the experts of one token; choices are numbered token by token
 the buffer that the experts multiply. Each choice has at most one slot and each slot at most one
 choice, so that both rows and their gradients are moved by gathers. The gradients of JAX's gather
 would be scatters, which are slow on every backend.
+
+With a capacity (`capacity_slots`), each expert has a fixed number of slots, and choices beyond it
+are dropped. Shapes do not depend on the router, which suits partitioners and matrix units. Tokens
+are in groups, and each group has separate slots at every expert (Lepikhin et al., 2020: GShard,
+arXiv:2006.16668), so that the slots of a group are assigned on the device that holds it.
+
+Without a capacity (`sorted_slots`), no choice is dropped. Choices are sorted by expert, and each
+expert multiplies its group of rows, of any size. The buffer has a row for every choice; a loop or a
+kernel multiplies the rows in use.
 """
 
 from __future__ import annotations
@@ -15,6 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+
+from layerkit.ops.moe.grouped_matmul import RowGroups
 
 Indices = TypeVar("Indices")
 
@@ -109,3 +120,71 @@ def no_gradient(indices: Indices) -> Indices:
 def weighted(rows: jax.Array, weights: jax.Array) -> jax.Array:
     """Multiply rows `[..., dims]` by weights `[...]`, in float32."""
     return rows.astype(jnp.float32) * weights[..., None]
+
+
+def capacity_of(group_size: int, *, num_experts: int, capacity_factor: float) -> int:
+    """Return the slots of one expert for one group: int(S·cf/E), rounded up to a multiple of 4.
+
+    A balanced router with k choices fills all slots at a factor of k.
+
+    Args:
+      group_size: Number of tokens of a group, S.
+      num_experts: Number of experts, E.
+      capacity_factor: Capacity factor, cf.
+    """
+    return max(4, -(-int(group_size * capacity_factor / num_experts) // 4) * 4)
+
+
+def capacity_slots(experts: jax.Array, *, num_experts: int, capacity: int) -> Slots:
+    """Return the slots of one group, `capacity` for each expert: slot `expert·capacity + i`.
+
+    First choices of all tokens get slots before second choices, and tokens in their order.
+
+    Args:
+      experts: int32 `[tokens, choices]`; num_experts for padding.
+      num_experts: Number of experts.
+      capacity: Number of slots of each expert.
+    """
+    num_tokens, num_choices = experts.shape
+    by_priority = experts.T.reshape(-1)
+    is_of = jax.nn.one_hot(by_priority, num_experts, dtype=jnp.int32)
+    before = jnp.sum((jnp.cumsum(is_of, axis=0) - is_of) * is_of, axis=-1)
+    fits = (by_priority < num_experts) & (before < capacity)
+    slot = jnp.where(fits, by_priority * capacity + before, num_experts * capacity)
+    slot_of_choice = slot.reshape(num_choices, num_tokens).T
+    return Slots.of_choices(slot_of_choice, num_slots=num_experts * capacity)
+
+
+def sorted_slots(
+    experts: jax.Array, *, num_experts: int, num_balanced: int | None = None, block: int = 1
+) -> tuple[Slots, RowGroups]:
+    """Return slots sorted by expert, and within an expert by token.
+
+    Args:
+      experts: int32 `[tokens, choices]`; choices outside 0 to num_experts - 1 get no slot.
+      num_experts: Number of groups of slots.
+      num_balanced: Number of choices with a slot if routing is balanced; None for all.
+      block: Divisor of the first slot of each group; see `layerkit.ops.moe.grouped_matmul`.
+
+    Returns:
+      (slots, rows of each expert).
+    """
+    num_choices = experts.size
+    expert_of_choice = experts.reshape(-1)
+    is_here = (expert_of_choice >= 0) & (expert_of_choice < num_experts)
+    expert_of_choice = jnp.where(is_here, expert_of_choice, num_experts)
+    counts = jnp.zeros((num_experts,), jnp.int32).at[expert_of_choice].add(1, mode="drop")
+    sizes = (counts + block - 1) // block * block
+
+    order = jnp.argsort(expert_of_choice, stable=True)
+    place = (
+        jnp.zeros((num_choices,), jnp.int32)
+        .at[order]
+        .set(jnp.arange(num_choices, dtype=jnp.int32), unique_indices=True)
+    )
+    # Each group moves back by the empty slots of the groups before it.
+    shift = (jnp.cumsum(sizes) - sizes) - (jnp.cumsum(counts) - counts)
+    num_slots = -(-(num_choices + num_experts * (block - 1)) // block) * block
+    slot = jnp.where(is_here, place + shift.at[expert_of_choice].get(mode="clip"), num_slots)
+    slots = Slots.of_choices(slot.reshape(experts.shape), num_slots=num_slots)
+    return slots, RowGroups(sizes, block, num_choices if num_balanced is None else num_balanced)

@@ -31,7 +31,7 @@ from layerkit.interop.hugging_face.keys import ConfigFile, Key, get_field, set_f
 from layerkit.interop.hugging_face.parts import Activation, HeadDim
 from layerkit.interop.hugging_face.rotary import Rotary
 from layerkit.interop.hugging_face.tensors import Row
-from layerkit.layers.moe.feed_forward import MoeFeedForward
+from layerkit.layers.moe.token_choice import MoeFeedForward
 
 
 def _skeleton(file: ConfigFile) -> Config:

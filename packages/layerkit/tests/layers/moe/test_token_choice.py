@@ -14,8 +14,8 @@ from layerkit.base.weights import WeightInit, logical_axes
 from layerkit.errors import ConfigError
 from layerkit.layers.basic.activations import ReLU, SiLU
 from layerkit.layers.basic.dots import Dot
-from layerkit.layers.moe.feed_forward import MoeFeedForward
 from layerkit.layers.moe.routing import TopKRouter
+from layerkit.layers.moe.token_choice import MoeFeedForward
 
 BATCH, LENGTH, DIMS, HIDDEN, EXPERTS = 3, 6, 4, 5, 4
 SIZES = {"input_dims": DIMS, "hidden_dims": HIDDEN, "num_experts": EXPERTS}
