@@ -76,7 +76,7 @@ HEADS = {
     "dim_per_head": 4,
     "use_output_bias": True,
     "qk_norm_tpl": Config(LayerNorm),
-    "qk_norm_over": Change("projection", given={"qk_norm_tpl": Config(RmsNorm)}),
+    "qk_norm_over": Change("projection", others={"qk_norm_tpl": Config(RmsNorm)}),
 }
 
 EXAMPLES = [
@@ -86,12 +86,12 @@ EXAMPLES = [
         whole_and_cached,
         rotary_tpl=ROTARY,
         qk_norm_before_rotary=Change(
-            value=True, given={"qk_norm_tpl": Config(RmsNorm), "rotary_tpl": ROTARY}
+            value=True, others={"qk_norm_tpl": Config(RmsNorm), "rotary_tpl": ROTARY}
         ),
         window=2,
         relative_bias_tpl=Config(RelativeBias),
         qkv_tpl=Change(
-            CombinedProjection.HParams.config(dtype="bfloat16"), given={"combined_qkv": True}
+            CombinedProjection.HParams.config(dtype="bfloat16"), others={"combined_qkv": True}
         ),
         cache_format="int8",
         **HEADS,
@@ -117,7 +117,7 @@ EXAMPLES = [
         whole_and_cached,
         query_latent_dims=4,
         rotary_tpl=RotaryPositionalEmbedding.HParams.config(max_timescale=100.0),
-        bias_tpl=Change(Config(Bias, dtype="bfloat16"), given={"use_bias": True}),
+        bias_tpl=Change(Config(Bias, dtype="bfloat16"), others={"use_bias": True}),
         window=2,
         **EVERYWHERE,
     ),

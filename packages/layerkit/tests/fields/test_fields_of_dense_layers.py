@@ -86,7 +86,7 @@ SOFTMAX_CHANGES = {
     "label_smoothing": 0.1,
     "z_loss_weight": 0.1,
     "entropy_loss_weight": 0.1,
-    "bias_axes": Change((None,), given={"use_bias": True}),
+    "bias_axes": Change((None,), others={"use_bias": True}),
     "activation_axes": ("batch", None, None),
     "weight_init": GAUSSIAN,
 }
@@ -220,7 +220,7 @@ EXAMPLES = [
         example_dtypes=Change(("float32", "int32"), refusal="example_dtypes="),
         train_argument="train",
         evaluation_argument="deterministic",
-        random_streams=Change(("noise", "dropout"), given={"train_argument": "train"}),
+        random_streams=Change(("noise", "dropout"), others={"train_argument": "train"}),
         undecayed=("Dense_0/kernel",),
     ),
 ]
@@ -296,7 +296,7 @@ def test_check_finds_an_ignored_field_unless_it_raises():
     class Refusing(Doubled):
         used_only_if: ClassVar[Conditions] = {"times": "use_times", "offset": "use_offset"}
 
-    offset = Change(3.0, given={"use_offset": True})
+    offset = Change(3.0, others={"use_offset": True})
     example = of(Doubled, {}, lambda layer: layer(NUMBERS), offset=offset)
     expected = ["offset while use_offset=False", "times while use_times=False"]
     assert ignored_fields(example) == expected

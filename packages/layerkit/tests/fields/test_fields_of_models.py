@@ -72,7 +72,7 @@ EXAMPLES = [
         small(M.TransformerEncoderDecoder),
         encoder_decoder,
         {
-            "source_vocab_size": Change(32, given={"source_embedding_tpl": EMBEDDING}),
+            "source_vocab_size": Change(32, others={"source_embedding_tpl": EMBEDDING}),
             "num_kv_heads": 2,
             "dim_per_head": 4,
             "embedding_tpl": EMBEDDING,

@@ -182,12 +182,12 @@ class WeightSource:
         Raises:
           ValueError: The weights have too few axes.
         """
-        leading, own = self._split(self._with_heads(stored, like))
+        leading, inner = self._split(self._with_heads(stored, like))
         if self.layers is None or not self.is_stacked:
-            return own
+            return inner
         count = len(range(math.prod(leading) * len(self.names))[self.layers])
-        over_layers = like[: len(like) - len(own)]
-        return (*(over_layers if math.prod(over_layers) == count else (count,)), *own)
+        over_layers = like[: len(like) - len(inner)]
+        return (*(over_layers if math.prod(over_layers) == count else (count,)), *inner)
 
     def read_block(
         self,
@@ -205,13 +205,13 @@ class WeightSource:
           ranges: Slice of each axis of the weight, with start and stop.
         """
         whole = self._with_heads(stored, shape)
-        leading, own = self._split(whole)
-        num_layer_axes = len(shape) - len(own)
-        layer_ranges, own_ranges = ranges[:num_layer_axes], ranges[num_layer_axes:]
-        part, axes = self.weight.part, self.weight.transpose or tuple(range(len(own)))
-        theirs = [slice(0)] * len(own)
-        for axis, wanted in zip(axes, own_ranges, strict=True):
-            theirs[axis] = wanted
+        leading, inner = self._split(whole)
+        num_layer_axes = len(shape) - len(inner)
+        layer_ranges, inner_ranges = ranges[:num_layer_axes], ranges[num_layer_axes:]
+        part, axes = self.weight.part, self.weight.transpose or tuple(range(len(inner)))
+        theirs = [slice(0)] * len(inner)
+        for axis, bounds in zip(axes, inner_ranges, strict=True):
+            theirs[axis] = bounds
         tail = (*(() if part is None else (slice(part, part + 1),)), *theirs)
 
         def read_whole(name: str, box: Ranges) -> np.ndarray:
@@ -227,8 +227,8 @@ class WeightSource:
         if self.layers is None:
             return arrange(read_whole(self.names[0], tail)[None])[0]
         held = np.arange(math.prod(leading) * len(self.names))[self.layers]
-        wanted_layers = held.reshape(shape[:num_layer_axes])[layer_ranges]
-        rows, which = np.divmod(wanted_layers.reshape(-1), len(self.names))
+        numbers = held.reshape(shape[:num_layer_axes])[layer_ranges]
+        rows, which = np.divmod(numbers.reshape(-1), len(self.names))
         blocks: list[Any] = [None] * len(rows)
         for number in sorted(set(which)):
             mine = np.flatnonzero(which == number)
@@ -239,7 +239,7 @@ class WeightSource:
             arranged = arrange(block[inside] if leading else block[None])
             for position, one in zip(mine, arranged, strict=True):
                 blocks[position] = one
-        return np.stack(blocks).reshape(*wanted_layers.shape, *blocks[0].shape)
+        return np.stack(blocks).reshape(*numbers.shape, *blocks[0].shape)
 
     def lacks_heads(self, stored: Shape, like: Shape) -> bool:
         """Return whether Praxis leaves out the axis of the one head of a weight of shape `like`."""
@@ -257,10 +257,10 @@ class WeightSource:
             raise ValueError(
                 f"{self.names[0]} has shape {list(stored)}, and {weight.rank} axes fit"
             )
-        leading, own = stored[:num_leading], stored[num_leading:]
+        leading, inner = stored[:num_leading], stored[num_leading:]
         if weight.part is not None:
-            own = own[1:]
-        return leading, tuple(own[axis] for axis in weight.transpose or range(len(own)))
+            inner = inner[1:]
+        return leading, tuple(inner[axis] for axis in weight.transpose or range(len(inner)))
 
 
 def match_weights(ours: Collection[str], praxis: Collection[str]) -> dict[str, WeightSource]:
@@ -336,14 +336,14 @@ class _PraxisLayers(NamedTuple):
 
 
 def _praxis_layers(praxis: Collection[str]) -> _PraxisLayers:
-    found: dict[str, dict[int, str]] = {}
+    names: dict[str, dict[int, str]] = {}
     matches = [match for name in praxis if (match := _PRAXIS_LAYER.fullmatch(name))]
     for match in sorted(matches, key=lambda match: int(match["index"])):
-        found.setdefault(match["name"], {})[int(match["index"])] = match[0]
+        names.setdefault(match["name"], {})[int(match["index"])] = match[0]
     period = 1 + max((int(match["index"]) for match in matches), default=0)
     parts = ("pipeline/body/", "repeat/sub/")
     return _PraxisLayers(
-        found, period, any(part in match[0] for match in matches for part in parts)
+        names, period, any(part in match[0] for match in matches for part in parts)
     )
 
 
@@ -391,8 +391,14 @@ def _source(
                 return WeightSource((names[index],), weight, layers=held)
             block, held = _block_of(name), slice(None)
             if layers.repeats and layers.period % pattern_length:  # All layers are alike.
-                own, held = tuple(names.values()), slice(block, None, pattern_length)
+                full_names, held = tuple(names.values()), slice(block, None, pattern_length)
             else:
-                own = tuple(n for index, n in names.items() if index % pattern_length == block)
-            return WeightSource(own, weight, is_stacked=True, layers=held) if own else None
+                full_names = tuple(
+                    n for index, n in names.items() if index % pattern_length == block
+                )
+            return (
+                WeightSource(full_names, weight, is_stacked=True, layers=held)
+                if full_names
+                else None
+            )
     return None

@@ -42,13 +42,13 @@ class Change:
 
     Attributes:
       value: The other value.
-      given: Values of other fields, set before and after the change.
+      others: Values of other fields, set before and after the change.
       refusal: Part of the message of the ValueError that the value raises, if it cannot be tested
         otherwise, such as a kernel that needs other hardware.
     """
 
     value: Any
-    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     refusal: str | None = None
 
 
@@ -108,23 +108,24 @@ def ignored_fields(example: Example, *, sharding: BoundSharding | None = None) -
     Returns:
       Entries such as "bias_tpl while use_bias=False", sorted.
     """
-    probe, changes, found = _Probe(example, sharding), _all_changes(example), set()
+    probe, changes = _Probe(example, sharding), _all_changes(example)
+    ignored: set[str] = set()
     for name, change in changes.items():
         if change.refusal is not None:
             continue
-        if change.given and probe.is_ignored(name, change.value, {}):
-            states = [f"{field}={getattr(example.config, field)!r}" for field in change.given]
-            found.add(f"{name} while {', '.join(states)}")
+        if change.others and probe.is_ignored(name, change.value, {}):
+            states = [f"{field}={getattr(example.config, field)!r}" for field in change.others]
+            ignored.add(f"{name} while {', '.join(states)}")
         for switch, other in changes.items():
             before = getattr(*_owner(example.config, switch))
             turns = bool(before) != bool(other.value)
-            if switch == name or switch in change.given or other.refusal is not None or not turns:
+            if switch == name or switch in change.others or other.refusal is not None or not turns:
                 continue
-            given = {**change.given, **other.given, switch: other.value}
-            if name not in given and probe.is_ignored(name, change.value, given):
+            others = {**change.others, **other.others, switch: other.value}
+            if name not in others and probe.is_ignored(name, change.value, others):
                 state = " is set" if is_config(other.value) else f"={other.value!r}"
-                found.add(f"{name} while {switch}{state}")
-    return sorted(found)
+                ignored.add(f"{name} while {switch}{state}")
+    return sorted(ignored)
 
 
 class _Probe:
@@ -136,11 +137,11 @@ class _Probe:
 
     def is_dead(self, name: str, change: Change) -> bool:
         """Return True if a change has no effect, or does not raise the error that it states."""
-        values = {**change.given, name: change.value}
+        values = {**change.others, name: change.value}
         if change.refusal is not None:
             return change.refusal not in self._refusal(values)
         try:
-            return self._is_equal(change.given, values)
+            return self._is_equal(change.others, values)
         except ValueError as error:
             owner = self._example.layer_class.__name__
             error.add_note(
@@ -149,17 +150,17 @@ class _Probe:
             )
             raise
 
-    def is_ignored(self, name: str, value: Any, given: Mapping[str, Any]) -> bool:
-        """Return True if a change on top of `given` neither has an effect nor raises an error."""
+    def is_ignored(self, name: str, value: Any, others: Mapping[str, Any]) -> bool:
+        """Return True if a change on top of `others` neither has an effect nor raises an error."""
         try:
-            return self._is_equal(given, {**given, name: value})
+            return self._is_equal(others, {**others, name: value})
         except ValueError:
             return False
 
-    def _is_equal(self, given: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
-        key = repr(sorted((name, repr(value)) for name, value in given.items()))
+    def _is_equal(self, others: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+        key = repr(sorted((name, repr(value)) for name, value in others.items()))
         if key not in self._before:
-            self._before[key] = self._aspects(given)
+            self._before[key] = self._aspects(others)
         # Each aspect is traced once, when it is first compared.
         self._before[key], before = itertools.tee(self._before[key])
         pairs = zip(before, self._aspects(values), strict=True)
@@ -174,7 +175,9 @@ class _Probe:
         return ""
 
     def _aspects(self, values: Mapping[str, Any]) -> Iterator[Any]:
-        return _aspects(_with(self._example.config, values), self._example.run, self._sharding)
+        return _aspects(
+            _replace_fields(self._example.config, values), self._example.run, self._sharding
+        )
 
 
 def _all_changes(example: Example) -> dict[str, Change]:
@@ -185,24 +188,24 @@ def _all_changes(example: Example) -> dict[str, Change]:
     Raises:
       ValueError: A field has no change and none can be generated, or a change has no field.
     """
-    changes, found = dict(example.changes), {}
+    changes, result = dict(example.changes), {}
     for field in dataclasses.fields(example.layer_class):
         if field.name in _OF_EVERY_LAYER:
             continue
         change = changes.pop(field.name, None)
         if not isinstance(change, Change):
-            value = _another(example.config, field.name) if change is None else change
+            value = _another_value(example.config, field.name) if change is None else change
             change = Change(value)
-        found[field.name] = change
+        result[field.name] = change
     for path in conditions_of(example.layer_class):
         if "." in path:
-            found[path] = Change(_another(*_owner(example.config, path)))
+            result[path] = Change(_another_value(*_owner(example.config, path)))
     if changes:
         raise ValueError(f"{example.layer_class.__name__} has no fields {sorted(changes)}")
-    return found
+    return result
 
 
-def _with(config: Config, values: Mapping[str, Any]) -> Config:
+def _replace_fields(config: Config, values: Mapping[str, Any]) -> Config:
     changed = config.clone()
     for path, value in values.items():
         owner, name = _owner(changed, path)
@@ -216,7 +219,7 @@ def _owner(config: Config, path: str) -> tuple[Config, str]:
     return functools.reduce(getattr, parents, config), name
 
 
-def _another(config: Config, name: str) -> Any:
+def _another_value(config: Config, name: str) -> Any:
     """Return another valid value of a field, if it follows from the present one."""
     value = getattr(config, name)
     if isinstance(value, bool):

@@ -16,13 +16,13 @@ from layerkit.interop.hugging_face.keys import (
     get_field,
     set_field,
 )
-from layerkit.layers.basic.positions import RotaryPositionalEmbedding
-from layerkit.ops.rotary_scaling import (
+from layerkit.layers import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
     YarnScaling,
 )
+from layerkit.layers.basic.positions import RotaryPositionalEmbedding
 
 _LENGTH = "original_max_position_embeddings"
 # Class and (key, field) pairs of each rope_type. Keys of fields with a default may be left out.
