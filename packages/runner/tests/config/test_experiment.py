@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerkit.config import Config, build
-from layerkit.errors import ConfigError
 from layerkit_runner import BaseExperiment, Observer, Override, UsageError
 from layerkit_runner.config.config_text import config_json, config_text
 from layerkit_runner.config.experiment import experiment_fields, reduced_values
@@ -286,19 +285,6 @@ def test_method_that_returns_no_config_raises(raises, root: str, result: Any, ex
     with raises(UsageError, owner="Wrong", field=f"{root}()", expected=expected) as caught:
         resolve(wrong())
     assert ("[Config(" in caught.value.hint) == (root == "datasets")
-
-
-def test_field_of_an_observer_that_is_no_dataclass_raises_with_a_hint(raises):
-    hint = "Write @dataclasses.dataclass above class PlainObserver."
-    with raises(ConfigError, owner="PlainObserver", value="path", hint=hint):
-        Config(PlainObserver, path="a")
-
-    class Observed(Small):
-        def observers(self) -> list[Config]:
-            return [Config(PlainObserver)]
-
-    with raises(UsageError, owner="--fdl.observers.0.path", value="path", hint=hint):
-        resolve(Observed(), [Override("observers.0.path", "a")])
 
 
 # The resolved configuration as text.

@@ -8,7 +8,6 @@ from layerkit.config.config import Config as Config
 from layerkit.config.config import Partial as Partial
 from layerkit.config.config import build as build
 from layerkit.config.config import changed_fields as changed_fields
-from layerkit.config.config import dataclass_hint as dataclass_hint
 from layerkit.config.config import instance_field as instance_field
 from layerkit.config.config import sub_config_field as sub_config_field
 from layerkit.config.graphs import assigned_fields as assigned_fields

@@ -58,20 +58,8 @@ def _accepts_any_keyword(target: Any) -> bool:
 def _check_keyword(target: Any, name: str) -> None:
     if name not in field_annotations(target) and not _accepts_any_keyword(target):
         owner = getattr(target, "__qualname__", repr(target))
-        choices, hint = field_choices(target), dataclass_hint(target, name)
-        raise UnknownFieldError(
-            "unknown field", owner=owner, value=name, choices=choices, hint=hint
-        )
-
-
-def dataclass_hint(target: Any, name: str) -> str | None:
-    """Return the hint about a class whose annotated `name` is no field; None for other names."""
-    bases = inspect.getmro(target) if isinstance(target, type) else ()
-    if dataclasses.is_dataclass(target) or not any(
-        name in inspect.get_annotations(base) for base in bases
-    ):
-        return None
-    return f"Write @dataclasses.dataclass above class {target.__qualname__}."
+        choices = field_choices(target)
+        raise UnknownFieldError("unknown field", owner=owner, value=name, choices=choices)
 
 
 # Cached because Fiddle evaluates all annotations of a target to find its tags.
@@ -278,7 +266,9 @@ def build(config: fdl.Buildable, /, **overrides: Any) -> Any:
             name: _freeze(item) if name in templates else visit(item)
             for name, item in node.__arguments__.items()
         }
-        _check_required(target, arguments)
+        if missing := _missing_fields(target, arguments):
+            owner = target.__qualname__
+            raise FieldTypeError("missing value", owner=owner, field=", ".join(missing))
         positional, named = _split_positional(node, arguments)
         result = node.__build__(*positional, **named)
         if isinstance(node, _Editable) and dataclasses.is_dataclass(target):
@@ -298,20 +288,17 @@ def _build_partial(node: fdl.Partial, *args: Any, **more: Any) -> Any:
     return build(Config(fdl.get_callable(node), *positional, *args, **{**named, **more}))
 
 
-def _check_required(target: Any, arguments: dict[str, Any]) -> None:
-    if not dataclasses.is_dataclass(target):
-        return
-    missing = [
+def _missing_fields(target: Any, arguments: dict[str, Any]) -> list[str]:
+    """Return the names of the fields without a value and without a default."""
+    fields = dataclasses.fields(target) if dataclasses.is_dataclass(target) else ()
+    return [
         f.name
-        for f in dataclasses.fields(target)
+        for f in fields
         if f.init
         and f.name not in arguments
         and f.default is dataclasses.MISSING
         and f.default_factory is dataclasses.MISSING
     ]
-    if missing:
-        label = getattr(target, "__qualname__", target)
-        raise FieldTypeError("missing value", owner=str(label), field=", ".join(missing))
 
 
 def _default_config(hparams: Any, overrides: dict[str, Any]) -> Config | None:

@@ -154,7 +154,6 @@ def test_quantized_folder_raises(raises, make_folder, key):
         ("llama", "hidden_size", "8"),
         ("llama", "hidden_act", ["silu"]),
         ("llama", "num_key_value_heads", -2),
-        ("llama", "num_hidden_layers", 0),
         ("llama", "max_position_embeddings", "32"),
         ("qwen2", "layer_types", 3),
         ("gemma2", "sliding_window", "4"),

@@ -18,7 +18,6 @@ from layerkit.config import (
     Config,
     assigned_fields,
     changed_fields,
-    dataclass_hint,
     field_names,
     field_types,
     is_config,
@@ -184,12 +183,10 @@ class PathSetter:
             annotations = field_types.field_annotations(target_of(node))
             if name not in annotations and name not in assigned_fields(node):
                 problem = f"unknown field of {here} ({target_name(node)})"
-                hint = dataclass_hint(target_of(node), name)
                 raise self._error(
                     problem,
                     value=name,
                     choices=field_types.field_choices(target_of(node)),
-                    hint=hint,
                 )
             child = field_value(node, name)
             if is_config(child) and deeper:

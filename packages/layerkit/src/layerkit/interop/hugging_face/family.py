@@ -90,12 +90,7 @@ class Family:
         """
         owner = ConfigFile(content, neutral=self.neutral).owner
         for keys in self.counts:
-            values = {key: content[key] for key in keys if content.get(key) is not None}
-            for key, value in values.items():
-                if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                    raise UnsupportedModelError(
-                        owner=owner, field=key, value=value, expected="a positive integer"
-                    )
+            values = {key: content[key] for key in keys if isinstance(content.get(key), int)}
             if math.prod(values.values()) > num_tensors:
                 raise UnsupportedModelError(
                     owner=owner,

@@ -302,19 +302,23 @@ def _stored_pieces(source: TensorSource, family: Family, anatomy: Anatomy) -> li
 
     pieces = [piece.renamed(stored(piece.name)) for piece in pieces]
     originals = {name: stored(of) for name, of in copies.items() if stored(of) != name}
-    _check_tensors(source, family, anatomy, pieces, copies=originals)
+    problems = _differences(source, family, anatomy, pieces, copies=originals)
+    if problems:
+        more = len(problems) - _MOST_PROBLEMS
+        listed = problems[:_MOST_PROBLEMS] + ([f"… and {more} more"] if more > 0 else [])
+        raise TensorMismatchError("tensors do not match the model:\n  " + "\n  ".join(listed))
     return pieces
 
 
-def _check_tensors(
+def _differences(
     source: TensorSource,
     family: Family,
     anatomy: Anatomy,
     pieces: Sequence[Piece],
     *,
     copies: Mapping[str, str],
-) -> None:
-    """Raise `TensorMismatchError` with the differences between the model and the folder.
+) -> list[str]:
+    """Return the differences between the tensors of a model and those of a folder.
 
     `copies` are tensors that have to equal another one: copy → original.
     """
@@ -345,10 +349,7 @@ def _check_tensors(
             problems.append(f"{name}: unexpected tensor of shape {list(source.shape(name))}")
         elif not same_tensor(source, name, original):
             problems.append(f"{name}: expected the same values as {original}")
-    if problems:
-        more = len(problems) - _MOST_PROBLEMS
-        listed = problems[:_MOST_PROBLEMS] + ([f"… and {more} more"] if more > 0 else [])
-        raise TensorMismatchError("tensors do not match the model:\n  " + "\n  ".join(listed))
+    return problems
 
 
 def _unroll(network: Config) -> None:

@@ -6,20 +6,15 @@ are multiplied by √dims.
 
 from __future__ import annotations
 
-from typing import Any
-
 from layerkit.config import Config
 from layerkit.interop.hugging_face.families.llama import (
-    LLAMA_BUFFERS,
-    LLAMA_COPIES,
-    LLAMA_NEUTRAL,
     attention_rows,
     feed_forward_rows,
     llama_entries,
+    llama_family,
     llama_network,
     outer_rows,
 )
-from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.keys import ConfigFile, Entry, Key, UnsupportedModelError
 from layerkit.interop.hugging_face.layer_types import FAR, NEAR, LayerTypes
 from layerkit.interop.hugging_face.parts import Activation, HeadDim
@@ -27,14 +22,9 @@ from layerkit.interop.hugging_face.rotary import Rotary
 from layerkit.interop.hugging_face.tensors import Row
 
 
-def gemma_network(**layer: Any) -> Config:
-    """Return the network of Gemma 2 and 3; keyword arguments are fields of its layers."""
-    return llama_network(scale_offset=1.0, norm_policy="pre_post", **layer)
-
-
-def _skeleton(file: ConfigFile) -> Config:
-    del file
-    return gemma_network()
+def gemma_network() -> Config:
+    """Return the network of Gemma 2 and 3."""
+    return llama_network(scale_offset=1.0, norm_policy="pre_post")
 
 
 def _every_other(file: ConfigFile, layer: int) -> str:
@@ -65,7 +55,7 @@ def gemma_entries(*, attention_cap: float | None, final_cap: float | None) -> tu
     )
 
 
-GEMMA_NEUTRAL = LLAMA_NEUTRAL | {"hidden_act"}
+GEMMA_NEUTRAL = frozenset({"hidden_act"})
 
 _NORMS = {
     "input_layernorm": "attention_norm",
@@ -83,10 +73,10 @@ GEMMA_ROWS = (
     ),
 )
 
-GEMMA2 = Family(
-    model_type="gemma2",
-    architecture="Gemma2ForCausalLM",
-    skeleton=_skeleton,
+GEMMA2 = llama_family(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    network=gemma_network,
     entries=(
         *llama_entries(tied=True, scale_by_sqrt_dims=True, kv_heads=4),
         HeadDim(default=256),
@@ -97,7 +87,4 @@ GEMMA2 = Family(
     rows=GEMMA_ROWS,
     # Some published folders have a second key of the window, which Transformers ignores.
     neutral=GEMMA_NEUTRAL | {"sliding_window_size"},
-    prefix="model.",
-    copies=LLAMA_COPIES,
-    buffers=LLAMA_BUFFERS,
 )

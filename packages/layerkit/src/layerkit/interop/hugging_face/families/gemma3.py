@@ -16,12 +16,10 @@ from layerkit.interop.hugging_face.families.gemma2 import (
     gemma_network,
 )
 from layerkit.interop.hugging_face.families.llama import (
-    LLAMA_BUFFERS,
-    LLAMA_COPIES,
     llama_entries,
+    llama_family,
     qk_norm_rows,
 )
-from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.keys import ConfigFile, set_field
 from layerkit.interop.hugging_face.layer_types import FAR, NEAR, LayerTypes
 from layerkit.interop.hugging_face.parts import HeadDim
@@ -31,8 +29,7 @@ from layerkit.layers.basic.normalizations import RmsNorm
 _FAR_THETA, _NEAR_THETA = 1_000_000.0, 10_000.0
 
 
-def _skeleton(file: ConfigFile) -> Config:
-    del file
+def _network() -> Config:
     network = gemma_network()
     network.stack_tpl.layer_tpl.attention_tpl.set(
         qk_norm_tpl=RmsNorm.HParams.config(scale_offset=1.0), qk_norm_before_rotary=True
@@ -77,10 +74,10 @@ def _thetas(near: Config | None, far: Config | None) -> dict[str, Any]:
     return content
 
 
-GEMMA3 = Family(
-    model_type="gemma3_text",
-    architecture="Gemma3ForCausalLM",
-    skeleton=_skeleton,
+GEMMA3 = llama_family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    network=_network,
     entries=(
         *llama_entries(
             tied=True,
@@ -95,7 +92,4 @@ GEMMA3 = Family(
     ),
     rows=(*GEMMA_ROWS, *qk_norm_rows()),
     neutral=GEMMA_NEUTRAL | {"rope_local_base_freq"},
-    prefix="model.",
-    copies=LLAMA_COPIES,
-    buffers=LLAMA_BUFFERS,
 )

@@ -5,11 +5,12 @@ Pre-norm RmsNorm, rotary positions, groups of query heads, a SiLU-gated feed-for
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.family import Family
-from layerkit.interop.hugging_face.keys import ConfigFile, Entry, Key
+from layerkit.interop.hugging_face.keys import Entry, Key
 from layerkit.interop.hugging_face.parts import (
     Activation,
     HeadDim,
@@ -79,12 +80,6 @@ def llama_entries(
     )
 
 
-# It has no effect on rotary positions, except for some scalings, which read it.
-LLAMA_NEUTRAL = frozenset({"max_position_embeddings"})
-LLAMA_BUFFERS = r"\brotary_emb\.inv_freq$"
-LLAMA_COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
-
-
 def attention_rows() -> tuple[Row, ...]:
     """Return the rows of attention projections, with the biases that some families have."""
     attention = "model.layers.{layer}.self_attn."
@@ -147,15 +142,45 @@ def qk_norm_rows() -> tuple[Row, ...]:
 LLAMA_ROWS = (*outer_rows(), *pre_norm_rows(), *attention_rows(), *feed_forward_rows())
 
 
-def _skeleton(file: ConfigFile) -> Config:
-    del file
-    return llama_network()
+def llama_family(
+    model_type: str,
+    architecture: str,
+    *,
+    entries: tuple[Entry, ...],
+    rows: tuple[Row, ...] = LLAMA_ROWS,
+    network: Callable[[], Config] = llama_network,
+    neutral: frozenset[str] = frozenset(),
+    **fields: Any,
+) -> Family:
+    """Return a family whose tensors have the names of Llama.
+
+    Args:
+      model_type: See `Family`, as for the other arguments.
+      architecture: Class of Transformers.
+      entries: Table of keys.
+      rows: Table of tensors.
+      network: Function that returns the network with the family's templates.
+      neutral: Keys that do not change the computation, in addition to those of Llama.
+      **fields: Other fields of `Family`.
+    """
+    return Family(
+        model_type=model_type,
+        architecture=architecture,
+        skeleton=lambda file: network(),
+        entries=entries,
+        rows=rows,
+        # It has no effect on rotary positions, except for some scalings, which read it.
+        neutral=neutral | {"max_position_embeddings"},
+        prefix="model.",
+        copies={"lm_head.weight": "model.embed_tokens.weight"},
+        buffers=r"\brotary_emb\.inv_freq$",
+        **fields,
+    )
 
 
-LLAMA = Family(
-    model_type="llama",
-    architecture="LlamaForCausalLM",
-    skeleton=_skeleton,
+LLAMA = llama_family(
+    "llama",
+    "LlamaForCausalLM",
     entries=(
         *llama_entries(),
         HeadDim(),
@@ -164,9 +189,4 @@ LLAMA = Family(
         Key("attention_bias", "layer.attention_tpl.use_bias", default=False),
         Key("mlp_bias", "layer.feed_forward_tpl.has_bias", default=False),
     ),
-    rows=LLAMA_ROWS,
-    neutral=LLAMA_NEUTRAL,
-    prefix="model.",
-    copies=LLAMA_COPIES,
-    buffers=LLAMA_BUFFERS,
 )

@@ -17,16 +17,13 @@ from typing import Any
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.families.llama import (
-    LLAMA_BUFFERS,
-    LLAMA_COPIES,
-    LLAMA_NEUTRAL,
     attention_rows,
     llama_entries,
+    llama_family,
     llama_network,
     outer_rows,
     pre_norm_rows,
 )
-from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.keys import ConfigFile, Key, get_field, set_field
 from layerkit.interop.hugging_face.parts import Activation, HeadDim
 from layerkit.interop.hugging_face.rotary import Rotary
@@ -34,8 +31,7 @@ from layerkit.interop.hugging_face.tensors import Row
 from layerkit.layers.moe.token_choice import MoeFeedForward
 
 
-def _skeleton(file: ConfigFile) -> Config:
-    del file
+def _network() -> Config:
     # Mixtral's loss balances all choices of a token. It has no z-loss.
     experts: Config = MoeFeedForward.HParams.config(balance_all_choices=True, router_z_weight=0.0)
     return llama_network(feed_forward_tpl=experts)
@@ -69,10 +65,10 @@ _MOE = "model.layers.{layer}.block_sparse_moe."
 _OURS = "lm/stack/{layer}/feed_forward/"
 _LINEAR = "out in -> in out"
 
-MIXTRAL = Family(
-    model_type="mixtral",
-    architecture="MixtralForCausalLM",
-    skeleton=_skeleton,
+MIXTRAL = llama_family(
+    "mixtral",
+    "MixtralForCausalLM",
+    network=_network,
     entries=(
         *llama_entries(kv_heads=8, epsilon=1e-5),
         HeadDim(),
@@ -93,9 +89,6 @@ MIXTRAL = Family(
         Row(_MOE + "experts.{expert}.w2.weight", _OURS + "down", _LINEAR),
         Row(_MOE + "experts.{expert}.w3.weight", _OURS + "up", _LINEAR),
     ),
-    neutral=LLAMA_NEUTRAL | {"output_router_logits"},
-    prefix="model.",
-    copies=LLAMA_COPIES,
-    buffers=LLAMA_BUFFERS,
+    neutral=frozenset({"output_router_logits"}),
     counts=(("num_hidden_layers", "num_local_experts"),),
 )

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.families.llama import (
-    LLAMA_BUFFERS,
-    LLAMA_COPIES,
-    LLAMA_NEUTRAL,
     attention_rows,
     feed_forward_rows,
     llama_entries,
+    llama_family,
     llama_network,
     outer_rows,
     qk_norm_rows,
 )
-from layerkit.interop.hugging_face.family import Family
-from layerkit.interop.hugging_face.keys import ConfigFile, Key
+from layerkit.interop.hugging_face.keys import Key
 from layerkit.interop.hugging_face.parts import Activation, HeadDim
 from layerkit.interop.hugging_face.rotary import Rotary
 from layerkit.interop.hugging_face.tensors import Row
 from layerkit.layers.basic.normalizations import RmsNorm
 
 
-def _skeleton(file: ConfigFile) -> Config:
-    del file
+def _network() -> Config:
     network = llama_network(norm_policy="branch")
     network.stack_tpl.layer_tpl.attention_tpl.set(
         qk_norm_tpl=RmsNorm.HParams.config(), qk_norm_before_rotary=True, qk_norm_over="projection"
@@ -31,10 +27,10 @@ def _skeleton(file: ConfigFile) -> Config:
     return network
 
 
-OLMO2 = Family(
-    model_type="olmo2",
-    architecture="Olmo2ForCausalLM",
-    skeleton=_skeleton,
+OLMO2 = llama_family(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    network=_network,
     entries=(
         *llama_entries(epsilon=1e-5, more_norms=("layer.attention_tpl.qk_norm_tpl",)),
         HeadDim(),
@@ -56,9 +52,5 @@ OLMO2 = Family(
             "lm/stack/{layer}/feed_forward_post_norm/scale",
         ),
     ),
-    neutral=LLAMA_NEUTRAL,
-    prefix="model.",
-    copies=LLAMA_COPIES,
-    buffers=LLAMA_BUFFERS,
     token_ids={"eos_token_id": 50279, "pad_token_id": 1},
 )

@@ -5,37 +5,25 @@ Rows up to the trained length have the short factors of LongRoPE, longer ones th
 
 from __future__ import annotations
 
-from layerkit.config import Config
 from layerkit.interop.hugging_face.families.llama import (
-    LLAMA_BUFFERS,
-    LLAMA_COPIES,
-    LLAMA_NEUTRAL,
     llama_entries,
-    llama_network,
+    llama_family,
     outer_rows,
     pre_norm_rows,
 )
-from layerkit.interop.hugging_face.family import Family
-from layerkit.interop.hugging_face.keys import ConfigFile, Key
+from layerkit.interop.hugging_face.keys import Key
 from layerkit.interop.hugging_face.parts import Activation, HeadDim
 from layerkit.interop.hugging_face.rotary import Rotary
 from layerkit.interop.hugging_face.tensors import Row
-
-
-def _skeleton(file: ConfigFile) -> Config:
-    del file
-    return llama_network()
-
 
 _OURS = "lm/stack/{layer}/"
 _THEIRS = "model.layers.{layer}."
 _INTO_HEADS = "(heads head_dim) embed -> embed heads head_dim"
 _LINEAR = "out in -> in out"
 
-PHI3 = Family(
-    model_type="phi3",
-    architecture="Phi3ForCausalLM",
-    skeleton=_skeleton,
+PHI3 = llama_family(
+    "phi3",
+    "Phi3ForCausalLM",
     entries=(
         *llama_entries(epsilon=1e-5),
         HeadDim(),
@@ -73,9 +61,6 @@ PHI3 = Family(
         ),
         Row(_THEIRS + "mlp.down_proj.weight", _OURS + "feed_forward/down/w", _LINEAR),
     ),
-    neutral=LLAMA_NEUTRAL | {"original_max_position_embeddings"},
-    prefix="model.",
-    copies=LLAMA_COPIES,
-    buffers=LLAMA_BUFFERS,
+    neutral=frozenset({"original_max_position_embeddings"}),
     token_ids={"eos_token_id": 32000, "pad_token_id": 32000},
 )

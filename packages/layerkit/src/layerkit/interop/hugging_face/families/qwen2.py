@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.families.llama import (
-    LLAMA_BUFFERS,
-    LLAMA_COPIES,
-    LLAMA_NEUTRAL,
-    LLAMA_ROWS,
     llama_entries,
+    llama_family,
     llama_network,
 )
-from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.keys import ConfigFile
 from layerkit.interop.hugging_face.layer_types import FAR, NEAR, LayerTypes
 from layerkit.interop.hugging_face.parts import Activation, HeadDim
 from layerkit.interop.hugging_face.rotary import Rotary
 
 
-def _skeleton(file: ConfigFile) -> Config:
-    del file
+def _network() -> Config:
     network = llama_network()
     network.stack_tpl.layer_tpl.attention_tpl.set(use_bias=True, use_output_bias=False)
     return network
@@ -31,10 +26,10 @@ def near_at_the_end(file: ConfigFile, layer: int) -> str:
     return NEAR if is_near and file.get("use_sliding_window", default=False) else FAR
 
 
-QWEN2 = Family(
-    model_type="qwen2",
-    architecture="Qwen2ForCausalLM",
-    skeleton=_skeleton,
+QWEN2 = llama_family(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    network=_network,
     entries=(
         *llama_entries(kv_heads=32),
         HeadDim(),
@@ -42,10 +37,6 @@ QWEN2 = Family(
         Activation("hidden_act", "silu"),
         LayerTypes(near_at_the_end, default_window=4096, has_switch=True),
     ),
-    rows=LLAMA_ROWS,
     # Attention in chunks beyond 262,144 tokens (Qwen2.5-1M), which Transformers does not have.
-    neutral=LLAMA_NEUTRAL | {"dual_chunk_attention_config"},
-    prefix="model.",
-    copies=LLAMA_COPIES,
-    buffers=LLAMA_BUFFERS,
+    neutral=frozenset({"dual_chunk_attention_config"}),
 )

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.families.llama import (
-    LLAMA_BUFFERS,
-    LLAMA_COPIES,
-    LLAMA_NEUTRAL,
     LLAMA_ROWS,
     llama_entries,
+    llama_family,
     llama_network,
     qk_norm_rows,
 )
 from layerkit.interop.hugging_face.families.qwen2 import near_at_the_end
-from layerkit.interop.hugging_face.family import Family
-from layerkit.interop.hugging_face.keys import ConfigFile, Key
+from layerkit.interop.hugging_face.keys import Key
 from layerkit.interop.hugging_face.layer_types import LayerTypes
 from layerkit.interop.hugging_face.parts import Activation, HeadDim
 from layerkit.interop.hugging_face.rotary import Rotary
 from layerkit.layers.basic.normalizations import RmsNorm
 
 
-def _skeleton(file: ConfigFile) -> Config:
-    del file
+def _network() -> Config:
     network = llama_network()
     network.stack_tpl.layer_tpl.attention_tpl.set(
         qk_norm_tpl=RmsNorm.HParams.config(), qk_norm_before_rotary=True
@@ -30,10 +26,10 @@ def _skeleton(file: ConfigFile) -> Config:
     return network
 
 
-QWEN3 = Family(
-    model_type="qwen3",
-    architecture="Qwen3ForCausalLM",
-    skeleton=_skeleton,
+QWEN3 = llama_family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    network=_network,
     entries=(
         *llama_entries(kv_heads=32, more_norms=("layer.attention_tpl.qk_norm_tpl",)),
         HeadDim(default=128),
@@ -43,8 +39,4 @@ QWEN3 = Family(
         LayerTypes(near_at_the_end, default_window=4096, has_switch=True),
     ),
     rows=(*LLAMA_ROWS, *qk_norm_rows()),
-    neutral=LLAMA_NEUTRAL,
-    prefix="model.",
-    copies=LLAMA_COPIES,
-    buffers=LLAMA_BUFFERS,
 )
