@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from layerkit_inputs.mixing.multi_input import MultiInput as MultiInput
     from layerkit_inputs.mixing.stream_mixture import StreamMixture as StreamMixture
     from layerkit_inputs.packing.first_fit import cut_documents as cut_documents
+    from layerkit_inputs.packing.first_fit import pack_documents as pack_documents
     from layerkit_inputs.packing.first_fit import plan_packing as plan_packing
     from layerkit_inputs.packing.model_features import (
         encoder_decoder_features as encoder_decoder_features,
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from layerkit_inputs.packing.model_features import lm_features as lm_features
     from layerkit_inputs.packing.model_features import prompt_features as prompt_features
     from layerkit_inputs.packing.stream_packer import StreamPacker as StreamPacker
-    from layerkit_inputs.packing.stream_rows import pack_documents as pack_documents
     from layerkit_inputs.parquet.parquet_rows import ParquetRows as ParquetRows
     from layerkit_inputs.seqio.eval_inputs import (
         get_eval_hparams_for_seqio as get_eval_hparams_for_seqio,
@@ -99,10 +99,9 @@ _NAMES_BY_MODULE = {
     "mixing.mixture": "Mixture",
     "mixing.multi_input": "MultiInput",
     "mixing.stream_mixture": "StreamMixture",
-    "packing.first_fit": "cut_documents plan_packing",
+    "packing.first_fit": "cut_documents pack_documents plan_packing",
     "packing.model_features": "encoder_decoder_features lm_features prompt_features",
     "packing.stream_packer": "StreamPacker",
-    "packing.stream_rows": "pack_documents",
     "parquet.parquet_rows": "ParquetRows",
     "seqio.eval_inputs": "get_eval_hparams_for_seqio",
     "seqio.seqio_input": "SeqIOInput",

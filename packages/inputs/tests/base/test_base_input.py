@@ -170,6 +170,12 @@ def test_state_of_another_reader_raises_with_the_input_as_owner(raises):
         source.set_state(Counting(batch_size=2).get_state())
 
 
+@pytest.mark.parametrize("state", [None, 3, {}, {"reader": "Counting"}], ids=str)
+def test_values_that_are_no_state_raise(raises, state):
+    with raises(ConfigError, owner="Counting", field="state", value=state):
+        Counting(batch_size=2).set_state(state)
+
+
 def test_a_changed_batch_is_peeked_as_it_will_come_and_changed_once():
     source = WithNewField(batch_size=2)
     peeked = source.peek()

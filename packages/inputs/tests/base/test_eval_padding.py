@@ -38,11 +38,6 @@ def test_padding_is_zeros_but_for_provenance_and_paddings():
     assert empty_batch(batch, 2).inner.provenance.tolist() == [-1, -1]
 
 
-def test_negative_number_of_padded_rows_raises(raises):
-    with raises(ConfigError, field="num_rows", value=-1):
-        pad_rows(NestedMap(ids=np.ones(2)), -1)
-
-
 def test_without_padding_arrays_are_copies_unless_they_are_the_callers():
     table = np.arange(4)
     batch = NestedMap(own=np.arange(2), view=table[:2], inner=NestedMap(frozen=np.arange(2)))
@@ -176,12 +171,3 @@ def test_marks_of_a_reader_stay_as_they_are(mark):
     batch = NestedMap({"x": np.ones((2, 3)), mark: np.array([0, -1])})
     assert mark_rows(batch, 1) is batch
     assert mark_rows(NestedMap(x=batch.x), 1).eval_sample_weights.tolist() == [1, 0]
-
-
-@pytest.mark.parametrize(
-    ("rows", "batch_size", "field"),
-    [([], 2, "rows_per_host"), ([3, -1], 2, "rows_per_host"), ([3], 0, "batch_size")],
-)
-def test_agreed_num_batches_raises_for_invalid_counts(raises, rows, batch_size, field):
-    with raises(ConfigError, owner="agreed_num_batches", field=field):
-        agreed_num_batches(rows, batch_size)

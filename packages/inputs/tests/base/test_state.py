@@ -39,20 +39,6 @@ def test_state_of_another_reader_scope_or_host_raises(raises, written, reader, f
         unpack_state(pack_state({}, **written), **reader)
 
 
-@pytest.mark.parametrize("key", ["reader", "scope", "position", "host"])
-def test_envelope_without_a_key_raises(raises, key):
-    envelope = pack_state({"at": 3}, **HOST)
-    del envelope[key]
-    with raises(ConfigError, field="state", value=envelope):
-        unpack_state(envelope, **HOST)
-
-
-@pytest.mark.parametrize("value", [None, 3, {}], ids=str)
-def test_values_that_are_no_state_raise(raises, value):
-    with raises(ConfigError, field="state", value=value):
-        unpack_state(value, **GLOBAL)
-
-
 def test_state_of_other_data_raises_with_the_differences(raises):
     then = {"num_rows": 3, "seed": 1, "window": 2}
     check_same_data("Rows", then, dict(reversed(then.items())))

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.packing.first_fit import cut_documents, plan_packing
-from layerkit_inputs.packing.stream_rows import pack_documents
+from layerkit_inputs.packing.first_fit import cut_documents, pack_documents, plan_packing
 
 
 def rows_of(plan):
@@ -78,21 +77,53 @@ def test_cut_documents_are_whole_again_end_to_end(lengths, row_length):
 def test_a_row_by_its_number():
     plan = plan_packing([3, 4, 1], 4)
     assert plan.num_rows == 2 and plan.documents_of(0).tolist() == [0, 2]
-    with pytest.raises(IndexError, match="row=2"):
-        plan.documents_of(2)
     assert plan_packing([], 4).num_rows == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "field", "value"),
     [
-        ({"lengths": [1, 5, 7], "row_length": 4}, "tokens of document 1", 5),
-        ({"lengths": [[1, 2]], "row_length": 4}, "shape of lengths", [1, 2]),
+        ({"lengths": [1, 5, 7], "row_length": 4}, "tokens of a document", 7),
         ({"lengths": [1], "row_length": 4, "open_rows": 0}, "open_rows", 0),
-        ({"lengths": [1], "row_length": 0}, "row lengths", [0]),
+        ({"lengths": [1], "row_length": 0}, "row_length", 0),
     ],
-    ids=["too long", "shape", "open_rows", "row_length"],
+    ids=["too long", "open_rows", "row_length"],
 )
 def test_wrong_arguments_raise(raises, arguments, field, value):
     with raises(ConfigError, field=field, value=value):
         plan_packing(**arguments)
+
+
+def test_three_documents_in_one_row():
+    packed = pack_documents([[0, 7, 6, 9], [0, 18, 14], [0, 23, 25]], length=12)
+    assert packed.ids.tolist() == [[0, 7, 6, 9, 0, 18, 14, 0, 23, 25, 0, 0]]
+    assert packed.segment_ids.tolist() == [[1] * 4 + [2] * 3 + [3] * 3 + [0, 0]]
+    assert packed.segment_pos.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("document", "field", "value"),
+    [
+        ([1, 2, 3], "tokens of a document", 3),
+        ([2**32 + 7], "document 1", f"ids from {2**32 + 7} to {2**32 + 7}"),
+    ],
+    ids=["too long", "wider than int32"],
+)
+def test_document_that_a_row_cannot_hold_raises(raises, document, field, value):
+    with raises(ConfigError, field=field, value=value):
+        pack_documents([[1], document], length=2)
+
+
+@given(sizes=st.lists(st.integers(0, 9), max_size=30), spare=st.integers(0, 5))
+def test_packed_documents_come_back_whole(sizes, spare):
+    length = max([*sizes, 1]) + spare
+    documents = [[number + 1] * size for number, size in enumerate(sizes)]
+    packed = pack_documents(documents, length=length)
+    contents = []
+    for ids, segments, positions in zip(*packed, strict=True):
+        for segment in range(1, segments.max() + 1):
+            here = segments == segment
+            assert positions[here].tolist() == list(range(here.sum()))
+            contents.append(ids[here].tolist())
+        assert not ids[segments == 0].any() and not positions[segments == 0].any()
+    assert sorted(contents) == sorted(document for document in documents if document)

@@ -138,10 +138,10 @@ def restore_into_fewer_open_rows() -> None:
     ("call", "field", "value"),
     [
         (lambda: StreamPacker(4, mode="first-fit"), "mode", "first-fit"),
-        (lambda: StreamPacker(4).add([1], inputs=[2]), "has_inputs", False),
+        (lambda: StreamPacker(4).add([1], inputs=[2]), "inputs of a document", [2]),
         (lambda: StreamPacker(4).add([1.5]), "the next document, targets", "float64[1]"),
-        (lambda: StreamPacker(4).set_state(StreamPacker(5).state()), "length of packed rows", 5),
-        (restore_into_fewer_open_rows, "open rows", 3),
+        (lambda: StreamPacker(4).set_state(StreamPacker(5).state()), "state.data", {"length": 5}),
+        (restore_into_fewer_open_rows, "state.data", {"open rows": 3}),
     ],
     ids=["mode", "inputs", "floats", "state", "open rows"],
 )

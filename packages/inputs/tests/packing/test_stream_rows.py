@@ -1,51 +1,14 @@
-"""Packing: nothing lost, nothing twice, and segments that say what belongs together."""
+"""Rows that are cut from concatenated documents."""
 
 from __future__ import annotations
 
 import random
 
 import numpy as np
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from layerkit.errors import ConfigError
-from layerkit_inputs.packing.stream_rows import num_stream_rows, pack_documents, stream_pieces
-
-
-def test_three_documents_in_one_row():
-    packed = pack_documents([[0, 7, 6, 9], [0, 18, 14], [0, 23, 25]], length=12)
-    assert packed.ids.tolist() == [[0, 7, 6, 9, 0, 18, 14, 0, 23, 25, 0, 0]]
-    assert packed.segment_ids.tolist() == [[1] * 4 + [2] * 3 + [3] * 3 + [0, 0]]
-    assert packed.segment_pos.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 0, 0]]
-
-
-@pytest.mark.parametrize(
-    ("document", "field", "value"),
-    [
-        ([1, 2, 3], "tokens of document 1", 3),
-        ([2**32 + 7], "document 1", f"ids from {2**32 + 7} to {2**32 + 7}"),
-    ],
-    ids=["too long", "wider than int32"],
-)
-def test_document_that_a_row_cannot_hold_raises(raises, document, field, value):
-    with raises(ConfigError, field=field, value=value):
-        pack_documents([[1], document], length=2)
-
-
-@given(sizes=st.lists(st.integers(0, 9), max_size=30), spare=st.integers(0, 5))
-def test_packed_documents_come_back_whole(sizes, spare):
-    length = max([*sizes, 1]) + spare
-    documents = [[number + 1] * size for number, size in enumerate(sizes)]
-    packed = pack_documents(documents, length=length)
-    found = []
-    for ids, segments, positions in zip(*packed, strict=True):
-        for segment in range(1, segments.max() + 1):
-            here = segments == segment
-            assert positions[here].tolist() == list(range(here.sum()))
-            found.append(ids[here].tolist())
-        assert not ids[segments == 0].any() and not positions[segments == 0].any()
-    assert sorted(found) == sorted(document for document in documents if document)
+from layerkit_inputs.packing.stream_rows import num_stream_rows, stream_pieces
 
 
 @given(

@@ -99,7 +99,7 @@ def test_longer_texts_raise_or_are_trimmed(raises, files):
 def test_missing_files_and_different_numbers_of_lines_raise(raises, files, tmp_path):
     target = tmp_path / "train.de"
     target.write_text("one\n")
-    with raises(ConfigError, field="target_file", value=str(target)):
+    with raises(ConfigError, field="lines of target_file", value=1):
         ParallelText(batch_size=1, **files).get_next()
     target.unlink()
     with raises(MissingFileError, field="target_file", value=str(target)):

@@ -245,8 +245,7 @@ def truncate(path, num_bytes):
 @pytest.mark.parametrize("policy", ["refuse", "skip"])
 def test_damaged_or_missing_files_raise(raises, copied, damage, policy):
     DAMAGES[damage](copied)
-    is_missing = damage.startswith("missing")
-    with raises(MissingFileError if is_missing else BadRecordError):
+    with raises(MissingFileError if damage == "missing about.json" else BadRecordError):
         list(reader(copied, on_bad_record=policy).eval_batches())
 
 
@@ -295,7 +294,7 @@ def test_mixture_raises_if_records_have_different_tokenizers(raises, folder, cop
         shutil.copytree(copied, copied.parent / str(number))
         about["tokenizer"]["fingerprint"] = fingerprint
         (copied.parent / str(number) / "about.json").write_text(json.dumps(about))
-    with raises(ConfigError, field="components['b'] tokenizer fingerprint", value="other"):
+    with raises(ConfigError, field="components['b'] tokenizer", value="other"):
         mixed(copied.parent / "0", copied.parent / "1")
 
 

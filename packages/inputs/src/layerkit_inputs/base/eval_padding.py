@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from layerkit.config.checks import check_integers, check_sizes, require
+from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
-from layerkit.errors import ConfigError
 
 AllGather = Callable[[Any], Sequence[Any]]
 """Function that takes a JSON value of this host and returns the values of all hosts, by index."""
@@ -36,7 +35,6 @@ def pad_rows(batch: NestedMap, num_rows: int, *, copy: bool = True) -> NestedMap
       copy: Whether to copy arrays if `num_rows` is 0. With False, arrays that own their memory are
         returned without a copy. Views are always copied.
     """
-    check_integers("pad_rows", minimum=0, num_rows=num_rows)
 
     def pad(name: str, value: object) -> np.ndarray:
         array = np.asarray(value)
@@ -130,10 +128,6 @@ def split_rows(
 
 def agreed_num_batches(rows_per_host: Sequence[int], batch_size: int) -> int:
     """Return the number of batches of `batch_size` for the host with the most rows."""
-    is_valid = len(rows_per_host) > 0 and min(rows_per_host) >= 0
-    expected = "a count of 0 or more for each host"
-    require(is_valid, "agreed_num_batches", "rows_per_host", rows_per_host, expected)
-    check_sizes("agreed_num_batches", batch_size=batch_size)
     return -(-max(rows_per_host) // batch_size)
 
 
@@ -152,22 +146,17 @@ def end_together(batches: Iterable[NestedMap], all_gather: AllGather) -> Iterato
     Raises:
       ConfigError: Hosts have batches of different shapes. Every host raises it.
     """
-    own = iter(batches)
+    remaining = iter(batches)
     while True:
-        batch = next(own, None)
+        batch = next(remaining, None)
         specs = all_gather(None if batch is None else _describe(batch))
         active = [host for host, spec in enumerate(specs) if spec is not None]
         if not active:
             return
         first = specs[active[0]]
         for host in active[1:]:
-            if specs[host] != first:
-                raise ConfigError(
-                    "hosts have batches of different shapes",
-                    field=f"batch of host {host}",
-                    value=specs[host],
-                    expected=f"{first}, as on host {active[0]}",
-                )
+            expected = f"{first}, as on host {active[0]}"
+            require(specs[host] == first, None, f"batch of host {host}", specs[host], expected)
         if batch is not None:
             yield mark_rows(batch, 0)
         else:
@@ -202,10 +191,6 @@ def num_rows_of(batch: NestedMap) -> int:
       ConfigError: The batch has no arrays, or they differ in their leading dimension.
     """
     sizes = {path: np.shape(leaf)[:1] for path, leaf in batch.flatten_items()}
-    if not sizes or len(set(sizes.values())) != 1 or () in sizes.values():
-        raise ConfigError(
-            field="leading dimensions of a batch",
-            value=sizes,
-            expected="arrays with the same leading dimension",
-        )
+    is_one = len(set(sizes.values())) == 1 and () not in sizes.values()
+    require(is_one, None, "leading dimensions of a batch", sizes, "arrays with the same one")
     return next(iter(sizes.values()))[0]

@@ -10,9 +10,10 @@ module needs neither JAX nor devices.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping
 
-from layerkit.errors import ConfigError
+from layerkit.config.checks import require
 
 RowRange = tuple[int, int]
 """Start and end of a half-open range of rows, `[start, stop)`."""
@@ -50,20 +51,8 @@ class FeedPlan:
         return self.feeds[0].num_rows
 
     def infeed_host_index(self, process_index: int) -> int:
-        """Return the value for the field `infeed_host_index` of an input on a process.
-
-        Raises:
-          ConfigError: The process holds no rows.
-        """
-        for index, feed in enumerate(self.feeds):
-            if process_index in feed.processes:
-                return index
-        raise ConfigError(
-            "a process holds no rows of the batch",
-            field="process_index",
-            value=process_index,
-            choices=[process for feed in self.feeds for process in feed.processes],
-        )
+        """Return the value for the field `infeed_host_index` of an input on a process."""
+        return next(n for n, feed in enumerate(self.feeds) if process_index in feed.processes)
 
 
 def plan_feeds(rows_by_process: Mapping[int, Iterable[RowRange | slice]]) -> FeedPlan:
@@ -74,12 +63,11 @@ def plan_feeds(rows_by_process: Mapping[int, Iterable[RowRange | slice]]) -> Fee
         both ends. Ranges may occur several times, for replicas in one process.
 
     Raises:
-      ConfigError: The rows do not begin at 0 or have gaps, rows of processes overlap without being
-        equal, or processes hold different numbers of rows.
+      ConfigError: The feeds are not equal parts of the rows from 0 on.
     """
     processes_of: dict[tuple[RowRange, ...], list[int]] = {}
     for process, ranges in sorted(rows_by_process.items()):
-        processes_of.setdefault(_merged(process, ranges), []).append(process)
+        processes_of.setdefault(_merged(ranges), []).append(process)
     feeds = tuple(
         Feed(rows=rows, processes=tuple(processes))
         for rows, processes in sorted(processes_of.items())
@@ -88,39 +76,19 @@ def plan_feeds(rows_by_process: Mapping[int, Iterable[RowRange | slice]]) -> Fee
     return FeedPlan(feeds)
 
 
-def _merged(process: int, ranges: Iterable[RowRange | slice]) -> tuple[RowRange, ...]:
-    plain = {(r.start, r.stop) if isinstance(r, slice) else tuple(r) for r in ranges}
-    for bounds in plain:
-        if not all(isinstance(bound, int) for bound in bounds) or not 0 <= bounds[0] < bounds[1]:
-            raise ConfigError(
-                field=f"rows of process {process}", value=bounds, expected="(start, stop)"
-            )
+def _merged(ranges: Iterable[RowRange | slice]) -> tuple[RowRange, ...]:
     merged: list[RowRange] = []
-    for start, stop in sorted(plain):
+    for start, stop in sorted((r.start, r.stop) if isinstance(r, slice) else r for r in ranges):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
         else:
             merged.append((start, stop))
-    if not merged:
-        raise ConfigError(
-            field=f"rows of process {process}", value=[], expected="rows of the batch"
-        )
     return tuple(merged)
 
 
 def _check_cover(feeds: tuple[Feed, ...]) -> None:
-    at = 0
-    for start, stop in sorted(bounds for feed in feeds for bounds in feed.rows):
-        if start != at:
-            problem = "no process holds" if start > at else "processes with different rows hold"
-            raise ConfigError(
-                f"{problem} some rows of the batch",
-                field="rows",
-                value=(min(start, at), max(start, at)),
-                expected="rows of exactly one feed",
-                hint=f"Feeds: {feeds}.",
-            )
-        at = stop
-    sizes = [feed.num_rows for feed in feeds]
-    if len(set(sizes)) != 1:
-        raise ConfigError(field="rows of each feed", value=sizes, expected="equal numbers of rows")
+    bounds = sorted(bounds for feed in feeds for bounds in feed.rows)
+    has_all = all(a[1] == b[0] for a, b in itertools.pairwise([(0, 0), *bounds]))
+    is_equal = len({feed.num_rows for feed in feeds}) == 1
+    rows = [feed.rows for feed in feeds]
+    require(has_all and is_equal, None, "rows of each feed", rows, "equal parts of all rows")

@@ -58,9 +58,9 @@ class IndexedInput(BaseInput):
         """Check the fields and derive `shuffle`."""
         super().__post_init__()
         self._check_at_least(1, "shuffle_window")
-        window, is_ordered = self.shuffle_window, self.shuffle is False
-        is_valid = window is None or not is_ordered
-        require(is_valid, self._label, "shuffle_window", window, "None with shuffle=False")
+        can_shuffle = self.shuffle_window is None or self.shuffle is not False
+        expected = "None with shuffle=False"
+        require(can_shuffle, self._label, "shuffle_window", self.shuffle_window, expected)
         if self.shuffle is None:
             self.shuffle = self.is_training
         self._seed = self.input_random_seed or 0
@@ -129,13 +129,8 @@ class IndexedInput(BaseInput):
         Outside of training, rows that could not be read become padding.
         """
         if not self.is_training:
-            if len(rows) and rows.max() >= 2**31:
-                raise self._config_error(
-                    "too many rows for provenance, which is int32",
-                    field="row",
-                    value=int(rows.max()),
-                    expected="a number below 2**31",
-                )
+            most = int(rows.max(initial=0))
+            require(most < 2**31, self._label, "row", most, "a number below 2**31")
             batch.provenance = rows.astype(np.int32)
             batch.eval_sample_weights = np.ones(len(rows), np.float32)
         batch = pad_rows(batch, self.local_batch_size - len(rows), copy=False)

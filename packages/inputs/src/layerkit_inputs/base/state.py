@@ -47,35 +47,19 @@ def unpack_state(
     """Return the position in an envelope; see `pack_state` for the arguments.
 
     Raises:
-      ConfigError: The envelope is not one, or belongs to another reader, scope or host.
+      ConfigError: The envelope belongs to another reader, scope or host.
     """
-    keys = ["reader", "scope", "position"]
-    _check_keys(envelope, keys)
-    if envelope["reader"] != reader:
-        raise ConfigError(
-            "cannot restore",
-            field="state.reader",
-            value=envelope["reader"],
-            expected=f"a state of {reader}",
-            hint="Use the reader that wrote the state, or start a new run from the weights alone.",
-        )
-    if envelope["scope"] != scope:
-        raise ConfigError(
-            "cannot restore",
-            field="state.scope",
-            value=envelope["scope"],
-            expected=f"the scope {scope!r} of {reader}",
-            hint="Use the version of the reader that wrote the state.",
-        )
-    if scope == "host":
-        _check_keys(envelope, [*keys, "host"])
-        if list(envelope["host"]) != [host_index, num_hosts]:
+    expected = pack_state(
+        {}, reader=reader, scope=scope, host_index=host_index, num_hosts=num_hosts
+    )
+    for key in expected.keys() - {"position"}:
+        if envelope[key] != expected[key]:
             raise ConfigError(
                 "cannot restore",
-                field="state.host",
-                value=envelope["host"],
-                expected=f"[{host_index}, {num_hosts}], host {host_index} of {num_hosts}",
-                hint="A state of the scope 'host' fits only the same host of as many hosts.",
+                field=f"state.{key}",
+                value=envelope[key],
+                expected=f"{expected[key]!r}, as of {reader}",
+                hint="Use the reader and the hosts that wrote it, or only the weights.",
             )
     return copy.deepcopy(envelope["position"])
 
@@ -99,12 +83,5 @@ def check_same_data(owner: str, then: dict[str, Any], now: dict[str, Any]) -> No
             field="state.data",
             value={name: then.get(name) for name in differing},
             expected=str({name: now.get(name) for name in differing}),
-            hint="Use the same data, fields and version, or start a new run from the weights"
-            " alone.",
+            hint="Use the same data, fields and version, or only the weights.",
         )
-
-
-def _check_keys(envelope: Any, keys: list[str]) -> None:
-    if not isinstance(envelope, dict) or not set(keys) <= envelope.keys():
-        expected = f"a state that get_state() returned, with the keys {', '.join(keys)}"
-        raise ConfigError("cannot restore", field="state", value=envelope, expected=expected)

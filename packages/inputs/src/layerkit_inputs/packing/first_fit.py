@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from layerkit.config.checks import check_sizes, require
-from layerkit.errors import ConfigError
+from layerkit_inputs.packing.model_features import Segment, as_tokens, segment_features
 
 
 class DocumentPieces(NamedTuple):
@@ -57,8 +57,6 @@ class PackingPlan:
 
     def documents_of(self, row: int) -> np.ndarray:
         """Return the numbers of the documents in a row, int64 `[documents]`, in order."""
-        if not 0 <= row < self.num_rows:
-            raise IndexError(f"row={row}: expected a row of a plan of {self.num_rows} rows.")
         start = self.row_ends[row - 1] if row else 0
         return self.documents[start : self.row_ends[row]]
 
@@ -107,30 +105,47 @@ def plan_packing(
     limits = (row_length,) if isinstance(row_length, int) else tuple(row_length)
     rows = OpenRows(limits, open_rows)
     sizes = np.asarray(lengths, np.int64)
-    if sizes.size != len(sizes) * len(limits):
-        raise ConfigError(
-            owner="plan_packing",
-            field="shape of lengths",
-            value=list(sizes.shape),
-            expected=f"[documents], or [documents, {len(limits)}] with row_length={row_length!r}",
-        )
     sizes = sizes.reshape(len(sizes), len(limits))
     for feature, limit in enumerate(limits):
-        too_long = np.flatnonzero(sizes[:, feature] > limit)
-        if len(too_long):
-            raise ConfigError(
-                f"{len(too_long)} documents are longer than a row",
-                owner="plan_packing",
-                field=f"tokens of document {too_long[0]}",
-                value=int(sizes[too_long[0], feature]),
-                expected=f"at most row_length={limit}",
-                hint="Cut the documents by cut_documents, or use longer rows.",
-            )
+        most = int(sizes[:, feature].max(initial=0))
+        expected = f"at most row_length={limit}; cut_documents cuts documents"
+        require(most <= limit, "plan_packing", "tokens of a document", most, expected)
     kept = np.flatnonzero(sizes.any(axis=1))
     row_of = np.array([rows.place(size)[0] for size in sizes[kept].tolist()], np.int64)
     # A stable sort keeps the documents of a row in their order.
     order = np.argsort(row_of, kind="stable")
     return PackingPlan(kept[order], np.cumsum(np.bincount(row_of)))
+
+
+class PackedRows(NamedTuple):
+    """Rows of whole documents. Every array is int32 `[rows, length]`."""
+
+    ids: np.ndarray
+    segment_ids: np.ndarray
+    segment_pos: np.ndarray
+
+
+def pack_documents(documents: Sequence[np.ndarray | Sequence[int]], *, length: int) -> PackedRows:
+    """Pack each document whole into the first row with room for it (first fit, in order).
+
+    In a row, `segment_ids` number the documents from 1, with 0 for padding, and `segment_pos` are
+    positions from 0 at the beginning of each document.
+
+    >>> pack_documents([[7, 6, 9], [18, 14], [23]], length=5).ids.tolist()
+    [[7, 6, 9, 18, 14], [23, 0, 0, 0, 0]]
+
+    Args:
+      documents: Token ids of each document. Empty documents are skipped.
+      length: Positions of a row.
+
+    Raises:
+      ConfigError: A document is longer than a row, or does not consist of token ids.
+    """
+    contents = [as_tokens(d, where=f"document {n}") for n, d in enumerate(documents)]
+    plan = plan_packing([len(d) for d in contents], length, open_rows=max(len(contents), 1))
+    rows = [[Segment(contents[number]) for number in numbers] for numbers in plan.rows()]
+    batch = segment_features(rows, length=length)
+    return PackedRows(batch.labels, batch.segment_ids, batch.segment_pos)
 
 
 _FEATURE_BITS = 32
@@ -156,9 +171,7 @@ class OpenRows:
           max_open: Maximum number of open rows.
         """
         check_sizes("first-fit packing", open_rows=max_open)
-        is_valid = row_lengths and min(row_lengths) >= 1 and max(row_lengths) < 1 << 31
-        expected = "positive integers below 2**31"
-        require(is_valid, "first-fit packing", "row lengths", list(row_lengths), expected)
+        check_sizes("first-fit packing", row_length=min(row_lengths))
         self._guards = _joined([1 << (_FEATURE_BITS - 1)] * len(row_lengths))
         self._whole = _joined(row_lengths) | self._guards
         self._max_open = max_open

@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
-from layerkit.errors import ConfigError
 
 Tokens = Sequence[int] | np.ndarray
 """Token ids of one example, `[tokens]`."""
@@ -113,7 +113,6 @@ def lm_features(
         has_inputs = False
     else:
         has_inputs = True
-        _check_counts(inputs, targets)
     may_be_negative = negative_ids != "error"
     segments = []
     for number, (before, after) in enumerate(zip(inputs, targets, strict=True)):
@@ -294,7 +293,6 @@ def encoder_decoder_features(
     Raises:
       ConfigError: The examples of a row are longer than the row, or not token ids.
     """
-    _check_counts(inputs, targets)
     if rows is not None:
         rows = [list(numbers) for numbers in rows]
     sides = []
@@ -436,24 +434,13 @@ def as_tokens(tokens: Tokens, *, where: str, may_be_negative: bool = False) -> n
     array = as_array(tokens)
     if array.ndim == 1 and not array.size:
         return np.zeros(0, np.int32)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ConfigError(
-            field=where,
-            value=f"{array.dtype.name}{list(array.shape)}",
-            expected="token ids, integers in one dimension",
-        )
+    is_ids = array.ndim == 1 and array.dtype.kind in "iu"
+    shown = f"{array.dtype.name}{list(array.shape)}"
+    require(is_ids, None, where, shown, "token ids, integers in one dimension")
     least, most = int(array.min()), int(array.max())
-    if most >= 2**31 or least <= -(2**31) or (least < 0 and not may_be_negative):
-        raise ConfigError(
-            field=where, value=f"ids from {least} to {most}", expected="token ids in [0, 2**31)"
-        )
+    in_range = most < 2**31 and least > -(2**31) and (least >= 0 or may_be_negative)
+    require(in_range, None, where, f"ids from {least} to {most}", "token ids in [0, 2**31)")
     return array.astype(np.int32)
-
-
-def _check_counts(inputs: Sequence[Tokens], targets: Sequence[Tokens]) -> None:
-    if len(inputs) != len(targets):
-        expected = f"{len(targets)}, the number of targets"
-        raise ConfigError(field="number of inputs", value=len(inputs), expected=expected)
 
 
 def _rows_of(
@@ -467,15 +454,10 @@ def _rows_of(
 def _sizes_that_fit(rows: Sequence[Sequence[Segment]], *, length: int) -> np.ndarray:
     """Return the sizes of segments, int64, and raise if a row has more than `length` tokens."""
     sizes = [[len(segment.tokens) for segment in row] for row in rows]
-    for number, of_row in enumerate(sizes):
-        if sum(of_row) > length:
-            raise ConfigError(
-                field=f"tokens of row {number}",
-                value=sum(of_row),
-                expected=f"at most {length} tokens; its examples have {of_row}",
-                hint="Trim the examples, or use longer rows.",
-            )
-    return np.array([size for of_row in sizes for size in of_row], np.int64)
+    for number, in_row in enumerate(sizes):
+        expected = f"at most {length}; its examples have {in_row}"
+        require(sum(in_row) <= length, None, f"tokens of row {number}", sum(in_row), expected)
+    return np.array([size for in_row in sizes for size in in_row], np.int64)
 
 
 def _end_to_end(tokens: Sequence[np.ndarray]) -> np.ndarray:

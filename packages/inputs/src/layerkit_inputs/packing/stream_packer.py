@@ -15,9 +15,9 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from layerkit.config.checks import check_choice
+from layerkit.config.checks import check_choice, require
 from layerkit.config.nested_map import NestedMap
-from layerkit.errors import ConfigError
+from layerkit_inputs.base.state import check_same_data
 from layerkit_inputs.packing.first_fit import OpenRows, cut_documents
 from layerkit_inputs.packing.model_features import Segment, Tokens, as_tokens, segment_features
 
@@ -98,13 +98,9 @@ class StreamPacker:
         Raises:
           ConfigError: Inputs are missing or not expected, or ids are not token ids.
         """
-        if (inputs is not None) != self._has_inputs:
-            raise ConfigError(
-                f"a document {'with' if inputs is not None else 'without'} inputs was added",
-                owner="StreamPacker",
-                field="has_inputs",
-                value=self._has_inputs,
-            )
+        expected = f"{'' if self._has_inputs else 'no '}inputs, as declared by has_inputs"
+        is_declared = (inputs is not None) == self._has_inputs
+        require(is_declared, "StreamPacker", "inputs of a document", inputs, expected)
         after = as_tokens(targets, where="the next document, targets")
         before = as_tokens(() if inputs is None else inputs, where="the next document, inputs")
         tokens, num_inputs, bos_id = Segment.of(before, after, self._bos_id)
@@ -154,19 +150,10 @@ class StreamPacker:
           ConfigError: The state has another mode or row length, or more open rows.
         """
         num_open = len(state["open"]["segments_per_row"])
-        for field, value, expected in (
-            ("mode of packed rows", state["mode"], self._mode),
-            ("length of packed rows", state["length"], self._length),
-            ("open rows", num_open, min(num_open, self._max_open)),
-        ):
-            if value != expected:
-                raise ConfigError(
-                    "cannot restore",
-                    field=field,
-                    value=value,
-                    expected=repr(expected),
-                    hint="Restore with the same fields, or start a new run from the weights alone.",
-                )
+        then = {"mode": state["mode"], "length": state["length"], "open rows": num_open}
+        now: dict[str, Any] = {"mode": self._mode, "length": self._length}
+        now["open rows"] = min(num_open, self._max_open)
+        check_same_data("StreamPacker", then, now)
         self.clear()
         self._ready.extend(_decode_rows(state["ready"]))
         for segments in _decode_rows(state["open"]):

@@ -1,24 +1,14 @@
-"""Packing of documents of any length into rows of one length, in plain NumPy.
+"""Rows that are cut from concatenated documents, found by their numbers.
 
-There are two methods. Concatenated documents are cut every `length` positions, so only the last row
-has padding; `stream_pieces` finds the contents of any row by its number. Or each document is placed
-whole into the first row with room for it: `plan_packing` plans the rows from lengths, and
-`pack_documents` packs a few documents in memory. `StreamPacker` supports both methods for a stream
-of documents.
-
-In all rows, `segment_ids` number the documents of a row from 1, with 0 for padding, and
-`segment_pos` are positions from 0 at the beginning of each segment in the row.
+Only the last row has padding. `stream_pieces` finds the contents of any row, so that a reader needs
+no index of rows. Rows of whole documents are planned by `first_fit`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-
-from layerkit.errors import ConfigError
-from layerkit_inputs.packing.model_features import as_tokens
 
 
 def num_stream_rows(document_ends: np.ndarray, length: int) -> int:
@@ -75,57 +65,3 @@ def ranges(begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     numbers = np.repeat(begins - (np.cumsum(sizes) - sizes), sizes)
     numbers += np.arange(len(numbers))
     return numbers
-
-
-class PackedRows(NamedTuple):
-    """Rows of whole documents. Every array is int32 `[rows, length]`."""
-
-    ids: np.ndarray
-    segment_ids: np.ndarray
-    segment_pos: np.ndarray
-
-
-def pack_documents(documents: Sequence[np.ndarray | Sequence[int]], *, length: int) -> PackedRows:
-    """Pack each document whole into the first row with room for it (first fit, in order).
-
-    >>> pack_documents([[7, 6, 9], [18, 14], [23]], length=5).ids.tolist()
-    [[7, 6, 9, 18, 14], [23, 0, 0, 0, 0]]
-
-    Args:
-      documents: Token ids of each document. Empty documents are skipped.
-      length: Positions of a row.
-
-    Raises:
-      ConfigError: A document is longer than a row, or does not consist of token ids.
-    """
-    contents = [as_tokens(d, where=f"document {n}") for n, d in enumerate(documents)]
-    room = np.zeros(len(contents), np.int64)
-    placed: list[list[np.ndarray]] = []
-    for number, document in enumerate(contents):
-        if len(document) > length:
-            raise ConfigError(
-                owner="pack_documents",
-                field=f"tokens of document {number}",
-                value=len(document),
-                expected=f"at most length={length}",
-                hint="Cut the document, or use longer rows.",
-            )
-        if not len(document):
-            continue
-        fitting = np.flatnonzero(room[: len(placed)] >= len(document))
-        row = int(fitting[0]) if len(fitting) else len(placed)
-        if row == len(placed):
-            placed.append([])
-            room[row] = length
-        placed[row].append(document)
-        room[row] -= len(document)
-    packed = PackedRows(*(np.zeros((len(placed), length), np.int32) for _ in PackedRows._fields))
-    for row, segments in enumerate(placed):
-        start = 0
-        for segment, document in enumerate(segments, start=1):
-            here = slice(start, start + len(document))
-            packed.ids[row, here] = document
-            packed.segment_ids[row, here] = segment
-            packed.segment_pos[row, here] = np.arange(len(document))
-            start = here.stop
-    return packed

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from layerkit.config.checks import require
 from layerkit.errors import ConfigError
 from layerkit_inputs.text.tokenizer_files import unreadable_file
 
@@ -147,11 +148,11 @@ def _values(tokens: Any) -> list[Any]:
 def _with_ids(by_id: Any, special: Sequence[str | None], owner: str) -> list[dict[str, Any]]:
     """Return the tokens of `added_tokens_decoder` in the order of their ids."""
     field = "added_tokens_decoder"
+    require(isinstance(by_id, dict), owner, field, by_id, "an object of tokens by id")
     try:
         tokens = sorted((int(token_id), token) for token_id, token in by_id.items())
-    except (AttributeError, TypeError, ValueError):
-        expected = "an object of tokens by id"
-        raise ConfigError(owner=owner, field=field, value=by_id, expected=expected) from None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error), owner=owner, field=field, value=by_id) from None
     listed = []
     for token_id, token in tokens:
         content = _content(token, field, owner)
@@ -163,9 +164,7 @@ def _with_ids(by_id: Any, special: Sequence[str | None], owner: str) -> list[dic
 def _content(token: Any, field: str, owner: str) -> str | None:
     """Return the text of a declared token, which may be an object with options."""
     content = token.get("content") if isinstance(token, dict) else token
-    if content is not None and not isinstance(content, str):
-        expected = "a token, as text"
-        raise ConfigError(owner=owner, field=field, value=token, expected=expected)
+    require(isinstance(content, str | None), owner, field, token, "a token, as text")
     return content or None
 
 
@@ -189,8 +188,8 @@ def _model_ids(content: Mapping[str, Any], *, owner: str) -> dict[str, tuple[int
     for role in ROLES:
         value = content.get(f"{role}_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(token_id, int) for token_id in ids):
-            expected = "a token id, or a list of token ids"
-            raise ConfigError(owner=owner, field=f"{role}_id", value=value, expected=expected)
+        expected = "a token id, or a list of token ids"
+        is_ids = all(isinstance(token_id, int) for token_id in ids)
+        require(is_ids, owner, f"{role}_id", value, expected)
         known[role] = tuple(ids)
     return known

@@ -11,11 +11,11 @@ import functools
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from layerkit.config.checks import check_choice, require
+from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.bad_records import BadRecordError, MissingFileError
 from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS, counted
@@ -58,7 +58,6 @@ class TextPairs(IndexedInput):
         super().__post_init__()
         if self.packing is None:
             self.packing = "first_fit" if self.is_training else "none"
-        check_choice(self._label, get_args(PairPacking), packing=self.packing)
         self._check_at_least(1, "inputs_length", "targets_length")
         self._tokenizer = ByteTokenizer() if self.tokenizer is None else self.tokenizer
 
@@ -96,23 +95,13 @@ class TextPairs(IndexedInput):
                 self._texts_to_check += [text.encode()[:FIRST_TEXT_BYTES] for text in texts]
             for side, text, limit in zip(pieces, texts, limits, strict=True):
                 tokens = self._tokenizer.encode(text)
-                if len(tokens) + len(end) > limit and not self.trim:
-                    raise self._config_error(
-                        f"a text is too long for inputs_length={limits[0]} and"
-                        f" targets_length={limits[1]}",
-                        field=f"length of a text of pair {number}, EOS included",
-                        value=len(tokens) + len(end),
-                        expected=f"at most {limit}",
-                        hint="Use longer rows, or trim=True to cut longer texts.",
-                    )
-                if not len(tokens) and not end:
-                    expected = "at least one token, since the tokenizer has no EOS"
-                    raise self._config_error(
-                        field=f"text of pair {number}", value=text, expected=expected
-                    )
+                size = len(tokens) + len(end)
+                field = f"length of a text of pair {number}, EOS included"
+                expected = f"at most {limit}; use longer rows, or trim=True to cut longer texts"
+                require(size <= limit or self.trim, self._label, field, size, expected)
+                require(size, self._label, f"text of pair {number}", text, "at least one token")
                 side.append(np.append(tokens[: limit - len(end)], end).astype(np.int32))
-        if not pieces[0]:
-            raise self._config_error("the data have no pairs")
+        require(pieces[0], self._label, "number of pairs", 0, "at least one")
         sources, targets = (
             Documents.of(np.concatenate(side), np.array([len(piece) for piece in side]))
             for side in pieces
@@ -198,12 +187,12 @@ class TextPairs(IndexedInput):
         if not predictions:
             return {}
         _, targets = self._sides
-        found = np.array(sorted(predictions))
-        sizes = self._sizes[found, 1]
+        pairs = np.array(sorted(predictions))
+        sizes = self._sizes[pairs, 1]
         is_right = [
             predictions[number] == self._tokenizer.decode(targets.ids[begin : begin + size])
             for number, begin, size in zip(
-                found.tolist(), targets.begins[found].tolist(), sizes.tolist(), strict=True
+                pairs.tolist(), targets.begins[pairs].tolist(), sizes.tolist(), strict=True
             )
         ]
         return {"exact_match": float(np.mean(is_right))}
@@ -229,13 +218,9 @@ class ParallelText(TextPairs):
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         sources, targets = self._lines("source_file"), self._lines("target_file")
-        if len(sources) != len(targets):
-            raise self._config_error(
-                f"the files have {len(sources)} and {len(targets)} lines",
-                field="target_file",
-                value=self.target_file,
-                expected=f"a translation of each line of {self.source_file}",
-            )
+        expected = f"{len(sources)}, as in {self.source_file}"
+        is_same = len(sources) == len(targets)
+        require(is_same, self._label, "lines of target_file", len(targets), expected)
         for source, target in zip(sources, targets, strict=True):
             if source.strip() and target.strip():
                 yield source.strip(), target.strip()
@@ -254,7 +239,6 @@ class ParallelText(TextPairs):
             text = content.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             line = content.count(b"\n", 0, error.start) + 1
-            raise BadRecordError(
-                f"not UTF-8 ({error.reason})", owner=f"{file}, line {line}"
-            ) from None
+            where = f"{file}, line {line}"
+            raise BadRecordError(f"not UTF-8 ({error.reason})", owner=where) from None
         return text.removesuffix("\n").split("\n")

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
-from layerkit.config.checks import check_choice, require
+from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.bad_records import BadRecords, OnBadRecord
 from layerkit_inputs.base.base_input import counted
@@ -75,32 +75,22 @@ class TokenRecords(IndexedInput):
         """Check the fields."""
         super().__post_init__()
         require(self.path is not None, self._label, "path", None, "a folder of token records")
-        check_choice(self._label, get_args(Packing), packing=self.packing)
-        check_choice(self._label, get_args(OnBadRecord), on_bad_record=self.on_bad_record)
         self._check_at_least(1, "seq_length", "vocab_size")
         self._bad = BadRecords(self.on_bad_record)
 
     @functools.cached_property
     def _store(self) -> TokenStore:
-        assert self.path is not None
-        store = TokenStore(self.path, self.split)
+        store = TokenStore(str(self.path), self.split)
         stored = store.about.tokenizer
-        if self.tokenizer is not None and self.tokenizer.fingerprint() != stored["fingerprint"]:
-            raise self._config_error(
-                f"{self.path} was made with another tokenizer",
-                field="fingerprint of tokenizer",
-                value=self.tokenizer.fingerprint(),
-                expected=repr(stored["fingerprint"]),
-                hint="Set the tokenizer of the folder, or build the folder again with this one."
-                " Without a tokenizer, records are read as they are.",
-            )
-        if self.vocab_size is not None and stored["vocab_size"] > self.vocab_size:
-            raise self._config_error(
-                field="vocab_size",
-                value=self.vocab_size,
-                expected=f"at least {stored['vocab_size']}, the vocabulary size of {self.path}",
-                hint="The loss of larger ids would be NaN.",
-            )
+        if self.tokenizer is not None:
+            fingerprint = self.tokenizer.fingerprint()
+            expected = f"{stored['fingerprint']!r}, with which {self.path} was made"
+            is_same = fingerprint == stored["fingerprint"]
+            require(is_same, self._label, "fingerprint of tokenizer", fingerprint, expected)
+        # The loss of larger ids would be NaN.
+        expected = f"at least {stored['vocab_size']}, the vocabulary size of {self.path}"
+        is_enough = self.vocab_size is None or self.vocab_size >= stored["vocab_size"]
+        require(is_enough, self._label, "vocab_size", self.vocab_size, expected)
         return store
 
     @functools.cached_property
@@ -202,8 +192,5 @@ class TokenRecords(IndexedInput):
         self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
     ) -> list[str]:
         """Decode ids int `[batch, length]` with `tokenizer`."""
-        if self.tokenizer is None:
-            raise self._config_error(
-                "cannot decode ids", field="tokenizer", value=None, expected="that of the documents"
-            )
+        require(self.tokenizer is not None, self._label, "tokenizer", None, "that of the documents")
         return super().ids_to_strings(ids, lengths, key)

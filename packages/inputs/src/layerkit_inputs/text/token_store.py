@@ -43,7 +43,6 @@ BLOCK_LENGTH = 4096
 
 _DTYPES = ("uint16", "int32")
 _CHECKSUM_STEP = 1 << 17
-_COPY_AGAIN = "Copy the folder again."
 
 
 class Shard(NamedTuple):
@@ -119,26 +118,16 @@ class About:
         try:
             content = json.loads(path.read_bytes())
             version = [content.pop("format"), content.pop("version")]
-            if version == [FORMAT, VERSION]:
-                for split in content["splits"].values():
-                    split["shards"] = tuple(Shard(**shard) for shard in split["shards"])
-                content["splits"] = {
-                    name: SplitAbout(**split) for name, split in content["splits"].items()
-                }
-                about = About(**content)
-                check_choice(None, _DTYPES, dtype=about.dtype)
-                return about
+            if version != [FORMAT, VERSION]:
+                raise ValueError(f"its version is {version}, expected {[FORMAT, VERSION]}")
+            for name, split in content["splits"].items():
+                split["shards"] = tuple(Shard(**shard) for shard in split["shards"])
+                content["splits"][name] = SplitAbout(**split)
+            about = About(**content)
+            check_choice(None, _DTYPES, dtype=about.dtype)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise BadRecordError(
-                f"the file is damaged ({error})", owner=str(path), hint=_COPY_AGAIN
-            ) from None
-        raise BadRecordError(
-            owner=str(path),
-            field="format and version",
-            value=version,
-            expected=f"{[FORMAT, VERSION]}",
-            hint="Build the folder again.",
-        )
+            raise BadRecordError(f"cannot read the file ({error})", owner=str(path)) from None
+        return about
 
 
 class TokenStore:
@@ -152,9 +141,9 @@ class TokenStore:
         """Open a split.
 
         Raises:
-          MissingFileError: The folder, a shard or the index is missing.
+          MissingFileError: The folder is missing.
           ConfigError: The folder has no such split.
-          BadRecordError: A file is truncated or damaged.
+          BadRecordError: A file is missing, truncated or damaged.
         """
         self.about = About.read(folder)
         check_choice(str(folder), sorted(self.about.splits), split=split)
@@ -255,15 +244,10 @@ class TokenStore:
         for shard in shards[~self._is_checked[shards]].tolist():
             self._is_checked[shard] = True
             (record,) = self._files.read([self._block_ends[shard] - 1], bad)
-            if (
-                record is not None
-                and zlib.crc32(record) != self.split.shards[shard].last_block_crc32
-            ):
-                raise BadRecordError(
-                    f"the shard is from another build than {ABOUT_FILE}",
-                    owner=str(self._files.paths[shard]),
-                    hint=_COPY_AGAIN,
-                )
+            expected = self.split.shards[shard].last_block_crc32
+            if record is not None and zlib.crc32(record) != expected:
+                problem = f"the shard is from another build than {ABOUT_FILE}"
+                raise BadRecordError(problem, owner=str(self._files.paths[shard]))
 
     def _open_ends(self) -> np.ndarray:
         path = self._folder / ENDS_FILE
@@ -273,20 +257,15 @@ class TokenStore:
         for begin in range(0, len(ends), _CHECKSUM_STEP):
             crc32 = zlib.crc32(ends[begin : begin + _CHECKSUM_STEP].data, crc32)
         if crc32 != self.split.ends_crc32:
-            raise BadRecordError("the index is damaged", owner=str(path), hint=_COPY_AGAIN)
+            raise BadRecordError("the index is damaged", owner=str(path))
         return ends
 
 
 def _check_size(path: Path, num_bytes: int) -> None:
-    if not path.is_file():
-        raise MissingFileError("the file is missing", owner=str(path), hint=_COPY_AGAIN)
-    size = path.stat().st_size
+    size = path.stat().st_size if path.is_file() else None
     if size != num_bytes:
+        problem = "the file is missing, truncated or from another build"
+        expected = f"{num_bytes}. Copy the folder again"
         raise BadRecordError(
-            "the file is truncated or from another build",
-            owner=str(path),
-            field="size in bytes",
-            value=size,
-            expected=f"{num_bytes}",
-            hint=_COPY_AGAIN,
+            problem, owner=str(path), field="size in bytes", value=size, expected=expected
         )

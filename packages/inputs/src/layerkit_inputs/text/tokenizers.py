@@ -23,12 +23,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
 from layerkit.config import Config, Configurable
 from layerkit.config.checks import check_choice, require
+from layerkit.config.field_checks import check_fields
 from layerkit.errors import ConfigError, first_names
 from layerkit_inputs.base.errors import require_extra
 from layerkit_inputs.base.special_ids import Tokenizer, prefix_id
@@ -232,8 +233,7 @@ class HuggingFaceTokenizer(Configurable):
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        choices, value = get_args(SpecialTokensInText), self.special_tokens_in_text
-        check_choice("HuggingFaceTokenizer", choices, special_tokens_in_text=value)
+        check_fields(self, owner="HuggingFaceTokenizer")
         if Path(self.path).is_dir():
             self.path = str(Path(self.path, "tokenizer.json"))
         check_file(self, self.path)
@@ -274,16 +274,8 @@ class HuggingFaceTokenizer(Configurable):
     def _role_id(self, role: str) -> int | None:
         token, declared = getattr(self, role), self._declared
         if token is not None:
-            token_id = self._model.token_to_id(token) if isinstance(token, str) else None
-            if token_id is None:
-                raise ConfigError(
-                    owner="HuggingFaceTokenizer",
-                    field=role,
-                    value=token,
-                    expected=f"a token of {self.path}",
-                    choices=self._model.get_vocab() if isinstance(token, str) else (),
-                )
-            return token_id
+            check_choice("HuggingFaceTokenizer", self._model.get_vocab(), **{role: token})
+            return self._model.token_to_id(token)
         token = declared.tokens.get(role)
         if token is not None and (token_id := self._model.token_to_id(token)) is not None:
             return token_id
@@ -296,7 +288,7 @@ class HuggingFaceTokenizer(Configurable):
     def _frame(self) -> tuple[list[int], list[int]]:
         """Return the ids that the post-processor puts before and after a text."""
         encoded = map(self._model.encode, ("a", *self._model.get_vocab(with_added_tokens=False)))
-        encoding = next((each for each in encoded if 0 in each.special_tokens_mask), None)
+        encoding = next((text for text in encoded if 0 in text.special_tokens_mask), None)
         if encoding is None:
             return [], []
         is_added = encoding.special_tokens_mask
@@ -356,15 +348,12 @@ class HuggingFaceTokenizer(Configurable):
     def start_id(self) -> int | None:
         """Id that the post-processor puts first, else of BOS, of padding or of EOS, or None."""
         first, roles = self._frame[0], self._roles
-        if self.add_bos_token is None and len(first) > 1:
-            raise ConfigError(
-                owner="HuggingFaceTokenizer",
-                field="tokens of the post-processor before a text",
-                value=[self._model.id_to_token(token_id) for token_id in first],
-                expected="at most one",
-                hint="Set add_bos_token to True for the BOS token alone, or to False for none.",
-            )
-        if self.add_bos_token:
+        if self.add_bos_token is None:
+            field = "tokens of the post-processor before a text"
+            expected = "at most one; set add_bos_token to True for BOS alone, or to False for none"
+            names = [self._model.id_to_token(token_id) for token_id in first]
+            require(len(first) <= 1, "HuggingFaceTokenizer", field, names, expected)
+        elif self.add_bos_token:
             require(self.bos_id is not None, "HuggingFaceTokenizer", "bos_token", None, "a token")
         candidates: list[int | None] = [] if self.add_bos_token else [*first]
         candidates = [*candidates, roles["bos_token"], roles["pad_token"], roles["eos_token"]]

@@ -35,8 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from layerkit.config import build
-from layerkit.config.checks import check_integers, check_rates
-from layerkit.errors import ConfigError
+from layerkit.config.checks import check_integers, check_rates, require
 from layerkit_inputs.base.bad_records import BadRecords, OnBadRecord
 from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS
 from layerkit_inputs.base.find_files import TextFile, find_text_files
@@ -181,14 +180,8 @@ def _splits_of_files(files: Sequence[TextFile], heldout_fraction: float) -> dict
     by_split = split_by_names(files)
     if by_split is None:
         return {}
-    if heldout_fraction:
-        raise ConfigError(
-            "files are named as held out",
-            field="heldout_fraction",
-            value=heldout_fraction,
-            expected=f"0, since {by_split['heldout'][0].name} is named as held out",
-            hint="Omit heldout_fraction, or rename the file or its folder.",
-        )
+    expected = f"0, since {by_split['heldout'][0].name} is named as held out"
+    require(not heldout_fraction, None, "heldout_fraction", heldout_fraction, expected)
     names = ("train", "heldout", "test")
     return {file: name for name in reversed(names) for file in by_split.get(name, ())}
 
@@ -215,12 +208,8 @@ def _describe(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _check_splits(about: About, num_documents: int, heldout_fraction: float) -> None:
     for name, split in about.splits.items():
-        if not split.num_documents:
-            raise ConfigError(
-                f"the split {name!r} would have no documents; the input has {num_documents}",
-                field="heldout_fraction",
-                value=heldout_fraction,
-            )
+        expected = f"documents in the split {name!r}; the input has {num_documents}"
+        require(split.num_documents, None, "heldout_fraction", heldout_fraction, expected)
 
 
 @contextlib.contextmanager
@@ -358,10 +347,10 @@ class _Progress:
 
     def add(self, document: _Encoded) -> None:
         """Count a document."""
-        assert document.ids is not None
         self.num_documents += 1
-        self._num_empty += len(document.ids) < 2
-        self._num_ids += len(document.ids)
+        size = 0 if document.ids is None else len(document.ids)
+        self._num_empty += size < 2
+        self._num_ids += size
         self._done = document.position
         if self._say and time.monotonic() - self._said >= _PROGRESS_SECONDS:
             self._said = time.monotonic()
