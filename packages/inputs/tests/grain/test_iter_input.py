@@ -258,7 +258,7 @@ def test_pipeline_error_has_a_note_with_the_row():
     ids=["map", "list"],
 )
 def test_iter_input_raises_for_other_data_sets(raises, dataset, value):
-    with raises(ConfigError, owner="GrainIterInput", field="result of dataset", value=value):
+    with raises(ConfigError, owner="GrainIterInput", field="dataset", value=value):
         reader(dataset=dataset).get_next()
 
 
@@ -274,7 +274,7 @@ def test_iter_input_raises_for_other_data_sets(raises, dataset, value):
 )
 def test_iter_input_raises_for_invalid_fields(raises, field, value):
     with raises(ConfigError, owner="GrainIterInput", field=field, value=value):
-        reader(**{field: value})
+        reader(**{field: value}).get_next()
 
 
 def test_config_holds_the_function_with_its_arguments():

@@ -57,7 +57,6 @@ def test_rows_of_one_shape_are_pickled_as_stacked_arrays():
 @pytest.mark.parametrize(
     "rows",
     [
-        [],
         [{"x": np.arange(3)}],
         [{"x": np.arange(3)}, {"x": np.arange(4)}],
         [{"x": np.arange(3)}, {"x": np.arange(3, dtype=np.int32)}],

@@ -179,7 +179,7 @@ def test_truncated_file_raises_or_is_skipped(folder, keep):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("paths", None), ("paths", "a"), ("cycle_length", 0), ("shuffle_window", 0), ("dataset", "x")],
+    [("paths", "a"), ("cycle_length", 0), ("shuffle_window", 0), ("dataset", "x")],
 )
 def test_parquet_rows_raise_for_invalid_fields(raises, field, value, folder):
     with raises(ConfigError, owner="ParquetRows", field=field, value=value):

@@ -7,7 +7,7 @@ import pytest
 
 from layerkit_inputs import HuggingFaceInput, HuggingFaceStream, LocalText, ParquetRows
 from layerkit_inputs.base.bad_records import BadRecordError
-from layerkit_inputs.parquet.row_group_sizes import open_parquet, read_row_group, row_group_batches
+from layerkit_inputs.parquet.row_group_sizes import open_parquet, read_row_group, texts_of
 
 pytest.importorskip("grain")
 pytest.importorskip("datasets")
@@ -31,27 +31,22 @@ def repeated(value, kind, count):
     return arrow.table({"column": arrow.array([value], kind).take(arrow.array([0] * count))})
 
 
-SHARED_BEGINNINGS = {"use_dictionary": False, "column_encoding": {"column": "DELTA_BYTE_ARRAY"}}
-
-
 @pytest.mark.parametrize(
     ("table", "options"),
     [
         (repeated(7, arrow.int64(), 1 << 20), {}),
         (repeated([7] * 64, arrow.list_(arrow.int64()), 1 << 14), {}),
-        (repeated("x" * (1 << 12), arrow.string(), 1 << 10), {}),
         (repeated("x" * (1 << 21), arrow.binary(), 1), {}),
         (arrow.table({"column": np.zeros(1 << 20)}), {}),
-        (arrow.table({"column": [f"{'x' * 4000}{n}" for n in range(2000)]}), SHARED_BEGINNINGS),
     ],
-    ids=["dictionary of numbers", "lists", "dictionary of text", "one value", "zeros", "shared"],
+    ids=["dictionary of numbers", "lists", "one value", "zeros"],
 )
 def test_too_large_row_group_raises_before_it_is_in_memory(raises, tmp_path, table, options):
     file = written(tmp_path / "a.parquet", table, **options)
     before = arrow.total_allocated_bytes()
     peak = arrow.default_memory_pool().max_memory()
     with raises(BadRecordError, field="max_row_group_bytes", value=BOUND):
-        read_row_group(tmp_path / "a.parquet", file, 0, columns=None, max_bytes=BOUND)
+        read_row_group(file, 0, columns=None, max_bytes=BOUND)
     assert arrow.total_allocated_bytes() - before < 3 * BOUND
     assert arrow.default_memory_pool().max_memory() - max(peak, before) < 6 * BOUND
 
@@ -60,19 +55,26 @@ def test_row_group_within_the_bound_is_read_whole(tmp_path):
     table = arrow.table({"text": ["one", "two"] * 9000, "number": np.arange(18000)})
     parquet.write_table(table, tmp_path / "a.parquet")
     file = open_parquet(tmp_path / "a.parquet")
-    assert read_row_group(tmp_path / "a.parquet", file, 0, columns=None, max_bytes=BOUND).equals(
-        table
-    )
+    read = read_row_group(file, 0, columns=None, max_bytes=BOUND)
+    assert read.to_pydict() == table.to_pydict()
     with pytest.raises(BadRecordError):
-        read_row_group(tmp_path / "a.parquet", file, 0, columns=None, max_bytes=200_000)
-    only = read_row_group(tmp_path / "a.parquet", file, 0, columns=["number"], max_bytes=200_000)
+        read_row_group(file, 0, columns=None, max_bytes=200_000)
+    only = read_row_group(file, 0, columns=["number"], max_bytes=200_000)
     assert only.equals(table.select(["number"]))
 
 
-def _batches(path, *, max_bytes):
-    return row_group_batches(
-        path, open_parquet(path), 0, columns=None, max_bytes=max_bytes, most_rows=1000
-    )
+def test_text_that_is_stored_once_is_decoded_once(tmp_path):
+    file = written(tmp_path / "a.parquet", repeated("x" * (1 << 12), arrow.string(), 1 << 12))
+    table = read_row_group(file, 0, columns=None, max_bytes=BOUND)
+    assert table.nbytes < BOUND / 8
+    assert set(texts_of(table["column"].combine_chunks())) == {b"x" * (1 << 12)}
+
+
+def test_values_that_share_bytes_raise(raises, tmp_path):
+    shared = {"use_dictionary": False, "column_encoding": {"column": "DELTA_BYTE_ARRAY"}}
+    texts = arrow.table({"column": [f"{'x' * 4000}{n}" for n in range(2000)]})
+    with raises(BadRecordError, field="encodings of column 'column'"):
+        written(tmp_path / "a.parquet", texts, **shared)
 
 
 @pytest.mark.parametrize(
@@ -84,33 +86,14 @@ def _batches(path, *, max_bytes):
     ],
     ids=["dictionary and plain", "plain", "lengths and plain"],
 )
-def test_batches_of_different_texts_hold_many_rows_whatever_the_size_of_the_row_group(
-    tmp_path, options
-):
-    table = arrow.table({"text": [f"{number:01000}" for number in range(2000)]})
+def test_texts_of_every_encoding_are_those_of_the_table(tmp_path, options):
+    texts = [None, *(f"{number:01000}" for number in range(20_000))]
+    table = arrow.table({"text": texts})
     parquet.write_table(table, tmp_path / "a.parquet", write_batch_size=10, **options)
-    batches = list(_batches(tmp_path / "a.parquet", max_bytes=BOUND))
-    assert arrow.Table.from_batches(batches).equals(table)
-    assert len(batches) <= 20
-
-
-@pytest.mark.parametrize(
-    ("table", "options", "most"),
-    [
-        (
-            arrow.table({"column": [f"{'x' * (1 << 12)}{number}" for number in range(1000)]}),
-            SHARED_BEGINNINGS,
-            1 << 13,
-        ),
-        (repeated("x" * (1 << 16), arrow.string(), 100), {}, 1 << 12),
-    ],
-    ids=["values share bytes", "values may be large"],
-)
-def test_batches_of_large_values_hold_fewer_rows(tmp_path, table, options, most):
-    written(tmp_path / "a.parquet", table, **options)
-    batches = list(_batches(tmp_path / "a.parquet", max_bytes=BOUND))
-    assert sum(map(len, batches)) == len(table)
-    assert max(batch.nbytes for batch in batches) <= BOUND + most
+    file = open_parquet(tmp_path / "a.parquet")
+    read = read_row_group(file, 0, columns=None, max_bytes=64 * BOUND)
+    column = read["text"].combine_chunks()
+    assert [text and text.decode() for text in texts_of(column)] == texts
 
 
 def test_lists_of_text_raise_before_they_are_in_memory(raises, tmp_path):
@@ -138,7 +121,7 @@ def test_page_checksums_are_verified(tmp_path):
     data[data.index(np.arange(500, 502).tobytes())] ^= 1
     path.write_bytes(data)
     with pytest.raises(OSError, match="CRC"):
-        read_row_group(path, open_parquet(path), 0, columns=None, max_bytes=BOUND)
+        read_row_group(open_parquet(path), 0, columns=None, max_bytes=BOUND)
 
 
 READERS = {

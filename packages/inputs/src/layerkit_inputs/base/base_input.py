@@ -480,7 +480,7 @@ class BaseInput(Configurable):
         rows = "the number of rows of a batch on each host"
         require(self.batch_size is not None, self._label, "batch_size", None, rows)
         self._check_at_least(1, "batch_size", "eval_loop_num_batches")
-        self._check_at_least(0, "batch_padding_size")
+        self._check_at_least(0, "batch_padding_size", "input_random_seed")
         index, count = self.infeed_host_index, self.num_infeed_hosts
         expected = f"an index in [0, num_infeed_hosts={count})"
         require(0 <= index < count, self._label, "infeed_host_index", index, expected)

@@ -10,14 +10,12 @@ from typing import Any, Protocol
 import grain
 
 
-class Rows(Protocol):
-    """A sequence of rows by number, with None for rows to skip."""
+class _Rows(Protocol):
+    """Rows by number."""
 
-    def __len__(self) -> int:
-        """Return the number of rows, including those to skip."""
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, row: int, /) -> Any:
-        """Return a row, or None to skip it."""
+    def __getitem__(self, row: int, /) -> Any: ...
 
 
 class RowGroupDataset(grain.IterDataset):
@@ -26,8 +24,8 @@ class RowGroupDataset(grain.IterDataset):
     It replaces `to_iter_dataset` of a `grain.MapDataset`.
     """
 
-    def __init__(self, rows: Rows):
-        """Set the rows to read."""
+    def __init__(self, rows: _Rows):
+        """Set the rows to read, with None for rows to skip."""
         super().__init__()
         self._rows = rows
 
@@ -39,7 +37,7 @@ class RowGroupDataset(grain.IterDataset):
 class RowGroupIterator(grain.DatasetIterator):
     """A Grain iterator of rows whose state is the number of the next row."""
 
-    def __init__(self, rows: Rows):
+    def __init__(self, rows: _Rows):
         """Set the rows and start at the first."""
         super().__init__()
         self._rows = rows

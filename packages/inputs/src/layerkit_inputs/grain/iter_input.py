@@ -6,15 +6,16 @@ iterator, usually some hundred bytes, and fits the same host of the same number 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
-from layerkit.config.checks import check_choice, check_integers, require
+from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.bad_records import BadRecordError, BadRecords, OnBadRecord
 from layerkit_inputs.base.base_input import BaseInput
@@ -60,13 +61,9 @@ class GrainIterInput(BaseInput):
         """Check the fields and start before the first row."""
         super().__post_init__()
         self._seed = self.input_random_seed or 0
-        check_integers(
-            self._label, minimum=0, num_workers=self.num_workers, input_random_seed=self._seed
-        )
-        check_integers(self._label, minimum=1, worker_buffer_size=self.worker_buffer_size)
-        check_choice(self._label, get_args(OnBadRecord), on_bad_record=self.on_bad_record)
+        self._check_at_least(0, "num_workers")
+        self._check_at_least(1, "worker_buffer_size")
         self._bad = BadRecords(self.on_bad_record)
-        self._check_dataset()
         self._epoch = 0
         self._rows_done = 0
         self._num_used = 0  # number of rows of the epoch that could be read
@@ -75,13 +72,11 @@ class GrainIterInput(BaseInput):
 
     # Methods that a subclass may override.
 
-    def _check_dataset(self) -> None:
-        expected = "a function (host_index, num_hosts, seed) that returns a grain.IterDataset"
-        require(callable(self.dataset), self._label, "dataset", self.dataset, expected)
-
     def _make_dataset(self, *, host_index: int, num_hosts: int, seed: int) -> Any:
         """Return the data set of a host for one epoch."""
-        assert self.dataset is not None, "_check_dataset runs first"
+        expected = "a function (host_index, num_hosts, seed) that returns a grain.IterDataset"
+        require(self.dataset is not None, self._label, "dataset", None, expected)
+        assert self.dataset is not None
         return self.dataset(host_index=host_index, num_hosts=num_hosts, seed=seed)
 
     def _rows_of_hosts(self) -> list[int] | None:
@@ -103,7 +98,8 @@ class GrainIterInput(BaseInput):
                 if not self.endless:
                     break
                 if not self._num_used:
-                    raise self._config_error(f"none of {self._rows_done} rows can be read")
+                    host = f"host {self.infeed_host_index} of {self.num_infeed_hosts}"
+                    raise self._config_error(f"{host} can read none of {self._rows_done} rows")
                 self._begin_epoch(self._epoch + 1)
                 continue
             self._num_used += 1
@@ -134,8 +130,10 @@ class GrainIterInput(BaseInput):
             try:
                 if isinstance(element, BadRecordError):
                     raise element
-                return check_row(element, where=lambda: f"{self._label}, row {self._rows_done - 1}")
+                return check_row(element)
             except BadRecordError as error:
+                if error is not element:
+                    error.owner = f"{self._label}, row {self._rows_done - 1}"
                 if self.on_bad_record == "refuse":
                     raise
                 where = f"host {self.infeed_host_index}, epoch {self._epoch}"
@@ -147,21 +145,14 @@ class GrainIterInput(BaseInput):
         try:
             element = next(self._iterator)
         except StopIteration:
-            if self._rows_done == 0 and self.endless:
-                raise self._config_error(
-                    f"host {self.infeed_host_index} of {self.num_infeed_hosts} has no rows"
-                ) from None
             raise
         except Exception as error:
-            rows = f"row {self._rows_done}"
-            if self.num_workers:  # an error in a worker is that of a list of rows
-                rows += f" or one of the {self.worker_buffer_size - 1} after it"
-            where = f"{self._label}, {rows} of epoch {self._epoch}"
+            # An error in a worker is that of a list of rows.
+            later = " or later" if self.num_workers else ""
+            where = f"{self._label}, row {self._rows_done}{later} of epoch {self._epoch}"
             if isinstance(error, RuntimeError) and "Worker process was terminated" in str(error):
-                raise OSError(
-                    f"{where}: a worker process was terminated, for example for lack of memory "
-                    f"({error})."
-                ) from None
+                problem = "a worker process was terminated, for example for lack of memory"
+                raise OSError(f"{where}: {problem} ({error}).") from None
             error.add_note(f"In {where}.")
             raise
         self._rows_done += 1
@@ -185,14 +176,9 @@ class GrainIterInput(BaseInput):
         epoch = self._epoch if self.is_training else 0
         seed = int(np.random.SeedSequence([self._seed, epoch]).generate_state(1)[0] >> 1)
         dataset = self._make_dataset(host_index=host_index, num_hosts=num_hosts, seed=seed)
-        if not isinstance(dataset, grain.IterDataset):
-            is_map = isinstance(dataset, grain.MapDataset)
-            raise self._config_error(
-                field="result of dataset",
-                value=type(dataset).__qualname__,
-                expected="a grain.IterDataset",
-                hint="Use GrainMapInput, or call to_iter_dataset()." if is_map else None,
-            )
+        is_valid = isinstance(dataset, grain.IterDataset)
+        expected = "a grain.IterDataset; GrainMapInput reads a grain.MapDataset"
+        require(is_valid, self._label, "dataset", type(dataset).__qualname__, expected)
         return dataset
 
     @functools.cached_property
@@ -204,16 +190,13 @@ class GrainIterInput(BaseInput):
     @functools.cached_property
     def _any_row(self) -> NestedMap:
         """Row of any host, for the shapes on a host without rows."""
-        iterator = iter(self._dataset_of_host(0, 1))
-        try:
+        with contextlib.closing(iter(self._dataset_of_host(0, 1))) as iterator:
             for element in iterator:
                 if not isinstance(element, BadRecordError):
-                    return check_row(element, where=lambda: f"{self._label}, any row")
+                    return check_row(element)
                 if self.on_bad_record == "refuse":
                     raise element
-            raise self._config_error("the data set has no rows")
-        finally:
-            iterator.close()
+        raise self._config_error("the data set has no rows")
 
     @property
     def num_skipped(self) -> int:
@@ -288,9 +271,6 @@ def _mark_flags_parsed() -> None:
 def _as_json(state: Any) -> Any:
     """Return a Grain state as JSON values, with NumPy scalars as Python numbers."""
     if isinstance(state, Mapping):
-        for key in state:
-            if not isinstance(key, str):
-                raise BadRecordError(field="key of a Grain state", value=key, expected="a string")
         return {key: _as_json(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
         return [_as_json(value) for value in state]

@@ -21,11 +21,11 @@ import concurrent.futures
 import functools
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, get_args, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from layerkit.config.checks import check_choice, check_integers, require
+from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.bad_records import BadRecordError, BadRecords, OnBadRecord
 from layerkit_inputs.base.errors import require_extra
@@ -45,7 +45,10 @@ class RowSource(Protocol):
         """Return the row with this number. For a slice, return a source of its rows."""
 
 
-_EXPECTED_DATASET = "a grain.MapDataset, or a function that returns one"
+_EXPECTED_DATASET = (
+    "a grain.MapDataset without repeat(), or a function that returns one; GrainIterInput reads a"
+    " grain.IterDataset"
+)
 
 
 class GrainMapInput(IndexedInput):
@@ -70,34 +73,22 @@ class GrainMapInput(IndexedInput):
     def __post_init__(self) -> None:
         """Check the fields; the data set is made when it is first needed."""
         super().__post_init__()
-        check_integers(self._label, minimum=0, num_threads=self.num_threads)
-        check_choice(self._label, get_args(OnBadRecord), on_bad_record=self.on_bad_record)
-        self._check_dataset()
+        self._check_at_least(0, "num_threads")
         self._bad = BadRecords(self.on_bad_record)
         self._epochs = np.zeros(0, np.int64)
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
 
-    def _check_dataset(self) -> None:
-        require(self.dataset is not None, self._label, "dataset", None, _EXPECTED_DATASET)
-
     def _make_dataset(self) -> Any:
         """Return the data set. A subclass may build it from its own fields."""
+        require(self.dataset is not None, self._label, "dataset", None, _EXPECTED_DATASET)
         return self.dataset() if callable(self.dataset) else self.dataset
 
     @functools.cached_property
     def _dataset(self) -> Any:
         grain = require_extra("grain", needed_by=type(self).__qualname__)
         dataset = self._make_dataset()
-        if not isinstance(dataset, grain.MapDataset):
-            is_iter = isinstance(dataset, grain.IterDataset)
-            raise self._config_error(
-                field="dataset",
-                value=type(dataset).__qualname__,
-                expected=_EXPECTED_DATASET,
-                hint="Use GrainIterInput." if is_iter else None,
-            )
-        if len(dataset) >= 2**62:
-            raise self._config_error("the data set never ends", hint="Remove repeat() from it.")
+        is_valid = isinstance(dataset, grain.MapDataset) and len(dataset) < 2**62
+        require(is_valid, self._label, "dataset", type(dataset).__qualname__, _EXPECTED_DATASET)
         return dataset
 
     @property
@@ -120,48 +111,43 @@ class GrainMapInput(IndexedInput):
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
         places = list(zip(rows.tolist(), self._epochs.tolist(), strict=True))
-        found = self._read_places(places)
-        self._is_unreadable = np.array([row is None for row in found])
-        read = [
+        read = self._read_places(places)
+        self._is_unreadable = np.array([row is None for row in read])
+        readable = [
             self._read_after(place) if row is None else row
-            for row, place in zip(found, places, strict=True)
+            for row, place in zip(read, places, strict=True)
         ]
-        return stack_rows(read, name_of=lambda place: f"{self._label}, row {rows[place]}")
+        return stack_rows(readable, name_of=lambda index: self._name_of(rows[index]))
+
+    def _name_of(self, row: int) -> str:
+        return f"{self._label}, row {row}"
 
     def _read_places(self, places: list[tuple[int, int]]) -> list[NestedMap | None]:
         """Return the row at each place (row number, epoch), or None if it is skipped."""
         if self.num_threads and self._pool is None:
             self._pool = concurrent.futures.ThreadPoolExecutor(self.num_threads)
         run = map if self._pool is None else self._pool.map
-        found: list[NestedMap | None] = []
+        read: list[NestedMap | None] = []
         for (row, _), answer in zip(places, run(self._try_to_read, places), strict=True):
             if isinstance(answer, NestedMap):
-                found.append(answer)
+                read.append(answer)
                 continue
             if self.on_bad_record == "refuse":
                 raise answer
             self._bad.report(file=self._label, record=row, problem=str(answer))
-            found.append(None)
-        return found
+            read.append(None)
+        return read
 
     def _try_to_read(self, place: tuple[int, int]) -> NestedMap | ValueError | OSError:
         """Return the row at a place (row number, epoch), or the error raised while reading it."""
         row, epoch = place
-
-        def where() -> str:
-            return f"{self._label}, row {row}"
-
         try:
-            element = self._dataset[epoch * self._length + row]
-            if element is None:
-                raise BadRecordError(
-                    "the data set returned None, as a grain.MapDataset does after filter()",
-                    owner=where(),
-                    hint="Call filter() after to_iter_dataset(), and use GrainIterInput.",
-                )
-            return check_row(element, where=where)
+            return check_row(self._dataset[epoch * self._length + row])
+        except BadRecordError as error:
+            error.owner = error.owner or self._name_of(row)
+            return error
         except (ValueError, OSError) as error:
-            error.add_note(f"In {where()}.")
+            error.add_note(f"In {self._name_of(row)}.")
             return error
 
     def _read_after(self, place: tuple[int, int]) -> NestedMap:
@@ -169,9 +155,9 @@ class GrainMapInput(IndexedInput):
         row, epoch = place
         num_rows = self._length
         for step in range(1, num_rows):
-            (found,) = self._read_places([((row + step) % num_rows, epoch)])
-            if found is not None:
-                return found
+            (next_row,) = self._read_places([((row + step) % num_rows, epoch)])
+            if next_row is not None:
+                return next_row
         raise self._config_error(
             f"none of {num_rows} rows can be read; the first error is: {self._bad.first[0]}"
         )
@@ -194,21 +180,14 @@ class ArrayRecordRows(GrainMapInput):
     parse: Callable[[bytes], Any] | None = None
     """Function that parses a serialized record and returns its row, a dictionary of arrays."""
 
-    def _check_dataset(self) -> None:
-        label, paths = self._label, self.paths
-        expected = "None, since paths and parse define the data set"
-        require(self.dataset is None, label, "dataset", self.dataset, expected)
-        require(self.parse is not None, label, "parse", None, "a function that parses a record")
-        require(paths and not isinstance(paths, str), label, "paths", paths, "a list of files")
-
     def _make_dataset(self) -> Any:
+        require(self.parse is not None, self._label, "parse", None, "a function of a record")
         grain = require_extra("grain", needed_by=type(self).__qualname__)
         return grain.MapDataset.source(self._files).map(self.parse)
 
     @functools.cached_property
     def _files(self) -> ArrayRecordFiles:
-        assert self.paths is not None
-        return ArrayRecordFiles(self.paths)
+        return ArrayRecordFiles(self.paths or ())
 
     def _fingerprint(self) -> dict[str, Any]:
         ends = self._files.record_ends

@@ -14,7 +14,9 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
+from layerkit.config.nested_map import NestedMap
+from layerkit_inputs.base.bad_records import BadRecordError
+from layerkit_inputs.grain.row_batches import check_row, stack_rows
 
 
 class RowList:
@@ -28,55 +30,24 @@ class RowList:
         self.rows = list(rows)
 
     def __reduce__(self) -> tuple[Callable[..., RowList], tuple[Any, ...]]:
-        """Pickle rows of one shape as stacked arrays."""
-        if len(self.rows) > 1 and _are_alike(self.rows):
-            return _unstacked, (_stacked(self.rows), len(self.rows))
-        return RowList, (self.rows,)
+        """Pickle rows of one shape as stacked arrays, and other rows as they are."""
+        try:
+            stacked = stack_rows([check_row(row) for row in self.rows], name_of=str)
+        except BadRecordError:  # the input that reads the rows raises it
+            return RowList, (self.rows,)
+        return _unstack, (stacked, len(self.rows))
 
 
-def _unstacked(stacked: dict[str, Any], num_rows: int) -> RowList:
+def _unstack(stacked: NestedMap, num_rows: int) -> RowList:
     return RowList(_rows_of(stacked, num_rows))
 
 
-def _rows_of(stacked: dict[str, Any], num_rows: int) -> list[dict[str, Any]]:
+def _rows_of(stacked: Mapping[str, Any], num_rows: int) -> list[dict[str, Any]]:
     columns = [
-        _rows_of(value, num_rows) if isinstance(value, dict) else value
+        _rows_of(value, num_rows) if isinstance(value, Mapping) else value
         for value in stacked.values()
     ]
     return [dict(zip(stacked, values, strict=True)) for values in zip(*columns, strict=True)]
-
-
-def _stacked(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    stacked: dict[str, Any] = {}
-    for name, value in rows[0].items():
-        values = [row[name] for row in rows]
-        stacked[name] = _stacked(values) if isinstance(value, Mapping) else np.array(values)
-    return stacked
-
-
-def _are_alike(rows: Sequence[Any]) -> bool:
-    """Return True if the rows are dictionaries of arrays with equal names, shapes and dtypes.
-
-    Other rows are pickled as they are; the input that reads them checks them.
-    """
-    first = rows[0]
-    if type(first) is not dict or not first:
-        return False
-    if any(type(row) is not dict or row.keys() != first.keys() for row in rows):
-        return False
-    for name, value in first.items():
-        values = [row[name] for row in rows]
-        if type(value) is dict:
-            if not _are_alike(values):
-                return False
-            continue
-        if type(value) is not np.ndarray or value.dtype.kind not in "biufc":
-            return False
-        shape, dtype = value.shape, value.dtype
-        for other in values:
-            if type(other) is not np.ndarray or other.shape != shape or other.dtype != dtype:
-                return False
-    return True
 
 
 class RowsOfLists:

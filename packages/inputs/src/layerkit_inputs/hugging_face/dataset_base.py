@@ -20,7 +20,7 @@ from layerkit_inputs.base.bad_records import BadRecordError, BadRecords, OnBadRe
 from layerkit_inputs.base.base_input import BaseInput, counted
 from layerkit_inputs.base.errors import require_extra
 from layerkit_inputs.hugging_face.unreadable_files import faulty_file, first_unreadable
-from layerkit_inputs.parquet.row_group_sizes import MAX_ROW_GROUP_BYTES, check_row_groups
+from layerkit_inputs.parquet.row_group_sizes import MAX_ROW_GROUP_BYTES, check_row_group
 
 _FORMATS = ("arrow", "csv", "json", "parquet", "text")
 # Files in which a folder may name its data files.
@@ -159,7 +159,10 @@ class HuggingFaceData(BaseInput):
             try:
                 if Path(file).is_file():
                     metadata = parquet.read_metadata(file)
-                    check_row_groups(metadata, max_bytes=self.max_row_group_bytes)
+                    for number in range(metadata.num_row_groups):
+                        check_row_group(
+                            metadata, number, columns=None, max_bytes=self.max_row_group_bytes
+                        )
             except BadRecordError as error:
                 raise self._config_error(f"{file}: {error}") from None
             except Exception as error:  # of any reader of any format below

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from layerkit_inputs.base.errors import require_extra
-from layerkit_inputs.parquet.row_group_sizes import open_parquet
 
 _COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst"})
 
@@ -91,7 +90,8 @@ def _bad_json_line(file: str) -> str | None:
 
 
 def _bad_row_group(file: str) -> str | None:
-    with open_parquet(file) as opened:
+    parquet = require_extra("pyarrow.parquet", needed_by="HuggingFaceData")
+    with parquet.ParquetFile(file, page_checksum_verification=True) as opened:
         first = 0
         for group in range(opened.num_row_groups):
             count = opened.metadata.row_group(group).num_rows

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from layerkit.config.checks import check_choice, check_sizes, require
+from layerkit.config.checks import check_choice, require
 from layerkit.errors import first_names
 from layerkit_inputs.base.bad_records import BadRecordError
 from layerkit_inputs.base.base_input import counted
@@ -65,66 +65,48 @@ class ParquetRows(GrainIterInput):
     memory."""
 
     def __post_init__(self) -> None:
-        """Check the fields and set the default of `shuffle_window`."""
+        """Set the default of `shuffle_window` and check the fields."""
         super().__post_init__()
         if self.shuffle_window is None:
             self.shuffle_window = 1024 if self.is_training else 1
-        check_sizes(
-            self._label,
-            cycle_length=self.cycle_length,
-            shuffle_window=self.shuffle_window,
-            max_row_group_bytes=self.max_row_group_bytes,
-        )
-
-    def _check_dataset(self) -> None:
-        label, paths = self._label, self.paths
-        expected = "None, since paths make the data set"
-        require(self.dataset is None, label, "dataset", self.dataset, expected)
-        is_list = paths and not isinstance(paths, str)
-        require(is_list, label, "paths", paths, "a list of at least one path")
+        self._check_at_least(1, "cycle_length", "shuffle_window")
 
     @functools.cached_property
     def _row_groups(self) -> list[RowGroup]:
         """Row groups of all files in the order of file names; only footers are read."""
-        assert self.paths is not None
-        found = []
-        others = [path for path in self.paths if not Path(path).is_dir()]
-        named = {file.path.resolve() for file in find_text_files(others)}
-        for file in find_text_files(self.paths):
+        paths = self.paths or ()
+        groups: list[RowGroup] = []
+        others = [path for path in paths if not Path(path).is_dir()]
+        named = {file.path.resolve() for file in (find_text_files(others) if others else ())}
+        for file in find_text_files(paths):
             # Other files of folders are left out.
             if file.path.suffix == ".parquet" or file.path.resolve() in named:
-                found += self._row_groups_of(file.path)
-        if not found:
-            raise self._config_error(
-                field="paths", value=list(self.paths), expected="Parquet files with rows"
-            )
-        return found
+                groups += self._row_groups_of(file.path)
+        require(groups, self._label, "paths", list(paths), "Parquet files with rows")
+        return groups
 
     def _row_groups_of(self, path: Path) -> list[RowGroup]:
         arrow = require_extra("pyarrow", needed_by="ParquetRows")
         parquet = require_extra("pyarrow.parquet", needed_by="ParquetRows")
         try:
             metadata = parquet.read_metadata(path)
-            schema = metadata.schema.to_arrow_schema()
+            names = metadata.schema.to_arrow_schema().names
         except (arrow.ArrowException, OSError) as error:
             problem = f"cannot be read as Parquet ({str(error).rstrip('.')})."
             self._bad.report(file=str(path), record=None, problem=problem)
             return []
         for name in self.columns or ():
-            check_choice(f"{self._label}: {path}", schema.names, columns=name)
-        groups = range(metadata.num_row_groups)
-        sizes = [metadata.row_group(group).num_rows for group in groups]
-        return [RowGroup(str(path), n, size) for n, size in zip(groups, sizes, strict=True) if size]
+            check_choice(f"{self._label}: {path}", names, columns=name)
+        numbers = range(metadata.num_row_groups)
+        groups = [RowGroup(str(path), n, metadata.row_group(n).num_rows) for n in numbers]
+        return [group for group in groups if group.num_rows]
 
     def _make_dataset(self, *, host_index: int, num_hosts: int, seed: int) -> Any:
         grain = require_extra("grain", needed_by="ParquetRows")
-        if self.is_training and len(self._row_groups) < num_hosts:
-            raise self._config_error(
-                field="number of row groups",
-                value=len(self._row_groups),
-                expected=f"at least {num_hosts}, one for each host in training",
-                hint="Write the files with smaller row groups.",
-            )
+        count = len(self._row_groups)
+        expected = f"at least {num_hosts}, one for each host in training"
+        is_enough = count >= num_hosts or not self.is_training
+        require(is_enough, self._label, "number of row groups", count, expected)
         numbers = np.arange(len(self._row_groups))
         if self.is_training:
             numbers = np.random.default_rng(seed).permutation(numbers)

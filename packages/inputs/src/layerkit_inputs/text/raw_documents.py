@@ -21,7 +21,7 @@ from layerkit.errors import ConfigError
 from layerkit_inputs.base.bad_records import CONVERSATIONS, BadRecordError
 from layerkit_inputs.base.errors import require_extra
 from layerkit_inputs.base.find_files import TextFile
-from layerkit_inputs.parquet.row_group_sizes import open_parquet, row_group_batches
+from layerkit_inputs.parquet.row_group_sizes import open_parquet, texts_of
 
 MAX_DOCUMENT_BYTES = 1 << 30
 """Default bound on the bytes of a document of a compressed file."""
@@ -29,7 +29,6 @@ _JSON_SUFFIXES = frozenset({".jsonl", ".ndjson", ".json"})
 PACKED_SUFFIXES = frozenset({".bz2", ".xz", ".zip", ".zst", ".tar", ".7z"})
 """Suffixes of compressed files that are not supported."""
 _PARQUET_ROWS = 1000
-_PARQUET_BYTES = 1 << 27
 _LINES_LOOKED_AT = 3
 _LONGEST_LINE = 1 << 24
 
@@ -114,8 +113,8 @@ def _json_lines(
 def _parquet_rows(path: Path, field: str, max_document_bytes: int) -> Iterator[RawDocument]:
     arrow = require_extra("pyarrow", needed_by="Parquet files")
     try:
-        with open_parquet(path) as opened:
-            schema = opened.schema_arrow
+        with open_parquet(path, columns=[field]) as opened:
+            schema = opened.metadata.schema.to_arrow_schema()
             texts = [column.name for column in schema if _is_text(arrow, column.type)]
             if field not in texts:
                 is_chat = any(is_list_of_structs(arrow, kind) for kind in schema.types)
@@ -129,8 +128,8 @@ def _parquet_rows(path: Path, field: str, max_document_bytes: int) -> Iterator[R
                 )
             share = path.stat().st_size / max(opened.metadata.num_rows, 1)
             row = 0
-            for batch in _parquet_batches(path, opened, field):
-                for text in batch.column(0).cast(arrow.large_binary()).to_pylist():
+            for batch in opened.iter_batches(_PARQUET_ROWS, columns=[field]):
+                for text in texts_of(batch.column(0)):
                     row += 1
                     where = f"{path}, row {row - 1}"
                     _check_size(text or b"", max_document_bytes, where)
@@ -147,13 +146,6 @@ def is_list_of_structs(arrow: Any, kind: Any) -> bool:
     """Return True if an Arrow type is a list of structs, as of messages with roles."""
     is_list = arrow.types.is_list(kind) or arrow.types.is_large_list(kind)
     return is_list and arrow.types.is_struct(kind.value_type)
-
-
-def _parquet_batches(path: Path, opened: Any, field: str) -> Iterator[Any]:
-    for group in range(opened.num_row_groups):
-        yield from row_group_batches(
-            path, opened, group, columns=[field], max_bytes=_PARQUET_BYTES, most_rows=_PARQUET_ROWS
-        )
 
 
 def is_packed(file: TextFile) -> bool:
