@@ -18,6 +18,7 @@ import pytest
 from etils import epath
 
 from layerkit.config import Config, Partial
+from layerkit.errors import UserError
 from layerkit_runner import BaseExperiment, UsageError
 from layerkit_runner.checkpointing import folders, integrity
 from layerkit_runner.config.requests import ResolvedExperiment
@@ -93,7 +94,7 @@ def test_wrong_checkpoint_options_are_an_error_before_a_file_is_written(
 ):
     resolved: ResolvedExperiment = resolve(experiment())
     resolved.task.train.set(**fields)
-    with pytest.raises(UsageError):
+    with pytest.raises(UserError):
         run_train(resolved, options(tmp_path / "job", **flags))
     assert not (tmp_path / "job").exists()
 

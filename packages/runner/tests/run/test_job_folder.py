@@ -319,7 +319,7 @@ def test_recorded_checkpoint_that_is_missing_is_an_error(
     raises: Any, folder: epath.Path, check: Any, content: str
 ):
     (folder / FILE_NAME).write_text(content)
-    with raises(UsageError, field="step", value=120 if "120" in content else "unknown"):
+    with raises(UsageError, field="--job_log_dir", value=str(folder)):
         check()
     assert len(check(is_allowed=True)) == 1
     forget_checkpoint(folder)
@@ -332,7 +332,7 @@ def test_damaged_steps_are_an_error_also_without_a_record(
     step = folder / "checkpoints" / "checkpoint_00000010"
     step.mkdir(parents=True)
     for _ in range(2):  # The check changes nothing.
-        with raises(UsageError, field="step", value=[10]):
+        with raises(UsageError, field="--job_log_dir", value=str(folder)):
             check()
     check(is_allowed=True)
     assert [path.name for path in step.parent.iterdir()] == ["damaged_checkpoint_00000010"]
@@ -343,7 +343,7 @@ def test_record_names_the_newest_step(folder: epath.Path, check: Any):
         record_checkpoint(folder, step)
     with pytest.raises(UsageError) as caught:
         check()
-    assert caught.value.value == 20
+    assert "records step 20" in str(caught.value)
 
 
 def test_record_of_the_same_step_is_not_written_again(folder: epath.Path):
@@ -352,23 +352,3 @@ def test_record_of_the_same_step_is_not_written_again(folder: epath.Path):
     record_checkpoint(folder, 10)
     after = os.stat(folder / FILE_NAME)
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-
-
-@pytest.mark.parametrize(
-    "name", [".running", "config.json", "goodput.json", FILE_NAME, "checkpoints/evaluations.json"]
-)
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_pipe_or_folder_in_place_of_a_file_of_the_run_is_an_error(
-    raises: Any, folder: epath.Path, name: str, make: Any
-):
-    (folder / name).parent.mkdir(parents=True)
-    make(folder / name)
-    with raises(UsageError, owner=str(folder / name)):
-        check_writable(folder)
-
-
-def test_file_in_place_of_a_folder_of_the_run_is_an_error(raises: Any, folder: epath.Path):
-    folder.mkdir()
-    (folder / "checkpoints").write_text("a file")
-    with raises(UsageError, owner=str(folder / "checkpoints")):
-        check_writable(folder)

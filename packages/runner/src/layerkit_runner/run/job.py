@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
 import importlib.metadata
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 from etils import epath
 
+from layerkit.config.checks import check_sizes
 from layerkit_runner.checkpointing import (
     CheckpointManager,
     CheckpointPolicy,
     DamagedCheckpointError,
     RestoredCheckpoint,
-    SaveError,
     StateFormat,
     StructureMismatchError,
     structure,
@@ -31,7 +32,7 @@ from layerkit_runner.distributed.devices import (
     start_devices,
 )
 from layerkit_runner.distributed.watchdog import phase
-from layerkit_runner.errors import UsageError, as_usage_error, to_usage_error
+from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.atomic_write import absolute
 from layerkit_runner.observers import (
     Goodput,
@@ -95,7 +96,8 @@ class Job:
         )
         is_pmap = isinstance(self.partitioner, PmapPartitioner)
         is_one_file = is_pmap and not self.options.pmap_use_tensorstore
-        try:
+        check_sizes(None, **{"--async_timeout_secs": self.options.async_timeout_secs})
+        with as_usage_error(PermissionError, NotADirectoryError, owner=str(folder)):
             return CheckpointManager(
                 folder,
                 policy=policy,
@@ -104,21 +106,8 @@ class Job:
                 todelete_subdir=self.options.checkpoint_todelete_subdir,
                 read_only=read_only,
                 report=self.observers.message,
-                on_commit=None
-                if read_only
-                else functools.partial(record_checkpoint, self.directory),
+                on_commit=functools.partial(record_checkpoint, self.directory),
             )
-        except (SaveError, UsageError):
-            raise
-        except ValueError as error:
-            raise to_usage_error(error) from error
-        except OSError as error:
-            raise UsageError(
-                f"cannot read checkpoints: {error}",
-                owner=str(folder),
-                expected="a folder of checkpoints that this user can read",
-                hint="Correct its permissions, or give another folder.",
-            ) from error
 
     def abstract_state(self) -> TrainState:
         """Return the shapes, dtypes and shardings of the state on the devices."""
@@ -144,48 +133,56 @@ class Job:
           NonFiniteError: `for_training` is set, and the state has values that are not finite.
           UsageError: The step does not exist, is damaged, or has the structure of another model.
         """
-        found = self._restore(checkpoints, step, for_training=for_training)
-        assert found is not None
-        return found
+        abstract = self._target(for_training=for_training)
+        unneeded = [part for part in TRAINING_ONLY if getattr(abstract, part) == ()]
+        with self._naming_problems(checkpoints):
+            restored = checkpoints.restore(
+                step,
+                abstract,
+                leave_out=() if for_training else unneeded,
+                cast_dtypes=self.options.restore_cast_dtypes,
+                with_input_states=for_training,
+            )
+            return self._on_devices(checkpoints, restored, for_training=for_training)
 
     def restore_newest(self, checkpoints: CheckpointManager) -> RestoredCheckpoint | None:
         """Restore the newest undamaged checkpoint for training, if any; see `restore`."""
-        return self._restore(checkpoints, None, for_training=True)
-
-    def _restore(
-        self, checkpoints: CheckpointManager, step: int | None, *, for_training: bool
-    ) -> RestoredCheckpoint | None:
-        abstract = self.abstract_stored_state()
-        abstract = abstract if for_training else abstract.for_inference()
-        unneeded = [part for part in TRAINING_ONLY if getattr(abstract, part) == ()]
-        options: dict[str, Any] = {
-            "leave_out": () if for_training else unneeded,
-            "cast_dtypes": self.options.restore_cast_dtypes,
-            "with_input_states": for_training,
-        }
-        try:
-            if step is None:
-                restored = checkpoints.restore_newest(abstract, **options)
-            else:
-                restored = checkpoints.restore(step, abstract, **options)
+        target, casts = self._target(for_training=True), self.options.restore_cast_dtypes
+        with self._naming_problems(checkpoints):
+            restored = checkpoints.restore_newest(target, cast_dtypes=casts)
             if restored is None:
                 return None
-            saved = int(np.asarray(restored.state.step.addressable_data(0)))
-            if saved != restored.step:
-                raise DamagedCheckpointError(
-                    f"The checkpoint {step_folder(checkpoints.directory, restored.step)} is"
-                    f" damaged: state/step={saved}. Expected {restored.step}. Move it out of the"
-                    " folder to resume from an older one."
-                )
-            if for_training:
-                structure.require_finite(
-                    f"cannot resume from step {restored.step} of {checkpoints.directory}",
-                    structure.named_leaves(restored.state),
-                    "`python -m layerkit_runner.tools.checkpoints verify` lists the finite steps;"
-                    " move newer ones out of this folder to resume from one of them.",
-                )
-            state = self.partitioner.device_state(self.task, restored.state)
-            return dataclasses.replace(restored, state=state)
+            return self._on_devices(checkpoints, restored, for_training=True)
+
+    def _target(self, *, for_training: bool) -> TrainState:
+        abstract = self.abstract_stored_state()
+        return abstract if for_training else abstract.for_inference()
+
+    def _on_devices(
+        self, checkpoints: CheckpointManager, restored: RestoredCheckpoint, *, for_training: bool
+    ) -> RestoredCheckpoint:
+        saved = int(np.asarray(restored.state.step.addressable_data(0)))
+        if saved != restored.step:
+            path = step_folder(checkpoints.directory, restored.step)
+            raise DamagedCheckpointError(
+                f"The checkpoint {path} is damaged: state/step={saved}. Expected {restored.step}."
+                " Move it out of the folder to resume from an older one."
+            )
+        if for_training:
+            structure.require_finite(
+                f"cannot resume from step {restored.step} of {checkpoints.directory}",
+                structure.named_leaves(restored.state),
+                "`python -m layerkit_runner.tools.checkpoints verify` lists the finite steps;"
+                " move newer ones out of this folder to resume from one of them.",
+            )
+        state = self.partitioner.device_state(self.task, restored.state)
+        return dataclasses.replace(restored, state=state)
+
+    @contextlib.contextmanager
+    def _naming_problems(self, checkpoints: CheckpointManager) -> Iterator[None]:
+        """Raise `UsageError` for steps that do not exist, are damaged or of another model."""
+        try:
+            yield
         except (FileNotFoundError, DamagedCheckpointError) as error:
             raise UsageError(str(error)) from error
         except StructureMismatchError as error:
@@ -193,9 +190,9 @@ class Job:
             raise UsageError("\n".join([*changed, str(error)])) from error
 
 
-def choose_step(checkpoints: CheckpointManager, wanted: int | None) -> int:
-    """Return `wanted`, or else the newest undamaged step."""
-    step = checkpoints.newest_sound_step() if wanted is None else wanted
+def choose_step(checkpoints: CheckpointManager, step: int | None) -> int:
+    """Return a given step, or else the newest undamaged one."""
+    step = checkpoints.newest_sound_step() if step is None else step
     if step is None:
         raise no_checkpoint(checkpoints)
     return step
@@ -268,10 +265,10 @@ def build_parts(resolved: ResolvedExperiment) -> tuple[Partitioner, SingleTask]:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that determine the numerical results of a run."""
-    found = {}
+    by_name = {}
     for name in _DISTRIBUTIONS:
         try:
-            found[name] = importlib.metadata.version(name)
+            by_name[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed as a distribution"
-    return found
+            by_name[name] = "not installed as a distribution"
+    return by_name

@@ -22,7 +22,6 @@ from etils import epath
 from layerkit.errors import as_sentence
 from layerkit_runner.checkpointing import folders
 from layerkit_runner.checkpointing.errors import SaveError
-from layerkit_runner.checkpointing.policy import EVALUATIONS_FILE
 from layerkit_runner.config.config_text import config_json, config_text
 from layerkit_runner.config.experiment import is_field_name, reduced_overrides, reduced_values
 from layerkit_runner.config.flags import parse_flags
@@ -33,25 +32,16 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import (
     atomic_write,
     check_links,
-    irregular,
     is_remote,
     read_regular,
     remove_stale_partials,
 )
 from layerkit_runner.files.locks import NoLocksError, delete_and_unlock, try_lock
 from layerkit_runner.run_options import RunOptions
-from layerkit_runner.step.train_state import RECORD
 
 # File that is locked while a job trains; it holds the job's host and process id.
 _RUNNING = ".running"
 _MAX_CHANGES = 8
-# What a run opens or replaces in its folder.
-_FILES = (
-    *(_RUNNING, folders.RECORD_FILE, RECORD, "config.json", "config.txt", "metrics.jsonl"),
-    *("goodput.json", "wandb_run_id.txt", "loss_curve.png", "end_report_errors.txt"),
-    f"{folders.JOB_SUBFOLDER}/{EVALUATIONS_FILE}",
-)
-_FOLDERS = (folders.JOB_SUBFOLDER, "summaries", "logs", "eval", "decode")
 # The flags that only the first start of a job reads.
 _FIRST_START_FLAGS = (
     "init_from",
@@ -85,14 +75,12 @@ def check_writable(directory: epath.Path) -> None:
         return  # an object store has no folders
     try:
         if directory.exists():
-            if not directory.is_dir():
-                raise NotADirectoryError("It is a file")
+            check_links(directory)
             if not os.access(directory, os.W_OK | os.X_OK):
                 raise PermissionError("No write permission")
-            check_links(directory)
-            _check_kinds(directory)
+        if directory.is_dir():
             return
-        missing = next(each for each in (directory, *directory.parents) if each.parent.exists())
+        missing = next(p for p in (directory, *directory.parents) if p.parent.exists())
         # Some file systems refuse new folders whatever their permissions are.
         missing.mkdir(exist_ok=True)
     except OSError as error:
@@ -105,23 +93,6 @@ def check_writable(directory: epath.Path) -> None:
     # Another process of the same job may use it already.
     with contextlib.suppress(OSError):
         missing.rmdir()
-
-
-def _check_kinds(directory: epath.Path) -> None:
-    """Raise `UsageError` if a folder or a pipe has the name of a file of a run, or vice versa."""
-    for name in (*_FILES, *_FOLDERS):
-        path, expected = directory / name, "a folder" if name in _FOLDERS else "a regular file"
-        try:
-            kind = irregular(path) or "a regular file"
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        if kind != expected:
-            raise UsageError(
-                f"the run cannot use {kind} of this name",
-                owner=os.fspath(path),
-                expected=expected,
-                hint="Delete or rename it, or give another --job_log_dir.",
-            )
 
 
 @contextlib.contextmanager
@@ -139,23 +110,23 @@ def only_trainer(directory: epath.Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.callback(_remove_empty, made)
         try:
-            held = try_lock(path)
+            lock = try_lock(path)
         except NoLocksError:
             path.unlink(missing_ok=True)
             yield
             return
-        if held is None:
+        if lock is None:
             raise UsageError(
                 f"{_holder(path)} trains in this folder",
                 field="--job_log_dir",
                 value=os.fspath(directory),
                 hint="Wait until it ends or stop it, or give another --job_log_dir.",
             )
-        stack.callback(delete_and_unlock, held)
+        stack.callback(delete_and_unlock, lock)
         with contextlib.suppress(OSError):  # A full disk is reported when a file is required.
-            held.truncate(0)
-            held.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
-            held.flush()
+            lock.truncate(0)
+            lock.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
+            lock.flush()
         for folder in (directory, directory / "checkpoints"):
             remove_stale_partials(folder)
         yield
@@ -321,21 +292,18 @@ def check_restart(
     All processes call it if no checkpoint is intact. If a start from scratch is allowed, process 0
     reports it and moves damaged steps aside.
     """
-    found = from_process_0(lambda: _lost_work(directory, checkpoints))
-    if found is None:
+    problem = from_process_0(lambda: _lost_work(directory, checkpoints))
+    if problem is None:
         return
-    problem, value = found
     if not is_allowed:
         raise UsageError(
             f"{problem}. Training would start from scratch",
-            owner=os.fspath(checkpoints),
-            field="step",
-            value=value,
-            expected="an intact checkpoint",
+            field="--job_log_dir",
+            value=os.fspath(directory),
             hint=f"Mount or restore {checkpoints}, give another --job_log_dir, or start from"
             f" scratch with --{FLAG}.",
         )
-    report(f"starting from scratch (--{FLAG}): {checkpoints} {problem}, step={value}")
+    report(f"starting from scratch (--{FLAG}): {problem}")
 
     def move_aside() -> None:
         for step in folders.committed_steps(checkpoints):
@@ -345,10 +313,10 @@ def check_restart(
     from_process_0(move_aside)
 
 
-def _lost_work(directory: epath.Path, checkpoints: epath.Path) -> tuple[str, Any] | None:
+def _lost_work(directory: epath.Path, checkpoints: epath.Path) -> str | None:
     if damaged := folders.committed_steps(checkpoints):
-        return "all checkpoints are damaged", damaged
+        return f"all checkpoints of {checkpoints} are damaged: {damaged}"
     step = folders.recorded_step(directory / folders.JOB_SUBFOLDER)
     if step is None:
         return None
-    return f"there is no checkpoint, but {directory / FILE_NAME} records one", step
+    return f"{checkpoints} has no checkpoint, but {directory / FILE_NAME} records step {step}"
