@@ -163,7 +163,7 @@ def make_metadata(
         "state_format": state_format,
         "process_count": process_count,
         "keep": keep,
-        "user": json.loads(to_json(user, name="metadata")),
+        "user": json.loads(json.dumps(dict(user))),  # a copy
     }
 
 
@@ -205,17 +205,6 @@ def policy_of(about: Mapping[str, Any]) -> CheckpointPolicy | None:
     if values.get("keep_interval") is not None:
         values["keep_interval"] = datetime.timedelta(seconds=values["keep_interval"])
     return CheckpointPolicy(**values)
-
-
-def to_json(value: Mapping[str, Any], *, name: str) -> str:
-    """Return the JSON text of a value, so that later changes of the value are not saved."""
-    try:
-        return json.dumps(dict(value))
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"{name} cannot be stored: {error}. "
-            "Expected JSON values (dict, list, str, int, float, bool, None)."
-        ) from error
 
 
 def write_input_states(directory: epath.Path, text: str) -> None:

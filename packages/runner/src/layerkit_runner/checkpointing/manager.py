@@ -15,6 +15,7 @@ The first save or restore imports Orbax; a new job can do so while its first ste
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -173,7 +174,8 @@ class CheckpointManager:
             process_count=jax.process_count(),
             policy=self._policy,
         )
-        inputs = folders.to_json(input_states, name="input_states")
+        # As text, so that later changes of the value are not saved.
+        inputs = json.dumps(dict(input_states))
 
         import orbax.checkpoint as ocp
 

@@ -99,41 +99,45 @@ def check_match(
 
     `cast_dtypes` allows floating-point dtypes of another width.
     """
-    expected = {path: spec_of(leaf) for path, leaf in targets.items()}
-    unexpected = [join(path) for path in stored if path not in expected]
-    differences: list[str] = []
-    may_be_cast: list[str] = []
-    for path in sorted(stored.keys() | expected.keys()):
-        name = join(path)
-        if path not in stored:
-            near = difflib.get_close_matches(name, unexpected, n=1, cutoff=0.8)
-            hint = f"; the nearest name there is {near[0]}" if near else ""
-            differences.append(
-                f"{name}: missing in the checkpoint, expected {expected[path]}{hint}"
-            )
-        elif path not in expected:
-            differences.append(f"{name}: unexpected, {stored[path]} in the checkpoint")
-        elif stored[path].shape != expected[path].shape:
-            differences.append(
-                f"{name}: shape {list(stored[path].shape)} in the checkpoint, "
-                f"expected {list(expected[path].shape)}"
-            )
-        elif stored[path].dtype != expected[path].dtype:
-            castable = is_castable(stored[path].dtype, expected[path].dtype)
-            (may_be_cast if castable else differences).append(
-                f"{name}: dtype {stored[path].dtype.name} in the checkpoint, "
-                f"expected {expected[path].dtype.name}"
-            )
-    if differences or (may_be_cast and not cast_dtypes):
-        hint = _FIT_HINT if differences else _CAST_HINT
-        differences = sorted(differences + may_be_cast)
+    fatal, castable = find_differences(stored, targets)
+    if fatal or (castable and not cast_dtypes):
+        differences = sorted(fatal + castable)
         count, shown = len(differences), differences[:_MAX_SHOWN]
         if count > _MAX_SHOWN:
             shown.append(f"… and {count - _MAX_SHOWN} more")
-        problem = f"does not fit the state to restore ({count} difference{'s' * (count > 1)})"
-        error = StructureMismatchError("\n  ".join([f"{problem}:", *shown]), owner=where, hint=hint)
+        problem = f"does not fit the state to restore ({count} difference{'s' * (count > 1)}):"
+        hint = _FIT_HINT if fatal else _CAST_HINT
+        error = StructureMismatchError("\n  ".join([problem, *shown]), owner=where, hint=hint)
         error.differences = tuple(differences)
         raise error
+
+
+def find_differences(
+    stored: Mapping[LeafPath, LeafSpec], targets: Mapping[LeafPath, Any]
+) -> tuple[list[str], list[str]]:
+    """Return lines about (other differences, dtypes that may be cast) of stored leaves."""
+    expected = {path: spec_of(leaf) for path, leaf in targets.items()}
+    unexpected = [join(path) for path in stored if path not in expected]
+    fatal: list[str] = []
+    castable: list[str] = []
+    for path in sorted(stored.keys() | expected.keys()):
+        name, was, becomes = join(path), stored.get(path), expected.get(path)
+        if was is None:
+            near = difflib.get_close_matches(name, unexpected, n=1, cutoff=0.8)
+            hint = f"; the nearest name there is {near[0]}" if near else ""
+            fatal.append(f"{name}: missing in the checkpoint, expected {becomes}{hint}")
+        elif becomes is None:
+            fatal.append(f"{name}: unexpected, {was} in the checkpoint")
+        elif was.shape != becomes.shape:
+            fatal.append(
+                f"{name}: shape {list(was.shape)} in the checkpoint, expected {list(becomes.shape)}"
+            )
+        elif was.dtype != becomes.dtype:
+            lines = castable if is_castable(was.dtype, becomes.dtype) else fatal
+            lines.append(
+                f"{name}: dtype {was.dtype.name} in the checkpoint, expected {becomes.dtype.name}"
+            )
+    return fatal, castable
 
 
 def is_castable(stored: np.dtype, target: np.dtype) -> bool:

@@ -100,12 +100,8 @@ def _arrange(ici: list[int], dcn: list[int], devices: list[Any]) -> np.ndarray:
         raise UsageError(
             field="partitioner.dcn_mesh_shape",
             value=dcn,
-            expected=f"sizes whose product is a multiple of {num_slices}, the number of slices",
-            hint=f"A slice has {len(devices) // num_slices} devices.",
-            settings={
-                "partitioner.dcn_mesh_shape": [num_slices, *dcn[1:]],
-                "partitioner.ici_mesh_shape": "…",
-            },
+            expected=f"sizes whose product is a multiple of {num_slices}, the number of slices of"
+            f" {len(devices) // num_slices} devices each",
         )
     shape = [d * i for d, i in zip(dcn, ici, strict=True)]
     if math.prod(dcn) == 1 or (devices[0].platform == "tpu" and num_slices == 1):
@@ -130,10 +126,10 @@ def _on_torus(arrange: Callable[..., np.ndarray], *shapes: list[int], devices: A
     try:
         return arrange(*shapes, devices=devices)
     except NotImplementedError:  # No product of mesh sizes is a torus size.
-        found = arrange(*shapes, devices=devices, allow_split_physical_axes=True)
+        mesh = arrange(*shapes, devices=devices, allow_split_physical_axes=True)
     _LOG.warning(
         "mesh: %s does not lie along whole axes of the slice's torus, so some mesh axes use only a"
         " part of the links of a torus axis",
         " × ".join(map(str, shapes)),
     )
-    return found
+    return mesh

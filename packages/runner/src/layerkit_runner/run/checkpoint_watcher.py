@@ -81,10 +81,10 @@ def watch_checkpoints(
             return
         what = "the first checkpoint" if done is None else f"a checkpoint after step {done}"
         waits = f"waiting for {what} in {directory} (training ends at step {end['last_step']})"
-        found = _wait(watcher, waits, timeout_secs, signals, report, is_first=done is None)
+        new = _wait(watcher, waits, timeout_secs, signals, report, is_first=done is None)
         if signals.agreed_now():
             return
-        if found is None:
+        if new is None:
             if done is None:
                 raise UsageError(
                     f"found no checkpoint in {directory}",
@@ -97,9 +97,9 @@ def watch_checkpoints(
                 f"{timeout_secs:g}; the last was step {done}"
             )
             return
-        older = [str(step) for step in found["older"] if not has_outputs(step)]
+        older = [str(step) for step in new["older"] if not has_outputs(step)]
         if older:
-            report(f"step {found['step']} is the newest; skipped older steps: {first_names(older)}")
+            report(f"step {new['step']} is the newest; skipped older steps: {first_names(older)}")
         processed = process_newest()
         done = done if processed is None else processed
         if signals.agreed_now():
@@ -156,14 +156,14 @@ def _wait(
     def poll() -> dict[str, Any]:
         new = watcher.poll_newest()
         late = timeout_secs is not None and time.monotonic() - began >= timeout_secs
-        found = None if new is None else {"step": new[0], "older": new[1]}
-        return {"found": found, "is_late": late}
+        newest = None if new is None else {"step": new[0], "older": new[1]}
+        return {"new": newest, "is_late": late}
 
     has_reported = False
     while not signals.agreed_now():
         polled = from_process_0(poll)
-        if polled["found"] is not None or polled["is_late"]:
-            return polled["found"]
+        if polled["new"] is not None or polled["is_late"]:
+            return polled["new"]
         if not has_reported:
             hint = "; Ctrl-C ends this job, and the same command resumes it"
             report(waits + (hint if is_first else ""))

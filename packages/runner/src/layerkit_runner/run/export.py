@@ -203,10 +203,10 @@ def _generate(model: Any) -> Callable[..., Any]:
             top_k=top_k,
             top_p=top_p,
         )
-        found = model.clone(decoder=decoder).apply(
+        outputs = model.clone(decoder=decoder).apply(
             variables, batch, rngs={RANDOM: jax.random.key(seed)}, method="decode"
         )
-        return found.ids, found.lengths, found.log_probs
+        return outputs.ids, outputs.lengths, outputs.log_probs
 
     return generate
 

@@ -43,9 +43,9 @@ def network_of(model: BaseModel) -> str:
 def max_positions(config: Config) -> int | None:
     """Return the number of positions of a row that a model's config has; None for any number."""
     sizes = [
-        assigned_fields(each).get("max_length")
-        for _, each in walk(config, "model")
-        if is_config(each) and target_of(each) is TrainablePositionalEmbedding
+        assigned_fields(value).get("max_length")
+        for _, value in walk(config, "model")
+        if is_config(value) and target_of(value) is TrainablePositionalEmbedding
     ]
     known = [size for size in sizes if size]
     return min(known) if known else None
@@ -80,10 +80,10 @@ def token_logits(model: BaseModel, variables: Variables, batch: NestedMap) -> ja
 
 def token_log_probs(model: BaseModel, variables: Variables, batch: NestedMap) -> jax.Array:
     """Compute log p(label) in nats, float32 `[rows, length]`, for an evaluated batch."""
-    own = isinstance(model, (LanguageModel, SequenceModel))
+    predicts = isinstance(model, (LanguageModel, SequenceModel))
 
     def call(bound: Any) -> jax.Array:
-        if own:
+        if predicts:
             predictions = bound.compute_predictions(batch)
         else:
             predictions = bound.lm(
@@ -132,12 +132,12 @@ def advance_rows(
 
 def decoder_for(model: Any, *, max_new_tokens: int, is_greedy: bool, eos_id: Any) -> SampleDecoder:
     """Return a decoder of rows with the stop sequences and processors of the model's own."""
-    own = model.decoder
+    default = model.decoder
     names = [field.name for field in dataclasses.fields(SampleDecoder)]
-    fields = {name: getattr(own, name) for name in names if hasattr(own, name)}
-    fields["min_decode_steps"] = min(own.min_decode_steps, max_new_tokens)
+    fields = {name: getattr(default, name) for name in names if hasattr(default, name)}
+    fields["min_decode_steps"] = min(default.min_decode_steps, max_new_tokens)
     # Longer ones cannot occur.
-    stops = [each for each in fields.get("stop_sequences") or () if len(each) <= max_new_tokens]
+    stops = [stop for stop in fields.get("stop_sequences") or () if len(stop) <= max_new_tokens]
     fields |= {
         "stop_sequences": tuple(stops),
         "max_decode_steps": max_new_tokens,

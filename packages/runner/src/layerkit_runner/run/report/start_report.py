@@ -121,11 +121,11 @@ def start_lines(
         yield f"padded       {padded}"
     yield from about_data
     decoder = getattr(job.task.model, "decoder", None)
-    for each in data.inputs:
-        if each.name is not None:
-            yield f"program      {each.name}, {each.steps} of every {data.num_turn_steps} steps"
-        yield f"batch        {batch_text(each.abstract_batch)}"
-        yield from input_lines(each.dataset, decoder_ids=getattr(decoder, "eos_ids", ()))
+    for one in data.inputs:
+        if one.name is not None:
+            yield f"program      {one.name}, {one.steps} of every {data.num_turn_steps} steps"
+        yield f"batch        {batch_text(one.abstract_batch)}"
+        yield from input_lines(one.dataset, decoder_ids=getattr(decoder, "eos_ids", ()))
     yield f"state        {size_text(bytes_per_device(state))} per device with optimizer"
     train = job.task.train
     yield f"steps        {start_step} → {train.num_train_steps}"
@@ -250,7 +250,7 @@ def train_run_info(
         examples_per_step=mean([work.examples for work in works]),
         flops_per_step=mean([work.flops for work in works]),
         peak_flops_per_device=peak_flops(known.device_kind) if peak is None else peak * 1e12,
-        train_programs=tuple(each.name for each in data.inputs if each.name),
+        train_programs=tuple(one.name for one in data.inputs if one.name),
     )
 
 
