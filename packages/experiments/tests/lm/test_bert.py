@@ -8,7 +8,6 @@ import pytest
 
 from layerkit.config import target_of
 from layerkit_experiments.lm import bert
-from layerkit_runner.errors import UsageError
 from layerkit_runner.run.resolve import resolve
 
 # layers, model, hidden, heads, rows per device, devices, weights of the published encoder
@@ -50,9 +49,3 @@ def test_model_is_the_encoder_of_the_paper():
     assert layer.dropout_rate == layer.attention_tpl.dropout_rate == lm.dropout_rate == 0.1
     assert (model.augmenter_tpl.mask_prob, model.augmenter_tpl.mask_token_id) == (0.15, 30_521)
     assert model.unmasked_ids == (0, 1, 2)
-
-
-@pytest.mark.parametrize("name", ["BertBase", "BertAdamL4H128", "BertSpmdL4H128"])
-def test_vocabulary_without_a_token_beside_the_mask_is_an_error(raises: Any, name: str):
-    with raises(UsageError, field="VOCAB_SIZE", value=1):
-        resolve(getattr(bert, name)(VOCAB_SIZE=1))

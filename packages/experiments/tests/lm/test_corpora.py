@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from layerkit.config import target_of
+from layerkit.errors import ConfigError
 from layerkit_experiments.lm.c4 import C4Spmd1BAdam4Replicas
 from layerkit_experiments.lm.pile import Lambada126M, Pile126M
 from layerkit_experiments.recipes.decoder import remat_policy
 from layerkit_inputs import GrainMapInput, LocalText, SyntheticInput, TokenRecords
 from layerkit_runner.config.experiment import reduced_values
-from layerkit_runner.errors import UsageError
 from layerkit_runner.run.resolve import resolve
 
 
@@ -58,20 +58,12 @@ def test_other_text_for_the_same_model(data_format: str, reader: type):
 @pytest.mark.parametrize(
     ("cls", "fields", "field"),
     [
-        (Pile126M, {"DATA_FORMAT": "grain"}, "GRAIN_DATA_DIR"),
-        (
-            Pile126M,
-            {"DATA_FORMAT": "grain", "GRAIN_DATA_DIR": "x", "PACKED_INPUT": False},
-            "PACKED_INPUT",
-        ),
         (Lambada126M, {"DATA_FORMAT": "synthetic"}, "DATA_FORMAT"),
-        (Lambada126M, {"DATA_FORMAT": "grain"}, "GRAIN_DATA_DIR"),
         (Lambada126M, {"MAX_SEQ_LEN": 64}, "TARGET_LENGTH"),
-        (Pile126M, {"CHECKPOINT_POLICY": "SAVE_CONTEXT"}, "CHECKPOINT_POLICY"),
     ],
 )
 def test_contradicting_fields_raise(raises: Any, cls: type, fields: dict[str, Any], field: str):
-    with raises(UsageError, field=field):
+    with raises(ConfigError, field=field):
         resolve(cls(**fields))
 
 

@@ -14,17 +14,15 @@ from layerkit.config import Config, build, target_of
 from layerkit.interop.hugging_face import export_model, model_config
 from layerkit.models import DpoModel
 from layerkit_experiments.lm import fine_tune
-from layerkit_experiments.recipes.hugging_face import HuggingFaceLm
+from layerkit_experiments.lm.fine_tune import HuggingFaceLm
 from layerkit_experiments.recipes.local_files import LocalFiles
-from layerkit_experiments.recipes.meshes import Spmd
-from layerkit_experiments.recipes.optimizers import AdamWCosine
 from layerkit_runner.errors import FieldError, UsageError
 from layerkit_runner.init_from import plan_first_state
 from layerkit_runner.run.job import build_parts
 from layerkit_runner.run.resolve import resolve
 
 
-class FineTune(AdamWCosine, Spmd, LocalFiles, HuggingFaceLm):
+class FineTune(LocalFiles, HuggingFaceLm):
     """The model of a folder."""
 
 

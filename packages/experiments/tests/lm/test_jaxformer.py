@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from layerkit.config import target_of
+from layerkit.errors import ConfigError
 from layerkit_experiments.lm.jaxformer import Jaxformer1B
-from layerkit_runner.errors import UsageError
 from layerkit_runner.run.resolve import resolve
 
 
@@ -42,5 +42,5 @@ def test_a_billion_weights_three_hundred_million_of_them_for_each_token(num_para
 
 @pytest.mark.parametrize(("field", "value"), [("DIMS_PER_HEAD", 64), ("POSITIONS", "rotary")])
 def test_field_of_plain_attention_raises(raises: Any, field: str, value: Any):
-    with raises(UsageError, field=field, value=value):
+    with raises(ConfigError, field=field, value=value):
         resolve(Jaxformer1B(**{field: value}))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from layerkit.config import target_of
+from layerkit.errors import ConfigError
 from layerkit_experiments.lm import moe, nvidia
-from layerkit_runner.errors import UsageError
 from layerkit_runner.run.resolve import resolve
 
 # layers, model, hidden, heads, dims per head, rows per device, devices, weights as published
@@ -59,7 +59,7 @@ def test_expert_period_sets_the_pattern_of_expert_layers(raises):
     third = resolve(moe.Glam126M64E(EXPERT_PERIOD=3)).task.model.lm_tpl.stack_tpl
     kinds = [target_of(block.feed_forward_tpl).__name__ for block in third.block_tpls]
     assert kinds == ["MoeFeedForward", "TransformerFeedForward", "TransformerFeedForward"]
-    with raises(UsageError, field="EXPERT_PERIOD", value=0):
+    with raises(ConfigError, field="EXPERT_PERIOD", value=0):
         resolve(moe.Glam126M64E(EXPERT_PERIOD=0))
 
 

@@ -1,4 +1,4 @@
-"""Schedules that end with the run: which lengths are shortened where it is made shorter."""
+"""Steps and fractions of schedules, and what is shortened to fit into a shorter run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 
 from layerkit.errors import ConfigError
 from layerkit_experiments.lm.bert import BertBase
+from layerkit_experiments.lm.c4 import C4Spmd1BAdam4Replicas
 from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_experiments.vision.digits import Digits
-from layerkit_runner.config.experiment import BaseExperiment, reduced_values
+from layerkit_runner.config.experiment import BaseExperiment
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.run.resolve import resolve
 
@@ -39,34 +40,41 @@ def test_a_shorter_run_has_a_schedule_that_fits(experiment: type[BaseExperiment]
         assert f"MAX_STEPS={num_steps}" in note
 
 
-@pytest.mark.parametrize("fields", [{}, {"MAX_STEPS": 201}, {"MAX_STEPS": 4000}, {"SEED": 2}])
-def test_a_schedule_that_fits_is_left_alone(fields: dict[str, Any]):
+@pytest.mark.parametrize(
+    ("fields", "steps"),
+    [
+        ({}, (200, 200, 2000)),
+        ({"MAX_STEPS": 201}, (200, 200, 201)),
+        ({"MAX_STEPS": 4000}, (200, 200, 4000)),
+        ({"WARMUP_STEPS": 0.1}, (200, 200, 2000)),
+        ({"WARMUP_STEPS": 0.1, "DECAY_START": 0.8, "MAX_STEPS": 60}, (6, 48, 60)),
+        ({"WARMUP_STEPS": 0, "DECAY_START": 5, "DECAY_END": 0.5}, (0, 5, 1000)),
+    ],
+)
+def test_a_schedule_that_fits_is_left_alone(fields: dict[str, Any], steps: tuple[int, int, int]):
     made = LocalText(**fields)
-    assert schedule(resolve(made)) == (200, 200, fields.get("MAX_STEPS", 2000))
+    assert schedule(resolve(made)) == steps
     assert made.start_notes() == []
 
 
-def test_class_with_fewer_steps_has_a_shorter_warmup(raises):
+def test_schedule_does_not_depend_on_the_class_that_sets_a_length():
     class Short(LocalText):
         MAX_STEPS = 50
 
-    class Both(LocalText):
-        MAX_STEPS = 50
-        WARMUP_STEPS = 50
+    class Both(Short):
+        WARMUP_STEPS = 200
 
-    assert schedule(resolve(Short())) == (5, 5, 50)
-    with raises(ConfigError, field="(warmup_steps, decay_start, decay_end)"):
-        schedule(resolve(Both()))
-    # Fields of an instance are set after those of its class.
-    assert schedule(resolve(Both(MAX_STEPS=40))) == (4, 4, 40)
+    expected = schedule(resolve(LocalText(MAX_STEPS=50, WARMUP_STEPS=200)))
+    assert schedule(resolve(Short())) == schedule(resolve(Both())) == expected == (5, 5, 50)
 
 
-def test_lengths_of_reduced_fields_are_shortened_for_a_shorter_run(raises):
-    reduced = reduced_values(LocalText)
-    assert reduced["WARMUP_STEPS"] == 5
-    assert schedule(resolve(LocalText(**{**reduced, "MAX_STEPS": 4})))[0] == 1
-    with raises(ConfigError, field="(warmup_steps, decay_start, decay_end)"):
-        schedule(resolve(LocalText(**{**reduced, "MAX_STEPS": 4, "WARMUP_STEPS": 6})))
+def test_decay_end_keeps_the_steps_of_pax_in_a_shorter_run():
+    assert schedule(resolve(C4Spmd1BAdam4Replicas(MAX_STEPS=60))) == (4000, 4001, 300_000)
+
+
+def test_fraction_above_one_raises(raises):
+    with raises(ConfigError, field="WARMUP_STEPS", value=1.5):
+        resolve(LocalText(WARMUP_STEPS=1.5))
 
 
 @pytest.mark.parametrize(
@@ -75,9 +83,8 @@ def test_lengths_of_reduced_fields_are_shortened_for_a_shorter_run(raises):
         ({}, 20),
         ({"MAX_STEPS": 10}, 1),
         ({"MAX_STEPS": 200}, 2),
-        ({"MAX_STEPS": 10_000}, 20),
+        ({"MAX_STEPS": 20_000}, 100),
         ({"MAX_STEPS": 200, "SUMMARY_INTERVAL_STEPS": 50}, 50),
-        ({"SUMMARY_INTERVAL_STEPS": 500}, 500),
     ],
 )
 def test_summaries_are_a_hundredth_of_a_shorter_run(fields: dict[str, Any], interval: int):

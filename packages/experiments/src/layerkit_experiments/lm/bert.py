@@ -15,21 +15,40 @@ from typing import Any, ClassVar
 
 from layerkit.base.weights import WeightInit
 from layerkit.config import Config
-from layerkit.config.checks import check_integers
 from layerkit.layers import LayerNorm
 from layerkit.models import BertModel
 from layerkit_experiments.lm.experiment import LmExperiment
-from layerkit_experiments.lm.pax import PaxDecoder
-from layerkit_experiments.recipes.corpora import C4
-from layerkit_experiments.recipes.meshes import Pmap, Spmd, SpmdFeatures
-from layerkit_experiments.recipes.optimizers import AdamExponential
-from layerkit_experiments.recipes.published_optimizers import AdafactorExponential, AdamWLinear
+from layerkit_experiments.lm.pax import PaxLm
+from layerkit_experiments.recipes.corpora import Corpus
+from layerkit_experiments.recipes.decoder import decoder
+from layerkit_experiments.recipes.meshes import pmap, spmd
+from layerkit_experiments.recipes.optimizers import (
+    adafactor_exponential,
+    adam_exponential,
+    adamw_linear,
+)
 
 _INIT_STD = 0.02
 
 
-class MaskedLm(LmExperiment, abstract=True):
-    """A BertModel with bidirectional attention."""
+def masked_lm(fields: Any) -> Config:
+    """Return the config of a BertModel with bidirectional attention.
+
+    Args:
+      fields: Experiment with MASK_ID and UNMASKED_IDS.
+    """
+    lm = decoder(fields).lm_tpl
+    lm.is_causal = False
+    model: Config = BertModel.HParams.config(
+        lm_tpl=lm, fprop_dtype=fields.FPROP_DTYPE, unmasked_ids=tuple(fields.UNMASKED_IDS)
+    )
+    mask_id = fields.VOCAB_SIZE - 1 if fields.MASK_ID is None else fields.MASK_ID
+    model.augmenter_tpl.mask_token_id = mask_id
+    return model
+
+
+class Bert(Corpus, LmExperiment, abstract=True):
+    """Norms after the residual; a million steps of 256 rows of 512 tokens."""
 
     tags: ClassVar[tuple[str, ...]] = ("masked_lm",)
 
@@ -37,33 +56,6 @@ class MaskedLm(LmExperiment, abstract=True):
     """Id of the mask token, which the text does not contain; None for the last id."""
     UNMASKED_IDS: list[int] = [0, 1, 2]
     """Ids that are never masked: padding, start and end tokens."""
-
-    # 259 ids of bytes and the mask token.
-    reduced_fields: ClassVar[Mapping[str, Any]] = {"VOCAB_SIZE": 260, "DROPOUT_RATE": 0.0}
-
-    def validate(self) -> None:
-        """Check the size of the vocabulary.
-
-        Raises:
-          ConfigError: VOCAB_SIZE has no room for a token beside the mask token.
-        """
-        check_integers(None, minimum=2, VOCAB_SIZE=self.VOCAB_SIZE)
-        super().validate()
-
-    def model(self) -> Config:
-        """Return the config of the BertModel."""
-        lm = super().model().lm_tpl
-        lm.is_causal = False
-        model = BertModel.HParams.config(
-            lm_tpl=lm, fprop_dtype=self.FPROP_DTYPE, unmasked_ids=tuple(self.UNMASKED_IDS)
-        )
-        mask_id = self.VOCAB_SIZE - 1 if self.MASK_ID is None else self.MASK_ID
-        model.augmenter_tpl.mask_token_id = mask_id
-        return model
-
-
-class Bert(AdamWLinear, Spmd, C4, MaskedLm, abstract=True):
-    """Norms after the residual; a million steps of 256 rows of 512 tokens."""
 
     POSITIONS = "trainable"
     NORM_EPSILON = 1e-12
@@ -75,12 +67,18 @@ class Bert(AdamWLinear, Spmd, C4, MaskedLm, abstract=True):
     MAX_SEQ_LEN = 512
     FPROP_DTYPE = "bfloat16"
     LEARNING_RATE = 1e-4
+    ADAM_BETA2 = 0.999
+    ADAM_EPSILON = 1e-6
+    WEIGHT_DECAY = 0.01
     WARMUP_STEPS = 10_000
     MAX_STEPS = 1_000_000
 
+    unused_fields = ("DECAYED_WEIGHTS", "DECAY_START", "DECAY_END", "MIN_LEARNING_RATE_RATIO")
+    reduced_fields: ClassVar[Mapping[str, Any]] = {"DROPOUT_RATE": 0.0}
+
     def model(self) -> Config:
         """Return the config of the BertModel."""
-        model = super().model()
+        model = masked_lm(self)
         lm = model.lm_tpl
         layer = lm.stack_tpl.layer_tpl
         layer.norm_policy = "post"
@@ -93,6 +91,10 @@ class Bert(AdamWLinear, Spmd, C4, MaskedLm, abstract=True):
         lm.softmax_tpl.set(use_bias=True, weight_init=WeightInit.TruncatedGaussian(_INIT_STD))
         lm.position_tpl.weight_init = WeightInit.TruncatedGaussian(_INIT_STD)
         return model
+
+    def learner(self) -> Config:
+        """Return the config of the learner."""
+        return adamw_linear(self)
 
 
 class BertBase(Bert):
@@ -119,78 +121,114 @@ class BertLarge(Bert):
     ICI_MESH_SHAPE = [64, 1, 1]
 
 
-class PaxBert(MaskedLm, PaxDecoder, abstract=True):
-    """Base of the models of Pax, with unrolled layers."""
+class PaxBert(Corpus, PaxLm, abstract=True):
+    """Base of the models of Pax, with unrolled layers and the sizes of 100 billion weights."""
 
-    LABEL_SMOOTHING: float = 0.0
+    tags: ClassVar[tuple[str, ...]] = ("masked_lm",)
+
+    MASK_ID: int | None = None
+    """Id of the mask token, which the text does not contain; None for the last id."""
+    UNMASKED_IDS: list[int] = [0, 1, 2]
+    """Ids that are never masked: padding, start and end tokens."""
+    LABEL_SMOOTHING: float = 0.1
     """Probability that the label of a masked token gives to all others, in equal parts."""
-    SOFTMAX_LOGIT_CAP = 30.0
+
+    NUM_LAYERS = 33
+    MODEL_DIMS = 12_288
+    HIDDEN_DIMS: int | None = 98_304
+    NUM_HEADS = 128
+    DIMS_PER_HEAD = 96
     ACTIVATION = "relu"
-    FPROP_DTYPE = "bfloat16"
     USE_REPEATED_LAYER = False
-
-    def model(self) -> Config:
-        """Return the config of the BertModel."""
-        model = super().model()
-        # The layer spreads its probability over all classes, the label's too.
-        smoothing = self.LABEL_SMOOTHING * self.VOCAB_SIZE / (self.VOCAB_SIZE - 1)
-        model.lm_tpl.softmax_tpl.label_smoothing = smoothing
-        return model
-
-
-class BertAdamL4H128(AdamExponential, Pmap, C4, PaxBert):
-    """4 layers of 128 dimensions under pmap."""
-
-    NUM_LAYERS = 4
-    MODEL_DIMS = 128
-    NUM_HEADS = 8
-    DIMS_PER_HEAD = 16
-    MAX_SEQ_LEN = 512
-    PERCORE_BATCH_SIZE = 8.0
-
-
-class BertSpmd(AdafactorExponential, SpmdFeatures, C4, PaxBert, abstract=True):
-    """Base of the models of Pax on a mesh."""
-
-    COMBINE_QKV = True
     MAX_SEQ_LEN = 512
     PERCORE_BATCH_SIZE = 4.0
     LEARNING_RATE = 2.5e-4
+    WEIGHT_DECAY = 1e-2
+    DECAY_END = 100_000
+    MAX_STEPS = 100_000
+
+    unused_fields: ClassVar[tuple[str, ...]] = ("ADAM_EPSILON",)
+    reduced_fields: ClassVar[Mapping[str, Any]] = {"DROPOUT_RATE": 0.0}
+
+    def model(self) -> Config:
+        """Return the config of the BertModel."""
+        model = masked_lm(self)
+        # The layer spreads its probability over all classes, the label's too.
+        others = max(1, self.VOCAB_SIZE - 1)
+        model.lm_tpl.softmax_tpl.label_smoothing = self.LABEL_SMOOTHING * self.VOCAB_SIZE / others
+        return model
+
+    def learner(self) -> Config:
+        """Return the config of the learner."""
+        return adafactor_exponential(self)
+
+    def partitioner(self) -> Config:
+        """Return the config of the partitioner."""
+        return spmd(self, shard_features=True)
 
 
-class BertSpmdL4H128(BertSpmd):
+class BertAdamL4H128(PaxBert):
+    """4 layers of 128 dimensions under pmap."""
+
+    tags = ("pmap",)
+
+    ADAM_EPSILON: float = 1e-6
+    NUM_LAYERS = 4
+    MODEL_DIMS = 128
+    HIDDEN_DIMS = None
+    NUM_HEADS = 8
+    DIMS_PER_HEAD = 16
+    COMBINE_QKV = False
+    CHECKPOINT_POLICY = "none"
+    LABEL_SMOOTHING = 0.0
+    PERCORE_BATCH_SIZE = 8.0
+    LEARNING_RATE = 1e-3
+    WEIGHT_DECAY = 1e-3
+    DECAY_END = 300_000
+    MAX_STEPS = 300_000
+
+    unused_fields = ("ICI_MESH_SHAPE", "DCN_MESH_SHAPE", "SEQUENCE_PARALLEL")
+
+    def learner(self) -> Config:
+        """Return the config of the learner."""
+        return adam_exponential(self)
+
+    def partitioner(self) -> Config:
+        """Return the config of the partitioner."""
+        return pmap()
+
+
+class BertSpmdL4H128(PaxBert):
     """4 layers of 128 dimensions, sharded by fsdp and tensor over 8 chips (v5p:2x2x2)."""
 
     NUM_LAYERS = 4
     MODEL_DIMS = 128
+    HIDDEN_DIMS = None
     NUM_HEADS = 8
     DIMS_PER_HEAD = 16
+    CHECKPOINT_POLICY = "none"
+    LABEL_SMOOTHING = 0.0
+    WEIGHT_DECAY = 1e-3
     ICI_MESH_SHAPE = [1, 4, 2]
 
 
-class BertSpmdL33H12kBiggerBatch(BertSpmd):
+class BertSpmdL33H12kBiggerBatch(PaxBert):
     """100 billion weights with 2048 rows on 512 chips (v4:8x8x8)."""
 
-    NUM_LAYERS = 33
-    MODEL_DIMS = 12_288
-    HIDDEN_DIMS = 98_304
-    NUM_HEADS = 128
-    DIMS_PER_HEAD = 96
-    WEIGHT_DECAY = 1e-2
-    LABEL_SMOOTHING = 0.1
-    ICI_MESH_SHAPE = [1, 64, 8]
     CHECKPOINT_POLICY = "dots_no_batch"  # all activations take 49 GB on a device
+    ICI_MESH_SHAPE = [1, 64, 8]
     CHECKPOINT_EVERY_N_STEPS = 1000
 
 
-class BertSpmdL33H12kBiggerBatch8x8x16(BertSpmdL33H12kBiggerBatch):
+class BertSpmdL33H12kBiggerBatch8x8x16(PaxBert):
     """100 billion weights with 4096 rows on 1024 chips (v4:8x8x16)."""
 
+    CHECKPOINT_POLICY = "dots_no_batch"
     ICI_MESH_SHAPE = [1, 64, 16]
     CHECKPOINT_EVERY_N_STEPS = 500
 
 
-class BertSpmdL66H12kBiggerBatch8x8x16(BertSpmdL33H12kBiggerBatch):
+class BertSpmdL66H12kBiggerBatch8x8x16(PaxBert):
     """200 billion weights with 4096 rows on 1024 chips (v4:8x8x16)."""
 
     NUM_LAYERS = 66
@@ -200,9 +238,12 @@ class BertSpmdL66H12kBiggerBatch8x8x16(BertSpmdL33H12kBiggerBatch):
     CHECKPOINT_MAX_TO_KEEP = 20
 
 
-class BertSpmdL66H12kBiggerBatch8x8x8(BertSpmdL66H12kBiggerBatch8x8x16):
+class BertSpmdL66H12kBiggerBatch8x8x8(PaxBert):
     """200 billion weights with 512 rows on 512 chips (v4:8x8x8)."""
 
+    NUM_LAYERS = 66
     PERCORE_BATCH_SIZE = 1.0
     ICI_MESH_SHAPE = [1, 64, 8]
     CHECKPOINT_POLICY = "dots_no_batch"
+    CHECKPOINT_EVERY_N_STEPS = 200
+    CHECKPOINT_MAX_TO_KEEP = 20

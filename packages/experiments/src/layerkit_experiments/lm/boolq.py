@@ -16,11 +16,12 @@ from layerkit.base.weights import WeightInit
 from layerkit.config import Config
 from layerkit.layers import Embedding, FullSoftmax
 from layerkit.layers.quantization.lora import LORA_WEIGHTS, with_lora
-from layerkit_experiments.lm.llama import LlamaDecoder, Sizes7B, Sizes13B, Sizes70B
-from layerkit_experiments.recipes.boolq import BoolQ
-from layerkit_experiments.recipes.fine_tuning import InitialWeights
-from layerkit_experiments.recipes.meshes import Spmd
-from layerkit_experiments.recipes.optimizers import AdamExponential
+from layerkit_experiments.lm.experiment import LmExperiment
+from layerkit_experiments.recipes.boolq import boolq, with_choice_accuracy
+from layerkit_experiments.recipes.corpora import Corpus
+from layerkit_experiments.recipes.decoder import decoder
+from layerkit_experiments.recipes.fine_tuning import weights_of
+from layerkit_experiments.recipes.optimizers import adam_exponential
 from layerkit_runner.optim.schedules import linear_warmup_cosine_decay
 
 # Patterns of field paths of the products with an adapter.
@@ -31,12 +32,25 @@ _LORA_TARGETS = {
 }
 
 
-class LlamaBoolQ(InitialWeights, AdamExponential, Spmd, BoolQ, LlamaDecoder, abstract=True):
+class LlamaBoolQ(Corpus, LmExperiment, abstract=True):
     """Base of the sizes: Adam with an update cap, initial weights and adapters."""
 
+    tags: ClassVar[tuple[str, ...]] = ("fine_tune",)
+
+    INIT_FROM: str | None = None
+    """Hugging Face folder, job folder or checkpoint, read when training starts. None: random
+    weights. `--init_from` takes precedence."""
     CHECKPOINT_RESTORE_PATH: str = ""
     """Pax's name of INIT_FROM: the folder `checkpoints` of a Pax run, or any folder that
     `--init_from` takes; empty for random weights."""
+    TARGET_LENGTH: int = 64
+    """Positions for the answer; the other positions hold the passage and the question."""
+    BOS_ID: int = 1
+    """First id of a row, as of LLaMA."""
+    ROWS_PER_PART: float = 4.0
+    """Rows of a device of which attention keeps the logits of a layer at a time; gradients of the
+    parts of a batch are summed."""
+    UPDATE_RMS_CAP: float | None = 1.0
     LR_SCHEDULE: Literal[
         "linear_rampup_exponential_decay", "linear_rampup_cosine_decay", "constant"
     ] = "linear_rampup_exponential_decay"
@@ -44,23 +58,45 @@ class LlamaBoolQ(InitialWeights, AdamExponential, Spmd, BoolQ, LlamaDecoder, abs
     """Warmup steps of the cosine; those of the exponential are WARMUP_STEPS."""
     USE_LORA: bool = False
     """Train low-rank adapters alone, which are added with factor 1."""
-    ROWS_PER_PART: float = 4.0
-    """Rows of a device of which attention keeps the logits of a layer at a time; gradients of the
-    parts of a batch are summed."""
     LORA_RANK: int = 8
     LORA_TARGET_LAYERS: Literal["all", "attention", "mlp"] = "all"
 
-    SCALE_RESIDUAL_INIT = False
+    NORM = "rms_norm"
+    NORM_EPSILON = 1e-5
+    POSITIONS = "rotary"
+    ACTIVATION = "silu"
+    USE_GATED_ACTIVATION = True
     WEIGHT_INIT = "xavier_last_axes"
+    FPROP_DTYPE = "bfloat16"
+    CHECKPOINT_POLICY = "full"
     USE_REPEATED_LAYER = False
+    VOCAB_SIZE = 32000
+    MAX_SEQ_LEN = 4096
+    EOS_ID = 2
+    PACKED_INPUT = False
+    EVAL_NUM_BATCHES = None
+    ADAM_BETA2 = 0.99
+    ADAM_EPSILON = 1e-6
+    WEIGHT_DECAY = 1e-3
+    CLIP_GRADIENT_NORM = 5.0
+    WARMUP_STEPS = 4000
+    DECAY_START = 4001
+    DECAY_END = 300_000
     MAX_STEPS = 1000
     SUMMARY_INTERVAL_STEPS = 100
 
-    reduced_fields: ClassVar[Mapping[str, Any]] = {"CHECKPOINT_RESTORE_PATH": ""}
+    tfds_name = "super_glue/boolq:1.0.2"
+    unused_fields = ("DECAYED_WEIGHTS", "PROMPTS_PER_DEVICE", "PROMPT_LENGTH")
+    reduced_fields: ClassVar[Mapping[str, Any]] = {
+        "INIT_FROM": None,
+        "CHECKPOINT_RESTORE_PATH": "",
+        "DECAY_START": 6,
+        "DECAY_END": 200,
+    }
 
     def model(self) -> Config:
         """Return the config of the model, with adapters if they are asked for."""
-        model = super().model()
+        model = with_choice_accuracy(decoder(self))
         model.lm_tpl.softmax_tpl = FullSoftmax.HParams.config()
         model.lm_tpl.embedding_tpl = Embedding.HParams.config()
         attention = model.lm_tpl.stack_tpl.layer_tpl.attention_tpl
@@ -76,14 +112,9 @@ class LlamaBoolQ(InitialWeights, AdamExponential, Spmd, BoolQ, LlamaDecoder, abs
             model = with_lora(model, rank=self.LORA_RANK, alpha=float(self.LORA_RANK), only=only)
         return model
 
-    def train_config(self, learner: Config) -> Config:
-        """Return the training config, which divides the batch into parts."""
-        parts = max(1, round(self.PERCORE_BATCH_SIZE / self.ROWS_PER_PART))
-        return super().train_config(learner).set(gradient_accumulation_steps=parts)
-
     def learner(self) -> Config:
         """Return the config of the learner."""
-        learner = super().learner()
+        learner = adam_exponential(self)
         if self.LR_SCHEDULE == "constant":
             learner.learning_rate = Config(optax.constant_schedule, self.LEARNING_RATE)
         elif self.LR_SCHEDULE == "linear_rampup_cosine_decay":
@@ -97,34 +128,60 @@ class LlamaBoolQ(InitialWeights, AdamExponential, Spmd, BoolQ, LlamaDecoder, abs
             )
         return learner.set(trainable=(LORA_WEIGHTS,)) if self.USE_LORA else learner
 
-    @property
-    def weights_folder(self) -> str | None:
-        """The folder of the initial weights; None if there is none."""
-        return self.CHECKPOINT_RESTORE_PATH or self.INIT_FROM
+    def datasets(self) -> list[Config]:
+        """Return configs of the training and the held-out questions."""
+        return boolq(self)
+
+    def task(self) -> Config:
+        """Return the config of the task, which divides a batch into parts."""
+        task = super().task()
+        parts = max(1, round(self.PERCORE_BATCH_SIZE / self.ROWS_PER_PART))
+        task.train.gradient_accumulation_steps = parts
+        if folder := self.CHECKPOINT_RESTORE_PATH or self.INIT_FROM:
+            task.initial_weights = weights_of(folder)
+        return task
 
 
-class LLaMA7B(LlamaBoolQ, Sizes7B):
+class LLaMA7B(LlamaBoolQ):
     """LLaMA 7B on one node of 8 GPUs (a100x8), fully sharded."""
 
+    NUM_LAYERS = 32
+    MODEL_DIMS = 4096
+    HIDDEN_DIMS = 11008
+    NUM_HEADS = 32
+    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 16.0
     ICI_MESH_SHAPE = [1, 8, 1]
     DCN_MESH_SHAPE = [1, 1, 1]
 
 
-class LLaMA13B(LlamaBoolQ, Sizes13B):
+class LLaMA13B(LlamaBoolQ):
     """LLaMA 13B on one node of 8 GPUs (a100x8), fully sharded."""
 
+    NUM_LAYERS = 40
+    MODEL_DIMS = 5120
+    HIDDEN_DIMS = 13824
+    NUM_HEADS = 40
+    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 8.0
     ICI_MESH_SHAPE = [1, 8, 1]
     DCN_MESH_SHAPE = [1, 1, 1]
 
 
-class LLaMA70B(LlamaBoolQ, Sizes70B):
+class LLaMA70B(LlamaBoolQ):
     """LLaMA 2 70B on two slices of 8 chips (v5p:2x2x2*2), fully sharded."""
 
     tags = ("multislice",)
 
+    NUM_LAYERS = 80
+    MODEL_DIMS = 8192
+    HIDDEN_DIMS = 28672
+    NUM_HEADS = 64
+    NUM_KV_HEADS = 8
+    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 4.0
     ROWS_PER_PART = 1.0
     ICI_MESH_SHAPE = [1, 8, 1]
     DCN_MESH_SHAPE = [1, 2, 1]
+
+    reduced_fields: ClassVar[Mapping[str, Any]] = {"NUM_KV_HEADS": 2}

@@ -6,25 +6,21 @@ TARGET_LOSS.
 
 from __future__ import annotations
 
-from layerkit_experiments.lm.pax import CappedDecoder, Gpt3Decoder, Gpt3Schedule
-from layerkit_experiments.recipes.corpora import C4
-from layerkit_experiments.recipes.local_files import SyntheticTokens
-from layerkit_experiments.recipes.meshes import (
-    Pipelined,
-    PipelinedFeatures,
-    Spmd,
-    SpmdFeatures,
-)
-from layerkit_experiments.recipes.mlperf import (
-    Gpt3PaperSchedule,
-    Gpt3175B,
-    MlperfC4,
-    MlperfSchedule,
-)
-from layerkit_experiments.recipes.optimizers import AdamExponential
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from layerkit.config import Config
+from layerkit_experiments.lm.experiment import LmExperiment
+from layerkit_experiments.lm.lm_cloud import LmCloudSpmd
+from layerkit_experiments.lm.pax import PaxLm
+from layerkit_experiments.recipes.corpora import Corpus
+from layerkit_experiments.recipes.meshes import Pipelined, pipelined, spmd
+from layerkit_experiments.recipes.mlperf import mlperf_adamw, mlperf_text
+from layerkit_experiments.recipes.optimizers import adamw_cosine
+from layerkit_runner.optim.early_stopping import StopAtTarget
 
 
-class C4Spmd(AdamExponential, Spmd, C4, CappedDecoder, abstract=True):
+class C4Spmd(Corpus, PaxLm, abstract=True):
     """Base of the decoders on C4."""
 
     SUMMARY_INTERVAL_STEPS = 10
@@ -39,25 +35,33 @@ class C4Spmd1BAdam4Replicas(C4Spmd):
     HIDDEN_DIMS = 10240
     NUM_HEADS = 20
     DIMS_PER_HEAD = 128
-    VOCAB_SIZE = 32000
-    MAX_SEQ_LEN = 1024
     PERCORE_BATCH_SIZE = 32.0
     ICI_MESH_SHAPE = [1, 4, 1]
 
 
-class C4Spmd1BAdam4ReplicasLimitSteps(C4Spmd1BAdam4Replicas):
+class C4Spmd1BAdam4ReplicasLimitSteps(C4Spmd):
     """The model of a billion weights for 15,000 steps."""
 
+    NUM_LAYERS = 13
+    MODEL_DIMS = 2560
+    HIDDEN_DIMS = 10240
+    NUM_HEADS = 20
+    DIMS_PER_HEAD = 128
+    PERCORE_BATCH_SIZE = 32.0
+    ICI_MESH_SHAPE = [1, 4, 1]
     MAX_STEPS = 15_000
 
 
-class C4Spmd2BAdam4Replicas(C4Spmd1BAdam4Replicas):
+class C4Spmd2BAdam4Replicas(C4Spmd):
     """2 billion weights, fully sharded over 4 chips (v4:2x2x1)."""
 
     NUM_LAYERS = 18
     MODEL_DIMS = 3072
     HIDDEN_DIMS = 12288
     NUM_HEADS = 24
+    DIMS_PER_HEAD = 128
+    PERCORE_BATCH_SIZE = 32.0
+    ICI_MESH_SHAPE = [1, 4, 1]
 
 
 class C4Spmd16BAdam32Replicas(C4Spmd):
@@ -68,24 +72,27 @@ class C4Spmd16BAdam32Replicas(C4Spmd):
     HIDDEN_DIMS = 24576
     NUM_HEADS = 48
     DIMS_PER_HEAD = 128
-    VOCAB_SIZE = 32000
-    MAX_SEQ_LEN = 1024
     PERCORE_BATCH_SIZE = 16.0
     ICI_MESH_SHAPE = [1, 16, 2]
 
 
-class C4Spmd32BAdam64Replicas(SpmdFeatures, C4Spmd16BAdam32Replicas):
+class C4Spmd32BAdam64Replicas(C4Spmd):
     """32 billion weights, sharded by fsdp and tensor over 64 chips (v4:4x4x4)."""
 
     NUM_LAYERS = 40
     MODEL_DIMS = 8192
     HIDDEN_DIMS = 32768
     NUM_HEADS = 64
+    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 8.0
     ICI_MESH_SHAPE = [1, 16, 4]
 
+    def partitioner(self) -> Config:
+        """Return the config of the partitioner."""
+        return spmd(self, shard_features=True)
 
-class LmCloudSpmdAdam(AdamExponential, Spmd, SyntheticTokens, CappedDecoder):
+
+class LmCloudSpmdAdam(LmCloudSpmd):
     """Two layers of 2048 dimensions, unrolled, on synthetic data and 8 chips (v4:2x2x2)."""
 
     NUM_LAYERS = 2
@@ -96,6 +103,7 @@ class LmCloudSpmdAdam(AdamExponential, Spmd, SyntheticTokens, CappedDecoder):
     USE_REPEATED_LAYER = False
     CHECKPOINT_POLICY = "none"
     PERCORE_BATCH_SIZE = 16.0
+    LEARNING_RATE = 1e-3
     ICI_MESH_SHAPE = [1, 4, 2]
 
 
@@ -106,39 +114,43 @@ class LmCloudSpmdAdamLimitSteps(LmCloudSpmdAdam):
     SUMMARY_INTERVAL_STEPS = 100
 
 
-class C4Spmd1BUnrolled(C4Spmd, abstract=True):
-    """Base of the two decoders of 24 unrolled layers in float32."""
+class C4SpmdAdam(C4Spmd):
+    """1.3 billion weights in unrolled layers on 8 chips (v4:2x2x2)."""
 
     NUM_LAYERS = 24
     MODEL_DIMS = 2048
     NUM_HEADS = 32
     DIMS_PER_HEAD = 64
     VOCAB_SIZE = 32128
-    MAX_SEQ_LEN = 1024
     FPROP_DTYPE = "float32"
     USE_REPEATED_LAYER = False
+    CHECKPOINT_POLICY = "none"
     PERCORE_BATCH_SIZE = 1.0
     SUMMARY_INTERVAL_STEPS = 100
-
-
-class C4SpmdAdam(C4Spmd1BUnrolled):
-    """1.3 billion weights in unrolled layers on 8 chips (v4:2x2x2)."""
-
-    CHECKPOINT_POLICY = "none"
     ICI_MESH_SHAPE = [1, 4, 2]
 
 
-class C4SpmdPipelineAdam(Pipelined, C4Spmd1BUnrolled):
+class C4SpmdPipelineAdam(Pipelined, Corpus, PaxLm):
     """1.3 billion weights in two pipeline stages of 4 chips each (v4:2x2x2)."""
 
+    NUM_LAYERS = 24
+    MODEL_DIMS = 2048
+    NUM_HEADS = 32
+    DIMS_PER_HEAD = 64
+    VOCAB_SIZE = 32128
+    FPROP_DTYPE = "float32"
+    USE_REPEATED_LAYER = False
     CHECKPOINT_POLICY = "projections"
+    PERCORE_BATCH_SIZE = 1.0
     NUM_STAGES = 2
     MICROBATCH_SIZE = 2
+    SUMMARY_INTERVAL_STEPS = 100
+    CHECKPOINT_EVERY_N_STEPS = 1000
     ICI_MESH_SHAPE = [2, 1, 2, 2]
 
 
-class C4SpmdPipelineGpt3Small(Gpt3Schedule, Pipelined, C4, Gpt3Decoder, abstract=True):
-    """Base of the pipelined GPT-3 XL."""
+class C4SpmdPipelineGpt3Small(Pipelined, Corpus, LmExperiment, abstract=True):
+    """Base of the pipelined GPT-3 XL (Brown et al., 2020, arXiv:2005.14165)."""
 
     NUM_LAYERS = 24
     MODEL_DIMS = 3072
@@ -146,11 +158,18 @@ class C4SpmdPipelineGpt3Small(Gpt3Schedule, Pipelined, C4, Gpt3Decoder, abstract
     NUM_HEADS = 24
     DIMS_PER_HEAD = 128
     MAX_SEQ_LEN = 2048
+    ACTIVATION = "gelu"
+    POSITIONS = "trainable"
     MAX_POSITIONS = 16_384
+    ATTENTION_BIAS = True
+    FEED_FORWARD_BIAS = True
+    NORM_EPSILON = 1e-5
     SOFTMAX_CHUNK_SIZE = 512
     INIT_STD = 0.006
     CHECKPOINT_POLICY = "full"
+    FPROP_DTYPE = "bfloat16"
     LEARNING_RATE = 2e-4
+    DECAYED_WEIGHTS = "all"
     WARMUP_STEPS = 265
     DECAY_START = 266
     DECAY_END = 108_600
@@ -182,11 +201,68 @@ class C4SpmdPipelineGpt3SmallAdam8Replicas(C4SpmdPipelineGpt3Small):
     CHECKPOINT_MAX_TO_KEEP = 1000
 
 
-class C4SpmdGpt3AdamOrgHP(Gpt3PaperSchedule, SpmdFeatures, MlperfC4, Gpt3175B, abstract=True):
-    """Base of GPT-3 175B with the optimizer of the paper."""
+def stop_at_target(fields: Any) -> Config | None:
+    """Return the rule that ends training at TARGET_LOSS; None if there is no target."""
+    if fields.TARGET_LOSS is None:
+        return None
+    return Config(StopAtTarget, metric="heldout/xent", target=fields.TARGET_LOSS)
 
+
+class C4SpmdGpt3AdamOrgHP(Corpus, LmExperiment, abstract=True):
+    """Base of GPT-3 175B with the optimizer of the paper, on MLPerf's data.
+
+    Training ends when the held-out loss reaches a target.
+    """
+
+    TARGET_LOSS: float | None = 2.69
+    """Loss of the held-out text, in nats per token, at which training ends; None for no target."""
+
+    NUM_LAYERS = 96
+    MODEL_DIMS = 12288
+    HIDDEN_DIMS = 49152
+    NUM_HEADS = 96
+    DIMS_PER_HEAD = 128
+    VOCAB_SIZE = 50257
+    MAX_SEQ_LEN = 2048
+    EVAL_NUM_BATCHES = None
+    ACTIVATION = "gelu"
+    POSITIONS = "trainable"
+    MAX_POSITIONS = 16_384
+    ATTENTION_BIAS = True
+    FEED_FORWARD_BIAS = True
+    NORM_EPSILON = 1e-5
+    SOFTMAX_CHUNK_SIZE = 512
+    INIT_STD = 0.006
+    CHECKPOINT_POLICY = "full"
+    FPROP_DTYPE = "bfloat16"
+    LEARNING_RATE = 6e-5
+    DECAYED_WEIGHTS = "all"
+    WARMUP_STEPS = 265
+    DECAY_START = 266
+    DECAY_END = 108_600
+    MAX_STEPS = 108_600
     CHECKPOINT_EVERY_N_STEPS = 100
     SUMMARY_INTERVAL_STEPS = 10
+
+    # Reduced runs train on bytes. Their loss falls below a target for tokens within a few steps.
+    reduced_fields: ClassVar[Mapping[str, Any]] = {"TARGET_LOSS": None}
+    tfds_name = "c4/en:3.0.4"
+    eval_tfds_name: ClassVar[str] = "c4/en:3.0.5"
+    eval_split = "validation_tokenized_5662seqs"
+
+    def datasets(self) -> list[Config]:
+        """Return configs of the training and the held-out input, which is read as a whole."""
+        return mlperf_text(self)
+
+    def task(self) -> Config:
+        """Return the task with the rule that ends training."""
+        task = super().task()
+        task.early_stopping = stop_at_target(self)
+        return task
+
+    def partitioner(self) -> Config:
+        """Return the config of the partitioner."""
+        return spmd(self, shard_features=True)
 
 
 class C4SpmdGpt3AdamOrgHPBS1p5k1536Replicas(C4SpmdGpt3AdamOrgHP):
@@ -210,57 +286,118 @@ class C4SpmdGpt3L16AdamOrgHP(C4SpmdGpt3AdamOrgHP):
     EVAL_INTERVAL_STEPS = 25_000
 
 
-class C4SpmdPipelineGpt3Adam(PipelinedFeatures, MlperfC4, Gpt3175B, abstract=True):
-    """Base of the pipelined GPT-3 175B in float32, which needs the memory of v5p."""
+class C4SpmdPipelineGpt3Adam(Pipelined, Corpus, LmExperiment, abstract=True):
+    """Base of the pipelined GPT-3 175B in float32, which needs the memory of v5p.
 
+    The schedule is MLPerf's for the number of rows of a batch. Training ends when the held-out loss
+    reaches a target.
+    """
+
+    TARGET_LOSS: float | None = 2.69
+    """Loss of the held-out text, in nats per token, at which training ends; None for no target."""
+    LEARNING_RATE: float | None = None  # type: ignore[assignment]
+    """Peak learning rate. None: 2e-5 for batches of at most 3584 rows, 3e-5 for larger ones."""
+    WARMUP_STEPS: int | float | None = None  # type: ignore[assignment]
+    """Number of warmup steps. None: as many as read 265 * 1536 rows."""
+    DECAY_END: int | float | None = None
+    """Step at which the decay ends. None: the step that completes 108,600 * 1536 rows."""
+
+    NUM_LAYERS = 96
+    MODEL_DIMS = 12288
+    HIDDEN_DIMS = 49152
+    NUM_HEADS = 96
+    DIMS_PER_HEAD = 128
     VOCAB_SIZE = 51200
-    FPROP_DTYPE = "float32"
+    MAX_SEQ_LEN = 2048
+    EVAL_NUM_BATCHES = None
+    ACTIVATION = "gelu"
+    POSITIONS = "trainable"
+    MAX_POSITIONS = 16_384
+    ATTENTION_BIAS = True
+    FEED_FORWARD_BIAS = True
+    NORM_EPSILON = 1e-5
+    SOFTMAX_CHUNK_SIZE = 512
+    INIT_STD = 0.006
+    CHECKPOINT_POLICY = "full"
+    MAX_STEPS = 108_600
     SUMMARY_INTERVAL_STEPS = 1
     CHECKPOINT_MAX_TO_KEEP = 100
+    NUM_STAGES = 8
+    MICROBATCH_SIZE = 8
+
+    unused_fields = ("DECAYED_WEIGHTS", "DECAY_START")
+
+    reduced_fields: ClassVar[Mapping[str, Any]] = {"TARGET_LOSS": None, "DECAY_END": 200}
+    tfds_name = "c4/en:3.0.4"
+    eval_tfds_name: ClassVar[str] = "c4/en:3.0.5"
+    eval_split = "validation_tokenized_5662seqs"
+
+    def datasets(self) -> list[Config]:
+        """Return configs of the training and the held-out input, which is read as a whole."""
+        return mlperf_text(self)
+
+    def task(self) -> Config:
+        """Return the task with the rule that ends training."""
+        task = super().task()
+        task.early_stopping = stop_at_target(self)
+        return task
+
+    def learner(self) -> Config:
+        """Return the config of the learner."""
+        return mlperf_adamw(self)
+
+    def partitioner(self) -> Config:
+        """Return the config of the partitioner."""
+        return pipelined(self, shard_features=True)
+
+    def start_notes(self) -> list[str]:
+        """Return no note, since the schedule does not depend on the run."""
+        return []
 
 
-class C4SpmdPipelineGpt3AdamOrgHPBS1p5k768Replicas(Gpt3PaperSchedule, C4SpmdPipelineGpt3Adam):
+class C4SpmdPipelineGpt3AdamOrgHPBS1p5k768Replicas(C4SpmdPipelineGpt3Adam):
     """GPT-3 175B, optimizer of the paper, 1536 rows, 8 stages of 96 chips (v5p:8x8x12).
 
     Pax's class misspells MICROBATCH_SIZE and has microbatches of 2 rows, fewer than the 8 devices
     of a stage that share a microbatch. Here they have the 8 rows of the misspelt field.
     """
 
+    DECAYED_WEIGHTS: Literal["matrices", "all"] = "all"
+    """`all` also decays scales and biases, as Pax does."""
+    DECAY_START: int | float | None = 266
+    """Step, or fraction, at which the decay begins; None for the end of the warmup."""
+    LEARNING_RATE = 6e-5
+    WARMUP_STEPS = 265
+    DECAY_END = 108_600
     PERCORE_BATCH_SIZE = 2.0
-    NUM_STAGES = 8
-    MICROBATCH_SIZE = 8
     ICI_MESH_SHAPE = [8, 1, 8, 12]
     EVAL_INTERVAL_STEPS = 25
     CHECKPOINT_EVERY_N_STEPS = 50
 
+    def learner(self) -> Config:
+        """Return the config of the learner."""
+        return adamw_cosine(self)
 
-class C4SpmdPipelineGpt3AdamMLPerfHP(MlperfSchedule, C4SpmdPipelineGpt3Adam, abstract=True):
-    """Base of the pipelined GPT-3 175B with MLPerf's schedule for the batch size."""
 
-
-class C4SpmdPipelineGpt3AdamMLPerfHPBS1p5k768Replicas(C4SpmdPipelineGpt3AdamMLPerfHP):
+class C4SpmdPipelineGpt3AdamMLPerfHPBS1p5k768Replicas(C4SpmdPipelineGpt3Adam):
     """GPT-3 175B of MLPerf, 1536 rows, 8 stages of 96 chips (v5p:8x8x12)."""
 
     PERCORE_BATCH_SIZE = 2.0
-    NUM_STAGES = 8
-    MICROBATCH_SIZE = 8
     ICI_MESH_SHAPE = [8, 1, 8, 12]
     EVAL_INTERVAL_STEPS = 16
     CHECKPOINT_EVERY_N_STEPS = 32
 
 
-class C4SpmdPipelineGpt3AdamMLPerfHPBS2k512Replicas(C4SpmdPipelineGpt3AdamMLPerfHP):
+class C4SpmdPipelineGpt3AdamMLPerfHPBS2k512Replicas(C4SpmdPipelineGpt3Adam):
     """GPT-3 175B of MLPerf, 2048 rows, 8 stages of 64 chips (v5p:8x8x8)."""
 
     PERCORE_BATCH_SIZE = 4.0
-    NUM_STAGES = 8
-    MICROBATCH_SIZE = 8
     ICI_MESH_SHAPE = [8, 1, 8, 8]
     EVAL_INTERVAL_STEPS = 12
     CHECKPOINT_EVERY_N_STEPS = 24
 
 
-class C4SpmdPipelineGpt3AdamMLPerfHPBS3k768Replicas(C4SpmdPipelineGpt3AdamMLPerfHP):
+class C4SpmdPipelineGpt3AdamMLPerfHPBS3k768Replicas(C4SpmdPipelineGpt3Adam):
     """GPT-3 175B of MLPerf, 3072 rows, 4 stages of 192 chips (v5p:8x8x12)."""
 
     PERCORE_BATCH_SIZE = 4.0
@@ -271,18 +408,16 @@ class C4SpmdPipelineGpt3AdamMLPerfHPBS3k768Replicas(C4SpmdPipelineGpt3AdamMLPerf
     CHECKPOINT_EVERY_N_STEPS = 16
 
 
-class C4SpmdPipelineGpt3AdamMLPerfHPBS4k1024Replicas(C4SpmdPipelineGpt3AdamMLPerfHP):
+class C4SpmdPipelineGpt3AdamMLPerfHPBS4k1024Replicas(C4SpmdPipelineGpt3Adam):
     """GPT-3 175B of MLPerf, 4096 rows, 8 stages of 128 chips (v5p:8x8x16)."""
 
     PERCORE_BATCH_SIZE = 4.0
-    NUM_STAGES = 8
-    MICROBATCH_SIZE = 8
     ICI_MESH_SHAPE = [8, 1, 8, 16]
     EVAL_INTERVAL_STEPS = 6
     CHECKPOINT_EVERY_N_STEPS = 12
 
 
-class C4SpmdPipelineGpt3AdamMLPerfHPBS8k1024Replicas(C4SpmdPipelineGpt3AdamMLPerfHP):
+class C4SpmdPipelineGpt3AdamMLPerfHPBS8k1024Replicas(C4SpmdPipelineGpt3Adam):
     """GPT-3 175B of MLPerf, 8192 rows, 4 stages of 256 chips (v5p:8x8x16)."""
 
     PERCORE_BATCH_SIZE = 8.0

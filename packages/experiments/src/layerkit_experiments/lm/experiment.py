@@ -1,66 +1,211 @@
-"""Base class of language-model experiments."""
+"""LmExperiment, the base class of language-model experiments."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
-import jax.numpy as jnp
-
-from layerkit.base.weights import canonical_dtype
 from layerkit.config import Config
 from layerkit.errors import ConfigError
-from layerkit_experiments.recipes.decoder import TransformerLmModel
-from layerkit_experiments.recipes.optimizers import TrainingLength
-from layerkit_experiments.recipes.quantization import QuantizedProducts
+from layerkit_experiments.recipes.decoder import decoder, layer_stack
+from layerkit_experiments.recipes.meshes import spmd
+from layerkit_experiments.recipes.optimizers import adamw_cosine, schedule_notes
+from layerkit_experiments.recipes.quantization import quantized
+from layerkit_experiments.recipes.training import train_config
 from layerkit_runner.config.experiment import BaseExperiment
 from layerkit_runner.step.task import SingleTask
 
 
-class LmExperiment(
-    TransformerLmModel, QuantizedProducts, TrainingLength, BaseExperiment, abstract=True
-):
-    """Base class; a subclass also inherits recipes of optimization, parallelism and data."""
+class LmExperiment(BaseExperiment, abstract=True):
+    """Base class: a decoder, trained by AdamW with a cosine on a mesh; a subclass has the data.
+
+    A subclass composes another model, optimizer or mesh by overriding `model()`, `learner()` or
+    `partitioner()` with a call of another recipe, and lists what that does not read in
+    `unused_fields`.
+    """
 
     tags: ClassVar[tuple[str, ...]] = ("lm",)
 
-    def validate(self) -> None:
-        """Raise an error if fields are invalid or contradict each other."""
-        super().validate()
-        dtype = canonical_dtype(self.FPROP_DTYPE, field="FPROP_DTYPE")
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise ConfigError(
-                field="FPROP_DTYPE",
-                value=self.FPROP_DTYPE,
-                expected="a floating dtype, such as bfloat16",
-            )
-        self.quantized(self.model())
-        self._check_prompts()
+    # Training.
+    MAX_STEPS: int = 300_000
+    SUMMARY_INTERVAL_STEPS: int | None = None
+    """Steps between two reports of metrics; None for 100, or a hundredth of a shorter run."""
+    EVAL_INTERVAL_STEPS: int | None = 100
+    DECODE_INTERVAL_STEPS: int | None = None
+    CHECKPOINT_EVERY_N_STEPS: int = 5000
+    CHECKPOINT_MAX_TO_KEEP: int | None = 10
+    CHECKPOINT_KEEP_INTERVAL_HOURS: float | None = None
+    """Hours per checkpoint that is kept permanently besides the newest; None keeps no others."""
+    SEED: int = 1234
 
-    def _check_prompts(self) -> None:
-        """Raise an error if decoding needs more learned positions than there are."""
-        field = "MAX_SEQ_LEN" if self.MAX_POSITIONS is None else "MAX_POSITIONS"
-        positions = getattr(self, field)
-        for prompts in self.decode_datasets() if "trainable" in self.POSITIONS else ():
-            longest = getattr(prompts, "prompt_length", 0) + self.MAX_DECODE_STEPS
-            if longest > positions:
-                most = positions - prompts.prompt_length
-                raise ConfigError(
-                    field="MAX_DECODE_STEPS",
-                    value=self.MAX_DECODE_STEPS,
-                    expected=f"at most {most} after prompts of {prompts.prompt_length} ids, since"
-                    f" POSITIONS={self.POSITIONS!r} has {field}={positions} positions",
-                )
+    # Model.
+    NUM_LAYERS: int = 2
+    MODEL_DIMS: int = 128
+    HIDDEN_DIMS: int | None = None
+    """Hidden size of the feed-forward layer; None for four times MODEL_DIMS."""
+    NUM_HEADS: int = 4
+    NUM_KV_HEADS: int | None = None
+    """Number of key and value heads; None for that of query heads."""
+    DIMS_PER_HEAD: int | None = None
+    """Size of a head; None for MODEL_DIMS / NUM_HEADS."""
+    VOCAB_SIZE: int = 32000
+    """Size of the embedding, at least the size of the vocabulary."""
+    MAX_SEQ_LEN: int = 1024
+    ACTIVATION: Literal["relu", "gelu", "gelu_exact", "silu"] = "gelu"
+    USE_GATED_ACTIVATION: bool = False
+    ATTENTION_BIAS: bool = False
+    """Use biases in the query, key, value and output projections."""
+    FEED_FORWARD_BIAS: bool = False
+    """Use biases in the feed-forward layer."""
+    PER_DIM_SCALE: bool = False
+    """Learn a scale for each coordinate of a head, in the logits of attention."""
+    COMBINE_QKV: bool = False
+    """Keep the query, key and value projections as one weight, which optimizers see as a whole."""
+    SOFTMAX_BIAS: bool = False
+    """Use a bias for each token of the vocabulary in the logits."""
+    NORM: Literal["layer_norm", "rms_norm"] = "layer_norm"
+    NORM_EPSILON: float = 1e-6
+    POSITIONS: Literal[
+        "rotary", "sinusoidal", "trainable", "none", "sinusoidal+rotary", "trainable+rotary"
+    ] = "sinusoidal"
+    """Positions; those of attention and of the embedding at once, as in Pax, with a plus sign."""
+    MAX_POSITIONS: int | None = None
+    """Number of trainable positions; None for MAX_SEQ_LEN."""
+    ATTENTION_LOGIT_CAP: float | None = None
+    """Bound of the logits of attention; None for no bound."""
+    SOFTMAX_LOGIT_CAP: float | None = None
+    """Bound of the logits of tokens; None for no bound."""
+    SOFTMAX_CHUNK_SIZE: int | None = None
+    """Number of positions whose logits are in memory at a time; None for all, or for 512 from a
+    vocabulary of 65,536 on."""
+    ATTENTION_BACKEND: str = "auto"
+    DROPOUT_RATE: float = 0.0
+    INPUT_DROPOUT_RATE: float | None = None
+    """Dropout rate of embeddings; None for DROPOUT_RATE."""
+    LAYER_INPUT_DROPOUT_RATE: float = 0.0
+    """Dropout rate of the input of each layer, as Pax's `input_dropout_prob` of repeated layers."""
+    SCALE_EMBEDDING: bool = False
+    """Multiply embeddings by √MODEL_DIMS (Vaswani et al., 2017)."""
+    WEIGHT_INIT: Literal["xavier", "xavier_last_axes", "fan_in"] = "xavier"
+    """See `layerkit.base.weights.WeightInit`; `xavier_last_axes` is that of Praxis."""
+    INIT_STD: float | None = None
+    """Standard deviation of the normal initializer of all matrices; None for WEIGHT_INIT."""
+    SCALE_RESIDUAL_INIT: bool = False
+    """Divide the initial output weights of residual branches by √(2·NUM_LAYERS) (GPT-2)."""
+    FPROP_DTYPE: str = "float32"
+    """Dtype of the computation; weights are float32."""
+    USE_REPEATED_LAYER: bool = True
+    """Run layers as a scan over stacked weights instead of unrolled."""
+    CHECKPOINT_POLICY: str = "none"
+    """Rematerialization policy of `layerkit.ops.remat`, or Pax's name of one."""
+    QUANTIZATION: Literal["fp8_delayed", "fp8_current", "mxfp8", "nvfp4", "int8"] | None = None
+    """Products of the layers: `fp8_delayed`, `fp8_current` (Hopper and later GPUs), `mxfp8`,
+    `nvfp4` (Blackwell), `int8` (TPUs); None for FPROP_DTYPE. See docs/quantization.md."""
+    MAX_DECODE_STEPS: int = 64
+    TEMPERATURE: float = 1.0
+    EOS_ID: int | None = None
+
+    # Data.
+    PERCORE_BATCH_SIZE: float = 8.0
+    """Rows per device; a fraction if several devices share a row."""
+    PROMPTS_PER_DEVICE: float = 0.0
+    """Held-out rows per device whose beginnings the model continues; 0 decodes nothing. Set
+    DECODE_INTERVAL_STEPS to decode during training."""
+    PROMPT_LENGTH: int = 64
+    """Maximum number of ids of such a beginning."""
+
+    # Optimizer: AdamW, a linear warmup and a cosine.
+    LEARNING_RATE: float = 1e-3
+    ADAM_BETA1: float = 0.9
+    ADAM_BETA2: float = 0.95
+    ADAM_EPSILON: float = 1e-8
+    WEIGHT_DECAY: float = 0.1
+    DECAYED_WEIGHTS: Literal["matrices", "all"] = "matrices"
+    """`all` also decays scales and biases, as Pax does."""
+    CLIP_GRADIENT_NORM: float | None = 1.0
+    WARMUP_STEPS: int | float = 100
+    """Steps, or a fraction of MAX_STEPS below 1."""
+    DECAY_START: int | float | None = None
+    """Step, or fraction, at which the decay begins; None for the end of the warmup."""
+    DECAY_END: int | float | None = None
+    """Step, or fraction, at which the decay ends; None for MAX_STEPS."""
+    MIN_LEARNING_RATE_RATIO: float = 0.1
+
+    # Mesh.
+    SEQUENCE_PARALLEL: bool = False
+    """True to split norms and residuals by position over tensor."""
+    ICI_MESH_SHAPE: list[int] | None = None
+    """Sizes of the mesh axes within a slice, such as [data, fsdp, tensor]; None puts all devices on
+    data."""
+    DCN_MESH_SHAPE: list[int] | None = None
+    """Sizes of the mesh axes across slices; None for one slice."""
+
+    reduced_fields: ClassVar[Mapping[str, Any]] = {
+        "MAX_STEPS": 200,
+        "SUMMARY_INTERVAL_STEPS": 10,
+        "EVAL_INTERVAL_STEPS": 100,
+        "CHECKPOINT_EVERY_N_STEPS": 100,
+        "NUM_LAYERS": 2,
+        "MAX_POSITIONS": None,
+        "MODEL_DIMS": 64,
+        "HIDDEN_DIMS": 256,
+        "NUM_HEADS": 4,
+        "DIMS_PER_HEAD": 16,
+        "FPROP_DTYPE": "float32",
+        "LEARNING_RATE": 3e-3,
+        "WARMUP_STEPS": 5,
+        "DECAY_START": None,
+        "DECAY_END": None,
+        "ICI_MESH_SHAPE": None,
+        "DCN_MESH_SHAPE": None,
+    }
+
+    def model(self) -> Config:
+        """Return the config of the LanguageModel."""
+        return decoder(self)
+
+    def stack(self) -> Config:
+        """Return the config of the stack of layers of the model."""
+        return layer_stack(self)
 
     def learner(self) -> Config:
-        """Return the config of the learner, which an optimization recipe defines."""
-        raise NotImplementedError(
-            f"{type(self).__qualname__} needs an optimization recipe, such as AdamWCosine"
-        )
+        """Return the config of the learner."""
+        return adamw_cosine(self)
+
+    def partitioner(self) -> Config:
+        """Return the config of the partitioner."""
+        return spmd(self)
+
+    def decode_datasets(self) -> list[Config]:
+        """Return the config of prompts, the beginnings of held-out rows."""
+        if not self.PROMPTS_PER_DEVICE:
+            return []
+        # Imported here, since few runs decode.
+        from layerkit_experiments.recipes.prompts import row_prompts
+
+        return [row_prompts(self, self.datasets()[-1])]
 
     def task(self) -> Config:
         """Return the config of the task."""
         return SingleTask.HParams.config(
             name="lm",
-            model=self.quantized(self.model()),
-            train=self.train_config(self.learner()),
+            model=quantized(self, self.model()),
+            train=train_config(self, self.learner()),
         )
+
+    def validate(self) -> None:
+        """Raise an error if decoding needs more learned positions than there are."""
+        name = "MAX_SEQ_LEN" if self.MAX_POSITIONS is None else "MAX_POSITIONS"
+        positions = getattr(self, name)
+        for prompts in self.decode_datasets() if "trainable" in self.POSITIONS else ():
+            left = positions - getattr(prompts, "prompt_length", 0)
+            if left < self.MAX_DECODE_STEPS:
+                raise ConfigError(
+                    field="MAX_DECODE_STEPS",
+                    value=self.MAX_DECODE_STEPS,
+                    expected=f"at most {left} after the prompts, since {name}={positions}",
+                )
+
+    def start_notes(self) -> list[str]:
+        """Return a note about a schedule that was shortened."""
+        return schedule_notes(self)

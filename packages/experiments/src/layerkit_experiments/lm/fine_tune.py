@@ -5,14 +5,140 @@
 
 from __future__ import annotations
 
-from layerkit_experiments.recipes.fine_tuning import FolderText, Lora
-from layerkit_experiments.recipes.hugging_face import HuggingFaceLm
-from layerkit_experiments.recipes.meshes import Spmd
-from layerkit_experiments.recipes.optimizers import AdamWCosine
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from layerkit.config import Config, build, field_names, target_of
+from layerkit.errors import ConfigError
+from layerkit_experiments.recipes.decoder import remat_policy
+from layerkit_experiments.recipes.fine_tuning import (
+    folder_tokenizer,
+    train_adapters,
+    weights_of,
+    with_adapters,
+)
+from layerkit_experiments.recipes.local_files import LocalFiles
+from layerkit_experiments.recipes.training import TrainedExperiment, train_config
+from layerkit_inputs.base.special_ids import end_ids
+from layerkit_runner.step.task import SingleTask
 
 
-class FineTune(AdamWCosine, Spmd, FolderText, HuggingFaceLm):
+class HuggingFaceLm(TrainedExperiment, abstract=True):
+    """Model and initial weights of a folder, trained by AdamW; a subclass adds the data.
+
+    `--mode=export --export_dir=DIR` writes the trained model in the same format.
+    """
+
+    tags: ClassVar[tuple[str, ...]] = ("lm", "fine_tune")
+
+    HF_FOLDER: str
+    """Folder with config.json and safetensors files."""
+    FPROP_DTYPE: str = "float32"
+    """Dtype of the computation; weights are float32."""
+    USE_REPEATED_LAYER: bool = True
+    """Run layers as a scan over stacked weights instead of unrolled."""
+    CHECKPOINT_POLICY: str = "none"
+    """Rematerialization policy; see `layerkit.ops.remat`."""
+    MAX_DECODE_STEPS: int = 64
+    TEMPERATURE: float | None = None
+    """Divisor of the logits in sampling; None for the default of the folder, as its other options
+    of decoding."""
+    EOS_ID: int | None = None
+    """Token that ends a continuation; None for each end token of the folder and the tokenizer."""
+
+    def model(self) -> Config:
+        """Return the config of the model in the folder.
+
+        Raises:
+          ConfigError: The folder does not exist, or holds no supported language model.
+        """
+        from layerkit.interop import hugging_face
+
+        try:
+            model = hugging_face.model_config(
+                self.HF_FOLDER, repeated=self.USE_REPEATED_LAYER, fprop_dtype=self.FPROP_DTYPE
+            )
+            decoder = hugging_face.decoder_config(self.HF_FOLDER)
+        except OSError as error:
+            raise ConfigError(str(error), owner="HF_FOLDER") from error
+        if "lm_tpl" not in field_names(model):
+            raise ConfigError(
+                field="HF_FOLDER",
+                value=self.HF_FOLDER,
+                expected=f"a decoder-only language model, not a {target_of(model).__qualname__}",
+            )
+        model.lm_tpl.stack_tpl.remat = remat_policy(self.CHECKPOINT_POLICY)
+        decoder.max_length, decoder.max_decode_steps = None, self.MAX_DECODE_STEPS
+        decoder.min_decode_steps = min(decoder.min_decode_steps, self.MAX_DECODE_STEPS)
+        if self.TEMPERATURE is not None:
+            decoder.temperature = self.TEMPERATURE
+        if self.EOS_ID is not None:
+            decoder.eos_id = self.EOS_ID
+        return model.set(decoder=decoder)
+
+    def start_notes(self) -> list[str]:
+        """Return notes, also about the decoding defaults of the folder."""
+        from layerkit.interop import hugging_face
+
+        decoder = self.model().decoder
+        return [*super().start_notes(), *hugging_face.generation_notes(self.HF_FOLDER, decoder)]
+
+    def validate(self) -> None:
+        """Raise an error if the model is not supported, or does not fit the data.
+
+        A model would train without an error on bytes instead of the tokens that it knows, and on
+        longer rows than those for which it was made.
+        """
+        from layerkit.interop import hugging_face
+
+        super().validate()
+        known = self.model().lm_tpl.vocab_size
+        tokenizer = hugging_face.tokenizer_file(self.HF_FOLDER)
+        if tokenizer is not None and getattr(self, "TOKENIZER", None) == "bytes":
+            raise ConfigError(
+                field="TOKENIZER",
+                value="bytes",
+                expected=f"the tokenizer of {self.HF_FOLDER}, with which its model was trained",
+                hint="lm.fine_tune.FineTune reads the tokenizer and its size from the folder.",
+                settings={"TOKENIZER": tokenizer, "VOCAB_SIZE": known},
+            )
+        length, positions = getattr(self, "MAX_SEQ_LEN", 0), hugging_face.max_length(self.HF_FOLDER)
+        if positions is not None and length > positions:
+            raise ConfigError(
+                field="MAX_SEQ_LEN",
+                value=length,
+                expected=f"at most {positions}, the positions in {self.HF_FOLDER}/config.json",
+            )
+        needed = getattr(self, "VOCAB_SIZE", 0)
+        if needed > known:
+            raise ConfigError(
+                field="VOCAB_SIZE",
+                value=needed,
+                expected=f"at most {known}, the vocabulary of the model in {self.HF_FOLDER}",
+            )
+
+    def task(self) -> Config:
+        """Return the config of the task, whose decoder ends at each end token that is declared."""
+        model = self.model()
+        tokenizer = getattr(self, "tokenizer", None)
+        if self.EOS_ID is None and tokenizer is not None:
+            decoder_ends = build(model.decoder).eos_ids
+            ends = tuple(dict.fromkeys((*decoder_ends, *end_ids(build(tokenizer())))))
+            model.decoder.eos_id = ends if len(ends) > 1 else next(iter(ends), None)
+        return SingleTask.HParams.config(
+            name="lm",
+            model=model,
+            train=train_config(self, self.learner()),
+            initial_weights=weights_of(self.HF_FOLDER),
+        )
+
+
+class FineTune(LocalFiles, HuggingFaceLm):
     """All weights of the model in HF_FOLDER, on all devices."""
+
+    TOKENIZER: str | None = None  # type: ignore[assignment]
+    """Tokenizer as in `LocalFiles`; None for that of the folder."""
 
     FPROP_DTYPE = "bfloat16"
     CHECKPOINT_POLICY = "full"
@@ -22,20 +148,45 @@ class FineTune(AdamWCosine, Spmd, FolderText, HuggingFaceLm):
     MAX_STEPS = 1000
     CHECKPOINT_EVERY_N_STEPS = 200
 
+    reduced_fields: ClassVar[Mapping[str, Any]] = {"PERCORE_BATCH_SIZE": 8.0}
+
     @property
     def VOCAB_SIZE(self) -> int:  # type: ignore[override]  # noqa: N802
         """Vocabulary size of the model in the folder."""
         size: int = self.model().lm_tpl.vocab_size
         return size
 
-    @property
-    def weights_folder(self) -> str:
-        """The Hugging Face folder."""
-        return self.HF_FOLDER
+    def tokenizer(self) -> Config:
+        """Return the config of the tokenizer."""
+        return folder_tokenizer(self, self.HF_FOLDER)
+
+    def validate(self) -> None:
+        """Check the fields; a tokenizer of a missing folder is checked when the run starts."""
+        if self.TOKENIZER is not None or Path(self.HF_FOLDER).exists():
+            super().validate()
+        else:
+            HuggingFaceLm.validate(self)
 
 
-class FineTuneLora(Lora, FineTune):
+class FineTuneLora(FineTune):
     """LoRA adapters of the queries and values of the model in HF_FOLDER."""
+
+    tags: ClassVar[tuple[str, ...]] = ("lora",)
+
+    LORA_RANK: int = 8
+    LORA_ALPHA: float = 16.0
+    """Adapters are multiplied by LORA_ALPHA / LORA_RANK."""
+    LORA_DROPOUT_RATE: float = 0.0
+    LORA_ONLY: str = ".*(query|value)_tpl"
+    """Pattern of field paths of products with an adapter; `.*_tpl` matches all."""
 
     LEARNING_RATE = 3e-4
     WEIGHT_DECAY = 0.0
+
+    def model(self) -> Config:
+        """Return the config of the model with adapters."""
+        return with_adapters(self, super().model())
+
+    def learner(self) -> Config:
+        """Return the config of the learner, which trains only adapters."""
+        return train_adapters(super().learner())

@@ -8,24 +8,35 @@ over the data axis, which this size does not need. The guide describes the gate 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 from layerkit.config import Config
 from layerkit_experiments.lm.experiment import LmExperiment
-from layerkit_experiments.recipes.corpora import C4
-from layerkit_experiments.recipes.experts import MixtureOfExperts
-from layerkit_experiments.recipes.latent_attention import LatentAttention
+from layerkit_experiments.recipes.corpora import Corpus
+from layerkit_experiments.recipes.decoder import decoder
+from layerkit_experiments.recipes.experts import MixtureOfExperts, with_experts
+from layerkit_experiments.recipes.latent_attention import with_latent_attention
 from layerkit_experiments.recipes.meshes import Pipelined
-from layerkit_experiments.recipes.optimizers import AdamWCosine
 
 
-class Jaxformer1B(MixtureOfExperts, LatentAttention, Pipelined, AdamWCosine, C4, LmExperiment):
+class Jaxformer1B(MixtureOfExperts, Pipelined, Corpus, LmExperiment):
     """Latent attention, 8 + 2 experts, noisy top-2, in a pipeline on 32 chips (v4:2x4x4)."""
+
+    LATENT_DIMS: int = 64
+    """Size of the latent of keys and values, which the cache holds."""
+    QUERY_LATENT_DIMS: int | None = 64
+    """Size of the latent of queries; None projects queries from the inputs."""
+    PLAIN_DIMS_PER_HEAD: int = 64
+    """Coordinates of queries and keys without position, and the size of values."""
+    ROTARY_DIMS_PER_HEAD: int = 64
+    """Rotated coordinates of queries and keys."""
 
     NUM_LAYERS = 16
     MODEL_DIMS = 768
     HIDDEN_DIMS = 3072
     NUM_HEADS = 12
-    LATENT_DIMS = 64
-    QUERY_LATENT_DIMS = 64
+    POSITIONS = "none"
     NORM = "rms_norm"
     VOCAB_SIZE = 100_277
     MAX_SEQ_LEN = 1024
@@ -49,6 +60,18 @@ class Jaxformer1B(MixtureOfExperts, LatentAttention, Pipelined, AdamWCosine, C4,
     MAX_STEPS = 20_000
     PROMPTS_PER_DEVICE = 2.0
     DECODE_INTERVAL_STEPS = 1000
+
+    reduced_fields: ClassVar[Mapping[str, Any]] = {
+        "LATENT_DIMS": 16,
+        "QUERY_LATENT_DIMS": None,
+        "PLAIN_DIMS_PER_HEAD": 8,
+        "ROTARY_DIMS_PER_HEAD": 8,
+        "DIMS_PER_HEAD": None,
+    }
+
+    def model(self) -> Config:
+        """Return the config of the LanguageModel."""
+        return with_experts(self, with_latent_attention(self, decoder(self)))
 
     def task(self) -> Config:
         """Return the task; it saves the first weights, and samples with the same random numbers."""

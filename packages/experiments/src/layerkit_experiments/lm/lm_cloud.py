@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from layerkit_experiments.lm.pax import CappedDecoder, PaxDecoder
-from layerkit_experiments.recipes.local_files import SyntheticTokens
-from layerkit_experiments.recipes.meshes import Pipelined, Pmap, Spmd, SpmdFeatures
-from layerkit_experiments.recipes.optimizers import AdamExponential
+from layerkit.config import Config
+from layerkit_experiments.lm.pax import PaxLm
+from layerkit_experiments.recipes.meshes import Pipelined, pmap, spmd
 
 
-class LmCloudSpmd(AdamExponential, Spmd, SyntheticTokens, CappedDecoder, abstract=True):
+class LmCloudSpmd(PaxLm, abstract=True):
     """Base of the SPMD experiments on synthetic data.
 
     Pax's tokens are all 1. These can be learned, and a held-out batch measures how well. A run ends
@@ -54,8 +53,12 @@ class LmCloudSpmd2BLimitSteps(LmCloudSpmd2B):
     SUMMARY_INTERVAL_STEPS = 100
 
 
-class LmCloudSpmdLarge(SpmdFeatures, LmCloudSpmd, abstract=True):
+class LmCloudSpmdLarge(LmCloudSpmd, abstract=True):
     """Base of the models of more than 30 billion weights."""
+
+    def partitioner(self) -> Config:
+        """Return the config of the partitioner."""
+        return spmd(self, shard_features=True)
 
 
 class LmCloudSpmd32B(LmCloudSpmdLarge):
@@ -129,8 +132,11 @@ class LmCloudSpmdMultislice2B(LmCloudSpmd2B):
     DCN_MESH_SHAPE = [2, 1, 1]
 
 
-class LmCloudSpmdPipeline(Pipelined, LmCloudSpmd, abstract=True):
+class LmCloudSpmdPipeline(Pipelined, PaxLm, abstract=True):
     """Base of the pipelined experiments on synthetic data."""
+
+    LEARNING_RATE = 2.5e-4
+    DIMS_PER_HEAD = 128
 
 
 class LmCloudSpmdPipeline9B(LmCloudSpmdPipeline):
@@ -177,17 +183,28 @@ class LmCloudSpmdPipelineMultislice2B(LmCloudSpmdPipeline):
     DCN_MESH_SHAPE = [2, 1, 1, 1]
 
 
-class LmCloudSpmdPipelineMultislice2BCircular(LmCloudSpmdPipelineMultislice2B):
+class LmCloudSpmdPipelineMultislice2BCircular(LmCloudSpmdPipeline):
     """The pipelined 2B model, three rounds of a microbatch through both slices (v4:2x2x1*2)."""
 
+    tags = ("multislice",)
+
+    NUM_LAYERS = 18
+    MODEL_DIMS = 3072
+    NUM_HEADS = 24
+    PERCORE_BATCH_SIZE = 16.0
+    NUM_STAGES = 2
     MICROBATCH_SIZE = 8
     CIRCULAR_REPEAT = 3
+    ICI_MESH_SHAPE = [1, 4, 1, 1]
+    DCN_MESH_SHAPE = [2, 1, 1, 1]
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {"NUM_LAYERS": 6}
 
 
-class LmCloudTransformerAdam(AdamExponential, Pmap, SyntheticTokens, PaxDecoder):
+class LmCloudTransformerAdam(PaxLm):
     """A 32-layer model under pmap: the whole state on every device."""
+
+    tags = ("pmap",)
 
     NUM_LAYERS = 32
     MODEL_DIMS = 1024
@@ -196,7 +213,17 @@ class LmCloudTransformerAdam(AdamExponential, Pmap, SyntheticTokens, PaxDecoder)
     DIMS_PER_HEAD = 64
     PERCORE_BATCH_SIZE = 16.0
     ACTIVATION = "relu"
+    SOFTMAX_LOGIT_CAP = None
+    COMBINE_QKV = False
+    FPROP_DTYPE = "float32"
+    CHECKPOINT_POLICY = "none"
     USE_REPEATED_LAYER = False
+
+    unused_fields = ("ICI_MESH_SHAPE", "DCN_MESH_SHAPE", "SEQUENCE_PARALLEL")
+
+    def partitioner(self) -> Config:
+        """Return the config of the partitioner."""
+        return pmap()
 
 
 class LmCloudTransformerAdamTest(LmCloudTransformerAdam):

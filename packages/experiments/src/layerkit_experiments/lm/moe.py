@@ -7,35 +7,39 @@ tokens: 1024 rows of 1024.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 from layerkit.config import Config
 from layerkit.layers import RelativeBias
 from layerkit_experiments.lm.experiment import LmExperiment
-from layerkit_experiments.recipes.corpora import C4
-from layerkit_experiments.recipes.experts import MixtureOfExperts, SpmdExperts
-from layerkit_experiments.recipes.published_optimizers import AdafactorSqrt
+from layerkit_experiments.recipes.corpora import Corpus, synthetic_tokens
+from layerkit_experiments.recipes.decoder import decoder
+from layerkit_experiments.recipes.experts import (
+    MixtureOfExperts,
+    gshard_decoder,
+    gshard_mixture,
+    with_experts,
+)
+from layerkit_experiments.recipes.meshes import EXPERT_AXES, spmd
+from layerkit_experiments.recipes.optimizers import adafactor_sqrt, capped_cosine
 
 
-class RelativePositions(LmExperiment, abstract=True):
-    """Relative position biases in each layer (T5; arXiv:1910.10683) as the only positions."""
-
-    POSITIONS = "none"
-
-    def model(self) -> Config:
-        """Return the config of the LanguageModel."""
-        model = super().model()
-        bias = RelativeBias.HParams.config()
-        model.lm_tpl.stack_tpl.layer_tpl.attention_tpl.relative_bias_tpl = bias
-        return model
-
-
-class Glam(MixtureOfExperts, AdafactorSqrt, SpmdExperts, C4, RelativePositions, abstract=True):
+class Glam(MixtureOfExperts, Corpus, LmExperiment, abstract=True):
     """Common values of the family: 64 experts, of which each token uses two."""
+
+    CONSTANT_STEPS: int = 10_000
+    """Number of steps at LEARNING_RATE, followed by LEARNING_RATE·√(CONSTANT_STEPS / step)."""
+    SECOND_MOMENT_DECAY: float = 0.8
+    """Exponent c of the decay 1 - step^-c of the factored second moments."""
+    UPDATE_RMS_CAP: float | None = 1.0
 
     VOCAB_SIZE = 256_000
     MAX_SEQ_LEN = 1024
     NORM = "rms_norm"
     ACTIVATION = "gelu"
     USE_GATED_ACTIVATION = True
+    POSITIONS = "none"
     WEIGHT_INIT = "fan_in"
     NUM_EXPERTS = 64
     EXPERT_PERIOD = 2
@@ -44,7 +48,34 @@ class Glam(MixtureOfExperts, AdafactorSqrt, SpmdExperts, C4, RelativePositions, 
     SOFTMAX_CHUNK_SIZE = 256
     FPROP_DTYPE = "bfloat16"
     CHECKPOINT_POLICY = "full"
+    LEARNING_RATE = 0.01
+    CLIP_GRADIENT_NORM = None
     MAX_STEPS = 500_000
+
+    unused_fields = (
+        *("ADAM_BETA1", "ADAM_BETA2", "ADAM_EPSILON", "WEIGHT_DECAY", "DECAYED_WEIGHTS"),
+        *("WARMUP_STEPS", "DECAY_START", "DECAY_END", "MIN_LEARNING_RATE_RATIO"),
+    )
+    reduced_fields: ClassVar[Mapping[str, Any]] = {"LEARNING_RATE": 0.03}
+
+    def model(self) -> Config:
+        """Return the config of the LanguageModel, whose only positions are relative biases (T5)."""
+        model = decoder(self)
+        bias = RelativeBias.HParams.config()
+        model.lm_tpl.stack_tpl.layer_tpl.attention_tpl.relative_bias_tpl = bias
+        return with_experts(self, model)
+
+    def learner(self) -> Config:
+        """Return the config of the learner."""
+        return adafactor_sqrt(self)
+
+    def start_notes(self) -> list[str]:
+        """Return no note, since the schedule does not depend on the run."""
+        return []
+
+    def partitioner(self) -> Config:
+        """Return the config of the partitioner."""
+        return spmd(self, EXPERT_AXES)
 
 
 class Glam126M64E(Glam):
@@ -81,3 +112,77 @@ class Glam64B64E(Glam):
     DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 1.0
     ICI_MESH_SHAPE = [1, 16, 8, 8]
+
+
+class PraxisExperts(MixtureOfExperts, LmExperiment, abstract=True):
+    """Praxis' decoder of Grok-1: eight experts in each layer, rotary positions, grouped queries.
+
+    The released Grok-1 also caps the logits of attention at 30, scales embeddings and logits, and
+    normalizes the outputs of its blocks.
+    """
+
+    NUM_GROUPS: int | None = None
+    """Groups of a batch, each with slots of its own; None for one per row."""
+    USE_ADAFACTOR: bool = False
+    """Use Pax's `ShardedAdafactor`, with a momentum in int8 and factors of the second moment."""
+    USE_FP8: bool = False
+    """Pax's name of `QUANTIZATION="fp8_delayed"`."""
+    UPDATE_RMS_CAP: float | None = 1.0
+
+    NUM_HEADS = 48
+    NUM_KV_HEADS: int | None = 8
+    DIMS_PER_HEAD = 128
+    MODEL_DIMS = 6144
+    HIDDEN_DIMS = 32_768
+    VOCAB_SIZE = 131_072
+    MAX_SEQ_LEN = 8192
+    NORM = "rms_norm"
+    USE_GATED_ACTIVATION = True
+    POSITIONS = "rotary"
+    ATTENTION_BIAS = True
+    INIT_STD = 0.023
+    NUM_EXPERTS = 8
+    CAPACITY_FACTOR = 2.0
+    USE_GATED_EXPERTS = True
+    FPROP_DTYPE = "bfloat16"
+    # Praxis names the policy SAVE_QKV_OUT_PROJ, and saves projections only where they are combined.
+    CHECKPOINT_POLICY = "attention_out"
+
+    LEARNING_RATE = 6e-4
+    WEIGHT_DECAY = 1e-3
+    WARMUP_STEPS = 0
+    DECAY_START = 1
+    DECAY_END = 500_000
+    MAX_STEPS = 10
+    SUMMARY_INTERVAL_STEPS: int | None = 100
+    CHECKPOINT_EVERY_N_STEPS = 100_000
+
+    unused_fields = ("DECAYED_WEIGHTS",)
+    reduced_fields: ClassVar[Mapping[str, Any]] = {
+        "NUM_GROUPS": None,
+        "DECAY_START": 6,
+        "DECAY_END": 200,
+        "MAX_SEQ_LEN": 64,
+        "VOCAB_SIZE": 64,
+    }
+
+    def model(self) -> Config:
+        """Return the config of the LanguageModel."""
+        model = gshard_decoder(self)
+        return with_experts(self, model, gshard_mixture(self, model))
+
+    def learner(self) -> Config:
+        """Return the config of the learner."""
+        return capped_cosine(self)
+
+    def partitioner(self) -> Config:
+        """Return the config of the partitioner."""
+        return spmd(self, EXPERT_AXES)
+
+    def datasets(self) -> list[Config]:
+        """Return configs of the training and the held-out input."""
+        return synthetic_tokens(self)
+
+    def data_summary(self) -> str:
+        """Return a short description of the training data."""
+        return "synthetic tokens"

@@ -6,14 +6,19 @@ rows without a tensor axis need the memory of v5p.
 
 from __future__ import annotations
 
+from layerkit.config import Config
 from layerkit_experiments.lm.lm_cloud import LmCloudSpmd
-from layerkit_experiments.recipes.meshes import SpmdFeatures
+from layerkit_experiments.recipes.meshes import spmd
 
 
-class OptimalScaling(SpmdFeatures, LmCloudSpmd, abstract=True):
+class OptimalScaling(LmCloudSpmd, abstract=True):
     """Base of the decoders, which keep the outputs of projections for the backward pass."""
 
     CHECKPOINT_POLICY = "dots_no_batch"
+
+    def partitioner(self) -> Config:
+        """Return the config of the partitioner."""
+        return spmd(self, shard_features=True)
 
 
 class OptimalScaling2x2x1(OptimalScaling):

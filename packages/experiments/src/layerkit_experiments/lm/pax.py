@@ -1,58 +1,60 @@
-"""Families of decoders with their published schedules, without sizes.
+"""PaxLm, the base class of Pax's language models on TPUs.
 
-`PaxDecoder` has the defaults of Praxis: sinusoidal positions, a capped attention, and biases
-outside attention. `CappedDecoder` is the decoder of Pax's SPMD language models. `Gpt3Decoder` is
-GPT-3 (Brown et al., 2020, arXiv:2005.14165) as trained by NVIDIA and MLPerf: learned positions,
-biases, no caps.
+Its decoder has the defaults of Praxis: sinusoidal positions, capped logits, and biases outside
+attention. The optimizer is Pax's Adam with an update cap, whose rate decays to a tenth.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from layerkit.config import Config
 from layerkit_experiments.lm.experiment import LmExperiment
-from layerkit_experiments.recipes.optimizers import AdamWCosine
+from layerkit_experiments.recipes.corpora import synthetic_tokens
+from layerkit_experiments.recipes.optimizers import adam_exponential
 
 
-class PaxDecoder(LmExperiment, abstract=True):
-    """Pre-norm decoder with the defaults of Praxis, which has biases outside attention."""
+class PaxLm(LmExperiment, abstract=True):
+    """A pre-norm decoder with capped logits and full rematerialization, on synthetic tokens."""
 
     ATTENTION_LOGIT_CAP: float | None = 50.0
+    SOFTMAX_LOGIT_CAP: float | None = 30.0
     FEED_FORWARD_BIAS = True
     PER_DIM_SCALE = True
     SOFTMAX_BIAS = True
-    POSITIONS = "sinusoidal"
     SCALE_EMBEDDING = True
     WEIGHT_INIT = "xavier_last_axes"
-
-
-class CappedDecoder(PaxDecoder, abstract=True):
-    """Pre-norm decoder with capped logits and full rematerialization."""
-
-    SOFTMAX_LOGIT_CAP = 30.0
-    ACTIVATION = "gelu"
     # The optimizer caps the update of the three projections as that of one weight.
     COMBINE_QKV = True
     FPROP_DTYPE = "bfloat16"
     CHECKPOINT_POLICY = "full"
 
+    ADAM_BETA2 = 0.99
+    ADAM_EPSILON = 1e-6
+    WEIGHT_DECAY = 1e-3
+    CLIP_GRADIENT_NORM = 5.0
+    UPDATE_RMS_CAP: float | None = 1.0
+    WARMUP_STEPS = 4000
+    DECAY_START = 4001
+    DECAY_END = 300_000
 
-class Gpt3Decoder(LmExperiment, abstract=True):
-    """Pre-norm decoder with learned positions and biases; subclasses set INIT_STD."""
+    unused_fields: ClassVar[tuple[str, ...]] = ("DECAYED_WEIGHTS",)
+    reduced_fields: ClassVar[Mapping[str, Any]] = {
+        "DECAY_START": 6,
+        "DECAY_END": 200,
+        "MAX_SEQ_LEN": 64,
+        "VOCAB_SIZE": 64,
+    }
 
-    ACTIVATION = "gelu"
-    POSITIONS = "trainable"
-    ATTENTION_BIAS = True
-    FEED_FORWARD_BIAS = True
-    NORM_EPSILON = 1e-5
-    FPROP_DTYPE = "bfloat16"
+    def learner(self) -> Config:
+        """Return the config of the learner."""
+        return adam_exponential(self)
 
+    def datasets(self) -> list[Config]:
+        """Return configs of the training and the held-out input."""
+        return synthetic_tokens(self)
 
-class Gpt3Schedule(AdamWCosine):
-    """AdamW that decays every weight; linear warmup, then a cosine down to a tenth."""
-
-    ADAM_BETA1 = 0.9
-    ADAM_BETA2 = 0.95
-    ADAM_EPSILON = 1e-8
-    WEIGHT_DECAY = 0.1
-    DECAYED_WEIGHTS = "all"
-    CLIP_GRADIENT_NORM = 1.0
-    MIN_LEARNING_RATE_RATIO = 0.1
+    def data_summary(self) -> str:
+        """Return a short description of the training data."""
+        return "synthetic tokens"

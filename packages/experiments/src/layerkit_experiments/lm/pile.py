@@ -8,16 +8,20 @@ measured on data 32 × fsdp 4 × tensor 2 (`--fdl.ICI_MESH_SHAPE=[1,4,2]
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 from layerkit.config import Config
-from layerkit_experiments.lm.pax import Gpt3Decoder, Gpt3Schedule
-from layerkit_experiments.recipes.corpora import Lambada, ThePile
-from layerkit_experiments.recipes.meshes import Spmd
-from layerkit_experiments.recipes.quantization import Fp8Field
+from layerkit_experiments.lm.experiment import LmExperiment
+from layerkit_experiments.recipes.corpora import Corpus, lambada
 from layerkit_runner.step.task_metrics import Mean
 
 
-class Gpt126M(Gpt3Schedule, Spmd, Fp8Field, Gpt3Decoder, abstract=True):
-    """GPT-3 Small with unrolled layers."""
+class Gpt126M(Corpus, LmExperiment, abstract=True):
+    """GPT-3 Small (Brown et al., 2020, arXiv:2005.14165) with unrolled layers, on The Pile."""
+
+    USE_FP8: bool = False
+    """Pax's name of `QUANTIZATION="fp8_delayed"`."""
 
     NUM_LAYERS = 12
     MODEL_DIMS = 768
@@ -26,16 +30,26 @@ class Gpt126M(Gpt3Schedule, Spmd, Fp8Field, Gpt3Decoder, abstract=True):
     DIMS_PER_HEAD = 64
     VOCAB_SIZE = 50304
     MAX_SEQ_LEN = 2048
+    EOS_ID = None
     INIT_STD = 0.023
+    ACTIVATION = "gelu"
+    POSITIONS = "trainable"
+    ATTENTION_BIAS = True
+    FEED_FORWARD_BIAS = True
+    NORM_EPSILON = 1e-5
+    FPROP_DTYPE = "bfloat16"
     USE_REPEATED_LAYER = False
     LEARNING_RATE = 6e-4
+    DECAYED_WEIGHTS = "all"
     WARMUP_STEPS = 636
     DECAY_START = 637
     DECAY_END = 500_000
     MAX_STEPS = 600_000
 
+    tfds_name = "the_pile:1.0.0"
 
-class Pile126M(Gpt126M, ThePile):
+
+class Pile126M(Gpt126M):
     """GPT-3 Small on 8 nodes of 8 GPUs (h100x64), data parallel."""
 
     tags = ("multislice",)
@@ -45,8 +59,10 @@ class Pile126M(Gpt126M, ThePile):
     DCN_MESH_SHAPE = [8, 1, 1]
 
 
-class GPT5B(Pile126M):
+class GPT5B(Gpt126M):
     """GPT-3 with 5 billion weights on 32 nodes of 8 GPUs (h100x256), fully sharded."""
+
+    tags = ("multislice",)
 
     NUM_LAYERS = 24
     MODEL_DIMS = 4096
@@ -69,8 +85,10 @@ class GPT5B(Pile126M):
     CHECKPOINT_EVERY_N_STEPS = 250
 
 
-class GPT175B(Pile126M):
+class GPT175B(Gpt126M):
     """GPT-3 with 175 billion weights on 32 nodes of 8 GPUs (h100x256), fully sharded."""
+
+    tags = ("multislice",)
 
     NUM_LAYERS = 96
     MODEL_DIMS = 12288
@@ -121,12 +139,25 @@ Pile5B = GPT5B
 Pile175B = GPT175B
 
 
-class Lambada126M(Gpt126M, Lambada):
+class Lambada126M(Gpt126M):
     """GPT-3 Small, evaluated on LAMBADA's last words, zero-shot."""
 
     trained_by = Pile126M
+    tags = ("eval_only",)
 
+    TARGET_LENGTH: int = 64
+    """Positions for the last word; the other positions hold the passage before it."""
     PERCORE_BATCH_SIZE = 4.0
+    EVAL_NUM_BATCHES = None
+    PACKED_INPUT = False
+
+    tfds_name = "lambada:1.0.0"
+    unused_fields = ("PROMPTS_PER_DEVICE", "PROMPT_LENGTH")
+    reduced_fields: ClassVar[Mapping[str, Any]] = {"DATA_FORMAT": "seqio", "TARGET_LENGTH": 16}
+
+    def datasets(self) -> list[Config]:
+        """Return the config of the test split."""
+        return lambada(self)
 
     def task(self) -> Config:
         """Return the task with the share of words whose every token is the most probable."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from layerkit_experiments.lm.experiment import LmExperiment
 from layerkit_experiments.recipes.local_files import LocalFiles
-from layerkit_experiments.recipes.meshes import Spmd
-from layerkit_experiments.recipes.optimizers import AdamWCosine
 
 
-class LocalText(AdamWCosine, Spmd, LocalFiles, LmExperiment):
+class LocalText(LocalFiles, LmExperiment):
     """A rotary decoder of a million parameters on the bytes of Python's standard library."""
 
     VOCAB_SIZE = 259
@@ -34,7 +32,6 @@ class LocalText(AdamWCosine, Spmd, LocalFiles, LmExperiment):
     WEIGHT_DECAY = 0.05
     WARMUP_STEPS = 200
 
-    SUMMARY_INTERVAL_STEPS = 20
     EVAL_INTERVAL_STEPS = 500
     CHECKPOINT_EVERY_N_STEPS = 500
     TEMPERATURE = 0.7

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +11,14 @@ from layerkit.base.base_model import Metrics, WeightedScalar
 from layerkit.config import Config
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
-from layerkit.errors import ConfigError
 from layerkit.models import LanguageModel
 from layerkit_experiments.recipes import seqio_tasks
-from layerkit_experiments.recipes.corpora import Corpus
+from layerkit_experiments.recipes.corpora import (
+    TEXT_READERS,
+    answer_lengths,
+    published_text,
+    text_task,
+)
 from layerkit_inputs import SeqIOInput
 
 
@@ -72,55 +76,32 @@ class AnswersInput(SeqIOInput):
         return batch
 
 
-class BoolQ(Corpus, abstract=True):
-    """Questions of SuperGLUE, each in a row of its own, with a loss on the answer alone."""
+def with_choice_accuracy(model: Config) -> Config:
+    """Return the config of a ChoiceLanguageModel with the fields of a LanguageModel."""
+    fields = ("lm_tpl", "fprop_dtype", "decoder")
+    return ChoiceLanguageModel.HParams.config(**{name: getattr(model, name) for name in fields})
 
-    tags: ClassVar[tuple[str, ...]] = ("fine_tune",)
 
-    TARGET_LENGTH: int = 64
-    """Positions for the answer; the other positions hold the passage and the question."""
-    BOS_ID: int = 1
-    """First id of a row, as of LLaMA."""
-    EOS_ID: int | None = 2
-    MAX_SEQ_LEN = 4096
-    PACKED_INPUT = False
-    EVAL_NUM_BATCHES = None
+def boolq(fields: Any) -> list[Config]:
+    """Return configs of questions of SuperGLUE, each in a row of its own.
 
-    tfds_name = "super_glue/boolq:1.0.2"
+    Args:
+      fields: Experiment with the fields of `Corpus`, TARGET_LENGTH and BOS_ID. The loss is on the
+        answer alone. Token records have no answers and are not supported.
+    """
+    readers = {name: read for name, read in TEXT_READERS.items() if name != "grain"}
+    return published_text(fields, readers | {"seqio": _questions})
 
-    def _check_data(self) -> None:
-        if self.DATA_FORMAT == "grain" or self.PACKED_INPUT:
-            raise ConfigError(
-                field="(DATA_FORMAT, PACKED_INPUT)",
-                value=(self.DATA_FORMAT, self.PACKED_INPUT),
-                expected="seqio, local_text or synthetic, and False: rows hold one question each",
-            )
-        if not 0 < self.TARGET_LENGTH < self.MAX_SEQ_LEN:
-            raise ConfigError(
-                field="TARGET_LENGTH",
-                value=self.TARGET_LENGTH,
-                expected=f"a positive integer below MAX_SEQ_LEN={self.MAX_SEQ_LEN}",
-            )
 
-    def model(self) -> Config:
-        """Return the config of the model with the accuracy of answers."""
-        model: Config = super().model()  # type: ignore[misc]  # of the experiment
-        fields = ("lm_tpl", "fprop_dtype", "decoder")
-        return ChoiceLanguageModel.HParams.config(**{name: getattr(model, name) for name in fields})
-
-    def _seqio_input(self, *, is_training: bool, **fields: Any) -> Config:
-        return AnswersInput.HParams.config(
-            mixture_or_task=self._text_task(seqio_tasks.yes_no_task),
-            split_name="train" if is_training else self.eval_split,
-            task_feature_lengths={
-                "inputs": self.MAX_SEQ_LEN - self.TARGET_LENGTH,
-                "targets": self.TARGET_LENGTH,
-                "wrong_targets": 1,
-            },
-            weights_on_targets_only=True,
-            bos_id=self.BOS_ID,
-            use_packing=False,
-            tfds_data_dir=self.TFDS_DATA_DIR,
-            is_training=is_training,
-            **fields,
-        )
+def _questions(fields: Any, *, is_training: bool, **options: Any) -> Config:
+    return AnswersInput.HParams.config(
+        mixture_or_task=text_task(fields, seqio_tasks.yes_no_task),
+        split_name="train" if is_training else fields.eval_split,
+        task_feature_lengths={**answer_lengths(fields), "wrong_targets": 1},
+        weights_on_targets_only=True,
+        bos_id=fields.BOS_ID,
+        use_packing=False,
+        tfds_data_dir=fields.TFDS_DATA_DIR,
+        is_training=is_training,
+        **options,
+    )

@@ -1,7 +1,7 @@
-"""Published text, C4, The Pile and LAMBADA, read through SeqIO and TFDS or through Grain.
+"""Published text, C4, The Pile and LAMBADA, and synthetic tokens.
 
-`DATA_FORMAT` selects the library. It is imported, and files are opened, when the first batch is
-read. docs/data_sets.md describes how to prepare the data.
+The library that reads text is imported, and files are opened, when the first batch is read.
+docs/data_sets.md describes how to prepare the data.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Literal
 from layerkit.config import Config, Partial
 from layerkit.errors import ConfigError
 from layerkit_experiments.recipes import last_words, seqio_tasks
-from layerkit_experiments.recipes.local_files import RowSamples
 from layerkit_inputs import (
     GrainMapInput,
     LocalText,
@@ -22,14 +21,13 @@ from layerkit_inputs import (
     TokenRecords,
     tokenizer_config,
 )
-from layerkit_runner.config.experiment import BaseExperiment
 
 TFDS_DATA_DIR_UNSET = "data are read from ~/tensorflow_datasets; set --tfds_data_dir=…"
 """Note of `runner launch` if neither the field TFDS_DATA_DIR nor the variable is set."""
 
 
-class Corpus(BaseExperiment, abstract=True):
-    """Fields of all corpora: format, folders, vocabulary and batch sizes."""
+class Corpus:
+    """Fields of published text: format, folders and vocabulary. Put it before `LmExperiment`."""
 
     DATA_FORMAT: Literal["seqio", "grain", "local_text", "synthetic"] = "seqio"
     """`seqio`: TFDS folders; `grain`: token records, without TensorFlow; `local_text`: Python's
@@ -40,14 +38,10 @@ class Corpus(BaseExperiment, abstract=True):
     """Folder of token records, or of LAMBADA's JSON lines, for `grain`."""
     VOCAB_PATH: str | None = None
     """A SentencePiece `.model`, or `bytes`; None for the environment variable VOCAB_PATH."""
-    VOCAB_SIZE: int = 32000
-    """Size of the embedding, at least the size of the vocabulary."""
     EOS_ID: int | None = 1
-    PERCORE_BATCH_SIZE: float = 8.0
-    """Rows per device; a fraction if several devices share a row."""
-    MAX_SEQ_LEN: int = 1024
     PACKED_INPUT: bool = True
-    """Pack several documents into a training row; attention does not cross documents."""
+    """Pack several documents into a training row; attention does not cross documents. Token records
+    are packed."""
     EVAL_NUM_BATCHES: int | None = 8
     """Number of batches of an evaluation, which continues where the last one ended; None reads the
     whole held-out split."""
@@ -59,48 +53,24 @@ class Corpus(BaseExperiment, abstract=True):
         "MAX_SEQ_LEN": 64,
     }
 
-    tfds_name: ClassVar[str]
-    """Name, configuration and version of the TFDS data set."""
+    tfds_name: ClassVar[str] = "c4/en:3.0.1"
+    """Name, configuration and version of the TFDS data set; by default the English C4 (Raffel et
+    al., 2020, arXiv:1910.10683)."""
     eval_split: ClassVar[str] = "validation"
     """TFDS name of the held-out split."""
-
-    def validate(self) -> None:
-        """Raise an error if fields contradict each other; opens no file."""
-        super().validate()
-        self._check_data()
-
-    def _check_data(self) -> None:
-        if self.DATA_FORMAT == "grain" and self.GRAIN_DATA_DIR is None:
-            raise ConfigError(
-                field="GRAIN_DATA_DIR",
-                value=None,
-                expected="a folder of token records, since DATA_FORMAT='grain'",
-                hint="`python -m layerkit_inputs.tools.build_token_records` writes it.",
-            )
-        if self.DATA_FORMAT == "grain" and not self.PACKED_INPUT:
-            raise ConfigError(
-                field="PACKED_INPUT",
-                value=False,
-                expected="True, since DATA_FORMAT='grain' reads packed rows",
-            )
-
-    @property
-    def vocab_path(self) -> str | None:
-        """The field VOCAB_PATH, or else the environment variable; None if neither is set."""
-        return self.VOCAB_PATH or os.environ.get("VOCAB_PATH")
 
     def unset_variables(self) -> dict[str, str]:
         """Return the unset variables that name the vocabulary and the data of SeqIO."""
         if self.DATA_FORMAT != "seqio":
             return {}
-        found = {}
+        unset = {}
         if self.VOCAB_PATH is None:
-            found["VOCAB_PATH"] = (
+            unset["VOCAB_PATH"] = (
                 "without a vocabulary the first batch fails; set --fdl.VOCAB_PATH=…"
             )
         if self.TFDS_DATA_DIR is None:
-            found["TFDS_DATA_DIR"] = TFDS_DATA_DIR_UNSET
-        return found
+            unset["TFDS_DATA_DIR"] = TFDS_DATA_DIR_UNSET
+        return unset
 
     def data_summary(self) -> str:
         """Return a short description of the training data."""
@@ -108,143 +78,176 @@ class Corpus(BaseExperiment, abstract=True):
 
     def datasets(self) -> list[Config]:
         """Return configs of the training and the held-out input."""
-        return [
-            self._input(name="train", is_training=True),
-            self._input(name="heldout", eval_loop_num_batches=self.EVAL_NUM_BATCHES),
-        ]
-
-    def _input(self, *, is_training: bool = False, **fields: Any) -> Config:
-        make = {
-            "seqio": self._seqio_input,
-            "grain": self._grain_input,
-            "local_text": self._local_text,
-            "synthetic": self._synthetic_tokens,
-        }[self.DATA_FORMAT]
-        fields["percore_batch_size"] = self.PERCORE_BATCH_SIZE
-        return make(is_training=is_training, **fields)
-
-    def _text_task(self, make: Callable[..., Any]) -> Config:
-        """Return the config of a SeqIO task of the data set and the vocabulary."""
-        return Config(
-            make,
-            tfds_name=self.tfds_name,
-            vocab_path=self.vocab_path,
-            vocab_size=self.VOCAB_SIZE,
-        )
-
-    def _seqio_input(self, *, is_training: bool, **fields: Any) -> Config:
-        return SeqIOInput.HParams.config(
-            mixture_or_task=self._text_task(seqio_tasks.language_model_task),
-            split_name="train" if is_training else self.eval_split,
-            task_feature_lengths={"targets": self.MAX_SEQ_LEN},
-            use_packing=is_training and self.PACKED_INPUT,
-            tfds_data_dir=self.TFDS_DATA_DIR,
-            is_training=is_training,
-            **fields,
-        )
-
-    def _grain_input(self, *, is_training: bool, **fields: Any) -> Config:
-        return TokenRecords.HParams.config(
-            path=self.GRAIN_DATA_DIR,
-            split="train" if is_training else "heldout",
-            seq_length=self.MAX_SEQ_LEN,
-            tokenizer=None if self.vocab_path is None else tokenizer_config(self.vocab_path),
-            vocab_size=self.VOCAB_SIZE,
-            is_training=is_training,
-            **fields,
-        )
-
-    def _local_text(self, *, is_training: bool, **fields: Any) -> Config:
-        return LocalText.HParams.config(
-            split="train" if is_training else "heldout",
-            seq_length=self.MAX_SEQ_LEN,
-            is_training=is_training,
-            **fields,
-        )
-
-    def _synthetic_tokens(self, *, is_training: bool, **fields: Any) -> Config:
-        return SyntheticInput.HParams.config(
-            vocab_size=self.VOCAB_SIZE,
-            seq_length=self.MAX_SEQ_LEN,
-            num_examples=None if is_training or self.EVAL_NUM_BATCHES else 1024,
-            is_training=is_training,
-            **fields,
-        )
+        return published_text(self)
 
 
-class C4(RowSamples, Corpus, abstract=True):
-    """The Colossal Clean Crawled Corpus, English (Raffel et al., 2020, arXiv:1910.10683)."""
-
-    tfds_name = "c4/en:3.0.1"
-
-
-class ThePile(RowSamples, Corpus, abstract=True):
-    """The Pile (Gao et al., 2020, arXiv:2101.00027)."""
-
-    tfds_name = "the_pile:1.0.0"
+Readers = Mapping[str, Callable[..., Config]]
+"""Functions by the values of DATA_FORMAT. Each takes an experiment and arguments of an input, such
+as `is_training`, and returns the config of the input."""
 
 
-class Lambada(Corpus, abstract=True):
-    """LAMBADA (Paperno et al., 2016): prediction of the last word of a passage.
+def published_text(fields: Any, readers: Readers | None = None) -> list[Config]:
+    """Return configs of the training and the held-out input of a `Corpus`.
+
+    Args:
+      fields: Experiment with the fields of `Corpus`.
+      readers: Readers of the formats; None for `TEXT_READERS`.
+    """
+    readers = TEXT_READERS if readers is None else readers
+    return [
+        read(fields, readers, name="train", is_training=True),
+        read(
+            fields,
+            readers,
+            name="heldout",
+            is_training=False,
+            eval_loop_num_batches=fields.EVAL_NUM_BATCHES,
+        ),
+    ]
+
+
+def lambada(fields: Any) -> list[Config]:
+    """Return the config of the last words of LAMBADA's passages (Paperno et al., 2016).
 
     It has no training data: evaluate a model with `--mode=eval_once` or `--mode=eval`.
     """
+    readers = {"seqio": _last_words, "grain": _last_words_of_json}
+    num_batches = fields.EVAL_NUM_BATCHES
+    return [
+        read(fields, readers, name="lambada", is_training=False, eval_loop_num_batches=num_batches)
+    ]
 
-    tags: ClassVar[tuple[str, ...]] = ("eval_only",)
 
-    TARGET_LENGTH: int = 64
-    """Positions for the last word; the other positions hold the passage before it."""
-    EVAL_NUM_BATCHES = None
-    PACKED_INPUT = False
+def read(fields: Any, readers: Readers, **options: Any) -> Config:
+    """Return the config of an input by the reader of DATA_FORMAT.
 
-    reduced_fields: ClassVar[Mapping[str, Any]] = {"DATA_FORMAT": "seqio", "TARGET_LENGTH": 16}
+    Raises:
+      ConfigError: The data set cannot be read in this format.
+    """
+    name = fields.DATA_FORMAT
+    if name not in readers:
+        raise ConfigError(field="DATA_FORMAT", value=name, choices=tuple(readers))
+    return readers[name](fields, percore_batch_size=fields.PERCORE_BATCH_SIZE, **options)
 
-    tfds_name = "lambada:1.0.0"
-    eval_split = "test"
 
-    def _check_data(self) -> None:
-        if not 0 < self.TARGET_LENGTH < self.MAX_SEQ_LEN:
-            raise ConfigError(
-                field="TARGET_LENGTH",
-                value=self.TARGET_LENGTH,
-                expected=f"a positive integer below MAX_SEQ_LEN={self.MAX_SEQ_LEN}",
-            )
-        if self.DATA_FORMAT not in ("seqio", "grain"):
-            raise ConfigError(
-                field="DATA_FORMAT", value=self.DATA_FORMAT, choices=("seqio", "grain")
-            )
-        if self.DATA_FORMAT == "grain" and self.GRAIN_DATA_DIR is None:
-            raise ConfigError(
-                field="GRAIN_DATA_DIR",
-                value=None,
-                expected="JSON lines of passages, or their folder, since DATA_FORMAT='grain'",
-            )
+def synthetic_tokens(fields: Any) -> list[Config]:
+    """Return configs of synthetic tokens, most of which follow each other in a fixed order.
 
-    def datasets(self) -> list[Config]:
-        """Return the config of the test split."""
-        return [self._input(name="lambada", eval_loop_num_batches=self.EVAL_NUM_BATCHES)]
+    They are for speed tests; an evaluation reads one batch.
+    """
+    common: dict[str, Any] = {
+        "percore_batch_size": fields.PERCORE_BATCH_SIZE,
+        "seq_length": fields.MAX_SEQ_LEN,
+        "vocab_size": fields.VOCAB_SIZE,
+    }
+    return [
+        SyntheticInput.HParams.config(name="train", is_training=True, **common),
+        SyntheticInput.HParams.config(name="heldout", eval_loop_num_batches=1, **common),
+    ]
 
-    def _seqio_input(self, *, is_training: bool, **fields: Any) -> Config:
-        return SeqIOInput.HParams.config(
-            mixture_or_task=self._text_task(seqio_tasks.last_word_task),
-            split_name=self.eval_split,
-            task_feature_lengths={
-                "inputs": self.MAX_SEQ_LEN - self.TARGET_LENGTH,
-                "targets": self.TARGET_LENGTH,
-            },
-            weights_on_targets_only=True,
-            tfds_data_dir=self.TFDS_DATA_DIR,
-            is_training=is_training,
-            **fields,
+
+def text_task(fields: Any, make: Callable[..., Any]) -> Config:
+    """Return the config of a SeqIO task of the data set and the vocabulary of a `Corpus`."""
+    return Config(
+        make,
+        tfds_name=fields.tfds_name,
+        vocab_path=_vocab_path(fields),
+        vocab_size=fields.VOCAB_SIZE,
+    )
+
+
+def answer_lengths(fields: Any) -> dict[str, int]:
+    """Return the lengths of a text and of its answer in a row of MAX_SEQ_LEN positions.
+
+    Raises:
+      ConfigError: TARGET_LENGTH leaves no position for the text, or is below 1.
+    """
+    if not 0 < fields.TARGET_LENGTH < fields.MAX_SEQ_LEN:
+        raise ConfigError(
+            field="TARGET_LENGTH",
+            value=fields.TARGET_LENGTH,
+            expected=f"a positive integer below MAX_SEQ_LEN={fields.MAX_SEQ_LEN}",
         )
+    return {
+        "inputs": fields.MAX_SEQ_LEN - fields.TARGET_LENGTH,
+        "targets": fields.TARGET_LENGTH,
+    }
 
-    def _grain_input(self, *, is_training: bool, **fields: Any) -> Config:
-        rows = Partial(
-            last_words.last_word_rows,
-            path=self.GRAIN_DATA_DIR,
-            vocab_path=self.vocab_path,
-            seq_length=self.MAX_SEQ_LEN,
-            target_length=self.TARGET_LENGTH,
-            vocab_size=self.VOCAB_SIZE,
-        )
-        return GrainMapInput.HParams.config(dataset=rows, is_training=is_training, **fields)
+
+def _vocab_path(fields: Any) -> str | None:
+    """Return VOCAB_PATH, or else the environment variable; None if neither is set."""
+    return fields.VOCAB_PATH or os.environ.get("VOCAB_PATH")
+
+
+def _seqio_text(fields: Any, *, is_training: bool, **options: Any) -> Config:
+    return SeqIOInput.HParams.config(
+        mixture_or_task=text_task(fields, seqio_tasks.language_model_task),
+        split_name="train" if is_training else fields.eval_split,
+        task_feature_lengths={"targets": fields.MAX_SEQ_LEN},
+        use_packing=is_training and fields.PACKED_INPUT,
+        tfds_data_dir=fields.TFDS_DATA_DIR,
+        is_training=is_training,
+        **options,
+    )
+
+
+def _token_records(fields: Any, *, is_training: bool, **options: Any) -> Config:
+    vocab_path = _vocab_path(fields)
+    return TokenRecords.HParams.config(
+        path=fields.GRAIN_DATA_DIR,
+        split="train" if is_training else "heldout",
+        seq_length=fields.MAX_SEQ_LEN,
+        tokenizer=None if vocab_path is None else tokenizer_config(vocab_path),
+        vocab_size=fields.VOCAB_SIZE,
+        is_training=is_training,
+        **options,
+    )
+
+
+def _local_text(fields: Any, *, is_training: bool, **options: Any) -> Config:
+    split = "train" if is_training else "heldout"
+    return LocalText.HParams.config(
+        split=split, seq_length=fields.MAX_SEQ_LEN, is_training=is_training, **options
+    )
+
+
+def _synthetic_rows(fields: Any, *, is_training: bool, **options: Any) -> Config:
+    return SyntheticInput.HParams.config(
+        vocab_size=fields.VOCAB_SIZE,
+        seq_length=fields.MAX_SEQ_LEN,
+        num_examples=None if is_training or fields.EVAL_NUM_BATCHES else 1024,
+        is_training=is_training,
+        **options,
+    )
+
+
+TEXT_READERS: Readers = {
+    "seqio": _seqio_text,
+    "grain": _token_records,
+    "local_text": _local_text,
+    "synthetic": _synthetic_rows,
+}
+"""Readers of text that is predicted from its first to its last token."""
+
+
+def _last_words(fields: Any, **options: Any) -> Config:
+    return SeqIOInput.HParams.config(
+        mixture_or_task=text_task(fields, seqio_tasks.last_word_task),
+        split_name="test",
+        task_feature_lengths=answer_lengths(fields),
+        weights_on_targets_only=True,
+        tfds_data_dir=fields.TFDS_DATA_DIR,
+        **options,
+    )
+
+
+def _last_words_of_json(fields: Any, **options: Any) -> Config:
+    rows = Partial(
+        last_words.last_word_rows,
+        path=fields.GRAIN_DATA_DIR,
+        vocab_path=_vocab_path(fields),
+        seq_length=fields.MAX_SEQ_LEN,
+        target_length=answer_lengths(fields)["targets"],
+        vocab_size=fields.VOCAB_SIZE,
+    )
+    return GrainMapInput.HParams.config(dataset=rows, **options)

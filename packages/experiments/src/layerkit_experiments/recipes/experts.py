@@ -1,19 +1,35 @@
-"""Mixtures of experts and their mesh."""
+"""Mixtures of experts in place of feed-forward layers, also as Praxis trains them.
+
+Praxis' mixtures follow GShard: groups of tokens have slots of their own, and the load is balanced
+within each group (Lepikhin et al., 2020, arXiv:2006.16668).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from layerkit.base.weights import WeightInit
 from layerkit.config import Config, target_of
 from layerkit.config.checks import check_sizes
-from layerkit.layers import MoeFeedForward
-from layerkit_experiments.recipes.decoder import TransformerLmModel
-from layerkit_experiments.recipes.meshes import Pipelined, Spmd
+from layerkit.layers import MoeFeedForward, RelativeBias, ReLU
+from layerkit_experiments.recipes.decoder import decoder, set_paths
+
+# Fields whose value is that of a path in the config of the MoeFeedForward.
+_PATHS = {
+    "NUM_EXPERTS": "num_experts",
+    "NUM_EXPERTS_PER_TOKEN": "num_experts_per_token",
+    "NUM_SHARED_EXPERTS": "num_shared_experts",
+    "CAPACITY_FACTOR": "capacity_factor",
+    "USE_GATED_EXPERTS": "use_gate",
+    "LOAD_BALANCE_WEIGHT": "load_balance_weight",
+    "ROUTER_Z_WEIGHT": "router_z_weight",
+    "ROUTER_NOISE": "router_tpl.use_noise",
+}
 
 
-class MixtureOfExperts(TransformerLmModel):
-    """Experts instead of a feed-forward layer, in every EXPERT_PERIOD-th layer.
+class MixtureOfExperts:
+    """Fields of experts in every EXPERT_PERIOD-th layer. Put it before `LmExperiment`.
 
     USE_GATED_ACTIVATION and FEED_FORWARD_BIAS apply to dense layers only; experts have no biases.
     """
@@ -38,70 +54,105 @@ class MixtureOfExperts(TransformerLmModel):
     reduced_fields: ClassVar[Mapping[str, Any]] = {"NUM_EXPERTS": 4}
 
     def model(self) -> Config:
-        """Return the config of the LanguageModel.
-
-        Raises:
-          ConfigError: EXPERT_PERIOD is below 1, or a field of the dense model is invalid.
-        """
-        model = super().model()
-        check_sizes(None, EXPERT_PERIOD=self.EXPERT_PERIOD)
-        stack = model.lm_tpl.stack_tpl
-        dense = stack.layer_tpl
-        sparse = dense.clone()
-        sparse.feed_forward_tpl = self._experts(dense.feed_forward_tpl)
-        if self.EXPERT_PERIOD == 1:
-            stack.layer_tpl = sparse
-        else:
-            stack.layer_tpl = Config(target_of(stack)).layer_tpl
-            others = tuple(dense.clone() for _ in range(self.EXPERT_PERIOD - 1))
-            stack.block_tpls = (sparse, *others)
-        return model
-
-    def _experts(self, dense: Config) -> Config:
-        experts = MoeFeedForward.HParams.config(
-            num_experts=self.NUM_EXPERTS,
-            num_experts_per_token=self.NUM_EXPERTS_PER_TOKEN,
-            num_shared_experts=self.NUM_SHARED_EXPERTS,
-            capacity_factor=self.CAPACITY_FACTOR,
-            use_gate=self.USE_GATED_EXPERTS,
-            activation_tpl=dense.activation_tpl.clone(),
-            down_init=dense.down_init,
-            load_balance_weight=self.LOAD_BALANCE_WEIGHT,
-            router_z_weight=self.ROUTER_Z_WEIGHT,
-        )
-        experts.router_tpl.use_noise = self.ROUTER_NOISE
-        if self.NUM_SHARED_EXPERTS:
-            experts.shared_tpl.down_init = dense.down_init
-        return experts
+        """Return the config of the LanguageModel."""
+        return with_experts(self, decoder(self))
 
 
-class SpmdExperts(Spmd):
-    """One program over a mesh of data × fsdp × expert × tensor."""
+def with_experts(fields: Any, model: Config, experts: Config | None = None) -> Config:
+    """Return the config of a LanguageModel with experts in every EXPERT_PERIOD-th layer.
 
-    ICI_MESH_SHAPE: list[int] | None = None
-    """[data, fsdp, expert, tensor] within a slice; None puts all devices on data."""
-    DCN_MESH_SHAPE: list[int] | None = None
-    """[data, fsdp, expert, tensor] across slices; None for one slice."""
+    Args:
+      fields: Experiment with the fields of `MixtureOfExperts`.
+      model: Config of the model with dense layers, which is changed.
+      experts: Config of the feed-forward layer with experts; None for `mixture(fields, model)`.
+    """
+    check_sizes(None, EXPERT_PERIOD=fields.EXPERT_PERIOD)
+    stack = model.lm_tpl.stack_tpl
+    dense = stack.layer_tpl
+    sparse = dense.clone()
+    sparse.feed_forward_tpl = mixture(fields, model) if experts is None else experts
+    if fields.EXPERT_PERIOD == 1:
+        stack.layer_tpl = sparse
+    else:
+        stack.layer_tpl = Config(target_of(stack)).layer_tpl
+        others = tuple(dense.clone() for _ in range(fields.EXPERT_PERIOD - 1))
+        stack.block_tpls = (sparse, *others)
+    return model
 
-    def partitioner(self) -> Config:
-        """Return the config of the partitioner."""
-        partitioner = super().partitioner()
-        partitioner.mesh_axis_names = ("data", "fsdp", "expert", "tensor")
-        return partitioner
+
+def mixture(fields: Any, model: Config) -> Config:
+    """Return the config of experts with the activation of the dense layers of a model."""
+    dense = model.lm_tpl.stack_tpl.layer_tpl.feed_forward_tpl
+    experts: Config = MoeFeedForward.HParams.config(
+        activation_tpl=dense.activation_tpl.clone(), down_init=dense.down_init
+    )
+    set_paths(experts, fields, _PATHS)
+    if fields.NUM_SHARED_EXPERTS:
+        experts.shared_tpl.down_init = dense.down_init
+    return experts
 
 
-class PipelinedExperts(Pipelined):
-    """A pipeline of layers on a mesh of stage × data × fsdp × expert × tensor."""
+def gshard_mixture(fields: Any, model: Config) -> Config:
+    """Return the config of experts with slots for each group of tokens, and GShard's first draws.
 
-    ICI_MESH_SHAPE: list[int] | None = None
-    """[stage, data, fsdp, expert, tensor] within a slice."""
-    DCN_MESH_SHAPE: list[int] | None = None
-    """[stage, data, fsdp, expert, tensor] across slices; None for one slice."""
+    Args:
+      fields: Experiment with the fields of `MixtureOfExperts`, and NUM_GROUPS.
+      model: Config of the model with dense layers.
+    """
+    experts = mixture(fields, model)
+    init = unit_variance(fields.MODEL_DIMS)
+    experts.set(
+        num_groups=fields.NUM_GROUPS,
+        balance_per_group=True,
+        weight_init=init,
+        down_init=unit_variance(model.lm_tpl.hidden_dims),
+    )
+    experts.router_tpl.weight_init = init
+    return experts
 
-    reduced_fields: ClassVar[Mapping[str, Any]] = {"ICI_MESH_SHAPE": [1, 1, 1, 1, 1]}
 
-    def partitioner(self) -> Config:
-        """Return the config of the partitioner."""
-        partitioner = super().partitioner()
-        partitioner.mesh_axis_names = ("stage", "data", "fsdp", "expert", "tensor")
-        return partitioner
+def gshard_decoder(fields: Any) -> Config:
+    """Return the config of Praxis' decoder of GLaM and Grok with dense layers, and a z-loss.
+
+    The embedding, which is also the softmax, starts with standard deviation 1, and the logits are
+    divided by √MODEL_DIMS.
+    """
+    model = decoder(fields)
+    model.lm_tpl.softmax_tpl.set(
+        weight_init=WeightInit.Gaussian(1.0),
+        logit_scale=fields.MODEL_DIMS**-0.5,
+        z_loss_weight=1e-4,
+    )
+    return model
+
+
+def praxis_glam(fields: Any) -> Config:
+    """Return the config of Praxis' GLaM (Du et al., 2021, arXiv:2112.06905).
+
+    Attention has relative positions, no scale and a fixed sink, and projections have no biases.
+    Experts have ReLU and no gate.
+    """
+    model = gshard_decoder(fields)
+    layer = model.lm_tpl.stack_tpl.layer_tpl
+    dims, heads = fields.MODEL_DIMS, fields.NUM_HEADS
+    head_dim = dims // heads if fields.DIMS_PER_HEAD is None else fields.DIMS_PER_HEAD
+    bias = RelativeBias.HParams.config()
+    bias.weight_init = WeightInit.Gaussian((heads * bias.num_buckets) ** -0.5)
+    attention = layer.attention_tpl
+    attention.set(relative_bias_tpl=bias, logit_scale=1.0, sink_logit=0.0)
+    # The variance of a logit is 1 at first, without a scale.
+    attention.query_tpl.params_init = WeightInit.Gaussian((dims * head_dim) ** -0.5)
+    attention.key_tpl.params_init = WeightInit.Gaussian(dims**-0.5)
+    attention.value_tpl.params_init = WeightInit.Gaussian(dims**-0.5)
+    attention.output_tpl.params_init = WeightInit.Gaussian((heads * head_dim) ** -0.5)
+    feed_forward = layer.feed_forward_tpl
+    feed_forward.linear_tpl.params_init = unit_variance(dims)
+    feed_forward.down_init = unit_variance(model.lm_tpl.hidden_dims)
+    experts = gshard_mixture(fields, model)
+    experts.activation_tpl = ReLU.HParams.config()
+    return with_experts(fields, model, experts)
+
+
+def unit_variance(fan_in: int) -> WeightInit:
+    """Return the uniform initializer of variance 1 / fan_in."""
+    return WeightInit.Uniform((3 / fan_in) ** 0.5)

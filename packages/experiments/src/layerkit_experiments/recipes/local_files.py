@@ -1,4 +1,4 @@
-"""Training data of local files and of synthetic tokens."""
+"""Text files of this machine as training data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from layerkit.config import Config, build
-from layerkit.config.checks import check_non_negative, check_sizes
 from layerkit.errors import ConfigError
 from layerkit_inputs import (
     LocalText,
@@ -17,69 +16,11 @@ from layerkit_inputs import (
 from layerkit_runner.config.experiment import BaseExperiment
 
 
-class RowSamples(BaseExperiment, abstract=True):
-    """Fields of the samples that a model draws while it trains, or in `--mode=decode`."""
-
-    PROMPTS_PER_DEVICE: float = 0.0
-    """Held-out rows per device whose beginnings the model continues; 0 decodes nothing. Set
-    DECODE_INTERVAL_STEPS to decode during training."""
-    PROMPT_LENGTH: int = 64
-    """Maximum number of ids of such a beginning."""
-
-    def validate(self) -> None:
-        """Raise an error if a number is out of range."""
-        super().validate()
-        check_non_negative(None, PROMPTS_PER_DEVICE=self.PROMPTS_PER_DEVICE)
-        check_sizes(None, PROMPT_LENGTH=self.PROMPT_LENGTH)
-
-    def decode_datasets(self) -> list[Config]:
-        """Return the config of the prompts."""
-        if not self.PROMPTS_PER_DEVICE:
-            return []
-        # Imported here, since few runs decode.
-        from layerkit_experiments.recipes.prompts import prompts_of
-
-        return [
-            prompts_of(
-                self.datasets()[-1],
-                percore_batch_size=self.PROMPTS_PER_DEVICE,
-                prompt_length=self.PROMPT_LENGTH,
-            )
-        ]
-
-
-class SyntheticTokens(RowSamples, abstract=True):
-    """Synthetic tokens, most of which follow each other in a fixed order, for speed tests."""
-
-    PERCORE_BATCH_SIZE: float = 8.0
-    """Rows per device; a fraction if several devices share a row."""
-    MAX_SEQ_LEN: int = 1024
-    VOCAB_SIZE: int = 32000
-
-    reduced_fields: ClassVar[Mapping[str, Any]] = {"MAX_SEQ_LEN": 64, "VOCAB_SIZE": 64}
-
-    def data_summary(self) -> str:
-        """Return a short description of the training data."""
-        return "synthetic tokens"
-
-    def datasets(self) -> list[Config]:
-        """Return configs of the training and the held-out input; an evaluation reads one batch."""
-        # Imported here, since recipes on text do not need it.
-        from layerkit_inputs import SyntheticInput
-
-        common: dict[str, Any] = {
-            "percore_batch_size": self.PERCORE_BATCH_SIZE,
-            "seq_length": self.MAX_SEQ_LEN,
-            "vocab_size": self.VOCAB_SIZE,
-        }
-        return [
-            SyntheticInput.HParams.config(name="train", is_training=True, **common),
-            SyntheticInput.HParams.config(name="heldout", eval_loop_num_batches=1, **common),
-        ]
-
-
 class LocalFiles(BaseExperiment, abstract=True):
-    """Text files of this machine, by default Python's source code as bytes."""
+    """Fields and inputs of text files, by default Python's source code as bytes.
+
+    Put it before `LmExperiment`.
+    """
 
     TOKENIZER: str = "bytes"
     """`bytes`, a SentencePiece `.model`, or a `tokenizer.json` or its folder."""
@@ -107,10 +48,8 @@ class LocalFiles(BaseExperiment, abstract=True):
     NUM_PROMPTS: int = 4
     PROMPT_LENGTH: int = 64
 
-    reduced_fields: ClassVar[Mapping[str, Any]] = {
-        "MAX_SEQ_LEN": 64,
-        "PROMPT_LENGTH": 16,
-    }
+    unused_fields: ClassVar[tuple[str, ...]] = ("PROMPTS_PER_DEVICE",)
+    reduced_fields: ClassVar[Mapping[str, Any]] = {"MAX_SEQ_LEN": 64, "PROMPT_LENGTH": 16}
 
     def data_summary(self) -> str:
         """Return a short description of the training data."""

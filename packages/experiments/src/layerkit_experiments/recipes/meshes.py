@@ -1,4 +1,4 @@
-"""Recipes of parallelism: SPMD meshes, pipelines and pmap."""
+"""Partitioners and stacks of layers by the fields of an experiment: meshes, pipelines and pmap."""
 
 from __future__ import annotations
 
@@ -7,57 +7,44 @@ from typing import Any, ClassVar
 
 from layerkit.base.sharding import DEFAULT_RULES, ShardingRules
 from layerkit.config import Config
-from layerkit_experiments.recipes.decoder import TransformerLmModel, remat_policy
+from layerkit_experiments.recipes.decoder import remat_policy
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 
-
-class Sharded:
-    """Sharding rules of a mesh with the axis tensor."""
-
-    SEQUENCE_PARALLEL: bool = False
-    """True to split norms and residuals by position over tensor."""
-
-    def rules(self) -> ShardingRules:
-        """Return the sharding rules of the partitioner."""
-        if self.SEQUENCE_PARALLEL:
-            return DEFAULT_RULES.replace(residual_length=("context", "tensor"))
-        return DEFAULT_RULES
+AXES = ("data", "fsdp", "tensor")
+"""Axes of the mesh of an experiment without experts."""
+EXPERT_AXES = ("data", "fsdp", "expert", "tensor")
+"""Axes of the mesh of a mixture of experts."""
 
 
-class Spmd(Sharded):
-    """One program over a mesh of data × fsdp × tensor."""
+def spmd(fields: Any, axes: tuple[str, ...] = AXES, *, shard_features: bool = False) -> Config:
+    """Return a partitioner that runs one program over the mesh of ICI_MESH_SHAPE.
 
-    ICI_MESH_SHAPE: list[int] | None = None
-    """[data, fsdp, tensor] within a slice; None puts all devices on data."""
-    DCN_MESH_SHAPE: list[int] | None = None
-    """[data, fsdp, tensor] across slices; None for one slice."""
-
-    reduced_fields: ClassVar[Mapping[str, Any]] = {"ICI_MESH_SHAPE": None, "DCN_MESH_SHAPE": None}
-
-    def partitioner(self) -> Config:
-        """Return the config of the partitioner."""
-        return SpmdPartitioner.HParams.config(
-            ici_mesh_shape=self.ICI_MESH_SHAPE,
-            dcn_mesh_shape=self.DCN_MESH_SHAPE,
-            rules=self.rules(),
-        )
-
-
-class SpmdFeatures(Spmd):
-    """One program over a mesh, with the activations between layers sharded over tensor (Pax).
-
-    Without this a device keeps the whole inputs of its layers, which is too much for the largest
-    models. SEQUENCE_PARALLEL shards them by position instead.
+    Args:
+      fields: Experiment with ICI_MESH_SHAPE, DCN_MESH_SHAPE and SEQUENCE_PARALLEL.
+      axes: Names of the mesh axes, in the order of the two shapes.
+      shard_features: True to shard the activations between layers over tensor, as Pax does for the
+        largest models. Otherwise a device keeps the whole inputs of its layers. SEQUENCE_PARALLEL
+        shards them by position instead.
     """
-
-    def rules(self) -> ShardingRules:
-        """Return the sharding rules of the partitioner."""
-        rules = super().rules()
-        return rules if self.SEQUENCE_PARALLEL else rules.replace(act_embed="tensor")
+    return _partitioner(fields, axes, _rules(fields, shard_features=shard_features))
 
 
-class Pipelined(Sharded, TransformerLmModel):
-    """A pipeline of layers on a mesh of stage × data × fsdp × tensor.
+def pipelined(fields: Any, axes: tuple[str, ...] = AXES, *, shard_features: bool = False) -> Config:
+    """Return a partitioner whose mesh has the axis stage before the others; see `spmd`."""
+    # Embedding and softmax are in no stage; without these rules the devices of every stage compute
+    # them.
+    vocab = ("tensor", "stage")
+    rules = _rules(fields, shard_features=shard_features).replace(vocab=vocab, act_vocab=vocab)
+    return _partitioner(fields, ("stage", *axes), rules)
+
+
+def pmap() -> Config:
+    """Return a partitioner with the whole state on every device and the batch sharded over all."""
+    return PmapPartitioner.HParams.config()
+
+
+class Pipelined:
+    """Fields of a pipeline of layers on a mesh of stage × data × fsdp × tensor.
 
     CHECKPOINT_POLICY is the rematerialization policy of a stage for each microbatch.
     """
@@ -88,49 +75,38 @@ class Pipelined(Sharded, TransformerLmModel):
     }
 
     def stack(self) -> Config:
-        """Return the config of the pipelined stack."""
-        from layerkit.layers.transformer.pipelined_transformer import PipelinedTransformer
-
-        return PipelinedTransformer.HParams.config(
-            num_stages=self.NUM_STAGES,
-            circular_repeats=self.CIRCULAR_REPEAT,
-            microbatch_size=self.MICROBATCH_SIZE,
-            num_microbatches=self.NUM_MICROBATCHES,
-            stage_remat=remat_policy(self.CHECKPOINT_POLICY),
-            remat=remat_policy(self.LAYER_CHECKPOINT_POLICY),
-        )
-
-    def rules(self) -> ShardingRules:
-        """Return the sharding rules of the partitioner."""
-        # Embedding and softmax are in no stage; without these rules the devices of every stage
-        # compute them.
-        vocab = ("tensor", "stage")
-        return super().rules().replace(vocab=vocab, act_vocab=vocab)
+        """Return the config of the stack of layers."""
+        return pipelined_stack(self)
 
     def partitioner(self) -> Config:
         """Return the config of the partitioner."""
-        return SpmdPartitioner.HParams.config(
-            mesh_axis_names=("stage", "data", "fsdp", "tensor"),
-            ici_mesh_shape=self.ICI_MESH_SHAPE,
-            dcn_mesh_shape=self.DCN_MESH_SHAPE,
-            rules=self.rules(),
-        )
+        return pipelined(self)
 
 
-class PipelinedFeatures(Pipelined):
-    """A pipeline with the activations between layers sharded over tensor; see `SpmdFeatures`."""
+def pipelined_stack(fields: Any) -> Config:
+    """Return the config of a stack of layers in the stages of a pipeline."""
+    from layerkit.layers.transformer.pipelined_transformer import PipelinedTransformer
 
-    def rules(self) -> ShardingRules:
-        """Return the sharding rules of the partitioner."""
-        rules = super().rules()
-        return rules if self.SEQUENCE_PARALLEL else rules.replace(act_embed="tensor")
+    return PipelinedTransformer.HParams.config(
+        num_stages=fields.NUM_STAGES,
+        circular_repeats=fields.CIRCULAR_REPEAT,
+        microbatch_size=fields.MICROBATCH_SIZE,
+        num_microbatches=fields.NUM_MICROBATCHES,
+        stage_remat=remat_policy(fields.CHECKPOINT_POLICY),
+        remat=remat_policy(fields.LAYER_CHECKPOINT_POLICY),
+    )
 
 
-class Pmap:
-    """The whole state on every device, with the batch sharded over all devices."""
+def _rules(fields: Any, *, shard_features: bool) -> ShardingRules:
+    if fields.SEQUENCE_PARALLEL:
+        return DEFAULT_RULES.replace(residual_length=("context", "tensor"))
+    return DEFAULT_RULES.replace(act_embed="tensor") if shard_features else DEFAULT_RULES
 
-    tags: ClassVar[tuple[str, ...]] = ("pmap",)
 
-    def partitioner(self) -> Config:
-        """Return the config of the partitioner."""
-        return PmapPartitioner.HParams.config()
+def _partitioner(fields: Any, axes: tuple[str, ...], rules: ShardingRules) -> Config:
+    return SpmdPartitioner.HParams.config(
+        mesh_axis_names=axes,
+        ici_mesh_shape=fields.ICI_MESH_SHAPE,
+        dcn_mesh_shape=fields.DCN_MESH_SHAPE,
+        rules=rules,
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from layerkit.config import Config, assigned_fields, target_of
@@ -63,25 +65,24 @@ _PROMPTS = {
 }
 
 
-def prompts_of(rows: Config, *, percore_batch_size: float, prompt_length: int) -> Config:
+def row_prompts(experiment: Any, rows: Config) -> Config:
     """Return the config of an input of prompts. Every decoding reads the same single batch.
 
     Args:
+      experiment: Experiment with PROMPTS_PER_DEVICE and PROMPT_LENGTH.
       rows: Config of the input whose rows are cut; its class must be a key of `_PROMPTS`.
-      percore_batch_size: Prompts per device.
-      prompt_length: Maximum number of ids of a prompt.
     """
     fields = {name: value for name, value in assigned_fields(rows).items() if value is not None}
     fields |= {
         "name": "prompts",
         "is_training": False,
-        "percore_batch_size": percore_batch_size,
-        "prompt_length": prompt_length,
+        "percore_batch_size": experiment.PROMPTS_PER_DEVICE,
+        "prompt_length": experiment.PROMPT_LENGTH,
         "reset_for_eval": True,
         "eval_loop_num_batches": 1,
     }
     kind = target_of(rows)
     if kind not in _PROMPTS:
-        names = [each.__name__ for each in _PROMPTS]
+        names = [known.__name__ for known in _PROMPTS]
         raise ConfigError(owner="prompts", field="class of the input", value=kind, choices=names)
     return Config(_PROMPTS[kind], **fields)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any
 
 from layerkit import layers
 from layerkit.config import Config
@@ -19,47 +19,22 @@ _DOTS = {
 _LAYERS = r"lm_tpl\.stack_tpl\..*"
 
 
-class QuantizedProducts:
-    """A language model whose layers can multiply 8-bit or 4-bit numbers.
+def quantized(fields: Any, model: Config) -> Config:
+    """Return the config of a LanguageModel with the products of QUANTIZATION in its layers.
 
-    Embedding and softmax keep FPROP_DTYPE.
+    Embedding and softmax keep FPROP_DTYPE. `USE_FP8`, which some experiments have from Pax, is
+    another name of `QUANTIZATION="fp8_delayed"`.
+
+    Raises:
+      ConfigError: QUANTIZATION and USE_FP8 are set and differ.
     """
-
-    QUANTIZATION: Literal["fp8_delayed", "fp8_current", "mxfp8", "nvfp4", "int8"] | None = None
-    """Products of the layers: `fp8_delayed`, `fp8_current` (Hopper and later GPUs), `mxfp8`,
-    `nvfp4` (Blackwell), `int8` (TPUs); None for FPROP_DTYPE. See docs/quantization.md."""
-
-    def quantized(self, model: Config) -> Config:
-        """Return the config of a LanguageModel with the products of QUANTIZATION."""
-        name = self.quantization()
-        if name is None:
-            return model
-        dot = getattr(layers, _DOTS[name])
-        return layers.with_dots(model, dot.HParams.config(), only=_LAYERS)
-
-    def quantization(self) -> str | None:
-        """Return the name of the products; None for FPROP_DTYPE."""
-        return self.QUANTIZATION
-
-
-class Fp8Field(QuantizedProducts):
-    """The field with which NVIDIA's scripts select products in fp8."""
-
-    USE_FP8: bool = False
-    """Pax's name of `QUANTIZATION="fp8_delayed"`."""
-
-    def quantization(self) -> str | None:
-        """Return QUANTIZATION, or `fp8_delayed` if USE_FP8 is set; None for FPROP_DTYPE.
-
-        Raises:
-          ConfigError: Both fields are set and differ.
-        """
-        if not self.USE_FP8:
-            return self.QUANTIZATION
-        if self.QUANTIZATION not in (None, "fp8_delayed"):
-            raise ConfigError(
-                field="QUANTIZATION",
-                value=self.QUANTIZATION,
-                expected="None or 'fp8_delayed' with USE_FP8=True",
-            )
-        return "fp8_delayed"
+    name = fields.QUANTIZATION
+    if getattr(fields, "USE_FP8", False):
+        if name not in (None, "fp8_delayed"):
+            expected = "None or 'fp8_delayed' with USE_FP8=True"
+            raise ConfigError(field="QUANTIZATION", value=name, expected=expected)
+        name = "fp8_delayed"
+    if name is None:
+        return model
+    dot = getattr(layers, _DOTS[name])
+    return layers.with_dots(model, dot.HParams.config(), only=_LAYERS)

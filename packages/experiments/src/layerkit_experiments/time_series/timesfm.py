@@ -11,15 +11,13 @@ from typing import Any, ClassVar, Literal
 
 from layerkit.config import Config
 from layerkit.layers import LayerNorm, RmsNorm
-from layerkit_experiments.recipes.meshes import Spmd
-from layerkit_experiments.recipes.optimizers import AdamWCosine
+from layerkit_experiments.recipes.training import TrainedExperiment, train_config
 from layerkit_experiments.time_series.patched_decoder import PatchedDecoder
 from layerkit_inputs import CsvSeries, GeneratedSeries
-from layerkit_runner.config.experiment import BaseExperiment
 from layerkit_runner.step.task import SingleTask
 
 
-class TimesFM200M(AdamWCosine, Spmd, BaseExperiment):
+class TimesFM200M(TrainedExperiment):
     """TimesFM 1.0 with 203 million weights, pretrained on series of its own or a CSV file's."""
 
     tags: ClassVar[tuple[str, ...]] = ("time_series",)
@@ -105,5 +103,5 @@ class TimesFM200M(AdamWCosine, Spmd, BaseExperiment):
     def task(self) -> Config:
         """Return the config of the task."""
         return SingleTask.HParams.config(
-            name="time_series", model=self.model(), train=self.train_config(self.learner())
+            name="time_series", model=self.model(), train=train_config(self, self.learner())
         )

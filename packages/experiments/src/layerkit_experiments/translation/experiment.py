@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from layerkit.base.weights import WeightInit, canonical_dtype
+from layerkit.base.weights import WeightInit
 from layerkit.config import Config, build
-from layerkit.config.checks import check_sizes
 from layerkit.decoding import BeamSearch, SampleDecoder
 from layerkit.errors import ConfigError
 from layerkit.layers import (
@@ -21,18 +20,18 @@ from layerkit.layers.attention.cross import CrossAttention
 from layerkit.models import SequenceModel, TransformerEncoderDecoder
 from layerkit_experiments.recipes.corpora import TFDS_DATA_DIR_UNSET
 from layerkit_experiments.recipes.decoder import remat_policy
-from layerkit_experiments.recipes.optimizers import TrainingLength
+from layerkit_experiments.recipes.training import TrainedExperiment, train_config
 from layerkit_experiments.translation.seqio_task import translation_task
 from layerkit_inputs import NumberWords, ParallelText, SeqIOInput, Tokenizer, tokenizer_config
 from layerkit_inputs.base.special_ids import target_start_id
-from layerkit_runner.config.experiment import BaseExperiment
 from layerkit_runner.step.task import SingleTask
 
 
-class TranslationExperiment(TrainingLength, BaseExperiment, abstract=True):
+class TranslationExperiment(TrainedExperiment, abstract=True):
     """The Transformer of 2017 (arXiv:1706.03762): norms after the residual, one shared embedding.
 
-    A subclass also inherits recipes of optimization, parallelism and data.
+    Data are pairs of texts: two files with parallel lines, a TFDS data set, or numbers in words.
+    Files are opened when the first batch is read.
     """
 
     tags: ClassVar[tuple[str, ...]] = ("translation",)
@@ -61,6 +60,24 @@ class TranslationExperiment(TrainingLength, BaseExperiment, abstract=True):
     """First input of the decoder, the start token of the tokenizer."""
     EOS_ID: int = 2
 
+    DATA_FORMAT: Literal["files", "seqio", "number_words"] = "files"
+    """`files`: files of DATA_FOLDER; `seqio`: TFDS_NAME through SeqIO; `number_words`: synthetic
+    English and German number words, as bytes."""
+    DATA_FOLDER: str = "."
+    """Folder of `{train,heldout}.SOURCE` and `{train,heldout}.TARGET`, for `files`."""
+    TFDS_NAME: str = "wmt14_translate/de-en:1.0.0"
+    """TFDS name of a data set with a feature for each language, for `seqio`."""
+    TFDS_DATA_DIR: str | None = None
+    """Folder of TFDS data for `seqio`; None for the default of TensorFlow Datasets."""
+    SOURCE: str = "en"
+    TARGET: str = "de"
+    TOKENIZER: str = "bytes"
+    """Tokenizer of both languages: `bytes`, a SentencePiece `.model`, or a `tokenizer.json`."""
+    PERCORE_BATCH_SIZE: float = 8.0
+    """Rows per device; training rows hold several pairs."""
+    MAX_SEQ_LEN: int = 256
+    """Length of a row of sources and of a row of targets; longer texts are cut."""
+
     reduced_fields: ClassVar[Mapping[str, Any]] = {
         "NUM_ENCODER_LAYERS": 2,
         "NUM_DECODER_LAYERS": 2,
@@ -70,6 +87,13 @@ class TranslationExperiment(TrainingLength, BaseExperiment, abstract=True):
         "FPROP_DTYPE": "float32",
         "DROPOUT_RATE": 0.0,
         "MAX_DECODE_STEPS": 16,
+        "DATA_FORMAT": "number_words",
+        "TOKENIZER": "bytes",
+        "VOCAB_SIZE": 259,
+        "START_ID": 1,
+        "EOS_ID": 2,
+        "PERCORE_BATCH_SIZE": 8.0,
+        "MAX_SEQ_LEN": 64,
     }
 
     def model(self) -> Config:
@@ -103,23 +127,10 @@ class TranslationExperiment(TrainingLength, BaseExperiment, abstract=True):
             decoder=self._decoder(),
         )
 
-    def validate(self) -> None:
-        """Raise an error if a dtype or another choice is unknown."""
-        super().validate()
-        canonical_dtype(self.FPROP_DTYPE, field="FPROP_DTYPE")
-        check_sizes(None, MODEL_DIMS=self.MODEL_DIMS)
-        self.model()
-
-    def learner(self) -> Config:
-        """Return the config of the learner, which an optimization recipe defines."""
-        raise NotImplementedError(
-            f"{type(self).__qualname__} needs an optimization recipe, such as AdamInverseSqrt"
-        )
-
     def task(self) -> Config:
         """Return the config of the task."""
         return SingleTask.HParams.config(
-            name="translation", model=self.model(), train=self.train_config(self.learner())
+            name="translation", model=self.model(), train=train_config(self, self.learner())
         )
 
     def _layer(self) -> Config:
@@ -144,44 +155,6 @@ class TranslationExperiment(TrainingLength, BaseExperiment, abstract=True):
             max_decode_steps=self.MAX_DECODE_STEPS,
             eos_id=self.EOS_ID,
         )
-
-
-class Translations(BaseExperiment, abstract=True):
-    """Pairs of texts: two files with parallel lines, a TFDS data set, or numbers in words.
-
-    Files are opened when the first batch is read.
-    """
-
-    DATA_FORMAT: Literal["files", "seqio", "number_words"] = "files"
-    """`files`: files of DATA_FOLDER; `seqio`: TFDS_NAME through SeqIO; `number_words`: synthetic
-    English and German number words, as bytes."""
-    DATA_FOLDER: str = "."
-    """Folder of `{train,heldout}.SOURCE` and `{train,heldout}.TARGET`, for `files`."""
-    TFDS_NAME: str = "wmt14_translate/de-en:1.0.0"
-    """TFDS name of a data set with a feature for each language, for `seqio`."""
-    TFDS_DATA_DIR: str | None = None
-    """Folder of TFDS data for `seqio`; None for the default of TensorFlow Datasets."""
-    SOURCE: str = "en"
-    TARGET: str = "de"
-    TOKENIZER: str = "bytes"
-    """Tokenizer of both languages: `bytes`, a SentencePiece `.model`, or a `tokenizer.json`."""
-    VOCAB_SIZE: int = 259
-    START_ID: int = 1
-    EOS_ID: int = 2
-    PERCORE_BATCH_SIZE: float = 8.0
-    """Rows per device; training rows hold several pairs."""
-    MAX_SEQ_LEN: int = 256
-    """Length of a row of sources and of a row of targets; longer texts are cut."""
-
-    reduced_fields: ClassVar[Mapping[str, Any]] = {
-        "DATA_FORMAT": "number_words",
-        "TOKENIZER": "bytes",
-        "VOCAB_SIZE": 259,
-        "START_ID": 1,
-        "EOS_ID": 2,
-        "PERCORE_BATCH_SIZE": 8.0,
-        "MAX_SEQ_LEN": 64,
-    }
 
     def unset_variables(self) -> dict[str, str]:
         """Return TFDS_DATA_DIR if SeqIO reads it because the field is None."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from layerkit_experiments.recipes.meshes import Spmd
-from layerkit_experiments.recipes.optimizers import AdamWCosine
-from layerkit_experiments.translation.experiment import TranslationExperiment, Translations
+from layerkit_experiments.translation.experiment import TranslationExperiment
 
 
-class EnglishToGermanNumbers(AdamWCosine, Spmd, Translations, TranslationExperiment):
+class EnglishToGermanNumbers(TranslationExperiment):
     """Byte-level translation of "four hundred and twenty-one" to "vierhunderteinundzwanzig"."""
 
     DATA_FORMAT = "number_words"

@@ -6,14 +6,22 @@ names the shared vocabulary of both languages.
 
 from __future__ import annotations
 
-from layerkit_experiments.recipes.meshes import Spmd
-from layerkit_experiments.recipes.published_optimizers import AdamInverseSqrt
-from layerkit_experiments.translation.experiment import TranslationExperiment, Translations
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from layerkit.config import Config
+from layerkit_experiments.recipes.optimizers import adam_inverse_sqrt
+from layerkit_experiments.translation.experiment import TranslationExperiment
 
 
-class WmtEnDe(AdamInverseSqrt, Spmd, Translations, TranslationExperiment, abstract=True):
+class WmtEnDe(TranslationExperiment, abstract=True):
     """Common values of both sizes; data are two files per split and a shared vocabulary."""
 
+    LEARNING_RATE_SCALE: float = 1.0
+    ADAM_BETA2 = 0.98
+    ADAM_EPSILON = 1e-9
+    CLIP_GRADIENT_NORM = None
+    WARMUP_STEPS = 4000
     DATA_FOLDER = "wmt14"
     VOCAB_SIZE = 37_000
     MAX_SEQ_LEN = 128
@@ -22,7 +30,20 @@ class WmtEnDe(AdamInverseSqrt, Spmd, Translations, TranslationExperiment, abstra
     BEAM_SIZE = 4
     MAX_DECODE_STEPS = 128
     ICI_MESH_SHAPE = [8, 1, 1]
-    WARMUP_STEPS = 4000
+
+    unused_fields = (
+        *("LEARNING_RATE", "WEIGHT_DECAY", "DECAYED_WEIGHTS"),
+        *("DECAY_START", "DECAY_END", "MIN_LEARNING_RATE_RATIO"),
+    )
+    reduced_fields: ClassVar[Mapping[str, Any]] = {"LEARNING_RATE_SCALE": 0.1, "WARMUP_STEPS": 10}
+
+    def learner(self) -> Config:
+        """Return the config of the learner."""
+        return adam_inverse_sqrt(self)
+
+    def start_notes(self) -> list[str]:
+        """Return no note, since the schedule does not depend on the run."""
+        return []
 
 
 class TransformerBase(WmtEnDe):

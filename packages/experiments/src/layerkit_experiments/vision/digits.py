@@ -11,10 +11,8 @@ from flax import linen as nn
 from layerkit.config import Config
 from layerkit.layers import FlaxModule
 from layerkit.models import ClassificationModel
-from layerkit_experiments.recipes.meshes import Spmd
-from layerkit_experiments.recipes.optimizers import AdamWCosine
+from layerkit_experiments.recipes.training import TrainedExperiment, train_config
 from layerkit_inputs import GeneratedDigits, IdxImages
-from layerkit_runner.config.experiment import BaseExperiment
 from layerkit_runner.step.task import SingleTask
 
 _IMAGE = (28, 28, 1)
@@ -40,7 +38,7 @@ class SmallConvNet(nn.Module):
         return nn.relu(nn.Dense(self.features)(x.reshape(len(x), -1)))
 
 
-class DigitClassifier(AdamWCosine, Spmd, BaseExperiment, abstract=True):
+class DigitClassifier(TrainedExperiment, abstract=True):
     """Base of classifiers of ten digits in images of 28 × 28 pixels."""
 
     tags: ClassVar[tuple[str, ...]] = ("vision",)
@@ -60,7 +58,6 @@ class DigitClassifier(AdamWCosine, Spmd, BaseExperiment, abstract=True):
     LEARNING_RATE = 3e-3
     WEIGHT_DECAY = 1e-3
     WARMUP_STEPS = 50
-    SUMMARY_INTERVAL_STEPS = 20
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {"DATA_FORMAT": "generated"}
 
@@ -95,7 +92,7 @@ class DigitClassifier(AdamWCosine, Spmd, BaseExperiment, abstract=True):
         model = ClassificationModel.HParams.config(network_tpl=network)
         model.softmax_tpl.set(input_dims=self.FEATURES, num_classes=10)
         return SingleTask.HParams.config(
-            name="digits", model=model, train=self.train_config(self.learner())
+            name="digits", model=model, train=train_config(self, self.learner())
         )
 
 
@@ -112,5 +109,6 @@ class Mnist(DigitClassifier):
 
     DATA_FORMAT = "idx"
     MAX_STEPS = 5000
+    SUMMARY_INTERVAL_STEPS = 20
     EVAL_INTERVAL_STEPS = 1000
     CHECKPOINT_EVERY_N_STEPS = 1000

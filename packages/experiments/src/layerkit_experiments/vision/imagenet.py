@@ -18,11 +18,10 @@ from layerkit.config import Config, Partial
 from layerkit.config.checks import require
 from layerkit.layers import FlaxModule
 from layerkit.models import ClassificationModel
-from layerkit_experiments.recipes.meshes import Spmd
-from layerkit_experiments.recipes.optimizers import TrainingLength
+from layerkit_experiments.recipes.optimizers import number_of_steps
+from layerkit_experiments.recipes.training import TrainedExperiment, train_config
 from layerkit_experiments.vision.generated_images import GeneratedImages
 from layerkit_experiments.vision.resnet import ResNet
-from layerkit_runner.config.experiment import BaseExperiment
 from layerkit_runner.optim import schedules
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.optim.optimizers import lp_regularized
@@ -32,7 +31,7 @@ from layerkit_runner.step.task import SingleTask
 STEPS_PER_EPOCH = 2502
 
 
-class ResNet50Pjit(TrainingLength, Spmd, BaseExperiment):
+class ResNet50Pjit(TrainedExperiment):
     """ResNet-50 in 90 epochs of 512 images a step, on 8 GPUs (a100x8), data parallel."""
 
     tags: ClassVar[tuple[str, ...]] = ("vision",)
@@ -47,14 +46,14 @@ class ResNet50Pjit(TrainingLength, Spmd, BaseExperiment):
     """Number of images of an evaluation."""
     PERCORE_BATCH_SIZE: float = 64.0
     """Images per device."""
-    LEARNING_RATE: float = 0.2
     MOMENTUM: float = 0.9
     L2_WEIGHT: float = 1e-4
     """Weight of the penalty of matrices and kernels; vectors have none."""
-    WARMUP_STEPS: int = 5 * STEPS_PER_EPOCH
     STEP_BOUNDARIES: list[int] = [30 * STEPS_PER_EPOCH, 60 * STEPS_PER_EPOCH, 80 * STEPS_PER_EPOCH]
     """Steps at which the rate is divided by ten."""
 
+    LEARNING_RATE = 0.2
+    WARMUP_STEPS = 5 * STEPS_PER_EPOCH
     MAX_STEPS = 90 * STEPS_PER_EPOCH
     SUMMARY_INTERVAL_STEPS = 1000
     EVAL_INTERVAL_STEPS = STEPS_PER_EPOCH
@@ -62,6 +61,10 @@ class ResNet50Pjit(TrainingLength, Spmd, BaseExperiment):
     CHECKPOINT_MAX_TO_KEEP = 1000
     ICI_MESH_SHAPE = [1, 8, 1]
 
+    unused_fields = (
+        *("ADAM_BETA1", "ADAM_BETA2", "ADAM_EPSILON", "WEIGHT_DECAY", "DECAYED_WEIGHTS"),
+        *("CLIP_GRADIENT_NORM", "DECAY_START", "DECAY_END", "MIN_LEARNING_RATE_RATIO"),
+    )
     reduced_fields: ClassVar[Mapping[str, Any]] = {
         "CHANNELS": [32, 64],
         "BLOCKS": [1, 1],
@@ -69,6 +72,7 @@ class ResNet50Pjit(TrainingLength, Spmd, BaseExperiment):
         "NUM_CLASSES": 10,
         "NUM_HELDOUT": 64,
         "PERCORE_BATCH_SIZE": 8.0,
+        "LEARNING_RATE": 0.2,
         "WARMUP_STEPS": 5,
         "STEP_BOUNDARIES": [150],
     }
@@ -118,15 +122,19 @@ class ResNet50Pjit(TrainingLength, Spmd, BaseExperiment):
             learning_rate=Config(
                 warmup_then_tenths,
                 self.LEARNING_RATE,
-                warmup_steps=self.WARMUP_STEPS,
+                warmup_steps=number_of_steps(self, "WARMUP_STEPS"),
                 boundaries=self.STEP_BOUNDARIES,
             ),
         )
 
+    def start_notes(self) -> list[str]:
+        """Return no note, since the schedule does not depend on the run."""
+        return []
+
     def task(self) -> Config:
         """Return the config of the task."""
         return SingleTask.HParams.config(
-            name="imagenet", model=self.model(), train=self.train_config(self.learner())
+            name="imagenet", model=self.model(), train=train_config(self, self.learner())
         )
 
 

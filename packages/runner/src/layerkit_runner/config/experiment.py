@@ -53,6 +53,10 @@ class BaseExperiment:
     """Words that `runner --list --tag=NAME` filters by, such as `moe`, in addition to the tags of
     all base classes."""
 
+    unused_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields of the bases that this class does not read. They are no fields of it and of classes
+    derived from it, unless these declare them anew, so that a flag without effect is an error."""
+
     def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
         """Check the fields of a new class."""
         super().__init_subclass__(**kwargs)
@@ -221,7 +225,8 @@ def reduced_values(cls: type) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         values |= vars(base).get("reduced_fields", {})
-    return values
+    unused = _annotated_fields(cls).keys() - experiment_fields(cls).keys()
+    return {name: value for name, value in values.items() if name not in unused}
 
 
 def reduced_overrides(experiment: BaseExperiment) -> set[str]:
@@ -235,22 +240,6 @@ def reduced_overrides(experiment: BaseExperiment) -> set[str]:
     return {name for name, value in reduced.items() if given[name] == value}
 
 
-def is_set_before(experiment: BaseExperiment, name: str, other: str) -> bool:
-    """Return whether the field `name` was last set before the field `other`.
-
-    Values are set in this order, each replacing the one before: by the bases, by the class itself,
-    by `--reduced`, and by the arguments of the constructor, such as the flag `--fdl.NAME`.
-    """
-    return _order_of_setting(experiment, name) < _order_of_setting(experiment, other)
-
-
-def _order_of_setting(experiment: BaseExperiment, name: str) -> int:
-    classes = list(reversed(type(experiment).__mro__))
-    if name in experiment.overrides:
-        return len(classes) + (name not in reduced_overrides(experiment))
-    return max((i for i, cls in enumerate(classes) if name in vars(cls)), default=-1)
-
-
 def is_field_name(name: str) -> bool:
     """Return whether a name has the form of a field of an experiment: `NUM_LAYERS`."""
     return _FIELD_NAME.fullmatch(name) is not None
@@ -259,9 +248,13 @@ def is_field_name(name: str) -> bool:
 def experiment_fields(cls: type) -> dict[str, str | None]:
     """Return the texts of the annotations of an experiment's fields, those of its bases first.
 
-    A field that a property overrides is a derived value and is left out.
+    `unused_fields` are left out, and a field that a property overrides, since its value is derived.
     """
-    fields = _annotated_fields(cls)
+    fields: dict[str, str | None] = {}
+    for base in reversed(cls.__mro__):
+        fields |= _declared_fields(base)
+        for name in vars(base).get("unused_fields", ()):
+            fields.pop(name, None)
     derived = {name for name in fields if isinstance(getattr(cls, name, None), property)}
     return {name: text for name, text in fields.items() if name not in derived}
 
@@ -286,9 +279,13 @@ def _check_assigned(cls: type) -> None:
 
 
 def _annotated_fields(cls: type) -> dict[str, str | None]:
+    return {name: text for base in cls.__mro__ for name, text in _declared_fields(base).items()}
+
+
+def _declared_fields(cls: type) -> dict[str, str | None]:
+    """Return the texts of the annotations of the fields that a class itself declares."""
     return {
-        name: field_types.read_annotation(annotation, base.__module__)
-        for base in reversed(cls.__mro__)
-        for name, annotation in inspect.get_annotations(base).items()
+        name: field_types.read_annotation(annotation, cls.__module__)
+        for name, annotation in inspect.get_annotations(cls).items()
         if is_field_name(name)
     }
