@@ -130,6 +130,12 @@ def test_configuration_is_as_it_was(name: str, request: pytest.FixtureRequest):
     assert text == golden.read_text()
 
 
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_at_most_five_classes_are_behind_an_experiment(name: str):
+    bases = [cls for cls in EXPERIMENTS[name].__mro__[1:] if cls is not object]
+    assert len(bases) <= 5
+
+
 def test_every_golden_is_of_an_experiment():
     assert {path.stem for path in GOLDENS.glob("*.txt")} == set(EXPERIMENTS)
 

@@ -17,8 +17,17 @@ TABLES = read_tables()
 PARTS = ("optimizer", "partitioner", "data", "model")
 
 
-def recipe(name: str) -> Any:
-    return getattr(importlib.import_module(TABLES["recipes"][name]), name)
+def recipe_objects(name: str) -> dict[str, Any]:
+    """The objects that a recipe imports, by name."""
+    imports = TABLES["recipes"][name].get("imports", {})
+    return {each: getattr(importlib.import_module(imports[each]), each) for each in imports}
+
+
+def recipe_fields(name: str) -> set[str]:
+    """The fields of a class with this recipe, besides those of LmExperiment."""
+    entry, objects = TABLES["recipes"][name], recipe_objects(name)
+    bases = [experiment_fields(objects[base]) for base in entry.get("bases", ())]
+    return {field for names in [*bases, entry.get("declares", {})] for field in names}
 
 
 def targets() -> Iterator[tuple[str, Any]]:
@@ -37,7 +46,7 @@ def targets() -> Iterator[tuple[str, Any]]:
 
 
 def test_rows_set_fields_of_recipes():
-    fields = {name for each in TABLES["recipes"] for name in experiment_fields(recipe(each))}
+    fields = {name for each in TABLES["recipes"] for name in recipe_fields(each)}
     found = dict(targets())
     assert len(found) > 25
     for name, value in found.items():
@@ -54,25 +63,25 @@ def test_key_is_mapped_or_neutral():
     assert not table["keys"].keys() & set(neutral)
 
 
-def test_recipes_of_every_part_exist():
+def test_default_of_every_part_is_a_recipe():
     assert list(TABLES["pax"]["recipes"]) == list(PARTS)
-    for name in [*TABLES["recipes"], *TABLES["pax"]["recipes"].values()]:
-        assert recipe(name).__name__ == name
+    assert set(TABLES["pax"]["recipes"].values()) <= TABLES["recipes"].keys()
+
+
+@pytest.mark.parametrize("name", TABLES["recipes"])
+def test_recipe_exists_and_names_fields(name: str):
+    entry, known = TABLES["recipes"][name], recipe_fields("LmExperiment") | recipe_fields(name)
+    assert {*entry.get("fields", {}), *entry.get("unused", ())} <= known
+    for expression in entry.get("methods", {}).values():
+        assert callable(recipe_objects(name)[expression.partition("(")[0]])
 
 
 def test_fields_of_recipes_are_those_that_other_recipes_lack():
-    listed = TABLES["fields_of_recipes"]
-    mapped = {name for name, _ in targets() if name.isupper()}
-    owners = {
-        name: [each for each in TABLES["recipes"] if name in experiment_fields(recipe(each))]
-        for name in mapped
-    }
-    common = {each for each in TABLES["recipes"] if each in ("LmExperiment", "LlamaDecoder")}
-    for name in mapped:
-        if not common & set(owners[name]):
-            assert sorted(owners[name]) == sorted(listed.get(name, owners[name])), name
-    for name, some in listed.items():
-        assert sorted(owners[name]) == sorted(some)
+    common = recipe_fields("LmExperiment")
+    for field, names in TABLES["fields_of_recipes"].items():
+        if field not in common:
+            assert names == [name for name in TABLES["recipes"] if field in recipe_fields(name)]
+        assert set(names) <= TABLES["recipes"].keys()
 
 
 @pytest.mark.parametrize("name", TABLES["pax"]["bases"])

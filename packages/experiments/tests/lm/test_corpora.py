@@ -58,6 +58,8 @@ def test_other_text_for_the_same_model(data_format: str, reader: type):
 @pytest.mark.parametrize(
     ("cls", "fields", "field"),
     [
+        (Pile126M, {"DATA_FORMAT": "grain"}, "GRAIN_DATA_DIR"),
+        (Lambada126M, {"DATA_FORMAT": "grain"}, "GRAIN_DATA_DIR"),
         (Lambada126M, {"DATA_FORMAT": "synthetic"}, "DATA_FORMAT"),
         (Lambada126M, {"MAX_SEQ_LEN": 64}, "TARGET_LENGTH"),
     ],

@@ -64,9 +64,6 @@ def test_numbers_fit_their_rows_and_what_may_be_decoded():
         ("EOS_ID", 1),
         ("START_ID", 0),
         ("VOCAB_SIZE", 258),
-        ("CHECKPOINT_POLICY", "SAVE_NOTHIN"),
-        ("FPROP_DTYPE", "float23"),
-        ("MODEL_DIMS", 0),
     ],
 )
 def test_invalid_field_raises(raises: Any, field: str, value: Any):

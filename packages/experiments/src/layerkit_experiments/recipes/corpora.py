@@ -174,6 +174,19 @@ def answer_lengths(fields: Any) -> dict[str, int]:
     }
 
 
+def _grain_folder(fields: Any) -> str:
+    """Return GRAIN_DATA_DIR."""
+    if fields.GRAIN_DATA_DIR is None:
+        raise ConfigError(
+            field="GRAIN_DATA_DIR",
+            value=None,
+            expected="a folder of token records or of JSON lines, since DATA_FORMAT='grain'",
+            hint="`python -m layerkit_inputs.tools.build_token_records` writes token records.",
+        )
+    folder: str = fields.GRAIN_DATA_DIR
+    return folder
+
+
 def _vocab_path(fields: Any) -> str | None:
     """Return VOCAB_PATH, or else the environment variable; None if neither is set."""
     return fields.VOCAB_PATH or os.environ.get("VOCAB_PATH")
@@ -194,7 +207,7 @@ def _seqio_text(fields: Any, *, is_training: bool, **options: Any) -> Config:
 def _token_records(fields: Any, *, is_training: bool, **options: Any) -> Config:
     vocab_path = _vocab_path(fields)
     return TokenRecords.HParams.config(
-        path=fields.GRAIN_DATA_DIR,
+        path=_grain_folder(fields),
         split="train" if is_training else "heldout",
         seq_length=fields.MAX_SEQ_LEN,
         tokenizer=None if vocab_path is None else tokenizer_config(vocab_path),
@@ -244,7 +257,7 @@ def _last_words(fields: Any, **options: Any) -> Config:
 def _last_words_of_json(fields: Any, **options: Any) -> Config:
     rows = Partial(
         last_words.last_word_rows,
-        path=fields.GRAIN_DATA_DIR,
+        path=_grain_folder(fields),
         vocab_path=_vocab_path(fields),
         seq_length=fields.MAX_SEQ_LEN,
         target_length=answer_lengths(fields)["targets"],

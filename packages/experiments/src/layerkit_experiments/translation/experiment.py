@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from layerkit.base.weights import WeightInit
 from layerkit.config import Config, build
+from layerkit.config.checks import check_sizes
 from layerkit.decoding import BeamSearch, SampleDecoder
 from layerkit.errors import ConfigError
 from layerkit.layers import (
@@ -98,6 +99,7 @@ class TranslationExperiment(TrainedExperiment, abstract=True):
 
     def model(self) -> Config:
         """Return the config of the SequenceModel."""
+        check_sizes(None, MODEL_DIMS=self.MODEL_DIMS)
         network: Config = TransformerEncoderDecoder.HParams.config(
             vocab_size=self.VOCAB_SIZE,
             model_dims=self.MODEL_DIMS,

@@ -131,15 +131,15 @@ def told(text: str) -> list[str]:
     ("text", "name", "recipes", "counterpart", "different"),
     [
         (
-            *(MULTISLICE, "TwoSlices", ["AdamExponential", "Spmd", "C4"]),
+            *(MULTISLICE, "TwoSlices", ["adam_exponential", "spmd", "C4"]),
             *("lm.c4_multislice.C4Spmd22BAdam2xv4_128", {"CHECKPOINT_EVERY_N_STEPS": 1000}),
         ),
         (
-            *(SMALL, "Small", ["AdamExponential", "Spmd", "SyntheticTokens"]),
+            *(SMALL, "Small", ["adam_exponential", "spmd", "synthetic_tokens"]),
             *("lm.lm_cloud.LmCloudSpmdTest", {}),
         ),
         (
-            *(PMAP, "LmCloud", ["AdamExponential", "Pmap", "SyntheticTokens"]),
+            *(PMAP, "LmCloud", ["adam_exponential", "pmap", "synthetic_tokens"]),
             *("lm.lm_cloud.LmCloudTransformerAdamLimitSteps", {"INPUT_DROPOUT_RATE": 0.0}),
         ),
     ],
@@ -152,7 +152,7 @@ def test_class_has_the_fields_of_its_counterpart(text, name, recipes, counterpar
     ours = load_experiment(find_experiment(counterpart))()
     expected = {field: getattr(ours, field) for field in translation.fields} | different
     assert translation.fields == expected
-    assert len(expected) >= (24 if "Pmap" in recipes else 31)
+    assert len(expected) >= (24 if "pmap" in recipes else 31)
 
 
 def test_constant_that_base_classes_do_not_read_is_left_out_unless_a_task_may_read_it():
@@ -179,7 +179,7 @@ def test_weights_and_initializer_of_praxis_are_set():
 def test_class_with_a_task_is_translated_except_for_its_statements():
     translation = only(GPT3)
     assert translation.summary == "A GPT."
-    assert list(translation.recipes) == ["AdamWCosine", "Spmd", "ThePile", "LmExperiment"]
+    assert list(translation.recipes) == ["adamw_cosine", "spmd", "ThePile", "LmExperiment"]
     expected: Mapping[str, Any] = {
         "MODEL_DIMS": 768,
         "PERCORE_BATCH_SIZE": 0.5,
@@ -285,7 +285,7 @@ def test_data_set_of_a_base_in_the_same_file_is_inherited():
     base = "class SyntheticDataset(BaseExperiment):\n  def datasets(self):\n    return []\n"
     text = f"{base}class X(TransformerLmSpmdAdam, SyntheticDataset):\n  NUM_LAYERS = 2\n"
     translation = only(text, "X")
-    assert "SyntheticTokens" in translation.recipes and "C4" not in translation.recipes
+    assert "synthetic_tokens" in translation.recipes and "C4" not in translation.recipes
     assert [left.text for left in translation.leftovers] == ["def datasets(self):"]
 
 
@@ -319,7 +319,7 @@ def test_data_set_of_a_base_in_the_same_file_is_inherited():
         ),
         (
             "LR_SCHEDULE = 'linear_rampup_cosine_decay'",
-            "UPDATE_RMS_CAP = 1.0: the recipes of this class have no such field; AdamExponential",
+            "UPDATE_RMS_CAP = 1.0: the recipes of this class have no such field; adam_exponential",
         ),
         ("def datasets(self): ...", "def datasets(self): ...: recipes of data are listed"),
     ],
@@ -332,7 +332,7 @@ def test_constant_without_a_field_is_listed_with_the_reason(body, message):
 def test_sharded_adafactor_has_its_recipe():
     text = "class X(model_params.TransformerLmSpmdAdafactor): pass"
     assert told(text) == []
-    assert "AdafactorExponential" in only(text).recipes
+    assert "adafactor_exponential" in only(text).recipes
 
 
 HUGE = [

@@ -49,16 +49,16 @@ class Leftover:
 class Translation:
     """An experiment class of Pax, translated to fields and recipes.
 
-    `settings` are values without a field, by their paths from `task`; `recipes` are modules of the
-    base classes by name, in the order of inheritance. `unread` are constants that the original has
-    no effect from, and so are left out.
+    `settings` are values without a field, by their paths from `task`; `recipes` are entries of the
+    table by name, in their order there. `unread` are constants that the original has no effect
+    from, and so are left out.
     """
 
     name: str
     summary: str
     fields: Mapping[str, Any]
     settings: Mapping[str, Any]
-    recipes: Mapping[str, str]
+    recipes: Mapping[str, Mapping[str, Any]]
     leftovers: Sequence[Leftover]
     unread: Sequence[Leftover] = ()
 
@@ -188,47 +188,81 @@ def make_translation(
             if value is not None:
                 reason = f"the recipes of this class have no such field; {owners[0]} has it"
                 unused.append(Leftover(f"{field} = {value!r}", "", reason))
+    recipes = {name: entry for name, entry in tables["recipes"].items() if name in chosen}
+    defaults_of_recipes = {k: v for entry in recipes.values() for k, v in _part(entry, "fields")}
     return Translation(
-        fields=fields,
+        fields=defaults_of_recipes | fields,
         settings={key: value for key, value in mapped.items() if "." in key},
-        recipes={name: tables["recipes"][name] for name in tables["recipes"] if name in chosen},
+        recipes=recipes,
         leftovers=list(dict.fromkeys([*leftovers, *unused])),
         unread=unread,
         **names,
     )
 
 
+def _part(recipe: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
+    """Return the items of a part of a recipe, such as its methods."""
+    return list(recipe.get(name, {}).items())
+
+
 def module_text(translations: Sequence[Translation], title: str) -> str:
     """Return a module with a docstring and a class for each translation."""
     imports: dict[str, set[str]] = {}
     for translation in translations:
-        for recipe, module in translation.recipes.items():
-            imports.setdefault(module, set()).add(recipe)
-        if translation.settings:
-            imports.setdefault("layerkit.config", set()).add("Config")
+        for recipe in translation.recipes.values():
+            for name, module in _part(recipe, "imports"):
+                imports.setdefault(module, set()).add(name)
+            if "methods" in recipe or translation.settings:
+                imports.setdefault("layerkit.config", set()).add("Config")
     lines = [f'"""{title}"""', "", "from __future__ import annotations", ""]
     lines += [f"from {name} import {', '.join(sorted(imports[name]))}" for name in sorted(imports)]
     return "\n".join(lines) + "\n\n\n" + "\n\n".join(map(_class_text, translations))
 
 
+# Types and docstrings of the methods of a generated class.
+_METHODS = {
+    "model": ("Config", "Return the config of the LanguageModel."),
+    "learner": ("Config", "Return the config of the learner."),
+    "partitioner": ("Config", "Return the config of the partitioner."),
+    "datasets": ("list[Config]", "Return configs of the inputs."),
+}
+
+
 def _class_text(translation: Translation) -> str:
     """Return the source of a class, which is abstract if it has leftovers, one comment each."""
     summary = printable(translation.summary).replace("\\", "\\\\").replace('"', "'")
-    bases = ", ".join([*translation.recipes, *["abstract=True"] * bool(translation.leftovers)])
-    lines = [f"class {translation.name}({bases}):", f'    """{summary}"""', ""]
+    recipes = translation.recipes.values()
+    bases = [base for recipe in recipes for base in recipe.get("bases", ())]
+    bases += ["abstract=True"] * bool(translation.leftovers)
+    lines = [f"class {translation.name}({', '.join(bases)}):", f'    """{summary}"""', ""]
     lines += _comment(_ABSTRACT) if translation.leftovers else []
     for leftover in translation.leftovers:
         lines += _comment(f"NOT TRANSLATED {leftover}")
     for constant in translation.unread:
         lines += _comment(f"LEFT OUT {constant}")
-    lines += [f"    {name} = {_literal(value)}" for name, value in translation.fields.items()]
+    types = {name: f": {text}" for recipe in recipes for name, text in _part(recipe, "declares")}
+    for name, value in translation.fields.items():
+        lines.append(f"    {name}{types.get(name, '')} = {_literal(value)}")
+    for recipe in recipes:
+        for name, value in _part(recipe, "attributes"):
+            lines.append(f"    {name} = {_literal(value)}")
+    if unused := tuple(name for recipe in recipes for name in recipe.get("unused", ())):
+        lines.append(f"    unused_fields = {unused!r}")
+    for recipe in recipes:
+        for name, expression in _part(recipe, "methods"):
+            lines += _method_lines(name, *_METHODS[name], [f"return {expression}"])
     if translation.settings:
-        lines += ["", "    def task(self) -> Config:"]
-        lines += ['        """Return the task with values that have no field."""']
-        lines += ["        task = super().task()"]
-        lines += [f"        {path} = {_literal(v)}" for path, v in translation.settings.items()]
-        lines += ["        return task"]
+        values = [f"{path} = {_literal(value)}" for path, value in translation.settings.items()]
+        body = ["task = super().task()", *values, "return task"]
+        lines += _method_lines(
+            "task", "Config", "Return the task with values that have no field.", body
+        )
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _method_lines(name: str, type_: str, summary: str, body: Sequence[str]) -> list[str]:
+    lines = [f"    def {name}(self) -> {type_}:", f'        """{summary}"""']
+    return ["", *lines, *[f"        {line}" for line in body]]
 
 
 def _literal(value: Any) -> str:
