@@ -218,9 +218,11 @@ def _token_records(fields: Any, *, is_training: bool, **options: Any) -> Config:
 
 
 def _local_text(fields: Any, *, is_training: bool, **options: Any) -> Config:
-    split = "train" if is_training else "heldout"
     return LocalText.HParams.config(
-        split=split, seq_length=fields.MAX_SEQ_LEN, is_training=is_training, **options
+        split="train" if is_training else "heldout",
+        seq_length=fields.MAX_SEQ_LEN,
+        is_training=is_training,
+        **options,
     )
 
 
