@@ -355,13 +355,14 @@ class LayerMethods(_Module):
     def _refuse_contradiction(self, child: Any) -> None:
         """Raise an error if a shared layer would inherit different values from its parents."""
         for field in INHERITED_FIELDS:
-            if getattr(child, field) is None and child.inherited(field) != self.inherited(field):
+            value, expected = child.inherited(field), self.inherited(field)
+            if getattr(child, field) is None and value != expected:
                 raise ConfigError(
                     f"contradicts {self.path_name}, which shares it",
                     owner=child.path_name,
                     field=field,
-                    value=child.inherited(field),
-                    expected=repr(self.inherited(field)),
+                    value=value,
+                    expected=repr(expected),
                     hint=f"Set {field} on the shared config.",
                 )
 

@@ -20,7 +20,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from layerkit.config import html_display
-from layerkit.config.checks import require
+from layerkit.config.checks import check_choice, require
 from layerkit.errors import ConfigError
 
 MeshAxes = str | tuple[str, ...] | None
@@ -159,13 +159,8 @@ class BoundSharding:
         mesh_axes = () if self.mesh is None else self.mesh.axis_names
         for name, _ in self.rules.table:
             for axis in self.rules.mesh_axes(name):
-                if axis not in mesh_axes and axis not in STANDARD_MESH_AXES:
-                    raise ConfigError(
-                        f"the rule of {name!r} names an unknown mesh axis",
-                        value=axis,
-                        expected=f"an axis of the mesh {mesh_axes} or a standard axis",
-                        choices=[*mesh_axes, *STANDARD_MESH_AXES],
-                    )
+                owner = f"sharding rule {name}"
+                check_choice(owner, (*mesh_axes, *STANDARD_MESH_AXES), **{"mesh axis": axis})
         length, residual = self._split_axes("length"), self._split_axes("residual_length")
         if "residual_length" in dict(self.rules.table):
             expected = f"axes that begin with those of length, {length}"

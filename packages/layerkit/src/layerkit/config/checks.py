@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from layerkit.errors import ConfigError
@@ -44,8 +44,7 @@ def check_integers(owner: Owner, *, minimum: int, **fields: Any) -> None:
     """Raise `ConfigError` unless each field, an integer or None, is at least `minimum`."""
     names = {0: "an integer of 0 or more", 1: "a positive integer"}
     expected = names.get(minimum, f"an integer of at least {minimum}")
-    for name, value in fields.items():
-        require(value is None or value >= minimum, owner, name, value, expected)
+    _require_all(owner, fields, lambda value: value >= minimum, expected)
 
 
 def check_sizes(owner: Owner, **fields: int | None) -> None:
@@ -55,20 +54,24 @@ def check_sizes(owner: Owner, **fields: int | None) -> None:
 
 def check_positive(owner: Owner, **fields: float | None) -> None:
     """Raise `ConfigError` unless each field is a finite number above zero, or None."""
-    for name, value in fields.items():
-        require(value is None or 0 < value < math.inf, owner, name, value, "a number above 0")
+    _require_all(owner, fields, lambda value: 0 < value < math.inf, "a number above 0")
 
 
 def check_non_negative(owner: Owner, **fields: float | None) -> None:
     """Raise `ConfigError` unless each field is a finite number of zero or more, or None."""
-    for name, value in fields.items():
-        require(value is None or 0 <= value < math.inf, owner, name, value, "a number of 0 or more")
+    _require_all(owner, fields, lambda value: 0 <= value < math.inf, "a number of 0 or more")
 
 
 def check_rates(owner: Owner, **fields: float | None) -> None:
     """Raise `ConfigError` unless each field is a number in [0, 1), or None."""
+    _require_all(owner, fields, lambda value: 0 <= value < 1, "a number in [0, 1)")
+
+
+def _require_all(
+    owner: Owner, fields: Mapping[str, Any], holds: Callable[[Any], bool], expected: str
+) -> None:
     for name, value in fields.items():
-        require(value is None or 0 <= value < 1, owner, name, value, "a number in [0, 1)")
+        require(value is None or holds(value), owner, name, value, expected)
 
 
 def check_choice(owner: Owner, choices: Collection[Any], **fields: Any) -> None:

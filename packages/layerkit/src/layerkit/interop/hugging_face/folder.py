@@ -159,27 +159,21 @@ class SafetensorsFolder:
 
 def _weight_files(folder: Path) -> dict[Path, list[str] | None]:
     """Return the tensors to read from each file of a folder; None stands for all tensors."""
-    if has_file(folder, WEIGHTS):
+    if (folder / WEIGHTS).is_file():
         return {folder / WEIGHTS: None}
-    if has_file(folder, INDEX):
-        files = _read_index(folder)
-        if missing := [file for file in files if not has_file(folder, file)]:
-            raise FileNotFoundError(
-                f"{folder}: missing {first_names(missing)}, which {INDEX} names. Download the"
-                " folder again."
-            )
-        return {folder / file: names for file, names in files.items()}
-    # Without their index, numbered files are complete if none is missing.
-    shards = sorted(folder.glob("model-?????-of-?????.safetensors"))
-    if not shards:
+    files: dict[Path, list[str] | None] = {}
+    if (folder / INDEX).is_file():
+        files.update((folder / file, names) for file, names in _read_index(folder).items())
+    elif shards := sorted(folder.glob("model-?????-of-?????.safetensors")):
+        # Without their index, numbered files are complete if none is missing.
+        count = shards[0].name[-len("?????.safetensors") :]
+        numbers = range(1, int(count.partition(".")[0]) + 1)
+        files = {folder / f"model-{number:05d}-of-{count}": None for number in numbers}
+    else:
         raise FileNotFoundError(f"{folder}: expected {WEIGHTS} or {INDEX}.{other_form(folder)}")
-    count = shards[0].name[-len("?????.safetensors") :]
-    numbers = range(1, int(count.partition(".")[0]) + 1)
-    needed = [folder / f"model-{number:05d}-of-{count}" for number in numbers]
-    missing = [path.name for path in needed if path not in shards]
-    if missing:
+    if missing := [path.name for path in files if not path.is_file()]:
         raise FileNotFoundError(f"{folder}: missing {first_names(missing)}. Download it again.")
-    return dict.fromkeys(needed)
+    return files
 
 
 def _read_index(folder: Path) -> dict[str, list[str]]:
@@ -249,7 +243,7 @@ def tensor_count(folder: str | os.PathLike[str]) -> int | None:
       TensorFileError: A file or the index is invalid; see `SafetensorsFolder`.
     """
     folder = Path(folder)
-    if has_file(folder, INDEX) and not has_file(folder, WEIGHTS):
+    if (folder / INDEX).is_file() and not (folder / WEIGHTS).is_file():
         # Its files may be absent, since a plan needs no weights.
         return sum(len(names) for names in _read_index(folder).values())
     try:
@@ -259,28 +253,15 @@ def tensor_count(folder: str | os.PathLike[str]) -> int | None:
         return None
 
 
-def has_file(folder: str | os.PathLike[str], name: str) -> bool:
-    """Return whether a folder has a file; symbolic links, which caches use, are followed.
-
-    Raises:
-      ConfigError: The name belongs to a folder or a special file.
-    """
-    path = Path(folder, name)
-    if path.exists() and not path.is_file():
-        kind = "a folder" if path.is_dir() else "a special file"
-        raise ConfigError(owner=str(path), field="type", value=kind, expected="a regular file")
-    return path.is_file()
-
-
 def read_json(folder: str | os.PathLike[str], name: str = CONFIG) -> dict[str, Any]:
     """Read a JSON object from a file of a folder.
 
     Raises:
       FileNotFoundError: The file does not exist.
-      ConfigError: The file is too long, or is no regular file with a JSON object.
+      ConfigError: The file is too long, or holds no JSON object.
     """
     path = Path(folder) / name
-    if not has_file(folder, name):
+    if not path.is_file():
         hint = other_form(path.parent)
         if not path.parent.exists() and (command := hub_hint(str(folder))):
             hint = f" {command}"
@@ -339,12 +320,7 @@ def tokenizer_file(folder: str | os.PathLike[str]) -> str | None:
 def max_length(folder: str | os.PathLike[str]) -> int | None:
     """Return the largest number of positions that config.json declares; None if it has none."""
     content = read_json(folder)
-    key = "max_position_embeddings" if "max_position_embeddings" in content else "n_positions"
-    length = content.get(key)
-    if length is not None and not isinstance(length, int):
-        owner = str(Path(folder) / CONFIG)
-        raise ConfigError(owner=owner, field=key, value=length, expected="an integer")
-    return length
+    return content.get("max_position_embeddings", content.get("n_positions"))
 
 
 def write_json(folder: Path, name: str, content: Mapping[str, Any]) -> None:
