@@ -149,15 +149,6 @@ def test_init_accepts_another_method():
     jax.tree.map(np.testing.assert_array_equal, bare, layer.init(KEY, X, method=Other.backwards))
 
 
-def test_init_accepts_keys_by_stream():
-    layer = Linear(**SQUARE)
-    jax.tree.map(np.testing.assert_array_equal, layer.init({"params": KEY}), layer.init(KEY))
-
-
-def test_init_of_a_layer_without_weights_is_empty():
-    assert Reporting().init(KEY) == Reporting().init(KEY, X) == {"params": {}}
-
-
 def test_weights_are_drawn_from_a_stream_for_each_path():
     few, many = (Chain(num_copies=n).init(KEY)["params"] for n in (1, 3))
     np.testing.assert_array_equal(few["links_0"]["w"], many["links_0"]["w"])
@@ -303,12 +294,6 @@ def test_auxiliary_losses_have_gradients_and_summaries_have_none():
     np.testing.assert_array_equal(jax.grad(total)(X, "summaries"), np.zeros((2, 2)))
 
 
-def test_summaries_of_one_name_are_collected_by_layer_path():
-    layer = Chain.HParams.config(first=Reporting.HParams.config()).Instantiate()
-    _, sown = layer.apply({}, X, mutable=["summaries"])
-    assert sown == {"summaries": {"first": {"mean": (X.mean(), 2.0 * X.mean())}}}
-
-
 def test_random_keys_depend_on_key_and_layer():
     layer = Chain.HParams.config(first=Stochastic.HParams.config()).Instantiate()
 
@@ -364,43 +349,6 @@ def test_copies_of_a_module_are_equal(duplicate):
     twin = duplicate(layer)
     assert twin == layer and hash(twin) == hash(layer)
     jax.tree.map(np.testing.assert_array_equal, twin.init(KEY), layer.init(KEY))
-
-
-def test_edits_of_a_config_do_not_change_its_module():
-    config = feed_forward()
-    layer = config.Instantiate()
-    before = layer.init(KEY)
-    config.output_dims = 7
-    config.linear_tpl.weight_init = WeightInit.Constant(0.0)
-    jax.tree.map(np.testing.assert_array_equal, before, layer.init(KEY))
-
-
-def test_module_can_be_called_repeatedly():
-    layer = Chain.HParams.config(num_copies=2, link_tpl=square(shared_weight_id="a"))
-    built = layer.Instantiate()
-    first, second = built.init(KEY), built.init(jax.random.key(1))
-    assert np.any(jax.tree.leaves(first)[0] != jax.tree.leaves(second)[0])
-    np.testing.assert_array_equal(built.apply(first, X), layer.Instantiate().apply(first, X))
-
-
-def test_fields_of_a_layer_are_keyword_only():
-    with pytest.raises(TypeError, match="positional"):
-        Linear(2, 3)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'input_dimz'"):
-        Linear(input_dimz=2)
-
-
-def test_subclass_changes_a_default_without_annotation():
-    class Half(Linear):
-        class HParams(Linear.HParams):
-            fprop_dtype = jnp.bfloat16
-
-    class AlsoHalf(Linear):
-        fprop_dtype = jnp.bfloat16
-
-    for cls in (Half, AlsoHalf):
-        layer = cls.HParams.config(**SQUARE).Instantiate()
-        assert layer.apply(layer.init(KEY), X).dtype == jnp.bfloat16
 
 
 def test_private_methods_and_overrides_of_plain_methods_do_not_set_up():

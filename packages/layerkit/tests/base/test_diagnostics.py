@@ -15,8 +15,6 @@ from layerkit.config import build, sub_config_field
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit.layers.basic.dropout import Dropout
-from layerkit.layers.basic.embeddings import Embedding, SharedEmbeddingSoftmax
-from layerkit.layers.basic.positions import TrainablePositionalEmbedding
 from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.layers.transformer.feed_forward import TransformerFeedForward
 from layerkit.layers.transformer.stacks import (
@@ -146,25 +144,6 @@ def test_error_of_a_check_of_a_layer_has_no_note():
         run(build(small(num_heads=3)))
     assert layer_of(raised.value) == "MultiHeadAttention(stack/layers_0/attention)"
     assert layer_notes(raised.value) == []
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.bool_])
-@pytest.mark.parametrize("layer", [Embedding, SharedEmbeddingSoftmax, TrainablePositionalEmbedding])
-def test_ids_of_another_dtype_raise_with_layer_and_dtype(layer, dtype):
-    if layer is TrainablePositionalEmbedding:
-        made, method = layer(dims=4, max_length=8), "__call__"
-    else:
-        made = layer(num_classes=8, input_dims=4)
-        method = "embed" if layer is SharedEmbeddingSoftmax else "__call__"
-    with pytest.raises(ValueError) as raised:
-        run(made, IDS.astype(dtype), method=method)
-    assert f"{layer.__name__}()" in str(raised.value)
-    assert jnp.dtype(dtype).name in str(raised.value)
-
-
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint16, jnp.int32])
-def test_ids_of_any_integer_dtype_are_embedded(dtype):
-    run(Embedding(num_classes=8, input_dims=4), IDS.astype(dtype))
 
 
 class Model(BaseModel):

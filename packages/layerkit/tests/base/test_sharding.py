@@ -134,11 +134,6 @@ def test_residuals_must_be_split_at_least_like_their_rows(raises):
     BoundSharding(mesh, DEFAULT_RULES.replace(length=None))
 
 
-def test_mesh_may_have_custom_axes():
-    bound = BoundSharding(make_mesh(8, names=("rows",)), ShardingRules.of(batch="rows"))
-    assert bound.spec(("batch",)) == P("rows")
-
-
 def test_names_are_checked_and_nothing_is_split_without_a_mesh(raises):
     bound = BoundSharding(None, RULES)
     x = jnp.ones((3, 5))
@@ -173,12 +168,6 @@ def test_weights_are_initialized_in_the_layout_of_their_axes():
     assert born["params"]["linear"]["w"].addressable_shards[0].data.shape == (2, 4)
     assert born["params"]["bias"]["b"].addressable_shards[0].data.shape == (4,)
     jax.tree.map(np.testing.assert_array_equal, born, layer.init(key))
-
-
-def test_default_rules_name_every_standard_axis():
-    weights = "embed mlp heads kv_heads head_dim vocab norm positions layers stage expert"
-    activations = "batch length residual_length act_embed act_mlp act_heads act_kv_heads act_vocab"
-    assert {*weights.split(), *activations.split()} <= {name for name, _ in DEFAULT_RULES.table}
 
 
 @given(st.lists(st.sampled_from([*dict(DEFAULT_RULES.table), None]), max_size=4))

@@ -142,11 +142,6 @@ def test_values_do_not_depend_on_x64_mode(method):
         np.testing.assert_array_equal(draw(init), plain)
 
 
-@pytest.mark.parametrize("value", ["bfloat16", jnp.bfloat16, jnp.dtype("bfloat16")])
-def test_canonical_dtype_reads_every_spelling(value):
-    assert canonical_dtype(value) == jnp.dtype("bfloat16")
-
-
 def test_unknown_dtype_raises(raises):
     with raises(ConfigError, field="fprop_dtype", value="bfloat61"):
         canonical_dtype("bfloat61", field="fprop_dtype")
@@ -171,13 +166,6 @@ def test_matrices_decay_unless_the_declaration_says_otherwise(
     weight = WeightHParams(shape, (None,) * len(shape), decays=declared)
     box = draw_boxed(KEY, weight=weight, init=init, dtype=jnp.float32, is_factor=is_factor)
     assert box.decays is decays
-
-
-def test_box_is_a_pytree_that_keeps_its_axes():
-    box = WeightBox(jnp.ones((2, 3)), ("embed", "mlp"))
-    doubled = jax.tree.map(lambda x: 2 * x, box)
-    assert doubled.axes == ("embed", "mlp")
-    np.testing.assert_array_equal(doubled.value, np.full((2, 3), 2.0))
 
 
 def test_unbox_and_logical_axes_of_a_tree():

@@ -277,12 +277,6 @@ def test_blocks_equal_slices_of_the_whole_weight(theirs, leading, place, over_la
         np.testing.assert_array_equal(block, whole[ranges])
 
 
-def test_weight_with_too_few_axes_raises():
-    source = find_sources({"lm/softmax/w"}, {"lm/softmax/logits_ffn/linear/w"})["lm/softmax/w"]
-    with pytest.raises(ValueError, match=r"shape \[4\], and 2 axes fit"):
-        source.shape_of((4,), (4, 5))
-
-
 QK_NORM = {
     "qk_norm_tpl": LayerNorm.HParams.config(),
     "rotary_tpl": RotaryPositionalEmbedding.HParams.config(),

@@ -129,13 +129,6 @@ def test_model_of_another_family_raises(raises, tmp_path, content):
         model_config(tmp_path)
 
 
-@pytest.mark.parametrize("key", ["quantization_config", "quantization"])
-def test_quantized_folder_raises(raises, make_folder, key):
-    value = {key: {"bits": 4}}
-    with raises(UnsupportedModelError, value=value):
-        model_config(make_folder("llama", edit=value))
-
-
 @pytest.mark.parametrize(
     ("family", "key", "value"),
     [

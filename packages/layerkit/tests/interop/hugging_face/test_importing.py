@@ -46,32 +46,13 @@ def test_import_of_the_package_imports_no_hugging_face_library():
     assert found.stdout == "[]\n"
 
 
-def test_unknown_family_raises(raises, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen_3"}))
-    with raises(UnsupportedModelError, field="model_type", value="qwen_3"):
-        model_config(tmp_path)
-
-
-def test_missing_file_raises(raises, make_folder, tmp_path):
-    with raises(FileNotFoundError):
-        model_config(tmp_path)
-    folder = make_folder("gpt2")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with raises(FileNotFoundError):
-        import_model(folder)
-
-
 @pytest.mark.parametrize(
     ("family", "key", "value", "found"),
     [
         ("llama", "hidden_act", "mish", "mish"),
-        ("llama", "quantization_config", {"bits": 4}, {"quantization_config": {"bits": 4}}),
         ("llama", "rope_parameters", {"rope_theta": 1e4, "partial_rotary_factor": 0.5}, 0.5),
-        ("llama", "residual_multiplier", 0, {"residual_multiplier": 0}),
-        ("llama", "use_rope", False, {"use_rope": False}),
         ("llama", "rope_interleaved", True, {"rope_interleaved": True}),
         ("llama", "rope_scaling", {"rope_type": "dynamic", "factor": 2.0}, "dynamic"),
-        ("llama", "rope_scaling", {"rope_type": "yarm", "factor": 2.0}, "yarm"),
         ("llama", "rope_scaling", {"factor": 2.0}, {"factor": 2.0}),
         ("gpt2", "scale_attn_by_inverse_layer_idx", True, True),
         ("qwen3", "layer_types", ["chunked_attention"] * 3, ["chunked_attention"] * 3),
