@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from layerkit_experiments.lm.lm_cloud import LmCloudTransformerAdamLimitSteps
-from layerkit_experiments.recipes.meshes import Spmd
+from layerkit_experiments.recipes.meshes import spmd
 from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.config.overrides import parse_fields
@@ -29,10 +29,13 @@ EXP = "lm.lm_cloud.LmCloudTransformerAdamLimitSteps"
 STEPS = 4
 
 
-class Sharded(Spmd, LmCloudTransformerAdamLimitSteps):
+class Sharded(LmCloudTransformerAdamLimitSteps):
     """The pmap experiment, its weights split over a mesh of 2 × 2 × 2."""
 
-    ICI_MESH_SHAPE = [2, 2, 2]
+    ICI_MESH_SHAPE: list[int] | None = [2, 2, 2]
+
+    def partitioner(self) -> Any:
+        return spmd(self)
 
 
 WRITERS = {

@@ -22,13 +22,11 @@ pytest.importorskip("safetensors")
 
 VOCAB_SIZE = 264
 EXPERIMENT = '''
+from layerkit_experiments.lm.fine_tune import HuggingFaceLm
 from layerkit_experiments.recipes.local_files import LocalFiles
-from layerkit_experiments.recipes.hugging_face import HuggingFaceLm
-from layerkit_experiments.recipes.optimizers import AdamWCosine
-from layerkit_experiments.recipes.meshes import Spmd
 
 
-class FineTune(AdamWCosine, Spmd, LocalFiles, HuggingFaceLm):
+class FineTune(LocalFiles, HuggingFaceLm):
     """The model of a folder on local text."""
 
     ICI_MESH_SHAPE = [2, 2, 2]

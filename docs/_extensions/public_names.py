@@ -66,7 +66,7 @@ PAGES: dict[str, tuple[str, ...]] = {
 
 
 def recipe_modules() -> list[str]:
-    """Return the modules of the recipes that experiments inherit."""
+    """Return the modules of the recipes that experiments call."""
     recipes = importlib.import_module("layerkit_experiments.recipes")
     found = pkgutil.iter_modules(recipes.__path__, f"{recipes.__name__}.")
     return [module.name for module in found]
