@@ -458,9 +458,9 @@ def test_package_adds_mode_and_command(place: Path):
         ((*mode, "--tims=2"), "'--times'"),
         (("--exp=own.Mine", "--times=2", "--mode=inspect"), "'--times'"),
         (("--exp=own.Mine", "--mode=cuont"), "'count'"),
-        (("--exp=own.Mine", "--mode=say"), "say is a command, not a mode. Use: runner say"),
-        (("count",), "count is a mode, not a command. Use: --mode=count"),
-        (("study",), "study is a flag, not a command. Use: --study"),
+        (("--exp=own.Mine", "--mode=say"), "is a Command, not a Mode. Use: runner say"),
+        (("count",), "is a Mode, not a Command. Use: --mode=count"),
+        (("study",), "is a FlagCommand, not a Command. Use: --study"),
     ):
         code, text = answered(*words)
         assert code == 2 and fact in text
@@ -484,5 +484,5 @@ def test_entry_point_that_cannot_be_loaded_is_named_and_harms_no_other(place: Pa
         assert (shown.returncode, shown.stderr) == (0, "")
         for mode, cause in causes.items():
             assert f"  {mode}: cannot be loaded: {cause}" in shown.stdout
-    for mode, part in {**causes, "function": "function = acme_tools:count"}.items():
+    for mode, part in {**causes, "function": "acme_tools:count"}.items():
         assert part in usage_error(place, "--exp=own.Mine", f"--mode={mode}", before_import=False)

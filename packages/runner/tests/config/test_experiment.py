@@ -231,9 +231,9 @@ def test_overrides_do_not_change_the_returned_config():
         ("task.model.num_layers.x", "4", {"field": "task.model.num_layers", "value": 2}),
         ("task.model", "Big", {"field": "task.model", "value": "Big"}),
         ("task.schedules.warmpu", "1", {"value": "warmpu", "choices": ("warmup", "steps")}),
-        ("datasets.batch_size", "4", {"field": "datasets"}),
-        ("datasets.2.batch_size", "4", {"problem": "no such element of datasets", "value": 2}),
-        ("decode_datasets.0.x", "4", {"value": 0}),
+        ("datasets.batch_size", "4", {"field": "datasets", "value": "batch_size"}),
+        ("datasets.2.batch_size", "4", {"field": "datasets", "value": "2"}),
+        ("decode_datasets.0.x", "4", {"field": "decode_datasets", "value": "0"}),
     ],
 )
 def test_wrong_path_or_value_raises(raises, path: str, text: str, data: dict[str, Any]):

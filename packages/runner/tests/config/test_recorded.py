@@ -156,6 +156,7 @@ def test_folder_without_a_record_raises(raises, tmp_path: Path):
         json.dumps({**RECORD, "overrides": {"NUM_LAYERS": 3}}),
         json.dumps({**RECORD, "overrides": []}),
         json.dumps({**RECORD, "experiment": 3}),
+        json.dumps({**RECORD, "experiment": "/tmp/x.py"}),
         json.dumps({**RECORD, "arguments": [1]}),
     ],
 )
@@ -173,16 +174,6 @@ def test_record_that_is_no_file_is_an_error(raises, job: Path):
     os.mkfifo(job / "config.json")
     with raises(DamagedRecordError, problem="config.json is damaged: it is not a file"):
         read_recorded_config(str(job))
-
-
-@pytest.mark.parametrize(
-    "name", ["recorded_lm", "/tmp/x.py", "..x.Y", "recorded_lm.Small()", "a b.c", ""]
-)
-def test_record_of_an_invalid_class_name_is_an_error(raises, job: Path, name):
-    write(job, {**RECORD, "experiment": name})
-    flags = parse_flags(inspect(job))
-    with raises(UsageError, field="experiment", value=name, expected="the full name of a class"):
-        with_recorded_experiment(flags, lambda line: None)
 
 
 @pytest.mark.parametrize("is_package", [False, True])
@@ -223,6 +214,5 @@ def test_missing_module_is_an_error_with_the_searched_packages(
     write(job, RECORD | {"experiment": "absent_lm.Small"})
     monkeypatch.chdir(tmp_path)
     assert cli.main([f"--job_log_dir={job}", "--mode=eval_once"]) == 2
-    said = capsys.readouterr().err
-    for fact in ("absent_lm.Small", "no module 'absent_lm'", str(tmp_path), "PYTHONPATH"):
-        assert fact in said
+    message = capsys.readouterr().err
+    assert "absent_lm.Small" in message and f"No such module is in {tmp_path}" in message

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from layerkit_runner.config.experiment import BaseExperiment, experiment_fields
+from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.config.registry import (
     CATALOGUE_FILE,
     CatalogueLine,
@@ -195,12 +195,6 @@ def test_tag_raises_if_no_experiment_has_any(raises, monkeypatch: pytest.MonkeyP
         list_experiments(tags=("moe",))
 
 
-@pytest.mark.parametrize("tags", ["moe", ("moe", 1)])
-def test_tags_that_are_not_strings_raise(raises, tags: Any):
-    with raises(UsageError, owner="Own", field="tags", value=tags):
-        type("Own", (BaseExperiment,), {"tags": tags})
-
-
 @pytest.mark.usefixtures("folder")
 def test_ambiguous_name_raises(raises):
     with raises(UsageError, field="--exp", value="small.Small"):
@@ -257,12 +251,10 @@ def test_misspelled_name_of_a_custom_module_suggests_the_nearest(
     assert f"Did you mean {near!r}?" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["reg_acme.lm.small.Unrelated", "lm.parts.LmBase", "lm.small._Private"]
-)
+@pytest.mark.parametrize("name", ["lm.small.Unrelated", "lm.parts.LmBase", "lm.small._Private"])
 @pytest.mark.usefixtures("folder")
 def test_class_that_is_no_runnable_experiment_raises(raises, name: str):
-    with raises(UsageError, field="--exp", value=name):
+    with raises(UsageError, field="--exp", value=f"reg_acme.{name}"):
         load(name)
 
 
@@ -308,7 +300,6 @@ def test_class_made_by_a_call_or_imported_is_found(folder: Path):
     ("body", "value"),
     [
         ("DEPHT = 1", "DEPHT"),
-        ("reduced_fields = {'DEPHT': 1}", "DEPHT"),
     ],
 )
 @pytest.mark.parametrize("name", ["Wrong", "Other", "Made"])

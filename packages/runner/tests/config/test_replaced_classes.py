@@ -65,7 +65,7 @@ def test_field_that_does_not_fit_is_dropped_and_named():
     assert note.endswith("kept from MultiHeadAttention: logit_cap; DROPPED: num_heads")
 
 
-@pytest.mark.parametrize("text", ["nowhere.Layer", "Wide", "3", "None"])
+@pytest.mark.parametrize("text", ["nowhere.Layer", "Wide", "3"])
 def test_value_that_is_no_class_is_an_error(raises, text):
     with raises(UsageError, owner=f"--fdl.{PATH}", field=PATH):
         attention((PATH, text))

@@ -1,21 +1,38 @@
 """Configuration: configs, field types, checks of values, and nested maps.
 
 People import from here. The modules load neither JAX nor Flax, and import only each other and
-`layerkit.errors`.
+`layerkit.errors`. A name loads its module, and with it Fiddle, when it is first used.
 """
 
-from layerkit.config.config import Config as Config
-from layerkit.config.config import Partial as Partial
-from layerkit.config.config import build as build
-from layerkit.config.config import changed_fields as changed_fields
-from layerkit.config.config import instance_field as instance_field
-from layerkit.config.config import sub_config_field as sub_config_field
-from layerkit.config.graphs import assigned_fields as assigned_fields
-from layerkit.config.graphs import copy_config as copy_config
-from layerkit.config.graphs import field_names as field_names
-from layerkit.config.graphs import is_config as is_config
-from layerkit.config.graphs import target_of as target_of
-from layerkit.config.graphs import walk_configs as walk_configs
-from layerkit.config.hparams import BaseHParams as BaseHParams
-from layerkit.config.hparams import Configurable as Configurable
-from layerkit.errors import UnknownFieldError as UnknownFieldError
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from layerkit.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from layerkit.config.config import Config as Config
+    from layerkit.config.config import Partial as Partial
+    from layerkit.config.config import build as build
+    from layerkit.config.config import changed_fields as changed_fields
+    from layerkit.config.config import instance_field as instance_field
+    from layerkit.config.config import sub_config_field as sub_config_field
+    from layerkit.config.graphs import assigned_fields as assigned_fields
+    from layerkit.config.graphs import copy_config as copy_config
+    from layerkit.config.graphs import field_names as field_names
+    from layerkit.config.graphs import is_config as is_config
+    from layerkit.config.graphs import target_of as target_of
+    from layerkit.config.graphs import walk_configs as walk_configs
+    from layerkit.config.hparams import BaseHParams as BaseHParams
+    from layerkit.config.hparams import Configurable as Configurable
+    from layerkit.errors import UnknownFieldError as UnknownFieldError
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "config": "Config Partial build changed_fields instance_field sub_config_field",
+        "graphs": "assigned_fields copy_config field_names is_config target_of walk_configs",
+        "hparams": "BaseHParams Configurable",
+        ".errors": "UnknownFieldError",
+    },
+)

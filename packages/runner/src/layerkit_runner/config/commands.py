@@ -67,51 +67,37 @@ Kind = TypeVar("Kind", Mode, Command, FlagCommand)
 
 def installed(kind: type[Kind]) -> dict[str, Kind]:
     """Return the commands of a kind by name; see `broken` for those that cannot be loaded."""
-    found = {name: _load(name) for name in entry_points()}
-    return {name: command for name, command in found.items() if isinstance(command, kind)}
+    loaded = {name: _load(name) for name in entry_points()}
+    return {name: command for name, command in loaded.items() if isinstance(command, kind)}
 
 
 def broken() -> dict[str, str]:
     """Return what failed when a command or mode was imported, by name."""
-    found = {name: _load(name) for name in entry_points()}
-    return {name: str(error) for name, error in found.items() if isinstance(error, _LoadError)}
+    loaded = {name: _load(name) for name in entry_points()}
+    return {name: str(error) for name, error in loaded.items() if isinstance(error, _LoadError)}
 
 
 def load(kind: type[Kind], name: str, *, shown: str) -> Kind:
     """Return the command of that kind and name."""
-    if name not in entry_points():
-        raise UsageError(
-            f"the tool {name} is not installed: no package names it in the entry-point group"
-            f" {GROUP}",
-            owner=shown,
-        )
-    command, point = _load(name), entry_points()[name]
+    point = entry_points().get(name)
+    command = None if point is None else _load(name)
     if isinstance(command, kind):
         return command
-    if isinstance(command, _LoadError):
-        hint = f"`python -c 'import {point.module}'` prints the lines of code."
-        raise UsageError(f"the tool {name} cannot be loaded: {command}", owner=shown, hint=hint)
-    kinds = {
-        Mode: ("a mode", f"--mode={name}"),
-        Command: ("a command", f"runner {name}"),
-        FlagCommand: ("a flag", f"--{name}"),
-    }
-    if type(command) in kinds:
-        found, use = kinds[type(command)]
-        problem = f"{name} is {found}, not {kinds[kind][0]}"
-        raise UsageError(problem, owner=shown, hint=f"Use: {use}")
-    raise UsageError(
-        f"the entry point {name} = {point.value} is of another kind",
-        owner=shown,
-        value=type(command).__name__,
-        expected=kind.__name__,
-    )
+    uses = {Mode: f"--mode={name}", Command: f"runner {name}", FlagCommand: f"--{name}"}
+    use = uses.get(type(command))
+    if point is None:
+        problem = f"no package offers it in the entry-point group {GROUP}"
+    elif isinstance(command, _LoadError):
+        problem = f"cannot be loaded: {command}"
+    else:
+        problem = f"{point.value} is a {type(command).__name__}, not a {kind.__name__}"
+    raise UsageError(problem, owner=shown, hint=use and f"Use: {use}")
 
 
 def load_mode(name: str) -> Mode:
     """Return the tool of a mode."""
-    own = {mode for row in FLAGS for mode in row.modes}
-    if name not in own and name not in entry_points():
+    known = {mode for row in FLAGS for mode in row.modes} | entry_points().keys()
+    if name not in known:
         raise UsageError(field="--mode", value=name, choices=(*MODES, *installed(Mode)))
     return load(Mode, name, shown=f"--mode={name}")
 

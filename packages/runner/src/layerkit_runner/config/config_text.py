@@ -82,12 +82,12 @@ def _walk(resolved: ResolvedExperiment) -> Iterator[tuple[str, Any]]:
         value = getattr(resolved, root)
         if value is None or (root == "observers" and not value):
             continue
-        for path, each in walk(value, root, seen):
-            if is_config(each):
-                first = seen.get(id(each), path)
-                yield path, Name(target_name(each) if first == path else f"the same as {first}")
+        for path, node in walk(value, root, seen):
+            if is_config(node):
+                first = seen.get(id(node), path)
+                yield path, Name(target_name(node) if first == path else f"the same as {first}")
             else:
-                yield path, Name(each) if each is NOT_SET else each
+                yield path, Name(node) if node is NOT_SET else node
 
 
 def override_text(value: Any) -> str:

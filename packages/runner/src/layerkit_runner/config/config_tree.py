@@ -149,12 +149,12 @@ def check_required_fields(config: Config, path: str, *, by_job: Collection[str])
 _OPTIMIZERS = ("optax.", "layerkit_runner.optim.")
 
 
-def _is_like(found: Any, old: Any) -> bool:
+def _is_like(cls: Any, old: Any) -> bool:
     """Return whether a class shares a base with the class `old`, or a function makes optimizers."""
-    if not isinstance(found, type):
-        return f"{getattr(found, '__module__', None)}.".startswith(_OPTIMIZERS)
-    bases = [{c for c in getattr(each, "__mro__", ()) if c is not object} for each in (found, old)]
-    return any(base.__module__ not in sys.stdlib_module_names for base in bases[0] & bases[1])
+    if not isinstance(cls, type):
+        return f"{getattr(cls, '__module__', None)}.".startswith(_OPTIMIZERS)
+    shared = {*cls.__mro__} & {*getattr(old, "__mro__", ())} - {object}
+    return any(base.__module__ not in sys.stdlib_module_names for base in shared)
 
 
 class PathSetter:
@@ -182,9 +182,8 @@ class PathSetter:
         if is_config(node):
             annotations = field_types.field_annotations(target_of(node))
             if name not in annotations and name not in assigned_fields(node):
-                problem = f"unknown field of {here} ({target_name(node)})"
                 raise self._error(
-                    problem,
+                    f"unknown field of {here} ({target_name(node)})",
                     value=name,
                     choices=field_types.field_choices(target_of(node)),
                 )
@@ -206,14 +205,11 @@ class PathSetter:
             value = self._set(node[keys[name]], deeper, path)
             return type(node)({**node, keys[name]: value})
         if isinstance(node, (list, tuple)):
-            if not name.isdecimal():
-                example = ".".join([here, "0", *rest])
-                raise self._error(field=here, expected=f"the index of an element, as in {example}")
-            index, items = int(name), list(node)
-            if index >= len(items):
-                below = f"an index below {len(items)}"
-                expected = below if items else f"no index, since {here} is empty"
-                raise self._error(f"no such element of {here}", value=index, expected=expected)
+            items = list(node)
+            if not name.isdecimal() or int(name) >= len(items):
+                expected = f"an index below {len(items)}" if items else "no path, since it is empty"
+                raise self._error(field=here, value=name, expected=expected)
+            index = int(name)
             items[index] = self._set(items[index], deeper, path)
             return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
         raise self._error("no fields below this value", field=here, value=node)
@@ -224,20 +220,15 @@ class PathSetter:
         try:
             return field_types.parse_value(self._override.text, annotation)
         except field_types.FieldTypeError as error:
-            if is_config(old):
-                expected = (
-                    f"a class, or a path to a field of {target_name(old)}; the field needs one"
-                )
-                raise self._error(field=here, value=None, expected=expected) from None
             raise self._mismatch(error, here) from None
 
     def _with_class(self, old: Any, here: str) -> Any:
         """Return a config of the class that the override names, with the fields that both have."""
         module, _, name = self._override.text.rpartition(".")
-        found: Any = None
+        cls: Any = None
         with contextlib.suppress(ImportError):
-            found = getattr(importlib.import_module(module), name, None) if module else None
-        if not callable(found):
+            cls = getattr(importlib.import_module(module), name, None) if module else None
+        if not callable(cls):
             example = next(iter(field_names(old)), "NAME")
             raise self._error(
                 field=here,
@@ -245,7 +236,7 @@ class PathSetter:
                 expected="the full name of a class, such as layerkit.layers.RmsNorm, or a path to a"
                 f" field, such as {here}.{example}",
             )
-        if self._override.is_recorded and not _is_like(found, target_of(old)):
+        if self._override.is_recorded and not _is_like(cls, target_of(old)):
             raise self._error(
                 field=here,
                 value=self._override.text,
@@ -253,7 +244,7 @@ class PathSetter:
                 " another one could run any code",
                 hint=f"If you trust the record of the job folder, give the flag {self._override}",
             )
-        new, kept, dropped = type(old)(found), [], []
+        new, kept, dropped = type(old)(cls), [], []
         for field, value in changed_fields(old).items():
             try:
                 setattr(new, field, value)

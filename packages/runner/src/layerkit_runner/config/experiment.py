@@ -61,7 +61,6 @@ class BaseExperiment:
         """Check the fields of a new class."""
         super().__init_subclass__(**kwargs)
         cls._is_abstract = abstract or cls.__name__.startswith("_")
-        experiment_tags(cls)
         _check_assigned(cls)
 
     def __init__(self, **overrides: Any):
@@ -105,11 +104,11 @@ class BaseExperiment:
 
     def task(self) -> Config:
         """Return a config of the `SingleTask` to train."""
-        raise NotImplementedError(f"{type(self).__qualname__} must define task()")
+        raise NotImplementedError
 
     def datasets(self) -> list[Config]:
         """Return configs of inputs: `is_training=True` to train on, the others to evaluate."""
-        raise NotImplementedError(f"{type(self).__qualname__} must define datasets()")
+        raise NotImplementedError
 
     def decode_datasets(self) -> list[Config]:
         """Return configs of the inputs whose examples are decoded; none by default."""
@@ -205,19 +204,7 @@ def experiment_summary(cls: type) -> str:
 
 def experiment_tags(cls: type) -> tuple[str, ...]:
     """Return the tags of an experiment class, its bases and mix-ins, in alphabetical order."""
-    found: set[str] = set()
-    for base in cls.__mro__:
-        tags = vars(base).get("tags", ())
-        if not isinstance(tags, (tuple, list)) or not all(isinstance(tag, str) for tag in tags):
-            example = (tags,) if isinstance(tags, str) else ("moe", "pipeline")
-            raise FieldError(
-                owner=base.__qualname__,
-                field="tags",
-                value=tags,
-                expected=f"strings, such as {example}",
-            )
-        found.update(tags)
-    return tuple(sorted(found))
+    return tuple(sorted({tag for base in cls.__mro__ for tag in vars(base).get("tags", ())}))
 
 
 def reduced_values(cls: type) -> dict[str, Any]:
@@ -234,10 +221,10 @@ def reduced_overrides(experiment: BaseExperiment) -> set[str]:
 
     The set is empty unless all fields that `--reduced` sets are overridden.
     """
-    given, reduced = experiment.overrides, reduced_values(type(experiment))
-    if not reduced.keys() <= given.keys():
+    overrides, reduced = experiment.overrides, reduced_values(type(experiment))
+    if not reduced.keys() <= overrides.keys():
         return set()
-    return {name for name, value in reduced.items() if given[name] == value}
+    return {name for name, value in reduced.items() if overrides[name] == value}
 
 
 def is_field_name(name: str) -> bool:
@@ -262,7 +249,7 @@ def experiment_fields(cls: type) -> dict[str, str | None]:
 def _check_assigned(cls: type) -> None:
     """Raise an error if a field is assigned that is not declared."""
     declared = _annotated_fields(cls)
-    assigned = [(base, *each) for base in cls.__mro__ for each in vars(base).items()]
+    assigned = [(base, *item) for base in cls.__mro__ for item in vars(base).items()]
     for base, name, value in assigned:
         if is_field_name(name) and name not in declared:
             raise FieldError(
@@ -272,10 +259,6 @@ def _check_assigned(cls: type) -> None:
                 choices=declared,
                 hint=f"Declare a new field by {name}: {type(value).__name__} = {value!r}",
             )
-    for name in reduced_values(cls):
-        if name not in declared:
-            problem, owner = "unknown field in reduced_fields", cls.__qualname__
-            raise FieldError(problem, owner=owner, value=name, choices=declared)
 
 
 def _annotated_fields(cls: type) -> dict[str, str | None]:

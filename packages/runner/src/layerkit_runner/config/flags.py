@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from layerkit_runner.config import commands, pax
-from layerkit_runner.config.overrides import Override, check_consistent, parse_override
+from layerkit_runner.config.overrides import Override, merge_overrides, parse_override
 from layerkit_runner.config.requests import ParsedFlags
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import FLAGS, MODES, ONCE_MODES, Flag, RunOptions, switch
@@ -137,7 +137,7 @@ def parse_flags(words: Sequence[str]) -> ParsedFlags:
         {} if tool is None else {row.name: values.get(row.name, row.default) for row in tool.flags}
     )
     options = RunOptions(**{name: values[name] for name in names}, extra=extra)
-    flags = ParsedFlags(values.get("exp"), mode, check_consistent(overrides), options, values)
+    flags = ParsedFlags(values.get("exp"), mode, merge_overrides(overrides), options, values)
     if not values.get("help") and not values.get("list"):
         _check_together(flags, () if tool is None else tool.uses)
     return flags

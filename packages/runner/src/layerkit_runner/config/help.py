@@ -128,9 +128,9 @@ def _group_page(group: str, modes: Mapping[str, str], *, width: int) -> list[str
 
 
 def _mode_page(name: str, summary: str, tool: commands.Mode | None) -> str:
-    own = [row for row in FLAGS if name in row.modes or (tool and row.name in tool.uses)]
-    own += tool.flags if tool else ()
-    rows = [(_usage(row), _explained(row, names_modes=False)) for row in own]
+    flags = [row for row in FLAGS if name in row.modes or (tool and row.name in tool.uses)]
+    flags += tool.flags if tool else ()
+    rows = [(_usage(row), _explained(row, names_modes=False)) for row in flags]
     common = [row.name for row in FLAGS if not row.modes and row.name not in ("mode", "help")]
     also = f"Flags of every mode: --fdl.NAME, {', '.join(f'--{name}' for name in common)}"
     wrapped = textwrap.wrap(also, 80, break_on_hyphens=False)
@@ -159,11 +159,11 @@ def read_command(
         return None
     if name not in tables:
         raise UsageError(f"unknown {kind}", value=name, choices=tables)
-    given, others = read_flags(rest, tables[name], takes_words=True)
-    if given.pop("help", False):
+    values, others = read_flags(rest, tables[name], takes_words=True)
+    if values.pop("help", False):
         print("\n".join([page, *table(flag_rows(tables[name]))]))
         return None
-    return name, given, others
+    return name, values, others
 
 
 def flag_rows(rows: Iterable[Flag]) -> list[tuple[str, str]]:

@@ -56,22 +56,15 @@ class Override:
 def parse_override(path: str, text: str) -> Override:
     """Return the override that a path and a text describe."""
     if not _PATH.fullmatch(path):
-        dotted = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
-        is_path = dotted != path and _PATH.fullmatch(dotted)
-        hint = f"Write --fdl.{dotted}={text}" if is_path else None
-        raise UsageError(
-            field=f"--fdl.{path}",
-            expected="names and indices joined by dots, such as task.model.lm_tpl.num_layers or"
-            " datasets.0.batch_size",
-            hint=hint,
-        )
+        expected = "names and indices joined by dots, such as datasets.0.batch_size"
+        raise UsageError(field=f"--fdl.{path}", expected=expected)
     root, dot, _ = path.partition(".")
     if dot and root not in ROOTS:
         raise UsageError("unknown root", owner=f"--fdl.{path}", value=root, choices=ROOTS)
     return Override(path, text)
 
 
-def check_consistent(overrides: Iterable[Override]) -> tuple[Override, ...]:
+def merge_overrides(overrides: Iterable[Override]) -> tuple[Override, ...]:
     """Return the overrides without repetitions.
 
     An override of a part, such as `attention_tpl.num_heads`, follows that of the whole.
@@ -90,25 +83,16 @@ def parse_fields(
 ) -> dict[str, Any]:
     """Return the values that overrides give to the experiment's own fields, without deep paths."""
     values: dict[str, Any] = {}
-    problems: list[UsageError] = []
     for override in overrides:
-        name = override.parts[0]
+        name = override.path
         if override.is_deep:
             continue
-        if name in ROOTS:
-            expected = f"a field, as in --fdl.{name}.NAME=VALUE"
-            problems.append(FieldError(field=str(override), expected=expected))
-        elif name not in annotations:
-            problems.append(unknown_field(experiment, name, annotations))
-        else:
-            try:
-                values[name] = field_types.parse_value(override.text, annotations[name])
-            except field_types.FieldTypeError as error:
-                problems.append(recast(FieldError, error, owner=experiment, field=name))
-    if len(problems) == 1:
-        raise problems[0]
-    if problems:
-        raise FieldError("\n".join(map(str, problems)))
+        if name not in annotations:
+            raise unknown_field(experiment, name, annotations)
+        try:
+            values[name] = field_types.parse_value(override.text, annotations[name])
+        except field_types.FieldTypeError as error:
+            raise recast(FieldError, error, owner=experiment, field=name) from None
     return values
 
 

@@ -12,11 +12,11 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from layerkit_runner.config.overrides import check_consistent, parse_override
+from layerkit_runner.config.overrides import merge_overrides, parse_override
 from layerkit_runner.config.requests import ParsedFlags
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.bounded_documents import DocumentError, parse_json, read_text
@@ -34,7 +34,7 @@ class RecordedConfig:
 
     experiment: str
     overrides: Mapping[str, str]
-    arguments: tuple[str, ...]
+    arguments: Sequence[str]
     fields: Mapping[str, Any]
     config: Mapping[str, Any]
 
@@ -102,14 +102,6 @@ def with_recorded_experiment(flags: ParsedFlags, report: Callable[[str], None]) 
         )
     hint = "Or name the experiment by --exp."
     recorded = require_recorded_config(folder, flag="--job_log_dir", hint=hint)
-    if not _CLASS_NAME.fullmatch(recorded.experiment):
-        raise UsageError(
-            owner=f"{folder}/{FILE_NAME}",
-            field="experiment",
-            value=recorded.experiment,
-            expected="the full name of a class",
-            hint="Name the experiment by --exp.",
-        )
     _check_module("experiment", recorded.experiment, folder)
     paths = {override.path for override in flags.overrides}
     taken = []
@@ -123,7 +115,7 @@ def with_recorded_experiment(flags: ParsedFlags, report: Callable[[str], None]) 
     # Escape control characters, which would otherwise reach the terminal.
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in shlex.join(words))
     report(f"taken from {folder}/{FILE_NAME}: {line}")
-    overrides = check_consistent([*taken, *flags.overrides])
+    overrides = merge_overrides([*taken, *flags.overrides])
     return dataclasses.replace(flags, exp=recorded.experiment, overrides=overrides)
 
 
@@ -144,34 +136,31 @@ def _record(document: Any) -> RecordedConfig:
         raise DocumentError("expected an object")
     # A record without arguments is of an older version.
     values = {"arguments": [], **document}
-    kinds = {"experiment": str, "arguments": list} | dict.fromkeys(
-        ("overrides", "fields", "config"), dict
-    )
-    for name, kind in kinds.items():
-        if not isinstance(values.get(name), kind):
-            raise DocumentError(f"{name} is missing or of another type")
-    texts = [*values["overrides"].values(), *values["arguments"]]
+    kinds = {
+        "experiment": str,
+        "overrides": dict,
+        "arguments": list,
+        "fields": dict,
+        "config": dict,
+    }
+    if not all(isinstance(values.get(name), kind) for name, kind in kinds.items()):
+        raise DocumentError("a part is missing or of another type")
+    record = RecordedConfig(**{name: values[name] for name in kinds})
+    texts = [*record.overrides.values(), *record.arguments]
     if not all(isinstance(text, str) for text in texts):
-        raise DocumentError("overrides or arguments contain a value that is not text")
-    fields = {name: values[name] for name in kinds}
-    return RecordedConfig(**fields | {"arguments": tuple(values["arguments"])})
+        raise DocumentError("an override or argument is no text")
+    if not _CLASS_NAME.fullmatch(record.experiment):
+        raise DocumentError("the experiment is not the full name of a class")
+    return record
 
 
 def _check_module(field: str, name: str, folder: str) -> None:
-    """Raise an error if the module of a class is missing, or is in the job's folder."""
+    """Raise an error if the module of a class is in the job's folder."""
     package = name.partition(".")[0]
     try:
         spec = importlib.util.find_spec(package)
     except ValueError:  # a module that was made without one
         return
-    data: dict[str, Any] = {"owner": f"{folder}/{FILE_NAME}", "field": field, "value": name}
-    if spec is None and field == "experiment":
-        raise UsageError(
-            f"no module {package!r} in {os.getcwd()}, in PYTHONPATH or among installed packages",
-            **data,
-            hint=f"Run the command from the folder that contains {package!r}, or name another"
-            " experiment by --exp.",
-        )
     if spec is None or "://" in folder:
         return
     root = os.path.realpath(os.path.expanduser(folder))
@@ -179,7 +168,9 @@ def _check_module(field: str, name: str, folder: str) -> None:
         if place is not None and Path(os.path.realpath(place)).is_relative_to(root):
             flag = "--exp" if field == "experiment" else f"--fdl.{field}"
             raise UsageError(
-                **data,
+                owner=f"{folder}/{FILE_NAME}",
+                field=field,
+                value=name,
                 expected=f"a module outside of the folder, not {place}",
                 hint=f"If you trust that file, name it by {flag}={name}",
             )

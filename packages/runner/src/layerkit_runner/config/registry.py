@@ -157,13 +157,15 @@ def find_experiment(name: str, *, flag: str = "--exp") -> ExperimentEntry:
         raise UsageError("ambiguous name", field=flag, value=name, expected=expected)
     if matches:
         return matches.popitem()[1]
+    first = spelling.partition(".")[0]
+    tops = [first, *(f"{package}.{first}" for package in packages)]
     raise UsageError(
         "unknown experiment",
         field=flag,
         value=name,
         choices=_choices(spelling, index),
         hint="`runner --list` prints all."
-        if "." not in spelling or any(_spec(full.rsplit(".", 2)[0]) for full in dotted)
+        if "." not in spelling or any(map(_spec, tops))
         else f"No such module is in {Path.cwd()}, in PYTHONPATH or among installed packages.",
     )
 
@@ -189,18 +191,11 @@ def load_experiment(entry: ExperimentEntry) -> type[BaseExperiment]:
 
     module = _imported(entry.module)
     cls = getattr(module, entry.class_name, None)
-    if not isinstance(cls, type) or not issubclass(cls, BaseExperiment):
-        choices = [f"{entry.module}.{name}" for name in _class_names(module)]
-        expected = "a class derived from BaseExperiment"
+    if not isinstance(cls, type) or not issubclass(cls, BaseExperiment) or cls._is_abstract:
+        names = [f"{entry.module}.{name}" for name in _class_names(module)]
+        expected = "a class derived from BaseExperiment that is not abstract"
+        choices = [name for name in names if name != entry.dotted]
         raise UsageError(field="--exp", value=entry.dotted, expected=expected, choices=choices)
-    if cls._is_abstract:
-        raise UsageError(
-            "abstract experiment",
-            field="--exp",
-            value=entry.name,
-            expected="an experiment that is neither declared abstract nor named with an underscore",
-            hint="`runner --list` prints all.",
-        )
     return cls
 
 

@@ -19,7 +19,7 @@ from layerkit_runner.config.overrides import (
     OPTIONAL_ROOTS,
     ROOTS,
     Override,
-    check_consistent,
+    merge_overrides,
     parse_fields,
     unknown_field,
 )
@@ -38,7 +38,7 @@ def resolve(
     # All roots are copied in one call, so that shared configs stay shared. The overrides are set on
     # the copy, because the experiment may return the same object again.
     roots = copy_config({root: _checked(experiment, root) for root in ROOTS})
-    overrides = check_consistent(deep_overrides)
+    overrides = merge_overrides(deep_overrides)
     return ResolvedExperiment(experiment, **_set(roots, overrides), deep_overrides=overrides)
 
 
@@ -47,12 +47,12 @@ def with_overrides(
 ) -> ResolvedExperiment:
     """Return a copy of a resolved experiment with further deep overrides, which take precedence."""
     roots = copy_config({root: getattr(resolved, root) for root in ROOTS})
-    added = check_consistent(deep_overrides)
+    added = merge_overrides(deep_overrides)
     paths = {override.path for override in added}
     kept = [override for override in resolved.deep_overrides if override.path not in paths]
     values = _set(roots, added)
     values["notes"] = resolved.notes + values["notes"]
-    return dataclasses.replace(resolved, **values, deep_overrides=check_consistent([*kept, *added]))
+    return dataclasses.replace(resolved, **values, deep_overrides=merge_overrides([*kept, *added]))
 
 
 def _set(roots: dict[str, Any], overrides: Iterable[Override]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import Trial, TrialState
 
 from layerkit.errors import UserError
-from layerkit_runner.config.overrides import check_consistent, parse_override
+from layerkit_runner.config.overrides import merge_overrides, parse_override
 from layerkit_runner.config.requests import ParsedFlags, ResolvedExperiment, flag_word
 from layerkit_runner.data.host_inputs import dataset_name
 from layerkit_runner.errors import UsageError, as_usage_error
@@ -139,7 +139,7 @@ def run_study(flags: ParsedFlags, resolve: Callable[..., ResolvedExperiment]) ->
         resolved = resolve(fixed)
         for path, axis in file.space.items():
             for value in getattr(axis, "choices", None) or (axis.low, axis.high):
-                resolve(check_consistent([*fixed, parse_override(path, _text(value))]))
+                resolve(merge_overrides([*fixed, parse_override(path, _text(value))]))
         names = [dataset_name(config) for config in resolved.datasets if not config.is_training]
         is_known = any(file.metric.startswith(f"{name}/") for name in names)
         if resolved.eval_programs is None and not is_known:
