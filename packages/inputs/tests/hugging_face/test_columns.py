@@ -76,7 +76,6 @@ ROWS_READ = "rows [0, 1, 2, 3]"
         ({"columns": ["ragged"]}, f"list lengths of column 'ragged' in {ROWS_READ}", [0, 1, 2]),
         ({"columns": ["large"]}, f"column 'large' in {ROWS_READ}", [0, 3 << 40]),
         ({"columns": ["ragged"], "batch_size": 1}, "shape of column 'ragged' in row 1", [1]),
-        ({"on_bad_record": "skip"}, "on_bad_record", "skip"),
     ],
 )
 def test_columns_raise_for_invalid_fields_and_data(raises, more, field, value, fields):

@@ -21,7 +21,6 @@ from layerkit_inputs.hugging_face.dataset_base import HuggingFaceData
 
 _CHECKED_ROWS = 16
 """Number of rows that identify the data in a state."""
-_PAD_ROWS = "Pad the rows of the data set to one shape."
 
 
 class HuggingFaceColumns(HuggingFaceData, IndexedInput):
@@ -36,26 +35,13 @@ class HuggingFaceColumns(HuggingFaceData, IndexedInput):
     columns: Sequence[str] | None = None
     """Names of the columns. Required."""
 
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        super().__post_init__()
-        is_list = self.columns and not isinstance(self.columns, str)
-        require(is_list, self._label, "columns", self.columns, "a list of at least one column")
-        if self.on_bad_record != "refuse":
-            raise self._config_error(
-                field="on_bad_record",
-                value=self.on_bad_record,
-                expected="'refuse', since rows are read by number",
-                hint="Filter the data set and save it.",
-            )
-
     @functools.cached_property
     def _data(self) -> Any:
+        require(self.columns, self._label, "columns", self.columns, "a list of columns")
         data = self._open_mapped()
-        assert self.columns is not None
-        for column in self.columns:
+        for column in self.columns or ():
             check_choice(self._label, data.column_names, columns=column)
-        return data.select_columns(list(self.columns)).with_format("arrow")
+        return data.select_columns(list(self.columns or ())).with_format("arrow")
 
     @functools.cached_property
     def _row_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -72,13 +58,9 @@ class HuggingFaceColumns(HuggingFaceData, IndexedInput):
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
         batch = self._arrays(rows)
         for name, array in batch.items():
-            if array.shape[1:] != self._row_shapes[name]:
-                raise self._config_error(
-                    field=f"shape of column {name!r} in row {rows[0]}",
-                    value=list(array.shape[1:]),
-                    expected=f"{list(self._row_shapes[name])}, as in row 0",
-                    hint=_PAD_ROWS,
-                )
+            shape, expected = list(array.shape[1:]), list(self._row_shapes[name])
+            field = f"shape of column {name!r} in row {rows[0]}"
+            require(shape == expected, self._label, field, shape, f"{expected}, as in row 0")
         return NestedMap(batch)
 
     def _arrays(self, rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -94,28 +76,21 @@ class HuggingFaceColumns(HuggingFaceData, IndexedInput):
         shape = [len(rows)]
         while True:
             if values.null_count:
-                row = rows[int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])]
-                where = f"row {row}" if len(shape) == 1 else f"rows {rows.tolist()}"
-                raise BadRecordError(f"split {self.split!r}, {where}: null in column {name!r}.")
+                problem = f"null in column {name!r} of rows {rows.tolist()}"
+                raise BadRecordError(problem, owner=f"split {self.split!r}")
             if not (arrow.types.is_nested(values.type) and hasattr(values.type, "value_type")):
                 break
             sizes = np.unique(values.value_lengths().to_numpy(zero_copy_only=False))
             if len(sizes) != 1:
-                raise self._config_error(
-                    field=f"list lengths of column {name!r} in rows {rows.tolist()}",
-                    value=sizes.tolist(),
-                    expected="one length",
-                    hint=_PAD_ROWS,
-                )
+                field = f"list lengths of column {name!r} in rows {rows.tolist()}"
+                raise self._config_error(field=field, value=sizes.tolist(), expected="one length")
             shape.append(int(sizes[0]))
             values = values.flatten()
         array = values.to_numpy(zero_copy_only=False)
-        if array.dtype.kind not in "biuf":
-            raise self._config_error(
-                field=f"type of column {name!r}",
-                value=str(values.type),
-                expected="numbers, booleans or lists of them",
-            )
+        kind = str(values.type)
+        expected = "numbers, booleans or lists of them"
+        is_number = array.dtype.kind in "biuf"
+        require(is_number, self._label, f"type of column {name!r}", kind, expected)
         return self._to_32_bits(name, array, rows).reshape(shape)
 
     def _to_32_bits(self, name: str, array: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -123,13 +98,11 @@ class HuggingFaceColumns(HuggingFaceData, IndexedInput):
             return array.astype(np.float32)
         if array.dtype.kind not in "iu" or array.dtype.itemsize < 8:
             return array.copy()  # arrays of Arrow are read-only
-        limits = np.iinfo(np.int32)
-        if len(array) and not (limits.min <= array.min() and array.max() <= limits.max):
-            raise self._config_error(
-                field=f"column {name!r} in rows {rows.tolist()}",
-                value=[int(array.min()), int(array.max())],
-                expected="integers that fit int32",
-            )
+        limits, ends = np.iinfo(np.int32), [int(array.min(initial=0)), int(array.max(initial=0))]
+        if ends[0] < limits.min or ends[1] > limits.max:
+            field = f"column {name!r} in rows {rows.tolist()}"
+            expected = "integers that fit int32"
+            raise self._config_error(field=field, value=ends, expected=expected)
         return array.astype(np.int32)
 
     @functools.cached_property
@@ -142,5 +115,8 @@ class HuggingFaceColumns(HuggingFaceData, IndexedInput):
         return checksum
 
     def _fingerprint(self) -> dict[str, Any]:
-        assert self.columns is not None
-        return {"split": self.split, "columns": list(self.columns), "rows_crc32": self._checksum}
+        return {
+            "split": self.split,
+            "columns": list(self.columns or ()),
+            "rows_crc32": self._checksum,
+        }

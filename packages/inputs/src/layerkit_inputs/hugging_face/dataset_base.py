@@ -9,17 +9,18 @@ record.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from layerkit.config.checks import check_choice, require
-from layerkit_inputs.base.bad_records import BadRecordError, BadRecords, OnBadRecord
+from layerkit_inputs.base.bad_records import BadRecords, OnBadRecord
 from layerkit_inputs.base.base_input import BaseInput, counted
 from layerkit_inputs.base.errors import require_extra
-from layerkit_inputs.hugging_face.unreadable_files import faulty_file, first_unreadable
+from layerkit_inputs.hugging_face.unreadable_files import find_fault, first_unreadable
 from layerkit_inputs.parquet.row_group_sizes import MAX_ROW_GROUP_BYTES, check_row_group
 
 _FORMATS = ("arrow", "csv", "json", "parquet", "text")
@@ -59,11 +60,6 @@ class HuggingFaceData(BaseInput):
     def __post_init__(self) -> None:
         """Check the fields; no file is opened."""
         super().__post_init__()
-        label, files = self._label, self.data_files
-        require(self.path is not None, label, "path", None, f"a folder, or one of {_FORMATS}")
-        check_choice(label, get_args(OnBadRecord), on_bad_record=self.on_bad_record)
-        needs_files = files is not None or self.path in _FORMATS
-        require(files or not needs_files, label, "data_files", files, "at least one file")
         self._bad = BadRecords(self.on_bad_record)
         self._files: list[str] = []
         self._format = str(self.path)
@@ -87,48 +83,39 @@ class HuggingFaceData(BaseInput):
         if self._is_saved_to_disk():
             return self._open_saved(datasets)
         builder = self._builder(datasets)
-        try:
+        with self._naming_unreadable_files():
             builder.download_and_prepare()
             return builder.as_dataset(split=self.split)
-        except Exception as error:  # of any reader of any format below
-            raise self._unreadable(error) from error
 
     def _open_streamed(self) -> Any:
         """Return the split as a `datasets.IterableDataset`."""
         datasets = self._library()
-        is_whole = re.fullmatch(r"\w[\w.-]*", self.split)
-        require(is_whole, self._label, "split", self.split, "a whole split, since this is a stream")
         if self._is_saved_to_disk():
             saved = self._open_saved(datasets)
             return saved.to_iterable_dataset(num_shards=max(min(len(saved), _STREAMED_SHARDS), 1))
         builder = self._builder(datasets)
-        try:
+        names = list(map(str, builder.config.data_files or [self.split]))
+        check_choice(self._label, names, split=self.split)
+        with self._naming_unreadable_files():
             return builder.as_streaming_dataset(split=self.split)
-        except Exception as error:  # also StopIteration, which would look like the end of the data
-            raise self._unreadable(error) from error
 
     def _is_saved_to_disk(self) -> bool:
         return any(Path(str(self.path), name).is_file() for name in _FILES_OF_SAVE_TO_DISK)
 
     def _open_saved(self, datasets: Any) -> Any:
-        try:
+        pattern = f"{glob.escape(str(self.path))}/**/*.arrow"
+        self._files, self._format = sorted(glob.glob(pattern, recursive=True)), "arrow"
+        with self._naming_unreadable_files():
             saved = datasets.load_from_disk(str(self.path))
-        except Exception as error:  # errors of pyarrow, or of invalid JSON metadata
-            self._files = self._arrow_files()
-            raise self._unreadable(error) from error
-        self._files, self._format = self._arrow_files(), "arrow"
         splits = saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
-        self._check_split([self.split], splits)
+        check_choice(self._label, list(splits), split=self.split)
         return splits[self.split]
-
-    def _arrow_files(self) -> list[str]:
-        return sorted(glob.glob(f"{glob.escape(str(self.path))}/**/*.arrow", recursive=True))
 
     def _builder(self, datasets: Any) -> Any:
         """Return the `datasets` builder of the files, after checks that they exist."""
         self._check_path()
-        wanted = [name.strip() for name in re.findall(r"(?:^|\+)([^\[+]+)", self.split)]
-        files = self._files_by_split(wanted)
+        splits = [name.strip() for name in re.findall(r"(?:^|\+)([^\[+]+)", self.split)]
+        files = self._files_by_split(splits)
         try:
             builder = datasets.load_dataset_builder(
                 str(self.path), self.config_name, data_files=files, cache_dir=self.cache_dir
@@ -138,41 +125,37 @@ class HuggingFaceData(BaseInput):
                 f"cannot be opened ({error})", field="path", value=self.path
             ) from error
         self._format = builder.name
-        found = builder.config.data_files or {}
-        if found:
-            self._check_split(wanted, found)
-            self._files = [str(file) for name in wanted for file in found[name]]
+        if by_split := builder.config.data_files:
+            for split in splits:
+                check_choice(self._label, list(map(str, by_split)), split=split)
+            self._files = [str(file) for split in splits for file in by_split[split]]
         if builder.name == "parquet":
-            self._check_parquet(builder.config)
+            self._bound_parquet(builder.config)
         return builder
 
-    def _check_parquet(self, config: Any) -> None:
+    def _bound_parquet(self, config: Any) -> None:
         """Enable verification of page checksums, and check the declared sizes of row groups."""
         parquet = require_extra("pyarrow.parquet", needed_by=type(self).__qualname__)
-        has_options = hasattr(config, "fragment_scan_options")  # since datasets 4.2
-        if has_options and config.fragment_scan_options is None:
+        if config.fragment_scan_options is None:
             dataset = require_extra("pyarrow.dataset", needed_by=type(self).__qualname__)
             config.fragment_scan_options = dataset.ParquetFragmentScanOptions(
                 page_checksum_verification=True
             )
+        most = self.max_row_group_bytes
         for file in self._files:
-            try:
-                if Path(file).is_file():
-                    metadata = parquet.read_metadata(file)
-                    for number in range(metadata.num_row_groups):
-                        check_row_group(
-                            metadata, number, columns=None, max_bytes=self.max_row_group_bytes
-                        )
-            except BadRecordError as error:
-                raise self._config_error(f"{file}: {error}") from None
-            except Exception as error:  # of any reader of any format below
-                raise self._unreadable(error) from error
+            if not Path(file).is_file():
+                continue
+            with self._naming_unreadable_files():
+                metadata = parquet.read_metadata(file)
+            for number in range(metadata.num_row_groups):
+                owner = f"{self._label}: {file}, row group {number}"
+                check_row_group(metadata, number, columns=None, max_bytes=most, owner=owner)
 
     def _check_path(self) -> None:
-        path = str(self.path)
-        if self.allow_network or path in _FORMATS:
+        path = self.path
+        if path is not None and (self.allow_network or path in _FORMATS):
             return
-        if Path(path).is_dir():
+        if path is not None and Path(path).is_dir():
             for name in _SETTINGS:
                 if urls := _urls_of_settings(Path(path, name)):
                     field = f"configs in {name}"
@@ -186,26 +169,22 @@ class HuggingFaceData(BaseInput):
             hint="To look it up on the Hub, set allow_network=True.",
         )
 
-    def _files_by_split(self, wanted: Sequence[str]) -> dict[str, list[str]] | None:
-        """Return the checked files of the wanted splits in `data_files`, or None if it is unset."""
-        if self.data_files is None:
+    def _files_by_split(self, splits: Sequence[str]) -> dict[str, list[str]] | None:
+        """Return the checked files of some splits in `data_files`, or None if it is unset."""
+        by_split = self.data_files
+        if by_split is None:
             return None
-        by_split = (
-            self.data_files if isinstance(self.data_files, Mapping) else {"train": self.data_files}
-        )
-        self._check_split(wanted, by_split)
+        if not isinstance(by_split, Mapping):
+            by_split = {"train": by_split}
         files = {}
-        for name in wanted:
-            entries = by_split[name]
+        for split in splits:
+            check_choice(self._label, list(by_split), split=split)
+            entries = by_split[split]
             entries = [entries] if isinstance(entries, str) else entries
-            found = [file for entry in entries for file in self._matches(str(entry))]
-            files[name] = [file for file in found if not self._is_faulty(file)]
-            if not files[name]:
-                raise self._config_error(
-                    f"all {len(found)} files of split {name!r} were skipped",
-                    field="data_files",
-                    value=entries,
-                )
+            matches = [file for entry in entries for file in self._matches(str(entry))]
+            files[split] = [file for file in matches if not self._is_faulty(file)]
+            expected = f"files of split {split!r} that can be read"
+            require(files[split], self._label, "data_files", entries, expected)
         return files
 
     def _matches(self, entry: str) -> list[str]:
@@ -226,14 +205,10 @@ class HuggingFaceData(BaseInput):
         return matches
 
     def _is_faulty(self, file: str) -> bool:
-        problem = None if "://" in file else faulty_file(file, str(self.path))
-        if problem is not None:
-            self._bad.report(file=file, record=None, problem=problem)
-        return problem is not None
-
-    def _check_split(self, wanted: Sequence[str], found: Iterable[Any]) -> None:
-        for name in wanted:
-            check_choice(self._label, [str(name) for name in found], split=name)
+        fault = None if "://" in file else find_fault(file, str(self.path))
+        if fault is not None:
+            self._bad.report(file=file, record=None, problem=fault)
+        return fault is not None
 
     def _describe_files(self) -> str:
         files = f" of {len(self._files)} file(s), first {self._files[0]}" if self._files else ""
@@ -252,22 +227,20 @@ class HuggingFaceData(BaseInput):
         """Open the files and return the number of documents, or None if it is unknown."""
         raise NotImplementedError
 
-    def _unreadable(self, error: Exception) -> Exception:
-        """Return an error that names the unreadable file and record, if they can be found."""
-        found = first_unreadable(self._files, self._format)
-        while error.__cause__ is not None and isinstance(error.__cause__, Exception):
-            error = error.__cause__  # the library wraps what its readers raise
-        if found is None:
-            words = " ".join(str(error).split()) or type(error).__name__
-            return self._config_error(f"cannot read {self._describe_files()}: {words}")
-        return self._config_error(found, hint="Repair or remove the file.")
-
-    def _guarded(self, tables: Iterator[Any]) -> Iterator[Any]:
-        """Yield the tables of a stream; errors of the library become errors that name the file."""
+    @contextlib.contextmanager
+    def _naming_unreadable_files(self) -> Iterator[None]:
+        """Raise errors of the library as ones that name the unreadable file and record."""
         try:
-            yield from tables
-        except Exception as error:  # of any reader of any format below
-            raise self._unreadable(error) from error
+            yield
+        except Exception as error:  # of any reader of any format, also StopIteration
+            cause = error
+            while isinstance(cause.__cause__, Exception):
+                cause = cause.__cause__  # the library wraps what its readers raise
+            problem = first_unreadable(self._files, self._format)
+            if problem is None:
+                words = " ".join(str(cause).split()) or type(cause).__name__
+                problem = f"cannot read {self._describe_files()}: {words}"
+            raise self._config_error(problem) from error
 
 
 def _urls_of_settings(file: Path) -> list[str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
-from layerkit.config.checks import check_choice, require
+from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.special_ids import SpecialIds, target_start_id
 from layerkit_inputs.hugging_face.text_base import Example
@@ -41,9 +41,8 @@ class HuggingFacePairs(TokenisedText):
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        label, inputs_field = self._label, self.inputs_field
-        require(inputs_field is not None, label, "inputs_field", None, "the column of the inputs")
-        check_choice(label, get_args(PairPacking), packing=self.packing)
+        has_inputs = self.inputs_field is not None
+        require(has_inputs, self._label, "inputs_field", None, "the column of the inputs")
         self._check_at_least(1, "inputs_length", "targets_length")
 
     def _framed(self, example: Example) -> Example:
@@ -64,13 +63,10 @@ class HuggingFacePairs(TokenisedText):
         limits = np.array([self.inputs_length, self.targets_length])
         too_long = np.flatnonzero((lengths > limits).any(axis=1))
         if len(too_long) and not self.trim:
-            pair = too_long[0]
+            needed, row = lengths[too_long[0]].tolist(), limits.tolist()
+            expected = f"at least {needed} for pair {too_long[0]}, or trim=True to cut pairs"
             raise self._config_error(
-                f"pair {pair} is too long",
-                field="[inputs_length, targets_length]",
-                value=limits.tolist(),
-                expected=f"at least {lengths[pair].tolist()}",
-                hint="Use longer rows, or set trim=True to cut inputs and targets.",
+                field="[inputs_length, targets_length]", value=row, expected=expected
             )
         return np.minimum(lengths, limits)
 

@@ -26,13 +26,12 @@ from typing import Any
 
 import numpy as np
 
-from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.errors import require_extra
 from layerkit_inputs.base.eval_padding import pad_rows
 from layerkit_inputs.base.state import Scope, check_same_data
 from layerkit_inputs.hugging_face.text_base import Example, HuggingFaceText
-from layerkit_inputs.hugging_face.text_input import Packing, check_row_fields, too_long_error
+from layerkit_inputs.hugging_face.text_input import Packing, too_long_error
 from layerkit_inputs.packing.model_features import Segment, segment_features
 from layerkit_inputs.packing.stream_packer import StreamPacker
 
@@ -76,11 +75,8 @@ class HuggingFaceStream(HuggingFaceText):
     def __post_init__(self) -> None:
         """Check the fields and start before the first example."""
         super().__post_init__()
-        check_row_fields(self, packing=self.packing, trim=self.trim)
-        self._check_at_least(1, "shuffle_window")
+        self._check_at_least(1, "seq_length", "shuffle_window")
         self._seed = self.input_random_seed or 0
-        is_valid = 0 <= self._seed < 2**64
-        require(is_valid, self._label, "input_random_seed", self._seed, "an integer in [0, 2**64)")
         if self.shuffle is None:
             self.shuffle = self.is_training
         has_inputs = self.inputs_field is not None
@@ -131,11 +127,12 @@ class HuggingFaceStream(HuggingFaceText):
         stream.set_epoch(1 + int(shuffled_epoch) if self.shuffle else 0)
         # The library modifies the dictionary.
         stream.load_state_dict(copy.deepcopy(position.window_state))
-        for table in self._guarded(stream.iter(self.shuffle_window)):
-            after = stream.state_dict()
-            yield table
-            position.window_state, position.taken = after, 0
-            position.window += 1
+        with self._naming_unreadable_files():
+            for table in stream.iter(self.shuffle_window):
+                after = stream.state_dict()
+                yield table
+                position.window_state, position.taken = after, 0
+                position.window += 1
 
     def _order(self, num_rows: int) -> np.ndarray:
         if not self.shuffle:
@@ -177,7 +174,7 @@ class HuggingFaceStream(HuggingFaceText):
             segment = Segment.of(*self._framed(example), first_id=None)
             size = len(segment.tokens)
             if size > self.seq_length and not self.trim:
-                raise too_long_error(self, self._position.used - 1, size)
+                raise too_long_error(self._label, self.seq_length, self._position.used - 1, size)
             yield [segment._replace(tokens=segment.tokens[: self.seq_length])]
 
     def _packed_rows(self) -> Iterator[list[Segment]]:
@@ -204,9 +201,9 @@ class HuggingFaceStream(HuggingFaceText):
             raise self._error
         if self._rows is None:
             self._rows = self._single_rows() if self.packing == "none" else self._packed_rows()
-        wanted = self.local_batch_size if self.is_training else self.global_batch_size
+        num_rows = self.local_batch_size if self.is_training else self.global_batch_size
         try:
-            rows = [*itertools.islice(self._rows, wanted)]
+            rows = [*itertools.islice(self._rows, num_rows)]
         except Exception as error:
             self._error = error  # which has ended the generator
             raise
@@ -215,13 +212,13 @@ class HuggingFaceStream(HuggingFaceText):
         if not rows:
             raise StopIteration
         begin = self.infeed_host_index * self.local_batch_size
-        own = rows[begin : begin + self.local_batch_size]
-        batch = segment_features(own, **self._row_fields)
+        local = rows[begin : begin + self.local_batch_size]
+        batch = segment_features(local, **self._row_fields)
         first = self._rows_done + begin
-        batch.provenance = np.arange(first, first + len(own), dtype=np.int32)
-        batch.eval_sample_weights = np.ones(len(own), np.float32)
+        batch.provenance = np.arange(first, first + len(local), dtype=np.int32)
+        batch.eval_sample_weights = np.ones(len(local), np.float32)
         self._rows_done += self.global_batch_size
-        return pad_rows(batch, self.local_batch_size - len(own))
+        return pad_rows(batch, self.local_batch_size - len(local))
 
     def _num_documents(self) -> None:
         self._stream()

@@ -90,7 +90,7 @@ class HuggingFaceText(HuggingFaceData):
 
     def _check_ids_column(self, arrow: Any, name: str, kind: Any) -> None:
         is_list = arrow.types.is_list(kind) or arrow.types.is_large_list(kind)
-        if arrow.types.is_null(kind):
+        if arrow.types.is_null(kind):  # every example is reported as one without text
             return
         if not is_list or not arrow.types.is_integer(kind.value_type):
             raise self._config_error(

@@ -14,14 +14,13 @@ import hashlib
 import json
 import zlib
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from layerkit.config.checks import check_choice
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS, BaseInput
+from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.hugging_face.text_base import HuggingFaceText
 from layerkit_inputs.packing.documents import Documents, PiecewiseStream
@@ -156,12 +155,13 @@ class HuggingFaceInput(TokenisedText):
     packing: Packing = "stream"
     """`stream`, `first_fit` or `none`."""
     trim: bool = False
-    """True to cut examples to their first `seq_length` predictions, with `packing="none"`."""
+    """True to cut examples to their first `seq_length` predictions, with `packing="none"`. Other
+    packings lose no token."""
 
     def __post_init__(self) -> None:
         """Check the fields of rows."""
         super().__post_init__()
-        check_row_fields(self, packing=self.packing, trim=self.trim)
+        self._check_at_least(1, "seq_length")
 
     @functools.cached_property
     def _plan(self) -> tuple[DocumentPieces, PackingPlan]:
@@ -193,7 +193,7 @@ class HuggingFaceInput(TokenisedText):
         too_long_rows = np.flatnonzero(sizes > self.seq_length)
         if len(too_long_rows) and not self.trim:
             first = too_long_rows[0]
-            raise too_long_error(self, int(rows[first]), int(sizes[first]))
+            raise too_long_error(self._label, self.seq_length, int(rows[first]), int(sizes[first]))
         lengths = np.minimum(sizes, self.seq_length)
         return RowPieces(np.arange(len(rows)), rows, np.zeros_like(rows), lengths)
 
@@ -233,25 +233,13 @@ class HuggingFacePrompts(TokenisedText):
         return {**super()._fingerprint(), "prompt_length": self.prompt_length}
 
 
-def check_row_fields(reader: HuggingFaceText, *, packing: str, trim: bool) -> None:
-    """Raise `ConfigError` unless `packing`, `trim` and `seq_length` are valid."""
-    check_choice(reader._label, get_args(Packing), packing=packing)
-    reader._check_at_least(1, "seq_length")
-    if trim and packing != "none":
-        raise reader._config_error(
-            field="trim",
-            value=trim,
-            expected=f"False, since packing={packing!r} loses no token",
-            hint="Leave trim unset, or set packing='none'.",
-        )
-
-
-def too_long_error(reader: BaseInput, number: int, size: int) -> ConfigError:
+def too_long_error(label: str, seq_length: int, number: int, size: int) -> ConfigError:
     """Return the error about example `number`, whose `size` predictions do not fit a row."""
-    return reader._config_error(
+    return ConfigError(
         f"example {number} is too long",
+        owner=label,
         field="seq_length",
-        value=getattr(reader, "seq_length", None),
+        value=seq_length,
         expected=f"at least {size}",
         hint="Use longer rows, set trim=True to cut examples, or use another packing.",
     )

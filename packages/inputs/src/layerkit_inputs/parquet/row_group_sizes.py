@@ -76,7 +76,12 @@ def read_row_group(file: Any, number: int, *, columns: Sequence[str] | None, max
 
 
 def check_row_group(
-    metadata: Any, number: int, *, columns: Sequence[str] | None, max_bytes: int
+    metadata: Any,
+    number: int,
+    *,
+    columns: Sequence[str] | None,
+    max_bytes: int,
+    owner: str | None = None,
 ) -> None:
     """Raise `BadRecordError` if the columns of a row group declare more than `max_bytes`."""
     size = 0
@@ -84,7 +89,7 @@ def check_row_group(
         width = _VALUE_BYTES.get(column.physical_type, _OFFSET_BYTES)
         size += max(column.num_values * width, column.total_uncompressed_size)
     if size > max_bytes:
-        raise _too_large(size, max_bytes)
+        raise _too_large(size, max_bytes, owner)
 
 
 def texts_of(column: Any) -> Iterator[bytes | None]:
@@ -104,9 +109,10 @@ def _columns(metadata: Any, number: int, names: Sequence[str] | None) -> Iterato
             yield column
 
 
-def _too_large(size: int, max_bytes: int) -> BadRecordError:
+def _too_large(size: int, max_bytes: int, owner: str | None = None) -> BadRecordError:
     return BadRecordError(
         f"the row group takes at least {size:,} bytes in memory",
+        owner=owner,
         field="max_row_group_bytes",
         value=max_bytes,
         hint="Write the file with smaller row groups, or raise max_row_group_bytes.",
