@@ -7,6 +7,7 @@ import pytest
 
 from layerkit_inputs import CsvSeries
 from layerkit_inputs.base.bad_records import BadRecordError
+from layerkit_inputs.base.batch_specs import spec_of
 from layerkit_inputs.testing import laws
 
 NUM_TIMES, HELDOUT = 40, 8
@@ -98,3 +99,9 @@ def test_line_without_a_finite_number_in_each_column_raises(raises, tmp_path, li
 def test_unknown_column_names_the_columns(raises, path):
     with raises(ValueError, field="columns", value="c", choices=("date", "a", "b")):
         CsvSeries(path=path, columns=["c"], window_length=3, batch_size=1).get_next()
+
+
+def test_blank_batch_has_the_spec_of_a_read_batch(path):
+    fields = {"path": path, "window_length": 5, "is_training": True}
+    blank = CsvSeries.blank_batch(CsvSeries.HParams.config(**fields), 2)
+    assert spec_of(blank) == spec_of(CsvSeries(batch_size=2, **fields).get_next())

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from layerkit.errors import ConfigError
 from layerkit_inputs.base.bad_records import BadRecordError, MissingFileError
+from layerkit_inputs.base.special_ids import Tokenizer
 from layerkit_inputs.text.tokenizers import (
     ByteTokenizer,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
-    Tokenizer,
 )
 
 END = "<|endoftext|>"

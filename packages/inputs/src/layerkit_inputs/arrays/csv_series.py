@@ -40,7 +40,7 @@ class SeriesInput(IndexedInput):
         self._check_at_least(0, "frequency")
 
     @classmethod
-    def blankseries_batch(cls, config: Any, rows: int) -> NestedMap:
+    def blank_batch(cls, config: Any, rows: int) -> NestedMap:
         """Return a batch of zeros."""
         return series_batch(np.zeros((rows, config.window_length)), config.frequency)
 

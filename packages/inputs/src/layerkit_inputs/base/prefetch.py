@@ -12,10 +12,8 @@ import collections
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
@@ -23,6 +21,10 @@ from layerkit_inputs.base.state import Scope
 
 _EXIT_SECONDS = 1.0
 _CLOSE_SECONDS = 5.0
+_METHODS_OF_SOURCE = (
+    "baselines", "describe_data", "ids_to_strings", "prediction_metrics", "score_metrics",
+    "special_ids", "text_tokenizer",
+)  # fmt: skip
 
 
 class _Worker:
@@ -116,8 +118,9 @@ class Prefetch(BaseInput):
     def __post_init__(self) -> None:
         """Check the fields and copy those of `source`."""
         self._check_at_least(1, "depth")
-        for field in dataclasses.fields(BaseInput):
-            setattr(self, field.name, getattr(self.source, field.name))
+        fields = (field.name for field in dataclasses.fields(BaseInput))
+        for name in (*fields, *_METHODS_OF_SOURCE):
+            setattr(self, name, getattr(self.source, name))
         super().__post_init__()
         self._worker: _Worker | None = None
         self._stop_at_exit: weakref.finalize | None = None
@@ -191,24 +194,6 @@ class Prefetch(BaseInput):
         if self._stop(_CLOSE_SECONDS):
             self.source.close()
 
-    def describe_data(self) -> list[str]:
-        """Return the lines of the input that is read ahead."""
-        return self.source.describe_data()
-
-    def text_tokenizer(self, key: str | None = None) -> Any:
-        """Return the tokenizer of `source`."""
-        return self.source.text_tokenizer(key)
-
-    def ids_to_strings(
-        self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
-    ) -> list[str]:
-        """Decode token ids with `source`."""
-        return self.source.ids_to_strings(ids, lengths, key)
-
-    def baselines(self) -> dict[str, float]:
-        """Return the reference losses of `source`."""
-        return self.source.baselines()
-
     @property
     def num_skipped(self) -> int:
         """Number of skipped records of `source`, including those of queued batches."""
@@ -223,11 +208,3 @@ class Prefetch(BaseInput):
     def has_prediction_metrics(self) -> bool:
         """Whether `source` has them."""
         return self.source.has_prediction_metrics
-
-    def score_metrics(self, scores: Mapping[int, float]) -> dict[str, float]:
-        """Compute the metrics of `source`."""
-        return self.source.score_metrics(scores)
-
-    def prediction_metrics(self, predictions: Mapping[int, str]) -> dict[str, float]:
-        """Compute the metrics of `source`."""
-        return self.source.prediction_metrics(predictions)

@@ -5,22 +5,13 @@ Its state holds the states of the components. The scope is `global` if all compo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.state import Scope, check_same_data
-
-
-def component_lines(components: Mapping[str, BaseInput]) -> list[str]:
-    """Return `BaseInput.describe_data` of every component, each line after its name."""
-    return [
-        f"{name}: {line}"
-        for name, component in components.items()
-        for line in component.describe_data()
-    ]
 
 
 class CompositeInput(BaseInput):
@@ -54,7 +45,11 @@ class CompositeInput(BaseInput):
 
     def describe_data(self) -> list[str]:
         """Return the lines of every component, after its name."""
-        return component_lines(self._components)
+        return [
+            f"{name}: {line}"
+            for name, component in self._components.items()
+            for line in component.describe_data()
+        ]
 
     def text_tokenizer(self, key: str | None = None) -> Any:
         """Return the tokenizer of the first component; all have one vocabulary."""

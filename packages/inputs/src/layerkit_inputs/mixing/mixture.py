@@ -10,7 +10,7 @@ Components need row numbers. `StreamMixture` mixes rows of any inputs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ from layerkit_inputs.mixing.components import (
     merge_rows,
     slice_rows,
 )
-from layerkit_inputs.mixing.composite_input import component_lines
+from layerkit_inputs.mixing.composite_input import CompositeInput
 from layerkit_inputs.mixing.schedule import make_schedule
 
 _BATCHES_AT_ONCE = 4
@@ -46,7 +46,7 @@ class _Pieces(NamedTuple):
     """True for rows that could not be read, bool `[rows]`."""
 
 
-class Mixture(IndexedInput):
+class Mixture(IndexedInput, CompositeInput):
     """A mixture of rows of several `IndexedInput`s by weights.
 
         Mixture.HParams.config(
@@ -79,14 +79,14 @@ class Mixture(IndexedInput):
         num_batches = self.eval_loop_num_batches
         require(self.endless, self._label, "eval_loop_num_batches", num_batches, expected)
         names = self.components or {}
-        built = build_components(
+        self._components = build_components(
             self,
             self.components,
             field="components",
             batch_sizes=dict.fromkeys(names, self.local_batch_size),
         )
         self._schedule = make_schedule(names, self.weights, self._label)
-        self._readers = [self._checked(name, reader) for name, reader in built.items()]
+        self._readers = [self._checked(name, reader) for name, reader in self._components.items()]
         self._are_alike = False
         self._ahead: dict[int, _Pieces] = {}
 
@@ -103,11 +103,6 @@ class Mixture(IndexedInput):
     def shares(self) -> dict[str, float]:
         """Return the share of each component in the rows."""
         return self._schedule.shares()
-
-    @property
-    def token_unit(self) -> str:  # type: ignore[override]
-        """Token unit of the components, which all have the same."""
-        return self._readers[0].token_unit
 
     def _num_rows(self) -> None:
         return None
@@ -170,29 +165,9 @@ class Mixture(IndexedInput):
             identity |= {f"{name}.{key}": value for key, value in reader._identity().items()}
         return identity
 
-    def describe_data(self) -> list[str]:
-        """Return the lines of every component, after its name."""
-        return component_lines(dict(zip(self._schedule.names, self._readers, strict=True)))
-
-    def text_tokenizer(self, key: str | None = None) -> Any:
-        """Return the tokenizer of the first component; all have one vocabulary."""
-        return self._readers[0].text_tokenizer(key)
-
-    def ids_to_strings(
-        self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
-    ) -> list[str]:
-        """Return the text of token ids by the first component; all have one vocabulary."""
-        return self._readers[0].ids_to_strings(ids, lengths, key)
-
-    @property
-    def num_skipped(self) -> int:
-        """Records that components skipped because they could not read them."""
-        return sum(reader.num_skipped for reader in self._readers)
-
     def _close(self) -> None:
         self._ahead = {}
-        for reader in self._readers:
-            reader.close()
+        super()._close()
 
 
 def _num_rows_of(reader: IndexedInput) -> int | None:

@@ -1,4 +1,4 @@
-"""The special tokens that the folder of a tokenizer declares.
+"""The files of tokenizers, and the special tokens that a folder declares.
 
 `read_declared_tokens` reads the files beside a tokenizer in the order of `transformers`:
 `special_tokens_map.json` before `tokenizer_config.json` (unless that declares
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from layerkit.config.checks import require
-from layerkit.errors import ConfigError
-from layerkit_inputs.text.tokenizer_files import unreadable_file
+from layerkit.errors import ConfigError, hub_hint
+from layerkit_inputs.base.bad_records import BadRecordError, MissingFileError
 
 ROLES = ("bos_token", "eos_token", "pad_token")
 
@@ -193,3 +193,31 @@ def _model_ids(content: Mapping[str, Any], *, owner: str) -> dict[str, tuple[int
         require(is_ids, owner, f"{role}_id", value, expected)
         known[role] = tuple(ids)
     return known
+
+
+def check_file(tokenizer: Any, path: str) -> None:
+    """Raise `MissingFileError` unless the file of a tokenizer exists."""
+    if not Path(path).is_file():
+        folder = Path(path).parent
+        raise MissingFileError(
+            f"file not found in {folder}",
+            owner=type(tokenizer).__qualname__,
+            field="path",
+            value=Path(path).name,
+            choices=sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else (),
+            hint=hub_hint(path),
+        )
+
+
+def unreadable_file(
+    tokenizer: Any, path: str | Path, expected: str, error: Exception
+) -> BadRecordError:
+    """Return the error about a file of a tokenizer that cannot be read."""
+    problem = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+    return BadRecordError(
+        f"cannot read the file ({problem[0]})",
+        owner=type(tokenizer).__qualname__,
+        field="path",
+        value=str(path),
+        expected=expected,
+    )

@@ -19,9 +19,10 @@ contain `fingerprint()`, so a run cannot resume with another tokenizer.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,10 +33,15 @@ from layerkit.config.checks import check_choice, require
 from layerkit.config.field_checks import check_fields
 from layerkit.errors import ConfigError, first_names
 from layerkit_inputs.base.errors import require_extra
-from layerkit_inputs.base.special_ids import Tokenizer, prefix_id
+from layerkit_inputs.base.special_ids import prefix_id
 from layerkit_inputs.text import byte_vocabulary
-from layerkit_inputs.text.declared_tokens import ROLES, DeclaredTokens, read_declared_tokens
-from layerkit_inputs.text.tokenizer_files import check_file, sha256_of, unreadable_file
+from layerkit_inputs.text.declared_tokens import (
+    ROLES,
+    DeclaredTokens,
+    check_file,
+    read_declared_tokens,
+    unreadable_file,
+)
 
 _MAX_NAMES = 4
 _TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -82,7 +88,66 @@ class ByteTokenizer(Configurable):
         return "bytes"
 
 
-class SentencePieceTokenizer(Configurable):
+class _FileTokenizer(Configurable):
+    """Base class of tokenizers of a file, beside which other files may declare special tokens."""
+
+    path: str
+    """Path of the file."""
+
+    def __post_init__(self) -> None:
+        """Check the fields, and that the file exists."""
+        check_fields(self, owner=type(self).__qualname__)
+        check_file(self, self.path)
+
+    @functools.cached_property
+    def _roles(self) -> dict[str, int | None]:
+        """Return the ids of the special tokens by role."""
+        raise NotImplementedError
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the vocabulary: one more than the largest id."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def _declared(self) -> DeclaredTokens:
+        return read_declared_tokens(self, self.path)
+
+    @functools.cached_property
+    def _sha256(self) -> str:
+        with Path(self.path).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    @property
+    def pad_id(self) -> int:
+        """Id of the padding token, else of EOS, else 0. Padding has no loss."""
+        ids = (self._roles["pad_token"], self._roles["eos_token"], 0)
+        return next(token_id for token_id in ids if token_id is not None)
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id of BOS, or None."""
+        return self._roles["bos_token"]
+
+    @property
+    def eos_id(self) -> int | None:
+        """Id of EOS, or None."""
+        return self._roles["eos_token"]
+
+    @property
+    def declared_ends(self) -> dict[str, tuple[int, ...]]:
+        """End tokens by the file that declares them."""
+        ends: dict[str, tuple[int, ...]]
+        ends = {"tokenizer": () if self.eos_id is None else (self.eos_id,)}
+        for name, ids in self._declared.model_ids.items():
+            ends[name] = tuple(i for i in ids["eos_token"] if 0 <= i < self.vocab_size)
+        return {name: ids for name, ids in ends.items() if ids}
+
+    def _ids_text(self) -> str:
+        return ",".join(str(self._roles[role]) for role in ROLES)
+
+
+class SentencePieceTokenizer(_FileTokenizer):
     """A tokenizer of a SentencePiece model file.
 
     A vocabulary alone has the ids of SeqIO: `start_id` is the model's BOS, or the padding id if a
@@ -93,10 +158,6 @@ class SentencePieceTokenizer(Configurable):
     path: str
     """Path of the `.model` file."""
 
-    def __post_init__(self) -> None:
-        """Check that the file exists."""
-        check_file(self, self.path)
-
     @functools.cached_property
     def _model(self) -> Any:
         sentencepiece = require_extra("sentencepiece", needed_by="SentencePieceTokenizer")
@@ -104,10 +165,6 @@ class SentencePieceTokenizer(Configurable):
             return sentencepiece.SentencePieceProcessor(model_file=str(self.path))
         except (RuntimeError, OSError) as error:
             raise unreadable_file(self, self.path, "a SentencePiece model", error) from None
-
-    @functools.cached_property
-    def _declared(self) -> DeclaredTokens:
-        return read_declared_tokens(self, self.path)
 
     @functools.cached_property
     def _roles(self) -> dict[str, int | None]:
@@ -138,26 +195,6 @@ class SentencePieceTokenizer(Configurable):
     def vocab_size(self) -> int:
         """Number of pieces of the model; more if the folder declares special tokens after them."""
         return max(self._model.vocab_size(), *(1 + (role or 0) for role in self._roles.values()))
-
-    @property
-    def pad_id(self) -> int:
-        """Padding id of the model, else its EOS, else 0."""
-        return _padding(self._roles)
-
-    @property
-    def bos_id(self) -> int | None:
-        """BOS of the model, or None."""
-        return self._roles["bos_token"]
-
-    @property
-    def eos_id(self) -> int | None:
-        """EOS of the model, or None."""
-        return self._roles["eos_token"]
-
-    @property
-    def declared_ends(self) -> dict[str, tuple[int, ...]]:
-        """End tokens by the file that declares them."""
-        return _declared_ends(self, self._declared)
 
     @functools.cached_property
     def special_tokens(self) -> dict[int, str]:
@@ -196,18 +233,14 @@ class SentencePieceTokenizer(Configurable):
         """Decode ids `[length]`. Special and unknown ids are dropped."""
         return self._model.decode(_known_ids(ids, self._model.vocab_size()))
 
-    @functools.cached_property
-    def _sha256(self) -> str:
-        return sha256_of(self.path)
-
     def fingerprint(self) -> str:
         """Return the SHA-256 of the file, and the special ids if the folder declares them."""
         if self._declared.add_bos_token is None and not self._declared.tokens:
             return self._sha256
-        return f"{self._sha256} {_ids_text(self._roles)} start={prefix_id(self)}"
+        return f"{self._sha256} {self._ids_text()} start={prefix_id(self)}"
 
 
-class HuggingFaceTokenizer(Configurable):
+class HuggingFaceTokenizer(_FileTokenizer):
     """A tokenizer of a `tokenizer.json` of Hugging Face's `tokenizers` and `transformers`.
 
     The tokens that begin, end and pad a text are those of `transformers.AutoTokenizer` for the
@@ -232,15 +265,10 @@ class HuggingFaceTokenizer(Configurable):
     of their characters (`text`), which is for text that others may write."""
 
     def __post_init__(self) -> None:
-        """Check the fields."""
-        check_fields(self, owner="HuggingFaceTokenizer")
+        """Find the file of a folder, and check the fields."""
         if Path(self.path).is_dir():
             self.path = str(Path(self.path, "tokenizer.json"))
-        check_file(self, self.path)
-
-    @functools.cached_property
-    def _declared(self) -> DeclaredTokens:
-        return read_declared_tokens(self, self.path)
+        super().__post_init__()
 
     @functools.cached_property
     def _loaded(self) -> tuple[Any, list[str]]:
@@ -300,26 +328,6 @@ class HuggingFaceTokenizer(Configurable):
         """Return one more than the largest id, including added tokens."""
         return 1 + max(self._model.get_vocab(with_added_tokens=True).values(), default=-1)
 
-    @property
-    def pad_id(self) -> int:
-        """Id of `pad_token`, else of `eos_token`, else 0."""
-        return _padding(self._roles)
-
-    @property
-    def bos_id(self) -> int | None:
-        """Id of `bos_token`, or None."""
-        return self._roles["bos_token"]
-
-    @property
-    def eos_id(self) -> int | None:
-        """Id of `eos_token`, or None."""
-        return self._roles["eos_token"]
-
-    @property
-    def declared_ends(self) -> dict[str, tuple[int, ...]]:
-        """End tokens by the file that declares them."""
-        return _declared_ends(self, self._declared)
-
     @functools.cached_property
     def special_tokens(self) -> dict[int, str]:
         """Return the special tokens of the file by their ids."""
@@ -372,10 +380,6 @@ class HuggingFaceTokenizer(Configurable):
         """Decode ids `[length]`. Special and unknown ids are dropped."""
         return self._model.decode(_known_ids(ids, self.vocab_size), skip_special_tokens=True)
 
-    @functools.cached_property
-    def _sha256(self) -> str:
-        return sha256_of(self.path)
-
     def fingerprint(self) -> str:
         """Return the SHA-256 of the file, the special ids, the added tokens, and the encoding.
 
@@ -389,7 +393,7 @@ class HuggingFaceTokenizer(Configurable):
         first = prefix_id(self)
         start = "" if first == older else f" start={first}"
         names = f" added={json.dumps(added)}" if added else ""
-        return f"{self._sha256} {_ids_text(roles)}{in_text}{start}{names}"
+        return f"{self._sha256} {self._ids_text()}{in_text}{start}{names}"
 
 
 def tokenizer_config(name: str, *, special_tokens_in_text: SpecialTokensInText = "ids") -> Config:
@@ -406,24 +410,6 @@ def tokenizer_config(name: str, *, special_tokens_in_text: SpecialTokensInText =
     return HuggingFaceTokenizer.HParams.config(
         path=name, special_tokens_in_text=special_tokens_in_text
     )
-
-
-def _padding(roles: Mapping[str, int | None]) -> int:
-    """Return the id of padded positions, which have no loss and are not attended to."""
-    ids = (roles["pad_token"], roles["eos_token"], 0)
-    return next(token_id for token_id in ids if token_id is not None)
-
-
-def _declared_ends(tokenizer: Tokenizer, declared: DeclaredTokens) -> dict[str, tuple[int, ...]]:
-    ends: dict[str, tuple[int, ...]]
-    ends = {"tokenizer": () if tokenizer.eos_id is None else (tokenizer.eos_id,)}
-    for name, ids in declared.model_ids.items():
-        ends[name] = tuple(i for i in ids["eos_token"] if 0 <= i < tokenizer.vocab_size)
-    return {name: ids for name, ids in ends.items() if ids}
-
-
-def _ids_text(roles: Mapping[str, int | None]) -> str:
-    return ",".join(str(roles[role]) for role in ROLES)
 
 
 def _id_or_none(token_id: int) -> int | None:

@@ -12,9 +12,8 @@ import numpy as np
 from layerkit.config import build, is_config
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding import SampleDecoder
-from layerkit_inputs.base.special_ids import first_ids
+from layerkit_inputs.base.special_ids import Tokenizer, first_ids
 from layerkit_inputs.packing.model_features import as_array, as_tokens, prompt_features
-from layerkit_inputs.text.tokenizers import Tokenizer
 from layerkit_runner.config.config_tree import field_value
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.data.host_inputs import make_input
