@@ -217,7 +217,7 @@ EXAMPLES = [
         lambda layer: layer(inputs(layer.example_shapes[0][-1])),
         module_tpl=Config(FlaxBlock, features=4),
         example_shapes=((2, 4),),
-        example_dtypes=Change(("float32", "int32"), refusal="example_dtypes="),
+        example_dtypes=Change(("float32", "int32"), refusal="zip"),
         train_argument="train",
         evaluation_argument="deterministic",
         random_streams=Change(("noise", "dropout"), others={"train_argument": "train"}),

@@ -21,7 +21,6 @@ from layerkit.layers.transformer.stacks import (
 from layerkit.ops.attention.masks import AttentionMask, row_positions
 from layerkit.ops.remat import (
     REMAT_POLICIES,
-    check_host_memory,
     check_remat_policy,
     name_activation,
     remat,
@@ -182,13 +181,6 @@ def stacked(stack, policy):
     """A value of a stack and its gradients."""
     loss, variables = stack_loss(stack, policy)
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(variables, ROWS)
-
-
-def test_check_host_memory_raises_without_pinned_host_memory(raises):
-    check_host_memory("offload_residual", ["device", "pinned_host"], owner="Repeat()")
-    for policy, kept in (("offload_residual", "full"), ("offload_projections", "projections")):
-        with raises(ConfigError, field="remat", value=policy, hint=f"Use remat={kept!r}."):
-            check_host_memory(policy, ["device", "unpinned_host"], owner="Repeat()")
 
 
 def test_name_activation_raises_for_an_unknown_name(raises):

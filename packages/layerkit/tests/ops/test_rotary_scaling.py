@@ -163,7 +163,6 @@ def test_scaling_changes_frequencies_as_documented():
     ("make", "field", "value"),
     [
         (lambda: LinearScaling(0.5), "factor", 0.5),
-        (lambda: YarnScaling(4.0, 0), "original_max_position", 0),
         (lambda: yarn(beta_slow=40.0), "beta_slow", 40.0),
         (lambda: yarn(mscale=1.0), "mscale", 1.0),
         (
@@ -171,10 +170,7 @@ def test_scaling_changes_frequencies_as_documented():
             "attention_factor",
             2.0,
         ),
-        (lambda: yarn(attention_factor=0.0), "attention_factor", 0.0),
         (lambda: Llama3Scaling(8.0, 4.0, 1.0, TRAINED), "low_freq_factor", 4.0),
-        (lambda: LongRopeScaling((0.0,), LONG, TRAINED, TRAINED), "short_factors[0]", 0.0),
-        (lambda: LongRopeScaling(SHORT, LONG, TRAINED, 0), "max_position", 0),
         (
             lambda: LongRopeScaling(SHORT, LONG, TRAINED, 128).frequencies(np.ones(3)),
             "length of short_factors",
@@ -187,7 +183,6 @@ def test_scaling_changes_frequencies_as_documented():
             "length of long_factors",
             8,
         ),
-        (lambda: NtkScaling(2.0).frequencies(np.ones(1)), "number of rotated pairs", 1),
     ],
 )
 def test_scaling_raises_for_an_invalid_field(raises, make, field, value):

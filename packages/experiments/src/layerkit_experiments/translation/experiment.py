@@ -43,7 +43,7 @@ class TranslationExperiment(TrainedExperiment, abstract=True):
     HIDDEN_DIMS: int = 2048
     NUM_HEADS: int = 8
     VOCAB_SIZE: int = 259
-    NORM_POLICY: str = "post"
+    NORM_POLICY: Literal["pre", "post"] = "post"
     """Place of norms: `post`, as published, or `pre`, which learns without a long warmup."""
     DROPOUT_RATE: float = 0.1
     LABEL_SMOOTHING: float = 0.1

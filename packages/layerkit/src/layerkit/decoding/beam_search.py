@@ -73,13 +73,8 @@ class BeamSearch(Decoder):
         super().__post_init__()
         sizes = {"beam_size": self.beam_size, "tokens_per_beam": self.tokens_per_beam}
         check_sizes("BeamSearch", **sizes)
-        require(
-            1 <= self.num_results <= self.beam_size,
-            owner="BeamSearch",
-            field="num_results",
-            value=self.num_results,
-            expected=f"an integer from 1 to beam_size={self.beam_size}",
-        )
+        is_valid, expected = 1 <= self.num_results <= self.beam_size, f"1 to {self.beam_size} beams"
+        require(is_valid, "BeamSearch", "num_results", self.num_results, expected)
         check_non_negative("BeamSearch", length_norm_alpha=self.length_norm_alpha)
 
     def length_norm(self, length: jax.Array) -> jax.Array:

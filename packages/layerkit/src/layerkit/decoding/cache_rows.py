@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.base.base_layer import BaseLayer
-from layerkit.errors import ConfigError
+from layerkit.config.checks import require
 
 # Row axis of an array that all rows share.
 SHARED = -1
@@ -50,14 +50,11 @@ def row_axes(make_cache: Callable[[Any], Any], inputs: Any) -> Any:
         if not differing:
             return SHARED
         axis = differing[0]
-        if len(differing) > 1 or one.shape[axis] != num_rows or two.shape[axis] != 2 * num_rows:
-            raise ConfigError(
-                owner="decoding cache",
-                field=f"shape of cache{jax.tree_util.keystr(path)}",
-                value=list(one.shape),
-                expected=f"one axis of {num_rows} rows, which is {2 * num_rows} for twice the rows"
-                f" (the shape is then {list(two.shape)})",
-            )
+        sizes = one.shape[axis], two.shape[axis]
+        fits = len(differing) == 1 and sizes == (num_rows, 2 * num_rows)
+        field = f"shape of cache{jax.tree_util.keystr(path)}"
+        expected = f"one axis of rows, which grows from {num_rows} to {2 * num_rows} rows"
+        require(fits, "decoding cache", field, list(one.shape), expected)
         return axis
 
     return jax.tree_util.tree_map_with_path(find, shapes(1), shapes(2))

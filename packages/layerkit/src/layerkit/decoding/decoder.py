@@ -21,7 +21,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from layerkit.config.checks import check_integers, check_sizes, require
+from layerkit.config.checks import check_sizes, require
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.logit_processors import ConfiguredValue, LogitProcessor, MinSteps
 from layerkit.decoding.row_options import RowOptions
@@ -110,23 +110,9 @@ class Decoder(ConfiguredValue):
         super().__post_init__()
         owner = type(self).__qualname__
         check_sizes(owner, max_decode_steps=self.max_decode_steps, max_length=self.max_length)
-        require(
-            0 <= self.min_decode_steps <= self.max_decode_steps,
-            owner=owner,
-            field="min_decode_steps",
-            value=self.min_decode_steps,
-            expected=f"an integer from 0 to max_decode_steps={self.max_decode_steps}",
-        )
-        for token in self.eos_ids:
-            check_integers(owner, minimum=0, eos_id=token)
-        for index, processor in enumerate(self.processors):
-            require(
-                isinstance(processor, LogitProcessor),
-                owner=owner,
-                field=f"processors[{index}]",
-                value=processor,
-                expected="a LogitProcessor, such as NoRepeatNgrams(size=3)",
-            )
+        steps, expected = self.min_decode_steps, f"0 to max_decode_steps={self.max_decode_steps}"
+        is_valid = 0 <= steps <= self.max_decode_steps
+        require(is_valid, owner, "min_decode_steps", steps, expected)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -168,13 +154,8 @@ class Decoder(ConfiguredValue):
 
 def require_cache_axes(decoder: Decoder, cache_axes: Any) -> None:
     """Raise `ConfigError` if a decoder that repeats the rows of the cache lacks their axes."""
-    require(
-        cache_axes is not None,
-        owner=type(decoder).__qualname__,
-        field="cache_axes",
-        value=None,
-        expected="the row axes of the cache; see row_axes",
-    )
+    owner, expected = type(decoder).__qualname__, "the row axes of the cache; see row_axes"
+    require(cache_axes is not None, owner, "cache_axes", None, expected)
 
 
 def best_first(candidates: NestedMap) -> NestedMap:

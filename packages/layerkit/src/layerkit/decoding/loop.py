@@ -131,13 +131,8 @@ def _check_options(decoder: Decoder, prompts: Prompts) -> None:
         shape = list(getattr(options, name).shape)
         expected = "no values of rows; only SampleDecoder has options of rows"
         require(name in decoder.row_options, owner, f"{name} of rows", shape, expected)
-    require(
-        options.temperature is None or decoder.needs_key,
-        owner,
-        "temperature",
-        0,
-        "a number above 0, since rows have temperatures; those of 0 choose the most likely token",
-    )
+    is_valid = options.temperature is None or decoder.needs_key
+    require(is_valid, owner, "temperature", 0, "a number above 0, since rows have temperatures")
 
 
 # (Field of SampleDecoder, processor that it adds, field of that processor), in the order in which
@@ -196,22 +191,10 @@ class SampleDecoder(Decoder):
         owner = type(self).__qualname__
         check_non_negative(owner, temperature=self.temperature)
         check_sizes(owner, num_samples=self.num_samples)
-        if self.num_samples > 1 and not self.needs_key:
-            raise ConfigError(
-                owner=owner,
-                field="num_samples",
-                value=self.num_samples,
-                expected="1 with temperature=0, since greedy samples are all the same",
-                hint="Set a temperature, or use BeamSearch.",
-            )
-        for index, sequence in enumerate(self.stop_sequences):
-            require(
-                isinstance(sequence, tuple) and 1 <= len(sequence) <= self.max_decode_steps,
-                owner=owner,
-                field=f"stop_sequences[{index}]",
-                value=sequence,
-                expected=f"a tuple of 1 to max_decode_steps={self.max_decode_steps} token ids",
-            )
+        for sequence in self.stop_sequences:
+            expected = f"sequences of 1 to max_decode_steps={self.max_decode_steps} token ids"
+            is_valid = 1 <= len(sequence) <= self.max_decode_steps
+            require(is_valid, owner, "stop_sequences", sequence, expected)
         self.all_processors()  # checks their fields
 
     @property

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.base_model import NATS_PER_TOKEN, BaseModel, Metrics
 from layerkit.config import Config, sub_config_field
+from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
-from layerkit.errors import ConfigError
 from layerkit.layers.basic.masked_lm_augmenter import MaskedLmAugmenter
 from layerkit.models.token_metrics import token_metrics
 from layerkit.models.transformer_lm import TransformerLm
@@ -46,13 +46,8 @@ class BertModel(BaseModel):
         """Create the network and the augmenter."""
         self.create_child("lm", self.lm_tpl)
         self.create_child("augmenter", self.augmenter_tpl, vocab_size=self.lm.vocab_size)
-        if self.lm.is_causal:
-            raise ConfigError(
-                owner=self.path_name,
-                field="lm_tpl.is_causal",
-                value=True,
-                expected="False, since masked tokens are predicted from both sides",
-            )
+        is_causal, expected = self.lm.is_causal, "False, to predict tokens from both sides"
+        require(not is_causal, self, "lm_tpl.is_causal", is_causal, expected)
 
     def compute_predictions(self, batch: NestedMap) -> NestedMap:
         """Predict the masked tokens.

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.config import Config, sub_config_field
+from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
-from layerkit.errors import ConfigError
 from layerkit.layers.basic.embeddings import ClassSoftmax, FullSoftmax
 from layerkit.models.example_weights import example_weights
 from layerkit.ops.losses import weighted_mean
@@ -55,13 +55,9 @@ class ClassificationModel(BaseModel):
         """Create the network and the softmax."""
         self.create_child("network", self.network_tpl)
         self.create_child("softmax", self.softmax_tpl)
-        if self.top_k is not None and not 2 <= self.top_k <= self.softmax.num_classes:
-            raise ConfigError(
-                owner=self.path_name,
-                field="top_k",
-                value=self.top_k,
-                expected=f"2 to num_classes={self.softmax.num_classes}, or None",
-            )
+        num_classes = self.softmax.num_classes
+        is_valid = self.top_k is None or 2 <= self.top_k <= num_classes
+        require(is_valid, self, "top_k", self.top_k, f"2 to num_classes={num_classes}, or None")
 
     def compute_predictions(self, batch: NestedMap) -> NestedMap:
         """Compute the losses of the labels and the logits.

@@ -15,9 +15,9 @@ from flax import linen as nn
 
 from layerkit.base.base_layer import CACHE, BaseLayer
 from layerkit.config import Config, sub_config_field
+from layerkit.config.checks import require
 from layerkit.config.field_checks import Conditions
 from layerkit.config.nested_map import NestedMap
-from layerkit.errors import ConfigError
 from layerkit.layers.attention.cross import CrossAttention
 from layerkit.layers.basic.dropout import Dropout
 from layerkit.layers.basic.embeddings import ClassSoftmax, SharedEmbeddingSoftmax
@@ -293,14 +293,9 @@ class TransformerEncoderDecoder(BaseLayer):
                 num_classes=size,
                 input_dims=self.model_dims,
             )
-        elif self.source_vocab_size not in (None, self.vocab_size):
-            raise ConfigError(
-                owner=self.path_name,
-                field="source_vocab_size",
-                value=self.source_vocab_size,
-                expected=f"None or vocab_size={self.vocab_size} without source_embedding_tpl",
-                hint="Set source_embedding_tpl=Embedding.HParams.config().",
-            )
+        else:
+            other, expected = self.source_vocab_size, "None, or a source_embedding_tpl"
+            require(other in (None, self.vocab_size), self, "source_vocab_size", other, expected)
 
     def _normalize(self, side: str, x: jax.Array) -> jax.Array:
         if getattr(self, f"{side}_norm_tpl") is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,10 @@ import jax.numpy as jnp
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.config import Config, instance_field, sub_config_field
-from layerkit.config.checks import check_choice, check_positive
+from layerkit.config.checks import check_positive, require
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.decoder import Decoder
 from layerkit.decoding.loop import SampleDecoder, SampledRows
-from layerkit.errors import ConfigError
 from layerkit.models.example_weights import example_weights
 from layerkit.models.prompt_decoding import continue_prompts, prompts_of_batch
 from layerkit.models.token_metrics import row_scores
@@ -35,7 +34,6 @@ from layerkit.ops.losses import weighted_mean
 
 _SIDES = ("chosen", "rejected")
 _REFERENCE_KEYS = tuple(f"{side}_reference_log_probs" for side in _SIDES)
-REFERENCES = ("frozen", "batch", "none")
 
 
 def _sigmoid(h: jax.Array, beta: float, smoothing: float) -> jax.Array:
@@ -82,8 +80,8 @@ class DpoModel(BaseModel):
     reported_metric: ClassVar[str | None] = "reward_accuracy"
 
     lm_tpl: Config[BaseLayer] = sub_config_field(TransformerLm.HParams)
-    reference: str = "frozen"
-    loss: str = "sigmoid"
+    reference: Literal["frozen", "batch", "none"] = "frozen"
+    loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
     beta: float = 0.1
     label_smoothing: float = 0.0
     decoder: Annotated[Any, Decoder] = instance_field(SampleDecoder.HParams)
@@ -178,20 +176,10 @@ class DpoModel(BaseModel):
         return log_probs.reshape(2, -1)
 
     def _check_fields(self) -> None:
-        check_choice(self, REFERENCES, reference=self.reference)
-        check_choice(self, _LOSSES, loss=self.loss)
         check_positive(self, beta=self.beta)
-        if self.loss == "sigmoid":
-            is_valid, expected = 0.0 <= self.label_smoothing < 0.5, "a number in [0, 0.5)"
-        else:
-            is_valid, expected = self.label_smoothing == 0, f"0 with loss={self.loss!r}"
-        if not is_valid:
-            raise ConfigError(
-                owner=self.path_name,
-                field="label_smoothing",
-                value=self.label_smoothing,
-                expected=expected,
-            )
+        smoothing, expected = self.label_smoothing, "a number in [0, 0.5), and 0 for other losses"
+        is_valid = 0.0 <= smoothing < 0.5 if self.loss == "sigmoid" else smoothing == 0
+        require(is_valid, self, "label_smoothing", smoothing, expected)
 
 
 def _answer(batch: NestedMap, side: str) -> NestedMap:

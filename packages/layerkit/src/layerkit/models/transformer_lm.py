@@ -15,9 +15,9 @@ from flax import linen as nn
 
 from layerkit.base.base_layer import BaseLayer
 from layerkit.config import Config, sub_config_field
+from layerkit.config.checks import require
 from layerkit.config.field_checks import Conditions
 from layerkit.config.nested_map import NestedMap
-from layerkit.errors import ConfigError
 from layerkit.layers.basic.dropout import Dropout
 from layerkit.layers.basic.embeddings import ClassSoftmax, SharedEmbeddingSoftmax
 from layerkit.layers.basic.normalizations import BaseNormalization, LayerNorm
@@ -178,15 +178,10 @@ class TransformerLm(BaseLayer):
             mask = AttentionMask.causal_mask(
                 batch, length, segment_ids=segment_ids, in_prefix=in_prefix
             )
-        elif in_prefix is None:
-            mask = AttentionMask.bidirectional_mask(batch, length, segment_ids=segment_ids)
         else:
-            raise ConfigError(
-                owner=self.path_name,
-                field="is_causal",
-                value=False,
-                expected="True for inputs with a prefix (in_prefix)",
-            )
+            is_causal, expected = self.is_causal, "True for inputs with a prefix (in_prefix)"
+            require(in_prefix is None, self, "is_causal", is_causal, expected)
+            mask = AttentionMask.bidirectional_mask(batch, length, segment_ids=segment_ids)
         x = self._embed(ids, segment_pos)
         if segment_ids is not None and switching_length(self.stack_tpl) is not None:
             # Padding makes no row longer.
@@ -199,14 +194,8 @@ class TransformerLm(BaseLayer):
         Raises:
           ConfigError: The model is not causal, or has fewer positions than tokens.
         """
-        if not self.is_causal:
-            raise ConfigError(
-                "cannot decode with a cache",
-                owner=self.path_name,
-                field="is_causal",
-                value=False,
-                expected="True, since cached states must not depend on later tokens",
-            )
+        expected = "True, since cached states must not depend on later tokens"
+        require(self.is_causal, self, "is_causal", self.is_causal, expected)
         if self.position_tpl is not None:
             # A table of positions raises for rows that are too long. A single step is never too
             # long.

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from layerkit.config import build
+from layerkit.config.checks import require
 from layerkit.config.field_checks import Conditions, derive_fields
-from layerkit.errors import ConfigError
 
 # A tied softmax does not embed if there is a separate embedding.
 TIED_EMBEDDING_CONDITIONS: Conditions = {
@@ -30,14 +30,9 @@ def create_token_layers(model: Any) -> None:
     model.create_child("softmax", model.softmax_tpl, **classes)
     if model.embedding_tpl is not None:
         model.create_child("embedding", model.embedding_tpl, **classes)
-    elif not hasattr(model.softmax, "embed"):
-        raise ConfigError(
-            owner=model.path_name,
-            field="embedding_tpl",
-            value=None,
-            expected=f"an embedding, since softmax_tpl is a {type(model.softmax).__name__}",
-            hint="Set embedding_tpl=Embedding.HParams.config(), or a tied softmax_tpl.",
-        )
+    else:
+        expected = f"Embedding, since softmax_tpl is a {type(model.softmax).__name__}"
+        require(hasattr(model.softmax, "embed"), model, "embedding_tpl", None, expected)
 
 
 def embed_tokens(model: Any, ids: jax.Array) -> jax.Array:

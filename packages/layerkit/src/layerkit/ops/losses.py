@@ -20,15 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import zero_from_primal
 
-from layerkit.config.checks import (
-    check_integer_arrays,
-    check_non_negative,
-    check_positive,
-    check_rates,
-    check_same_shape,
-    check_sizes,
-    require,
-)
+from layerkit.config.checks import check_integer_arrays, check_same_shape, require
 from layerkit.ops.slopes import save_slopes
 
 
@@ -61,7 +53,6 @@ def soft_cap(logits: jax.Array, cap: float | None) -> jax.Array:
     Raises:
       ConfigError: The cap is not positive.
     """
-    check_positive("soft_cap", cap=cap)
     return logits if cap is None else save_slopes(functools.partial(_capped, cap=cap), logits)
 
 
@@ -104,8 +95,6 @@ def cross_entropy(
     """
     owner = "cross_entropy"
     _check_labels(owner, labels, logits.shape[:-1])
-    check_rates(owner, label_smoothing=label_smoothing)
-    check_non_negative(owner, z_loss_weight=z_loss_weight)
     logits = logits.astype(jnp.float32)
     labels = jnp.asarray(labels, jnp.int32)  # small integers cannot hold the number of classes
     in_range = (labels >= 0) & (labels < logits.shape[-1])
@@ -230,7 +219,6 @@ def soft_cross_entropy(
     """
     owner = "soft_cross_entropy"
     check_same_shape(owner, logits, class_probabilities=class_probabilities)
-    check_non_negative(owner, z_loss_weight=z_loss_weight)
     logits = logits.astype(jnp.float32)
     targets = jax.lax.stop_gradient(jnp.asarray(class_probabilities).astype(jnp.float32))
     log_z = jax.nn.logsumexp(logits, axis=-1)
@@ -245,8 +233,6 @@ def soft_cross_entropy(
 
 def _entropy_loss(logits: jax.Array, log_z: jax.Array, *, weight: float) -> jax.Array:
     """Return weight·Σ p·log p of logits `[..., num_classes]` with log Z `[...]`."""
-    is_valid = math.isfinite(weight)
-    require(is_valid, "cross_entropy", "entropy_loss_weight", weight, "a finite number")
     if not weight:
         return jnp.zeros_like(log_z)
     log_probs = logits - log_z[..., None]
@@ -287,11 +273,7 @@ def chunked_cross_entropy(
     Raises:
       ConfigError: `cross_entropy` raises an error, or the chunk size is below 1.
     """
-    owner = "chunked_cross_entropy"
-    check_sizes(owner, chunk_size=chunk_size)
-    is_valid, shape = hidden.ndim == 3, list(hidden.shape)
-    require(is_valid, owner, "shape of hidden", shape, "[batch, length, dims]")
-    _check_labels(owner, labels, hidden.shape[:-1])
+    _check_labels("chunked_cross_entropy", labels, hidden.shape[:-1])
     length = hidden.shape[1]
     num_chunks = max(1, math.ceil(length / chunk_size))
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from layerkit.errors import ConfigError
+from layerkit.config.checks import require
 from layerkit.ops.indexing import where
 
 
@@ -91,21 +91,16 @@ class Arguments:
         """
         flat, self._structure = jax.tree_util.tree_flatten_with_path((args, kwargs))
         self._leaves = [leaf for _, leaf in flat]
-        self._by_row, self._shared = [], []
+        self._by_row: list[int] = []
+        self._shared: list[int] = []
         for index, (path, leaf) in enumerate(flat):
             if not isinstance(leaf, (jax.Array, np.ndarray)):
                 continue
-            if leaf.ndim and leaf.shape[0] == batch:
-                self._by_row.append(index)
-            elif leaf.ndim == 0 or leaf.shape[0] == 1:
-                self._shared.append(index)
-            else:
-                raise ConfigError(
-                    owner=owner,
-                    field=f"shape of {_name(path)}",
-                    value=list(leaf.shape),
-                    expected=f"a first axis of size {batch} (the batch) or 1 (shared by all rows)",
-                )
+            is_shared = leaf.ndim == 0 or (leaf.shape[0] == 1 and batch != 1)
+            fits = is_shared or leaf.shape[0] == batch
+            expected = f"a first axis of size {batch} (the batch) or 1 (shared by all rows)"
+            require(fits, owner, f"shape of {_name(path)}", list(leaf.shape), expected)
+            (self._shared if is_shared else self._by_row).append(index)
         self.by_row = [self._leaves[index] for index in self._by_row]
         self.shared = [self._leaves[index] for index in self._shared]
 

@@ -24,7 +24,7 @@ and keys, copies the inputs of the layers to host memory, and computes the rest 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -33,9 +33,8 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from layerkit.base.sharding import HOST_MEMORY, BoundSharding
+from layerkit.base.sharding import HOST_MEMORY
 from layerkit.config.checks import check_choice, require
-from layerkit.errors import ConfigError
 
 _RESIDUAL = ("residual",)
 _PROJECTIONS = (
@@ -111,26 +110,20 @@ def name_product(x: jax.Array, *, is_batched: bool) -> jax.Array:
     return named
 
 
-def check_remat_policy(policy: str, *, owner: str, sharding: BoundSharding | None = None) -> None:
+def check_remat_policy(policy: str, *, owner: str) -> None:
     """Check a policy in `setup`.
 
     Args:
       policy: Value of the field `remat`.
       owner: Name of the layer that has the field.
-      sharding: Sharding whose mesh has the devices; None for the devices that JAX finds.
 
     Raises:
-      ConfigError: The policy or a name in it is unknown, or it offloads although the devices do not
-        support it.
+      ConfigError: The policy or a name in it is unknown.
     """
     if ":" in policy:
         _named_policy(policy, owner=owner)
     else:
         check_choice(owner, REMAT_POLICIES, remat=policy)
-    if "offload" in policy:
-        mesh = None if sharding is None else sharding.mesh
-        device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
-        check_host_memory(policy, _memory_kinds(device), owner=owner)
 
 
 def _policy(policy: str) -> Any:
@@ -155,36 +148,6 @@ def _named_policy(policy: str, *, owner: str) -> Any:
     if not names["offload"]:
         return jax.checkpoint_policies.save_only_these_names(*names["save"])
     return _offload(*names["offload"], saved=names["save"])
-
-
-def check_host_memory(policy: str, memory_kinds: Collection[str], *, owner: str) -> None:
-    """Check that devices can offload to host memory.
-
-    Args:
-      policy: A name of `REMAT_POLICIES` that offloads.
-      memory_kinds: Kinds of memory that the devices can address; empty if unknown.
-      owner: Name of the layer that has the field `remat`.
-
-    Raises:
-      ConfigError: No kind is pinned host memory. The hint is the same policy on the device.
-    """
-    if memory_kinds and HOST_MEMORY not in memory_kinds:
-        kept = policy.replace("offload_residual", "full").removeprefix("offload_")
-        kept = kept.replace("offload:", "save:")
-        raise ConfigError(
-            owner=owner,
-            field="remat",
-            value=policy,
-            expected=f"devices with memory {HOST_MEMORY!r}; these have {', '.join(memory_kinds)}",
-            hint=f"Use remat={kept!r}.",
-        )
-
-
-def _memory_kinds(device: jax.Device) -> list[str]:
-    try:
-        return [memory.kind for memory in device.addressable_memories()]
-    except (jax.errors.JaxRuntimeError, NotImplementedError):
-        return []  # a device of a compile-only topology
 
 
 def remat(body: Callable[..., Any], policy: str, *, in_scan: bool) -> Callable[..., Any]:

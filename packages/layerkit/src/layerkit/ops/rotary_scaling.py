@@ -18,8 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from layerkit.config.checks import check_integers, check_positive, require
-from layerkit.errors import ConfigError
+from layerkit.config.checks import require
 
 
 class RotaryScaling(Protocol):
@@ -84,7 +83,6 @@ class NtkScaling:
 
     def frequencies(self, frequencies: np.ndarray) -> np.ndarray:
         """Divide frequency i of `[pairs]` by factor^(i/(pairs - 1))."""
-        _check_pairs(self, frequencies)
         stretch = np.arange(len(frequencies), dtype=np.float64) / (len(frequencies) - 1)
         return frequencies * self.factor**-stretch
 
@@ -125,11 +123,9 @@ class YarnScaling:
     def __post_init__(self) -> None:
         """Check the fields."""
         _check_factor(self)
-        _check_length(self, self.original_max_position)
         expected = f"a number above 0 and below beta_fast={self.beta_fast}"
         is_valid = 0 < self.beta_slow < self.beta_fast
         require(is_valid, "YarnScaling", "beta_slow", self.beta_slow, expected)
-        check_positive("YarnScaling", attention_factor=self.attention_factor)
         is_valid = (self.mscale is None) == (self.mscale_all_dim is None)
         expected = f"a value if and only if mscale_all_dim={self.mscale_all_dim} has one"
         require(is_valid, "YarnScaling", "mscale", self.mscale, expected)
@@ -139,7 +135,6 @@ class YarnScaling:
 
     def frequencies(self, frequencies: np.ndarray) -> np.ndarray:
         """Divide each frequency of `[pairs]` by 1 to `factor`."""
-        _check_pairs(self, frequencies)
         first = self._pair_of(self.beta_fast, frequencies)
         last = self._pair_of(self.beta_slow, frequencies)
         if self.truncate:
@@ -195,7 +190,6 @@ class Llama3Scaling:
     def __post_init__(self) -> None:
         """Check the fields."""
         _check_factor(self)
-        _check_length(self, self.original_max_position)
         expected = f"a number above 0 and below high_freq_factor={self.high_freq_factor}"
         is_valid = 0 < self.low_freq_factor < self.high_freq_factor
         require(is_valid, "Llama3Scaling", "low_freq_factor", self.low_freq_factor, expected)
@@ -241,15 +235,10 @@ class LongRopeScaling:
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        owner = "LongRopeScaling"
-        _check_length(self, self.original_max_position)
-        check_positive(owner, attention_factor=self.attention_factor)
         # Files have lists, but values of a config must be hashable.
         for field in ("short_factors", "long_factors"):
             factors = tuple(getattr(self, field))
             object.__setattr__(self, field, factors)
-            check_positive(owner, **{f"{field}[{i}]": factor for i, factor in enumerate(factors)})
-        check_positive(owner, max_position=self.max_position)
 
     def frequencies(self, frequencies: np.ndarray) -> np.ndarray:
         """Divide frequency i of `[pairs]` by factor i; `[2, pairs]` without `longest_sequence`."""
@@ -273,17 +262,3 @@ class LongRopeScaling:
 def _check_factor(scaling: LinearScaling | NtkScaling | YarnScaling | Llama3Scaling) -> None:
     owner = type(scaling).__name__
     require(scaling.factor >= 1, owner, "factor", scaling.factor, "a number of 1 or more")
-
-
-def _check_pairs(scaling: RotaryScaling, frequencies: np.ndarray) -> None:
-    if len(frequencies) < 2:
-        raise ConfigError(
-            owner=type(scaling).__name__,
-            field="number of rotated pairs",
-            value=len(frequencies),
-            expected="at least 2, since the scaling changes the ratio of their frequencies",
-        )
-
-
-def _check_length(scaling: RotaryScaling, length: int) -> None:
-    check_integers(type(scaling).__name__, minimum=2, original_max_position=length)

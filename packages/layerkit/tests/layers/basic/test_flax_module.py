@@ -145,12 +145,9 @@ def test_deterministic_argument_is_false_in_training():
     assert jnp.result_type(dropped) == jnp.float32
 
 
-def test_init_raises_without_a_module_or_with_another_number_of_dtypes(raises):
+def test_init_raises_without_a_module(raises):
     with raises(ConfigError, owner="FlaxModule()", field="module_tpl", value=None):
         FlaxModule().init(KEY)
-    dtypes = ("float32", "int32")
-    with raises(ConfigError, owner="FlaxModule()", field="example_dtypes", value=dtypes):
-        block(example_dtypes=dtypes).Instantiate().init(KEY)
 
 
 def test_inputs_of_other_sizes_than_the_example_are_an_error_about_the_example(raises):

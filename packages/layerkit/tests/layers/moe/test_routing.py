@@ -209,7 +209,7 @@ def test_weights_have_axes():
         ({"score": "sigmoit"}, "score"),
         ({"num_experts_per_token": 9}, "num_experts_per_token"),
         ({"num_expert_groups": 3, "num_chosen_groups": 1}, "num_experts"),
-        ({"num_chosen_groups": 1}, "num_chosen_groups"),
+        ({"num_expert_groups": 2}, "num_chosen_groups"),
         ({"num_expert_groups": 2, "num_chosen_groups": 3}, "num_chosen_groups"),
         ({"num_expert_groups": 8, "num_chosen_groups": 1}, "num_chosen_groups"),
         ({"jitter": 1.0}, "jitter"),

@@ -25,7 +25,6 @@ from layerkit.layers.basic.linears import FeedForward, Linear
 from layerkit.layers.quantization.fp8 import Fp8Dot
 from layerkit.layers.quantization.lora import (
     LORA_WEIGHTS,
-    LoraDot,
     merge_lora,
     unmerge_lora,
     with_lora,
@@ -254,8 +253,6 @@ def test_lora_raises_for_invalid_fields_and_variables(raises):
         with_lora(config, alpha=0.0).Instantiate().init(KEY)
     with raises(ConfigError, problem="the variables have no LoRA weights"):
         merge_lora(with_lora(config), config.Instantiate().init(KEY))
-    with raises(ConfigError, owner="LoraDot()", field="weight", value=None):
-        LoraDot().init(KEY)
     transposed = {"weight_shape": (6, 8), "weight_axes": (None, None)}
     config = Einsum.HParams.config(equation="btd,hd->bth", **transposed)
     with raises(ConfigError, owner="LoraDot(dot)", field="shape", value=(6, 8)):

@@ -378,8 +378,6 @@ def test_loop_saves_no_copy_of_the_weights():
         ({"num_stages": 8, "circular_repeats": 2}, "num_microbatches", 4),
         ({"num_stages": 3}, "num_microbatches", 4),
         ({"num_stages": 0}, "num_stages", 0),
-        ({"circular_repeats": 2, "remat": "none"}, "remat", "none"),
-        ({"remat": "dots_no_batch"}, "remat", "dots_no_batch"),
         (
             {"stage_tpl": Block.HParams.config(shared_weight_id="one")},
             "stage_tpl.shared_weight_id",

@@ -236,7 +236,6 @@ def test_cached_steps_equal_the_logits_of_whole_rows(repeats):
     [
         ({"num_layers": 7, "circular_repeats": 2}, "num_layers", 7),
         ({"num_layers": 6, "block_tpls": (LOCAL, EXPERTS)}, "length of block_tpls", 2),
-        ({"num_layers": 4, "remat": "dots_no_batch"}, "remat", "dots_no_batch"),
     ],
 )
 def test_init_raises_for_layers_that_stages_cannot_share(raises, fields, field, value):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from layerkit.layers.transformer.stacks import (
     StackedTransformer,
     StackedTransformerRepeated,
 )
-from layerkit.layers.transformer.transformer import NORM_POLICIES, Transformer
+from layerkit.layers.transformer.transformer import NormPolicy, Transformer
 from layerkit.ops.attention.masks import AttentionMask, row_positions
 
 KEY = jax.random.key(0)
@@ -76,7 +77,7 @@ def compiled_on(sharding, stack, extra, variables):
         pytest.param(biased(norm_policy="pre", dropout_rate=0.2), {"data": 2, "tensor": 4}),
         *(
             pytest.param(biased(norm_policy=policy), sizes, marks=pytest.mark.slow)
-            for policy in NORM_POLICIES
+            for policy in get_args(NormPolicy)
             for sizes in ({"tensor": 2, "context": 2}, {"fsdp": 2, "tensor": 2})
         ),
         pytest.param(

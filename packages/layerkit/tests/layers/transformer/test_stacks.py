@@ -403,8 +403,6 @@ def test_contradicting_fields_raise_with_both_values():
         ("remat", {"remat": "fulll"}),
         ("droppath_rate", {"droppath_rate": 1.0}),
         ("block_tpls", {"block_tpls": ()}),
-        ("droppath_rate", {"block_tpls": (GLOBAL, Plain.HParams.config()), "droppath_rate": 0.5}),
-        ("droppath_rate", {"layer_tpl": GLOBAL.clone(droppath_rate=0.1), "droppath_rate": 0.5}),
     ],
 )
 def test_init_raises_for_an_invalid_field(raises, stack, field, fields):

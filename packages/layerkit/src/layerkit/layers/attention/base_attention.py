@@ -7,7 +7,7 @@ output projection. Subclasses decide the source of keys and values and the use o
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,11 @@ import jax.numpy as jnp
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weights import WeightHParams, WeightInit
 from layerkit.config import Config, sub_config_field
-from layerkit.config.checks import check_choice, check_positive, check_sizes, require
+from layerkit.config.checks import check_positive, check_sizes, require
 from layerkit.config.field_checks import Conditions
-from layerkit.errors import ConfigError
 from layerkit.layers.attention.projections import HeadProjection, OutputProjection
 from layerkit.layers.basic.dropout import Dropout
 from layerkit.layers.basic.normalizations import BaseNormalization
-from layerkit.ops.attention.backends import BACKEND_NAMES
-from layerkit.ops.attention.context_parallel import CONTEXT_PARALLEL_NAMES
 from layerkit.ops.attention.distance_bias import LogitBias
 from layerkit.ops.attention.dot_product import dot_product_attention
 from layerkit.ops.attention.masks import AttentionMask
@@ -33,9 +30,6 @@ _INVERSE_SOFTPLUS_OF_0 = 1.442695041
 
 _KV_WEIGHT = ("embed", "kv_heads", "head_dim")
 _KV_ACTIVATION = ("batch", "length", "act_kv_heads", "head_dim")
-
-# The values of `qk_norm_over`: the extent of the statistics of a norm of queries and keys.
-QK_NORM_EXTENTS = ("head", "projection")
 
 
 class BaseAttention(BaseLayer):
@@ -94,7 +88,7 @@ class BaseAttention(BaseLayer):
     use_bias: bool = False
     use_output_bias: bool | None = None
     qk_norm_tpl: Config[BaseNormalization] | None = sub_config_field(None)
-    qk_norm_over: str = "head"
+    qk_norm_over: Literal["head", "projection"] = "head"
     per_dim_scale: bool = False
     logit_scale: float | None = None
     logit_cap: float | None = None
@@ -102,8 +96,8 @@ class BaseAttention(BaseLayer):
     sink_logit: float | None = None
     dropout_rate: float = 0.0
     zero_fully_masked_rows: bool = False
-    backend: str = "auto"
-    context_parallel: str = "all_gather"
+    backend: Literal["auto", "xla", "cudnn", "pallas"] = "auto"
+    context_parallel: Literal["all_gather", "ring", "ulysses"] = "all_gather"
     kernel_blocks: tuple[int, int] | None = None
     query_tpl: Config[BaseLayer] = sub_config_field(HeadProjection.HParams)
     key_tpl: Config[BaseLayer] = sub_config_field(
@@ -203,32 +197,19 @@ class BaseAttention(BaseLayer):
         check_sizes(self, input_dims=self.input_dims, num_heads=self.num_heads)
         head_dim, kv_heads = self.dim_per_head, self.num_kv_heads
         if head_dim is None:
-            if self.input_dims % self.num_heads:
-                near = _nearest_divisor(self.input_dims, self.num_heads)
-                raise ConfigError(
-                    owner=self.path_name,
-                    field="num_heads",
-                    value=self.num_heads,
-                    expected=f"a divisor of input_dims={self.input_dims}",
-                    hint=f"Set dim_per_head, or num_heads={near}.",
-                )
+            expected = f"a divisor of input_dims={self.input_dims}, or a value of dim_per_head"
+            divides = self.input_dims % self.num_heads == 0
+            require(divides, self, "num_heads", self.num_heads, expected)
             head_dim = self.input_dims // self.num_heads
         if kv_heads is None:
             kv_heads = self.num_heads
         check_sizes(self, dim_per_head=head_dim, num_kv_heads=kv_heads)
-        if self.num_heads % kv_heads:
-            near = _nearest_divisor(self.num_heads, kv_heads)
-            raise ConfigError(
-                owner=self.path_name,
-                field="num_kv_heads",
-                value=kv_heads,
-                expected=f"a divisor of num_heads={self.num_heads}, such as {near}",
-            )
+        divides = self.num_heads % kv_heads == 0
+        require(divides, self, "num_kv_heads", kv_heads, f"a divisor of num_heads={self.num_heads}")
         return kv_heads, head_dim
 
     def _check_options(self) -> None:
         check_attention_options(self)
-        check_choice(self, QK_NORM_EXTENTS, qk_norm_over=self.qk_norm_over)
         is_fixed = self.sink_logit is not None
         expected = "None with use_sinks=True, which learns the logits"
         require(not (is_fixed and self.use_sinks), self, "sink_logit", self.sink_logit, expected)
@@ -237,8 +218,6 @@ class BaseAttention(BaseLayer):
 def check_attention_options(layer: Any) -> None:
     """Raise `ConfigError` for an invalid option of `attend`."""
     check_positive(layer, logit_cap=layer.logit_cap, logit_scale=layer.logit_scale)
-    check_choice(layer, BACKEND_NAMES, backend=layer.backend)
-    check_choice(layer, CONTEXT_PARALLEL_NAMES, context_parallel=layer.context_parallel)
     blocks = layer.kernel_blocks
     is_valid = blocks is None or all(size >= 16 and size & (size - 1) == 0 for size in blocks)
     expected = "two powers of two of at least 16, of queries and of keys"
@@ -291,8 +270,3 @@ def attend(
         kernel_blocks=layer.kernel_blocks,
     )
     return dot_product_attention(query, key, value, options)
-
-
-def _nearest_divisor(number: int, wanted: int) -> int:
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    return min(divisors, key=lambda d: abs(d - wanted))

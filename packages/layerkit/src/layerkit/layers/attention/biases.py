@@ -86,22 +86,12 @@ class RelativeBias(BaseLayer):
 
     def _check_buckets(self) -> None:
         one_side = self.num_buckets // 2 if self.bidirectional else self.num_buckets
-        require(
-            one_side >= 2 and not (self.bidirectional and self.num_buckets % 2),
-            self,
-            "num_buckets",
-            self.num_buckets,
-            "an even integer of at least 4, since bidirectional=True"
-            if self.bidirectional
-            else "an integer of at least 2",
-        )
-        require(
-            self.max_distance > one_side // 2,
-            self,
-            "max_distance",
-            self.max_distance,
-            f"more than {one_side // 2}, the number of distances with a bucket each",
-        )
+        expected = "at least 2 buckets, of an even number if bidirectional, on each side"
+        is_valid = one_side >= 2 and not (self.bidirectional and self.num_buckets % 2)
+        require(is_valid, self, "num_buckets", self.num_buckets, expected)
+        expected = f"more than {one_side // 2}, the number of distances with a bucket each"
+        is_valid = self.max_distance > one_side // 2
+        require(is_valid, self, "max_distance", self.max_distance, expected)
 
 
 def relative_buckets(

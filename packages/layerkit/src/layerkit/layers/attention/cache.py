@@ -93,15 +93,10 @@ def extend_cache(
     """
     cache = read_cache(layer, name)
     num_rows, max_length = cache.shape[0], cache.shape[slot_axis]
-    given = [new.shape[0], new.shape[slot_axis]]
-    if given[0] != num_rows or given[1] > max_length:
-        raise ConfigError(
-            owner=layer.path_name,
-            field="shape of inputs",
-            value=given,
-            expected=f"batch_size={num_rows} and at most max_length={max_length}, the sizes of the"
-            " cache",
-        )
+    sizes = [new.shape[0], new.shape[slot_axis]]
+    fits = sizes[0] == num_rows and sizes[1] <= max_length
+    expected = f"[{num_rows}, at most {max_length}], the sizes of the cache"
+    require(fits, layer, "shape of inputs", sizes, expected)
     # A child with another compute dtype may have made the values.
     new = new.astype(cache.dtype)
     cache = jax.lax.dynamic_update_slice_in_dim(cache, new, time_step, axis=slot_axis)

@@ -98,33 +98,22 @@ class Einsum(BaseLayer):
 
     def _parse(self) -> _Letters:
         match = _EQUATION.fullmatch(self.equation.replace(" ", ""))
-        if match is None:
-            raise ConfigError(
-                owner=self.path_name,
-                field="equation",
-                value=self.equation,
-                expected="letters as in 'btd,dnh->btnh'",
-            )
-        letters = _Letters(*match.groups())
+        require(match, self, "equation", self.equation, "letters as in 'btd,dnh->btnh'")
+        letters = _Letters(*match.groups() if match else ())
         for problem in letters.problems():
             raise ConfigError(problem, owner=self.path_name, field="equation", value=self.equation)
-        require(
-            len(letters.weight) == len(self.weight_shape),
-            self,
-            "weight_shape",
-            self.weight_shape,
-            f"one dimension for each letter of {letters.weight!r}",
-        )
+        is_valid = len(letters.weight) == len(self.weight_shape)
+        expected = f"one dimension for each letter of {letters.weight!r}"
+        require(is_valid, self, "weight_shape", self.weight_shape, expected)
         return letters
 
     def _check_inputs(self, letters: _Letters, inputs: jax.Array) -> None:
-        found = "shape of inputs", list(inputs.shape)
-        expected = f"one dimension for each letter of {letters.inputs!r}"
-        require(inputs.ndim == len(letters.inputs), self, *found, expected)
         sizes = dict(zip(letters.weight, self.weight_shape, strict=True))
-        for letter, size in zip(letters.inputs, inputs.shape, strict=True):
-            expected = f"size {sizes.get(letter)} for {letter!r}, as in `weight_shape`"
-            require(sizes.get(letter, size) == size, self, *found, expected)
+        expected = [sizes.get(letter, letter) for letter in letters.inputs]
+        fits = inputs.ndim == len(expected) and all(
+            size == n for n, size in zip(expected, inputs.shape, strict=True) if n in sizes.values()
+        )
+        require(fits, self, "shape of inputs", list(inputs.shape), str(expected))
 
 
 @dataclasses.dataclass(frozen=True)

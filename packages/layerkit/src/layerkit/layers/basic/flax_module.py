@@ -69,10 +69,7 @@ class FlaxModule(BaseLayer):
         """Create the variables of the module."""
         expected = "a config such as Config(nn.Dense, features=3)"
         require(self.module_tpl is not None, self, "module_tpl", None, expected)
-        count = len(self.example_shapes)
-        dtypes = self.example_dtypes or ("float32",) * count
-        expected = f"{count} dtypes, one for each of `example_shapes`"
-        require(len(dtypes) == count, self, "example_dtypes", dtypes, expected)
+        dtypes = self.example_dtypes or ("float32",) * len(self.example_shapes)
         examples = [
             jnp.zeros(shape, dtype)
             for shape, dtype in zip(self.example_shapes, dtypes, strict=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,19 +24,16 @@ from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weights import WeightHParams, WeightInit
 from layerkit.config import Config, assigned_fields
 from layerkit.config.checks import (
-    check_choice,
     check_integer_arrays,
     check_last_axis,
     check_sizes,
     require,
 )
 from layerkit.config.graphs import walk_configs
-from layerkit.errors import ConfigError
 from layerkit.layers.basic.embeddings import lookup
 from layerkit.ops.rotary_scaling import LongRopeScaling, RotaryScaling
 
 # Pairs of coordinates of a head that `RotaryPositionalEmbedding` rotates.
-PAIRINGS = ("halves", "neighbors")
 
 
 class PositionalEmbedding(BaseLayer):
@@ -147,14 +144,8 @@ class TrainablePositionalEmbedding(BaseLayer):
             document may fill a row.
         """
         length = positions.shape[-1]
-        if length > self.max_length:
-            raise ConfigError(
-                owner=self.path_name,
-                field="length of rows",
-                value=length,
-                expected=f"at most max_length={self.max_length}",
-                hint="Increase max_length or shorten the rows.",
-            )
+        expected = f"at most max_length={self.max_length}"
+        require(length <= self.max_length, self, "length of rows", length, expected)
         check_integer_arrays(self, positions=positions)
         # Features that are split stay so, since whole vectors of all tokens may be too large.
         table = self.constrain(self.theta.w, self.weight_axes[0], "act_embed")
@@ -190,13 +181,12 @@ class RotaryPositionalEmbedding(BaseLayer):
     min_timescale: float = 1.0
     max_timescale: float = 10_000.0
     fraction: float = 1.0
-    pairing: str = "halves"
+    pairing: Literal["halves", "neighbors"] = "halves"
     scaling: RotaryScaling | None = None
 
     def setup(self) -> None:
         """Check the fields."""
         _check_halves(self)
-        check_choice(self, PAIRINGS, pairing=self.pairing)
         self.frequencies()
 
     @nn.nowrap
@@ -235,14 +225,9 @@ class RotaryPositionalEmbedding(BaseLayer):
 
     def _num_rotated(self) -> int:
         rotated = round(self.fraction * self.dims)
-        if not 0 < self.fraction <= 1 or rotated % 2 or rotated < 2:
-            raise ConfigError(
-                owner=self.path_name,
-                field="fraction",
-                value=self.fraction,
-                expected="a number in (0, 1] that selects an even number of coordinates",
-                hint=f"It selects {rotated} of dims={self.dims}.",
-            )
+        is_valid = 0 < self.fraction <= 1 and rotated >= 2 and rotated % 2 == 0
+        expected = f"a number in (0, 1] that selects an even number of dims={self.dims}"
+        require(is_valid, self, "fraction", self.fraction, expected)
         return rotated
 
     def _split_pairs(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 
 from layerkit.base.base_layer import BaseLayer
 from layerkit.config import Config, sub_config_field, target_of
-from layerkit.config.checks import check_choice, check_integers, check_sizes, require
+from layerkit.config.checks import check_integers, check_sizes, require
 from layerkit.config.field_checks import Conditions
-from layerkit.errors import ConfigError
 from layerkit.layers.basic.activations import BaseActivation, Identity, ReLU
 from layerkit.layers.basic.linears import FeedForward
 
@@ -79,15 +78,9 @@ class MLPBlock(BaseLayer):
         check_sizes(self, input_dims=self.input_dims, **hidden, output_dims=self.output_dims)
         default = Config(target_of(self.layer_tpl))
         for field in ("has_bias", "activation_tpl"):
-            own = getattr(self.layer_tpl, field)
-            if own not in (getattr(default, field), getattr(self, field)):
-                raise ConfigError(
-                    owner=self.path_name,
-                    field=f"layer_tpl.{field}",
-                    value=own,
-                    expected=f"the value of the block's {field}",
-                    hint=f"Set {field} on the MLPBlock, which sets it for all of its layers.",
-                )
+            value, expected = getattr(self.layer_tpl, field), f"the value of the block's {field}"
+            is_valid = value in (getattr(default, field), getattr(self, field))
+            require(is_valid, self, f"layer_tpl.{field}", value, expected)
         templates = []
         for number, (before, after) in enumerate(itertools.pairwise(sizes), start=1):
             template = self.layer_tpl.clone(
@@ -138,14 +131,12 @@ class StackingOverTime(BaseLayer):
     stride: int = 1
     pad_with_left_frame: bool = False
     pad_with_right_frame: bool = False
-    padding_reduce_option: str = "reduce_min"
+    padding_reduce_option: Literal["reduce_min", "reduce_max"] = "reduce_min"
 
     def setup(self) -> None:
         """Check the fields."""
         check_integers(self, minimum=0, left=self.left, right=self.right)
         check_sizes(self, stride=self.stride)
-        options = ("reduce_min", "reduce_max")
-        check_choice(self, options, padding_reduce_option=self.padding_reduce_option)
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
         """Map `[batch, length, dims]` to `[batch, ⌈length/stride⌉, (left + 1 + right)·dims]`."""

@@ -19,7 +19,7 @@ Routing is computed in float32 for every compute dtype, since choices depend on 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,6 @@ from layerkit.base.base_layer import BaseLayer
 from layerkit.base.step_reports import sow_total
 from layerkit.base.weights import WeightHParams, WeightInit
 from layerkit.config.checks import (
-    check_choice,
     check_divisible,
     check_last_axis,
     check_non_negative,
@@ -40,11 +39,8 @@ from layerkit.config.checks import (
     require,
 )
 from layerkit.config.field_checks import Conditions
-from layerkit.errors import ConfigError
 from layerkit.ops.losses import soft_cap
 from layerkit.ops.remat import save_inputs
-
-_SCORES = ("softmax", "sigmoid")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +214,7 @@ class TopKRouter(BaseRouter):
     used_only_if: ClassVar[Conditions] = {"score_bias_rate": "use_score_bias"}
 
     num_experts_per_token: int = 2
-    score: str = "softmax"
+    score: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool = True
     weight_scale: float = 1.0
     use_score_bias: bool = False
@@ -295,39 +291,20 @@ class TopKRouter(BaseRouter):
         sow_total(self, "score_bias", load, _SignStep(self.score_bias_rate))
 
     def _check_choices(self) -> None:
-        check_choice(self, _SCORES, score=self.score)
-        require(
-            1 <= self.num_experts_per_token <= self.num_experts,
-            self,
-            "num_experts_per_token",
-            self.num_experts_per_token,
-            f"an integer from 1 to num_experts={self.num_experts}",
-        )
+        chosen, expected = self.num_experts_per_token, f"1 to num_experts={self.num_experts}"
+        is_valid = 1 <= chosen <= self.num_experts
+        require(is_valid, self, "num_experts_per_token", chosen, expected)
         check_non_negative(self, score_bias_rate=self.score_bias_rate)
 
     def _check_groups(self) -> None:
         groups, chosen = self.num_expert_groups, self.num_chosen_groups
         check_sizes(self, num_expert_groups=groups)
         check_divisible(self, by=("num_expert_groups", groups), num_experts=self.num_experts)
-        if (chosen is None) != (groups == 1):
-            kind = "None" if groups == 1 else "an integer"
-            raise ConfigError(
-                owner=self.path_name,
-                field="num_chosen_groups",
-                value=chosen,
-                expected=f"{kind}, since num_expert_groups={groups}",
-            )
-        if chosen is None:
-            return
-        fewest = -(-self.num_experts_per_token * groups // self.num_experts)
-        require(
-            max(1, fewest) <= chosen <= groups,
-            self,
-            "num_chosen_groups",
-            chosen,
-            f"an integer from {fewest} to num_expert_groups={groups}, since"
-            f" num_experts_per_token={self.num_experts_per_token}",
-        )
+        # Fewer groups have fewer experts than a token chooses.
+        fewest = max(1, -(-self.num_experts_per_token * groups // self.num_experts))
+        is_valid = groups == 1 if chosen is None else fewest <= chosen <= groups
+        expected = f"{fewest} to num_expert_groups={groups}; None for a single group"
+        require(is_valid, self, "num_chosen_groups", chosen, expected)
 
 
 def _float32_product(x: jax.Array, w: jax.Array) -> jax.Array:

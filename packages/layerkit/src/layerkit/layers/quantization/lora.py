@@ -155,13 +155,7 @@ class LoraDot(Dot):
     def _split_weight(self) -> tuple[WeightHParams, int, int]:
         """Return (weight, number of group dimensions, number of contracted dimensions)."""
         weight = self.weight
-        if weight is None:
-            raise ConfigError(
-                owner=self.path_name,
-                field="weight",
-                value=None,
-                hint="The layer that has the LoraDot as its dot_tpl sets it.",
-            )
+        assert weight is not None  # The layer that has this `dot_tpl` sets it.
         last = len(weight.shape) - 1
         ins = tuple(range(last)) if weight.fan_in_dims is None else weight.fan_in_dims
         outs = (last,) if weight.fan_out_dims is None else weight.fan_out_dims
@@ -200,13 +194,9 @@ def with_lora(
     """
 
     def add_adapter(owner: Config) -> None:
-        if _is_lora(owner.dot_tpl):
-            raise ConfigError(
-                "the layer has a LoraDot already",
-                owner="with_lora",
-                field=f"{target_of(owner).__qualname__}.dot_tpl",
-                hint="Merge it first by merge_lora, or exclude the layer by `only`.",
-            )
+        field = f"{target_of(owner).__qualname__}.dot_tpl"
+        expected = "a layer without an adapter; exclude it by `only`, or merge_lora first"
+        require(not _is_lora(owner.dot_tpl), "with_lora", field, "LoraDot", expected)
         owner.dot_tpl = LoraDot.HParams.config(
             rank=rank, alpha=alpha, dropout_rate=dropout_rate, dot_tpl=owner.dot_tpl
         )

@@ -18,7 +18,6 @@ from layerkit.base.base_layer import PARAMS
 from layerkit.base.weight_formats import StoredWeight, WeightFormat, quantize, scale_path
 from layerkit.config import Config, build, copy_config, field_names, walk_configs
 from layerkit.config.checks import require
-from layerkit.errors import ConfigError
 
 Path = tuple[str, ...]
 
@@ -43,13 +42,8 @@ def quantize_model(
       ConfigError: The format is unknown, the model has weights in integers already or no products,
         or the group size does not divide the inputs of a weight.
     """
-    if _kinds(config):
-        raise ConfigError(
-            "the model has weights in integers already",
-            field="weight_format",
-            value=weight_format,
-            hint="Quantize the model with floating weights.",
-        )
+    expected = "a model with floating weights, since these are integers already"
+    require(not _kinds(config), None, "weight_format", weight_format, expected)
     kind, stored = WeightFormat.parse(weight_format).kind, copy_config(config)
     stored.weight_format = weight_format
     found: dict[Path, Any] = {}
@@ -62,12 +56,8 @@ def quantize_model(
         else:
             stored_parts = round_like(leaf, wanted[path], scale, kind=kind)
             found[path], found[scale_path(path)] = stored_parts
-    if found.keys() == given.keys():
-        raise ConfigError(
-            field="weight_format",
-            value=weight_format,
-            expected="a model with layers that multiply by weights",
-        )
+    expected = "a model with layers that multiply by weights"
+    require(found.keys() != given.keys(), None, "weight_format", weight_format, expected)
     return stored, unflatten_dict(found)
 
 

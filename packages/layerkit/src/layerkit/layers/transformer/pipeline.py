@@ -385,7 +385,7 @@ class Pipeline(BaseLayer):
 
     def _check_fields(self) -> None:
         check_sizes(self, num_stages=self.num_stages, circular_repeats=self.circular_repeats)
-        self._check_remat()
+        check_remat_policy(self.remat, owner=self.path_name)
         self._check_layout()
         count, size = self.num_microbatches, self.microbatch_size
         expected = f"a value of this field or of microbatch_size={size}, not both"
@@ -393,19 +393,6 @@ class Pipeline(BaseLayer):
         check_sizes(self, microbatch_size=size, num_microbatches=count)
         if count is not None:
             self._schedule(count)
-
-    def _check_remat(self) -> None:
-        check_remat_policy(self.remat, owner=self.path_name, sharding=self.inherited("sharding"))
-        if self.remat == "none" and self.circular_repeats > 1:
-            raise ConfigError(
-                owner=self.path_name,
-                field="remat",
-                value="none",
-                expected=f"another policy with circular_repeats={self.circular_repeats}",
-                choices=("dots", "projections", "residual", "full"),
-                hint="'none' would keep a copy of the weights of the round for every tick.",
-            )
-        check_remat_of_stages(self.remat, field="remat", owner=self.path_name)
 
     def _check_layout(self) -> None:
         """Raise for layouts for which XLA's partitioner (JAX 0.10) computes wrong gradients."""
@@ -432,36 +419,14 @@ class Pipeline(BaseLayer):
     def _schedule(self, num_microbatches: int) -> PipelineSchedule:
         """Return the schedule, or raise if there is none."""
         stages, repeats = self.num_stages, self.circular_repeats
-        data: dict[str, Any] = {
-            "owner": self.path_name,
-            "field": "num_microbatches",
-            "value": num_microbatches,
-        }
-        if repeats > 1 and num_microbatches < stages:
-            raise ConfigError(
-                **data,
-                expected=f"at least num_stages={stages} with circular_repeats={repeats}",
-                hint="Otherwise the first microbatch returns before the last one has entered.",
-            )
-        if self.stream_inputs and num_microbatches % stages:
-            raise ConfigError(
-                **data,
-                expected=f"a multiple of num_stages={stages} with stream_inputs=True",
-                hint="Change the number of microbatches, or set stream_inputs=False.",
-            )
+        # Otherwise the first microbatch returns before the last one has entered.
+        expected = f"at least num_stages={stages} with circular_repeats={repeats}"
+        fits = repeats == 1 or num_microbatches >= stages
+        require(fits, self, "num_microbatches", num_microbatches, expected)
+        expected = f"a multiple of num_stages={stages} with stream_inputs=True"
+        fits = not self.stream_inputs or num_microbatches % stages == 0
+        require(fits, self, "num_microbatches", num_microbatches, expected)
         return PipelineSchedule(stages, num_microbatches, repeats)
-
-
-def check_remat_of_stages(policy: str, *, field: str, owner: str) -> None:
-    """Raise `ConfigError` for a rematerialization policy that would save nothing in stages."""
-    if policy == "dots_no_batch":
-        raise ConfigError(
-            owner=owner,
-            field=field,
-            value=policy,
-            expected="'projections' or 'dots'",
-            hint="In a pipeline every product has a batch axis: the axis of the stages.",
-        )
 
 
 def _cast_like(like: Any, tree: Any) -> Any:

@@ -17,9 +17,8 @@ from typing import Any
 import jax
 
 from layerkit.config import Config
-from layerkit.config.checks import check_divisible, check_sizes
-from layerkit.errors import ConfigError
-from layerkit.layers.transformer.pipeline import Pipeline, check_remat_of_stages
+from layerkit.config.checks import check_divisible, check_sizes, require
+from layerkit.layers.transformer.pipeline import Pipeline
 from layerkit.layers.transformer.stacks import (
     StackedTransformer,
     StackedTransformerRepeated,
@@ -58,7 +57,6 @@ class PipelinedTransformer(StackedTransformer):
     stage_remat: str = "full"
 
     def _create_layers(self, sizes: dict[str, Any]) -> None:
-        check_remat_of_stages(self.remat, field="remat", owner=self.path_name)
         stage: Config = StackedTransformerRepeated.HParams.config(
             num_layers=self._layers_per_run(), remat=self.remat, **sizes
         )
@@ -80,7 +78,6 @@ class PipelinedTransformer(StackedTransformer):
 
     def locate_layer(self, layer: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """Return where the variables of a layer are; see `StackedTransformer.locate_layer`."""
-        self._check_layer(layer)
         run, layer_of_run = divmod(layer, self._layers_per_run())
         period, block = divmod(layer_of_run, len(self.pattern))
         repeat, stage = divmod(run, self.num_stages)
@@ -109,12 +106,7 @@ class PipelinedTransformer(StackedTransformer):
         by = "num_stages" if self.circular_repeats == 1 else "num_stages * circular_repeats"
         check_divisible(self, by=(by, num_runs), num_layers=self.num_layers)
         layers, period = self.num_layers // num_runs, len(self.pattern)
-        if layers % period:
-            raise ConfigError(
-                owner=self.path_name,
-                field="length of block_tpls",
-                value=period,
-                expected=f"a divisor of {layers}, the layers of a run (num_layers / {by})",
-                hint="All stages run the same program, so each run starts with the first template.",
-            )
+        # All stages run the same program, so each run starts with the first template.
+        expected = f"a divisor of {layers}, the layers of a run (num_layers / {by})"
+        require(layers % period == 0, self, "length of block_tpls", period, expected)
         return layers

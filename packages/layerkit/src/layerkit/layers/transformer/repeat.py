@@ -19,7 +19,6 @@ from layerkit.base.base_layer import COLLECTIONS, PARAMS, RANDOM, BaseLayer
 from layerkit.base.sharding import BoundSharding, is_single_cpu
 from layerkit.config import Config, is_config, sub_config_field
 from layerkit.config.checks import check_sizes, require
-from layerkit.errors import ConfigError
 from layerkit.ops.remat import check_remat_policy, remat
 
 # Compile time grows with the copies: by a half for 12 small layers on two cores.
@@ -58,7 +57,7 @@ class Repeat(BaseLayer):
         expected = "a positive integer, or a tuple of positive integers"
         require(is_valid, self, "num_repeats", self.num_repeats, expected)
         check_sizes(self, unroll=self.unroll)
-        check_remat_policy(self.remat, owner=self.path_name, sharding=self.inherited("sharding"))
+        check_remat_policy(self.remat, owner=self.path_name)
         self.keep_shared_weights_inside(self.sub_tpl)
         check_not_shared(self.path_name, "sub_tpl", self.sub_tpl)
         self.create_child("sub", self.sub_tpl)
@@ -175,13 +174,9 @@ def lift_options(axis: str) -> dict[str, Any]:
 
 def check_not_shared(owner: str, field: str, template: Any) -> None:
     """Raise `ConfigError` if a template that is copied has a `shared_weight_id`."""
-    if is_config(template) and template.shared_weight_id is not None:
-        raise ConfigError(
-            owner=owner,
-            field=f"{field}.shared_weight_id",
-            value=template.shared_weight_id,
-            expected="None, since every copy has separate weights",
-        )
+    shared_id = template.shared_weight_id if is_config(template) else None
+    expected = "None, since every copy has separate weights"
+    require(shared_id is None, owner, f"{field}.shared_weight_id", shared_id, expected)
 
 
 def check_carry(carry: Any, result: Any, *, owner: str, runs: str) -> None:
@@ -197,11 +192,4 @@ def check_carry(carry: Any, result: Any, *, owner: str, runs: str) -> None:
         jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
         for tree in (carry, result)
     )
-    if before != after:
-        raise ConfigError(
-            owner=owner,
-            field=f"result of {runs}",
-            value=after,
-            expected=f"{before!r}, as its first argument",
-            hint="Shapes must not change, and x must have the compute dtype.",
-        )
+    require(before == after, owner, f"result of {runs}", after, f"{before!r}, as its argument")

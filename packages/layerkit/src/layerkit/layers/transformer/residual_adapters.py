@@ -34,7 +34,6 @@ from layerkit.config import (
     walk_configs,
 )
 from layerkit.config.checks import check_integer_arrays, check_last_axis, check_sizes, require
-from layerkit.errors import ConfigError
 from layerkit.layers.attention.projections import OutputProjection
 from layerkit.layers.basic.activations import GELU, BaseActivation, Identity, ReLU
 from layerkit.layers.basic.dots import unused_templates
@@ -233,11 +232,6 @@ def with_residual_adapters(config: Config, *, bottleneck_dims: int) -> Config:
             before, replaced = num_adapted, adapted(held)
             if num_adapted > before:
                 setattr(owner, name, replaced)
-    if not num_adapted:
-        raise ConfigError(
-            owner="with_residual_adapters",
-            field="config",
-            value=config,
-            expected="a config that contains TransformerFeedForward or OutputProjection",
-        )
+    expected = "a config that contains TransformerFeedForward or OutputProjection"
+    require(num_adapted, "with_residual_adapters", "config", config, expected)
     return config

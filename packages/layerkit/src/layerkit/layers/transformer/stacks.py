@@ -9,7 +9,6 @@ mixture of experts. `locate_layer` locates a layer's variables in either kind of
 
 from __future__ import annotations
 
-import inspect
 import math
 from typing import Any, ClassVar
 
@@ -24,13 +23,10 @@ from layerkit.config import (
     Config,
     assigned_fields,
     field_names,
-    is_config,
     sub_config_field,
-    target_of,
 )
 from layerkit.config.checks import check_rates, check_same_shape, check_sizes, require
 from layerkit.config.field_checks import Conditions, derive_fields
-from layerkit.errors import ConfigError
 from layerkit.layers.attention.biases import add_bias_of_rows, add_relative_bias
 from layerkit.layers.transformer.repeat import Repeat, check_not_shared
 from layerkit.layers.transformer.transformer import Transformer, drop_none
@@ -107,10 +103,7 @@ class StackedTransformer(BaseLayer):
           (path of the subtree, indices into the leading axes of its leaves). There are no indices
           if the weights of the layer are not stacked.
 
-        Raises:
-          IndexError: The stack has no such layer.
         """
-        self._check_layer(layer)
         return (f"layers_{layer}",), ()
 
     def fprop(
@@ -237,14 +230,8 @@ class StackedTransformer(BaseLayer):
     def _checked_sizes(self) -> dict[str, Any]:
         """Check the fields and return the sizes of every layer."""
         check_sizes(self, num_layers=self.num_layers)
-        check_remat_policy(self.remat, owner=self.path_name, sharding=self.inherited("sharding"))
+        check_remat_policy(self.remat, owner=self.path_name)
         check_rates(self, droppath_rate=self.droppath_rate)
-        of_layers = [getattr(template, "droppath_rate", 0.0) for template in self.pattern]
-        for template in self.pattern if self.droppath_rate else ():
-            self._check_supports_droppath(template)
-        is_valid = not (self.droppath_rate and any(of_layers))
-        expected = f"0, since a layer template sets droppath_rate={max(of_layers, default=0.0)}"
-        require(is_valid, self, "droppath_rate", self.droppath_rate, expected)
         is_valid = self.block_tpls is None or bool(self.block_tpls)
         require(is_valid, self, "block_tpls", self.block_tpls, "at least one layer, or None")
         return {
@@ -254,27 +241,6 @@ class StackedTransformer(BaseLayer):
             "num_kv_heads": self.num_kv_heads,
             "dim_per_head": self.dim_per_head,
         }
-
-    def _check_supports_droppath(self, template: Any) -> None:
-        """Raise `ConfigError` if the `fprop` of a layer has no argument `droppath_rate`."""
-        layer = target_of(template) if is_config(template) else None
-        if layer is None or not hasattr(layer, "fprop"):
-            return  # `create_child` raises for a template that is not a layer
-        parameters = inspect.signature(layer.fprop).parameters.values()
-        if not any(p.name == "droppath_rate" or p.kind is p.VAR_KEYWORD for p in parameters):
-            raise ConfigError(
-                owner=self.path_name,
-                field="droppath_rate",
-                value=self.droppath_rate,
-                expected=f"0, since {layer.__qualname__}.fprop has no argument droppath_rate",
-                hint="Add the argument as in Transformer.fprop, or leave the field out.",
-            )
-
-    def _check_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.num_layers:
-            raise IndexError(
-                f"{self.path_name}: layer={layer}. Expected 0 to {self.num_layers - 1}."
-            )
 
 
 def unrolled_stack(stack: Config) -> Config:
@@ -325,7 +291,6 @@ class StackedTransformerRepeated(StackedTransformer):
 
     def locate_layer(self, layer: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """Return the location of a layer's variables; see `StackedTransformer.locate_layer`."""
-        self._check_layer(layer)
         period, block = divmod(layer, len(self.pattern))
         if period == self._num_periods:
             return (f"remainder_{block}",), ()

@@ -20,15 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 
 from layerkit.base.base_layer import BaseLayer
 from layerkit.config import Config, sub_config_field
-from layerkit.config.checks import check_choice, check_same_shape, require
+from layerkit.config.checks import check_same_shape, require
 from layerkit.config.field_checks import Conditions
-from layerkit.errors import ConfigError
 from layerkit.layers.attention.multi_head import MultiHeadAttention
 from layerkit.layers.basic.dropout import Dropout, StochasticResidual
 from layerkit.layers.basic.normalizations import BaseNormalization, LayerNorm
@@ -41,7 +40,7 @@ from layerkit.ops.attention.distance_bias import LogitBias
 from layerkit.ops.attention.masks import AttentionMask
 from layerkit.ops.remat import name_activation
 
-NORM_POLICIES = ("pre", "post", "pre_post", "branch")
+NormPolicy = Literal["pre", "post", "pre_post", "branch"]
 
 _Branches = dict[str, Callable[[jax.Array], jax.Array]]
 
@@ -83,6 +82,7 @@ class Transformer(BaseLayer):
     used_only_if: ClassVar[Conditions] = {
         "parallel_shares_norm": "parallel",
         "allow_skip_cross_attention": "cross_attention_tpl",
+        "feed_forward_norm_tpl": "not parallel_shares_norm",
     }
 
     input_dims: int = 0
@@ -92,7 +92,7 @@ class Transformer(BaseLayer):
     dim_per_head: int | None = None
     norm_tpl: Config[BaseNormalization] = sub_config_field(LayerNorm.HParams)
     feed_forward_norm_tpl: Config[BaseNormalization] | None = sub_config_field(None)
-    norm_policy: str = "pre"
+    norm_policy: NormPolicy = "pre"
     parallel: bool = False
     parallel_shares_norm: bool = False
     attention_tpl: Config[BaseLayer] = sub_config_field(MultiHeadAttention.HParams)
@@ -260,7 +260,6 @@ class Transformer(BaseLayer):
         return self.dropout(output)
 
     def _check_fields(self) -> None:
-        check_choice(self, NORM_POLICIES, norm_policy=self.norm_policy)
         norms, has_cross_attention = self.norm_policy, self.cross_attention_tpl is not None
         expected = "another policy with parallel=True, since the norm of a branch changes its input"
         require(not (self.parallel and norms == "post"), self, "norm_policy", norms, expected)
@@ -270,26 +269,15 @@ class Transformer(BaseLayer):
         expected = "'pre' or 'pre_post' with parallel_shares_norm=True"
         is_valid = not (self.parallel_shares_norm and norms == "branch")
         require(is_valid, self, "norm_policy", norms, expected)
-        norm = self.feed_forward_norm_tpl
-        expected = "None with parallel_shares_norm=True, since the branches share norm_tpl"
-        is_valid = not self.parallel_shares_norm or norm is None
-        require(is_valid, self, "feed_forward_norm_tpl", norm, expected)
 
     def _check_memory(self, **arguments: Any) -> None:
         """Raise `ConfigError` if cross attention lacks an argument, or arguments lack their use."""
         has_cross_attention = self.cross_attention_tpl is not None
         if self.allow_skip_cross_attention and all(value is None for value in arguments.values()):
             return
+        expected = "a value if and only if the layer has a cross_attention_tpl"
         for name, value in arguments.items():
-            expected = "an array or mask for cross attention"
-            require(not has_cross_attention or value is not None, self, name, value, expected)
-            if not has_cross_attention and value is not None:
-                raise ConfigError(
-                    "the layer has no cross attention",
-                    owner=self.path_name,
-                    field=name,
-                    hint="Set cross_attention_tpl, or leave the argument out.",
-                )
+            require(has_cross_attention == (value is not None), self, name, value, expected)
 
 
 def drop_none(**arguments: Any) -> dict[str, Any]:

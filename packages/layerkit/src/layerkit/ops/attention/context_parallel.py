@@ -27,8 +27,6 @@ from layerkit.ops.attention.backends import UnsupportedBackendError
 from layerkit.ops.attention.options import AttentionOptions
 from layerkit.ops.attention.sharded_kernel import QUERY_AXES, find_split_problem, key_axes
 
-CONTEXT_PARALLEL_NAMES = ("all_gather", "ring", "ulysses")
-
 
 def gather_keys(
     query: jax.Array, key: jax.Array, value: jax.Array, sharding: BoundSharding

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from flax import struct
 
 from layerkit.config.checks import check_sizes, require
-from layerkit.errors import ConfigError
 
 # Half of float32's range: the difference of two such logits cannot overflow.
 MASKED_LOGIT = -0.5 * float(jnp.finfo(jnp.float32).max)
@@ -123,10 +122,6 @@ class AttentionMask:
         Raises:
           ConfigError: Segments have the wrong shape, or only the queries have segments.
         """
-        if key_segments is None and query_segments is not None:
-            raise ConfigError(
-                "query_segments is set without key_segments", hint="Set both, or only key_segments."
-            )
         if key_segments is not None and query_segments is None:
             query_segments = jnp.ones((batch, num_queries), jnp.int32)
         _check_shape((batch, num_queries), query_segments=query_segments)
@@ -219,8 +214,8 @@ class AttentionMask:
         Raises:
           ConfigError: One of `query_segments` and `key_segments` is None.
         """
-        if (self.query_segments is None) != (self.key_segments is None):
-            raise ConfigError("only one of query_segments and key_segments is set")
+        has_both = (self.query_segments is None) == (self.key_segments is None)
+        require(has_both, "AttentionMask", "segments of one side", None, "query and key segments")
         queries, keys = self.query_positions[:, :, None], self.key_positions[:, None, :]
         if self.causal:
             allowed = keys <= queries
