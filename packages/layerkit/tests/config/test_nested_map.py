@@ -41,23 +41,6 @@ def test_subscript_of_missing_key_raises_key_error_with_keys(raises):
     assert batch.get("rejected") is None and "rejected" not in batch
 
 
-@pytest.mark.parametrize("key", ["a b", "1st", 3, "items"])
-@pytest.mark.parametrize(
-    "assign",
-    [
-        lambda key: NestedMap({key: 1}),
-        lambda key: NestedMap().__setitem__(key, 1),
-        lambda key: NestedMap().update({key: 1}),
-        lambda key: NestedMap().setdefault(key, 1),
-        lambda key: NestedMap() | {key: 1},
-        lambda key: NestedMap().__ior__({key: 1}),
-    ],
-)
-def test_key_that_is_no_identifier_raises(assign, key):
-    with pytest.raises(ValueError):
-        assign(key)
-
-
 def test_dict_methods_keep_the_type():
     first = NestedMap(a=1)
     merged = first | {"b": 2}

@@ -14,10 +14,10 @@ import pytest
 
 from layerkit.config import Config
 from layerkit_runner import BaseExperiment, UsageError
-from layerkit_runner.config.flags import check_folder, parse_flags
+from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.init_from import InitFrom, Source
 from layerkit_runner.observers import read_metrics
-from layerkit_runner.run.resolve import resolve
+from layerkit_runner.run.resolve import check_folder, resolve
 from layerkit_runner.run.training_run import run_train
 from layerkit_runner.run_options import RunOptions
 

@@ -12,9 +12,10 @@ from layerkit.interop.hugging_face.folder import read_json
 from layerkit_inputs.base.bad_records import MissingFileError
 from layerkit_inputs.base.find_files import NothingToReadError, find_text_files
 from layerkit_inputs.text.tokenizers import HuggingFaceTokenizer
-from layerkit_runner.config.flags import check_folder, parse_flags
+from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from.sources import CheckpointFolder, HuggingFaceFolder, recognize
+from layerkit_runner.run.resolve import check_folder
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ class AuxLoss(struct.PyTreeNode):
         return (*sums, self.weight)
 
     @classmethod
-    def of_totals(cls, totals: Sequence[jax.Array]) -> AuxLoss:
+    def from_totals(cls, totals: Sequence[jax.Array]) -> AuxLoss:
         """Return the loss of several parts from their added `totals`; 0 without weight.
 
         Args:
@@ -66,7 +66,7 @@ class AuxLoss(struct.PyTreeNode):
 
     def merged(self, axis: int) -> AuxLoss:
         """Return the loss of several parts, which are stacked on `axis`."""
-        return self.of_totals([jnp.sum(total, axis) for total in self.totals()])
+        return self.from_totals([jnp.sum(total, axis) for total in self.totals()])
 
 
 class StepTotal(struct.PyTreeNode):

@@ -7,13 +7,12 @@ has been imported.
 
 from __future__ import annotations
 
-import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from layerkit.errors import ConfigError, UnknownNameError
+from layerkit.errors import UnknownNameError
 
 _VALID_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _registered = False
@@ -58,7 +57,6 @@ class NestedMap(dict):
     Raises:
       MissingKeyError: A key that does not exist is read or deleted. The error is also a KeyError
         and an AttributeError.
-      ConfigError: A key that is not an identifier is set.
     """
 
     __slots__ = ()
@@ -66,14 +64,7 @@ class NestedMap(dict):
     def __init__(self, *args: Any, **kwargs: Any):
         """Create a map as `dict` does."""
         super().__init__(*args, **kwargs)
-        for key in self:
-            _check_key(key)
         register_pytree()
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        """Set a key, which must be an identifier."""
-        _check_key(key)
-        super().__setitem__(key, value)
 
     def __getattr__(self, key: str) -> Any:
         """Return the value of a key."""
@@ -93,25 +84,9 @@ class NestedMap(dict):
             self.__missing__(key)
         del self[key]
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """Set entries as `dict.update` does, with checked keys."""
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        """Return an entry; set it to `default` first if it is missing."""
-        if key not in self:
-            self[key] = default
-        return self[key]
-
     def __or__(self, other: Any) -> NestedMap:
         """Return a map with the keys of both; those of `other` take precedence."""
         return NestedMap({**self, **other})
-
-    def __ior__(self, other: Any) -> NestedMap:
-        """Set the keys of another map."""
-        self.update(other)
-        return self
 
     def copy(self) -> NestedMap:
         """Return a shallow copy."""
@@ -150,16 +125,6 @@ def _transform(value: Any, fn: Callable[[Any], Any]) -> Any:
     if isinstance(value, list):
         return [_transform(item, fn) for item in value]
     return fn(value)
-
-
-# Readers create a map with the same few keys for each row.
-@functools.lru_cache(maxsize=4096)
-def _check_key(key: object) -> None:
-    if not isinstance(key, str) or not _VALID_KEY.match(key):
-        raise ConfigError(field="NestedMap key", value=key, expected="an identifier")
-    if hasattr(dict, key):
-        expected = "a name that hides no method of dict"
-        raise ConfigError(field="NestedMap key", value=key, expected=expected)
 
 
 register_pytree()

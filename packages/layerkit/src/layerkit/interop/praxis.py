@@ -182,7 +182,7 @@ class WeightSource:
         Raises:
           ValueError: The weights have too few axes.
         """
-        leading, inner = self._split(self._with_heads(stored, like))
+        leading, inner = self._split(self._insert_heads(stored, like))
         if self.layers is None or not self.is_stacked:
             return inner
         count = len(range(math.prod(leading) * len(self.names))[self.layers])
@@ -204,7 +204,7 @@ class WeightSource:
           shape: Shape of the weight, as `shape_of` returns it.
           ranges: Slice of each axis of the weight, with start and stop.
         """
-        whole = self._with_heads(stored, shape)
+        whole = self._insert_heads(stored, shape)
         leading, inner = self._split(whole)
         num_layer_axes = len(shape) - len(inner)
         layer_ranges, inner_ranges = ranges[:num_layer_axes], ranges[num_layer_axes:]
@@ -245,7 +245,7 @@ class WeightSource:
         """Return whether Praxis leaves out the axis of the one head of a weight of shape `like`."""
         return self.weight.has_heads and like[-2] == 1 and stored[-2:-1] != (1,)
 
-    def _with_heads(self, stored: Shape, like: Shape) -> Shape:
+    def _insert_heads(self, stored: Shape, like: Shape) -> Shape:
         """Return a stored shape with the axis of heads, where Praxis leaves it out."""
         return (*stored[:-1], 1, stored[-1]) if self.lacks_heads(stored, like) else stored
 

@@ -235,7 +235,7 @@ class StoredHuggingFace:
         if not is_config(network):
             return []
         plain = build(family.model_class.HParams.config(**{family.network_field: network}))
-        return [tensors.dissect(plain, family.rows).without(ADAPTER_WEIGHTS)]
+        return [tensors.dissect(plain, family.rows).drop(ADAPTER_WEIGHTS)]
 
     def _anatomy(self, *, repeated: bool) -> tensors.Anatomy:
         model = build(importing.model_config(self._directory, repeated=repeated))

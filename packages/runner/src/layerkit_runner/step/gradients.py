@@ -209,7 +209,7 @@ def _accumulate(
     # from this loop.
     of_parts = jax.lax.map(weights, (parts, keys))
     totals = context.batch_sum(jax.tree.map(lambda total: jnp.sum(total, 0), of_parts))
-    totals = _Weights(totals.terms, list(map(AuxLoss.of_totals, totals.aux)))
+    totals = _Weights(totals.terms, list(map(AuxLoss.from_totals, totals.aux)))
 
     def add(carry: GradientResult, part: tuple[Any, jax.Array]) -> tuple[Any, Any]:
         result = _compute_batch_gradients(
@@ -318,7 +318,7 @@ def _aux_shares(
     """
     part = jax.lax.stop_gradient(loss)
     if context.num_shards > 1:
-        part = AuxLoss.of_totals(context.batch_sum(part.totals()))
+        part = AuxLoss.from_totals(context.batch_sum(part.totals()))
     whole = part if whole is None else whole
     means = whole if whole.factors else part
     total = jnp.maximum(whole.weight, 1e-30)

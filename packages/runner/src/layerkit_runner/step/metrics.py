@@ -83,7 +83,7 @@ def reduce_shards(metric: Reported, context: StepContext) -> Reported:
         return WeightedScalar(total / jnp.maximum(weight, 1e-30), weight)
     if isinstance(metric, LossSum):
         totals = context.batch_sum([part.totals() for part in metric.parts])
-        return metric.replace(parts=tuple(map(AuxLoss.of_totals, totals)))
+        return metric.replace(parts=tuple(map(AuxLoss.from_totals, totals)))
     if isinstance(metric, Maximum):
         return context.batch_max(metric)
     return context.batch_sum(metric)

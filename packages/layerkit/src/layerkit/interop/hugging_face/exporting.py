@@ -31,10 +31,10 @@ from layerkit.interop.hugging_face.tensors import (
     Index,
     Path,
     Piece,
-    by_weight,
     dissect,
     flatten,
-    grouped,
+    group_by_tensor,
+    group_by_weight,
     pieces_of,
     their_shapes,
 )
@@ -206,7 +206,7 @@ def _head_dim(config: Any) -> int | None:
 
 
 def _check_weights(leaves: Mapping[Path, Any], pieces: list[Piece]) -> None:
-    needed = set(by_weight(pieces))
+    needed = set(group_by_weight(pieces))
     missing = ["/".join(path) for path in sorted(needed - set(leaves))]
     surplus = ["/".join(path) for path in sorted(set(leaves) - needed)]
     if missing or surplus:
@@ -248,7 +248,7 @@ def _write_tensors(
     max_shard_bytes: int,
     writes: bool,
 ) -> None:
-    shapes, groups = their_shapes(pieces), grouped(pieces)
+    shapes, groups = their_shapes(pieces), group_by_tensor(pieces)
     sizes = {
         name: int(np.prod(shape)) * leaves[groups[name][0].path].dtype.itemsize
         for name, shape in shapes.items()

@@ -37,9 +37,9 @@ from layerkit.interop.hugging_face.tensors import (
     Index,
     Path,
     Piece,
-    by_weight,
     dissect,
     flatten,
+    group_by_weight,
     pieces_of,
     their_shapes,
     unflatten,
@@ -171,10 +171,10 @@ def read_weights(
     fresh: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Load variables from any source of tensors; see `load_weights`."""
-    anatomy = anatomy.without(fresh)
+    anatomy = anatomy.drop(fresh)
     pieces = _stored_pieces(source, family, anatomy)
     targets = {} if like is None else flatten(like)
-    weights = by_weight(pieces)
+    weights = group_by_weight(pieces)
     made: dict[Path, jax.Array] = {}
     for path, weight in anatomy.weights.items():
         if like is not None and path not in targets:
@@ -197,7 +197,7 @@ def stored_dtypes(source: TensorSource, family: Family, anatomy: Anatomy) -> dic
     pieces = _stored_pieces(source, family, anatomy)
     return {
         path: np.dtype(jax.numpy.result_type(*(source.dtype(one.name) for one in parts.values())))
-        for path, parts in by_weight(pieces).items()
+        for path, parts in group_by_weight(pieces).items()
     }
 
 
@@ -325,7 +325,7 @@ def _differences(
     problems = []
     needed = their_shapes(pieces)
     present = set(source.names())
-    covered = by_weight(pieces)
+    covered = group_by_weight(pieces)
     for path in anatomy.weights:
         if path not in covered:
             problems.append(f"{'/'.join(path)}: {family.model_type} models have no such tensor")

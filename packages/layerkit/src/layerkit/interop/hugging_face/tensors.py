@@ -96,7 +96,7 @@ class Anatomy:
     weights: dict[Path, jax.ShapeDtypeStruct]
     layers: dict[str, list[tuple[Path, Index]]]
 
-    def without(self, patterns: Sequence[str]) -> Anatomy:
+    def drop(self, patterns: Sequence[str]) -> Anatomy:
         """Return the anatomy without weights whose paths (`lm/softmax/w`) match a pattern."""
 
         def stays(path: Path) -> bool:
@@ -195,7 +195,7 @@ def _expand(row: Row, anatomy: Anatomy) -> Iterator[tuple[str, Path, Index, tupl
             yield name.replace(_EXPERT, str(expert)), path, (*index, expert), shape[1:]
 
 
-def grouped(pieces: Sequence[Piece]) -> dict[str, list[Piece]]:
+def group_by_tensor(pieces: Sequence[Piece]) -> dict[str, list[Piece]]:
     """Return the pieces by the name of their tensor, in the order of the table."""
     groups: dict[str, list[Piece]] = {}
     for piece in pieces:
@@ -203,7 +203,7 @@ def grouped(pieces: Sequence[Piece]) -> dict[str, list[Piece]]:
     return groups
 
 
-def by_weight(pieces: Sequence[Piece]) -> dict[Path, dict[Index, Piece]]:
+def group_by_weight(pieces: Sequence[Piece]) -> dict[Path, dict[Index, Piece]]:
     """Return the pieces by weight and index in the weight."""
     weights: dict[Path, dict[Index, Piece]] = {}
     for piece in pieces:
