@@ -228,11 +228,6 @@ def test_frozen_normalization_keeps_its_moving_statistics(
     assert set(same.values()) == {keeps}
 
 
-def test_average_before_the_step_requires_a_decay(raises: Any):
-    with raises(ConfigError, field="ema_before_step", value=True):
-        learner(ema_before_step=True)
-
-
 def test_norms_of_each_gradient_are_reported_before_clipping():
     ours = learner(clip_global_norm=1e-3, grad_norm_individual_vars=True)
     scalars = ours.update(GRADS, ours.init(PARAMS), PARAMS, step=jnp.int32(0)).scalars
@@ -336,5 +331,5 @@ def test_invalid_auxiliary_optimizers_are_an_error(
 
 
 def test_model_without_weights_is_an_error(raises):
-    with raises(ConfigError, problem="the model has no weights to train"):
+    with raises(ConfigError, problem="no weight is left to train"):
         learner().init({})

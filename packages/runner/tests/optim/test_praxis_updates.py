@@ -102,7 +102,6 @@ def test_adafactor_mask_selects_the_weights_that_decay():
         ("beta1", -0.1),
         ("clip_threshold", 0.0),
         ("weight_decay", np.nan),
-        ("epsilon1_grad_sq_reg", -1.0),
     ],
 )
 def test_adafactor_raises_for_invalid_fields(raises, field: str, value: Any):

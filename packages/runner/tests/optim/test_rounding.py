@@ -12,7 +12,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from layerkit.config import Partial
-from layerkit.errors import ConfigError
 from layerkit_runner.optim.learner import Learner, Update
 from layerkit_runner.run.report.start_report import rounding_lines
 
@@ -96,8 +95,3 @@ def test_report_says_which_weights_lose_updates():
     (line,) = lines(ONES, stochastic_rounding=True)
     assert line == "rounding     1 of 2 trained weights are in bfloat16, rounded stochastically"
     assert not lines(ONES, frozen=("w",))
-
-
-def test_stochastic_rounding_without_bfloat16_weights_is_an_error(raises):
-    with raises(ConfigError, owner="Learner", field="stochastic_rounding", value=True):
-        updates({"w": jnp.ones(2)}, steps=1, stochastic_rounding=True)

@@ -74,26 +74,11 @@ def test_transformer_schedule_has_the_published_values(step: int, rate: float):
     assert float(doubled(step)) == pytest.approx(2 * rate, rel=2e-6)
 
 
-@pytest.mark.parametrize(
-    ("steps", "flags"),
-    [
-        ((-1, 5, 10), {"warmup_steps": 1, "decay_start": 1}),
-        ((6, 5, 10), {"warmup_steps": 1, "decay_start": 1}),
-        ((5, 10, 10), {"warmup_steps": 1, "decay_start": 1}),
-        ((2000, 2000, 100), {"warmup_steps": 10}),
-        ((5, 5, 1), {"warmup_steps": 1, "decay_end": 2}),
-    ],
-)
-def test_steps_out_of_order_are_an_error_with_steps_that_work(
-    raises, steps: tuple[int, int, int], flags: dict[str, int]
-):
+@pytest.mark.parametrize("steps", [(-1, 5, 10), (6, 5, 10), (5, 10, 10)])
+def test_steps_out_of_order_are_an_error(raises, steps: tuple[int, int, int]):
     names = ("warmup_steps", "decay_start", "decay_end")
-    fields = dict(zip(names, steps, strict=True))
-    with raises(ConfigError, value=steps, settings=flags):
-        linear_warmup_cosine_decay(1.0, **fields)
-    # The recipes derive decay_start from the warmup.
-    fields |= {"decay_start": flags["warmup_steps"], **flags}
-    linear_warmup_cosine_decay(1.0, **fields)
+    with raises(ConfigError, value=steps):
+        linear_warmup_cosine_decay(1.0, **dict(zip(names, steps, strict=True)))
 
 
 @pytest.mark.parametrize(
@@ -167,36 +152,18 @@ def test_cycle_of_schedules_that_count_all_steps_equals_that_of_pax():
     np.testing.assert_allclose(jax.vmap(schedule)(jnp.arange(12)), expected, rtol=1e-6, atol=1e-7)
 
 
-NAN = float("nan")
-
-
 @pytest.mark.parametrize(
     ("make", "field"),
     [
-        (lambda: cosine(NAN), "peak"),
-        (lambda: linear_warmup_exponential_decay(-1.0, **STEPS, min_ratio=0.1), "peak"),
-        (lambda: polynomial(math.inf), "peak"),
-        (lambda: linear_warmup_sqrt_decay(NAN, warmup_steps=1), "peak"),
-        (lambda: cosine(min_ratio=-0.1), "min_ratio"),
-        (lambda: cosine(min_ratio=NAN), "min_ratio"),
+        (lambda: cosine(float("nan")), "peak"),
         (lambda: linear_warmup_exponential_decay(1.0, **STEPS, min_ratio=0), "min_ratio"),
         (lambda: polynomial(power=0.0), "power"),
-        (lambda: polynomial(power=math.inf), "power"),
         (lambda: polynomial(origin="end"), "origin"),
-        (lambda: sqrt_decay(NAN, decay_start=1), "peak"),
         (lambda: sqrt_decay(1.0, decay_start=0), "decay_start"),
-        (lambda: sqrt_decay(1.0, decay_start=1, offset=math.inf), "offset"),
-        (lambda: cosine(decay_start=2**31, decay_end=2**32), "decay_start"),
         (lambda: linear_warmup_sqrt_decay(1.0, warmup_steps=0), "warmup_steps"),
-        (lambda: linear_warmup_sqrt_decay(1.0, warmup_steps=2**31), "warmup_steps"),
-        (lambda: transformer(warmup_steps=0, model_dims=512), "warmup_steps"),
         (lambda: transformer(warmup_steps=1, model_dims=0), "model_dims"),
-        (lambda: transformer(warmup_steps=1, model_dims=8, scale=NAN), "scale"),
         (lambda: piecewise_constant(boundaries=[3], values=[1.0]), "values"),
-        (lambda: piecewise_constant(boundaries=[3], values=[1, NAN]), "values[1]"),
         (lambda: piecewise_constant(boundaries=[3, 3], values=[1.0, 2.0, 3.0]), "boundaries"),
-        (lambda: piecewise_constant(boundaries=[2**31], values=[1, 2]), "boundaries[0]"),
-        (lambda: cycle([optax.constant_schedule(1.0)], boundaries=[0]), "boundaries"),
         (lambda: cycle([optax.constant_schedule(1.0)], boundaries=[2, 4]), "boundaries"),
     ],
 )

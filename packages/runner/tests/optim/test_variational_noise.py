@@ -62,7 +62,7 @@ def test_training_has_noise_and_evaluation_has_none(tiny: SimpleNamespace):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("scale", 0.0), ("scale", np.inf), ("start_step", -1), ("weights", ())]
+    ("field", "value"), [("scale", 0.0), ("scale", np.inf), ("start_step", -1)]
 )
 def test_invalid_field_is_an_error(raises, field: str, value: Any):
     with raises(ConfigError, owner="task.vn", field=field, value=value):

@@ -8,7 +8,6 @@ selection of the weights that are trained.
 from __future__ import annotations
 
 import dataclasses
-import math
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,7 +19,13 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.config import Configurable, instance_field
-from layerkit.config.checks import check_positive, check_rates, check_regexes, require
+from layerkit.config.checks import (
+    check_non_negative,
+    check_positive,
+    check_rates,
+    check_regexes,
+    require,
+)
 from layerkit_runner.optim.optimizer_calls import is_schedule_free
 from layerkit_runner.optim.optimizer_groups import (
     MAIN,
@@ -31,7 +36,7 @@ from layerkit_runner.optim.optimizer_groups import (
 )
 from layerkit_runner.optim.per_layer import per_layer_of
 from layerkit_runner.optim.rounding import add_update
-from layerkit_runner.optim.schedules import concrete_number
+from layerkit_runner.optim.schedules import concrete_numbers
 from layerkit_runner.optim.weight_decay import DecayedWeights
 from layerkit_runner.optim.weight_patterns import TrainedWeights
 
@@ -166,18 +171,11 @@ class Learner(Configurable):
             clip_global_norm=self.clip_global_norm,
             clip_per_tensor_norm=self.clip_per_tensor_norm,
             skip_step_gradient_norm_value=self.skip_step_gradient_norm_value,
-            ema_decay=self.ema_decay,
         )
         check_rates("Learner", ema_decay=self.ema_decay)
-        is_used = self.ema_decay is not None or not self.ema_before_step
-        expected = "False unless ema_decay is set, such as to 0.9999"
-        require(is_used, "Learner", "ema_before_step", self.ema_before_step, expected)
         is_one_clip = self.clip_global_norm is None or self.clip_per_tensor_norm is None
         expected = f"None, because clip_global_norm={self.clip_global_norm} is set"
         require(is_one_clip, "Learner", "clip_per_tensor_norm", self.clip_per_tensor_norm, expected)
-        is_used = self.clip_per_tensor_norm is not None or self.clip_per_layer
-        expected = "True unless clip_per_tensor_norm is set"
-        require(is_used, "Learner", "clip_per_layer", self.clip_per_layer, expected)
         names = [auxiliary.name for auxiliary in self.auxiliary_optimizers]
         are_unique = len(set(names)) == len(names)
         require(are_unique, "Learner", "auxiliary_optimizers", names, "a different name for each")
@@ -206,14 +204,10 @@ class Learner(Configurable):
         """Return the initial state of the optimizers for the trained part of `params`.
 
         Raises:
-          ConfigError: A pattern matches no weight, `ema_decay` is set with a schedule-free
-            optimizer, or `stochastic_rounding` without a bfloat16 weight.
+          ConfigError: A pattern matches no weight, or `ema_decay` is set with a schedule-free
+            optimizer.
         """
         trained = self.trained_weights.select(params)
-        has_bfloat16 = any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(trained))
-        expected = "False, because no trained weight is stored in bfloat16"
-        is_used = has_bfloat16 or not self.stochastic_rounding
-        require(is_used, "Learner", "stochastic_rounding", self.stochastic_rounding, expected)
         state = self._groups.init(self._computed(trained), stacks or {})
         is_allowed = self.ema_decay is None or not is_schedule_free(state)
         expected = "None with a schedule-free optimizer, which averages the weights itself"
@@ -237,7 +231,7 @@ class Learner(Configurable):
         trained = flatten_dict(self.trained_weights.select(params))
         ones = unflatten_dict({path: jnp.ones((1,) * x.ndim) for path, x in trained.items()})
         sizes = {path: (1,) * len(stack) for path, stack in (stacks or {}).items()}
-        configs = (self.optimizer, *(one.optimizer for one in self.auxiliary_optimizers))
+        configs = (self.optimizer, *(other.optimizer for other in self.auxiliary_optimizers))
         optimizers = [
             one
             if one.learning_rate is None
@@ -308,8 +302,8 @@ class Learner(Configurable):
         if not is_schedule_free(opt_state):
             return params
         trained = self.trained_weights.select(params)
-        found = self._groups.evaluated(self._computed(trained), opt_state, stacks or {})
-        return self.trained_weights.merge(params, cast_like(found, trained))
+        means = self._groups.evaluated(self._computed(trained), opt_state, stacks or {})
+        return self.trained_weights.merge(params, cast_like(means, trained))
 
     def update(
         self,
@@ -467,13 +461,9 @@ def make_transformation(
         expected = "None with an optimizer that is not a Partial and has its own learning rate"
         require(learning_rate is None, owner, "learning_rate", learning_rate, expected)
         return optimizer
-    number = concrete_number(learning_rate)
-    if number is None:
-        is_rate = callable(learning_rate) or isinstance(learning_rate, jax.core.Tracer)
-    else:
-        is_rate = 0 <= number < math.inf  # False for NaN.
-    expected = "a finite number of 0 or more, or a schedule"
-    require(is_rate, owner, "learning_rate", learning_rate, expected)
+    expected = "a number, or a schedule"
+    require(learning_rate is not None, owner, "learning_rate", learning_rate, expected)
+    check_non_negative(owner, **concrete_numbers(learning_rate=learning_rate))
     return optimizer(learning_rate=learning_rate)
 
 

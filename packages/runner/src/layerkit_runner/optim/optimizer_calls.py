@@ -36,47 +36,34 @@ def update(
 
 
 def check_usable(transformation: optax.GradientTransformation, params: Any, *, owner: str) -> None:
-    """Raise `ConfigError` if the learner cannot use an optimizer, found with shapes alone."""
-    shapes, loss = _abstract(params), jax.ShapeDtypeStruct((), jnp.float32)
+    """Raise `ConfigError` if the learner cannot use an optimizer, by tracing it with shapes."""
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    hint = "Use an optimizer such as optax.adamw, or an AuxiliaryOptimizer for some weights."
 
     def update_once(grads: Any, state: Any, params: Any, loss: Any) -> tuple[Any, Any]:
         return update(transformation, grads, state, params, raw_grads=grads, loss=loss)
 
     try:
         state = jax.eval_shape(transformation.init, shapes)
-        is_muon = bool(_instances(state, MuonState))
-        if not is_muon:
-            updates, new_state = jax.eval_shape(update_once, shapes, state, shapes, loss)
+        updates, new_state = jax.eval_shape(update_once, shapes, state, shapes, loss)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         line = str(error).strip().partition("\n")[0]
-        raise ConfigError(
-            "the optimizer fails with the arguments (gradients, state, weights, value=loss,"
-            f" grad=gradients): {type(error).__name__}: {line}",
-            owner=owner,
-            hint="Use an optimizer that needs no other arguments, such as optax.adamw.",
-        ) from error
-    if is_muon:
-        raise ConfigError(
-            "optax.contrib.muon is not supported, because it would update attention and expert"
-            " weights, which have three dimensions, by Adam, and a tied embedding by Muon",
-            owner=owner,
-            hint="Use another optimizer, such as optax.adamw.",
-        )
+        problem = f"the optimizer fails with (gradients, state, weights, value=loss): {line}"
+        raise ConfigError(problem, owner=owner, hint=hint) from error
+    averages = [average.z for average in _instances(state, ScheduleFreeState)]
     # The dtypes of updates may differ, because Optax converts sums to the dtypes of the weights.
-    if _structure(shapes, with_dtypes=False) != _structure(updates, with_dtypes=False):
+    if _instances(state, MuonState):
+        problem = "optax.contrib.muon trains weights of three dimensions, as of attention, by Adam"
+    elif _structure(updates, with_dtypes=False) != _structure(shapes, with_dtypes=False):
         problem = "the optimizer's updates differ in structure or shape from the weights"
-        raise ConfigError(problem, owner=owner)
-    if _structure(state) != _structure(new_state):
+    elif _structure(new_state) != _structure(state):
         problem = "the optimizer's update changes the structure, shape or dtype of its state"
-        raise ConfigError(problem, owner=owner)
-    for average in _instances(state, ScheduleFreeState):
-        if _structure(average.z)[0] != _structure(shapes)[0]:
-            raise ConfigError(
-                "schedule-free is applied to some of the weights only, as by optax.masked or"
-                " optax.partition, so its averages cannot be evaluated",
-                owner=owner,
-                hint="Give these weights an AuxiliaryOptimizer.",
-            )
+    elif any(_structure(average)[0] != _structure(shapes)[0] for average in averages):
+        problem = "schedule-free for some of the weights: their averages cannot be evaluated"
+    else:
+        return
+    raise ConfigError(problem, owner=owner, hint=hint)
 
 
 def steps_taken(state: Any) -> jax.Array | None:
@@ -107,10 +94,6 @@ def evaluated(state: Any, params: Any) -> Any:
 def _instances(state: Any, kind: Any) -> list[Any]:
     leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
     return [leaf for leaf in leaves if isinstance(leaf, kind)]
-
-
-def _abstract(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 def _structure(tree: Any, *, with_dtypes: bool = True) -> tuple[Any, list[Any]]:

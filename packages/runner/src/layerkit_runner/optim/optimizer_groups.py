@@ -207,7 +207,7 @@ class OptimizerGroups:
             part = unflatten_dict({path: flat[path] for path in paths})
             optimizer_calls.check_usable(optimizer.transformation, part, owner=optimizer.owner)
             stacked = {path: stacks[path] for path in paths if path in stacks}
-            if not stacked or not self._works_by_layer(optimizer, stacked):
+            if not stacked or not self._works_by_layer(optimizer):
                 stacked = {}
             for sizes in sorted({stacked.get(path, ()) for path in paths}):
                 members = tuple(path for path in paths if stacked.get(path, ()) == sizes)
@@ -215,18 +215,15 @@ class OptimizerGroups:
                 groups[name] = _Group(optimizer, members, sizes)
         return groups
 
-    def _works_by_layer(self, optimizer: NamedOptimizer, stacked: Stacks) -> bool:
+    def _works_by_layer(self, optimizer: NamedOptimizer) -> bool:
         per_layer = optimizer.per_layer if self._per_layer is None else self._per_layer
         if per_layer is None:
-            raise ConfigError(
-                f"{'/'.join(next(iter(stacked)))} is a stack of layers, and the optimizer does not"
-                " declare whether it treats each of them as a tensor",
-                owner=optimizer.owner,
-                field="Learner.per_layer",
-                value=None,
-                expected="True if the update of an entry depends on its whole tensor, as with"
-                " optax.adafactor, or False, as with optax.adamw",
+            expected = (
+                "True if an update depends on a whole tensor, as with optax.adafactor, or False, as"
+                " with optax.adamw; the optimizer declares neither, and some weights are stacks"
             )
+            owner = optimizer.owner
+            raise ConfigError(owner=owner, field="Learner.per_layer", value=None, expected=expected)
         return per_layer
 
     def assign(self, paths: list[Path]) -> list[list[Path]]:
@@ -247,10 +244,7 @@ class OptimizerGroups:
             for one in self._optimizers
         ]
         if not assigned[0]:
-            problem = "no weight is left, because the auxiliary optimizers update all weights"
-            if not paths:
-                problem = "the model has no weights to train"
-            raise ConfigError(problem, owner=main.owner)
+            raise ConfigError("no weight is left to train", owner=main.owner)
         return assigned
 
 

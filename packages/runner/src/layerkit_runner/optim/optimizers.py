@@ -144,11 +144,10 @@ def lp_regularized(
         l1_regularizer_weight=l1_regularizer_weight, l2_regularizer_weight=l2_regularizer_weight
     )
     check_non_negative(owner, **weights)
-    is_l1, expected = bool(l1_regularizer_weight), "above 0, if l2_regularizer_weight is 0"
-    if l2_regularizer_weight:
-        expected = "0, since l2_regularizer_weight is above 0"
-    is_valid = is_l1 != bool(l2_regularizer_weight)
-    require(is_valid, owner, "l1_regularizer_weight", l1_regularizer_weight, expected)
+    is_l1 = bool(l1_regularizer_weight)
+    expected = "0 if l2_regularizer_weight is above 0"
+    is_one = not (is_l1 and l2_regularizer_weight)
+    require(is_one, owner, "l1_regularizer_weight", l1_regularizer_weight, expected)
     penalty = optax.add_decayed_weights(l2_regularizer_weight, mask)
     if is_l1:
         penalty = optax.stateless(

@@ -1,8 +1,8 @@
 """Learning-rate schedules that Optax does not have as a whole: `step -> learning rate`.
 
 A linear warmup starts at 0, unless it says otherwise, so the first step changes only the
-optimizer's statistics; `warmup_steps=0` starts at the peak instead. Steps out of order, unknown
-choices and numbers out of range raise `ConfigError`. Schedules of Optax are used directly, such as
+optimizer's statistics; `warmup_steps=0` starts at the peak instead. Steps out of order
+and numbers out of range raise `ConfigError`. Schedules of Optax are used directly, such as
 `Config(optax.linear_schedule, 0.0, 1.0, 100)`:
 
     constant          optax.constant_schedule(value), or a plain number
@@ -17,7 +17,6 @@ choices and numbers out of range raise `ConfigError`. Schedules of Optax are use
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -36,9 +35,6 @@ from layerkit.errors import ConfigError
 
 PolynomialOrigin = Literal["start", "limit"]
 """Origin of the polynomial; see `linear_warmup_polynomial_decay`."""
-
-# Largest int32, in which a training state counts its steps.
-_LAST_STEP = 2**31 - 1
 
 
 def linear_warmup_exponential_decay(
@@ -130,7 +126,6 @@ def linear_warmup_sqrt_decay(peak: float, *, warmup_steps: int) -> optax.Schedul
     owner = "linear_warmup_sqrt_decay"
     check_non_negative(owner, **concrete_numbers(peak=peak))
     check_sizes(owner, warmup_steps=warmup_steps)
-    _check_last(owner, warmup_steps=warmup_steps)
 
     def rate(step: jax.typing.ArrayLike) -> jax.Array:
         part = jnp.maximum(jnp.asarray(step, jnp.float32), 1.0) / warmup_steps
@@ -152,8 +147,6 @@ def sqrt_decay(peak: float, *, decay_start: int, offset: float = 0.0) -> optax.S
     owner = "sqrt_decay"
     check_non_negative(owner, **concrete_numbers(peak=peak))
     check_sizes(owner, decay_start=decay_start)
-    _check_last(owner, decay_start=decay_start)
-    require(math.isfinite(offset), owner, "offset", offset, "a finite number")
 
     def rate(step: jax.typing.ArrayLike) -> jax.Array:
         part = (jnp.asarray(step, jnp.float32) - offset) / decay_start
@@ -200,9 +193,8 @@ def cycle(
         `CycleSchedule`.
     """
     owner, schedules, boundaries = "cycle", tuple(schedules), tuple(boundaries)
-    is_valid = 0 < len(schedules) == len(boundaries)
-    expected = f"one boundary for each of {len(schedules)} schedules, and at least one"
-    require(is_valid, owner, "boundaries", boundaries, expected)
+    expected = f"one boundary for each of {len(schedules)} schedules"
+    require(len(schedules) == len(boundaries), owner, "boundaries", boundaries, expected)
     _check_boundaries(owner, boundaries)
     if not counts_all_steps:
         one_round = optax.join_schedules(schedules, boundaries[:-1])
@@ -273,32 +265,16 @@ def _check_decay(
 ) -> None:
     check_non_negative(owner, **concrete_numbers(peak=peak))
     require(0 <= min_ratio <= 1, owner, "min_ratio", min_ratio, "a number in [0, 1]")
-    if 0 <= warmup_steps <= decay_start < decay_end:
-        return _check_last(owner, decay_start=decay_start, decay_end=decay_end)
-    shorter = max(1, decay_end // 10)
-    fields = {"warmup_steps": shorter}
-    if decay_start != warmup_steps:
-        fields["decay_start"] = shorter
-    if decay_end <= shorter:
-        fields["decay_end"] = shorter + 1
-    raise ConfigError(
-        owner=owner,
-        field="(warmup_steps, decay_start, decay_end)",
-        value=(warmup_steps, decay_start, decay_end),
-        expected="0 <= warmup_steps <= decay_start < decay_end",
-        hint="A shorter run needs a shorter warmup.",
-        settings=fields,
-    )
+    if not 0 <= warmup_steps <= decay_start < decay_end:
+        raise ConfigError(
+            owner=owner,
+            field="(warmup_steps, decay_start, decay_end)",
+            value=(warmup_steps, decay_start, decay_end),
+            expected="0 <= warmup_steps <= decay_start < decay_end",
+            hint="A shorter run needs a shorter warmup.",
+        )
 
 
 def _check_boundaries(owner: str, boundaries: Sequence[int]) -> None:
     is_increasing = all(a < b for a, b in zip((0, *boundaries), boundaries, strict=False))
     require(is_increasing, owner, "boundaries", boundaries, "positive and increasing steps")
-    _check_last(owner, **{f"boundaries[{i}]": step for i, step in enumerate(boundaries)})
-
-
-def _check_last(owner: str, **steps: int) -> None:
-    """Raise `ConfigError` for a step that no run reaches and JAX cannot compare with an int32."""
-    expected = f"at most {_LAST_STEP}, the largest step number of a run"
-    for name, step in steps.items():
-        require(step <= _LAST_STEP, owner, name, step, expected)

@@ -113,20 +113,9 @@ def sharded_adafactor(
     check_choice(owner, get_args(DecayMethod), decay_method=decay_method)
     check_choice(owner, get_args(MomentumDtype), quantized_dtype=quantized_dtype)
     check_rates(owner, **concrete_numbers(decay_adam=decay_adam, beta1=beta1))
-    check_positive(
-        owner,
-        **concrete_numbers(
-            decay_adam=decay_adam, decay_pow=decay_pow, clip_threshold=clip_threshold
-        ),
-    )
-    check_non_negative(
-        owner,
-        **concrete_numbers(
-            epsilon1_grad_sq_reg=epsilon1_grad_sq_reg,
-            epsilon2_param_scale_reg=epsilon2_param_scale_reg,
-            weight_decay=weight_decay,
-        ),
-    )
+    positive = {"decay_adam": decay_adam, "decay_pow": decay_pow, "clip_threshold": clip_threshold}
+    check_positive(owner, **concrete_numbers(**positive))
+    check_non_negative(owner, **concrete_numbers(weight_decay=weight_decay))
     momentum_dtype = jnp.dtype(quantized_dtype)
     is_integer = jnp.issubdtype(momentum_dtype, jnp.integer)
 

@@ -134,7 +134,7 @@ def weight_decay_of(optimizer: Any) -> tuple[str, float]:
         if isinstance(arguments.get(name), (int, float))
     ]
     candidates += map(weight_decay_of, arguments.values())
-    return max(candidates, key=lambda found: found[1], default=("weight_decay", 0.0))
+    return max(candidates, key=lambda candidate: candidate[1], default=("weight_decay", 0.0))
 
 
 def _count_text(paths: Iterable[Path], params: Mapping[Path, Any]) -> str:

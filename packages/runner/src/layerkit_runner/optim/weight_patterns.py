@@ -61,9 +61,10 @@ class TrainedWeights:
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        is_one = self.trainable is None or not self.frozen
         expected = f"(), because trainable={self.trainable} is set"
-        require(is_one, "Learner", "frozen", self.frozen, expected)
+        require(
+            self.trainable is None or not self.frozen, "Learner", "frozen", self.frozen, expected
+        )
         check_regexes("Learner", trainable=self.trainable, frozen=self.frozen)
 
     def select(self, params: Any) -> Any:
@@ -74,12 +75,11 @@ class TrainedWeights:
             return params
         trains_matched = self.trainable is not None
         field = "trainable" if trains_matched else "frozen"
-        patterns = tuple(getattr(self, field))
-        matched: set[str] = set()
-        for pattern in patterns:
-            matched.update(
-                matching_paths(pattern, map("/".join, flat), owner="Learner", field=field)
-            )
+        matched = {
+            name
+            for pattern in getattr(self, field)
+            for name in matching_paths(pattern, map("/".join, flat), owner="Learner", field=field)
+        }
         if not trains_matched:
             matched |= {"/".join(path) for path in [*integers, *map(scale_path, integers)]}
         trained = {
@@ -87,24 +87,18 @@ class TrainedWeights:
             for path, leaf in flat.items()
             if ("/".join(path) in matched) == trains_matched
         }
-        if selected := [path for path in integers if path in trained]:
+        if not trained or not trained.keys().isdisjoint(integers):
             raise ConfigError(
-                f"{'/'.join(selected[0])} is stored in integers, which cannot be trained",
                 owner="Learner",
-                field="trainable",
-                value=patterns,
-                expected="patterns of floating weights",
+                field=field,
+                value=tuple(getattr(self, field)),
+                expected="patterns that leave a weight to train, none of them stored in integers",
             )
-        expected = "patterns that leave a weight to train"
-        require(trained, "Learner", field, patterns, expected)
         return unflatten_dict(trained)
 
     def merge(self, params: Any, trained: Any) -> Any:
         """Return `params` with its trained part replaced by `trained`."""
-        flat = flatten_dict(params)
-        if self._is_all and not integer_paths(flat):
-            return trained
-        return unflatten_dict({**flat, **flatten_dict(trained)})
+        return unflatten_dict({**flatten_dict(params), **flatten_dict(trained)})
 
     def keep_frozen(self, old: Any, new: Any) -> Any:
         """Return the moving statistics `new`, with those of frozen paths as in `old`."""
@@ -121,9 +115,7 @@ class TrainedWeights:
 
     def validate_frozen(self, patterns: Sequence[str], params: Any) -> None:
         """Raise `ConfigError` if a weight that the model keeps frozen is trained."""
-        if not patterns:
-            return
-        for path in flatten_dict(self.select(params), sep="/"):
+        for path in flatten_dict(self.select(params), sep="/") if patterns else ():
             if any(re.fullmatch(pattern, path) for pattern in patterns):
                 raise ConfigError(
                     f"{path} is trained, but the model needs it frozen",
@@ -137,13 +129,11 @@ class TrainedWeights:
         """Raise `ConfigError` if `params` has integers and nothing selects others."""
         if self.trainable is None and (integers := integer_paths(flatten_dict(params))):
             raise ConfigError(
-                f"weights are stored in integers, such as {'/'.join(integers[0])}, and cannot be"
-                " trained",
+                f"{'/'.join(integers[0])} is stored in integers and cannot be trained",
                 owner="Learner",
                 field="trainable",
                 value=None,
-                expected="patterns of floating weights",
-                hint="Train adapters: add them by with_lora, and set trainable=(LORA_WEIGHTS,).",
+                expected="patterns of floating weights, such as (LORA_WEIGHTS,) after with_lora",
             )
 
     @property
@@ -194,9 +184,8 @@ class VariationalNoise(Configurable):
         check_positive("task.vn", scale=self.scale)
         check_integers("task.vn", minimum=0, start_step=self.start_step)
         check_regexes("task.vn", weights=self.weights)
-        require(self.weights, "task.vn", "weights", self.weights, "at least one pattern")
 
-    def check(self, params: Any) -> None:
+    def start(self, params: Any) -> None:
         """Raise `ConfigError` if a pattern matches no weight."""
         for pattern in self.weights:
             matching_paths(pattern, flatten_dict(params, sep="/"), owner="task.vn", field="weights")

@@ -30,14 +30,9 @@ from layerkit_runner.errors import (
 )
 from layerkit_runner.observers import DECODE_PREFIX, Goodput, Observer, Throughput
 from layerkit_runner.observers.step_profiler import StepProfiler
-from layerkit_runner.optim.early_stopping import (
-    SKIPPED_STEPS,
-    TRAIN_STEP,
-    EarlyStop,
-    by_path,
-    program_of,
-)
+from layerkit_runner.optim.early_stopping import TRAIN_STEP, EarlyStop, by_path, program_of
 from layerkit_runner.run.programs.eval_program import BaseProgram
+from layerkit_runner.run.programs.skipped_steps import SKIPPED_STEPS
 from layerkit_runner.run.programs.train_program import TrainPrograms
 from layerkit_runner.step.train_hparams import TrainHParams
 from layerkit_runner.step.train_state import TrainState
@@ -111,7 +106,7 @@ class Executor:
         skipped, first = self.train_programs.skipped, step
         if step >= self.train.num_train_steps:
             # A run that failed at its last step cannot recover in a later step.
-            skipped.check_limit(step, is_over=True)
+            skipped.apply_limits(step, is_over=True)
         try:
             with exits_as_errors():
                 while skipped.problem is None:
@@ -149,7 +144,7 @@ class Executor:
             raise
         self.train_programs.drain()
         if step >= self.train.num_train_steps or self.has_stopped_early:
-            skipped.check_limit(step, is_over=True)
+            skipped.apply_limits(step, is_over=True)
         if skipped.problem is not None:
             raise NonFiniteError(skipped.problem)
         return state, step

@@ -32,7 +32,7 @@ from layerkit_runner.distributed.watchdog import (
 from layerkit_runner.errors import StorageError, UsageError, as_usage_error
 from layerkit_runner.observers import DECODE_PREFIX, RunInfo, StepWork, Throughput
 from layerkit_runner.observers.step_profiler import StepProfiler, profiler_server
-from layerkit_runner.optim.early_stopping import SKIPPED_STEPS, EarlyStop, SkippedSteps
+from layerkit_runner.optim.early_stopping import EarlyStop
 from layerkit_runner.run.executor import EARLY_STOPPING, Executor, executor_class, inputs_by_key
 from layerkit_runner.run.job import Job, no_checkpoint, start_job, versions
 from layerkit_runner.run.job_folder import (
@@ -51,6 +51,7 @@ from layerkit_runner.run.programs.build_programs import (
     train_programs,
 )
 from layerkit_runner.run.programs.eval_program import BaseProgram
+from layerkit_runner.run.programs.skipped_steps import SKIPPED_STEPS, SkippedSteps
 from layerkit_runner.run.programs.train_program import CompiledStep, StepReports, trace_step
 from layerkit_runner.run.report import end_report
 from layerkit_runner.run.report.start_report import (
@@ -295,7 +296,7 @@ class TrainingRun:
             evals = [p.name for p in self.evals if p.interval_steps or train.eval_interval_steps]
             decodes = [p for p in self.decodes if p.interval_steps or self._decode_interval]
             names = [*evals, *(DECODE_PREFIX + program.name for program in decodes)]
-            job.task.early_stopping.check(names)
+            job.task.early_stopping.start(names)
             self.early_stop = EarlyStop(job.task.early_stopping)
 
     def _plan_if_new(self) -> Callable[[], FirstState] | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from layerkit_runner.optim.early_stopping import SkippedSteps
+from layerkit_runner.run.programs.skipped_steps import SkippedSteps
 
 
 def add(
@@ -62,9 +62,9 @@ def test_resumed_counts_are_those_of_an_uninterrupted_run():
     resumed = SkippedSteps(max_in_a_row=20)
     resumed.restore(straight.record())
     for step in range(6, 22):
-        for each in (straight, resumed):
-            assert each.problem is None
-            add(each, step)
+        for counts in (straight, resumed):
+            assert counts.problem is None
+            add(counts, step)
     assert resumed.problem == straight.problem is not None
     assert resumed.record() == straight.record() == {"in_a_row": 20, "in_all": 20}
 
@@ -89,16 +89,16 @@ def test_more_skipped_steps_than_the_fraction_of_all_are_a_problem(
             skipped.add_valid()
         if skipped.problem is not None:
             break
-    skipped.check_limit(step, is_over=True)
+    skipped.apply_limits(step, is_over=True)
     assert (None if skipped.problem is None else step) == ends_at
 
 
 def test_run_that_ends_early_compares_with_its_completed_steps():
     skipped = SkippedSteps(num_train_steps=1000, max_fraction=0.5)
     skipped.restore({"in_a_row": 0, "in_all": 6})
-    skipped.check_limit(10)
+    skipped.apply_limits(10)
     assert skipped.problem is None
-    skipped.check_limit(10, is_over=True)
+    skipped.apply_limits(10, is_over=True)
     assert skipped.problem is not None and "6 of 10 steps were not valid" in skipped.problem
 
 

@@ -35,8 +35,8 @@ from layerkit_runner.observers import (
     memory_scalars,
 )
 from layerkit_runner.observers.step_profiler import STEP_EVENT
-from layerkit_runner.optim.early_stopping import SkippedSteps
 from layerkit_runner.partitioning import Partitioner
+from layerkit_runner.run.programs.skipped_steps import SkippedSteps
 from layerkit_runner.step.layer_summaries import (
     has_arrays,
     split_layers,
