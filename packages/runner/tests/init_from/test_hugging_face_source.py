@@ -103,7 +103,7 @@ def test_weight_of_another_shape_is_an_error(folder: tuple[Path, dict[str, Any]]
         plan_first_state(partitioner, task)
 
 
-def test_a_truncated_file_is_a_usage_error_with_both_sizes(
+def test_a_truncated_file_is_a_usage_error(
     raises: Any, folder: tuple[Path, dict[str, Any]], begin: Any, tmp_path: Path
 ):
     for file in folder[0].iterdir():
@@ -112,8 +112,7 @@ def test_a_truncated_file_is_a_usage_error_with_both_sizes(
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-100])
     partitioner, task = begin.bound(model_config(folder[0]), begin=begin.init_from(tmp_path))
-    data = {"field": "size in bytes", "value": len(whole) - 100}
-    with raises(UsageError, expected=f"{len(whole)} by its header", **data) as caught:
+    with raises(UsageError) as caught:
         plan_first_state(partitioner, task)
     assert str(weights) in caught.value.owner
 

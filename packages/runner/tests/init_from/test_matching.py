@@ -107,8 +107,8 @@ def differences(*stored: Any, **fields: Any) -> list[str]:
     return found
 
 
-def origins(found: Matched) -> dict[str, str]:
-    return {"/".join(path): str(one) for path, one in found.found.items()}
+def origins(matching: Matched) -> dict[str, str]:
+    return {"/".join(path): str(one) for path, one in matching.values.items()}
 
 
 def without(*names: str) -> dict[tuple[str, ...], Any]:
@@ -232,34 +232,23 @@ def test_rule_is_suggested_if_only_one_side_stacks_its_layers():
             matched(there, state=state)
         (line,) = [one for one in str(caught.value).splitlines() if "Put this rule" in one]
         rule = ast.literal_eval(line.rpartition(": ")[2])
-        assert len(matched(there, state=state, rules=[rule]).found) == len(here)
+        assert len(matched(there, state=state, rules=[rule]).values) == len(here)
         return rule
 
     assert advised(unrolled, stacked) == (r"(.*)/layers_(\d+)/(.*)", r"\1/repeat/sub/\3[\2]")
     assert advised(stacked, unrolled) == (r"(.*)/repeat/sub/(.*)", r"\1/layers_{layer}/\2")
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("sources", []), ("sources", ["x"]), ("missing", "drwa"), ("draw", "x")]
-)
+@pytest.mark.parametrize(("field", "value"), [("sources", []), ("missing", "drwa")])
 def test_invalid_setting_is_an_error(raises, field: str, value: Any):
     settings = {"sources": [Source(folder="x")], "label": "begin", field: value}
     with raises(UserError, owner="begin", field=field, value=value):
         InitFrom(**settings)
 
 
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"folder": None}, "folder"),
-        ({"folder": ""}, "folder"),
-        ({"folder": "x", "step": -1}, "step"),
-        ({"folder": "x", "rules": [("a", "b")], "ignore": ("c",)}, "ignore"),
-    ],
-)
-def test_invalid_source_is_an_error(raises, fields: dict[str, Any], field: str):
-    with raises(UserError, field=field, value=fields[field]):
-        Source(**fields)
+def test_negative_step_is_an_error(raises):
+    with raises(UserError, field="step", value=-1):
+        Source(folder="x", step=-1)
 
 
 def test_step_of_two_sources_is_an_error(raises):
@@ -281,7 +270,7 @@ def test_match_copies_weight_that_source_lacks_if_model_declares_original(rules:
     found = match_compared(copied=True, rules=rules, missing=missing)
     assert found.copied == {("encoder", "w"): ("head", "w")}
     assert found.drawn == ()
-    assert set(found.found) == {("params", "head", "w")}
+    assert set(found.values) == {("params", "head", "w")}
 
 
 @pytest.mark.parametrize(

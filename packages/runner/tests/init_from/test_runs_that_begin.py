@@ -17,7 +17,7 @@ from layerkit_runner import BaseExperiment, UsageError
 from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.init_from import InitFrom, Source
 from layerkit_runner.observers import read_metrics
-from layerkit_runner.run.resolve import check_folder, resolve
+from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run.training_run import run_train
 from layerkit_runner.run_options import RunOptions
 
@@ -147,15 +147,3 @@ def test_the_recorded_arguments_begin_the_same_run(train: Any, job: Path, tmp_pa
 def test_init_flag_without_its_context_raises(raises, words: list[str], field: str):
     with raises(UsageError, field=field):
         parse_flags(["--exp=x", *words])
-
-
-def test_missing_init_from_folder_raises(raises, tmp_path: Path):
-    (tmp_path / "base").mkdir()
-    folders = [f"--job_log_dir={tmp_path}/new", f"--init_from={tmp_path}/bass"]
-    flags = parse_flags(["--exp=x", *folders])
-    near = (f"{tmp_path}/base",)
-    with raises(UsageError, field="--init_from", value=f"{tmp_path}/bass", choices=near):
-        check_folder(flags)
-    # A run that has begun does not need it.
-    (tmp_path / "new" / "checkpoints").mkdir(parents=True)
-    check_folder(flags)

@@ -24,7 +24,7 @@ from layerkit.errors import UserError, first_names
 from layerkit.layers.quantization.stored_weights import round_like
 from layerkit_runner.checkpointing.structure import LeafPath, join, named_leaves, spec_of
 from layerkit_runner.errors import UsageError, as_usage_error
-from layerkit_runner.init_from.matching import OPT_STATE, PARAMS, Found, Matched, match
+from layerkit_runner.init_from.matching import OPT_STATE, PARAMS, InitialValue, Matched, match
 from layerkit_runner.init_from.settings import InitFrom
 from layerkit_runner.init_from.sources import StoredHuggingFace, open_source
 from layerkit_runner.step.task import SingleTask
@@ -78,14 +78,14 @@ def weight_readers(
     state = partitioner.abstract_stored_state(task)
     matched = _match(source, state, task, _LOG.warning)[0]
 
-    def read(found: Found) -> jax.Array:
-        values = found.stored.read(_to_read(found.stored, [found]))
-        return _compute(found, [values[path] for path in found.paths])
+    def read(value: InitialValue) -> jax.Array:
+        stored = value.stored.read(_to_read(value.stored, [value]))
+        return _compute(value, [stored[path] for path in value.paths])
 
     readers: dict[LeafPath, Callable[[], jax.Array]] = {
-        path: functools.partial(read, found) for path, found in matched.found.items()
+        path: functools.partial(read, value) for path, value in matched.values.items()
     }
-    steps = (found.stored.step for found in matched.found.values())
+    steps = (value.stored.step for value in matched.values.values())
     return readers, next(steps, None) or 0
 
 
@@ -114,27 +114,27 @@ def _from_match(
 ) -> FirstState:
     values: dict[_Key, jax.Array] = {}
     sources: list[StoredValues] = []
-    for found in matched.found.values():
-        if found.stored not in sources:
-            sources.append(found.stored)
+    for initial in matched.values.values():
+        if initial.stored not in sources:
+            sources.append(initial.stored)
     for number, stored in enumerate(sources):
-        wanted = _to_read(stored, matched.found.values())
-        values |= {(number, path): value for path, value in stored.read(wanted).items()}
+        read = stored.read(_to_read(stored, matched.values.values()))
+        values |= {(number, path): value for path, value in read.items()}
     keys = {
-        target: [(sources.index(found.stored), path) for path in found.paths]
-        for target, found in matched.found.items()
+        target: [(sources.index(initial.stored), path) for path in initial.paths]
+        for target, initial in matched.values.items()
     }
 
     def init(consumed: Mapping[_Key, jax.Array], kept: Mapping[_Key, jax.Array]) -> TrainState:
         read = {**consumed, **kept}
-        given = {
-            target: _compute(found, [read[key] for key in keys[target]])
-            for target, found in matched.found.items()
+        computed = {
+            target: _compute(initial, [read[key] for key in keys[target]])
+            for target, initial in matched.values.items()
         }
-        return _assemble(task, _rounded(task.model, given, stored_leaves), matched.step)
+        return _assemble(task, _rounded(task.model, computed, stored_leaves), matched.step)
 
     stored_leaves = named_leaves(partitioner.abstract_stored_state(task))
-    consumed = _consumed(matched.found, keys, named_leaves(partitioner.abstract_state(task)))
+    consumed = _consumed(matched.values, keys, named_leaves(partitioner.abstract_state(task)))
     make = partitioner.jit_making(task, init, donate_argnums=0)
     made = make(
         {key: value for key, value in values.items() if key in consumed},
@@ -144,71 +144,68 @@ def _from_match(
 
 
 def _to_read(
-    stored: StoredValues, all_found: Iterable[Found]
+    stored: StoredValues, initial_values: Iterable[InitialValue]
 ) -> dict[LeafPath, jax.ShapeDtypeStruct]:
     """Return the values to read of a source: stored shapes under the shardings of the state."""
-    wanted: dict[LeafPath, jax.ShapeDtypeStruct] = {}
-    for found in all_found:
-        if found.stored is not stored:
-            continue
-        for path in found.paths:
-            spec = stored.leaves[path]
-            sharding = _stored_sharding(found)
-            wanted.setdefault(path, jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding))
-    return wanted
+    leaves: dict[LeafPath, jax.ShapeDtypeStruct] = {}
+    for value in initial_values:
+        for path in value.paths if value.stored is stored else ():
+            spec, sharding = stored.leaves[path], _stored_sharding(value)
+            leaves.setdefault(path, jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding))
+    return leaves
 
 
-def _stored_sharding(found: Found) -> NamedSharding:
+def _stored_sharding(value: InitialValue) -> NamedSharding:
     """Return the sharding of the stored value; axes that are indexed or stacked are not split."""
-    sharding = found.target.sharding
+    sharding = value.target.sharding
     assert isinstance(sharding, NamedSharding)
-    axes = [*sharding.spec, *[None] * (len(found.target.shape) - len(sharding.spec))]
-    kept = sum(isinstance(index, tuple) for index in found.origin.indices)
-    if found.origin.is_stacked:
+    axes = [*sharding.spec, *[None] * (len(value.target.shape) - len(sharding.spec))]
+    kept = sum(isinstance(index, tuple) for index in value.origin.indices)
+    if value.origin.is_stacked:
         axes = axes[1:]
-    axes = [*[None] * len(found.origin.indices), *axes[kept:]]
+    axes = [*[None] * len(value.origin.indices), *axes[kept:]]
     return NamedSharding(sharding.mesh, PartitionSpec(*axes))
 
 
 def _consumed(
-    found: Mapping[LeafPath, Found],
+    initial_values: Mapping[LeafPath, InitialValue],
     keys: Mapping[LeafPath, list[_Key]],
     on_devices: Mapping[LeafPath, Any],
 ) -> set[_Key]:
     """Return the values that become one value of the state unchanged and may be donated to it."""
-    uses = collections.Counter(key for each in keys.values() for key in each)
+    uses = collections.Counter(key for several in keys.values() for key in several)
     return {
         keys[target][0]
-        for target, one in found.items()
-        if one.origin.is_whole
-        and one.stored_dtype == one.target.dtype
-        and spec_of(one.target) == spec_of(on_devices[target])
+        for target, value in initial_values.items()
+        if value.origin.is_whole
+        and value.stored_dtype == value.target.dtype
+        and spec_of(value.target) == spec_of(on_devices[target])
         and uses[keys[target][0]] == 1
     }
 
 
-def _compute(found: Found, stored: Sequence[jax.Array]) -> jax.Array:
+def _compute(initial: InitialValue, stored: Sequence[jax.Array]) -> jax.Array:
     """Compute a value of the state from stored ones."""
-    value = jnp.stack(stored) if found.origin.is_stacked else stored[0]
+    value = jnp.stack(stored) if initial.origin.is_stacked else stored[0]
     # From the last axis to the first, so that the positions of the axes in front do not change.
-    for axis, index in reversed(list(enumerate(found.origin.indices))):
+    for axis, index in reversed(list(enumerate(initial.origin.indices))):
         several = index if isinstance(index, tuple) else (index,)
         value = jnp.take(value, jnp.array(several), axis=axis)
         if not isinstance(index, tuple):
             value = jnp.squeeze(value, axis)
-    return value.astype(found.target.dtype)
+    return value.astype(initial.target.dtype)
 
 
-def _assemble(task: SingleTask, given: Mapping[LeafPath, jax.Array], step: int) -> TrainState:
-    """Compute the first state; the optimizer is initialized from the given weights."""
-    weights = {path[1:]: value for path, value in given.items() if path[0] == PARAMS}
+def _assemble(task: SingleTask, values: Mapping[LeafPath, jax.Array], step: int) -> TrainState:
+    """Compute the first state; the optimizer is initialized from these weights."""
+    weights = {path[1:]: value for path, value in values.items() if path[0] == PARAMS}
     key = task.first_key()
     state = task.init_state(key, weights=unflatten_dict(weights) if weights else None)
     if step:
         state = state.replace(
             step=jnp.int32(step), opt_state=_with_schedules_at(state.opt_state, step)
         )
-    leaves = {path: given.get(path, leaf) for path, leaf in named_leaves(state).items()}
+    leaves = {path: values.get(path, leaf) for path, leaf in named_leaves(state).items()}
     state = jax.tree.unflatten(jax.tree.structure(state), list(leaves.values()))
     averages = task.train.learner.init_ema_statistics(state.non_trainable)
     return state.replace(ema_statistics=averages)
@@ -234,20 +231,22 @@ def _with_schedules_at(opt_state: Any, step: int) -> Any:
 
 
 def _provenance(state: TrainState, matched: Matched) -> Provenance:
-    found = matched.found
+    values = matched.values
     converted: dict[str, list[str]] = {}
-    for path, one in found.items():
+    for path, one in values.items():
         if one.stored_dtype != one.target.dtype:
             dtypes = f"{one.stored_dtype.name} → {one.target.dtype.name}"
             converted.setdefault(dtypes, []).append(join(path[1:]))
-    weights = {join(path[1:]): str(one) for path, one in found.items() if path[0] != OPT_STATE}
+    weights = {join(path[1:]): str(one) for path, one in values.items() if path[0] != OPT_STATE}
     weights |= {join(path[1:]): RANDOM_INIT for path in matched.drawn}
     weights |= {join(path): copy_of(join(one)) for path, one in matched.copied.items()}
-    sources = (one.stored for one in found.values())
+    sources = (one.stored for one in values.values())
     labels = (source.label for source in sources if isinstance(source, StoredHuggingFace))
     return Provenance(
         weights=weights,
-        opt_state={join(path[1:]): str(one) for path, one in found.items() if path[0] == OPT_STATE},
+        opt_state={
+            join(path[1:]): str(one) for path, one in values.items() if path[0] == OPT_STATE
+        },
         step=matched.step_from,
         converted={dtypes: tuple(names) for dtypes, names in converted.items()},
         num_opt_state=len(jax.tree.leaves(state.opt_state)),
@@ -260,8 +259,8 @@ def _from_loader(partitioner: Partitioner, task: SingleTask, loader: Any) -> Fir
     stored = partitioner.abstract_stored_state(task)
     like = _floating_weights(task.model, stored).params
     with as_usage_error(OSError, ValueError, ImportError, owner="task.initial_weights"):
-        given = loader.load(_floating_model(task.model), like)
-    _check_given(given, like)
+        loaded_weights = loader.load(_floating_model(task.model), like)
+    _check_loaded(loaded_weights, like)
     on_devices = flatten_dict(partitioner.abstract_state(task).params)
 
     def init(consumed: Any, kept: Any) -> TrainState:
@@ -269,7 +268,7 @@ def _from_loader(partitioner: Partitioner, task: SingleTask, loader: Any) -> Fir
         return task.init_state(task.first_key(), weights=unflatten_dict(weights))
 
     make = partitioner.jit_making(task, init, donate_argnums=0)
-    loaded = flatten_dict(given, sep="/").keys()
+    loaded = flatten_dict(loaded_weights, sep="/").keys()
     place = getattr(loader, "folder", None) or type(loader).__qualname__
 
     def origin(path: LeafPath) -> str:
@@ -281,23 +280,19 @@ def _from_loader(partitioner: Partitioner, task: SingleTask, loader: Any) -> Fir
     weights = {join(path): origin(path) for path in flatten_dict(like)}
     consumed: dict[Any, Any] = {}
     kept: dict[Any, Any] = {}
-    for path, leaf in flatten_dict(given).items():
+    for path, leaf in flatten_dict(loaded_weights).items():
         is_whole = spec_of(leaf) == spec_of(on_devices[path])
         (consumed if is_whole else kept)[path] = leaf
     return FirstState(make(consumed, kept), provenance=Provenance(weights))
 
 
-def _check_given(given: Any, like: Any) -> None:
+def _check_loaded(weights: Any, like: Any) -> None:
     """Compare loaded weights, which may be a part of the model's, with those of the model."""
-
-    def described(tree: Any) -> dict[str, str]:
-        return {path: str(spec_of(leaf)) for path, leaf in flatten_dict(tree, sep="/").items()}
-
-    expected = described(like)
+    expected = flatten_dict(jax.tree.map(spec_of, like), sep="/")
     problems = [
-        f"{path} is {found}, expected {expected.get(path, 'no such weight')}"
-        for path, found in described(given).items()
-        if found != expected.get(path)
+        f"{path} is {spec_of(leaf)}, expected {expected.get(path, 'no such weight')}"
+        for path, leaf in flatten_dict(weights, sep="/").items()
+        if spec_of(leaf) != expected.get(path)
     ]
     if problems:
         raise UsageError(first_names(problems), owner="task.initial_weights")
@@ -322,13 +317,13 @@ def _floating_weights(model: BaseLayer, state: TrainState) -> TrainState:
 
 
 def _rounded(
-    model: BaseLayer, given: Mapping[LeafPath, jax.Array], like: Mapping[LeafPath, Any]
+    model: BaseLayer, values: Mapping[LeafPath, jax.Array], like: Mapping[LeafPath, Any]
 ) -> dict[LeafPath, jax.Array]:
     """Return the integers and scales of floating weights, and all other values unchanged."""
-    found = dict(given)
-    for path, value in given.items():
+    rounded = dict(values)
+    for path, value in values.items():
         is_float = jnp.issubdtype(value.dtype, jnp.floating)
         if path in like and is_float and jnp.issubdtype(like[path].dtype, jnp.integer):
             kind, scale = WeightFormat.parse(model.weight_format).kind, scale_path(path)
-            found[path], found[scale] = round_like(value, like[path], like[scale], kind=kind)
-    return found
+            rounded[path], rounded[scale] = round_like(value, like[path], like[scale], kind=kind)
+    return rounded

@@ -41,7 +41,7 @@ _STACK = ("/repeat/sub/", "/layers_0/", r'(r"(.*)/repeat/sub/(.*)", r"\1/layers_
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class InitialValue:
     """The origin of one initial value: stored values, and the shape and sharding in this run."""
 
     stored: StoredValues
@@ -68,7 +68,7 @@ class Matched:
     `params`. The run continues to count from `step`, that of the source `step_from`.
     """
 
-    found: Mapping[LeafPath, Found]
+    values: Mapping[LeafPath, InitialValue]
     drawn: tuple[LeafPath, ...]
     copied: Mapping[LeafPath, LeafPath] = dataclasses.field(default_factory=dict)
     step: int = 0
@@ -92,7 +92,7 @@ class _Matching:
         leaves = named_leaves(state)
         self._weights = {p: leaf for p, leaf in leaves.items() if p[0] in MODEL_FIELDS}
         self._opt_state = {p: leaf for p, leaf in leaves.items() if p[0] == OPT_STATE}
-        self._found: dict[LeafPath, Found] = {}
+        self._values: dict[LeafPath, InitialValue] = {}
         self._drawn: list[LeafPath] = []
         self._copied: dict[LeafPath, LeafPath] = {}
         self._faults: list[str] = []
@@ -103,7 +103,7 @@ class _Matching:
     def run(self) -> Matched:
         """Match all values and return their origins."""
         for source in self._opened:
-            self._check_fields(source)
+            self._compare_fields(source)
         used: set[Rule] = set()
         for path, leaf in self._weights.items():
             self._place_weight(path, leaf, used)
@@ -111,40 +111,31 @@ class _Matching:
             for source in self._opened:
                 if self._by_rule(source, source.settings.state_rules, path, leaf, used):
                     break
-        self._check_patterns(used)
+        self._add_unused_patterns(used)
         for source in self._opened:
-            self._check_surplus(source)
+            self._add_surplus(source)
         if self._faults:
             raise UsageError(self._message(), owner=self._settings.label)
-        matched = Matched(self._found, tuple(self._drawn), self._copied)
+        matched = Matched(self._values, tuple(self._drawn), self._copied)
         for source in self._opened:
             if source.settings.load_step:
                 stored = source.stored
                 return dataclasses.replace(matched, step=stored.step or 0, step_from=stored.label)
         return matched
 
-    def _check_fields(self, source: Opened) -> None:
+    def _compare_fields(self, source: Opened) -> None:
         """Raise an error if a field asks for values that the kind of source does not hold."""
         settings, stored = source.settings, source.stored
+        asked = {"use_ema": settings.use_ema}
+        if any(path[0] == EMA for path in stored.leaves):
+            asked = {}
         if stored.step is None:
-            names = ("load_step", "use_ema", "opt_state_rules")
-            asked = [name for name in names if getattr(settings, name)]
-            if settings.step is not None:
-                asked.append("step")
-            if asked:
-                raise UsageError(
-                    owner=self._settings.label,
-                    field=asked[0],
-                    value=getattr(settings, asked[0]),
-                    expected=f"no value for {stored.label}, which is a Hugging Face folder",
-                )
-        elif settings.use_ema and not any(path[0] == EMA for path in stored.leaves):
-            raise UsageError(
-                owner=self._settings.label,
-                field="use_ema",
-                value=True,
-                expected=f"False for {stored.label}, which has no moving averages",
-            )
+            asked |= {"step": settings.step is not None, "load_step": settings.load_step}
+            asked |= {"opt_state_rules": bool(settings.opt_state_rules)}
+        for name in [name for name, is_asked in asked.items() if is_asked]:
+            expected = f"no value, since {stored.label} does not hold it"
+            value, owner = getattr(settings, name), self._settings.label
+            raise UsageError(owner=owner, field=name, value=value, expected=expected)
 
     def _place_weight(self, path: LeafPath, leaf: Any, used: set[Rule]) -> None:
         name = join(path[1:])
@@ -212,8 +203,8 @@ class _Matching:
                     f"{name}: {rule}: {absent[0]} is not in {source.stored.label}{near}"
                 )
             else:
-                found = tuple(place for _, place in places if place is not None)
-                self._add(source, origin, found, path, leaf)
+                present = tuple(place for _, place in places if place is not None)
+                self._add(source, origin, present, path, leaf)
             return True
         return False
 
@@ -242,9 +233,9 @@ class _Matching:
                 f"{name}: {spec_of(leaf)} here, but{called} {there} in {source.stored.label}"
             )
             return
-        self._found[path] = Found(source.stored, origin, places, leaf)
+        self._values[path] = InitialValue(source.stored, origin, places, leaf)
 
-    def _check_patterns(self, used: set[Rule]) -> None:
+    def _add_unused_patterns(self, used: set[Rule]) -> None:
         """Add a fault for each pattern that matches nothing."""
         weights = [join(path[1:]) for path in self._weights]
         for pattern in self._settings.draw:
@@ -269,15 +260,15 @@ class _Matching:
                     label = f"{source.settings.folder}: ignore"
                     self._faults.append(_no_match(label, pattern, there))
 
-    def _check_surplus(self, source: Opened) -> None:
+    def _add_surplus(self, source: Opened) -> None:
         """Add a fault for each weight that the model lacks, if the source has no rules."""
         if source.settings.weight_rules is not None:
             return
         taken = {
             place
-            for found in self._found.values()
-            if found.stored is source.stored
-            for place in found.paths
+            for value in self._values.values()
+            if value.stored is source.stored
+            for place in value.paths
         }
         for path, spec in source.stored.leaves.items():
             if path[0] not in MODEL_FIELDS or path in taken or path in self._accounted:

@@ -20,7 +20,6 @@ from typing import Annotated, Any
 
 from layerkit.config import Configurable, instance_field
 from layerkit.config.checks import check_choice, check_integers, check_regex, check_regexes
-from layerkit.errors import ConfigError
 from layerkit.layers.quantization.lora import LORA_WEIGHTS
 from layerkit.layers.transformer.residual_adapters import RESIDUAL_ADAPTER_WEIGHTS
 from layerkit_runner.errors import UsageError
@@ -56,29 +55,18 @@ class Origin:
         return not self.indices and not self.is_stacked
 
     def shape(self, stored: Mapping[str, Shape]) -> Shape:
-        """Return the shape of the value."""
+        """Return the shape of the value; raise ValueError if the indices do not fit."""
         shapes = sorted({stored[name] for name in self.names})
         if len(shapes) > 1:
-            found = [list(shape) for shape in shapes]
-            raise ConfigError(owner=self.text, field="shapes", value=found, expected="equal shapes")
+            raise ValueError(f"the shapes of {self.text} differ: {[list(s) for s in shapes]}")
         (shape,) = shapes
         if len(self.indices) > len(shape):
-            raise ConfigError(
-                owner=self.text,
-                field="number of indices",
-                value=len(self.indices),
-                expected=f"at most the {len(shape)} axes of {list(shape)}",
-            )
+            raise ValueError(f"{self.text} has more indices than the {len(shape)} axes")
         taken: list[int] = []
         for index, size in zip(self.indices, shape, strict=False):
             several = index if isinstance(index, tuple) else (index,)
             if max(several) >= size:
-                raise ConfigError(
-                    owner=self.text,
-                    field="index",
-                    value=max(several),
-                    expected=f"an integer in [0, {size})",
-                )
+                raise ValueError(f"{self.text}: index={max(several)}. Expected less than {size}")
             taken += [len(several)] if isinstance(index, tuple) else []
         rest = (*taken, *shape[len(self.indices) :])
         return (len(self.names), *rest) if self.is_stacked else rest
@@ -134,12 +122,9 @@ def parse_rules(pairs: Sequence[tuple[str, str]], *, label: str) -> list[Rule]:
     """Return the rules of a config field."""
     rules = []
     for number, pair in enumerate(pairs):
-        field = f"{label}[{number}]"
-        texts = isinstance(pair, (tuple, list)) and all(isinstance(item, str) for item in pair)
-        if not texts or len(pair) != 2:
-            raise UsageError(field=field, value=pair, expected="(pattern, name in the source)")
-        check_regex(None, **{field: pair[0]})
-        rules.append(Rule(pair[0], pair[1], field))
+        rule = Rule(*pair, label=f"{label}[{number}]")
+        check_regex(None, **{rule.label: rule.pattern})
+        rules.append(rule)
     return rules
 
 
@@ -162,17 +147,17 @@ class Source(Configurable):
       rules: Pairs `(pattern, name in the source)` for weights; the first match wins. See
         the docstring of this module. None takes each weight by its own name; the source must then
         hold no other weights.
-      ignore: Patterns of weights of the source to leave out; requires `rules=None`.
+      ignore: Patterns of weights of the source to leave out. With `rules`, only the weights that
+        they name are read.
       opt_state_rules: Rules for values of the optimizer; values without a rule are initialized.
       load_step: Whether training and its schedules continue from the source's step.
       use_ema: Whether to read moving averages in place of the weights that have one.
 
     Raises:
-      UsageError: `folder` is not set, a rule is malformed, or both `ignore` and `rules` are set.
       ConfigError: `step` is negative, or a pattern is not a valid regular expression.
     """
 
-    folder: str | None = None
+    folder: str
     step: int | None = None
     rules: Sequence[tuple[str, str]] | None = None
     ignore: Sequence[str] = ()
@@ -182,10 +167,6 @@ class Source(Configurable):
 
     def __post_init__(self) -> None:
         """Check the fields and parse the rules."""
-        if not self.folder:
-            raise UsageError(
-                owner="init_from.Source", field="folder", value=self.folder, expected="a folder"
-            )
         check_integers("init_from.Source", minimum=0, step=self.step)
         label = f"{self.folder}: rules"
         self.weight_rules = None if self.rules is None else parse_rules(self.rules, label=label)
@@ -193,14 +174,6 @@ class Source(Configurable):
             self.opt_state_rules, label=f"{self.folder}: opt_state_rules"
         )
         check_regexes(self.folder, ignore=self.ignore)
-        if self.ignore and self.rules is not None:
-            raise UsageError(
-                owner=self.folder,
-                field="ignore",
-                value=tuple(self.ignore),
-                expected="() if rules are set",
-                hint="With rules, only the weights that they name are read.",
-            )
 
 
 class InitFrom(InitialWeights):
@@ -229,20 +202,15 @@ class InitFrom(InitialWeights):
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        if not self.sources or not all(isinstance(one, Source) for one in self.sources):
-            raise UsageError(
-                owner=self.label, field="sources", value=self.sources, expected="a list of Source"
-            )
+        if not self.sources:
+            expected = "a list of Source"
+            raise UsageError(owner=self.label, field="sources", value=[], expected=expected)
         check_regexes(self.label, draw=self.draw)
         check_choice(self.label, ("error", "draw"), missing=self.missing)
         loading = [source.folder for source in self.sources if source.load_step]
         if len(loading) > 1:
-            raise UsageError(
-                owner=self.label,
-                field="sources with load_step",
-                value=loading,
-                expected="at most one, since a run has one step",
-            )
+            expected = "one source, since a run has one step"
+            raise UsageError(owner=self.label, field="load_step", value=loading, expected=expected)
 
 
 def init_from_flags(folder: str, draw: str | None) -> InitFrom:

@@ -40,7 +40,7 @@ _STEP_NAME = re.compile(rf"{folders.STEP_PREFIX}_(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """A source of the settings, and the values found in its folder."""
+    """A source of the settings, and the values in its folder."""
 
     settings: Source
     stored: StoredValues
@@ -103,23 +103,16 @@ class HuggingFaceFolder:
     directory: epath.Path
 
 
-def recognize(given: str) -> CheckpointFolder | HuggingFaceFolder | PaxFolder:
+def recognize(folder_path: str) -> CheckpointFolder | HuggingFaceFolder | PaxFolder:
     """Return the kind of a folder: of a job, its checkpoints, one checkpoint, or Hugging Face."""
-    directory = absolute(given)
+    directory = absolute(folder_path)
     hint = None if is_remote(directory) else other_form(directory).strip()
-    if directory.is_file():
-        raise UsageError(field="folder", value=given, expected="a folder", hint=hint)
     if not directory.is_dir():
         parent = directory.parent
-        beside = [path.name for path in parent.iterdir()] if parent.is_dir() else []
-        raise UsageError(
-            "no such folder",
-            owner=str(parent),
-            field="folder",
-            value=directory.name,
-            choices=sorted(beside),
-            hint=hub_hint(given),
-        )
+        beside = sorted(path.name for path in parent.iterdir()) if parent.is_dir() else []
+        hint = hint or hub_hint(folder_path)
+        names = {"owner": str(parent), "field": "folder", "value": directory.name}
+        raise UsageError("no such folder", **names, choices=beside, hint=hint)
     pax = find(directory)
     if pax is not None:
         return pax
@@ -133,16 +126,14 @@ def recognize(given: str) -> CheckpointFolder | HuggingFaceFolder | PaxFolder:
     if "config.json" in children and any(name.endswith(".safetensors") for name in children):
         if is_remote(directory):
             expected = "a local Hugging Face folder, such as a copy of this one"
-            raise UsageError(field="folder", value=given, expected=expected)
+            raise UsageError(field="folder", value=folder_path, expected=expected)
         return HuggingFaceFolder(directory)
-    raise UsageError(
-        "empty folder" if not children else "no checkpoint",
-        field="folder",
-        value=given,
-        expected="the folder of a job (of this project or of Paxml), of its checkpoints, of one"
-        " checkpoint, or of a Hugging Face model (config.json and *.safetensors)",
-        hint=hint,
+    expected = (
+        "the folder of a job (of this project or of Paxml), of its checkpoints, of one"
+        " checkpoint, or of a Hugging Face model (config.json and *.safetensors)"
     )
+    problem = "no checkpoint" if children else "empty folder"
+    raise UsageError(problem, field="folder", value=folder_path, expected=expected, hint=hint)
 
 
 class StoredCheckpoint:
@@ -161,15 +152,15 @@ class StoredCheckpoint:
 
         self.leaves: Mapping[LeafPath, LeafSpec] = handlers.stored_leaves(self._state)
 
-    def read(self, wanted: Mapping[LeafPath, jax.ShapeDtypeStruct]) -> dict[LeafPath, jax.Array]:
-        """Read some of the values, each into the sharding of `wanted`.
+    def read(self, like: Mapping[LeafPath, jax.ShapeDtypeStruct]) -> dict[LeafPath, jax.Array]:
+        """Read some of the values, each into the sharding of `like`.
 
         A process reads only what its devices hold. A single file (`StateFormat.MSGPACK`) is read
         one value at a time.
         """
         from layerkit_runner.checkpointing import handlers
 
-        return handlers.read_state(self._state, wanted)
+        return handlers.read_state(self._state, like)
 
 
 def _choose(directory: epath.Path, step: int | None, report: Callable[[str], None]) -> int:
@@ -181,9 +172,8 @@ def _choose(directory: epath.Path, step: int | None, report: Callable[[str], Non
         return step
     steps = folders.committed_steps(directory)
     if step not in steps:
-        raise UsageError(
-            "no such checkpoint", owner=str(directory), field="step", value=step, choices=steps
-        )
+        owner = str(directory)
+        raise UsageError("no such checkpoint", owner=owner, field="step", value=step, choices=steps)
     path = folders.step_folder(directory, step)
     require_sound(path, verify_together(path))
     return step
@@ -218,14 +208,14 @@ class StoredHuggingFace:
             if path[0] == PARAMS and path in dtypes
         }
 
-    def read(self, wanted: Mapping[LeafPath, jax.ShapeDtypeStruct]) -> dict[LeafPath, jax.Array]:
-        """Read some of the weights, slice by slice, each into the sharding of `wanted`."""
+    def read(self, like: Mapping[LeafPath, jax.ShapeDtypeStruct]) -> dict[LeafPath, jax.Array]:
+        """Read some of the weights, slice by slice, each into the sharding of `like`."""
         with (
             as_usage_error(OSError, ValueError, owner=self.label),
             folder.SafetensorsFolder(self._directory) as source,
         ):
-            like = tensors.unflatten(wanted)
-            read = importing.read_weights(source, self._family, self._chosen, like=like)
+            tree = tensors.unflatten(like)
+            read = importing.read_weights(source, self._family, self._chosen, like=tree)
         return tensors.flatten(read)
 
     def _anatomy_of(self, model: BaseModel) -> list[tensors.Anatomy]:

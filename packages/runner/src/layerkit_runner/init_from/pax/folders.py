@@ -50,12 +50,9 @@ class PaxFolder:
         """Return (step, its folder); the newest for None."""
         chosen = max(self.steps) if step is None else step
         if chosen not in self.steps:
+            owner, steps = str(self.directory), list(self.steps)
             raise UsageError(
-                "no such checkpoint",
-                owner=str(self.directory),
-                field="step",
-                value=step,
-                choices=list(self.steps),
+                "no such checkpoint", owner=owner, field="step", value=step, choices=steps
             )
         return chosen, self.steps[chosen]
 
@@ -66,13 +63,13 @@ def find(directory: epath.Path) -> PaxFolder | None:
     if named and _is_pax(directory):
         return PaxFolder(directory.parent, {int(named[1]): directory})
     for place in (directory, directory / own_folders.JOB_SUBFOLDER):
-        found = {
+        steps = {
             int(match[1]): path
             for path in (place.iterdir() if place.is_dir() else ())
             if (match := _STEP_NAME.fullmatch(path.name)) and _is_pax(path)
         }
-        if found:
-            return PaxFolder(place, dict(sorted(found.items())))
+        if steps:
+            return PaxFolder(place, dict(sorted(steps.items())))
     return None
 
 
@@ -123,10 +120,9 @@ class MsgpackArrays:
                 field="file",
                 value=str(path),
                 expected="a msgpack file of Flax with flattened_state and str_pytree_state",
-                hint="Copy the checkpoint again.",
             ) from error
         self.specs: Mapping[str, LeafSpec] = {
-            name: spec_of(found) for name, found in self._arrays.items()
+            name: spec_of(array) for name, array in self._arrays.items()
         }
 
     def read(self, name: str, ranges: tuple[slice, ...]) -> np.ndarray:
@@ -134,18 +130,12 @@ class MsgpackArrays:
         return np.array(self._arrays[name][ranges])
 
 
-def _named(content: object) -> dict[str, np.ndarray]:
+def _named(content: Any) -> dict[str, np.ndarray]:
     """Return the arrays by name; leaves that are not arrays are left out."""
-    if not isinstance(content, dict):
-        raise ValueError("expected a map")
-    text, state = content.get("str_pytree_state"), content.get("flattened_state")
+    state = content["flattened_state"]
     if isinstance(state, dict):  # Flax wrote lists as maps from "0", "1", …
-        state = [state.get(str(number)) for number in range(len(state))]
-    if not isinstance(text, str) or not isinstance(state, list):
-        raise ValueError("flattened_state or str_pytree_state is missing")
-    paths = tree_text.leaf_paths(text)
-    if len(paths) != len(state):
-        raise ValueError(f"{len(state)} arrays, and names of {len(paths)}")
+        state = [state[str(number)] for number in range(len(state))]
+    paths = tree_text.leaf_paths(content["str_pytree_state"])
     return {
         "/".join(path): np.asarray(leaf)
         for path, leaf in zip(paths, state, strict=True)
@@ -177,8 +167,8 @@ class TensorStoreArrays:
             stored = stored.removesuffix(_END)
             name = stored.replace(".", "/")
             try:
-                metadata = _read_metadata(self._store, stored)
-                specs[name] = _array_spec(metadata["shape"], metadata["dtype"])
+                text = self._store[f"{stored}/{_METADATA_KEY}".encode()].decode()
+                specs[name] = _array_spec(parse_json(text))
             except (ValueError, KeyError, TypeError) as error:
                 raise _damaged(state, name, error) from error
             self._names[name] = stored
@@ -210,17 +200,6 @@ def _open_store(state_directory: epath.Path, *, is_ocdbt: bool) -> ts.KvStore:
     return ts.KvStore.open({"driver": "ocdbt", "base": base} if is_ocdbt else base).result()
 
 
-def _read_metadata(store: ts.KvStore, array: str) -> dict[str, Any]:
-    """Return the Zarr metadata of an array; raise ValueError if they are malformed."""
-    try:
-        metadata = parse_json(store[f"{array}/{_METADATA_KEY}".encode()].decode())
-    except KeyError:
-        raise ValueError(f"{_METADATA_KEY} is missing") from None
-    if not isinstance(metadata, dict):
-        raise ValueError(f"{_METADATA_KEY} is no JSON object")
-    return metadata
-
-
 def _damaged(state: epath.Path, name: str | None, error: Exception) -> DamagedCheckpointError:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return DamagedCheckpointError(
@@ -233,15 +212,9 @@ def _damaged(state: epath.Path, name: str | None, error: Exception) -> DamagedCh
     )
 
 
-def _array_spec(shape: Any, dtype: Any) -> LeafSpec:
-    """Return the shape and the dtype that a file declares."""
-    is_shape = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
-    if not is_shape or not isinstance(dtype, str):
+def _array_spec(metadata: Any) -> LeafSpec:
+    """Return the shape and the dtype that a file declares; raise an error if it declares none."""
+    shape, dtype = metadata["shape"], np.dtype(jnp.dtype(metadata["dtype"]))
+    if dtype.hasobject or dtype.names or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f"an array with shape={shape} and dtype={dtype}")
-    try:
-        found = np.dtype(jnp.dtype(dtype))
-    except TypeError as error:
-        raise ValueError(f"dtype={dtype!r}") from error
-    if found.hasobject or found.names is not None:
-        raise ValueError(f"dtype={dtype!r}")
-    return LeafSpec(tuple(shape), found)
+    return LeafSpec(tuple(shape), dtype)

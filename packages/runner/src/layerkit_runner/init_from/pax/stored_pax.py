@@ -28,7 +28,7 @@ from layerkit.base.base_layer import PARAMS
 from layerkit.interop.praxis import Ranges, Shape, WeightSource, find_sources
 from layerkit_runner.checkpointing.errors import DamagedCheckpointError
 from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join, named_leaves
-from layerkit_runner.files.bounded_documents import DocumentError, parse_json
+from layerkit_runner.files.bounded_documents import parse_json, read_text
 from layerkit_runner.init_from.pax.folders import open_arrays
 from layerkit_runner.optim.optimizer_calls import update
 
@@ -134,22 +134,22 @@ class StoredPax:
             if (match := _WEIGHT.fullmatch(name)) and match["collection"] == PARAMS
         }
         ours = [join(path[1:]) for path in like if path[0] == PARAMS]
-        found = find_sources(ours, self._weights.keys())
-        for name, source in found.items():
+        sources = find_sources(ours, self._weights.keys())
+        for name, source in sources.items():
             self._sources[PARAMS, *name.split("/")] = self._stored(source, self._weights)
-        self._add_moments(like, found)
-        self._add_rest(found)
+        self._add_moments(like, sources)
+        self._add_rest(sources)
         self.leaves: Mapping[LeafPath, LeafSpec] = {
             path: self._spec(path, source, like) for path, source in self._sources.items()
         }
 
-    def read(self, wanted: Mapping[LeafPath, jax.ShapeDtypeStruct]) -> dict[LeafPath, jax.Array]:
-        """Read some of the values, each into the sharding of `wanted`.
+    def read(self, like: Mapping[LeafPath, jax.ShapeDtypeStruct]) -> dict[LeafPath, jax.Array]:
+        """Read some of the values, each into the sharding of `like`.
 
         A process reads the chunks of a TensorStore checkpoint that its devices need. A file in
         Flax's format is read whole.
         """
-        return {path: self._read(path, target) for path, target in wanted.items()}
+        return {path: self._read(path, target) for path, target in like.items()}
 
     def _read(self, path: LeafPath, target: jax.ShapeDtypeStruct) -> jax.Array:
         source, shape = self._sources[path], target.shape
@@ -180,28 +180,24 @@ class StoredPax:
     def _block(self, name: str, ranges: tuple[slice, ...]) -> np.ndarray:
         block = self._arrays.read(name, ranges)
         if jnp.issubdtype(block.dtype, jnp.floating) and not np.isfinite(block).all():
-            raise DamagedCheckpointError(
-                owner=self.label, field="array", value=name, expected="finite numbers"
-            )
+            owner, expected = self.label, "finite numbers"
+            raise DamagedCheckpointError(owner=owner, field="array", value=name, expected=expected)
         return block
 
     def _read_count(self, source: _Count) -> int:
         shape = self._shapes[source.name]
         counts = np.unique(self._arrays.read(source.name, tuple(map(slice, shape))))
         if len(counts) != 1:
-            raise DamagedCheckpointError(
-                owner=self.label,
-                field=source.name,
-                value=counts[:4].tolist(),
-                expected="one count of steps for all layers",
-            )
+            raise DamagedCheckpointError(f"layers differ in {source.name}", owner=self.label)
         return int(counts[0])
 
     def _stored(self, source: WeightSource, names: Mapping[str, str]) -> WeightSource:
         """Return a source with the names of the stored arrays."""
         return dataclasses.replace(source, names=tuple(names[name] for name in source.names))
 
-    def _add_moments(self, like: Mapping[LeafPath, Any], found: Mapping[str, WeightSource]) -> None:
+    def _add_moments(
+        self, like: Mapping[LeafPath, Any], sources: Mapping[str, WeightSource]
+    ) -> None:
         """Add the averages, moments and counts of the optimizer."""
         moments: dict[str, dict[str, str]] = {
             kind: {} for kind in (*_KINDS.values(), *_REDUCED_AXES)
@@ -214,7 +210,7 @@ class StoredPax:
                 kind = match["kind"] if match["group"] in factored else _KINDS[match["kind"]]
                 moments[kind][match["name"]] = name
                 groups[name] = match["group"]
-        for name, source in found.items():
+        for name, source in sources.items():
             if all(one in moments[EMA] for one in source.names):
                 self._sources[EMA, *name.split("/")] = self._stored(source, moments[EMA])
         groups_of: dict[LeafPath, str] = {}
@@ -222,7 +218,7 @@ class StoredPax:
             at = next((i for i, key in enumerate(path) if key in moments and key != EMA), None)
             if path[0] != OPT_STATE or at is None:
                 continue
-            source_of = found.get(join(path[at + 1 :]))
+            source_of = sources.get(join(path[at + 1 :]))
             names = moments[path[at]]
             if source_of is None or not all(one in names for one in source_of.names):
                 continue
@@ -233,8 +229,8 @@ class StoredPax:
                 weight_shape = self._shapes[self._weights[source_of.names[0]]]
                 if source.lacks_heads(weight_shape, like[PARAMS, *path[at + 1 :]].shape):
                     continue  # Its factors are over other dimensions.
-                spec, wanted = self._arrays.specs[source.names[0]], like[path].dtype
-                if slot := _find_slot(path[at], source, weight_shape, spec, dtype=wanted):
+                spec, dtype = self._arrays.specs[source.names[0]], like[path].dtype
+                if slot := _find_slot(path[at], source, weight_shape, spec, dtype=dtype):
                     self._sources[path] = slot
             elif not _IS_CORRECTED.fullmatch(source.names[0]):
                 self._sources[path] = source
@@ -246,9 +242,9 @@ class StoredPax:
             if path[0] == OPT_STATE and path[-1] == _COUNT and name in self._arrays.specs:
                 self._sources[path] = _Count(name)
 
-    def _add_rest(self, found: Mapping[str, WeightSource]) -> None:
+    def _add_rest(self, sources: Mapping[str, WeightSource]) -> None:
         """Add weights that the map lacks, under their own names."""
-        mapped = {name for source in found.values() for name in source.names}
+        mapped = {name for source in sources.values() for name in source.names}
         for name in self._arrays.specs:
             match = _WEIGHT.fullmatch(name)
             if match and not (match["collection"] == PARAMS and match["name"] in mapped):
@@ -267,11 +263,11 @@ class StoredPax:
             source = source.source
         shapes = {self._shapes[name] for name in source.names}
         stored = self._shapes[source.names[0]]
-        wanted = like.get(path) or like[PARAMS, *path[1:]]
+        target = like.get(path) or like[PARAMS, *path[1:]]
         try:
             if len(shapes) > 1:
                 raise ValueError(f"layers of shapes {sorted(map(list, shapes))}")
-            shape = source.shape_of(stored, tuple(wanted.shape))
+            shape = source.shape_of(stored, tuple(target.shape))
         except ValueError as error:
             raise DamagedCheckpointError(
                 str(error), owner=self.label, field=source.names[0], value=list(stored)
@@ -287,11 +283,7 @@ def _logical_shapes(
     if not path.is_file():
         return {name: spec.shape for name, spec in specs.items()}
     try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_METADATA_BYTES + 1)
-        if len(content) > _MAX_METADATA_BYTES:
-            raise DocumentError(f"expected at most {_MAX_METADATA_BYTES:,} bytes")
-        metadata = parse_json(content.decode())
+        metadata = parse_json(read_text(path, max_bytes=_MAX_METADATA_BYTES))
         recorded: dict[str, tuple[int, ...]] = {}
         if isinstance(metadata, dict):
             _collect_shapes(metadata.get("train_state_metadata"), (), recorded)
@@ -310,15 +302,15 @@ def _logical_shapes(
     return shapes
 
 
-def _collect_shapes(node: Any, path: LeafPath, found: dict[str, tuple[int, ...]]) -> None:
+def _collect_shapes(node: Any, path: LeafPath, shapes: dict[str, tuple[int, ...]]) -> None:
     if not isinstance(node, dict):
         return
     shape = node.get("unpadded_shape")
     if isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape):
-        found[join(path)] = tuple(shape)
+        shapes[join(path)] = tuple(shape)
         return
     for key, child in node.items():
-        _collect_shapes(child, (*path, key), found)
+        _collect_shapes(child, (*path, key), shapes)
 
 
 def _adam_decays(optimizer: optax.GradientTransformation) -> dict[str, float]:

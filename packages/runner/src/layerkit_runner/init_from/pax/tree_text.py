@@ -70,8 +70,8 @@ class _Parser:
         if token["leaf"]:
             yield path
         elif token["custom"]:
-            found = self._take(_CLASS, "the class of a node")
-            names = _children_of(found["name"], found["data"])
+            match = self._take(_CLASS, "the class of a node")
+            names = _children_of(match["name"], match["data"])
             opener = self._take(_TOKEN, "children")["open"]
             if opener != "[":
                 raise self._error("[")
@@ -117,8 +117,8 @@ class _Parser:
             raise self._error(character)
 
     def _error(self, expected: str) -> ValueError:
-        found = self._text[self._at : self._at + 40]
-        return ValueError(f"expected {expected} at character {self._at}, found {found!r}")
+        rest = self._text[self._at : self._at + 40]
+        return ValueError(f"expected {expected} at character {self._at}, found {rest!r}")
 
 
 def _children_of(name: str, data: str) -> Iterator[str]:
