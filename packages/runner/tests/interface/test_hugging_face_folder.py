@@ -198,7 +198,7 @@ def test_folder_without_a_tokenizer_scores_ids_and_names_what_is_missing(
     module = config.Instantiate()
     expected = module.apply(variables, np.array(IDS), method=lambda m, ids: m.lm.logits(ids))
     np.testing.assert_allclose(model.logits(IDS), expected, atol=1e-4)
-    with raises(UserError, field="datasets"):
+    with raises(UserError, problem="no tokenizer"):
         model.generate("x")
     with raises(UserError, field="step", value=3):
         layerkit_runner.load(tmp_path, step=3)

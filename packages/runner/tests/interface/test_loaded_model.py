@@ -132,7 +132,7 @@ def test_wrong_options_and_folders_raise_with_data(
         model.generate("x", temperature=-1)
     with raises(UserError, field="ids"):
         model.logits([[0.5]])
-    with raises(UserError, owner=model.job.resolved.name, hint=""):
+    with raises(UserError, hint=""):
         model.generate("im", stream=Mock(side_effect=MemoryError))
     with raises(UserError, field="folder", value="jbo"):
         layerkit_runner.load(Path(run.job_log_dir).with_name("jbo"))
@@ -158,8 +158,6 @@ def test_arrays_of_ids_are_rows_and_ids_outside_the_vocabulary_are_errors(
         model.logits([-1, 3])
     with raises(UserError, field="prompts", value=1):
         model.score_ids([[5], [6]], prompts=[[7]])
-    with raises(UserError, field="seed"):
-        model.generate_ids([[5]], seed=2**40)
 
 
 @pytest.mark.slow
@@ -221,43 +219,19 @@ def test_standard_input_that_is_not_utf8_is_an_error_of_one_line(
 @pytest.mark.parametrize(
     ("method", "arguments", "field"),
     [
-        ("generate", {"prompts": None}, "prompts"),
-        ("generate", {"prompts": b"ab"}, "prompts"),
         ("generate", {"prompts": ["a", 5]}, "prompts[1]"),
         ("generate", {"prompts": "a\ud800"}, "prompts"),
-        ("generate", {"prompts": "a", "stream": 5}, "stream"),
-        ("generate", {"prompts": "a", "temperature": "1"}, "temperature"),
-        ("generate", {"prompts": "a", "temperature": True}, "temperature"),
         ("generate", {"prompts": "a", "temperature": float("nan")}, "temperature"),
-        ("generate", {"prompts": "a", "top_p": "1"}, "top_p"),
-        ("generate", {"prompts": "a", "top_k": 1.5}, "top_k"),
-        ("generate", {"prompts": "a", "max_new_tokens": "3"}, "max_new_tokens"),
-        ("generate", {"prompts": "a", "seed": None}, "seed"),
-        ("generate_ids", {"prompts": 5}, "prompts"),
-        ("generate_ids", {"prompts": [[1]], "stream": 5}, "stream"),
+        ("generate", {"prompts": "a", "top_p": 1.5}, "top_p"),
+        ("generate", {"prompts": "a", "max_new_tokens": 0}, "max_new_tokens"),
         ("generate_ids", {"prompts": [[[1, 2], [3]]]}, "prompts[0]"),
         ("score", {"texts": ["x", "y"], "prompts": "ab"}, "prompts"),
-        ("score", {"texts": ["x", 5]}, "texts[1]"),
-        ("score", {"texts": ["x"], "prompts": [None]}, "prompts[0]"),
         ("score_ids", {"ids": [[5]], "start_id": 10**6}, "start_id"),
-        ("score_ids", {"ids": [[5]], "start_id": "1"}, "start_id"),
-        ("score_ids", {"ids": [[5]], "prompts": 5}, "prompts"),
         ("logits", {"ids": [[1, 2], [3]]}, "ids"),
     ],
 )
-def test_arguments_of_a_wrong_type_are_errors_of_one_sentence(
+def test_invalid_arguments_are_errors_of_one_sentence(
     raises: Any, model: LoadedModel, method: str, arguments: dict[str, Any], field: str
 ):
     with raises(UserError, field=field):
         getattr(model, method)(**arguments)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [{"folder": 5}, {"step": "1"}, {"step": 1.5}, {"overrides": ["A=1"]}, {"overrides": {5: 1}}],
-)
-def test_arguments_of_load_of_a_wrong_type_are_errors(
-    raises: Any, run: TrainResult, arguments: dict[str, Any]
-):
-    with raises(UserError, field=next(iter(arguments))):
-        layerkit_runner.load(**{"folder": run.job_log_dir, **arguments})

@@ -33,21 +33,18 @@ def get_experiment(
     Raises:
       UserError: The experiment is unknown, or an override does not fit.
     """
-    given = dict(overrides or {})
-    deep = [as_override(path, given.pop(path)) for path in list(given) if "." in path]
+    fields = dict(overrides or {})
+    deep = [as_override(path, fields.pop(path)) for path in list(fields) if "." in path]
     if isinstance(experiment, ResolvedExperiment):
-        if given:
-            raise UsageError(
-                "fields of an experiment are set before its configs are made",
-                owner=experiment.name,
-                field="overrides",
-                value=next(iter(given)),
-                expected="a path into its configs, such as task.train.num_train_steps",
-            )
+        if fields:
+            problem = "fields of an experiment are set before its configs are made"
+            expected = "a path into its configs, such as task.train.num_train_steps"
+            value = next(iter(fields))
+            raise UsageError(problem, field="overrides", value=value, expected=expected)
         return with_overrides(experiment, deep)
     if isinstance(experiment, BaseExperiment):
-        return resolve(type(experiment)(**{**changed_fields(experiment), **given}), deep)
-    return resolve(experiment_class(experiment)(**given), deep)
+        return resolve(type(experiment)(**{**changed_fields(experiment), **fields}), deep)
+    return resolve(experiment_class(experiment)(**fields), deep)
 
 
 def experiment_class(experiment: str | type[BaseExperiment]) -> type[BaseExperiment]:
@@ -55,16 +52,12 @@ def experiment_class(experiment: str | type[BaseExperiment]) -> type[BaseExperim
     if isinstance(experiment, type) and issubclass(experiment, BaseExperiment):
         return experiment
     if not isinstance(experiment, str):
-        raise UsageError(
-            field="experiment",
-            value=experiment,
-            expected="a name, a class derived from BaseExperiment, or an instance of it",
-        )
+        raise UsageError(field="experiment", value=experiment, expected="a name, or an experiment")
     # A class that a notebook or a script defines is in no file that could be searched.
     module, _, name = experiment.rpartition(".")
-    found = getattr(sys.modules.get(module), name, None)
-    if isinstance(found, type) and issubclass(found, BaseExperiment):
-        return found
+    cls = getattr(sys.modules.get(module), name, None)
+    if isinstance(cls, type) and issubclass(cls, BaseExperiment):
+        return cls
     return load_experiment(find_experiment(experiment, flag="experiment"))
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from layerkit.config import build, is_config
+from layerkit.config.checks import check_integers, check_non_negative, require
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding import SampleDecoder
 from layerkit_inputs.base.special_ids import Tokenizer, first_ids
@@ -65,60 +67,41 @@ def _power_of_two(number: int) -> int:
 
 def token_rows(rows: Iterable[Any], field: str, *, vocab_size: int | None) -> list[np.ndarray]:
     """Return the token ids of several texts, each int32 `[tokens]`; `field` is for messages."""
-    if not isinstance(rows, Iterable):
-        raise UsageError(field=field, value=rows, expected="a list of token ids for each text")
-    found = [as_tokens(each, where=f"{field}[{row}]") for row, each in enumerate(rows)]
-    for row, ids in enumerate(found):
+    arrays = [as_tokens(ids, where=f"{field}[{row}]") for row, ids in enumerate(rows)]
+    for row, ids in enumerate(arrays):
         check_vocabulary(ids, f"{field}[{row}]", vocab_size=vocab_size)
-    return found
+    return arrays
 
 
 def token_array(ids: Any, field: str, *, vocab_size: int | None) -> np.ndarray:
     """Return token ids int32 `[rows, length]` or `[length]`."""
     array = as_array(ids)
     if array.ndim not in (1, 2) or not array.size or array.dtype.kind not in "iu":
-        raise UsageError(
-            field=field,
-            value=f"{array.dtype}{list(array.shape)}",
-            expected="token ids [rows, length] or [length]",
+        shown, expected = (
+            f"{array.dtype}{list(array.shape)}",
+            "token ids [rows, length] or [length]",
         )
+        raise UsageError(field=field, value=shown, expected=expected)
     check_vocabulary(array, field, vocab_size=vocab_size)
     return array.astype(np.int32)
 
 
 def check_vocabulary(ids: np.ndarray, field: str, *, vocab_size: int | None) -> None:
     """Raise `UsageError` for an id that the model has no embedding of, whose logits are NaN."""
-    if not ids.size or vocab_size is None:
-        return
-    for found in (int(ids.min()), int(ids.max())):
-        if not 0 <= found < vocab_size:
-            raise UsageError(field=field, value=found, expected=f"ids from 0 to {vocab_size - 1}")
+    if vocab_size is not None and (unknown := ids[(ids < 0) | (ids >= vocab_size)]).size:
+        expected = f"ids from 0 to {vocab_size - 1}"
+        raise UsageError(field=field, value=int(unknown[0]), expected=expected)
 
 
 def text_list(texts: Any, field: str) -> list[str]:
     """Return a text, or several, as a list; `field` is for messages."""
-    is_list = isinstance(texts, Iterable) and not isinstance(texts, (str, bytes, Mapping))
-    listed = list(texts) if is_list else [texts]
+    listed = [texts] if isinstance(texts, str) else list(texts)
     for row, text in enumerate(listed):
-        name = f"{field}[{row}]" if is_list else field
+        name = field if isinstance(texts, str) else f"{field}[{row}]"
         if not isinstance(text, str):
-            expected = "a text" if is_list else "a text, or a list of texts"
-            raise UsageError(field=name, value=text, expected=expected)
+            raise UsageError(field=name, value=text, expected="a text")
         check_utf8(text, field=name)
     return listed
-
-
-def check_stream(stream: Any) -> None:
-    """Raise `UsageError` unless a stream is a function or None."""
-    if stream is not None and not callable(stream):
-        raise UsageError(field="stream", value=stream, expected="a function, or None")
-
-
-def check_one_each(prompts: Sequence[Any], texts: Sequence[Any]) -> None:
-    """Raise `UsageError` unless there is one prompt for each text."""
-    if len(prompts) != len(texts):
-        expected = f"one for each of {len(texts)} texts"
-        raise UsageError(field="prompts", value=len(prompts), expected=expected)
 
 
 def prompt_ids(
@@ -163,28 +146,20 @@ class GenerateOptions:
 
         A decoder of another class than `SampleDecoder` gives greedy decoding.
         """
-        own = decoder if isinstance(decoder, SampleDecoder) else SampleDecoder(temperature=0.0)
-        defaults = {
+        sampling = decoder if isinstance(decoder, SampleDecoder) else SampleDecoder(temperature=0.0)
+        values = {
             "max_new_tokens": decoder.max_decode_steps,
-            "temperature": own.temperature,
-            "top_k": own.top_k or 0,
-            "top_p": 1.0 if own.top_p is None else own.top_p,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k or 0,
+            "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
         }
-        given = {name: getattr(self, name) for name in defaults}
-        values = {name: defaults[name] if given[name] is None else given[name] for name in given}
+        values |= {name: v for name in values if (v := getattr(self, name)) is not None}
         top_p = values["top_p"]
-        for name, is_valid, expected in (
-            ("max_new_tokens", _is_integer(values["max_new_tokens"], 1), "a positive integer"),
-            ("temperature", _is_number(values["temperature"], 0), "a number of 0 or more"),
-            ("top_k", _is_integer(values["top_k"], 0), "an integer of 0 or more"),
-            ("top_p", _is_number(top_p, 0) and 0 < top_p <= 1, "a number above 0 and at most 1"),
-        ):
-            if not is_valid:
-                raise UsageError(field=name, value=values[name], expected=expected)
-        if not _is_integer(self.seed, 0):
-            expected = "an integer from 0 to 2**31 - 1"
-            raise UsageError(field="seed", value=self.seed, expected=expected)
-        values["max_new_tokens"] = int(values["max_new_tokens"])
+        check_integers(None, minimum=1, max_new_tokens=values["max_new_tokens"])
+        check_integers(None, minimum=0, top_k=values["top_k"], seed=self.seed)
+        check_non_negative(None, temperature=values["temperature"])
+        require(0 < top_p <= 1, None, "top_p", top_p, "a number above 0 and at most 1")
+        values["max_new_tokens"] = int(values["max_new_tokens"])  # NumPy's integers lack methods
         max_length = decoder.max_length if self.max_new_tokens is None else None
         return dataclasses.replace(self, **values, max_length=max_length)
 
@@ -220,11 +195,9 @@ def prompt_batch(
         if len(prompt) == 0:
             raise UsageError(field=f"prompts[{row}]", value=[], expected="at least one token id")
         if limits[row] <= 0:
+            expected = f"less than the default max_length={options.max_length}, or max_new_tokens"
             raise UsageError(
-                field=f"length of prompts[{row}]",
-                value=len(prompt),
-                expected=f"less than the default max_length={options.max_length}",
-                hint="Set max_new_tokens.",
+                field=f"length of prompts[{row}]", value=len(prompt), expected=expected
             )
     rows, widest = buckets.rows(len(prompts)), max(map(len, prompts))
     width, steps = buckets.prompt_and_steps(widest, max(limits))
@@ -257,16 +230,6 @@ def _row_ids(prompts: Sequence[Any], rows: int) -> np.ndarray:
     return row_ids
 
 
-def _is_number(value: Any, least: float) -> bool:
-    is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-    return is_number and least <= value < float("inf")
-
-
-def _is_integer(value: Any, least: int) -> bool:
-    is_number = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    return is_number and least <= value < 2**31
-
-
 class NoTokenizerError(UsageError):
     """An experiment whose data sets have no tokenizer."""
 
@@ -290,20 +253,12 @@ def find_tokenizer(
                 return build(tokenizer)
         for config in configs:
             source = make_input(config, partitioner)
-            try:
-                found = source.text_tokenizer(key)
-            finally:
-                source.close()
-            if found is not None:
-                return found
+            with contextlib.closing(source):
+                opened = source.text_tokenizer(key)
+            if opened is not None:
+                return opened
         if (tokenizer := resolved.experiment.tokenizer()) is not None:
             return build(tokenizer)
-    raise NoTokenizerError(
-        "no tokenizer",
-        owner=resolved.name,
-        field="datasets",
-        value=[field_value(config, "name") for config in configs],
-        expected="a data set with a tokenizer, a method tokenizer() of the experiment, or a folder"
-        " with tokenizer.json",
-        hint="Call generate_ids, score_ids and logits with token ids.",
-    )
+    expected = "a data set with a tokenizer, or a method tokenizer() of the experiment"
+    hint = "Call generate_ids, score_ids and logits with token ids."
+    raise NoTokenizerError("no tokenizer", owner=resolved.name, expected=expected, hint=hint)

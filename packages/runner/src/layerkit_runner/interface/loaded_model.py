@@ -21,8 +21,6 @@ from layerkit_runner.interface.generation import (
     GenerateOptions,
     Ids,
     NoTokenizerError,
-    check_one_each,
-    check_stream,
     check_vocabulary,
     find_tokenizer,
     prompt_batch,
@@ -46,15 +44,21 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 _COLUMNS_AT_A_TIME = 64
 
 
-def _with_job_errors(method: Method) -> Method:
+def _raising_job_errors(method: Method) -> Method:
     """Return a method of `LoadedModel` that raises errors of layers and memory as `UsageError`."""
 
     @functools.wraps(method)
     def call(self: LoadedModel, *args: Any, **options: Any) -> Any:
-        with job_errors(method.__name__, self.job.resolved):
+        with job_errors(method.__name__.strip("_"), self.job.resolved):
             return method(self, *args, **options)
 
     return cast(Method, call)
+
+
+def _check_one_each(prompts: Sequence[Any], texts: Sequence[Any]) -> None:
+    if len(prompts) != len(texts):
+        expected = f"one for each of {len(texts)} texts"
+        raise UsageError(field="prompts", value=len(prompts), expected=expected)
 
 
 class LoadedModel:
@@ -145,7 +149,6 @@ class LoadedModel:
           UserError: The model cannot decode or has no tokenizer, or an option is out of range.
         """
         texts = text_list(prompts, "prompts")
-        check_stream(stream)
         has_source = self._has_source
         source = self._tokenizer("src") if has_source else self.tokenizer
         target = self._tokenizer("tgt") if has_source else source
@@ -157,22 +160,14 @@ class LoadedModel:
             if stream is not None and piece:
                 stream(row, piece)
 
-        found = self.generate_ids(
-            rows,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            stream=None if stream is None else pass_on,
-        )
-        for row, (text_stream, ids) in enumerate(zip(streams, found, strict=True)):
+        options = GenerateOptions(max_new_tokens, temperature, top_k, top_p, seed)
+        new_ids = self._generate_ids(rows, options, None if stream is None else pass_on)
+        for row, (text_stream, ids) in enumerate(zip(streams, new_ids, strict=True)):
             text_stream.ids = ids.tolist()
             if stream is not None and (piece := text_stream.rest()):
                 stream(row, piece)
         return [text_stream.text() for text_stream in streams]
 
-    @_with_job_errors
     def generate_ids(
         self,
         prompts: Sequence[Ids],
@@ -203,10 +198,18 @@ class LoadedModel:
         Raises:
           UserError: As for `generate`.
         """
+        options = GenerateOptions(max_new_tokens, temperature, top_k, top_p, seed)
+        return self._generate_ids(prompts, options, stream)
+
+    @_raising_job_errors
+    def _generate_ids(
+        self,
+        prompts: Sequence[Ids],
+        options: GenerateOptions,
+        stream: Callable[[int, int], object] | None,
+    ) -> list[np.ndarray]:
         self._check_generates()
-        check_stream(stream)
-        given = GenerateOptions(max_new_tokens, temperature, top_k, top_p, seed)
-        options = given.filled(self.model.decoder)
+        options = options.filled(self.model.decoder)
         size = self._vocab_size(of_source=self._has_source)
         prompts = token_rows(prompts, "prompts", vocab_size=size)
         if not prompts:
@@ -215,7 +218,7 @@ class LoadedModel:
         decoder = model_calls.decoder_for(
             self.model, max_new_tokens=steps, is_greedy=options.is_greedy, eos_id=self._eos_id
         )
-        rows = self._start(decoder)(self._state, batch, np.int32(seed))
+        rows = self._start(decoder)(self._state, batch, np.int32(options.seed))
         column = int(rows.column)
         lengths = np.asarray(rows.lengths)
         while not np.all(rows.ended):
@@ -226,8 +229,8 @@ class LoadedModel:
                 ids = np.asarray(rows.ids[:, column - 1])
                 for row in np.flatnonzero(lengths > before):
                     stream(int(row), int(ids[row]))
-        found = jax.device_get((rows.ids, rows.prompt_lengths, rows.lengths))
-        return [ids[start:end] for _, ids, start, end in zip(prompts, *found, strict=False)]
+        outputs = jax.device_get((rows.ids, rows.prompt_lengths, rows.lengths))
+        return [ids[start:end] for _, ids, start, end in zip(prompts, *outputs, strict=False)]
 
     def score(
         self, texts: str | Sequence[str], *, prompts: str | Sequence[str] | None = None
@@ -246,10 +249,7 @@ class LoadedModel:
         Raises:
           UserError: The model predicts no next tokens, or has no tokenizer or too few positions.
         """
-        is_alone, texts = isinstance(texts, str), text_list(texts, "texts")
-        if isinstance(prompts, str) and not is_alone:
-            expected = f"a list of {len(texts)} texts, one for each of `texts`"
-            raise UsageError(field="prompts", value=prompts, expected=expected)
+        texts = text_list(texts, "texts")
         is_source = self._has_source
         first = self._tokenizer("src") if is_source else self.tokenizer
         second = self._tokenizer("tgt") if is_source else self.tokenizer
@@ -259,14 +259,14 @@ class LoadedModel:
         before = None
         if prompts is not None:
             prompts = text_list(prompts, "prompts")
-            check_one_each(prompts, texts)
+            _check_one_each(prompts, texts)
             before = [
                 prompt_ids(prompt, first, is_source=is_source, following=after)
                 for prompt, after in zip(prompts, ids, strict=True)
             ]
         return self.score_ids(ids, prompts=before)
 
-    @_with_job_errors
+    @_raising_job_errors
     def score_ids(
         self,
         ids: Sequence[Ids],
@@ -288,7 +288,7 @@ class LoadedModel:
         if prompts is not None:
             of_source = self._vocab_size(of_source=self._has_source)
             prompts = token_rows(prompts, "prompts", vocab_size=of_source)
-            check_one_each(prompts, ids)
+            _check_one_each(prompts, ids)
         elif self._has_source:
             expected = "the source of each text, for this model"
             raise UsageError(field="prompts", value=None, expected=expected)
@@ -306,7 +306,7 @@ class LoadedModel:
             rows = text_rows(before, ids, self._buckets, is_prefix=is_prefix)
         return rows.scores(self._call("score", model_calls.token_log_probs, rows.batch))
 
-    @_with_job_errors
+    @_raising_job_errors
     def logits(self, ids: Any, *, source: Any = None) -> np.ndarray:
         """Compute the logits of the token after each position.
 
@@ -334,11 +334,11 @@ class LoadedModel:
                 raise UsageError(field="source", value=list(sources.shape), expected=expected)
             other = self._in_bucket(np.atleast_2d(sources))
             batch = NestedMap(**batch, source=other.ids, source_lengths=other.lengths)
-        found = self._call("logits", model_calls.token_logits, batch)
-        cut = found[: len(rows), : array.shape[-1]]
+        padded = self._call("logits", model_calls.token_logits, batch)
+        cut = padded[: len(rows), : array.shape[-1]]
         return cut[0] if array.ndim == 1 else cut
 
-    @_with_job_errors
+    @_raising_job_errors
     def evaluate(self) -> dict[str, dict[str, float]]:
         """Evaluate the held-out data sets of the experiment; return metrics by data set.
 
@@ -347,10 +347,8 @@ class LoadedModel:
         """
         programs = eval_programs(self.job)
         if not programs:
-            raise UsageError(
-                "there is no held-out data set to evaluate",
-                owner=f"{self.job.resolved.name}.datasets()",
-            )
+            owner = f"{self.job.resolved.name}.datasets()"
+            raise UsageError("there is no held-out data set to evaluate", owner=owner)
         observers = Observers([])
         return {p.name: dict(p.run(self._state, self.step, observers)) for p in programs}
 
@@ -395,21 +393,13 @@ class LoadedModel:
 
     def _check_predicts_next(self) -> None:
         if getattr(self._network_tpl, "is_causal", True) is False:
-            raise UsageError(
-                "the model does not predict next tokens",
-                field="model",
-                value=type(self.model).__qualname__,
-                expected="a causal language model, or an encoder-decoder",
-            )
+            name, expected = type(self.model).__qualname__, "a model that predicts next tokens"
+            raise UsageError(field="model", value=name, expected=expected)
 
     def _check_generates(self) -> None:
         if not self.model.can_decode or not hasattr(self.model, "decoder"):
-            raise UsageError(
-                "the model cannot generate",
-                field="model",
-                value=type(self.model).__qualname__,
-                expected="a model that decodes, such as LanguageModel or SequenceModel",
-            )
+            name, expected = type(self.model).__qualname__, "a model that decodes"
+            raise UsageError(field="model", value=name, expected=expected)
         self._check_predicts_next()
 
     @functools.cached_property

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 from layerkit.config import Config, Partial
@@ -67,16 +66,8 @@ def load(
     Raises:
       UserError: The folder has no such model, or the model does not fit the devices.
     """
-    if not isinstance(folder, (str, os.PathLike)):
-        raise UsageError(field="folder", value=folder, expected="a path")
-    is_step = isinstance(step, (int, np.integer)) and not isinstance(step, bool) and step >= 0
-    if step is not None and not is_step:
-        raise UsageError(field="step", value=step, expected="an integer of 0 or more, or None")
-    stated = {} if overrides is None else overrides
-    if not isinstance(stated, Mapping) or not all(isinstance(name, str) for name in stated):
-        raise UsageError(field="overrides", value=overrides, expected="a dict of values by path")
-    given = [as_override(name, value) for name, value in stated.items()]
-    return load_folder(os.fspath(folder), step=step, experiment=experiment, overrides=given)
+    added = [as_override(name, value) for name, value in (overrides or {}).items()]
+    return load_folder(os.fspath(folder), step=step, experiment=experiment, overrides=added)
 
 
 def load_folder(
@@ -120,27 +111,23 @@ def folder_experiment(
     kind = recognize(folder)
     if isinstance(kind, HuggingFaceFolder):
         # Absolute, since the working folder may change.
-        return _of_class(FolderModel, overrides, FOLDER=str(kind.directory)), folder
+        return _resolve_class(FolderModel, overrides, FOLDER=str(kind.directory)), folder
     if not isinstance(kind, CheckpointFolder):
-        raise UsageError(
-            "a checkpoint of Paxml has no configuration",
-            field="folder",
-            value=folder,
-            expected="a job folder, or a Hugging Face folder",
-            hint="Convert it: python -m layerkit_runner.tools.checkpoints convert --from=pax",
-        )
+        problem = "a checkpoint of Paxml has no configuration"
+        hint = "Convert it: python -m layerkit_runner.tools.checkpoints convert --from=pax"
+        raise UsageError(problem, field="folder", value=folder, hint=hint)
     is_default = kind.directory.name == "checkpoints"
     job_folder = str(kind.directory.parent if is_default else kind.directory)
     if experiment is None:
         resolved = _recorded(job_folder, overrides)
     elif isinstance(experiment, (str, type)):
-        resolved = _of_class(experiment_class(experiment), overrides)
+        resolved = _resolve_class(experiment_class(experiment), overrides)
     else:
         resolved = get_experiment(experiment, {o.path: parse_literal(o.text) for o in overrides})
     return resolved, job_folder
 
 
-def _of_class(
+def _resolve_class(
     cls: type[BaseExperiment], overrides: Sequence[Override], **values: Any
 ) -> ResolvedExperiment:
     declared = {name: text for name, text in experiment_fields(cls).items() if name not in values}
@@ -151,13 +138,13 @@ def _of_class(
 def _recorded(folder: str, overrides: Sequence[Override]) -> ResolvedExperiment:
     """Return the experiment that a job folder records, with further overrides."""
 
-    def resolved_with(added: Sequence[Override]) -> ResolvedExperiment:
+    def resolve_with(added: Sequence[Override]) -> ResolvedExperiment:
         flags = ParsedFlags(None, "export", tuple(added), RunOptions(job_log_dir=folder))
         flags = with_recorded_experiment(flags, lambda _: None)
-        return _of_class(experiment_class(flags.exp or ""), flags.overrides)
+        return _resolve_class(experiment_class(flags.exp or ""), flags.overrides)
 
-    resolved = resolved_with(overrides)
-    _check_unedited(folder, resolved, resolved_with(()) if overrides else resolved)
+    resolved = resolve_with(overrides)
+    _check_unedited(folder, resolved, resolve_with(()) if overrides else resolved)
     return resolved
 
 
@@ -168,7 +155,7 @@ def _check_unedited(
     recorded = read_recorded_config(folder)
     if recorded is None:
         return
-    now, before = (config_json(each)["config"] for each in (resolved, without_overrides))
+    now, before = (config_json(e)["config"] for e in (resolved, without_overrides))
     shared = [
         path
         for path, value in now.items()
@@ -180,14 +167,9 @@ def _check_unedited(
         {path: recorded.config[path] for path in shared}, {path: now[path] for path in shared}
     )
     if changed:
-        raise UsageError(
-            f"the model was trained with another configuration (recorded → now): {changed[0]}",
-            owner=folder,
-            field="experiment",
-            value=None,
-            expected="the experiment with the edited configs",
-            hint="Give it as load(…, experiment=…).",
-        )
+        problem = f"the model was trained with another configuration (recorded → now): {changed[0]}"
+        hint = "Give the experiment with the edited configs as load(…, experiment=…)."
+        raise UsageError(problem, owner=folder, hint=hint)
 
 
 def load_checkpoint(resolved: ResolvedExperiment, folder: str, step: int | None) -> LoadedModel:
@@ -203,13 +185,8 @@ def load_checkpoint(resolved: ResolvedExperiment, folder: str, step: int | None)
 def start_reading(resolved: ResolvedExperiment, folder: str) -> Job:
     """Build the parts of a job that only reads; nothing is written."""
     if jax.process_count() > 1:
-        raise UsageError(
-            "the Python interface runs in one process",
-            field="jax.process_count()",
-            value=jax.process_count(),
-            expected="1",
-            hint="Use the command `runner` for jobs of several processes.",
-        )
+        hint = "Use the command `runner` for jobs of several processes."
+        raise UsageError("the Python interface runs in one process", hint=hint)
     start_devices()
     partitioner, task = build_parts(resolved)
     partitioner.start()
