@@ -162,7 +162,7 @@ def from_each_process(make: Callable[[], Any]) -> list[Any]:
     for process, (_, text) in enumerate(answers):
         if text is not None:
             raise ValueError(f"process {process}: {text}")
-    return [each for each, _ in answers]
+    return [value for value, _ in answers]
 
 
 def from_process_0(make: Callable[[], Any]) -> Any:
@@ -377,14 +377,14 @@ def bind_address(host: str) -> str:
     machine, or is a name that resolves to the loopback interface, maybe only here.
     """
     try:
-        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, 0)}
+        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, 0)}
     except OSError:
         return _ALL_INTERFACES
     if host == "localhost":
-        return "127.0.0.1" if "127.0.0.1" in found else found.pop()
-    if len(found) != 1:
+        return "127.0.0.1" if "127.0.0.1" in addresses else addresses.pop()
+    if len(addresses) != 1:
         return _ALL_INTERFACES
-    (address,) = found
+    (address,) = addresses
     if address != host and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         return _ALL_INTERFACES
     try:

@@ -55,11 +55,11 @@ def check_processes(flags: RunOptions, environ: Mapping[str, str]) -> None:
     address = flags.coordinator_address
     is_auto = address in (None, AUTO_ADDRESS)
     if flags.num_processes == 1 or launch is None or launch.num_processes == 1:
-        given = {"num_processes": flags.num_processes, "process_id": flags.process_id}
-        if tuple(given.values()) in ((1, None), (1, 0)):
+        numbers = {"num_processes": flags.num_processes, "process_id": flags.process_id}
+        if tuple(numbers.values()) in ((1, None), (1, 0)):
             return
-        needs_address = address is None and set(given.values()) != {None}
-        missing = [name for name, value in given.items() if value is None and not is_auto]
+        needs_address = address is None and set(numbers.values()) != {None}
+        missing = [name for name, value in numbers.items() if value is None and not is_auto]
         if needs_address or missing:
             raise UsageError(
                 "cannot find the other processes",
@@ -116,10 +116,10 @@ def local_device_ids(launch: Launch | None, environ: Mapping[str, str]) -> list[
     visible = environ.get("CUDA_VISIBLE_DEVICES", environ.get("ROCR_VISIBLE_DEVICES"))
     if not visible or launch.local_id is None:
         return None if launch.jax_knows or launch.local_id is None else [launch.local_id]
-    each, rest = divmod(len(visible.split(",")), launch.num_local)
-    if each == 0 or rest != 0:
+    count, rest = divmod(len(visible.split(",")), launch.num_local)
+    if count == 0 or rest != 0:
         return []  # fewer GPUs than processes: the launcher assigned them
-    return [launch.local_id * each + offset for offset in range(each)]
+    return [launch.local_id * count + offset for offset in range(count)]
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Launch | None:

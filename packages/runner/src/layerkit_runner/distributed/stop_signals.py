@@ -374,11 +374,11 @@ class StopAgreement:
 
     def _wait(self) -> tuple[int, Requests]:
         progress("agreeing with the other processes on the last step", waits_for_others=True)
-        while len(found := self._list("at")) < self._num_processes:
+        while len(requests := self._list("at")) < self._num_processes:
             time.sleep(_WAIT_SECONDS)
-        last = max(each["started"] for each in found)
-        stop = max(each["stop"] for each in found)
-        return last, Requests(stop=stop, saves=any(each["saves"] for each in found))
+        last = max(request["started"] for request in requests)
+        stop = max(request["stop"] for request in requests)
+        return last, Requests(stop=stop, saves=any(request["saves"] for request in requests))
 
     def _watch(self) -> None:
         while not self._ended.wait(_POLL_SECONDS):
@@ -416,5 +416,5 @@ class StopAgreement:
         self._store.key_value_set(key, json.dumps(value), allow_overwrite=True)
 
     def _list(self, name: str) -> list[Any]:
-        found = self._store.key_value_dir_get(f"{_KEY}/{self._round}/{name}/")
-        return [json.loads(value) for _, value in found]
+        entries = self._store.key_value_dir_get(f"{_KEY}/{self._round}/{name}/")
+        return [json.loads(value) for _, value in entries]

@@ -158,11 +158,11 @@ def private_folder(path: Path) -> Path:
     """
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        what = f"belongs to user {found.st_uid}"
-        if not stat.S_ISDIR(found.st_mode):
-            what = "is a symbolic link" if stat.S_ISLNK(found.st_mode) else "is a file"
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        what = f"belongs to user {status.st_uid}"
+        if not stat.S_ISDIR(status.st_mode):
+            what = "is a symbolic link" if stat.S_ISLNK(status.st_mode) else "is a file"
         raise _unsafe(path, what, f"a folder of user {os.getuid()}")
     path.chmod(0o700)
     return path
@@ -197,7 +197,7 @@ def is_remote(path: os.PathLike[str] | str) -> bool:
     return "://" in os.fspath(path)
 
 
-def _unsafe(path: os.PathLike[str] | str, found: str, expected: str) -> UnsafePathError:
+def _unsafe(path: os.PathLike[str] | str, what: str, expected: str) -> UnsafePathError:
     return UnsafePathError(
-        f"{os.fspath(path)} {found}. Expected {expected}. Delete it, or use another folder."
+        f"{os.fspath(path)} {what}. Expected {expected}. Delete it, or use another folder."
     )

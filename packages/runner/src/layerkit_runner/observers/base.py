@@ -433,7 +433,7 @@ def _removed(observer: Observer, error: BaseException) -> str:
 def _place(observer: Observer, frames: traceback.StackSummary) -> str:
     """Return the innermost line of the observer's module, as `(file.py:12)`, or else of any."""
     own_file = getattr(sys.modules.get(type(observer).__module__), "__file__", None)
-    frame = next((each for each in reversed(frames) if each.filename == own_file), frames[-1])
+    frame = next((f for f in reversed(frames) if f.filename == own_file), frames[-1])
     return f"({os.path.basename(frame.filename)}:{frame.lineno})"
 
 
@@ -448,11 +448,11 @@ def build_observers(configs: Iterable[Config]) -> list[Observer]:
         try:
             observer = config.Instantiate()
         except (TypeError, ValueError) as error:
-            found = to_usage_error(error, owner=field)
-            if found.owner == field:  # an error of Config names the class itself
+            usage_error = to_usage_error(error, owner=field)
+            if usage_error.owner == field:  # an error of Config names the class itself
                 target = target_of(config)
-                found.owner = f"{field}: {getattr(target, '__name__', repr(target))}"
-            raise found from error
+                usage_error.owner = f"{field}: {getattr(target, '__name__', repr(target))}"
+            raise usage_error from error
         if not isinstance(observer, Observer):
             raise UsageError(
                 "not an observer",

@@ -98,8 +98,8 @@ def smooth(values: Sequence[float], *, half_width: int) -> list[float]:
 
 
 def _points(records: Sequence[Record], key: str) -> tuple[list[float], list[float]]:
-    found = [(r["step"], r[key]) for r in records if math.isfinite(r.get(key, math.nan))]
-    return [x for x, _ in found], [y for _, y in found]
+    points = [(r["step"], r[key]) for r in records if math.isfinite(r.get(key, math.nan))]
+    return [x for x, _ in points], [y for _, y in points]
 
 
 def _draw_training(axes: Axes, metrics: Metrics, key: str) -> list[float]:

@@ -96,19 +96,19 @@ def _run(words: Sequence[str]) -> int:
     command = read_command(others, _FLAGS, kind="command", page=__doc__ or "")
     if command is None:
         return 0
-    name, given, paths = command
-    if overrides and "exp" not in given:
+    name, values, paths = command
+    if overrides and "exp" not in values:
         known = [flag.name for flag in _FLAGS[name]]
         raise unknown_flag(overrides[0].partition("=")[0], known)
     places = ["DIR", "DEST"] if name == "convert" else ["DIR"]
     if len(paths) != len(places):
         raise UsageError(field="folders", value=paths, expected=" and ".join(places))
     if name == "convert":
-        if "to" not in given:
+        if "to" not in values:
             raise UsageError("missing flag", field="--to", choices=_TARGETS)
-        return _convert(*paths, overrides=overrides, origin=given.pop("from", None), **given)
+        return _convert(*paths, overrides=overrides, origin=values.pop("from", None), **values)
     runs: dict[str, Callable[..., int]] = {"list": _list, "verify": _verify, "show": _show}
-    return runs[name](*paths, **given)
+    return runs[name](*paths, **values)
 
 
 def _list(folder: str, *, read: bool = False) -> int:
@@ -185,13 +185,13 @@ def _verify(folder: str, *, step: int | None = None) -> int:
 
     directory = _existing(folder)
     is_damaged = False
-    for each in _steps(directory, step):
-        path = folders.step_folder(directory, each)
+    for number in _steps(directory, step):
+        path = folders.step_folder(directory, number)
         findings = integrity.verify(path)
         damage = [finding for finding in findings if finding.is_damage]
         nonfinite = [] if damage else conversion.nonfinite_arrays(path)
         verdict = "DAMAGED" if damage else "NOT FINITE" if nonfinite else "intact"
-        print(f"step {each}: {verdict}", flush=True)
+        print(f"step {number}: {verdict}", flush=True)
         for finding in findings:
             print(f"  {finding}")
         if nonfinite:
@@ -348,13 +348,13 @@ def _recorded_evaluations(directory: epath.Path) -> Evaluations:
         raise recast(StorageError, error) from error
 
 
-def _steps(directory: epath.Path, wanted: int | None) -> list[int]:
+def _steps(directory: epath.Path, step: int | None) -> list[int]:
     steps = folders.committed_steps(directory)
-    if wanted is None:
+    if step is None:
         return steps
-    if wanted not in steps:
-        raise UsageError(owner=str(directory), field="--step", value=wanted, choices=steps)
-    return [wanted]
+    if step not in steps:
+        raise UsageError(owner=str(directory), field="--step", value=step, choices=steps)
+    return [step]
 
 
 def _use_cpu() -> None:

@@ -108,7 +108,7 @@ def _study(flags: ParsedFlags) -> int:
 
     entry, reduced = find_experiment(flags.exp or ""), bool(flags.values.get("reduced"))
     check_folder(flags)
-    return run_study(flags, lambda given: resolve_entry(entry, given, reduced=reduced))
+    return run_study(flags, lambda overrides: resolve_entry(entry, overrides, reduced=reduced))
 
 
 PLAN = Mode("compile the training step without the devices; print memory and traffic", _plan)

@@ -102,18 +102,20 @@ class Finding(NamedTuple):
 def run_doctor(words: Sequence[str]) -> int:
     """Check this machine, print the page or the JSON object, and return the exit code."""
     rows = [row for row in FLAGS if row.name in ("job_log_dir", "json", "help")]
-    given, _ = read_flags(words, rows)
-    if given.get("help"):
+    values, _ = read_flags(words, rows)
+    if values.get("help"):
         print("\n".join(["runner doctor [flags]", "", _HELP, "", *table(flag_rows(rows))]))
         return 0
-    began, as_json = time.monotonic(), given.get("json", False)
+    began, as_json = time.monotonic(), values.get("json", False)
     findings: dict[str, Finding] = {}
-    for name, finding in run_checks(given.get("job_log_dir", ".")):
+    for name, finding in run_checks(values.get("job_log_dir", ".")):
         findings[name] = finding
         for line in () if as_json else finding.lines:
             heading = name if line is finding.lines[0] else ""
             print(textwrap.fill(f"{heading:<13}{line}", 100, subsequent_indent=_INDENT), flush=True)
-    problems = [(name, problem) for name, found in findings.items() for problem in found.problems]
+    problems = [
+        (name, problem) for name, finding in findings.items() for problem in finding.problems
+    ]
     fails = any(problem.fails for _, problem in problems)
     seconds = round(time.monotonic() - began, 1)
     if as_json:
@@ -122,7 +124,7 @@ def run_doctor(words: Sequence[str]) -> int:
         record = {"checks": checks, "problems": records, "works": not fails, "seconds": seconds}
         print(json.dumps(record), flush=True)
         return 1 if fails else 0
-    for _, problem in sorted(problems, key=lambda each: not each[1].fails):
+    for _, problem in sorted(problems, key=lambda problem: not problem[1].fails):
         text = f"{'FAILS' if problem.fails else 'warning'}: {problem.what}"
         print("", textwrap.fill(text, 100, subsequent_indent="  "), sep="\n")
         print(textwrap.fill(f"  → {problem.to_do}", 100, subsequent_indent="    "))
@@ -172,8 +174,8 @@ def run_in_process(
         text = stdout.read().decode(errors="replace")
         lines = stderr.read().decode(errors="replace").splitlines()
     if code == 0 and text:
-        found, values, problems = json.loads(text)
-        return Finding(found, values, [Problem(*problem) for problem in problems])
+        lines, values, problems = json.loads(text)
+        return Finding(lines, values, [Problem(*problem) for problem in problems])
     errors = [line.strip() for line in lines if line.strip() and not _FRAME.match(line)]
     problem = Problem(
         f"{name}: the process ended with exit code {code}: {' '.join(errors[-4:])}",
@@ -205,18 +207,18 @@ def main(name: str, folder: str) -> None:
 
 def check_packages() -> Finding:
     """Report versions of packages, and plugins that do not fit jaxlib; see also `pip check`."""
-    found: dict[str, str] = {}
+    installed: dict[str, str] = {}
     for name in (*_OWN_PACKAGES, *_PACKAGES):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
     problems = []
-    jaxlib = found.get("jaxlib")
+    jaxlib = installed.get("jaxlib")
     for name in _PLUGINS:
-        if found.get(name, jaxlib) != jaxlib:
-            what = f"{name} {found[name]} is for another jaxlib than the installed {jaxlib}."
+        if installed.get(name, jaxlib) != jaxlib:
+            what = f"{name} {installed[name]} is for another jaxlib than the installed {jaxlib}."
             problems.append(Problem(what, f"pip install 'jax[{name.split('-')[1]}]=={jaxlib}'"))
-    line = ", ".join(f"{name} {version}" for name, version in found.items())
-    return Finding([line], found, problems)
+    line = ", ".join(f"{name} {version}" for name, version in installed.items())
+    return Finding([line], installed, problems)
 
 
 def check_host() -> Finding:
@@ -250,10 +252,10 @@ def memory_sizes() -> dict[str, int]:
     return sizes
 
 
-def check_folder(given: str) -> Finding:
+def check_folder(folder: str) -> Finding:
     """Write a file in a job folder or store and read it back; raise OSError on failure."""
-    is_store = "://" in given
-    where = given if is_store else os.path.abspath(os.path.expanduser(given))
+    is_store = "://" in folder
+    where = folder if is_store else os.path.abspath(os.path.expanduser(folder))
     existing = folder = epath.Path(where)
     while not is_store and not existing.exists():
         existing = existing.parent

@@ -44,8 +44,8 @@ _HUGGING_FACE = "hugging_face"
 
 def run_quantize(words: Sequence[str]) -> int:
     """Write the model of a folder with weights in integers; return the exit code."""
-    given, folders = read_flags(words, _FLAGS, takes_words=True)
-    if given.pop("help", False):
+    values, folders = read_flags(words, _FLAGS, takes_words=True)
+    if values.pop("help", False):
         usage = "runner quantize SOURCE OUT [flags]"
         print("\n".join([usage, "", _DESCRIPTION, "", *table(flag_rows(_FLAGS))]))
         return 0
@@ -54,7 +54,7 @@ def run_quantize(words: Sequence[str]) -> int:
         raise UsageError(
             owner="`runner quantize`", field="folders", value=folders, expected=expected
         )
-    print(quantize_folder(*folders, **given), flush=True)
+    print(quantize_folder(*folders, **values), flush=True)
     return 0
 
 
@@ -147,9 +147,9 @@ def _with_format(
         changes["task.train.learner.ema_decay"] = "None"
         for name in ("eval_use_ema_states", "decode_use_ema_states"):
             changes[f"task.train.{name}"] = "False"
-    kept = [each for each in resolved.deep_overrides if each.path not in changes]
-    given = [parse_override(path, text) for path, text in changes.items()]
-    return resolve(type(experiment)(**fields), [*kept, *given])
+    kept = [override for override in resolved.deep_overrides if override.path not in changes]
+    added = [parse_override(path, text) for path, text in changes.items()]
+    return resolve(type(experiment)(**fields), [*kept, *added])
 
 
 def _write(

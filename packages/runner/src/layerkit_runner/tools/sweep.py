@@ -153,8 +153,8 @@ def run_study(flags: ParsedFlags, resolve: Callable[..., ResolvedExperiment]) ->
     record = {"metric": file.metric, "experiment": shlex.join(words)}
     with lock(folder / "study.lock"):
         study = _open_study(file, folder, options.study_storage, record)
-    given = {name: value for name, value in flags.values.items() if name not in _NOT_PASSED_ON}
-    words += [flag_word(name, value) for name, value in given.items()]
+    passed = {name: value for name, value in flags.values.items() if name not in _NOT_PASSED_ON}
+    words += [flag_word(name, value) for name, value in passed.items()]
     return _Sweep(file, folder, study, words).run()
 
 

@@ -310,11 +310,11 @@ class Monitor:
         self._has_reported = True  # later failures are consequences
         self._control.send(end=True)
         self._kill_at = time.monotonic() + _SECONDS_TO_END
-        own = f"process {self._identity.process}"
+        this_process = f"process {self._identity.process}"
         text = (
             f"runner: {self._loss.sentence(self._identity.num_processes)}. Every step needs all"
-            f" processes, so {own} ends as well; the same command in every process resumes from"
-            " the newest checkpoint."
+            f" processes, so {this_process} ends as well; the same command in every process resumes"
+            " from the newest checkpoint."
         )
         self._log.note(text)
         print_error(text)

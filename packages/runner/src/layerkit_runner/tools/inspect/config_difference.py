@@ -33,12 +33,14 @@ def run_diff_config(flags: ParsedFlags) -> int:
         entry = find_experiment(other, flag="--diff_config")
         here = resolved_side(resolve_flags(flags))
         there = resolved_side(resolve_entry(entry, ()))
-    found = differences(here[1], there[1])
+    differing = differences(here[1], there[1])
     if flags.options.json:
-        print(json.dumps({"here": here[0], "there": there[0], "differences": found}), flush=True)
+        print(
+            json.dumps({"here": here[0], "there": there[0], "differences": differing}), flush=True
+        )
     else:
-        print(difference_text(here, there, found), flush=True)
-    return 1 if found else 0
+        print(difference_text(here, there, differing), flush=True)
+    return 1 if differing else 0
 
 
 def recorded_side(folder: str) -> Side:
@@ -70,14 +72,14 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def difference_text(here: Side, there: Side, found: Mapping[str, Mapping[str, Any]]) -> str:
+def difference_text(here: Side, there: Side, differing: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a line for each difference; a side without the field has a dash."""
     lines = [f"here   {here[0]}", f"there  {there[0]}"]
-    if not found:
+    if not differing:
         return "\n".join([*lines, "nothing differs"])
     rows = [("field", "here", "there")]
-    for path, values in found.items():
+    for path, values in differing.items():
         texts = {side: v if isinstance(v, str) else repr(v) for side, v in values.items()}
         rows.append((path, texts.get("here", "–"), texts.get("there", "–")))
     count = len({**here[1], **there[1]})
-    return "\n".join([*lines, "", *aligned(rows), "", f"{len(found)} of {count} fields differ"])
+    return "\n".join([*lines, "", *aligned(rows), "", f"{len(differing)} of {count} fields differ"])

@@ -70,15 +70,15 @@ def built_layers(model: BaseModel) -> dict[str, dict[str, Any]]:
 
     `train` is None unless a layer sets it, since training and evaluation each set it.
     """
-    found: dict[str, dict[str, Any]] = {}
+    layers: dict[str, dict[str, Any]] = {}
 
     def record(layer: BaseLayer) -> None:
         names = [name for name in field_names(type(layer)) if name not in ("name", "sharding")]
         named = {name: _named(_value(layer, name)) for name in names}
-        found.setdefault("/".join(layer.path), {"class": type(layer).__qualname__, **named})
+        layers.setdefault("/".join(layer.path), {"class": type(layer).__qualname__, **named})
 
     visit_layers(model, record)
-    return found
+    return layers
 
 
 def _value(layer: BaseLayer, name: str) -> Any:
@@ -189,7 +189,7 @@ def parameter_table(experiment: str, partitioner: Partitioner, task: SingleTask)
         "frozen": [tensors[path] for path in paths if path in frozen_paths],
     }
     for name, fields in _STATE_FIELDS.items():
-        groups[name] = [each for path, each in tensors.items() if path.split("/")[0] in fields]
+        groups[name] = [tensor for path, tensor in tensors.items() if path.split("/")[0] in fields]
     loads = task.initial_weights
     return ParameterTable(
         experiment=experiment,

@@ -87,7 +87,7 @@ def run_launch(words: Sequence[str]) -> int:
 def parse_options(kind: str, words: Sequence[str]) -> tuple[Options, list[str]]:
     """Return the flags of a kind, and the words that belong to `runner`."""
     rows = (*KINDS[kind].FLAGS, *_COMMON)
-    given, others = read_flags(words, rows, known_only=True)
+    values, others = read_flags(words, rows, known_only=True)
     known = [*(row.name for row in (*rows, *FLAGS)), *pax.OTHER_NAMES]
     for word in others:
         name = word.removeprefix("--").partition("=")[0]
@@ -95,7 +95,7 @@ def parse_options(kind: str, words: Sequence[str]) -> tuple[Options, list[str]]:
         if word.startswith("--") and not is_known:
             raise unknown_flag(name, known)
     unset = {row.name: () if row.repeats else row.default for row in rows}
-    options = Options(**{**unset, **given})
+    options = Options(**{**unset, **values})
     options.env = [read_variable(text) for text in options.env]
     for line in options.setup:
         check_setup(line)

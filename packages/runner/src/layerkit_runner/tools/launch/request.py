@@ -136,12 +136,12 @@ def make_request(words: Sequence[str]) -> Request:
     folder = flags.options.job_log_dir or ""
     if "://" not in folder:
         folder = os.path.abspath(os.path.expanduser(folder))
-    given = {name: v for name, v in flags.values.items() if name not in ("exp", "fdl_config")}
+    values = {name: v for name, v in flags.values.items() if name not in ("exp", "fdl_config")}
     return Request(
         words=(
             f"--exp={flags.exp}",
             *(f"--fdl.{override.path}={override.text}" for override in flags.overrides),
-            *(flag_word(name, v) for name, v in (given | {"job_log_dir": folder}).items()),
+            *(flag_word(name, v) for name, v in (values | {"job_log_dir": folder}).items()),
         ),
         folder=folder,
         resolved=resolved,

@@ -133,7 +133,7 @@ requeue() {{
 
 
 def _options(request: Request, options: Options) -> list[str]:
-    given = {
+    values = {
         "job-name": request.job_name,
         "chdir": os.getcwd(),  # the run imports experiments of the working directory
         "output": _output(request),
@@ -147,7 +147,7 @@ def _options(request: Request, options: Options) -> list[str]:
         "account": options.account,
         "signal": f"B:USR1@{options.save_before_end}",
     }
-    lines = [f"--{name}={_quoted(str(v))}" for name, v in given.items() if v is not None]
+    lines = [f"--{name}={_quoted(str(v))}" for name, v in values.items() if v is not None]
     lines += ["--requeue", *options.sbatch]
     for line in lines:
         if not line.isprintable():  # a line break would begin a line of its own
@@ -169,7 +169,7 @@ def _quoted(text: str) -> str:
 
 
 def _srun_options(options: Options) -> list[str]:
-    given = {
+    values = {
         # The exit of a process that has saved must not kill those that are still saving. The
         # processes detect a lost one themselves.
         "kill-on-bad-exit": 0,
@@ -179,7 +179,7 @@ def _srun_options(options: Options) -> list[str]:
         "container-image": options.container_image,
         "container-mounts": options.container_mounts,
     }
-    return [f"--{name}={value}" for name, value in given.items() if value is not None]
+    return [f"--{name}={value}" for name, value in values.items() if value is not None]
 
 
 def slurm_seconds(text: str) -> int:
@@ -189,8 +189,8 @@ def slurm_seconds(text: str) -> int:
         expected = "a time that Slurm reads, such as 90 (minutes), 12:00:00 or 2-00:00"
         raise UsageError(field="--time", value=text, expected=expected)
     days, *parts = (None if part is None else int(part) for part in match.groups())
-    given = [part for part in parts if part is not None]
-    if days is None and len(given) < 3:
-        given = [0, *given]  # these forms begin with minutes
-    hours, minutes, seconds = (*given, 0, 0)[:3]
+    numbers = [part for part in parts if part is not None]
+    if days is None and len(numbers) < 3:
+        numbers = [0, *numbers]  # these forms begin with minutes
+    hours, minutes, seconds = (*numbers, 0, 0)[:3]
     return (((days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

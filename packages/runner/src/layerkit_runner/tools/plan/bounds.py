@@ -59,7 +59,8 @@ def device_work(memory: Memory, collectives: Iterable[Traffic], *, flops: float)
     # State and batch are read once, and weights twice more, by both passes. Temporaries and
     # received data are written and read once.
     sent = list(collectives)
-    total, slow = sum(each.bytes_sent for each in sent), sum(each.bytes_slow for each in sent)
+    total = sum(traffic.bytes_sent for traffic in sent)
+    slow = sum(traffic.bytes_slow for traffic in sent)
     # Most received data are temporaries.
     between = 2 * max(memory.temporaries, total)
     moved = memory.arguments + memory.outputs + 2 * memory.weights + between
@@ -80,7 +81,7 @@ def step_bounds(
         name: 0.0 if amount == 0 else None if rate is None else amount / rate
         for name, (amount, rate, _) in resources.items()
     }
-    known = {name: each for name, each in seconds.items() if each is not None}
+    known = {name: value for name, value in seconds.items() if value is not None}
     # Leaving out a network of unknown rate keeps the step time a lower bound.
     step = no_overlap = limited_by = None
     if seconds["compute"] is not None:
@@ -124,14 +125,14 @@ class PipelinePlan:
 
 def pipeline_plans(task: Any, *, rows: int) -> list[PipelinePlan]:
     """Return the pipelines of a task's config for the rows of a batch, or of one part of it."""
-    found: dict[int, PipelinePlan] = {}  # by the identity of the config, which may be shared
+    pipelines: dict[int, PipelinePlan] = {}  # by the identity of the config, which may be shared
     for config in walk_configs(task):
         target = target_of(config)
         if not isinstance(target, type) or not issubclass(target, _PIPELINES):
             continue
         count = config.num_microbatches or rows // config.microbatch_size
         schedule = PipelineSchedule(config.num_stages, count, config.circular_repeats)
-        found[id(config)] = PipelinePlan(
+        pipelines[id(config)] = PipelinePlan(
             schedule.num_stages,
             count,
             rows // count,
@@ -139,4 +140,4 @@ def pipeline_plans(task: Any, *, rows: int) -> list[PipelinePlan]:
             schedule.num_ticks,
             schedule.bubble_fraction,
         )
-    return list(found.values())
+    return list(pipelines.values())

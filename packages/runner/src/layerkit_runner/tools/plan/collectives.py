@@ -98,7 +98,7 @@ def collective_traffic(
       mesh_shape: Sizes of the mesh axes by name, for devices in row-major order.
       slices: Slice or node of each of these devices; None for a single slice.
     """
-    found: dict[tuple[str, str], Traffic] = {}
+    traffic_by_key: dict[tuple[str, str], Traffic] = {}
     layout = _Layout(tuple(mesh_shape.items()), None if slices is None else tuple(slices))
     for kind, instruction in _collectives(hlo_text):
         size = type_bytes(instruction.type)
@@ -117,8 +117,10 @@ def collective_traffic(
             )
         if span.num_devices == 1:
             continue
-        before = found.get((kind, span.axes), Traffic(kind, span.axes, 0, 0, is_exact=True))
-        found[kind, span.axes] = Traffic(
+        before = traffic_by_key.get(
+            (kind, span.axes), Traffic(kind, span.axes, 0, 0, is_exact=True)
+        )
+        traffic_by_key[kind, span.axes] = Traffic(
             kind,
             span.axes,
             before.executions + instruction.executions,
@@ -126,16 +128,16 @@ def collective_traffic(
             before.is_exact and instruction.is_exact,
             before.bytes_slow + round(slow * instruction.executions),
         )
-    return sorted(found.values(), key=lambda traffic: (-traffic.bytes_sent, traffic.kind))
+    return sorted(traffic_by_key.values(), key=lambda traffic: (-traffic.bytes_sent, traffic.kind))
 
 
 def _collectives(hlo_text: str) -> Iterator[tuple[str, Instruction]]:
     """Yield collectives by kind. An asynchronous one has the type that its `-done` returns."""
-    found = list(instructions(hlo_text))
-    types = {instruction.name: instruction.type for instruction in found}
+    listed = list(instructions(hlo_text))
+    types = {instruction.name: instruction.type for instruction in listed}
     started: dict[str, Instruction] = {}
     chains: set[tuple[str, str]] = set()
-    for instruction in found:
+    for instruction in listed:
         kind = instruction.opcode.removesuffix("-start").removesuffix("-done")
         if kind == "send" and (between := _BETWEEN_SLICES.search(instruction.rest)):
             if instruction.opcode == "send":

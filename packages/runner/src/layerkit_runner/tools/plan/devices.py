@@ -130,8 +130,8 @@ def _mesh_settings(partitioner: Partitioner, asked: Target, count: int) -> Mappi
 
 def _sizes(partitioner: Partitioner) -> str:
     fields = ("ici_mesh_shape", "dcn_mesh_shape")
-    given = {field: getattr(partitioner, field, None) for field in fields}
-    return " × ".join(f"{field}={list(shape)}" for field, shape in given.items() if shape)
+    shapes = {field: getattr(partitioner, field, None) for field in fields}
+    return " × ".join(f"{field}={list(shape)}" for field, shape in shapes.items() if shape)
 
 
 def target_devices(target: Target) -> list[jax.Device]:

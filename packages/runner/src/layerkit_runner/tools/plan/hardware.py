@@ -161,8 +161,8 @@ def device_kind(name: str) -> DeviceKind:
     """
     lower = name.lower()
     kinds = {kind.name: kind for kind in KINDS}
-    if found := kinds.get(_OTHER_NAMES.get(lower, lower)):
-        return found
+    if match := kinds.get(_OTHER_NAMES.get(lower, lower)):
+        return match
     raise UsageError(field="kind of device", value=name, choices=(*kinds, *_OTHER_NAMES))
 
 

@@ -66,12 +66,16 @@ def instructions(hlo_text: str) -> Iterator[Instruction]:
     """Yield all instructions that run of `compiled.as_text()`."""
     computations, entry = _computations(hlo_text)
     calls = {
-        name: [(each, call) for each in body for call in _calls(each, body, computations)]
+        name: [
+            (instruction, call)
+            for instruction in body
+            for call in _calls(instruction, body, computations)
+        ]
         for name, body in computations.items()
     }
     callers: dict[str, set[str]] = collections.defaultdict(set)
-    for caller, found in calls.items():
-        for _, (callee, _) in found:
+    for caller, called in calls.items():
+        for _, (callee, _) in called:
             callers[callee].add(caller)
     counts: dict[str, _Count] = {entry: (1, True)}
     fused: set[str] = set()
@@ -133,7 +137,7 @@ def _rounds(loop: Instruction, caller: _Body, computations: dict[str, _Body]) ->
     """Count the rounds of a loop that counts up to a constant; see `Instruction`."""
     parts = dict(_LOOP_PARTS.findall(loop.rest))
     condition, body = (computations.get(parts.get(p, ""), []) for p in ("condition", "body"))
-    named = {each.name: each for each in condition}
+    named = {instruction.name: instruction for instruction in condition}
     for compare in condition:
         if compare.opcode != "compare" or "direction=LT" not in compare.rest:
             continue
@@ -151,7 +155,7 @@ def _rounds(loop: Instruction, caller: _Body, computations: dict[str, _Body]) ->
 
 def _start(loop: Instruction, caller: _Body, index: int) -> int | None:
     """Return the first value of a loop's counter, element `index` of its state."""
-    named = {each.name: each for each in caller}
+    named = {instruction.name: instruction for instruction in caller}
     state = named.get(loop.operands[0]) if loop.operands else None
     if state is None or state.opcode != "tuple" or index >= len(state.operands):
         return None
@@ -163,7 +167,7 @@ def _start(loop: Instruction, caller: _Body, index: int) -> int | None:
 
 def _step(body: _Body, index: int) -> int | None:
     """Return the increment of a loop's counter, element `index` of its state, in a round."""
-    named = {each.name: each for each in body}
+    named = {instruction.name: instruction for instruction in body}
     state = body[-1].operands if body and body[-1].opcode == "tuple" else []
     counter = named.get(state[index]) if index < len(state) else None
     if counter is None or counter.opcode != "add":

@@ -89,16 +89,18 @@ def tensor_memory(
     """
     leaves = jax.tree_util.tree_leaves_with_path(state)
     shapes = [leaf.shape for leaf in jax.tree.leaves(state if stored is None else stored)]
-    found = [
+    tensors = [
         _tensor(path, leaf, shape, kind=_KIND_OF.get(_name(path[:1]), "optimizer"))
         for (path, leaf), shape in zip(leaves, shapes, strict=True)
     ]
-    found += [
+    tensors += [
         _tensor((jax.tree_util.DictKey("batch"), *path), leaf, leaf.shape, kind="batch")
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
     ]
     order = {kind: position for position, kind in enumerate(KINDS)}
-    return sorted(found, key=lambda each: (-each.bytes_per_device, order[each.kind], each.path))
+    return sorted(
+        tensors, key=lambda tensor: (-tensor.bytes_per_device, order[tensor.kind], tensor.path)
+    )
 
 
 def step_memory(tensors: Iterable[TensorMemory], step: CompiledStep) -> Memory:
@@ -153,15 +155,15 @@ class TemporaryTensor:
 
 def largest_temporaries(hlo_text: str, *, most: int) -> list[TemporaryTensor]:
     """Return the largest results of a compiled program, largest first."""
-    found: dict[tuple[str, str, str], TemporaryTensor] = {}
+    tensors: dict[tuple[str, str, str], TemporaryTensor] = {}
     for instruction in instructions(hlo_text):
         for shape, memory, size in _results(instruction):
             traced = _OP_NAME.search(instruction.rest)
             name = _short_name(traced[1]) if traced else instruction.name
             key = (shape, memory, name)
-            count = found[key].count + 1 if key in found else 1
-            found[key] = TemporaryTensor(size, shape, count, name, memory)
-    order = sorted(found.values(), key=lambda each: (-each.bytes_per_device, each.name))
+            count = tensors[key].count + 1 if key in tensors else 1
+            tensors[key] = TemporaryTensor(size, shape, count, name, memory)
+    order = sorted(tensors.values(), key=lambda tensor: (-tensor.bytes_per_device, tensor.name))
     return order[:most]
 
 
@@ -171,12 +173,12 @@ def _results(instruction: Instruction) -> list[tuple[str, str, int]]:
         return []
     if instruction.rest.startswith(")"):  # no operands: a buffer of zeros that a loop fills
         return []
-    found = []
+    outputs = []
     for shape, layout in _SHAPE.findall(instruction.type):
         space = _SPACE.search(layout)
         if space is None or space[1] == _HOST_SPACE:
-            found.append((shape, "device" if space is None else "host", type_bytes(shape)))
-    return found
+            outputs.append((shape, "device" if space is None else "host", type_bytes(shape)))
+    return outputs
 
 
 def _short_name(op_name: str) -> str:

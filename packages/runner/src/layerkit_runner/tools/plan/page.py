@@ -43,13 +43,15 @@ def _summary_lines(plan: Plan) -> Iterator[str]:
     mesh = " × ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
     yield f"mesh         {mesh} ({plan.partitioner})"
     yield from _batch_lines(plan.batch, plan.num_devices)
-    for each in plan.pipelines:
-        around = f", {each.circular_repeats} times around" if each.circular_repeats > 1 else ""
+    for pipeline in plan.pipelines:
+        around = (
+            f", {pipeline.circular_repeats} times around" if pipeline.circular_repeats > 1 else ""
+        )
         yield (
-            f"pipeline     {each.num_stages} stages, {each.num_microbatches} microbatches of"
-            f" {each.rows_per_microbatch} rows{around};"
-            f" idle {each.num_stages - 1} of {each.num_ticks} ticks,"
-            f" {100 * each.bubble_fraction:.1f} % bubble"
+            f"pipeline     {pipeline.num_stages} stages, {pipeline.num_microbatches} microbatches"
+            f" of {pipeline.rows_per_microbatch} rows{around};"
+            f" idle {pipeline.num_stages - 1} of {pipeline.num_ticks} ticks,"
+            f" {100 * pipeline.bubble_fraction:.1f} % bubble"
         )
     yield (
         f"model FLOPs  {plan.flops_per_step:.3e} per step, {plan.flops_per_device:.3e} per device"
@@ -92,15 +94,15 @@ def _batch_lines(batch: BatchPlan, num_devices: int) -> Iterator[str]:
         f" rows; over {over} {batch.num_shards} shard(s) of {batch.rows // batch.num_shards}"
     )
     if batch.parts > 1:
-        each = batch.rows // batch.parts
-        yield f"             in {batch.parts} parts of {each} rows, gradients added up"
+        rows = batch.rows // batch.parts
+        yield f"             in {batch.parts} parts of {rows} rows, gradients added up"
     if batch.tokens is not None:
         yield f"             × {batch.length} positions = {batch.tokens:,} tokens per step"
     yield f"             {cut(', '.join(batch.fields), _WIDTH - 13)}"
 
 
 def _memory_lines(memory: Memory) -> Iterator[str]:
-    own = memory.outputs - memory.donated
+    new_outputs = memory.outputs - memory.donated
     yield "memory per device"
     for name, size, remark in (
         ("weights", memory.weights, ""),
@@ -109,7 +111,7 @@ def _memory_lines(memory: Memory) -> Iterator[str]:
         ("optimizer", memory.optimizer, ""),
         ("batch", memory.batch, ""),
         ("temporaries", memory.temporaries, "gradients, activations, workspace"),
-        ("outputs", own, f"besides {size_text(memory.donated)} in place of the old state"),
+        ("outputs", new_outputs, f"besides {size_text(memory.donated)} in place of the old state"),
         ("peak", memory.peak, "inputs that the step reads + temporaries + outputs"),
         ("on the host", memory.host_arguments + memory.host_temporaries, "offloaded, per device"),
     ):
@@ -130,12 +132,12 @@ def _tensor_lines(tensors: list[TensorMemory]) -> Iterator[str]:
 def _temporary_lines(plan: Plan) -> Iterator[str]:
     if plan.temporaries:
         yield "largest results of the step, per device; not all exist at the same time"
-    for each in plan.temporaries[:_LARGEST_TEMPORARIES]:
-        count = f"{each.count} × " if each.count > 1 else ""
-        place = " (host)" if each.memory == "host" else ""
-        what = f"  {size_text(each.bytes_per_device):>10}  {count}{each.shape}{place}  "
+    for tensor in plan.temporaries[:_LARGEST_TEMPORARIES]:
+        count = f"{tensor.count} × " if tensor.count > 1 else ""
+        place = " (host)" if tensor.memory == "host" else ""
+        what = f"  {size_text(tensor.bytes_per_device):>10}  {count}{tensor.shape}{place}  "
         room = max(_WIDTH - len(what), 12)
-        name = each.name if len(each.name) <= room else "…" + each.name[1 - room :]
+        name = tensor.name if len(tensor.name) <= room else "…" + tensor.name[1 - room :]
         yield f"{what}{name}"
 
 

@@ -168,8 +168,8 @@ def make_plan(
         plan,
         dataset=largest,
         notes=[note, *plan.notes],
-        trace_seconds=sum(each.trace_seconds for each in plans.values()),
-        compile_seconds=sum(each.compile_seconds for each in plans.values()),
+        trace_seconds=sum(part.trace_seconds for part in plans.values()),
+        compile_seconds=sum(part.compile_seconds for part in plans.values()),
     )
 
 
@@ -271,12 +271,12 @@ def _slices(mesh: Mesh, target: Target) -> list[int]:
     devices = list(mesh.devices.flat)
     if target.kind is not None and target.kind.platform == "gpu":
         return [device.process_index for device in devices]  # one process per node
-    found: list[Any] = [getattr(device, "slice_index", None) for device in devices]
-    if None not in found:
-        return found
+    indices: list[Any] = [getattr(device, "slice_index", None) for device in devices]
+    if None not in indices:
+        return indices
     # Simulated devices have no slice: `make_mesh` takes consecutive ones for a slice.
     per_slice = len(devices) // target.num_slices
-    order = {device: i for i, device in enumerate(sorted(devices, key=lambda each: each.id))}
+    order = {device: i for i, device in enumerate(sorted(devices, key=lambda device: device.id))}
     return [order[device] // per_slice for device in devices]
 
 

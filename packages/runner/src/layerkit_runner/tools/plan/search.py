@@ -207,20 +207,24 @@ class _Searcher:
 
     def ranked_by(self) -> str:
         """Return the criterion for ranking: times, if all speeds that they need are known."""
-        bounds = [each.bounds for each in self.candidates.values() if each.bounds is not None]
-        return BY_BYTES if any(each.unknown for each in bounds) else BY_TIME
+        bounds = [
+            candidate.bounds
+            for candidate in self.candidates.values()
+            if candidate.bounds is not None
+        ]
+        return BY_BYTES if any(bound.unknown for bound in bounds) else BY_TIME
 
     def next_point(self) -> Point | None:
         """Return an untried neighbor of the best candidate that has one."""
         ranked_by = self.ranked_by()
         for point in sorted(
-            self.candidates, key=lambda each: order(self.candidates[each], ranked_by)
+            self.candidates, key=lambda point: order(self.candidates[point], ranked_by)
         ):
             candidate = self.candidates[point]
             if candidate.reason is None:
                 near = neighbors(point, self._axes, fits=candidate.fits)
-                if found := [each for each in near if each not in self._tried]:
-                    return found[0]
+                if untried := [point for point in near if point not in self._tried]:
+                    return untried[0]
         return None
 
     def try_point(self, point: Point) -> None:
@@ -299,16 +303,16 @@ def search(
     begun = clock()
     searcher = _Searcher(resolved, devices, target=target, effort=effort)
     limit = None
-    while (found := searcher.next_point()) is not None:
+    while (point := searcher.next_point()) is not None:
         if len(searcher.candidates) >= max_compilations:
             limit = f"{max_compilations} compilations (--max_compilations)"
             break
         if clock() - begun >= max_seconds:
             limit = f"{max_seconds:g} s (--max_seconds)"
             break
-        searcher.try_point(found)
+        searcher.try_point(point)
     ranked_by, first = searcher.ranked_by(), searcher.first
-    ranked = sorted(searcher.candidates.values(), key=lambda each: order(each, ranked_by))
+    ranked = sorted(searcher.candidates.values(), key=lambda candidate: order(candidate, ranked_by))
     command = None
     if ranked[0].fits is not False:
         edits = dict(flag.removeprefix("--fdl.").split("=", 1) for flag in ranked[0].flags)
@@ -326,7 +330,7 @@ def search(
         ranked=ranked,
         ranked_by=ranked_by,
         command=command,
-        compilations=sum(each.reason is None for each in ranked),
+        compilations=sum(candidate.reason is None for candidate in ranked),
         left_out=left_out,
         limit=limit,
         seconds=clock() - begun,
@@ -347,10 +351,10 @@ def search_page(search: Search) -> str:
     if search.limit is not None:
         lines.append(f"stopped at the limit of {search.limit}; other candidates were not compiled")
     meshes = [
-        " × ".join(map(str, each.mesh.values()))
-        + "".join(f", {slices} slices along {axis}" for axis, slices in each.across.items())
-        + (f", {each.accumulation} microbatches" if each.accumulation > 1 else "")
-        for each in search.ranked
+        " × ".join(map(str, candidate.mesh.values()))
+        + "".join(f", {slices} slices along {axis}" for axis, slices in candidate.across.items())
+        + (f", {candidate.accumulation} microbatches" if candidate.accumulation > 1 else "")
+        for candidate in search.ranked
     ]
     axes = " × ".join(search.ranked[0].mesh)
     width = max(map(len, [axes, *meshes]))
