@@ -25,13 +25,6 @@ def test_message_of_a_problem_alone_is_the_problem():
     assert str(ConfigError("no data")) == "no data"
 
 
-def test_message_shows_none_as_a_value_and_shortens_long_values(raises):
-    with raises(ConfigError, field="dtype", value=None):
-        raise ConfigError(field="dtype", value=None, expected="a dtype")
-    with raises(ConfigError, field="shape"):
-        raise ConfigError(field="shape", value=list(range(100)), expected="two sizes")
-
-
 def test_message_follows_attributes_that_a_caller_completes():
     error = ConfigError(field="rate", value=2, expected="a number in [0, 1)")
     error.owner, error.field = "task", "learner.rate"

@@ -128,12 +128,9 @@ def load(name: str) -> Any:
         "reg_acme.lm.small.Small",
         "lm.small.Small",
         "lm.small.Tiny",
-        "reg_acme.lm.small.Tiny",
         "Tiny",
-        "small.Tiny",
         "tasks.lm.params.small.Small",
         "paxml.tasks.lm.params.small.Small",
-        "tasks.lm.params.small.Tiny",
     ],
 )
 @pytest.mark.usefixtures("folder")
@@ -189,12 +186,6 @@ def test_catalogued_experiment_is_found_and_listed_without_an_import(raises, fol
         load("lm.big.Big")
 
 
-def test_tag_raises_if_no_experiment_has_any(raises, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("layerkit_runner.config.registry.experiment_packages", list)
-    with raises(UsageError, field="--tag", value="moe", choices=()):
-        list_experiments(tags=("moe",))
-
-
 @pytest.mark.usefixtures("folder")
 def test_ambiguous_name_raises(raises):
     with raises(UsageError, field="--exp", value="small.Small"):
@@ -205,8 +196,6 @@ def test_ambiguous_name_raises(raises):
     ("name", "near"),
     [
         ("lm.small.Smal", "'lm.small.Small'"),
-        ("lm.small.Small(", "'lm.small.Small'"),
-        ("lm.small.small", "'lm.small.Small'"),
         ("tasks.lm.params.small.Smal", "'lm.small.Small'"),
         ("Wied", "'Wide'"),
     ],
@@ -349,9 +338,7 @@ def test_written_record_is_read_back(tmp_path: Path):
     assert read_catalogue(tmp_path) == LINES
 
 
-@pytest.mark.parametrize(
-    "content", [b"{", b"[]", b'{"lm.A": {"x": 1, "tags": []}}', b'{"lm.A": 1}', b'{"\xff": 1}']
-)
+@pytest.mark.parametrize("content", [b"{", b'{"lm.A": {"x": 1, "tags": []}}', b'{"\xff": 1}'])
 def test_invalid_catalogue_file_is_an_error(raises, content: bytes, tmp_path: Path):
     (tmp_path / CATALOGUE_FILE).write_bytes(content)
     with raises(UsageError, owner=f"{tmp_path}/catalogue.json"):

@@ -22,7 +22,7 @@ from layerkit.config.nested_map import NestedMap
 from layerkit.errors import UnknownNameError, UserError
 from layerkit_runner import BaseExperiment
 from layerkit_runner.config.requests import ResolvedExperiment
-from layerkit_runner.errors import UsageError, to_usage_error
+from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.run import export, inference
 from layerkit_runner.run import training_run as train
@@ -123,13 +123,6 @@ def no_device_memory() -> None:
 )
 def test_out_of_memory_errors_are_recognized(text: str, words: str | None):
     assert out_of_memory_text(text) == words
-
-
-def test_long_out_of_memory_message_is_shortened():
-    words = out_of_memory_text("Out of memory: " + "buffer " * 100)
-    assert words is not None
-    assert len(words) <= 200
-    assert words.endswith(" …")
 
 
 def test_remedies_name_fields_and_paths():
@@ -257,12 +250,6 @@ def test_other_errors_stay_as_they_are(error: Exception, run_failing: Any, log: 
         run_failing(fails)
     assert caught.value is error
     assert not log.parent.exists()
-
-
-def test_an_error_that_names_its_layer_is_not_given_another():
-    error = ValueError("Linear(lm/softmax): input_dims=0, expected at least 1")
-    error.add_note("In layer Outer(lm)")
-    assert str(to_usage_error(error)) == "Linear(lm/softmax): input_dims=0, expected at least 1"
 
 
 def experiment_of(task: Config, dataset: Config) -> ResolvedExperiment:
