@@ -140,12 +140,3 @@ def test_training_resumes_under_the_other_partitioner(
     went_on = losses(written.job) | losses(job)
     assert went_on.keys() == never_stopped.keys()
     assert went_on == pytest.approx(never_stopped, rel=1e-5)
-
-
-def test_pmap_flag_is_an_error_under_spmd(
-    jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    job = jobs.make("lm.lm_cloud.LmCloudSpmdTest", tmp_path / "job", ICI_MESH_SHAPE="[8,1,1]")
-    assert job.run_here("--pmap_use_tensorstore=True") == 2
-    assert "--pmap_use_tensorstore=True. Expected PmapPartitioner" in capsys.readouterr().err
-    assert not job.folder.exists()

@@ -6,8 +6,6 @@ import dataclasses
 import datetime
 import math
 
-import hypothesis
-import hypothesis.strategies as st
 import jax.numpy as jnp
 import pytest
 from etils import epath
@@ -130,89 +128,6 @@ def test_reasons_to_keep_name_all_rules():
         90: ("newest", "one per 4:00:00", "every 30 steps", "named step"),
         100: ("newest",),
     }
-
-
-policies = st.builds(
-    CheckpointPolicy,
-    max_to_keep=st.none() | st.integers(1, 5),
-    keep_interval=st.none() | st.integers(1, 30).map(lambda hours: datetime.timedelta(hours=hours)),
-    keep_interval_steps=st.none() | st.integers(1, 7),
-    keep_steps=st.lists(st.integers(0, 30), max_size=3),
-    best_metric=st.sampled_from([None, "a/loss"]),
-    best_mode=st.sampled_from(["min", "max"]),
-    best_to_keep=st.integers(1, 3),
-)
-numbers = st.floats(allow_nan=True) | st.integers(0, 3).map(float)  # equal ones are likely too
-
-
-@st.composite
-def histories(draw: st.DrawFn) -> list[SavedStep]:
-    """Checkpoints in the order of time, with holes in their metrics, then shuffled."""
-    steps = sorted(draw(st.sets(st.integers(0, 30), max_size=12)))
-    hours = sorted(draw(st.lists(st.integers(0, 60), min_size=len(steps), max_size=len(steps))))
-    losses = draw(st.lists(st.none() | numbers, min_size=len(steps), max_size=len(steps)))
-    return draw(
-        st.permutations(
-            [
-                SavedStep(
-                    step,
-                    START + datetime.timedelta(hours=hour),
-                    {"b/loss": 0.0} if loss is None else {"a/loss": loss},
-                )
-                for step, hour, loss in zip(steps, hours, losses, strict=True)
-            ]
-        )
-    )
-
-
-def is_kept(one: SavedStep, saved: list[SavedStep], policy: CheckpointPolicy) -> bool:
-    """Return whether a rule keeps a step, by counting the steps that precede it."""
-    newer = [other for other in saved if other.step > one.step]
-    if policy.max_to_keep is None or len(newer) < policy.max_to_keep:
-        return True
-    if policy.keep_interval_steps is not None and one.step % policy.keep_interval_steps == 0:
-        return True
-    if one.step in policy.keep_steps:
-        return True
-    return is_best(one, saved, policy) or (
-        policy.keep_interval is not None and is_anchor(one, saved, policy.keep_interval)
-    )
-
-
-def is_best(one: SavedStep, saved: list[SavedStep], policy: CheckpointPolicy) -> bool:
-    if policy.best_metric not in one.metrics or math.isnan(one.metrics[policy.best_metric]):
-        return False
-
-    def is_better(other: SavedStep) -> bool:
-        mine, others = one.metrics[policy.best_metric], other.metrics.get(policy.best_metric)
-        if others is None or math.isnan(others):
-            return False
-        if others == mine:
-            return other.step > one.step
-        return others < mine if policy.best_mode == "min" else others > mine
-
-    return sum(map(is_better, saved)) < policy.best_to_keep
-
-
-def is_anchor(one: SavedStep, saved: list[SavedStep], interval: datetime.timedelta) -> bool:
-    older = [other for other in saved if other.step < one.step]
-    anchors = [other for other in older if is_anchor(other, older, interval)]
-    return not anchors or one.time - max(a.time for a in anchors) >= interval
-
-
-@hypothesis.given(policies, histories())
-@hypothesis.settings(max_examples=200, deadline=None)
-def test_kept_steps_agree_with_a_direct_implementation(policy, history):
-    assert policy.steps_to_keep(history) == {
-        one.step for one in history if is_kept(one, history, policy)
-    }
-
-
-@hypothesis.given(policies, histories())
-@hypothesis.settings(max_examples=50, deadline=None)
-def test_policy_applied_twice_keeps_the_same(policy, history):
-    kept = policy.steps_to_keep(history)
-    assert policy.steps_to_keep([one for one in history if one.step in kept]) == kept
 
 
 def test_policy_applied_after_each_save_keeps_the_same_as_at_the_end():

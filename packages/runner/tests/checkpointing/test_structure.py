@@ -11,7 +11,6 @@ import pytest
 
 from layerkit.errors import ConfigError
 from layerkit_runner.checkpointing import structure
-from layerkit_runner.checkpointing.structure import LeafSpec
 
 
 class Moments(NamedTuple):
@@ -56,25 +55,3 @@ def test_two_leaves_of_one_name_are_an_error(raises):
 def test_leaf_that_cannot_be_restored_is_an_error(leaf):
     with pytest.raises(TypeError, match="cannot save a/b"):
         structure.check_storable({("fine",): jnp.ones(3), ("a", "b"): leaf})
-
-
-def test_differences_are_listed_by_path(raises):
-    def spec(shape, dtype):
-        return LeafSpec(shape, jnp.dtype(dtype))
-
-    stored = {
-        ("params", "ffn", "w_up"): spec((4, 8), "float32"),
-        ("params", "old"): spec((2,), "float32"),
-        ("params", "scale"): spec((8,), "float32"),
-        ("params", "same"): spec((8,), "float32"),
-        ("step",): spec((), "int32"),
-    }
-    wanted = {
-        ("params", "ffn", "w_uq"): jax.ShapeDtypeStruct((4, 8), jnp.float32),
-        ("params", "scale"): jax.ShapeDtypeStruct((8,), jnp.bfloat16),
-        ("params", "same"): jax.ShapeDtypeStruct((8,), jnp.float32),
-        ("step",): jax.ShapeDtypeStruct((1,), jnp.int32),
-    }
-    with raises(structure.StructureMismatchError, owner="The checkpoint DIR") as error:
-        structure.check_match(stored, wanted, where="The checkpoint DIR")
-    assert len(error.value.differences) == 5

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from layerkit.errors import UserError
 from layerkit_runner import UsageError, cli
 from layerkit_runner.observers import metrics_path, read_metrics
 from layerkit_runner.optim.early_stopping import EarlyStopping
@@ -110,7 +111,7 @@ def test_a_finished_job_is_evaluated_once(infer: Any, gated: ModuleType, job: Pa
 
 
 def test_steps_of_the_flag_are_evaluated(raises: Any, infer: Any, job: Path):
-    with raises(UsageError, field="--restore_checkpoint_step", value=3, choices=(2, 4, 6)):
+    with raises(UserError, field="--restore_checkpoint_step", value=3, choices=(2, 4, 6)):
         infer("eval_once", job, restore_checkpoint_step=(2, 3))
     assert not (job / "eval").exists()
     infer("eval_once", job, restore_checkpoint_step=(4, 2))

@@ -24,15 +24,14 @@ from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.run.job_folder import (
     FILE_NAME,
-    changed_lines,
     changes_since_recorded,
-    check_restart,
     check_same_experiment,
     check_writable,
     command_line,
     forget_checkpoint,
     only_trainer,
     record_checkpoint,
+    start_over,
     write_config,
 )
 from layerkit_runner.run.resolve import resolve
@@ -76,12 +75,6 @@ def write(
     """Write the record of a run, by default of `resolved()` without flags."""
     experiment, options = experiment or resolved(), options or RunOptions()
     write_config(folder, experiment, options, report=report, resumes=resumes)
-
-
-def test_empty_folder_may_be_used(folder: epath.Path):
-    check_same_experiment(folder, resolved())
-    assert changes_since_recorded(folder, resolved()) == []
-    assert not folder.exists()
 
 
 def test_folder_of_another_experiment_is_an_error(raises: Any, folder: epath.Path):
@@ -240,11 +233,6 @@ def test_trainer_runs_without_locks_of_the_file_system(
     assert not folder.exists()
 
 
-def test_changed_lines_show_added_and_removed_paths():
-    lines = changed_lines({"a": 1, "b": 2}, {"b": 3, "c": 4})
-    assert lines == ["a: 1 → None", "b: 2 → 3", "c: None → 4"]
-
-
 def test_command_line_parses_to_the_same_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("RUNNER_COMMAND", raising=False)
     fields = {"pmap_use_tensorstore": True, "enable_checkpoint_saving": False, "init_from": "base"}
@@ -300,7 +288,7 @@ def check(folder: epath.Path) -> Any:
 
     def call(*, is_allowed: bool = False) -> list[str]:
         lines: list[str] = []
-        check_restart(folder, folder / "checkpoints", is_allowed=is_allowed, report=lines.append)
+        start_over(folder, folder / "checkpoints", is_allowed=is_allowed, report=lines.append)
         return lines
 
     return call

@@ -7,7 +7,6 @@ With w = (1, 1) and one row x = (2, 1), y = 0 of weight 1: prediction 3, loss ½
 from __future__ import annotations
 
 import dataclasses
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -172,22 +171,13 @@ def test_loss_that_the_model_does_not_report_is_an_error(tiny: SimpleNamespace, 
     ("field", "value"),
     [
         ("num_train_steps", 0),
-        ("eval_interval_steps", math.nan),
-        ("gradient_accumulation_steps", -2),
         ("decode_start_after_n_steps", -1),
         ("random_seed", 2**63),
-        ("decode_random_seed", -(2**63) - 1),
-        ("save_keep_interval_hours", math.inf),
         ("prng_impl", "threefry"),
         ("save_best_mode", "low"),
-        ("save_best_to_keep", 0),
-        ("save_keep_interval_steps", 0),
         ("save_keep_interval_hours", 0.0),
         ("max_skipped_steps_fraction", 1.5),
         ("profiler_capture_step", 0),
-        ("profiler_num_steps", 0),
-        ("profiler_max_num_hosts", 0),
-        ("weight_summary_interval_steps", 0),
     ],
 )
 def test_invalid_training_setting_is_an_error(

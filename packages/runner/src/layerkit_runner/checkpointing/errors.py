@@ -39,6 +39,14 @@ class ProcessCountError(ConfigError):
     """Input states of single processes, which a job with another number of processes wrote."""
 
 
+def later_version(
+    kind: type[ConfigError], owner: object, field: str, value: object, newest: int
+) -> ConfigError:
+    """Return the error about a file that a later version of this package wrote."""
+    expected, hint = f"at most {newest}", "Use the later version of layerkit-runner that wrote it."
+    return kind(owner=str(owner), field=field, value=value, expected=expected, hint=hint)
+
+
 @contextlib.contextmanager
 def naming_damage(path: object) -> Iterator[None]:
     """Raise `DamagedCheckpointError` that names a file if code of the block cannot use its content.

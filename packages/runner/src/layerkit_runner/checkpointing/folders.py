@@ -25,6 +25,7 @@ from layerkit_runner.checkpointing.errors import (
     DamagedCheckpointError,
     LayoutVersionError,
     ProcessCountError,
+    later_version,
     naming_damage,
 )
 from layerkit_runner.checkpointing.policy import CheckpointPolicy
@@ -180,12 +181,9 @@ def read_metadata(step_directory: epath.Path) -> dict[str, Any]:
         is_later = int(about["layout_version"]) > LAYOUT_VERSION
         about["user"] = dict(about["user"])
     if is_later:
-        raise LayoutVersionError(
-            owner=str(step_directory),
-            field="layout_version",
-            value=about["layout_version"],
-            expected=f"at most {LAYOUT_VERSION}",
-            hint="Use the later version of layerkit-runner that wrote the checkpoint.",
+        version = about["layout_version"]
+        raise later_version(
+            LayoutVersionError, step_directory, "layout_version", version, LAYOUT_VERSION
         )
     return about
 
@@ -242,7 +240,6 @@ def read_input_states(directory: epath.Path) -> dict[str, Any]:
             f"the checkpoint holds input states of single processes ({', '.join(bound)})",
             field="number of processes",
             value=jax.process_count(),
-            expected=f"{count}, as in the job that wrote the checkpoint",
-            hint='Or use inputs whose state has "scope": "global", such as a global sample index.',
+            expected=f"{count}, or inputs whose state has the scope 'global'",
         )
     return states

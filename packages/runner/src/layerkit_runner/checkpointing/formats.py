@@ -23,6 +23,7 @@ from etils import epath
 
 from layerkit.errors import ConfigError
 from layerkit_runner.checkpointing import structure
+from layerkit_runner.checkpointing.errors import later_version
 from layerkit_runner.checkpointing.integrity import Entry, Hasher
 from layerkit_runner.files.atomic_write import open_read
 
@@ -136,12 +137,8 @@ def _read_header(
 ) -> dict[structure.LeafPath, structure.LeafSpec]:
     header = unpacker.unpack()
     if header["format"] != _FORMAT or header["version"] > _VERSION:
-        raise ConfigError(
-            owner=str(state_directory / STATE_FILE),
-            field="format and version",
-            value=(header["format"], header["version"]),
-            expected=f"{_FORMAT} up to version {_VERSION}",
-        )
+        owner, field = state_directory / STATE_FILE, f"version of {header['format']}"
+        raise later_version(ConfigError, owner, field, header["version"], _VERSION)
     return {
         tuple(leaf["path"]): structure.LeafSpec(tuple(leaf["shape"]), jnp.dtype(leaf["dtype"]))
         for leaf in header["leaves"]

@@ -28,7 +28,11 @@ import xxhash
 from etils import epath
 
 from layerkit_runner.checkpointing import folders
-from layerkit_runner.checkpointing.errors import DamagedCheckpointError, NewerManifestError
+from layerkit_runner.checkpointing.errors import (
+    DamagedCheckpointError,
+    NewerManifestError,
+    later_version,
+)
 from layerkit_runner.distributed.cluster import from_each_process
 from layerkit_runner.files.atomic_write import irregular, is_remote, open_read, read_regular
 
@@ -339,12 +343,9 @@ def _read_manifest(step_directory: epath.Path) -> dict[str, Entry] | Finding:
     except (ValueError, KeyError, TypeError, AttributeError):  # no JSON, or of another structure
         return altered
     if body["version"] > MANIFEST_VERSION:
-        raise NewerManifestError(
-            owner=str(step_directory),
-            field="version of the manifest",
-            value=body["version"],
-            expected=f"at most {MANIFEST_VERSION}",
-            hint="Use the later version of layerkit-runner that wrote the checkpoint.",
+        field = "version of the manifest"
+        raise later_version(
+            NewerManifestError, step_directory, field, body["version"], MANIFEST_VERSION
         )
     saved, named = body.get("step"), folders.step_in_name(step_directory)
     if saved is not None and named not in (saved, None):

@@ -120,7 +120,7 @@ class CheckpointManager:
 
     def should_save(self, step: int) -> bool:
         """Return whether a checkpoint is due at `step`; always False if read-only."""
-        self._require_finite()
+        self._discard_nonfinite()
         if self._orbax is not None and (
             self._is_overdue() or not self._orbax.is_saving_in_progress()
         ):
@@ -354,7 +354,7 @@ class CheckpointManager:
 
     def wait_until_finished(self) -> None:
         """Block until the save in progress is committed; raise its errors once, as `save` does."""
-        self._require_finite()
+        self._discard_nonfinite()
         try:
             self._wait_for_orbax()
         except STORAGE_ERRORS as error:
@@ -372,8 +372,8 @@ class CheckpointManager:
             time.sleep(_POLL_SECONDS)
         self._orbax.wait_until_finished()
 
-    def _require_finite(self) -> None:
-        """Raise NonFiniteError and delete the unfinished step if its state is not finite."""
+    def _discard_nonfinite(self) -> None:
+        """Delete the unfinished step and raise NonFiniteError if its state is not finite."""
         check, self._check = self._check, None
         paths = [] if check is None else check.nonfinite()
         if not paths:

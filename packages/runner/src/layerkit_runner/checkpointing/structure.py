@@ -70,12 +70,8 @@ def named_leaves(tree: Any) -> dict[LeafPath, Any]:
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
         if path in leaves:
-            raise ConfigError(
-                "two leaves of the state have the same name",
-                field="leaf",
-                value=join(path),
-                hint="Rename one of them. The keys 1 and '1' of one dict have the same name.",
-            )
+            problem = "two leaves of the state have the same name"
+            raise ConfigError(problem, field="leaf", value=join(path))
         leaves[path] = leaf
     return leaves
 

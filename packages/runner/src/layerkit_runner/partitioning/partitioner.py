@@ -233,13 +233,9 @@ class Partitioner(Configurable):
         def score(state: TrainState, batch: NestedMap, context: StepContext) -> Any:
             metrics, outputs = task.eval_step(state, batch, context, averaged=averaged)
             if "scores" not in outputs:
-                raise UsageError(
-                    "metrics over the examples of a data set need scores",
-                    owner=f"{type(task.model).__qualname__}.compute_loss",
-                    field="per-example outputs",
-                    value=sorted(outputs),
-                    expected="an entry 'scores'",
-                )
+                owner = f"{type(task.model).__qualname__}.compute_loss"
+                expected = "'scores', which the metrics of the data set need"
+                raise UsageError(owner=owner, field="outputs", value=[*outputs], expected=expected)
             return metrics, NestedMap(scores=outputs.scores, provenance=batch.provenance)
 
         return self._cached(
@@ -319,13 +315,9 @@ class Partitioner(Configurable):
         shards = self.num_batch_shards()
         if rows < 1 or rows % shards:
             axes = " × ".join(self.batch_axes())
-            raise UsageError(
-                owner=source,
-                field="rows of the global batch",
-                value=rows,
-                expected=f"a positive multiple of {shards}, the number of devices of {axes}",
-                hint="Change batch_size or percore_batch_size of the input.",
-            )
+            field = "rows of the global batch"
+            expected = f"a positive multiple of {shards}, the number of devices of {axes}"
+            raise UsageError(owner=source, field=field, value=rows, expected=expected)
 
     def abstract_batch(self, batch: Any) -> Any:
         """Return shapes, dtypes and shardings of the global batch of a host-local batch."""

@@ -86,12 +86,8 @@ def watch_checkpoints(
             return
         if new is None:
             if done is None:
-                raise UsageError(
-                    f"found no checkpoint in {directory}",
-                    field="--follow_timeout_secs",
-                    value=timeout_secs,
-                    hint="Check --job_log_dir, or wait longer.",
-                )
+                problem, field = f"found no checkpoint in {directory}", "--follow_timeout_secs"
+                raise UsageError(problem, field=field, value=timeout_secs)
             report(
                 f"found no new checkpoint in {directory} within --follow_timeout_secs="
                 f"{timeout_secs:g}; the last was step {done}"

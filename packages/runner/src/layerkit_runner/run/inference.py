@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from etils import epath
 
+from layerkit.config.checks import check_choice
 from layerkit_runner.checkpointing import CheckpointManager, StructureMismatchError
 from layerkit_runner.checkpointing.folders import committed_steps, step_folder
 from layerkit_runner.checkpointing.integrity import step_digest
@@ -133,13 +134,7 @@ class CheckpointReader:
             folder = checkpoints.directory
             existing = from_process_0(lambda: committed_steps(folder))
             for step in steps:
-                if step not in existing:
-                    raise UsageError(
-                        f"{folder} has no such step",
-                        field="--restore_checkpoint_step",
-                        value=step,
-                        choices=existing,
-                    )
+                check_choice(str(folder), existing, **{"--restore_checkpoint_step": step})
             for step in steps:
                 progress(f"reading step {step}", compiles=True, waits_for_others=True)
                 if not self.process(checkpoints, step):

@@ -219,13 +219,6 @@ def start_job(
     check_same_experiment(directory, resolved)
     check_devices(options, jax.devices()[0].device_kind)
     partitioner, task = build_parts(resolved)
-    if options.pmap_use_tensorstore and not isinstance(partitioner, PmapPartitioner):
-        raise UsageError(
-            field="--pmap_use_tensorstore",
-            value=True,
-            expected=f"PmapPartitioner, not {type(partitioner).__name__}, which always writes"
-            " TensorStore checkpoints",
-        )
     # Every process builds the observers, so that all processes fail if a field is wrong.
     observers = build_observers(resolved.observers)
     partitioner.start()

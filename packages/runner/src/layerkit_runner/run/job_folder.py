@@ -280,17 +280,19 @@ def forget_checkpoint(directory: epath.Path) -> None:
     (directory / FILE_NAME).unlink(missing_ok=True)
 
 
-def check_restart(
+def start_over(
     directory: epath.Path,
     checkpoints: epath.Path,
     *,
     is_allowed: bool,
     report: Callable[[str], None],
 ) -> None:
-    """Raise `UsageError` if a job without an intact checkpoint has committed one before.
+    """Move damaged steps aside, so that a job without an intact checkpoint starts from scratch.
 
-    All processes call it if no checkpoint is intact. If a start from scratch is allowed, process 0
-    reports it and moves damaged steps aside.
+    All processes call it if no checkpoint is intact.
+
+    Raises:
+      UsageError: The job has committed a checkpoint before, and this is not allowed.
     """
     problem = from_process_0(lambda: _lost_work(directory, checkpoints))
     if problem is None:

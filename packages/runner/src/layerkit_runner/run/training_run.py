@@ -36,9 +36,9 @@ from layerkit_runner.optim.early_stopping import EarlyStop
 from layerkit_runner.run.executor import EARLY_STOPPING, Executor, executor_class, inputs_by_key
 from layerkit_runner.run.job import Job, no_checkpoint, start_job, versions
 from layerkit_runner.run.job_folder import (
-    check_restart,
     forget_checkpoint,
     only_trainer,
+    start_over,
     write_config,
 )
 from layerkit_runner.run.programs.build_programs import (
@@ -166,7 +166,7 @@ class TrainingRun:
         reads_only = not job.options.enable_checkpoint_saving
         self.checkpoints = enter(job.checkpoints(read_only=reads_only))
         self._plan = self._plan_if_new()
-        self._check_data()
+        self._read_first_batches()
 
     def compile(self) -> None:
         """Trace the training steps and start to compile them; count their FLOPs meanwhile."""
@@ -276,17 +276,8 @@ class TrainingRun:
     def _build_programs(self) -> None:
         """Build the programs that run beside training, and the rule for early stopping."""
         job, train = self.job, self.job.task.train
-        if job.options.eval_on_test:
-            self.evals = eval_programs(job, self.inputs)
-        elif train.save_best_metric is None:
-            self.evals = eval_train_programs(job, self.inputs)
-        else:
-            raise UsageError(
-                "--noeval_on_test turns off the evaluations that choose the best checkpoints",
-                field="task.train.save_best_metric",
-                value=train.save_best_metric,
-                expected="None with --noeval_on_test",
-            )
+        build = eval_programs if job.options.eval_on_test else eval_train_programs
+        self.evals = build(job, self.inputs)
         self.decodes = decode_programs(job)
         self._decode_interval = train.decode_interval_steps
         if self._decode_interval is None and job.options.decode_during_train:
@@ -312,15 +303,15 @@ class TrainingRun:
             )
         if from_process_0(self.checkpoints.latest_step) is not None:
             return None
-        self._check_restart()
+        self._start_over()
         return None if options.restore_checkpoint_dir is not None else self._plan_first_state()
 
-    def _check_restart(self) -> None:
+    def _start_over(self) -> None:
         options, report = self.job.options, self.job.observers.message
         if options.enable_checkpoint_saving:
             is_allowed = options.allow_restart_from_scratch
             folder, checkpoints = self.job.directory, self.checkpoints.directory
-            check_restart(folder, checkpoints, is_allowed=is_allowed, report=report)
+            start_over(folder, checkpoints, is_allowed=is_allowed, report=report)
 
     def _plan_first_state(self) -> Callable[[], FirstState]:
         """Check the sources of a new run's weights; return a function that makes the state."""
@@ -338,7 +329,7 @@ class TrainingRun:
             weights = init_from_flags(options.init_from, options.init_draw)
         return plan_first_state(self.job.partitioner, task, weights=weights, report=report)
 
-    def _check_data(self) -> None:
+    def _read_first_batches(self) -> None:
         """Read the first training batches, and compare the data sets among processes."""
         for data in self.inputs.inputs:
             peek_batch(data.dataset)
@@ -376,7 +367,7 @@ class TrainingRun:
                     f"--restore_checkpoint_dir is ignored: {job.given_directory} has checkpoints"
                 )
             return _restored(newest, self.checkpoints, resumes=True)
-        self._check_restart()
+        self._start_over()
         if options.restore_checkpoint_dir is None:
             return self._plan_first_state()()
         with job.checkpoints(read_only=True, directory=options.restore_checkpoint_dir) as others:

@@ -159,11 +159,9 @@ def split_rows(batch: Any, microbatches: int, *, multiple: int = 1) -> Any:
     if rows % (microbatches * multiple):
         devices = f", each of which is split over {multiple} devices" if multiple > 1 else ""
         raise UsageError(
-            f"a batch of {rows} rows cannot be divided into {microbatches} equal"
-            f" microbatches{devices}",
+            f"a batch of {rows} rows cannot be divided into equal microbatches{devices}",
             field="task.train.gradient_accumulation_steps",
             value=microbatches,
-            hint=f"Use a batch of a multiple of {microbatches * multiple} rows.",
         )
 
     def split(leaf: jax.Array) -> jax.Array:

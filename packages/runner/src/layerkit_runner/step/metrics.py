@@ -222,8 +222,6 @@ class ByExample(Generic[Value]):
                     owner=f"data set {self._dataset!r}",
                     field="provenance",
                     value=number,
-                    expected="a different number for each example of one epoch",
-                    hint="Set reset_for_eval=True and repeat=False.",
                 )
             self.values[number] = value
 

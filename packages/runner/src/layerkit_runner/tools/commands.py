@@ -26,13 +26,13 @@ def _plan(resolved: ResolvedExperiment, options: RunOptions) -> int:
 
     from layerkit_runner.distributed import devices as device_flags
     from layerkit_runner.run.job import build_parts
-    from layerkit_runner.run.programs.build_programs import check_train_programs
+    from layerkit_runner.run.programs.build_programs import train_dataset_configs
     from layerkit_runner.run.run_mode import job_errors
     from layerkit_runner.tools.plan import devices, page, search
     from layerkit_runner.tools.plan.plan import make_plan
 
     with job_errors("plan", resolved):
-        check_train_programs(resolved)  # an experiment without training has no step to plan
+        train_dataset_configs(resolved)  # an experiment without training has no step to plan
         parts = build_parts(resolved)
         target = devices.planned_target(
             parts[0], target=options.target, num_devices=options.num_devices

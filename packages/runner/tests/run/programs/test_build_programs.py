@@ -15,7 +15,7 @@ import pytest
 
 from layerkit.base.base_model import BaseModel
 from layerkit.config import Config
-from layerkit.errors import MISSING
+from layerkit.errors import MISSING, UserError
 from layerkit.layers.basic.linears import Linear
 from layerkit_runner import BaseExperiment, UsageError
 from layerkit_runner.config.config_text import config_text
@@ -192,7 +192,7 @@ def test_run_that_stopped_early_does_not_train_on(train: Train, tmp_path: Path):
 def test_wrong_programs_are_an_error_before_a_file_is_written(
     raises: Any, experiment: Any, tmp_path: Path, fields: dict[str, Any], field: str, value: Any
 ):
-    with raises(UsageError, field=field, value=value):
+    with raises(UserError, field=field, value=value):
         run_train(resolve(experiment(**fields)), options(tmp_path / "job"))
     assert not (tmp_path / "job").exists()
 

@@ -130,14 +130,6 @@ def test_output_of_other_prompts_is_replaced(make: Any, tiny: SimpleNamespace, r
     assert recorder.messages == [f"replacing {path}: it has different data"]
 
 
-def test_output_of_unknown_provenance_is_replaced(make: Any, recorder: Any):
-    program, state = make()
-    path = decode_and_mark(program, state)
-    (path.parent / "step_00000007.made_from.json").unlink()
-    assert program.run(state, 7, recorder) == RECORDS
-    assert recorder.messages == [f"replacing {path}: unknown provenance"]
-
-
 def drawing(tiny: SimpleNamespace, traces: list[Any]) -> Any:
     """Return the config of a task whose model continues prompts with random digits."""
 

@@ -116,7 +116,7 @@ def test_model_without_scores_is_an_error_for_score_metrics(raises, tiny: Simple
         has_score_metrics = True
 
     program, state = make_program(tiny, SpmdPartitioner(), Rated.HParams.config(), model=Silent)
-    with raises(UsageError, field="per-example outputs", value=["errors"]):
+    with raises(UsageError, field="outputs", value=["errors"]):
         program.run(state, 3, Observer())
 
 

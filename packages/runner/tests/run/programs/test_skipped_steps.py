@@ -32,12 +32,6 @@ def test_problem_is_set_at_the_limit_of_steps_in_a_row():
     assert skipped.problem == problem
 
 
-def test_problem_after_a_single_step_is_in_the_singular():
-    skipped = SkippedSteps(max_in_a_row=1)
-    add(skipped, 3)
-    assert skipped.problem is not None and "step 3: 1 step was not valid (" in skipped.problem
-
-
 @pytest.mark.parametrize(
     ("max_in_a_row", "num_train_steps", "expected"),
     [(100, 1000, 10), (4, 1000, 4), (100, 6, 6), (None, 1000, None)],

@@ -73,12 +73,6 @@ def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
         def score_metrics(self, scores: Any) -> dict[str, float]:
             raise KeyError("no such score")
 
-    class Misnamed(Unscored):
-        """Points whose metric over scores asks for a name that is not there."""
-
-        def score_metrics(self, scores: Any) -> dict[str, float]:
-            return {"sum": NestedMap(y=1.0).yy}
-
     class Unreadable(tiny.Points):
         """Points whose second batch cannot be read."""
 
@@ -99,7 +93,7 @@ def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
             return task.set(model=model)
 
         def datasets(self) -> list[Config]:
-            held_out = {"evaluation": Unscored, "name": Misnamed}.get(self.FAILS, tiny.Points)
+            held_out = Unscored if self.FAILS == "evaluation" else tiny.Points
             rows = {"num_rows": NUM_ROWS, "percore_batch_size": 1.0}
             return [
                 tiny.Points.HParams.config(name="train", is_training=True, **rows),
@@ -184,17 +178,6 @@ def test_failed_part_is_reported_and_the_others_are_made(
     assert any(line.startswith(other) for line in lines)
     # The same command neither trains nor fails.
     assert run_train(resolved, options(folder)) == 0
-
-
-def test_unknown_name_in_a_part_that_fails_is_reported_with_its_line(
-    experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-):
-    monkeypatch.chdir(Path(__file__).parent)
-    assert run_train(resolve(experiment(FAILS="name")), options(tmp_path / "job")) == 0
-    source = Path(__file__).read_text()
-    line = source[: source.index("NestedMap(y=1.0).yy")].count("\n") + 1
-    start = f"evaluation failed: test_end_report.py:{line}: NestedMap has no such key: 'yy'"
-    assert start in capsys.readouterr().out
 
 
 def test_steps_that_were_not_valid_are_counted(

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from layerkit.config.nested_map import NestedMap
 from layerkit.layers import TransformerFeedForward, quantize_model
-from layerkit_inputs import IndexedInput, LocalText, Prefetch
-from layerkit_inputs.text.tokenizers import HuggingFaceTokenizer
 from layerkit_runner.run.report.start_report import (
     LayerNotes,
     compiled_lines,
-    input_lines,
     num_params,
 )
 
@@ -45,46 +39,6 @@ def test_notes_are_logged_if_tracing_fails(caplog: pytest.LogCaptureFixture):
     with pytest.raises(ValueError, match="shapes"):
         fail()
     assert caplog.messages == ["slow"]
-
-
-@pytest.mark.parametrize(
-    ("value", "become"), [("ids", "encoded as their ids"), ("text", "encoded as text")]
-)
-def test_special_tokens_in_text_are_reported_at_the_start(tmp_path: Path, value: str, become: str):
-    tokenizers = pytest.importorskip("tokenizers")
-    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, "?"))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    model.add_special_tokens(["<s>", "<|assistant|>"])
-    (tmp_path / "model").mkdir()
-    model.save(str(tmp_path / "model" / "tokenizer.json"))
-    for name in ("a.txt", "val.txt"):
-        (tmp_path / name).write_text("a a")
-    tokenizer = HuggingFaceTokenizer(path=str(tmp_path / "model"), special_tokens_in_text=value)
-    source = LocalText(
-        batch_size=1, paths=[str(tmp_path / "*.txt")], tokenizer=tokenizer, is_training=True
-    )
-    _, line, ids = input_lines(Prefetch(source=source))
-    for fact in ("<s>, <|assistant|>", become, f"special_tokens_in_text={value!r}"):
-        assert fact in line
-    assert ids == "text ids     start none, end none, padding 0"
-    of_bytes = LocalText(batch_size=1, paths=[str(tmp_path / "*.txt")])
-    only, ids, ends = input_lines(of_bytes, decoder_ids=(5,))
-    assert only.startswith("input ")
-    assert ids == "text ids     start BOS (1), end EOS (2), padding PAD (0)"
-    assert ends.endswith("all of these end decoding: tokenizer 2; decoder 5")
-
-
-class Doubles(IndexedInput):
-    def _num_rows(self) -> int:
-        return 4
-
-    def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        return NestedMap(x=rows / 2, y=rows.astype(np.float32))
-
-
-def test_cast_of_float64_batches_is_reported_at_the_start():
-    _, line = input_lines(Prefetch(source=Doubles(batch_size=2, is_training=True)))
-    assert line == "cast         x: float64 → float32 (JAX_ENABLE_X64 is off)"
 
 
 def test_temporary_memory_of_the_largest_step_is_reported():

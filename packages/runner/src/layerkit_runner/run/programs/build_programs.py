@@ -44,7 +44,7 @@ _BY_JOB = ("compiled", "name", "reports")
 
 def train_inputs(job: Job) -> TrainInputs:
     """Open the training data sets, in the order of the training programs."""
-    by_name = check_train_programs(job.resolved)
+    by_name = train_dataset_configs(job.resolved)
     inputs = []
     for (name, dataset), config in zip(by_name.items(), _train_configs(job.resolved), strict=True):
         source = prefetched(make_input(dataset, job.partitioner))
@@ -75,7 +75,7 @@ def _train_configs(resolved: ResolvedExperiment) -> list[Config]:
     return resolved.train_programs or [Config(TrainProgram)]
 
 
-def check_train_programs(resolved: ResolvedExperiment) -> dict[str, Config]:
+def train_dataset_configs(resolved: ResolvedExperiment) -> dict[str, Config]:
     """Return the configs of the training data sets by name, in the order of their programs."""
     by_name = training_configs(resolved)
     for index, config in enumerate(resolved.train_programs or []):
@@ -116,7 +116,6 @@ def decode_programs(job: Job) -> list[BaseProgram]:
             owner=f"{job.resolved.name}.{method}()",
             field="model",
             value=type(job.task.model).__qualname__,
-            hint=f"Return [] from {method}(), or define decode() in the model.",
         )
     return _programs(job, "decode_programs", job.resolved.decode_datasets, DecodeProgram)
 

@@ -148,15 +148,8 @@ class DecodeProgram(BaseProgram):
         metrics = report_skipped(self.dataset, self.name, observers) | dict(processed)
         if self.dataset.has_prediction_metrics:
             if records and "continuation" not in records[0]:
-                raise UsageError(
-                    "the data set has metrics over predicted texts",
-                    owner=self.name,
-                    field="fields of the records",
-                    value=list(records[0]),
-                    expected="a continuation",
-                    hint="Let decode() of the model return ids, lengths and log_probs, or decode"
-                    " data without such metrics.",
-                )
+                problem = "metrics over predicted texts need ids, lengths and log_probs of decode()"
+                raise UsageError(problem, owner=self.name, value=list(records[0]))
             predictions = ByExample[str](self.name)
             # Targets are encoded alone, without the prompt.
             texts = [one.get("prediction", one["continuation"]) for one in records]
@@ -276,13 +269,9 @@ class DecodedRecords:
     def _of_rows(self, key: str, leaf: Any, num_rows: int) -> np.ndarray:
         array = np.asarray(leaf)
         if array.ndim == 0 or array.shape[0] != num_rows:
-            raise UsageError(
-                "decode() of the model returned a wrong shape",
-                owner=self._name,
-                field=key,
-                value=list(array.shape),
-                expected=f"one entry for each row of the batch, [{num_rows}, …]",
-            )
+            owner = f"{self._name}: decode() of the model"
+            expected = f"[{num_rows}, …], one entry for each row of the batch"
+            raise UsageError(owner=owner, field=key, value=list(array.shape), expected=expected)
         if array.dtype.kind == "c":
             return np.stack([array.real, array.imag], axis=-1)
         # NumPy does not support bfloat16 and float8, and would write their bytes.

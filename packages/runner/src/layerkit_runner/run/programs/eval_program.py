@@ -15,6 +15,7 @@ import numpy as np
 from etils import epath
 
 from layerkit.base.base_model import WeightedScalar
+from layerkit.config.checks import check_sizes
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.eval_padding import empty_batch, example_rows, num_rows_of
@@ -60,13 +61,7 @@ class BaseProgram:
         interval_steps: int | None = None,
     ) -> None:
         """Store the arguments."""
-        if interval_steps is not None and interval_steps < 1:
-            raise UsageError(
-                owner=name,
-                field="interval_steps",
-                value=interval_steps,
-                expected="a positive integer",
-            )
+        check_sizes(name, interval_steps=interval_steps)
         self.task = task
         self.partitioner = partitioner
         self.dataset = dataset
