@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from layerkit.lazy_names import lazy_names
+from layerkit.config.lazy_names import lazy_names
 from layerkit_inputs._version import __version__ as __version__
 
 if TYPE_CHECKING:

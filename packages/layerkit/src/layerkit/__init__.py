@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from layerkit._version import __version__ as __version__
-from layerkit.lazy_names import lazy_names
+from layerkit.config.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from layerkit.base.base_layer import BaseLayer as BaseLayer

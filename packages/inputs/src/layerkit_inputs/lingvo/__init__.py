@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from layerkit.lazy_names import lazy_names
+from layerkit.config.lazy_names import lazy_names
 from layerkit_inputs.lingvo import base_input as base_input
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ class MyInput(base_input.LingvoInputAdaptor): ...
 
 from __future__ import annotations
 
-from layerkit.lazy_names import lazy_names
+from layerkit.config.lazy_names import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
     "layerkit_inputs",

@@ -1,4 +1,4 @@
-"""Configuration: configs, field types, checks of values, and nested maps.
+"""Configuration: configs, field types, checks of values, nested maps and lists of public names.
 
 People import from here. The modules load neither JAX nor Flax, and import only each other and
 `layerkit.errors`. A name loads its module, and with it Fiddle, when it is first used.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from layerkit.lazy_names import lazy_names
+from layerkit.config.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from layerkit.config.config import Config as Config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from layerkit.lazy_names import lazy_names
+from layerkit.config.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from layerkit.decoding.beam_search import BeamSearch as BeamSearch

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from layerkit.lazy_names import lazy_names
+from layerkit.config.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from layerkit_runner.init_from.first_state import plan_first_state as plan_first_state
