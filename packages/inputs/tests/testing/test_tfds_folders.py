@@ -60,20 +60,6 @@ def test_sample_texts_are_deterministic_and_different():
     assert len(set(sample_texts(50))) == 50
 
 
-@pytest.mark.parametrize(
-    ("arguments", "field", "value"),
-    [
-        ({"dataset": "lambada:1.0.1"}, "dataset", "lambada:1.0.1"),
-        ({"texts": {"validation": ["a"]}}, "split", "validation"),
-        ({"texts": {"test": ["a"]}, "num_shards": 2}, "num_shards", 2),
-    ],
-)
-def test_write_tfds_folder_raises_for_invalid_arguments(raises, arguments, field, value, tmp_path):
-    with raises(ConfigError, owner="write_tfds_folder", field=field, value=value):
-        write_tfds_folder(tmp_path, **{"dataset": "lambada:1.0.0", **arguments})
-
-
-def test_write_tfds_folder_raises_for_an_existing_folder(raises, tmp_path):
-    write_tfds_folder(tmp_path, "lambada:1.0.0", texts={"test": ["a"]}, num_shards=1)
-    with raises(ConfigError, field="data_dir"):
-        write_tfds_folder(tmp_path, "lambada:1.0.0", texts={"test": ["b"]}, num_shards=1)
+def test_write_tfds_folder_raises_for_an_unknown_data_set(raises, tmp_path):
+    with raises(ConfigError, owner="write_tfds_folder", field="dataset", value="lambada:1.0.1"):
+        write_tfds_folder(tmp_path, "lambada:1.0.1")

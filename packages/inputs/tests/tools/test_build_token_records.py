@@ -168,7 +168,7 @@ BAD_LINES = {
     '["text"]': "a JSON list, expected an object.",
     '{"txt": "x", "n": 1}': "no such field: field='text'. Did you mean 'txt'",
     '{"text": 17}': "field 'text' is 17, expected a string.",
-    '{"text": "\\ud800"}': "field 'text' is not Unicode text",
+    '{"text": "\\ud800"}': "'utf-8' codec can't encode character",
     b'{"text": "\xff"}': "not UTF-8: byte 10 is 0xff.",
 }
 

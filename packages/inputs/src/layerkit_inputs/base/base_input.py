@@ -258,14 +258,10 @@ class BaseInput(Configurable):
         with naming_input(self._label):
             try:
                 self._set_envelope(state)
-            except ConfigError:
-                raise
             except (AttributeError, LookupError, TypeError) as error:
+                expected = f"a state that get_state() returned ({type(error).__name__}: {error})"
                 raise self._config_error(
-                    "cannot restore",
-                    field="state",
-                    value=state,
-                    expected=f"a state that get_state() returned ({type(error).__name__}: {error})",
+                    "cannot restore", field="state", value=state, expected=expected
                 ) from error
 
     def _begin_again(self, get_next: Callable[[], NestedMap]) -> NestedMap:
@@ -369,9 +365,7 @@ class BaseInput(Configurable):
         """
         tokenizer = self.text_tokenizer(key)
         if tokenizer is None:
-            raise NotImplementedError(
-                f"{type(self).__qualname__} has no vocabulary to decode ids with."
-            )
+            raise NotImplementedError(f"{type(self).__qualname__} has no vocabulary for ids.")
         return [tokenizer.decode(row[:n]) for row, n in zip(ids, lengths, strict=True)]
 
     def text_tokenizer(self, key: str | None = None) -> Any:

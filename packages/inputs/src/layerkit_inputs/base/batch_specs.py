@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.eval_padding import pad_rows
@@ -47,21 +48,12 @@ def check_batch(source: BaseInput, batch: NestedMap, *, is_padded: bool = False)
     """
     rows = source.local_batch_size + (source.batch_padding_size if is_padded else 0)
     for path, leaf in batch.flatten_items():
-        if (shape := np.shape(leaf))[:1] != (rows,):
-            raise source._config_error(
-                field=f"shape of {path}",
-                value=list(shape),
-                expected=f"{rows} rows, which the input declares for each host",
-                hint="Pad the last batch of an epoch with rows of weight 0"
-                " (layerkit_inputs.base.eval_padding.pad_rows).",
-            )
-        if (value := _overflowing(leaf)) is not None:
-            raise source._config_error(
-                field=f"{leaf.dtype} value of {path}",
-                value=value,
-                expected="a value that fits 32 bits, to which JAX converts it",
-                hint="Return smaller numbers, or set JAX_ENABLE_X64=1.",
-            )
+        shape = list(np.shape(leaf))
+        expected = f"{rows} rows, which the input declares; `pad_rows` adds rows of weight 0"
+        require(shape[:1] == [rows], source._label, f"shape of {path}", shape, expected)
+        value, kind = _overflowing(leaf), getattr(leaf, "dtype", None)
+        expected = "a value of 32 bits, to which JAX converts it, or JAX_ENABLE_X64=1"
+        require(value is None, source._label, f"{kind} value of {path}", value, expected)
     return batch
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -91,14 +91,12 @@ class Mixture(IndexedInput, CompositeInput):
         self._ahead: dict[int, _Pieces] = {}
 
     def _checked(self, name: str, reader: BaseInput) -> IndexedInput:
-        if isinstance(reader, IndexedInput) and type(reader).get_next is BaseInput.get_next:
-            return reader
-        raise self._config_error(
-            field=f"components[{name!r}]",
-            value=type(reader).__qualname__,
-            expected="an IndexedInput that does not override get_next",
-            hint="Use StreamMixture.",
-        )
+        reads_rows = isinstance(reader, IndexedInput)
+        reads_rows = reads_rows and type(reader).get_next is BaseInput.get_next
+        expected = "an IndexedInput that does not override get_next; StreamMixture reads others"
+        kind = type(reader).__qualname__
+        require(reads_rows, self._label, f"components[{name!r}]", kind, expected)
+        return cast("IndexedInput", reader)
 
     def shares(self) -> dict[str, float]:
         """Return the share of each component in the rows."""
@@ -173,6 +171,5 @@ class Mixture(IndexedInput, CompositeInput):
 def _num_rows_of(reader: IndexedInput) -> int | None:
     """Return the number of rows of a component, or raise an error if it has none."""
     num_rows = reader._num_rows()
-    if num_rows == 0:
-        raise reader._config_error("there are no rows to read.")
+    require(num_rows != 0, reader._label, "number of rows", num_rows, "at least one")
     return num_rows

@@ -23,8 +23,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from layerkit.config.checks import check_choice
-from layerkit.config.checks import require as require_valid
-from layerkit.errors import ConfigError
 from layerkit_inputs.base.errors import require_extra
 
 FileFormat = Literal["tfrecord", "array_record"]
@@ -130,25 +128,14 @@ def write_tfds_folder(
       Folder of the files, such as `data_dir/c4/en/3.0.1`.
 
     Raises:
-      ConfigError: The data set or a split is unknown, a split has fewer texts than files, or the
-        folder exists.
+      ConfigError: The data set is unknown.
     """
     check_choice("write_tfds_folder", DATASETS, dataset=dataset)
     layout = _FORMATS[dataset]
     texts = _texts_of(dataset, layout) if texts is None else texts
-    for split, of_split in texts.items():
-        _check_split(dataset, split, of_split, num_shards)
     name, _, version = dataset.partition(":")
     name, _, config = name.partition("/")
     folder = pathlib.Path(data_dir, name, config, version)
-    if folder.exists():
-        raise ConfigError(
-            "the folder exists",
-            owner="write_tfds_folder",
-            field="data_dir",
-            value=str(folder),
-            hint="Remove it, or use another folder.",
-        )
     tfds = require_extra("tensorflow_datasets", needed_by="write_tfds_folder")
     with _quiet():
         tfds.dataset_builders.store_as_tfds_dataset(
@@ -160,9 +147,9 @@ def write_tfds_folder(
             split_datasets={
                 split: [
                     (number, layout.example(split, text, number))
-                    for number, text in enumerate(of_split)
+                    for number, text in enumerate(split_texts)
                 ]
-                for split, of_split in texts.items()
+                for split, split_texts in texts.items()
             },
             download_config=tfds.download.DownloadConfig(num_shards=num_shards),
             file_format=file_format,
@@ -200,13 +187,6 @@ def _texts_of(dataset: str, layout: _Format) -> dict[str, list[str]]:
         split: sample_texts(num_texts, seed=1 + list(_FORMATS).index(dataset) * 8 + number)
         for number, (split, num_texts) in enumerate(layout.splits.items())
     }
-
-
-def _check_split(dataset: str, split: str, texts: Sequence[str], num_shards: int) -> None:
-    check_choice("write_tfds_folder", list(_FORMATS[dataset].splits), split=split)
-    is_valid = 1 <= num_shards <= len(texts)
-    expected = f"at least 1 and at most {len(texts)}, the number of texts of {split!r}"
-    require_valid(is_valid, "write_tfds_folder", "num_shards", num_shards, expected)
 
 
 @contextlib.contextmanager

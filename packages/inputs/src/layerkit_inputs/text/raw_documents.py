@@ -181,7 +181,7 @@ def text_of(document: RawDocument, field: str) -> bytes:
 
     Raises:
       ConfigError: The document is a JSON object without the field.
-      UnicodeDecodeError: The document is not UTF-8.
+      UnicodeError: The document is not UTF-8, or the text is not Unicode.
       ValueError: The document is not a JSON object, or the field is not text.
     """
     if document.data is None:
@@ -190,20 +190,13 @@ def text_of(document: RawDocument, field: str) -> bytes:
         return document.data
     try:
         row = json.loads(document.data)
-    except UnicodeDecodeError:
-        raise
-    except (ValueError, RecursionError) as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"not a line of JSON ({error}).") from None
     if not isinstance(row, dict):
         raise ValueError(f"a JSON {type(row).__name__}, expected an object.")
     if field not in row:
         raise ConfigError("no such field", field="field", value=field, choices=row)
     if not isinstance(row[field], str):
-        hint = conversations_hint({field: row[field]}) or ""
-        raise ValueError(
-            f"field {field!r} is {row[field]!r:.60}, expected a string. {hint}".strip()
-        )
-    try:
-        return row[field].encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"field {field!r} is not Unicode text ({error.reason}).") from None
+        problem = f"field {field!r} is {row[field]!r:.60}, expected a string."
+        raise ValueError(" ".join(filter(None, [problem, conversations_hint(row)])))
+    return row[field].encode("utf-8")
