@@ -49,6 +49,7 @@ IS_SO: dict[str, Callable[[ExperimentEntry], bool]] = {
     "multislice": lambda entry: mesh(entry).endswith(" across"),
     "pipeline": lambda entry: "stage " in mesh(entry),
     "pmap": lambda entry: mesh(entry) == "pmap",
+    "speed_test": lambda entry: "LimitSteps" in entry.name or "Proxy" in entry.name,
     "time_series": lambda entry: "\ntask.model = PatchedDecoder\n" in golden(entry),
     "translation": lambda entry: "\ntask.model = SequenceModel\n" in golden(entry),
     "vision": lambda entry: "\ntask.model = ClassificationModel\n" in golden(entry),

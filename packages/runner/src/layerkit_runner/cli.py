@@ -148,6 +148,8 @@ def _listing(flags: ParsedFlags) -> str:
 
     tags = flags.values.get("tag", ())
     entries = list_experiments(tags=tags)
+    if not tags:
+        entries = [entry for entry in entries if not entry.is_hidden]
     if flags.options.json:
         return json.dumps(catalogue_json(entries))
     if not entries and tags:

@@ -42,6 +42,8 @@ class C4Spmd1BAdam4Replicas(C4Spmd):
 class C4Spmd1BAdam4ReplicasLimitSteps(C4Spmd):
     """The model of a billion weights for 15,000 steps."""
 
+    tags = ("speed_test",)
+
     NUM_LAYERS = 13
     MODEL_DIMS = 2560
     HIDDEN_DIMS = 10240
@@ -109,6 +111,8 @@ class LmCloudSpmdAdam(LmCloudSpmd):
 
 class LmCloudSpmdAdamLimitSteps(LmCloudSpmdAdam):
     """The two layers for 4000 steps, the warmup."""
+
+    tags = ("speed_test",)
 
     MAX_STEPS = 4000
     SUMMARY_INTERVAL_STEPS = 100

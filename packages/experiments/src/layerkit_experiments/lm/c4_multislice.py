@@ -56,6 +56,8 @@ class C4Spmd22BAdam4xv4_128(C4Spmd22BAdamMaxText):  # noqa: N801
 class C4Spmd22BAdam1xv4_128LimitSteps(C4Spmd22BAdamMaxText):  # noqa: N801
     """The model of C4Spmd22BAdam1xv4_128 for 300 steps (v4:4x4x4)."""
 
+    tags = ("speed_test",)
+
     ICI_MESH_SHAPE = [1, 64, 1]
     MAX_STEPS = 300
 
@@ -63,7 +65,7 @@ class C4Spmd22BAdam1xv4_128LimitSteps(C4Spmd22BAdamMaxText):  # noqa: N801
 class C4Spmd22BAdam2xv4_128LimitSteps(C4Spmd22BAdamMaxText):  # noqa: N801
     """The model of C4Spmd22BAdam2xv4_128 for 300 steps (v4:4x4x4*2)."""
 
-    tags = ("multislice",)
+    tags = ("multislice", "speed_test")
 
     ICI_MESH_SHAPE = [1, 64, 1]
     DCN_MESH_SHAPE = [2, 1, 1]
@@ -73,7 +75,7 @@ class C4Spmd22BAdam2xv4_128LimitSteps(C4Spmd22BAdamMaxText):  # noqa: N801
 class C4Spmd22BAdam4xv4_128LimitSteps(C4Spmd22BAdamMaxText):  # noqa: N801
     """The model of C4Spmd22BAdam4xv4_128 for 300 steps (v4:4x4x4*4)."""
 
-    tags = ("multislice",)
+    tags = ("multislice", "speed_test")
 
     ICI_MESH_SHAPE = [1, 64, 1]
     DCN_MESH_SHAPE = [4, 1, 1]
@@ -144,6 +146,8 @@ class C4Spmd22BAdam4xv4_8(C4Spmd22BAdamMaxText):  # noqa: N801
 class C4Spmd22BAdam1xv4_8LimitSteps(C4Spmd22BAdamMaxText):  # noqa: N801
     """The model of C4Spmd22BAdam1xv4_8 for 300 steps (v4:2x2x1)."""
 
+    tags = ("speed_test",)
+
     NUM_LAYERS = 16
     MODEL_DIMS = 2048
     HIDDEN_DIMS = 8192
@@ -155,7 +159,7 @@ class C4Spmd22BAdam1xv4_8LimitSteps(C4Spmd22BAdamMaxText):  # noqa: N801
 class C4Spmd22BAdam2xv4_8LimitSteps(C4Spmd22BAdamMaxText):  # noqa: N801
     """The model of C4Spmd22BAdam2xv4_8 for 300 steps (v4:2x2x1*2)."""
 
-    tags = ("multislice",)
+    tags = ("multislice", "speed_test")
 
     NUM_LAYERS = 16
     MODEL_DIMS = 2048
@@ -169,7 +173,7 @@ class C4Spmd22BAdam2xv4_8LimitSteps(C4Spmd22BAdamMaxText):  # noqa: N801
 class C4Spmd22BAdam4xv4_8LimitSteps(C4Spmd22BAdamMaxText):  # noqa: N801
     """The model of C4Spmd22BAdam4xv4_8 for 300 steps (v4:2x2x1*4)."""
 
-    tags = ("multislice",)
+    tags = ("multislice", "speed_test")
 
     NUM_LAYERS = 16
     MODEL_DIMS = 2048

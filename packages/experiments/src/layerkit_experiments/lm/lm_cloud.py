@@ -49,6 +49,8 @@ class LmCloudSpmd2B(LmCloudSpmd):
 class LmCloudSpmd2BLimitSteps(LmCloudSpmd2B):
     """The 2B model for 300 steps."""
 
+    tags = ("speed_test",)
+
     MAX_STEPS = 300
     SUMMARY_INTERVAL_STEPS = 100
 
@@ -234,6 +236,8 @@ class LmCloudTransformerAdamTest(LmCloudTransformerAdam):
 
 class LmCloudTransformerAdamLimitSteps(LmCloudTransformerAdam):
     """The pmap model with 10 layers, for 2000 steps."""
+
+    tags = ("speed_test",)
 
     NUM_LAYERS = 10
     MAX_STEPS = 2000

@@ -169,6 +169,8 @@ class NVIDIA175B_FSDP(NvidiaLm):  # noqa: N801
 class Llama33BProxy(NvidiaLm):
     """The sizes of LLaMA 33B with the blocks of GPT, on 16 GPUs (a100x16), fully sharded."""
 
+    tags = ("speed_test",)
+
     NUM_LAYERS = 60
     MODEL_DIMS = 6656
     HIDDEN_DIMS = 17_920
@@ -210,6 +212,8 @@ class MoELarge(MixtureOfExperts, NvidiaLm):
 
 class GLaM64B64EProxy(PraxisExperts):
     """Eight layers of GLaM 64B/64E, 143B weights, on 128 GPUs (a100x128), fsdp 16 × expert 8."""
+
+    tags = ("speed_test",)
 
     NUM_LAYERS = 8
     MODEL_DIMS = 8192
@@ -258,6 +262,8 @@ class Grok(PraxisExperts):
 class Grok_Proxy(Grok):  # noqa: N801
     """16 layers of Grok-1 on 64 GPUs (h100x64), fsdp 8 × expert 8."""
 
+    tags = ("speed_test",)
+
     NUM_LAYERS = 16
     NUM_GROUPS = 64
     DCN_MESH_SHAPE = [1, 8, 1, 1]
@@ -295,7 +301,7 @@ class Grok_PP(Pipelined, PraxisExperts):  # noqa: N801
 class Grok_Proxy_PP(Pipelined, PraxisExperts):  # noqa: N801
     """16 layers of Grok-1 in eight stages on 512 GPUs (h100x512), fsdp 8 × expert 8."""
 
-    tags = ("multislice",)
+    tags = ("multislice", "speed_test")
 
     NUM_LAYERS = 16
     PERCORE_BATCH_SIZE = 1.0
@@ -324,6 +330,8 @@ class NVIDIA5B(NvidiaPipeline):
 class NVIDIA40BProxy(NvidiaPipeline):
     """12 layers of a 40B model in two stages on 16 GPUs (a100x16)."""
 
+    tags = ("speed_test",)
+
     NUM_LAYERS = 12
     MODEL_DIMS = 8192
     HIDDEN_DIMS = 32_768
@@ -336,6 +344,8 @@ class NVIDIA40BProxy(NvidiaPipeline):
 
 class NVIDIA70BProxy(NvidiaPipeline):
     """20 layers of a 70B model in two stages on 16 GPUs (a100x16)."""
+
+    tags = ("speed_test",)
 
     NUM_LAYERS = 20
     MODEL_DIMS = 8192
@@ -350,6 +360,8 @@ class NVIDIA70BProxy(NvidiaPipeline):
 class NVIDIA116BProxy(NvidiaPipeline):
     """16 layers of a 116B model in four stages on 16 GPUs (a100x16)."""
 
+    tags = ("speed_test",)
+
     NUM_LAYERS = 16
     MODEL_DIMS = 12_288
     HIDDEN_DIMS = 49_152
@@ -360,6 +372,8 @@ class NVIDIA116BProxy(NvidiaPipeline):
 
 class NVIDIA175BProxy(NvidiaPipeline):
     """24 layers of GPT-3 175B in four stages on 16 GPUs (a100x16)."""
+
+    tags = ("speed_test",)
 
     MODEL_DIMS = 12_288
     HIDDEN_DIMS = 49_152

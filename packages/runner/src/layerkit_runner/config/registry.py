@@ -39,6 +39,10 @@ CATALOGUE_FILE = "catalogue.json"
 _HEADINGS = ("NAME", "WEIGHTS", "MESH", "DATA", "SUMMARY")
 
 
+# Begins the summary of an experiment that a module offers under a second name.
+_SAME_AS = "The same as "
+
+
 @dataclasses.dataclass(frozen=True)
 class CatalogueLine:
     """Facts about an experiment that are available without building it; None if unknown."""
@@ -67,6 +71,11 @@ class ExperimentEntry:
     def class_name(self) -> str:
         """Name of the class in its module."""
         return self.dotted.rpartition(".")[2]
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether `--list` shows this only with a tag: a speed test, or a second name."""
+        return "speed_test" in self.line.tags or self.line.summary.startswith(_SAME_AS)
 
 
 def experiment_packages() -> list[str]:
@@ -229,7 +238,7 @@ def entry_of(cls: type[BaseExperiment], dotted: str, packages: Collection[str]) 
 
     name, summary = f"{cls.__module__}.{cls.__qualname__}", experiment_summary(cls)
     if dotted != name:
-        summary = f"The same as {_short(name, packages)}."
+        summary = f"{_SAME_AS}{_short(name, packages)}."
     line = CatalogueLine(None, None, None, summary, experiment_tags(cls))
     return ExperimentEntry(_short(dotted, packages), dotted, line)
 
