@@ -150,12 +150,6 @@ def test_fewer_shards_read_several_files_each(num_shards, c4_folder, c4_task):
     assert len(set(source.ids_to_strings(batch.labels, [512] * 13))) == 13
 
 
-def test_more_shards_than_files_raise(raises, c4_folder, c4_task):
-    source = reader(c4_task(c4_folder), {"targets": 8}, num_shards=5)
-    with raises(ConfigError, owner="SeqIOInput", field="num_shards", value=5):
-        source.get_next()
-
-
 def test_shuffle_raises_for_a_task_without_shuffling(raises, make_task):
     task = make_task([{"targets": [5]}], shuffle_buffer_size=None)
     given = {"batch_size": 1, "mixture_or_task": task, "task_feature_lengths": {"targets": 1}}

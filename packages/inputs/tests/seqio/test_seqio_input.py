@@ -192,31 +192,15 @@ def test_other_features_are_passed_through(converter, make_task, raises):
             SeqIOInput(**packed)
 
 
-@pytest.mark.parametrize(
-    ("name", "feature", "value"),
-    [
-        ("labels", {}, "labels"),
-        ("text", {"dtype": "string"}, "string of rank 1"),
-        ("matrix", {"rank": 2}, "int32 of rank 2"),
-    ],
-)
-def test_features_that_cannot_be_passed_through_raise(raises, make_task, name, feature, value):
+def test_feature_named_like_an_array_of_the_batch_raises(raises, make_task):
     import seqio
-    import tensorflow as tf
 
     task = make_task([{"targets": [5]}])
-    feature = {**feature, "dtype": tf.as_dtype(feature.get("dtype", "int32"))}
-    vocabulary = seqio.PassThroughVocabulary(size=9)
-    with_feature = seqio.Task(
-        "with_feature",
-        source=task.source,
-        output_features={
-            **task.output_features,
-            name: seqio.Feature(vocabulary, add_eos=False, **feature),
-        },
-    )
-    with raises(ConfigError, field=f"task_feature_lengths[{name!r}]", value=value):
-        reader(with_feature, {"targets": 2, name: 2})
+    labels = seqio.Feature(seqio.PassThroughVocabulary(size=9), add_eos=False)
+    features = {**task.output_features, "labels": labels}
+    task = seqio.Task("with_labels", source=task.source, output_features=features)
+    with raises(ConfigError, field="task_feature_lengths", value=["labels"]):
+        reader(task, {"targets": 2, "labels": 2})
 
 
 def test_evaluation_reads_the_same_first_batches_each_time(thirteen):
@@ -398,7 +382,6 @@ def test_seeds_change_order_and_epochs_differ(thirteen):
         ("task_feature_lengths", None),
         ("split_name", "vaildation"),
         ("feature_converter", "prefixlm"),
-        ("shuffle", True),
         ("each_host_reads", "own_shards"),
         ("tfds_data_dir", "/data"),
         ("packing_window_rows", 0),

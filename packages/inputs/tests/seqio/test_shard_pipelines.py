@@ -23,7 +23,6 @@ def options(**changes):
         endless=False,
         whole_examples=False,
         bad_records=BadRecords(),
-        owner="SeqIOInput",
     )
     return given._replace(**changes)
 

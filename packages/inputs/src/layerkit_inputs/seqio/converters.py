@@ -18,15 +18,14 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from layerkit.config.nested_map import NestedMap
-from layerkit.errors import ConfigError
 from layerkit_inputs.base.bad_records import BadRecords
 from layerkit_inputs.packing.first_fit import plan_packing
 from layerkit_inputs.packing.model_features import (
     NegativeIds,
+    as_tokens,
     drop_signs,
     encoder_decoder_features,
     in_rows,
-    lm_features,
     prompt_features,
     stretch_features,
 )
@@ -77,22 +76,10 @@ class RowFormat(NamedTuple):
         return (*sides, *(self.lengths[name] for name in self.passed_through))
 
     def sizes(self, example: Example) -> tuple[int, ...]:
-        """Return the size that an example needs in each part of a row, in the order of `limits`.
-
-        Raises:
-          ConfigError: The example lacks a feature that is passed through.
-        """
+        """Return the size that an example needs in each part of a row, in the order of `limits`."""
         targets = len(example.get("targets", ()))
         targets += len(example.get("suffixes", ())) if self.has_suffixes else 0
         sides = self._sides(len(example.get("inputs", ())), targets)
-        for name in self.passed_through:
-            if name not in example:
-                raise ConfigError(
-                    "an example lacks an optional feature of its task",
-                    field="task_feature_lengths",
-                    value=name,
-                    choices=sorted(example),
-                )
         return (*sides, *(len(example[name]) for name in self.passed_through))
 
     def _sides(self, inputs: int, targets: int) -> tuple[int, ...]:
@@ -110,9 +97,7 @@ class RowFormat(NamedTuple):
         merged = rows
         if self.has_suffixes:
             merged = [[_with_suffix(example) for example in row] for row in rows]
-        batch = self._batch_of_vectors(merged)
-        if batch is None:
-            batch = self._batch_of_any(merged)
+        batch = self._batch_of_tokens(merged)
         if self.has_suffixes:
             batch.weights = batch.weights * self._counted(rows)
         if self.first_token == "given":
@@ -143,58 +128,28 @@ class RowFormat(NamedTuple):
         valid = np.arange(self.limits[0]) < sizes[:, None]
         return in_rows(np.concatenate(counted), valid, np.dtype(np.float32))
 
-    def _batch_of_any(self, rows: Sequence[Sequence[Example]]) -> NestedMap:
+    def _batch_of_tokens(self, rows: Sequence[Sequence[Example]]) -> NestedMap:
         examples = [example for row in rows for example in row]
-        targets = [example.get("targets", ()) for example in examples]
         inputs = [example.get("inputs", ()) for example in examples]
-        numbers = _numbers_by_row(rows) if self.packed else None
         match self.converter:
             case "encoder_decoder":
                 return encoder_decoder_features(
                     inputs,
-                    targets,
+                    [example.get("targets", ()) for example in examples],
                     inputs_length=self.lengths["inputs"],
                     targets_length=self.lengths["targets"],
-                    rows=numbers,
+                    rows=_numbers_by_row(rows) if self.packed else None,
                     bos_id=self.bos_id,
                 )
             case "prompts":
                 return prompt_features(
-                    [np.abs(tokens) for tokens in inputs], length=self.limits[0], bos_id=self.bos_id
+                    [np.abs(ids) for ids in inputs], length=self.limits[0], bos_id=self.bos_id
                 )
-        batch = lm_features(
-            inputs if "inputs" in self.lengths else None,
-            targets,
-            length=self.limits[0],
-            rows=numbers,
-            bos_id=self.bos_id,
-            weights_on_targets_only=self.weights_on_targets_only,
-            negative_ids=self.negative_ids,
-        )
-        if self.converter == "language_model":
-            batch.pop("inputs_indicator", None)
-        return batch
-
-    def _batch_of_vectors(self, rows: Sequence[Sequence[Example]]) -> NestedMap | None:
-        """Compute a batch of a language model with vectorized operations on int32 sequences.
-
-        Returns:
-          The batch, or None for other models, other dtypes and invalid examples. The caller then
-          uses `_batch_of_any`, which raises the error about an invalid example.
-        """
-        if self.converter not in ("language_model", "prefix_lm"):
-            return None
         features = [name for name in ("inputs", "targets") if name in self.lengths]
-        try:
-            parts = [example[name] for row in rows for example in row for name in features]
-            tokens = np.concatenate(parts)
-        except (KeyError, ValueError):
-            return None
-        kinds = {(part.dtype, part.ndim) for part in parts}
-        least = np.iinfo(np.int32).min  # its absolute value is not an int32
-        if kinds != {(np.dtype(np.int32), 1)} or tokens.min(initial=0) == least:
-            return None
-        part_sizes = np.array([len(part) for part in parts]).reshape(-1, len(features))
+        empty = np.zeros(0, np.int32)
+        parts = [example.get(name, empty) for example in examples for name in features]
+        tokens = as_tokens(np.concatenate([empty, *parts]), where="token ids", may_be_negative=True)
+        part_sizes = np.array([len(part) for part in parts], int).reshape(-1, len(features))
         sizes = part_sizes.sum(axis=1)
         ids = np.roll(tokens, 1)
         ids[(np.cumsum(sizes) - sizes)[sizes > 0]] = self.bos_id

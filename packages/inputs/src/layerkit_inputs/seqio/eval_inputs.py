@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from layerkit.config import Config
 from layerkit.config.checks import check_choice
 from layerkit.errors import ConfigError
-from layerkit_inputs.seqio.eval_metrics import have_predictions, have_scores
+from layerkit_inputs.seqio.eval_metrics import has_predictions, has_scores
 from layerkit_inputs.seqio.seqio_input import SeqIOInput
 from layerkit_inputs.seqio.tasks import find_provider, import_seqio
 
@@ -51,8 +51,8 @@ def get_eval_hparams_for_seqio(
     """
     check_choice(_OWNER, get_args(MetricType), metric_type=metric_type)
     seqio = import_seqio()
-    provider = find_provider(task_or_mixture_name, owner=_OWNER)
-    have_metrics = have_scores if metric_type == "score" else have_predictions
+    provider = find_provider(task_or_mixture_name)
+    has_metrics = has_scores if metric_type == "score" else has_predictions
     defaults: dict[str, Any] = {"feature_converter": "prompts"}
     if metric_type == "score":
         defaults = {"feature_converter": "language_model", "weights_on_targets_only": True}
@@ -60,7 +60,7 @@ def get_eval_hparams_for_seqio(
     for task in seqio.get_subtasks(provider):
         split = split_name(task.name) if callable(split_name) else split_name
         reason = None
-        if require_metric_fns and not have_metrics([task]):
+        if require_metric_fns and not has_metrics(task):
             reason = f"it has no metrics of kind {metric_type!r}"
         elif check_split_exists and split not in task.splits:
             reason = f"it has no split {split!r}"
@@ -70,9 +70,9 @@ def get_eval_hparams_for_seqio(
         is_registered = task.name in seqio.TaskRegistry.names()
         is_registered = is_registered and seqio.TaskRegistry.get(task.name) is task
         source = {"mixture_name": task.name} if is_registered else {"mixture_or_task": task}
-        given = {"name": task.name, "split_name": split, **defaults, **source, **fields}
+        values = {"name": task.name, "split_name": split, **defaults, **source, **fields}
         lengths = dict(feature_lengths)
-        configs.append(SeqIOInput.HParams.config(task_feature_lengths=lengths, **given))
+        configs.append(SeqIOInput.HParams.config(task_feature_lengths=lengths, **values))
     if not configs:
         raise ConfigError(
             "no task is left to evaluate; the log gives the reasons",

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from layerkit.config.checks import require
 from layerkit.errors import ConfigError
 from layerkit_inputs.base.indexed_input import epoch_order
 from layerkit_inputs.seqio.shard_pipelines import Example, ReadOptions, ShardPipelines
@@ -105,8 +106,7 @@ class TaskExamples:
                 if epochs_without > _MOST_EMPTY_EPOCHS:
                     raise ConfigError(
                         f"task {self.task.name} has no examples in split {self._options.split!r}, "
-                        "or none in the files of this host",
-                        owner=self._options.owner,
+                        "or none in the files of this host"
                     )
                 self._move_to(self._epoch + 1, 0, 0)
                 continue
@@ -145,7 +145,6 @@ class TaskExamples:
         raise ConfigError(
             f"{_MOST_BAD_IN_A_ROW} consecutive records of {self._name_of(shard)} cannot be read: "
             f"{_first_line(problem)}",
-            owner=self._options.owner,
             hint="Check that the preprocessors of the task fit the data.",
         )
 
@@ -201,20 +200,8 @@ class TaskExamples:
     def _choose_num_shards(self) -> int:
         options, num_files = self._options, len(self._files)
         _, hosts = options.share
-        if not num_files:
-            raise ConfigError(
-                f"task {self.task.name} has no files for split {options.split!r}",
-                owner=options.owner,
-            )
-        wanted = options.num_shards
-        if wanted is not None and not hosts <= wanted <= num_files:
-            raise ConfigError(
-                owner=options.owner,
-                field="num_shards",
-                value=wanted,
-                expected=f"None, or at least {hosts} (hosts) and at most {num_files} (files of "
-                f"split {options.split!r} of task {self.task.name})",
-            )
+        expected = f"files for the split {options.split!r}"
+        require(num_files, None, f"files of task {self.task.name}", self._files, expected)
         if num_files < hosts:
             logging.getLogger(__name__).warning(
                 "task %s has %d files for %d hosts: every host reads all files and keeps its share "
@@ -223,19 +210,13 @@ class TaskExamples:
                 num_files,
                 hosts,
             )
-        return wanted or max(num_files, hosts)
+        return max(options.num_shards or num_files, hosts)
 
     def _choose_buffer_size(self) -> int:
         options = self._options
         size = options.shuffle_buffer_size or self.task.shuffle_buffer_size
-        if options.shuffle and size is None:
-            raise ConfigError(
-                owner=options.owner,
-                field="shuffle",
-                value=True,
-                expected=f"False, since task {self.task.name} has shuffle_buffer_size=None",
-                hint="Set shuffle=False, or set shuffle_buffer_size to shuffle anyway.",
-            )
+        expected = f"False, or a shuffle_buffer_size, since task {self.task.name} has none"
+        require(size or not options.shuffle, None, "shuffle", options.shuffle, expected)
         return size or 1
 
 

@@ -16,14 +16,15 @@ The field `each_host_reads` decides how hosts share the work:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
-from layerkit.config.checks import check_choice, check_sizes, require
+from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.bad_records import BadRecords, OnBadRecord
 from layerkit_inputs.base.base_input import BaseInput
+from layerkit_inputs.base.errors import naming_input
 from layerkit_inputs.base.eval_padding import pad_rows
 from layerkit_inputs.base.state import Scope, check_same_data
 from layerkit_inputs.packing.model_features import NegativeIds
@@ -119,25 +120,24 @@ class SeqIOInput(BaseInput):
         if self.each_host_reads is None:
             self.each_host_reads = "own_shards" if self.is_training else "everything"
         # As in Praxis, False counts negative ids too, whereas None leaves them to the data.
-        self._negative_ids: NegativeIds = (
+        negative_ids: NegativeIds = (
             "weight" if self.weights_on_targets_only is False else "no_weight"
         )
         if self.weights_on_targets_only is None:
             self.weights_on_targets_only = self.feature_converter == "prefix_lm"
         self._seed = self.input_random_seed or 0
         self._bad_records = BadRecords(self.on_bad_record)
-        self._check_choices()
-        self._check_numbers()
-        self._format = self._check_lengths()
-        self._tasks: list[WeightedTask] = find_tasks(
-            self.mixture_or_task if self.mixture_name is None else self.mixture_name,
-            split=self.split_name,
-            feature_lengths=self._format.lengths,
-            tfds_data_dir=self.tfds_data_dir,
-            is_training=self.is_training,
-            owner=self._label,
-        )
-        self._check_metrics()
+        self._check_at_least(1, "packing_window_rows", "shuffle_buffer_size", "num_shards")
+        self._format = self._make_format(negative_ids)
+        with naming_input(self._label):
+            self._tasks: list[WeightedTask] = find_tasks(
+                self.mixture_name or self.mixture_or_task,
+                split=self.split_name,
+                feature_lengths=self._format.lengths,
+                tfds_data_dir=self.tfds_data_dir,
+                is_training=self.is_training,
+            )
+        self._check_evaluation()
         self._opened: Rows | None = None
         self._start: dict[str, Any] = {}
         self._identity: dict[str, Any] = {}
@@ -182,10 +182,10 @@ class SeqIOInput(BaseInput):
 
     def _next(self) -> NestedMap:
         size = self.local_batch_size
-        first, wanted = 0, size
+        first, num_rows = 0, size
         if self.each_host_reads == "everything":
-            first, wanted = self.infeed_host_index * size, self.global_batch_size
-        read = self._read_rows(wanted)
+            first, num_rows = self.infeed_host_index * size, self.global_batch_size
+        read = self._read_rows(num_rows)
         rows = read[first : first + size]
         # On a host that has no rows left, any row gives the shapes.
         shown = rows or read[:1]
@@ -252,12 +252,12 @@ class SeqIOInput(BaseInput):
     @property
     def has_score_metrics(self) -> bool:
         """True if a task has metrics of scores, in evaluation."""
-        return self._computes_metrics and eval_metrics.have_scores(self._task_list)
+        return self._computes_metrics and any(map(eval_metrics.has_scores, self._task_list))
 
     @property
     def has_prediction_metrics(self) -> bool:
         """True if a task has metrics of predictions, in evaluation."""
-        return self._computes_metrics and eval_metrics.have_predictions(self._task_list)
+        return self._computes_metrics and any(map(eval_metrics.has_predictions, self._task_list))
 
     def score_metrics(self, scores: Mapping[int, float]) -> dict[str, float]:
         """Compute the `(targets, scores)` metrics of the tasks; see `eval_metrics`."""
@@ -340,7 +340,6 @@ class SeqIOInput(BaseInput):
             endless=endless,
             whole_examples=whole_examples,
             bad_records=self._bad_records,
-            owner=self._label,
         )
         return [TaskExamples(weighted.task, options) for weighted in self._tasks]
 
@@ -348,10 +347,7 @@ class SeqIOInput(BaseInput):
         if not self.is_training:
             return SequentialTasks(tasks, endless=self.endless)
         rates = [float(weighted.rate()) for weighted in self._tasks]
-        is_valid = min(rates) >= 0 and 0 < sum(rates) < float("inf")
-        found = dict(zip([task.name for task in self._task_list], rates, strict=True))
-        expected = "numbers of 0 or more, at least one above 0"
-        require(is_valid, self._label, "rates of the mixture", found, expected)
+        require(sum(rates) > 0, self._label, "rates of the mixture", rates, "a positive sum")
         return MixedTasks(tasks, rates)
 
     def _describe(self, tasks: list[TaskExamples]) -> dict[str, Any]:
@@ -372,92 +368,57 @@ class SeqIOInput(BaseInput):
             **packing,
         }
 
-    # Checks of fields at construction.
-
-    def _check_choices(self) -> None:
-        label = self._label
-        check_choice(label, get_args(FeatureConverter), feature_converter=self.feature_converter)
-        check_choice(label, ("everything", "own_shards"), each_host_reads=self.each_host_reads)
-        check_choice(label, get_args(OnBadRecord), on_bad_record=self.on_bad_record)
-        if (self.mixture_name is None) == (self.mixture_or_task is None):
-            raise self._config_error(
-                field="mixture_name",
-                value=self.mixture_name,
-                expected="exactly one of mixture_name and mixture_or_task",
-            )
-        if not self.is_training:
-            # Hosts with their own shards would end after different numbers of batches.
-            expected = "'everything' in evaluation"
-            valid = self.each_host_reads == "everything"
-            require(valid, label, "each_host_reads", self.each_host_reads, expected)
-            # Examples are numbered by their order.
-            require(not self.shuffle, label, "shuffle", self.shuffle, "False in evaluation")
-        check_choice(label, get_args(FirstToken), first_token=self.first_token)
-        expected = f"'predicted' for feature_converter={self.feature_converter!r}"
-        valid = self.feature_converter == "language_model" or self.first_token == "predicted"
-        require(valid, label, "first_token", self.first_token, expected)
-        if self.feature_converter == "prompts":
-            expected = "False for feature_converter='prompts'"
-            require(not self.use_packing, label, "use_packing", self.use_packing, expected)
-
-    def _check_numbers(self) -> None:
-        check_sizes(
-            self._label,
-            packing_window_rows=self.packing_window_rows,
-            shuffle_buffer_size=self.shuffle_buffer_size,
-            num_shards=self.num_shards,
-        )
-        is_valid = 0 <= self._seed < 2**63
-        require(is_valid, self._label, "input_random_seed", self._seed, "an integer in [0, 2**63)")
-
-    def _check_lengths(self) -> RowFormat:
+    def _make_format(self, negative_ids: NegativeIds) -> RowFormat:
         lengths = self.task_feature_lengths
-        if lengths is None or not all(length and length >= 1 for length in lengths.values()):
-            raise self._config_error(
-                field="task_feature_lengths",
-                value=lengths,
-                expected="positive lengths by feature, such as {'inputs': 512, 'targets': 128}",
-            )
+        if not lengths or min(lengths.values()) < 1:
+            expected = "positive lengths by feature, such as {'inputs': 512, 'targets': 128}"
+            raise self._config_error(field="task_feature_lengths", value=lengths, expected=expected)
         missing = [name for name in _FEATURES_OF[self.feature_converter] if name not in lengths]
         expected = f"lengths of {missing}, for feature_converter={self.feature_converter!r}"
         require(not missing, self._label, "task_feature_lengths", dict(lengths), expected)
-        row_format = RowFormat(
+        if self.feature_converter != "language_model":
+            expected = f"'predicted' for feature_converter={self.feature_converter!r}"
+            is_predicted = self.first_token == "predicted"
+            require(is_predicted, self._label, "first_token", self.first_token, expected)
+        return RowFormat(
             converter=self.feature_converter,
             lengths=lengths,
             packed=bool(self.use_packing),
             weights_on_targets_only=bool(self.weights_on_targets_only),
             bos_id=self.bos_id,
-            negative_ids=self._negative_ids,
+            negative_ids=negative_ids,
             first_token=self.first_token,
         )
-        passed = row_format.passed_through
-        expected = f"False, since {passed} are features of single examples"
-        valid = not (passed and row_format.packed)
-        require(valid, self._label, "use_packing", self.use_packing, expected)
-        return row_format
 
-    def _check_metrics(self) -> None:
+    def _check_evaluation(self) -> None:
+        """Check that rows have what metrics and features of single examples need."""
+        if not self.is_training:
+            # Hosts with their own shards would give two examples one number.
+            reads_all = self.each_host_reads == "everything"
+            expected = "'everything' in evaluation"
+            require(reads_all, self._label, "each_host_reads", self.each_host_reads, expected)
+        single = list(self._format.passed_through)
+        if self.has_score_metrics or self.has_prediction_metrics:
+            single.append("metrics")
+        if self.feature_converter == "prompts":
+            single.append("prompts")
+        if self.use_packing and single:
+            expected = f"False, since {single} belong to single examples"
+            raise self._config_error(field="use_packing", value=True, expected=expected)
         if not self._computes_metrics:
             return
         for task in self._task_list:
-            eval_metrics.check_metrics(task, self._label)
+            num_objects = len(task.metric_objs) - len(task.metric_fns)
+            expected = "0; use metric_fns, or set use_task_metrics=False"
+            field = f"metric_objs of task {task.name}"
+            require(num_objects <= 0, self._label, field, num_objects, expected)
         counts_inputs = (
             self.feature_converter in ("language_model", "prefix_lm")
             and "inputs" in self._format.lengths
             and not self.weights_on_targets_only
         )
         if counts_inputs and self.has_score_metrics:
-            names = [task.name for task in self._task_list if task.score_metric_fns]
+            expected = "True, since the tasks have metrics of the scores of targets"
             raise self._config_error(
-                field="weights_on_targets_only",
-                value=False,
-                expected=f"True, since tasks {names} have metrics of the scores of targets",
-                hint="Set weights_on_targets_only=True, or use_task_metrics=False.",
-            )
-        if self.use_packing and (self.has_score_metrics or self.has_prediction_metrics):
-            raise self._config_error(
-                field="use_packing",
-                value=True,
-                expected="False in evaluation, since the tasks have metrics of single examples",
-                hint="Leave use_packing unset, or set use_task_metrics=False.",
+                field="weights_on_targets_only", value=False, expected=expected
             )

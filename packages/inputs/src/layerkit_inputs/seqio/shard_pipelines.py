@@ -64,8 +64,6 @@ class ReadOptions(NamedTuple):
     whole_examples: bool
     """True to keep all outputs of preprocessors, for metrics; else only `feature_lengths`."""
     bad_records: BadRecords
-    owner: str
-    """Label of the input, for errors."""
 
 
 class _Datasets(NamedTuple):
