@@ -46,9 +46,9 @@ from layerkit_runner.tools.plan.compiling import (
     measured_step,
     tracing_for,
 )
-from layerkit_runner.tools.plan.devices import described_kind, target_devices
 from layerkit_runner.tools.plan.hardware import DeviceKind, Target, parse_target
 from layerkit_runner.tools.plan.memory import step_memory, tensor_memory
+from layerkit_runner.tools.plan.targets import described_kind, target_devices
 
 # Fields that differ from GPT-3 Small.
 MODELS: Mapping[str, Mapping[str, Any]] = {

@@ -17,7 +17,7 @@ from accelerator_case import target_of
 
 from layerkit.ops.attention.cudnn import has_cudnn
 from layerkit_runner.errors import UsageError
-from layerkit_runner.tools.plan.devices import target_devices
+from layerkit_runner.tools.plan.targets import target_devices
 
 _DISTRIBUTIONS = (
     "layerkit",

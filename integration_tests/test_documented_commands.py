@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from layerkit_runner.config import commands
+from layerkit_runner.config import entry_points as commands
 from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.config.overrides import Override
 from layerkit_runner.config.registry import find_experiment

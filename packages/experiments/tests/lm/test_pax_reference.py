@@ -31,7 +31,7 @@ from layerkit.interop.praxis import match_weights
 from layerkit_runner.config.registry import find_experiment, load_experiment
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.run.resolve import resolve
-from layerkit_runner.tools.translate.pax import translate_pax
+from layerkit_runner.tools.translate.pax_classes import translate_pax
 from layerkit_runner.tools.translate.tables import module_text, read_tables
 
 RECORDS = Path(__file__).parents[1] / "pax"

@@ -19,8 +19,8 @@ import pytest
 from layerkit_experiments.lm.pile import Pile126M
 from layerkit_runner.run.job import build_parts
 from layerkit_runner.run.resolve import resolve
-from layerkit_runner.tools.plan.devices import planned_target, target_devices
 from layerkit_runner.tools.plan.plan import make_plan
+from layerkit_runner.tools.plan.targets import planned_target, target_devices
 
 SMALL: dict[str, Any] = {
     "NUM_LAYERS": 2,

@@ -22,7 +22,7 @@ from layerkit_experiments.lm.pile import Synthetic5B
 from layerkit_runner.run.job import build_parts
 from layerkit_runner.run.resolve import resolve
 from layerkit_runner.tools.plan.compiling import compile_step, tracing_for
-from layerkit_runner.tools.plan.devices import planned_target, target_devices
+from layerkit_runner.tools.plan.targets import planned_target, target_devices
 
 CUDA = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 PLUGINS = {"h100x1": CUDA, "b200x1": CUDA, "b200x4": CUDA, "v5e:1x1": ("libtpu",)}

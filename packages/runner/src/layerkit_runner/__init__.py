@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from layerkit.config.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from layerkit_runner.config.commands import Command as Command
-    from layerkit_runner.config.commands import Mode as Mode
+    from layerkit_runner.config.entry_points import Command as Command
+    from layerkit_runner.config.entry_points import Mode as Mode
     from layerkit_runner.config.experiment import BaseExperiment as BaseExperiment
     from layerkit_runner.config.overrides import Override as Override
     from layerkit_runner.config.registry import list_experiments as list_experiments

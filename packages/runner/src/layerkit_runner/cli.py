@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from layerkit.errors import UserError
-from layerkit_runner.config import commands
+from layerkit_runner.config import entry_points as commands
 from layerkit_runner.config.flags import configure_library_logs, parse_flags
 from layerkit_runner.config.requests import ParsedFlags
 from layerkit_runner.errors import UsageError, exits_as_errors

@@ -9,8 +9,8 @@ from jax.sharding import AxisType
 
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import make_mesh
-from layerkit_runner.tools.plan.devices import target_devices
 from layerkit_runner.tools.plan.hardware import parse_target
+from layerkit_runner.tools.plan.targets import target_devices
 
 AXES = ("data", "fsdp", "tensor")
 

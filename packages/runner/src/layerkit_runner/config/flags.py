@@ -13,7 +13,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from layerkit_runner.config import commands, pax
+from layerkit_runner.config import entry_points as commands
+from layerkit_runner.config import pax
 from layerkit_runner.config.overrides import Override, merge_overrides, parse_override
 from layerkit_runner.config.requests import ParsedFlags
 from layerkit_runner.errors import UsageError

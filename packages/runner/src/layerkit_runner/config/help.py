@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from layerkit_runner.config import commands
+from layerkit_runner.config import entry_points as commands
 from layerkit_runner.config.flags import read_flags
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import FLAGS, MODES, Flag

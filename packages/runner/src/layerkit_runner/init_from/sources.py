@@ -25,7 +25,7 @@ from layerkit_runner.checkpointing.integrity import require_sound, verify_togeth
 from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join, named_leaves
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.atomic_write import absolute, is_remote
-from layerkit_runner.init_from.pax.folders import PaxFolder, find
+from layerkit_runner.init_from.pax.paxml_folders import PaxFolder, find
 from layerkit_runner.init_from.settings import ADAPTER_WEIGHTS, Source
 from layerkit_runner.step.train_state import TrainState
 

@@ -284,7 +284,7 @@ def _convert_pax(
     from layerkit_runner.config.overrides import parse_override
     from layerkit_runner.config.registry import find_experiment
     from layerkit_runner.init_from import InitFrom, Source, plan_first_state
-    from layerkit_runner.init_from.pax.folders import find
+    from layerkit_runner.init_from.pax.paxml_folders import find
     from layerkit_runner.partitioning import SpmdPartitioner
     from layerkit_runner.run.resolve import resolve_entry
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from layerkit.errors import pip_install
-from layerkit_runner.config.commands import Command, FlagCommand, Mode
+from layerkit_runner.config.entry_points import Command, FlagCommand, Mode
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import RunOptions
 
@@ -28,7 +28,8 @@ def _plan(resolved: ResolvedExperiment, options: RunOptions) -> int:
     from layerkit_runner.run.job import build_parts
     from layerkit_runner.run.programs.build_programs import train_dataset_configs
     from layerkit_runner.run.run_mode import job_errors
-    from layerkit_runner.tools.plan import devices, page, search
+    from layerkit_runner.tools.plan import page, search
+    from layerkit_runner.tools.plan import targets as devices
     from layerkit_runner.tools.plan.plan import make_plan
 
     with job_errors("plan", resolved):

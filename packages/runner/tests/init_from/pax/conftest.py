@@ -30,7 +30,7 @@ from layerkit.layers import (
 from layerkit.layers.transformer.pipelined_transformer import PipelinedTransformer
 from layerkit.models import LanguageModel
 from layerkit_runner.init_from import InitFrom, Source, plan_first_state
-from layerkit_runner.init_from.pax.folders import find, open_arrays
+from layerkit_runner.init_from.pax.paxml_folders import find, open_arrays
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.optim.optimizers import adam_with_update_cap
 from layerkit_runner.optim.schedules import linear_warmup_exponential_decay

@@ -14,7 +14,7 @@ from etils import epath
 
 from layerkit_runner.checkpointing import DamagedCheckpointError
 from layerkit_runner.errors import UsageError
-from layerkit_runner.init_from.pax.folders import find, open_arrays
+from layerkit_runner.init_from.pax.paxml_folders import find, open_arrays
 from layerkit_runner.init_from.pax.stored_pax import StoredPax
 
 STATE = "checkpoints/checkpoint_00000006/state"

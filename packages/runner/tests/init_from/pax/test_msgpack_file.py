@@ -14,7 +14,7 @@ from flax import serialization
 
 from layerkit_runner.checkpointing import DamagedCheckpointError
 from layerkit_runner.init_from.pax import tree_text
-from layerkit_runner.init_from.pax.folders import MsgpackArrays
+from layerkit_runner.init_from.pax.paxml_folders import MsgpackArrays
 
 TREE = "PyTreeDef(CustomNode(TrainState[()], [*, {'params': {'a': *, 'b': *}}, [(*, None)], ()]))"
 

@@ -20,7 +20,7 @@ import pytest
 from etils import epath
 
 from layerkit_runner.checkpointing.folders import COMMIT_FILE
-from layerkit_runner.init_from.pax.folders import find, open_arrays
+from layerkit_runner.init_from.pax.paxml_folders import find, open_arrays
 
 fsspec = pytest.importorskip("fsspec")
 

@@ -7,13 +7,13 @@ import pytest
 
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
-from layerkit_runner.tools.plan.devices import (
+from layerkit_runner.tools.plan.hardware import Target, parse_target
+from layerkit_runner.tools.plan.targets import (
     described_kind,
     planned_target,
     simulated_devices,
     target_devices,
 )
-from layerkit_runner.tools.plan.hardware import Target, parse_target
 
 FSDP_4 = SpmdPartitioner(ici_mesh_shape=[1, 4, 1])
 TWICE_4 = SpmdPartitioner(ici_mesh_shape=[1, 4, 1], dcn_mesh_shape=[2, 1, 1])

@@ -29,7 +29,7 @@ from layerkit.interop.praxis import Ranges, Shape, WeightSource, find_sources
 from layerkit_runner.checkpointing.errors import DamagedCheckpointError
 from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join, named_leaves
 from layerkit_runner.files.bounded_documents import parse_json, read_text
-from layerkit_runner.init_from.pax.folders import open_arrays
+from layerkit_runner.init_from.pax.paxml_folders import open_arrays
 from layerkit_runner.optim.optimizer_calls import update
 
 OPT_STATE = "opt_state"

@@ -27,7 +27,7 @@ from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.text import aligned
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.run_options import RunOptions
-from layerkit_runner.tools.plan.devices import start_simulated
+from layerkit_runner.tools.plan.targets import start_simulated
 
 _ROWS_SHOWN = 2
 _MOST_CHARACTERS = 160

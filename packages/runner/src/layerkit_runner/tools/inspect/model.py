@@ -32,8 +32,8 @@ from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.run.job import build_parts
 from layerkit_runner.run_options import RunOptions
 from layerkit_runner.step.task import SingleTask
-from layerkit_runner.tools.plan.devices import start_simulated
 from layerkit_runner.tools.plan.memory import TensorMemory, tensor_memory
+from layerkit_runner.tools.plan.targets import start_simulated
 
 # The number of a layer in a list: the 3 of `layers_3`.
 _NUMBER = re.compile(r"(?<=_)\d+(?=/|$)")

@@ -38,7 +38,6 @@ from layerkit_runner.tools.plan.compiling import (
     compiler_notes,
     tracing_for,
 )
-from layerkit_runner.tools.plan.devices import described_kind
 from layerkit_runner.tools.plan.hardware import HERE, DeviceKind, Target
 from layerkit_runner.tools.plan.memory import (
     Memory,
@@ -48,6 +47,7 @@ from layerkit_runner.tools.plan.memory import (
     step_memory,
     tensor_memory,
 )
+from layerkit_runner.tools.plan.targets import described_kind
 
 # More than a page shows, for the JSON form.
 _TEMPORARIES = 30

@@ -21,7 +21,7 @@ from layerkit_runner.config.help import read_command
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.bounded_documents import DocumentError, read_text
 from layerkit_runner.run_options import Flag
-from layerkit_runner.tools.translate.pax import translate_pax
+from layerkit_runner.tools.translate.pax_classes import translate_pax
 from layerkit_runner.tools.translate.tables import Translation, module_text, read_tables
 
 _HELP = Flag("help", bool, "print these flags")

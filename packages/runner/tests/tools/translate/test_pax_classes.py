@@ -9,7 +9,7 @@ import pytest
 
 from layerkit_runner.config.registry import find_experiment, load_experiment
 from layerkit_runner.errors import UsageError
-from layerkit_runner.tools.translate import pax
+from layerkit_runner.tools.translate import pax_classes as pax
 from layerkit_runner.tools.translate.tables import Translation, module_text, read_tables
 
 TABLES = read_tables()
