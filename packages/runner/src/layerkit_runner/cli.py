@@ -74,10 +74,10 @@ def _run(words: Sequence[str]) -> int:
         return generate.run(flags)
     if flags.exp is None:
         # Imported late, because commands with --exp do not need it.
-        from layerkit_runner.config.recorded import with_recorded_experiment
+        from layerkit_runner.config.recorded import add_recorded_experiment
 
         # Standard output is reserved for requested output, such as JSON.
-        flags = with_recorded_experiment(flags, lambda s: print(f"runner: {s}", file=sys.stderr))
+        flags = add_recorded_experiment(flags, lambda s: print(f"runner: {s}", file=sys.stderr))
     for name in ("diff_config", "study"):
         if name in flags.values and not flags.values.get("print_config"):
             return commands.load(commands.FlagCommand, name, shown=f"--{name}").run(flags)

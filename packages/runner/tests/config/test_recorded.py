@@ -14,8 +14,8 @@ from layerkit_runner import cli
 from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.config.recorded import (
     DamagedRecordError,
+    add_recorded_experiment,
     read_recorded_config,
-    with_recorded_experiment,
 )
 from layerkit_runner.errors import UsageError
 
@@ -115,7 +115,7 @@ def test_named_experiment_takes_nothing_from_the_folder(job: Path, capsys):
     ],
 )
 def test_command_that_reads_a_job_needs_no_experiment(job: Path, word):
-    flags = with_recorded_experiment(parse_flags([word, f"--job_log_dir={job}"]), lambda line: None)
+    flags = add_recorded_experiment(parse_flags([word, f"--job_log_dir={job}"]), lambda line: None)
     assert flags.exp == "recorded_lm.Small"
     assert {override.path: override.text for override in flags.overrides} == RECORD["overrides"]
 
@@ -131,15 +131,15 @@ def test_recorded_function_that_is_no_part_of_a_model_is_not_called(job: Path, c
 def test_training_requires_an_experiment(raises, job: Path):
     for words in ([], ["--mode=eval"], ["--fdl.NUM_LAYERS=3"]):
         with raises(UsageError, field="--exp"):
-            with_recorded_experiment(parse_flags(words), lambda line: None)
+            add_recorded_experiment(parse_flags(words), lambda line: None)
     with raises(UsageError, field="--exp", hint=f"{job} was written by --exp='recorded_lm.Small'."):
-        with_recorded_experiment(parse_flags([f"--job_log_dir={job}"]), lambda line: None)
+        add_recorded_experiment(parse_flags([f"--job_log_dir={job}"]), lambda line: None)
 
 
 def test_folder_without_a_record_raises(raises, tmp_path: Path):
     folder = f"{tmp_path}/job"
     with raises(UsageError, field="--job_log_dir", value=folder):
-        with_recorded_experiment(parse_flags(inspect(Path(folder))), lambda line: None)
+        add_recorded_experiment(parse_flags(inspect(Path(folder))), lambda line: None)
     assert list(tmp_path.iterdir()) == []
 
 

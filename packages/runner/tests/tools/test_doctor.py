@@ -150,7 +150,7 @@ def test_plugin_for_another_jaxlib_fails(tmp_path, monkeypatch):
     install(tmp_path, "jax-cuda13-plugin", "0.1.2")
     monkeypatch.syspath_prepend(tmp_path)
     jaxlib = importlib.metadata.version("jaxlib")
-    found = doctor.check_packages()
+    found = doctor.examine_packages()
     assert (found.values["jax-cuda13-plugin"], found.values["jaxlib"]) == ("0.1.2", jaxlib)
     [problem] = [p for p in found.problems if "plugin" in p.what]
     assert problem.fails
@@ -161,7 +161,7 @@ def test_plugin_for_another_jaxlib_fails(tmp_path, monkeypatch):
 
 
 def test_host_report_has_cpus_and_memory():
-    values = doctor.check_host().values
+    values = doctor.examine_host().values
     assert values["cpus"] >= 1
     if "memory_bytes" in values:
         assert 0 < values["memory_available_bytes"] <= values["memory_bytes"]
@@ -174,7 +174,7 @@ def test_host_report_has_cpus_and_memory():
 
 def test_folder_that_works_is_left_as_it_was(tmp_path):
     (tmp_path / "kept").write_text("mine")
-    found = doctor.check_folder(str(tmp_path))
+    found = doctor.examine_folder(str(tmp_path))
     assert found.values["write_bytes_per_second"] > 0
     assert found.values["read_bytes_per_second"] > 0
     assert not [problem for problem in found.problems if problem.fails]
@@ -182,7 +182,7 @@ def test_folder_that_works_is_left_as_it_was(tmp_path):
 
 
 def test_missing_folder_is_not_created(tmp_path):
-    found = doctor.check_folder(str(tmp_path / "a" / "b"))
+    found = doctor.examine_folder(str(tmp_path / "a" / "b"))
     assert f"(does not exist; tried {tmp_path})" in found.lines[0]
     assert list(tmp_path.iterdir()) == []
 
@@ -190,7 +190,7 @@ def test_missing_folder_is_not_created(tmp_path):
 def test_wrong_bytes_fail(tmp_path, monkeypatch):
     monkeypatch.setattr(type(epath.Path("a")), "read_bytes", lambda self: b"lost")
     with pytest.raises(OSError, match="differ from those written"):
-        doctor.check_folder(str(tmp_path))
+        doctor.examine_folder(str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -205,7 +205,7 @@ class Usage(NamedTuple):
 @pytest.mark.parametrize(("free", "fails"), [(5e9, [False]), (5e7, [True]), (1e12, [])])
 def test_little_free_space_is_reported(tmp_path, monkeypatch, free, fails):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**13, 0, int(free)))
-    problems = doctor.check_folder(str(tmp_path)).problems
+    problems = doctor.examine_folder(str(tmp_path)).problems
     assert [problem.fails for problem in problems] == fails
 
 
@@ -225,7 +225,7 @@ def test_working_store_is_left_as_it_was(monkeypatch):
     fsspec.register_implementation("az", MemoryStore, clobber=True)
     monkeypatch.setattr("etils.epath.gpath._is_tf_installed", lambda: False)
     epath.backend.fsspec_backend._get_filesystem.cache_clear()
-    found = doctor.check_folder("az://bucket/run")
+    found = doctor.examine_folder("az://bucket/run")
     assert not found.problems
     assert found.values["write_bytes_per_second"] > 0
     assert not MemoryStore.store
@@ -233,7 +233,7 @@ def test_working_store_is_left_as_it_was(monkeypatch):
 
 
 def test_working_devices_have_no_problems():
-    found = doctor.check_devices()
+    found = doctor.examine_devices()
     assert found.values["platform"] == "cpu"
     assert [each["id"] for each in found.values["devices"]] == list(range(8))
     assert not found.problems
@@ -244,10 +244,10 @@ def test_unused_gpus_are_reported(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(doctor, "_NVIDIA_GPUS", f"{tmp_path}/*")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    [problem] = doctor.check_devices().problems
+    [problem] = doctor.examine_devices().problems
     assert not problem.fails and "2 NVIDIA GPU(s), and JAX_PLATFORMS=cpu hides" in problem.what
     monkeypatch.delenv("JAX_PLATFORMS")
-    [problem] = doctor.check_devices().problems
+    [problem] = doctor.examine_devices().problems
     assert problem.fails and "pip install 'jax[cuda13]'" in problem.to_do
 
 
@@ -260,13 +260,13 @@ def test_device_that_multiplies_wrongly_is_reported(monkeypatch):
         return result.at[5, 5].add(1.0) if left.devices() == {bad} else result
 
     monkeypatch.setattr(doctor, "_product", flips_a_bit)
-    [problem] = doctor.check_devices().problems
+    [problem] = doctor.examine_devices().problems
     assert problem.fails and problem.what == "Device 3 multiplies matrices wrongly."
 
 
 def test_wrong_sum_over_devices_is_found(monkeypatch):
     monkeypatch.setattr(doctor, "_REDUCED_BYTES_ON_CPU", 4096)
-    found = doctor.check_collectives()
+    found = doctor.examine_collectives()
     assert found.values["psum"]["is_right"]
     assert found.values["psum"]["bytes_per_second"] > 0
     assert not found.problems
@@ -276,7 +276,7 @@ def test_wrong_sum_over_devices_is_found(monkeypatch):
         return right(row - 1, axis_name)
 
     monkeypatch.setattr(jax.lax, "psum", sums_too_little)
-    found = doctor.check_collectives()
+    found = doctor.examine_collectives()
     assert [problem.what for problem in found.problems] == [
         "psum over the 8 devices gives wrong numbers."
     ]

@@ -216,13 +216,13 @@ class PathSetter:
 
     def _parse(self, old: Any, here: str, annotation: str | None) -> Any:
         if is_config(old) and self._override.text != "None":
-            return self._with_class(old, here)
+            return self._replace_class(old, here)
         try:
             return field_types.parse_value(self._override.text, annotation)
         except field_types.FieldTypeError as error:
             raise self._mismatch(error, here) from None
 
-    def _with_class(self, old: Any, here: str) -> Any:
+    def _replace_class(self, old: Any, here: str) -> Any:
         """Return a config of the class that the override names, with the fields that both have."""
         module, _, name = self._override.text.rpartition(".")
         cls: Any = None

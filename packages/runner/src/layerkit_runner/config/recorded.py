@@ -69,7 +69,7 @@ def read_recorded_config(folder: str) -> RecordedConfig | None:
         ) from error
 
 
-def require_recorded_config(folder: str, *, flag: str, hint: str | None = None) -> RecordedConfig:
+def load_recorded_config(folder: str, *, flag: str, hint: str | None = None) -> RecordedConfig:
     """Return the configuration of a folder that the value of a flag names."""
     recorded = read_recorded_config(folder)
     if recorded is None:
@@ -79,7 +79,7 @@ def require_recorded_config(folder: str, *, flag: str, hint: str | None = None) 
     return recorded
 
 
-def with_recorded_experiment(flags: ParsedFlags, report: Callable[[str], None]) -> ParsedFlags:
+def add_recorded_experiment(flags: ParsedFlags, report: Callable[[str], None]) -> ParsedFlags:
     """Return flags with the experiment and overrides of the job's folder, if they name none.
 
     Overrides of the command line replace recorded ones of the same path. A folder names the
@@ -101,7 +101,7 @@ def with_recorded_experiment(flags: ParsedFlags, report: Callable[[str], None]) 
             else f"{folder} was written by --exp={before.experiment!r}.",
         )
     hint = "Or name the experiment by --exp."
-    recorded = require_recorded_config(folder, flag="--job_log_dir", hint=hint)
+    recorded = load_recorded_config(folder, flag="--job_log_dir", hint=hint)
     _check_module("experiment", recorded.experiment, folder)
     paths = {override.path for override in flags.overrides}
     taken = []

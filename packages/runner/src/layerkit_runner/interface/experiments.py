@@ -14,7 +14,7 @@ from layerkit_runner.config.overrides import Override, parse_override
 from layerkit_runner.config.registry import find_experiment, load_experiment
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.errors import UsageError, as_usage_error
-from layerkit_runner.run.resolve import resolve, with_overrides
+from layerkit_runner.run.resolve import add_overrides, resolve
 
 ExperimentLike = str | type[BaseExperiment] | BaseExperiment | ResolvedExperiment
 """An experiment: its name, its class, an instance, or the result of `get_experiment`."""
@@ -41,7 +41,7 @@ def get_experiment(
             expected = "a path into its configs, such as task.train.num_train_steps"
             value = next(iter(fields))
             raise UsageError(problem, field="overrides", value=value, expected=expected)
-        return with_overrides(experiment, deep)
+        return add_overrides(experiment, deep)
     if isinstance(experiment, BaseExperiment):
         return resolve(type(experiment)(**{**changed_fields(experiment), **fields}), deep)
     return resolve(experiment_class(experiment)(**fields), deep)
@@ -127,5 +127,5 @@ def with_num_steps(resolved: ResolvedExperiment, num_steps: int) -> ResolvedExpe
     cls, fields = type(resolved.experiment), changed_fields(resolved.experiment)
     deep = [override for override in resolved.deep_overrides if override.path != task_path]
     if "." in path or config_text(resolve(cls(**fields), deep)) != config_text(resolved):
-        return with_overrides(resolved, [as_override(task_path, num_steps)])
+        return add_overrides(resolved, [as_override(task_path, num_steps)])
     return resolve(cls(**{**fields, path: num_steps}), deep)

@@ -17,7 +17,7 @@ from layerkit_inputs.text.tokenizers import tokenizer_config
 from layerkit_runner.config.config_text import config_json
 from layerkit_runner.config.experiment import BaseExperiment, experiment_fields
 from layerkit_runner.config.overrides import Override, parse_fields
-from layerkit_runner.config.recorded import read_recorded_config, with_recorded_experiment
+from layerkit_runner.config.recorded import add_recorded_experiment, read_recorded_config
 from layerkit_runner.config.requests import ParsedFlags, ResolvedExperiment
 from layerkit_runner.distributed.devices import start_devices
 from layerkit_runner.errors import UsageError
@@ -140,7 +140,7 @@ def _recorded(folder: str, overrides: Sequence[Override]) -> ResolvedExperiment:
 
     def resolve_with(added: Sequence[Override]) -> ResolvedExperiment:
         flags = ParsedFlags(None, "export", tuple(added), RunOptions(job_log_dir=folder))
-        flags = with_recorded_experiment(flags, lambda _: None)
+        flags = add_recorded_experiment(flags, lambda _: None)
         return _resolve_class(experiment_class(flags.exp or ""), flags.overrides)
 
     resolved = resolve_with(overrides)

@@ -42,7 +42,7 @@ def resolve(
     return ResolvedExperiment(experiment, **_set(roots, overrides), deep_overrides=overrides)
 
 
-def with_overrides(
+def add_overrides(
     resolved: ResolvedExperiment, deep_overrides: Iterable[Override]
 ) -> ResolvedExperiment:
     """Return a copy of a resolved experiment with further deep overrides, which take precedence."""

@@ -134,8 +134,8 @@ def run_doctor(words: Sequence[str]) -> int:
 
 def run_checks(folder: str) -> Iterator[tuple[str, Finding]]:
     """Run the checks; yield the name and the finding of each."""
-    yield "packages", check_packages()
-    yield "host", check_host()
+    yield "packages", examine_packages()
+    yield "host", examine_host()
     for name, limit in TIME_LIMITS.items():
         finding = run_in_process(name, folder, limit=limit)
         yield name, finding
@@ -190,12 +190,12 @@ def main(name: str, folder: str) -> None:
     os.dup2(2, 1)  # output of libraries must not mix with the JSON
     try:
         if name == "folder":
-            finding = check_folder(folder)
+            finding = examine_folder(folder)
         else:
             from layerkit_runner.distributed.devices import use_cpu_without_accelerators
 
             use_cpu_without_accelerators()
-            finding = check_devices() if name == "devices" else check_collectives()
+            finding = examine_devices() if name == "devices" else examine_collectives()
     except Exception as error:  # drivers, compilers and stores raise exceptions of any type
         text = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
         what = f"{folder if name == 'folder' else name}: {text}"
@@ -205,7 +205,7 @@ def main(name: str, folder: str) -> None:
     answer.flush()
 
 
-def check_packages() -> Finding:
+def examine_packages() -> Finding:
     """Report versions of packages, and plugins that do not fit jaxlib; see also `pip check`."""
     installed: dict[str, str] = {}
     for name in (*_OWN_PACKAGES, *_PACKAGES):
@@ -221,7 +221,7 @@ def check_packages() -> Finding:
     return Finding([line], installed, problems)
 
 
-def check_host() -> Finding:
+def examine_host() -> Finding:
     """Report Python, system, processors and memory."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     sizes = memory_sizes()
@@ -252,7 +252,7 @@ def memory_sizes() -> dict[str, int]:
     return sizes
 
 
-def check_folder(folder: str) -> Finding:
+def examine_folder(folder: str) -> Finding:
     """Write a file in a job folder or store and read it back; raise OSError on failure."""
     is_store = "://" in folder
     where = folder if is_store else os.path.abspath(os.path.expanduser(folder))
@@ -298,7 +298,7 @@ def _try_bytes(path: epath.Path) -> dict[str, float]:
     return {"write_bytes_per_second": write_rate, "read_bytes_per_second": read_rate}
 
 
-def check_devices() -> Finding:
+def examine_devices() -> Finding:
     """Report kind, number and memory of the devices, and multiply matrices on each of them."""
     import jax
     import numpy as np
@@ -344,7 +344,7 @@ def _unused_gpus(platform: str) -> Iterator[Problem]:
         yield Problem(what, to_do)
 
 
-def check_collectives() -> Finding:
+def examine_collectives() -> Finding:
     """Sum numbers over all devices, and report the result and the speed of the fastest run."""
     import jax
     import jax.numpy as jnp

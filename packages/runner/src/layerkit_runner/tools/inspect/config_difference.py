@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from layerkit_runner.config.config_text import config_json
-from layerkit_runner.config.recorded import differing_names, require_recorded_config
+from layerkit_runner.config.recorded import differing_names, load_recorded_config
 from layerkit_runner.config.registry import find_experiment
 from layerkit_runner.config.requests import ParsedFlags, ResolvedExperiment
 from layerkit_runner.files.text import aligned
@@ -45,7 +45,7 @@ def run_diff_config(flags: ParsedFlags) -> int:
 
 def recorded_side(folder: str) -> Side:
     """Return the configuration recorded in a job folder."""
-    recorded = require_recorded_config(folder, flag="--diff_config")
+    recorded = load_recorded_config(folder, flag="--diff_config")
     name = f"{recorded.experiment}, as recorded in {folder}"
     return name, _values(recorded.fields, recorded.config)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerkit_runner.config.flags import parse_flags
-from layerkit_runner.config.recorded import with_recorded_experiment
+from layerkit_runner.config.recorded import add_recorded_experiment
 from layerkit_runner.config.registry import find_experiment
 from layerkit_runner.config.requests import flag_word
 from layerkit_runner.errors import UsageError
@@ -118,7 +118,7 @@ def make_request(words: Sequence[str]) -> Request:
     """Parse and check the words of a command of `runner`."""
     flags = parse_flags(words)
     if flags.exp is None:
-        flags = with_recorded_experiment(flags, lambda s: print(f"launch: {s}", file=sys.stderr))
+        flags = add_recorded_experiment(flags, lambda s: print(f"launch: {s}", file=sys.stderr))
     if flags.values.get("help") or flags.values.get("list") or flags.only_prints:
         raise UsageError("`runner launch` starts runs, but this command only prints")
     if flags.mode not in JOINING_MODES:

@@ -24,7 +24,7 @@ from layerkit_runner.config.overrides import Override
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.text import seconds_text, size_text
-from layerkit_runner.run.resolve import with_overrides
+from layerkit_runner.run.resolve import add_overrides
 from layerkit_runner.tools.plan.bounds import Bounds
 from layerkit_runner.tools.plan.compiling import QUICK_NOTE
 from layerkit_runner.tools.plan.hardware import Target
@@ -267,7 +267,7 @@ class _Searcher:
 
     def varied(self, edits: Mapping[str, str]) -> ResolvedExperiment:
         """Return the experiment with values set at some configuration paths."""
-        return with_overrides(self._resolved, [Override(path, t) for path, t in edits.items()])
+        return add_overrides(self._resolved, [Override(path, t) for path, t in edits.items()])
 
     def _candidate(self, point: Point, flags: list[str], **measured: Any) -> Candidate:
         dcn = point.dcn or (1,) * len(point.ici)
