@@ -24,23 +24,22 @@ def _plan(resolved: ResolvedExperiment, options: RunOptions) -> int:
     """Print the plan of an experiment, or a search; nothing is written; docs/planning.md."""
     import jax
 
-    from layerkit_runner.distributed import devices as device_flags
+    from layerkit_runner.distributed import devices
     from layerkit_runner.run.job import build_parts
     from layerkit_runner.run.programs.build_programs import train_dataset_configs
     from layerkit_runner.run.run_mode import job_errors
-    from layerkit_runner.tools.plan import page, search
-    from layerkit_runner.tools.plan import targets as devices
+    from layerkit_runner.tools.plan import page, search, targets
     from layerkit_runner.tools.plan.plan import make_plan
 
     with job_errors("plan", resolved):
         train_dataset_configs(resolved)  # an experiment without training has no step to plan
         parts = build_parts(resolved)
-        target = devices.planned_target(
+        target = targets.planned_target(
             parts[0], target=options.target, num_devices=options.num_devices
         )
-        device_flags.set_compiler_flags(options)
-        planned = devices.target_devices(target)
-        device_flags.check_devices(options, planned[0].device_kind)
+        devices.set_compiler_flags(options)
+        planned = targets.target_devices(target)
+        devices.check_devices(options, planned[0].device_kind)
         # A program from the compilation cache has no figures.
         jax.config.update("jax_enable_compilation_cache", False)  # noqa: FBT003
         effort = options.plan_effort
@@ -56,7 +55,7 @@ def _plan(resolved: ResolvedExperiment, options: RunOptions) -> int:
             )
         else:
             plan = make_plan(resolved, planned, parts=parts, target=target, effort=effort)
-            flags = [f"compiled with {line}" for line in device_flags.flag_lines(options)]
+            flags = [f"compiled with {line}" for line in devices.flag_lines(options)]
             result = dataclasses.replace(plan, notes=[*flags, *plan.notes])
             describe = page.plan_page
     text = json.dumps(dataclasses.asdict(result)) if options.json else describe(result)
