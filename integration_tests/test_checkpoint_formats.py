@@ -34,8 +34,7 @@ class Sharded(LmCloudTransformerAdamLimitSteps):
 
     ICI_MESH_SHAPE: list[int] | None = [2, 2, 2]
 
-    def partitioner(self) -> Any:
-        return spmd(self)
+    partitioner = spmd
 
 
 WRITERS = {

@@ -21,7 +21,7 @@ from layerkit_experiments.lm.experiment import LmExperiment
 from layerkit_experiments.lm.pax import PaxLm
 from layerkit_experiments.recipes.corpora import Corpus
 from layerkit_experiments.recipes.decoder import decoder
-from layerkit_experiments.recipes.meshes import pmap, spmd
+from layerkit_experiments.recipes.meshes import pmap
 from layerkit_experiments.recipes.optimizers import (
     adafactor_exponential,
     adam_exponential,
@@ -75,6 +75,7 @@ class Bert(Corpus, LmExperiment, abstract=True):
 
     unused_fields = ("DECAYED_WEIGHTS", "DECAY_START", "DECAY_END", "MIN_LEARNING_RATE_RATIO")
     reduced_fields: ClassVar[Mapping[str, Any]] = {"DROPOUT_RATE": 0.0}
+    learner = adamw_linear
 
     def model(self) -> Config:
         """Return the config of the BertModel."""
@@ -91,10 +92,6 @@ class Bert(Corpus, LmExperiment, abstract=True):
         lm.softmax_tpl.set(use_bias=True, weight_init=WeightInit.TruncatedGaussian(_INIT_STD))
         lm.position_tpl.weight_init = WeightInit.TruncatedGaussian(_INIT_STD)
         return model
-
-    def learner(self) -> Config:
-        """Return the config of the learner."""
-        return adamw_linear(self)
 
 
 class BertBase(Bert):
@@ -149,6 +146,8 @@ class PaxBert(Corpus, PaxLm, abstract=True):
 
     unused_fields: ClassVar[tuple[str, ...]] = ("ADAM_EPSILON",)
     reduced_fields: ClassVar[Mapping[str, Any]] = {"DROPOUT_RATE": 0.0}
+    learner = adafactor_exponential
+    shards_features = True
 
     def model(self) -> Config:
         """Return the config of the BertModel."""
@@ -157,14 +156,6 @@ class PaxBert(Corpus, PaxLm, abstract=True):
         others = max(1, self.VOCAB_SIZE - 1)
         model.lm_tpl.softmax_tpl.label_smoothing = self.LABEL_SMOOTHING * self.VOCAB_SIZE / others
         return model
-
-    def learner(self) -> Config:
-        """Return the config of the learner."""
-        return adafactor_exponential(self)
-
-    def partitioner(self) -> Config:
-        """Return the config of the partitioner."""
-        return spmd(self, shard_features=True)
 
 
 class BertAdamL4H128(PaxBert):
@@ -189,13 +180,8 @@ class BertAdamL4H128(PaxBert):
 
     unused_fields = ("ICI_MESH_SHAPE", "DCN_MESH_SHAPE", "SEQUENCE_PARALLEL")
 
-    def learner(self) -> Config:
-        """Return the config of the learner."""
-        return adam_exponential(self)
-
-    def partitioner(self) -> Config:
-        """Return the config of the partitioner."""
-        return pmap()
+    learner = adam_exponential
+    partitioner = pmap
 
 
 class BertSpmdL4H128(PaxBert):

@@ -93,6 +93,7 @@ class LlamaBoolQ(Corpus, LmExperiment, abstract=True):
         "DECAY_START": 6,
         "DECAY_END": 200,
     }
+    datasets = boolq
 
     def model(self) -> Config:
         """Return the config of the model, with adapters if they are asked for."""
@@ -127,10 +128,6 @@ class LlamaBoolQ(Corpus, LmExperiment, abstract=True):
                 min_ratio=self.MIN_LEARNING_RATE_RATIO,
             )
         return learner.set(trainable=(LORA_WEIGHTS,)) if self.USE_LORA else learner
-
-    def datasets(self) -> list[Config]:
-        """Return configs of the training and the held-out questions."""
-        return boolq(self)
 
     def task(self) -> Config:
         """Return the config of the task, which divides a batch into parts."""

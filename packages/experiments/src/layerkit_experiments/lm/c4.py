@@ -14,7 +14,7 @@ from layerkit_experiments.lm.experiment import LmExperiment
 from layerkit_experiments.lm.lm_cloud import LmCloudSpmd
 from layerkit_experiments.lm.pax import PaxLm
 from layerkit_experiments.recipes.corpora import Corpus
-from layerkit_experiments.recipes.meshes import Pipelined, pipelined, spmd
+from layerkit_experiments.recipes.meshes import Pipelined
 from layerkit_experiments.recipes.mlperf import mlperf_adamw, mlperf_text
 from layerkit_experiments.recipes.optimizers import adamw_cosine
 from layerkit_runner.optim.early_stopping import StopAtTarget
@@ -89,9 +89,7 @@ class C4Spmd32BAdam64Replicas(C4Spmd):
     PERCORE_BATCH_SIZE = 8.0
     ICI_MESH_SHAPE = [1, 16, 4]
 
-    def partitioner(self) -> Config:
-        """Return the config of the partitioner."""
-        return spmd(self, shard_features=True)
+    shards_features = True
 
 
 class LmCloudSpmdAdam(LmCloudSpmd):
@@ -205,31 +203,29 @@ class C4SpmdPipelineGpt3SmallAdam8Replicas(C4SpmdPipelineGpt3Small):
     CHECKPOINT_MAX_TO_KEEP = 1000
 
 
-def stop_at_target(fields: Any) -> Config | None:
-    """Return the rule that ends training at TARGET_LOSS; None if there is no target."""
-    if fields.TARGET_LOSS is None:
-        return None
-    return Config(StopAtTarget, metric="heldout/xent", target=fields.TARGET_LOSS)
-
-
-class C4SpmdGpt3AdamOrgHP(Corpus, LmExperiment, abstract=True):
-    """Base of GPT-3 175B with the optimizer of the paper, on MLPerf's data.
+class MlperfGpt3(Corpus, LmExperiment, abstract=True):
+    """Base of GPT-3 175B on MLPerf's data, with MLPerf's schedule for the rows of a batch.
 
     Training ends when the held-out loss reaches a target.
     """
 
     TARGET_LOSS: float | None = 2.69
     """Loss of the held-out text, in nats per token, at which training ends; None for no target."""
+    LEARNING_RATE: float | None = None  # type: ignore[assignment]
+    """Peak learning rate. None: 2e-5 for batches of at most 3584 rows, 3e-5 for larger ones."""
+    WARMUP_STEPS: int | float | None = None  # type: ignore[assignment]
+    """Number of warmup steps. None: as many as read 265 * 1536 rows."""
+    DECAY_END: int | float | None = None
+    """Step at which the decay ends. None: the step that completes 108,600 * 1536 rows."""
 
     NUM_LAYERS = 96
     MODEL_DIMS = 12288
     HIDDEN_DIMS = 49152
     NUM_HEADS = 96
     DIMS_PER_HEAD = 128
-    VOCAB_SIZE = 50257
+    VOCAB_SIZE = 51200
     MAX_SEQ_LEN = 2048
     EVAL_NUM_BATCHES = None
-    ACTIVATION = "gelu"
     POSITIONS = "trainable"
     MAX_POSITIONS = 16_384
     ATTENTION_BIAS = True
@@ -238,35 +234,48 @@ class C4SpmdGpt3AdamOrgHP(Corpus, LmExperiment, abstract=True):
     SOFTMAX_CHUNK_SIZE = 512
     INIT_STD = 0.006
     CHECKPOINT_POLICY = "full"
-    FPROP_DTYPE = "bfloat16"
-    LEARNING_RATE = 6e-5
-    DECAYED_WEIGHTS = "all"
-    WARMUP_STEPS = 265
-    DECAY_START = 266
-    DECAY_END = 108_600
     MAX_STEPS = 108_600
-    CHECKPOINT_EVERY_N_STEPS = 100
-    SUMMARY_INTERVAL_STEPS = 10
+    SUMMARY_INTERVAL_STEPS = 1
+    CHECKPOINT_MAX_TO_KEEP = 100
 
+    unused_fields: ClassVar[tuple[str, ...]] = ("DECAYED_WEIGHTS", "DECAY_START")
     # Reduced runs train on bytes. Their loss falls below a target for tokens within a few steps.
-    reduced_fields: ClassVar[Mapping[str, Any]] = {"TARGET_LOSS": None}
+    reduced_fields: ClassVar[Mapping[str, Any]] = {"TARGET_LOSS": None, "DECAY_END": 200}
     tfds_name = "c4/en:3.0.4"
     eval_tfds_name: ClassVar[str] = "c4/en:3.0.5"
     eval_split = "validation_tokenized_5662seqs"
-
-    def datasets(self) -> list[Config]:
-        """Return configs of the training and the held-out input, which is read as a whole."""
-        return mlperf_text(self)
+    shards_features = True
+    datasets = mlperf_text
+    learner = mlperf_adamw
 
     def task(self) -> Config:
         """Return the task with the rule that ends training."""
         task = super().task()
-        task.early_stopping = stop_at_target(self)
+        if self.TARGET_LOSS is not None:
+            task.early_stopping = Config(
+                StopAtTarget, metric="heldout/xent", target=self.TARGET_LOSS
+            )
         return task
 
-    def partitioner(self) -> Config:
-        """Return the config of the partitioner."""
-        return spmd(self, shard_features=True)
+
+class C4SpmdGpt3AdamOrgHP(MlperfGpt3, abstract=True):
+    """Base of GPT-3 175B with the optimizer of the paper, for 1536 rows of 2048 tokens."""
+
+    DECAYED_WEIGHTS: Literal["matrices", "all"] = "all"
+    """`all` also decays scales and biases, as Pax does."""
+    DECAY_START: int | float | None = 266
+    """Step, or fraction, at which the decay begins; None for the end of the warmup."""
+    VOCAB_SIZE = 50257
+    FPROP_DTYPE = "bfloat16"
+    LEARNING_RATE = 6e-5
+    WARMUP_STEPS = 265
+    DECAY_END = 108_600
+    CHECKPOINT_EVERY_N_STEPS = 100
+    CHECKPOINT_MAX_TO_KEEP = 10
+    SUMMARY_INTERVAL_STEPS = 10
+
+    reduced_fields: ClassVar[Mapping[str, Any]] = {"DECAY_END": None}
+    learner = adamw_cosine
 
 
 class C4SpmdGpt3AdamOrgHPBS1p5k1536Replicas(C4SpmdGpt3AdamOrgHP):
@@ -290,76 +299,7 @@ class C4SpmdGpt3L16AdamOrgHP(C4SpmdGpt3AdamOrgHP):
     EVAL_INTERVAL_STEPS = 25_000
 
 
-class C4SpmdPipelineGpt3Adam(Pipelined, Corpus, LmExperiment, abstract=True):
-    """Base of the pipelined GPT-3 175B in float32, which needs the memory of v5p.
-
-    The schedule is MLPerf's for the number of rows of a batch. Training ends when the held-out loss
-    reaches a target.
-    """
-
-    TARGET_LOSS: float | None = 2.69
-    """Loss of the held-out text, in nats per token, at which training ends; None for no target."""
-    LEARNING_RATE: float | None = None  # type: ignore[assignment]
-    """Peak learning rate. None: 2e-5 for batches of at most 3584 rows, 3e-5 for larger ones."""
-    WARMUP_STEPS: int | float | None = None  # type: ignore[assignment]
-    """Number of warmup steps. None: as many as read 265 * 1536 rows."""
-    DECAY_END: int | float | None = None
-    """Step at which the decay ends. None: the step that completes 108,600 * 1536 rows."""
-
-    NUM_LAYERS = 96
-    MODEL_DIMS = 12288
-    HIDDEN_DIMS = 49152
-    NUM_HEADS = 96
-    DIMS_PER_HEAD = 128
-    VOCAB_SIZE = 51200
-    MAX_SEQ_LEN = 2048
-    EVAL_NUM_BATCHES = None
-    ACTIVATION = "gelu"
-    POSITIONS = "trainable"
-    MAX_POSITIONS = 16_384
-    ATTENTION_BIAS = True
-    FEED_FORWARD_BIAS = True
-    NORM_EPSILON = 1e-5
-    SOFTMAX_CHUNK_SIZE = 512
-    INIT_STD = 0.006
-    CHECKPOINT_POLICY = "full"
-    MAX_STEPS = 108_600
-    SUMMARY_INTERVAL_STEPS = 1
-    CHECKPOINT_MAX_TO_KEEP = 100
-    NUM_STAGES = 8
-    MICROBATCH_SIZE = 8
-
-    unused_fields = ("DECAYED_WEIGHTS", "DECAY_START")
-
-    reduced_fields: ClassVar[Mapping[str, Any]] = {"TARGET_LOSS": None, "DECAY_END": 200}
-    tfds_name = "c4/en:3.0.4"
-    eval_tfds_name: ClassVar[str] = "c4/en:3.0.5"
-    eval_split = "validation_tokenized_5662seqs"
-
-    def datasets(self) -> list[Config]:
-        """Return configs of the training and the held-out input, which is read as a whole."""
-        return mlperf_text(self)
-
-    def task(self) -> Config:
-        """Return the task with the rule that ends training."""
-        task = super().task()
-        task.early_stopping = stop_at_target(self)
-        return task
-
-    def learner(self) -> Config:
-        """Return the config of the learner."""
-        return mlperf_adamw(self)
-
-    def partitioner(self) -> Config:
-        """Return the config of the partitioner."""
-        return pipelined(self, shard_features=True)
-
-    def start_notes(self) -> list[str]:
-        """Return no note, since the schedule does not depend on the run."""
-        return []
-
-
-class C4SpmdPipelineGpt3AdamOrgHPBS1p5k768Replicas(C4SpmdPipelineGpt3Adam):
+class C4SpmdPipelineGpt3AdamOrgHPBS1p5k768Replicas(Pipelined, MlperfGpt3):
     """GPT-3 175B, optimizer of the paper, 1536 rows, 8 stages of 96 chips (v5p:8x8x12).
 
     Pax's class misspells MICROBATCH_SIZE and has microbatches of 2 rows, fewer than the 8 devices
@@ -374,34 +314,38 @@ class C4SpmdPipelineGpt3AdamOrgHPBS1p5k768Replicas(C4SpmdPipelineGpt3Adam):
     WARMUP_STEPS = 265
     DECAY_END = 108_600
     PERCORE_BATCH_SIZE = 2.0
+    NUM_STAGES = 8
+    MICROBATCH_SIZE = 8
     ICI_MESH_SHAPE = [8, 1, 8, 12]
     EVAL_INTERVAL_STEPS = 25
     CHECKPOINT_EVERY_N_STEPS = 50
 
-    def learner(self) -> Config:
-        """Return the config of the learner."""
-        return adamw_cosine(self)
+    learner = adamw_cosine
 
 
-class C4SpmdPipelineGpt3AdamMLPerfHPBS1p5k768Replicas(C4SpmdPipelineGpt3Adam):
+class C4SpmdPipelineGpt3AdamMLPerfHPBS1p5k768Replicas(Pipelined, MlperfGpt3):
     """GPT-3 175B of MLPerf, 1536 rows, 8 stages of 96 chips (v5p:8x8x12)."""
 
     PERCORE_BATCH_SIZE = 2.0
+    NUM_STAGES = 8
+    MICROBATCH_SIZE = 8
     ICI_MESH_SHAPE = [8, 1, 8, 12]
     EVAL_INTERVAL_STEPS = 16
     CHECKPOINT_EVERY_N_STEPS = 32
 
 
-class C4SpmdPipelineGpt3AdamMLPerfHPBS2k512Replicas(C4SpmdPipelineGpt3Adam):
+class C4SpmdPipelineGpt3AdamMLPerfHPBS2k512Replicas(Pipelined, MlperfGpt3):
     """GPT-3 175B of MLPerf, 2048 rows, 8 stages of 64 chips (v5p:8x8x8)."""
 
     PERCORE_BATCH_SIZE = 4.0
+    NUM_STAGES = 8
+    MICROBATCH_SIZE = 8
     ICI_MESH_SHAPE = [8, 1, 8, 8]
     EVAL_INTERVAL_STEPS = 12
     CHECKPOINT_EVERY_N_STEPS = 24
 
 
-class C4SpmdPipelineGpt3AdamMLPerfHPBS3k768Replicas(C4SpmdPipelineGpt3Adam):
+class C4SpmdPipelineGpt3AdamMLPerfHPBS3k768Replicas(Pipelined, MlperfGpt3):
     """GPT-3 175B of MLPerf, 3072 rows, 4 stages of 192 chips (v5p:8x8x12)."""
 
     PERCORE_BATCH_SIZE = 4.0
@@ -412,16 +356,18 @@ class C4SpmdPipelineGpt3AdamMLPerfHPBS3k768Replicas(C4SpmdPipelineGpt3Adam):
     CHECKPOINT_EVERY_N_STEPS = 16
 
 
-class C4SpmdPipelineGpt3AdamMLPerfHPBS4k1024Replicas(C4SpmdPipelineGpt3Adam):
+class C4SpmdPipelineGpt3AdamMLPerfHPBS4k1024Replicas(Pipelined, MlperfGpt3):
     """GPT-3 175B of MLPerf, 4096 rows, 8 stages of 128 chips (v5p:8x8x16)."""
 
     PERCORE_BATCH_SIZE = 4.0
+    NUM_STAGES = 8
+    MICROBATCH_SIZE = 8
     ICI_MESH_SHAPE = [8, 1, 8, 16]
     EVAL_INTERVAL_STEPS = 6
     CHECKPOINT_EVERY_N_STEPS = 12
 
 
-class C4SpmdPipelineGpt3AdamMLPerfHPBS8k1024Replicas(C4SpmdPipelineGpt3Adam):
+class C4SpmdPipelineGpt3AdamMLPerfHPBS8k1024Replicas(Pipelined, MlperfGpt3):
     """GPT-3 175B of MLPerf, 8192 rows, 4 stages of 256 chips (v5p:8x8x16)."""
 
     PERCORE_BATCH_SIZE = 8.0

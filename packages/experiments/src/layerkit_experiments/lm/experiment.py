@@ -19,12 +19,15 @@ from layerkit_runner.step.task import SingleTask
 class LmExperiment(BaseExperiment, abstract=True):
     """Base class: a decoder, trained by AdamW with a cosine on a mesh; a subclass has the data.
 
-    A subclass composes another model, optimizer or mesh by overriding `model()`, `learner()` or
-    `partitioner()` with a call of another recipe, and lists what that does not read in
-    `unused_fields`.
+    A subclass composes another model, optimizer or mesh by another recipe, such as `learner =
+    adamw_linear`, and lists the fields that this one does not read in `unused_fields`.
     """
 
     tags: ClassVar[tuple[str, ...]] = ("lm",)
+    mesh_axes: ClassVar[tuple[str, ...]] = ("data", "fsdp", "tensor")
+    """Names of the mesh axes, in the order of ICI_MESH_SHAPE."""
+    shards_features: ClassVar[bool] = False
+    """True to shard the activations between layers over tensor; see `recipes.meshes.spmd`."""
 
     # Training.
     MAX_STEPS: int = 300_000

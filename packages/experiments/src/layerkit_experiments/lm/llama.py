@@ -44,9 +44,7 @@ class Llama2(Corpus, LmExperiment, abstract=True):
     WARMUP_STEPS = 2000
     MAX_STEPS = 500_000
 
-    def model(self) -> Config:
-        """Return the config of the LanguageModel."""
-        return untied_decoder(self)
+    model = untied_decoder
 
 
 class Llama7B(Llama2):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from layerkit.config import Config
 from layerkit_experiments.lm.pax import PaxLm
-from layerkit_experiments.recipes.meshes import Pipelined, pmap, spmd
+from layerkit_experiments.recipes.meshes import Pipelined, pmap
 
 
 class LmCloudSpmd(PaxLm, abstract=True):
@@ -58,9 +57,7 @@ class LmCloudSpmd2BLimitSteps(LmCloudSpmd2B):
 class LmCloudSpmdLarge(LmCloudSpmd, abstract=True):
     """Base of the models of more than 30 billion weights."""
 
-    def partitioner(self) -> Config:
-        """Return the config of the partitioner."""
-        return spmd(self, shard_features=True)
+    shards_features = True
 
 
 class LmCloudSpmd32B(LmCloudSpmdLarge):
@@ -223,9 +220,7 @@ class LmCloudTransformerAdam(PaxLm):
 
     unused_fields = ("ICI_MESH_SHAPE", "DCN_MESH_SHAPE", "SEQUENCE_PARALLEL")
 
-    def partitioner(self) -> Config:
-        """Return the config of the partitioner."""
-        return pmap()
+    partitioner = pmap
 
 
 class LmCloudTransformerAdamTest(LmCloudTransformerAdam):

@@ -21,7 +21,7 @@ from layerkit_experiments.recipes.experts import (
     gshard_mixture,
     with_experts,
 )
-from layerkit_experiments.recipes.meshes import EXPERT_AXES, spmd
+from layerkit_experiments.recipes.meshes import EXPERT_AXES
 from layerkit_experiments.recipes.optimizers import adafactor_sqrt, capped_cosine
 
 
@@ -57,6 +57,8 @@ class Glam(MixtureOfExperts, Corpus, LmExperiment, abstract=True):
         *("WARMUP_STEPS", "DECAY_START", "DECAY_END", "MIN_LEARNING_RATE_RATIO"),
     )
     reduced_fields: ClassVar[Mapping[str, Any]] = {"LEARNING_RATE": 0.03}
+    learner = adafactor_sqrt
+    mesh_axes = EXPERT_AXES
 
     def model(self) -> Config:
         """Return the config of the LanguageModel, whose only positions are relative biases (T5)."""
@@ -64,18 +66,6 @@ class Glam(MixtureOfExperts, Corpus, LmExperiment, abstract=True):
         bias = RelativeBias.HParams.config()
         model.lm_tpl.stack_tpl.layer_tpl.attention_tpl.relative_bias_tpl = bias
         return with_experts(self, model)
-
-    def learner(self) -> Config:
-        """Return the config of the learner."""
-        return adafactor_sqrt(self)
-
-    def start_notes(self) -> list[str]:
-        """Return no note, since the schedule does not depend on the run."""
-        return []
-
-    def partitioner(self) -> Config:
-        """Return the config of the partitioner."""
-        return spmd(self, EXPERT_AXES)
 
 
 class Glam126M64E(Glam):
@@ -165,23 +155,14 @@ class PraxisExperts(MixtureOfExperts, LmExperiment, abstract=True):
         "MAX_SEQ_LEN": 64,
         "VOCAB_SIZE": 64,
     }
+    learner = capped_cosine
+    mesh_axes = EXPERT_AXES
+    datasets = synthetic_tokens
 
     def model(self) -> Config:
         """Return the config of the LanguageModel."""
         model = gshard_decoder(self)
         return with_experts(self, model, gshard_mixture(self, model))
-
-    def learner(self) -> Config:
-        """Return the config of the learner."""
-        return capped_cosine(self)
-
-    def partitioner(self) -> Config:
-        """Return the config of the partitioner."""
-        return spmd(self, EXPERT_AXES)
-
-    def datasets(self) -> list[Config]:
-        """Return configs of the training and the held-out input."""
-        return synthetic_tokens(self)
 
     def data_summary(self) -> str:
         """Return a short description of the training data."""

@@ -22,7 +22,7 @@ from layerkit_experiments.recipes.experts import (
     praxis_glam,
     with_experts,
 )
-from layerkit_experiments.recipes.meshes import EXPERT_AXES, Pipelined, pipelined
+from layerkit_experiments.recipes.meshes import EXPERT_AXES, Pipelined
 from layerkit_experiments.recipes.optimizers import capped_cosine
 
 
@@ -75,17 +75,9 @@ class NvidiaLm(LmExperiment, abstract=True):
         "VOCAB_SIZE": 64,
     }
 
-    def model(self) -> Config:
-        """Return the config of the LanguageModel."""
-        return capped_decoder(self)
-
-    def learner(self) -> Config:
-        """Return the config of the learner."""
-        return capped_cosine(self)
-
-    def datasets(self) -> list[Config]:
-        """Return configs of the training and the held-out input."""
-        return synthetic_tokens(self)
+    model = capped_decoder
+    learner = capped_cosine
+    datasets = synthetic_tokens
 
     def data_summary(self) -> str:
         """Return a short description of the training data."""
@@ -107,9 +99,7 @@ class NvidiaPipeline(Pipelined, NvidiaLm, abstract=True):
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {"PERCORE_BATCH_SIZE": 4.0}
 
-    def partitioner(self) -> Config:
-        """Return the config of the partitioner."""
-        return pipelined(self, shard_features=True)
+    shards_features = True
 
 
 class NVIDIA1_3B(NvidiaLm):  # noqa: N801 - the names in Pax
@@ -234,9 +224,7 @@ class GLaM64B64EProxy(PraxisExperts):
     MAX_STEPS = 500_000
     SUMMARY_INTERVAL_STEPS = None
 
-    def model(self) -> Config:
-        """Return the config of the LanguageModel."""
-        return praxis_glam(self)
+    model = praxis_glam
 
 
 class GLaM64B64EProxy_EP(GLaM64B64EProxy):  # noqa: N801
@@ -293,9 +281,7 @@ class Grok_PP(Pipelined, PraxisExperts):  # noqa: N801
         "ICI_MESH_SHAPE": [1, 1, 1, 1, 1],
     }
 
-    def partitioner(self) -> Config:
-        """Return the config of the partitioner."""
-        return pipelined(self, EXPERT_AXES)
+    mesh_axes = EXPERT_AXES
 
 
 class Grok_Proxy_PP(Pipelined, PraxisExperts):  # noqa: N801
@@ -318,9 +304,7 @@ class Grok_Proxy_PP(Pipelined, PraxisExperts):  # noqa: N801
         "ICI_MESH_SHAPE": [1, 1, 1, 1, 1],
     }
 
-    def partitioner(self) -> Config:
-        """Return the config of the partitioner."""
-        return pipelined(self, EXPERT_AXES)
+    mesh_axes = EXPERT_AXES
 
 
 class NVIDIA5B(NvidiaPipeline):

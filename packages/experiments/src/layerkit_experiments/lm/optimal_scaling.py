@@ -6,9 +6,7 @@ rows without a tensor axis need the memory of v5p.
 
 from __future__ import annotations
 
-from layerkit.config import Config
 from layerkit_experiments.lm.lm_cloud import LmCloudSpmd
-from layerkit_experiments.recipes.meshes import spmd
 
 
 class OptimalScaling(LmCloudSpmd, abstract=True):
@@ -16,9 +14,7 @@ class OptimalScaling(LmCloudSpmd, abstract=True):
 
     CHECKPOINT_POLICY = "dots_no_batch"
 
-    def partitioner(self) -> Config:
-        """Return the config of the partitioner."""
-        return spmd(self, shard_features=True)
+    shards_features = True
 
 
 class OptimalScaling2x2x1(OptimalScaling):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from layerkit.config import Config
 from layerkit_experiments.lm.experiment import LmExperiment
 from layerkit_experiments.recipes.corpora import synthetic_tokens
 from layerkit_experiments.recipes.optimizers import adam_exponential
@@ -47,13 +46,8 @@ class PaxLm(LmExperiment, abstract=True):
         "VOCAB_SIZE": 64,
     }
 
-    def learner(self) -> Config:
-        """Return the config of the learner."""
-        return adam_exponential(self)
-
-    def datasets(self) -> list[Config]:
-        """Return configs of the training and the held-out input."""
-        return synthetic_tokens(self)
+    learner = adam_exponential
+    datasets = synthetic_tokens
 
     def data_summary(self) -> str:
         """Return a short description of the training data."""

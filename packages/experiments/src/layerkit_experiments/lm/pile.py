@@ -155,9 +155,7 @@ class Lambada126M(Gpt126M):
     unused_fields = ("PROMPTS_PER_DEVICE", "PROMPT_LENGTH")
     reduced_fields: ClassVar[Mapping[str, Any]] = {"DATA_FORMAT": "seqio", "TARGET_LENGTH": 16}
 
-    def datasets(self) -> list[Config]:
-        """Return the config of the test split."""
-        return lambada(self)
+    datasets = lambada
 
     def task(self) -> Config:
         """Return the task with the share of words whose every token is the most probable."""

@@ -10,37 +10,49 @@ from layerkit.config import Config
 from layerkit_experiments.recipes.decoder import remat_policy
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 
-AXES = ("data", "fsdp", "tensor")
-"""Axes of the mesh of an experiment without experts."""
 EXPERT_AXES = ("data", "fsdp", "expert", "tensor")
 """Axes of the mesh of a mixture of experts."""
 
 
-def spmd(fields: Any, axes: tuple[str, ...] = AXES, *, shard_features: bool = False) -> Config:
+def spmd(fields: Any) -> Config:
     """Return a partitioner that runs one program over the mesh of ICI_MESH_SHAPE.
 
     Args:
-      fields: Experiment with ICI_MESH_SHAPE, DCN_MESH_SHAPE and SEQUENCE_PARALLEL.
-      axes: Names of the mesh axes, in the order of the two shapes.
-      shard_features: True to shard the activations between layers over tensor, as Pax does for the
-        largest models. Otherwise a device keeps the whole inputs of its layers. SEQUENCE_PARALLEL
-        shards them by position instead.
+      fields: Experiment with ICI_MESH_SHAPE, DCN_MESH_SHAPE and SEQUENCE_PARALLEL. It may have the
+        class attributes `mesh_axes`, the names of the axes in the order of the shapes, and
+        `shards_features`, True to shard the activations between layers over tensor, as Pax does for
+        the largest models. Otherwise a device keeps the whole inputs of its layers.
+        SEQUENCE_PARALLEL shards them by position instead.
     """
-    return _partitioner(fields, axes, _rules(fields, shard_features=shard_features))
+    return _partitioner(fields, fields.mesh_axes, _rules(fields))
 
 
-def pipelined(fields: Any, axes: tuple[str, ...] = AXES, *, shard_features: bool = False) -> Config:
+def pipelined(fields: Any) -> Config:
     """Return a partitioner whose mesh has the axis stage before the others; see `spmd`."""
     # Embedding and softmax are in no stage; without these rules the devices of every stage compute
     # them.
     vocab = ("tensor", "stage")
-    rules = _rules(fields, shard_features=shard_features).replace(vocab=vocab, act_vocab=vocab)
-    return _partitioner(fields, ("stage", *axes), rules)
+    rules = _rules(fields).replace(vocab=vocab, act_vocab=vocab)
+    return _partitioner(fields, ("stage", *fields.mesh_axes), rules)
 
 
-def pmap() -> Config:
+def pmap(_: Any) -> Config:
     """Return a partitioner with the whole state on every device and the batch sharded over all."""
     return PmapPartitioner.HParams.config()
+
+
+def pipelined_stack(fields: Any) -> Config:
+    """Return the config of a stack of layers in the stages of a pipeline."""
+    from layerkit.layers.transformer.pipelined_transformer import PipelinedTransformer
+
+    return PipelinedTransformer.HParams.config(
+        num_stages=fields.NUM_STAGES,
+        circular_repeats=fields.CIRCULAR_REPEAT,
+        microbatch_size=fields.MICROBATCH_SIZE,
+        num_microbatches=fields.NUM_MICROBATCHES,
+        stage_remat=remat_policy(fields.CHECKPOINT_POLICY),
+        remat=remat_policy(fields.LAYER_CHECKPOINT_POLICY),
+    )
 
 
 class Pipelined:
@@ -74,33 +86,14 @@ class Pipelined:
         "DCN_MESH_SHAPE": None,
     }
 
-    def stack(self) -> Config:
-        """Return the config of the stack of layers."""
-        return pipelined_stack(self)
-
-    def partitioner(self) -> Config:
-        """Return the config of the partitioner."""
-        return pipelined(self)
+    stack = pipelined_stack
+    partitioner = pipelined
 
 
-def pipelined_stack(fields: Any) -> Config:
-    """Return the config of a stack of layers in the stages of a pipeline."""
-    from layerkit.layers.transformer.pipelined_transformer import PipelinedTransformer
-
-    return PipelinedTransformer.HParams.config(
-        num_stages=fields.NUM_STAGES,
-        circular_repeats=fields.CIRCULAR_REPEAT,
-        microbatch_size=fields.MICROBATCH_SIZE,
-        num_microbatches=fields.NUM_MICROBATCHES,
-        stage_remat=remat_policy(fields.CHECKPOINT_POLICY),
-        remat=remat_policy(fields.LAYER_CHECKPOINT_POLICY),
-    )
-
-
-def _rules(fields: Any, *, shard_features: bool) -> ShardingRules:
+def _rules(fields: Any) -> ShardingRules:
     if fields.SEQUENCE_PARALLEL:
         return DEFAULT_RULES.replace(residual_length=("context", "tensor"))
-    return DEFAULT_RULES.replace(act_embed="tensor") if shard_features else DEFAULT_RULES
+    return DEFAULT_RULES.replace(act_embed="tensor") if fields.shards_features else DEFAULT_RULES
 
 
 def _partitioner(fields: Any, axes: tuple[str, ...], rules: ShardingRules) -> Config:

@@ -10,11 +10,11 @@ A schedule with a DECAY_END keeps its steps, however long the run is, as in Pax.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import optax
 
-from layerkit.config import Config, Partial
+from layerkit.config import Config, Partial, assigned_fields
 from layerkit.config.checks import check_non_negative, check_positive, check_rates, check_sizes
 from layerkit.errors import ConfigError
 from layerkit.interop.praxis import axis_order
@@ -34,33 +34,19 @@ _RATES = ("ADAM_BETA1", "ADAM_BETA2")
 _POSITIVE = ("UPDATE_RMS_CAP",)
 
 
-class ScheduleSteps(NamedTuple):
-    """Steps at which the parts of a schedule end.
-
-    Attributes:
-      warmup: Last step of the warmup.
-      decay_start: Step at which the decay begins.
-      decay_end: Step at which the decay ends.
-    """
-
-    warmup: int
-    decay_start: int
-    decay_end: int
-
-
-def schedule_steps(fields: Any) -> ScheduleSteps:
-    """Return the steps of WARMUP_STEPS, DECAY_START and DECAY_END by the rule of this module."""
+def schedule_steps(fields: Any) -> tuple[int, int, int]:
+    """Return the end of the warmup, and start and end of the decay, by the rule of this module."""
     warmup = number_of_steps(fields, "WARMUP_STEPS")
     start, end = fields.DECAY_START, fields.DECAY_END
     decay_start = warmup if start is None else number_of_steps(fields, "DECAY_START")
     if end is not None:
-        return ScheduleSteps(warmup, decay_start, number_of_steps(fields, "DECAY_END"))
+        return warmup, decay_start, number_of_steps(fields, "DECAY_END")
     if not warmup <= decay_start < fields.MAX_STEPS:
         check_sizes(None, MAX_STEPS=fields.MAX_STEPS)
         longest = schedules.longest_warmup(fields.MAX_STEPS)
         warmup = min(warmup, longest)
         decay_start = warmup if start is None else min(decay_start, max(warmup, longest))
-    return ScheduleSteps(warmup, decay_start, fields.MAX_STEPS)
+    return warmup, decay_start, fields.MAX_STEPS
 
 
 def number_of_steps(fields: Any, name: str) -> int:
@@ -78,18 +64,17 @@ def number_of_steps(fields: Any, name: str) -> int:
     return round(value * fields.MAX_STEPS)
 
 
-def schedule_notes(fields: Any) -> list[str]:
-    """Return a line for the start report if parts of the schedule were shortened."""
-    steps = schedule_steps(fields)
-    lengths = {"WARMUP_STEPS": steps.warmup}
-    if fields.DECAY_START is not None:
-        lengths["DECAY_START"] = steps.decay_start
-    changes = ", ".join(
-        f"{name} {getattr(fields, name)} → {length}"
-        for name, length in lengths.items()
-        if number_of_steps(fields, name) != length
-    )
-    return [f"schedule     {changes}, to fit into MAX_STEPS={fields.MAX_STEPS}"] if changes else []
+def schedule_notes(experiment: Any) -> list[str]:
+    """Return a line for the start report if the learner has a shortened schedule."""
+    steps = assigned_fields(experiment.learner().learning_rate)
+    changes = []
+    for name, argument in (("WARMUP_STEPS", "warmup_steps"), ("DECAY_START", "decay_start")):
+        is_set = argument in steps and getattr(experiment, name) is not None
+        if is_set and number_of_steps(experiment, name) != steps[argument]:
+            changes.append(f"{name} {getattr(experiment, name)} → {steps[argument]}")
+    if not changes:
+        return []
+    return [f"schedule     {', '.join(changes)}, to fit into MAX_STEPS={experiment.MAX_STEPS}"]
 
 
 def adamw_cosine(fields: Any) -> Config:
@@ -188,15 +173,9 @@ def with_schedule(fields: Any, schedule: Callable[..., Any], **options: Any) -> 
       schedule: Function such as `linear_warmup_cosine_decay`.
       **options: Other arguments of the function.
     """
-    steps = schedule_steps(fields)
-    return Config(
-        schedule,
-        fields.LEARNING_RATE,
-        warmup_steps=steps.warmup,
-        decay_start=steps.decay_start,
-        decay_end=steps.decay_end,
-        **options,
-    )
+    warmup, start, end = schedule_steps(fields)
+    steps = {"warmup_steps": warmup, "decay_start": start, "decay_end": end}
+    return Config(schedule, fields.LEARNING_RATE, **steps, **options)
 
 
 def _exponential(fields: Any) -> Config:

@@ -19,6 +19,11 @@ class TrainedExperiment(BaseExperiment, abstract=True):
     `unused_fields`.
     """
 
+    mesh_axes: ClassVar[tuple[str, ...]] = ("data", "fsdp", "tensor")
+    """Names of the mesh axes, in the order of ICI_MESH_SHAPE."""
+    shards_features: ClassVar[bool] = False
+    """True to shard the activations between layers over tensor; see `recipes.meshes.spmd`."""
+
     MAX_STEPS: int = 300_000
     SUMMARY_INTERVAL_STEPS: int | None = None
     """Steps between two reports of metrics; None for 100, or a hundredth of a shorter run."""

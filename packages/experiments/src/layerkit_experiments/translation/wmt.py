@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from layerkit.config import Config
 from layerkit_experiments.recipes.optimizers import adam_inverse_sqrt
 from layerkit_experiments.translation.experiment import TranslationExperiment
 
@@ -37,13 +36,7 @@ class WmtEnDe(TranslationExperiment, abstract=True):
     )
     reduced_fields: ClassVar[Mapping[str, Any]] = {"LEARNING_RATE_SCALE": 0.1, "WARMUP_STEPS": 10}
 
-    def learner(self) -> Config:
-        """Return the config of the learner."""
-        return adam_inverse_sqrt(self)
-
-    def start_notes(self) -> list[str]:
-        """Return no note, since the schedule does not depend on the run."""
-        return []
+    learner = adam_inverse_sqrt
 
 
 class TransformerBase(WmtEnDe):

@@ -127,10 +127,6 @@ class ResNet50Pjit(TrainedExperiment):
             ),
         )
 
-    def start_notes(self) -> list[str]:
-        """Return no note, since the schedule does not depend on the run."""
-        return []
-
     def task(self) -> Config:
         """Return the config of the task."""
         return SingleTask.HParams.config(

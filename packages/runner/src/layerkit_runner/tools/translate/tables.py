@@ -212,20 +212,11 @@ def module_text(translations: Sequence[Translation], title: str) -> str:
         for recipe in translation.recipes.values():
             for name, module in _part(recipe, "imports"):
                 imports.setdefault(module, set()).add(name)
-            if "methods" in recipe or translation.settings:
-                imports.setdefault("layerkit.config", set()).add("Config")
+        if translation.settings:
+            imports.setdefault("layerkit.config", set()).add("Config")
     lines = [f'"""{title}"""', "", "from __future__ import annotations", ""]
     lines += [f"from {name} import {', '.join(sorted(imports[name]))}" for name in sorted(imports)]
     return "\n".join(lines) + "\n\n\n" + "\n\n".join(map(_class_text, translations))
-
-
-# Types and docstrings of the methods of a generated class.
-_METHODS = {
-    "model": ("Config", "Return the config of the LanguageModel."),
-    "learner": ("Config", "Return the config of the learner."),
-    "partitioner": ("Config", "Return the config of the partitioner."),
-    "datasets": ("list[Config]", "Return configs of the inputs."),
-}
 
 
 def _class_text(translation: Translation) -> str:
@@ -249,20 +240,14 @@ def _class_text(translation: Translation) -> str:
     if unused := tuple(name for recipe in recipes for name in recipe.get("unused", ())):
         lines.append(f"    unused_fields = {unused!r}")
     for recipe in recipes:
-        for name, expression in _part(recipe, "methods"):
-            lines += _method_lines(name, *_METHODS[name], [f"return {expression}"])
+        lines += [f"    {name} = {function}" for name, function in _part(recipe, "methods")]
     if translation.settings:
-        values = [f"{path} = {_literal(value)}" for path, value in translation.settings.items()]
-        body = ["task = super().task()", *values, "return task"]
-        lines += _method_lines(
-            "task", "Config", "Return the task with values that have no field.", body
-        )
+        lines += ["", "    def task(self) -> Config:"]
+        lines += ['        """Return the task with values that have no field."""']
+        lines += ["        task = super().task()"]
+        lines += [f"        {path} = {_literal(v)}" for path, v in translation.settings.items()]
+        lines += ["        return task"]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _method_lines(name: str, type_: str, summary: str, body: Sequence[str]) -> list[str]:
-    lines = [f"    def {name}(self) -> {type_}:", f'        """{summary}"""']
-    return ["", *lines, *[f"        {line}" for line in body]]
 
 
 def _literal(value: Any) -> str:
