@@ -127,7 +127,7 @@ def _check_options(decoder: Decoder, prompts: Prompts) -> None:
     owner, options = type(decoder).__qualname__, prompts.options
     expected = "a random key, since the decoder draws random numbers"
     require(prompts.key is not None or not decoder.needs_key, owner, "key", None, expected)
-    for name in options.given():
+    for name in options.names():
         shape = list(getattr(options, name).shape)
         expected = "no values of rows; only SampleDecoder has options of rows"
         require(name in decoder.row_options, owner, f"{name} of rows", shape, expected)
@@ -311,7 +311,7 @@ def advance_rows(
       rows: Rows so far.
       until: Column before which to pause, an int32 scalar; None for no pause.
     """
-    processors = decoder.all_processors(rows.options.given())
+    processors = decoder.all_processors(rows.options.names())
 
     def advance(rows: SampledRows) -> SampledRows:
         column = rows.column

@@ -35,7 +35,7 @@ class RowOptions(NamedTuple):
     top_k: jax.Array | None = None
     top_p: jax.Array | None = None
 
-    def given(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
         """Return the names of the options that differ between rows."""
         return tuple(name for name, value in self._asdict().items() if value is not None)
 

@@ -95,10 +95,10 @@ def _split(tree: Any, child: str, places: list[tuple[tuple[str, ...], tuple[int,
     of_layers = {path[0] for path, _ in places}
     split = {name: value for name, value in tree[child].items() if name not in of_layers}
     for layer, (path, indices) in enumerate(places):
-        found = tree[child]
+        subtree = tree[child]
         for name in path:
-            found = found.get(name, {})
-        split[f"layers_{layer}"] = jax.tree.map(lambda x, at=indices: x[at], found)
+            subtree = subtree.get(name, {})
+        split[f"layers_{layer}"] = jax.tree.map(lambda x, at=indices: x[at], subtree)
     return {**tree, child: split}
 
 

@@ -94,9 +94,9 @@ class ClassificationModel(BaseModel):
         if self.top_k is not None:
             labels = labels if labels.ndim == 1 else jnp.argmax(labels, axis=-1)
             _, likeliest = jax.lax.top_k(predictions.logits, self.top_k)
-            found = jnp.any(likeliest == labels[:, None], axis=-1).astype(jnp.float32)
+            is_hit = jnp.any(likeliest == labels[:, None], axis=-1).astype(jnp.float32)
             name = f"top_{self.top_k}_accuracy"
-            metrics[name] = WeightedScalar.of(weighted_mean(found, weights), total)
+            metrics[name] = WeightedScalar.of(weighted_mean(is_hit, weights), total)
         return metrics, NestedMap(
             classes=jnp.argmax(predictions.logits, axis=-1),
             per_example_xent=predictions.per_token_xent,

@@ -79,8 +79,8 @@ def score_suffixes(
         of_tokens = jnp.take_along_axis(
             jax.nn.log_softmax(logits), flat_suffixes[..., None], axis=-1
         )
-        found = of_tokens[..., 0].reshape(shape)
-        return jnp.where(is_suffix & is_row[:, None, None], found, 0.0)
+        log_probs_of_suffixes = of_tokens[..., 0].reshape(shape)
+        return jnp.where(is_suffix & is_row[:, None, None], log_probs_of_suffixes, 0.0)
 
     def add(entry: NestedMap, log_probs: jax.Array) -> None:
         entry.suffix_log_probs = log_probs

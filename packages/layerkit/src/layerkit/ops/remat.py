@@ -143,8 +143,8 @@ def _named_policy(policy: str, *, owner: str) -> Any:
         for name in listed.split(","):
             check_choice(f"{owner}, remat={policy!r}", ACTIVATION_NAMES, name=name.strip())
             names[treatment.strip()].append(name.strip())
-    given = names["save"] + names["offload"]
-    require(len(given) == len(set(given)), owner, "remat", policy, "each name once")
+    present = names["save"] + names["offload"]
+    require(len(present) == len(set(present)), owner, "remat", policy, "each name once")
     if not names["offload"]:
         return jax.checkpoint_policies.save_only_these_names(*names["save"])
     return _offload(*names["offload"], saved=names["save"])
@@ -241,8 +241,8 @@ def _join_gradients(arrays: Any) -> Any:
 def _join_tangents(primals: Any, tangents: Any) -> tuple[Any, Any]:
     leaves, structure = jax.tree.flatten(tangents[0])
     # Frozen weights and integers have no gradient.
-    given = [leaf for leaf in leaves if not isinstance(leaf, SymbolicZero)]
-    joined = iter(jax.lax.optimization_barrier(given))
+    present = [leaf for leaf in leaves if not isinstance(leaf, SymbolicZero)]
+    joined = iter(jax.lax.optimization_barrier(present))
     leaves = [leaf if isinstance(leaf, SymbolicZero) else next(joined) for leaf in leaves]
     return primals[0], jax.tree.unflatten(structure, leaves)
 

@@ -219,12 +219,12 @@ def test_stages_rounds_and_microbatches_have_different_random_numbers():
     fields = {"num_stages": 2, "num_microbatches": 4, "circular_repeats": 3}
     layer = Pipeline.HParams.config(stage_tpl=Mark.HParams.config(), **fields).Instantiate()
     each = {"column": np.arange(6)}
-    run = jax.jit(lambda x: layer.apply({}, x, each=each, rngs={"random": KEY}))
+    run = jax.jit(lambda x: layer.apply({}, x, per_copy=each, rngs={"random": KEY}))
     found = np.asarray(run(jnp.zeros((8, 6))))
     np.testing.assert_array_equal(found[:4], found[4:])  # rows r and r + 4 are one microbatch
     assert len(np.unique(found[:4])) == 4 * 6 and np.all(found > 0)
     # The order of `each` is that of the depth, and what is not an array stays what it is.
-    assert np.all(layer.apply({}, jnp.zeros((8, 6)), each=each, is_on=False) == 0)
+    assert np.all(layer.apply({}, jnp.zeros((8, 6)), per_copy=each, is_on=False) == 0)
 
 
 def test_methods_run_sequentially_on_the_whole_batch():

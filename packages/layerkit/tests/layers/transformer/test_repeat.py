@@ -269,7 +269,7 @@ def test_scanned_arguments_differ_between_copies(shape):
     expected = X
     for copy, shift in zip(w, shifts, strict=True):
         expected = expected @ copy + shift
-    found = layer.apply(variables, "fprop", X, each={"shift": shifts}, method="run")
+    found = layer.apply(variables, "fprop", X, per_copy={"shift": shifts}, method="run")
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -186,8 +186,8 @@ def add_bias_of_rows(layer: Any, bias: LogitBias | None, mask: AttentionMask) ->
     query, keys = jnp.array([[length - 1]]), jnp.arange(2 * length - 1)[None]
     by_distance: jax.Array = layer.relative_bias(query, keys)[:, :, 0]
     # A subclass may learn its slopes.
-    own = DistanceBias(by_distance, is_learned=type(layer.relative_bias) is not Alibi)
-    return own if bias is None else own.plus(bias)
+    relative = DistanceBias(by_distance, is_learned=type(layer.relative_bias) is not Alibi)
+    return relative if bias is None else relative.plus(bias)
 
 
 def add_relative_bias(
@@ -206,8 +206,8 @@ def add_relative_bias(
     """
     if layer.relative_bias_tpl is None:
         return bias
-    own: jax.Array = layer.relative_bias(query_positions, key_positions)
-    return own if bias is None else own + bias
+    relative: jax.Array = layer.relative_bias(query_positions, key_positions)
+    return relative if bias is None else relative + bias
 
 
 def _constrain_bias(layer: BaseLayer, bias: jax.Array) -> jax.Array:

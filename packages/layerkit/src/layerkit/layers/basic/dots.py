@@ -106,7 +106,11 @@ class Dot(BaseLayer):
 
     @nn.nowrap
     def grouped(
-        self, rows: jax.Array, w: jax.Array, product: GroupedProduct, own: Mapping[str, jax.Array]
+        self,
+        rows: jax.Array,
+        w: jax.Array,
+        product: GroupedProduct,
+        shards: Mapping[str, jax.Array],
     ) -> jax.Array:
         """Multiply sorted rows `[rows, in]` by the weights `[group, in, out]` of their groups.
 
@@ -117,7 +121,7 @@ class Dot(BaseLayer):
           rows: Rows sorted by group.
           w: Weights of the groups of this device.
           product: Plain product of these rows and the weights of their groups.
-          own: Shards of the arrays of `grouped_arrays` on this device.
+          shards: Shards of the arrays of `grouped_arrays` on this device.
 
         Returns:
           `[rows, out]`, with arbitrary values for unused rows.
@@ -249,7 +253,7 @@ def grouped_matmul(
     rows: jax.Array,
     w: jax.Array,
     product: GroupedProduct,
-    own: Mapping[str, jax.Array],
+    shards: Mapping[str, jax.Array],
     *,
     name: str = "w",
     bias: jax.Array | None = None,
@@ -261,7 +265,7 @@ def grouped_matmul(
       rows: Activations in the compute dtype, sorted by group.
       w: Weights of the groups on this device in the compute dtype.
       product: Plain product of these rows.
-      own: Shards of the arrays of `grouped_arrays` on this device, by name.
+      shards: Shards of the arrays of `grouped_arrays` on this device, by name.
       name: Name of the weight, which selects the layer's `Dot`.
       bias: Bias of each group, `[group, out]`; None for none.
 
@@ -270,7 +274,7 @@ def grouped_matmul(
     """
     has_dot = getattr(layer, "dot_tpl", None) is not None
     dot = getattr(layer, _dot_name(name)) if has_dot else None
-    output = product(rows, w) if dot is None else dot.grouped(rows, w, product, own)
+    output = product(rows, w) if dot is None else dot.grouped(rows, w, product, shards)
     if bias is not None:
         # The gradient of a product sums over the rows of each group.
         output = output + product(jnp.ones((rows.shape[0], 1), rows.dtype), bias[:, None])

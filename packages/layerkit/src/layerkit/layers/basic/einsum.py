@@ -156,5 +156,5 @@ class _Letters:
         return group, free, self.contracted, self.outs
 
 
-def _permute(x: jax.Array, letters: str, wanted: str) -> jax.Array:
-    return x.transpose([letters.index(letter) for letter in wanted])
+def _permute(x: jax.Array, letters: str, target: str) -> jax.Array:
+    return x.transpose([letters.index(letter) for letter in target])

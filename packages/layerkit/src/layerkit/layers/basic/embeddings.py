@@ -58,8 +58,8 @@ def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
     # The gradient of a row is a sum over all uses of the row. A bfloat16 sum stops growing at 256
     # terms of equal size, so the sum is computed in float32 and rounded once.
     rows = table.astype(jnp.promote_types(table.dtype, jnp.float32)).at[ids]
-    found = rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-    return found.astype(table.dtype)
+    vectors = rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+    return vectors.astype(table.dtype)
 
 
 @jax.custom_jvp
@@ -258,8 +258,8 @@ class ClassSoftmax(BaseLayer):
         """
         is_soft = class_probabilities is not None
         expected = "None with class_probabilities" if is_soft else "integers or class_probabilities"
-        given = None if labels is None else list(labels.shape)
-        require(is_soft == (labels is None), self, "labels", given, expected)
+        shape_of_labels = None if labels is None else list(labels.shape)
+        require(is_soft == (labels is None), self, "labels", shape_of_labels, expected)
         if class_probabilities is None:
             assert labels is not None
             losses = self._token_losses(hidden, labels)

@@ -147,30 +147,32 @@ class MoeFeedForward(BaseMoeFeedForward):
         _LOG.info(matmul.describe())
         activation, variables = self.activation.unbind()
 
-        def apply(rows: jax.Array, grouped: RowsProduct, own: dict[str, jax.Array]) -> jax.Array:
+        def apply(rows: jax.Array, grouped: RowsProduct, arrays: dict[str, jax.Array]) -> jax.Array:
             def product(rows: jax.Array, name: str) -> jax.Array:
                 start = f"{name}/"
-                dot = {n.removeprefix(start): a for n, a in own.items() if n.startswith(start)}
-                bias = own.get(f"{name}_bias")
-                return grouped_matmul(self, rows, own[name], grouped, dot, name=name, bias=bias)
+                dot = {n.removeprefix(start): a for n, a in arrays.items() if n.startswith(start)}
+                bias = arrays.get(f"{name}_bias")
+                return grouped_matmul(self, rows, arrays[name], grouped, dot, name=name, bias=bias)
 
             return self._expert_function(activation.bind(variables))(rows, product)
 
         compute = Dropless(apply, self.num_experts, matmul)
-        own = {name: getattr(self.theta, name) for name in self._weight_names()}
-        axes: dict[str, tuple[str | None, ...] | None] = {name: WEIGHT_AXES[name] for name in own}
+        arrays = {name: getattr(self.theta, name) for name in self._weight_names()}
+        axes: dict[str, tuple[str | None, ...] | None] = {
+            name: WEIGHT_AXES[name] for name in arrays
+        }
         for name in PRODUCTS:
-            for part, array in grouped_arrays(self, name=name).items() if name in own else ():
-                own[f"{name}/{part}"], axes[f"{name}/{part}"] = array
+            for part, array in grouped_arrays(self, name=name).items() if name in arrays else ():
+                arrays[f"{name}/{part}"], axes[f"{name}/{part}"] = array
         if mesh is None or mesh.size == 1:
-            return compute(x, routing.experts, routing.weights, own)
+            return compute(x, routing.experts, routing.weights, arrays)
         buffer_factor = self.exchange_buffer_factor if self.is_training else None
         output, num_dropped = run_on_mesh(
             compute,
             x,
             routing.experts,
             routing.weights,
-            own,
+            arrays,
             weight_axes=axes,
             added_once=(OUTPUT_BIAS,),
             sharding=sharding,

@@ -91,7 +91,11 @@ class BlockScaledDot(Dot):
         raise NotImplementedError
 
     def grouped(
-        self, rows: jax.Array, w: jax.Array, product: GroupedProduct, own: Mapping[str, jax.Array]
+        self,
+        rows: jax.Array,
+        w: jax.Array,
+        product: GroupedProduct,
+        shards: Mapping[str, jax.Array],
     ) -> jax.Array:
         """Multiply sorted rows `[rows, in]` by the weights `[group, in, out]` of their groups.
 
@@ -102,7 +106,7 @@ class BlockScaledDot(Dot):
           ConfigError: As `fprop`; or the layer is in training, where blocks of rows, which the
             gradient of a weight contracts, would belong to several groups.
         """
-        del own
+        del shards
         self._kernel()
         if self.is_training:
             raise self._refusal(

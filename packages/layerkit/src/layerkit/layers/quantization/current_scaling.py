@@ -70,13 +70,17 @@ class Fp8CurrentDot(Dot):
         return name_product(scaled_matmul(x, w, FP8_CURRENT), is_batched=w.ndim > 2)
 
     def grouped(
-        self, rows: jax.Array, w: jax.Array, product: GroupedProduct, own: Mapping[str, jax.Array]
+        self,
+        rows: jax.Array,
+        w: jax.Array,
+        product: GroupedProduct,
+        shards: Mapping[str, jax.Array],
     ) -> jax.Array:
         """Multiply sorted rows `[rows, in]` by the weights `[group, in, out]` of their groups.
 
         See `grouped_scaled_matmul`.
         """
-        del own
+        del shards
         return name_product(grouped_scaled_matmul(rows, w, product, FP8_CURRENT), is_batched=True)
 
 
@@ -95,13 +99,17 @@ class Int8Dot(Dot):
         return name_product(scaled_matmul(x, w, INT8), is_batched=w.ndim > 2)
 
     def grouped(
-        self, rows: jax.Array, w: jax.Array, product: GroupedProduct, own: Mapping[str, jax.Array]
+        self,
+        rows: jax.Array,
+        w: jax.Array,
+        product: GroupedProduct,
+        shards: Mapping[str, jax.Array],
     ) -> jax.Array:
         """Multiply sorted rows `[rows, in]` by the weights `[group, in, out]` of their groups.
 
         See `grouped_scaled_matmul`.
         """
-        del own
+        del shards
         return name_product(grouped_scaled_matmul(rows, w, product, INT8), is_batched=True)
 
 

@@ -86,7 +86,11 @@ class Fp8Dot(Dot):
         return {name: GroupedArray(self._read_state(name), None) for name in names}
 
     def grouped(
-        self, rows: jax.Array, w: jax.Array, product: GroupedProduct, own: Mapping[str, jax.Array]
+        self,
+        rows: jax.Array,
+        w: jax.Array,
+        product: GroupedProduct,
+        shards: Mapping[str, jax.Array],
     ) -> jax.Array:
         """Multiply sorted rows `[rows, in]` by the weights of their groups.
 
@@ -95,7 +99,7 @@ class Fp8Dot(Dot):
         """
 
         def state(tensor: str) -> tuple[jax.Array, jax.Array]:
-            return own[f"{tensor}_scale"], own[f"{tensor}_amax_history"]
+            return shards[f"{tensor}_scale"], shards[f"{tensor}_amax_history"]
 
         dtype = rows.dtype
         rounded = fp8_ops.in_qdq(dtype, jnp.float8_e4m3fn, rows, *state("input"))

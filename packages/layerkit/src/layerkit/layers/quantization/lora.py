@@ -138,7 +138,11 @@ class LoraDot(Dot):
         }
 
     def grouped(
-        self, rows: jax.Array, w: jax.Array, product: GroupedProduct, own: Mapping[str, jax.Array]
+        self,
+        rows: jax.Array,
+        w: jax.Array,
+        product: GroupedProduct,
+        shards: Mapping[str, jax.Array],
     ) -> jax.Array:
         """Multiply sorted rows `[rows, in]` by the weights of their groups and add the adapters.
 
@@ -148,8 +152,8 @@ class LoraDot(Dot):
         is_supported = self.dropout_rate == 0.0 or not self.is_training
         expected = "0, since rows of experts without a capacity have no dropout"
         require(is_supported, self, "dropout_rate", self.dropout_rate, expected)
-        of_base = {n.removeprefix("base/"): x for n, x in own.items() if n.startswith("base/")}
-        low_rank = product(product(rows, own["lora_a"]), own["lora_b"])
+        of_base = {n.removeprefix("base/"): x for n, x in shards.items() if n.startswith("base/")}
+        low_rank = product(product(rows, shards["lora_a"]), shards["lora_b"])
         return self.base.grouped(rows, w, product, of_base) + (self.alpha / self.rank) * low_rank
 
     def _split_weight(self) -> tuple[WeightHParams, int, int]:
@@ -269,12 +273,12 @@ def unmerge_lora(config: Config, merged: Any, variables: Any) -> Any:
     Raises:
       ConfigError: The model has no adapters, or several values of alpha.
     """
-    alpha, plain, found = _common_alpha(config), flatten_dict(merged), flatten_dict(variables)
-    found |= {path: leaf for path, leaf in plain.items() if path in found}
-    for dot in _adapter_paths(found):
+    alpha, plain, flat = _common_alpha(config), flatten_dict(merged), flatten_dict(variables)
+    flat |= {path: leaf for path, leaf in plain.items() if path in flat}
+    for dot in _adapter_paths(flat):
         target = (PARAMS, *dot[:-1], weight_of_dot(dot[-1]))
-        found[target] = _add_adapter(plain[target], found, dot, -alpha)
-    return unflatten_dict(found)
+        flat[target] = _add_adapter(plain[target], flat, dot, -alpha)
+    return unflatten_dict(flat)
 
 
 def _add_adapter(w: jax.Array, flat: dict[Path, jax.Array], dot: Path, alpha: float) -> jax.Array:
@@ -298,10 +302,10 @@ def _add_adapter(w: jax.Array, flat: dict[Path, jax.Array], dot: Path, alpha: fl
 
 def _adapter_paths(flat: dict[Path, jax.Array]) -> list[Path]:
     """Return the paths of all adapters, without the collection."""
-    found = [path[1:-1] for path in flat if path[0] == PARAMS and path[-1] == "lora_a"]
-    if not found:
+    paths = [path[1:-1] for path in flat if path[0] == PARAMS and path[-1] == "lora_a"]
+    if not paths:
         raise ConfigError("the variables have no LoRA weights", expected="paths such as …/lora_a")
-    return found
+    return paths
 
 
 def _is_lora(value: Any) -> bool:
@@ -309,7 +313,7 @@ def _is_lora(value: Any) -> bool:
 
 
 def _common_alpha(config: Config) -> float:
-    alphas = {found.alpha for found in walk_configs(config) if _is_lora(found)}
+    alphas = {part.alpha for part in walk_configs(config) if _is_lora(part)}
     expected = "one value in all adapters of the config"
     require(len(alphas) == 1, None, "LoraDot.alpha", sorted(alphas), expected)
     return alphas.pop()

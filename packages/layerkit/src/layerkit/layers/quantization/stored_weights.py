@@ -46,19 +46,19 @@ def quantize_model(
     require(not _kinds(config), None, "weight_format", weight_format, expected)
     kind, stored = WeightFormat.parse(weight_format).kind, copy_config(config)
     stored.weight_format = weight_format
-    found: dict[Path, Any] = {}
-    given, wanted = flatten_dict(variables), _abstract_weights(stored)
-    for path, leaf in given.items():
+    new: dict[Path, Any] = {}
+    old, abstract = flatten_dict(variables), _abstract_weights(stored)
+    for path, leaf in old.items():
         leaf = leaf() if callable(leaf) else leaf
-        scale = wanted.get(scale_path(path))
-        if scale is None or scale_path(path) in given:
-            found[path] = leaf
+        scale = abstract.get(scale_path(path))
+        if scale is None or scale_path(path) in old:
+            new[path] = leaf
         else:
-            stored_parts = round_like(leaf, wanted[path], scale, kind=kind)
-            found[path], found[scale_path(path)] = stored_parts
+            stored_parts = round_like(leaf, abstract[path], scale, kind=kind)
+            new[path], new[scale_path(path)] = stored_parts
     expected = "a model with layers that multiply by weights"
-    require(found.keys() != given.keys(), None, "weight_format", weight_format, expected)
-    return stored, unflatten_dict(found)
+    require(new.keys() != old.keys(), None, "weight_format", weight_format, expected)
+    return stored, unflatten_dict(new)
 
 
 def dequantize_model(config: Config, variables: Any) -> tuple[Config, Any]:
@@ -80,21 +80,21 @@ def dequantize_model(config: Config, variables: Any) -> tuple[Config, Any]:
     expected = "one kind of format in all layers of the config"
     require(len(kinds) == 1, None, "weight_format", sorted(kinds), expected)
     plain = copy_config(config)
-    for each in walk_configs(plain):
-        if "weight_format" in field_names(each):
-            each.weight_format = None
-    found, wanted = flatten_dict(variables), _abstract_weights(plain)
-    for path in [path for path in found if scale_path(path) in found]:
-        if scale_path(path) not in wanted:
-            scale = found.pop(scale_path(path))
-            found[path] = _restore(found[path], scale, *kinds, like=wanted[path])
-    return plain, unflatten_dict(found)
+    for part in walk_configs(plain):
+        if "weight_format" in field_names(part):
+            part.weight_format = None
+    new, abstract = flatten_dict(variables), _abstract_weights(plain)
+    for path in [path for path in new if scale_path(path) in new]:
+        if scale_path(path) not in abstract:
+            scale = new.pop(scale_path(path))
+            new[path] = _restore(new[path], scale, *kinds, like=abstract[path])
+    return plain, unflatten_dict(new)
 
 
 def _kinds(config: Config) -> set[str]:
     """Return the kinds of formats in which the layers of a config store weights."""
     texts = {
-        each.weight_format for each in walk_configs(config) if "weight_format" in field_names(each)
+        part.weight_format for part in walk_configs(config) if "weight_format" in field_names(part)
     }
     return {WeightFormat.parse(text).kind for text in texts - {None}}
 

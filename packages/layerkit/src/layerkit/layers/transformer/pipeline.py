@@ -116,15 +116,15 @@ class Pipeline(BaseLayer):
         self.create_child("stage", self.stage_tpl)
 
     def fprop(
-        self, x: jax.Array, *args: Any, each: dict[str, Any] | None = None, **kwargs: Any
+        self, x: jax.Array, *args: Any, per_copy: dict[str, Any] | None = None, **kwargs: Any
     ) -> jax.Array:
         """Apply all stages in all rounds.
 
         Args:
           x: `[batch, ...]`.
           *args: Arguments of every stage: arrays that are split like `x`, or shared.
-          each: Keyword arguments that differ between passes: pytrees of arrays `[repeats·stages,
-            ...]`, ordered by round and then stage.
+          per_copy: Keyword arguments that differ between passes: pytrees of arrays
+            `[repeats·stages, ...]`, ordered by round and then stage.
           **kwargs: Keyword arguments of every stage, split or shared like `args`.
 
         Returns:
@@ -143,7 +143,7 @@ class Pipeline(BaseLayer):
         run_stages = self._run_stages(arguments, gathered)
         read = {kind: self._stage_variables(kind) for kind in (PARAMS, OVERWRITE_WITH_GRADIENT)}
         read[PARAMS] = gathered.gather(read[PARAMS])
-        constants = read, self._stacked(each)
+        constants = read, self._stacked(per_copy)
         shared = [
             jnp.broadcast_to(leaf, (self.num_stages, *leaf.shape)) for leaf in arguments.shared
         ]
@@ -177,7 +177,7 @@ class Pipeline(BaseLayer):
         return self._lay_out([outputs], "batch")[0]
 
     def run(
-        self, method: str, x: Any, *args: Any, each: dict[str, Any] | None = None, **kwargs: Any
+        self, method: str, x: Any, *args: Any, per_copy: dict[str, Any] | None = None, **kwargs: Any
     ) -> Any:
         """Run a method of all stages in sequence on the whole of `x`, for decoding.
 
@@ -185,21 +185,21 @@ class Pipeline(BaseLayer):
           method: Name of the method.
           x: First argument, a pytree of arrays `[batch, ...]`.
           *args: Further arguments of every stage.
-          each: Keyword arguments that differ between passes; see `fprop`.
+          per_copy: Keyword arguments that differ between passes; see `fprop`.
           **kwargs: Keyword arguments of every stage.
 
         Returns:
           The last result, with the structure, shapes and dtypes of `x`.
         """
 
-        def body(stage: Any, carry: Any, own: dict[str, Any]) -> tuple[Any, None]:
-            result = getattr(stage, method)(carry, *args, **own, **kwargs)
+        def body(stage: Any, carry: Any, differing: dict[str, Any]) -> tuple[Any, None]:
+            result = getattr(stage, method)(carry, *args, **differing, **kwargs)
             check_carry(carry, result, owner=self.path_name, runs="stage")
             return result, None
 
         for name, size in self._stacked_axes():
             body = nn.scan(body, length=size, in_axes=0, **lift_options(name))
-        return body(self.stage, x, self._stacked(each))[0]
+        return body(self.stage, x, self._stacked(per_copy))[0]
 
     def init_cache(self, *args: Any, **kwargs: Any) -> None:
         """Create the decoding caches of all stages, stacked like their weights."""
@@ -237,7 +237,7 @@ class Pipeline(BaseLayer):
             guard = partial(jax.tree.map, partial(gradient_where, work.is_real))
             if_real = partial(jax.tree.map, partial(where, work.is_real))
             own_constants, shared = guard((own_constants, shared))
-            read, own = _cast_like(constants, own_constants)
+            read, differing = _cast_like(constants, own_constants)
             read[PARAMS] = gathered.scatter_gradients(read[PARAMS])
             x, *rows = if_real(inside, jax.tree.map(jnp.zeros_like, inside))
             args, kwargs = arguments.replace(rows, shared)
@@ -247,7 +247,7 @@ class Pipeline(BaseLayer):
                 *args,
                 rngs={} if key is None else {RANDOM: jax.random.fold_in(key, work.serial)},
                 mutable=mutable,
-                **own,
+                **differing,
                 **kwargs,
             )
             check_carry(x, result, owner=self.path_name, runs="stage")
@@ -308,10 +308,10 @@ class Pipeline(BaseLayer):
         rounds = [("layers", self.circular_repeats)] if self.circular_repeats > 1 else []
         return [("stage", self.num_stages), *rounds]
 
-    def _stacked(self, each: dict[str, Any] | None) -> dict[str, Any]:
+    def _stacked(self, per_copy: dict[str, Any] | None) -> dict[str, Any]:
         """Stack arrays `[repeats·stages, ...]` like the variables of the stages."""
         shape = tuple(size for _, size in reversed(self._stacked_axes()))
-        return jax.tree.map(lambda leaf: leaf.reshape(shape + leaf.shape[1:]), each or {})
+        return jax.tree.map(lambda leaf: leaf.reshape(shape + leaf.shape[1:]), per_copy or {})
 
     def _for_each(self, body: Callable[[Any], None]) -> None:
         for name, size in self._stacked_axes():

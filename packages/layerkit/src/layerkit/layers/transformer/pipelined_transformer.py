@@ -88,13 +88,13 @@ class PipelinedTransformer(StackedTransformer):
     def _run_layers(
         self, method: str, x: jax.Array, rates: jax.Array | None, shared: dict[str, Any]
     ) -> jax.Array:
-        each = {}
+        per_copy = {}
         if rates is not None:
-            each["droppath_rates"] = rates.reshape(-1, self._layers_per_run())
+            per_copy["droppath_rates"] = rates.reshape(-1, self._layers_per_run())
         if method == "__call__":
             x = self.cast(x)
-            return self.pipeline(x, each=each, **shared)
-        return self.pipeline.run(method, x, each=each, **shared)
+            return self.pipeline(x, per_copy=per_copy, **shared)
+        return self.pipeline.run(method, x, per_copy=per_copy, **shared)
 
     def _init_layer_caches(self, *args: Any, **kwargs: Any) -> None:
         self.pipeline.init_cache(*args, **kwargs)

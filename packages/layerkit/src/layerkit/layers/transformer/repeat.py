@@ -73,7 +73,7 @@ class Repeat(BaseLayer):
         return self.run("__call__", x, *args, **kwargs)
 
     def run(
-        self, method: str, x: Any, *args: Any, each: dict[str, Any] | None = None, **kwargs: Any
+        self, method: str, x: Any, *args: Any, per_copy: dict[str, Any] | None = None, **kwargs: Any
     ) -> Any:
         """Run a method of every copy in sequence; its result is the next first argument.
 
@@ -81,7 +81,7 @@ class Repeat(BaseLayer):
           method: Name of the method.
           x: First argument, a pytree of arrays.
           *args: Further arguments of every copy.
-          each: Keyword arguments that differ between copies: pytrees of arrays `[copies, ...]`.
+          per_copy: Keyword arguments that differ between copies: pytrees of arrays `[copies, ...]`.
           **kwargs: Keyword arguments of every copy.
 
         Raises:
@@ -89,18 +89,18 @@ class Repeat(BaseLayer):
         """
 
         # `args` and `kwargs` are closed over, because they may contain objects other than arrays.
-        def body(sub: BaseLayer, carry: Any, own: dict[str, Any]) -> tuple[Any, None]:
+        def body(sub: BaseLayer, carry: Any, differing: dict[str, Any]) -> tuple[Any, None]:
             carry = jax.tree.map(self._lay_out, carry)
-            result = getattr(sub, method)(carry, *args, **own, **kwargs)
+            result = getattr(sub, method)(carry, *args, **differing, **kwargs)
             check_carry(carry, result, owner=self.path_name, runs=f"copy of {sub.path_name}")
             return result, None
 
         shape = self.stacked_shape
-        own = jax.tree.map(lambda leaf: leaf.reshape(shape + leaf.shape[1:]), each or {})
+        differing = jax.tree.map(lambda leaf: leaf.reshape(shape + leaf.shape[1:]), per_copy or {})
         unroll = self._num_unrolled()
         iterations = math.prod(shape) / min(unroll, shape[-1])
         body = remat(body, self.remat, in_scan=iterations > 1)
-        return self._scan(body, unroll=unroll)(self.sub, x, own)[0]
+        return self._scan(body, unroll=unroll)(self.sub, x, differing)[0]
 
     def init_cache(self, *args: Any, **kwargs: Any) -> None:
         """Create the decoding caches of every copy, stacked on a leading `layers` axis."""

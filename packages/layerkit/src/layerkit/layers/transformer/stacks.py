@@ -215,8 +215,8 @@ class StackedTransformer(BaseLayer):
         rates: jax.Array | None,
         shared: dict[str, Any],
     ) -> jax.Array:
-        def body(layer: Any, x: jax.Array, own: dict[str, jax.Array]) -> jax.Array:
-            outputs = getattr(layer, method)(x, **own, **shared)
+        def body(layer: Any, x: jax.Array, differing: dict[str, jax.Array]) -> jax.Array:
+            outputs = getattr(layer, method)(x, **differing, **shared)
             check_same_shape(layer, x, outputs=outputs)
             return outputs
 
@@ -304,12 +304,12 @@ class StackedTransformerRepeated(StackedTransformer):
         blocks, periods = len(self.pattern), self._num_periods
         looped = blocks * periods
         if periods:
-            each = {}
+            per_copy = {}
             if rates is not None and blocks == 1:
-                each = {"droppath_rate": rates}
+                per_copy = {"droppath_rate": rates}
             elif rates is not None:
-                each = {"droppath_rates": rates[:looped].reshape(periods, blocks)}
-            x = self.repeat.run(method, x, each=each, **shared)
+                per_copy = {"droppath_rates": rates[:looped].reshape(periods, blocks)}
+            x = self.repeat.run(method, x, per_copy=per_copy, **shared)
         return self._run_in_sequence(
             self.remainder, method, x, None if rates is None else rates[looped:], shared
         )

@@ -83,14 +83,14 @@ class BlockwiseAttention:
         keys = _key_blocks(mask, key, value)
 
         def query_step(totals: Any, block: Any) -> Any:
-            query_mask, (q, given, *numbers) = block
+            query_mask, (q, out_grad, *numbers) = block
             block_log_sum, block_common = (jnp.moveaxis(x, 1, 3) for x in numbers)
 
             def key_step(query_total: jax.Array, block: Any) -> Any:
                 key_mask, (k, v) = block
                 logits, allowed = self._logits(q, k, {**query_mask, **key_mask}, mask)
                 weights = jnp.where(allowed, jnp.exp(logits - block_log_sum), 0.0)
-                change = _product("bqngd,bknd->bngqk", given, v) - block_common
+                change = _product("bqngd,bknd->bngqk", out_grad, v) - block_common
                 change = change * weights * self.scale
                 if self.logit_cap is not None:
                     slope = 1.0 - jnp.square(logits / self.logit_cap)
@@ -98,7 +98,7 @@ class BlockwiseAttention:
                 change, weights = change.astype(k.dtype), weights.astype(v.dtype)
                 gains = (
                     _product("bngqk,bqngd->bknd", change, q),
-                    _product("bngqk,bqngd->bknd", weights, given),
+                    _product("bngqk,bqngd->bknd", weights, out_grad),
                 )
                 return query_total + _product("bngqk,bknd->bqngd", change, k), gains
 

@@ -259,5 +259,5 @@ def _part(row: jax.Array | None, part: slice) -> jax.Array | None:
 def _check_shape(expected: tuple[int, int], **arrays: jax.Array | None) -> None:
     for name, array in arrays.items():
         is_valid = array is None or array.shape == expected
-        found = None if array is None else list(array.shape)
-        require(is_valid, None, f"shape of {name}", found, f"[batch, length] = {list(expected)}")
+        shape = None if array is None else list(array.shape)
+        require(is_valid, None, f"shape of {name}", shape, f"[batch, length] = {list(expected)}")

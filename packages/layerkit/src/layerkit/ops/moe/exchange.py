@@ -166,7 +166,7 @@ def plan_exchange(
     here = jax.lax.axis_index(axes)
     num_here = num_experts // num_devices
 
-    def own(values: jax.Array) -> jax.Array:
+    def take_local(values: jax.Array) -> jax.Array:
         start = here * num_here
         return jax.lax.dynamic_slice_in_dim(values, start, num_here, axis=1).reshape(-1)
 
@@ -180,9 +180,9 @@ def plan_exchange(
         send_starts=origins[here],
         send_sizes=sent[here],
         written_starts=places[here],
-        received_starts=own(places),
-        received_sizes=own(sent),
-        origin_starts=own(origins),
+        received_starts=take_local(places),
+        received_sizes=take_local(sent),
+        origin_starts=take_local(origins),
         num_sent=num_rows,
         num_received=-(-(max_received + num_here * (block - 1)) // block) * block,
         axes=axes,

@@ -57,31 +57,31 @@ class Dropless:
     split_axes: Axes = ()
 
     def __call__(
-        self, x: jax.Array, experts: jax.Array, weights: jax.Array, own: dict[str, jax.Array]
+        self, x: jax.Array, experts: jax.Array, weights: jax.Array, arrays: dict[str, jax.Array]
     ) -> jax.Array:
-        """Compute Σ weight · expert(x) over the choices of experts that `own` holds.
+        """Compute Σ weight · expert(x) over the choices of experts that `arrays` holds.
 
         Args:
           x: Tokens, `[..., dims]`.
-          experts: Chosen experts, int32 `[..., choices]`, numbered from the first in `own`. Choices
-            of other experts add nothing.
+          experts: Chosen experts, int32 `[..., choices]`, numbered from the first in `arrays`.
+            Choices of other experts add nothing.
           weights: Weights of the choices, float32 `[..., choices]`.
-          own: Weights of experts by name, `[experts, …, …]`.
+          arrays: Weights of experts by name, `[experts, …, …]`.
 
         Returns:
           `[..., dims]`.
         """
         tokens, experts, weights = _merge_tokens(x, experts, weights)
-        num_own = own["up"].shape[0]
+        num_local = arrays["up"].shape[0]
         # All experts count, since those of other devices also receive tokens.
         block = self.matmul.block_size(experts.size, self.num_experts)
         slots, groups = sorted_slots(
             experts,
-            num_experts=num_own,
-            num_balanced=experts.size * num_own // self.num_experts,
+            num_experts=num_local,
+            num_balanced=experts.size * num_local // self.num_experts,
             block=block,
         )
-        outputs = self._outputs(to_slots(tokens, slots), groups, own)
+        outputs = self._outputs(to_slots(tokens, slots), groups, arrays)
         return weighted_sum(from_slots(outputs, slots), weights).reshape(x.shape)
 
     def exchanged(
@@ -89,7 +89,7 @@ class Dropless:
         x: jax.Array,
         experts: jax.Array,
         weights: jax.Array,
-        own: dict[str, jax.Array],
+        arrays: dict[str, jax.Array],
         *,
         axes: Axes,
         buffer_factor: float | None,
@@ -101,7 +101,7 @@ class Dropless:
           x: Tokens of this device, `[..., dims]`.
           experts: Chosen experts, int32 `[..., choices]`, from 0 to num_experts - 1.
           weights: Weights of the choices, float32 `[..., choices]`.
-          own: Weights of the experts of this device by name, `[experts, …, …]`.
+          arrays: Weights of the experts of this device by name, `[experts, …, …]`.
           axes: Mesh axes over which the experts are split.
           buffer_factor: Largest number of rows that a device receives, relative to the choices of a
             device; None for as many as there can be.
@@ -114,28 +114,30 @@ class Dropless:
         slots, groups = sorted_slots(experts, num_experts=self.num_experts)
         num_tokens, num_choices = experts.shape
         num_devices = int(jax.lax.axis_size(axes))
-        num_own = self.num_experts // num_devices
+        num_local = self.num_experts // num_devices
         # The choices of a token differ, so that at most num_own of them are on one device.
-        most = num_devices * num_tokens * min(num_choices, num_own)
+        most = num_devices * num_tokens * min(num_choices, num_local)
         if buffer_factor is not None:
             most = min(most, max(1, math.ceil(experts.size * buffer_factor)))
         slices, received_groups = plan_exchange(
             groups.sizes,
             num_rows=experts.size,
             max_received=most,
-            block=self.matmul.block_size(experts.size, num_own),
+            block=self.matmul.block_size(experts.size, num_local),
             axes=axes,
             is_emulated=is_emulated,
         )
         received = exchange_rows(to_slots(tokens, slots), slices)
-        outputs = self._outputs(received, received_groups, own)
+        outputs = self._outputs(received, received_groups, arrays)
         returned = exchange_rows(outputs, slices.reversed())
         output = weighted_sum(from_slots(returned, slots), weights).reshape(x.shape)
         return output, jnp.sum(groups.sizes) - jnp.sum(slices.send_sizes)
 
-    def _outputs(self, rows: jax.Array, groups: RowGroups, own: dict[str, jax.Array]) -> jax.Array:
+    def _outputs(
+        self, rows: jax.Array, groups: RowGroups, arrays: dict[str, jax.Array]
+    ) -> jax.Array:
         product = RowsProduct(groups, self.matmul, rows.shape[0], self.split_axes)
-        return self.apply(rows, product, own)
+        return self.apply(rows, product, arrays)
 
 
 def run_on_mesh(
@@ -210,19 +212,21 @@ def run_on_mesh(
 
     def local(x: Any, experts: Any, weights: Any, expert_weights: Any) -> tuple[Any, Any]:
         kept = over_experts + over_mlp
-        own = {
+        arrays = {
             name: w[0] if weight_axes[name] is None else _gather(w, weight_specs[name], kept)
             for name, w in expert_weights.items()
         }
         if over_mlp:
             is_first = jax.lax.axis_index(over_mlp) == 0
-            own |= {name: jnp.where(is_first, own[name], 0) for name in added_once if name in own}
+            arrays |= {
+                name: jnp.where(is_first, arrays[name], 0) for name in added_once if name in arrays
+            }
         if exchanges:
             output, num_dropped = compute.exchanged(
                 x,
                 experts,
                 weights,
-                own,
+                arrays,
                 axes=over_experts,
                 buffer_factor=buffer_factor,
                 is_emulated=platform == "cpu",
@@ -233,9 +237,9 @@ def run_on_mesh(
         partial = over_mlp + tuple(a for a in over_experts if a not in sum(shared, ()))
         x, experts, weights = (_gather_tokens(part, shared) for part in (x, experts, weights))
         if over_experts:
-            num_here = own["up"].shape[0]
+            num_here = arrays["up"].shape[0]
             experts = experts - num_here * jax.lax.axis_index(over_experts)
-        output = _scatter_sums(compute(x, experts, weights, own), shared)
+        output = _scatter_sums(compute(x, experts, weights, arrays), shared)
         return jax.lax.psum(output, partial) if partial else output, jnp.int32(0)
 
     run = jax.shard_map(

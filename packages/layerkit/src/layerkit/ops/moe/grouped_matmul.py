@@ -121,7 +121,7 @@ def _unmet_by_kernel(platform: str, dtype: Any) -> str | None:
         return f"a GPU or a TPU instead of {platform}"
     if dtype in supported:
         return None
-    return f"{' or '.join(jnp.dtype(each).name for each in supported)} instead of {dtype.name}"
+    return f"{' or '.join(jnp.dtype(other).name for other in supported)} instead of {dtype.name}"
 
 
 def block_size(num_rows: int, num_groups: int) -> int:

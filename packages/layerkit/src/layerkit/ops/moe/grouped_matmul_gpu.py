@@ -106,11 +106,11 @@ def _products(
 
         @pl.when(block_index < used[0])
         def _() -> None:
-            own = group[0]
+            expert = group[0]
 
             def add(i: jax.Array, total: jax.Array) -> jax.Array:
                 at = pl.ds(i * step, step)
-                weights = w[own, :, at].T if is_transposed else w[own, at, :]
+                weights = w[expert, :, at].T if is_transposed else w[expert, at, :]
                 return total + triton.dot(rows[:, at], weights)
 
             total = jnp.zeros(out.shape, jnp.float32)

@@ -135,9 +135,9 @@ class FlashPartAttention:
         See `layerkit.ops.attention.ring.PartAttention`.
         """
         options, arrays = self._static_and_arrays(query, key, value, mask)
-        q, k, v, given = (_pad_heads(x) for x in (query, key, value, out_gradient))
+        q, k, v, out_grad = (_pad_heads(x) for x in (query, key, value, out_gradient))
         log_sum, common = (jnp.swapaxes(x, 1, 2) for x in (log_sum, common))
-        inputs = BackwardInputs(q, k, v, given, log_sum, common, arrays)
+        inputs = BackwardInputs(q, k, v, out_grad, log_sum, common, arrays)
         changes = _gradients(options, inputs)
         of_query, of_key, of_value = (
             change[..., : x.shape[-1]]

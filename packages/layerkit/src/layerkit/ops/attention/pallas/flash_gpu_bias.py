@@ -88,8 +88,8 @@ def _bias_gradient_kernel(options: KernelOptions, *references: Any) -> None:
                 options, q, k, inputs.arrays, at_queries, at_keys, inputs.bias, row=(b,)
             )
             numbers = inputs.log_sum[b, at_queries], inputs.common[b, at_queries]
-            given, v = inputs.out_gradient[b, at_queries, :], inputs.value[b, at_keys, :]
-            return total + logit_gradients(options, logits, allowed, numbers, given, v)[1]
+            out_grad, v = inputs.out_gradient[b, at_queries, :], inputs.value[b, at_keys, :]
+            return total + logit_gradients(options, logits, allowed, numbers, out_grad, v)[1]
 
         return jax.lax.fori_loop(first, last, step, total)
 

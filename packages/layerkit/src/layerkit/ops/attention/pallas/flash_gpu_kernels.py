@@ -202,7 +202,11 @@ def _query_gradient_kernel(options: KernelOptions, *references: Any) -> None:
     *read, visible, gradient = references
     inputs = BackwardInputs(*read)
     block, index = options.tile.queries, pl.program_id(2)
-    q, given, at_queries = inputs.query[...], inputs.out_gradient[...], pl.ds(index * block, block)
+    q, out_grad, at_queries = (
+        inputs.query[...],
+        inputs.out_gradient[...],
+        pl.ds(index * block, block),
+    )
     numbers = inputs.log_sum[...], inputs.common[...]
 
     def step(j: jax.Array, total: jax.Array) -> jax.Array:
@@ -211,7 +215,7 @@ def _query_gradient_kernel(options: KernelOptions, *references: Any) -> None:
         logits, allowed = block_logits(
             options, q, k, inputs.arrays, at_queries, at_keys, inputs.bias
         )
-        _, change = logit_gradients(options, logits, allowed, numbers, given, v)
+        _, change = logit_gradients(options, logits, allowed, numbers, out_grad, v)
         return total + _dot((change * options.scale).astype(k.dtype), k)
 
     first, last = _blocks_of_keys(options, index, inputs.key.shape[0], visible)
@@ -265,14 +269,14 @@ def _key_gradients_kernel(options: KernelOptions, *references: Any) -> None:
         def step(i: jax.Array, totals: Any) -> Any:
             key_total, value_total = totals
             at_queries = pl.ds(i * options.tile.queries, options.tile.queries)
-            q, given = inputs.query[at_queries, g, :], inputs.out_gradient[at_queries, g, :]
+            q, out_grad = inputs.query[at_queries, g, :], inputs.out_gradient[at_queries, g, :]
             logits, allowed = block_logits(
                 options, q, k, inputs.arrays, at_queries, at_keys, inputs.bias, head=(g,)
             )
             numbers = inputs.log_sum[g, at_queries], inputs.common[g, at_queries]
-            weights, change = logit_gradients(options, logits, allowed, numbers, given, v)
+            weights, change = logit_gradients(options, logits, allowed, numbers, out_grad, v)
             key_total += _dot((change * options.scale).astype(q.dtype).T, q)
-            return key_total, value_total + _dot(weights.astype(given.dtype).T, given)
+            return key_total, value_total + _dot(weights.astype(out_grad.dtype).T, out_grad)
 
         return jax.lax.fori_loop(first, last, step, totals)
 
@@ -333,7 +337,12 @@ def block_logits(
 
 
 def logit_gradients(
-    options: KernelOptions, logits: Any, allowed: Any, numbers: tuple[Any, Any], given: Any, v: Any
+    options: KernelOptions,
+    logits: Any,
+    allowed: Any,
+    numbers: tuple[Any, Any],
+    out_grad: Any,
+    v: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (probabilities of a block, gradients of its scaled products of queries and keys).
 
@@ -342,12 +351,12 @@ def logit_gradients(
       logits: Capped and masked logits, `[block_queries, block_keys]`.
       allowed: Mask of the allowed pairs; None for all.
       numbers: Log-sum-exp and product of output and gradient of each query.
-      given: Gradient of the output of the queries, `[block_queries, value_dim]`.
+      out_grad: Gradient of the output of the queries, `[block_queries, value_dim]`.
       v: Block of values, `[block_keys, value_dim]`.
     """
     log_sum, common = numbers
     weights = zero_masked(allowed, jnp.exp(logits - log_sum[:, None]))
-    change = weights * (_dot(given, v.T) - common[:, None])
+    change = weights * (_dot(out_grad, v.T) - common[:, None])
     return weights, gradient_before_cap(change, logits, allowed, logit_cap=options.logit_cap)
 
 
@@ -396,15 +405,15 @@ def _blocks_within(
       reach: Distances (behind, ahead) that the visiting block reaches if positions are in row
         order; None for all.
     """
-    own, size = sizes
+    tile, size = sizes
     first, last = (0, length // size) if visible is None else (visible[0], visible[1])
     if not options.in_row_order:
         return first, last
     behind, ahead = reach
     if behind is not None:
-        first = jnp.maximum(first, jax.lax.div(jnp.maximum(index * own - behind, 0), size))
+        first = jnp.maximum(first, jax.lax.div(jnp.maximum(index * tile - behind, 0), size))
     if ahead is not None:
-        last = jnp.minimum(last, jax.lax.div((index + 1) * own + ahead + size - 1, size))
+        last = jnp.minimum(last, jax.lax.div((index + 1) * tile + ahead + size - 1, size))
     return first, last
 
 

@@ -159,8 +159,8 @@ class SplashPartAttention:
         shared |= {name: getattr(sizes, name) for name in ("q_layout", "k_layout", "v_layout")}
 
         def one_row(q: Any, k: Any, v: Any, s: Any, *rest: Any) -> Any:
-            given, log_sum, common = rest
-            inputs = q, k, v, s, None, log_sum, given, common
+            out_grad, log_sum, common = rest
+            inputs = q, k, v, s, None, log_sum, out_grad, common
             # JAX's own backward pass, with the log-sum-exp of all parts.
             query_gradient = splash._splash_attention_bwd_dq(
                 *inputs,

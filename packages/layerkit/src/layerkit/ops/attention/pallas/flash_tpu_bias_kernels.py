@@ -235,9 +235,9 @@ def _key_gradients_kernel(options: BiasedOptions, *references: Any) -> None:
     @pl.when(options.is_visible(i, j))
     def _add_block() -> None:
         weights, change = _logit_gradients(options, inputs, i, j)
-        q, given = inputs[0][...], inputs[3][...]
+        q, out_grad = inputs[0][...], inputs[3][...]
         key_total[...] += _dot((change * options.scale).astype(q.dtype), q, (1, 0))
-        value_total[...] += _dot(weights.astype(given.dtype), given, (1, 0))
+        value_total[...] += _dot(weights.astype(out_grad.dtype), out_grad, (1, 0))
 
     @pl.when((member == pl.num_programs(3) - 1) & (i == pl.num_programs(4) - 1))
     def _end() -> None:
