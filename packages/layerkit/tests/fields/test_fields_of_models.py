@@ -111,8 +111,8 @@ EXAMPLES = [
             ),
         },
         model(NestedMap(inputs=NUMBERS, labels=IDS[:, 0] % 4)),
-        input_field=Change("image", refusal="the batch lacks image"),
-        label_field=Change("digit", refusal="the batch lacks digit"),
+        input_field=Change("image", refusal="no such key: 'image'"),
+        label_field=Change("digit", refusal="no such key: 'digit'"),
         top_k=2,
     ),
     of(

@@ -105,5 +105,5 @@ def test_causal_network_or_incomplete_masks_raise(raises, variables):
     with raises(ConfigError, field="lm_tpl.is_causal", value=True):
         config.Instantiate().init(KEY)
     batch = NestedMap(ids=IDS, masked_ids=IDS)
-    with raises(ConfigError, field="batch keys", value=["ids", "masked_ids"]):
+    with raises(KeyError, value="masked_weights", choices=("ids", "masked_ids")):
         bert().apply(variables, batch)

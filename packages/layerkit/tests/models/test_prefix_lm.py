@@ -111,7 +111,7 @@ def test_inputs_indicator_marks_the_prefix(raises):
     model = model_config().Instantiate()
     variables = random_variables(model)
     batch = NestedMap(ids=IDS, labels=np.roll(IDS, -1, 1), weights=np.ones(IDS.shape, np.float32))
-    with raises(ConfigError, field="batch keys", value=["ids", "labels", "weights"]):
+    with raises(KeyError, value="inputs_indicator", choices=("ids", "labels", "weights")):
         model.apply(variables, batch)
     indicator = (np.arange(8) < 5).astype(np.int32) * np.ones((2, 1), np.int32)
     metrics, _ = model.apply(variables, NestedMap(batch, inputs_indicator=indicator))

@@ -32,7 +32,6 @@ class ChoiceLanguageModel(LanguageModel):
 
     def compute_predictions(self, batch: NestedMap) -> NestedMap:
         """Return the outputs of the softmax and, if there are answers, `margin` `[batch]`."""
-        self.check_batch(batch, "ids", "labels", "weights")
         expected = "False, since questions and answers are read from left to right"
         require(not self.is_prefix_lm, self, "is_prefix_lm", self.is_prefix_lm, expected)
         hidden = self.lm.hidden(

@@ -187,7 +187,6 @@ class PatchedDecoder(BaseModel):
 
     def compute_predictions(self, batch: NestedMap) -> NestedMap:
         """Return the `forecasts` of the context of a window; see `predict`."""
-        self.check_batch(batch, "series")
         series, paddings, frequency = self._inputs(batch)
         context = series.shape[1] - self.horizon_length
         forecasts = self.predict(series[:, :context], paddings[:, :context], frequency)

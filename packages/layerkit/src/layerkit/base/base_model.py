@@ -148,26 +148,6 @@ class BaseModel(BaseLayer):
         """True if the model defines `decode`."""
         return type(self).decode is not BaseModel.decode
 
-    @nn.nowrap
-    def check_batch(self, batch: Mapping[str, Any], *needed: str) -> None:
-        """Raise `ConfigError` if a batch lacks a key.
-
-        Args:
-          batch: Batch of the model.
-          *needed: Keys that the model reads; `chosen.ids` is the key `ids` of the entry `chosen`.
-        """
-        keys = _dotted_keys(batch)
-        missing = [name for name in needed if name not in keys]
-        if missing:
-            raise ConfigError(
-                f"the batch lacks {', '.join(missing)}",
-                owner=self.path_name,
-                field="batch keys",
-                value=keys,
-                expected=", ".join(needed),
-                hint="Add the missing keys to the batches of the data set.",
-            )
-
     def decode(self, batch: NestedMap) -> NestedMap:
         """Compute the outputs of inference per example, such as the ids of a continuation.
 
@@ -202,12 +182,3 @@ def _type_text(value: Any) -> str:
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"
     return type(value).__qualname__
-
-
-def _dotted_keys(batch: Mapping[str, Any]) -> list[str]:
-    """Return the keys of all leaves, such as `chosen.ids`, sorted."""
-    return sorted(
-        f"{name}.{rest}" if rest else name
-        for name, value in batch.items()
-        for rest in (_dotted_keys(value) if isinstance(value, Mapping) else [""])
-    )

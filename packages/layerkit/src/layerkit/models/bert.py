@@ -78,7 +78,6 @@ class BertModel(BaseModel):
 
     def _mask_tokens(self, batch: NestedMap, segments: Any) -> tuple[Any, Any]:
         if "masked_ids" in batch or "masked_weights" in batch:
-            self.check_batch(batch, "masked_ids", "masked_weights")
             return batch.masked_ids, batch.masked_weights
         can_mask = jnp.ones(batch.ids.shape, bool) if segments is None else segments != 0
         if "eval_sample_weights" in batch:  # 0 for rows of padding

@@ -70,7 +70,6 @@ class ClassificationModel(BaseModel):
           Outputs of the softmax (see `FullSoftmax.fprop`, without the length axis), and `logits`
           float32 `[batch, classes]`.
         """
-        self.check_batch(batch, self.input_field, self.label_field)
         features = self.network(batch[self.input_field])
         if features.ndim > 2:
             features = jnp.mean(features, axis=tuple(range(1, features.ndim - 1)))

@@ -54,12 +54,10 @@ class LanguageModel(BaseModel):
         """Return the outputs of `TransformerLm.fprop` for a batch.
 
         Raises:
-          ConfigError: The batch lacks `ids`, `labels` or `weights`, or `inputs_indicator` although
-            the model is a prefix language model.
+          MissingKeyError: The batch lacks `ids`, `labels` or `weights`, or `inputs_indicator`
+            although the model is a prefix language model.
         """
-        prefix_keys = ("inputs_indicator",) if self.is_prefix_lm else ()
         targets = "class_probabilities" if "class_probabilities" in batch else "labels"
-        self.check_batch(batch, "ids", targets, "weights", *prefix_keys)
         in_prefix = batch.inputs_indicator != 0 if self.is_prefix_lm else None
         return self.lm(
             batch.ids,

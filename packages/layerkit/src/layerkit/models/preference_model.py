@@ -113,12 +113,8 @@ class DpoModel(BaseModel):
           A NestedMap of `policy` and `reference`, each float32 `[2, batch]` (chosen, rejected).
 
         Raises:
-          ConfigError: The batch lacks a key that the loss needs.
+          MissingKeyError: The batch lacks a key that the loss needs.
         """
-        needed = [f"{side}.{name}" for side in _SIDES for name in ("ids", "labels", "weights")]
-        if self.reference == "batch":
-            needed += _REFERENCE_KEYS
-        self.check_batch(batch, *needed)
         pairs = jax.tree.map(
             lambda chosen, rejected: jnp.concatenate([chosen, rejected]),
             *(_answer(batch, side) for side in _SIDES),
