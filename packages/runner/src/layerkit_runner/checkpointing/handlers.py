@@ -89,7 +89,7 @@ class StateHandler(_Handler):
                 integrity.write_share(directory.parent, files, process=process)
 
             # The thread starts before those that write, which leave no core for its start.
-            finishing = _in_background(finish, "state_hashes")
+            finishing = _run_in_background(finish, "state_hashes")
             save = ocp.args.PyTreeSave(
                 structure.nest(args.leaves), ocdbt_target_data_file_size=_DATA_FILE_BYTES
             )
@@ -100,7 +100,7 @@ class StateHandler(_Handler):
                 raise
             return [finishing]
         if jax.process_index() != 0:
-            return [_in_background(lambda: _require_finite(args.check), "state_check")]
+            return [_run_in_background(lambda: _require_finite(args.check), "state_check")]
         leaves = formats.host_copy(args.leaves)
 
         def write() -> None:
@@ -109,7 +109,7 @@ class StateHandler(_Handler):
             files = {f"{_STATE}/{formats.STATE_FILE}": entry}
             integrity.write_share(directory.parent, files, process=0)
 
-        return [_in_background(write, "state_msgpack")]
+        return [_run_in_background(write, "state_msgpack")]
 
     def finalize(self, directory: epath.Path) -> None:
         """Merge the indices that the processes wrote."""
@@ -129,7 +129,7 @@ class InputStatesHandler(_Handler):
     ) -> list[ocp.future.Future]:
         """Write this process's file in the background."""
         write = functools.partial(folders.write_input_states, directory, args.text)
-        return [_in_background(write, "input_states")]
+        return [_run_in_background(write, "input_states")]
 
 
 class ManifestHandler(_Handler):
@@ -284,7 +284,7 @@ def item_registry() -> ocp.handlers.CheckpointHandlerRegistry:
     return registry
 
 
-def _in_background(work: Callable[[], None], name: str) -> ocp.future.Future:
+def _run_in_background(work: Callable[[], None], name: str) -> ocp.future.Future:
 
     async def run() -> None:
         work()

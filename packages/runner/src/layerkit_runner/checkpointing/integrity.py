@@ -121,7 +121,7 @@ def hash_folder(directory: epath.Path, *, name: str) -> dict[str, Entry]:
     if not directory.is_dir():
         return {}
     paths = {f"{name}/{file}": directory / file for file in _walk(directory)}
-    return _by_name(paths, lambda file: _hash_file(paths[file]))
+    return _map_names(paths, lambda file: _hash_file(paths[file]))
 
 
 def write_share(step_directory: epath.Path, files: Mapping[str, Entry], *, process: int) -> None:
@@ -148,12 +148,12 @@ def write(
             return None  # the process wrote no array, or its files are hashed here
 
     hashed = {
-        name: entry for share in _by_name(shares, read).values() for name, entry in share.items()
+        name: entry for share in _map_names(shares, read).values() for name, entry in share.items()
     }
     names = set(_walk(step_directory, skip=(manifest_directory.name, *shares)))
     for lost in sorted(hashed.keys() - names):
         raise FileNotFoundError(f"{step_directory / lost} no longer exists")
-    files = _by_name(names, lambda name: hashed.get(name) or _hash_file(step_directory / name))
+    files = _map_names(names, lambda name: hashed.get(name) or _hash_file(step_directory / name))
     step = folders.step_in_name(step_directory)
     body = {"version": MANIFEST_VERSION, **({} if step is None else {"step": step}), "files": files}
     document = {"digest": _digest(body), "manifest": body}
@@ -231,7 +231,7 @@ def verify(
         except OSError as error:
             return _unreadable(name, error)
 
-    findings += _by_name(_divide(manifest, num_shares)[share], find).values()
+    findings += _map_names(_divide(manifest, num_shares)[share], find).values()
     return tuple(sorted(findings, key=lambda finding: finding.file))
 
 
@@ -335,10 +335,8 @@ def _read_manifest(step_directory: epath.Path) -> dict[str, Entry] | Finding:
         document = json.loads(text)
         body = document["manifest"]
         files = body["files"]
-        is_valid = isinstance(body["version"], int) and all(
-            isinstance(entry["size"], int) for entry in files.values()
-        )
-        if document["digest"] != _digest(body) or not is_valid:
+        sizes = [body["version"], *(entry["size"] for entry in files.values())]
+        if document["digest"] != _digest(body) or not all(isinstance(n, int) for n in sizes):
             return altered
     except (ValueError, KeyError, TypeError, AttributeError):  # no JSON, or of another structure
         return altered
@@ -373,7 +371,7 @@ def _divide(files: Mapping[str, Entry], num_shares: int) -> list[list[str]]:
     return shares
 
 
-def _by_name(names: Iterable[str], find: Callable[[str], _T | None]) -> dict[str, _T]:
+def _map_names(names: Iterable[str], find: Callable[[str], _T | None]) -> dict[str, _T]:
     """Call a function for each name in threads; leave out names for which it returns None."""
     names = sorted(names)
     with futures.ThreadPoolExecutor(_READERS) as readers:

@@ -106,10 +106,10 @@ def _arrange(ici: list[int], dcn: list[int], devices: list[Any]) -> np.ndarray:
     shape = [d * i for d, i in zip(dcn, ici, strict=True)]
     if math.prod(dcn) == 1 or (devices[0].platform == "tpu" and num_slices == 1):
         # All chips of a slice are on one torus, so ICI and DCN axes need not be kept apart.
-        return _on_torus(mesh_utils.create_device_mesh, shape, devices=devices)
+        return _arrange_on_torus(mesh_utils.create_device_mesh, shape, devices=devices)
     slices = {getattr(device, "slice_index", None) for device in devices}
     if len(slices) == math.prod(dcn) and None not in slices:
-        return _on_torus(mesh_utils.create_hybrid_device_mesh, ici, dcn, devices=devices)
+        return _arrange_on_torus(mesh_utils.create_hybrid_device_mesh, ici, dcn, devices=devices)
     if len({device.process_index for device in devices}) == math.prod(dcn):
         return mesh_utils.create_hybrid_device_mesh(
             ici, dcn, devices=devices, process_is_granule=True
@@ -121,7 +121,9 @@ def _arrange(ici: list[int], dcn: list[int], devices: list[Any]) -> np.ndarray:
     return grid.transpose(order).reshape(shape)
 
 
-def _on_torus(arrange: Callable[..., np.ndarray], *shapes: list[int], devices: Any) -> np.ndarray:
+def _arrange_on_torus(
+    arrange: Callable[..., np.ndarray], *shapes: list[int], devices: Any
+) -> np.ndarray:
     """Return a mesh along whole axes of a TPU's torus, or along parts if that is impossible."""
     try:
         return arrange(*shapes, devices=devices)

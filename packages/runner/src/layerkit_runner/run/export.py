@@ -219,16 +219,16 @@ def _export(
     *,
     bakes_weights: bool,
 ) -> export.Exported:
-    def with_weights(flat: Mapping[str, Any], *rest: Any) -> Any:
+    def call_nested(flat: Mapping[str, Any], *rest: Any) -> Any:
         return function(unflatten_dict(flat, sep="/"), *rest)
 
-    call: Callable[..., Any] = with_weights
+    call: Callable[..., Any] = call_nested
     specs: list[Any] = list(arguments.values())
     if bakes_weights:
         constants = {key: jnp.asarray(value) for key, value in weights.items()}
 
         def call(*rest: Any) -> Any:
-            return with_weights(constants, *rest)
+            return call_nested(constants, *rest)
     else:
         like = {key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in weights.items()}
         specs = [like, *specs]

@@ -143,7 +143,7 @@ class Job:
                 cast_dtypes=self.options.restore_cast_dtypes,
                 with_input_states=for_training,
             )
-            return self._on_devices(checkpoints, restored, for_training=for_training)
+            return self._place(checkpoints, restored, for_training=for_training)
 
     def restore_newest(self, checkpoints: CheckpointManager) -> RestoredCheckpoint | None:
         """Restore the newest undamaged checkpoint for training, if any; see `restore`."""
@@ -152,13 +152,13 @@ class Job:
             restored = checkpoints.restore_newest(target, cast_dtypes=casts)
             if restored is None:
                 return None
-            return self._on_devices(checkpoints, restored, for_training=True)
+            return self._place(checkpoints, restored, for_training=True)
 
     def _target(self, *, for_training: bool) -> TrainState:
         abstract = self.abstract_stored_state()
         return abstract if for_training else abstract.for_inference()
 
-    def _on_devices(
+    def _place(
         self, checkpoints: CheckpointManager, restored: RestoredCheckpoint, *, for_training: bool
     ) -> RestoredCheckpoint:
         saved = int(np.asarray(restored.state.step.addressable_data(0)))

@@ -190,7 +190,7 @@ def _accumulate(
 
     def weights(part: tuple[Any, jax.Array]) -> _Weights:
         metrics, updates = run(variables, *part)
-        of_terms = {name: metrics[name].weight for name in terms(metrics)}
+        term_weights = {name: metrics[name].weight for name in terms(metrics)}
         losses = aux_losses(updates)
         products = [loss.factors if len(loss.factors) > 1 else () for loss in losses]
         if any(products) and not exact_aux:
@@ -201,12 +201,12 @@ def _accumulate(
             _LOG.info(_MOVED_IN_TURN, first_names(sorted(names), limit=2))
         means = products if exact_aux else [()] * len(losses)
         aux = [loss.replace(factors=f).totals() for loss, f in zip(losses, means, strict=True)]
-        return _Weights(of_terms, aux)
+        return _Weights(term_weights, aux)
 
     # Weights depend on the batch alone. If only they are used, the compiler removes the network
     # from this loop.
-    of_parts = jax.lax.map(weights, (parts, keys))
-    totals = context.batch_sum(jax.tree.map(lambda total: jnp.sum(total, 0), of_parts))
+    part_weights = jax.lax.map(weights, (parts, keys))
+    totals = context.batch_sum(jax.tree.map(lambda total: jnp.sum(total, 0), part_weights))
     totals = _Weights(totals.terms, list(map(AuxLoss.from_totals, totals.aux)))
 
     def add(carry: GradientResult, part: tuple[Any, jax.Array]) -> tuple[Any, Any]:

@@ -25,7 +25,7 @@ ArraySummaries = tuple[dict[str, Any], dict[str, jax.Array]]
 """Histograms `[layers..., bins]` and images uint8 `[rows, layers..., height, width, channels]`."""
 
 
-def by_path(tree: Any, *, verbosity: int) -> dict[str, Any]:
+def flatten_summaries(tree: Any, *, verbosity: int) -> dict[str, Any]:
     """Return the summaries of layers, arrays or `Summary`, by path of the layer and name."""
     flat = {}
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_summary)
@@ -44,7 +44,7 @@ def scalars_and_marks(tree: Any, context: StepContext, *, verbosity: int) -> dic
 
     A mark is a `Summary` without an array: a layer reports an array at summary steps.
     """
-    summaries = by_path(tree, verbosity=verbosity)
+    summaries = flatten_summaries(tree, verbosity=verbosity)
     for name, leaf in summaries.items():
         value = leaf.value if _is_summary(leaf) else leaf
         if value is not None:
@@ -63,14 +63,14 @@ def array_summaries(
 ) -> ArraySummaries:
     """Return the histograms and images that layers report of a batch."""
     if microbatches == 1:
-        summaries = by_path(run(batch, key), verbosity=verbosity)
+        summaries = flatten_summaries(run(batch, key), verbosity=verbosity)
     else:
         parts = split_rows(batch, microbatches, multiple=context.row_shards)
         keys = microbatch_keys(key, microbatches)
         stacked = jax.lax.map(lambda part: run(*part), (parts, keys))
         summaries = {
             name: summary.merged(axis=0)
-            for name, summary in by_path(stacked, verbosity=verbosity).items()
+            for name, summary in flatten_summaries(stacked, verbosity=verbosity).items()
         }
     histograms = {name: s.value for name, s in summaries.items() if s.kind == "histogram"}
     # The rows come first, because the outputs of the shards are concatenated along that axis.

@@ -198,7 +198,7 @@ def model_flops_per_step(task_config: Config, batch: Any, rows: int) -> float:
     """
     one_row = jax.tree.map(lambda leaf: batch_spec(leaf, rows=1), batch)
     # The task is not bound to a mesh, because neither a mesh nor a pipeline can split one row.
-    task = _computed_plainly(_without_pipelines(task_config)).Instantiate()
+    task = _simplify_layers(_replace_pipelines(task_config)).Instantiate()
     state = jax.eval_shape(lambda: task.init_state(jax.random.key(0)))
     chosen = task.train.learner.trained_weights
     if chosen.select(state.params) is state.params:
@@ -214,7 +214,7 @@ def model_flops_per_step(task_config: Config, batch: Any, rows: int) -> float:
     return rows * program_flops(gradient)
 
 
-def _without_pipelines(task: Config) -> Config:
+def _replace_pipelines(task: Config) -> Config:
     """Return the config with stacks in place of pipelines, which also compute in their bubbles."""
     task = copy_config(task)
     known = field_names(StackedTransformerRepeated)
@@ -227,7 +227,7 @@ def _without_pipelines(task: Config) -> Config:
     return task
 
 
-def _computed_plainly(task: Config) -> Config:
+def _simplify_layers(task: Config) -> Config:
     unused = unused_templates(task)  # Setting a field of an unused template is an error.
     for config in walk_configs(task):
         if id(config) in unused:

@@ -65,7 +65,7 @@ class TaskMetric(Configurable):
         return self.value.partition("/")[0] in PER_EXAMPLE
 
     @property
-    def is_of_training(self) -> bool:
+    def is_training_only(self) -> bool:
         """True if only training steps have the values."""
         return self.value.startswith("scalars/")
 
@@ -162,10 +162,10 @@ def step_metrics(
     """Return the metrics of model metrics and, in training, of other `scalars` of a step."""
     results: dict[str, Reported] = {}
     for name, metric in metrics.items():
-        if metric.is_per_example or (scalars is None and metric.is_of_training):
+        if metric.is_per_example or (scalars is None and metric.is_training_only):
             continue
-        reported = scalars if metric.is_of_training and scalars is not None else model_metrics
-        source = _at(reported, metric.value, name=name)
+        reported = scalars if metric.is_training_only and scalars is not None else model_metrics
+        source = _lookup(reported, metric.value, name=name)
         if isinstance(source, LossSum) and type(metric) is Mean:
             results[name] = source
         elif isinstance(source, WeightedScalar | LossSum):
@@ -198,10 +198,10 @@ def _weights(
 def _row_values(sources: Mapping[str, NestedMap], path: str, *, name: str) -> Any:
     source = sources[path.partition("/")[0]]
     flat = {key.replace(".", "/"): value for key, value in source.flatten_items()}
-    return _at(flat, path, name=name)
+    return _lookup(flat, path, name=name)
 
 
-def _at(values: Mapping[str, Any], path: str, *, name: str) -> Any:
+def _lookup(values: Mapping[str, Any], path: str, *, name: str) -> Any:
     root, _, key = path.partition("/")
     if key not in values:
         root = root if key else "metrics"

@@ -92,8 +92,8 @@ def eval_programs(job: Job, training: TrainInputs | None = None) -> list[BasePro
     The next batches of `training` are evaluated too unless `eval_skip_train` is set.
     """
     held_out = [config for config in job.resolved.datasets if not config.is_training]
-    of_training = [] if training is None else eval_train_programs(job, training)
-    return [*of_training, *_programs(job, "eval_programs", held_out, EvalProgram, of_training)]
+    next_batches = [] if training is None else eval_train_programs(job, training)
+    return [*next_batches, *_programs(job, "eval_programs", held_out, EvalProgram, next_batches)]
 
 
 def eval_train_programs(job: Job, training: TrainInputs) -> list[BaseProgram]:

@@ -248,7 +248,7 @@ class DecodedRecords:
         others = {name: value for name, value in outputs.items() if name not in done}
         for path, leaf in jax.tree_util.tree_leaves_with_path(others):
             key = jax.tree_util.keystr(path, simple=True, separator=".")
-            values = self._of_rows(key, leaf, num_rows)[rows]
+            values = self._row_values(key, leaf, num_rows)[rows]
             for record, value in zip(records, values, strict=True):
                 if self._npz_name is None or value.size <= LARGEST_LIST:
                     record[key] = value.tolist()
@@ -266,7 +266,7 @@ class DecodedRecords:
         np.savez(content, **{key: np.stack(values) for key, values in self._large.items()})  # type: ignore[arg-type]
         return content.getvalue()
 
-    def _of_rows(self, key: str, leaf: Any, num_rows: int) -> np.ndarray:
+    def _row_values(self, key: str, leaf: Any, num_rows: int) -> np.ndarray:
         array = np.asarray(leaf)
         if array.ndim == 0 or array.shape[0] != num_rows:
             owner = f"{self._name}: decode() of the model"

@@ -93,8 +93,8 @@ class _Parts:
         if is_shared and self.unshared_failure is not None:
             return  # Not all processes would start it.
         try:
-            of_end = phase(f"{name} of the report at the end", waits_for_others=True)
-            with of_end, naming_line(), exits_as_errors():
+            watched = phase(f"{name} of the report at the end", waits_for_others=True)
+            with watched, naming_line(), exits_as_errors():
                 part()
         except Exception as error:
             self._report(name, error, repeat_mode)
@@ -207,7 +207,7 @@ def _suggest(job: Job, executor: Executor, step: int) -> None:
         job.observers.message(rise)
     if not (executor.has_stopped_early or has_many_skipped or rise):
         commands["train twice as many steps"] = command(changes=longer(job.resolved, 2 * step))
-    eight = {"changes": _on_eight_devices(job), "flags": ["--num_devices=8"]}
+    eight = {"changes": _choose_eight_devices(job), "flags": ["--num_devices=8"]}
     commands["plan the same run on 8 devices"] = command(mode="plan", **eight)
     for line in ("next: " + "; ".join(commands), *commands.values()):
         job.observers.message(line)
@@ -228,7 +228,7 @@ def _rise_of_loss(job: Job) -> str | None:
     )
 
 
-def _on_eight_devices(job: Job) -> dict[str, str | None]:
+def _choose_eight_devices(job: Job) -> dict[str, str | None]:
     within, across = "partitioner.ici_mesh_shape", "partitioner.dcn_mesh_shape"
     has_sizes = value_at(job.resolved.partitioner, ["ici_mesh_shape"]) is not NOT_SET
     if not has_sizes or len(job.partitioner.mesh.axis_names) != 3:
