@@ -25,7 +25,8 @@ from layerkit_runner.files.text import near_folders
 FILE_NAME = "config.json"
 # A model of thousands of layers that are listed one by one has a few megabytes.
 _MAX_BYTES = 64_000_000
-_CLASS_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+# A class that a function or a notebook defines has `<locals>` in its name.
+_CLASS_NAME = re.compile(r"[^\W\d]\w*(\.([^\W\d]\w*|<locals>))+")
 
 
 @dataclasses.dataclass(frozen=True)
