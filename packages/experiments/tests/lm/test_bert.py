@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from layerkit.config import target_of
 from layerkit_experiments.lm import bert
 from layerkit_runner.run.resolve import resolve
 
@@ -36,16 +35,3 @@ def test_sizes_and_schedule_are_those_of_the_paper(name: str, num_params: Any):
     # What is published counts embeddings of sentences and a pooler, and no bias of the words.
     next_sentence = 2 * model + model * model + model
     assert num_params(f"lm.bert.{name}") == weights - next_sentence + 30_522
-
-
-def test_model_is_the_encoder_of_the_paper():
-    model = resolve(bert.BertBase()).task.model
-    lm, layer = model.lm_tpl, model.lm_tpl.stack_tpl.layer_tpl
-    assert target_of(model).__name__ == "BertModel"
-    assert (lm.is_causal, lm.final_norm_tpl, layer.norm_policy) == (False, None, "post")
-    assert lm.embedding_norm_tpl.epsilon == layer.norm_tpl.epsilon == 1e-12
-    assert layer.attention_tpl.use_bias and layer.feed_forward_tpl.has_bias
-    assert layer.feed_forward_tpl.activation_tpl.approximate is False
-    assert layer.dropout_rate == layer.attention_tpl.dropout_rate == lm.dropout_rate == 0.1
-    assert (model.augmenter_tpl.mask_prob, model.augmenter_tpl.mask_token_id) == (0.15, 30_521)
-    assert model.unmasked_ids == (0, 1, 2)

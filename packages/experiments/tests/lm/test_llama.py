@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from layerkit.config import target_of
 from layerkit_experiments.lm import llama
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.errors import UsageError
@@ -45,23 +44,6 @@ def test_sizes_and_schedule_are_those_of_the_paper(name: str, num_params: Any):
     adam = train.learner.optimizer
     assert (adam.b1, adam.b2, adam.eps, adam.weight_decay) == (0.9, 0.95, 1e-5, 0.1)
     assert train.learner.clip_global_norm == 1.0
-
-
-def test_model_has_the_layers_of_llama():
-    lm = resolved("Llama7B").task.model.lm_tpl
-    layer = lm.stack_tpl.layer_tpl
-    assert [target_of(tpl).__name__ for tpl in (layer.norm_tpl, lm.final_norm_tpl)] == [
-        "RmsNorm",
-        "RmsNorm",
-    ]
-    assert layer.norm_tpl.epsilon == lm.final_norm_tpl.epsilon == 1e-5
-    assert target_of(layer.feed_forward_tpl.activation_tpl).__name__ == "SiLU"
-    assert layer.feed_forward_tpl.use_gate and not layer.feed_forward_tpl.has_bias
-    assert target_of(layer.attention_tpl.rotary_tpl).__name__ == "RotaryPositionalEmbedding"
-    assert (target_of(lm.softmax_tpl).__name__, target_of(lm.embedding_tpl).__name__) == (
-        "FullSoftmax",
-        "Embedding",
-    )
 
 
 def test_lora_trains_adapters_on_the_weights_of_a_folder_that_is_not_there_yet(num_params: Any):

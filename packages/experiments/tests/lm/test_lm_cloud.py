@@ -8,10 +8,8 @@ from typing import Any
 import jax
 import pytest
 
-from layerkit.config import target_of
 from layerkit_experiments.lm import lm_cloud
 from layerkit_runner.config.requests import ResolvedExperiment
-from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 from layerkit_runner.run.job import build_parts
 from layerkit_runner.run.resolve import resolve
 
@@ -58,23 +56,6 @@ def test_sizes_data_and_schedule_are_those_of_pax(name: str):
     at = {0: 0.0, 2000: rate / 2, 4000: rate, 4001: rate, 300_000: rate / 10}
     for step, value in at.items():
         assert float(schedule(step)) == pytest.approx(value, rel=1e-5)
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_layers_and_partitioner_that_the_recorded_values_do_not_tell(name: str):
-    """Compare what `pax/weights.json` does not hold; test_pax_reference.py compares the rest."""
-    experiment = resolved(name)
-    lm = experiment.task.model.lm_tpl
-    assert target_of(lm.position_tpl).__name__ == "PositionalEmbedding"
-    assert lm.stack_tpl.layer_tpl.feed_forward_tpl.use_gate is False
-    found = (target_of(lm.stack_tpl).__name__, lm.stack_tpl.remat)
-    partitioner = experiment.partitioner
-    if name == "LmCloudTransformerAdamLimitSteps":
-        assert found == ("StackedTransformer", "none")
-        assert target_of(partitioner) is PmapPartitioner
-    else:
-        assert found == ("StackedTransformerRepeated", "full")
-        assert target_of(partitioner) is SpmdPartitioner
 
 
 def test_the_2b_model_has_a_quarter_on_each_of_its_devices():

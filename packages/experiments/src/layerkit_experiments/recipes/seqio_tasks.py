@@ -3,6 +3,9 @@
 A task is the config of a field of `SeqIOInput`: `Config(language_model_task,
 tfds_name="c4/en:3.0.1", vocab_path="c4.model")`. Tasks are not registered, so that two experiments
 can read a data set with different vocabularies.
+
+Tasks take `tfds_name`, the TFDS name of a data set with configuration and version, and `vocab_path`
+and `vocab_size` of `vocabulary`, whose errors they raise. They return a `seqio.Task`.
 """
 
 from __future__ import annotations
@@ -25,22 +28,10 @@ from layerkit_inputs.seqio.tasks import import_seqio, import_tensorflow
 def language_model_task(
     *, tfds_name: str, vocab_path: str | None, vocab_size: int | None = None
 ) -> Any:
-    """Return a task whose `targets` are the documents of a TFDS data set, each followed by EOS.
+    """Return a task whose `targets` are the documents (`text`) of a data set, each followed by EOS.
 
     A document longer than a row is split without loss, and only its last piece ends with EOS. (Pax
     splits 128 documents joined without separators.)
-
-    Args:
-      tfds_name: TFDS name with configuration and version; the task reads its feature `text`.
-      vocab_path: See `vocabulary`.
-      vocab_size: See `vocabulary`.
-
-    Returns:
-      A `seqio.Task`.
-
-    Raises:
-      ConfigError: No vocabulary is set, it does not exist, or it is too large.
-      MissingExtraError: SeqIO is not installed.
     """
     append_eos = import_seqio().preprocessors.append_eos
     return _task(
@@ -64,17 +55,10 @@ def joined_documents_task(
     may be shorter than the others.
 
     Args:
-      tfds_name: TFDS name with configuration and version; the task reads its feature `text`.
+      tfds_name: See the module; the task reads its feature `text`.
       vocab_path: See `vocabulary`.
       vocab_size: See `vocabulary`.
       num_documents: Number of documents that are joined.
-
-    Returns:
-      A `seqio.Task`.
-
-    Raises:
-      ConfigError: No vocabulary is set, it does not exist, or it is too large.
-      MissingExtraError: SeqIO is not installed.
     """
     join = functools.partial(_join, num_documents=num_documents)
     return _task(
@@ -87,39 +71,16 @@ def joined_documents_task(
 
 
 def token_ids_task(*, tfds_name: str, vocab_size: int) -> Any:
-    """Return a task whose `targets` are the feature `ids` of a TFDS data set.
-
-    Args:
-      tfds_name: TFDS name with configuration and version.
-      vocab_size: Number of ids, for the vocabulary of the feature.
-
-    Returns:
-      A `seqio.Task`.
-
-    Raises:
-      MissingExtraError: SeqIO is not installed.
-    """
+    """Return a task whose `targets` are the feature `ids` of a TFDS data set."""
     ids = import_seqio().PassThroughVocabulary(vocab_size)
     return _task(tfds_name, [_ids_as_targets], ids, suffix="_ids")
 
 
 def last_word_task(*, tfds_name: str, vocab_path: str | None, vocab_size: int | None = None) -> Any:
-    """Return a task whose `targets` are the last word of a passage, and `inputs` the text before.
+    """Return a task whose `targets` are the last word of a `passage`, and `inputs` the text before.
 
     Neither ends with EOS, and the word keeps its leading space. Curly quotes become straight
     quotes, as in the text behind the published figures of GPT-2 and Pax.
-
-    Args:
-      tfds_name: TFDS name with version; the task reads its feature `passage`.
-      vocab_path: See `vocabulary`.
-      vocab_size: See `vocabulary`.
-
-    Returns:
-      A `seqio.Task`.
-
-    Raises:
-      ConfigError: No vocabulary is set, it does not exist, or it is too large.
-      MissingExtraError: SeqIO is not installed.
     """
     return _task(
         tfds_name,
@@ -133,21 +94,9 @@ def last_word_task(*, tfds_name: str, vocab_path: str | None, vocab_size: int | 
 def yes_no_task(*, tfds_name: str, vocab_path: str | None, vocab_size: int | None = None) -> Any:
     """Return a task of yes-or-no questions about a passage, without end tokens.
 
-    `inputs` are three lines as in Pax: the passage, `question: …?` and `answer:`. `targets` are the
-    answer, `yes` or `no`, and `wrong_targets` the other of the two.
-
-    Args:
-      tfds_name: TFDS name with configuration and version; the task reads its features `passage`,
-        `question` and `label`, which is 1 for yes.
-      vocab_path: See `vocabulary`.
-      vocab_size: See `vocabulary`.
-
-    Returns:
-      A `seqio.Task`.
-
-    Raises:
-      ConfigError: No vocabulary is set, it does not exist, or it is too large.
-      MissingExtraError: SeqIO is not installed.
+    It reads the features `passage`, `question` and `label`, which is 1 for yes. `inputs` are three
+    lines as in Pax: the passage, `question: …?` and `answer:`. `targets` are the answer, `yes` or
+    `no`, and `wrong_targets` the other of the two.
     """
     return _task(
         tfds_name,
@@ -174,12 +123,12 @@ def vocabulary(vocab_path: str | None, vocab_size: int | None = None) -> Any:
     seqio = import_seqio()
     vocab_path = require_vocab_path(vocab_path)
     if vocab_path == "bytes":
-        found = seqio.ByteVocabulary()
+        tokens = seqio.ByteVocabulary()
     else:
         _check_exists(vocab_path)
-        found = seqio.SentencePieceVocabulary(vocab_path)
-    check_vocab_size(vocab_size, found.vocab_size, vocab_path)
-    return found
+        tokens = seqio.SentencePieceVocabulary(vocab_path)
+    check_vocab_size(vocab_size, tokens.vocab_size, vocab_path)
+    return tokens
 
 
 def _check_exists(path: str) -> None:

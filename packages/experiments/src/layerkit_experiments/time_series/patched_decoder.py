@@ -233,13 +233,13 @@ class PatchedDecoder(BaseModel):
         series, paddings, frequency = self._inputs(batch)
         context = series.shape[1]
         length = self.horizon_length if self.forecast_length is None else self.forecast_length
-        found: list[jax.Array] = []
+        forecasts: list[jax.Array] = []
         for _ in range(-(-length // self.horizon_length)):
             values = self.predict(series[:, -context:], paddings[:, -context:], frequency)[:, -1]
-            found.append(values)
+            forecasts.append(values)
             series = jnp.concatenate([series, values[..., 0]], axis=1)
             paddings = jnp.pad(paddings, ((0, 0), (0, self.horizon_length)))
-        return NestedMap(forecast=jnp.concatenate(found, axis=1)[:, :length])
+        return NestedMap(forecast=jnp.concatenate(forecasts, axis=1)[:, :length])
 
     def _inputs(self, batch: NestedMap) -> tuple[jax.Array, jax.Array, jax.Array]:
         series: Any = jnp.asarray(batch.series, jnp.float32)

@@ -66,5 +66,5 @@ def _reference(decoded: str, *, example: Mapping[str, Any], is_target: bool) -> 
 
 
 def _exact_match(targets: list[str], predictions: list[str]) -> dict[str, float]:
-    found = [one == other for one, other in zip(targets, predictions, strict=True)]
-    return {"exact_match": sum(found) / max(len(found), 1)}
+    matches = [target == decoded for target, decoded in zip(targets, predictions, strict=True)]
+    return {"exact_match": sum(matches) / max(len(matches), 1)}
