@@ -152,7 +152,6 @@ def test_folder_without_a_record_raises(raises, tmp_path: Path):
         json.dumps({**RECORD, "overrides": {"NUM_LAYERS": 3}}),
         json.dumps({**RECORD, "overrides": []}),
         json.dumps({**RECORD, "experiment": 3}),
-        json.dumps({**RECORD, "experiment": "/tmp/x.py"}),
         json.dumps({**RECORD, "arguments": [1]}),
     ],
 )
@@ -163,6 +162,13 @@ def test_damaged_record_is_an_error_of_one_line(raises, job: Path, capsys, text)
     assert cli.main(inspect(job)) == 2
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1 and "config.json is damaged" in err
+
+
+@pytest.mark.parametrize("name", ["recorded_lm", "/tmp/x.py", "..x.Y", "recorded_lm.Small()"])
+def test_record_of_an_invalid_class_name_is_an_error(raises, job: Path, name: str):
+    write(job, {**RECORD, "experiment": name})
+    with raises(UsageError, value=name, expected="the full name of a class"):
+        add_recorded_experiment(parse_flags(inspect(job)), lambda line: None)
 
 
 @pytest.mark.parametrize("is_package", [False, True])

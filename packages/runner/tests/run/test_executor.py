@@ -21,16 +21,12 @@ from layerkit_runner.data.train_inputs import TrainInput, TrainInputs
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.errors import NonFiniteError, UsageError
 from layerkit_runner.observers import Goodput, Observer, Throughput
-from layerkit_runner.optim.early_stopping import (
-    SKIPPED_STEPS,
-    EarlyStop,
-    SkippedSteps,
-    StoppingRule,
-)
+from layerkit_runner.optim.early_stopping import EarlyStop, StoppingRule
 from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.run.executor import Executor, due_programs
 from layerkit_runner.run.programs.decode_program import DecodeProgram
 from layerkit_runner.run.programs.eval_program import EvalProgram
+from layerkit_runner.run.programs.skipped_steps import SKIPPED_STEPS, SkippedSteps
 from layerkit_runner.run.programs.train_program import (
     StepReports,
     TrainProgram,

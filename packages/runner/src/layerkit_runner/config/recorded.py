@@ -103,6 +103,9 @@ def add_recorded_experiment(flags: ParsedFlags, report: Callable[[str], None]) -
         )
     hint = "Or name the experiment by --exp."
     recorded = load_recorded_config(folder, flag="--job_log_dir", hint=hint)
+    if not _CLASS_NAME.fullmatch(recorded.experiment):
+        expected, name = "the full name of a class", recorded.experiment
+        raise UsageError(owner=f"{folder}/{FILE_NAME}", value=name, expected=expected)
     _check_module("experiment", recorded.experiment, folder)
     paths = {override.path for override in flags.overrides}
     taken = []
@@ -150,8 +153,6 @@ def _record(document: Any) -> RecordedConfig:
     texts = [*record.overrides.values(), *record.arguments]
     if not all(isinstance(text, str) for text in texts):
         raise DocumentError("an override or argument is no text")
-    if not _CLASS_NAME.fullmatch(record.experiment):
-        raise DocumentError("the experiment is not the full name of a class")
     return record
 
 

@@ -67,7 +67,7 @@ def run_export(resolved: ResolvedExperiment, options: RunOptions) -> int:
             state = job.restore(checkpoints, step, for_training=False).state
         state = job.partitioner.stored_state(job.task, state)
         variables = job.task.decoded_variables(state)
-        with as_usage_error(OSError, ImportError, UserError, owner=resolved.name):
+        with as_usage_error(OSError, ImportError, UserError):
             if options.export_format == "stablehlo":
                 export_stablehlo(
                     options.export_dir,

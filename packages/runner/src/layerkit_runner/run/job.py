@@ -111,12 +111,12 @@ class Job:
 
     def abstract_state(self) -> TrainState:
         """Return the shapes, dtypes and shardings of the state on the devices."""
-        with as_usage_error(ValueError, owner=self.resolved.name):
+        with as_usage_error(ValueError):
             return self.partitioner.abstract_state(self.task)
 
     def abstract_stored_state(self) -> TrainState:
         """Return the shapes, dtypes and shardings of the state in a checkpoint."""
-        with as_usage_error(ValueError, owner=self.resolved.name):
+        with as_usage_error(ValueError):
             return self.partitioner.abstract_stored_state(self.task)
 
     def restore(
@@ -252,7 +252,7 @@ def _built_in_observers(
 
 def build_parts(resolved: ResolvedExperiment) -> tuple[Partitioner, SingleTask]:
     """Build the partitioner and the task of an experiment."""
-    with as_usage_error(ValueError, TypeError, owner=resolved.name):
+    with as_usage_error(ValueError, TypeError):
         return resolved.partitioner.Instantiate(), resolved.task.Instantiate()
 
 

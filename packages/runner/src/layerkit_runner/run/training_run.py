@@ -344,8 +344,7 @@ class TrainingRun:
 
     @contextlib.contextmanager
     def _tracing(self, name: str | None) -> Iterator[None]:
-        on = "" if name is None else f" on {name}"
-        with as_usage_error(ValueError, owner=f"{self.job.resolved.name}{on}"):
+        with as_usage_error(ValueError, owner=name):
             yield
 
     def _trace_next(self) -> None:

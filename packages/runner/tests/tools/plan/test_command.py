@@ -34,7 +34,7 @@ def test_page_of_a_pmap_experiment(runner):
         pytest.param(
             *(["--fdl.task.train.save_max_to_keep=0"], "save_max_to_keep=0"), marks=pytest.mark.slow
         ),
-        (["--fdl.MESH=[1,1]"], "--fdl.MESH=[1, 1]"),
+        (["--fdl.MESH=[1,1]"], "--fdl.partitioner.ici_mesh_shape=[1, 1]"),
     ],
 )
 def test_invalid_flags_and_fields_end_with_exit_code_2(runner, tmp_path, flags, named):

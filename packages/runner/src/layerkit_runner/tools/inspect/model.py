@@ -55,7 +55,7 @@ _STATE_FIELDS = {
 def describe_layers(resolved: ResolvedExperiment, options: RunOptions) -> str:
     """Return the layers of an experiment as text, outer ones first."""
     _, task = _bound_parts(resolved, options)
-    with as_usage_error(ValueError, owner=resolved.name):
+    with as_usage_error(ValueError):
         layers = built_layers(task.model)
     lines = [f"layers of {resolved.name}"]
     for path, fields in layers.items():
@@ -168,7 +168,7 @@ def describe_parameters(resolved: ResolvedExperiment, options: RunOptions) -> st
 
 def parameter_table(experiment: str, partitioner: Partitioner, task: SingleTask) -> ParameterTable:
     """Return the table of a task that is bound to a started partitioner."""
-    with as_usage_error(ValueError, owner=experiment):
+    with as_usage_error(ValueError):
         on_devices = partitioner.abstract_state(task)
         state = partitioner.abstract_stored_state(task)
         boxes = dict(_by_path(jax.eval_shape(lambda: task.model.init_boxed(jax.random.key(0)))))

@@ -117,10 +117,9 @@ class Request:
 def make_request(words: Sequence[str]) -> Request:
     """Parse and check the words of a command of `runner`."""
     flags = parse_flags(words)
-    if flags.exp is None:
-        flags = add_recorded_experiment(flags, lambda s: print(f"launch: {s}", file=sys.stderr))
     if flags.values.get("help") or flags.values.get("list") or flags.only_prints:
         raise UsageError("`runner launch` starts runs, but this command only prints")
+    flags = add_recorded_experiment(flags, lambda s: print(f"launch: {s}", file=sys.stderr))
     if flags.mode not in JOINING_MODES:
         expected = f"a mode that runs on a cluster: {', '.join(JOINING_MODES)}"
         raise UsageError(field="--mode", value=flags.mode, expected=expected)

@@ -143,7 +143,7 @@ def make_plan(
     partitioner, task = build_parts(resolved) if parts is None else parts
     target = Target(None) if target is None else target
     device = described_kind(target, devices)
-    with as_usage_error(ValueError, owner=resolved.name):
+    with as_usage_error(ValueError):
         partitioner.start(devices)
         partitioner.bind(task)
         configs = training_configs(resolved)
