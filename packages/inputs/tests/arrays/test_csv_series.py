@@ -96,11 +96,6 @@ def test_line_without_a_finite_number_in_each_column_raises(raises, tmp_path, li
         CsvSeries(path=str(file), window_length=1, batch_size=1).get_next()
 
 
-def test_unknown_column_names_the_columns(raises, path):
-    with raises(ValueError, field="columns", value="c", choices=("date", "a", "b")):
-        CsvSeries(path=path, columns=["c"], window_length=3, batch_size=1).get_next()
-
-
 def test_blank_batch_has_the_spec_of_a_read_batch(path):
     fields = {"path": path, "window_length": 5, "is_training": True}
     blank = CsvSeries.blank_batch(CsvSeries.HParams.config(**fields), 2)

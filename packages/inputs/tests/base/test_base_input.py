@@ -264,13 +264,6 @@ def test_only_epochs_that_no_index_plans_ask_the_other_hosts():
     assert len(list(Planned(batch_size=2, num_rows=4).eval_batches(never))) == 2
 
 
-def test_reader_has_no_metrics_and_no_skipped_records_by_default():
-    source = Counting(batch_size=2)
-    assert not source.has_score_metrics and not source.has_prediction_metrics
-    assert source.score_metrics({0: 1.0}) == source.prediction_metrics({0: "text"}) == {}
-    assert source.num_skipped == 0
-
-
 @pytest.mark.parametrize("method", ["_next", "get_next"])
 def test_end_of_a_tensorflow_iterator_ends_the_data(method: str):
     tf = pytest.importorskip("tensorflow")

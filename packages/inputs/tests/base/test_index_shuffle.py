@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerkit.errors import ConfigError
 from layerkit_inputs.base.index_shuffle import _permuted, shuffled_rows, window_shuffled_rows
 
 seeds = st.integers(0, 2**64 - 1)
@@ -116,17 +115,3 @@ def test_neighbors_of_many_rows_are_spread_over_all_of_them():
     rows = shuffled_rows(np.arange(100_000), 2**40 + 12345, seed=3, epoch=0)
     counts = np.histogram(rows, bins=100, range=(0, 2**40 + 12345))[0]
     assert abs(excess(counts)) < 4
-
-
-@pytest.mark.parametrize(
-    ("call", "field", "value"),
-    [
-        (lambda: shuffled_rows(np.array([0, 5]), 5, seed=0, epoch=0), "range of places", (0, 5)),
-        (lambda: window_shuffled_rows(np.array([0]), 5, window=0, seed=0, epoch=0), "window", 0),
-        (lambda: shuffled_rows(np.array([0]), 2**62 + 1, seed=0, epoch=0), "num_rows", 2**62 + 1),
-    ],
-    ids=["places", "window", "num_rows"],
-)
-def test_wrong_arguments_raise(raises, call, field, value):
-    with raises(ConfigError, field=field, value=value):
-        call()

@@ -148,13 +148,6 @@ def test_order_of_many_rows_is_not_kept_in_memory():
     assert rows == expected.tolist()
 
 
-def test_state_of_another_window_raises(raises):
-    state = Numbers(batch_size=2, is_training=True, shuffle_window=3).get_state()
-    for fields in ({}, {"shuffle_window": 4}):
-        with raises(ConfigError, field="state.data", value={"shuffle_window": 3}):
-            Numbers(batch_size=2, is_training=True, **fields).set_state(state)
-
-
 @pytest.mark.parametrize(
     ("fields", "field", "value"),
     [

@@ -83,13 +83,6 @@ def ids_of(source, num_batches):
     return np.concatenate([source.get_next().ids for _ in range(num_batches)])
 
 
-def test_every_prefix_has_the_shares_within_one_row():
-    ids = ids_of(three(), 50)
-    for place in range(1, len(ids) + 1):
-        counts = np.bincount(ids[:place] // 100, minlength=3)
-        assert np.abs(counts - place * np.array([0.7, 0.2, 0.1])).max() < 1
-
-
 def test_each_component_has_its_own_epochs():
     ids = ids_of(three(), 50)
     for first, num_rows in ((0, 50), (100, 7), (200, 3)):
@@ -301,11 +294,6 @@ class OtherRows(Numbers):
 def test_mixture_raises_for_invalid_fields(raises, fields, field, value):
     with raises(ConfigError, owner="Mixture", field=field, value=value):
         three(**{"weights": None, **fields})
-
-
-def test_mixture_raises_for_a_built_component(raises):
-    with raises(ConfigError, field="components"):
-        three(components={"a": Numbers(batch_size=2)}, weights=None)
 
 
 def test_mixture_raises_at_the_first_batch_if_rows_differ(raises):

@@ -80,14 +80,6 @@ def test_several_inputs_obey_the_laws(law, reads_ahead, mode, check_law):
     check_law(law, lambda **more: MultiInput(**{**fields, **more}), reads_ahead=reads_ahead)
 
 
-def test_inner_inputs_have_the_host_and_pass_of_the_outer_input():
-    source = four_and_six(infeed_host_index=1, num_infeed_hosts=3, name="all")
-    for name in ("web", "books"):
-        component = source.component(name)
-        assert (component.infeed_host_index, component.num_infeed_hosts) == (1, 3)
-        assert component.is_training and component.name == name
-
-
 def test_state_scope_is_global_if_that_of_all_inputs_is():
     assert four_and_six().state_scope == "global"
     inputs = {"rows": config(batch_size=2), "endless": config(Endless, batch_size=2)}

@@ -104,11 +104,6 @@ class OtherRows(Stream):
         return batch
 
 
-def test_stream_mixture_raises_for_an_epoch(raises):
-    with raises(ConfigError, owner="StreamMixture", field="eval_loop_num_batches", value=None):
-        mixed(is_training=False)
-
-
 def test_stream_mixture_raises_if_rows_differ(raises):
     of = {**components(Stream, 8), "z": OtherRows.HParams.config()}
     with raises(ConfigError, owner="StreamMixture"):

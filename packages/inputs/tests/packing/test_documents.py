@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerkit_inputs.packing.documents import DocumentBuilder, Documents, PiecewiseStream, framed
-from layerkit_inputs.packing.model_features import lm_features, segment_features
+from layerkit_inputs.packing.model_features import Segment, lm_features, segment_features
 from layerkit_inputs.text.tokenizers import ByteTokenizer
 
 pieces_of_ids = st.lists(st.lists(st.integers(0, 60000), max_size=9), min_size=1, max_size=6)
@@ -66,6 +66,13 @@ def test_rows_of_whole_documents_equal_those_of_features():
         np.testing.assert_array_equal(row[name], expected[name], err_msg=name)
 
 
+def segment_of(documents, number, start, length):
+    """Return `length` predictions of a document, from its prediction `start` on."""
+    begin = int(documents.begins[number] + start)
+    ids = documents.ids[begin : begin + int(length) + 1]
+    return Segment(ids[1:], int(documents.num_inputs[number] - start), int(ids[0]))
+
+
 @pytest.mark.parametrize("length", [1, 3, 4, 7])
 def test_rows_cut_anywhere_hold_what_segments_hold(length):
     documents = documents_of(EXAMPLES, with_inputs=True)
@@ -77,7 +84,7 @@ def test_rows_cut_anywhere_hold_what_segments_hold(length):
             begin = end - documents.num_predictions[number]
             start, stop = max(begin, row * length), min(end, (row + 1) * length)
             if start < stop:
-                segments.append(documents.segment(number, int(start - begin), int(stop - start)))
+                segments.append(segment_of(documents, number, start - begin, stop - start))
         expected = segment_features(
             [segments], length=length, has_inputs=True, weights_on_targets_only=True
         )

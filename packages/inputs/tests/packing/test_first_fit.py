@@ -19,10 +19,6 @@ def test_a_document_goes_into_the_first_row_with_room():
     assert rows_of(plan_packing([3, 4, 1, 2, 0, 2], 4)) == [[0, 2], [1], [3, 5]]
 
 
-def test_with_one_open_row_documents_keep_their_order():
-    assert rows_of(plan_packing([3, 2, 1, 4], 4, open_rows=1)) == [[0], [1, 2], [3]]
-
-
 def test_all_features_of_a_document_must_fit():
     lengths = [[6, 3], [3, 3], [4, 2], [0, 2]]
     assert rows_of(plan_packing(lengths, (10, 5))) == [[0, 2], [1, 3]]

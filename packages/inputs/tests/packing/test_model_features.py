@@ -167,11 +167,6 @@ def test_prompts_stand_at_the_left():
     assert prompt_features([[5]], length=2).ids.tolist() == [[5, 0]]
 
 
-def test_no_examples_are_no_rows():
-    assert lm_features(None, [], length=4).ids.shape == (0, 4)
-    assert lm_features(None, [[]], length=2).paddings.tolist() == [[1, 1]]
-
-
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=12),
     seed=st.integers(0, 9),

@@ -56,11 +56,6 @@ def test_blank_batch_has_the_spec_of_a_drawn_batch():
     assert spec_of(GeneratedDigits.blank_batch(config, 3)) == spec_of(batch)
 
 
-def test_without_noise_the_background_is_black():
-    batch = GeneratedDigits(batch_size=8, is_training=True, noise=0.0).get_next()
-    assert (batch.inputs[:, 0, 0] == 0.0).all() and batch.inputs.max() > 0.5
-
-
 @pytest.mark.parametrize(
     ("fields", "field", "value"),
     [({"noise": -1.0, "is_training": True}, "noise", -1.0), ({}, "num_examples", None)],

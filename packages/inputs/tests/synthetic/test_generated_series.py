@@ -13,8 +13,3 @@ from layerkit_inputs.testing import laws
 def test_input_obeys_the_laws(law, is_training):
     fields = {"window_length": 6, "num_examples": 21, "batch_size": 4, "is_training": is_training}
     law(lambda **more: GeneratedSeries(**{**fields, **more}))
-
-
-def test_noise_must_not_be_negative(raises):
-    with raises(ValueError, field="noise"):
-        GeneratedSeries(noise=-0.1, num_examples=3, batch_size=1)

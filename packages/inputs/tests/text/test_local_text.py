@@ -171,12 +171,6 @@ def test_state_of_another_text_or_length_raises(raises, tmp_path):
     assert [*caught.value.value] == ["documents_crc32"]
 
 
-def test_nothing_is_read_before_it_is_needed(tmp_path):
-    source = LocalText(batch_size=1, paths=[str(tmp_path / "later")])
-    write(tmp_path / "later")
-    assert source.get_next().ids[0, 0] == BOS_ID
-
-
 def test_ids_become_text_again(paths):
     source = LocalText(batch_size=1, paths=paths, seq_length=1000)
     batch = source.get_next()
@@ -229,11 +223,6 @@ def test_prompts_are_the_beginnings_of_held_out_documents(tmp_path):
             )
             rows.append(row)
     assert rows == list(range(len(documents)))
-
-
-def test_num_prompts_limits_the_prompts(paths):
-    source = LocalTextPrompts(batch_size=2, paths=paths, split="train", num_prompts=3)
-    assert [batch.provenance.tolist() for batch in epoch(source)] == [[0, 1], [2, -1]]
 
 
 @pytest.mark.parametrize(

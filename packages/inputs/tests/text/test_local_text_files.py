@@ -189,14 +189,6 @@ def test_end_of_a_single_text_is_held_out(raises, tmp_path):
         LocalText(batch_size=1, paths=paths).get_next()
 
 
-def test_problems_of_a_single_file_are_reported_for_both_splits(raises, tmp_path):
-    paths = write(tmp_path / "text", {"all.jsonl": b'{"txt": "one"}\n{"txt": "two"}\n'})
-    for split in ("train", "heldout"):
-        fields = {"split": split, "text_field": "text", "on_bad_record": "skip"}
-        with raises(ConfigError, field="number of skipped documents", value=2):
-            LocalText(batch_size=1, paths=paths, **fields).get_next()
-
-
 @pytest.mark.parametrize(
     ("line", "problem"),
     [

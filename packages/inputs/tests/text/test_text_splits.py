@@ -147,8 +147,3 @@ def test_split_of_a_text_begins_with_a_line(lines, fraction):
     cut = split_position(text, heldout_fraction=fraction)
     assert text[:cut].endswith(b"\n")
     assert 0 < len(text[cut:]) <= fraction * len(text) + 11
-
-
-@pytest.mark.parametrize("text", [b"", b"one line", b"title\n" + 1000 * b"x"])
-def test_text_without_lines_has_no_split_position(text):
-    assert split_position(text, heldout_fraction=0.05) is None

@@ -165,15 +165,6 @@ def test_memory_of_a_batch_does_not_grow_with_the_data(tmp_path):
     assert most < 1 << 19 < 2 * text.stat().st_size
 
 
-def test_ids_become_text_by_the_tokenizer(raises, folder, train_files):
-    source = reader(folder, batch_size=1, seq_length=20, tokenizer=ByteTokenizer())
-    batch = source.get_next()
-    assert source.ids_to_strings(batch.labels, [12]) == [train_files[0].read_text()[:12]]
-    assert source.token_unit == "byte"
-    with raises(ConfigError, owner="TokenRecords", field="tokenizer", value=None):
-        reader(folder).ids_to_strings(batch.labels, [20])
-
-
 def flip(path, at):
     content = bytearray(path.read_bytes())
     content[at] ^= 0xFF

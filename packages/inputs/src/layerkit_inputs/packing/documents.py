@@ -17,7 +17,7 @@ import numpy as np
 
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.special_ids import Tokenizer, first_ids, last_ids
-from layerkit_inputs.packing.model_features import Segment, stretch_features
+from layerkit_inputs.packing.model_features import stretch_features
 from layerkit_inputs.packing.stream_rows import RowPieces, num_stream_rows, stream_pieces
 
 
@@ -42,13 +42,13 @@ class PiecewiseStream:
         """Return the ids at positions int64 `[...]` or in a slice, as int32."""
         if isinstance(at, slice):
             return self._between(at.start, at.stop)
-        found = np.empty(at.shape, np.int32)
+        ids = np.empty(at.shape, np.int32)
         which = np.searchsorted(self._ends, at, side="right")
         for number in np.unique(which):
             here = which == number
             begin = self._ends[number - 1] if number else 0
-            found[here] = self._pieces[number][at[here] - begin]
-        return found
+            ids[here] = self._pieces[number][at[here] - begin]
+        return ids
 
     def _between(self, start: int, stop: int) -> np.ndarray:
         first = bisect.bisect_right(self._stops, start)
@@ -159,15 +159,8 @@ class Documents:
         gaps = np.flatnonzero(begins[1:] != ends[:-1])
         starts = [int(begins[0]), *begins[gaps + 1].tolist()]
         stops = [*ends[gaps].tolist(), int(ends[-1])]
-        found = zip(starts, stops, strict=True)
-        return np.concatenate([self.ids[start:stop] for start, stop in found])
-
-    def segment(self, document: int, start: int, length: int) -> Segment:
-        """Return `length` predictions of a document, from its prediction `start` on."""
-        begin = self.begins[document] + start
-        ids = self.ids[int(begin) : int(begin) + length + 1].astype(np.int32)
-        num_inputs = 0 if self.num_inputs is None else int(self.num_inputs[document]) - start
-        return Segment(ids[1:], num_inputs=num_inputs, first_id=int(ids[0]))
+        bounds = zip(starts, stops, strict=True)
+        return np.concatenate([self.ids[start:stop] for start, stop in bounds])
 
     def prompts(self, rows: np.ndarray, *, length: int, tokenizer: Tokenizer) -> NestedMap:
         """Return the beginnings of documents, or their inputs, without the end id.
