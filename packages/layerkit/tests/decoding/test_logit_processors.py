@@ -149,23 +149,6 @@ def test_min_steps_exclude_end_tokens():
 
 
 @pytest.mark.parametrize(
-    ("processor", "field", "value"),
-    [
-        (TopK, "k", 0),
-        (TopP, "p", 0.0),
-        (TopP, "p", 1.1),
-        (MinP, "p", 1.1),
-        (Temperature, "temperature", 0.0),
-        (RepetitionPenalty, "penalty", -1.0),
-        (NoRepeatNgrams, "size", 0),
-    ],
-)
-def test_invalid_field_raises(raises, processor, field, value):
-    with raises(ConfigError, owner=processor.__name__, field=field, value=value):
-        processor(**{field: value})
-
-
-@pytest.mark.parametrize(
     ("processor", "field", "token"),
     [
         (BannedIds(ids=(11,)), "ids", 11),

@@ -101,11 +101,6 @@ def test_rows_of_padding_have_no_weight():
         assert found[name].weight == metric.weight == 6.0
 
 
-def test_top_k_above_the_number_of_classes_raises(raises):
-    with raises(ConfigError, field="top_k", value=6):
-        classifier(top_k=6).init(KEY)
-
-
 def test_certain_soft_labels_equal_labels():
     model, batch = classifier(top_k=2), make_batch()
     variables = first_weights(model)

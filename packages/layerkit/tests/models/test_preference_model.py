@@ -162,20 +162,6 @@ def test_labels_of_weight_0_have_no_effect():
     assert before["loss"].value == after["loss"].value
 
 
-@pytest.mark.parametrize(
-    ("fields", "field", "value"),
-    [
-        ({"beta": 0.0}, "beta", 0.0),
-        ({"label_smoothing": 0.5}, "label_smoothing", 0.5),
-        ({"label_smoothing": 0.1, "loss": "ipo"}, "label_smoothing", 0.1),
-    ],
-    ids=["beta", "label_smoothing", "label_smoothing_of_ipo"],
-)
-def test_invalid_field_raises(raises, fields, field, value):
-    with raises(ConfigError, owner="DpoModel()", field=field, value=value):
-        dpo(**fields).init(KEY)
-
-
 def test_auxiliary_losses_of_the_reference_are_not_collected():
     config = DpoModel.HParams.config()
     config.lm_tpl.set(vocab_size=VOCAB, model_dims=8, hidden_dims=8, num_layers=1, num_heads=2)

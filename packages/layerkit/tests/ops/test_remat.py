@@ -22,7 +22,6 @@ from layerkit.ops.attention.masks import AttentionMask, row_positions
 from layerkit.ops.remat import (
     REMAT_POLICIES,
     check_remat_policy,
-    name_activation,
     remat,
 )
 
@@ -181,11 +180,6 @@ def stacked(stack, policy):
     """A value of a stack and its gradients."""
     loss, variables = stack_loss(stack, policy)
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(variables, ROWS)
-
-
-def test_name_activation_raises_for_an_unknown_name(raises):
-    with raises(ConfigError, field="name", value="querry"):
-        name_activation(X, "querry")
 
 
 @pytest.mark.parametrize("train_weights", [True, False])

@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 
 from layerkit.base.sharding import BoundSharding
 from layerkit.base.weights import logical_axes
-from layerkit.errors import ConfigError
 from layerkit.layers.attention.combined import CombinedProjection, combine_heads, split_heads
 from layerkit.layers.attention.multi_head import MultiHeadAttention
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding
@@ -122,19 +121,3 @@ def test_low_rank_adapter_applies_to_the_combined_projection():
     params = jax.eval_shape(adapted.init, jax.random.key(0))["params"]
     assert params["qkv"]["dot"]["lora_a"].shape == (DIMS, 2)
     assert params["qkv"]["dot"]["lora_b"].shape == (2, HEADS, 3, DIMS // HEADS)
-
-
-@pytest.mark.parametrize(("combined", "only"), [(True, "(query|value)_tpl"), (False, "qkv_tpl")])
-def test_adapter_of_a_missing_projection_raises(combined, only):
-    sizes = {"input_dims": DIMS, "num_heads": HEADS}
-    config = MultiHeadAttention.HParams.config(**sizes, combined_qkv=combined)
-    used = ("qkv_tpl",) if combined else ("query_tpl", "key_tpl", "value_tpl")
-    with pytest.raises(ConfigError) as caught:
-        with_lora(config, rank=2, only=only)
-    assert set(caught.value.choices) == {*used, "output_tpl"}
-
-
-def test_heads_that_do_not_divide_raise(raises):
-    layer = CombinedProjection(input_dims=4, num_heads=3, num_kv_heads=2, head_dim=2)
-    with raises(ConfigError, owner="CombinedProjection()", field="num_heads", value=3):
-        jax.eval_shape(layer.init, jax.random.key(0))

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 
 from layerkit.base.base_layer import CACHE
 from layerkit.base.sharding import BoundSharding
-from layerkit.errors import ConfigError
 from layerkit.layers.attention.cross import CrossAttention
 from layerkit.layers.basic.normalizations import RmsNorm
 from layerkit.ops.attention.masks import AttentionMask
@@ -167,12 +166,3 @@ def test_cached_steps_never_run_kernels(caplog):
     with caplog.at_level(logging.INFO, logger="layerkit"):
         extend(layer, weights, cache, x, mask_of())
     assert caplog.messages == ["attention backend: xla (as requested)"]
-
-
-def test_steps_without_a_cache_and_inputs_of_another_size_raise(raises):
-    layer = make()
-    weights, (x, _) = drawn_weights(layer), arrays()
-    with raises(ConfigError, owner="CrossAttention()"):
-        layer.apply(weights, x, mask=mask_of(), method="extend_step")
-    with raises(ConfigError, owner="HeadProjection(key)", field="shape of inputs"):
-        layer.apply(weights, x, memory=x, mask=mask_of())

@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 
 from layerkit.base.base_layer import CACHE
 from layerkit.base.sharding import BoundSharding
-from layerkit.errors import ConfigError
 from layerkit.layers.attention.latent import MultiHeadLatentAttention
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding
 from layerkit.layers.quantization.lora import with_lora
@@ -261,18 +260,3 @@ def test_extend_step_beyond_the_end_of_the_cache_returns_nan():
     cache = empty_cache(layer, weights)
     out, _ = extend(layer, weights, cache, inputs()[:, :2], SLOTS - 1)
     assert np.isnan(out).all()
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("latent_dims", 0),
-        ("query_latent_dims", 0),
-        ("value_dim_per_head", 0),
-        ("logit_cap", -1.0),
-        ("window", 0),
-    ],
-)
-def test_init_raises_for_an_invalid_field(raises, field, value):
-    with raises(ConfigError, owner="MultiHeadLatentAttention()", field=field, value=value):
-        make(**{field: value}).init(jax.random.key(0))

@@ -62,14 +62,6 @@ def test_every_activation_is_tested():
     assert classes - {base} == {type(layer) for layer, _ in EXPECTED}
 
 
-def test_activation_without_fprop_raises():
-    class Cube(activations.BaseActivation):
-        pass
-
-    with pytest.raises(NotImplementedError, match="Cube does not define fprop"):
-        Cube().apply({}, X)
-
-
 def test_sine_of_relu_is_sine_relu_of_praxis(praxis):
     case = praxis("sine_relu")
     found = activations.SineOfReLU().apply({}, case["x"])

@@ -72,23 +72,6 @@ def test_initializer_uses_the_fans_of_the_equation(equation, fan_in, fan_out):
     assert 0.85 * limit < np.abs(w).max() <= limit
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("equation", "btd"),
-        ("equation", "bdd,dh->bh"),
-        ("equation", "bd,dh->bhx"),
-        ("equation", "btd,dh->bh"),
-        ("equation", "bd,dn->b"),
-        ("weight_shape", (4,)),
-    ],
-)
-def test_init_raises_for_an_invalid_field(raises, field, value):
-    fields = {"equation": "bd,dh->bh", "weight_shape": (4, 6), "weight_axes": (None,) * 2}
-    with raises(ConfigError, owner="Einsum()", field=field, value=value):
-        Einsum(**{**fields, field: value}).init(KEY)
-
-
 @pytest.mark.parametrize("shape", [(4,), (2, 3)])
 def test_apply_raises_for_inputs_of_another_shape(raises, shape):
     layer = make("bd,dh->bh")

@@ -285,24 +285,6 @@ def test_init_with_inputs_makes_the_same_weights(cls):
     jax.tree.map(np.testing.assert_array_equal, layer.init(KEY), layer.init(KEY, *batch))
 
 
-@pytest.mark.parametrize(
-    ("layer", "field", "value"),
-    [
-        (Embedding(input_dims=2), "num_classes", 0),
-        (FullSoftmax(num_classes=2), "input_dims", 0),
-        (SharedEmbeddingSoftmax(input_dims=2, num_classes=-3), "num_classes", -3),
-        (FullSoftmax(input_dims=2, num_classes=3, chunk_size=0), "chunk_size", 0),
-        (FullSoftmax(input_dims=2, num_classes=3, logit_scale=0.0), "logit_scale", 0.0),
-        (FullSoftmax(input_dims=2, num_classes=3, logit_soft_cap=-1.0), "logit_soft_cap", -1.0),
-        (FullSoftmax(input_dims=2, num_classes=3, label_smoothing=1.0), "label_smoothing", 1.0),
-        (FullSoftmax(input_dims=2, num_classes=3, z_loss_weight=-1.0), "z_loss_weight", -1.0),
-    ],
-)
-def test_init_raises_for_an_invalid_field(raises, layer, field, value):
-    with raises(ConfigError, owner=f"{type(layer).__name__}()", field=field, value=value):
-        layer.init(KEY)
-
-
 def test_logits_raises_for_hidden_states_of_another_size(raises):
     layer = FullSoftmax(input_dims=3, num_classes=5)
     with raises(ConfigError, owner="FullSoftmax()", field="shape of inputs", value=[1, 2, 4]):

@@ -145,11 +145,6 @@ def test_deterministic_argument_is_false_in_training():
     assert jnp.result_type(dropped) == jnp.float32
 
 
-def test_init_raises_without_a_module(raises):
-    with raises(ConfigError, owner="FlaxModule()", field="module_tpl", value=None):
-        FlaxModule().init(KEY)
-
-
 def test_inputs_of_other_sizes_than_the_example_are_an_error_about_the_example(raises):
     layer = block().Instantiate()
     variables = layer.init(KEY)

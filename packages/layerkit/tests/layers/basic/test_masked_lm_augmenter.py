@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import jax
 import numpy as np
-import pytest
 
-from layerkit.errors import ConfigError
 from layerkit.layers.basic.masked_lm_augmenter import MaskedLmAugmenter
 
 KEY = jax.random.key(0)
@@ -61,20 +59,3 @@ def test_evaluation_masks_of_a_row_do_not_depend_on_its_batch():
         np.testing.assert_array_equal(part.ids, whole.ids[rows])
         np.testing.assert_array_equal(part.weights, whole.weights[rows])
     assert len({row.tobytes() for row in np.asarray(whole.weights)}) == 6
-
-
-@pytest.mark.parametrize(
-    ("fields", "field", "value"),
-    [
-        ({"mask_token_id": VOCAB}, "mask_token_id", VOCAB),
-        ({"mask_prob": 0.0}, "mask_prob", 0.0),
-        ({"replace_prob": -0.5}, "replace_prob", -0.5),
-        ({"replace_prob": 0.75, "random_prob": 0.5}, "replace_prob + random_prob", 1.25),
-        ({"vocab_size": 1, "mask_token_id": 0}, "vocab_size", 1),
-    ],
-)
-def test_init_raises_for_an_invalid_field(raises, fields, field, value):
-    config = MaskedLmAugmenter.HParams.config(vocab_size=VOCAB, mask_token_id=MASK)
-    config.set(**fields)
-    with raises(ConfigError, owner="MaskedLmAugmenter()", field=field, value=value):
-        config.Instantiate().init(KEY)

@@ -47,12 +47,3 @@ def test_large_logits_give_finite_losses():
     variables = {"params": {"w": np.full((1, 1), 1e4, np.float32)}}
     outputs = layer.apply(variables, np.ones((1, 1)), np.zeros((1, 1)), np.ones(1))
     np.testing.assert_allclose(outputs.loss, 1e4)
-
-
-@pytest.mark.parametrize(("probability", "use_bias"), [(1.0, True), (0.1, False)])
-def test_init_raises_for_an_invalid_probability(raises, probability, use_bias):
-    layer = SigmoidCrossEntropy(
-        input_dims=4, num_classes=3, initial_probability=probability, use_bias=use_bias
-    )
-    with raises(ConfigError, field="initial_probability", value=probability):
-        layer.init(KEY)

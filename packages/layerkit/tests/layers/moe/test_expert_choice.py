@@ -100,11 +100,6 @@ def test_expert_choice_balances_without_a_loss():
     assert set(losses) == {"router_z_loss"}
 
 
-def test_dropout_without_a_capacity_raises(raises):
-    with raises(ConfigError, field="dropout_rate", value=0.1):
-        MoeFeedForward(**SIZES, dropout_rate=0.1).init(KEY)
-
-
 def test_expert_choice_cannot_decode(raises):
     mixture = Config(ExpertChoiceFeedForward, num_experts=4)
     layer = Transformer(input_dims=4, hidden_dims=6, num_heads=2, feed_forward_tpl=mixture)

@@ -13,7 +13,6 @@ from flax.errors import InvalidRngError
 from layerkit.base.base_layer import NON_TRAINABLE, BaseLayer
 from layerkit.base.weights import logical_axes
 from layerkit.config import sub_config_field
-from layerkit.errors import ConfigError
 from layerkit.layers.moe.routing import TopKRouter
 
 DIMS, EXPERTS, TOKENS = 4, 8, 32
@@ -202,22 +201,3 @@ def test_weights_have_axes():
     axes = logical_axes(jax.eval_shape(layer.init_boxed, jax.random.key(0)))
     assert axes["params"] == {"w": ("embed", None), "noise_w": ("embed", None)}
     assert axes[NON_TRAINABLE] == {"score_bias": (None,)}
-
-
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"score": "sigmoit"}, "score"),
-        ({"num_experts_per_token": 9}, "num_experts_per_token"),
-        ({"num_expert_groups": 3, "num_chosen_groups": 1}, "num_experts"),
-        ({"num_expert_groups": 2}, "num_chosen_groups"),
-        ({"num_expert_groups": 2, "num_chosen_groups": 3}, "num_chosen_groups"),
-        ({"num_expert_groups": 8, "num_chosen_groups": 1}, "num_chosen_groups"),
-        ({"jitter": 1.0}, "jitter"),
-        ({"use_score_bias": True, "score_bias_rate": -1.0}, "score_bias_rate"),
-    ],
-)
-def test_init_raises_for_invalid_fields(raises, fields, field):
-    sizes = {**SIZES, **fields}
-    with raises(ConfigError, owner="TopKRouter()", field=field, value=sizes.get(field)):
-        jax.eval_shape(TopKRouter(**sizes).init, jax.random.key(0))

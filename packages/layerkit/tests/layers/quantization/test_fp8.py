@@ -16,7 +16,6 @@ from layerkit.base.base_layer import OVERWRITE_WITH_GRADIENT, PARAMS, BaseLayer
 from layerkit.base.sharding import BoundSharding
 from layerkit.base.weights import WeightHParams, is_box, logical_axes, unbox
 from layerkit.config import sub_config_field
-from layerkit.errors import ConfigError
 from layerkit.layers.basic.dots import create_dot, matmul
 from layerkit.layers.basic.linears import Linear
 from layerkit.layers.quantization.fp8 import Fp8Dot, accumulate_by_max, next_state
@@ -291,8 +290,3 @@ def test_evaluation_does_not_change_the_state():
         outputs, layer.clone(dot_tpl=None).apply(variables, inputs()), rtol=0.1, atol=0.3
     )
     assert updates == {}
-
-
-def test_init_raises_for_an_empty_amax_history(raises):
-    with raises(ConfigError, field="amax_history_length", value=0):
-        Fp8Dot(amax_history_length=0).init(KEY)

@@ -15,7 +15,6 @@ from layerkit.base.base_layer import AUX_LOSS, CACHE, NON_TRAINABLE, SUMMARIES, 
 from layerkit.base.sharding import DEFAULT_RULES, BoundSharding
 from layerkit.base.weights import WeightHParams, WeightInit, is_box, logical_axes
 from layerkit.config import sub_config_field
-from layerkit.config.field_types import FieldTypeError
 from layerkit.errors import ConfigError
 from layerkit.layers.basic.dropout import Dropout
 from layerkit.layers.basic.linears import Linear
@@ -366,11 +365,6 @@ def test_init_raises_for_an_invalid_field(raises, field, value):
     config = Repeat.HParams.config(sub_tpl=Block.HParams.config(), **{field: value})
     with raises(ConfigError, owner="Repeat()", field=field, value=value):
         config.Instantiate().init(KEY)
-
-
-def test_repeat_without_a_layer_raises(raises):
-    with raises(FieldTypeError, owner="Repeat()", field="sub_tpl", value=None):
-        Repeat(num_repeats=2).init(KEY)
 
 
 def test_init_raises_for_a_copy_that_changes_shape_or_dtype(raises):

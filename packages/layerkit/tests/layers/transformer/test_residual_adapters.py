@@ -120,12 +120,6 @@ def test_layers_in_a_sequence_and_the_config_itself_are_adapted():
         assert config.adapter_tpl.bottleneck_dims == 2 and config.hidden_dims == 6
 
 
-def test_with_residual_adapters_raises_for_a_config_without_branches(raises):
-    config = Linear.HParams.config(input_dims=2, output_dims=2)
-    with raises(ConfigError, owner="with_residual_adapters", field="config", value=config):
-        with_residual_adapters(config, bottleneck_dims=2)
-
-
 @pytest.mark.parametrize("name", ["row", "token"])
 def test_adapters_of_tasks_equal_praxis(praxis, name):
     case = praxis(f"adapter_by_{name}")

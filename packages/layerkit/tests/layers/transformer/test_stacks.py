@@ -396,21 +396,6 @@ def test_contradicting_fields_raise_with_both_values():
 
 
 @pytest.mark.parametrize("stack", STACKS)
-@pytest.mark.parametrize(
-    ("field", "fields"),
-    [
-        ("num_layers", {"num_layers": 0}),
-        ("remat", {"remat": "fulll"}),
-        ("droppath_rate", {"droppath_rate": 1.0}),
-        ("block_tpls", {"block_tpls": ()}),
-    ],
-)
-def test_init_raises_for_an_invalid_field(raises, stack, field, fields):
-    with raises(ConfigError, owner=f"{stack.__name__}()", field=field, value=fields[field]):
-        jax.eval_shape(make(stack, **fields).init, KEY)
-
-
-@pytest.mark.parametrize("stack", STACKS)
 def test_init_raises_for_a_layer_template_beside_a_pattern(raises, stack):
     with raises(ConfigError, field="layer_tpl.attention_tpl.rotary_tpl"):
         jax.eval_shape(make(stack, block_tpls=(LOCAL,), layer_tpl=GLOBAL).init, KEY)
