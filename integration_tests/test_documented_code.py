@@ -223,3 +223,11 @@ def test_loss_function_of_layerkits_readme_keeps_moving_averages():
     expected = (1 - 0.999**2) * np.array([2.0, 4.0])
     moved = state["non_trainable"]["network"]["moving_mean"]
     np.testing.assert_allclose(moved, expected, rtol=1e-4)
+
+
+def test_pages_import_layerkit_from_its_public_faces():
+    deep = re.compile(r"^(?:from|import) (layerkit(?:\.\w+){2,})", re.MULTILINE)
+    pages = [*DOCS.glob("*.md"), DOCS.parent / "README.md"]
+    pages += (DOCS.parent / "packages" / name / "README.md" for name in ("layerkit", "runner"))
+    imports = {name for page in pages for name in deep.findall(page.read_text())}
+    assert imports <= {"layerkit.interop.hugging_face"}

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 
 from layerkit.config.nested_map import NestedMap
-from layerkit.errors import ConfigError
 from layerkit.layers.basic.activations import Identity
 from layerkit.layers.basic.linears import FeedForward
 from layerkit.models.classification_model import ClassificationModel

@@ -13,7 +13,6 @@ from layerkit.base.base_layer import AUX_LOSS, PARAMS
 from layerkit.config import build
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.loop import SampleDecoder
-from layerkit.errors import ConfigError
 from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.models.language_model import LanguageModel
 from layerkit.models.preference_model import DpoModel

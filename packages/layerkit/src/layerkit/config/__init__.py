@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from layerkit.config.config import changed_fields as changed_fields
     from layerkit.config.config import instance_field as instance_field
     from layerkit.config.config import sub_config_field as sub_config_field
+    from layerkit.config.field_checks import Conditions as Conditions
     from layerkit.config.graphs import assigned_fields as assigned_fields
     from layerkit.config.graphs import copy_config as copy_config
     from layerkit.config.graphs import field_names as field_names
@@ -33,6 +34,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "config": "Config Partial build changed_fields instance_field sub_config_field",
         "graphs": "assigned_fields copy_config field_names is_config target_of walk_configs",
         "hparams": "BaseHParams Configurable",
+        "field_checks": "Conditions",
         ".errors": "UnknownFieldError",
     },
 )

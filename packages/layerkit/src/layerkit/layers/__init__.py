@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from layerkit.layers.quantization.current_scaling import Fp8CurrentDot as Fp8CurrentDot
     from layerkit.layers.quantization.current_scaling import Int8Dot as Int8Dot
     from layerkit.layers.quantization.fp8 import Fp8Dot as Fp8Dot
+    from layerkit.layers.quantization.lora import LORA_WEIGHTS as LORA_WEIGHTS
     from layerkit.layers.quantization.lora import merge_lora as merge_lora
     from layerkit.layers.quantization.lora import unmerge_lora as unmerge_lora
     from layerkit.layers.quantization.lora import with_lora as with_lora
@@ -109,6 +110,7 @@ if TYPE_CHECKING:
     )
     from layerkit.layers.transformer.transformer import Transformer as Transformer
     from layerkit.ops.attention.masks import AttentionMask as AttentionMask
+    from layerkit.ops.pipeline_schedule import bubble_fraction as bubble_fraction
     from layerkit.ops.rotary_scaling import LinearScaling as LinearScaling
     from layerkit.ops.rotary_scaling import Llama3Scaling as Llama3Scaling
     from layerkit.ops.rotary_scaling import LongRopeScaling as LongRopeScaling
@@ -122,7 +124,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "ELU GELU BaseActivation CubedReLU Exp Identity LeakyReLU ReLU "
             "ReLU6 Sigmoid SiLU SineOfReLU SineReLU Softplus SquaredReLU Tanh"
         ),
-        "quantization.lora": "merge_lora unmerge_lora with_lora without_lora",
+        "quantization.lora": "LORA_WEIGHTS merge_lora unmerge_lora with_lora without_lora",
         "attention.biases": "Alibi RelativeBias",
         "attention.cross": "CrossAttention",
         "attention.latent": "MultiHeadLatentAttention",
@@ -157,6 +159,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "transformer.residual_adapters": (
             "AdaptedFeedForward AdaptedOutputProjection MultitaskResidualAdapter ResidualAdapter"
         ),
+        ".ops.pipeline_schedule": "bubble_fraction",
         ".ops.rotary_scaling": "LinearScaling Llama3Scaling LongRopeScaling NtkScaling YarnScaling",
         "basic.sigmoid_cross_entropy": "SigmoidCrossEntropy",
         "transformer.stacks": "StackedTransformer StackedTransformerRepeated",

@@ -12,7 +12,7 @@ from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.decoder import Decoder
 from layerkit.decoding.loop import SampleDecoder, SampledRows
 from layerkit.layers.transformer.transformer import drop_none
-from layerkit.models.example_weights import token_weights
+from layerkit.models.batch_weights import token_weights
 from layerkit.models.prompt_decoding import continue_prompts, prompts_of_batch
 from layerkit.models.token_metrics import token_metrics
 from layerkit.models.transformer_lm import TransformerLm

@@ -178,7 +178,7 @@ class EvalProgram(BaseProgram):
                 model = type(self.task.model).__qualname__
                 observers.message(
                     f"warning: {self.name}: {counted}. Weight each row by"
-                    f" layerkit.models.example_weights.example_weights(batch, num_rows) in"
+                    f" layerkit.models.batch_weights.example_weights(batch, num_rows) in"
                     f" {model}.compute_loss."
                 )
         others: dict[str, float] = {}
