@@ -257,30 +257,6 @@ def test_command_line_parses_to_the_same_run(monkeypatch: pytest.MonkeyPatch):
     assert command_line(resolved(), options).startswith("python3 start.py train --exp=")
 
 
-class Deep(Mesh):
-    LAYERS: int = 48
-    RATE: float = 1e-3
-    reduced_fields = {"LAYERS": 2, "RATE": 1.0, "SHAPE": None}
-
-
-@pytest.mark.parametrize(
-    ("fields", "changes", "words"),
-    [
-        ({}, {}, ["--reduced"]),
-        ({"LAYERS": 3}, {}, ["--reduced", "--fdl.LAYERS=3"]),
-        ({}, {"LAYERS": "4"}, ["--reduced", "--fdl.LAYERS=4"]),
-        ({}, {"LAYERS": None}, ["--fdl.RATE=1.0", "--fdl.SHAPE=None"]),
-    ],
-)
-def test_command_line_uses_reduced_if_all_fields_agree(fields: Any, changes: Any, words: list[str]):
-    experiment = resolve(Deep(**{**Deep.reduced_fields, **fields}))
-    command = shlex.split(command_line(experiment, RunOptions(job_log_dir="x"), changes=changes))
-    assert command[2:-1] == words
-    # Otherwise, each field is an override.
-    command = shlex.split(command_line(resolve(Deep(LAYERS=2)), RunOptions(job_log_dir="x")))
-    assert command[2:-1] == ["--fdl.LAYERS=2"]
-
-
 @pytest.fixture
 def check(folder: epath.Path) -> Any:
     """Checks the restart, and returns what was reported."""

@@ -216,17 +216,6 @@ def reduced_values(cls: type) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in unused}
 
 
-def reduced_overrides(experiment: BaseExperiment) -> set[str]:
-    """Return the names of overrides that have the values of `--reduced`.
-
-    The set is empty unless all fields that `--reduced` sets are overridden.
-    """
-    overrides, reduced = experiment.overrides, reduced_values(type(experiment))
-    if not reduced.keys() <= overrides.keys():
-        return set()
-    return {name for name, value in reduced.items() if overrides[name] == value}
-
-
 def is_field_name(name: str) -> bool:
     """Return whether a name has the form of a field of an experiment: `NUM_LAYERS`."""
     return _FIELD_NAME.fullmatch(name) is not None

@@ -23,7 +23,7 @@ from layerkit.errors import as_sentence
 from layerkit_runner.checkpointing import folders
 from layerkit_runner.checkpointing.errors import SaveError
 from layerkit_runner.config.config_text import config_json, config_text
-from layerkit_runner.config.experiment import is_field_name, reduced_overrides, reduced_values
+from layerkit_runner.config.experiment import is_field_name
 from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.config.recorded import differing_names, read_recorded_config
 from layerkit_runner.config.requests import ResolvedExperiment, to_argv
@@ -240,25 +240,12 @@ def command_line(
     takes_record = is_recorded and mode != "train" and not removed
     overrides = {**({} if takes_record else present), **changes}
     words = [] if takes_record else [f"--exp={resolved.name}"]
-    reduced = set() if takes_record else _reduced_fields(resolved, changes)
-    if reduced:
-        words.append("--reduced")
-        overrides = {path: text for path, text in overrides.items() if path not in reduced}
     words += [f"--fdl.{path}={text}" for path, text in overrides.items() if text is not None]
     words.append(f"--job_log_dir={options.job_log_dir}")
     if mode != "train":
         words.append(f"--mode={mode}")
     words += to_argv(options, mode=mode)
     return " ".join([os.environ.get("RUNNER_COMMAND", "runner"), shlex.join([*words, *flags])])
-
-
-def _reduced_fields(resolved: ResolvedExperiment, changes: Mapping[str, str | None]) -> set[str]:
-    """Return the fields that `--reduced` sets to their values; empty if it changed others too."""
-    experiment = resolved.experiment
-    removed = {path for path, text in changes.items() if text is None}
-    if removed & reduced_values(type(experiment)).keys():
-        return set()
-    return reduced_overrides(experiment) - changes.keys()
 
 
 FILE_NAME = folders.RECORD_FILE
