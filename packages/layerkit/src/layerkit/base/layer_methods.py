@@ -25,7 +25,6 @@ from layerkit.base.weight_formats import StoredWeight, create_stored
 from layerkit.base.weights import (
     WeightHParams,
     WeightInit,
-    canonical_dtype,
     check_declaration,
     draw_boxed,
     floating_dtype,
@@ -119,7 +118,7 @@ class LayerMethods(_Module):
         """
         check_declaration(self, name, weight, sharding=self.inherited("sharding"))
         init = weight.init or self.inherited("params_init") or WeightInit.Xavier()
-        dtype = canonical_dtype(weight.dtype or self._inherited_dtype("dtype"))
+        dtype = jnp.dtype(weight.dtype or self._inherited_dtype("dtype"))
 
         draw = partial(draw_boxed, weight=weight, init=init, dtype=dtype, is_factor=is_factor)
         weight_format = self.inherited("weight_format") if is_factor else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
@@ -16,19 +17,7 @@ from layerkit.config import html_display
 from layerkit.config.checks import Named, require
 from layerkit.errors import ConfigError
 
-_DTYPES = ("float32", "bfloat16", "float16", "float64", "int32", "int8")
-
-
-def canonical_dtype(value: Any, *, field: str = "dtype") -> jnp.dtype:
-    """Return the dtype of `jnp.bfloat16`, `"bfloat16"` or a NumPy dtype.
-
-    Raises:
-      ConfigError: The value is not the name of a dtype.
-    """
-    try:
-        return jnp.dtype(value)
-    except TypeError:
-        raise ConfigError(field=field, value=value, expected="a dtype", choices=_DTYPES) from None
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def floating_dtype(value: Any, *, field: str, owner: str) -> jnp.dtype:
@@ -37,15 +26,17 @@ def floating_dtype(value: Any, *, field: str, owner: str) -> jnp.dtype:
     Raises:
       ConfigError: The value is not a floating dtype. An integer dtype would round every value.
     """
-    dtype = canonical_dtype(jnp.float32 if value is None else value, field=field)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ConfigError(
-            owner=owner,
-            field=field,
-            value=dtype.name,
-            expected="a floating dtype such as 'float32' or 'bfloat16'",
-        )
-    return dtype
+    with contextlib.suppress(TypeError):
+        dtype = jnp.dtype(jnp.float32 if value is None else value)
+        if jnp.issubdtype(dtype, jnp.floating):
+            return dtype
+    raise ConfigError(
+        owner=owner,
+        field=field,
+        value=value,
+        expected="a floating dtype such as 'float32' or 'bfloat16'",
+        choices=_DTYPES,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from layerkit.base.base_layer import BaseLayer
-from layerkit.base.weights import canonical_dtype, floating_dtype
+from layerkit.base.weights import floating_dtype
 from layerkit.config import Config, build, field_names
 from layerkit.errors import ConfigError, near_names
 from layerkit.interop.hugging_face.families import family_in
@@ -223,14 +223,14 @@ class _WeightReader:
                 expected="one dtype",
                 hint="Choose one by `dtype`.",
             )
-        self._dtype = stored.pop() if dtype is None else canonical_dtype(dtype)
+        self._dtype = stored.pop() if dtype is None else jax.numpy.dtype(dtype)
         if dtype is None and self._dtype.itemsize == 1:
             # It holds all numbers of 8 bits; layers compute in no smaller dtype.
-            self._dtype = canonical_dtype("bfloat16")
+            self._dtype = jax.numpy.dtype("bfloat16")
 
     def make(self, *, dtype: Any, sharding: Any) -> jax.Array:
         """Return the weight as an array on devices."""
-        self._dtype = self._dtype if dtype is None else canonical_dtype(dtype)
+        self._dtype = self._dtype if dtype is None else jax.numpy.dtype(dtype)
         if jax.dtypes.canonicalize_dtype(self._dtype) != self._dtype:
             raise TensorMismatchError(
                 field=f"dtype of {self._name}",
