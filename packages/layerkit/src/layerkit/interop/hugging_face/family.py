@@ -21,7 +21,7 @@ class Family:
     Attributes:
       model_type: `model_type` in config.json.
       architecture: Class of Transformers whose tensor names are used.
-      skeleton: Function from config.json to the config of the network with the family's templates.
+      network: Function that returns the config of the network with the family's templates.
       entries: Table from keys of config.json to fields, read in this order.
       rows: Table from tensors to weights.
       neutral: Keys that do not change the computation, in addition to `keys.NEUTRAL`.
@@ -41,7 +41,7 @@ class Family:
 
     model_type: str
     architecture: str
-    skeleton: Callable[[ConfigFile], Config]
+    network: Callable[[], Config]
     entries: tuple[Entry, ...]
     rows: tuple[Row, ...]
     neutral: frozenset[str] = frozenset()
@@ -63,7 +63,7 @@ class Family:
         """
         file = ConfigFile(content, neutral=self.neutral)
         try:
-            network = self.skeleton(file)
+            network = self.network()
             for entry in self.entries:
                 entry.read(file, network)
             model: Config = self.model_class.HParams.config(**{self.network_field: network})

@@ -163,6 +163,8 @@ class Key:
       default: Value of Transformers if the key is left out.
       to_ours: Function from a value of the key to a value of the field.
       to_theirs: Inverse of `to_ours`.
+      fallback: Function from the config, with the fields of earlier entries, to the value that null
+        stands for.
     """
 
     name: str
@@ -170,16 +172,20 @@ class Key:
     default: Any = REQUIRED
     to_ours: Callable[[Any], Any] = lambda value: value
     to_theirs: Callable[[Any], Any] = lambda value: value
+    fallback: Callable[[Config], Any] = lambda network: None
 
     def read(self, file: ConfigFile, network: Config) -> None:
         """Set fields from the file."""
         value = self.to_ours(file.get(self.name, self.default))
+        value = self.fallback(network) if value is None else value
         for path in self._paths():
             set_field(network, path, value)
 
     def write(self, network: Config) -> dict[str, Any]:
         """Return keys from fields."""
-        return {self.name: self.to_theirs(get_field(network, self._paths()[0]))}
+        value = get_field(network, self._paths()[0])
+        value = self.fallback(network) if value is None else value
+        return {self.name: self.to_theirs(value)}
 
     def _paths(self) -> tuple[str, ...]:
         return (self.paths,) if isinstance(self.paths, str) else self.paths

@@ -8,6 +8,7 @@ from typing import Any
 from layerkit.config import Config, target_of
 from layerkit.interop.hugging_face.keys import (
     ConfigFile,
+    Key,
     UnsupportedModelError,
     get_field,
     set_field,
@@ -133,40 +134,26 @@ def embedding_rows(embedding: str) -> tuple[Row, ...]:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class KeyValueHeads:
-    """Entry of `num_key_value_heads`; None stands for the number of query heads.
+def key_value_heads(default: int | None = None) -> Key:
+    """Return the entry of `num_key_value_heads`; None stands for the number of query heads.
 
-    Attributes:
+    Args:
       default: Value of Transformers if the key is left out.
     """
-
-    default: int | None = None
-
-    def read(self, file: ConfigFile, network: Config) -> None:
-        """Set fields from the file."""
-        network.num_kv_heads = file.get("num_key_value_heads", self.default) or network.num_heads
-
-    def write(self, network: Config) -> dict[str, Any]:
-        """Return keys from fields."""
-        return {"num_key_value_heads": network.num_kv_heads or network.num_heads}
+    return Key(
+        "num_key_value_heads", "num_kv_heads", default, fallback=lambda network: network.num_heads
+    )
 
 
-@dataclasses.dataclass(frozen=True)
-class HeadDim:
-    """Entry of `head_dim`; None divides the model dimension among the heads.
+def head_dim(default: int | None = None) -> Key:
+    """Return the entry of `head_dim`; None divides the model dimension among the heads.
 
-    Attributes:
+    Args:
       default: Value of Transformers if the key is left out.
     """
-
-    default: int | None = None
-
-    def read(self, file: ConfigFile, network: Config) -> None:
-        """Set fields from the file."""
-        head_dim = file.get("head_dim", self.default)
-        network.dim_per_head = head_dim or network.model_dims // network.num_heads
-
-    def write(self, network: Config) -> dict[str, Any]:
-        """Return keys from fields."""
-        return {"head_dim": network.dim_per_head or network.model_dims // network.num_heads}
+    return Key(
+        "head_dim",
+        "dim_per_head",
+        default,
+        fallback=lambda network: network.model_dims // network.num_heads,
+    )

@@ -17,7 +17,7 @@ from layerkit.interop.hugging_face.families.llama import (
 )
 from layerkit.interop.hugging_face.keys import ConfigFile, Entry, Key, UnsupportedModelError
 from layerkit.interop.hugging_face.layer_types import FAR, NEAR, LayerTypes
-from layerkit.interop.hugging_face.parts import Activation, HeadDim
+from layerkit.interop.hugging_face.parts import Activation, head_dim
 from layerkit.interop.hugging_face.rotary import Rotary
 from layerkit.interop.hugging_face.tensors import Row
 
@@ -79,7 +79,7 @@ GEMMA2 = llama_family(
     network=gemma_network,
     entries=(
         *llama_entries(tied=True, scale_by_sqrt_dims=True, kv_heads=4),
-        HeadDim(default=256),
+        head_dim(256),
         Rotary(),
         *gemma_entries(attention_cap=50.0, final_cap=30.0),
         LayerTypes(_every_other, default_window=4096),

@@ -22,7 +22,7 @@ from layerkit.interop.hugging_face.families.llama import (
 )
 from layerkit.interop.hugging_face.keys import ConfigFile, set_field
 from layerkit.interop.hugging_face.layer_types import FAR, NEAR, LayerTypes
-from layerkit.interop.hugging_face.parts import HeadDim
+from layerkit.interop.hugging_face.parts import head_dim
 from layerkit.interop.hugging_face.rotary import rotary_config, rotary_keys
 from layerkit.layers.basic.normalizations import RmsNorm
 
@@ -85,7 +85,7 @@ GEMMA3 = llama_family(
             kv_heads=4,
             more_norms=("layer.attention_tpl.qk_norm_tpl",),
         ),
-        HeadDim(default=256),
+        head_dim(256),
         _FarRotary(),
         *gemma_entries(attention_cap=None, final_cap=None),
         LayerTypes(_one_of_six, default_window=4096, make_near=_near_rotary, write_more=_thetas),

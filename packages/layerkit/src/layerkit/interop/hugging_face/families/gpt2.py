@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.family import Family
-from layerkit.interop.hugging_face.keys import ConfigFile, Fixed, Key
+from layerkit.interop.hugging_face.keys import Fixed, Key
 from layerkit.interop.hugging_face.parts import Activation, TiedEmbedding, embedding_rows
 from layerkit.interop.hugging_face.tensors import Row
 from layerkit.layers.basic.normalizations import LayerNorm
@@ -17,29 +17,17 @@ from layerkit.layers.transformer.stacks import StackedTransformerRepeated
 from layerkit.models.transformer_lm import TransformerLm
 
 
-def _skeleton(file: ConfigFile) -> Config:
+def _network() -> Config:
     network: Config = TransformerLm.HParams.config(
         position_tpl=TrainablePositionalEmbedding.HParams.config(),
         final_norm_tpl=LayerNorm.HParams.config(scale_offset=0.0),
         stack_tpl=StackedTransformerRepeated.HParams.config(),
-        # None means 4 · n_embd.
-        hidden_dims=file.get("n_inner", None) or 4 * file.get("n_embd", 768),
     )
     layer = network.stack_tpl.layer_tpl
     layer.norm_tpl = LayerNorm.HParams.config(scale_offset=0.0)
     layer.attention_tpl.use_bias = True
     layer.feed_forward_tpl.has_bias = True
     return network
-
-
-class _HiddenDims:
-    """Entry of `n_inner`. The skeleton reads this key, because its default depends on `n_embd`."""
-
-    def read(self, file: ConfigFile, network: Config) -> None:
-        """Do nothing, since the skeleton has read the key."""
-
-    def write(self, network: Config) -> dict[str, int]:
-        return {"n_inner": network.hidden_dims}
 
 
 _LAYER = "lm/stack/{layer}/"
@@ -50,12 +38,12 @@ _LINEAR = "in out -> in out"
 GPT2 = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
-    skeleton=_skeleton,
+    network=_network,
     entries=(
         TiedEmbedding(default=True),
         Key("vocab_size", "vocab_size", 50257),
         Key("n_embd", "model_dims", 768),
-        _HiddenDims(),
+        Key("n_inner", "hidden_dims", None, fallback=lambda network: 4 * network.model_dims),
         Key("n_layer", "num_layers", 12),
         Key("n_head", "num_heads", 12),
         Key("n_positions", "position_tpl.max_length", 1024),

@@ -13,10 +13,10 @@ from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.keys import Entry, Key
 from layerkit.interop.hugging_face.parts import (
     Activation,
-    HeadDim,
-    KeyValueHeads,
     TiedEmbedding,
     embedding_rows,
+    head_dim,
+    key_value_heads,
 )
 from layerkit.interop.hugging_face.rotary import Rotary
 from layerkit.interop.hugging_face.tensors import Row
@@ -74,7 +74,7 @@ def llama_entries(
         Key("intermediate_size", "hidden_dims"),
         Key("num_hidden_layers", "num_layers"),
         Key("num_attention_heads", "num_heads"),
-        KeyValueHeads(default=kv_heads),
+        key_value_heads(kv_heads),
         Key("rms_norm_eps", tuple(f"{norm}.epsilon" for norm in norms), epsilon),
         Key("attention_dropout", "layer.attention_tpl.dropout_rate", 0.0),
     )
@@ -166,7 +166,7 @@ def llama_family(
     return Family(
         model_type=model_type,
         architecture=architecture,
-        skeleton=lambda file: network(),
+        network=network,
         entries=entries,
         rows=rows,
         # It has no effect on rotary positions, except for some scalings, which read it.
@@ -183,7 +183,7 @@ LLAMA = llama_family(
     "LlamaForCausalLM",
     entries=(
         *llama_entries(),
-        HeadDim(),
+        head_dim(),
         Rotary(),
         Activation("hidden_act", "silu"),
         Key("attention_bias", "layer.attention_tpl.use_bias", default=False),

@@ -7,7 +7,7 @@ from layerkit.interop.hugging_face.families.llama import (
     llama_family,
 )
 from layerkit.interop.hugging_face.keys import Key
-from layerkit.interop.hugging_face.parts import Activation, HeadDim
+from layerkit.interop.hugging_face.parts import Activation, head_dim
 from layerkit.interop.hugging_face.rotary import Rotary
 
 MISTRAL = llama_family(
@@ -15,7 +15,7 @@ MISTRAL = llama_family(
     "MistralForCausalLM",
     entries=(
         *llama_entries(kv_heads=8),
-        HeadDim(),
+        head_dim(),
         Rotary(),
         Activation("hidden_act", "silu"),
         Key("sliding_window", "layer.attention_tpl.window", 4096),

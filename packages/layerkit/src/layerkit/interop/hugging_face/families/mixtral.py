@@ -25,7 +25,7 @@ from layerkit.interop.hugging_face.families.llama import (
     pre_norm_rows,
 )
 from layerkit.interop.hugging_face.keys import ConfigFile, Key, get_field, set_field
-from layerkit.interop.hugging_face.parts import Activation, HeadDim
+from layerkit.interop.hugging_face.parts import Activation, head_dim
 from layerkit.interop.hugging_face.rotary import Rotary
 from layerkit.interop.hugging_face.tensors import Row
 from layerkit.layers.moe.token_choice import MoeFeedForward
@@ -71,7 +71,7 @@ MIXTRAL = llama_family(
     network=_network,
     entries=(
         *llama_entries(kv_heads=8, epsilon=1e-5),
-        HeadDim(),
+        head_dim(),
         Rotary(default_theta=1_000_000.0),
         Activation("hidden_act", "silu"),
         Key("sliding_window", "layer.attention_tpl.window", None),

@@ -13,7 +13,7 @@ from layerkit.interop.hugging_face.families.llama import (
     qk_norm_rows,
 )
 from layerkit.interop.hugging_face.keys import Key
-from layerkit.interop.hugging_face.parts import Activation, HeadDim
+from layerkit.interop.hugging_face.parts import Activation, head_dim
 from layerkit.interop.hugging_face.rotary import Rotary
 from layerkit.interop.hugging_face.tensors import Row
 from layerkit.layers.basic.normalizations import RmsNorm
@@ -33,7 +33,7 @@ OLMO2 = llama_family(
     network=_network,
     entries=(
         *llama_entries(epsilon=1e-5, more_norms=("layer.attention_tpl.qk_norm_tpl",)),
-        HeadDim(),
+        head_dim(),
         Rotary(),
         Activation("hidden_act", "silu"),
         Key("attention_bias", "layer.attention_tpl.use_bias", default=False),

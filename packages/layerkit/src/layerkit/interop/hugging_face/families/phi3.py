@@ -12,7 +12,7 @@ from layerkit.interop.hugging_face.families.llama import (
     pre_norm_rows,
 )
 from layerkit.interop.hugging_face.keys import Key
-from layerkit.interop.hugging_face.parts import Activation, HeadDim
+from layerkit.interop.hugging_face.parts import Activation, head_dim
 from layerkit.interop.hugging_face.rotary import Rotary
 from layerkit.interop.hugging_face.tensors import Row
 
@@ -26,7 +26,7 @@ PHI3 = llama_family(
     "Phi3ForCausalLM",
     entries=(
         *llama_entries(epsilon=1e-5),
-        HeadDim(),
+        head_dim(),
         Rotary(has_fraction=True),
         Activation("hidden_act", "silu"),
         Key("sliding_window", "layer.attention_tpl.window", None),

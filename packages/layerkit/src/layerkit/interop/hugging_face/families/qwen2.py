@@ -10,7 +10,7 @@ from layerkit.interop.hugging_face.families.llama import (
 )
 from layerkit.interop.hugging_face.keys import ConfigFile
 from layerkit.interop.hugging_face.layer_types import FAR, NEAR, LayerTypes
-from layerkit.interop.hugging_face.parts import Activation, HeadDim
+from layerkit.interop.hugging_face.parts import Activation, head_dim
 from layerkit.interop.hugging_face.rotary import Rotary
 
 
@@ -32,7 +32,7 @@ QWEN2 = llama_family(
     network=_network,
     entries=(
         *llama_entries(kv_heads=32),
-        HeadDim(),
+        head_dim(),
         Rotary(),
         Activation("hidden_act", "silu"),
         LayerTypes(near_at_the_end, default_window=4096, has_switch=True),

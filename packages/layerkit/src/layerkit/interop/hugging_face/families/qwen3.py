@@ -13,7 +13,7 @@ from layerkit.interop.hugging_face.families.llama import (
 from layerkit.interop.hugging_face.families.qwen2 import near_at_the_end
 from layerkit.interop.hugging_face.keys import Key
 from layerkit.interop.hugging_face.layer_types import LayerTypes
-from layerkit.interop.hugging_face.parts import Activation, HeadDim
+from layerkit.interop.hugging_face.parts import Activation, head_dim
 from layerkit.interop.hugging_face.rotary import Rotary
 from layerkit.layers.basic.normalizations import RmsNorm
 
@@ -32,7 +32,7 @@ QWEN3 = llama_family(
     network=_network,
     entries=(
         *llama_entries(kv_heads=32, more_norms=("layer.attention_tpl.qk_norm_tpl",)),
-        HeadDim(default=128),
+        head_dim(128),
         Rotary(),
         Activation("hidden_act", "silu"),
         Key("attention_bias", "layer.attention_tpl.use_bias", default=False),

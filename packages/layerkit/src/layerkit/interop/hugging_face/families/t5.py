@@ -34,8 +34,7 @@ _GATE = "layer.feed_forward_tpl.use_gate"
 _ACTIVATION = "layer.feed_forward_tpl.activation_tpl"
 
 
-def _skeleton(file: ConfigFile) -> Config:
-    del file
+def _network() -> Config:
     network: Config = TransformerEncoderDecoder.HParams.config(
         encoder_norm_tpl=RmsNorm.HParams.config(), decoder_norm_tpl=RmsNorm.HParams.config()
     )
@@ -48,23 +47,6 @@ def _skeleton(file: ConfigFile) -> Config:
         stack = StackedTransformerRepeated.HParams.config(layer_tpl=layer, relative_bias_tpl=bias)
         setattr(network, f"{side}_stack_tpl", stack)
     return network
-
-
-class _Depths:
-    """Entry of `num_layers` and `num_decoder_layers`."""
-
-    def read(self, file: ConfigFile, network: Config) -> None:
-        """Set fields from the file."""
-        network.num_encoder_layers = file.get("num_layers", 6)
-        depth = file.get("num_decoder_layers", None)
-        network.num_decoder_layers = network.num_encoder_layers if depth is None else depth
-
-    def write(self, network: Config) -> dict[str, Any]:
-        """Return keys from fields."""
-        return {
-            "num_layers": network.num_encoder_layers,
-            "num_decoder_layers": network.num_decoder_layers,
-        }
 
 
 class _FeedForward:
@@ -162,7 +144,7 @@ _SEPARATE = "model/embedding/w"
 T5 = Family(
     model_type="t5",
     architecture="T5ForConditionalGeneration",
-    skeleton=_skeleton,
+    network=_network,
     model_class=SequenceModel,
     network_field="model_tpl",
     model_entries=(Key("decoder_start_token_id", "start_id", 0, to_ours=lambda start: start or 0),),
@@ -172,7 +154,13 @@ T5 = Family(
         Key("d_ff", "hidden_dims", 2048),
         Key("d_kv", "dim_per_head", 64),
         Key("num_heads", "num_heads", 8),
-        _Depths(),
+        Key("num_layers", "num_encoder_layers", 6),
+        Key(
+            "num_decoder_layers",
+            "num_decoder_layers",
+            None,
+            fallback=lambda network: network.num_encoder_layers,
+        ),
         _Head(),
         _FeedForward(),
         Key(
