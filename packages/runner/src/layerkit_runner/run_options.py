@@ -256,7 +256,7 @@ class RunOptions:
         "TARGET",
         _PLAN,
     )
-    num_devices: int | None = _option("number of devices", "N", ("plan", "inspect"))
+    num_devices: int | None = _option("number of devices", "N", ("plan", "inspect"), read=positive)
     plan_effort: str = _option(
         "full: compile for a TPU as a run does; quick: in a third of the time, unless the program"
         " needs nearly all memory",
@@ -270,7 +270,9 @@ class RunOptions:
         " gradient accumulation",
         _PLAN,
     )
-    max_compilations: int = _option("limit of compiled candidates", "N", _PLAN, default=12)
+    max_compilations: int = _option(
+        "limit of compiled candidates", "N", _PLAN, default=12, read=positive
+    )
     max_seconds: float = _option(
         "time after which a search compiles no further candidate", "SECONDS", _PLAN, default=600.0
     )

@@ -12,9 +12,9 @@ import pytest
 
 from layerkit_runner.distributed.cluster import (
     bind_address,
-    from_process_0,
     gather_values,
     listen,
+    run_on_process_0,
 )
 
 PROCESS = """
@@ -223,16 +223,16 @@ import jax
 
 index, address = int(sys.argv[1]), sys.argv[2]
 jax.distributed.initialize(address, 3, index)
-from layerkit_runner.distributed.cluster import from_process_0, gather_values
+from layerkit_runner.distributed.cluster import run_on_process_0, gather_values
 
 values = [None, {"a": [1, "ä"]}, "x" * 1000]
 assert gather_values(values[index]) == values
 assert gather_values(index) == [0, 1, 2]
 made = []
-assert from_process_0(lambda: made.append(index) or {"bleu": 0.5}) == {"bleu": 0.5}
+assert run_on_process_0(lambda: made.append(index) or {"bleu": 0.5}) == {"bleu": 0.5}
 assert made == ([0] if index == 0 else [])
 try:
-    from_process_0(lambda: {}["nowhere"])
+    run_on_process_0(lambda: {}["nowhere"])
 except Exception as error:
     print(type(error).__name__, error)
 jax.distributed.shutdown()
@@ -259,6 +259,6 @@ def test_three_processes_exchange_values_and_errors():
 
 def test_single_process_exchanges_nothing():
     assert gather_values({1, 2}) == [{1, 2}]
-    assert from_process_0(lambda: 3) == 3
+    assert run_on_process_0(lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
-        from_process_0(lambda: 1 / 0)
+        run_on_process_0(lambda: 1 / 0)

@@ -101,7 +101,7 @@ def test_values_are_read_into_the_shardings_of_the_state(begin: Any, repeated: b
     stored = StoredCheckpoint(begin.job / "checkpoints", step=None, report=print)
     state = partitioner.abstract_state(task)
     matched = match(settings, [Opened(settings.sources[0], stored)], state, model=task.model)
-    read = stored.read(module._to_read(stored, matched.values.values()))
+    read = stored.read(module._stored_specs(stored, matched.values.values()))
     path = ("params", "stack", "sub", "linear", "w")
     shards = {shard.data.shape for shard in read[path].addressable_shards}
     assert read[path].shape == (2, 8, 8)

@@ -57,13 +57,13 @@ def test_metrics_are_a_table_of_columns(run: TrainResult):
 
 
 def test_num_steps_sets_the_field_of_the_experiment(lines: ModuleType):
-    from layerkit_runner.interface.experiments import get_experiment, with_num_steps
+    from layerkit_runner.interface.experiments import get_experiment, set_num_steps
 
-    resolved = with_num_steps(get_experiment(lines.LinesLm, {"LEARNING_RATE": 0.5}), 7)
+    resolved = set_num_steps(get_experiment(lines.LinesLm, {"LEARNING_RATE": 0.5}), 7)
     assert resolved.experiment.overrides == {"LEARNING_RATE": 0.5, "MAX_STEPS": 7}
     edited = get_experiment(lines.LinesLm)
     edited.task.model.lm_tpl.num_layers = 3
-    edited = with_num_steps(edited, 7)
+    edited = set_num_steps(edited, 7)
     assert edited.task.model.lm_tpl.num_layers == 3
     assert edited.task.train.num_train_steps == 7
 

@@ -22,7 +22,7 @@ from etils import epath
 from layerkit_runner.checkpointing import folders, formats, integrity, structure
 from layerkit_runner.checkpointing.errors import SaveError, naming_damage
 from layerkit_runner.checkpointing.policy import CheckpointPolicy, Evaluations, SavedStep
-from layerkit_runner.distributed.cluster import from_each_process
+from layerkit_runner.distributed.cluster import gather_results
 from layerkit_runner.files.atomic_write import read_regular
 
 _STATE, _INPUTS = "state", "input_states"
@@ -177,7 +177,7 @@ def read_step(
         if problem is not None:
             raise problem
 
-    from_each_process(raise_problem)
+    gather_results(raise_problem)
     return findings, content
 
 

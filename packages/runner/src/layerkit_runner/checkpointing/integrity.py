@@ -33,7 +33,7 @@ from layerkit_runner.checkpointing.errors import (
     NewerManifestError,
     later_version,
 )
-from layerkit_runner.distributed.cluster import from_each_process
+from layerkit_runner.distributed.cluster import gather_results
 from layerkit_runner.files.atomic_write import irregular, is_remote, open_read, read_regular
 
 MANIFEST_VERSION = 2
@@ -194,7 +194,7 @@ def verify_own(step_directory: epath.Path) -> tuple[Finding, ...]:
 
 def merge(verify_share: Callable[[], Iterable[Finding]]) -> tuple[Finding, ...]:
     """Return the findings of all processes by file name; all processes have to call it."""
-    shares = from_each_process(lambda: [dataclasses.asdict(finding) for finding in verify_share()])
+    shares = gather_results(lambda: [dataclasses.asdict(finding) for finding in verify_share()])
     by_file = {fields["file"]: Finding(**fields) for share in shares for fields in share}
     return tuple(by_file[file] for file in sorted(by_file))
 

@@ -39,7 +39,7 @@ from layerkit_runner.checkpointing.policy import (
     read_evaluations,
     write_evaluations,
 )
-from layerkit_runner.distributed.cluster import from_each_process, from_process_0
+from layerkit_runner.distributed.cluster import gather_results, run_on_process_0
 from layerkit_runner.files.atomic_write import absolute
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ class CheckpointManager:
         """Return the newest undamaged step and its content; read no content without a target."""
         self.wait_until_finished()
         # The record is read first, since the job that owns the folder may commit a step meanwhile.
-        recorded, listed = from_process_0(
+        recorded, listed = run_on_process_0(
             lambda: (
                 folders.recorded_step(self._directory),
                 folders.committed_steps(self._directory),
@@ -269,11 +269,11 @@ class CheckpointManager:
                 newest = step
                 break
             damaged[step] = findings
-        from_process_0(lambda: self._report_missing(recorded, listed, used_instead=newest))
-        from_process_0(lambda: self._move_damaged(listed, damaged, used_instead=newest))
+        run_on_process_0(lambda: self._report_missing(recorded, listed, used_instead=newest))
+        run_on_process_0(lambda: self._move_damaged(listed, damaged, used_instead=newest))
         if not self._read_only:
             older = [step for step in listed if step < (newest or 0)]
-            from_process_0(lambda: self._move_irregular(older))
+            run_on_process_0(lambda: self._move_irregular(older))
             self._last_saved = newest
             if self._orbax is not None:
                 self._orbax.reload()
@@ -313,7 +313,7 @@ class CheckpointManager:
           ProcessCountError: The input states require the number of processes that saved them.
         """
         self.wait_until_finished()
-        steps = from_process_0(lambda: folders.committed_steps(self._directory))
+        steps = run_on_process_0(lambda: folders.committed_steps(self._directory))
         if step not in steps:
             raise FileNotFoundError(
                 f"{self._directory} has no checkpoint of step {step}. Steps: "
@@ -389,7 +389,7 @@ class CheckpointManager:
                 pass  # The handlers raise these errors for a state that is not finite.
 
         # All processes wait here, so that no folder is deleted while another process writes to it.
-        from_each_process(wait)
+        gather_results(wait)
         for path in folders.unfinished(self._directory) if jax.process_index() == 0 else ():
             if folders.step_in_name(path) == step:
                 # If this fails, the next manager that is not read-only deletes the folder.

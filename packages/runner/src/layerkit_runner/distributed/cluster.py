@@ -5,8 +5,8 @@ TPU pod describe the job; elsewhere `--coordinator_address`, `--num_processes` a
 do. A peer monitor runs beside each process. It keeps the log of the process, and names a lost
 process to all others, which then end as well, since every step needs all processes.
 
-Processes exchange small JSON values. All of them must call `gather_values`, `from_each_process` and
-`from_process_0` in the same order. A single process sends nothing.
+Processes exchange small JSON values. All of them must call `gather_values`, `gather_results` and
+`run_on_process_0` in the same order. A single process sends nothing.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def gather_values(value: Any) -> list[Any]:
     return [json.loads(row[:size].tobytes()) for row, size in zip(messages, sizes, strict=True)]
 
 
-def from_each_process(make: Callable[[], Any]) -> list[Any]:
+def gather_results(make: Callable[[], Any]) -> list[Any]:
     """Call a function on every process and return the JSON values in the order of the processes.
 
     Raises:
@@ -165,9 +165,9 @@ def from_each_process(make: Callable[[], Any]) -> list[Any]:
     return [value for value, _ in answers]
 
 
-def from_process_0(make: Callable[[], Any]) -> Any:
+def run_on_process_0(make: Callable[[], Any]) -> Any:
     """Call a function on process 0 and return its JSON value, or raise its error, on all."""
-    return from_each_process(lambda: make() if jax.process_index() == 0 else None)[0]
+    return gather_results(lambda: make() if jax.process_index() == 0 else None)[0]
 
 
 def all_arrive(name: str) -> bool:

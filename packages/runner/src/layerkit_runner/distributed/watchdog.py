@@ -67,7 +67,7 @@ def finished_within(seconds: float, act: Callable[[], object]) -> bool:
 
 
 @contextlib.contextmanager
-def before_forced_exit(callback: Callable[[], None]) -> Iterator[None]:
+def run_before_forced_exit(callback: Callable[[], None]) -> Iterator[None]:
     """Register a function for the block that `forced_exit` calls, the latest first."""
     _callbacks.append(callback)
     try:
@@ -111,7 +111,7 @@ def exit_now(exit_code: int) -> NoReturn:
 
 
 def forced_exit(exit_code: int, reason: str) -> NoReturn:
-    """Call the functions of `before_forced_exit`, tell the other processes, and exit."""
+    """Call the functions of `run_before_forced_exit`, tell the other processes, and exit."""
     finished_within(_SECONDS_TO_CLOSE, _close)
     notify_others(reason)
     exit_now(exit_code)

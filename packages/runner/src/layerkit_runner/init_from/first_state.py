@@ -62,10 +62,10 @@ def plan_first_state(
     if source is None:
         return lambda: FirstState(partitioner.init_fn(task)())
     if not isinstance(source, InitFrom):
-        return lambda: _from_loader(partitioner, task, source)
+        return lambda: _load_custom(partitioner, task, source)
     state = partitioner.abstract_stored_state(task)
     matched, state = _match(source, state, task, report)
-    return lambda: _from_match(partitioner, task, state, matched)
+    return lambda: _read_match(partitioner, task, state, matched)
 
 
 def weight_readers(
@@ -79,7 +79,7 @@ def weight_readers(
     matched = _match(source, state, task, _LOG.warning)[0]
 
     def read(value: InitialValue) -> jax.Array:
-        stored = value.stored.read(_to_read(value.stored, [value]))
+        stored = value.stored.read(_stored_specs(value.stored, [value]))
         return _compute(value, [stored[path] for path in value.paths])
 
     readers: dict[LeafPath, Callable[[], jax.Array]] = {
@@ -109,7 +109,7 @@ def _match(
     return match(source, opened, state, model=task.model), state
 
 
-def _from_match(
+def _read_match(
     partitioner: Partitioner, task: SingleTask, state: TrainState, matched: Matched
 ) -> FirstState:
     values: dict[_Key, jax.Array] = {}
@@ -118,7 +118,7 @@ def _from_match(
         if initial.stored not in sources:
             sources.append(initial.stored)
     for number, stored in enumerate(sources):
-        read = stored.read(_to_read(stored, matched.values.values()))
+        read = stored.read(_stored_specs(stored, matched.values.values()))
         values |= {(number, path): value for path, value in read.items()}
     keys = {
         target: [(sources.index(initial.stored), path) for path in initial.paths]
@@ -143,7 +143,7 @@ def _from_match(
     return FirstState(made, matched.step, _provenance(state, matched))
 
 
-def _to_read(
+def _stored_specs(
     stored: StoredValues, initial_values: Iterable[InitialValue]
 ) -> dict[LeafPath, jax.ShapeDtypeStruct]:
     """Return the values to read of a source: stored shapes under the shardings of the state."""
@@ -202,16 +202,14 @@ def _assemble(task: SingleTask, values: Mapping[LeafPath, jax.Array], step: int)
     key = task.first_key()
     state = task.init_state(key, weights=unflatten_dict(weights) if weights else None)
     if step:
-        state = state.replace(
-            step=jnp.int32(step), opt_state=_with_schedules_at(state.opt_state, step)
-        )
+        state = state.replace(step=jnp.int32(step), opt_state=_set_schedules(state.opt_state, step))
     leaves = {path: values.get(path, leaf) for path, leaf in named_leaves(state).items()}
     state = jax.tree.unflatten(jax.tree.structure(state), list(leaves.values()))
     averages = task.train.learner.init_ema_statistics(state.non_trainable)
     return state.replace(ema_statistics=averages)
 
 
-def _with_schedules_at(opt_state: Any, step: int) -> Any:
+def _set_schedules(opt_state: Any, step: int) -> Any:
     """Return an optimizer state whose schedules are at `step`; moments keep their first values."""
     kinds = (optax.ScaleByScheduleState, optax.InjectStatefulHyperparamsState)
 
@@ -221,13 +219,13 @@ def _with_schedules_at(opt_state: Any, step: int) -> Any:
         node = node._replace(count=jnp.full_like(node.count, step))
         if isinstance(node, optax.InjectStatefulHyperparamsState):
             states = optax.tree_utils.tree_set(node.hyperparams_states, count=node.count)
-            node = node._replace(hyperparams_states=states, inner_state=at_step(node.inner_state))
+            node = node._replace(hyperparams_states=states, inner_state=visit_all(node.inner_state))
         return node
 
-    def at_step(tree: Any) -> Any:
+    def visit_all(tree: Any) -> Any:
         return jax.tree.map(visit, tree, is_leaf=lambda node: isinstance(node, kinds))
 
-    return at_step(opt_state)
+    return visit_all(opt_state)
 
 
 def _provenance(state: TrainState, matched: Matched) -> Provenance:
@@ -254,7 +252,7 @@ def _provenance(state: TrainState, matched: Matched) -> Provenance:
     )
 
 
-def _from_loader(partitioner: Partitioner, task: SingleTask, loader: Any) -> FirstState:
+def _load_custom(partitioner: Partitioner, task: SingleTask, loader: Any) -> FirstState:
     """Make the first state with a custom loader: `load(model, like)`."""
     stored = partitioner.abstract_stored_state(task)
     like = _floating_weights(task.model, stored).params

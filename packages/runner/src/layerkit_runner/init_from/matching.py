@@ -109,7 +109,7 @@ class _Matching:
             self._place_weight(path, leaf, used)
         for path, leaf in self._opt_state.items():
             for source in self._opened:
-                if self._by_rule(source, source.settings.state_rules, path, leaf, used):
+                if self._apply_rules(source, source.settings.state_rules, path, leaf, used):
                     break
         self._add_unused_patterns(used)
         for source in self._opened:
@@ -152,10 +152,10 @@ class _Matching:
         for source in self._opened:
             rules = source.settings.weight_rules
             if rules is not None:
-                if self._by_rule(source, rules, path, leaf, used):
+                if self._apply_rules(source, rules, path, leaf, used):
                     return
                 continue
-            stored = _in_source(source, path[0], name)
+            stored = _find_in_source(source, path[0], name)
             if stored is not None:
                 self._add(source, Origin(name, (name,)), (stored,), path, leaf)
                 return
@@ -185,7 +185,7 @@ class _Matching:
         self._drawn.append(path)
         self._accounted.add(path)
 
-    def _by_rule(
+    def _apply_rules(
         self, source: Opened, rules: Iterable[Rule], path: LeafPath, leaf: Any, used: set[Rule]
     ) -> bool:
         """Apply the first rule that matches; return whether there is one, also after a fault."""
@@ -195,7 +195,7 @@ class _Matching:
             if origin is None:
                 continue
             used.add(rule)
-            places = [(one, _in_source(source, path[0], one)) for one in origin.names]
+            places = [(one, _find_in_source(source, path[0], one)) for one in origin.names]
             absent = [one for one, place in places if place is None]
             if absent:
                 near = self._near(absent[0], _names_in(source, path[0]))
@@ -307,7 +307,7 @@ class _Matching:
         return ""
 
 
-def _in_source(source: Opened, field: str, name: str) -> LeafPath | None:
+def _find_in_source(source: Opened, field: str, name: str) -> LeafPath | None:
     """Return the path of a value in a source; under `use_ema` that of its average if it has one."""
     parts = tuple(name.split("/"))
     averages = _AVERAGES_OF.get(field) if source.settings.use_ema else None

@@ -34,7 +34,7 @@ def get_experiment(
       UserError: The experiment is unknown, or an override does not fit.
     """
     fields = dict(overrides or {})
-    deep = [as_override(path, fields.pop(path)) for path in list(fields) if "." in path]
+    deep = [make_override(path, fields.pop(path)) for path in list(fields) if "." in path]
     if isinstance(experiment, ResolvedExperiment):
         if fields:
             problem = "fields of an experiment are set before its configs are made"
@@ -71,7 +71,7 @@ def changed_fields(experiment: BaseExperiment) -> dict[str, Any]:
     }
 
 
-def as_override(path: str, value: Any) -> Override:
+def make_override(path: str, value: Any) -> Override:
     """Return the override of a path by a Python value."""
     return parse_override(path, override_text(value))
 
@@ -115,7 +115,7 @@ def input_batches(
             yield batch
 
 
-def with_num_steps(resolved: ResolvedExperiment, num_steps: int) -> ResolvedExperiment:
+def set_num_steps(resolved: ResolvedExperiment, num_steps: int) -> ResolvedExperiment:
     """Return an experiment that trains for `num_steps` steps in total.
 
     The field of the experiment is set, since schedules may depend on it. If the experiment has no
@@ -127,5 +127,5 @@ def with_num_steps(resolved: ResolvedExperiment, num_steps: int) -> ResolvedExpe
     cls, fields = type(resolved.experiment), changed_fields(resolved.experiment)
     deep = [override for override in resolved.deep_overrides if override.path != task_path]
     if "." in path or config_text(resolve(cls(**fields), deep)) != config_text(resolved):
-        return add_overrides(resolved, [as_override(task_path, num_steps)])
+        return add_overrides(resolved, [make_override(task_path, num_steps)])
     return resolve(cls(**{**fields, path: num_steps}), deep)

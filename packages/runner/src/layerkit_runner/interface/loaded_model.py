@@ -323,7 +323,7 @@ class LoadedModel:
         """
         array = token_array(ids, "ids", vocab_size=self._vocab_size())
         rows = np.atleast_2d(array)
-        batch = self._in_bucket(rows)
+        batch = self._pad_to_bucket(rows)
         if (source is not None) != self._has_source:
             expected = "the source ids, for this model" if self._has_source else "None"
             raise UsageError(field="source", value=source, expected=expected)
@@ -332,7 +332,7 @@ class LoadedModel:
             if len(np.atleast_2d(sources)) != len(rows):
                 expected = f"as many rows as ids, {len(rows)}"
                 raise UsageError(field="source", value=list(sources.shape), expected=expected)
-            other = self._in_bucket(np.atleast_2d(sources))
+            other = self._pad_to_bucket(np.atleast_2d(sources))
             batch = NestedMap(**batch, source=other.ids, source_lengths=other.lengths)
         padded = self._call("logits", model_calls.token_logits, batch)
         cut = padded[: len(rows), : array.shape[-1]]
@@ -453,7 +453,7 @@ class LoadedModel:
             )
         return self._compiled[key]
 
-    def _in_bucket(self, ids: np.ndarray) -> NestedMap:
+    def _pad_to_bucket(self, ids: np.ndarray) -> NestedMap:
         rows, length = ids.shape
         shape = (self._buckets.rows(rows), self._buckets.length(length))
         padded, lengths = np.zeros(shape, np.int32), np.zeros(shape[0], np.int32)

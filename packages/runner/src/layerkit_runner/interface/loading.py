@@ -27,9 +27,9 @@ from layerkit_runner.init_from.settings import InitFrom, Source
 from layerkit_runner.init_from.sources import CheckpointFolder, HuggingFaceFolder, recognize
 from layerkit_runner.interface.experiments import (
     ExperimentLike,
-    as_override,
     experiment_class,
     get_experiment,
+    make_override,
 )
 from layerkit_runner.interface.loaded_model import LoadedModel
 from layerkit_runner.observers import Observers, Progress
@@ -66,7 +66,7 @@ def load(
     Raises:
       UserError: The folder has no such model, or the model does not fit the devices.
     """
-    added = [as_override(name, value) for name, value in (overrides or {}).items()]
+    added = [make_override(name, value) for name, value in (overrides or {}).items()]
     return load_folder(os.fspath(folder), step=step, experiment=experiment, overrides=added)
 
 

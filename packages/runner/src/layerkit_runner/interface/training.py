@@ -18,7 +18,7 @@ from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.config.requests import ResolvedExperiment, flag_word
 from layerkit_runner.distributed.stop_signals import Interrupts
 from layerkit_runner.errors import UsageError
-from layerkit_runner.interface.experiments import ExperimentLike, get_experiment, with_num_steps
+from layerkit_runner.interface.experiments import ExperimentLike, get_experiment, set_num_steps
 from layerkit_runner.interface.loaded_model import LoadedModel
 from layerkit_runner.interface.loading import load_checkpoint
 from layerkit_runner.observers import Metrics, read_metrics
@@ -179,7 +179,7 @@ def train(
     folder = os.path.expanduser(os.fspath(job_log_dir))
     resolved = get_experiment(experiment, overrides)
     if num_steps is not None:
-        resolved = with_num_steps(resolved, num_steps)
+        resolved = set_num_steps(resolved, num_steps)
     flags = _options(folder, options or {})
     with _jax_settings_restored(), job_errors("train", resolved):
         exit_code = run_train(resolved, flags, signals=Interrupts(), quiet=quiet)

@@ -293,7 +293,7 @@ def _has_ended(job: concurrent.futures.Future[Any], deadline: float | None) -> b
 _Hook = TypeVar("_Hook", bound=Callable[..., None])
 
 
-def _of_all(hook: _Hook) -> _Hook:
+def _forward(hook: _Hook) -> _Hook:
     """Return a method that passes a report on to every observer."""
     return cast(_Hook, lambda self, *args: self._report(hook.__name__, *args))
 
@@ -324,16 +324,16 @@ class Observers(Observer):
         """
         self._callers = [_Caller(observer, phase) for observer in observers]
 
-    start = _of_all(Observer.start)
-    train_metrics = _of_all(Observer.train_metrics)
-    progress = _of_all(Observer.progress)
-    eval_metrics = _of_all(Observer.eval_metrics)
-    histograms = _of_all(Observer.histograms)
-    eval_histograms = _of_all(Observer.eval_histograms)
-    images = _of_all(Observer.images)
-    text = _of_all(Observer.text)
-    message = _of_all(Observer.message)
-    flush = _of_all(Observer.flush)
+    start = _forward(Observer.start)
+    train_metrics = _forward(Observer.train_metrics)
+    progress = _forward(Observer.progress)
+    eval_metrics = _forward(Observer.eval_metrics)
+    histograms = _forward(Observer.histograms)
+    eval_histograms = _forward(Observer.eval_histograms)
+    images = _forward(Observer.images)
+    text = _forward(Observer.text)
+    message = _forward(Observer.message)
+    flush = _forward(Observer.flush)
 
     def close(self) -> None:
         """Close every observer; then raise the first failure of one that is not optional."""

@@ -239,10 +239,10 @@ def read_metrics(path: epath.PathLike) -> Metrics:
             train[step] = record
     return Metrics(
         info=info,
-        train=_by_step(train),
-        evals={name: _by_step(series) for name, series in evals.items() if series},
+        train=_sort_by_step(train),
+        evals={name: _sort_by_step(series) for name, series in evals.items() if series},
     )
 
 
-def _by_step(series: dict[int, Record]) -> list[Record]:
+def _sort_by_step(series: dict[int, Record]) -> list[Record]:
     return [series[step] for step in sorted(series)]

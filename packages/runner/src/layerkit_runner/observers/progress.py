@@ -42,7 +42,7 @@ class Progress(Observer):
         """Create the bar or the pacing of lines for a training run."""
         if info.mode != "train":
             return  # each evaluation is printed
-        if self._stream.isatty() or (self._stream is sys.stdout and _in_notebook()):
+        if self._stream.isatty() or (self._stream is sys.stdout and _is_notebook()):
             self._view = _Bar(info, self._stream)
         else:
             self._view = _Lines(info, self._stream, self._clock)
@@ -226,7 +226,7 @@ class _Bar(Observer):
         self._bar.close()
 
 
-def _in_notebook() -> bool:
+def _is_notebook() -> bool:
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return hasattr(shell, "kernel")

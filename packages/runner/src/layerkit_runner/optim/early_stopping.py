@@ -14,7 +14,7 @@ from typing import Any
 
 from layerkit.config import Configurable
 from layerkit.config.checks import check_choice, check_non_negative, check_sizes
-from layerkit_runner.distributed.cluster import from_process_0
+from layerkit_runner.distributed.cluster import run_on_process_0
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.text import stable_repr
 
@@ -24,7 +24,7 @@ TRAIN_STEP = "train_step"
 _OWNER = "task.early_stopping"
 
 
-def by_path(metrics_by_program: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+def join_metrics(metrics_by_program: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Return the metrics of several programs as one dict by `PROGRAM/METRIC`."""
     return {
         f"{name}/{metric}": value
@@ -241,7 +241,7 @@ class EarlyStop:
 
     def asks_to_stop(self, metrics: Mapping[str, float], step: int) -> bool:
         """Return whether to stop after `step` with these metrics, the same on all processes."""
-        if from_process_0(lambda: bool(self.rule.should_stop(metrics, step))):
+        if run_on_process_0(lambda: bool(self.rule.should_stop(metrics, step))):
             self.stopped_at = step
         return self.stopped_at is not None
 

@@ -43,7 +43,7 @@ def stacks_of(boxed: Any) -> dict[Path, tuple[int, ...]]:
     return stacks
 
 
-def over_stack(fn: Callable[..., Any], sizes: tuple[int, ...]) -> Callable[..., Any]:
+def map_stack(fn: Callable[..., Any], sizes: tuple[int, ...]) -> Callable[..., Any]:
     """Return a function of stacks, arrays `[*sizes, ...]`, that applies `fn` to each layer."""
     for _ in sizes:
         fn = jax.vmap(fn)
@@ -54,7 +54,7 @@ def map_tensors(fn: Callable[[jax.Array], jax.Array], tree: Any, stacks: Stacks)
     """Apply `fn` to each weight `[...]` of a tree, and to each layer of stacked weights."""
     flat = flatten_dict(tree)
     return unflatten_dict(
-        {path: over_stack(fn, stacks.get(path, ()))(leaf) for path, leaf in flat.items()}
+        {path: map_stack(fn, stacks.get(path, ()))(leaf) for path, leaf in flat.items()}
     )
 
 
@@ -108,7 +108,7 @@ class OptimizerGroups:
         flat = flatten_dict(params)
         return _bare(
             {
-                name: over_stack(group.optimizer.transformation.init, group.sizes)(
+                name: map_stack(group.optimizer.transformation.init, group.sizes)(
                     group.select(flat)
                 )
                 for name, group in self._divide(params, stacks).items()
@@ -131,7 +131,7 @@ class OptimizerGroups:
         `select(next state, state)` is the state to keep.
         """
         groups = self._divide(params, stacks)
-        states = _by_name(state, groups)
+        states = _states_by_name(state, groups)
         trees = [flatten_dict(tree) for tree in (grads, params, raw_grads)]
         updates: dict[Path, Any] = {}
         for name, group in groups.items():
@@ -145,7 +145,7 @@ class OptimizerGroups:
 
             grads_, params_, raw_ = (group.select(tree) for tree in trees)
             arguments = (grads_, states[name], params_, raw_)
-            update_all = over_stack(update_one, group.sizes)
+            update_all = map_stack(update_one, group.sizes)
             if any(map(optimizer_calls.is_on_host, jax.tree.leaves(states[name]))):
                 from layerkit_runner.optim import host_state
 
@@ -177,10 +177,10 @@ class OptimizerGroups:
         """Return `params` with the averages of schedule-free optimizers in their places."""
         groups = self._divide(params, stacks)
         flat = flatten_dict(params)
-        for name, group_state in _by_name(state, groups).items():
+        for name, group_state in _states_by_name(state, groups).items():
             if optimizer_calls.is_schedule_free(group_state):
                 group = groups[name]
-                find = over_stack(optimizer_calls.evaluated, group.sizes)
+                find = map_stack(optimizer_calls.evaluated, group.sizes)
                 flat.update(flatten_dict(find(group_state, group.select(flat))))
         return unflatten_dict(flat)
 
@@ -188,7 +188,7 @@ class OptimizerGroups:
         """Return the known step counts of the optimizers' schedules, by name of the optimizer."""
         groups = self._divide(params, stacks)
         counts = {}
-        for name, group_state in _by_name(state, groups).items():
+        for name, group_state in _states_by_name(state, groups).items():
             count = optimizer_calls.steps_taken(group_state)
             if count is not None:
                 counts[groups[name].optimizer.name] = count
@@ -252,5 +252,5 @@ def _bare(states: dict[str, Any]) -> Any:
     return next(iter(states.values())) if len(states) == 1 else states
 
 
-def _by_name(state: Any, groups: Mapping[str, _Group]) -> dict[str, Any]:
+def _states_by_name(state: Any, groups: Mapping[str, _Group]) -> dict[str, Any]:
     return dict.fromkeys(groups, state) if len(groups) == 1 else dict(state)

@@ -55,7 +55,7 @@ def linear_warmup_exponential_decay(
     decay = optax.exponential_decay(
         peak, decay_end - decay_start, min_ratio, end_value=peak * min_ratio
     )
-    return _after_warmup(peak, warmup_steps, decay_start, decay)
+    return _prepend_warmup(peak, warmup_steps, decay_start, decay)
 
 
 def linear_warmup_cosine_decay(
@@ -69,7 +69,7 @@ def linear_warmup_cosine_decay(
         "linear_warmup_cosine_decay", peak, warmup_steps, decay_start, decay_end, min_ratio
     )
     decay = optax.cosine_decay_schedule(peak, decay_end - decay_start, alpha=min_ratio)
-    return _after_warmup(peak, warmup_steps, decay_start, decay)
+    return _prepend_warmup(peak, warmup_steps, decay_start, decay)
 
 
 def linear_warmup_polynomial_decay(
@@ -105,13 +105,13 @@ def linear_warmup_polynomial_decay(
     num_steps = decay_end - decay_start
     if origin == "limit":
         decay = optax.polynomial_schedule(peak, peak * min_ratio, power, num_steps)
-        return _after_warmup(peak, warmup_steps, decay_start, decay)
+        return _prepend_warmup(peak, warmup_steps, decay_start, decay)
 
     def decay_from_start(step: jax.typing.ArrayLike) -> jax.Array:
         part = jnp.clip(jnp.asarray(step, jnp.float32) / num_steps, 0.0, 1.0)
         return peak * (1.0 - (1.0 - min_ratio) * part**power)
 
-    return _after_warmup(peak, warmup_steps, decay_start, decay_from_start)
+    return _prepend_warmup(peak, warmup_steps, decay_start, decay_from_start)
 
 
 def linear_warmup_sqrt_decay(peak: float, *, warmup_steps: int) -> optax.Schedule:
@@ -250,7 +250,7 @@ def concrete_numbers(**fields: Any) -> dict[str, float | None]:
     return {name: concrete_number(value) for name, value in fields.items()}
 
 
-def _after_warmup(
+def _prepend_warmup(
     peak: float, warmup_steps: int, decay_start: int, decay: optax.Schedule
 ) -> optax.Schedule:
     flat = optax.constant_schedule(peak)

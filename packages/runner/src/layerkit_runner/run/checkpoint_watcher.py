@@ -12,7 +12,7 @@ from layerkit.errors import first_names
 from layerkit_runner.checkpointing.errors import DamagedCheckpointError, LayoutVersionError
 from layerkit_runner.checkpointing.folders import committed_steps, read_metadata, step_folder
 from layerkit_runner.checkpointing.integrity import step_digest
-from layerkit_runner.distributed.cluster import from_process_0
+from layerkit_runner.distributed.cluster import run_on_process_0
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import UsageError
@@ -119,7 +119,7 @@ def _training_end(directory: epath.Path, done: int | None, own_last_step: int) -
             is_last = bool(reason)
         return {"last_step": last, "is_last": is_last, "reason": reason}
 
-    return from_process_0(find)
+    return run_on_process_0(find)
 
 
 def _early_end(directory: epath.Path, step: int) -> str:
@@ -157,7 +157,7 @@ def _wait(
 
     has_reported = False
     while not signals.agreed_now():
-        polled = from_process_0(poll)
+        polled = run_on_process_0(poll)
         if polled["new"] is not None or polled["is_late"]:
             return polled["new"]
         if not has_reported:

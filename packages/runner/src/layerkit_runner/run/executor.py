@@ -30,7 +30,7 @@ from layerkit_runner.errors import (
 )
 from layerkit_runner.observers import DECODE_PREFIX, Goodput, Observer, Throughput
 from layerkit_runner.observers.step_profiler import StepProfiler
-from layerkit_runner.optim.early_stopping import TRAIN_STEP, EarlyStop, by_path, program_of
+from layerkit_runner.optim.early_stopping import TRAIN_STEP, EarlyStop, join_metrics, program_of
 from layerkit_runner.run.programs.eval_program import BaseProgram
 from layerkit_runner.run.programs.skipped_steps import SKIPPED_STEPS
 from layerkit_runner.run.programs.train_program import TrainPrograms
@@ -185,12 +185,12 @@ class Executor:
         metrics: dict[str, float] = {}
         if self.early_stop is not None and self.early_stop.rule.asks_each_step():
             self.train_programs.drain()
-            metrics |= by_path({TRAIN_STEP: self.train_programs.last_metrics()})
+            metrics |= join_metrics({TRAIN_STEP: self.train_programs.last_metrics()})
         if evals:
-            metrics |= by_path(self.evaluate(state, step, evals))
+            metrics |= join_metrics(self.evaluate(state, step, evals))
         if decodes:
             decoded = self.decode(state, step, decodes)
-            metrics |= by_path(
+            metrics |= join_metrics(
                 {DECODE_PREFIX + p.name: p.metrics for p in decodes if p.name in decoded}
             )
         if metrics and self.early_stop is not None and self.early_stop.asks_to_stop(metrics, step):
@@ -248,7 +248,7 @@ class Executor:
 
     def _record(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
         """Record evaluations for the choice of the best checkpoints."""
-        metrics, best = by_path(results), self.train.save_best_metric
+        metrics, best = join_metrics(results), self.train.save_best_metric
         names = {program.name for program in self.eval_programs}
         name = None if best is None else program_of(best, names | results.keys())
         if name in results and best not in metrics:

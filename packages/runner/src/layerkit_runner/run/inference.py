@@ -24,7 +24,7 @@ from layerkit_runner.checkpointing.integrity import step_digest
 from layerkit_runner.config.recorded import differing_names
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.data.train_inputs import check_same_data
-from layerkit_runner.distributed.cluster import from_process_0, gather_values
+from layerkit_runner.distributed.cluster import gather_values, run_on_process_0
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.distributed.watchdog import phase, progress
 from layerkit_runner.errors import UsageError
@@ -132,7 +132,7 @@ class CheckpointReader:
         """Run the pending programs on the checkpoints of these steps."""
         with self.open() as checkpoints:
             folder = checkpoints.directory
-            existing = from_process_0(lambda: committed_steps(folder))
+            existing = run_on_process_0(lambda: committed_steps(folder))
             for step in steps:
                 check_choice(str(folder), existing, **{"--restore_checkpoint_step": step})
             for step in steps:
@@ -153,7 +153,7 @@ class CheckpointReader:
             # The training job may have started after this one.
             check_same_experiment(self.job.directory, self.job.resolved)
         folder = checkpoints.directory
-        digest = from_process_0(lambda: step_digest(step_folder(folder, step)))
+        digest = run_on_process_0(lambda: step_digest(step_folder(folder, step)))
         if (step, digest) in self._done:
             return True
         pending = [p for p in self.eval_programs if not self._is_recorded(p, step, digest)]
@@ -177,7 +177,7 @@ class CheckpointReader:
         if path is None:
             return False
         provenance = self._provenance(program, digest)
-        metrics = from_process_0(lambda: _read_record(path, provenance))
+        metrics = run_on_process_0(lambda: _read_record(path, provenance))
         if metrics is None:
             return False
         self.job.observers.message(
@@ -200,7 +200,7 @@ class CheckpointReader:
         if any(gather_values(problem is not None)):
             is_other_model = isinstance(getattr(problem, "__cause__", None), StructureMismatchError)
             folder = checkpoints.directory
-            newest = from_process_0(lambda: max(committed_steps(folder), default=-1))
+            newest = run_on_process_0(lambda: max(committed_steps(folder), default=-1))
             if problem is not None and (is_other_model or newest <= step):
                 raise problem
             self.job.observers.message(

@@ -27,7 +27,7 @@ from layerkit_runner.config.experiment import is_field_name
 from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.config.recorded import differing_names, read_recorded_config
 from layerkit_runner.config.requests import ResolvedExperiment, to_argv
-from layerkit_runner.distributed.cluster import from_process_0
+from layerkit_runner.distributed.cluster import run_on_process_0
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import (
     atomic_write,
@@ -281,7 +281,7 @@ def start_over(
     Raises:
       UsageError: The job has committed a checkpoint before, and this is not allowed.
     """
-    problem = from_process_0(lambda: _lost_work(directory, checkpoints))
+    problem = run_on_process_0(lambda: _lost_work(directory, checkpoints))
     if problem is None:
         return
     if not is_allowed:
@@ -299,7 +299,7 @@ def start_over(
             path = folders.step_folder(checkpoints, step)
             report(f"moved {path} aside to {folders.move_aside(path).name}")
 
-    from_process_0(move_aside)
+    run_on_process_0(move_aside)
 
 
 def _lost_work(directory: epath.Path, checkpoints: epath.Path) -> str | None:

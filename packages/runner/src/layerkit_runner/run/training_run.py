@@ -20,13 +20,17 @@ from layerkit_runner.checkpointing.errors import naming_damage
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.data.host_inputs import peek_batch
 from layerkit_runner.data.train_inputs import TrainInputs, check_same_data
-from layerkit_runner.distributed.cluster import distributed_state, from_process_0, gather_values
+from layerkit_runner.distributed.cluster import (
+    distributed_state,
+    gather_values,
+    run_on_process_0,
+)
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.distributed.watchdog import (
-    before_forced_exit,
     forced_exit_on,
     phase,
     progress,
+    run_before_forced_exit,
     training_is_complete,
 )
 from layerkit_runner.errors import StorageError, UsageError, as_usage_error
@@ -150,7 +154,7 @@ class TrainingRun:
         if jax.process_index() == 0:  # the only process that writes
             enter(only_trainer(job.directory))
         self.resources.push(self._close_observers)
-        enter(before_forced_exit(job.observers.close))
+        enter(run_before_forced_exit(job.observers.close))
         self._starting = enter(contextlib.ExitStack())
         again = "no step was completed; run the same command to start again"
         self._starting.enter_context(self.signals.leaving_at_once(again))
@@ -301,7 +305,7 @@ class TrainingRun:
                 hint="To start from an older step, give this folder as --restore_checkpoint_dir and"
                 " a new --job_log_dir.",
             )
-        if from_process_0(self.checkpoints.latest_step) is not None:
+        if run_on_process_0(self.checkpoints.latest_step) is not None:
             return None
         self._start_over()
         return None if options.restore_checkpoint_dir is not None else self._plan_first_state()

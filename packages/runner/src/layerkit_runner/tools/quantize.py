@@ -104,7 +104,7 @@ def quantize_folder(
             config = resolved.task.model
             _, stored = quantize_model(config, weights, weight_format=weight_format)
         others = jax.tree.map(lambda read: read(), fields)
-        _write(directory, _with_format(resolved, directory, weight_format), step, stored | others)
+        _write(directory, _set_format(resolved, directory, weight_format), step, stored | others)
         state = job.abstract_stored_state()
     before = _num_bytes([state.params, others])
     after = _num_bytes([stored, others])
@@ -125,7 +125,7 @@ def _check_optimizer(job: Job, source: str) -> None:
         )
 
 
-def _with_format(
+def _set_format(
     resolved: ResolvedExperiment, directory: epath.Path, weight_format: str
 ) -> ResolvedExperiment:
     """Return the experiment of the new folder, without averages of weights."""

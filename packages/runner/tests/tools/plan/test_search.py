@@ -185,11 +185,6 @@ def test_search_under_pmap_raises(raises, tunable_lm):
         searched(tunable_lm(USE_PMAP=True))
 
 
-def test_search_without_compilations_raises(raises, tunable_lm):
-    with raises(UsageError, field="--max_compilations", value=0):
-        searched(tunable_lm(), compilations=0)
-
-
 @pytest.mark.slow
 def test_search_from_the_command_line(plan_json, tmp_path):
     found = plan_json("--search", "--fdl.NUM_LAYERS=2", "--max_compilations=2")

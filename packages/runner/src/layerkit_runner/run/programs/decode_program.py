@@ -23,7 +23,7 @@ from layerkit_inputs.base.eval_padding import ROW_MARKS, example_rows
 from layerkit_runner.config.recorded import differing_names
 from layerkit_runner.data.host_inputs import eval_batches, peek_eval_batch
 from layerkit_runner.data.skipped_records import report_skipped
-from layerkit_runner.distributed.cluster import from_process_0
+from layerkit_runner.distributed.cluster import run_on_process_0
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import read_regular
 from layerkit_runner.observers import DECODE_PREFIX, Observer
@@ -154,7 +154,7 @@ class DecodeProgram(BaseProgram):
             # Targets are encoded alone, without the prompt.
             texts = [one.get("prediction", one["continuation"]) for one in records]
             predictions.add([one["example"] for one in records], texts)
-            metrics |= from_process_0(
+            metrics |= run_on_process_0(
                 lambda: as_floats(self.dataset.prediction_metrics(predictions.values))
             )
         self.metrics = metrics
@@ -207,7 +207,7 @@ def _reused(
         return True
 
     # Every process reads the file, which may be large.
-    return read() if from_process_0(decide) else None
+    return read() if run_on_process_0(decide) else None
 
 
 LARGEST_LIST = 1024

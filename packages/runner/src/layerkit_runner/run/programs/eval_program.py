@@ -22,7 +22,7 @@ from layerkit_inputs.base.eval_padding import empty_batch, example_rows, num_row
 from layerkit_runner.data.host_inputs import eval_batches, peek_eval_batch
 from layerkit_runner.data.skipped_records import SKIPPED_RECORDS, report_skipped
 from layerkit_runner.data.train_inputs import TrainInput
-from layerkit_runner.distributed.cluster import from_process_0, gather_values
+from layerkit_runner.distributed.cluster import gather_values, run_on_process_0
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import TOTAL_WEIGHT, Histogram, Observer
 from layerkit_runner.partitioning import Partitioner
@@ -183,7 +183,7 @@ class EvalProgram(BaseProgram):
                 )
         others: dict[str, float] = {}
         if self._scores_examples:
-            metrics = from_process_0(lambda: as_floats(self.dataset.score_metrics(scores.values)))
+            metrics = run_on_process_0(lambda: as_floats(self.dataset.score_metrics(scores.values)))
             others = {f"score/{name}": value for name, value in metrics.items()}
         others |= report_skipped(self.dataset, self.name, observers)
         return self._report(reported, others, step, observers)

@@ -171,16 +171,16 @@ def parameter_table(experiment: str, partitioner: Partitioner, task: SingleTask)
     with as_usage_error(ValueError):
         on_devices = partitioner.abstract_state(task)
         state = partitioner.abstract_stored_state(task)
-        boxes = dict(_by_path(jax.eval_shape(lambda: task.model.init_boxed(jax.random.key(0)))))
+        boxes = dict(_sort_paths(jax.eval_shape(lambda: task.model.init_boxed(jax.random.key(0)))))
         trained = task.train.learner.trained_weights.select(state.params)
     tensors = {tensor.path: tensor for tensor in tensor_memory(on_devices, {}, stored=state)}
-    paths = [path for path, _ in _by_path({PARAMS: state.params})]
-    frozen_paths = set(paths) - {path for path, _ in _by_path({PARAMS: trained})}
+    paths = [path for path, _ in _sort_paths({PARAMS: state.params})]
+    frozen_paths = set(paths) - {path for path, _ in _sort_paths({PARAMS: trained})}
 
     def rows(field: str) -> list[Parameter]:
         return [
             _parameter(tensors[path], boxes.get(path), is_frozen=path in frozen_paths)
-            for path, _ in _by_path({field: getattr(state, field)})
+            for path, _ in _sort_paths({field: getattr(state, field)})
         ]
 
     groups = {
@@ -204,7 +204,7 @@ def parameter_table(experiment: str, partitioner: Partitioner, task: SingleTask)
     )
 
 
-def _by_path(tree: Any) -> Iterator[tuple[str, Any]]:
+def _sort_paths(tree: Any) -> Iterator[tuple[str, Any]]:
     """Yield the paths and values of leaves, or of boxes of leaves."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box):
         name = jax.tree_util.keystr(path, simple=True, separator="/")

@@ -297,9 +297,6 @@ def search(
     clock: Callable[[], float] = time.monotonic,
 ) -> Search:
     """Compile variants of an experiment, first the experiment itself, and rank them."""
-    if max_compilations < 1:
-        expected = "a positive integer; the experiment itself is compiled first"
-        raise UsageError(field="--max_compilations", value=max_compilations, expected=expected)
     begun = clock()
     searcher = _Searcher(resolved, devices, target=target, effort=effort)
     limit = None

@@ -74,8 +74,6 @@ def planned_target(
             expected = "no number beside --target=here, which takes all devices of this machine"
             raise UsageError(field="--num_devices", value=num_devices, expected=expected)
         return asked
-    if num_devices is not None and num_devices < 1:
-        raise UsageError(field="--num_devices", value=num_devices, expected="a positive integer")
     if num_devices is not None and asked.num_devices not in (None, num_devices):
         expected = f"{asked.num_devices}, the devices of --target={target}, or no number"
         raise UsageError(field="--num_devices", value=num_devices, expected=expected)
