@@ -20,6 +20,7 @@ from layerkit_runner.observers import read_metrics
 EXP = "lm.lm_cloud.LmCloudSpmdTest"
 TEXT = "lm.quickstart.LocalText"
 ON_8 = {"ICI_MESH_SHAPE": "[8,1,1]"}
+DATA = "--fdl.datasets.0"
 MESH = "--fdl.partitioner.ici_mesh_shape"
 
 Refusal = Callable[..., errors.UserError]
@@ -86,8 +87,8 @@ def assert_names(
         (EXP, {"ICI_MESH_SHAPE": "[1,1,8]", "PERCORE_BATCH_SIZE": 0.125}, {}),
         # Fields of the task, the data and the partitioner.
         (EXP, {"CHECKPOINT_EVERY_N_STEPS": 0}, {"field": "save_interval_steps", "value": 0}),
-        (EXP, {"PERCORE_BATCH_SIZE": 0.25}, {}),
-        (EXP, {"PERCORE_BATCH_SIZE": 0.3}, {}),
+        (EXP, {"PERCORE_BATCH_SIZE": 0.25}, {"field": f"{DATA}.percore_batch_size", "value": 0.25}),
+        (EXP, {"PERCORE_BATCH_SIZE": 0.3}, {"field": f"{DATA}.percore_batch_size", "value": 0.3}),
         (EXP, {"ICI_MESH_SHAPE": "[1,4,1]"}, {"field": MESH, "value": [1, 4, 1]}),
         # Models that do not fit their data; one position too many: 8 of the prompt, 9 after it.
         (TEXT, {"VOCAB_SIZE": 256}, {}),

@@ -90,9 +90,9 @@ def test_own_batch_size_must_fit_hosts_that_share_rows(raises, tiny: SimpleNames
     [
         ({}, {"field": "batch_size", "value": None}),
         ({"batch_size": 8, "percore_batch_size": 1.0}, {"field": "batch_size", "value": 8}),
-        ({"percore_batch_size": 0.3}, {"value": 2.4}),
+        ({"percore_batch_size": 0.3}, {"field": "percore_batch_size", "value": 0.3}),
         # The mesh does not divide the rows.
-        ({"percore_batch_size": 0.25}, {"value": 2}),
+        ({"percore_batch_size": 0.25}, {"value": 0.25}),
         ({"percore_batch_size": 0.0}, {"value": 0}),
     ],
 )
@@ -135,7 +135,7 @@ def test_other_error_of_a_custom_input_keeps_its_traceback_and_names_the_input()
 
 def test_padded_batch_must_fit_the_mesh_in_evaluation_only(tiny: SimpleNamespace, raises):
     fields = {"name": "dev", "percore_batch_size": 1.0, "batch_padding_size": 1}
-    with raises(UsageError, owner="dev with batch_padding_size=1", value=9):
+    with raises(UsageError, owner="dev", field="batch_padding_size", value=1):
         make_input(tiny.Points.HParams.config(**fields), started([2, 2, 2]))
     fits = tiny.Points.HParams.config(**fields | {"batch_padding_size": 4})
     assert make_input(fits, started([2, 2, 2])).get_next_padded().x.shape == (12, 2)

@@ -74,22 +74,23 @@ def make_input(
 
 def plan_input(config: Config, partitioner: Partitioner, host: HostTopology) -> FeedPlan:
     """Return the rows that each process feeds of the batches of an input; see `make_input`."""
-    name, percore = dataset_name(config), config.percore_batch_size
-    rows: float | None = None
-    if percore is None:
-        rows_per_host = target_of(config).get_batch_size(config)
-        rows = None if rows_per_host is None else rows_per_host * host.num_processes
-    elif config.batch_size is None:
-        rows = round(percore * partitioner.mesh.size, 6)  # 0.1 × 30 is not 3 in binary
+    name = dataset_name(config)
+    if config.percore_batch_size is None:
+        field, size = "batch_size", target_of(config).get_batch_size(config)
+        rows = None if size is None else size * host.num_processes
+    else:
+        field, size = "percore_batch_size", config.percore_batch_size
+        # 0.1 × 30 is not 3 in binary.
+        rows = round(size * partitioner.mesh.size, 6) if config.batch_size is None else None
     if rows is None:
         expected = "one of batch_size and percore_batch_size"
         raise UsageError(owner=name, field="batch_size", value=config.batch_size, expected=expected)
-    partitioner.check_batch_size(rows, source=name)
+    partitioner.check_batch_size(rows, owner=name, field=field, value=size)
     plan = feed_plan(int(rows), partitioner, host)
     if config.batch_padding_size > 0 and not config.is_training:
         padded_rows = (plan.batch_size + config.batch_padding_size) * plan.num_infeed_hosts
-        padding = f"{name} with batch_padding_size={config.batch_padding_size}"
-        partitioner.check_batch_size(padded_rows, source=padding)
+        field, size = "batch_padding_size", config.batch_padding_size
+        partitioner.check_batch_size(padded_rows, owner=name, field=field, value=size)
     return plan
 
 

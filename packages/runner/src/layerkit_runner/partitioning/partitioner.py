@@ -310,14 +310,21 @@ class Partitioner(Configurable):
         """Return the number of parts that the rows of a batch are split into."""
         return int(np.prod([self.mesh.shape[axis] for axis in self.batch_axes()]))
 
-    def check_batch_size(self, rows: float, *, source: str) -> None:
-        """Raise `UsageError` if a global batch cannot be split evenly over the mesh."""
+    def check_batch_size(self, rows: float, *, owner: str, field: str, value: float) -> None:
+        """Raise `UsageError` if a global batch cannot be split evenly over the mesh.
+
+        Args:
+          rows: Number of rows of the global batch.
+          owner: Name of the data set, for the error.
+          field: Field of the data set from which the number follows.
+          value: Value of the field.
+        """
         shards = self.num_batch_shards()
         if rows < 1 or rows % shards:
             axes = " × ".join(self.batch_axes())
-            field = "rows of the global batch"
-            expected = f"a positive multiple of {shards}, the number of devices of {axes}"
-            raise UsageError(owner=source, field=field, value=rows, expected=expected)
+            expected = f"a global batch of a multiple of {shards} rows, the number of devices of"
+            expected += f" {axes}, not of {rows:g}"
+            raise UsageError(owner=owner, field=field, value=value, expected=expected)
 
     def abstract_batch(self, batch: Any) -> Any:
         """Return shapes, dtypes and shardings of the global batch of a host-local batch."""
