@@ -109,11 +109,3 @@ def test_floating_point_dtypes_are_cast_only_if_set(written):
 def test_integers_and_eight_bit_floats_are_never_cast(written, dtype):
     with pytest.raises(StructureMismatchError, match="dtype float32 in the checkpoint"):
         restore(written, target_of(dtype), cast_dtypes=True)
-
-
-def test_cast_to_bfloat16_and_back_rounds(written, tmp_path):
-    low = restore(written, target_of(jnp.bfloat16), cast_dtypes=True).state
-    with CheckpointManager(tmp_path) as manager:
-        manager.save(3, low, input_states={}, metadata={}, force=True)
-    back = restore(tmp_path, target_of(), cast_dtypes=True).state["params"]["w"]
-    np.testing.assert_array_equal(back, WEIGHTS.astype(jnp.bfloat16).astype(np.float32))

@@ -103,12 +103,6 @@ def test_integer_that_jax_would_wrap_around_raises(raises, way: str, value: int,
         enter(Given(batch_size=8, name="web", arrays=arrays, **fields))
 
 
-@pytest.mark.parametrize("value", [2**31 - 1, -(2**31)])
-def test_integer_of_64_bits_that_fits_32_enters(value: int):
-    dataset = Given(batch_size=1, arrays={"x": np.array([value])})
-    assert check_batch(dataset, dataset.get_next()).x == value
-
-
 def test_cast_text_names_the_floats_that_lose_bits():
     batch = NestedMap(
         x=np.zeros(2),

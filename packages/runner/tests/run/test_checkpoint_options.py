@@ -22,7 +22,6 @@ from layerkit.errors import UserError
 from layerkit_runner import BaseExperiment, UsageError
 from layerkit_runner.checkpointing import folders, integrity
 from layerkit_runner.config.requests import ResolvedExperiment
-from layerkit_runner.run.inference import run_inference
 from layerkit_runner.run.job import start_job
 from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run.training_run import run_train
@@ -156,18 +155,3 @@ def test_evaluation_reads_no_state_of_the_optimizer(experiment: Any, trained: Pa
     assert jax.tree.leaves(weights.state.opt_state) == [] != jax.tree.leaves(whole.state.opt_state)
     assert weights.input_states == {} != whole.input_states
     jax.tree.map(np.testing.assert_array_equal, weights.state.params, whole.state.params)
-
-
-def test_other_dtypes_are_converted_only_with_the_flag(
-    experiment: Any, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    shorter = resolve(experiment(DTYPE="bfloat16"))
-    with pytest.raises(UsageError, match="--restore_cast_dtypes"):
-        run_inference("eval_once", shorter, options(trained))
-    capsys.readouterr()
-    assert run_inference("eval_once", shorter, options(trained, restore_cast_dtypes=True)) == 0
-    assert "from float32 to bfloat16" in capsys.readouterr().out
-    new = options(tmp_path / "new", restore_checkpoint_dir=str(trained), restore_cast_dtypes=True)
-    assert run_train(resolve(experiment(DTYPE="bfloat16", MAX_STEPS=8)), new) == 0
-    assert "resuming from step 6" in capsys.readouterr().out
-    assert steps(tmp_path / "new") == [8]

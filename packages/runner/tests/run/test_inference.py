@@ -161,14 +161,6 @@ def test_record_of_another_provenance_is_replaced(infer: Any, gated: ModuleType,
     assert found(job, 6) == found_by_training(job)[6] != before
 
 
-def test_partial_record_is_replaced(infer: Any, job: Path):
-    infer("eval_once", job)
-    whole = record(job, 6).read_text()
-    record(job, 6).write_text(whole[: len(whole) // 2])
-    infer("eval_once", job)
-    assert record(job, 6).read_text() == whole
-
-
 def test_eval_during_decode_records_both(infer: Any, job: Path):
     shutil.rmtree(job / "decode")
     infer("decode_once", job, eval_during_decode=True, restore_checkpoint_step=(2, 6))

@@ -271,21 +271,6 @@ def test_wrong_data_sets_are_an_error_before_a_file_is_written(
     assert not (tmp_path / "job").exists()
 
 
-def test_later_batch_with_an_integer_that_jax_would_wrap_around_raises(
-    raises: Any, tiny: SimpleNamespace, train: Any, experiment: Any
-):
-    class Numbered(tiny.Points):
-        def _read_rows(self, rows: Any) -> Any:
-            return super()._read_rows(rows) | {"number": rows * 2**28}
-
-    resolved = resolve(experiment())
-    resolved.datasets[0] = Numbered.HParams.config(
-        name="train", is_training=True, percore_batch_size=1.0, num_rows=16, shuffle=False
-    )
-    with raises(UsageError, field="int64 value of number", value=2**31):
-        train("job", resolved=resolved)
-
-
 # Layers refuse infinity in a field, but not a number that is infinite in float32.
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
 def test_first_weights_that_are_not_finite_end_the_run_and_are_not_saved(
@@ -324,14 +309,6 @@ def test_home_folder_in_job_log_dir_is_expanded(
     }
     output = train("new", max_steps=5, restore_checkpoint_dir="~/job")
     assert f"resuming from step 4 of {tmp_path}/job/checkpoints" in output
-
-
-def test_a_job_folder_may_be_called_checkpoints(train: Any, job: Path, tmp_path: Path):
-    folder = job.rename(tmp_path / "checkpoints")
-    assert (folder / "checkpoints" / "checkpoint_00000004").is_dir()
-    # The place to start from may be the folder of the checkpoints itself.
-    output = train("new", max_steps=5, restore_checkpoint_dir=str(folder / "checkpoints"))
-    assert f"resuming from step 4 of {folder}/checkpoints\n" in output
 
 
 def test_goodput_covers_all_runs_of_a_job(train: Any, tmp_path: Path):

@@ -13,11 +13,9 @@ import pytest
 from layerkit.base.base_model import WeightedScalar
 from layerkit_runner.errors import UsageError
 from layerkit_runner.step.metrics import (
-    GLOBAL_BATCH,
     ByExample,
     OverBatches,
     StepContext,
-    as_floats,
 )
 
 
@@ -67,11 +65,6 @@ def test_mean_over_shards_is_weighted():
     np.testing.assert_allclose(result.weight, 8.0)
 
 
-def test_metrics_of_a_global_batch_are_unchanged():
-    for metric in (WeightedScalar.of(3.0, 7.0), WeightedScalar.of(0.0, 0.0)):
-        assert GLOBAL_BATCH.mean_metrics({"m": metric}) == {"m": metric}
-
-
 def test_shards_have_different_random_keys():
     def draw(_: jax.Array) -> jax.Array:
         return jax.random.uniform(SHARDS.fold_shard(jax.random.key(0)))
@@ -95,9 +88,3 @@ def test_example_that_occurs_twice_is_an_error(raises, batches):
         scores.add(np.array(numbers), [0.0] * len(numbers))
     with raises(UsageError, field="provenance", value=4):
         scores.add(np.array(last), [0.0] * len(last))
-
-
-def test_metrics_become_python_numbers():
-    metrics = as_floats({"a": np.float32(0.5), "b": 3})
-    assert metrics == {"a": 0.5, "b": 3.0}
-    assert all(type(value) is float for value in metrics.values())

@@ -111,18 +111,6 @@ def test_output_of_another_task_is_replaced(
     assert program.run(state, 7, Observer()) == RECORDS
 
 
-def test_output_of_permuted_weights_is_replaced(make: Any, recorder: Any):
-    program, state = make()
-    path = decode_and_mark(program, state)
-    swapped = jax.tree.map(lambda leaf: leaf * np.array([[1], [2]], leaf.dtype), state.params)
-    assert program.run(state.replace(params=swapped), 7, Observer()) == RECORDS
-    path.write_text(json.dumps(KEPT[0]) + "\n")
-    # The same numbers in other places.
-    mirrored = jax.tree.map(lambda leaf: leaf[::-1], swapped)
-    assert program.run(state.replace(params=mirrored), 7, recorder) == RECORDS
-    assert recorder.messages == [f"replacing {path}: it has different weights"]
-
-
 def test_output_of_other_prompts_is_replaced(make: Any, tiny: SimpleNamespace, recorder: Any):
     path = decode_and_mark(*make())
     fewer, state = make(prompts=tiny.Prompts.HParams.config(num_rows=2))

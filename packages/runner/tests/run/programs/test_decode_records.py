@@ -140,9 +140,3 @@ def test_prompt_and_continuation_are_the_text_of_all_ids(tiny: SimpleNamespace):
     assert [one["continuation"] for one in first["candidates"]] == [" 3 2", " 3"]
     assert (second["prompt"], second["continuation"]) == ("1", " é 2")
     assert [one["continuation"] for one in second["candidates"]] == [" é 2", " é"]
-
-
-def test_ids_are_recorded_without_a_vocabulary(collect: Any):
-    records = collect(CONTINUATION).records
-    assert [record["prompt_ids"] for record in records] == [[1], [3]]
-    assert [record["continuation_ids"] for record in records] == [[2, 2], [4]]
