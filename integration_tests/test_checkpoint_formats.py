@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from layerkit_experiments.lm.lm_cloud import LmCloudTransformerAdamLimitSteps
-from layerkit_experiments.recipes.meshes import spmd
+from layerkit_experiments.recipes.training import spmd
 from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.config.overrides import parse_fields

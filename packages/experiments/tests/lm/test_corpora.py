@@ -10,7 +10,7 @@ from layerkit.config import target_of
 from layerkit.errors import ConfigError
 from layerkit_experiments.lm.c4 import C4Spmd1BAdam4Replicas
 from layerkit_experiments.lm.pile import Lambada126M, Pile126M
-from layerkit_experiments.recipes.decoder import remat_policy
+from layerkit_experiments.recipes.language_model import remat_policy
 from layerkit_inputs import GrainMapInput, LocalText, SyntheticInput, TokenRecords
 from layerkit_runner.config.experiment import reduced_values
 from layerkit_runner.run.resolve import resolve

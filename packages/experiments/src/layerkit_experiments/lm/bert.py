@@ -17,10 +17,9 @@ from layerkit.base.weights import WeightInit
 from layerkit.config import Config
 from layerkit.layers import LayerNorm
 from layerkit.models import BertModel
-from layerkit_experiments.lm.experiment import LmExperiment
 from layerkit_experiments.lm.pax import PaxLm
 from layerkit_experiments.recipes.corpora import Corpus
-from layerkit_experiments.recipes.decoder import decoder
+from layerkit_experiments.recipes.language_model import LmExperiment, decoder
 from layerkit_experiments.recipes.meshes import pmap
 from layerkit_experiments.recipes.optimizers import (
     adafactor_exponential,

@@ -16,11 +16,10 @@ from layerkit.base.weights import WeightInit
 from layerkit.config import Config
 from layerkit.layers import Embedding, FullSoftmax
 from layerkit.layers.quantization.lora import LORA_WEIGHTS, with_lora
-from layerkit_experiments.lm.experiment import LmExperiment
 from layerkit_experiments.recipes.boolq import boolq, with_choice_accuracy
 from layerkit_experiments.recipes.corpora import Corpus
-from layerkit_experiments.recipes.decoder import decoder
 from layerkit_experiments.recipes.fine_tuning import weights_of
+from layerkit_experiments.recipes.language_model import LmExperiment, decoder
 from layerkit_experiments.recipes.optimizers import adam_exponential
 from layerkit_runner.optim.schedules import linear_warmup_cosine_decay
 

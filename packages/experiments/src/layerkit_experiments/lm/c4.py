@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from layerkit.config import Config
-from layerkit_experiments.lm.experiment import LmExperiment
 from layerkit_experiments.lm.lm_cloud import LmCloudSpmd
 from layerkit_experiments.lm.pax import PaxLm
 from layerkit_experiments.recipes.corpora import Corpus
+from layerkit_experiments.recipes.language_model import LmExperiment
 from layerkit_experiments.recipes.meshes import Pipelined
 from layerkit_experiments.recipes.mlperf import mlperf_adamw, mlperf_text
-from layerkit_experiments.recipes.optimizers import adamw_cosine
+from layerkit_experiments.recipes.training import adamw_cosine
 from layerkit_runner.optim.early_stopping import StopAtTarget
 
 

@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 
 from layerkit.config import Config, build, field_names, target_of
 from layerkit.errors import ConfigError
-from layerkit_experiments.recipes.decoder import remat_policy
 from layerkit_experiments.recipes.fine_tuning import (
     folder_tokenizer,
     train_adapters,
     weights_of,
     with_adapters,
 )
+from layerkit_experiments.recipes.language_model import remat_policy
 from layerkit_experiments.recipes.local_files import LocalFiles
 from layerkit_experiments.recipes.training import TrainedExperiment, train_config
 from layerkit_inputs.base.special_ids import end_ids

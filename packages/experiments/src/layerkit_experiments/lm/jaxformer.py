@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from layerkit.config import Config
-from layerkit_experiments.lm.experiment import LmExperiment
 from layerkit_experiments.recipes.corpora import Corpus
-from layerkit_experiments.recipes.decoder import decoder
 from layerkit_experiments.recipes.experts import MixtureOfExperts, with_experts
+from layerkit_experiments.recipes.language_model import LmExperiment, decoder
 from layerkit_experiments.recipes.latent_attention import with_latent_attention
 from layerkit_experiments.recipes.meshes import Pipelined
 

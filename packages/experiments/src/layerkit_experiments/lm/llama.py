@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from layerkit.config import Config
-from layerkit_experiments.lm.experiment import LmExperiment
 from layerkit_experiments.recipes.corpora import Corpus
-from layerkit_experiments.recipes.decoder import untied_decoder
 from layerkit_experiments.recipes.fine_tuning import (
     folder_tokenizer,
     train_adapters,
     weights_of,
     with_adapters,
 )
+from layerkit_experiments.recipes.language_model import LmExperiment, untied_decoder
 from layerkit_experiments.recipes.local_files import LocalFiles
 
 

@@ -12,15 +12,14 @@ from typing import Any, ClassVar
 
 from layerkit.config import Config
 from layerkit.layers import RelativeBias
-from layerkit_experiments.lm.experiment import LmExperiment
 from layerkit_experiments.recipes.corpora import Corpus, synthetic_tokens
-from layerkit_experiments.recipes.decoder import decoder
 from layerkit_experiments.recipes.experts import (
     MixtureOfExperts,
     gshard_decoder,
     gshard_mixture,
     with_experts,
 )
+from layerkit_experiments.recipes.language_model import LmExperiment, decoder
 from layerkit_experiments.recipes.meshes import EXPERT_AXES
 from layerkit_experiments.recipes.optimizers import adafactor_sqrt, capped_cosine
 

@@ -11,17 +11,16 @@ from typing import Any, ClassVar
 
 from layerkit.base.weights import WeightInit
 from layerkit.config import Config
-from layerkit_experiments.lm.experiment import LmExperiment
 from layerkit_experiments.lm.moe import PraxisExperts
 from layerkit_experiments.lm.pax import PaxLm
 from layerkit_experiments.recipes.corpora import synthetic_tokens
-from layerkit_experiments.recipes.decoder import decoder
 from layerkit_experiments.recipes.experts import (
     MixtureOfExperts,
     gshard_mixture,
     praxis_glam,
     with_experts,
 )
+from layerkit_experiments.recipes.language_model import LmExperiment, decoder
 from layerkit_experiments.recipes.meshes import EXPERT_AXES, Pipelined
 from layerkit_experiments.recipes.optimizers import capped_cosine
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from layerkit_experiments.lm.experiment import LmExperiment
 from layerkit_experiments.recipes.corpora import synthetic_tokens
+from layerkit_experiments.recipes.language_model import LmExperiment
 from layerkit_experiments.recipes.optimizers import adam_exponential
 
 

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from layerkit.config import Config
-from layerkit_experiments.lm.experiment import LmExperiment
-from layerkit_experiments.recipes.corpora import Corpus, lambada
+from layerkit_experiments.recipes.corpora import Corpus
+from layerkit_experiments.recipes.lambada import lambada
+from layerkit_experiments.recipes.language_model import LmExperiment
 from layerkit_runner.step.task_metrics import Mean
 
 

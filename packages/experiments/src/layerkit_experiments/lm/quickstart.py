@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerkit_experiments.lm.experiment import LmExperiment
+from layerkit_experiments.recipes.language_model import LmExperiment
 from layerkit_experiments.recipes.local_files import LocalFiles
 
 

@@ -1,4 +1,4 @@
-"""Published text, C4, The Pile and LAMBADA, and synthetic tokens.
+"""Published text, such as C4 and The Pile, and synthetic tokens.
 
 The library that reads text is imported, and files are opened, when the first batch is read.
 docs/data_sets.md describes how to prepare the data.
@@ -10,11 +10,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
-from layerkit.config import Config, Partial
+from layerkit.config import Config
 from layerkit.errors import ConfigError
-from layerkit_experiments.recipes import last_words, seqio_tasks
+from layerkit_experiments.recipes import seqio_tasks
 from layerkit_inputs import (
-    GrainMapInput,
     LocalText,
     SeqIOInput,
     SyntheticInput,
@@ -106,18 +105,6 @@ def published_text(fields: Any, readers: Readers | None = None) -> list[Config]:
     ]
 
 
-def lambada(fields: Any) -> list[Config]:
-    """Return the config of the last words of LAMBADA's passages (Paperno et al., 2016).
-
-    It has no training data: evaluate a model with `--mode=eval_once` or `--mode=eval`.
-    """
-    readers = {"seqio": _last_words, "grain": _last_words_of_json}
-    num_batches = fields.EVAL_NUM_BATCHES
-    return [
-        read(fields, readers, name="lambada", is_training=False, eval_loop_num_batches=num_batches)
-    ]
-
-
 def read(fields: Any, readers: Readers, **options: Any) -> Config:
     """Return the config of an input by the reader of DATA_FORMAT.
 
@@ -151,7 +138,7 @@ def text_task(fields: Any, make: Callable[..., Any]) -> Config:
     return Config(
         make,
         tfds_name=fields.tfds_name,
-        vocab_path=_vocab_path(fields),
+        vocab_path=vocab_path_of(fields),
         vocab_size=fields.VOCAB_SIZE,
     )
 
@@ -174,7 +161,7 @@ def answer_lengths(fields: Any) -> dict[str, int]:
     }
 
 
-def _grain_folder(fields: Any) -> str:
+def grain_folder(fields: Any) -> str:
     """Return GRAIN_DATA_DIR."""
     if fields.GRAIN_DATA_DIR is None:
         raise ConfigError(
@@ -187,7 +174,7 @@ def _grain_folder(fields: Any) -> str:
     return folder
 
 
-def _vocab_path(fields: Any) -> str | None:
+def vocab_path_of(fields: Any) -> str | None:
     """Return VOCAB_PATH, or else the environment variable; None if neither is set."""
     return fields.VOCAB_PATH or os.environ.get("VOCAB_PATH")
 
@@ -205,9 +192,9 @@ def _seqio_text(fields: Any, *, is_training: bool, **options: Any) -> Config:
 
 
 def _token_records(fields: Any, *, is_training: bool, **options: Any) -> Config:
-    vocab_path = _vocab_path(fields)
+    vocab_path = vocab_path_of(fields)
     return TokenRecords.HParams.config(
-        path=_grain_folder(fields),
+        path=grain_folder(fields),
         split="train" if is_training else "heldout",
         seq_length=fields.MAX_SEQ_LEN,
         tokenizer=None if vocab_path is None else tokenizer_config(vocab_path),
@@ -243,26 +230,3 @@ TEXT_READERS: Readers = {
     "synthetic": _synthetic_rows,
 }
 """Readers of text that is predicted from its first to its last token."""
-
-
-def _last_words(fields: Any, **options: Any) -> Config:
-    return SeqIOInput.HParams.config(
-        mixture_or_task=text_task(fields, seqio_tasks.last_word_task),
-        split_name="test",
-        task_feature_lengths=answer_lengths(fields),
-        weights_on_targets_only=True,
-        tfds_data_dir=fields.TFDS_DATA_DIR,
-        **options,
-    )
-
-
-def _last_words_of_json(fields: Any, **options: Any) -> Config:
-    rows = Partial(
-        last_words.last_word_rows,
-        path=_grain_folder(fields),
-        vocab_path=_vocab_path(fields),
-        seq_length=fields.MAX_SEQ_LEN,
-        target_length=answer_lengths(fields)["targets"],
-        vocab_size=fields.VOCAB_SIZE,
-    )
-    return GrainMapInput.HParams.config(dataset=rows, **options)

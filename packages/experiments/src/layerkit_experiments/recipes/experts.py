@@ -13,7 +13,7 @@ from layerkit.base.weights import WeightInit
 from layerkit.config import Config, target_of
 from layerkit.config.checks import check_sizes
 from layerkit.layers import MoeFeedForward, RelativeBias, ReLU
-from layerkit_experiments.recipes.decoder import decoder, set_paths
+from layerkit_experiments.recipes.language_model import decoder, set_paths
 
 # Fields whose value is that of a path in the config of the MoeFeedForward.
 _PATHS = {

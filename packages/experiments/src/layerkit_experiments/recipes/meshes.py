@@ -1,30 +1,17 @@
-"""Partitioners and stacks of layers by the fields of an experiment: meshes, pipelines and pmap."""
+"""Other partitioners than one SPMD mesh: pipelines, with their stack of layers, and pmap."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from layerkit.base.sharding import DEFAULT_RULES, ShardingRules
 from layerkit.config import Config
-from layerkit_experiments.recipes.decoder import remat_policy
-from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
+from layerkit_experiments.recipes.language_model import remat_policy
+from layerkit_experiments.recipes.training import mesh_partitioner, mesh_rules
+from layerkit_runner.partitioning import PmapPartitioner
 
 EXPERT_AXES = ("data", "fsdp", "expert", "tensor")
 """Axes of the mesh of a mixture of experts."""
-
-
-def spmd(fields: Any) -> Config:
-    """Return a partitioner that runs one program over the mesh of ICI_MESH_SHAPE.
-
-    Args:
-      fields: Experiment with ICI_MESH_SHAPE, DCN_MESH_SHAPE and SEQUENCE_PARALLEL. It may have the
-        class attributes `mesh_axes`, the names of the axes in the order of the shapes, and
-        `shards_features`, True to shard the activations between layers over tensor, as Pax does for
-        the largest models. Otherwise a device keeps the whole inputs of its layers.
-        SEQUENCE_PARALLEL shards them by position instead.
-    """
-    return _partitioner(fields, fields.mesh_axes, _rules(fields))
 
 
 def pipelined(fields: Any) -> Config:
@@ -32,8 +19,8 @@ def pipelined(fields: Any) -> Config:
     # Embedding and softmax are in no stage; without these rules the devices of every stage compute
     # them.
     vocab = ("tensor", "stage")
-    rules = _rules(fields).replace(vocab=vocab, act_vocab=vocab)
-    return _partitioner(fields, ("stage", *fields.mesh_axes), rules)
+    rules = mesh_rules(fields).replace(vocab=vocab, act_vocab=vocab)
+    return mesh_partitioner(fields, ("stage", *fields.mesh_axes), rules)
 
 
 def pmap(_: Any) -> Config:
@@ -88,18 +75,3 @@ class Pipelined:
 
     stack = pipelined_stack
     partitioner = pipelined
-
-
-def _rules(fields: Any) -> ShardingRules:
-    if fields.SEQUENCE_PARALLEL:
-        return DEFAULT_RULES.replace(residual_length=("context", "tensor"))
-    return DEFAULT_RULES.replace(act_embed="tensor") if fields.shards_features else DEFAULT_RULES
-
-
-def _partitioner(fields: Any, axes: tuple[str, ...], rules: ShardingRules) -> Config:
-    return SpmdPartitioner.HParams.config(
-        mesh_axis_names=axes,
-        ici_mesh_shape=fields.ICI_MESH_SHAPE,
-        dcn_mesh_shape=fields.DCN_MESH_SHAPE,
-        rules=rules,
-    )

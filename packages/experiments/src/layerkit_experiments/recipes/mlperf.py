@@ -13,7 +13,7 @@ from layerkit.config import Config
 from layerkit.errors import ConfigError
 from layerkit_experiments.recipes import seqio_tasks
 from layerkit_experiments.recipes.corpora import TEXT_READERS, published_text, text_task
-from layerkit_experiments.recipes.optimizers import adamw, number_of_steps
+from layerkit_experiments.recipes.training import adamw, number_of_steps
 from layerkit_inputs import SeqIOInput
 from layerkit_runner.optim.schedules import linear_warmup_cosine_decay
 

@@ -18,8 +18,7 @@ from layerkit.config import Config, Partial
 from layerkit.config.checks import require
 from layerkit.layers import FlaxModule
 from layerkit.models import ClassificationModel
-from layerkit_experiments.recipes.optimizers import number_of_steps
-from layerkit_experiments.recipes.training import TrainedExperiment, train_config
+from layerkit_experiments.recipes.training import TrainedExperiment, number_of_steps, train_config
 from layerkit_experiments.vision.generated_images import GeneratedImages
 from layerkit_experiments.vision.resnet import ResNet
 from layerkit_runner.optim import schedules
