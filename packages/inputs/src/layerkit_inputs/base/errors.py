@@ -40,11 +40,9 @@ def naming_input(label: str) -> Iterator[None]:
     """
     try:
         yield
-    except StopIteration:
-        raise
     except Exception as error:
         # An input that reads another input does not replace the label of that input.
-        if input_of(error) is None:
+        if input_of(error) is None and not isinstance(error, StopIteration):
             setattr(error, _ATTRIBUTE, label)
             if isinstance(error, UserError):
                 error.owner = error.owner or label
@@ -79,7 +77,5 @@ def require_extra(module: str, *, needed_by: str) -> ModuleType:
         # A missing module inside an installed package is a different error.
         if error.name is None or error.name.partition(".")[0] != package:
             raise
-    raise MissingExtraError(
-        f"{needed_by} needs the package {package}",
-        hint=f"Install it: {pip_install('layerkit-inputs', _EXTRA_OF[package])}",
-    )
+    hint = f"Install it: {pip_install('layerkit-inputs', _EXTRA_OF[package])}"
+    raise MissingExtraError(f"{needed_by} needs the package {package}", hint=hint)

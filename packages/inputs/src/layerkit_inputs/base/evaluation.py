@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from layerkit.errors import ConfigError
+from layerkit.config.checks import require
 
 Evaluation = Literal["epoch", "next"]
 
@@ -46,19 +46,16 @@ def choose_evaluation(
         choices: tuple[Evaluation, ...] = ("next",)
     else:
         choices = ("epoch", "next") if num_batches is None else ("next", "epoch")
-    for kind in choices:
-        reset, is_endless = PASSES[kind]
-        if reset_for_eval in (None, reset) and repeat in (None, is_endless):
-            break
-    else:
-        raise ConfigError(
-            owner=owner,
-            field="reset_for_eval and repeat",
-            value=[reset_for_eval, repeat],
-            expected="[True, False] for one epoch, or [False, True] for an endless stream"
-            + (", as while training" if is_training else ""),
-        )
-    if kind == "next" and num_batches is None and not is_training:
-        expected = "a positive integer with repeat=True, since an evaluation would never end"
-        raise ConfigError(owner=owner, field="eval_loop_num_batches", value=None, expected=expected)
+    matching = [
+        kind
+        for kind in choices
+        if reset_for_eval in (None, PASSES[kind][0]) and repeat in (None, PASSES[kind][1])
+    ]
+    expected = "[True, False] for one epoch, or [False, True] for an endless stream"
+    chosen = [reset_for_eval, repeat]
+    require(matching, owner, "reset_for_eval and repeat", chosen, expected)
+    kind = matching[0]
+    is_bounded = kind == "epoch" or is_training or num_batches is not None
+    expected = "a positive integer with repeat=True, since an evaluation would never end"
+    require(is_bounded, owner, "eval_loop_num_batches", None, expected)
     return kind

@@ -67,13 +67,9 @@ def find_text_files(paths: Sequence[str], *, field: str = "paths") -> list[TextF
     for entry in paths:
         matches = sorted(_matches(str(entry)))
         if not matches:
-            raise NothingToReadError(
-                "no file found",
-                field=field,
-                value=str(entry),
-                expected="a file, a folder with files, or a pattern",
-                hint=hub_hint(str(entry), is_data=True),
-            )
+            problem = "no file, folder with files or pattern that matches"
+            hint = hub_hint(str(entry), is_data=True)
+            raise NothingToReadError(problem, field=field, value=str(entry), hint=hint)
         for file in matches:
             files.setdefault(file.path.resolve(), file)
     return sorted(files.values())

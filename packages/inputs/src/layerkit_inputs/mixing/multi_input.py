@@ -81,11 +81,8 @@ class MultiInput(CompositeInput):
                 batches[name] = component.get_next()
             except StopIteration:
                 ended.append(name)
-        if ended and batches:
-            raise self._config_error(
-                f"epochs have different lengths: {ended} ended before {list(batches)}",
-                hint="Evaluate on each input separately, or set eval_loop_num_batches.",
-            )
+        expected = f"epochs of one length, but {list(batches)} did not end"
+        require(not ended or not batches, self._label, "inputs that ended", ended, expected)
         if ended:
             raise StopIteration
         return NestedMap({name: batch.transform(self._split) for name, batch in batches.items()})

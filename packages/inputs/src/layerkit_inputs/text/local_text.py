@@ -193,12 +193,10 @@ class _TextFilesInput(IndexedInput):
         if shares and (limit := heldout_limit(shares, fraction=fraction)) != fraction:
             builder, _ = self._read_documents(files, limit)
         if not builder or not (self._num_bytes or self._bad.first or self.split == "all"):
+            problem = f"no text in {first_names(str(file.path) for file in files)}"
+            first = f"First problem: {self._bad.first[0]}" if self._bad.first else None
             raise self._config_error(
-                f"no text in the {self.split} files",
-                field="number of skipped documents",
-                value=self.num_skipped,
-                expected=f"text in {first_names(str(file.path) for file in files)}",
-                hint=f"First problem: {self._bad.first[0]}" if self._bad.first else None,
+                problem, field="number of skipped documents", value=self.num_skipped, hint=first
             )
         documents = builder.build()
         # The same text in other documents is other data.

@@ -119,7 +119,6 @@ def _parquet_rows(path: Path, field: str, max_document_bytes: int) -> Iterator[R
             if field not in texts:
                 is_chat = any(is_list_of_structs(arrow, kind) for kind in schema.types)
                 raise BadRecordError(
-                    "no such column of text",
                     owner=str(path),
                     field="column",
                     value=field,

@@ -8,8 +8,8 @@ Parquet files; see `raw_documents`. Files that are named as held out, such as `v
 split `heldout`; see `text_splits`. The result does not depend on the number of workers.
 
 The records are written to a hidden folder beside the output, which is renamed when everything is on
-disk. So a build that was stopped or killed leaves no incomplete output. The next build of the same
-output removes the hidden folder of a killed one.
+disk. So a build that was stopped or killed leaves no incomplete output. A killed build leaves the
+hidden folder (`.OUTPUT.partial-…`), which can be removed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,9 @@ import argparse
 import collections
 import concurrent.futures.process
 import contextlib
-import fcntl
 import functools
-import glob
 import itertools
 import multiprocessing
-import os
 import secrets
 import shutil
 import sys
@@ -217,41 +214,20 @@ def _atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed at the end, or removed after an error."""
     _check_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for left in folder.parent.glob(f".{glob.escape(folder.name)}.partial-*"):
-        with contextlib.suppress(OSError), _locked(left):
-            shutil.rmtree(left)
     partial = folder.with_name(f".{folder.name}.partial-{secrets.token_hex(4)}")
     partial.mkdir()
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # a file system without locks
-            stack.enter_context(_locked(partial))
-        try:
-            yield partial
-            _check_free(folder)
-            partial.rename(folder)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+    try:
+        yield partial
+        _check_free(folder)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _check_free(folder: Path) -> None:
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise FileExistsError(f"{folder}: the output exists. Remove it, or use another output.")
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder until the process ends.
-
-    Raises:
-      OSError: Another process holds the lock, or the file system has no locks.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _work(
